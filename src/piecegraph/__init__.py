@@ -1,0 +1,53 @@
+"""piecegraph: cut a model at attention, compile each unique piece once, replay the pieces.
+
+Importing this package imports neither torch nor anything else of weight, and changes nothing in
+the process; each public name is loaded when it is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from piecegraph.compiler.api import compile, compiled_models
+    from piecegraph.compiler.compiled_model import CompiledModel
+    from piecegraph.config import CompileConfig
+    from piecegraph.runner.llm import LLM
+    from piecegraph.runner.outputs import CompletionOutput, RequestOutput
+    from piecegraph.runner.sampling_params import SamplingParams
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "CompileConfig": "piecegraph.config",
+    "CompiledModel": "piecegraph.compiler.compiled_model",
+    "CompletionOutput": "piecegraph.runner.outputs",
+    "LLM": "piecegraph.runner.llm",
+    "RequestOutput": "piecegraph.runner.outputs",
+    "SamplingParams": "piecegraph.runner.sampling_params",
+    "compile": "piecegraph.compiler.api",
+    "compiled_models": "piecegraph.compiler.api",
+}
+
+__all__ = [
+    "LLM",
+    "CompileConfig",
+    "CompiledModel",
+    "CompletionOutput",
+    "RequestOutput",
+    "SamplingParams",
+    "compile",
+    "compiled_models",
+]
+
+
+def __getattr__(name: str) -> object:
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module 'piecegraph' has no attribute {name!r}")
+    return getattr(importlib.import_module(home), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOME])

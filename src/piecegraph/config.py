@@ -1,0 +1,64 @@
+"""What a caller may choose about compiling: one frozen value, checked when it is made."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from piecegraph.errors import ConfigError, did_you_mean
+
+DEFAULT_SPLIT_OPS = (
+    "piecegraph::attention",
+    "aten::scaled_dot_product_attention",
+    "higher_order::flex_attention",
+)
+"""Ops a graph is cut at unless the caller names others; each may be absent from a graph."""
+
+COMPILERS = ("inductor", "eager")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompileConfig:
+    """How a graph is cut and its pieces are compiled. Every field is also an `options` key by name."""
+
+    split_ops: tuple[str, ...] = DEFAULT_SPLIT_OPS
+    """Ops to cut at, as `"namespace::name"`. A named op must appear in the graph; the default ones
+    (`DEFAULT_SPLIT_OPS`) may be absent."""
+
+    compiler: str = "inductor"
+    """What compiles a piece: `"inductor"`, or `"eager"` (runs the piece's graph as it is)."""
+
+    compile_workers: int | None = None
+    """Processes that compile unique pieces. None: one a core, at most one a unique piece. 0: compile
+    in this process."""
+
+    inductor_options: Mapping[str, Any] = field(default_factory=dict)
+    """`torch._inductor.config` fields to set for our pieces only, e.g. `{"max_autotune": True}`."""
+
+    dump_dir: str | None = None
+    """Folder that receives the traced graph, every unique piece and the stitched source as text."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.split_ops, str):
+            raise ConfigError(f"split_ops is one string, {self.split_ops!r}; give a tuple of names: ({self.split_ops!r},)")
+        object.__setattr__(self, "split_ops", tuple(self.split_ops))
+        for name in self.split_ops:
+            namespace, _, op = name.partition("::") if isinstance(name, str) else ("", "", "")
+            if not namespace or not op:
+                raise ConfigError(f"split_ops has {name!r}; an op is named as 'namespace::name', e.g. 'mylib::attention'.")
+        if self.compiler not in COMPILERS:
+            raise ConfigError(f"compiler={self.compiler!r} is unknown.{did_you_mean(str(self.compiler), COMPILERS)}")
+        if self.compile_workers is not None and self.compile_workers < 0:
+            raise ConfigError(f"compile_workers={self.compile_workers}; it is a number of processes, 0 or more, or None.")
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any] | None) -> CompileConfig:
+        """The config that `torch.compile(..., options=...)` means. Raises `ConfigError` on an unknown name."""
+        options = dict(options or {})
+        known = [f.name for f in dataclasses.fields(cls)]
+        for name in options:
+            if name not in known:
+                raise ConfigError(f"unknown compile option {name!r}.{did_you_mean(name, known)}")
+        return cls(**options)
