@@ -1,0 +1,48 @@
+# `make help` lists the targets. Everything happens in .venv, made on first use from pinned requirements.
+
+PYTHON ?= python3
+PROMPT ?= What is the capital of France, and what is it known for?
+MODEL ?=
+ARGS ?=
+
+BIN := .venv/bin
+READY := .venv/.ready
+TEST_JOBS ?= 2
+
+.DEFAULT_GOAL := help
+.PHONY: help run test lint format setup clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@echo
+	@echo 'make run  PROMPT="..."  asks something else; MODEL=folder|file.gguf|org/name asks another model;'
+	@echo '          ARGS="--max-tokens 64 --compiler eager" goes to `piecegraph run`.'
+	@echo 'make test ARGS="-k dispatcher"  goes to pytest; TEST_JOBS=4 tests in four processes.'
+	@echo 'PYTHON=python3.12 chooses the interpreter that .venv is made with.'
+
+run: $(READY) ## set up, then answer PROMPT with the embedded model, or MODEL
+	@$(BIN)/piecegraph run $(ARGS) $(if $(MODEL),'$(MODEL)') -- "$$PROMPT"
+run: export PROMPT := $(PROMPT)
+
+test: $(READY) ## set up, then run the tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile $(ARGS)
+
+lint: $(READY) ## ruff, ruff format, mypy --strict over everything, the rules of the house
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/test_house.py
+
+format: $(READY) ## let ruff rewrite what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+setup: $(READY) ## only make .venv
+
+$(READY): requirements/torch.txt requirements/triton.txt requirements/dev.txt requirements/model.txt requirements/install.sh pyproject.toml
+	@PYTHON='$(PYTHON)' bash requirements/install.sh
+	@touch $@
+
+clean: ## remove .venv and everything generated
+	rm -rf .venv build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
