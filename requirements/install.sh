@@ -23,12 +23,14 @@ PY
 if cuda_torch; then
     say "using the CUDA build of torch that $PYTHON has"
     "$PYTHON" -m venv --system-site-packages .venv
+    own_torch=no
 else
     "$PYTHON" -m venv .venv
+    own_torch=yes
 fi
 pip() { .venv/bin/python -m pip --disable-pip-version-check install --quiet "$@"; }
 
-if ! .venv/bin/python -c 'import sys, torch; sys.exit(not torch.version.cuda)' 2>/dev/null; then
+if [ "$own_torch" = yes ]; then
     say "installing torch (the largest part)"
     pip -r requirements/torch.txt
 fi
