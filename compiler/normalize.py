@@ -1,0 +1,149 @@
+"""Make Dynamo's graph plain before it is cut: what remains computes something, and says what it reads."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from piecegraph.compiler.split_ops import op_name
+
+IsSplitOp = Callable[[fx.Node], bool]
+
+_NO_EFFECT = ("torch._C._log_api_usage_once", "torch._C.PyCapsule._log_api_usage_once")
+_ASSERTS = frozenset({"aten::_assert_scalar", "aten::sym_constrain_range", "aten::sym_constrain_range_for_size"})
+
+
+def normalize(graph_module: fx.GraphModule, is_split_op: IsSplitOp) -> tuple[dict[str, Any], tuple[Any, ...]]:
+    """Rewrite the graph in place; the number of split ops stays as it was.
+
+    - tensors held by the module become placeholders, returned as {placeholder name: tensor};
+    - assertions about sizes leave the graph, returned as symbolic expressions that must hold (they
+      are evaluated once per combination of sizes, not on every call in some piece);
+    - items of a tuple are taken where the tuple is made, so that only tensors cross a cut;
+    - sizes read off tensors become the size inputs they equal;
+    - nodes nobody reads and that change nothing are dropped.
+    """
+    graph = graph_module.graph
+    split_ops_before = sum(map(is_split_op, graph.nodes))
+    constants = _lift_tensors(graph_module)
+    assertions = _take_size_assertions(graph)
+    _use_size_inputs(graph)
+    _hoist_items(graph)
+    _drop_dead(graph, is_split_op)
+    graph.lint()
+    split_ops_after = sum(map(is_split_op, graph.nodes))
+    assert split_ops_before == split_ops_after, f"normalizing lost split ops: {split_ops_before} -> {split_ops_after}"
+    graph_module.recompile()
+    return constants, assertions
+
+
+def value_of(node: fx.Node) -> Any:
+    """The example value Dynamo computed for a node: a FakeTensor, a SymInt, a tuple of these, or None."""
+    return node.meta.get("example_value")
+
+
+def symbol_of(value: Any) -> str | None:
+    """The name of the symbol a SymInt is, if it is one symbol and not an expression."""
+    if isinstance(value, torch.SymInt) and value.node.expr.is_symbol:
+        return str(value.node.expr)
+    return None
+
+
+def _lift_tensors(graph_module: fx.GraphModule) -> dict[str, Any]:
+    graph = graph_module.graph
+    constants: dict[str, Any] = {}
+    placeholder_of: dict[int, fx.Node] = {}
+    last = next((n for n in reversed(graph.nodes) if n.op == "placeholder"), None)
+    for node in list(graph.nodes):
+        if node.op != "get_attr":
+            continue
+        value: Any = graph_module
+        for part in str(node.target).split("."):
+            value = getattr(value, part)
+        if not isinstance(value, torch.Tensor):
+            continue  # a subgraph of a higher-order op
+        placeholder = placeholder_of.get(id(value))
+        if placeholder is None:
+            at = graph.inserting_after(last) if last is not None else graph.inserting_before(next(iter(graph.nodes)))
+            with at:
+                placeholder = graph.placeholder("constant_" + str(node.target).replace(".", "_"))
+            placeholder.meta.update(node.meta)
+            placeholder_of[id(value)] = last = placeholder
+            constants[placeholder.name] = value
+        node.replace_all_uses_with(placeholder)
+        graph.erase_node(node)
+    return constants
+
+
+def _take_size_assertions(graph: fx.Graph) -> tuple[Any, ...]:
+    taken = []
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node.users:
+            continue
+        name = op_name(node.target)
+        if name in _ASSERTS or node.target in (torch._check, torch._check_is_size):
+            condition = value_of(node.args[0]) if node.args and isinstance(node.args[0], fx.Node) else None
+            if isinstance(condition, torch.SymBool):
+                taken.append(condition.node.expr)
+            elif not isinstance(condition, torch.SymInt | None):
+                continue  # about a value, not a size: stays
+            graph.erase_node(node)
+    return tuple(taken)
+
+
+def _use_size_inputs(graph: fx.Graph) -> None:
+    """A node whose value is exactly a declared size is that size's placeholder."""
+    inputs = {symbol_of(value_of(node)): node for node in graph.nodes if node.op == "placeholder"}
+    inputs.pop(None, None)
+    for node in list(graph.nodes):
+        if node.op in ("call_function", "call_method") and (symbol := symbol_of(value_of(node))) in inputs:
+            node.replace_all_uses_with(inputs[symbol])
+
+
+def _hoist_items(graph: fx.Graph) -> None:
+    for node in list(graph.nodes):
+        if node.op == "call_function" and node.target is operator.getitem and isinstance(node.args[0], fx.Node):
+            producer = node.args[0]
+            if isinstance(value_of(producer), tuple | list) and isinstance(node.args[1], int):
+                at = producer
+                while at.next.op == "call_function" and at.next.target is operator.getitem and at.next.args[0] is producer:
+                    at = at.next
+                if producer.op != "placeholder" and at is not node:
+                    at.append(node)
+
+
+def _drop_dead(graph: fx.Graph, is_split_op: IsSplitOp) -> None:
+    for node in reversed(list(graph.nodes)):
+        if not node.users and node.op != "placeholder" and node.op != "output" and not is_split_op(node) and is_pure(node):
+            graph.erase_node(node)
+
+
+def is_pure(node: fx.Node) -> bool:
+    """True where dropping an unread node is known to change nothing; False where in doubt.
+
+    FX's own test calls every method and every unregistered packet pure, in-place ones included.
+    """
+    if node.kwargs.get("inplace") or node.kwargs.get("out") is not None:
+        return False
+    if node.op == "get_attr":
+        return True
+    if node.op == "call_method":
+        return not str(node.target).endswith("_")
+    if node.op != "call_function":
+        return False
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return not target._schema.is_mutable and not op_name(target).startswith(("c10d", "_c10d"))
+    if isinstance(target, torch._ops.OpOverloadPacket | torch._ops.HigherOrderOperator):
+        return False
+    name = getattr(target, "__name__", "")
+    module = getattr(target, "__module__", None) or "torch"
+    if module in ("_operator", "operator"):
+        return not (name.startswith("i") and hasattr(operator, name[1:])) and name not in ("setitem", "delitem")
+    if op_name(target) in _NO_EFFECT or name == "_log_api_usage_once":
+        return True
+    return module.startswith("torch") and not name.endswith("_") and "assert" not in name and "check" not in name

@@ -1,0 +1,158 @@
+"""When two pieces are the same: the canonical text of a piece, and the unique pieces of a model."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from piecegraph.compiler import torch_compat
+from piecegraph.compiler.normalize import value_of
+from piecegraph.compiler.split import Piece
+from piecegraph.compiler.split_ops import op_name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UniquePiece:
+    """Pieces of one canonical key: one compile, one artifact."""
+
+    index: int
+    key: str  # sha256 of `text`, hex
+    text: str
+    graph_module: fx.GraphModule  # of the first piece with this key
+    pieces: tuple[int, ...]  # indices of the pieces that share it
+
+    @property
+    def examples(self) -> tuple[Any, ...]:
+        """One fake tensor or symbolic size a placeholder."""
+        return tuple(value_of(node) for node in self.graph_module.graph.nodes if node.op == "placeholder")
+
+    @property
+    def num_nodes(self) -> int:
+        """Operations in the piece: neither inputs nor the output."""
+        return sum(node.op not in ("placeholder", "output", "get_attr") for node in self.graph_module.graph.nodes)
+
+
+def unique_pieces(pieces: Sequence[Piece]) -> tuple[UniquePiece, ...]:
+    """Pieces grouped by canonical key, in order of first appearance."""
+    texts: dict[str, list[int]] = {}
+    for piece in pieces:
+        texts.setdefault(canonical_text(piece.graph_module), []).append(piece.index)
+    return tuple(
+        UniquePiece(
+            index=index,
+            key=hashlib.sha256(text.encode()).hexdigest(),
+            text=text,
+            graph_module=pieces[shared[0]].graph_module,
+            pieces=tuple(shared),
+        )
+        for index, (text, shared) in enumerate(texts.items())
+    )
+
+
+def canonical_text(graph_module: fx.GraphModule) -> str:
+    """A text equal for two pieces exactly when one artifact serves both.
+
+    Nodes are numbered and symbols renamed in order of appearance; tensors are described by dtype,
+    device type (never an index: a rank is no property of a piece), sizes, strides and offset; floats
+    are written in hex. Raises `TypeError` on a kind of argument that has no canonical text.
+    """
+    return _Canonical(graph_module).text()
+
+
+class _Canonical:
+    def __init__(self, graph_module: fx.GraphModule) -> None:
+        self.graph_module = graph_module
+        self.numbers: dict[fx.Node, int] = {}
+        self.symbols: dict[Any, str] = {}
+        self.devices: dict[tuple[str, int | None], str] = {}
+        values = [value_of(node) for node in graph_module.graph.nodes]
+        self.shape_env = torch_compat.shape_env_of(values)
+
+    def text(self) -> str:
+        lines = []
+        for number, node in enumerate(self.graph_module.graph.nodes):
+            self.numbers[node] = number
+            if node.op == "placeholder":
+                lines.append(f"%{number} = input {self.value(value_of(node))}")
+            elif node.op == "get_attr":
+                lines.append(f"%{number} = {self.attribute(str(node.target))}")
+            elif node.op == "output":
+                lines.append(f"return {self.argument(node.args[0])}")
+            else:
+                target = str(node.target) if node.op == "call_method" else self.function(node.target)
+                kwargs = {name: node.kwargs[name] for name in sorted(node.kwargs)}
+                lines.append(f"%{number} = {node.op} {target} {self.argument(node.args)} {self.argument(kwargs)}")
+        return "\n".join([*lines, *(f"{name} in {self.range(symbol)}" for symbol, name in self.symbols.items())])
+
+    def range(self, symbol: Any) -> str:
+        return torch_compat.symbol_range(self.shape_env, symbol)
+
+    def function(self, target: Any) -> str:
+        name = op_name(target)
+        return f"{name}.{target._overloadname}" if isinstance(target, torch._ops.OpOverload) else name
+
+    def attribute(self, path: str) -> str:
+        value: Any = self.graph_module
+        for part in path.split("."):
+            value = getattr(value, part)
+        if isinstance(value, fx.GraphModule):
+            inner = canonical_text(value).replace("\n", "; ")
+            return f"graph {{ {inner} }}"
+        raise TypeError(f"a piece holds {path}, a {type(value).__name__}, which has no canonical text")
+
+    def device(self, device: torch.device) -> str:
+        """The type, and an index only to tell two devices of one piece apart."""
+        name = self.devices.setdefault((device.type, device.index), "")
+        if not name:
+            nth = sum(kind == device.type for kind, _ in self.devices) - 1
+            name = self.devices[(device.type, device.index)] = device.type + (f"#{nth}" if nth else "")
+        return name
+
+    def expression(self, expression: Any) -> str:
+        names = {}
+        for symbol in sorted(expression.free_symbols, key=str):
+            names[symbol] = self.symbols.setdefault(symbol, f"$s{len(self.symbols)}")
+        return str(expression.xreplace({s: type(s)(n, **s.assumptions0) for s, n in names.items()})) if names else str(expression)
+
+    def value(self, value: Any) -> str:
+        if isinstance(value, torch.Tensor):
+            shape, stride = self.argument(tuple(value.shape)), self.argument(tuple(value.stride()))
+            subclass = "" if type(value).__name__ == "FakeTensor" else f" {type(value).__name__}"
+            return f"{value.dtype} {self.device(value.device)} {shape} {stride} +{self.argument(value.storage_offset())}{subclass}"
+        return self.argument(value)
+
+    def argument(self, value: Any) -> str:
+        match value:
+            case fx.Node():
+                return f"%{self.numbers[value]}"
+            case torch.SymInt() | torch.SymBool() | torch.SymFloat():
+                return f"<{self.expression(value.node.expr)}>"
+            case bool() | int() | str() | None:
+                return repr(value)
+            case float():
+                return value.hex()
+            case complex():
+                return f"({value.real.hex()},{value.imag.hex()})"
+            case slice():
+                return f"slice({self.argument(value.start)},{self.argument(value.stop)},{self.argument(value.step)})"
+            case tuple() | list():
+                opening, closing = "()" if isinstance(value, tuple) else "[]"
+                return opening + ",".join(map(self.argument, value)) + closing
+            case dict():
+                return "{" + ",".join(f"{self.argument(k)}:{self.argument(v)}" for k, v in value.items()) + "}"
+            case torch.device():
+                return f"device {self.device(value)}"
+            case torch.dtype() | torch.layout() | torch.memory_format():
+                return str(value)
+            case _ if value is Ellipsis:
+                return "..."
+            case torch._ops.OpOverload():
+                return self.function(value)
+            case _ if callable(value) and hasattr(value, "__qualname__"):
+                return self.function(value)
+        raise TypeError(f"an argument of type {type(value).__name__} has no canonical text: {value!r}")

@@ -1,0 +1,261 @@
+"""A module and a call of it become one FX graph whose every input is accounted for."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from piecegraph.compiler import torch_compat
+from piecegraph.compiler.call_spec import CallSpec, ConstantLeaf, ResultSpec, TensorLeaf
+from piecegraph.compiler.dynamic_dims import DynamicDims, bind_arguments, check_examples, declared_dims, leaf_paths
+from piecegraph.compiler.guards import GuardAudit, audit_guards
+from piecegraph.errors import CompileError, GraphBreak, InputMismatch, SizeSpecialized
+
+
+@dataclass(frozen=True, slots=True)
+class SizeInput:
+    """A placeholder that is the size of `leaf`'s dim `dim`."""
+
+    name: str
+    leaf: int
+    dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class ArgumentInput:
+    """A placeholder that is the caller's tensor `leaf`."""
+
+    name: str
+    leaf: int
+
+
+@dataclass(frozen=True, slots=True)
+class BoundInput:
+    """A placeholder that is a tensor of the module, fixed when it was compiled."""
+
+    name: str
+    kind: str  # "parameter", "buffer" or "constant"
+    tensor: torch.Tensor
+
+
+GraphInput = SizeInput | ArgumentInput | BoundInput
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traced:
+    """One graph, and what each of its placeholders and outputs is."""
+
+    graph_module: fx.GraphModule
+    inputs: tuple[GraphInput, ...]  # one a placeholder, in order
+    size_symbols: dict[str, str]  # symbol in the graph -> size name
+    call_spec: CallSpec
+    result_spec: ResultSpec
+    guards: GuardAudit
+    source_files: tuple[str, ...]  # of every function traced
+    seconds: float
+
+
+def trace(
+    module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], dynamic_dims: DynamicDims
+) -> Traced:
+    """Trace `module(*args, **kwargs)` to one graph, for every size of the declared dims.
+
+    The caller's tensors are not touched: tracing marks copies. Raises `GraphBreak` (naming the line),
+    `SizeSpecialized` (saying by what), `UnknownGuard`, or `ConfigError` for wrong `dynamic_dims`.
+    """
+    start = time.perf_counter()
+    signature = inspect.signature(module.forward)
+    try:
+        bound = bind_arguments(signature, args, kwargs)
+    except TypeError as error:
+        raise InputMismatch(f"the example inputs do not fit forward{signature}: {error}.") from None
+    paths = leaf_paths(bound.arguments)
+    declared = declared_dims(dynamic_dims, paths)
+    check_examples(declared, paths)
+
+    leaves, tree = pytree.tree_flatten(dict(bound.arguments))
+    examples = [_marked_copy(leaf, declared.get(index, {})) for index, leaf in enumerate(leaves)]
+    example_arguments = pytree.tree_unflatten(examples, tree)
+    bound.arguments.update(example_arguments)
+
+    def call(args: Any, kwargs: Any) -> Any:
+        return module(*args, **kwargs)
+
+    try:
+        with torch.no_grad():
+            graph = torch_compat.dynamo_graph(call, (bound.args, bound.kwargs), {})
+    except torch._dynamo.exc.TorchDynamoException as error:
+        raise _trace_error(error, declared) from error
+    if not graph.examples and not len(graph.graph_module.graph.nodes):
+        raise CompileError("the module computes nothing on tensors (or TorchDynamo is disabled), so there is no graph to compile.")
+    if graph.mutations:
+        raise CompileError(
+            f"forward changes objects that outlive the call: {'; '.join(graph.mutations)}. A compiled model runs tensors only, "
+            "so the change would happen once, at trace time. Return the value instead, or keep it in a buffer changed in place."
+        )
+    inputs, symbols = _graph_inputs(graph, module, examples, paths, declared)
+    return Traced(
+        graph_module=graph.graph_module,
+        inputs=inputs,
+        size_symbols=symbols,
+        call_spec=_call_spec(signature, leaves, tree, paths, declared),
+        result_spec=_result_spec(graph, examples),
+        guards=audit_guards([(entry.guard_type, torch_compat.guard_name(entry)) for entry in graph.guards]),
+        source_files=tuple(sorted({code.co_filename for code in graph.traced_code})),
+        seconds=time.perf_counter() - start,
+    )
+
+
+def _marked_copy(leaf: Any, dims: Mapping[int, str]) -> Any:
+    """A copy of an example to trace with, its declared dims dynamic; what is no tensor stays as it is."""
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    shape = [int(size) for size in leaf.shape]
+    copy = torch.empty_strided(shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
+    for dim, name in dims.items():
+        torch_compat.mark_dynamic_size(copy, dim, name)
+    return copy
+
+
+def _graph_inputs(
+    graph: torch_compat.DynamoGraph,
+    module: torch.nn.Module,
+    examples: Sequence[Any],
+    paths: Sequence[tuple[str, Any]],
+    declared: Mapping[int, Mapping[int, str]],
+) -> tuple[tuple[GraphInput, ...], dict[str, str]]:
+    """What each placeholder is, and the size name of each symbol."""
+    leaf_of = {id(example): index for index, example in enumerate(examples) if isinstance(example, torch.Tensor)}
+    weight_of = {id(t): (name, "buffer") for name, t in module.named_buffers(remove_duplicate=False)}
+    weight_of |= {id(t): (name, "parameter") for name, t in module.named_parameters(remove_duplicate=False)}
+    placeholders = [node for node in graph.graph_module.graph.nodes if node.op == "placeholder"]
+    assert len(placeholders) == len(graph.examples), "one example a placeholder"
+
+    symbols: dict[str, str] = {}  # symbol -> size name
+    places: dict[str, tuple[int, int]] = {}  # symbol -> (leaf, dim)
+    for node, example in zip(placeholders, graph.examples, strict=True):
+        leaf = leaf_of.get(id(example))
+        if leaf is None:
+            continue
+        for dim, size in enumerate(node.meta["example_value"].shape):
+            name = declared.get(leaf, {}).get(dim)
+            expression = size.node.expr if isinstance(size, torch.SymInt) else size
+            if name is not None and not getattr(expression, "is_symbol", False):
+                culprit = torch_compat.specialised_at(torch_compat.shape_env_of([node.meta["example_value"]]))
+                raise SizeSpecialized(
+                    f"{paths[leaf][0]}.shape[{dim}] is declared dynamic as {name!r}, but tracing fixed it to {expression}{culprit}. "
+                    "Take the size from the tensor's shape there, or leave that dim out of dynamic_dims."
+                )
+            if name is not None:
+                symbols[str(expression)] = name
+                places.setdefault(str(expression), (leaf, dim))
+
+    inputs: list[GraphInput] = []
+    for node, example in zip(placeholders, graph.examples, strict=True):
+        if isinstance(example, torch.Tensor):
+            if id(example) in leaf_of:
+                leaf = leaf_of[id(example)]
+                inputs.append(ArgumentInput(paths[leaf][0], leaf))
+            else:
+                name, kind = weight_of.get(id(example), (node.name, "constant"))
+                inputs.append(BoundInput(name, kind, example))
+        elif isinstance(example, torch.SymInt) and str(example.node.expr) in places:
+            symbol = str(example.node.expr)
+            inputs.append(SizeInput(symbols[symbol], *places[symbol]))
+        else:
+            raise CompileError(
+                f"the traced graph has an input {node.name} = {example!r} that is neither a tensor nor a declared size. "
+                "Declare the dim it comes from in dynamic_dims, or pass the value as a tensor."
+            )
+    return tuple(inputs), symbols
+
+
+def _call_spec(
+    signature: inspect.Signature,
+    leaves: Sequence[Any],
+    tree: pytree.TreeSpec,
+    paths: Sequence[tuple[str, Any]],
+    declared: Mapping[int, Mapping[int, str]],
+) -> CallSpec:
+    specs: list[TensorLeaf | ConstantLeaf] = []
+    for index, leaf in enumerate(leaves):
+        path = paths[index][0]
+        if isinstance(leaf, torch.Tensor):
+            dims = declared.get(index, {})
+            shape = tuple(dims.get(dim, int(size)) for dim, size in enumerate(leaf.shape))
+            strides = None if leaf.is_contiguous() else tuple(leaf.stride())
+            specs.append(TensorLeaf(path=path, dtype=leaf.dtype, device=leaf.device, shape=shape, strides=strides))
+        else:
+            specs.append(ConstantLeaf(path=path, value=leaf))
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = signature.parameters.values()
+    is_flat = all(p.kind in positional for p in parameters) and len(leaves) == len(parameters)
+    is_flat = is_flat and all(isinstance(leaf, torch.Tensor) for leaf in leaves)
+    return CallSpec(signature=signature, leaves=tuple(specs), tree=tree, is_flat=is_flat)
+
+
+def _result_spec(graph: torch_compat.DynamoGraph, examples: Sequence[Any]) -> ResultSpec:
+    output = next(iter(reversed(graph.graph_module.graph.nodes)))
+    fakes = [node.meta["example_value"] if isinstance(node, fx.Node) else node for node in output.args[0]]
+    index_of = {id(fake): index for index, fake in enumerate(fakes)}
+    leaf_of = {id(example): index for index, example in enumerate(examples) if isinstance(example, torch.Tensor)}
+    bound = {id(t): t for t in graph.examples if isinstance(t, torch.Tensor)}
+    leaves, tree = pytree.tree_flatten(graph.result)
+    sources: list[tuple[str, Any]] = []
+    for leaf in leaves:
+        if id(leaf) in index_of:
+            sources.append(("output", index_of[id(leaf)]))
+        elif id(leaf) in leaf_of:
+            sources.append(("argument", leaf_of[id(leaf)]))
+        elif id(leaf) in bound:
+            sources.append(("bound", bound[id(leaf)]))
+        elif leaf is None or isinstance(leaf, int | float | str | bool | torch.dtype | torch.device):
+            sources.append(("constant", leaf))
+        else:
+            raise CompileError(
+                f"forward returns a {type(leaf).__module__}.{type(leaf).__qualname__}, which is neither a tensor, a plain value nor a "
+                "pytree node. Return tensors in tuples, lists, dicts or dataclasses registered with torch.utils._pytree."
+            )
+    return ResultSpec(sources=tuple(sources), tree=tree)
+
+
+def _trace_error(error: Exception, declared: Mapping[int, Mapping[int, str]]) -> CompileError:
+    """Our error for Dynamo's: what happened, where in the user's code, and what to do."""
+    text = str(error)
+    where = _user_line(error)
+    names = sorted({name for dims in declared.values() for name in dims.values()})
+    specialised = re.search(r"(?:data-dependent expression|guard on|Constraints violated)[^\n]*", text)
+    if "data-dependent" in text or "ConstraintViolation" in type(error).__name__ or "ConstraintViolation" in text:
+        if re.search(r"\bu\d+\b", text) and ".item()" not in text.split("from user code")[0]:
+            condition = specialised.group(0) if specialised else text.splitlines()[0]
+            return SizeSpecialized(
+                f"the model's code depends on the value of a dynamic size ({', '.join(names)}){where}: {condition}. "
+                "A size declared in dynamic_dims may take any value, so code that branches on it cannot be one graph. "
+                "Remove the branch, or leave that dim out of dynamic_dims."
+            )
+    reason = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
+    return GraphBreak(
+        f"the model is not one graph{where}: {reason}. piecegraph compiles a model as one graph; rewrite that line "
+        "with tensor operations, or wrap it in a custom op (torch.library)."
+    )
+
+
+def _user_line(error: BaseException) -> str:
+    """`" at FILE:LINE (CODE)"` of the innermost user frame Dynamo was in, or nothing."""
+    stack = getattr(error, "real_stack", None)
+    if not stack:
+        match = re.findall(r'File "([^"]+)", line (\d+)', str(error))
+        return f" at {match[-1][0]}:{match[-1][1]}" if match else ""
+    frames = [frame for frame in stack if isinstance(frame, traceback.FrameSummary)]
+    outside = [frame for frame in frames if "/torch/" not in frame.filename] or frames
+    frame = outside[-1]
+    return f" at {frame.filename}:{frame.lineno}" + (f" ({frame.line.strip()})" if frame.line else "")
