@@ -1,0 +1,181 @@
+"""The rules of the house that a linter cannot know: the direction of imports, and what no file may hold."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("compiler", "passes", "cache", "runner", "tools")
+LEAVES = tuple(sorted(file.stem for file in (ROOT / "src" / "piecegraph").glob("*.py") if file.stem != "__init__"))
+FACADE = ROOT / "src" / "piecegraph" / "__init__.py"
+
+ALLOWED: dict[str, tuple[str, ...]] = {
+    "tools": ("runner", "compiler", "passes", "cache", *LEAVES),
+    "runner": ("compiler", "passes", "cache", *LEAVES),
+    "compiler": ("passes", "cache", *LEAVES),
+    "passes": LEAVES,
+    "cache": LEAVES,
+    "leaf": LEAVES,
+}
+"""What each folder may import of ours besides itself: tools -> runner -> compiler -> passes, cache -> leaves."""
+
+INSTEAD = {
+    ("compiler", "runner"): "a foreign runner uses the compiler alone; take what you need as an argument",
+    ("passes", "compiler"): "a pass works on a graph it is given; move what both need to a leaf in src/piecegraph",
+    ("passes", "runner"): "a pass knows no runner; say what you need as a field of the pass",
+    ("passes", "cache"): "a pass names itself by its fields; the compiler puts them into the key",
+    ("cache", "passes"): "the cache stores keys and bytes; the compiler says what they mean",
+    ("cache", "compiler"): "the cache stores keys and bytes; the compiler says what they mean",
+    ("cache", "runner"): "the cache stores keys and bytes; take what you need as an argument",
+}
+"""(folder, what it wanted) -> what to do."""
+
+
+def ours(file: Path) -> str:
+    """The folder a source file belongs to, or "leaf"."""
+    first = file.relative_to(ROOT).parts[0]
+    return first if first in PACKAGES else "leaf"
+
+
+def sources() -> list[Path]:
+    files = [file for package in PACKAGES for file in sorted((ROOT / package).rglob("*.py"))]
+    return [*files, *(FACADE.parent / f"{leaf}.py" for leaf in LEAVES)]
+
+
+def imported_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of every import, inside functions and `importlib.import_module("...")` too."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            constants = [arg.value for arg in node.args if isinstance(arg, ast.Constant)]
+            yield from ((node.lineno, name) for name in constants if isinstance(name, str))
+
+
+def crossings(source: str, folder: str) -> list[str]:
+    """The imports of `source`, a file of `folder`, that go against the direction."""
+    found = []
+    for line, name in imported_names(ast.parse(source)):
+        parts = name.split(".")
+        if parts[0] in PACKAGES:
+            found.append(f"line {line} imports {name}: write piecegraph.{name}; a bare {parts[0]} is another module")
+            continue
+        if parts[0] != "piecegraph" or len(parts) == 1:
+            continue
+        wanted = parts[1]
+        if wanted in (folder, "__version__") or wanted in ALLOWED[folder]:
+            continue
+        if wanted not in (*PACKAGES, *LEAVES):
+            found.append(f"line {line} imports {name} through the facade, which is for users: import it from its file")
+            continue
+        instead = INSTEAD.get((folder, wanted), "imports go tools -> runner -> compiler -> passes, cache -> leaves")
+        found.append(f"line {line} imports {name}, but {folder} may not import {wanted}: {instead}")
+    return found
+
+
+@pytest.mark.parametrize("file", sources(), ids=lambda file: str(file.relative_to(ROOT)))
+def test_imports_go_one_way(file: Path) -> None:
+    """tools -> runner -> compiler -> passes, cache -> leaves; see `ALLOWED`."""
+    found = crossings(file.read_text(encoding="utf-8"), ours(file))
+    assert not found, f"{file.relative_to(ROOT)}: " + "; ".join(found)
+
+
+@pytest.mark.parametrize(
+    ("folder", "source", "reason"),
+    [
+        ("compiler", "from piecegraph.runner.llm import LLM", "may not import runner: a foreign runner"),
+        ("compiler", "from piecegraph import runner", "may not import runner"),
+        ("compiler", "def f():\n    import piecegraph.runner.llm", "line 2"),
+        ("compiler", "from piecegraph import LLM", "through the facade"),
+        ("cache", "import importlib\nimportlib.import_module('piecegraph.compiler.key')", "may not import compiler"),
+        ("passes", "from piecegraph.cache.key import key", "the compiler puts them into the key"),
+        ("runner", "from piecegraph.tools.cli import main", "may not import tools"),
+        ("leaf", "import piecegraph.compiler", "may not import compiler"),
+        ("tools", "from compiler.trace import trace", "write piecegraph.compiler.trace"),
+    ],
+)
+def test_a_crossing_is_refused_with_its_reason(folder: str, source: str, reason: str) -> None:
+    """The check above sees every spelling of an import and says what to do instead."""
+    (message,) = crossings(source, folder)
+    assert reason in message
+
+
+@pytest.mark.parametrize(
+    ("folder", "source"),
+    [
+        ("compiler", "from piecegraph.cache.store import Store"),
+        ("runner", "from piecegraph.compiler.api import compile"),
+        ("tools", "from piecegraph import __version__, environment"),
+        ("passes", "from piecegraph.errors import ConfigError\nimport torch"),
+    ],
+)
+def test_the_direction_is_free(folder: str, source: str) -> None:
+    assert crossings(source, folder) == []
+
+
+def in_a_fresh_process(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_importing_piecegraph_imports_nothing_of_weight() -> None:
+    """`import piecegraph`, its leaves and its command line's `--help` need no torch."""
+    modules = ", ".join(f"piecegraph.{leaf}" for leaf in LEAVES)
+    heavy = "sorted({'torch', 'transformers', 'rich', 'numpy', 'triton'} & set(sys.modules))"
+    code = f"import sys, {modules}, piecegraph.tools.cli, piecegraph.tools.run_command; print({heavy})"
+    assert in_a_fresh_process(code) == "[]"
+
+
+def test_importing_piecegraph_changes_no_environment() -> None:
+    code = "import os; before = dict(os.environ); import piecegraph; print(before == dict(os.environ))"
+    assert in_a_fresh_process(code) == "True"
+
+
+def tracked_files() -> list[Path]:
+    try:
+        done = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("not a git checkout")
+    return [ROOT / name for name in done.stdout.splitlines() if (ROOT / name).is_file()]
+
+
+def test_no_file_names_a_machine() -> None:
+    """Paths of somebody's machine do not belong into files that others read."""
+    private = ["/" + name + "/" for name in ("work", "root", "home", "Users")]
+    found = [
+        f"{file.relative_to(ROOT)}:{number} has {needle}"
+        for file in tracked_files()
+        if file.suffix in {".py", ".md", ".toml", ".txt", ".yaml", ".sh", ""} and not file.is_symlink()
+        for number, line in enumerate(file.read_text(encoding="utf-8", errors="replace").splitlines(), 1)
+        for needle in private
+        if needle in line
+    ]
+    assert not found, found
+
+
+def test_every_test_file_mirrors_a_source_file() -> None:
+    """tests/a/test_b.py tests a/b.py or the folder a/b; tests of several files go to tests/ itself."""
+    strays = []
+    for file in sorted((ROOT / "tests").rglob("test_*.py")):
+        parts = file.relative_to(ROOT / "tests").parts
+        if len(parts) == 1:
+            continue
+        source = ROOT.joinpath(*parts[:-1], file.stem.removeprefix("test_"))
+        if not source.with_suffix(".py").exists() and not source.is_dir():
+            strays.append(f"{file.relative_to(ROOT)} (no {source.relative_to(ROOT)}.py)")
+    assert not strays, f"{strays}: move the test with its source, or to tests/ if it is of several files"
+
+
+def test_no_file_is_called_utils() -> None:
+    """A file is named for its concept."""
+    vague = {"utils.py", "util.py", "helpers.py", "helper.py", "common.py", "misc.py"}
+    assert not [str(file) for file in sources() if file.name in vague]

@@ -1,0 +1,141 @@
+"""Every flag that sets a field of `LLM` or `SamplingParams`, under that field's name and default.
+
+One table, because a flag is four things at once: `--max-tokens` on the command line, `max_tokens` in a
+config file, `PIECEGRAPH_MAX_TOKENS` in the environment, and the argument `max_tokens`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import click
+
+from piecegraph import environment
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flag:
+    """A flag that is handed on only when it is given, so that the default has one home."""
+
+    name: str  # of the field
+    type: Any = str
+    default: object = None  # the field's own, shown in the help; a test compares them
+    help: str
+    switch: bool = False  # --name, without a value
+
+    @property
+    def spelling(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        return environment.PREFIX + self.name.upper()
+
+
+LLM_FLAGS = (
+    Flag(
+        name="dtype", default="auto", help="float32, bfloat16, float16, or auto: what the checkpoint and device allow."
+    ),
+    Flag(name="device", help="cpu, cuda or cuda:N. Without it: a GPU if there is one."),
+    Flag(name="max_model_len", type=int, help="Longest prompt and answer together, in tokens."),
+    Flag(name="compiler", type=click.Choice(["inductor", "eager"]), default="inductor", help="What compiles a piece."),
+    Flag(name="attention_backend", default="auto", help="What runs attention."),
+    Flag(
+        name="load_format",
+        type=click.Choice(["auto", "safetensors", "gguf", "dummy"]),
+        default="auto",
+        help="What the weights are read from; dummy makes random ones.",
+    ),
+    Flag(name="gpu_memory_utilization", type=float, default=0.9, help="Share of the GPU's memory to use."),
+    Flag(name="enforce_eager", switch=True, default=False, help="Compile and capture nothing."),
+)
+
+SAMPLING_FLAGS = (
+    Flag(name="max_tokens", type=int, help="Longest answer, in tokens."),
+    Flag(name="temperature", type=float, help="0 takes the likeliest token each time."),
+    Flag(name="top_p", type=float, help="Sample among the likeliest tokens that make up this probability."),
+    Flag(name="top_k", type=int, help="Sample among this many likeliest tokens."),
+    Flag(name="seed", type=int, help="Makes sampling repeatable."),
+)
+
+
+def flags(table: Sequence[Flag], **shown_defaults: object) -> Callable[[_Command], _Command]:
+    """Decorate a command with `table`; `shown_defaults` replaces a default that the command itself sets."""
+
+    def decorate(command: _Command) -> _Command:
+        for flag in reversed(table):
+            default = shown_defaults.get(flag.name, flag.default)
+            kind: dict[str, Any] = {"is_flag": True} if flag.switch else {"type": flag.type}
+            told = "" if default is None or flag.switch else f" [default: {default}]"
+            option = click.option(
+                flag.spelling, flag.name, default=None, envvar=flag.variable, help=flag.help + told, **kind
+            )
+            command = option(command)
+        return command
+
+    return decorate
+
+
+def given(table: Sequence[Flag], values: dict[str, Any]) -> dict[str, Any]:
+    """The arguments that were set, by flag, config file or environment."""
+    return {flag.name: values[flag.name] for flag in table if values[flag.name] is not None}
+
+
+NEIGHBOURS = {
+    "--max-new-tokens": "--max-tokens",
+    "--n-predict": "--max-tokens",
+    "--num-predict": "--max-tokens",
+    "--num-tokens": "--max-tokens",
+    "--max-length": "--max-model-len",
+    "--ctx-size": "--max-model-len",
+    "--num-ctx": "--max-model-len",
+    "--context-length": "--max-model-len",
+    "--max-seq-len": "--max-model-len",
+    "--temp": "--temperature",
+    "--topp": "--top-p",
+    "--topk": "--top-k",
+    "--random-seed": "--seed",
+    "--torch-dtype": "--dtype",
+    "--precision": "--dtype",
+    "--backend": "--compiler",
+    "--attn-implementation": "--attention-backend",
+    "--attn-backend": "--attention-backend",
+    "--eager": "--enforce-eager",
+    "--mem-fraction-static": "--gpu-memory-utilization",
+    "--gpu-mem": "--gpu-memory-utilization",
+    "--verbose": "--debug",
+    "--silent": "--quiet",
+    "--raw": "--no-chat",
+    "--no-conversation": "--no-chat",
+    "--conversation": "--chat",
+    "--model": "the argument MODEL: piecegraph run MODEL PROMPT",
+    "--prompt": "the argument PROMPT: piecegraph run MODEL PROMPT",
+}
+"""How transformers, llama.cpp, Ollama and SGLang spell what we call otherwise."""
+
+
+CONTEXT: dict[str, Any] = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+"""`context_settings` of every command."""
+
+
+class Command(click.Command):
+    """A command that knows its neighbours' spellings and refuses variables nobody reads."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            ours = NEIGHBOURS.get(error.option_name)
+            if ours is None:
+                raise
+            raise click.UsageError(f"No such option {error.option_name!r}. Did you mean {ours}?", ctx) from None
+
+    def invoke(self, ctx: click.Context) -> Any:
+        from piecegraph.tools.settings import check_environment
+
+        check_environment()
+        return super().invoke(ctx)
