@@ -55,10 +55,12 @@ LLM_FLAGS = (
 )
 
 SAMPLING_FLAGS = (
-    Flag(name="max_tokens", type=int, help="Longest answer, in tokens."),
-    Flag(name="temperature", type=float, help="0 takes the likeliest token each time."),
-    Flag(name="top_p", type=float, help="Sample among the likeliest tokens that make up this probability."),
-    Flag(name="top_k", type=int, help="Sample among this many likeliest tokens."),
+    Flag(name="max_tokens", type=int, default=16, help="Longest answer, in tokens."),
+    Flag(name="temperature", type=float, default=1.0, help="0 takes the likeliest token each time."),
+    Flag(
+        name="top_p", type=float, default=1.0, help="Sample among the likeliest tokens that make up this probability."
+    ),
+    Flag(name="top_k", type=int, default=0, help="Sample among this many likeliest tokens; 0: among all."),
     Flag(name="seed", type=int, help="Makes sampling repeatable."),
 )
 

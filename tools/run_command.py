@@ -117,21 +117,22 @@ def command(
     """
     model, prompt = split_arguments(model, prompt)
     text = read_prompt(prompt)
+    from piecegraph.runner.sampling_params import SamplingParams  # without torch: a bad value is refused at once
+
+    sampling = SamplingParams(**{**DEFAULTS, **given(SAMPLING_FLAGS, values)})
+    arguments = given(LLM_FLAGS, values)
+    if values["seed"] is not None:
+        arguments["seed"] = values["seed"]  # random weights of --load-format dummy
     with PhaseDisplay(quiet=quiet) as display:
-        watch = Stopwatch()
         display(Phase(name="import", detail="torch, transformers"))
         display.spin()
+        watch = Stopwatch()
         from piecegraph.runner.llm import LLM
-        from piecegraph.runner.sampling_params import SamplingParams
         from piecegraph.tools.quiet import quiet_libraries
 
         if not debug:
             quiet_libraries()
         display(Phase(name="import", seconds=watch.seconds(), detail="torch, transformers"))
-        sampling = SamplingParams(**{**DEFAULTS, **given(SAMPLING_FLAGS, values)})
-        arguments = given(LLM_FLAGS, values)
-        if "seed" in given(SAMPLING_FLAGS, values):
-            arguments["seed"] = values["seed"]  # random weights of --load-format dummy
         llm = LLM(model, on_phase=display, **arguments)
         try:
             answer = answer_prompt(llm, text, sampling, chat=chat, display=display, stream=not as_json)
@@ -196,6 +197,7 @@ def as_record(llm: LLM, prompt: str, answer: Answer, phases: dict[str, float]) -
         "text": completion.text,
         "token_ids": list(completion.token_ids),
         "finish_reason": completion.finish_reason,
+        "stop_reason": completion.stop_reason,
         "timings": {
             "phases": phases,
             "first_token_seconds": answer.first_token_seconds,

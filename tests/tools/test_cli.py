@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+import time
+
+import click
+import pytest
+
+from piecegraph import __version__
+from piecegraph.tools.cli import COMMANDS, main
+
+
+def test_help_lists_every_command_and_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    out = capsys.readouterr().out
+    assert all(f"  {name} " in out for name in COMMANDS)
+    assert "130 interrupted" in out
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"piecegraph {__version__}\n"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_says_of_itself_what_the_list_says(name: str) -> None:
+    """The list is written down so that `--help` imports no command; it must not drift."""
+    module, line = COMMANDS[name]
+    command = importlib.import_module(module).command
+    assert isinstance(command, click.Command)
+    assert command.help
+    if name != "run":  # its first line names its arguments
+        assert command.help.splitlines()[0] == line
+
+
+def test_a_mistyped_command_is_refused_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["rum"]) == 2
+    assert "no command 'rum'. Did you mean 'run'?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "nearest"),
+    [
+        ("--max-new-tokens", "--max-tokens"),
+        ("--temp", "--temperature"),
+        ("--n-predict", "--max-tokens"),
+        ("--max_tokens", "--max-tokens"),
+        ("--temperatur", "--temperature"),
+        ("--torch-dtype", "--dtype"),
+        ("--model", "the argument MODEL"),
+    ],
+)
+def test_a_mistyped_option_is_refused_with_the_nearest(
+    given: str, nearest: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", "Where?", given, "1"]) == 2
+    err = capsys.readouterr().err
+    assert f"No such option '{given}'." in err
+    assert f"Did you mean {nearest}" in err.replace("'", "")
+
+
+def test_help_is_quick() -> None:
+    """Imports of torch or transformers would take seconds; the bound leaves room for a busy machine."""
+    seconds = []
+    for _ in range(3):
+        started = time.perf_counter()
+        subprocess.run(
+            [sys.executable, "-c", "from piecegraph.tools.cli import main; main(['run', '--help'])"], check=True
+        )
+        seconds.append(time.perf_counter() - started)
+    assert min(seconds) < 0.5
+
+
+def test_an_interrupted_command_ends_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("signal.signal", lambda *args: None)
+    monkeypatch.setattr("piecegraph.tools.env_command.collect", interrupted)
+    assert main(["env"]) == 130
+    assert capsys.readouterr().err.strip() == "interrupted"

@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import inspect
+
+import pytest
+
+from piecegraph.runner.sampling_params import SamplingParams
+from piecegraph.tools.options import LLM_FLAGS, NEIGHBOURS, SAMPLING_FLAGS, Flag
+from piecegraph.tools.run_command import command
+
+
+@pytest.mark.parametrize("flag", SAMPLING_FLAGS, ids=lambda flag: flag.name)
+def test_a_sampling_flag_is_a_field_of_sampling_params(flag: Flag) -> None:
+    """Same name, same default."""
+    fields = {field.name: field.default for field in dataclasses.fields(SamplingParams)}
+    assert flag.name in fields
+    assert fields[flag.name] == flag.default
+
+
+@pytest.mark.skipif(importlib.util.find_spec("piecegraph.runner.llm") is None, reason="the runner has no LLM yet")
+@pytest.mark.parametrize("flag", LLM_FLAGS, ids=lambda flag: flag.name)
+def test_a_model_flag_is_an_argument_of_llm(flag: Flag) -> None:
+    """Same name, same default."""
+    from piecegraph.runner.llm import LLM
+
+    parameters = inspect.signature(LLM).parameters
+    assert flag.name in parameters
+    assert parameters[flag.name].default == flag.default
+
+
+def test_a_neighbours_spelling_leads_to_an_option_we_have() -> None:
+    ours = {spelling for param in command.params for spelling in (*param.opts, *param.secondary_opts)}
+    for theirs, meant in NEIGHBOURS.items():
+        assert theirs not in ours, f"{theirs} is an option of ours"
+        assert meant in ours or meant.startswith("the argument")
