@@ -75,7 +75,9 @@ def find_gguf() -> Path:
 
 def _require_gguf() -> None:
     if importlib.util.find_spec("gguf") is None:
-        raise ModelError("the embedded default model is read through package gguf, not installed here: pip install gguf")
+        raise ModelError(
+            "the embedded default model is read through package gguf, not installed here: pip install gguf"
+        )
 
 
 def _digest(file: Path) -> str:
@@ -100,7 +102,9 @@ def _convert_into(target: Path, gguf: Path, on_phase: OnPhase | None) -> None:
         shutil.rmtree(scratch, ignore_errors=True)
         raise
     if on_phase is not None:
-        on_phase(Phase(name="convert", done=_STEPS, total=_STEPS, seconds=time.monotonic() - started, detail=MODEL_NAME))
+        on_phase(
+            Phase(name="convert", done=_STEPS, total=_STEPS, seconds=time.monotonic() - started, detail=MODEL_NAME)
+        )
 
 
 def _flush(path: Path) -> None:
