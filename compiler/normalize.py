@@ -17,12 +17,14 @@ _NO_EFFECT = ("torch._C._log_api_usage_once", "torch._C.PyCapsule._log_api_usage
 _ASSERTS = frozenset({"aten::_assert_scalar", "aten::sym_constrain_range", "aten::sym_constrain_range_for_size"})
 
 
-def normalize(graph_module: fx.GraphModule, is_split_op: IsSplitOp) -> tuple[dict[str, Any], tuple[Any, ...]]:
+def normalize(
+    graph_module: fx.GraphModule, is_split_op: IsSplitOp, declared: frozenset[str]
+) -> tuple[dict[str, torch.Tensor], tuple[Any, ...]]:
     """Rewrite the graph in place; the number of split ops stays as it was.
 
     - tensors held by the module become placeholders, returned as {placeholder name: tensor};
-    - assertions about sizes leave the graph, returned as symbolic expressions that must hold (they
-      are evaluated once per combination of sizes, not on every call in some piece);
+    - assertions about sizes alone (symbols named in `declared`) leave the graph, returned as symbolic
+      expressions that must hold: they are evaluated once per combination of sizes;
     - items of a tuple are taken where the tuple is made, so that only tensors cross a cut;
     - sizes read off tensors become the size inputs they equal;
     - nodes nobody reads and that change nothing are dropped.
@@ -30,7 +32,7 @@ def normalize(graph_module: fx.GraphModule, is_split_op: IsSplitOp) -> tuple[dic
     graph = graph_module.graph
     split_ops_before = sum(map(is_split_op, graph.nodes))
     constants = _lift_tensors(graph_module)
-    assertions = _take_size_assertions(graph)
+    assertions = _take_size_assertions(graph, declared)
     _use_size_inputs(graph)
     _hoist_items(graph)
     _drop_dead(graph, is_split_op)
@@ -53,17 +55,15 @@ def symbol_of(value: Any) -> str | None:
     return None
 
 
-def _lift_tensors(graph_module: fx.GraphModule) -> dict[str, Any]:
+def _lift_tensors(graph_module: fx.GraphModule) -> dict[str, torch.Tensor]:
     graph = graph_module.graph
-    constants: dict[str, Any] = {}
+    constants: dict[str, torch.Tensor] = {}
     placeholder_of: dict[int, fx.Node] = {}
     last = next((n for n in reversed(graph.nodes) if n.op == "placeholder"), None)
     for node in list(graph.nodes):
         if node.op != "get_attr":
             continue
-        value: Any = graph_module
-        for part in str(node.target).split("."):
-            value = getattr(value, part)
+        value = operator.attrgetter(str(node.target))(graph_module)
         if not isinstance(value, torch.Tensor):
             continue  # a subgraph of a higher-order op
         placeholder = placeholder_of.get(id(value))
@@ -79,7 +79,7 @@ def _lift_tensors(graph_module: fx.GraphModule) -> dict[str, Any]:
     return constants
 
 
-def _take_size_assertions(graph: fx.Graph) -> tuple[Any, ...]:
+def _take_size_assertions(graph: fx.Graph, declared: frozenset[str]) -> tuple[Any, ...]:
     taken = []
     for node in list(graph.nodes):
         if node.op != "call_function" or node.users:
@@ -87,12 +87,16 @@ def _take_size_assertions(graph: fx.Graph) -> tuple[Any, ...]:
         name = op_name(node.target)
         if name in _ASSERTS or node.target in (torch._check, torch._check_is_size):
             condition = value_of(node.args[0]) if node.args and isinstance(node.args[0], fx.Node) else None
+            if not isinstance(condition, torch.SymBool | torch.SymInt) or not _symbols(condition) <= declared:
+                continue  # about data, not about declared sizes: stays
             if isinstance(condition, torch.SymBool):
                 taken.append(condition.node.expr)
-            elif not isinstance(condition, torch.SymInt | None):
-                continue  # about a value, not a size: stays
             graph.erase_node(node)
     return tuple(taken)
+
+
+def _symbols(value: Any) -> set[str]:
+    return {str(symbol) for symbol in value.node.expr.free_symbols}
 
 
 def _use_size_inputs(graph: fx.Graph) -> None:

@@ -12,7 +12,7 @@ from torch import fx
 
 from piecegraph.compiler import torch_compat
 from piecegraph.compiler.normalize import value_of
-from piecegraph.compiler.split import Piece
+from piecegraph.compiler.split import Piece, attribute_of
 from piecegraph.compiler.split_ops import op_name
 
 
@@ -97,9 +97,7 @@ class _Canonical:
         return f"{name}.{target._overloadname}" if isinstance(target, torch._ops.OpOverload) else name
 
     def attribute(self, path: str) -> str:
-        value: Any = self.graph_module
-        for part in path.split("."):
-            value = getattr(value, part)
+        value = attribute_of(self.graph_module, path)
         if isinstance(value, fx.GraphModule):
             inner = canonical_text(value).replace("\n", "; ")
             return f"graph {{ {inner} }}"

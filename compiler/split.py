@@ -8,7 +8,8 @@ gather of the rows to sample, say): pieces before it then depend on `num_tokens`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,7 +52,6 @@ def split(graph_module: fx.GraphModule, is_split_op: IsSplitOp) -> tuple[Piece |
     size_arithmetic = _size_arithmetic(graph)
     segments = _segments(graph, is_split_op, size_arithmetic)
     segment_of = {node: number for number, nodes in enumerate(segments) for node in nodes}
-    needed_between = _needed_between(graph, segments, segment_of, is_split_op, size_arithmetic)
 
     parts: list[Piece | Call] = []
     emitted: set[fx.Node] = set()
@@ -65,10 +65,9 @@ def split(graph_module: fx.GraphModule, is_split_op: IsSplitOp) -> tuple[Piece |
 
     num_pieces = 0
     for number, nodes in enumerate(segments):
-        if nodes[0] in needed_between:
-            for node in nodes:
-                emit_sizes(node.all_input_nodes)
-                parts.append(Call(node, is_split_op=is_split_op(node)))
+        if is_split_op(nodes[0]):
+            emit_sizes(nodes[0].all_input_nodes)
+            parts.extend(Call(node, is_split_op=is_split_op(node)) for node in nodes)
             continue
         outputs = tuple(node for node in nodes if any(segment_of.get(user) != number for user in _readers(node, size_arithmetic)))
         if not outputs:
@@ -108,19 +107,19 @@ def _readers(node: fx.Node, size_arithmetic: set[fx.Node]) -> list[fx.Node]:
 
 
 def _segments(graph: fx.Graph, is_split_op: IsSplitOp, size_arithmetic: set[fx.Node]) -> list[list[fx.Node]]:
-    """Runs of nodes between cuts; a split op is a segment of its own."""
+    """Runs of nodes between cuts; a split op and the items taken from its result are a segment of their own."""
     segments: list[list[fx.Node]] = []
     current: list[fx.Node] = []
     seen_sizes: frozenset[str] = frozenset()
     for node in graph.nodes:
-        if node.op in ("placeholder", "output") or node in size_arithmetic:
+        if node.op in ("placeholder", "output", "get_attr") or node in size_arithmetic:
             continue
         if is_split_op(node):
             segments += [current, [node]]
             current = []
             continue
-        if node.op == "get_attr":
-            current.append(node)
+        if not current and segments and is_split_op(segments[-1][0]) and _is_item_of(node, segments[-1][0]):
+            segments[-1].append(node)  # a result of the split op, one of several
             continue
         sizes = _argument_sizes(node)
         if not sizes <= seen_sizes:
@@ -133,6 +132,10 @@ def _segments(graph: fx.Graph, is_split_op: IsSplitOp, size_arithmetic: set[fx.N
     return [segment for segment in segments if segment]
 
 
+def _is_item_of(node: fx.Node, producer: fx.Node) -> bool:
+    return node.target is operator.getitem and node.args[0] is producer and isinstance(value_of(producer), tuple | list)
+
+
 def _argument_sizes(node: fx.Node) -> frozenset[str]:
     """Symbols of the caller's tensors that this node reads directly."""
     found = set()
@@ -141,17 +144,6 @@ def _argument_sizes(node: fx.Node) -> frozenset[str]:
         if read.op == "placeholder" and isinstance(value, torch.Tensor):
             found |= {symbol for size in value.shape if (symbol := symbol_of(size)) is not None}
     return frozenset(found)
-
-
-def _needed_between(
-    graph: fx.Graph,
-    segments: Sequence[Sequence[fx.Node]],
-    segment_of: dict[fx.Node, int],
-    is_split_op: IsSplitOp,
-    size_arithmetic: set[fx.Node],
-) -> set[fx.Node]:
-    """First nodes of segments that run between pieces: split ops."""
-    return {segment[0] for segment in segments if is_split_op(segment[0])}
 
 
 def _extract(
@@ -174,25 +166,25 @@ def _extract(
             for read in node.all_input_nodes:
                 need(read)
             return
+        if node.op == "get_attr":
+            attributes[str(node.target)] = attribute_of(graph_module, str(node.target))
+            return
         inputs.append(node)
-        copy_of[node] = node  # a mark, replaced below
-
-    for node in nodes:
-        for read in node.all_input_nodes:
-            need(read)
-    for node in inputs:
         placeholder = graph.placeholder(node.name)
         placeholder.meta = {"example_value": value_of(node)}
         copy_of[node] = placeholder
 
     def copied(node: fx.Node) -> fx.Node:
         if node not in copy_of:
-            copy_of[node] = graph.node_copy(node, copied)
+            for read in node.all_input_nodes:
+                copied(read)
+            copy_of[node] = graph.node_copy(node, copy_of.__getitem__)
         return copy_of[node]
 
     for node in nodes:
-        if node.op == "get_attr":
-            attributes[str(node.target)] = _attribute(graph_module, str(node.target))
+        for read in node.all_input_nodes:
+            need(read)
+    for node in nodes:
         copied(node)
     result = graph.output(tuple(copy_of[node] for node in outputs))
     result.meta = {}
@@ -200,7 +192,8 @@ def _extract(
     return Piece(index=index, graph_module=piece, inputs=tuple(inputs), outputs=tuple(outputs))
 
 
-def _attribute(module: Any, path: str) -> Any:
+def attribute_of(module: Any, path: str) -> Any:
+    """What `path` (dotted) is in `module`."""
     for part in path.split("."):
         module = getattr(module, part)
     return module

@@ -13,6 +13,7 @@ from piecegraph.compiler.plan import CallStep, PieceStep, Plan, Slot, slots_in, 
 Forward = Callable[..., tuple[Any, ...]]
 
 _serial = itertools.count()
+_LINE_LENGTH = 100
 
 
 def generate_source(plan: Plan, *, title: str = "model") -> str:
@@ -28,14 +29,14 @@ def generate_source(plan: Plan, *, title: str = "model") -> str:
         "",
         f"def forward({', '.join(slot.name for slot in plan.arguments)}):",
     ]
-    keep = {slot.name for slot in (*plan.bound, *slots_in(plan.results))}
+    keep = {slot.name for slot in (*plan.bound, *plan.arguments, *slots_in(plan.results))}  # others hold these
     last_use = {slot.name: number for number, step in enumerate(plan.steps) for slot in (*step_inputs(step), *step_outputs(step))}
     for number, step in enumerate(plan.steps):
         lines.append("    " + _line(step))
         names = dict.fromkeys(slot.name for slot in (*step_inputs(step), *step_outputs(step)))
         dead = [name for name in names if last_use[name] == number and name not in keep]
         if dead:
-            lines[-1] += f"; del {', '.join(dead)}"
+            lines.append(f"    del {', '.join(dead)}")
     lines.append(f"    return {_text(tuple(plan.results))}")
     return "\n".join(lines) + "\n"
 
@@ -44,10 +45,18 @@ def _line(step: PieceStep | CallStep) -> str:
     if isinstance(step, PieceStep):
         results = ", ".join(slot.name for slot in step.outputs)
         results += "," if len(step.outputs) == 1 else ""
-        return f"{results} = piece_{step.unique}({', '.join(slot.name for slot in step.inputs)})"
+        return f"{results} = {_call(f'piece_{step.unique}', [slot.name for slot in step.inputs])}  # piece {step.index}"
     arguments = [_text(value) for value in step.args] + [f"{name}={_text(value)}" for name, value in step.kwargs]
-    call = f"{step.function}({', '.join(arguments)})"
+    call = _call(step.function, arguments)
     return f"{step.output.name} = {call}" if step.output is not None else call
+
+
+def _call(function: str, arguments: list[str]) -> str:
+    """A call on one line, or one argument a line where that would be long."""
+    line = f"{function}({', '.join(arguments)})"
+    if len(line) <= _LINE_LENGTH:
+        return line
+    return f"{function}(\n" + "".join(f"        {argument},\n" for argument in arguments) + "    )"
 
 
 def _text(value: Any) -> str:

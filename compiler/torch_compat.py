@@ -19,6 +19,7 @@ import torch
 import torch._dynamo
 import torch._guards
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.node import Node
 
@@ -121,6 +122,21 @@ def _is_restored(variable: Any, name: str, value: Any) -> bool:
     return before is after or (type(before) is type(after) and before == after)
 
 
+def code_being_traced() -> tuple[types.CodeType, ...]:
+    """Inside a backend: the code objects of the graph, the outermost first."""
+    context = torch._guards.TracingContext.try_get()
+    return tuple(context.traced_code) if context is not None else ()
+
+
+def compiled_by_torch(compiled: Any) -> tuple[torch.nn.Module | None, Callable[..., Any] | None]:
+    """The module or the function that `torch.compile` made `compiled` of."""
+    if isinstance(compiled, torch._dynamo.OptimizedModule):
+        return compiled._orig_mod, None
+    if isinstance(compiled, torch.nn.Module) and compiled._compiled_call_impl is not None:  # module.compile()
+        return compiled, None
+    return None, getattr(compiled, "_torchdynamo_orig_callable", None)
+
+
 def mark_dynamic_size(tensor: torch.Tensor, dim: int, size_name: str) -> None:
     """Dim `dim` of `tensor` gets a symbol no guard can specialise, shared by all dims of that name."""
     torch._dynamo.decorators.mark_unbacked(tensor, dim, shape_id=size_name)
@@ -149,6 +165,98 @@ def symbol_range(shape_env: ShapeEnv | None, symbol: Any) -> str:
     """The values `symbol` may take, as text: part of a piece's key."""
     bounds = shape_env.var_to_range.get(symbol) if shape_env is not None else None
     return f"[{bounds.lower}, {bounds.upper}]" if bounds is not None else "?"
+
+
+def symbol_facts(shape_env: ShapeEnv | None, symbol: Any) -> dict[str, Any]:
+    """Name, range and, for a size torch has an example of, the example: enough to make it again."""
+    assert shape_env is not None, f"{symbol} belongs to no shape environment"
+    bounds = shape_env.var_to_range.get(symbol)
+    lower = int(bounds.lower) if bounds is not None and bounds.lower.is_Integer else 0
+    upper = int(bounds.upper) if bounds is not None and bounds.upper.is_Integer else None
+    hint = None
+    if not shape_env.is_unbacked_symint(symbol):
+        hint = int(shape_env.size_hint(symbol)) if hasattr(shape_env, "size_hint") else int(shape_env.backed_var_to_val[symbol])
+    return {"name": str(symbol), "lower": max(lower, 0), "upper": upper, "hint": hint}
+
+
+def fresh_fake_mode() -> FakeTensorMode:
+    """A fake mode with a shape environment of its own."""
+    return FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=False)
+
+
+def make_symbols(fake_mode: FakeTensorMode, facts: Sequence[Mapping[str, Any]]) -> dict[str, torch.SymInt]:
+    """One symbolic size per `symbol_facts`, by name: unbacked where there is no hint."""
+    from torch._dynamo.source import ConstantSource
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, _constrain_range_for_size
+
+    shape_env = fake_mode.shape_env
+    assert shape_env is not None
+    symbols = {}
+    for fact in facts:
+        if fact["hint"] is None:
+            with shape_env.ignore_fresh_unbacked_symbols():  # no node makes it: it comes in
+                size = shape_env.create_unbacked_symint()
+            _constrain_range_for_size(size, min=fact["lower"], max=fact["upper"])
+        else:
+            source = ConstantSource(fact["name"])
+            symbol = shape_env.create_symbol(fact["hint"], source=source, dynamic_dim=DimDynamic.DYNAMIC)
+            size = shape_env.create_symintnode(symbol, hint=fact["hint"], source=source)
+        symbols[fact["name"]] = size
+    return symbols
+
+
+_SIZE_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "FloorDiv": lambda a, b: a // b,
+    "CleanDiv": lambda a, b: a // b,
+    "Mod": lambda a, b: a % b,
+    "PythonMod": lambda a, b: a % b,
+    "Max": torch.sym_max,
+    "Min": torch.sym_min,
+}
+
+
+def evaluate_size(expression: str, symbols: Mapping[str, torch.SymInt]) -> torch.SymInt:
+    """The size that `expression`, written by sympy, means over `symbols`. Our own data only: it is evaluated."""
+    size: torch.SymInt = eval(expression, {"__builtins__": {}}, {**_SIZE_FUNCTIONS, **symbols})
+    return size
+
+
+def fake_tensor(
+    fake_mode: FakeTensorMode,
+    *,
+    shape: Sequence[Any],
+    stride: Sequence[Any],
+    offset: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> torch.Tensor:
+    """A tensor without memory."""
+    with fake_mode:
+        tensor = torch.empty_strided(shape, stride, dtype=dtype, device=device)
+        return tensor if isinstance(offset, int) and offset == 0 else tensor.as_strided(shape, stride, offset)
+
+
+def propagate_fakes(graph_module: fx.GraphModule, examples: Sequence[Any], fake_mode: FakeTensorMode) -> None:
+    """Give every node its example value, as Dynamo's own graphs have it."""
+
+    class Propagate(fx.Interpreter):
+        def run_node(self, n: Node) -> Any:
+            value = super().run_node(n)
+            if n.op != "output":
+                n.meta["example_value"] = value
+            return value
+
+    with fake_mode, torch.no_grad():
+        Propagate(graph_module).run(*examples)
+
+
+def qualified_name(function: Any) -> str:
+    """The dotted name FX writes for a function: importable, where the function can be imported at all."""
+    from torch.fx.node import _get_qualified_name
+
+    if isinstance(function, torch._ops.OpOverloadPacket):
+        return f"torch.ops.{str(function._qualified_op_name).replace('::', '.')}"
+    return _get_qualified_name(function)
 
 
 def specialised_at(shape_env: ShapeEnv | None) -> str:
@@ -225,28 +333,29 @@ def generated_kernels() -> int:
     return int(metrics.generated_kernel_count)
 
 
-def pickle_graph(graph_module: fx.GraphModule) -> bytes:
-    """A graph with its fake tensors and symbols, for a process of ours to compile."""
-    from torch.fx._graph_pickler import GraphPickler, Options
+def process_settings() -> dict[str, Any]:
+    """Process-wide torch settings that change generated code, as plain values."""
+    return {
+        "num_threads": torch.get_num_threads(),
+        "default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+    }
 
-    return GraphPickler.dumps(graph_module, Options(ops_filter=None))
 
-
-def unpickle_graph(data: bytes) -> fx.GraphModule:
-    """The graph `pickle_graph` wrote, in a fake mode and a shape environment of its own."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.fx._graph_pickler import GraphPickler
-
-    graph_module = GraphPickler.loads(data, FakeTensorMode(shape_env=ShapeEnv()))
-    assert isinstance(graph_module, fx.GraphModule)
-    return graph_module
+def apply_process_settings(settings: Mapping[str, Any]) -> None:
+    """Make this process's settings those of the one that called `process_settings`."""
+    torch.set_num_threads(settings["num_threads"])
+    torch.set_default_dtype(getattr(torch, settings["default_dtype"]))
+    torch.use_deterministic_algorithms(settings["deterministic"])
+    torch.set_float32_matmul_precision(settings["float32_matmul_precision"])
 
 
 # -- logs ---------------------------------------------------------------------------------------
 
 
-def emit_artifact(name: str, text: str) -> None:
-    """`text` appears under `name` in torch's structured trace (tlparse), where one is being written."""
+def emit_artifact(name: str, text: Callable[[], str]) -> None:
+    """`text()` appears under `name` in torch's structured trace (tlparse), where one is being written."""
     from torch._logging import trace_structured
 
-    trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=lambda: text)
+    trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=text)

@@ -119,9 +119,9 @@ class VerificationError(PiecegraphError):
 
 
 def did_you_mean(unknown: str, known: Iterable[str]) -> str:
-    """`" Did you mean 'x'?"` for the nearest known name, else the sorted list of known names."""
+    """`" Did you mean 'x'?"` for the nearest known name, else the known names, sorted, while they are few."""
     names = sorted(known)
     near = difflib.get_close_matches(unknown, names, n=1)
     if near:
         return f" Did you mean {near[0]!r}?"
-    return f" Known: {', '.join(names)}." if names else ""
+    return f" Known: {', '.join(names)}." if 0 < len(names) <= 40 else ""

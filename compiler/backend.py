@@ -1,0 +1,126 @@
+"""`torch.compile(model, backend="piecegraph")`: our compiler by name, under torch's own guards.
+
+torch finds `compile_backend` by entry point; nothing of ours need be imported by the caller.
+"""
+
+from __future__ import annotations
+
+import threading
+import types
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from piecegraph.compiler import torch_compat
+from piecegraph.compiler.build import Built, NamedInputs, build, piece_compiler
+from piecegraph.compiler.guards import GuardAudit
+from piecegraph.compiler.plan import Plan, SplitCall
+from piecegraph.compiler.report import CompileReport
+from piecegraph.config import CompileConfig
+from piecegraph.errors import CompileError, UsageError
+
+_GUARDS_KEPT = GuardAudit(
+    (), note="torch.compile keeps and checks its own guards on every call; piecegraph drops none of them."
+)
+
+
+class _Origin:
+    """Where a graph came from: the code traced, outermost first, and the tensors it was traced with."""
+
+    def __init__(self, code: tuple[types.CodeType, ...], inputs: Sequence[Any]) -> None:
+        self._code = code
+        self._tensors = [weakref.ref(value) for value in inputs if isinstance(value, torch.Tensor)]
+
+    def is_of_function(self, function: Callable[..., Any]) -> bool:
+        return bool(self._code) and self._code[0] is getattr(function, "__code__", None)
+
+    def is_of_module(self, module: torch.nn.Module) -> bool:
+        """It reads a weight of `module`; of a module without weights, it ran the forward."""
+        weights = {id(t) for t in (*module.parameters(), *module.buffers())}
+        if weights:
+            return any((tensor := ref()) is not None and id(tensor) in weights for ref in self._tensors)
+        return getattr(module.forward, "__code__", None) in self._code
+
+
+class GraphModel:
+    """One graph that `torch.compile` handed us, compiled: Dynamo calls it with every input of the graph."""
+
+    def __init__(self, built: Built, origin: _Origin) -> None:
+        self._built = built
+        self._origin = origin
+
+    def __call__(self, *args: Any) -> tuple[Any, ...]:
+        with torch.no_grad():
+            return self._built.forward(*args)
+
+    def report(self) -> CompileReport:
+        """Pieces, unique pieces and seconds per phase (tracing is torch's, so it counts as 0)."""
+        return self._built.report
+
+    @property
+    def source(self) -> str:
+        """The stitched module's source."""
+        return self._built.source
+
+    @property
+    def plan(self) -> Plan:
+        """The stitched module as data."""
+        return self._built.plan
+
+    @property
+    def split_calls(self) -> tuple[SplitCall, ...]:
+        """Every call of a split op, in order."""
+        return self._built.split_calls
+
+    @property
+    def guards(self) -> GuardAudit:
+        """Says that torch keeps its guards."""
+        return _GUARDS_KEPT
+
+
+_models_in_order: list[weakref.ref[GraphModel]] = []
+_models_lock = threading.Lock()
+
+
+def compile_backend(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None
+) -> GraphModel:
+    """The `torch_dynamo_backends` entry point; `options` are `CompileConfig` fields.
+
+    Raises `CompileError` where gradients would be wanted: piecegraph compiles for inference.
+    """
+    config = CompileConfig.from_options(options)
+    if torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in example_inputs):
+        raise CompileError(
+            "piecegraph compiles for inference, but gradients are enabled and an input or parameter requires them. "
+            "Call the model under torch.no_grad() or torch.inference_mode(), or call model.requires_grad_(False)."
+        )
+    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    inputs = NamedInputs(names=tuple(node.name for node in placeholders), bound={}, size_symbols={})
+    compiler = piece_compiler(config)
+    try:
+        with torch.no_grad():
+            built = build(gm, inputs, config, compiler, trace_seconds=0.0, on_phase=lambda phase: None)
+    finally:
+        compiler.close()
+    model = GraphModel(built, _Origin(torch_compat.code_being_traced(), example_inputs))
+    with _models_lock:
+        _models_in_order.append(weakref.ref(model))
+    return model
+
+
+def graph_models_of(compiled: Callable[..., Any]) -> tuple[GraphModel, ...]:
+    """The models made for what `torch.compile` returned, oldest first. Raises `UsageError` for anything else."""
+    with _models_lock:
+        models = [model for ref in _models_in_order if (model := ref()) is not None]
+        _models_in_order[:] = [weakref.ref(model) for model in models]
+    module, function = torch_compat.compiled_by_torch(compiled)
+    if module is None and function is None:
+        raise UsageError(f"compiled_models takes what torch.compile(..., backend='piecegraph') returned, not {compiled!r}.")
+    if module is not None:
+        return tuple(model for model in models if model._origin.is_of_module(module))
+    assert function is not None
+    return tuple(model for model in models if model._origin.is_of_function(function))

@@ -1,0 +1,273 @@
+"""From one traced graph to a stitched module that runs: normalize, split, compile, stitch."""
+
+from __future__ import annotations
+
+import keyword
+import operator
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from piecegraph.compiler import dump
+from piecegraph.compiler.eager import EagerPieceCompiler
+from piecegraph.compiler.normalize import normalize, value_of
+from piecegraph.compiler.piece import UniquePiece, unique_pieces
+from piecegraph.compiler.piece_compiler import CompiledPiece, PieceCompiler
+from piecegraph.compiler.plan import CallStep, PieceStep, Plan, Slot, SplitCall, Step, TensorSpec
+from piecegraph.compiler.report import CompileReport, PieceRow, UniquePieceRow
+from piecegraph.compiler.split import Call, Piece, attribute_of, split
+from piecegraph.compiler.split_ops import op_name, split_op_matcher
+from piecegraph.compiler.stitch import Forward, generate_source, load_source
+from piecegraph.config import CompileConfig
+from piecegraph.progress import OnPhase, Phase
+
+BeforeCompile = Callable[[tuple[SplitCall, ...]], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedInputs:
+    """A graph's placeholders by the names the stitched module uses, in order."""
+
+    names: tuple[str, ...]
+    bound: Mapping[str, torch.Tensor]  # those that are fixed tensors; the others are arguments
+    size_symbols: Mapping[str, str]  # symbol -> size name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Built:
+    """A stitched module and all that made it. `forward(*arguments)` returns a tuple."""
+
+    forward: Forward
+    plan: Plan
+    source: str
+    split_calls: tuple[SplitCall, ...]
+    unique: tuple[UniquePiece, ...]
+    compiled: tuple[CompiledPiece, ...]
+    size_assertions: tuple[Any, ...]  # symbolic expressions over size symbols that must hold
+    report: CompileReport
+
+
+def piece_compiler(config: CompileConfig) -> PieceCompiler:
+    """The piece compiler a config names."""
+    if config.compiler == "eager":
+        return EagerPieceCompiler()
+    from piecegraph.compiler.inductor import InductorPieceCompiler
+
+    return InductorPieceCompiler(config.inductor_options, config.compile_workers)
+
+
+def build(
+    graph_module: fx.GraphModule,
+    inputs: NamedInputs,
+    config: CompileConfig,
+    compiler: PieceCompiler,
+    *,
+    trace_seconds: float,
+    on_phase: OnPhase,
+    before_compile: BeforeCompile | None = None,
+) -> Built:
+    """Compile a traced graph, which is normalized in place.
+
+    Raises what `split_op_matcher`, `split` and the piece compiler raise, and whatever `before_compile`
+    raises for the split calls it is shown.
+    """
+    start = time.perf_counter()
+    on_phase(Phase(name="split"))
+    is_split_op = split_op_matcher(graph_module.graph, config.split_ops)
+    constants, assertions = normalize(graph_module, is_split_op, frozenset(inputs.size_symbols))
+    parts = split(graph_module, is_split_op)
+    pieces = [part for part in parts if isinstance(part, Piece)]
+    unique = unique_pieces(pieces)
+    calls = _split_calls(parts)
+    split_seconds = time.perf_counter() - start
+    detail = f"{len(pieces)} pieces, {len(unique)} unique, {len(calls)} split ops"
+    on_phase(Phase(name="split", seconds=split_seconds, detail=detail))
+    if config.dump_dir is not None:
+        dump.write_graphs(config.dump_dir, graph_module, unique)
+    dump.emit_graphs(unique)
+    if before_compile is not None:
+        before_compile(calls)
+
+    start = time.perf_counter()
+    on_phase(Phase(name="compile", total=len(unique), detail=compiler.name))
+    compiled = compiler.compile(
+        unique, lambda done: on_phase(Phase(name="compile", done=done, total=len(unique), detail=compiler.name))
+    )
+    compile_seconds = time.perf_counter() - start
+    on_phase(Phase(name="compile", done=len(unique), total=len(unique), seconds=compile_seconds, detail=compiler.name))
+
+    start = time.perf_counter()
+    on_phase(Phase(name="stitch"))
+    plan, namespace = _plan(graph_module, inputs, constants, parts, unique)
+    namespace |= {f"piece_{piece.index}": done.run for piece, done in zip(unique, compiled, strict=True)}
+    source = generate_source(plan)
+    forward = load_source(source, namespace)
+    stitch_seconds = time.perf_counter() - start
+    on_phase(Phase(name="stitch", seconds=stitch_seconds))
+    if config.dump_dir is not None:
+        dump.write_source(config.dump_dir, source)
+    dump.emit_source(source)
+
+    report = CompileReport(
+        compiler=compiler.name,
+        num_pieces=len(pieces),
+        num_unique_pieces=len(unique),
+        num_split_ops=len(calls),
+        trace_seconds=trace_seconds,
+        split_seconds=split_seconds,
+        compile_seconds=compile_seconds,
+        stitch_seconds=stitch_seconds,
+        pieces=tuple(
+            PieceRow(index=step.index, unique=step.unique, num_inputs=len(step.inputs), num_outputs=len(step.outputs))
+            for step in plan.piece_steps
+        ),
+        unique_pieces=tuple(
+            UniquePieceRow(
+                index=piece.index,
+                key=piece.key,
+                shared_by=len(piece.pieces),
+                num_nodes=piece.num_nodes,
+                kernels=done.kernels,
+                compile_seconds=done.seconds,
+                note=done.note,
+            )
+            for piece, done in zip(unique, compiled, strict=True)
+        ),
+    )
+    return Built(
+        forward=forward,
+        plan=plan,
+        source=source,
+        split_calls=calls,
+        unique=unique,
+        compiled=compiled,
+        size_assertions=assertions,
+        report=report,
+    )
+
+
+def _split_calls(parts: Sequence[Piece | Call]) -> tuple[SplitCall, ...]:
+    nodes = [part.node for part in parts if isinstance(part, Call) and part.is_split_op]
+    return tuple(
+        SplitCall(
+            index=index,
+            op=op_name(node.target),
+            args=tuple(_described(argument) for argument in node.args),
+            kwargs=tuple((name, _described(argument)) for name, argument in node.kwargs.items()),
+        )
+        for index, node in enumerate(nodes)
+    )
+
+
+def _described(argument: Any) -> Any:
+    """An argument of a split op without tensors or nodes."""
+    value = value_of(argument) if isinstance(argument, fx.Node) else argument
+    if isinstance(value, torch.Tensor):
+        shape = tuple(size if isinstance(size, int) else str(size) for size in value.shape)
+        return TensorSpec(shape, value.dtype, value.device)
+    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+        return str(value)
+    if isinstance(value, tuple | list):
+        return type(value)(_described(item) for item in value)
+    return value
+
+
+def _plan(
+    graph_module: fx.GraphModule,
+    inputs: NamedInputs,
+    constants: Mapping[str, torch.Tensor],
+    parts: Sequence[Piece | Call],
+    unique: Sequence[UniquePiece],
+) -> tuple[Plan, dict[str, Any]]:
+    """The plan, and the namespace its source needs beside the pieces."""
+    names = _Names()
+    namespace: dict[str, Any] = {"torch": torch, "device": torch.device}
+    arguments: list[Slot] = []
+    bound: list[Slot] = []
+    placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
+    given = iter(inputs.names)
+    for node in placeholders:
+        if node.name in constants:
+            tensor, name = constants[node.name], node.name
+        else:
+            name = next(given)
+            if name not in inputs.bound:
+                arguments.append(names.of(node, name))
+                continue
+            tensor = inputs.bound[name]
+        slot = names.of(node, name)
+        bound.append(slot)
+        namespace[slot.name] = tensor
+
+    def slot(node: fx.Node) -> Slot:
+        if node.op == "get_attr":  # a subgraph that a split op takes as an argument
+            subgraph = names.of(node, f"graph_{node.target}")
+            namespace[subgraph.name] = attribute_of(graph_module, str(node.target))
+            return subgraph
+        return names.of(node, node.name)
+
+    unique_of = {index: piece.index for piece in unique for index in piece.pieces}
+    steps: list[Step] = []
+    for part in parts:
+        if isinstance(part, Piece):
+            steps.append(
+                PieceStep(
+                    index=part.index,
+                    unique=unique_of[part.index],
+                    inputs=tuple(map(slot, part.inputs)),
+                    outputs=tuple(map(slot, part.outputs)),
+                )
+            )
+            continue
+        node = part.node
+        op = op_name(node.target) if node.op == "call_function" else str(node.target)
+        function = "op_" + re.sub(r"\W+", "_", f"method_{op}" if node.op == "call_method" else op)
+        namespace[function] = _function(node)
+        steps.append(
+            CallStep(
+                function=function,
+                op=op,
+                args=tuple(fx.map_arg(list(node.args), slot)),
+                kwargs=tuple(fx.map_arg(dict(node.kwargs), slot).items()),
+                output=slot(node) if node.users else None,
+                is_split_op=part.is_split_op,
+            )
+        )
+    output = next(iter(reversed(graph_module.graph.nodes)))
+    results = tuple(slot(result) if isinstance(result, fx.Node) else result for result in output.args[0])
+    plan = Plan(arguments=tuple(arguments), bound=tuple(bound), steps=tuple(steps), results=results)
+    return plan, namespace
+
+
+def _function(node: fx.Node) -> Callable[..., Any]:
+    if node.op == "call_method":
+        name = str(node.target)
+        return lambda value, *args, **kwargs: operator.methodcaller(name, *args, **kwargs)(value)
+    function: Callable[..., Any] = node.target  # type: ignore[assignment]  # call_function: a callable
+    return function
+
+
+class _Names:
+    """One Python identifier a node, near the name asked for."""
+
+    def __init__(self) -> None:
+        self._slots: dict[fx.Node, Slot] = {}
+        self._taken = {"torch", "device", "float", "slice", "forward"}
+
+    def of(self, node: fx.Node, wanted: str) -> Slot:
+        if node not in self._slots:
+            name = re.sub(r"\W+", "_", wanted).strip("_") or "value"
+            if name[0].isdigit() or keyword.iskeyword(name) or re.match(r"(piece|op)_", name):
+                name = f"v_{name}"
+            unique, number = name, 1
+            while unique in self._taken:
+                number += 1
+                unique = f"{name}__{number}"
+            self._taken.add(unique)
+            self._slots[node] = Slot(unique)
+        return self._slots[node]

@@ -1,0 +1,44 @@
+"""What a compile process runs: read a job a line, compile the piece, write its artifact, answer a line."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+
+def main() -> None:
+    """Serve jobs until standard input ends. Standard output carries answers only: whatever a library
+    prints goes to standard error."""
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+
+    import torch._inductor.compile_fx
+    import torch._inductor.standalone_compile  # noqa: F401  (imported now, while the parent traces)
+
+    from piecegraph.compiler import torch_compat
+    from piecegraph.compiler.piece_format import load_piece
+
+    for line in sys.stdin:
+        job: dict[str, Any] = json.loads(line)
+        try:
+            begin = time.perf_counter()
+            torch_compat.apply_process_settings(job["settings"])
+            graph_module, examples = load_piece(Path(job["graph"]).read_text())
+            kernels = torch_compat.generated_kernels()
+            artifact = torch_compat.standalone_compile(graph_module, examples, job["options"])
+            artifact.save(path=job["artifact"], format="binary")
+            answer: dict[str, Any] = {
+                "seconds": time.perf_counter() - begin,
+                "kernels": torch_compat.generated_kernels() - kernels,
+            }
+        except Exception as error:
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,209 @@
+"""A compiled model: called like the module it was made from, for any size of the declared dims."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from piecegraph.compiler.build import BeforeCompile, Built, NamedInputs, build, piece_compiler
+from piecegraph.compiler.call_spec import CallSpec, ResultSpec
+from piecegraph.compiler.dynamic_dims import DynamicDims
+from piecegraph.compiler.guards import GuardAudit
+from piecegraph.compiler.plan import Plan, SplitCall
+from piecegraph.compiler.report import CompileReport
+from piecegraph.compiler.trace import ArgumentInput, BoundInput, SizeInput, Traced, trace
+from piecegraph.config import CompileConfig
+from piecegraph.errors import CompileError, InputMismatch, NotCompiled
+from piecegraph.progress import OnPhase, Phase
+
+WEIGHT_CHECK_INTERVAL = 1024
+"""Calls between two checks that the module's parameters and buffers are still the bound tensors."""
+
+
+class CompiledModel:
+    """What `piecegraph.compile` returns.
+
+    Calling it runs the compiled pieces, for inference (no gradients), with any sizes of the declared
+    dims; nothing is ever traced or compiled again. An argument that does not fit what was traced
+    raises `InputMismatch`. Without example inputs, the first call traces and compiles.
+
+    The module must be in its final state: parameters are bound as they are. Changing one's values in
+    place is seen; replacing one raises `InputMismatch` at the next check (first call, and every
+    1024th).
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        config: CompileConfig,
+        dynamic_dims: DynamicDims,
+        on_phase: OnPhase | None = None,
+        before_compile: BeforeCompile | None = None,
+    ) -> None:
+        self._module = module
+        self._config = config
+        self._dynamic_dims = dict(dynamic_dims)
+        self._on_phase: OnPhase = on_phase or (lambda phase: None)
+        self._before_compile = before_compile
+        self._ready: _Ready | None = None
+        self._closed = False
+
+    def compile_for(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Trace with these example arguments and compile. Their tensors' values are not read."""
+        self._refuse_closed()
+        if self._ready is not None:
+            raise CompileError("this CompiledModel is compiled already; make another with piecegraph.compile.")
+        compiler = piece_compiler(self._config)
+        try:
+            compiler.start()
+            self._on_phase(Phase(name="trace"))
+            traced = trace(self._module, args, kwargs, self._dynamic_dims)
+            self._on_phase(Phase(name="trace", seconds=traced.seconds))
+            built = build(
+                traced.graph_module,
+                _named_inputs(traced),
+                self._config,
+                compiler,
+                trace_seconds=traced.seconds,
+                on_phase=self._on_phase,
+                before_compile=self._before_compile,
+            )
+        finally:
+            compiler.close()
+        self._ready = _Ready(self._module, traced, built)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._refuse_closed()
+        if self._ready is None:
+            self.compile_for(args, kwargs)
+            assert self._ready is not None
+        return self._ready.run(args, kwargs)
+
+    def report(self) -> CompileReport:
+        """Pieces, unique pieces, seconds per phase. Raises `NotCompiled` before the first trace."""
+        return self._compiled().built.report
+
+    @property
+    def source(self) -> str:
+        """The stitched module's source."""
+        return self._compiled().built.source
+
+    @property
+    def plan(self) -> Plan:
+        """The stitched module as data."""
+        return self._compiled().built.plan
+
+    @property
+    def split_calls(self) -> tuple[SplitCall, ...]:
+        """Every call of a split op, in order."""
+        return self._compiled().built.split_calls
+
+    @property
+    def guards(self) -> GuardAudit:
+        """What Dynamo guarded on, and why each guard needs no check per call. Printable."""
+        return self._compiled().guards
+
+    def close(self) -> None:
+        """Let go of the module, its weights and the compiled pieces; further calls raise `CompileError`."""
+        self._closed = True
+        self._ready = None
+        del self._module
+
+    def __enter__(self) -> CompiledModel:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        if not self._closed:
+            self.close()
+
+    def _compiled(self) -> _Ready:
+        self._refuse_closed()
+        if self._ready is None:
+            raise NotCompiled(
+                "nothing is compiled yet: piecegraph.compile was given no example_inputs, so tracing waits for the first call. "
+                "Call the model once, or pass example_inputs."
+            )
+        return self._ready
+
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            raise CompileError("this CompiledModel is closed.")
+
+
+class _Ready:
+    """A traced and built model: binds a call's arguments, runs the stitched module, builds the result."""
+
+    def __init__(self, module: torch.nn.Module, traced: Traced, built: Built) -> None:
+        self.built = built
+        self.guards = traced.guards
+        self._call_spec: CallSpec = traced.call_spec
+        self._result_spec: ResultSpec = traced.result_spec
+        self._size_symbols = traced.size_symbols
+        self._inputs = [i for i in traced.inputs if not isinstance(i, BoundInput)]
+        self._weights = _Weights(module, traced)
+        self._sizes_seen: set[tuple[tuple[str, int], ...]] = set()
+        self._calls = 0
+
+    def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        values, sizes = self._call_spec.bind(args, kwargs)
+        key = tuple(sizes.items())
+        if key not in self._sizes_seen:
+            self._check_sizes(sizes)
+            self._sizes_seen.add(key)
+        if self._calls % WEIGHT_CHECK_INTERVAL == 0:
+            self._weights.check()
+        self._calls += 1
+        arguments = [sizes[i.name] if isinstance(i, SizeInput) else values[i.leaf] for i in self._inputs]
+        with torch.no_grad():
+            outputs = self.built.forward(*arguments)
+        return self._result_spec.build(outputs, values)
+
+    def _check_sizes(self, sizes: Mapping[str, int]) -> None:
+        """Raise `InputMismatch` if these sizes break a relation the trace relies on."""
+        for assertion in self.built.size_assertions:
+            values = {symbol: sizes[self._size_symbols[str(symbol)]] for symbol in assertion.free_symbols}
+            if assertion.subs(values) == False:  # noqa: E712  (sympy's own false)
+                named = {symbol: self._size_symbols[str(symbol)] for symbol in assertion.free_symbols}
+                text = str(assertion)
+                for symbol, name in named.items():
+                    text = text.replace(str(symbol), name)
+                raise InputMismatch(f"sizes {dict(sizes)} do not satisfy {text}, on which the model's code relies.")
+
+
+class _Weights:
+    """The parameters and buffers bound at compile time, and where in the module they were."""
+
+    def __init__(self, module: torch.nn.Module, traced: Traced) -> None:
+        self._places: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor, str]] = []
+        for bound in traced.inputs:
+            if isinstance(bound, BoundInput) and bound.kind in ("parameter", "buffer"):
+                path, _, name = bound.name.rpartition(".")
+                owner = module.get_submodule(path)
+                registry: Any = owner._parameters if bound.kind == "parameter" else owner._buffers
+                self._places.append((registry, name, bound.tensor, bound.name))
+
+    def check(self) -> None:
+        """Raise `InputMismatch` if one was replaced by another tensor."""
+        for registry, name, tensor, path in self._places:
+            if registry.get(name) is not tensor:
+                raise InputMismatch(
+                    f"{path} was replaced after the model was compiled, and the compiled pieces still read the old tensor. "
+                    "Change its values in place (tensor.copy_), or compile again."
+                )
+
+
+def _named_inputs(traced: Traced) -> NamedInputs:
+    names = []
+    bound: dict[str, torch.Tensor] = {}
+    for graph_input in traced.inputs:
+        name = graph_input.name
+        if isinstance(graph_input, BoundInput):
+            while name in bound:
+                name += "_"
+            bound[name] = graph_input.tensor
+        elif isinstance(graph_input, ArgumentInput) and name in bound:
+            name = f"argument {name}"
+        names.append(name)
+    return NamedInputs(names=tuple(names), bound=bound, size_symbols=traced.size_symbols)

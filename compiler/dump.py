@@ -1,0 +1,47 @@
+"""Graphs and generated source as files one can read, and as artifacts in torch's structured trace."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from torch import fx
+
+from piecegraph.compiler import torch_compat
+from piecegraph.compiler.piece import UniquePiece
+from piecegraph.errors import ConfigError
+
+
+def write_graphs(folder: str, graph_module: fx.GraphModule, unique: Sequence[UniquePiece]) -> None:
+    """Write `graph.py` (the whole traced graph), and `piece_<n>.py` and its canonical text per unique piece."""
+    directory = Path(folder)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / "graph.py").write_text(readable(graph_module))
+        for piece in unique:
+            (directory / f"piece_{piece.index}.py").write_text(readable(piece.graph_module))
+            (directory / f"piece_{piece.index}.canonical.txt").write_text(piece.text + "\n")
+    except OSError as error:
+        raise ConfigError(f"dump_dir={folder!r} cannot be written: {error}. Name a folder you may write to.") from error
+
+
+def write_source(folder: str, source: str) -> None:
+    """Write `stitched.py`."""
+    (Path(folder) / "stitched.py").write_text(source)
+
+
+def emit_graphs(unique: Sequence[UniquePiece]) -> None:
+    """Unique pieces appear in torch's structured trace."""
+    for piece in unique:
+        torch_compat.emit_artifact(f"piecegraph_piece_{piece.index}", lambda piece=piece: readable(piece.graph_module))
+
+
+def emit_source(source: str) -> None:
+    """The stitched source appears in torch's structured trace."""
+    torch_compat.emit_artifact("piecegraph_stitched", lambda: source)
+
+
+def readable(graph_module: fx.GraphModule) -> str:
+    """A graph as Python with shapes, dtypes and the model's own lines as comments."""
+    text: str = graph_module.print_readable(print_output=False)
+    return text

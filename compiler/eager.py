@@ -1,0 +1,30 @@
+"""The eager piece compiler: a piece runs as the graph it is. For debugging, comparison and fast starts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from piecegraph.compiler.piece import UniquePiece
+from piecegraph.compiler.piece_compiler import CompiledPiece, OnPiece
+
+
+class EagerPieceCompiler:
+    """Bitwise what the module computes: the same torch calls in the same order."""
+
+    name = "eager"
+
+    def start(self) -> None:
+        pass
+
+    def compile(self, pieces: Sequence[UniquePiece], on_piece: OnPiece) -> tuple[CompiledPiece, ...]:
+        compiled = []
+        for number, piece in enumerate(pieces, start=1):
+            begin = time.perf_counter()
+            piece.graph_module.recompile()
+            compiled.append(CompiledPiece(run=piece.graph_module.forward, seconds=time.perf_counter() - begin))
+            on_piece(number)
+        return tuple(compiled)
+
+    def close(self) -> None:
+        pass

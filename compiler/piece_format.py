@@ -1,0 +1,193 @@
+"""A piece as plain data, and back: what a compile process reads, with nothing pickled.
+
+Sizes are written as expressions over symbols; reading makes fresh symbols with the same ranges in a
+shape environment of its own, so what is compiled depends on this data alone and not on the trace it
+came from.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from typing import Any
+
+import torch
+from torch import fx
+
+from piecegraph.compiler import torch_compat
+from piecegraph.compiler.normalize import value_of
+
+
+class NotExpressible(Exception):
+    """The piece holds something that is no plain data; the message says what."""
+
+
+def dump_piece(graph_module: fx.GraphModule) -> str:
+    """The piece as JSON. Raises `NotExpressible`."""
+    return json.dumps(_Writer(graph_module).piece())
+
+
+def load_piece(text: str) -> tuple[fx.GraphModule, tuple[Any, ...]]:
+    """The piece `dump_piece` wrote, with one fake tensor or symbolic size a placeholder."""
+    return _Reader(json.loads(text)).piece()
+
+
+class _Writer:
+    def __init__(self, graph_module: fx.GraphModule) -> None:
+        self.graph = graph_module.graph
+        self.numbers = {node: number for number, node in enumerate(self.graph.nodes)}
+        self.symbols: dict[Any, None] = {}
+
+    def piece(self) -> dict[str, Any]:
+        nodes = [self.node(node) for node in self.graph.nodes]
+        shape_env = torch_compat.shape_env_of([value_of(node) for node in self.graph.nodes])
+        symbols = [torch_compat.symbol_facts(shape_env, symbol) for symbol in self.symbols]
+        return {"symbols": symbols, "nodes": nodes}
+
+    def node(self, node: fx.Node) -> list[Any]:
+        if node.op == "placeholder":
+            return ["placeholder", node.name, self.value(value_of(node))]
+        if node.op == "output":
+            return ["output", node.name, self.argument(node.args[0])]
+        if node.op == "call_method":
+            return ["call_method", node.name, str(node.target), self.argument(node.args), self.argument(dict(node.kwargs))]
+        if node.op == "call_function":
+            target = self.function(node.target)
+            return ["call_function", node.name, target, self.argument(node.args), self.argument(dict(node.kwargs))]
+        raise NotExpressible(f"it holds a subgraph ({node.target})")
+
+    def function(self, target: Any) -> str:
+        name = torch_compat.qualified_name(target)
+        try:
+            found = resolve_function(name)
+        except (ImportError, AttributeError):
+            found = None
+        if found is not target:
+            raise NotExpressible(f"it calls {name}, which only this process knows")
+        return name
+
+    def value(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            if type(value).__name__ != "FakeTensor":
+                raise NotExpressible(f"it takes a {type(value).__name__}")
+            return {
+                "dtype": str(value.dtype).removeprefix("torch."),
+                "device": str(value.device),
+                "shape": [self.size(size) for size in value.shape],
+                "stride": [self.size(stride) for stride in value.stride()],
+                "offset": self.size(value.storage_offset()),
+            }
+        return {"size": self.size(value)}
+
+    def size(self, size: Any) -> int | str:
+        if isinstance(size, int):
+            return size
+        if not isinstance(size, torch.SymInt):
+            raise NotExpressible(f"it takes a {type(size).__name__}")
+        self.symbols |= dict.fromkeys(sorted(size.node.expr.free_symbols, key=str))
+        return str(size.node.expr)
+
+    def argument(self, value: Any) -> Any:
+        match value:
+            case fx.Node():
+                return {"node": self.numbers[value]}
+            case bool() | int() | str() | None:
+                return value
+            case float():
+                return {"float": value.hex()}
+            case tuple():
+                return {"tuple": [self.argument(item) for item in value]}
+            case list():
+                return [self.argument(item) for item in value]
+            case dict():
+                return {"dict": [[self.argument(k), self.argument(v)] for k, v in value.items()]}
+            case slice():
+                return {"slice": [self.argument(part) for part in (value.start, value.stop, value.step)]}
+            case torch.dtype() | torch.layout() | torch.memory_format():
+                return {"torch": str(value).removeprefix("torch.")}
+            case torch.device():
+                return {"device": str(value)}
+            case torch.SymInt():
+                return {"size": self.size(value)}
+            case _ if value is Ellipsis:
+                return {"ellipsis": True}
+        raise NotExpressible(f"it has an argument of type {type(value).__name__}")
+
+
+class _Reader:
+    def __init__(self, data: dict[str, Any]) -> None:
+        self.data = data
+        self.fake_mode = torch_compat.fresh_fake_mode()
+        self.symbols = torch_compat.make_symbols(self.fake_mode, data["symbols"])
+        self.nodes: list[fx.Node] = []
+
+    def piece(self) -> tuple[fx.GraphModule, tuple[Any, ...]]:
+        graph = fx.Graph()
+        examples = []
+        for op, name, *rest in self.data["nodes"]:
+            if op == "placeholder":
+                node = graph.placeholder(name)
+                node.meta["example_value"] = self.example(rest[0])
+                examples.append(node.meta["example_value"])
+            elif op == "output":
+                node = graph.output(self.argument(rest[0]))
+            else:
+                target = resolve_function(rest[0]) if op == "call_function" else rest[0]
+                node = graph.create_node(op, target, self.argument(rest[1]), self.argument(rest[2]), name)
+            self.nodes.append(node)
+        graph_module = fx.GraphModule({}, graph)
+        torch_compat.propagate_fakes(graph_module, examples, self.fake_mode)
+        return graph_module, tuple(examples)
+
+    def example(self, value: dict[str, Any]) -> Any:
+        if "size" in value:
+            return self.size(value["size"])
+        return torch_compat.fake_tensor(
+            self.fake_mode,
+            shape=[self.size(size) for size in value["shape"]],
+            stride=[self.size(stride) for stride in value["stride"]],
+            offset=self.size(value["offset"]),
+            dtype=getattr(torch, value["dtype"]),
+            device=torch.device(value["device"]),
+        )
+
+    def size(self, size: int | str) -> Any:
+        return size if isinstance(size, int) else torch_compat.evaluate_size(size, self.symbols)
+
+    def argument(self, value: Any) -> Any:
+        if isinstance(value, list):
+            return [self.argument(item) for item in value]
+        if not isinstance(value, dict):
+            return value
+        ((kind, content),) = value.items()
+        match kind:
+            case "node":
+                return self.nodes[content]
+            case "float":
+                return float.fromhex(content)
+            case "tuple":
+                return tuple(self.argument(item) for item in content)
+            case "dict":
+                return {self.argument(k): self.argument(v) for k, v in content}
+            case "slice":
+                return slice(*(self.argument(part) for part in content))
+            case "torch":
+                return getattr(torch, content)
+            case "device":
+                return torch.device(content)
+            case "size":
+                return self.size(content)
+            case "ellipsis":
+                return ...
+        raise AssertionError(f"unknown kind of argument {kind!r}")
+
+
+def resolve_function(name: str) -> Any:
+    """The function a qualified name means. Raises `ImportError` or `AttributeError`."""
+    parts = name.split(".")
+    found: Any = importlib.import_module(parts[0])
+    for position, part in enumerate(parts[1:], start=1):
+        if not hasattr(found, part):
+            importlib.import_module(".".join(parts[: position + 1]))
+        found = getattr(found, part)
+    return found

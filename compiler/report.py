@@ -1,0 +1,65 @@
+"""What compiling a model came to: counts, seconds, and a row per piece."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PieceRow:
+    """One piece of the model."""
+
+    index: int
+    unique: int  # which unique piece runs it
+    num_inputs: int
+    num_outputs: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UniquePieceRow:
+    """One compiled piece."""
+
+    index: int
+    key: str
+    shared_by: int  # pieces of the model it runs
+    num_nodes: int  # operations of the traced graph
+    kernels: int | None  # generated kernels (library calls such as matmuls come on top); None: not known
+    compile_seconds: float
+    note: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompileReport:
+    """Everything in seconds of wall time; `compile_seconds` is that of all unique pieces together,
+    which may compile in parallel."""
+
+    compiler: str
+    num_pieces: int
+    num_unique_pieces: int
+    num_split_ops: int
+    trace_seconds: float
+    split_seconds: float
+    compile_seconds: float
+    stitch_seconds: float
+    pieces: tuple[PieceRow, ...]
+    unique_pieces: tuple[UniquePieceRow, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.num_pieces} pieces -> {self.num_unique_pieces} unique, {self.num_split_ops} split ops ({self.compiler})",
+            f"trace {self.trace_seconds:.2f} s, split {self.split_seconds:.2f} s, "
+            f"compile {self.compile_seconds:.2f} s, stitch {self.stitch_seconds:.2f} s",
+            " unique  key           pieces  nodes  kernels  seconds",
+        ]
+        for row in self.unique_pieces:
+            kernels = "-" if row.kernels is None else str(row.kernels)
+            lines.append(
+                f" {row.index:6d}  {row.key[:12]}  {row.shared_by:6d}  {row.num_nodes:5d}  {kernels:>7s}  "
+                f"{row.compile_seconds:7.2f}  {row.note}".rstrip()
+            )
+        return "\n".join(lines)
