@@ -1,9 +1,9 @@
 # `make help` lists the targets. Everything happens in .venv, made on first use from pinned requirements.
 
 PYTHON ?= python3
-PROMPT ?= What is the capital of France, and what is it known for?
-MODEL ?=
-ARGS ?=
+PROMPT = What is the capital of France, and what is it known for?
+MODEL =
+ARGS =
 
 BIN := .venv/bin
 READY := .venv/.ready
@@ -21,8 +21,8 @@ help: ## list the targets
 	@echo 'PYTHON=python3.12 chooses the interpreter that .venv is made with.'
 
 run: $(READY) ## set up, then answer PROMPT with the embedded model, or MODEL
-	@$(BIN)/piecegraph run $(ARGS) $(if $(MODEL),'$(MODEL)') -- "$$PROMPT"
-run: export PROMPT := $(PROMPT)
+	@printf '%s' "$$PROMPT" | $(BIN)/piecegraph run $(ARGS) $(if $(MODEL),'$(MODEL)') -
+run: export PROMPT := $(value PROMPT)
 
 test: $(READY) ## set up, then run the tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile $(ARGS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -179,3 +180,14 @@ def test_no_file_is_called_utils() -> None:
     """A file is named for its concept."""
     vague = {"utils.py", "util.py", "helpers.py", "helper.py", "common.py", "misc.py"}
     assert not [str(file) for file in sources() if file.name in vague]
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs/map.md"])
+def test_files_that_a_page_names_exist(page: str) -> None:
+    """`folder/file.py` in backticks, and links; a page that lies is worse than none."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    named = re.findall(r"`((?:\w+/)+\w+\.py)`", text)
+    linked = [str(Path(page).parent / link) for link in re.findall(r"\]\(([^):]+)\)", text)]
+    missing = [name for name in (*named, *linked) if not (ROOT / name).exists()]
+    assert named or linked
+    assert not missing
