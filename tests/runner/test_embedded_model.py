@@ -143,7 +143,7 @@ def test_the_tokenizer_takes_numbers_apart_and_ends_a_turn() -> None:
     chat = tokenizer.apply_chat_template(
         [{"role": "user", "content": "Hi"}], add_generation_prompt=True, tokenize=False
     )
-    assert chat.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
+    assert str(chat).endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
 
 
 @needs_model
