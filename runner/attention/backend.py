@@ -1,0 +1,65 @@
+"""What an attention backend is: its capabilities, how it prepares a step, and how it attends."""
+
+from __future__ import annotations
+
+import enum
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar, Protocol
+
+import torch
+
+from piecegraph.runner.attention.layer import AttentionLayer
+from piecegraph.runner.attention.metadata import AttentionMetadata
+from piecegraph.runner.kv_cache import KVCache
+
+
+class AttentionCGSupport(enum.IntEnum):
+    """Which batches a backend's kernels may be captured for inside a full CUDA graph. Each includes those before it."""
+
+    NEVER = 0
+    UNIFORM_SINGLE_TOKEN_DECODE = 1
+    UNIFORM_BATCH = 2  # the same number of tokens for every request
+    ALWAYS = 3
+
+
+class AttentionMetadataBuilder(Protocol):
+    def build(self, common: AttentionMetadata) -> AttentionMetadata:
+        """This step's metadata as the impl reads it: once a step, shared by all layers."""
+
+
+class AttentionImpl(Protocol):
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        scale: float,
+        window: int,
+        softcap: float,
+        sinks: torch.Tensor | None,
+        kv_cache: KVCache,
+        metadata: AttentionMetadata,
+    ) -> None:
+        """One layer. Writes `key` and `value` into `kv_cache` by slot, then `out`. Shapes: `op.attention`."""
+
+
+class AttentionBackend(ABC):
+    """One implementation of attention; `name` is what `attention_backend` calls it."""
+
+    name: ClassVar[str]
+    cudagraph_support: ClassVar[AttentionCGSupport]
+
+    @abstractmethod
+    def unsupported_reason(self, layers: Sequence[AttentionLayer], device: torch.device) -> str | None:
+        """Why these layers cannot run on this device with this backend, or None."""
+
+    @abstractmethod
+    def metadata_builder(
+        self, layers: Sequence[AttentionLayer], block_size: int, device: torch.device
+    ) -> AttentionMetadataBuilder: ...
+
+    @abstractmethod
+    def impl(self) -> AttentionImpl: ...

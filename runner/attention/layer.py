@@ -1,0 +1,74 @@
+"""What a model's attention layers are, read off the traced graph: no family's config is consulted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from piecegraph.compiler.plan import SplitCall, TensorSpec
+from piecegraph.errors import UnsupportedModel
+from piecegraph.runner.attention.op import ATTENTION_OP
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionLayer:
+    """One attention module, in the order the model runs them."""
+
+    name: str  # the module's name in the model, e.g. "model.layers.3.self_attn"
+    num_q_heads: int
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    dtype: torch.dtype
+    scale: float
+    window: int  # keys a query sees, itself included; 0: all before it
+    softcap: float  # 0.0: none
+    has_sinks: bool
+
+
+def attention_layers(calls: Sequence[SplitCall]) -> tuple[AttentionLayer, ...]:
+    """The attention layers behind a graph's split calls.
+
+    Raises `UnsupportedModel` if a layer asked for what our attention cannot do, or runs twice a step
+    (it would overwrite its own keys).
+    """
+    layers: dict[str, AttentionLayer] = {}
+    for call in calls:
+        if call.op != ATTENTION_OP:
+            continue
+        layer = _attention_layer(call)
+        if layer.name in layers:
+            raise UnsupportedModel(
+                f"{layer.name} runs more than once in a forward pass; its second call would overwrite the keys and "
+                "values of its first. Models that share one attention module between layers cannot run here."
+            )
+        layers[layer.name] = layer
+    return tuple(layers.values())
+
+
+def _attention_layer(call: SplitCall) -> AttentionLayer:
+    query, key, value, _out, scale, window, softcap, sinks, unsupported, name = call.args
+    if unsupported:
+        raise UnsupportedModel(f"{name}: {unsupported}")
+    assert all(isinstance(spec, TensorSpec) for spec in (query, key, value)), call
+    return AttentionLayer(
+        name=name,
+        num_q_heads=_static(query, 1, name),
+        num_kv_heads=_static(key, 1, name),
+        key_dim=_static(key, 2, name),
+        value_dim=_static(value, 2, name),
+        dtype=key.dtype,
+        scale=float(scale),
+        window=int(window),
+        softcap=float(softcap),
+        has_sinks=sinks is not None,
+    )
+
+
+def _static(spec: TensorSpec, dim: int, name: str) -> int:
+    size = spec.shape[dim]
+    if not isinstance(size, int):
+        raise UnsupportedModel(f"{name}: its number of heads or head size varies with the batch ({spec.shape}).")
+    return size

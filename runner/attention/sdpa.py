@@ -1,0 +1,191 @@
+"""Attention through torch's `scaled_dot_product_attention`: the CPU's backend, and right on any device.
+
+Keys and values of a call are gathered from the cache into one dense tensor, so this backend copies
+what a paged kernel would read in place. It is the reference that faster backends are tested against.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+
+from piecegraph.runner.attention.backend import AttentionBackend, AttentionCGSupport
+from piecegraph.runner.attention.layer import AttentionLayer
+from piecegraph.runner.attention.metadata import PAD_SLOT_ID, AttentionMetadata
+from piecegraph.runner.kv_cache import KVCache
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyView:
+    """Which keys a call gathers, and which of them each query sees."""
+
+    slots: torch.Tensor  # [num_reqs, num_keys] int64; past a request's end, its last key again
+    mask: torch.Tensor | None  # [num_reqs, 1, query_len, num_keys] bool; None: all, or `is_causal`
+    is_causal: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SdpaCall:
+    """Requests next to each other, with equally many query rows each, answered by one call."""
+
+    first_row: int
+    last_row: int  # exclusive
+    num_reqs: int
+    query_len: int
+    key_views: Mapping[int, KeyView]  # by window
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SdpaMetadata(AttentionMetadata):
+    calls: tuple[SdpaCall, ...]
+    num_real_rows: int  # rows of requests; those after are padding
+    write_rows: torch.Tensor | None  # rows whose key and value are written; None: all
+    write_slots: torch.Tensor  # [rows written] int64
+
+
+class SdpaBackend(AttentionBackend):
+    name: ClassVar[str] = "sdpa"
+    cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
+
+    def unsupported_reason(self, layers: Sequence[AttentionLayer], device: torch.device) -> str | None:
+        return None
+
+    def metadata_builder(
+        self, layers: Sequence[AttentionLayer], block_size: int, device: torch.device
+    ) -> SdpaMetadataBuilder:
+        return SdpaMetadataBuilder(frozenset(layer.window for layer in layers), block_size, device)
+
+    def impl(self) -> SdpaImpl:
+        return SdpaImpl()
+
+
+@dataclass(frozen=True, slots=True)
+class SdpaMetadataBuilder:
+    windows: frozenset[int]  # every window some layer has
+    block_size: int
+    device: torch.device
+
+    def build(self, common: AttentionMetadata) -> SdpaMetadata:
+        """Everything on the host, then copied: nothing waits for the device."""
+        is_real = common.slot_mapping_cpu != PAD_SLOT_ID
+        write_rows = None if bool(is_real.all()) else is_real.nonzero().squeeze(1)
+        write_slots = common.slot_mapping_cpu if write_rows is None else common.slot_mapping_cpu[write_rows]
+        return SdpaMetadata(
+            **{name: getattr(common, name) for name in AttentionMetadata.__dataclass_fields__},
+            calls=tuple(self._call(common, reqs) for reqs in _calls(common.query_lens_cpu)),
+            num_real_rows=common.query_start_loc_cpu[common.num_reqs],
+            write_rows=write_rows if write_rows is None else write_rows.to(self.device, non_blocking=True),
+            write_slots=write_slots.to(self.device, non_blocking=True),
+        )
+
+    def _call(self, common: AttentionMetadata, reqs: range) -> SdpaCall:
+        return SdpaCall(
+            first_row=common.query_start_loc_cpu[reqs.start],
+            last_row=common.query_start_loc_cpu[reqs.stop],
+            num_reqs=len(reqs),
+            query_len=common.query_lens_cpu[reqs.start],
+            key_views={window: self._key_view(common, reqs, window) for window in self.windows},
+        )
+
+    def _key_view(self, common: AttentionMetadata, reqs: range, window: int) -> KeyView:
+        query_len = common.query_lens_cpu[reqs.start]
+        seq_lens = torch.tensor(common.seq_lens_cpu[reqs.start : reqs.stop]).unsqueeze(1)  # [num_reqs, 1]
+        first_query = seq_lens - query_len
+        first_key = (first_query - window + 1).clamp(min=0) if window else torch.zeros_like(seq_lens)
+        num_keys = int((seq_lens - first_key).max())
+        keys = first_key + torch.arange(num_keys)  # [num_reqs, num_keys]
+        queries = (first_query + torch.arange(query_len)).unsqueeze(2)  # [num_reqs, query_len, 1]
+        visible = keys.unsqueeze(1) <= queries
+        if window:
+            visible &= keys.unsqueeze(1) > queries - window
+        is_causal = len(reqs) == 1 and query_len > 1 and num_keys == query_len and (not window or window >= num_keys)
+        keys = keys.minimum(seq_lens - 1)
+        blocks = common.block_table_cpu[reqs.start : reqs.stop].gather(1, keys // self.block_size)
+        mask = None if is_causal or bool(visible.all()) else visible.unsqueeze(1).to(self.device, non_blocking=True)
+        slots = (blocks * self.block_size + keys % self.block_size).to(self.device, non_blocking=True)
+        return KeyView(slots=slots, mask=mask, is_causal=is_causal)
+
+
+def _calls(query_lens: Sequence[int]) -> list[range]:
+    """Requests to answer together: neighbours with one row each; any other request alone."""
+    calls: list[range] = []
+    first = 0
+    for query_len, group in groupby(query_lens):
+        end = first + len(list(group))
+        calls += [range(first, end)] if query_len == 1 else [range(r, r + 1) for r in range(first, end)]
+        first = end
+    return calls
+
+
+class SdpaImpl:
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        scale: float,
+        window: int,
+        softcap: float,
+        sinks: torch.Tensor | None,
+        kv_cache: KVCache,
+        metadata: AttentionMetadata,
+    ) -> None:
+        assert isinstance(metadata, SdpaMetadata), type(metadata)
+        cached_key, cached_value = kv_cache.key.flatten(0, 1), kv_cache.value.flatten(0, 1)  # [num_slots, heads, dim]
+        if metadata.write_rows is not None:
+            key, value = key[metadata.write_rows], value[metadata.write_rows]
+        cached_key.index_copy_(0, metadata.write_slots, key.to(cached_key.dtype))
+        cached_value.index_copy_(0, metadata.write_slots, value.to(cached_value.dtype))
+        for call in metadata.calls:
+            view = call.key_views[window]
+            rows = query[call.first_row : call.last_row]
+            attended = attend(
+                rows.unflatten(0, (call.num_reqs, call.query_len)).transpose(1, 2),
+                cached_key[view.slots].transpose(1, 2),
+                cached_value[view.slots].transpose(1, 2),
+                view,
+                scale=scale,
+                softcap=softcap,
+                sinks=sinks,
+            )
+            out[call.first_row : call.last_row].copy_(attended.transpose(1, 2).flatten(0, 1))
+        out[metadata.num_real_rows :].zero_()
+
+
+def attend(
+    query: torch.Tensor,  # [num_reqs, num_q_heads, query_len, key_dim]
+    key: torch.Tensor,  # [num_reqs, num_kv_heads, num_keys, key_dim]
+    value: torch.Tensor,  # [num_reqs, num_kv_heads, num_keys, value_dim]
+    view: KeyView,
+    *,
+    scale: float,
+    softcap: float,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention over dense keys, `[num_reqs, num_q_heads, query_len, value_dim]`."""
+    groups = query.shape[1] // key.shape[1]
+    if not softcap and sinks is None:
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask=view.mask, is_causal=view.is_causal, scale=scale, enable_gqa=groups > 1
+        )
+    key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    scores = (query @ key.transpose(2, 3)).float() * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    if view.is_causal:
+        scores = scores.masked_fill(~torch.ones_like(scores, dtype=torch.bool).tril(), float("-inf"))
+    elif view.mask is not None:
+        scores = scores.masked_fill(~view.mask, float("-inf"))
+    if sinks is None:
+        return scores.softmax(-1).to(value.dtype) @ value
+    # A sink is one more key whose value is zero: it only takes weight away.
+    sink_scores = sinks.float().view(1, -1, 1, 1).expand(scores.shape[0], -1, scores.shape[2], 1)
+    weights = torch.cat([scores, sink_scores], dim=-1).softmax(-1)[..., :-1]
+    return weights.to(value.dtype) @ value

@@ -1,0 +1,153 @@
+"""What `LLM` was asked for, checked: frozen, and only read from here on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from piecegraph.config import CompileConfig
+from piecegraph.errors import ConfigError, did_you_mean
+from piecegraph.runner.model_loader import ModelSource
+
+if TYPE_CHECKING:
+    import torch
+
+CUDAGRAPH_MODES = ("NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
+GRAPH_KINDS = ("auto", "cuda", "recorded")
+
+VLLM_ONLY = frozenset(
+    {
+        "allow_deprecated_quantization",
+        "allowed_local_media_path",
+        "config_format",
+        "cpu_offload_gb",
+        "data_parallel_size",
+        "disable_custom_all_reduce",
+        "disable_log_stats",
+        "distributed_executor_backend",
+        "enable_chunked_prefill",
+        "enable_expert_parallel",
+        "enable_lora",
+        "enable_sleep_mode",
+        "kv_cache_dtype",
+        "limit_mm_per_prompt",
+        "logits_processors",
+        "lora_modules",
+        "max_loras",
+        "mm_processor_kwargs",
+        "model_impl",
+        "override_pooler_config",
+        "pipeline_parallel_size",
+        "quantization",
+        "runner",
+        "speculative_config",
+        "structured_outputs_config",
+        "swap_space",
+        "task",
+        "tokenizer_mode",
+        "tokenizer_revision",
+        "worker_cls",
+    }
+)
+"""Arguments of vLLM's `LLM` that ours lacks; refused by name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Raises `ConfigError` on a value out of range or a feature that is not available yet."""
+
+    source: ModelSource
+    tokenizer: str | None = None
+    skip_tokenizer_init: bool = False
+    dtype: str | torch.dtype = "auto"
+    device: str | torch.device | None = None
+    max_model_len: int | None = None
+    """Tokens of prompt and output together; None: what the model's config allows."""
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int | None = None
+    """Tokens a step computes at most; None: 2048 on the CPU, 8192 on a GPU."""
+    block_size: int = 16
+    num_kv_blocks: int | None = None
+    kv_cache_memory_bytes: int | None = None
+    gpu_memory_utilization: float = 0.9
+    attention_backend: str = "auto"
+    compile: CompileConfig = field(default_factory=CompileConfig)
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "block_size"):
+            _check_count(name, getattr(self, name))
+        for name in ("max_model_len", "max_num_batched_tokens", "num_kv_blocks", "kv_cache_memory_bytes"):
+            if getattr(self, name) is not None:
+                _check_count(name, getattr(self, name))
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ConfigError(
+                f"gpu_memory_utilization={self.gpu_memory_utilization}; it is a share, above 0, at most 1."
+            )
+        if self.max_model_len is not None and self.max_model_len < 2:
+            raise ConfigError("max_model_len=1 leaves no room for an answer; it must be 2 or more.")
+
+
+def compile_config(
+    compiler: str | None,
+    enforce_eager: bool,
+    compile_workers: int | None,
+    options: CompileConfig | Mapping[str, Any] | None,
+) -> CompileConfig:
+    """The compile config behind `LLM`'s arguments; those given by name win over `options`."""
+    config = options if isinstance(options, CompileConfig) else CompileConfig.from_options(options)
+    if enforce_eager:
+        if compiler == "inductor":
+            raise ConfigError("enforce_eager=True and compiler='inductor' contradict each other; give one of them.")
+        compiler = "eager"
+    if compiler is not None:
+        config = replace(config, compiler=compiler)
+    return config if compile_workers is None else replace(config, compile_workers=compile_workers)
+
+
+def refuse_unavailable(
+    *,
+    tensor_parallel_size: int,
+    cudagraph_mode: str,
+    cudagraph_capture_sizes: object,
+    compile_sizes: object,
+    graph_kind: str,
+    strict: bool,
+) -> list[str]:
+    """Refuse what this version cannot honour; returns notes on what it does instead of a default."""
+    if tensor_parallel_size != 1:
+        raise ConfigError(f"tensor_parallel_size={tensor_parallel_size} is not yet available; it must be 1.")
+    for name, value in (("cudagraph_capture_sizes", cudagraph_capture_sizes), ("compile_sizes", compile_sizes)):
+        if value is not None:
+            raise ConfigError(f"{name} is not yet available; leave it out.")
+    if graph_kind not in GRAPH_KINDS:
+        raise ConfigError(f"graph_kind={graph_kind!r} is unknown.{did_you_mean(graph_kind, GRAPH_KINDS)}")
+    if graph_kind != "auto":
+        raise ConfigError(f"graph_kind={graph_kind!r} is not yet available; leave it at 'auto'.")
+    if cudagraph_mode not in CUDAGRAPH_MODES:
+        raise ConfigError(
+            f"cudagraph_mode={cudagraph_mode!r} is unknown.{did_you_mean(cudagraph_mode, CUDAGRAPH_MODES)}"
+        )
+    if cudagraph_mode == "NONE":
+        return []
+    if cudagraph_mode != "FULL_AND_PIECEWISE":
+        raise ConfigError(f"cudagraph_mode={cudagraph_mode!r} is not yet available; use 'NONE'.")
+    if strict:
+        raise ConfigError(
+            "strict=True allows no downgrade, and CUDA graphs are not yet available; use cudagraph_mode='NONE'."
+        )
+    return ["cudagraph_mode: NONE runs, as CUDA graphs are not yet available"]
+
+
+def refuse_unknown(arguments: Mapping[str, object], known: tuple[str, ...]) -> None:
+    """Refuse arguments `LLM` does not have, each by name."""
+    for name in arguments:
+        if name in VLLM_ONLY:
+            raise ConfigError(f"{name} is an argument of vLLM's LLM that this one does not have; leave it out.")
+        raise ConfigError(f"LLM has no argument {name!r}.{did_you_mean(name, known)}")
+
+
+def _check_count(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{name}={value!r}; it must be a whole number, 1 or more.")

@@ -1,0 +1,271 @@
+"""`LLM`: a model that answers prompts. Names and meanings follow vLLM's offline API."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from piecegraph.config import CompileConfig
+from piecegraph.errors import RequestError, UsageError
+from piecegraph.progress import OnPhase
+from piecegraph.runner.engine import Engine
+from piecegraph.runner.engine_config import EngineConfig, compile_config, refuse_unavailable, refuse_unknown
+from piecegraph.runner.load_engine import Loaded, load_engine
+from piecegraph.runner.model_loader import ModelSource
+from piecegraph.runner.outputs import RequestOutput
+from piecegraph.runner.progress_bar import progress_bar
+from piecegraph.runner.prompts import Message, Prompt, TokenizedPrompt, tokenize, tokenize_chat
+from piecegraph.runner.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedTokenizerBase
+
+    from piecegraph.compiler.compiled_model import CompiledModel
+
+
+class LLM:
+    """Loads and compiles a model, then generates.
+
+    `model`: a folder, a .gguf file or a hub id; None is the embedded default, SmolLM2-135M-Instruct.
+    `on_phase` is told what happens while it loads. Usable as a context manager; `close` frees it.
+
+    Raises `ConfigError` on an argument out of range, unknown, or not available in this version (each by
+    name), `ModelError` and its kin on a model that cannot be read or run, `OutOfMemory` when the cache
+    does not fit, `CompileError` and its kin when compiling fails.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        tokenizer: str | None = None,
+        skip_tokenizer_init: bool = False,
+        revision: str | None = None,
+        trust_remote_code: bool = False,
+        dtype: str | torch.dtype = "auto",
+        device: str | torch.device | None = None,
+        load_format: str = "auto",
+        max_model_len: int | None = None,
+        max_num_seqs: int = 256,
+        max_num_batched_tokens: int | None = None,
+        block_size: int | None = None,
+        num_kv_blocks: int | None = None,
+        kv_cache_memory_bytes: int | None = None,
+        gpu_memory_utilization: float = 0.9,
+        enable_prefix_caching: bool = True,
+        attention_backend: str = "auto",
+        compiler: str | None = None,
+        cudagraph_mode: str = "FULL_AND_PIECEWISE",
+        cudagraph_capture_sizes: Sequence[int] | None = None,
+        compile_sizes: Sequence[int] | None = None,
+        graph_kind: str = "auto",
+        compilation_config: CompileConfig | Mapping[str, Any] | None = None,
+        enforce_eager: bool = False,
+        strict: bool = False,
+        tensor_parallel_size: int = 1,
+        hf_overrides: Mapping[str, Any] | None = None,
+        seed: int = 0,
+        compile_workers: int | None = None,
+        on_phase: OnPhase | None = None,
+        **unknown: object,
+    ) -> None:
+        refuse_unknown(unknown, _argument_names())
+        notes = refuse_unavailable(
+            tensor_parallel_size=tensor_parallel_size,
+            cudagraph_mode=cudagraph_mode,
+            cudagraph_capture_sizes=cudagraph_capture_sizes,
+            compile_sizes=compile_sizes,
+            graph_kind=graph_kind,
+            strict=strict,
+        )
+        if enable_prefix_caching:
+            notes.append(
+                "enable_prefix_caching: every prompt is computed whole, as prefix caching is not yet available"
+            )
+        if model is None:
+            from piecegraph.runner.embedded_model import embedded_model_dir
+
+            model = embedded_model_dir(on_phase)
+        config = EngineConfig(
+            source=ModelSource(
+                model=str(model),
+                revision=revision,
+                trust_remote_code=trust_remote_code,
+                load_format=load_format,
+                hf_overrides=dict(hf_overrides or {}),
+            ),
+            tokenizer=tokenizer,
+            skip_tokenizer_init=skip_tokenizer_init,
+            dtype=dtype,
+            device=device,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            block_size=16 if block_size is None else block_size,
+            num_kv_blocks=num_kv_blocks,
+            kv_cache_memory_bytes=kv_cache_memory_bytes,
+            gpu_memory_utilization=gpu_memory_utilization,
+            attention_backend=attention_backend,
+            compile=compile_config(compiler, enforce_eager, compile_workers, compilation_config),
+            seed=seed,
+        )
+        self._loaded: Loaded | None = load_engine(config, on_phase)
+        self._notes = (*notes, *self._loaded.notes)
+        self._num_requests = 0
+
+    @property
+    def compiled(self) -> CompiledModel:
+        """The compiled model: `.report()`, `.source`, `.guards`."""
+        return self._open.compiled
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase | None:
+        return self._open.tokenizer
+
+    @property
+    def max_model_len(self) -> int:
+        return self._open.max_model_len
+
+    @property
+    def engine(self) -> Engine:
+        """`add_request`, `step`, `abort`: for a server that keeps its own loop."""
+        return self._open.engine
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Decisions taken at load that a caller may want to know of."""
+        return self._notes
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """One finished output a prompt, in their order. Raises `RequestError` before running any."""
+        return self._generate(self._tokenize(prompts), sampling_params, use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+    ) -> list[RequestOutput]:
+        """Like `generate`, for one conversation or several, through the model's chat template."""
+        conversations = [messages] if not messages or isinstance(messages[0], Mapping) else messages
+        prompts = [
+            tokenize_chat(
+                conversation,  # type: ignore[arg-type]  # told apart by its first item, above
+                self.tokenizer,
+                chat_template=chat_template,
+                add_generation_prompt=add_generation_prompt,
+            )
+            for conversation in conversations
+        ]
+        return self._generate(prompts, sampling_params, use_tqdm)
+
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> Iterator[RequestOutput]:
+        """Outputs as tokens come: each holds all of its request's text so far. `request_id`s ascend with
+        the prompts. Ending the iteration early aborts what still runs.
+        """
+        ids = self._add(self._tokenize(prompts), sampling_params)
+        return self._steps(ids)
+
+    def close(self) -> None:
+        """Free the model and its cache. Harmless to repeat; anything else afterwards is an error."""
+        if self._loaded is not None:
+            self._loaded.compiled.close()
+            self._loaded = None
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def _open(self) -> Loaded:
+        if self._loaded is None:
+            raise UsageError("this LLM is closed; make a new one.")
+        return self._loaded
+
+    def _tokenize(self, prompts: Prompt | Sequence[Prompt]) -> list[TokenizedPrompt]:
+        several = [prompts] if isinstance(prompts, str | Mapping) else prompts
+        return [tokenize(prompt, self.tokenizer) for prompt in several]
+
+    def _generate(
+        self,
+        prompts: Sequence[TokenizedPrompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
+        ids = self._add(prompts, sampling_params)
+        finished: dict[str, RequestOutput] = {}
+        with progress_bar(len(ids), shown=use_tqdm) as advance:
+            for output in self._steps(ids):
+                advance(output)
+                if output.finished:
+                    finished[output.request_id] = output
+        return [finished[request_id] for request_id in ids]
+
+    def _add(
+        self,
+        prompts: Sequence[TokenizedPrompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+    ) -> list[str]:
+        """Queue all prompts, or none if one of them is refused."""
+        params = sampling_params if sampling_params is not None else SamplingParams()
+        per_prompt = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        if len(per_prompt) != len(prompts):
+            raise RequestError(
+                f"{len(prompts)} prompts, but {len(per_prompt)} sampling_params; give one, or one a prompt."
+            )
+        ids: list[str] = []
+        try:
+            for prompt, one in zip(prompts, per_prompt, strict=True):
+                request_id = str(self._num_requests)
+                self.engine.add_request(request_id, prompt.token_ids, one, prompt=prompt.text)
+                self._num_requests += 1
+                ids.append(request_id)
+        except BaseException:
+            self._abort(ids)
+            raise
+        return ids
+
+    def _steps(self, ids: Sequence[str]) -> Iterator[RequestOutput]:
+        """Outputs of the requests `ids` until all are finished."""
+        running = set(ids)
+        try:
+            while running:
+                for output in self.engine.step():
+                    if output.request_id not in running:
+                        continue
+                    if output.finished:
+                        running.discard(output.request_id)
+                    yield output
+        finally:
+            self._abort(running)
+
+    def _abort(self, ids: Sequence[str] | set[str]) -> None:
+        if self._loaded is not None:
+            for request_id in ids:
+                self._loaded.engine.abort(request_id)
+
+
+def _argument_names() -> tuple[str, ...]:
+    parameters = inspect.signature(LLM.__init__).parameters
+    return tuple(name for name in parameters if name not in ("self", "unknown"))

@@ -1,0 +1,75 @@
+"""Prompts as callers give them, to token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from piecegraph.errors import RequestError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Prompt = str | Mapping[str, Any]
+"""Text, or `{"prompt_token_ids": [...]}`."""
+
+Message = Mapping[str, Any]
+"""`{"role": ..., "content": ...}`."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizedPrompt:
+    text: str | None
+    token_ids: list[int]
+
+
+def tokenize(prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None) -> TokenizedPrompt:
+    """`prompt` as token ids, with the special tokens its tokenizer adds. Raises `RequestError`."""
+    if isinstance(prompt, str):
+        return _tokenize_text(prompt, tokenizer, add_special_tokens=True)
+    if not isinstance(prompt, Mapping) or "prompt_token_ids" not in prompt:
+        found = f"a mapping with {sorted(prompt)}" if isinstance(prompt, Mapping) else f"{prompt!r}"
+        raise RequestError(f'a prompt is a string or {{"prompt_token_ids": [...]}}, not {found}.')
+    return TokenizedPrompt(text=prompt.get("prompt"), token_ids=list(prompt["prompt_token_ids"]))
+
+
+def tokenize_chat(
+    messages: Sequence[Message],
+    tokenizer: PreTrainedTokenizerBase | None,
+    *,
+    chat_template: str | None = None,
+    add_generation_prompt: bool = True,
+) -> TokenizedPrompt:
+    """A conversation through the model's chat template, or `chat_template`. Raises `RequestError`."""
+    if tokenizer is None:
+        raise RequestError("chat needs a tokenizer, and there is none (skip_tokenizer_init); use prompt_token_ids.")
+    if not messages:
+        raise RequestError("the conversation is empty; give at least one message.")
+    if chat_template is None and not tokenizer.chat_template:
+        raise RequestError("the model's tokenizer has no chat template. Use generate, or pass chat_template=...")
+    try:
+        text = tokenizer.apply_chat_template(
+            [dict(message) for message in messages],
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            tokenize=False,
+        )
+    except Exception as error:  # a template raises what it likes about messages it does not take
+        raise RequestError(f"the chat template refused the messages: {error}") from error
+    assert isinstance(text, str), type(text)
+    return _tokenize_text(text, tokenizer, add_special_tokens=False)
+
+
+def _tokenize_text(
+    text: str, tokenizer: PreTrainedTokenizerBase | None, *, add_special_tokens: bool
+) -> TokenizedPrompt:
+    if tokenizer is None:
+        raise RequestError(
+            "a text prompt needs a tokenizer, and there is none (skip_tokenizer_init); "
+            'give {"prompt_token_ids": [...]}.'
+        )
+    if not text:
+        raise RequestError("the prompt is empty; give some text.")
+    token_ids = tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
+    return TokenizedPrompt(text=text, token_ids=list(token_ids))
