@@ -207,7 +207,9 @@ def _plan(
     def slot(node: fx.Node) -> Slot:
         if node.op == "get_attr":  # a subgraph that a split op takes as an argument
             subgraph = names.of(node, f"graph_{node.target}")
-            namespace[subgraph.name] = attribute_of(graph_module, str(node.target))
+            if subgraph.name not in namespace:
+                namespace[subgraph.name] = attribute_of(graph_module, str(node.target))
+                bound.append(subgraph)
             return subgraph
         return names.of(node, node.name)
 

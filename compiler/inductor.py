@@ -20,7 +20,7 @@ from piecegraph.compiler.compile_pool import CompileJob, CompilePool
 from piecegraph.compiler.errors_of_pieces import piece_failed
 from piecegraph.compiler.piece import UniquePiece
 from piecegraph.compiler.piece_compiler import CompiledPiece, OnPiece, RunPiece
-from piecegraph.compiler.piece_format import NotExpressible, dump_piece, load_piece
+from piecegraph.compiler.piece_format import NotExpressible, dump_piece, load_piece, only_known_here
 from piecegraph.errors import ConfigError, did_you_mean
 from piecegraph.paths import cache_root
 
@@ -83,7 +83,13 @@ class InductorPieceCompiler:
         texts: dict[int, str] = {}
         notes: dict[int, str] = {}
         for piece in pieces:
-            notes[piece.index] = "" if self._options_are_data() else "compiled in this process: inductor_options hold an object"
+            private = only_known_here(piece.graph_module)
+            if not self._options_are_data():
+                notes[piece.index] = "compiled in this process: inductor_options hold an object"
+            elif private is not None:
+                notes[piece.index] = f"compiled in this process: only it knows {private}"
+            else:
+                notes[piece.index] = ""
             try:
                 texts[piece.index] = dump_piece(piece.graph_module)
             except NotExpressible as reason:

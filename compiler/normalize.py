@@ -13,7 +13,6 @@ from piecegraph.compiler.split_ops import op_name
 
 IsSplitOp = Callable[[fx.Node], bool]
 
-_NO_EFFECT = ("torch._C._log_api_usage_once", "torch._C.PyCapsule._log_api_usage_once")
 _ASSERTS = frozenset({"aten::_assert_scalar", "aten::sym_constrain_range", "aten::sym_constrain_range_for_size"})
 
 
@@ -55,6 +54,13 @@ def symbol_of(value: Any) -> str | None:
     return None
 
 
+def symbols_of(value: Any) -> set[str]:
+    """The names of the symbols in a size, a condition on sizes or a plain number."""
+    if isinstance(value, torch.SymInt | torch.SymBool | torch.SymFloat):
+        return {str(symbol) for symbol in value.node.expr.free_symbols}
+    return set()
+
+
 def _lift_tensors(graph_module: fx.GraphModule) -> dict[str, torch.Tensor]:
     graph = graph_module.graph
     constants: dict[str, torch.Tensor] = {}
@@ -87,16 +93,12 @@ def _take_size_assertions(graph: fx.Graph, declared: frozenset[str]) -> tuple[An
         name = op_name(node.target)
         if name in _ASSERTS or node.target in (torch._check, torch._check_is_size):
             condition = value_of(node.args[0]) if node.args and isinstance(node.args[0], fx.Node) else None
-            if not isinstance(condition, torch.SymBool | torch.SymInt) or not _symbols(condition) <= declared:
+            if not isinstance(condition, torch.SymBool | torch.SymInt) or not symbols_of(condition) <= declared:
                 continue  # about data, not about declared sizes: stays
             if isinstance(condition, torch.SymBool):
                 taken.append(condition.node.expr)
             graph.erase_node(node)
     return tuple(taken)
-
-
-def _symbols(value: Any) -> set[str]:
-    return {str(symbol) for symbol in value.node.expr.free_symbols}
 
 
 def _use_size_inputs(graph: fx.Graph) -> None:
@@ -148,6 +150,8 @@ def is_pure(node: fx.Node) -> bool:
     module = getattr(target, "__module__", None) or "torch"
     if module in ("_operator", "operator"):
         return not (name.startswith("i") and hasattr(operator, name[1:])) and name not in ("setitem", "delitem")
-    if op_name(target) in _NO_EFFECT or name == "_log_api_usage_once":
+    if name == "_log_api_usage_once":
         return True
-    return module.startswith("torch") and not name.endswith("_") and "assert" not in name and "check" not in name
+    if not module.startswith("torch") or "functorch" in module or "autocast" in module:
+        return False  # enters or leaves a region
+    return value_of(node) is not None and not name.endswith("_")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 from typing import Any
 
 import torch
@@ -16,6 +17,10 @@ from torch import fx
 
 from piecegraph.compiler import torch_compat
 from piecegraph.compiler.normalize import value_of
+
+
+_TORCH_NAMESPACES = frozenset({"aten", "prim", "prims", "higher_order", "inductor"})
+_TORCH_MODULES = frozenset({"torch", "_operator", "operator", "math", "builtins"})
 
 
 class NotExpressible(Exception):
@@ -30,6 +35,19 @@ def dump_piece(graph_module: fx.GraphModule) -> str:
 def load_piece(text: str) -> tuple[fx.GraphModule, tuple[Any, ...]]:
     """The piece `dump_piece` wrote, with one fake tensor or symbolic size a placeholder."""
     return _Reader(json.loads(text)).piece()
+
+
+def only_known_here(graph_module: fx.GraphModule) -> str | None:
+    """A function of the piece that a process which imports torch alone does not know, if there is one."""
+    for node in graph_module.graph.nodes:
+        if node.op == "call_function":
+            name = torch_compat.qualified_name(node.target)
+            operators = re.match(r"torch\.ops\.(\w+)\.", name)
+            if operators is not None and operators.group(1) not in _TORCH_NAMESPACES:
+                return name
+            if name.partition(".")[0] not in _TORCH_MODULES:
+                return name
+    return None
 
 
 class _Writer:

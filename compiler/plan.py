@@ -75,8 +75,8 @@ Step = PieceStep | CallStep
 class Plan:
     """Steps in order, and how values come in and go out.
 
-    `arguments` are given on every call, sizes first; `bound` are tensors fixed when the model was
-    compiled (parameters, buffers, constants); `results` may be slots or constants.
+    `arguments` are given on every call, sizes first; `bound` are values fixed when the model was
+    compiled (parameters, buffers, constants, subgraphs a split op takes); `results` may be slots or constants.
     """
 
     arguments: tuple[Slot, ...]

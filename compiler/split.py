@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from piecegraph.compiler.normalize import IsSplitOp, symbol_of, value_of
+from piecegraph.compiler.normalize import IsSplitOp, symbol_of, symbols_of, value_of
 from piecegraph.errors import CompileError
 
 
@@ -184,12 +184,27 @@ def _extract(
     for node in nodes:
         for read in node.all_input_nodes:
             need(read)
+    for size in _sizes_to_pass(graph_module.graph, inputs):
+        need(size)
     for node in nodes:
         copied(node)
     result = graph.output(tuple(copy_of[node] for node in outputs))
     result.meta = {}
     piece = fx.GraphModule(attributes, graph, class_name=f"Piece{index}")
     return Piece(index=index, graph_module=piece, inputs=tuple(inputs), outputs=tuple(outputs))
+
+
+def _sizes_to_pass(graph: fx.Graph, inputs: Sequence[fx.Node]) -> list[fx.Node]:
+    """Size inputs a piece needs although none of its nodes reads them: its tensors' sizes are made of
+    them, and no tensor has such a size by itself (all it gets is `2 * num_tokens` rows, say)."""
+    made_of: set[str] = set()
+    plain: set[str | None] = set()
+    for node in inputs:
+        value = value_of(node)
+        for size in (*value.shape, *value.stride()) if isinstance(value, torch.Tensor) else (value,):
+            plain.add(symbol_of(size))
+            made_of |= symbols_of(size)
+    return [node for node in graph.nodes if node.op == "placeholder" and symbol_of(value_of(node)) in made_of - plain]
 
 
 def attribute_of(module: Any, path: str) -> Any:

@@ -175,7 +175,8 @@ def symbol_facts(shape_env: ShapeEnv | None, symbol: Any) -> dict[str, Any]:
     upper = int(bounds.upper) if bounds is not None and bounds.upper.is_Integer else None
     hint = None
     if not shape_env.is_unbacked_symint(symbol):
-        hint = int(shape_env.size_hint(symbol)) if hasattr(shape_env, "size_hint") else int(shape_env.backed_var_to_val[symbol])
+        hints = shape_env.backed_var_to_val if hasattr(shape_env, "backed_var_to_val") else shape_env.var_to_val
+        hint = int(hints[symbol])
     return {"name": str(symbol), "lower": max(lower, 0), "upper": upper, "hint": hint}
 
 
