@@ -20,6 +20,7 @@ from piecegraph.tools.settings import config_option
 if TYPE_CHECKING:
     from piecegraph.runner.llm import LLM
     from piecegraph.runner.outputs import RequestOutput
+    from piecegraph.runner.prompts import Prompt
     from piecegraph.runner.sampling_params import SamplingParams
 
 DEFAULTS: dict[str, Any] = {"max_tokens": 256, "temperature": 0.0}
@@ -137,7 +138,8 @@ def command(
         try:
             answer = answer_prompt(llm, text, sampling, chat=chat, display=display, stream=not as_json)
             if as_json:
-                click.echo(json.dumps(as_record(llm, text, answer, display.seconds), ensure_ascii=False, default=str))
+                record = as_record(llm, model, text, answer, display.seconds)
+                click.echo(json.dumps(record, ensure_ascii=False))
             if not quiet:
                 click.echo(summary(llm, answer, display.seconds), err=True)
         finally:
@@ -172,26 +174,26 @@ def answer_prompt(
     return Answer(output=output, first_token_seconds=elapsed if first is None else first, seconds=elapsed)
 
 
-def as_prompt(llm: LLM, text: str, chat: bool | None) -> Any:
+def as_prompt(llm: LLM, text: str, chat: bool | None) -> Prompt:
     """The prompt as it goes to the model: through its chat template unless `chat` is False or it has none."""
-    tokenizer = llm.get_tokenizer()
-    has_template = bool(getattr(tokenizer, "chat_template", None))
+    from piecegraph.runner.prompts import tokenize_chat
+
+    has_template = llm.tokenizer is not None and bool(llm.tokenizer.chat_template)
     if chat and not has_template:
         raise RequestError("--chat was asked for, but the model's tokenizer has no chat template; leave it out.")
     if chat is False or not has_template:
         return text
-    messages = [{"role": "user", "content": text}]
-    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)
-    return {"prompt_token_ids": list(ids["input_ids"])}
+    return {"prompt_token_ids": tokenize_chat([{"role": "user", "content": text}], llm.tokenizer).token_ids}
 
 
-def as_record(llm: LLM, prompt: str, answer: Answer, phases: dict[str, float]) -> dict[str, Any]:
+def as_record(llm: LLM, model: str | None, prompt: str, answer: Answer, phases: dict[str, float]) -> dict[str, Any]:
     """What `--json` prints."""
+    from piecegraph.runner.embedded_model import MODEL_NAME
     from piecegraph.tools.records import as_plain
 
     completion = answer.output.outputs[0]
     return {
-        "model": str(llm.model),
+        "model": model or MODEL_NAME,
         "prompt": prompt,
         "prompt_tokens": len(answer.output.prompt_token_ids),
         "text": completion.text,

@@ -31,8 +31,11 @@ class FakeCompiled:
 class FakeTokenizer:
     chat_template: str | None = "a template"
 
-    def apply_chat_template(self, messages: list[dict[str, str]], **options: Any) -> dict[str, list[int]]:
-        return {"input_ids": [len(message["content"]) for message in messages]}
+    def apply_chat_template(self, messages: list[dict[str, str]], **options: Any) -> str:
+        return "".join(f"<user>{message['content']}" for message in messages)
+
+    def __call__(self, text: str, **options: Any) -> dict[str, list[int]]:
+        return {"input_ids": [len(text)]}
 
 
 class FakeLLM:
@@ -45,7 +48,7 @@ class FakeLLM:
     raises_in_stream: ClassVar[BaseException | None] = None
 
     def __init__(self, model: str | None = None, *, on_phase: OnPhase | None = None, **arguments: Any) -> None:
-        self.model = model or "embedded"
+        self.model = model
         self.arguments = arguments
         self.asked: list[tuple[Any, SamplingParams]] = []
         self.notes = ("a note",)
@@ -58,9 +61,6 @@ class FakeLLM:
         on_phase(Phase(name="load", seconds=0.5))
         on_phase(Phase(name="compile", done=1, total=3))
         on_phase(Phase(name="compile", seconds=4.25, detail="3 unique"))
-
-    def get_tokenizer(self) -> FakeTokenizer:
-        return self.tokenizer
 
     def stream(self, prompts: Any, sampling_params: SamplingParams) -> Iterator[RequestOutput]:
         self.asked.append((prompts, sampling_params))

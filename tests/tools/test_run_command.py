@@ -46,6 +46,7 @@ def test_the_answer_streams(fake_llm: Fake, monkeypatch: pytest.MonkeyPatch) -> 
 def test_json_is_one_object(fake_llm: Fake, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "--json", "Where?"]) == 0
     record = json.loads(capsys.readouterr().out)
+    assert record["model"] == "SmolLM2-135M-Instruct"
     assert record["text"] == "Paris is nice."
     assert record["token_ids"] == [0, 1, 2]
     assert record["finish_reason"] == "stop"
@@ -82,7 +83,11 @@ def test_the_chat_template_is_used_if_there_is_one(fake_llm: Fake, monkeypatch: 
     main(["run", "--quiet", "--no-chat", "Where?"])
     monkeypatch.setattr(fake_llm.tokenizer, "chat_template", None)
     main(["run", "--quiet", "Where?"])
-    assert [llm.asked[0][0] for llm in fake_llm.made] == [{"prompt_token_ids": [6]}, "Where?", "Where?"]
+    assert [llm.asked[0][0] for llm in fake_llm.made] == [
+        {"prompt_token_ids": [len("<user>Where?")]},
+        "Where?",
+        "Where?",
+    ]
 
 
 def test_chat_without_a_template_is_refused(
