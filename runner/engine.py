@@ -56,12 +56,7 @@ class Engine:
         """Queue a request. Raises `RequestError` if it can never run; the engine is unchanged then."""
         if request_id in self._requests:
             raise RequestError(f"a request {request_id!r} is already running; give each its own id.")
-        self._check_prompt(prompt_token_ids)
-        has_text = sampling_params.detokenize and self._tokenizer is not None
-        if sampling_params.stop_strings and not has_text:
-            raise RequestError(
-                "stop strings need a tokenizer, and there is none (skip_tokenizer_init); use stop_token_ids."
-            )
+        self.check_request(prompt_token_ids, sampling_params)
         num_prompt = len(prompt_token_ids)
         max_tokens = sampling_params.max_tokens
         self._requests[request_id] = request = Request(
@@ -71,7 +66,9 @@ class Engine:
             sampling_params=sampling_params,
             seed=sampling_params.seed if sampling_params.seed is not None else self._random.getrandbits(63),
             max_total_tokens=min(self._max_model_len, num_prompt + (max_tokens or self._max_model_len)),
-            detokenizer=self._detokenizer(prompt_token_ids, sampling_params) if has_text else None,
+            detokenizer=self._detokenizer(prompt_token_ids, sampling_params)
+            if self._makes_text(sampling_params)
+            else None,
         )
         self._scheduler.add(request)
 
@@ -103,7 +100,12 @@ class Engine:
         self._finish(request, "abort")
         return _output(request)
 
-    def _check_prompt(self, token_ids: Sequence[int]) -> None:
+    def check_request(self, token_ids: Sequence[int], params: SamplingParams) -> None:
+        """Raise `RequestError` if such a request can never run here."""
+        if params.stop_strings and not self._makes_text(params):
+            raise RequestError(
+                "stop strings need a tokenizer, and there is none (skip_tokenizer_init); use stop_token_ids."
+            )
         if not token_ids:
             raise RequestError("the prompt is empty; give at least one token.")
         if len(token_ids) >= self._max_model_len:
@@ -114,6 +116,9 @@ class Engine:
         for token in token_ids:
             if not isinstance(token, int) or not 0 <= token < self._vocab_size:
                 raise RequestError(f"the prompt has token id {token!r}; ids go from 0 to {self._vocab_size - 1}.")
+
+    def _makes_text(self, params: SamplingParams) -> bool:
+        return params.detokenize and self._tokenizer is not None
 
     def _detokenizer(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> Detokenizer:
         assert self._tokenizer is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -116,6 +117,7 @@ class LLM:
         self._loaded: Loaded | None = load_engine(config, on_phase)
         self._notes = (*notes, *self._loaded.notes)
         self._num_requests = 0
+        self._inbox: dict[str, deque[RequestOutput]] = {}  # outputs not yet read, by request
 
     @property
     def compiled(self) -> CompiledModel:
@@ -180,8 +182,7 @@ class LLM:
         """Outputs as tokens come: each holds all of its request's text so far. `request_id`s ascend with
         the prompts. Ending the iteration early aborts what still runs.
         """
-        ids = self._add(self._tokenize(prompts), sampling_params)
-        return self._steps(ids)
+        return self._run(self._requests(self._tokenize(prompts), sampling_params))
 
     def close(self) -> None:
         """Free the model and its cache. Harmless to repeat; anything else afterwards is an error."""
@@ -213,57 +214,59 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool,
     ) -> list[RequestOutput]:
-        ids = self._add(prompts, sampling_params)
+        requests = self._requests(prompts, sampling_params)
         finished: dict[str, RequestOutput] = {}
-        with progress_bar(len(ids), shown=use_tqdm) as advance:
-            for output in self._steps(ids):
+        with progress_bar(len(requests), shown=use_tqdm) as advance:
+            for output in self._run(requests):
                 advance(output)
                 if output.finished:
                     finished[output.request_id] = output
-        return [finished[request_id] for request_id in ids]
+        return [finished[request_id] for request_id in requests]
 
-    def _add(
+    def _requests(
         self,
         prompts: Sequence[TokenizedPrompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-    ) -> list[str]:
-        """Queue all prompts, or none if one of them is refused."""
+    ) -> dict[str, tuple[TokenizedPrompt, SamplingParams]]:
+        """Prompts and their parameters by new request ids, each checked, none queued yet."""
         params = sampling_params if sampling_params is not None else SamplingParams()
         per_prompt = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(per_prompt) != len(prompts):
             raise RequestError(
                 f"{len(prompts)} prompts, but {len(per_prompt)} sampling_params; give one, or one a prompt."
             )
-        ids: list[str] = []
-        try:
-            for prompt, one in zip(prompts, per_prompt, strict=True):
-                request_id = str(self._num_requests)
-                self.engine.add_request(request_id, prompt.token_ids, one, prompt=prompt.text)
-                self._num_requests += 1
-                ids.append(request_id)
-        except BaseException:
-            self._abort(ids)
-            raise
-        return ids
+        for prompt, one in zip(prompts, per_prompt, strict=True):
+            self.engine.check_request(prompt.token_ids, one)
+        first_id = self._num_requests
+        self._num_requests += len(prompts)
+        return {str(first_id + i): pair for i, pair in enumerate(zip(prompts, per_prompt, strict=True))}
 
-    def _steps(self, ids: Sequence[str]) -> Iterator[RequestOutput]:
-        """Outputs of the requests `ids` until all are finished."""
-        running = set(ids)
+    def _run(self, requests: Mapping[str, tuple[TokenizedPrompt, SamplingParams]]) -> Iterator[RequestOutput]:
+        """Queue `requests` and yield their outputs until all are finished; aborts what runs if left early.
+
+        Several of these may be read in turns: a step's outputs wait in the inbox of their request.
+        """
+        for request_id, (prompt, params) in requests.items():
+            self.engine.add_request(request_id, prompt.token_ids, params, prompt=prompt.text)
+            self._inbox[request_id] = deque()
+        running = set(requests)
         try:
             while running:
-                for output in self.engine.step():
-                    if output.request_id not in running:
-                        continue
-                    if output.finished:
-                        running.discard(output.request_id)
-                    yield output
+                for request_id in [one for one in requests if one in running]:
+                    while inbox := self._inbox[request_id]:
+                        output = inbox.popleft()
+                        if output.finished:
+                            running.discard(request_id)
+                        yield output
+                if running:
+                    for output in self.engine.step():
+                        if output.request_id in self._inbox:
+                            self._inbox[output.request_id].append(output)
         finally:
-            self._abort(running)
-
-    def _abort(self, ids: Sequence[str] | set[str]) -> None:
-        if self._loaded is not None:
-            for request_id in ids:
-                self._loaded.engine.abort(request_id)
+            for request_id in requests:
+                del self._inbox[request_id]
+                if self._loaded is not None:
+                    self._loaded.engine.abort(request_id)
 
 
 def _argument_names() -> tuple[str, ...]:

@@ -90,7 +90,7 @@ def load_engine(config: EngineConfig, on_phase: OnPhase | None = None) -> Loaded
         tokenizer=tokenizer,
         eos_token_ids=eos_token_ids(loaded.model),
         max_model_len=max_model_len,
-        vocab_size=loaded.model.get_input_embeddings().weight.shape[0],
+        vocab_size=loaded.config.get_text_config(decoder=True).vocab_size,
         seed=config.seed,
     )
     return Loaded(

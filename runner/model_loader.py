@@ -215,7 +215,7 @@ def _checkpoint_model(source: ModelSource, config: PreTrainedConfig, dtype: torc
         options["use_safetensors"] = True
     _check_safetensors(source)
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             source.location,
             config=config,
             dtype=dtype,
@@ -230,6 +230,7 @@ def _checkpoint_model(source: ModelSource, config: PreTrainedConfig, dtype: torc
         raise CheckpointError(f"no weights to read at {source.model!r}: {_first_line(error)}") from error
     except (RuntimeError, ValueError, ImportError) as error:
         raise CheckpointError(f"the weights of {source.model!r} cannot be read: {_first_line(error)}") from error
+    model, info = loaded
     _check_loading_info(source, info)
     return model
 

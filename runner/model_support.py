@@ -97,7 +97,7 @@ def check_layers(layers: Sequence[AttentionLayer], config: PreTrainedConfig) -> 
     declares_window = not layer_types and hasattr(type(text_config), "sliding_window")
     if declares_window and text_config.sliding_window and not any(layer.window for layer in layers):
         raise UnsupportedModel(
-            f"the config has sliding_window={text_config.sliding_window}, but no layer passes a window to its attention."
+            f"the config has sliding_window={text_config.sliding_window}, but no layer calls attention with a window."
         )
 
 

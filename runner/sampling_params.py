@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,21 +66,24 @@ class SamplingParams:
     """False: token ids only, `text` stays empty."""
 
     def __post_init__(self) -> None:
+        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize"):
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(f"{name}={getattr(self, name)!r}; it must be True or False.")
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
-        _check("n", self.n, int, self.n == 1, "1 (several completions a prompt are not yet available)")
-        _check("temperature", self.temperature, float, self.temperature >= 0, "a number, 0 (greedy) or more")
-        _check("top_p", self.top_p, float, 0 < self.top_p <= 1, "above 0, at most 1 (off)")
-        _check("top_k", self.top_k, int, self.top_k >= -1, "1 or more, or 0 or -1 (off)")
+        _check("n", self.n, int, lambda n: n == 1, "1 (several completions a prompt are not yet available)")
+        _check("temperature", self.temperature, float, lambda t: 0 <= t < math.inf, "a number, 0 (greedy) or more")
+        _check("top_p", self.top_p, float, lambda p: 0 < p <= 1, "above 0, at most 1 (off)")
+        _check("top_k", self.top_k, int, lambda k: k >= -1, "1 or more, or 0 or -1 (off)")
         if self.seed is not None:
-            _check("seed", self.seed, int, 0 <= self.seed < 2**63, "between 0 and 2**63 - 1, or None")
+            _check("seed", self.seed, int, lambda seed: 0 <= seed < 2**63, "from 0 to 2**63 - 1, or None")
         if self.max_tokens is not None:
-            _check("max_tokens", self.max_tokens, int, self.max_tokens >= 1, "1 or more, or None (the model's length)")
+            _check("max_tokens", self.max_tokens, int, lambda n: n >= 1, "1 or more, or None (the model's length)")
         for text in stop:
-            _check("stop", text, str, bool(text), "non-empty strings")
+            _check("stop", text, str, bool, "a string, or several, none of them empty")
         for token in self.stop_token_ids or ():
-            _check("stop_token_ids", token, int, token >= 0, "token ids, 0 or more")
+            _check("stop_token_ids", token, int, lambda token: token >= 0, "token ids, 0 or more")
         if stop and not self.detokenize:
             raise RequestError(
                 "stop strings are found in the text, and detokenize=False makes none; use stop_token_ids."
@@ -105,14 +109,7 @@ class SamplingParams:
         return cls(**options)
 
 
-def _check(field: str, value: object, kind: type, is_in_range: object, wanted: str) -> None:
-    is_number = isinstance(value, int) and not isinstance(value, bool)
-    is_kind = (
-        is_number
-        if kind is int
-        else (is_number or isinstance(value, float))
-        if kind is float
-        else isinstance(value, kind)
-    )
-    if not is_kind or not is_in_range:
+def _check(field: str, value: Any, kind: type, is_in_range: Callable[[Any], bool], wanted: str) -> None:
+    kinds = (int, float) if kind is float else kind
+    if not isinstance(value, kinds) or isinstance(value, bool) or not is_in_range(value):
         raise RequestError(f"{field}={value!r}; it must be {wanted}.")

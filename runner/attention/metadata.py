@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -32,5 +33,4 @@ class AttentionMetadata:
 
     @property
     def query_lens_cpu(self) -> tuple[int, ...]:
-        ends = self.query_start_loc_cpu
-        return tuple(end - start for start, end in zip(ends, ends[1:], strict=False))
+        return tuple(end - start for start, end in pairwise(self.query_start_loc_cpu))

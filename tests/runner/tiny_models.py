@@ -1,0 +1,154 @@
+"""Small random decoders of many families, made from configs only: nothing here names one of our code paths."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+VOCAB_SIZE = 128
+WINDOW = 8
+MAX_LEN = 96
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": MAX_LEN,
+    "initializer_range": 0.3,  # wide: narrow random weights give logits that nearly tie
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+_MIXED = ["sliding_attention", "full_attention"]
+_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+
+
+def _longrope(original: int) -> dict[str, Any]:
+    return {
+        "max_position_embeddings": MAX_LEN,
+        "original_max_position_embeddings": original,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "short_factor": [1.0, 1.1, 1.2, 1.3],
+            "long_factor": [1.5, 2.0, 3.0, 4.0],
+            "original_max_position_embeddings": original,
+        },
+    }
+
+
+def _config(name: str, **options: Any) -> Callable[[], PreTrainedConfig]:
+    def make() -> PreTrainedConfig:
+        config: PreTrainedConfig = getattr(transformers, name)(**{**_COMMON, **options})
+        return config
+
+    return make
+
+
+FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
+    "llama": _config("LlamaConfig"),
+    "llama3-rope": _config(
+        "LlamaConfig",
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 24,
+        },
+    ),
+    "llama-yarn": _config(
+        "LlamaConfig",
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 24,
+        },
+    ),
+    "mistral": _config("MistralConfig", sliding_window=WINDOW),
+    "qwen2": _config("Qwen2Config"),
+    "qwen2-sliding": _config(
+        "Qwen2Config", use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1, layer_types=_MIXED
+    ),
+    "qwen3": _config("Qwen3Config", head_dim=16),
+    "gemma2": _config(
+        "Gemma2Config", head_dim=16, query_pre_attn_scalar=16, sliding_window=WINDOW, attn_logit_softcapping=5.0
+    ),
+    "gemma3": _config(
+        "Gemma3TextConfig",
+        head_dim=16,
+        query_pre_attn_scalar=16,
+        sliding_window=WINDOW,
+        num_hidden_layers=3,
+        layer_types=[*_MIXED, "sliding_attention"],
+    ),
+    "phi3": _config("Phi3Config"),
+    "phi3-longrope-short": _config("Phi3Config", **_longrope(MAX_LEN)),
+    "phi3-longrope-long": _config("Phi3Config", **_longrope(8)),
+    "gpt-neox": _config("GPTNeoXConfig"),
+    "opt": _config("OPTConfig", ffn_dim=48, init_std=0.3, word_embed_proj_dim=32),
+    "qwen3-moe": _config("Qwen3MoeConfig", head_dim=16, **_MOE),
+}
+"""The families the project promises."""
+
+UNLISTED: dict[str, Callable[[], PreTrainedConfig]] = {
+    "gpt-oss": _config("GptOssConfig", head_dim=16, sliding_window=WINDOW, num_local_experts=4, layer_types=_MIXED),
+    "granite": _config("GraniteConfig", attention_multiplier=0.2, logits_scaling=2.0, residual_multiplier=0.5),
+    "olmo2": _config("Olmo2Config"),
+    "cohere": _config("CohereConfig", logit_scale=0.25),
+    "cohere2": _config("Cohere2Config", sliding_window=WINDOW, layer_types=_MIXED),
+    "starcoder2": _config("Starcoder2Config", sliding_window=WINDOW),
+    "smollm3": _config("SmolLM3Config", no_rope_layers=[1, 0]),
+    "deepseek-v3": _config(
+        "DeepseekV3Config",
+        num_key_value_heads=4,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=12,
+        n_routed_experts=4,
+        n_group=1,
+        topk_group=1,
+        num_experts_per_tok=2,
+        n_shared_experts=1,
+        moe_intermediate_size=24,
+        first_k_dense_replace=1,
+    ),
+    "mixtral": _config("MixtralConfig", num_local_experts=4, sliding_window=None),
+    "glm4": _config("Glm4Config", head_dim=8),
+    "phi": _config("PhiConfig"),
+    "gpt2": _config("GPT2Config"),
+    "ernie4.5": _config("Ernie4_5Config", head_dim=8),
+}
+"""Families nobody promised: they run because nothing here knows families by name."""
+
+
+def make_model(name: str, seed: int = 0) -> PreTrainedModel:
+    """A random float32 model of family `name`, in eval mode."""
+    return random_model({**FAMILIES, **UNLISTED}[name](), seed)
+
+
+def random_model(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
+    torch.manual_seed(seed)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for parameter in model.parameters():  # norm weights are all ones, and biases and sinks zero, at first
+        if parameter.dim() <= 1:
+            torch.nn.init.normal_(parameter, mean=float(parameter.data.mean()), std=0.2)
+    model.eval()
+    return model
+
+
+def save(model: PreTrainedModel, folder: Path) -> Path:
+    model.save_pretrained(str(folder))
+    return folder
