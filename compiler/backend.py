@@ -119,7 +119,9 @@ def graph_models_of(compiled: Callable[..., Any]) -> tuple[GraphModel, ...]:
         _models_in_order[:] = [weakref.ref(model) for model in models]
     module, function = torch_compat.compiled_by_torch(compiled)
     if module is None and function is None:
-        raise UsageError(f"compiled_models takes what torch.compile(..., backend='piecegraph') returned, not {compiled!r}.")
+        raise UsageError(
+            f"compiled_models takes what torch.compile(..., backend='piecegraph') returned, not {compiled!r}."
+        )
     if module is not None:
         return tuple(model for model in models if model._origin.is_of_module(module))
     assert function is not None

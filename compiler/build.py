@@ -204,7 +204,7 @@ def _plan(
         bound.append(slot)
         namespace[slot.name] = tensor
 
-    def slot(node: fx.Node) -> Slot:
+    def slot_of(node: fx.Node) -> Slot:
         if node.op == "get_attr":  # a subgraph that a split op takes as an argument
             subgraph = names.of(node, f"graph_{node.target}")
             if subgraph.name not in namespace:
@@ -221,8 +221,8 @@ def _plan(
                 PieceStep(
                     index=part.index,
                     unique=unique_of[part.index],
-                    inputs=tuple(map(slot, part.inputs)),
-                    outputs=tuple(map(slot, part.outputs)),
+                    inputs=tuple(map(slot_of, part.inputs)),
+                    outputs=tuple(map(slot_of, part.outputs)),
                 )
             )
             continue
@@ -234,16 +234,21 @@ def _plan(
             CallStep(
                 function=function,
                 op=op,
-                args=tuple(fx.map_arg(list(node.args), slot)),
-                kwargs=tuple(fx.map_arg(dict(node.kwargs), slot).items()),
-                output=slot(node) if node.users else None,
+                args=tuple(_with_slots(list(node.args), slot_of)),
+                kwargs=tuple(_with_slots(dict(node.kwargs), slot_of).items()),
+                output=slot_of(node) if node.users else None,
                 is_split_op=part.is_split_op,
             )
         )
     output = next(iter(reversed(graph_module.graph.nodes)))
-    results = tuple(slot(result) if isinstance(result, fx.Node) else result for result in output.args[0])
+    results = tuple(slot_of(result) if isinstance(result, fx.Node) else result for result in output.args[0])
     plan = Plan(arguments=tuple(arguments), bound=tuple(bound), steps=tuple(steps), results=results)
     return plan, namespace
+
+
+def _with_slots(arguments: Any, slot_of: Callable[[fx.Node], Slot]) -> Any:
+    """Arguments of a call, each node in them replaced by its slot."""
+    return fx.map_arg(arguments, slot_of)  # type: ignore[arg-type]  # typed for nodes, works for any value
 
 
 def _function(node: fx.Node) -> Callable[..., Any]:

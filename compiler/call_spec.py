@@ -29,9 +29,13 @@ class TensorLeaf:
         if not isinstance(value, torch.Tensor):
             raise InputMismatch(f"{self.path} is {type(value).__name__}; the compiled model takes a tensor there.")
         if value.dtype is not self.dtype:
-            raise InputMismatch(f"{self.path} has dtype {value.dtype}; it was compiled for {self.dtype}. Convert it, or compile again.")
+            raise InputMismatch(
+                f"{self.path} has dtype {value.dtype}; it was compiled for {self.dtype}. Convert it, or compile again."
+            )
         if value.device != self.device:
-            raise InputMismatch(f"{self.path} is on {value.device}; it was compiled for {self.device}. Move it there, or compile again.")
+            raise InputMismatch(
+                f"{self.path} is on {value.device}; it was compiled for {self.device}. Move it there, or compile again."
+            )
         if value.ndim != len(self.shape):
             raise InputMismatch(f"{self.path} has shape {tuple(value.shape)}; wanted {self.describe()}.")
         for dim, (size, wanted) in enumerate(zip(value.shape, self.shape, strict=True)):
@@ -49,7 +53,9 @@ class TensorLeaf:
         strides_fit = value.is_contiguous() if self.strides is None else value.stride() == self.strides
         if not strides_fit:
             wanted_strides = "contiguous" if self.strides is None else f"with strides {self.strides}"
-            raise InputMismatch(f"{self.path} has strides {value.stride()}; it was compiled {wanted_strides}. Call .contiguous() on it.")
+            raise InputMismatch(
+                f"{self.path} has strides {value.stride()}; it was compiled {wanted_strides}. Call .contiguous() on it."
+            )
 
     def describe(self) -> str:
         return "(" + ", ".join(map(str, self.shape)) + ("," if len(self.shape) == 1 else "") + ")"
@@ -115,6 +121,7 @@ class ResultSpec:
     def build(self, outputs: Sequence[Any], arguments: Sequence[Any]) -> Any:
         """The model's result; tensors are passed through, not copied."""
         leaves = [
-            outputs[what] if kind == "output" else arguments[what] if kind == "argument" else what for kind, what in self.sources
+            outputs[what] if kind == "output" else arguments[what] if kind == "argument" else what
+            for kind, what in self.sources
         ]
         return pytree.tree_unflatten(leaves, self.tree)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import queue
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from piecegraph.compiler import torch_compat
 from piecegraph.compiler.errors_of_pieces import piece_failed
 
 
@@ -53,15 +53,16 @@ class CompilePool:
 
     def __init__(self, workers: int, inductor_cache_dir: Path) -> None:
         inductor_cache_dir.mkdir(parents=True, exist_ok=True)
-        environment = os.environ | {
-            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-            "TORCHINDUCTOR_CACHE_DIR": str(inductor_cache_dir),
-            "TRITON_CACHE_DIR": str(inductor_cache_dir / "triton"),
-        }
+        environment = torch_compat.child_environment(inductor_cache_dir)
         command = [sys.executable, "-m", "piecegraph.compiler.compile_child"]
         self._children = [
             subprocess.Popen(
-                command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+                command,
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
             )
             for _ in range(workers)
         ]
@@ -124,7 +125,9 @@ def _result(job: CompileJob, answer: str, child: subprocess.Popen[str]) -> Compi
         code = child.wait()
         stderr = child.stderr.read() if child.stderr is not None and not child.stderr.closed else ""
         tail = " ".join(stderr.strip().splitlines()[-3:])
-        return piece_failed(job.index, job.weight, f"the compile process ended with status {code}: {tail or 'no output'}")
+        return piece_failed(
+            job.index, job.weight, f"the compile process ended with status {code}: {tail or 'no output'}"
+        )
     values = json.loads(answer)
     if "error" in values:
         return piece_failed(job.index, job.weight, values["error"])

@@ -122,7 +122,8 @@ class CompiledModel:
         self._refuse_closed()
         if self._ready is None:
             raise NotCompiled(
-                "nothing is compiled yet: piecegraph.compile was given no example_inputs, so tracing waits for the first call. "
+                "nothing is compiled yet: piecegraph.compile was given no example_inputs, so tracing waits for the "
+                "first call. "
                 "Call the model once, or pass example_inputs."
             )
         return self._ready
@@ -189,7 +190,8 @@ class _Weights:
         for registry, name, tensor, path in self._places:
             if registry.get(name) is not tensor:
                 raise InputMismatch(
-                    f"{path} was replaced after the model was compiled, and the compiled pieces still read the old tensor. "
+                    f"{path} was replaced after the model was compiled, and the compiled pieces still read the old "
+                    "tensor. "
                     "Change its values in place (tensor.copy_), or compile again."
                 )
 

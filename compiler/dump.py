@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from torch import fx
@@ -33,7 +34,7 @@ def write_source(folder: str, source: str) -> None:
 def emit_graphs(unique: Sequence[UniquePiece]) -> None:
     """Unique pieces appear in torch's structured trace."""
     for piece in unique:
-        torch_compat.emit_artifact(f"piecegraph_piece_{piece.index}", lambda piece=piece: readable(piece.graph_module))
+        torch_compat.emit_artifact(f"piecegraph_piece_{piece.index}", partial(readable, piece.graph_module))
 
 
 def emit_source(source: str) -> None:

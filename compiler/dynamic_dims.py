@@ -17,7 +17,9 @@ DynamicDims = Mapping[str, int | Mapping[int, str]]
 """Argument path to `{dim: size name}`; an int alone is a dim named `"num_tokens"`."""
 
 
-def bind_arguments(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> inspect.BoundArguments:
+def bind_arguments(
+    signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> inspect.BoundArguments:
     """`args` and `kwargs` by parameter name, defaults filled in. Raises `TypeError` as a call would."""
     bound = signature.bind(*args, **kwargs)
     bound.apply_defaults()
@@ -52,7 +54,9 @@ def declared_dims(dynamic_dims: DynamicDims, paths: Sequence[tuple[str, Any]]) -
             if not isinstance(dim, int) or not -leaf.ndim <= dim < leaf.ndim:
                 raise ConfigError(f"dynamic_dims[{path!r}] has dim {dim!r}, but the tensor has {leaf.ndim} dims.")
             if not isinstance(name, str) or not name.isidentifier():
-                raise ConfigError(f"dynamic_dims[{path!r}][{dim}] is {name!r}; a size name is an identifier, e.g. 'num_tokens'.")
+                raise ConfigError(
+                    f"dynamic_dims[{path!r}][{dim}] is {name!r}; a size name is an identifier, e.g. 'num_tokens'."
+                )
             declared.setdefault(index, {})[dim % leaf.ndim] = name
     return declared
 

@@ -78,7 +78,7 @@ class GuardAudit:
 
 
 def classify_guard(kind: str, subject: str) -> GuardRecord:
-    """The record of one guard of a function `def call(args, kwargs)` closed over `module`.
+    """The record of one guard of a function `def call(args, kwargs, sized)` closed over `module`.
 
     Raises `UnknownGuard` for a kind this table does not know: nobody has said why dropping it is safe.
     """
@@ -93,7 +93,7 @@ def classify_guard(kind: str, subject: str) -> GuardRecord:
         )
     root = re.match(r"L?\[?'?(\w+)", subject)
     name = root.group(1) if root else ""
-    if name in ("args", "kwargs"):
+    if name in ("args", "kwargs", "sized"):
         return GuardRecord(kind, subject, "argument")
     if name == "module" or subject.startswith("L['module']"):
         return GuardRecord(kind, subject, "module")

@@ -24,7 +24,6 @@ from piecegraph.compiler.piece_format import NotExpressible, dump_piece, load_pi
 from piecegraph.errors import ConfigError, did_you_mean
 from piecegraph.paths import cache_root
 
-
 MOST_WORKERS = 4
 """Processes started unless the caller says otherwise: a decoder has at most 4 unique pieces (5 with MoE)."""
 

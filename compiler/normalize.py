@@ -116,7 +116,9 @@ def _hoist_items(graph: fx.Graph) -> None:
             producer = node.args[0]
             if isinstance(value_of(producer), tuple | list) and isinstance(node.args[1], int):
                 at = producer
-                while at.next.op == "call_function" and at.next.target is operator.getitem and at.next.args[0] is producer:
+                while (
+                    at.next.op == "call_function" and at.next.target is operator.getitem and at.next.args[0] is producer
+                ):
                     at = at.next
                 if producer.op != "placeholder" and at is not node:
                     at.append(node)
@@ -124,7 +126,13 @@ def _hoist_items(graph: fx.Graph) -> None:
 
 def _drop_dead(graph: fx.Graph, is_split_op: IsSplitOp) -> None:
     for node in reversed(list(graph.nodes)):
-        if not node.users and node.op != "placeholder" and node.op != "output" and not is_split_op(node) and is_pure(node):
+        if (
+            not node.users
+            and node.op != "placeholder"
+            and node.op != "output"
+            and not is_split_op(node)
+            and is_pure(node)
+        ):
             graph.erase_node(node)
 
 

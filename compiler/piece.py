@@ -115,13 +115,18 @@ class _Canonical:
         names = {}
         for symbol in sorted(expression.free_symbols, key=str):
             names[symbol] = self.symbols.setdefault(symbol, f"$s{len(self.symbols)}")
-        return str(expression.xreplace({s: type(s)(n, **s.assumptions0) for s, n in names.items()})) if names else str(expression)
+        return (
+            str(expression.xreplace({s: type(s)(n, **s.assumptions0) for s, n in names.items()}))
+            if names
+            else str(expression)
+        )
 
     def value(self, value: Any) -> str:
         if isinstance(value, torch.Tensor):
             shape, stride = self.argument(tuple(value.shape)), self.argument(tuple(value.stride()))
+            offset = self.argument(value.storage_offset())
             subclass = "" if type(value).__name__ == "FakeTensor" else f" {type(value).__name__}"
-            return f"{value.dtype} {self.device(value.device)} {shape} {stride} +{self.argument(value.storage_offset())}{subclass}"
+            return f"{value.dtype} {self.device(value.device)} {shape} {stride} +{offset}{subclass}"
         return self.argument(value)
 
     def argument(self, value: Any) -> str:

@@ -18,7 +18,6 @@ from torch import fx
 from piecegraph.compiler import torch_compat
 from piecegraph.compiler.normalize import value_of
 
-
 _TORCH_NAMESPACES = frozenset({"aten", "prim", "prims", "higher_order", "inductor"})
 _TORCH_MODULES = frozenset({"torch", "_operator", "operator", "math", "builtins"})
 
@@ -68,7 +67,13 @@ class _Writer:
         if node.op == "output":
             return ["output", node.name, self.argument(node.args[0])]
         if node.op == "call_method":
-            return ["call_method", node.name, str(node.target), self.argument(node.args), self.argument(dict(node.kwargs))]
+            return [
+                "call_method",
+                node.name,
+                str(node.target),
+                self.argument(node.args),
+                self.argument(dict(node.kwargs)),
+            ]
         if node.op == "call_function":
             target = self.function(node.target)
             return ["call_function", node.name, target, self.argument(node.args), self.argument(dict(node.kwargs))]

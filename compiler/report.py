@@ -51,7 +51,8 @@ class CompileReport:
 
     def __str__(self) -> str:
         lines = [
-            f"{self.num_pieces} pieces -> {self.num_unique_pieces} unique, {self.num_split_ops} split ops ({self.compiler})",
+            f"{self.num_pieces} pieces -> {self.num_unique_pieces} unique, {self.num_split_ops} split ops "
+            f"({self.compiler})",
             f"trace {self.trace_seconds:.2f} s, split {self.split_seconds:.2f} s, "
             f"compile {self.compile_seconds:.2f} s, stitch {self.stitch_seconds:.2f} s",
             " unique  key           pieces  nodes  kernels  seconds",

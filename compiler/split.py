@@ -69,7 +69,9 @@ def split(graph_module: fx.GraphModule, is_split_op: IsSplitOp) -> tuple[Piece |
             emit_sizes(nodes[0].all_input_nodes)
             parts.extend(Call(node, is_split_op=is_split_op(node)) for node in nodes)
             continue
-        outputs = tuple(node for node in nodes if any(segment_of.get(user) != number for user in _readers(node, size_arithmetic)))
+        outputs = tuple(
+            node for node in nodes if any(segment_of.get(user) != number for user in _readers(node, size_arithmetic))
+        )
         if not outputs:
             mutating = [node for node in nodes if isinstance(value_of(node), torch.Tensor)]
             if not mutating:
@@ -97,7 +99,9 @@ def _size_arithmetic(graph: fx.Graph) -> set[fx.Node]:
         if not isinstance(value_of(node), torch.SymInt | torch.SymBool | torch.SymFloat | int | float | bool):
             continue
         inputs = node.all_input_nodes
-        if inputs and all(n in found or (n.op == "placeholder" and isinstance(value_of(n), torch.SymInt)) for n in inputs):
+        if inputs and all(
+            n in found or (n.op == "placeholder" and isinstance(value_of(n), torch.SymInt)) for n in inputs
+        ):
             found.add(node)
     return found
 
@@ -212,5 +216,3 @@ def attribute_of(module: Any, path: str) -> Any:
     for part in path.split("."):
         module = getattr(module, part)
     return module
-
-

@@ -53,7 +53,11 @@ def split_op_matcher(graph: fx.Graph, split_ops: Sequence[str]) -> Callable[[fx.
         candidates = sorted(n for n in names_in_graph if "::" in n and not n.startswith("aten::"))
         raise SplitOpUnused(
             f"split op {name!r} is registered, but the traced graph never calls it"
-            + (f"; registered ops it does call: {', '.join(candidates)}." if candidates else "; it calls no registered op of yours.")
+            + (
+                f"; registered ops it does call: {', '.join(candidates)}."
+                if candidates
+                else "; it calls no registered op of yours."
+            )
             + " Name the op the model calls, or leave split_ops at its default."
         )
     wanted = frozenset(split_ops)

@@ -30,7 +30,11 @@ def generate_source(plan: Plan, *, title: str = "model") -> str:
         f"def forward({', '.join(slot.name for slot in plan.arguments)}):",
     ]
     keep = {slot.name for slot in (*plan.bound, *plan.arguments, *slots_in(plan.results))}  # others hold these
-    last_use = {slot.name: number for number, step in enumerate(plan.steps) for slot in (*step_inputs(step), *step_outputs(step))}
+    last_use = {
+        slot.name: number
+        for number, step in enumerate(plan.steps)
+        for slot in (*step_inputs(step), *step_outputs(step))
+    }
     for number, step in enumerate(plan.steps):
         lines.append("    " + _line(step))
         names = dict.fromkeys(slot.name for slot in (*step_inputs(step), *step_outputs(step)))

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import threading
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch._dynamo
@@ -38,8 +39,8 @@ class DynamoGraph:
     mutations: tuple[str, ...]  # Python objects that live longer than the call and were changed by it
 
 
-def dynamo_graph(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> DynamoGraph:
-    """Trace `function(*args, **kwargs)` to exactly one graph without running any of it.
+def dynamo_graph(function: Callable[..., Any], args: Sequence[Any]) -> DynamoGraph:
+    """Trace `function(*args)` to exactly one graph without running any of it.
 
     The backend hands Dynamo's own bytecode the *fake* outputs of the graph, so the structure of the
     result is built by the code that would build it for real, and no kernel runs. The code object is
@@ -62,8 +63,11 @@ def dynamo_graph(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapp
         guards.extend(entries)
         return [False] * len(entries)
 
+    assert isinstance(function, types.FunctionType), "a plain function is traced"
     code = function.__code__.replace(co_name="piecegraph_trace")
-    fresh = types.FunctionType(code, function.__globals__, "piecegraph_trace", function.__defaults__, function.__closure__)
+    fresh = types.FunctionType(
+        code, function.__globals__, "piecegraph_trace", function.__defaults__, function.__closure__
+    )
     config = torch._dynamo.config.patch(
         automatic_dynamic_shapes=False,  # the caller declares what is dynamic
         assume_static_by_default=True,
@@ -73,12 +77,17 @@ def dynamo_graph(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapp
     try:
         with config:
             optimize = torch._dynamo.optimize(capture, nopython=True, guard_filter_fn=drop_guards)
-            result = optimize(fresh)(*args, **kwargs)
+            result = optimize(fresh)(*args)
     finally:
         torch._dynamo.reset_code(code)
     if "graph" not in captured:
         return DynamoGraph(
-            graph_module=fx.GraphModule({}, fx.Graph()), examples=(), result=result, guards=(), traced_code=(), mutations=()
+            graph_module=fx.GraphModule({}, fx.Graph()),
+            examples=(),
+            result=result,
+            guards=(),
+            traced_code=(),
+            mutations=(),
         )
     return DynamoGraph(
         graph_module=captured["graph"],
@@ -201,7 +210,7 @@ def make_symbols(fake_mode: FakeTensorMode, facts: Sequence[Mapping[str, Any]]) 
         else:
             source = ConstantSource(fact["name"])
             symbol = shape_env.create_symbol(fact["hint"], source=source, dynamic_dim=DimDynamic.DYNAMIC)
-            size = shape_env.create_symintnode(symbol, hint=fact["hint"], source=source)
+            size = cast(torch.SymInt, shape_env.create_symintnode(symbol, hint=fact["hint"], source=source))
         symbols[fact["name"]] = size
     return symbols
 
@@ -260,17 +269,6 @@ def qualified_name(function: Any) -> str:
     return _get_qualified_name(function)
 
 
-def specialised_at(shape_env: ShapeEnv | None) -> str:
-    """`" by FILE:LINE (CODE)"` of the last line of the traced code that fixed a symbol, or nothing."""
-    if shape_env is None:
-        return ""
-    for location in reversed(list(getattr(shape_env, "replacements_slocs", {}).values())):
-        user = getattr(location, "user_loc", None) or getattr(location, "framework_loc", None)
-        if user is not None:
-            return f" by {str(user).strip()}"
-    return ""
-
-
 # -- Inductor -----------------------------------------------------------------------------------
 
 _CACHE_VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
@@ -293,6 +291,16 @@ def inductor_cache_dir(directory: Path) -> Iterator[None]:
                     os.environ.pop(name, None)
                 else:
                     os.environ[name] = value
+
+
+def child_environment(cache_dir: Path) -> dict[str, str]:
+    """This process's environment for a child that compiles: same import path, Inductor's caches in `cache_dir`."""
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        "TORCHINDUCTOR_CACHE_DIR": str(cache_dir),
+        "TRITON_CACHE_DIR": str(cache_dir / "triton"),
+    }
 
 
 def unknown_inductor_options(options: Mapping[str, Any]) -> tuple[str, ...]:

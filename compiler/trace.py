@@ -64,13 +64,12 @@ class Traced:
     seconds: float
 
 
-def trace(
-    module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], dynamic_dims: DynamicDims
-) -> Traced:
+def trace(module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], dynamic_dims: DynamicDims) -> Traced:
     """Trace `module(*args, **kwargs)` to one graph, for every size of the declared dims.
 
     The caller's tensors are not touched: tracing marks copies. Raises `GraphBreak` (naming the line),
-    `SizeSpecialized` (saying by what), `UnknownGuard`, or `ConfigError` for wrong `dynamic_dims`.
+    `SizeSpecialized` (saying by what), `UnknownGuard`, or `ConfigError` for wrong `dynamic_dims`. Declared
+    sizes are at least 1.
     """
     start = time.perf_counter()
     signature = inspect.signature(module.forward)
@@ -87,20 +86,27 @@ def trace(
     example_arguments = pytree.tree_unflatten(examples, tree)
     bound.arguments.update(example_arguments)
 
-    def call(args: Any, kwargs: Any) -> Any:
+    sized = tuple((examples[index], dim) for index, dims in declared.items() for dim in dims)
+
+    def call(args: Any, kwargs: Any, sized: tuple[tuple[torch.Tensor, int], ...]) -> Any:
+        for tensor, dim in sized:
+            torch._check(tensor.shape[dim] >= 1)  # torch's own attention asks whether a size is 0
         return module(*args, **kwargs)
 
     try:
         with torch.no_grad():
-            graph = torch_compat.dynamo_graph(call, (bound.args, bound.kwargs), {})
+            graph = torch_compat.dynamo_graph(call, (bound.args, bound.kwargs, sized))
     except torch._dynamo.exc.TorchDynamoException as error:
         raise _trace_error(error, declared) from error
     if not graph.examples and not len(graph.graph_module.graph.nodes):
-        raise CompileError("the module computes nothing on tensors (or TorchDynamo is disabled), so there is no graph to compile.")
+        raise CompileError(
+            "the module computes nothing on tensors (or TorchDynamo is disabled), so there is no graph to compile."
+        )
     if graph.mutations:
         raise CompileError(
-            f"forward changes objects that outlive the call: {'; '.join(graph.mutations)}. A compiled model runs tensors only, "
-            "so the change would happen once, at trace time. Return the value instead, or keep it in a buffer changed in place."
+            f"forward changes objects that outlive the call: {'; '.join(graph.mutations)}. A compiled model runs "
+            "tensors only, so the change would happen once, at trace time. Return the value instead, or keep it in a "
+            "buffer changed in place."
         )
     inputs, symbols = _graph_inputs(graph, module, examples, paths, declared)
     return Traced(
@@ -150,9 +156,9 @@ def _graph_inputs(
             name = declared.get(leaf, {}).get(dim)
             expression = size.node.expr if isinstance(size, torch.SymInt) else size
             if name is not None and not getattr(expression, "is_symbol", False):
-                culprit = torch_compat.specialised_at(torch_compat.shape_env_of([node.meta["example_value"]]))
                 raise SizeSpecialized(
-                    f"{paths[leaf][0]}.shape[{dim}] is declared dynamic as {name!r}, but tracing fixed it to {expression}{culprit}. "
+                    f"{paths[leaf][0]}.shape[{dim}] is declared dynamic as {name!r}, but tracing fixed it to {expression}"
+                    f"{_line_that_fixes(node, expression)}. "
                     "Take the size from the tensor's shape there, or leave that dim out of dynamic_dims."
                 )
             if name is not None:
@@ -173,10 +179,23 @@ def _graph_inputs(
             inputs.append(SizeInput(symbols[symbol], *places[symbol]))
         else:
             raise CompileError(
-                f"the traced graph has an input {node.name} = {example!r} that is neither a tensor nor a declared size. "
-                "Declare the dim it comes from in dynamic_dims, or pass the value as a tensor."
+                f"the traced graph has an input {node.name} = {example!r} that is neither a tensor nor a declared "
+                "size. Declare the dim it comes from in dynamic_dims, or pass the value as a tensor."
             )
     return tuple(inputs), symbols
+
+
+def _line_that_fixes(placeholder: fx.Node, size: Any) -> str:
+    """`" at FILE:LINE (CODE)"` of the first operation that writes the size as a number, else of the first
+    that reads the tensor; nothing where Dynamo kept no line."""
+    operations = [node for node in placeholder.graph.nodes if node.op in ("call_function", "call_method")]
+    writes = [node for node in operations if int(size) in pytree.tree_leaves((node.args, node.kwargs))]
+    for node in (*writes, *placeholder.users):
+        lines = re.findall(r'File "([^"]+)", line (\d+), in \S+\n\s*(.+)', node.meta.get("stack_trace") or "")
+        if lines:
+            file, line, code = lines[-1]
+            return f" at {file}:{line} ({code.strip()})"
+    return ""
 
 
 def _call_spec(
@@ -218,12 +237,12 @@ def _result_spec(graph: torch_compat.DynamoGraph, examples: Sequence[Any]) -> Re
             sources.append(("argument", leaf_of[id(leaf)]))
         elif id(leaf) in bound:
             sources.append(("bound", bound[id(leaf)]))
-        elif leaf is None or isinstance(leaf, int | float | str | bool | torch.dtype | torch.device):
+        elif isinstance(leaf, None | int | float | str | bool | torch.dtype | torch.device):
             sources.append(("constant", leaf))
         else:
             raise CompileError(
-                f"forward returns a {type(leaf).__module__}.{type(leaf).__qualname__}, which is neither a tensor, a plain value nor a "
-                "pytree node. Return tensors in tuples, lists, dicts or dataclasses registered with torch.utils._pytree."
+                f"forward returns a {type(leaf).__module__}.{type(leaf).__qualname__}, which is neither a tensor, a "
+                "plain value nor a pytree node. Return tensors in tuples, lists, dicts or dataclasses registered with torch.utils._pytree."
             )
     return ResultSpec(sources=tuple(sources), tree=tree)
 
@@ -233,15 +252,15 @@ def _trace_error(error: Exception, declared: Mapping[int, Mapping[int, str]]) ->
     text = str(error)
     where = _user_line(error)
     names = sorted({name for dims in declared.values() for name in dims.values()})
-    specialised = re.search(r"(?:data-dependent expression|guard on|Constraints violated)[^\n]*", text)
-    if "data-dependent" in text or "ConstraintViolation" in type(error).__name__ or "ConstraintViolation" in text:
-        if re.search(r"\bu\d+\b", text) and ".item()" not in text.split("from user code")[0]:
-            condition = specialised.group(0) if specialised else text.splitlines()[0]
-            return SizeSpecialized(
-                f"the model's code depends on the value of a dynamic size ({', '.join(names)}){where}: {condition}. "
-                "A size declared in dynamic_dims may take any value, so code that branches on it cannot be one graph. "
-                "Remove the branch, or leave that dim out of dynamic_dims."
-            )
+    of_size = re.search(r"\bu\d+\b", text) is not None and ".item()" not in text.partition("from user code")[0]
+    if of_size and ("data-dependent" in text or "ConstraintViolation" in type(error).__name__ + text):
+        specialised = re.search(r"(?:data-dependent expression|guard on|Constraints violated)[^\n]*", text)
+        condition = specialised.group(0) if specialised else text.splitlines()[0]
+        return SizeSpecialized(
+            f"the model's code depends on the value of a dynamic size ({', '.join(names)}){where}: {condition}. "
+            "A size declared in dynamic_dims may take any value, so code that branches on it cannot be one graph. "
+            "Remove the branch, or leave that dim out of dynamic_dims."
+        )
     reason = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
     return GraphBreak(
         f"the model is not one graph{where}: {reason}. piecegraph compiles a model as one graph; rewrite that line "

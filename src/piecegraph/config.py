@@ -42,16 +42,22 @@ class CompileConfig:
 
     def __post_init__(self) -> None:
         if isinstance(self.split_ops, str):
-            raise ConfigError(f"split_ops is one string, {self.split_ops!r}; give a tuple of names: ({self.split_ops!r},)")
+            raise ConfigError(
+                f"split_ops is one string, {self.split_ops!r}; give a tuple of names: ({self.split_ops!r},)"
+            )
         object.__setattr__(self, "split_ops", tuple(self.split_ops))
         for name in self.split_ops:
             namespace, _, op = name.partition("::") if isinstance(name, str) else ("", "", "")
             if not namespace or not op:
-                raise ConfigError(f"split_ops has {name!r}; an op is named as 'namespace::name', e.g. 'mylib::attention'.")
+                raise ConfigError(
+                    f"split_ops has {name!r}; an op is named as 'namespace::name', e.g. 'mylib::attention'."
+                )
         if self.compiler not in COMPILERS:
             raise ConfigError(f"compiler={self.compiler!r} is unknown.{did_you_mean(str(self.compiler), COMPILERS)}")
         if self.compile_workers is not None and self.compile_workers < 0:
-            raise ConfigError(f"compile_workers={self.compile_workers}; it is a number of processes, 0 or more, or None.")
+            raise ConfigError(
+                f"compile_workers={self.compile_workers}; it is a number of processes, 0 or more, or None."
+            )
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any] | None) -> CompileConfig:
