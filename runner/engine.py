@@ -102,7 +102,7 @@ class Engine:
 
     def check_request(self, token_ids: Sequence[int], params: SamplingParams) -> None:
         """Raise `RequestError` if such a request can never run here."""
-        if params.stop_strings and not self._makes_text(params):
+        if params.stop_strings and self._tokenizer is None:
             raise RequestError(
                 "stop strings need a tokenizer, and there is none (skip_tokenizer_init); use stop_token_ids."
             )
@@ -117,11 +117,9 @@ class Engine:
             if not isinstance(token, int) or not 0 <= token < self._vocab_size:
                 raise RequestError(f"the prompt has token id {token!r}; ids go from 0 to {self._vocab_size - 1}.")
 
-    def _makes_text(self, params: SamplingParams) -> bool:
-        return params.detokenize and self._tokenizer is not None
-
-    def _detokenizer(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> Detokenizer:
-        assert self._tokenizer is not None
+    def _detokenizer(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> Detokenizer | None:
+        if self._tokenizer is None or not params.detokenize:
+            return None
         return Detokenizer(
             self._tokenizer,
             prompt_token_ids,

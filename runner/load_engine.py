@@ -17,7 +17,7 @@ from piecegraph.progress import OnPhase, Phase
 from piecegraph.runner.attention.backend import AttentionBackend
 from piecegraph.runner.attention.layer import AttentionLayer, attention_layers
 from piecegraph.runner.attention.select import select_backend
-from piecegraph.runner.block_pool import BlockPool
+from piecegraph.runner.block_pool import BlockPool, blocks_for
 from piecegraph.runner.causal_lm import DYNAMIC_DIMS, CausalLMForward, example_inputs
 from piecegraph.runner.engine import Engine
 from piecegraph.runner.engine_config import EngineConfig
@@ -135,15 +135,15 @@ def _allocate(
 ) -> tuple[int, dict[str, KVCache]]:
     """The number of blocks, and the caches."""
     started = time.monotonic()
+    block_bytes = bytes_per_block(layers, config.block_size)
     if config.kv_cache_memory_bytes is not None:
         budget_bytes = config.kv_cache_memory_bytes
     elif device.type == "cpu":
-        budget_bytes = cpu_budget_bytes()
+        budget_bytes = cpu_budget_bytes(blocks_for(max_model_len, config.block_size) * block_bytes)
     else:
         num_logits = min(config.max_num_seqs, max_num_batched_tokens)
         peak = peak_activation_bytes(forward, layers, backend, max_num_batched_tokens, num_logits, device)
         budget_bytes = gpu_budget_bytes(device, config.gpu_memory_utilization, peak)
-    block_bytes = bytes_per_block(layers, config.block_size)
     num_blocks = pick_num_blocks(
         budget_bytes=budget_bytes,
         block_bytes=block_bytes,

@@ -8,9 +8,13 @@ from pathlib import Path
 import torch
 
 from piecegraph.errors import OutOfMemory
+from piecegraph.runner.block_pool import blocks_for
 
 CPU_SHARE = 0.4
-"""Share of the machine's free memory the cache may take on the CPU, where pages cost nothing until written."""
+"""Share of the machine's free memory the cache may take on the CPU."""
+
+CPU_ENOUGH_BYTES = 4 * 2**30
+"""What the CPU's cache gets at most unasked, unless one request needs more."""
 
 
 def pick_num_blocks(
@@ -27,7 +31,7 @@ def pick_num_blocks(
 
     Raises `OutOfMemory`, with the arithmetic, if one request of `max_model_len` tokens would not fit.
     """
-    blocks_per_request = -(-max_model_len // block_size)
+    blocks_per_request = blocks_for(max_model_len, block_size)
     num_blocks = budget_bytes // block_bytes if num_kv_blocks is None else num_kv_blocks
     if num_blocks < blocks_per_request:
         have = (
@@ -46,9 +50,10 @@ def pick_num_blocks(
     return min(num_blocks, blocks_per_request * max_num_seqs) if num_kv_blocks is None else num_blocks
 
 
-def cpu_budget_bytes() -> int:
-    """`CPU_SHARE` of what the machine, or the container we are in, has free."""
-    return int(CPU_SHARE * min(_machine_free_bytes(), _container_free_bytes()))
+def cpu_budget_bytes(request_bytes: int) -> int:
+    """`CPU_ENOUGH_BYTES`, or one longest request's `request_bytes`, within `CPU_SHARE` of what is free."""
+    free_bytes = min(_machine_free_bytes(), _container_free_bytes())
+    return min(int(CPU_SHARE * free_bytes), max(CPU_ENOUGH_BYTES, request_bytes))
 
 
 def gpu_budget_bytes(device: torch.device, gpu_memory_utilization: float, activation_bytes: int) -> int:

@@ -1,0 +1,130 @@
+"""Random mixed batches over a paged cache, and what naive attention makes of them one request at a time."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from piecegraph.runner.attention.layer import AttentionLayer
+from piecegraph.runner.attention.metadata import PAD_SLOT_ID, AttentionMetadata
+from piecegraph.runner.kv_cache import KVCache
+
+
+@dataclass(frozen=True, kw_only=True)
+class PagedCase:
+    layer: AttentionLayer
+    metadata: AttentionMetadata
+    kv_cache: KVCache  # past keys and values in their slots, NaN everywhere else
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    sinks: torch.Tensor | None
+    expected: torch.Tensor  # [real rows, num_q_heads, value_dim]
+
+
+def make_case(
+    *,
+    lens: list[tuple[int, int]],  # (tokens cached, tokens new) a request
+    num_q_heads: int = 4,
+    num_kv_heads: int = 2,
+    key_dim: int = 8,
+    value_dim: int = 8,
+    window: int = 0,
+    softcap: float = 0.0,
+    has_sinks: bool = False,
+    num_padded: int = 0,
+    block_size: int = 4,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+) -> PagedCase:
+    random = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=random).to(dtype)
+
+    layer = AttentionLayer(
+        name="layer",
+        num_q_heads=num_q_heads,
+        num_kv_heads=num_kv_heads,
+        key_dim=key_dim,
+        value_dim=value_dim,
+        dtype=dtype,
+        scale=key_dim**-0.5,
+        window=window,
+        softcap=softcap,
+        has_sinks=has_sinks,
+    )
+    blocks_each = [-(-(past + new) // block_size) for past, new in lens]
+    num_blocks = sum(blocks_each) + 3
+    shuffled = torch.randperm(num_blocks, generator=random).tolist()
+    block_table = torch.full((len(lens), max(blocks_each) + 1), num_blocks + 7)  # tails point outside the cache
+    cache = KVCache(
+        torch.full((num_blocks, block_size, num_kv_heads, key_dim), float("nan"), dtype=dtype),
+        torch.full((num_blocks, block_size, num_kv_heads, value_dim), float("nan"), dtype=dtype),
+    )
+    sinks = normal(num_q_heads) if has_sinks else None
+    slot_mapping: list[int] = []
+    queries, keys, values, expected = [], [], [], []
+    for row, (past, new) in enumerate(lens):
+        block_table[row, : blocks_each[row]] = torch.tensor([shuffled.pop() for _ in range(blocks_each[row])])
+        slots = [int(block_table[row, t // block_size]) * block_size + t % block_size for t in range(past + new)]
+        key, value = normal(past + new, num_kv_heads, key_dim), normal(past + new, num_kv_heads, value_dim)
+        cache.key.flatten(0, 1)[slots[:past]] = key[:past]
+        cache.value.flatten(0, 1)[slots[:past]] = value[:past]
+        query = normal(new, num_q_heads, key_dim)
+        slot_mapping += slots[past:]
+        queries.append(query)
+        keys.append(key[past:])
+        values.append(value[past:])
+        expected.append(naive_attention(query, key, value, layer, sinks))
+    slot_mapping += [PAD_SLOT_ID] * num_padded
+    queries.append(normal(num_padded, num_q_heads, key_dim))
+    keys.append(normal(num_padded, num_kv_heads, key_dim))
+    values.append(normal(num_padded, num_kv_heads, value_dim))
+    ends = [0]
+    for _, new in lens:
+        ends.append(ends[-1] + new)
+    seq_lens = [past + new for past, new in lens]
+    metadata = AttentionMetadata(
+        num_reqs=len(lens),
+        num_tokens=len(slot_mapping),
+        query_start_loc=torch.tensor(ends, dtype=torch.int32),
+        seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
+        block_table=block_table.to(torch.int32),
+        slot_mapping=torch.tensor(slot_mapping),
+        query_start_loc_cpu=tuple(ends),
+        seq_lens_cpu=tuple(seq_lens),
+        block_table_cpu=block_table,
+        slot_mapping_cpu=torch.tensor(slot_mapping),
+    )
+    return PagedCase(
+        layer=layer,
+        metadata=metadata,
+        kv_cache=cache,
+        query=torch.cat(queries),
+        key=torch.cat(keys),
+        value=torch.cat(values),
+        sinks=sinks,
+        expected=torch.cat(expected),
+    )
+
+
+def naive_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: AttentionLayer, sinks: torch.Tensor | None
+) -> torch.Tensor:
+    """One request, one query and one head at a time, in float64; queries are the last of the sequence."""
+    out = torch.empty(*query.shape[:2], value.shape[2], dtype=torch.float64)
+    first = key.shape[0] - query.shape[0]
+    for row in range(query.shape[0]):
+        i = first + row
+        visible = [j for j in range(i + 1) if not layer.window or j > i - layer.window]
+        for head in range(query.shape[1]):
+            kv_head = head // (layer.num_q_heads // layer.num_kv_heads)
+            scores = key[visible, kv_head].double() @ query[row, head].double() * layer.scale
+            if layer.softcap:
+                scores = layer.softcap * torch.tanh(scores / layer.softcap)
+            weights = scores.exp()
+            total = weights.sum() + (math.exp(float(sinks[head])) if sinks is not None else 0.0)
+            out[row, head] = (weights / total) @ value[visible, kv_head].double()
+    return out

@@ -1,0 +1,100 @@
+"""The SDPA backend is what every other backend is compared to, so it is compared to arithmetic written out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from piecegraph.runner.attention.sdpa import SdpaBackend
+from tests.runner.attention.paged_case import PagedCase, make_case
+
+BATCHES = {
+    "one decode": [(9, 1)],
+    "decodes": [(9, 1), (3, 1), (21, 1), (0, 1)],
+    "one prefill": [(0, 11)],
+    "prefills": [(0, 11), (0, 4), (0, 1)],
+    "chunks": [(5, 6), (8, 8)],
+    "mixed": [(9, 1), (30, 1), (0, 13), (7, 5), (4, 1), (0, 1)],
+}
+
+KINDS: dict[str, dict[str, object]] = {
+    "plain": {},
+    "one kv head": {"num_kv_heads": 1},
+    "no groups": {"num_kv_heads": 4},
+    "window 1": {"window": 1},
+    "window": {"window": 5},
+    "window of a block": {"window": 4},
+    "wide window": {"window": 100},
+    "softcap": {"softcap": 1.5},
+    "sinks": {"has_sinks": True},
+    "all at once": {"window": 5, "softcap": 2.0, "has_sinks": True, "value_dim": 6},
+    "narrow values": {"value_dim": 5},
+    "wide values": {"value_dim": 12, "window": 6},
+    "odd block": {"block_size": 3},
+}
+
+
+def run(case: PagedCase) -> torch.Tensor:
+    backend, device = SdpaBackend(), torch.device("cpu")
+    block_size = case.kv_cache.key.shape[1]
+    out = torch.full((case.query.shape[0], case.query.shape[1], case.value.shape[2]), float("nan"))
+    backend.impl().forward(
+        case.query,
+        case.key,
+        case.value,
+        out,
+        scale=case.layer.scale,
+        window=case.layer.window,
+        softcap=case.layer.softcap,
+        sinks=case.sinks,
+        kv_cache=case.kv_cache,
+        metadata=backend.metadata_builder([case.layer], block_size, device).build(case.metadata),
+    )
+    return out
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("batch", BATCHES)
+def test_equals_naive_attention(batch: str, kind: str) -> None:
+    """Any mix of decodes, prefills and chunks, of any kind of attention, over shuffled blocks; the cache
+    holds NaN wherever nothing was written, and block tables end in numbers outside of it.
+    """
+    case = make_case(lens=BATCHES[batch], **KINDS[kind])  # type: ignore[arg-type]
+    torch.testing.assert_close(run(case).double(), case.expected, atol=2e-6, rtol=1e-5)
+
+
+def test_writes_new_keys_and_values_to_their_slots() -> None:
+    case = make_case(lens=BATCHES["mixed"])
+    run(case)
+    slots = case.metadata.slot_mapping
+    assert torch.equal(case.kv_cache.key.flatten(0, 1)[slots], case.key)
+    assert torch.equal(case.kv_cache.value.flatten(0, 1)[slots], case.value)
+
+
+def test_padding_changes_nothing() -> None:
+    """Padded rows leave every byte of the cache and of real rows as without them; their output is zero."""
+    bare, padded = make_case(lens=BATCHES["mixed"]), make_case(lens=BATCHES["mixed"], num_padded=5)
+    num_rows = bare.query.shape[0]
+    bare_out, padded_out = run(bare), run(padded)
+    assert torch.equal(padded_out[:num_rows], bare_out)
+    assert not padded_out[num_rows:].any()
+    for name in ("key", "value"):
+        with_padding, without = getattr(padded.kv_cache, name), getattr(bare.kv_cache, name)
+        assert torch.equal(with_padding.view(torch.int32), without.view(torch.int32))
+
+
+def test_a_batch_of_padding_only_runs() -> None:
+    case = make_case(lens=[(0, 1)], num_padded=3)
+    before = case.kv_cache.key.clone()
+    from piecegraph.runner.profile import padding_only
+
+    backend = SdpaBackend()
+    metadata = backend.metadata_builder([case.layer], 4, torch.device("cpu")).build(
+        padding_only(case.query.shape[0], torch.device("cpu"))
+    )
+    out = torch.full((case.query.shape[0], 4, 8), float("nan"))
+    backend.impl().forward(
+        case.query, case.key, case.value, out,
+        scale=1.0, window=0, softcap=0.0, sinks=None, kv_cache=case.kv_cache, metadata=metadata,
+    )  # fmt: skip
+    assert not out.any()
+    assert torch.equal(case.kv_cache.key.view(torch.int32), before.view(torch.int32))

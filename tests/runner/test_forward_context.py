@@ -1,0 +1,34 @@
+"""The one ambient value is set by one `with`, ends with it, and does not nest."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from piecegraph.runner.attention.sdpa import SdpaImpl
+from piecegraph.runner.forward_context import ForwardContext, get_forward_context, set_forward_context
+from tests.runner.attention.paged_case import make_case
+
+
+def context() -> ForwardContext:
+    return ForwardContext(impl=SdpaImpl(), metadata=make_case(lens=[(0, 1)]).metadata, kv_caches={})
+
+
+def test_it_ends_with_the_block_even_when_that_raises() -> None:
+    mine = context()
+    with pytest.raises(KeyError), set_forward_context(mine):
+        assert get_forward_context() is mine
+        raise KeyError
+    with pytest.raises(AssertionError, match="outside of set_forward_context"):
+        get_forward_context()
+
+
+def test_it_does_not_nest() -> None:
+    with set_forward_context(context()), pytest.raises(AssertionError, match="do not nest"):
+        with set_forward_context(context()):
+            pass
+
+
+def test_it_is_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        context().cudagraph_mode = "FULL"  # type: ignore[misc]
