@@ -157,8 +157,8 @@ def _graph_inputs(
             expression = size.node.expr if isinstance(size, torch.SymInt) else size
             if name is not None and not getattr(expression, "is_symbol", False):
                 raise SizeSpecialized(
-                    f"{paths[leaf][0]}.shape[{dim}] is declared dynamic as {name!r}, but tracing fixed it to {expression}"
-                    f"{_line_that_fixes(node, expression)}. "
+                    f"{paths[leaf][0]}.shape[{dim}] is declared dynamic as {name!r}, but tracing fixed it to "
+                    f"{expression}{_line_that_fixes(node, expression)}. "
                     "Take the size from the tensor's shape there, or leave that dim out of dynamic_dims."
                 )
             if name is not None:
@@ -192,8 +192,9 @@ def _line_that_fixes(placeholder: fx.Node, size: Any) -> str:
     writes = [node for node in operations if int(size) in pytree.tree_leaves((node.args, node.kwargs))]
     for node in (*writes, *placeholder.users):
         lines = re.findall(r'File "([^"]+)", line (\d+), in \S+\n\s*(.+)', node.meta.get("stack_trace") or "")
-        if lines:
-            file, line, code = lines[-1]
+        outside = [found for found in lines if found[0] != __file__]
+        if outside:
+            file, line, code = outside[-1]
             return f" at {file}:{line} ({code.strip()})"
     return ""
 
@@ -242,7 +243,8 @@ def _result_spec(graph: torch_compat.DynamoGraph, examples: Sequence[Any]) -> Re
         else:
             raise CompileError(
                 f"forward returns a {type(leaf).__module__}.{type(leaf).__qualname__}, which is neither a tensor, a "
-                "plain value nor a pytree node. Return tensors in tuples, lists, dicts or dataclasses registered with torch.utils._pytree."
+                "plain value nor a pytree node. Return tensors in tuples, lists, dicts or dataclasses registered with "
+                "torch.utils._pytree."
             )
     return ResultSpec(sources=tuple(sources), tree=tree)
 
