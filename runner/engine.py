@@ -66,9 +66,7 @@ class Engine:
             sampling_params=sampling_params,
             seed=sampling_params.seed if sampling_params.seed is not None else self._random.getrandbits(63),
             max_total_tokens=min(self._max_model_len, num_prompt + (max_tokens or self._max_model_len)),
-            detokenizer=self._detokenizer(prompt_token_ids, sampling_params)
-            if self._makes_text(sampling_params)
-            else None,
+            detokenizer=self._detokenizer(prompt_token_ids, sampling_params),
         )
         self._scheduler.add(request)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+
 from piecegraph.runner.attention.sdpa import SdpaImpl
 from piecegraph.runner.forward_context import ForwardContext, get_forward_context, set_forward_context
 from tests.runner.attention.paged_case import make_case

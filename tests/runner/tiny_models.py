@@ -134,6 +134,10 @@ UNLISTED: dict[str, Callable[[], PreTrainedConfig]] = {
 """Families nobody promised: they run because nothing here knows families by name."""
 
 
+def llama_config(**options: Any) -> PreTrainedConfig:
+    return _config("LlamaConfig", **options)()
+
+
 def make_model(name: str, seed: int = 0) -> PreTrainedModel:
     """A random float32 model of family `name`, in eval mode."""
     return random_model({**FAMILIES, **UNLISTED}[name](), seed)

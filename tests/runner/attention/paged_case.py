@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 import torch
+
 from piecegraph.runner.attention.layer import AttentionLayer
 from piecegraph.runner.attention.metadata import PAD_SLOT_ID, AttentionMetadata
 from piecegraph.runner.kv_cache import KVCache

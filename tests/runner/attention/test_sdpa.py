@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from piecegraph.runner.attention.sdpa import SdpaBackend
 from tests.runner.attention.paged_case import PagedCase, make_case
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from piecegraph.errors import ConfigError
 from piecegraph.runner.attention.backend import AttentionCGSupport
 from piecegraph.runner.attention.select import select_backend

@@ -6,12 +6,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch import nn
+
 from piecegraph import CompileConfig
 from piecegraph.compiler.api import compile as compile_module
 from piecegraph.errors import UnsupportedModel
 from piecegraph.runner.attention.layer import AttentionLayer, attention_layers
 from piecegraph.runner.attention.transformers_attention import name_layers, transformers_attention
-from torch import nn
 
 Call = Callable[..., tuple[torch.Tensor, None]]
 

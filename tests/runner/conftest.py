@@ -1,0 +1,35 @@
+"""Models that several test files share; each is made and compiled once a session."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from transformers import PreTrainedModel
+
+from piecegraph import LLM
+from tests.runner.byte_tokenizer import byte_tokenizer
+from tests.runner.tiny_models import llama_config, random_model, save
+
+
+@pytest.fixture(scope="session")
+def llama() -> PreTrainedModel:
+    """A tiny Llama over the byte tokenizer's vocabulary; token 1 is its EOS."""
+    return random_model(llama_config(vocab_size=261, eos_token_id=1))
+
+
+@pytest.fixture(scope="session")
+def llama_dir(llama: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its folder, tokenizer and chat template included. Read only: copy it to change it."""
+    folder = save(llama, tmp_path_factory.mktemp("llama"))
+    byte_tokenizer().save_pretrained(str(folder))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def llm(llama_dir: Path) -> Iterator[LLM]:
+    """That model, loaded. Leave nothing running in it."""
+    with LLM(llama_dir, compiler="eager", max_num_seqs=8, num_kv_blocks=48) as llm:
+        yield llm
+        assert not llm.engine.has_unfinished
