@@ -82,9 +82,7 @@ class EngineConfig:
             if getattr(self, name) is not None:
                 _check_count(name, getattr(self, name))
         if not 0 < self.gpu_memory_utilization <= 1:
-            raise ConfigError(
-                f"gpu_memory_utilization={self.gpu_memory_utilization}; it is a share, above 0, at most 1."
-            )
+            raise ConfigError(f"gpu_memory_utilization={self.gpu_memory_utilization}; it must be above 0, at most 1.")
         if self.max_model_len is not None and self.max_model_len < 2:
             raise ConfigError("max_model_len=1 leaves no room for an answer; it must be 2 or more.")
 

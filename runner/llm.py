@@ -84,9 +84,7 @@ class LLM:
             strict=strict,
         )
         if enable_prefix_caching:
-            notes.append(
-                "enable_prefix_caching: every prompt is computed whole, as prefix caching is not yet available"
-            )
+            notes.append("enable_prefix_caching: prompts are computed whole, as prefix caching is not yet available")
         if model is None:
             from piecegraph.runner.embedded_model import embedded_model_dir
 

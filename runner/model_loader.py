@@ -90,8 +90,10 @@ def load_config(source: ModelSource) -> PreTrainedConfig:
             written = None
             if not source.is_gguf:
                 written, _ = PreTrainedConfig.get_config_dict(source.location, **source.options)
-                written = {**written, **source.hf_overrides}
-            config = AutoConfig.from_pretrained(source.location, **source.options, **source.hf_overrides)
+                written.update(source.hf_overrides)
+            config: Any = AutoConfig.from_pretrained(source.location, **source.options)
+            if source.hf_overrides:  # from_pretrained would drop fields that the class does not have
+                config = _overridden(config, written, source.hf_overrides)
         except ValueError as error:
             raise ModelError(f"{source.model!r}: {_first_line(error)}") from error
         except OSError as error:
@@ -204,6 +206,14 @@ def eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
     if eos is None:
         eos = model.config.get_text_config(decoder=True).eos_token_id
     return () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
+
+
+def _overridden(
+    config: PreTrainedConfig, written: Mapping[str, Any] | None, overrides: Mapping[str, Any]
+) -> PreTrainedConfig:
+    """`config` made again with `overrides`; a value replaces the whole field."""
+    fields = config.to_dict() if written is None else dict(written)
+    return type(config).from_dict({**fields, **overrides})
 
 
 def _checkpoint_model(source: ModelSource, config: PreTrainedConfig, dtype: torch.dtype) -> Any:

@@ -17,17 +17,21 @@ def context() -> ForwardContext:
 
 def test_it_ends_with_the_block_even_when_that_raises() -> None:
     mine = context()
-    with pytest.raises(KeyError), set_forward_context(mine):
+    with set_forward_context(mine):
         assert get_forward_context() is mine
+    with pytest.raises(KeyError), set_forward_context(mine):
         raise KeyError
     with pytest.raises(AssertionError, match="outside of set_forward_context"):
         get_forward_context()
 
 
 def test_it_does_not_nest() -> None:
-    with set_forward_context(context()), pytest.raises(AssertionError, match="do not nest"):
-        with set_forward_context(context()):
-            pass
+    with (
+        set_forward_context(context()),
+        pytest.raises(AssertionError, match="do not nest"),
+        set_forward_context(context()),
+    ):
+        pass
 
 
 def test_it_is_frozen() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 
 import pytest
@@ -93,7 +93,7 @@ def test_stream_gives_the_text_so_far(llm: LLM) -> None:
     seen = [output.outputs[0] for output in llm.stream("the first", GREEDY)]
     (whole,) = llm.generate("the first", GREEDY)
     assert [len(completion.token_ids) for completion in seen] == list(range(1, 11))
-    assert all(later.text.startswith(earlier.text) for earlier, later in zip(seen, seen[1:], strict=False))
+    assert all(later.text.startswith(earlier.text) for earlier, later in pairwise(seen))
     assert seen[-1] == whole.outputs[0]
 
 

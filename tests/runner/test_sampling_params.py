@@ -39,7 +39,7 @@ def test_unknown_names_are_told_apart() -> None:
     """vLLM's that we lack by name; a typo with its neighbour."""
     with pytest.raises(RequestError, match="sampling parameter 'min_p' is not yet available"):
         SamplingParams.from_options(min_p=0.1)
-    with pytest.raises(RequestError, match="unknown sampling parameter 'temprature'. Did you mean 'temperature'"):
+    with pytest.raises(RequestError, match=r"unknown sampling parameter 'temprature'\. Did you mean 'temperature'"):
         SamplingParams.from_options(temprature=0.1)
 
 

@@ -45,12 +45,14 @@ def _longrope(original: int) -> dict[str, Any]:
     }
 
 
-def _config(name: str, **options: Any) -> Callable[[], PreTrainedConfig]:
-    def make() -> PreTrainedConfig:
-        config: PreTrainedConfig = getattr(transformers, name)(**{**_COMMON, **options})
-        return config
+def make_config(name: str, **options: Any) -> PreTrainedConfig:
+    """transformers' config class `name`, small, with `options` over the common ones."""
+    config: PreTrainedConfig = getattr(transformers, name)(**{**_COMMON, **options})
+    return config
 
-    return make
+
+def _config(name: str, **options: Any) -> Callable[[], PreTrainedConfig]:
+    return lambda: make_config(name, **options)
 
 
 FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
@@ -135,7 +137,7 @@ UNLISTED: dict[str, Callable[[], PreTrainedConfig]] = {
 
 
 def llama_config(**options: Any) -> PreTrainedConfig:
-    return _config("LlamaConfig", **options)()
+    return make_config("LlamaConfig", **options)
 
 
 def make_model(name: str, seed: int = 0) -> PreTrainedModel:

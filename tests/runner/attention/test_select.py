@@ -21,7 +21,7 @@ def test_a_planned_backend_says_that_it_is_not_there_yet(name: str) -> None:
 
 
 def test_an_unknown_backend_lists_its_neighbour() -> None:
-    with pytest.raises(ConfigError, match="attention_backend='spda' is unknown. Did you mean 'sdpa'"):
+    with pytest.raises(ConfigError, match=r"attention_backend='spda' is unknown\. Did you mean 'sdpa'"):
         select_backend("spda")
 
 

@@ -1,0 +1,252 @@
+"""Loading gives the weights that were saved, or one message that says what is wrong with them."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+
+from piecegraph.errors import (
+    CheckpointError,
+    ConfigError,
+    ModelError,
+    ModelNotFound,
+    PiecegraphError,
+    UnsupportedModel,
+)
+from piecegraph.progress import Phase
+from piecegraph.runner.model_loader import (
+    LoadedModel,
+    ModelSource,
+    load_config,
+    load_model,
+    load_tokenizer,
+    resolve_device,
+    resolve_dtype,
+)
+from tests.runner.tiny_models import llama_config, random_model, save
+
+CPU = torch.device("cpu")
+
+
+def load(model: Path | str, **options: object) -> LoadedModel:
+    source = ModelSource(model=str(model), **options)  # type: ignore[arg-type]
+    return load_model(source, load_config(source), dtype=torch.float32, device=CPU)
+
+
+@pytest.fixture
+def folder(llama_dir: Path, tmp_path: Path) -> Path:
+    """A copy of the tiny Llama's folder, free to be broken."""
+    return Path(shutil.copytree(llama_dir, tmp_path / "model"))
+
+
+def edit_weights(folder: Path, edit: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    weights = load_file(folder / "model.safetensors")
+    edit(weights)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def edit_config(folder: Path, edit: Callable[[dict[str, object]], object]) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    edit(config)
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def test_weights_are_those_saved(llama: PreTrainedModel, llama_dir: Path) -> None:
+    """In eval mode, without gradients, and the load reported."""
+    phases: list[Phase] = []
+    source = ModelSource(model=str(llama_dir))
+    loaded = load_model(source, load_config(source), dtype=torch.float32, device=CPU, on_phase=phases.append)
+    for name, weight in llama.state_dict().items():
+        assert torch.equal(loaded.model.state_dict()[name], weight)
+    assert not loaded.model.training
+    assert not any(parameter.requires_grad for parameter in loaded.model.parameters())
+    assert [phase.name for phase in phases] == ["load", "load"]
+    assert phases[-1].seconds is not None
+    assert "LlamaForCausalLM" in phases[-1].detail
+
+
+def test_weights_are_cast_to_the_dtype_asked_for(llama_dir: Path) -> None:
+    source = ModelSource(model=str(llama_dir))
+    loaded = load_model(source, load_config(source), dtype=torch.bfloat16, device=CPU)
+    assert {parameter.dtype for parameter in loaded.model.parameters()} == {torch.bfloat16}
+
+
+def test_tied_weights_stay_one_tensor(tmp_path: Path) -> None:
+    """A checkpoint without lm_head is whole if the config ties it."""
+    loaded = load(save(random_model(llama_config(tie_word_embeddings=True)), tmp_path))
+    model = loaded.model
+    assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
+
+
+def test_dummy_weights_need_no_checkpoint_and_repeat(folder: Path) -> None:
+    """Random, the same for the same seed, and the process's own random state untouched."""
+    (folder / "model.safetensors").unlink()
+    source = ModelSource(model=str(folder), load_format="dummy")
+    state = torch.get_rng_state()
+    first, second, other = (
+        load_model(source, load_config(source), dtype=torch.float32, device=CPU, seed=seed).model.state_dict()
+        for seed in (0, 0, 1)
+    )
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert not torch.equal(first["lm_head.weight"], other["lm_head.weight"])
+
+
+def test_overrides_change_the_config(llama_dir: Path) -> None:
+    """Also with a field that neither the file nor the class has."""
+    overrides = {"max_position_embeddings": 7, "sliding_window": 3}
+    config = load_config(ModelSource(model=str(llama_dir), hf_overrides=overrides))
+    assert (config.max_position_embeddings, config.sliding_window) == (7, 3)
+    assert config.num_hidden_layers == 2
+
+
+BROKEN_WEIGHTS: list[tuple[Callable[[dict[str, torch.Tensor]], object], str]] = [
+    (lambda w: w.pop("model.layers.1.mlp.up_proj.weight"), r"1 missing: model\.layers\.1\.mlp\.up_proj\.weight"),
+    (lambda w: w.update({"model.layers.1.extra": torch.zeros(1)}), r"1 unexpected: model\.layers\.1\.extra"),
+    (
+        lambda w: w.update({"model.norm.weight": torch.zeros(5)}),
+        r"1 of another shape: model\.norm\.weight \(checkpoint \(5,\), model \(32,\)\)",
+    ),
+    (lambda w: w.clear(), r"\d+ missing: .*\.\.\. and \d more\."),
+]
+
+
+@pytest.mark.parametrize(("edit", "message"), BROKEN_WEIGHTS)
+def test_tensors_that_do_not_fit_are_listed(
+    folder: Path, edit: Callable[[dict[str, torch.Tensor]], object], message: str
+) -> None:
+    edit_weights(folder, edit)
+    with pytest.raises(CheckpointError, match=message):
+        load(folder)
+
+
+def test_several_problems_are_listed_together(folder: Path) -> None:
+    edit_weights(folder, lambda w: w.update(extra=w.pop("lm_head.weight")))
+    with pytest.raises(CheckpointError, match=r"1 missing: lm_head\.weight; 1 unexpected: extra"):
+        load(folder)
+
+
+@pytest.mark.parametrize("size", [0, 4, 200, -100])
+def test_a_truncated_file_is_named(folder: Path, size: int) -> None:
+    file = folder / "model.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(content[:size])
+    with pytest.raises(CheckpointError, match=re.escape(f"{file} is corrupt or truncated")):
+        load(folder)
+
+
+def test_a_folder_without_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="no weights to read at"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("/no/such/folder", "no folder '/no/such/folder'"),
+        ("./nowhere", r"no folder './nowhere'\. Give a model folder, a \.gguf file or a hub id"),
+        ("/no/such/model.gguf", "no file '/no/such/model.gguf'"),
+    ],
+)
+def test_a_path_that_is_not_there(name: str, message: str) -> None:
+    with pytest.raises(ModelNotFound, match=message):
+        load(name)
+
+
+def test_a_hub_id_that_is_not_here_offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelNotFound, match=r"no model 'nobody/nothing': .*offline"):
+        load("nobody/nothing")
+
+
+def test_a_folder_that_is_no_model(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFound, match=r"has no config\.json, so it is not a model"):
+        load(tmp_path)
+
+
+def test_a_file_that_is_no_gguf(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"nothing")
+    with pytest.raises(CheckpointError, match="is not a GGUF file"):
+        load(file)
+
+
+BROKEN_CONFIGS: list[tuple[Callable[[dict[str, object]], object], type[PiecegraphError], str]] = [
+    (lambda c: c.pop("num_attention_heads"), ModelError, r"has no num_attention_heads, .*hf_overrides"),
+    (lambda c: c.update(model_type="no-such-type"), ModelError, "no-such-type"),
+    (lambda c: c.update(num_attention_heads="four"), ModelError, "not valid: .*num_attention_heads"),
+    (
+        lambda c: c.update(quantization_config={"quant_method": "gptq", "bits": 4}),
+        UnsupportedModel,
+        "quantised with 'gptq'",
+    ),
+]
+
+
+@pytest.mark.parametrize(("edit", "error", "message"), BROKEN_CONFIGS)
+def test_a_config_that_cannot_be_used(
+    folder: Path, edit: Callable[[dict[str, object]], object], error: type[PiecegraphError], message: str
+) -> None:
+    edit_config(folder, edit)
+    with pytest.raises(error, match=message):
+        load(folder)
+
+
+def test_a_config_that_is_not_json(folder: Path) -> None:
+    (folder / "config.json").write_text("{")
+    with pytest.raises(ModelError, match=r"config\.json"):
+        load(folder)
+
+
+def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
+    save(random_model(llama_config()), tmp_path)
+    with pytest.raises(ModelError, match=r"no usable tokenizer .*tokenizer=.*skip_tokenizer_init=True"):
+        load_tokenizer(ModelSource(model=str(tmp_path)))
+
+
+def test_the_tokenizer_may_come_from_elsewhere(llama_dir: Path, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(ModelSource(model=str(tmp_path)), str(llama_dir))
+    assert len(tokenizer) == 261
+
+
+def test_load_formats() -> None:
+    with pytest.raises(ConfigError, match=r"load_format='safetensor' is unknown\. Did you mean 'safetensors'"):
+        ModelSource(model="x", load_format="safetensor")
+    with pytest.raises(ConfigError, match=r"load_format='gguf', but 'x' is not a \.gguf file"):
+        ModelSource(model="x", load_format="gguf")
+
+
+def test_dtype_names() -> None:
+    """auto: float32 on the CPU; on a GPU the checkpoint's if it has 16 bits, else bfloat16."""
+    config, gpu = llama_config(), torch.device("cuda")
+    assert resolve_dtype("auto", config, CPU) == torch.float32
+    assert resolve_dtype("auto", config, gpu) == torch.bfloat16
+    assert resolve_dtype("auto", llama_config(dtype=torch.float16), gpu) == torch.float16
+    assert resolve_dtype("half", config, CPU) == torch.float16
+    assert resolve_dtype(torch.bfloat16, config, CPU) == torch.bfloat16
+    with pytest.raises(ConfigError, match=r"dtype='bfloat15' is unknown\. Did you mean 'bfloat16'"):
+        resolve_dtype("bfloat15", config, CPU)
+    with pytest.raises(ConfigError, match=r"dtype=torch\.int8 cannot run here"):
+        resolve_dtype(torch.int8, config, CPU)
+
+
+def test_device_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert resolve_device(None) == resolve_device("cpu") == CPU
+    with pytest.raises(ConfigError, match="device='cuda', but torch sees no NVIDIA GPU"):
+        resolve_device("cuda")
+    with pytest.raises(ConfigError, match="device='gpu' is not a device"):
+        resolve_device("gpu")
+    with pytest.raises(ConfigError, match="device='meta' cannot run here"):
+        resolve_device("meta")
