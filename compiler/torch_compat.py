@@ -20,6 +20,7 @@ import torch
 import torch._dynamo
 import torch._guards
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.node import Node
@@ -256,7 +257,7 @@ def propagate_fakes(graph_module: fx.GraphModule, examples: Sequence[Any], fake_
                 n.meta["example_value"] = value
             return value
 
-    with fake_mode, torch.no_grad():
+    with fake_mode, enable_python_dispatcher(), torch.no_grad():
         Propagate(graph_module).run(*examples)
 
 
