@@ -15,31 +15,42 @@ FLOAT32_NOISE = 1e-4
 """Of a logit of magnitude one; measured differences on these models stay ten times below."""
 
 
-@torch.no_grad()
 def generate_alone(model: PreTrainedModel, prompt: Sequence[int], num_tokens: int) -> list[int]:
     """transformers' greedy answer to one prompt, with its eager attention."""
+    return generate_together(model, [prompt], num_tokens)[0]
+
+
+@torch.no_grad()
+def generate_together(model: PreTrainedModel, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[list[int]]:
+    """transformers' greedy answers to several prompts in one left-padded batch."""
+    longest = max(len(prompt) for prompt in prompts)
     model.set_attn_implementation("eager")
     output = model.generate(  # type: ignore[operator]  # GenerationMixin's
-        torch.tensor([list(prompt)]),
-        attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+        torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts]),
+        attention_mask=torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]),
         max_new_tokens=num_tokens,
         do_sample=False,
         eos_token_id=None,
         pad_token_id=0,
     )
-    tokens: list[int] = output[0, len(prompt) :].tolist()
+    tokens: list[list[int]] = output[:, longest:].tolist()
     return tokens
 
 
-def assert_same_tokens(
-    model: PreTrainedModel, prompt: Sequence[int], ours: Sequence[int], noise: float = FLOAT32_NOISE
-) -> None:
+def assert_same_tokens(model: PreTrainedModel, prompt: Sequence[int], ours: Sequence[int]) -> None:
     """`ours` is what `model` would generate alone after `prompt`, by the margin rule."""
-    theirs = generate_alone(model, prompt, len(ours))
+    assert_within_margin(model, prompt, ours, generate_alone(model, prompt, len(ours)))
+
+
+def assert_within_margin(
+    model: PreTrainedModel, prompt: Sequence[int], ours: Sequence[int], theirs: Sequence[int]
+) -> None:
+    """`ours` equals `theirs`, up to a step where `model`'s own logits of the two tokens nearly tie."""
     for step, (our, their) in enumerate(zip(ours, theirs, strict=True)):
         if our != their:
             margin, scale = _margin(model, [*prompt, *theirs[:step]], our, their)
-            assert margin <= noise * scale, f"token {step}: {our}, not {their}, whose logit is {margin:.2g} higher"
+            limit = FLOAT32_NOISE * scale
+            assert abs(margin) <= limit, f"token {step}: {our}, not {their}, whose logit is {margin:.2g} higher"
             return
 
 
