@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +18,7 @@ from piecegraph.runner.attention.transformers_attention import (
     register_attention,
 )
 from piecegraph.runner.model_support import check_class, check_config
+from piecegraph.runner.quiet_transformers import quiet_transformers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -85,7 +85,7 @@ def load_config(source: ModelSource) -> PreTrainedConfig:
     from transformers import AutoConfig, PreTrainedConfig
 
     _check_exists(source)
-    with _quiet_transformers():
+    with quiet_transformers():
         try:
             written = None
             if not source.is_gguf:
@@ -162,11 +162,16 @@ def load_model(
     started = time.monotonic()
     if on_phase is not None:
         on_phase(Phase(name="load", detail=source.model))
+
+    def on_weights(done: int, total: int) -> None:
+        if on_phase is not None:
+            on_phase(Phase(name="load", done=done, total=total, detail=source.model))
+
     register_attention()
     known_class = _known_class(config)
     if known_class is not None:
         check_class(known_class)
-    with _quiet_transformers():
+    with quiet_transformers(on_weights):
         if source.load_format == "dummy":
             model = _random_model(source, config, dtype, device, seed)
         else:
@@ -187,7 +192,7 @@ def load_tokenizer(source: ModelSource, tokenizer: str | None = None) -> PreTrai
     from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
     options = source.options if tokenizer is None else {"trust_remote_code": source.trust_remote_code}
-    with _quiet_transformers():
+    with quiet_transformers():
         try:
             loaded = AutoTokenizer.from_pretrained(tokenizer or source.location, **options)
         except Exception as error:  # whatever a broken or absent tokenizer makes transformers raise
@@ -338,19 +343,3 @@ def _not_found(source: ModelSource, error: OSError) -> str:
 def _first_line(error: BaseException) -> str:
     text = str(error).strip()
     return text.splitlines()[0].rstrip(".") if text else type(error).__name__
-
-
-@contextlib.contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    """Keep transformers' warnings and progress bars off the terminal: what matters in them we raise."""
-    from transformers.utils import logging
-
-    verbosity, has_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if has_bar:
-            logging.enable_progress_bar()
