@@ -45,6 +45,7 @@ class Built:
     forward: Forward
     plan: Plan
     source: str
+    namespace: Mapping[str, Any]  # what the source reads: pieces, ops and bound values by name
     split_calls: tuple[SplitCall, ...]
     unique: tuple[UniquePiece, ...]
     compiled: tuple[CompiledPiece, ...]
@@ -143,6 +144,7 @@ def build(
         forward=forward,
         plan=plan,
         source=source,
+        namespace=namespace,
         split_calls=calls,
         unique=unique,
         compiled=compiled,

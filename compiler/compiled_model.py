@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -11,12 +12,18 @@ from piecegraph.compiler.build import BeforeCompile, Built, NamedInputs, build, 
 from piecegraph.compiler.call_spec import CallSpec, ResultSpec
 from piecegraph.compiler.dynamic_dims import DynamicDims
 from piecegraph.compiler.guards import GuardAudit
+from piecegraph.compiler.piece_compiler import RunPiece
 from piecegraph.compiler.plan import Plan, SplitCall
 from piecegraph.compiler.report import CompileReport
 from piecegraph.compiler.trace import ArgumentInput, BoundInput, SizeInput, Traced, trace
 from piecegraph.config import CompileConfig
 from piecegraph.errors import CompileError, InputMismatch, NotCompiled
 from piecegraph.progress import OnPhase, Phase
+
+if TYPE_CHECKING:
+    from piecegraph.compiler.graphs.batch_descriptor import BatchDescriptor
+    from piecegraph.compiler.graphs.capture import MakeInputs
+    from piecegraph.compiler.graphs.graphs import Graphs
 
 WEIGHT_CHECK_INTERVAL = 1024
 """Calls between two checks that the module's parameters and buffers are still the bound tensors."""
@@ -105,6 +112,26 @@ class CompiledModel:
         """What Dynamo guarded on, and why each guard needs no check per call. Printable."""
         return self._compiled().guards
 
+    def capture(self, descriptors: Sequence[BatchDescriptor], make_inputs: MakeInputs, **options: Any) -> Graphs:
+        """Short for `piecegraph.capture(self, descriptors, make_inputs, ...)`."""
+        from piecegraph.compiler.graphs.capture import capture
+
+        return capture(self, descriptors, make_inputs, **options)
+
+    def parts(self, args: Sequence[Any]) -> Parts:
+        """The stitched module taken apart over these arguments, for whoever replays it step by step.
+
+        Traces and compiles first if that has not happened. Raises `InputMismatch` as a call would.
+        """
+        self._refuse_closed()
+        if self._ready is None:
+            self.compile_for(args, {})
+        return self._compiled().parts(args)
+
+    def bound_tensors(self) -> list[tuple[str, torch.Tensor]]:
+        """Every parameter, buffer and constant the pieces read, by name."""
+        return self._compiled().bound_tensors()
+
     def close(self) -> None:
         """Let go of the module, its weights and the compiled pieces; further calls raise `CompileError`."""
         self._closed = True
@@ -133,6 +160,17 @@ class CompiledModel:
             raise CompileError("this CompiledModel is closed.")
 
 
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """A plan, what its steps run, and the values of its arguments."""
+
+    plan: Plan
+    pieces: tuple[RunPiece, ...]  # by unique index
+    namespace: Mapping[str, Any]
+    arguments: tuple[Any, ...]
+    build: Callable[[Sequence[Any]], Any]  # the plan's results to the model's result
+
+
 class _Ready:
     """A traced and built model: binds a call's arguments, runs the stitched module, builds the result."""
 
@@ -156,10 +194,27 @@ class _Ready:
         if self._calls % WEIGHT_CHECK_INTERVAL == 0:
             self._weights.check()
         self._calls += 1
-        arguments = [sizes[i.name] if isinstance(i, SizeInput) else values[i.leaf] for i in self._inputs]
         with torch.no_grad():
-            outputs = self.built.forward(*arguments)
+            outputs = self.built.forward(*self._arguments(values, sizes))
         return self._result_spec.build(outputs, values)
+
+    def parts(self, args: Sequence[Any]) -> Parts:
+        values, sizes = self._call_spec.bind(args, {})
+        self._check_sizes(sizes)
+        return Parts(
+            plan=self.built.plan,
+            pieces=tuple(piece.run for piece in self.built.compiled),
+            namespace=self.built.namespace,
+            arguments=self._arguments(values, sizes),
+            build=lambda results: self._result_spec.build(results, values),
+        )
+
+    def _arguments(self, values: Sequence[Any], sizes: Mapping[str, int]) -> tuple[Any, ...]:
+        return tuple(sizes[i.name] if isinstance(i, SizeInput) else values[i.leaf] for i in self._inputs)
+
+    def bound_tensors(self) -> list[tuple[str, torch.Tensor]]:
+        named = [(slot.name, self.built.namespace[slot.name]) for slot in self.built.plan.bound]
+        return [(name, value) for name, value in named if isinstance(value, torch.Tensor)]
 
     def _check_sizes(self, sizes: Mapping[str, int]) -> None:
         """Raise `InputMismatch` if these sizes break a relation the trace relies on."""

@@ -361,6 +361,32 @@ def apply_process_settings(settings: Mapping[str, Any]) -> None:
     torch.set_float32_matmul_precision(settings["float32_matmul_precision"])
 
 
+# -- CUDA graphs --------------------------------------------------------------------------------
+
+
+def alias_without_ownership(tensor: torch.Tensor) -> torch.Tensor:
+    """A CUDA tensor over the same memory that does not keep it: a graph pool may hand it out again."""
+    address = tensor.untyped_storage().data_ptr()
+    nbytes = tensor.untyped_storage().nbytes()
+    storage = torch._C._construct_storage_from_data_pointer(address, tensor.device, nbytes)
+    metadata = {
+        "size": tensor.shape,
+        "stride": tensor.stride(),
+        "dtype": tensor.dtype,
+        "device": tensor.device,
+        "storage_offset": tensor.storage_offset(),
+    }
+    return torch._C._construct_CUDA_Tensor_From_Storage_And_Metadata(metadata, storage)
+
+
+def abandon_capture(graph: torch.cuda.CUDAGraph) -> None:
+    """End a capture that went wrong, whatever state it is in, and free what it took."""
+    with contextlib.suppress(RuntimeError):
+        graph.capture_end()
+    with contextlib.suppress(RuntimeError):
+        graph.reset()
+
+
 # -- logs ---------------------------------------------------------------------------------------
 
 

@@ -12,6 +12,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from piecegraph.compiler.api import compile, compiled_models
     from piecegraph.compiler.compiled_model import CompiledModel
+    from piecegraph.compiler.graphs.batch_descriptor import BatchDescriptor
+    from piecegraph.compiler.graphs.capture import capture
+    from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
+    from piecegraph.compiler.graphs.graphs import Graphs
     from piecegraph.config import CompileConfig
     from piecegraph.runner.llm import LLM
     from piecegraph.runner.outputs import CompletionOutput, RequestOutput
@@ -20,6 +24,10 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
+    "capture": "piecegraph.compiler.graphs.capture",
+    "Graphs": "piecegraph.compiler.graphs.graphs",
+    "CUDAGraphMode": "piecegraph.compiler.graphs.cudagraph_mode",
+    "BatchDescriptor": "piecegraph.compiler.graphs.batch_descriptor",
     "CompileConfig": "piecegraph.config",
     "CompiledModel": "piecegraph.compiler.compiled_model",
     "CompletionOutput": "piecegraph.runner.outputs",
@@ -32,11 +40,15 @@ _HOME = {
 
 __all__ = [
     "LLM",
+    "BatchDescriptor",
+    "CUDAGraphMode",
     "CompileConfig",
     "CompiledModel",
     "CompletionOutput",
+    "Graphs",
     "RequestOutput",
     "SamplingParams",
+    "capture",
     "compile",
     "compiled_models",
 ]

@@ -1,0 +1,207 @@
+"""`piecegraph.capture`: warm up and record every graph that will be replayed."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from piecegraph.compiler.compiled_model import CompiledModel
+from piecegraph.compiler.graphs.addresses import addresses_of
+from piecegraph.compiler.graphs.batch_descriptor import BatchDescriptor
+from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
+from piecegraph.compiler.graphs.graphs import ADDRESS_CHECK_INTERVAL, CapturedGraph, FailedCapture, Graphs
+from piecegraph.compiler.graphs.recorder import Recorder, Recording, make_recorder
+from piecegraph.compiler.graphs.replay_plan import ReplayPlan, ReplayStep, record_plan, run_plan
+from piecegraph.errors import CaptureError, OutOfMemory, UsageError
+from piecegraph.progress import OnPhase, Phase
+
+logger = logging.getLogger(__name__)
+
+MakeInputs = Callable[[BatchDescriptor], Sequence[Any]]
+Context = Callable[[BatchDescriptor, str], AbstractContextManager[Any]]
+
+WARMUP_RUNS = 2
+"""Runs of the very ops before recording: lazily loaded kernels and autotuning must not be recorded."""
+
+
+def capture(
+    step: Callable[..., Any],
+    descriptors: Sequence[BatchDescriptor],
+    make_inputs: MakeInputs,
+    *,
+    mode: CUDAGraphMode | str,
+    context: Context | None = None,
+    pool: Any = None,
+    stream: torch.cuda.Stream | None = None,
+    kind: str = "auto",
+    strict: bool = False,
+    check_interval: int = ADDRESS_CHECK_INTERVAL,
+    max_bytes: int | None = None,
+    on_phase: OnPhase | None = None,
+) -> Graphs:
+    """Capture one graph (FULL) or one chain of graphs (PIECEWISE) per descriptor, largest first.
+
+    `step`: for FULL any callable (it may hold input preparation, logits and sampling); for PIECEWISE
+    a `CompiledModel`. `make_inputs(descriptor)` gives its positional arguments: these tensors are the
+    static inputs and stay the caller's. `context(descriptor, phase)`, phase "warmup" or "capture", is
+    entered around each run; metadata that kernels read must be persistent buffers of the caller.
+    `pool` and `stream` default to new ones; `kind` is "cuda", "recorded" (no GPU needed) or "auto".
+
+    A descriptor whose capture raises becomes NONE with one warning, listed in `Graphs.failed`;
+    `strict` raises `CaptureError` instead, with everything captured so far freed. With `max_bytes`,
+    capture stops before the pool outgrows it, by the bytes of the graph before (they descend).
+    `check_interval`: address checks on the first replay of a graph and every so many after.
+
+    Raises `UsageError` for a mode a single batch cannot run under, a `step` PIECEWISE cannot cut, or
+    duplicate descriptors.
+    """
+    mode = CUDAGraphMode.parse(mode)
+    if mode not in (CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE):
+        raise UsageError(f"capture takes mode FULL or PIECEWISE, not {mode.value}; call it once for each.")
+    if mode is CUDAGraphMode.PIECEWISE and not isinstance(step, CompiledModel):
+        raise UsageError(
+            f"PIECEWISE captures the pieces of a CompiledModel, and step is {type(step).__name__}. "
+            "Compile it with piecegraph.compile, or capture it with mode FULL."
+        )
+    if len(set(descriptors)) != len(descriptors):
+        raise UsageError("descriptors has duplicates; one graph is captured per descriptor.")
+    if check_interval < 1:
+        raise UsageError(f"check_interval={check_interval}; it is a number of replays, 1 or more.")
+    notify = on_phase or (lambda phase: None)
+    context = context or (lambda descriptor, phase: nullcontext())
+    ordered = sorted(descriptors, key=lambda d: (d.num_tokens, d.num_reqs or 0), reverse=True)
+    captured: dict[BatchDescriptor, CapturedGraph] = {}
+    failed: list[FailedCapture] = []
+    recorder: Recorder | None = None
+    started = time.perf_counter()
+    spent = 0
+    with _gc_frozen():
+        for number, descriptor in enumerate(ordered):
+            notify(
+                Phase(name="capture", done=number, total=len(ordered), detail=f"{mode.value} {descriptor.num_tokens}")
+            )
+            reason: str | None = None
+            error: BaseException | None = None
+            last = next(reversed(captured.values()), None)
+            if max_bytes is not None and last is not None and spent + last.nbytes > max_bytes:
+                reason = f"{spent} bytes of graphs so far and {last.nbytes} more would pass max_bytes={max_bytes}"
+            else:
+                try:
+                    static_inputs = tuple(make_inputs(descriptor))
+                    if recorder is None:
+                        recorder = make_recorder(kind, _device_of(static_inputs), pool, stream)
+                    graph = _capture_one(step, descriptor, static_inputs, mode, context, recorder)
+                    captured[descriptor] = graph
+                    spent += graph.nbytes
+                except (CaptureError, UsageError):
+                    raise
+                except Exception as raised:
+                    error, reason = raised, f"{type(raised).__name__}: {raised}"
+            if reason is not None:
+                failed.append(FailedCapture(descriptor, reason))
+                if strict:
+                    Graphs(captured, mode=mode, kind="", pool=None, failed=(), check_interval=1).close()
+                    kind_of_error = OutOfMemory if isinstance(error, torch.OutOfMemoryError) else CaptureError
+                    raise kind_of_error(f"capturing {descriptor} failed: {reason}") from error
+                logger.warning("%s runs without graphs: its capture failed: %s", descriptor, reason)
+    seconds = time.perf_counter() - started
+    detail = f"{len(captured)} {mode.value} graphs, {spent / 2**20:.0f} MiB"
+    notify(Phase(name="capture", done=len(ordered), total=len(ordered), seconds=seconds, detail=detail))
+    return Graphs(
+        captured,
+        mode=mode,
+        kind=recorder.kind if recorder is not None else kind,
+        pool=getattr(recorder, "pool", None),
+        failed=failed,
+        check_interval=check_interval,
+    )
+
+
+def _capture_one(
+    step: Callable[..., Any],
+    descriptor: BatchDescriptor,
+    static_inputs: tuple[Any, ...],
+    mode: CUDAGraphMode,
+    context: Context,
+    recorder: Recorder,
+) -> CapturedGraph:
+    began = time.perf_counter()
+    bytes_before = recorder.used_bytes()
+    named = [(f"input {i} of {descriptor}", t) for i, t in enumerate(static_inputs) if isinstance(t, torch.Tensor)]
+    with torch.no_grad(), recorder.on_stream():
+        if mode is CUDAGraphMode.FULL:
+            for _ in range(WARMUP_RUNS):
+                with context(descriptor, "warmup"):
+                    step(*static_inputs)
+            plan, result = _record_full(step, static_inputs, partial(context, descriptor, "capture"), recorder)
+            named += step.bound_tensors() if isinstance(step, CompiledModel) else []
+        else:
+            assert isinstance(step, CompiledModel), "checked by capture"
+            parts = step.parts(static_inputs)
+            for _ in range(WARMUP_RUNS):
+                with context(descriptor, "warmup"):
+                    run_plan(parts.plan, parts.pieces, parts.namespace, parts.arguments)
+            with context(descriptor, "capture"):
+                plan = record_plan(parts.plan, parts.pieces, parts.namespace, parts.arguments, recorder)
+            result = parts.build(plan.results)
+            named += step.bound_tensors()
+    return CapturedGraph(
+        descriptor=descriptor,
+        plan=plan,
+        static_inputs=static_inputs,
+        result=result,
+        addresses=addresses_of(named),
+        nbytes=max(recorder.used_bytes() - bytes_before, 0),
+        seconds=time.perf_counter() - began,
+    )
+
+
+def _record_full(
+    step: Callable[..., Any],
+    static_inputs: tuple[Any, ...],
+    context: Callable[[], AbstractContextManager[Any]],
+    recorder: Recorder,
+) -> tuple[ReplayPlan, Any]:
+    """One recording of the whole step; its result's tensors become views without ownership."""
+    trees: list[pytree.TreeSpec] = []
+
+    def run() -> list[Any]:
+        with context():
+            leaves, tree = pytree.tree_flatten(step(*static_inputs))
+        trees.append(tree)
+        return leaves
+
+    recording = recorder.record(run)
+    results = tuple(recorder.weak(value) for value in recording.outputs)
+    kept = Recording(recording.replay, (), recording.release)
+    plan = ReplayPlan((ReplayStep(recording.replay, "full step", "graph"),), results, (kept,))
+    return plan, pytree.tree_unflatten(list(results), trees[0])
+
+
+def _device_of(static_inputs: Sequence[Any]) -> torch.device:
+    devices = {value.device for value in static_inputs if isinstance(value, torch.Tensor)}
+    cuda = {device for device in devices if device.type == "cuda"}
+    if len(cuda) > 1:
+        raise CaptureError(f"the static inputs are on several devices, {sorted(map(str, cuda))}; a graph runs on one.")
+    return next(iter(cuda or devices), torch.device("cpu"))
+
+
+@contextmanager
+def _gc_frozen() -> Iterator[None]:
+    """No collection while capturing: it could free a graph, or memory, in the middle of another."""
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -1,0 +1,139 @@
+"""Record a function over fixed buffers and run it again: as a CUDA graph, or, where there is no GPU,
+as the function itself with the same rules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from piecegraph.compiler import torch_compat
+from piecegraph.errors import CaptureError
+
+Outputs = Sequence[Any]  # tensors, and sizes as numbers
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """One recorded function: `replay` writes `outputs` again. `release` frees it."""
+
+    replay: Callable[[], None]
+    outputs: tuple[Any, ...]
+    release: Callable[[], None]
+
+
+class Recorder(Protocol):
+    """Records functions of no arguments, one after the other, in one memory pool on one stream.
+
+    Replays of recordings that belong together must run in the order they were recorded: memory a
+    later one frees is used again.
+    """
+
+    kind: str
+
+    def on_stream(self) -> AbstractContextManager[Any]:
+        """Warm-up and recording happen inside this; the caller's stream is current again after it."""
+
+    def record(self, run: Callable[[], Outputs]) -> Recording:
+        """Run once, recording. Whatever `run` raises leaves no half-made recording behind."""
+
+    def weak(self, value: Any) -> Any:
+        """The same memory without keeping it: it stays the recording's to reuse."""
+
+    def used_bytes(self) -> int:
+        """Bytes the pool holds now."""
+
+
+class CudaRecorder:
+    """CUDA graphs in one pool, captured on one stream."""
+
+    kind = "cuda"
+
+    def __init__(self, device: torch.device, pool: Any = None, stream: torch.cuda.Stream | None = None) -> None:
+        self.device = device
+        self.pool = torch.cuda.graph_pool_handle() if pool is None else pool
+        self.stream = torch.cuda.Stream(device) if stream is None else stream
+
+    def on_stream(self) -> AbstractContextManager[Any]:
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        return torch.cuda.stream(self.stream)
+
+    def record(self, run: Callable[[], Outputs]) -> Recording:
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+        try:
+            outputs = tuple(run())
+        except BaseException:
+            torch_compat.abandon_capture(graph)
+            raise
+        graph.capture_end()
+        return Recording(graph.replay, outputs, graph.reset)
+
+    def weak(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.device.type == "cuda":
+            return torch_compat.alias_without_ownership(value)
+        return value
+
+    def used_bytes(self) -> int:
+        return torch.cuda.memory_reserved(self.device)
+
+
+class FunctionRecorder:
+    """`kind="recorded"`: the function is kept and run again over its buffers; results are copied into
+    the first run's outputs, whose addresses therefore stay. No speed, every other rule."""
+
+    kind = "recorded"
+
+    def __init__(self) -> None:
+        self._bytes = 0
+
+    def on_stream(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def record(self, run: Callable[[], Outputs]) -> Recording:
+        outputs = tuple(run())
+        own = sum(value.untyped_storage().nbytes() for value in outputs if isinstance(value, torch.Tensor))
+        self._bytes += own
+        released = False
+
+        def replay() -> None:
+            if released:
+                raise CaptureError("this graph was released; its Graphs are closed.")
+            for kept, value in zip(outputs, run(), strict=True):
+                if isinstance(kept, torch.Tensor) and kept.data_ptr() != value.data_ptr():
+                    kept.copy_(value)
+
+        def release() -> None:
+            nonlocal released
+            if not released:
+                self._bytes -= own
+            released = True
+
+        return Recording(replay, outputs, release)
+
+    def weak(self, value: Any) -> Any:
+        return value
+
+    def used_bytes(self) -> int:
+        return self._bytes
+
+
+def make_recorder(kind: str, device: torch.device, pool: Any = None, stream: Any = None) -> Recorder:
+    """The recorder `kind` names; `"auto"` is `"cuda"` on a CUDA device, else `"recorded"`.
+
+    Raises `CaptureError` where CUDA graphs are asked for and there is no CUDA device.
+    """
+    if kind not in ("auto", "cuda", "recorded"):
+        raise CaptureError(f"kind={kind!r} is unknown; it is 'auto', 'cuda' or 'recorded'.")
+    if kind == "cuda" and device.type != "cuda":
+        raise CaptureError(
+            f"kind='cuda' needs static inputs on a CUDA device; they are on {device}. Use kind='recorded'."
+        )
+    if kind == "recorded" or device.type != "cuda":
+        if stream is not None or (pool is not None and device.type != "cuda"):
+            raise CaptureError("pool and stream belong to CUDA graphs; kind='recorded' has neither. Leave them out.")
+        return FunctionRecorder()
+    return CudaRecorder(device, pool, stream)
