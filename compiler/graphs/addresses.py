@@ -31,5 +31,6 @@ def check_addresses(captured: Sequence[NamedAddress]) -> None:
         if place.tensor.data_ptr() != place.address or place.tensor.untyped_storage().nbytes() < place.nbytes:
             raise CaptureError(
                 f"{place.name} moved after the graph was captured (from {place.address:#x} to "
-                f"{place.tensor.data_ptr():#x}), so a replay would read stale memory. Change its values in place (copy_), or capture again."
+                f"{place.tensor.data_ptr():#x}), so a replay would read stale memory. Change its values in place "
+                "(copy_), or capture again."
             )

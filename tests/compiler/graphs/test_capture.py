@@ -173,7 +173,8 @@ def test_failures_inside_a_capture_leave_that_bucket_without_graphs(
             assert torch.equal(graphs.replay(DESCRIPTORS[2], *inputs), expected)
         assert torch.equal(compiled(*inputs), expected)
         graphs.close()
-    assert len(caplog.records) == total  # one warning each
+    ours = [record for record in caplog.records if record.name.startswith("piecegraph")]
+    assert len(ours) == total  # one warning each
     fails.calls, fails.at = 0, 20
     with pytest.raises(CaptureError, match=r"capturing BatchDescriptor\(num_tokens=2\) failed: RuntimeError: injected"):
         compiled.capture(DESCRIPTORS, StaticInputs(), mode="PIECEWISE", strict=True)
