@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -91,7 +92,7 @@ class LLM:
             model = embedded_model_dir(on_phase)
         config = EngineConfig(
             source=ModelSource(
-                model=str(model),
+                model=os.path.expanduser(model),
                 revision=revision,
                 trust_remote_code=trust_remote_code,
                 load_format=load_format,

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import PreTrainedModel
+
 from piecegraph import LLM, SamplingParams
 from tests.runner.margin_rule import assert_same_tokens
 from tests.runner.tiny_models import llama_config, random_model
-from transformers import PreTrainedModel
 
 
 def write_gguf(model: PreTrainedModel, file: Path) -> None:
