@@ -11,6 +11,7 @@ import os
 import sys
 import threading
 import types
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,7 +77,9 @@ def dynamo_graph(function: Callable[..., Any], args: Sequence[Any]) -> DynamoGra
         suppress_errors=False,
     )
     try:
-        with config:
+        with config, warnings.catch_warnings():
+            # transformers caches a few lookups; Dynamo traces through them, which is what is wanted.
+            warnings.filterwarnings("ignore", message=".*lru_cache.*", category=UserWarning)
             optimize = torch._dynamo.optimize(capture, nopython=True, guard_filter_fn=drop_guards)
             result = optimize(fresh)(*args)
     finally:
@@ -377,6 +380,11 @@ def alias_without_ownership(tensor: torch.Tensor) -> torch.Tensor:
         "storage_offset": tensor.storage_offset(),
     }
     return torch._C._construct_CUDA_Tensor_From_Storage_And_Metadata(metadata, storage)
+
+
+def forget_cublas_workspaces() -> None:
+    """Let go of the scratch memory cuBLAS keeps per stream: what a graph captured with stays in its pool."""
+    torch._C._cuda_clearCublasWorkspaces()
 
 
 def abandon_capture(graph: torch.cuda.CUDAGraph) -> None:

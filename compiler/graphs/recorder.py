@@ -63,6 +63,7 @@ class CudaRecorder:
 
     def record(self, run: Callable[[], Outputs]) -> Recording:
         graph = torch.cuda.CUDAGraph()
+        torch_compat.forget_cublas_workspaces()  # it is to take one from this pool, not one that eager calls share
         graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
         try:
             outputs = tuple(run())
@@ -70,6 +71,7 @@ class CudaRecorder:
             torch_compat.abandon_capture(graph)
             raise
         graph.capture_end()
+        torch_compat.forget_cublas_workspaces()  # and nobody else is to keep it
         return Recording(graph.replay, outputs, graph.reset)
 
     def weak(self, value: Any) -> Any:

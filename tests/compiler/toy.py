@@ -13,13 +13,13 @@ def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out:
 
 
 _library.define("attention(Tensor q, Tensor k, Tensor v, Tensor(a!) out, str layer) -> ()")
-_library.impl("attention", _attention, "CPU")
+_library.impl("attention", _attention, "CompositeExplicitAutograd")
 _library.impl("attention", lambda *args: None, "Meta")
 _library.define("pair(Tensor x) -> (Tensor, Tensor)")
-_library.impl("pair", lambda x: (x + 1, x * 2), "CPU")
+_library.impl("pair", lambda x: (x + 1, x * 2), "CompositeExplicitAutograd")
 _library.impl("pair", lambda x: (torch.empty_like(x), torch.empty_like(x)), "Meta")
 _library.define("triple(Tensor x) -> Tensor")
-_library.impl("triple", lambda x: x * 3, "CPU")
+_library.impl("triple", lambda x: x * 3, "CompositeExplicitAutograd")
 _library.impl("triple", lambda x: torch.empty_like(x), "Meta")
 
 SPLIT_OPS = ("pgtoy::attention",)

@@ -25,7 +25,8 @@ def test_family_answers_as_transformers_does(name: str, compiler: str, tmp_path:
     """Greedy, float32, a ragged batch at once against each prompt alone."""
     model = make_model(name)
     prompts = PROMPTS[2:] if name == "phi3-longrope-long" else PROMPTS  # transformers' regime depends on the prompt
-    with LLM(save(model, tmp_path), skip_tokenizer_init=True, compiler=compiler, compile_workers=0) as llm:
+    folder = save(model, tmp_path)
+    with LLM(folder, skip_tokenizer_init=True, dtype="float32", compiler=compiler, compile_workers=0) as llm:
         outputs = llm.generate(
             [{"prompt_token_ids": prompt} for prompt in prompts], SamplingParams(temperature=0.0, max_tokens=20)
         )

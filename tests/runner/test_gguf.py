@@ -44,7 +44,9 @@ def test_a_gguf_file_answers_as_the_model_it_was_made_from(tmp_path: Path) -> No
     model = random_model(llama_config())
     write_gguf(model, tmp_path / "tiny.gguf")
     prompts = [[5, 6, 7, 8], [90]]
-    with LLM(tmp_path / "tiny.gguf", skip_tokenizer_init=True, compiler="eager", num_kv_blocks=16) as llm:
+    with LLM(
+        tmp_path / "tiny.gguf", skip_tokenizer_init=True, dtype="float32", compiler="eager", num_kv_blocks=16
+    ) as llm:
         outputs = llm.generate(
             [{"prompt_token_ids": prompt} for prompt in prompts],
             SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True),

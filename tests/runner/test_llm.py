@@ -80,7 +80,7 @@ def test_eos_ends_a_text_unless_ignored(llama: PreTrainedModel, llama_dir: Path,
     eos = tokens[3]
     folder = shutil.copytree(llama_dir, tmp_path / "model")
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, eos]}))
-    with LLM(folder, compiler="eager", skip_tokenizer_init=True, num_kv_blocks=8) as llm:
+    with LLM(folder, dtype="float32", compiler="eager", skip_tokenizer_init=True, num_kv_blocks=8) as llm:
         (output,) = llm.generate({"prompt_token_ids": prompt}, SamplingParams(temperature=0.0, max_tokens=8))
         assert output.outputs[0].token_ids == tokens[: tokens.index(eos) + 1]
         assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason) == ("stop", None)
@@ -171,6 +171,7 @@ def test_small_steps_and_few_blocks_change_no_token(llama_dir: Path, llama: PreT
     with LLM(
         llama_dir,
         skip_tokenizer_init=True,
+        dtype="float32",
         compiler="eager",
         max_num_seqs=2,
         max_num_batched_tokens=7,
@@ -183,7 +184,7 @@ def test_small_steps_and_few_blocks_change_no_token(llama_dir: Path, llama: PreT
 
 
 def test_without_a_tokenizer_there_is_no_text(llama_dir: Path) -> None:
-    with LLM(llama_dir, skip_tokenizer_init=True, compiler="eager", num_kv_blocks=8) as llm:
+    with LLM(llama_dir, skip_tokenizer_init=True, dtype="float32", compiler="eager", num_kv_blocks=8) as llm:
         (output,) = llm.generate({"prompt_token_ids": [5]}, GREEDY)
         assert (output.outputs[0].text, len(output.outputs[0].token_ids)) == ("", 10)
         with pytest.raises(RequestError, match="a text prompt needs a tokenizer"):

@@ -57,6 +57,7 @@ def test_random_decoder_on_a_ragged_batch(
         LLM(
             save(model, Path(folder)),
             skip_tokenizer_init=True,
+            dtype="float32",
             compiler="eager",
             max_num_batched_tokens=budget,
             block_size=block_size,

