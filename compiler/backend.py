@@ -87,8 +87,10 @@ _models_lock = threading.Lock()
 
 def compile_backend(
     gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None
-) -> GraphModel:
+) -> Callable[..., tuple[Any, ...]]:
     """The `torch_dynamo_backends` entry point; `options` are `CompileConfig` fields.
+
+    Returns a plain function, as tools that look into Dynamo's cache (depyf) expect.
 
     Raises `CompileError` where gradients would be wanted: piecegraph compiles for inference.
     """
@@ -109,7 +111,11 @@ def compile_backend(
     model = GraphModel(built, _Origin(torch_compat.code_being_traced(), example_inputs))
     with _models_lock:
         _models_in_order.append(weakref.ref(model))
-    return model
+
+    def run_graph(*args: Any) -> tuple[Any, ...]:
+        return model(*args)
+
+    return run_graph
 
 
 def graph_models_of(compiled: Callable[..., Any]) -> tuple[GraphModel, ...]:

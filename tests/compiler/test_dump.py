@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ import pytest
 import piecegraph as pg
 from piecegraph.errors import ConfigError
 from tests.compiler.toy import DIMS, SPLIT_OPS, Decoder, batch
+
+ROOT = Path(__file__).parents[2]
 
 
 def compile_into(folder: Path) -> pg.CompiledModel:
@@ -50,3 +53,23 @@ def test_structured_trace_carries_pieces_and_source(tmp_path: Path) -> None:
     log = "".join(path.read_text() for path in tmp_path.glob("*.log"))
     for name in ("piecegraph_piece_0", "piecegraph_piece_3", "piecegraph_stitched"):
         assert f'"{name}"' in log
+
+
+def test_depyf_sees_what_torch_compiled(tmp_path: Path) -> None:
+    """By name and by piecegraph.compile: depyf's folder has the graphs and the decompiled bytecode."""
+    if find_spec("depyf") is None:
+        pytest.skip("depyf is not installed")
+    program = f"""
+        import depyf, torch, piecegraph as pg
+        from tests.compiler.toy import DIMS, SPLIT_OPS, Decoder, batch
+        model = Decoder(2).requires_grad_(False)
+        options = {{"split_ops": list(SPLIT_OPS), "compiler": "eager"}}
+        with depyf.prepare_debug({str(tmp_path)!r}):
+            torch.compile(model, backend="piecegraph", fullgraph=True, dynamic=True, options=options)(*batch(9, 3))
+            config = pg.CompileConfig(split_ops=SPLIT_OPS, compiler="eager")
+            pg.compile(model, config, dynamic_dims=DIMS, example_inputs=batch(4))
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True, capture_output=True, cwd=ROOT)
+    names = {path.name for path in tmp_path.iterdir()}
+    assert "__transformed_code_0_for_forward.py" in names
+    assert any(name.startswith("__compiled_fn_1.") for name in names)
