@@ -49,7 +49,7 @@ class CompiledModel:
         on_phase: OnPhase | None = None,
         before_compile: BeforeCompile | None = None,
     ) -> None:
-        self._module = module
+        self._module: torch.nn.Module | None = module  # None once closed
         self._config = config
         self._dynamic_dims = dict(dynamic_dims)
         self._on_phase: OnPhase = on_phase or (lambda phase: None)
@@ -62,6 +62,7 @@ class CompiledModel:
         self._refuse_closed()
         if self._ready is not None:
             raise CompileError("this CompiledModel is compiled already; make another with piecegraph.compile.")
+        assert self._module is not None, "only a closed model has none"
         compiler = piece_compiler(self._config)
         try:
             compiler.start()
@@ -133,17 +134,17 @@ class CompiledModel:
         return self._compiled().bound_tensors()
 
     def close(self) -> None:
-        """Let go of the module, its weights and the compiled pieces; further calls raise `CompileError`."""
+        """Let go of the module, its weights and the compiled pieces; further calls raise `CompileError`.
+        Harmless when repeated."""
         self._closed = True
         self._ready = None
-        del self._module
+        self._module = None
 
     def __enter__(self) -> CompiledModel:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        if not self._closed:
-            self.close()
+        self.close()
 
     def _compiled(self) -> _Ready:
         self._refuse_closed()

@@ -156,6 +156,7 @@ def test_several_models_and_graphs_live_in_one_process() -> None:
         assert torch.equal(compiled_one(*inputs), one(*inputs))
         assert torch.equal(compiled_other(*inputs), other(*inputs))
     compiled_one.close()
+    compiled_one.close()
     with torch.no_grad():
         assert torch.equal(compiled_other(*inputs), other(*inputs))
     with pytest.raises(CompileError, match="closed"):
