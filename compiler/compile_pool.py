@@ -48,38 +48,40 @@ class CompileResult:
 
 
 class CompilePool:
-    """Owns `workers` child processes, each compiling one job at a time; they start (and import torch)
-    at once, so that tracing can go on meanwhile."""
+    """Owns up to `workers` child processes, each compiling one job at a time.
+
+    All but one start (and import torch) at once, while the model is traced on the core left for it;
+    the last starts with the jobs, if there are jobs for it.
+    """
 
     def __init__(self, workers: int, inductor_cache_dir: Path) -> None:
         inductor_cache_dir.mkdir(parents=True, exist_ok=True)
-        environment = torch_compat.child_environment(inductor_cache_dir)
-        command = [sys.executable, "-m", "piecegraph.compiler.compile_child"]
-        self._children = [
-            subprocess.Popen(
-                command,
-                env=environment,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for _ in range(workers)
-        ]
+        self._environment = torch_compat.child_environment(inductor_cache_dir)
+        self._workers = workers
+        self._children = [self._start_child() for _ in range(max(workers - 1, 1))]
         self._jobs: queue.SimpleQueue[CompileJob] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[CompileResult | Exception] = queue.SimpleQueue()
         self._expected = 0
-        self._threads: list[threading.Thread] = []
 
     def submit(self, jobs: Sequence[CompileJob]) -> None:
         """Queue jobs, heaviest first."""
         for job in sorted(jobs, key=lambda job: -job.weight):
             self._jobs.put(job)
         self._expected += len(jobs)
+        while len(self._children) < min(self._workers, len(jobs)):
+            self._children.append(self._start_child())
         for child in self._children:
-            thread = threading.Thread(target=self._feed, args=(child,), daemon=True)
-            thread.start()
-            self._threads.append(thread)
+            threading.Thread(target=self._feed, args=(child,), daemon=True).start()
+
+    def _start_child(self) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "piecegraph.compiler.compile_child"],
+            env=self._environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
 
     def results(self) -> Iterator[CompileResult]:
         """Jobs as they finish. Raises `PieceCompileFailed` for the first that fails."""

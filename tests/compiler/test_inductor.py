@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from subprocess import Popen
 
 import pytest
 import torch
@@ -83,14 +84,13 @@ def test_a_compile_process_that_dies_is_reported(monkeypatch: pytest.MonkeyPatch
     """A child killed from outside (no memory, say): the status it ended with, not a hang."""
     from piecegraph.compiler.compile_pool import CompilePool
 
-    submit = CompilePool.submit
+    feed = CompilePool._feed
 
-    def kill_first(self: CompilePool, jobs: object) -> None:
-        for child in self._children:
-            child.kill()
-        submit(self, jobs)  # type: ignore[arg-type]  # passed on
+    def kill_then_feed(self: CompilePool, child: Popen[str]) -> None:
+        child.kill()
+        feed(self, child)
 
-    monkeypatch.setattr(CompilePool, "submit", kill_first)
+    monkeypatch.setattr(CompilePool, "_feed", kill_then_feed)
     with pytest.raises(PieceCompileFailed, match="the compile process ended with status -9"):
         compiled(compile_workers=2)
 
