@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 WEIGHT_CHECK_INTERVAL = 1024
 """Calls between two checks that the module's parameters and buffers are still the bound tensors."""
 
+SIZES_REMEMBERED = 4096
+"""Combinations of sizes known to satisfy the trace's relations; past that many, they are checked anew."""
+
 
 class CompiledModel:
     """What `piecegraph.compile` returns.
@@ -191,6 +194,8 @@ class _Ready:
         key = tuple(sizes.items())
         if key not in self._sizes_seen:
             self._check_sizes(sizes)
+            if len(self._sizes_seen) >= SIZES_REMEMBERED:
+                self._sizes_seen.clear()
             self._sizes_seen.add(key)
         if self._calls % WEIGHT_CHECK_INTERVAL == 0:
             self._weights.check()

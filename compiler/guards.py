@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from piecegraph.errors import UnknownGuard
@@ -56,7 +56,7 @@ class GuardAudit:
     records: tuple[GuardRecord, ...]
     note: str = ""
 
-    def __iter__(self) -> Iterable[GuardRecord]:
+    def __iter__(self) -> Iterator[GuardRecord]:
         return iter(self.records)
 
     def __len__(self) -> int:
@@ -91,16 +91,11 @@ def classify_guard(kind: str, subject: str) -> GuardRecord:
             f"Dynamo guarded {subject or 'the process'} with {kind}, a kind piecegraph has no reason to drop. "
             "Report it with the model; tensor subclasses and opaque objects cannot be inputs or weights yet."
         )
-    root = re.match(r"L?\[?'?(\w+)", subject)
+    root = re.match(r"(?:L\[')?(\w+)", subject)
     name = root.group(1) if root else ""
-    if name in ("args", "kwargs", "sized"):
-        return GuardRecord(kind, subject, "argument")
-    if name == "module" or subject.startswith("L['module']"):
-        return GuardRecord(kind, subject, "module")
-    if subject.startswith(("G[", "___")) or not subject:
-        return GuardRecord(kind, subject, "code")
-    # What is left is reached through closures, types and functions: source, not data.
-    return GuardRecord(kind, subject, "code")
+    # What is neither an argument nor the module is reached through globals, closures and types: source, not data.
+    scope = {"args": "argument", "kwargs": "argument", "sized": "argument", "module": "module"}.get(name, "code")
+    return GuardRecord(kind, subject, scope)
 
 
 def audit_guards(entries: Sequence[tuple[str, str]]) -> GuardAudit:

@@ -31,8 +31,8 @@ class CompileConfig:
     """What compiles a piece: `"inductor"`, or `"eager"` (runs the piece's graph as it is)."""
 
     compile_workers: int | None = None
-    """Processes that compile unique pieces. None: one a core, at most one a unique piece. 0: compile
-    in this process."""
+    """Processes that compile unique pieces. None: one a core, at most 4 (a decoder has about as many unique
+    pieces). 0 or 1: compile in this process."""
 
     inductor_options: Mapping[str, Any] = field(default_factory=dict)
     """`torch._inductor.config` fields to set for our pieces only, e.g. `{"max_autotune": True}`."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from subprocess import Popen
 
@@ -115,6 +114,5 @@ def test_close_ends_the_processes() -> None:
     children = list(compiler._pool._children)
     compiler.close()
     compiler.close()
-    deadline = time.monotonic() + 5
+    assert children
     assert all(child.poll() is not None for child in children)
-    assert time.monotonic() < deadline

@@ -3,7 +3,6 @@ from __future__ import annotations
 import importlib
 import subprocess
 import sys
-import time
 
 import click
 import pytest
@@ -61,16 +60,18 @@ def test_a_mistyped_option_is_refused_with_the_nearest(
     assert f"Did you mean {nearest}" in err.replace("'", "")
 
 
-def test_help_is_quick() -> None:
-    """Imports of torch or transformers would take seconds; the bound leaves room for a busy machine."""
-    seconds = []
-    for _ in range(3):
-        started = time.perf_counter()
-        subprocess.run(
-            [sys.executable, "-c", "from piecegraph.tools.cli import main; main(['run', '--help'])"], check=True
-        )
-        seconds.append(time.perf_counter() - started)
-    assert min(seconds) < 0.5
+def test_help_imports_nothing_heavy() -> None:
+    """What makes --help slow is what it imports; seconds are for benchmarks."""
+    program = (
+        "import sys\n"
+        "from piecegraph.tools.cli import main\n"
+        "code = main(['run', '--help'])\n"
+        "heavy = ('torch', 'transformers', 'tokenizers', 'safetensors', 'numpy', 'rich', 'jinja2', 'triton')\n"
+        "print(code, [name for name in heavy if name in sys.modules], file=sys.stderr)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert "--max-tokens" in done.stdout
+    assert done.stderr.strip() == "0 []"
 
 
 def test_an_interrupted_command_ends_in_one_line(
