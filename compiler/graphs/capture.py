@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -102,13 +102,14 @@ def capture(
                     captured[descriptor] = graph
                     spent += graph.nbytes
                 except (CaptureError, UsageError):
+                    _release(captured)
                     raise
                 except Exception as raised:
                     error, reason = raised, f"{type(raised).__name__}: {raised}"
             if reason is not None:
                 failed.append(FailedCapture(descriptor, reason))
                 if strict:
-                    Graphs(captured, mode=mode, kind="", pool=None, failed=(), check_interval=1).close()
+                    _release(captured)
                     kind_of_error = OutOfMemory if isinstance(error, torch.OutOfMemoryError) else CaptureError
                     raise kind_of_error(f"capturing {descriptor} failed: {reason}") from error
                 logger.warning("%s runs without graphs: its capture failed: %s", descriptor, reason)
@@ -123,6 +124,11 @@ def capture(
         failed=failed,
         check_interval=check_interval,
     )
+
+
+def _release(captured: Mapping[BatchDescriptor, CapturedGraph]) -> None:
+    for graph in captured.values():
+        graph.release()
 
 
 def _capture_one(

@@ -32,6 +32,11 @@ class CapturedGraph:
     nbytes: int  # by which the pool grew for it
     seconds: float
 
+    def release(self) -> None:
+        """Free its recordings; harmless when repeated."""
+        for recording in self.plan.recordings:
+            recording.release()
+
 
 @dataclass(frozen=True, slots=True)
 class FailedCapture:
@@ -107,8 +112,7 @@ class Graphs:
         groups go away. Note [graphs before process groups]: a graph that holds collectives must not
         outlive their communicator."""
         for graph in self._captured.values():
-            for recording in graph.plan.recordings:
-                recording.release()
+            graph.release()
         self._captured = {}
         self._closed = True
         self.pool = None
