@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from piecegraph.compiler import torch_compat
 from piecegraph.compiler.errors_of_pieces import piece_failed
@@ -100,7 +100,7 @@ class CompilePool:
             child.wait()
             for stream in (child.stdin, child.stdout, child.stderr):
                 if stream is not None:
-                    stream.close()
+                    _close(stream)
         self._children = []
 
     def _feed(self, child: subprocess.Popen[str]) -> None:
@@ -120,6 +120,13 @@ class CompilePool:
             self._results.put(_result(job, answer, child))
             if not answer:
                 return
+
+
+def _close(stream: IO[str]) -> None:
+    try:
+        stream.close()
+    except BrokenPipeError:  # a job line written to a child that was dead already is still in the buffer
+        pass
 
 
 def _result(job: CompileJob, answer: str, child: subprocess.Popen[str]) -> CompileResult | Exception:
