@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -123,10 +124,8 @@ class CompilePool:
 
 
 def _close(stream: IO[str]) -> None:
-    try:
+    with suppress(BrokenPipeError):  # a job line written to a child that was dead already is still in the buffer
         stream.close()
-    except BrokenPipeError:  # a job line written to a child that was dead already is still in the buffer
-        pass
 
 
 def _result(job: CompileJob, answer: str, child: subprocess.Popen[str]) -> CompileResult | Exception:

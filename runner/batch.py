@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 import torch
 
-from piecegraph.runner.attention.metadata import AttentionMetadata
+from piecegraph.runner.attention.metadata import AttentionMetadata, HostBatch
 from piecegraph.runner.scheduler import ScheduledRequest
 
 
@@ -57,13 +58,17 @@ def build_batch(scheduled: Sequence[ScheduledRequest], block_size: int, device: 
         attention=AttentionMetadata(
             num_reqs=len(scheduled),
             num_tokens=len(input_ids),
+            max_query_len=max(item.num_tokens for item in scheduled),
+            num_decode_reqs=sum(1 for _ in takewhile(lambda item: item.num_tokens == 1, scheduled)),
             query_start_loc=on_device(query_start_loc, torch.int32),
             seq_lens=on_device(seq_lens, torch.int32),
             block_table=on_device(block_table, torch.int32),
             slot_mapping=on_device(slot_mapping, torch.int64),
-            query_start_loc_cpu=tuple(query_start_loc),
-            seq_lens_cpu=tuple(seq_lens),
-            block_table_cpu=block_table,
-            slot_mapping_cpu=slot_mapping,
+            host=HostBatch(
+                query_start_loc=tuple(query_start_loc),
+                seq_lens=tuple(seq_lens),
+                block_table=block_table,
+                slot_mapping=slot_mapping,
+            ),
         ),
     )

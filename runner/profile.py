@@ -8,7 +8,7 @@ import torch
 
 from piecegraph.runner.attention.backend import AttentionBackend
 from piecegraph.runner.attention.layer import AttentionLayer
-from piecegraph.runner.attention.metadata import PAD_SLOT_ID, AttentionMetadata
+from piecegraph.runner.attention.metadata import PAD_SLOT_ID, AttentionMetadata, HostBatch
 from piecegraph.runner.forward_context import ForwardContext, set_forward_context
 from piecegraph.runner.kv_cache import allocate_kv_caches
 
@@ -48,12 +48,11 @@ def padding_only(num_tokens: int, device: torch.device) -> AttentionMetadata:
     return AttentionMetadata(
         num_reqs=0,
         num_tokens=num_tokens,
+        max_query_len=1,
+        num_decode_reqs=0,
         query_start_loc=torch.zeros(1, dtype=torch.int32, device=device),
         seq_lens=torch.zeros(0, dtype=torch.int32, device=device),
         block_table=no_blocks.to(device, torch.int32),
         slot_mapping=slot_mapping.to(device),
-        query_start_loc_cpu=(0,),
-        seq_lens_cpu=(),
-        block_table_cpu=no_blocks,
-        slot_mapping_cpu=slot_mapping,
+        host=HostBatch(query_start_loc=(0,), seq_lens=(), block_table=no_blocks, slot_mapping=slot_mapping),
     )

@@ -24,8 +24,18 @@ class AttentionCGSupport(enum.IntEnum):
 
 
 class AttentionMetadataBuilder(Protocol):
+    """Turns a step's batch into what the impl reads; owns the fixed buffers its kernels work in."""
+
     def build(self, common: AttentionMetadata) -> AttentionMetadata:
-        """This step's metadata as the impl reads it: once a step, shared by all layers."""
+        """This step's metadata, shared by all layers. Attention runs between graphs, or without any."""
+
+    def init_capture(self, common: AttentionMetadata) -> AttentionMetadata:
+        """The metadata a FULL graph is captured with. `common` holds the fixed buffers of one bucket;
+        grids and everything else a graph freezes are chosen here, right for any lengths at replay."""
+
+    def prepare_for_replay(self, captured: AttentionMetadata) -> None:
+        """Refill buffers of the builder's own, in place, from those of `captured`, which are refilled
+        already. Allocates nothing, waits for nothing."""
 
 
 class AttentionImpl(Protocol):
@@ -51,6 +61,7 @@ class AttentionBackend(ABC):
 
     name: ClassVar[str]
     cudagraph_support: ClassVar[AttentionCGSupport]
+    needs_host_batch: ClassVar[bool] = False  # `AttentionMetadata.host` must be filled
 
     @abstractmethod
     def unsupported_reason(self, layers: Sequence[AttentionLayer], device: torch.device) -> str | None:

@@ -12,25 +12,37 @@ PAD_SLOT_ID = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HostBatch:
+    """A step's batch as the host knows it: for backends that plan their calls there."""
+
+    query_start_loc: tuple[int, ...]  # num_reqs + 1
+    seq_lens: tuple[int, ...]  # num_reqs
+    block_table: torch.Tensor  # [num_reqs, max_blocks] int64
+    slot_mapping: torch.Tensor  # [num_tokens] int64
+
+    @property
+    def query_lens(self) -> tuple[int, ...]:
+        return tuple(end - start for start, end in pairwise(self.query_start_loc))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionMetadata:
     """A flattened, ragged batch over a paged cache. Backends extend it with what their kernels need.
 
     Request `r` owns rows `query_start_loc[r]:query_start_loc[r + 1]`; they are the last of its
-    `seq_lens[r]` tokens. Rows from `query_start_loc[num_reqs]` on are padding. The `_cpu` fields say
-    the same on the host, so that building a launch never waits for the device.
+    `seq_lens[r]` tokens. Rows from `query_start_loc[num_reqs]` on are padding.
+
+    Under a FULL graph the tensors are fixed buffers, refilled before each replay, and the numbers
+    hold for the bucket: `num_reqs` counts padded requests too, which come last and have no rows and
+    a `seq_lens` of 0, whatever their row of `block_table` holds.
     """
 
     num_reqs: int
     num_tokens: int  # rows of the batch, padding included
+    max_query_len: int  # no request has more rows
+    num_decode_reqs: int  # requests with one row each, before all others
     query_start_loc: torch.Tensor  # [num_reqs + 1] int32
     seq_lens: torch.Tensor  # [num_reqs] int32, tokens of each request after this step
     block_table: torch.Tensor  # [num_reqs, max_blocks] int32
     slot_mapping: torch.Tensor  # [num_tokens] int64, PAD_SLOT_ID for padding
-    query_start_loc_cpu: tuple[int, ...]
-    seq_lens_cpu: tuple[int, ...]
-    block_table_cpu: torch.Tensor  # [num_reqs, max_blocks] int64
-    slot_mapping_cpu: torch.Tensor  # [num_tokens] int64
-
-    @property
-    def query_lens_cpu(self) -> tuple[int, ...]:
-        return tuple(end - start for start, end in pairwise(self.query_start_loc_cpu))
+    host: HostBatch | None  # None under graphs, and where no backend asked for it (`needs_host_batch`)

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from piecegraph.runner.attention.backend import AttentionBackend, AttentionCGSupport
 from piecegraph.runner.attention.layer import AttentionLayer
-from piecegraph.runner.attention.metadata import PAD_SLOT_ID, AttentionMetadata
+from piecegraph.runner.attention.metadata import PAD_SLOT_ID, AttentionMetadata, HostBatch
 from piecegraph.runner.kv_cache import KVCache
 
 
@@ -50,7 +50,8 @@ class SdpaMetadata(AttentionMetadata):
 
 class SdpaBackend(AttentionBackend):
     name: ClassVar[str] = "sdpa"
-    cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
+    cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER  # calls depend on lengths
+    needs_host_batch: ClassVar[bool] = True
 
     def unsupported_reason(self, layers: Sequence[AttentionLayer], device: torch.device) -> str | None:
         return None
@@ -72,29 +73,37 @@ class SdpaMetadataBuilder:
 
     def build(self, common: AttentionMetadata) -> SdpaMetadata:
         """Everything on the host, then copied: nothing waits for the device."""
-        is_real = common.slot_mapping_cpu != PAD_SLOT_ID
+        host = common.host
+        assert host is not None, "sdpa plans its calls on the host"
+        is_real = host.slot_mapping != PAD_SLOT_ID
         write_rows = None if bool(is_real.all()) else is_real.nonzero().squeeze(1)
-        write_slots = common.slot_mapping_cpu if write_rows is None else common.slot_mapping_cpu[write_rows]
+        write_slots = host.slot_mapping if write_rows is None else host.slot_mapping[write_rows]
         return SdpaMetadata(
             **{name: getattr(common, name) for name in AttentionMetadata.__dataclass_fields__},
-            calls=tuple(self._call(common, reqs) for reqs in _calls(common.query_lens_cpu)),
-            num_real_rows=common.query_start_loc_cpu[common.num_reqs],
+            calls=tuple(self._call(host, reqs) for reqs in _calls(host.query_lens)),
+            num_real_rows=host.query_start_loc[common.num_reqs],
             write_rows=write_rows if write_rows is None else write_rows.to(self.device, non_blocking=True),
             write_slots=write_slots.to(self.device, non_blocking=True),
         )
 
-    def _call(self, common: AttentionMetadata, reqs: range) -> SdpaCall:
+    def init_capture(self, common: AttentionMetadata) -> AttentionMetadata:
+        raise AssertionError("sdpa's calls depend on the lengths of a batch: it is NEVER inside a full graph")
+
+    def prepare_for_replay(self, captured: AttentionMetadata) -> None:
+        raise AssertionError("sdpa was never captured")
+
+    def _call(self, host: HostBatch, reqs: range) -> SdpaCall:
         return SdpaCall(
-            first_row=common.query_start_loc_cpu[reqs.start],
-            last_row=common.query_start_loc_cpu[reqs.stop],
+            first_row=host.query_start_loc[reqs.start],
+            last_row=host.query_start_loc[reqs.stop],
             num_reqs=len(reqs),
-            query_len=common.query_lens_cpu[reqs.start],
-            key_views={window: self._key_view(common, reqs, window) for window in self.windows},
+            query_len=host.query_lens[reqs.start],
+            key_views={window: self._key_view(host, reqs, window) for window in self.windows},
         )
 
-    def _key_view(self, common: AttentionMetadata, reqs: range, window: int) -> KeyView:
-        query_len = common.query_lens_cpu[reqs.start]
-        seq_lens = torch.tensor(common.seq_lens_cpu[reqs.start : reqs.stop]).unsqueeze(1)  # [num_reqs, 1]
+    def _key_view(self, host: HostBatch, reqs: range, window: int) -> KeyView:
+        query_len = host.query_lens[reqs.start]
+        seq_lens = torch.tensor(host.seq_lens[reqs.start : reqs.stop]).unsqueeze(1)  # [num_reqs, 1]
         first_query = seq_lens - query_len
         first_key = (first_query - window + 1).clamp(min=0) if window else torch.zeros_like(seq_lens)
         num_keys = int((seq_lens - first_key).max())
@@ -105,7 +114,7 @@ class SdpaMetadataBuilder:
             visible &= keys.unsqueeze(1) > queries - window
         is_causal = len(reqs) == 1 and query_len > 1 and num_keys == query_len and (not window or window >= num_keys)
         keys = keys.minimum(seq_lens - 1)
-        blocks = common.block_table_cpu[reqs.start : reqs.stop].gather(1, keys // self.block_size)
+        blocks = host.block_table[reqs.start : reqs.stop].gather(1, keys // self.block_size)
         mask = None if is_causal or bool(visible.all()) else visible.unsqueeze(1).to(self.device, non_blocking=True)
         slots = (blocks * self.block_size + keys % self.block_size).to(self.device, non_blocking=True)
         return KeyView(slots=slots, mask=mask, is_causal=is_causal)

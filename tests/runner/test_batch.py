@@ -34,7 +34,7 @@ def test_mixed_batch() -> None:
     assert batch.attention.seq_lens.tolist() == [6, 3, 6]
     assert batch.attention.slot_mapping.tolist() == [2 * 4 + 1, 0, 1, 2, 1 * 4 + 0, 1 * 4 + 1]
     assert batch.attention.block_table[0, :2].tolist() == [7, 2]
-    assert batch.attention.query_lens_cpu == (1, 3, 2)
+    assert batch.attention.host is not None and batch.attention.host.query_lens == (1, 3, 2)
 
 
 def test_dtypes_are_those_promised() -> None:

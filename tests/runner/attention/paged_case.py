@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import takewhile
 
 import torch
 
 from piecegraph.runner.attention.layer import AttentionLayer
-from piecegraph.runner.attention.metadata import PAD_SLOT_ID, AttentionMetadata
+from piecegraph.runner.attention.metadata import PAD_SLOT_ID, AttentionMetadata, HostBatch
 from piecegraph.runner.kv_cache import KVCache
 
 
@@ -90,14 +91,18 @@ def make_case(
     metadata = AttentionMetadata(
         num_reqs=len(lens),
         num_tokens=len(slot_mapping),
+        max_query_len=max(new for _, new in lens),
+        num_decode_reqs=sum(1 for _ in takewhile(lambda pair: pair[1] == 1, lens)),
         query_start_loc=torch.tensor(ends, dtype=torch.int32),
         seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
         block_table=block_table.to(torch.int32),
         slot_mapping=torch.tensor(slot_mapping),
-        query_start_loc_cpu=tuple(ends),
-        seq_lens_cpu=tuple(seq_lens),
-        block_table_cpu=block_table,
-        slot_mapping_cpu=torch.tensor(slot_mapping),
+        host=HostBatch(
+            query_start_loc=tuple(ends),
+            seq_lens=tuple(seq_lens),
+            block_table=block_table,
+            slot_mapping=torch.tensor(slot_mapping),
+        ),
     )
     return PagedCase(
         layer=layer,
