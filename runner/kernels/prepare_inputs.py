@@ -1,0 +1,100 @@
+"""`prepare_inputs` as one Triton kernel: a program a request, and one for the padded rows."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from piecegraph.runner.attention.metadata import PAD_SLOT_ID
+from piecegraph.runner.input_buffers import InputBuffers
+from piecegraph.runner.request_states import RequestStates
+
+BLOCK = 1024
+"""Tokens, or block numbers, a program copies at a time."""
+
+
+def prepare_inputs_on_gpu(
+    states: RequestStates, buffers: InputBuffers, *, num_tokens: int, num_reqs: int, block_size: int
+) -> None:
+    """See `runner.prepare_inputs`."""
+    _prepare_inputs[(num_reqs + 1,)](
+        buffers.idx_mapping,
+        buffers.query_start_loc,
+        states.token_ids,
+        states.token_ids.stride(0),
+        states.num_computed_tokens,
+        states.block_table,
+        states.block_table.stride(0),
+        buffers.input_ids,
+        buffers.positions,
+        buffers.slot_mapping,
+        buffers.seq_lens,
+        buffers.block_table,
+        buffers.block_table.stride(0),
+        buffers.logits_indices,
+        num_reqs,
+        num_tokens,
+        BLOCK_SIZE=block_size,
+        PAD_SLOT=PAD_SLOT_ID,
+        BLOCK=BLOCK,
+    )
+
+
+@triton.jit(do_not_specialize=["num_reqs", "num_tokens"])
+def _prepare_inputs(  # type: ignore[no-untyped-def]  # compiled by Triton
+    idx_mapping,  # [num_reqs] int32
+    query_start_loc,  # [num_reqs + 1] int32
+    token_ids,  # [rows, max_model_len] int32
+    token_ids_stride,
+    num_computed_tokens,  # [rows] int32
+    state_block_table,  # [rows, max_blocks] int32
+    state_block_table_stride,
+    input_ids,  # [num_tokens] int64, written
+    positions,  # [num_tokens] int64, written
+    slot_mapping,  # [num_tokens] int64, written
+    seq_lens,  # [num_reqs] int32, written
+    block_table,  # [num_reqs, max_blocks] int32, written where in use
+    block_table_stride,
+    logits_indices,  # [num_reqs] int64, written
+    num_reqs,
+    num_tokens,
+    BLOCK_SIZE: tl.constexpr,
+    PAD_SLOT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    request = tl.program_id(0)
+    offsets = tl.arange(0, BLOCK)
+    if request == num_reqs:  # the rows after all requests'
+        for first in range(tl.load(query_start_loc + num_reqs), num_tokens, BLOCK):
+            at = first + offsets
+            zeros = tl.zeros([BLOCK], dtype=tl.int64)
+            tl.store(input_ids + at, zeros, mask=at < num_tokens)
+            tl.store(positions + at, zeros, mask=at < num_tokens)
+            tl.store(slot_mapping + at, zeros + PAD_SLOT, mask=at < num_tokens)
+    else:
+        row = tl.load(idx_mapping + request).to(tl.int64)
+        if row < 0:
+            tl.store(seq_lens + request, 0)
+            tl.store(logits_indices + request, 0)
+        else:
+            start = tl.load(query_start_loc + request)
+            query_len = tl.load(query_start_loc + request + 1) - start
+            computed = tl.load(num_computed_tokens + row)
+            blocks = state_block_table + row * state_block_table_stride
+            for first in range(0, query_len, BLOCK):
+                at = first + offsets
+                is_real = at < query_len
+                position = computed + at
+                token = tl.load(token_ids + row * token_ids_stride + position, mask=is_real, other=0)
+                block = tl.load(blocks + position // BLOCK_SIZE, mask=is_real, other=0).to(tl.int64)
+                tl.store(input_ids + start + at, token.to(tl.int64), mask=is_real)
+                tl.store(positions + start + at, position.to(tl.int64), mask=is_real)
+                tl.store(slot_mapping + start + at, block * BLOCK_SIZE + position % BLOCK_SIZE, mask=is_real)
+            seq_len = computed + query_len
+            num_blocks = tl.cdiv(seq_len, BLOCK_SIZE)
+            for first in range(0, num_blocks, BLOCK):
+                at = first + offsets
+                block = tl.load(blocks + at, mask=at < num_blocks, other=0)
+                tl.store(block_table + request.to(tl.int64) * block_table_stride + at, block, mask=at < num_blocks)
+            tl.store(seq_lens + request, seq_len)
+            tl.store(logits_indices + request, (start + query_len - 1).to(tl.int64))

@@ -1,0 +1,57 @@
+"""A step's inputs, derived on the device from the requests' states: no token passes through the host.
+
+After Model Runner V2's `prepare_inputs`. The GPU runs one kernel, the CPU its torch reference.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from piecegraph.runner.attention.metadata import PAD_SLOT_ID
+from piecegraph.runner.input_buffers import InputBuffers
+from piecegraph.runner.request_states import RequestStates
+
+
+def prepare_inputs(
+    states: RequestStates, buffers: InputBuffers, *, num_tokens: int, num_reqs: int, block_size: int
+) -> None:
+    """Fill `buffers`' first `num_tokens` rows and `num_reqs` requests, both counted with padding.
+
+    Reads `idx_mapping` and `query_start_loc`. Mutates `input_ids`, `positions`, `slot_mapping`
+    (padded rows get 0, 0 and PAD_SLOT_ID), `seq_lens` and `logits_indices` (padded requests get 0),
+    and of `block_table` the blocks each request has in use; the rest of it is left as it is.
+    """
+    if buffers.input_ids.device.type == "cuda":
+        from piecegraph.runner.kernels.prepare_inputs import prepare_inputs_on_gpu
+
+        prepare_inputs_on_gpu(states, buffers, num_tokens=num_tokens, num_reqs=num_reqs, block_size=block_size)
+        return
+    prepare_inputs_reference(states, buffers, num_tokens=num_tokens, num_reqs=num_reqs, block_size=block_size)
+
+
+def prepare_inputs_reference(
+    states: RequestStates, buffers: InputBuffers, *, num_tokens: int, num_reqs: int, block_size: int
+) -> None:
+    """What the kernel does, in torch."""
+    starts = buffers.query_start_loc[: num_reqs + 1].tolist()
+    for request, row in enumerate(buffers.idx_mapping[:num_reqs].tolist()):
+        start, end = starts[request], starts[request + 1]
+        if row < 0:
+            buffers.seq_lens[request] = 0
+            buffers.logits_indices[request] = 0
+            continue
+        computed = int(states.num_computed_tokens[row])
+        seq_len = computed + end - start
+        positions = torch.arange(computed, seq_len)
+        buffers.positions[start:end] = positions
+        buffers.input_ids[start:end] = states.token_ids[row, computed:seq_len]
+        blocks = states.block_table[row, positions // block_size].to(torch.int64)
+        buffers.slot_mapping[start:end] = blocks * block_size + positions % block_size
+        num_blocks = -(-seq_len // block_size)
+        buffers.block_table[request, :num_blocks] = states.block_table[row, :num_blocks]
+        buffers.seq_lens[request] = seq_len
+        buffers.logits_indices[request] = end - 1
+    padding = slice(starts[num_reqs], num_tokens)
+    buffers.input_ids[padding] = 0
+    buffers.positions[padding] = 0
+    buffers.slot_mapping[padding] = PAD_SLOT_ID

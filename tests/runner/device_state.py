@@ -1,0 +1,31 @@
+"""Requests' states and input buffers with a batch in them, for tests of what works on them."""
+
+from __future__ import annotations
+
+import torch
+
+from piecegraph.runner.input_buffers import InputBuffers
+from piecegraph.runner.request_states import RequestStates
+
+MAX_MODEL_LEN, BLOCK_SIZE, MAX_BLOCKS = 24, 4, 6
+POISON = 0x7F7F7F7F
+
+
+def states(device: str = "cpu") -> RequestStates:
+    """Rows of four requests: a decode, a whole prompt, a chunk of a prompt, and one not in the batch."""
+    made = RequestStates(
+        max_num_reqs=5, max_model_len=MAX_MODEL_LEN, max_blocks=MAX_BLOCKS, device=torch.device(device)
+    )
+    made.add("decode", [10, 11, 12, 13, 14, 15], [7, 2], num_computed_tokens=5)
+    made.add("other", [60, 61], [5])
+    made.add("prompt", [20, 21, 22], [9])
+    made.add("chunk", list(range(30, 39)), [4, 1, 3], num_computed_tokens=4)
+    return made
+
+
+def buffers(made: RequestStates, device: str = "cpu") -> InputBuffers:
+    """Poisoned, then filled with the batch decode (1 token), prompt (3), chunk (2)."""
+    inputs = InputBuffers(max_num_tokens=16, max_num_reqs=5, max_blocks=MAX_BLOCKS, device=torch.device(device))
+    inputs.poison()
+    inputs.fill([made.row("decode"), made.row("prompt"), made.row("chunk")], [1, 3, 2])
+    return inputs

@@ -1,0 +1,92 @@
+"""A step's inputs come from the requests' states alone, and padding is overwritten with what is safe."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from piecegraph.runner.attention.metadata import PAD_SLOT_ID
+from piecegraph.runner.input_buffers import InputBuffers
+from piecegraph.runner.prepare_inputs import prepare_inputs, prepare_inputs_reference
+from tests.interpreter import interpreted
+from tests.runner.device_state import BLOCK_SIZE, POISON, buffers, states
+
+FIELDS = ("input_ids", "positions", "slot_mapping", "seq_lens", "block_table", "logits_indices", "query_start_loc")
+
+
+def prepared(num_tokens: int, num_reqs: int) -> InputBuffers:
+    made = states()
+    inputs = buffers(made)
+    prepare_inputs(made, inputs, num_tokens=num_tokens, num_reqs=num_reqs, block_size=BLOCK_SIZE)
+    return inputs
+
+
+def test_a_mixed_batch() -> None:
+    inputs = prepared(6, 3)
+    assert inputs.input_ids[:6].tolist() == [15, 20, 21, 22, 34, 35]
+    assert inputs.positions[:6].tolist() == [5, 0, 1, 2, 4, 5]
+    assert inputs.slot_mapping[:6].tolist() == [2 * 4 + 1, 36, 37, 38, 1 * 4 + 0, 1 * 4 + 1]
+    assert inputs.seq_lens[:3].tolist() == [6, 3, 6]
+    assert inputs.query_start_loc[:4].tolist() == [0, 1, 4, 6]
+    assert inputs.logits_indices[:3].tolist() == [0, 3, 5]
+    assert inputs.block_table[0, :2].tolist() == [7, 2]
+
+
+def test_padding_is_overwritten_and_nothing_else_is() -> None:
+    """Rows and requests beyond the batch get safe values up to the padded counts; the rest stays poisoned."""
+    inputs = prepared(8, 4)
+    assert inputs.input_ids[6:8].tolist() == inputs.positions[6:8].tolist() == [0, 0]
+    assert inputs.slot_mapping[6:8].tolist() == [PAD_SLOT_ID, PAD_SLOT_ID]
+    assert (inputs.seq_lens[3], inputs.logits_indices[3]) == (0, 0)
+    assert inputs.query_start_loc[3:].tolist() == [6, 6, 6]
+    assert (inputs.block_table[0, 2:] == POISON).all() and (inputs.block_table[3] == POISON).all()
+    assert inputs.input_ids[8] == inputs.slot_mapping[8] == (POISON << 32) + POISON
+    assert inputs.seq_lens[4] == POISON
+
+
+def test_promised_dtypes() -> None:
+    inputs = prepared(6, 3)
+    for name in ("input_ids", "positions", "slot_mapping", "logits_indices"):
+        assert getattr(inputs, name).dtype == torch.int64, name
+    for name in ("seq_lens", "block_table", "query_start_loc", "idx_mapping"):
+        assert getattr(inputs, name).dtype == torch.int32, name
+
+
+def check_kernel(device: str = "cpu") -> None:
+    """The kernel writes what the reference writes, to the byte."""
+    from piecegraph.runner.kernels.prepare_inputs import prepare_inputs_on_gpu
+
+    for num_tokens, num_reqs in ((6, 3), (8, 4), (16, 5)):
+        made = states(device)
+        expected, found = buffers(made, device), buffers(made, device)
+        size = {"num_tokens": num_tokens, "num_reqs": num_reqs, "block_size": BLOCK_SIZE}
+        prepare_inputs_reference(made, expected, **size)
+        prepare_inputs_on_gpu(made, found, **size)
+        for name in FIELDS:
+            assert torch.equal(getattr(found, name), getattr(expected, name)), (name, size)
+
+
+def test_the_kernel_equals_the_reference() -> None:
+    interpreted(check_kernel)
+
+
+@pytest.mark.gpu
+def test_the_kernel_equals_the_reference_on_the_gpu() -> None:
+    check_kernel("cuda")
+
+
+def test_the_same_batch_twice_is_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = states()
+    inputs = buffers(made)
+    copies: list[object] = []
+    monkeypatch.setattr(
+        "piecegraph.runner.input_buffers.to_device",
+        lambda values, dtype, device: (copies.append(values), torch.tensor(values, dtype=dtype))[1],
+    )
+    inputs.fill([made.row("decode"), made.row("prompt"), made.row("chunk")], [1, 3, 2])
+    assert not copies
+    inputs.fill([made.row("decode")], [1])
+    inputs.fill([made.row("decode")], [1])
+    assert len(copies) == 1
+    assert inputs.idx_mapping.tolist() == [made.row("decode"), -1, -1, -1, -1]
+    assert inputs.query_start_loc.tolist() == [0, 1, 1, 1, 1, 1]
