@@ -1,0 +1,380 @@
+"""Attention of requests with one new token each, over the paged cache, in one launch.
+
+Split-KV as in Flash-Decoding, with all query heads of one KV head in one tile as in FlashAttention-2's
+GQA packing. What is ours: the splits of a request meet in the same launch (the last to arrive adds them
+up), and the new token's key and value come from the arguments, so this kernel also writes them to the cache.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from piecegraph.runner.attention.kernels.decode_config import DecodeConfig, heads_per_program, num_head_blocks
+from piecegraph.runner.attention.kernels.paged import LOG2E, cache_rows, load_pages, log2_scores
+from piecegraph.runner.attention.kernels.workspace import SplitWorkspace
+from piecegraph.runner.kv_cache import KVCache
+
+
+class DecodeCall(NamedTuple):
+    """One launch of `decode_kernel`."""
+
+    grid: tuple[int, int, int]
+    arguments: dict[str, Any]  # by parameter, in order
+    options: dict[str, Any]  # Triton's own: num_warps and the like
+
+
+def decode_attention(
+    query: torch.Tensor,  # [>= num_reqs, num_q_heads, key_dim]
+    key: torch.Tensor,  # [>= num_reqs, num_kv_heads, key_dim]
+    value: torch.Tensor,  # [>= num_reqs, num_kv_heads, value_dim]
+    out: torch.Tensor,  # [>= num_reqs, num_q_heads, value_dim], contiguous, written
+    *,
+    scale: float,
+    window: int,
+    softcap: float,
+    sinks: torch.Tensor | None,
+    kv_cache: KVCache,
+    seq_lens: torch.Tensor,  # [>= num_reqs] int32, the new token included; 0: padding
+    block_table: torch.Tensor,  # [>= num_reqs, max_blocks] int32
+    slot_mapping: torch.Tensor,  # [>= num_reqs] int64
+    num_reqs: int,
+    workspace: SplitWorkspace,
+    config: DecodeConfig,
+) -> None:
+    """Row `r` of `query` is request `r`'s only new token. Writes the first `num_reqs` rows of `out`, except
+    padding's, and the cache at the slots of `slot_mapping` that are not negative. Leaves `workspace.arrivals` zero.
+    """
+    call = decode_call(
+        query, key, value, out,
+        scale=scale, window=window, softcap=softcap, sinks=sinks, kv_cache=kv_cache, seq_lens=seq_lens,
+        block_table=block_table, slot_mapping=slot_mapping, num_reqs=num_reqs, workspace=workspace, config=config,
+    )  # fmt: skip
+    if num_reqs > 0:
+        decode_kernel[call.grid](**call.arguments, **call.options)
+
+
+def decode_call(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    scale: float,
+    window: int,
+    softcap: float,
+    sinks: torch.Tensor | None,
+    kv_cache: KVCache,
+    seq_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    num_reqs: int,
+    workspace: SplitWorkspace,
+    config: DecodeConfig,
+) -> DecodeCall:
+    """`decode_attention`, not launched yet."""
+    num_q_heads, key_dim = query.shape[1:]
+    num_kv_heads, value_dim = value.shape[1:]
+    block_size = kv_cache.key.shape[1]
+    group = num_q_heads // num_kv_heads
+    assert out.is_contiguous() and query.stride(2) == key.stride(2) == value.stride(2) == 1
+    assert kv_cache.key.stride(3) == kv_cache.value.stride(3) == 1 and block_table.stride(1) == 1
+    assert num_reqs * num_q_heads * config.num_splits <= workspace.lse.shape[0] or config.num_splits == 1, config
+    options: dict[str, Any] = {
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+        "enable_fp_fusion": True,  # said, because the default changes between versions
+    }
+    if config.pdl:
+        options["launch_pdl"] = True
+    return DecodeCall(
+        grid=(num_head_blocks(num_q_heads, num_kv_heads), num_reqs, config.num_splits),
+        arguments={
+            "query": query,
+            "key": key,
+            "value": value,
+            "out": out,
+            "sinks": sinks,
+            "key_cache": kv_cache.key,
+            "value_cache": kv_cache.value,
+            "block_table": block_table,
+            "seq_lens": seq_lens,
+            "slot_mapping": slot_mapping,
+            "partial_out": workspace.out,
+            "partial_lse": workspace.lse,
+            "arrivals": workspace.arrivals,
+            "scale": float(scale),
+            "softcap": float(softcap),
+            "window": window,
+            "block_table_stride": block_table.stride(0),
+            "num_splits": config.num_splits,
+            "min_split_len": config.min_split_len,
+            "query_token_stride": query.stride(0),
+            "query_head_stride": query.stride(1),
+            "key_token_stride": key.stride(0),
+            "key_head_stride": key.stride(1),
+            "value_token_stride": value.stride(0),
+            "value_head_stride": value.stride(1),
+            "KEY_BLOCK_STRIDE": kv_cache.key.stride(0),
+            "KEY_TOKEN_STRIDE": kv_cache.key.stride(1),
+            "KEY_HEAD_STRIDE": kv_cache.key.stride(2),
+            "VALUE_BLOCK_STRIDE": kv_cache.value.stride(0),
+            "VALUE_TOKEN_STRIDE": kv_cache.value.stride(1),
+            "VALUE_HEAD_STRIDE": kv_cache.value.stride(2),
+            "NUM_Q_HEADS": num_q_heads,
+            "GROUP": group,
+            "KEY_DIM": key_dim,
+            "VALUE_DIM": value_dim,
+            "KEY_BLOCK": triton.next_power_of_2(key_dim),
+            "VALUE_BLOCK": triton.next_power_of_2(value_dim),
+            "BLOCK_SIZE": block_size,
+            "BLOCK_M": heads_per_program(group),
+            "BLOCK_N": config.block_n,
+            "SPLITS": _split_bound(config.num_splits),
+            "HAS_WINDOW": window > 0,
+            "HAS_SOFTCAP": softcap > 0.0,
+            "CARRY_PAGES": config.carry_pages,
+            "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32",
+            "PDL": config.pdl,
+        },
+        options=options,
+    )
+
+
+def _split_bound(num_splits: int) -> int:
+    """The power of two a kernel is compiled for: few of them, so that few kernels are compiled."""
+    return next(bound for bound in (1, 16, 64, 128) if bound >= num_splits)
+
+
+@triton.jit(
+    do_not_specialize=["window", "block_table_stride", "num_splits", "min_split_len"],
+    do_not_specialize_on_alignment=["block_table", "seq_lens", "slot_mapping", "sinks"],
+)
+def decode_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
+    query,  # [num_reqs, NUM_Q_HEADS, KEY_DIM]
+    key,  # [num_reqs, num_kv_heads, KEY_DIM]
+    value,  # [num_reqs, num_kv_heads, VALUE_DIM]
+    out,  # [num_reqs, NUM_Q_HEADS, VALUE_DIM], written
+    sinks,  # [NUM_Q_HEADS] or None
+    key_cache,  # [num_blocks, BLOCK_SIZE, num_kv_heads, KEY_DIM], written at the new slots
+    value_cache,  # [num_blocks, BLOCK_SIZE, num_kv_heads, VALUE_DIM], written at the new slots
+    block_table,  # [num_reqs, max_blocks] int32
+    seq_lens,  # [num_reqs] int32
+    slot_mapping,  # [num_reqs] int64
+    partial_out,  # [num_reqs, NUM_Q_HEADS, num_splits, VALUE_DIM] float32, written
+    partial_lse,  # [num_reqs, NUM_Q_HEADS, num_splits] float32, written
+    arrivals,  # [num_reqs, head blocks] int32, zero before and after
+    scale,
+    softcap,
+    window,
+    block_table_stride,
+    num_splits,
+    min_split_len,
+    query_token_stride,
+    query_head_stride,
+    key_token_stride,
+    key_head_stride,
+    value_token_stride,
+    value_head_stride,
+    KEY_BLOCK_STRIDE: tl.constexpr,
+    KEY_TOKEN_STRIDE: tl.constexpr,
+    KEY_HEAD_STRIDE: tl.constexpr,
+    VALUE_BLOCK_STRIDE: tl.constexpr,
+    VALUE_TOKEN_STRIDE: tl.constexpr,
+    VALUE_HEAD_STRIDE: tl.constexpr,
+    NUM_Q_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,  # query heads a KV head
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    KEY_BLOCK: tl.constexpr,  # KEY_DIM, padded to a power of two
+    VALUE_BLOCK: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,  # query heads a program, padded
+    BLOCK_N: tl.constexpr,
+    SPLITS: tl.constexpr,  # num_splits, padded
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    CARRY_PAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid: (head blocks, num_reqs, num_splits). KV heads are next to each other in the cache and in the grid."""
+    HEAD_BLOCKS: tl.constexpr = (GROUP + BLOCK_M - 1) // BLOCK_M  # of one KV head
+    ONE_PAGE: tl.constexpr = BLOCK_SIZE % BLOCK_N == 0
+    head_block = tl.program_id(0)
+    request = tl.program_id(1).to(tl.int64)
+    split = tl.program_id(2)
+    kv_head = head_block // HEAD_BLOCKS
+    rows = head_block % HEAD_BLOCKS * BLOCK_M + tl.arange(0, BLOCK_M)  # of the KV head's group
+    is_row = rows < GROUP
+    q_head = kv_head * GROUP + rows
+    key_at = tl.arange(0, KEY_BLOCK)
+    value_at = tl.arange(0, VALUE_BLOCK)
+    is_key = key_at < KEY_DIM
+    is_value = value_at < VALUE_DIM
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+
+    # Nothing here depends on the length: these loads and the length's own are in flight together.
+    seq_len = tl.load(seq_lens + request)
+    slot = tl.load(slot_mapping + request)
+    q = tl.load(
+        query + request * query_token_stride + q_head[:, None] * query_head_stride + key_at[None, :],
+        mask=is_row[:, None] & is_key[None, :],
+        other=0.0,
+    )
+    new_key = tl.load(key + request * key_token_stride + kv_head * key_head_stride + key_at, mask=is_key, other=0.0)
+    new_value = tl.load(
+        value + request * value_token_stride + kv_head * value_head_stride + value_at, mask=is_value, other=0.0
+    )
+    if seq_len <= 0:
+        return
+
+    # The cache holds positions before the new one; a window hides those before `visible`. Tiles start at multiples
+    # of BLOCK_N and are dealt to splits evenly, in runs; no split that takes part is empty.
+    num_cached = seq_len - 1
+    visible = 0
+    if HAS_WINDOW:
+        visible = tl.maximum(seq_len - window, 0)
+    first_tile = visible // BLOCK_N
+    num_tiles = tl.cdiv(num_cached, BLOCK_N) - first_tile
+    tiles_each = num_tiles
+    num_active = 1
+    if SPLITS > 1:
+        wanted = tl.minimum(num_splits, tl.cdiv(num_tiles * BLOCK_N, min_split_len))
+        tiles_each = tl.maximum(tl.cdiv(num_tiles, tl.maximum(wanted, 1)), 1)
+        num_active = tl.maximum(tl.cdiv(num_tiles, tiles_each), 1)
+    if split >= num_active:
+        return
+    first = (first_tile + split * tiles_each) * BLOCK_N
+    end = tl.minimum(num_cached, first + tiles_each * BLOCK_N)
+
+    # The first split starts from the new token (and the sink, a key whose value is zero), the others from nothing.
+    is_first = split == 0
+    new_score = tl.sum(q.to(tl.float32) * new_key.to(tl.float32)[None, :], axis=1)
+    new_score = log2_scores(new_score, scale, softcap, HAS_SOFTCAP)
+    top = tl.where(is_first, new_score, float("-inf"))
+    total = tl.where(is_first, tl.full([BLOCK_M], 1.0, tl.float32), 0.0)
+    acc = tl.zeros([BLOCK_M, VALUE_BLOCK], tl.float32) + tl.where(is_first, new_value.to(tl.float32), 0.0)[None, :]
+    if sinks is not None:
+        if is_first:
+            sink = tl.load(sinks + q_head, mask=is_row, other=0.0).to(tl.float32) * LOG2E
+            top = tl.maximum(new_score, sink)
+            weight = tl.exp2(new_score - top)
+            total = weight + tl.exp2(sink - top)
+            acc = acc * weight[:, None]
+    if is_first & (head_block % HEAD_BLOCKS == 0) & (slot >= 0):
+        block = slot // BLOCK_SIZE
+        token = slot % BLOCK_SIZE
+        tl.store(
+            key_cache + block * KEY_BLOCK_STRIDE + token * KEY_TOKEN_STRIDE + kv_head * KEY_HEAD_STRIDE + key_at,
+            new_key,
+            mask=is_key,
+        )
+        tl.store(
+            value_cache
+            + block * VALUE_BLOCK_STRIDE
+            + token * VALUE_TOKEN_STRIDE
+            + kv_head * VALUE_HEAD_STRIDE
+            + value_at,
+            new_value,
+            mask=is_value,
+        )
+
+    blocks = block_table + request * block_table_stride
+    keys = key_cache + kv_head * KEY_HEAD_STRIDE + key_at
+    values = value_cache + kv_head * VALUE_HEAD_STRIDE + value_at
+    if CARRY_PAGES:
+        next_pages = load_pages(blocks, first, end, BLOCK_SIZE, BLOCK_N, ONE_PAGE)
+    for start in range(first, end, BLOCK_N):
+        start = tl.multiple_of(start, BLOCK_N)
+        if CARRY_PAGES:
+            pages = next_pages
+            next_pages = load_pages(blocks, start + BLOCK_N, end, BLOCK_SIZE, BLOCK_N, ONE_PAGE)
+        else:
+            pages = load_pages(blocks, start, end, BLOCK_SIZE, BLOCK_N, ONE_PAGE)
+        positions = start + tl.arange(0, BLOCK_N)
+        is_cached = positions < end
+        key_rows = cache_rows(pages, start, BLOCK_SIZE, BLOCK_N, KEY_BLOCK_STRIDE, KEY_TOKEN_STRIDE, ONE_PAGE)
+        value_rows = cache_rows(pages, start, BLOCK_SIZE, BLOCK_N, VALUE_BLOCK_STRIDE, VALUE_TOKEN_STRIDE, ONE_PAGE)
+        k = tl.load(keys[None, :] + key_rows[:, None], mask=is_cached[:, None] & is_key[None, :], other=0.0)
+        v = tl.load(values[None, :] + value_rows[:, None], mask=is_cached[:, None] & is_value[None, :], other=0.0)
+        scores = log2_scores(tl.dot(q, tl.trans(k), input_precision=PRECISION), scale, softcap, HAS_SOFTCAP)
+        is_visible = is_cached
+        if HAS_WINDOW:
+            is_visible = is_visible & (positions >= visible)
+        scores = tl.where(is_visible[None, :], scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, axis=1))
+        weights = tl.exp2(scores - new_top[:, None])
+        shrink = tl.exp2(top - new_top)
+        total = total * shrink + tl.sum(weights, axis=1)
+        acc = acc * shrink[:, None]
+        acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
+        top = new_top
+    result = acc / total[:, None]
+
+    if num_active == 1:
+        tl.store(
+            out + request * (NUM_Q_HEADS * VALUE_DIM) + q_head[:, None] * VALUE_DIM + value_at[None, :],
+            result.to(out.dtype.element_ty),
+            mask=is_row[:, None] & is_value[None, :],
+        )
+    elif SPLITS > 1:
+        partial = (request * NUM_Q_HEADS + q_head) * num_splits + split  # [BLOCK_M]
+        tl.store(partial_lse + partial, top + tl.log2(total), mask=is_row)
+        tl.store(
+            partial_out + partial[:, None] * VALUE_DIM + value_at[None, :],
+            result,
+            mask=is_row[:, None] & is_value[None, :],
+        )
+        tl.debug_barrier()  # all threads have stored before one of them says so
+        arrival = arrivals + request * tl.num_programs(0) + head_block
+        if tl.atomic_add(arrival, 1, sem="acq_rel") == num_active - 1:
+            tl.store(arrival, 0)  # for the next launch; no program of this one looks again
+            first_row = head_block % HEAD_BLOCKS * BLOCK_M
+            for row in range(first_row, tl.minimum(first_row + BLOCK_M, GROUP)):
+                _combine(
+                    request * NUM_Q_HEADS + kv_head * GROUP + row,
+                    num_active, num_splits, partial_out, partial_lse, out,
+                    VALUE_DIM, VALUE_BLOCK, SPLITS,
+                )  # fmt: skip
+
+
+@triton.jit
+def _combine(  # type: ignore[no-untyped-def]  # compiled by Triton
+    row,  # of out, laid out [num_reqs * NUM_Q_HEADS, VALUE_DIM]
+    num_active,
+    num_splits,
+    partial_out,
+    partial_lse,
+    out,
+    VALUE_DIM: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """Add up the splits of one query head. `.cg`: other SMs wrote them, so they are read past L1."""
+    TILE: tl.constexpr = min(SPLITS, 32)
+    value_at = tl.arange(0, VALUE_BLOCK)
+    partial = row * num_splits
+    all_splits = tl.arange(0, SPLITS)
+    lse = tl.load(
+        partial_lse + partial + all_splits, mask=all_splits < num_active, other=float("-inf"), cache_modifier=".cg"
+    )
+    top = tl.max(lse, axis=0)
+    total = tl.sum(tl.exp2(lse - top), axis=0)
+    acc = tl.zeros([VALUE_BLOCK], tl.float32)
+    for first in range(0, num_active, TILE):
+        splits = first + tl.arange(0, TILE)
+        is_active = splits < num_active
+        lse = tl.load(partial_lse + partial + splits, mask=is_active, other=float("-inf"), cache_modifier=".cg")
+        part = tl.load(
+            partial_out + (partial + splits)[:, None] * VALUE_DIM + value_at[None, :],
+            mask=is_active[:, None] & (value_at < VALUE_DIM)[None, :],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        acc += tl.sum(part * tl.exp2(lse - top)[:, None], axis=0)
+    tl.store(out + row * VALUE_DIM + value_at, (acc / total).to(out.dtype.element_ty), mask=value_at < VALUE_DIM)
