@@ -305,7 +305,7 @@ def _expected(shape: Shape, inputs: Inputs) -> torch.Tensor:
 
 def _triton_calls(shape: Shape, inputs: Inputs, config: DecodeConfig, device: torch.device) -> list[Callable[[], None]]:
     """A call for each copy of the cache."""
-    from piecegraph.runner.attention.kernels.decode import decode_attention
+    from piecegraph.runner.attention.kernels.decode import decode_call
     from piecegraph.runner.attention.kernels.workspace import SplitWorkspace
 
     workspace = SplitWorkspace.allocate(
@@ -316,12 +316,12 @@ def _triton_calls(shape: Shape, inputs: Inputs, config: DecodeConfig, device: to
     )
 
     def call(table: torch.Tensor, slots: torch.Tensor) -> Callable[[], None]:
-        return lambda: decode_attention(
+        return lambda: decode_call(
             inputs.query, inputs.key, inputs.value, inputs.out,
             scale=shape.head_dim**-0.5, window=0, softcap=0.0, sinks=None, kv_cache=inputs.kv_cache,
             seq_lens=inputs.seq_lens, block_table=table, slot_mapping=slots, num_reqs=shape.batch,
             workspace=workspace, config=config,
-        )  # fmt: skip
+        ).launch()  # fmt: skip
 
     return [call(table, slots) for table, slots in zip(inputs.block_tables, inputs.slot_mappings, strict=True)]
 

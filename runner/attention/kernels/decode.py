@@ -7,27 +7,20 @@ up), and the new token's key and value come from the arguments, so this kernel a
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
 from piecegraph.runner.attention.kernels.decode_config import DecodeConfig, heads_per_program, num_head_blocks
+from piecegraph.runner.attention.kernels.launch import KernelCall
 from piecegraph.runner.attention.kernels.paged import LOG2E, cache_rows, load_pages, log2_scores
 from piecegraph.runner.attention.kernels.workspace import SplitWorkspace
 from piecegraph.runner.kv_cache import KVCache
 
 
-class DecodeCall(NamedTuple):
-    """One launch of `decode_kernel`."""
-
-    grid: tuple[int, int, int]
-    arguments: dict[str, Any]  # by parameter, in order
-    options: dict[str, Any]  # Triton's own: num_warps and the like
-
-
-def decode_attention(
+def decode_call(
     query: torch.Tensor,  # [>= num_reqs, num_q_heads, key_dim]
     key: torch.Tensor,  # [>= num_reqs, num_kv_heads, key_dim]
     value: torch.Tensor,  # [>= num_reqs, num_kv_heads, value_dim]
@@ -44,38 +37,10 @@ def decode_attention(
     num_reqs: int,
     workspace: SplitWorkspace,
     config: DecodeConfig,
-) -> None:
+) -> KernelCall:
     """Row `r` of `query` is request `r`'s only new token. Writes the first `num_reqs` rows of `out`, except
     padding's, and the cache at the slots of `slot_mapping` that are not negative. Leaves `workspace.arrivals` zero.
     """
-    call = decode_call(
-        query, key, value, out,
-        scale=scale, window=window, softcap=softcap, sinks=sinks, kv_cache=kv_cache, seq_lens=seq_lens,
-        block_table=block_table, slot_mapping=slot_mapping, num_reqs=num_reqs, workspace=workspace, config=config,
-    )  # fmt: skip
-    if num_reqs > 0:
-        decode_kernel[call.grid](**call.arguments, **call.options)
-
-
-def decode_call(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-    *,
-    scale: float,
-    window: int,
-    softcap: float,
-    sinks: torch.Tensor | None,
-    kv_cache: KVCache,
-    seq_lens: torch.Tensor,
-    block_table: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    num_reqs: int,
-    workspace: SplitWorkspace,
-    config: DecodeConfig,
-) -> DecodeCall:
-    """`decode_attention`, not launched yet."""
     num_q_heads, key_dim = query.shape[1:]
     num_kv_heads, value_dim = value.shape[1:]
     block_size = kv_cache.key.shape[1]
@@ -90,7 +55,8 @@ def decode_call(
     }
     if config.pdl:
         options["launch_pdl"] = True
-    return DecodeCall(
+    return KernelCall(
+        kernel=decode_kernel,
         grid=(num_head_blocks(num_q_heads, num_kv_heads), num_reqs, config.num_splits),
         arguments={
             "query": query,
@@ -128,8 +94,8 @@ def decode_call(
             "GROUP": group,
             "KEY_DIM": key_dim,
             "VALUE_DIM": value_dim,
-            "KEY_BLOCK": triton.next_power_of_2(key_dim),
-            "VALUE_BLOCK": triton.next_power_of_2(value_dim),
+            "KEY_BLOCK": max(16, triton.next_power_of_2(key_dim)),
+            "VALUE_BLOCK": max(16, triton.next_power_of_2(value_dim)),
             "BLOCK_SIZE": block_size,
             "BLOCK_M": heads_per_program(group),
             "BLOCK_N": config.block_n,
