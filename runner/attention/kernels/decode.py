@@ -48,6 +48,7 @@ def decode_call(
     assert out.is_contiguous() and query.stride(2) == key.stride(2) == value.stride(2) == 1
     assert kv_cache.key.stride(3) == kv_cache.value.stride(3) == 1 and block_table.stride(1) == 1
     assert num_reqs * num_q_heads * config.num_splits <= workspace.lse.shape[0] or config.num_splits == 1, config
+    splits = _split_bound(config.num_splits)
     options: dict[str, Any] = {
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
@@ -99,7 +100,9 @@ def decode_call(
             "BLOCK_SIZE": block_size,
             "BLOCK_M": heads_per_program(group),
             "BLOCK_N": config.block_n,
-            "SPLITS": _split_bound(config.num_splits),
+            "SPLITS": splits,
+            "SPLIT_TILE": min(splits, 16),
+            "COMBINE_ROWS": min(triton.next_power_of_2(group), 4),
             "HAS_WINDOW": window > 0,
             "HAS_SOFTCAP": softcap > 0.0,
             "CARRY_PAGES": config.carry_pages,
@@ -161,6 +164,8 @@ def decode_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     BLOCK_M: tl.constexpr,  # query heads a program, padded
     BLOCK_N: tl.constexpr,
     SPLITS: tl.constexpr,  # num_splits, padded
+    SPLIT_TILE: tl.constexpr,  # splits added up at a time
+    COMBINE_ROWS: tl.constexpr,  # query heads added up at a time
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     CARRY_PAGES: tl.constexpr,
@@ -301,46 +306,89 @@ def decode_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
         if tl.atomic_add(arrival, 1, sem="acq_rel") == num_active - 1:
             tl.store(arrival, 0)  # for the next launch; no program of this one looks again
             first_row = head_block % HEAD_BLOCKS * BLOCK_M
-            for row in range(first_row, tl.minimum(first_row + BLOCK_M, GROUP)):
+            for row in range(first_row, tl.minimum(first_row + BLOCK_M, GROUP), COMBINE_ROWS):
                 _combine(
-                    request * NUM_Q_HEADS + kv_head * GROUP + row,
+                    request * NUM_Q_HEADS + kv_head * GROUP, row,
                     num_active, num_splits, partial_out, partial_lse, out,
-                    VALUE_DIM, VALUE_BLOCK, SPLITS,
+                    GROUP, VALUE_DIM, VALUE_BLOCK, SPLITS, SPLIT_TILE, COMBINE_ROWS,
                 )  # fmt: skip
 
 
 @triton.jit
 def _combine(  # type: ignore[no-untyped-def]  # compiled by Triton
-    row,  # of out, laid out [num_reqs * NUM_Q_HEADS, VALUE_DIM]
+    first_head,  # of the KV head's group, counted over all requests' heads
+    first_row,  # of the group
     num_active,
     num_splits,
     partial_out,
     partial_lse,
     out,
+    GROUP: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     VALUE_BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
+    SPLIT_TILE: tl.constexpr,
+    COMBINE_ROWS: tl.constexpr,
 ):
-    """Add up the splits of one query head. `.cg`: other SMs wrote them, so they are read past L1."""
-    TILE: tl.constexpr = min(SPLITS, 32)
+    """Add up the splits of `COMBINE_ROWS` query heads, a tile of splits at a time: one trip to memory each."""
+    rows = first_row + tl.arange(0, COMBINE_ROWS)
+    is_row = rows < GROUP
+    heads = first_head + rows
     value_at = tl.arange(0, VALUE_BLOCK)
-    partial = row * num_splits
-    all_splits = tl.arange(0, SPLITS)
-    lse = tl.load(
-        partial_lse + partial + all_splits, mask=all_splits < num_active, other=float("-inf"), cache_modifier=".cg"
+    top = tl.full([COMBINE_ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([COMBINE_ROWS], tl.float32)
+    acc = tl.zeros([COMBINE_ROWS, VALUE_BLOCK], tl.float32)
+    if SPLITS == SPLIT_TILE:
+        top, total, acc = _add_splits(
+            heads, is_row, 0, num_active, num_splits, partial_out, partial_lse, top, total, acc,
+            VALUE_DIM, VALUE_BLOCK, SPLIT_TILE,
+        )  # fmt: skip
+    else:
+        for first in range(0, num_active, SPLIT_TILE):
+            top, total, acc = _add_splits(
+                heads, is_row, first, num_active, num_splits, partial_out, partial_lse, top, total, acc,
+                VALUE_DIM, VALUE_BLOCK, SPLIT_TILE,
+            )  # fmt: skip
+    result = acc / total[:, None]
+    tl.store(
+        out + heads[:, None] * VALUE_DIM + value_at[None, :],
+        result.to(out.dtype.element_ty),
+        mask=is_row[:, None] & (value_at < VALUE_DIM)[None, :],
     )
-    top = tl.max(lse, axis=0)
-    total = tl.sum(tl.exp2(lse - top), axis=0)
-    acc = tl.zeros([VALUE_BLOCK], tl.float32)
-    for first in range(0, num_active, TILE):
-        splits = first + tl.arange(0, TILE)
-        is_active = splits < num_active
-        lse = tl.load(partial_lse + partial + splits, mask=is_active, other=float("-inf"), cache_modifier=".cg")
-        part = tl.load(
-            partial_out + (partial + splits)[:, None] * VALUE_DIM + value_at[None, :],
-            mask=is_active[:, None] & (value_at < VALUE_DIM)[None, :],
-            other=0.0,
-            cache_modifier=".cg",
-        )
-        acc += tl.sum(part * tl.exp2(lse - top)[:, None], axis=0)
-    tl.store(out + row * VALUE_DIM + value_at, (acc / total).to(out.dtype.element_ty), mask=value_at < VALUE_DIM)
+
+
+@triton.jit
+def _add_splits(  # type: ignore[no-untyped-def]  # compiled by Triton
+    heads,
+    is_row,
+    first,
+    num_active,
+    num_splits,
+    partial_out,
+    partial_lse,
+    top,
+    total,
+    acc,
+    VALUE_DIM: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+    SPLIT_TILE: tl.constexpr,
+):
+    """Online softmax over splits `first` and on. Both loads are in flight together, past L1 (`.cg`): other SMs
+    wrote them. Padded rows keep a `top` of 0, so that nothing of them is NaN."""
+    value_at = tl.arange(0, VALUE_BLOCK)
+    splits = first + tl.arange(0, SPLIT_TILE)
+    is_active = is_row[:, None] & (splits < num_active)[None, :]
+    partial = heads[:, None] * num_splits + splits[None, :]  # [COMBINE_ROWS, SPLIT_TILE]
+    lse = tl.load(partial_lse + partial, mask=is_active, other=float("-inf"), cache_modifier=".cg")
+    part = tl.load(
+        partial_out + partial[:, :, None] * VALUE_DIM + value_at[None, None, :],
+        mask=is_active[:, :, None] & (value_at < VALUE_DIM)[None, None, :],
+        other=0.0,
+        cache_modifier=".cg",
+    )
+    new_top = tl.where(is_row, tl.maximum(top, tl.max(lse, axis=1)), 0.0)
+    weights = tl.exp2(lse - new_top[:, None])
+    shrink = tl.exp2(top - new_top)
+    total = total * shrink + tl.sum(weights, axis=1)
+    acc = acc * shrink[:, None] + tl.sum(part * weights[:, :, None], axis=1)
+    return new_top, total, acc
