@@ -22,11 +22,12 @@ import click
 import torch
 
 from piecegraph.runner.attention.kernels.decode_config import (
-    MAX_SPLITS,
+    SPLIT_BOUNDS,
     DecodeConfig,
     decode_config,
     num_head_blocks,
 )
+from piecegraph.runner.attention.kernels.head_shape import HeadShape
 from piecegraph.runner.kv_cache import KVCache
 
 READ_FLOOR_BYTES_PER_S = 4.08e12
@@ -50,6 +51,16 @@ class Shape:
     head_dim: int
     block_size: int
     dtype: torch.dtype
+
+    @property
+    def heads(self) -> HeadShape:
+        return HeadShape(
+            num_q_heads=self.num_q_heads,
+            num_kv_heads=self.num_kv_heads,
+            key_dim=self.head_dim,
+            value_dim=self.head_dim,
+            dtype=self.dtype,
+        )
 
     @property
     def kv_bytes(self) -> int:
@@ -143,7 +154,7 @@ def main(
             batch=batch, context=context, num_q_heads=q_heads, num_kv_heads=kv_heads, head_dim=head_dim,
             block_size=block_size, dtype=getattr(torch, dtype),
         )  # fmt: skip
-        default = _default_config(shape, num_sms)
+        default = decode_config(shape.heads, num_reqs=batch, max_len=context, num_sms=num_sms)
         grid = [default]
         if not default_only:
             grid += [
@@ -183,20 +194,6 @@ def _triton_version() -> str:
     return f"triton {triton.__version__}"
 
 
-def _default_config(shape: Shape, num_sms: int) -> DecodeConfig:
-    return decode_config(
-        num_reqs=shape.batch,
-        num_q_heads=shape.num_q_heads,
-        num_kv_heads=shape.num_kv_heads,
-        key_dim=shape.head_dim,
-        value_dim=shape.head_dim,
-        dtype=shape.dtype,
-        block_size=shape.block_size,
-        max_len=shape.context,
-        num_sms=num_sms,
-    )
-
-
 def _configs(
     shape: Shape,
     num_sms: int,
@@ -208,10 +205,10 @@ def _configs(
     carry_pages: bool,
     pdls: Sequence[bool],
 ) -> Iterator[DecodeConfig]:
-    programs = shape.batch * num_head_blocks(shape.num_q_heads, shape.num_kv_heads)
+    programs = shape.batch * num_head_blocks(shape.heads)
     for n, num_warps, num_stages, pdl in itertools.product(block_ns, warps, stages, pdls):
         tiles = -(-shape.context // n)
-        splits = {max(1, min(count * num_sms // programs, tiles, MAX_SPLITS)) for count in per_sm}
+        splits = {max(1, min(count * num_sms // programs, tiles, SPLIT_BOUNDS[-1])) for count in per_sm}
         for num_splits, min_split_len in itertools.product(sorted(splits), min_splits):
             yield DecodeConfig(
                 block_n=n,
@@ -308,10 +305,11 @@ def _triton_calls(shape: Shape, inputs: Inputs, config: DecodeConfig, device: to
     from piecegraph.runner.attention.kernels.decode import decode_call
     from piecegraph.runner.attention.kernels.workspace import SplitWorkspace
 
+    num_partials = shape.batch * shape.num_q_heads * config.num_splits
     workspace = SplitWorkspace.allocate(
-        num_partials=shape.batch * shape.num_q_heads * config.num_splits,
-        value_dim=shape.head_dim,
-        num_counts=shape.batch * num_head_blocks(shape.num_q_heads, shape.num_kv_heads),
+        num_partials=num_partials,
+        num_values=num_partials * shape.head_dim,
+        num_counts=shape.batch * num_head_blocks(shape.heads),
         device=device,
     )
 

@@ -14,10 +14,15 @@ import triton
 import triton.language as tl
 
 from piecegraph.runner.attention.kernels.decode_config import DecodeConfig, heads_per_program, num_head_blocks
-from piecegraph.runner.attention.kernels.launch import KernelCall
+from piecegraph.runner.attention.kernels.head_shape import HeadShape
+from piecegraph.runner.attention.kernels.launch import Grid, KernelCall
 from piecegraph.runner.attention.kernels.paged import LOG2E, cache_rows, load_pages, log2_scores
 from piecegraph.runner.attention.kernels.workspace import SplitWorkspace
 from piecegraph.runner.kv_cache import KVCache
+
+
+def decode_grid(shape: HeadShape, num_reqs: int, config: DecodeConfig) -> Grid:
+    return num_head_blocks(shape), num_reqs, config.num_splits
 
 
 def decode_call(
@@ -41,14 +46,11 @@ def decode_call(
     """Row `r` of `query` is request `r`'s only new token. Writes the first `num_reqs` rows of `out`, except
     padding's, and the cache at the slots of `slot_mapping` that are not negative. Leaves `workspace.arrivals` zero.
     """
-    num_q_heads, key_dim = query.shape[1:]
-    num_kv_heads, value_dim = value.shape[1:]
-    block_size = kv_cache.key.shape[1]
-    group = num_q_heads // num_kv_heads
+    shape = HeadShape.of(query, value)
     assert out.is_contiguous() and query.stride(2) == key.stride(2) == value.stride(2) == 1
     assert kv_cache.key.stride(3) == kv_cache.value.stride(3) == 1 and block_table.stride(1) == 1
-    assert num_reqs * num_q_heads * config.num_splits <= workspace.lse.shape[0] or config.num_splits == 1, config
-    splits = _split_bound(config.num_splits)
+    assert config.num_splits == 1 or num_reqs * shape.num_q_heads * config.num_splits <= workspace.lse.shape[0], config
+    splits = config.split_bound
     options: dict[str, Any] = {
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
@@ -58,7 +60,7 @@ def decode_call(
         options["launch_pdl"] = True
     return KernelCall(
         kernel=decode_kernel,
-        grid=(num_head_blocks(num_q_heads, num_kv_heads), num_reqs, config.num_splits),
+        grid=decode_grid(shape, num_reqs, config),
         arguments={
             "query": query,
             "key": key,
@@ -91,31 +93,26 @@ def decode_call(
             "VALUE_BLOCK_STRIDE": kv_cache.value.stride(0),
             "VALUE_TOKEN_STRIDE": kv_cache.value.stride(1),
             "VALUE_HEAD_STRIDE": kv_cache.value.stride(2),
-            "NUM_Q_HEADS": num_q_heads,
-            "GROUP": group,
-            "KEY_DIM": key_dim,
-            "VALUE_DIM": value_dim,
-            "KEY_BLOCK": max(16, triton.next_power_of_2(key_dim)),
-            "VALUE_BLOCK": max(16, triton.next_power_of_2(value_dim)),
-            "BLOCK_SIZE": block_size,
-            "BLOCK_M": heads_per_program(group),
+            "NUM_Q_HEADS": shape.num_q_heads,
+            "GROUP": shape.group,
+            "KEY_DIM": shape.key_dim,
+            "VALUE_DIM": shape.value_dim,
+            "KEY_BLOCK": max(16, triton.next_power_of_2(shape.key_dim)),
+            "VALUE_BLOCK": max(16, triton.next_power_of_2(shape.value_dim)),
+            "BLOCK_SIZE": kv_cache.key.shape[1],
+            "BLOCK_M": heads_per_program(shape.group),
             "BLOCK_N": config.block_n,
             "SPLITS": splits,
             "SPLIT_TILE": min(splits, 16),
-            "COMBINE_ROWS": min(triton.next_power_of_2(group), 4),
+            "COMBINE_ROWS": min(triton.next_power_of_2(shape.group), 4),
             "HAS_WINDOW": window > 0,
             "HAS_SOFTCAP": softcap > 0.0,
             "CARRY_PAGES": config.carry_pages,
-            "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32",
+            "PRECISION": "ieee" if shape.dtype == torch.float32 else "tf32",
             "PDL": config.pdl,
         },
         options=options,
     )
-
-
-def _split_bound(num_splits: int) -> int:
-    """The power of two a kernel is compiled for: few of them, so that few kernels are compiled."""
-    return next(bound for bound in (1, 16, 64, 128) if bound >= num_splits)
 
 
 @triton.jit(

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
-import torch
+from piecegraph.runner.attention.kernels.head_shape import HeadShape
 
-MAX_SPLITS = 128
+SPLIT_BOUNDS = (1, 16, 64, 128)
+"""Numbers of splits that kernels are compiled for: few, so that few kernels are compiled."""
+
 WORKSPACE_BYTES = 32 * 2**20
-"""Partial results of all splits of a launch take no more; fewer splits do."""
+"""Partial results of all splits of a launch take no more; where they would, there are fewer splits."""
 
 MAX_HEADS_PER_PROGRAM = 64
+
 LONG_SPLIT_LEN = 8192
-"""Where one split a request would fill the GPU, a request longer than this still gets more, so that it does not
-finish long after the others."""
+"""Where one split a request would fill the GPU, a request longer than this is split all the same, up to
+`LONG_SPLITS` ways, so that it does not finish long after the others."""
+
+LONG_SPLITS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,8 +33,17 @@ class DecodeConfig:
     pdl: bool = False  # start before the kernel ahead in the stream has ended, and wait for it inside
 
     def __post_init__(self) -> None:
-        assert 1 <= self.num_splits <= MAX_SPLITS, self
+        assert 1 <= self.num_splits <= SPLIT_BOUNDS[-1], self
         assert self.block_n >= 16 and self.block_n & (self.block_n - 1) == 0, self
+
+    @property
+    def split_bound(self) -> int:
+        return next(bound for bound in SPLIT_BOUNDS if bound >= self.num_splits)
+
+    @property
+    def compiled_for(self) -> tuple[object, ...]:
+        """Configs that agree in this share a compiled kernel."""
+        return self.block_n, self.num_warps, self.num_stages, self.split_bound, self.carry_pages, self.pdl
 
 
 def heads_per_program(group: int) -> int:
@@ -36,36 +51,28 @@ def heads_per_program(group: int) -> int:
     return min(max(16, 1 << (group - 1).bit_length()), MAX_HEADS_PER_PROGRAM)
 
 
-def num_head_blocks(num_q_heads: int, num_kv_heads: int) -> int:
+def num_head_blocks(shape: HeadShape) -> int:
     """Programs that one split of one request takes."""
-    group = num_q_heads // num_kv_heads
-    return num_kv_heads * -(-group // heads_per_program(group))
+    return shape.num_kv_heads * -(-shape.group // heads_per_program(shape.group))
 
 
-def decode_config(
-    *,
-    num_reqs: int,
-    num_q_heads: int,
-    num_kv_heads: int,
-    key_dim: int,
-    value_dim: int,
-    dtype: torch.dtype,
-    block_size: int,
-    max_len: int,
-    num_sms: int,
-) -> DecodeConfig:
-    """The layout for any `num_reqs` requests of up to `max_len` tokens; nothing depends on actual lengths."""
-    row_bytes = max(1 << (key_dim - 1).bit_length(), 1 << (value_dim - 1).bit_length()) * dtype.itemsize
-    tile_rows = max(16, min(64, 16384 // row_bytes))  # a tile of keys takes 16 KiB, as does one of values
-    programs = num_reqs * num_head_blocks(num_q_heads, num_kv_heads)
+@lru_cache(maxsize=4096)
+def decode_config(shape: HeadShape, *, num_reqs: int, max_len: int | None, num_sms: int) -> DecodeConfig:
+    """The layout for any `num_reqs` requests of up to `max_len` tokens (None: any); nothing depends on
+    actual lengths. A longer `max_len` never gives fewer splits."""
+    row_bytes = shape.padded_dim * shape.dtype.itemsize
+    block_n = max(16, min(64, 16384 // row_bytes))  # a tile of keys takes 16 KiB, as does one of values
+    programs = num_reqs * num_head_blocks(shape)
     splits = 2 * num_sms // programs  # two programs an SM
     min_split_len = 64 if splits > 1 else LONG_SPLIT_LEN
-    splits = max(splits, min(8, -(-max_len // LONG_SPLIT_LEN)))
-    affordable = WORKSPACE_BYTES // (num_reqs * num_q_heads * value_dim * 4)
+    longest = LONG_SPLITS * LONG_SPLIT_LEN if max_len is None else max_len
+    splits = max(splits, min(LONG_SPLITS, -(-longest // LONG_SPLIT_LEN)))
+    affordable = WORKSPACE_BYTES // (num_reqs * shape.num_q_heads * shape.value_dim * 4)
+    useful = SPLIT_BOUNDS[-1] if max_len is None else -(-max_len // block_n)
     return DecodeConfig(
-        block_n=tile_rows,
+        block_n=block_n,
         num_warps=4,
         num_stages=3,
-        num_splits=max(1, min(splits, affordable, -(-max_len // tile_rows), MAX_SPLITS)),
+        num_splits=max(1, min(splits, affordable, useful, SPLIT_BOUNDS[-1])),
         min_split_len=min_split_len,
     )

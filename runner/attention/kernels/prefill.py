@@ -13,15 +13,16 @@ import torch
 import triton
 import triton.language as tl
 
+from piecegraph.runner.attention.kernels.head_shape import HeadShape
 from piecegraph.runner.attention.kernels.launch import Grid, KernelCall
 from piecegraph.runner.attention.kernels.paged import LOG2E, cache_rows, load_pages, log2_scores
 from piecegraph.runner.attention.kernels.prefill_config import PrefillConfig
 from piecegraph.runner.kv_cache import KVCache
 
 
-def prefill_grid(num_rows: int, num_reqs: int, num_kv_heads: int, block_q: int) -> Grid:
+def prefill_grid(shape: HeadShape, num_rows: int, num_reqs: int, config: PrefillConfig) -> Grid:
     """Enough programs for `num_reqs` requests of `num_rows` rows together, however they share them."""
-    return num_kv_heads, num_rows // block_q + num_reqs, 1
+    return shape.num_kv_heads, num_rows // config.block_q(shape.group) + num_reqs, 1
 
 
 def prefill_call(
@@ -44,10 +45,8 @@ def prefill_call(
     """Writes the rows of `out` that belong to requests `first_req:num_reqs`. Their keys and values are in the
     cache already. Requests before `first_req` have one row each.
     """
-    num_q_heads, key_dim = query.shape[1:]
-    num_kv_heads, value_dim = kv_cache.value.shape[2:]
-    group = num_q_heads // num_kv_heads
-    assert group <= config.block_m, (group, config)
+    shape = HeadShape.of(query, kv_cache.value[0])
+    assert shape.group <= config.block_m, (shape, config)
     assert out.is_contiguous() and query.stride(2) == 1 and block_table.stride(1) == 1
     assert kv_cache.key.stride(3) == kv_cache.value.stride(3) == 1
     arguments: dict[str, Any] = {
@@ -73,23 +72,23 @@ def prefill_call(
         "VALUE_BLOCK_STRIDE": kv_cache.value.stride(0),
         "VALUE_TOKEN_STRIDE": kv_cache.value.stride(1),
         "VALUE_HEAD_STRIDE": kv_cache.value.stride(2),
-        "NUM_Q_HEADS": num_q_heads,
-        "GROUP": group,
-        "KEY_DIM": key_dim,
-        "VALUE_DIM": value_dim,
-        "KEY_BLOCK": max(16, triton.next_power_of_2(key_dim)),
-        "VALUE_BLOCK": max(16, triton.next_power_of_2(value_dim)),
+        "NUM_Q_HEADS": shape.num_q_heads,
+        "GROUP": shape.group,
+        "KEY_DIM": shape.key_dim,
+        "VALUE_DIM": shape.value_dim,
+        "KEY_BLOCK": max(16, triton.next_power_of_2(shape.key_dim)),
+        "VALUE_BLOCK": max(16, triton.next_power_of_2(shape.value_dim)),
         "BLOCK_SIZE": kv_cache.key.shape[1],
         "BLOCK_M": config.block_m,
-        "BLOCK_Q": config.block_q(group),
+        "BLOCK_Q": config.block_q(shape.group),
         "BLOCK_N": config.block_n,
         "HAS_WINDOW": window > 0,
         "HAS_SOFTCAP": softcap > 0.0,
-        "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32",
+        "PRECISION": "ieee" if shape.dtype == torch.float32 else "tf32",
     }
     return KernelCall(
         kernel=prefill_kernel,
-        grid=prefill_grid(num_rows, num_reqs - first_req, num_kv_heads, config.block_q(group)),
+        grid=prefill_grid(shape, num_rows, num_reqs - first_req, config),
         arguments=arguments,
         options={"num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": True},
     )

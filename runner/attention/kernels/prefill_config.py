@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
+
+from piecegraph.runner.attention.kernels.head_shape import HeadShape
 
 MAX_GROUP = 128
 """Query heads one KV head may have: they fill a tile."""
@@ -15,36 +18,36 @@ class PrefillConfig:
     block_m: int  # rows a tile: query tokens, each with all query heads of one KV head
     block_n: int  # keys a tile
     num_warps: int
-    num_stages: int
+    num_stages: int  # of the software pipeline: tiles in flight, and the one at work
 
     def block_q(self, group: int) -> int:
         """Query tokens a tile."""
         return self.block_m // group
 
 
-def prefill_config(
-    *, max_query_len: int, group: int, key_dim: int, value_dim: int, dtype: torch.dtype
-) -> PrefillConfig:
-    """The layout for requests of up to `max_query_len` rows. One of three for a model: few kernels are compiled."""
-    dim = max(1 << (key_dim - 1).bit_length(), 1 << (value_dim - 1).bit_length(), 16)
-    rows = max_query_len * group
-    fitting = 16 if rows <= 16 and group <= 16 else 64 if rows <= 64 and group <= 64 else 128
-    if dtype == torch.float32:  # multiplied without tensor cores, out of registers
-        return PrefillConfig(
-            block_m=max(16, 1 << (group - 1).bit_length()), block_n=16 if dim > 128 else 32, num_warps=4, num_stages=2
-        )
-    if fitting < 128:
-        return PrefillConfig(
-            block_m=fitting, block_n=max(16, min(64, 8192 // dim)), num_warps=4, num_stages=3 if dim <= 128 else 2
-        )
-    return PrefillConfig(block_m=128, block_n=64 if dim <= 128 else 32, num_warps=8, num_stages=3 if dim <= 128 else 2)
+@lru_cache(maxsize=4096)
+def prefill_config(shape: HeadShape, *, max_query_len: int, shared_bytes: int) -> PrefillConfig:
+    """The layout for requests of up to `max_query_len` rows. One of few for a model, so that few kernels are compiled.
+
+    `shared_bytes`: of shared memory that a program may use.
+    """
+    dim, group = shape.padded_dim, shape.group
+    rows = max(max_query_len, 1) * group
+    is_roomy = shared_bytes >= 160 * 2**10
+    if shape.dtype == torch.float32:  # multiplied without tensor cores, out of registers
+        block_m = max(16, 1 << (group - 1).bit_length())
+        return PrefillConfig(block_m=block_m, block_n=16 if dim > 64 else 32, num_warps=4, num_stages=2)
+    block_n = 64 if dim <= 128 else 32
+    num_stages = 3 if dim <= 128 else 2
+    if rows <= 16:
+        return PrefillConfig(block_m=16, block_n=block_n, num_warps=4, num_stages=num_stages)
+    if group <= 64 and (rows <= 64 or not is_roomy):
+        return PrefillConfig(block_m=64, block_n=block_n, num_warps=4, num_stages=num_stages if is_roomy else 2)
+    return PrefillConfig(block_m=128, block_n=block_n, num_warps=8, num_stages=num_stages if is_roomy else 2)
 
 
-def prefill_configs(*, group: int, key_dim: int, value_dim: int, dtype: torch.dtype) -> tuple[PrefillConfig, ...]:
-    """Every layout `prefill_config` may choose for such a layer."""
-    return tuple(
-        dict.fromkeys(
-            prefill_config(max_query_len=n, group=group, key_dim=key_dim, value_dim=value_dim, dtype=dtype)
-            for n in (1, 16 // group or 1, 64 // group or 1, 129)
-        )
-    )
+def prefill_configs(shape: HeadShape, *, shared_bytes: int) -> tuple[PrefillConfig, ...]:
+    """Every layout `prefill_config` may choose for such heads."""
+    lens = (1, 16 // shape.group, 64 // shape.group, MAX_GROUP)
+    configs = [prefill_config(shape, max_query_len=max_query_len, shared_bytes=shared_bytes) for max_query_len in lens]
+    return tuple(dict.fromkeys(configs))

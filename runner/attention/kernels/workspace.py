@@ -14,14 +14,15 @@ class SplitWorkspace:
     Flat: a kernel lays `[num_reqs, num_q_heads, num_splits]` over it, with its own numbers.
     """
 
-    out: torch.Tensor  # float32, times value_dim: a split's result, normalised
+    out: torch.Tensor  # float32, [..., value_dim] too: a split's result, normalised
     lse: torch.Tensor  # float32, log2 of a split's sum of weights
     arrivals: torch.Tensor  # int32, a count for each request and block of heads; 0 between launches
 
     @classmethod
-    def allocate(cls, *, num_partials: int, value_dim: int, num_counts: int, device: torch.device) -> SplitWorkspace:
+    def allocate(cls, *, num_partials: int, num_values: int, num_counts: int, device: torch.device) -> SplitWorkspace:
+        """`num_partials`: splits of all heads of all requests; `num_values`: the same times value_dim."""
         return cls(
-            out=torch.empty(num_partials * value_dim, dtype=torch.float32, device=device),
+            out=torch.empty(num_values, dtype=torch.float32, device=device),
             lse=torch.empty(num_partials, dtype=torch.float32, device=device),
             arrivals=torch.zeros(num_counts, dtype=torch.int32, device=device),
         )

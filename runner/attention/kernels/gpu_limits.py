@@ -1,0 +1,18 @@
+"""What a launch's layout has to know about the GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class GpuLimits:
+    num_sms: int
+    shared_bytes: int  # of shared memory, at most, that a program may use
+
+    @classmethod
+    def of(cls, device: torch.device) -> GpuLimits:
+        properties = torch.cuda.get_device_properties(device)
+        return cls(properties.multi_processor_count, properties.shared_memory_per_block_optin)

@@ -1,0 +1,80 @@
+"""What the kernels compute, in plain torch: what they are tested against, and what runs on a CPU.
+
+Everything about the batch is read from its tensors when the call is made, so the same call fits any
+batch that is put into them.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from piecegraph.runner.kv_cache import KVCache
+
+
+def write_kv(key: torch.Tensor, value: torch.Tensor, *, kv_cache: KVCache, slot_mapping: torch.Tensor) -> None:
+    """Write `key` and `value` `[num_tokens, num_kv_heads, dim]` to the slots that are not negative."""
+    block_size = kv_cache.key.shape[1]
+    rows = (slot_mapping >= 0).nonzero().squeeze(1)
+    slots = slot_mapping[rows]
+    for new, cached in ((key, kv_cache.key), (value, kv_cache.value)):
+        cached[slots // block_size, slots % block_size] = new[rows].to(cached.dtype)
+
+
+def paged_attention(
+    query: torch.Tensor,  # [num_tokens, num_q_heads, key_dim]
+    out: torch.Tensor,  # [num_tokens, num_q_heads, value_dim], written
+    *,
+    scale: float,
+    window: int,
+    softcap: float,
+    sinks: torch.Tensor | None,  # [num_q_heads]
+    kv_cache: KVCache,
+    query_start_loc: torch.Tensor,  # [num_reqs + 1] int32
+    seq_lens: torch.Tensor,  # [num_reqs] int32
+    block_table: torch.Tensor,  # [num_reqs, max_blocks] int32
+) -> None:
+    """Causal attention over the cache, which holds the new tokens too, in float32. Rows of `out` that no request
+    owns stay as they are."""
+    block_size = kv_cache.key.shape[1]
+    starts = query_start_loc.tolist()
+    for request, seq_len in enumerate(seq_lens.tolist()):
+        start, stop = starts[request], starts[request + 1]
+        if start == stop:
+            continue
+        positions = torch.arange(seq_len - (stop - start), seq_len, device=query.device)
+        first = max(0, seq_len - (stop - start) - window + 1) if window else 0
+        key_positions = torch.arange(first, seq_len, device=query.device)
+        blocks = block_table[request].index_select(0, key_positions // block_size).long()
+        key = kv_cache.key[blocks, key_positions % block_size]
+        value = kv_cache.value[blocks, key_positions % block_size]
+        visible = key_positions <= positions[:, None]
+        if window:
+            visible &= key_positions > positions[:, None] - window
+        attended = attend(query[start:stop], key, value, visible, scale=scale, softcap=softcap, sinks=sinks)
+        out[start:stop] = attended.to(out.dtype)
+
+
+def attend(
+    query: torch.Tensor,  # [query_len, num_q_heads, key_dim]
+    key: torch.Tensor,  # [num_keys, num_kv_heads, key_dim]
+    value: torch.Tensor,  # [num_keys, num_kv_heads, value_dim]
+    visible: torch.Tensor,  # [query_len, num_keys] bool
+    *,
+    scale: float,
+    softcap: float,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """One request: `[query_len, num_q_heads, value_dim]` float32."""
+    num_kv_heads = key.shape[1]
+    grouped = query.float().unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3)  # [kv heads, group, queries, dim]
+    scores = grouped @ key.float().permute(1, 2, 0).unsqueeze(1) * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~visible, float("-inf"))
+    if sinks is not None:  # one more key, whose value is zero
+        sink = sinks.float().view(num_kv_heads, -1, 1, 1).expand(*scores.shape[:3], 1)
+        weights = torch.cat([scores, sink], dim=-1).softmax(-1)[..., :-1]
+    else:
+        weights = scores.softmax(-1)
+    attended = weights @ value.float().transpose(0, 1).unsqueeze(1)  # [kv heads, group, queries, value_dim]
+    return attended.permute(2, 0, 1, 3).flatten(1, 2)
