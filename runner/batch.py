@@ -1,74 +1,64 @@
-"""This step's inputs: the scheduled requests' tokens, flattened into one row of tensors."""
+"""This step's requests as numbers: what the host has to know to run them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import accumulate, takewhile
 
 import torch
 
-from piecegraph.runner.attention.metadata import AttentionMetadata, HostBatch
+from piecegraph.runner.attention.metadata import PAD_SLOT_ID, HostBatch
 from piecegraph.runner.scheduler import ScheduledRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    input_ids: torch.Tensor  # [num_tokens] int64
-    positions: torch.Tensor  # [num_tokens] int64
-    logits_indices: torch.Tensor  # [num_logits] int64, rows that sample; never empty
-    attention: AttentionMetadata
+    """Requests in their order; each computes its next `query_lens[i]` tokens."""
+
+    request_ids: tuple[str, ...]
+    query_lens: tuple[int, ...]
+    num_decode_reqs: int  # with one token each, before all others
+
+    @property
+    def num_reqs(self) -> int:
+        return len(self.request_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.query_lens)
+
+    @property
+    def max_query_len(self) -> int:
+        return max(self.query_lens)
 
 
-def build_batch(scheduled: Sequence[ScheduledRequest], block_size: int, device: torch.device) -> Batch:
-    """Flatten the next `num_tokens` uncomputed tokens of each request, in the order given.
-
-    `logits_indices` has the last row of every request that samples. When none does it has row 0, whose
-    logits nobody reads: an empty selection would be one more shape to compile for.
-    """
+def build_batch(scheduled: Sequence[ScheduledRequest]) -> Batch:
+    """The scheduled requests, in the order given."""
     assert scheduled, "a step without requests"
-    input_ids: list[int] = []
-    positions: list[int] = []
-    query_start_loc = [0]
-    seq_lens: list[int] = []
-    logits_indices: list[int] = []
+    query_lens = tuple(item.num_tokens for item in scheduled)
+    return Batch(
+        request_ids=tuple(item.request.request_id for item in scheduled),
+        query_lens=query_lens,
+        num_decode_reqs=sum(1 for _ in takewhile(lambda query_len: query_len == 1, query_lens)),
+    )
+
+
+def host_batch(scheduled: Sequence[ScheduledRequest], block_size: int, num_tokens: int) -> HostBatch:
+    """The same for a backend that plans on the host; rows up to `num_tokens` are padding."""
     max_blocks = max(len(item.request.block_ids) for item in scheduled)
     block_table = torch.zeros((len(scheduled), max_blocks), dtype=torch.int64)
+    slot_mapping = torch.full((num_tokens,), PAD_SLOT_ID, dtype=torch.int64)
+    query_start_loc = (0, *accumulate(item.num_tokens for item in scheduled))
     for row, item in enumerate(scheduled):
         request, start = item.request, item.request.num_computed_tokens
-        end = start + item.num_tokens
-        input_ids += request.token_ids(start, end)
-        positions += range(start, end)
-        query_start_loc.append(query_start_loc[-1] + item.num_tokens)
-        seq_lens.append(end)
         block_table[row, : len(request.block_ids)] = torch.tensor(request.block_ids)
-        if item.is_sampled:
-            logits_indices.append(query_start_loc[-1] - 1)
-
-    def on_device(values: Sequence[int] | torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return torch.as_tensor(values, dtype=dtype).to(device, non_blocking=True)
-
-    positions_cpu = torch.tensor(positions)
-    rows = torch.repeat_interleave(torch.arange(len(scheduled)), torch.tensor(query_start_loc).diff())
-    slot_mapping = block_table[rows, positions_cpu // block_size] * block_size + positions_cpu % block_size
-    return Batch(
-        input_ids=on_device(input_ids, torch.int64),
-        positions=on_device(positions_cpu, torch.int64),
-        logits_indices=on_device(logits_indices or [0], torch.int64),
-        attention=AttentionMetadata(
-            num_reqs=len(scheduled),
-            num_tokens=len(input_ids),
-            max_query_len=max(item.num_tokens for item in scheduled),
-            num_decode_reqs=sum(1 for _ in takewhile(lambda item: item.num_tokens == 1, scheduled)),
-            query_start_loc=on_device(query_start_loc, torch.int32),
-            seq_lens=on_device(seq_lens, torch.int32),
-            block_table=on_device(block_table, torch.int32),
-            slot_mapping=on_device(slot_mapping, torch.int64),
-            host=HostBatch(
-                query_start_loc=tuple(query_start_loc),
-                seq_lens=tuple(seq_lens),
-                block_table=block_table,
-                slot_mapping=slot_mapping,
-            ),
-        ),
+        positions = torch.arange(start, start + item.num_tokens)
+        slots = block_table[row, positions // block_size] * block_size + positions % block_size
+        slot_mapping[query_start_loc[row] : query_start_loc[row + 1]] = slots
+    return HostBatch(
+        query_start_loc=query_start_loc,
+        seq_lens=tuple(item.request.num_computed_tokens + item.num_tokens for item in scheduled),
+        block_table=block_table,
+        slot_mapping=slot_mapping,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from random import Random
 from typing import TYPE_CHECKING
 
@@ -44,6 +44,16 @@ class Engine:
     @property
     def has_unfinished(self) -> bool:
         return bool(self._requests)
+
+    @property
+    def requests(self) -> Mapping[str, Request]:
+        """Unfinished requests by id; read only."""
+        return self._requests
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """For benches, which drive the runner without this engine's bookkeeping."""
+        return self._scheduler
 
     def add_request(
         self,

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
 from piecegraph.config import CompileConfig
 from piecegraph.errors import ConfigError, did_you_mean
 from piecegraph.runner.model_loader import ModelSource
@@ -13,8 +14,11 @@ from piecegraph.runner.model_loader import ModelSource
 if TYPE_CHECKING:
     import torch
 
-CUDAGRAPH_MODES = ("NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
 GRAPH_KINDS = ("auto", "cuda", "recorded")
+
+DEFAULT_COMPILE_SIZES = (1, 2, 4)
+"""Sizes compiled statically on a GPU unless the caller names others: there decoding is bound by reading the
+weights, and a kernel made for the size reads them faster."""
 
 VLLM_ONLY = frozenset(
     {
@@ -68,10 +72,24 @@ class EngineConfig:
     max_num_batched_tokens: int | None = None
     """Tokens a step computes at most; None: 2048 on the CPU, 8192 on a GPU."""
     block_size: int = 16
+    """Tokens a block of the cache holds; a power of two."""
     num_kv_blocks: int | None = None
     kv_cache_memory_bytes: int | None = None
     gpu_memory_utilization: float = 0.9
     attention_backend: str = "auto"
+    cudagraph_mode: CUDAGraphMode | str = CUDAGraphMode.FULL_AND_PIECEWISE
+    """Under which graphs uniform-decode batches and all others are to run; resolved once against what the
+    attention backend allows."""
+    cudagraph_capture_sizes: tuple[int, ...] | None = None
+    """Padded token counts to capture, ascending; None: `default_capture_sizes`. A batch above the largest
+    runs without graphs."""
+    compile_sizes: tuple[int, ...] | None = None
+    """Token counts with a static compile of their own. None: `DEFAULT_COMPILE_SIZES` on a GPU."""
+    graph_kind: str = "auto"
+    """"cuda"; "recorded", the same rules without a GPU and without the speed; "auto": "cuda" on a GPU, and
+    on a CPU no graphs."""
+    strict: bool = False
+    """A batch that cannot run under the mode asked for is an error."""
     compile: CompileConfig = field(default_factory=CompileConfig)
     seed: int = 0
 
@@ -83,6 +101,13 @@ class EngineConfig:
                 _check_count(name, getattr(self, name))
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(f"gpu_memory_utilization={self.gpu_memory_utilization}; it must be above 0, at most 1.")
+        object.__setattr__(self, "cudagraph_mode", CUDAGraphMode.parse(self.cudagraph_mode))
+        if self.graph_kind not in GRAPH_KINDS:
+            raise ConfigError(f"graph_kind={self.graph_kind!r} is unknown.{did_you_mean(self.graph_kind, GRAPH_KINDS)}")
+        for name in ("cudagraph_capture_sizes", "compile_sizes"):
+            sizes = getattr(self, name)
+            if sizes is not None:
+                object.__setattr__(self, name, tuple(sizes))
         if self.max_model_len is not None and self.max_model_len < 2:
             raise ConfigError("max_model_len=1 leaves no room for an answer; it must be 2 or more.")
 
@@ -104,38 +129,10 @@ def compile_config(
     return config if compile_workers is None else replace(config, compile_workers=compile_workers)
 
 
-def refuse_unavailable(
-    *,
-    tensor_parallel_size: int,
-    cudagraph_mode: str,
-    cudagraph_capture_sizes: object,
-    compile_sizes: object,
-    graph_kind: str,
-    strict: bool,
-) -> list[str]:
-    """Refuse what this version cannot honour; returns notes on what it does instead of a default."""
+def refuse_unavailable(*, tensor_parallel_size: int) -> None:
+    """Refuse what this version cannot honour."""
     if tensor_parallel_size != 1:
         raise ConfigError(f"tensor_parallel_size={tensor_parallel_size} is not yet available; it must be 1.")
-    for name, value in (("cudagraph_capture_sizes", cudagraph_capture_sizes), ("compile_sizes", compile_sizes)):
-        if value is not None:
-            raise ConfigError(f"{name} is not yet available; leave it out.")
-    if graph_kind not in GRAPH_KINDS:
-        raise ConfigError(f"graph_kind={graph_kind!r} is unknown.{did_you_mean(graph_kind, GRAPH_KINDS)}")
-    if graph_kind != "auto":
-        raise ConfigError(f"graph_kind={graph_kind!r} is not yet available; leave it at 'auto'.")
-    if cudagraph_mode not in CUDAGRAPH_MODES:
-        raise ConfigError(
-            f"cudagraph_mode={cudagraph_mode!r} is unknown.{did_you_mean(cudagraph_mode, CUDAGRAPH_MODES)}"
-        )
-    if cudagraph_mode == "NONE":
-        return []
-    if cudagraph_mode != "FULL_AND_PIECEWISE":
-        raise ConfigError(f"cudagraph_mode={cudagraph_mode!r} is not yet available; use 'NONE'.")
-    if strict:
-        raise ConfigError(
-            "strict=True allows no downgrade, and CUDA graphs are not yet available; use cudagraph_mode='NONE'."
-        )
-    return ["cudagraph_mode: NONE runs, as CUDA graphs are not yet available"]
 
 
 def refuse_unknown(arguments: Mapping[str, object], known: tuple[str, ...]) -> None:

@@ -27,12 +27,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from piecegraph.compiler.compiled_model import CompiledModel
+    from piecegraph.runner.model_runner import ModelRunner
 
 
 class LLM:
     """Loads and compiles a model, then generates.
 
     `model`: a folder, a .gguf file or a hub id; None is the embedded default, SmolLM2-135M-Instruct.
+    `enforce_eager` means neither compiling nor graphs.
     `on_phase` is told what happens while it loads. Usable as a context manager; `close` frees it.
 
     Raises `ConfigError` on an argument out of range, unknown, or not available in this version (each by
@@ -76,14 +78,8 @@ class LLM:
         **unknown: object,
     ) -> None:
         refuse_unknown(unknown, _argument_names())
-        notes = refuse_unavailable(
-            tensor_parallel_size=tensor_parallel_size,
-            cudagraph_mode=cudagraph_mode,
-            cudagraph_capture_sizes=cudagraph_capture_sizes,
-            compile_sizes=compile_sizes,
-            graph_kind=graph_kind,
-            strict=strict,
-        )
+        refuse_unavailable(tensor_parallel_size=tensor_parallel_size)
+        notes = []
         if enable_prefix_caching:
             notes.append("enable_prefix_caching: prompts are computed whole, as prefix caching is not yet available")
         if model is None:
@@ -110,6 +106,11 @@ class LLM:
             kv_cache_memory_bytes=kv_cache_memory_bytes,
             gpu_memory_utilization=gpu_memory_utilization,
             attention_backend=attention_backend,
+            cudagraph_mode="NONE" if enforce_eager else cudagraph_mode,
+            cudagraph_capture_sizes=None if cudagraph_capture_sizes is None else tuple(cudagraph_capture_sizes),
+            compile_sizes=None if compile_sizes is None else tuple(compile_sizes),
+            graph_kind=graph_kind,
+            strict=strict,
             compile=compile_config(compiler, enforce_eager, compile_workers, compilation_config),
             seed=seed,
         )
@@ -135,6 +136,11 @@ class LLM:
     def engine(self) -> Engine:
         """`add_request`, `step`, `abort`: for a server that keeps its own loop."""
         return self._open.engine
+
+    @property
+    def runner(self) -> ModelRunner:
+        """The model runner: `.graphs`, `.dispatcher`, `.counters`."""
+        return self._open.runner
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -186,6 +192,7 @@ class LLM:
     def close(self) -> None:
         """Free the model and its cache. Harmless to repeat; anything else afterwards is an error."""
         if self._loaded is not None:
+            self._loaded.runner.close()  # graphs first: they read the model's memory
             self._loaded.compiled.close()
             self._loaded = None
 

@@ -16,6 +16,12 @@ CPU_SHARE = 0.4
 CPU_ENOUGH_BYTES = 4 * 2**30
 """What the CPU's cache gets at most unasked, unless one request needs more."""
 
+GRAPH_BYTES = 3 * 2**29
+"""What graphs may take at most: a bucket's activations at the largest capture size, and the graphs themselves."""
+
+GRAPH_SHARE = 0.05
+"""Share of a GPU's memory graphs may take."""
+
 
 def pick_num_blocks(
     *,
@@ -60,6 +66,13 @@ def gpu_budget_bytes(device: torch.device, gpu_memory_utilization: float, activa
     """What `gpu_memory_utilization` of the GPU leaves after what is in use now and a step's activations."""
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     return int(total_bytes * gpu_memory_utilization) - (total_bytes - free_bytes) - activation_bytes
+
+
+def graph_budget_bytes(device: torch.device) -> int | None:
+    """What the graphs may take of the GPU's memory, set aside before the cache takes the rest."""
+    if device.type != "cuda":
+        return None
+    return min(GRAPH_BYTES, int(GRAPH_SHARE * torch.cuda.mem_get_info(device)[1]))
 
 
 def _machine_free_bytes() -> int:

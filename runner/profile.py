@@ -27,7 +27,7 @@ def peak_activation_bytes(
     rows = torch.zeros(num_logits, dtype=torch.int64, device=device)
     context = ForwardContext(
         impl=backend.impl(),
-        metadata=backend.metadata_builder(layers, 1, device).build(padding_only(num_tokens, device)),
+        metadata=backend.metadata_builder(layers, 1, device, max_num_reqs=1).build(padding_only(num_tokens, device)),
         kv_caches=allocate_kv_caches(layers, 1, 1, device),
     )
     torch.cuda.synchronize(device)

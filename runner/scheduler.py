@@ -21,6 +21,7 @@ class SchedulerOutput:
     """One step's work: requests with one token first, so that decodes are neighbours."""
 
     scheduled: tuple[ScheduledRequest, ...]
+    finished: tuple[str, ...] = ()  # ids of requests that ended since the last step
 
     @property
     def num_tokens(self) -> int:
@@ -43,6 +44,7 @@ class Scheduler:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
+        self._finished: list[str] = []
 
     @property
     def has_unfinished(self) -> bool:
@@ -70,7 +72,10 @@ class Scheduler:
             scheduled.append(_schedule(request, budget))
             budget -= scheduled[-1].num_tokens
         scheduled.sort(key=lambda item: item.num_tokens != 1)
-        return SchedulerOutput(tuple(scheduled))
+        finished: tuple[str, ...] = ()
+        if scheduled:  # else nobody would be told
+            finished, self._finished = tuple(self._finished), []
+        return SchedulerOutput(tuple(scheduled), finished)
 
     def finish(self, request: Request) -> None:
         """Take `request` off, running or waiting, and free its blocks."""
@@ -78,6 +83,7 @@ class Scheduler:
             self._running.remove(request)
         else:
             self._waiting.remove(request)
+        self._finished.append(request.request_id)
         self._pool.free(request.block_ids)
         request.block_ids = []
 

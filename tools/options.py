@@ -36,6 +36,22 @@ class Flag:
         return environment.PREFIX + self.name.upper()
 
 
+class _Sizes(click.ParamType[Any]):
+    """Whole numbers with commas between them; `0` alone is none. A config file may give a list."""
+
+    name = "sizes"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        parts = str(value).split(",") if isinstance(value, str | int) else list(value)
+        try:
+            sizes = tuple(int(part) for part in parts)
+        except ValueError:
+            self.fail(f"{value!r} is not numbers with commas between them, like 1,2,4,8.", param, ctx)
+        return () if sizes == (0,) else sizes
+
+
+SIZES = _Sizes()
+
 LLM_FLAGS = (
     Flag(
         name="dtype", default="auto", help="float32, bfloat16, float16, or auto: what the checkpoint and device allow."
@@ -51,6 +67,28 @@ LLM_FLAGS = (
         help="What the weights are read from; dummy makes random ones.",
     ),
     Flag(name="gpu_memory_utilization", type=float, default=0.9, help="Share of the GPU's memory to use."),
+    Flag(
+        name="cudagraph_mode",
+        type=click.Choice(
+            ["NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"], case_sensitive=False
+        ),
+        default="FULL_AND_PIECEWISE",
+        help="Which CUDA graphs batches run under.",
+    ),
+    Flag(
+        name="cudagraph_capture_sizes", type=SIZES, help="Padded token counts to capture: 1,2,4,8. [default: a ladder]"
+    ),
+    Flag(name="compile_sizes", type=SIZES, help="Token counts compiled statically: 1,2,4; none: 0."),
+    Flag(
+        name="graph_kind",
+        type=click.Choice(["auto", "cuda", "recorded"]),
+        default="auto",
+        help="recorded: the rules of graphs without a GPU, and without the speed.",
+    ),
+    Flag(name="strict", switch=True, default=False, help="Refuse to run a batch in a slower way than asked for."),
+    Flag(name="max_num_seqs", type=int, default=256, help="Requests that run at once, at most."),
+    Flag(name="max_num_batched_tokens", type=int, help="Tokens one step computes, at most."),
+    Flag(name="block_size", type=int, help="Tokens a block of the cache holds."),
     Flag(name="enforce_eager", switch=True, default=False, help="Compile and capture nothing."),
 )
 

@@ -69,8 +69,9 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def metadata_builder(
-        self, layers: Sequence[AttentionLayer], block_size: int, device: torch.device
-    ) -> AttentionMetadataBuilder: ...
+        self, layers: Sequence[AttentionLayer], block_size: int, device: torch.device, *, max_num_reqs: int
+    ) -> AttentionMetadataBuilder:
+        """One builder serves all layers and all graphs; `max_num_reqs` bounds what it allocates."""
 
     @abstractmethod
     def impl(self) -> AttentionImpl: ...

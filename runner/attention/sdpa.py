@@ -57,7 +57,7 @@ class SdpaBackend(AttentionBackend):
         return None
 
     def metadata_builder(
-        self, layers: Sequence[AttentionLayer], block_size: int, device: torch.device
+        self, layers: Sequence[AttentionLayer], block_size: int, device: torch.device, *, max_num_reqs: int
     ) -> SdpaMetadataBuilder:
         return SdpaMetadataBuilder(frozenset(layer.window for layer in layers), block_size, device)
 

@@ -2,25 +2,77 @@
 
 from __future__ import annotations
 
-from piecegraph.errors import ConfigError, did_you_mean
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+
+import torch
+
+from piecegraph.errors import ConfigError, UnsupportedModel, did_you_mean
 from piecegraph.runner.attention.backend import AttentionBackend
-from piecegraph.runner.attention.sdpa import SdpaBackend
+from piecegraph.runner.attention.layer import AttentionLayer
 
-BACKENDS: tuple[type[AttentionBackend], ...] = (SdpaBackend,)
-"""A new backend is one file, and one entry here."""
+BACKENDS = {
+    "triton": "piecegraph.runner.attention.triton_backend:TritonBackend",
+    "sdpa": "piecegraph.runner.attention.sdpa:SdpaBackend",
+}
+"""A new backend is one file, and one entry here: its name, and where its class is (imported when it is wanted)."""
 
-PLANNED = ("triton", "flash_attn")
+AUTO = {"cuda": ("triton", "sdpa"), "cpu": ("sdpa",)}
+"""What `auto` tries on a kind of device, best first."""
+
+WHY = {
+    ("triton", "cuda"): "reads the paged cache in place, and its kernels fit any CUDA graph",
+    ("sdpa", "cuda"): "the fallback: it copies the keys and values of every step, and cannot be part of a CUDA graph",
+    ("sdpa", "cpu"): "torch's own attention is the fastest there is on a CPU",
+}
+"""Why `auto` may choose a backend on a kind of device."""
 
 
-def select_backend(name: str) -> AttentionBackend:
-    """The backend called `name`; `"auto"` is the best available one. Raises `ConfigError` for any other name."""
-    available = {backend.name: backend for backend in BACKENDS}
-    if name == "auto":
-        return BACKENDS[0]()
-    if name in PLANNED:
-        raise ConfigError(
-            f"attention_backend={name!r} is not available in this version; available: auto, {', '.join(available)}."
-        )
-    if name not in available:
-        raise ConfigError(f"attention_backend={name!r} is unknown.{did_you_mean(name, ['auto', *available])}")
-    return available[name]()
+@dataclass(frozen=True, slots=True)
+class BackendChoice:
+    """The backend that runs, and how that came about."""
+
+    backend: AttentionBackend
+    reasons: tuple[str, ...]
+
+    @property
+    def is_fallback(self) -> bool:
+        """`auto` would have taken a better one."""
+        return len(self.reasons) > 1
+
+
+def check_backend_name(name: str) -> None:
+    """Raise `ConfigError` unless `name` is a backend or `"auto"`."""
+    if name != "auto" and name not in BACKENDS:
+        raise ConfigError(f"attention_backend={name!r} is unknown.{did_you_mean(name, ['auto', *BACKENDS])}")
+
+
+def load_backend(name: str) -> AttentionBackend:
+    """The backend called `name`. Raises `ConfigError` for a name that is none."""
+    check_backend_name(name)
+    module, _, attribute = BACKENDS[name].partition(":")
+    backend: AttentionBackend = getattr(import_module(module), attribute)()
+    return backend
+
+
+def choose_backend(name: str, layers: Sequence[AttentionLayer], device: torch.device) -> BackendChoice:
+    """The backend for these layers: the one named, or for `"auto"` the best that can run them.
+
+    Raises `ConfigError` for an unknown name, `UnsupportedModel` if the named one cannot run the layers.
+    """
+    check_backend_name(name)
+    if name != "auto":
+        backend = load_backend(name)
+        reason = backend.unsupported_reason(layers, device)
+        if reason is not None:
+            raise UnsupportedModel(f"attention backend {name!r}: {reason} Use attention_backend='auto'.")
+        return BackendChoice(backend, (f"{name}: asked for by name",))
+    reasons: list[str] = []
+    for candidate in AUTO.get(device.type, ("sdpa",)):
+        backend = load_backend(candidate)
+        reason = backend.unsupported_reason(layers, device)
+        if reason is None:
+            return BackendChoice(backend, (*reasons, f"{candidate}: {WHY.get((candidate, device.type), 'it can run')}"))
+        reasons.append(f"not {candidate}: {reason}")
+    raise UnsupportedModel(f"no attention backend can run this model on {device}: {'; '.join(reasons)}.")

@@ -12,16 +12,18 @@ from piecegraph.errors import ConfigError, OutOfMemory, UnsupportedModel
 
 REFUSED: list[tuple[dict[str, object], str]] = [
     ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 is not yet available; it must be 1"),
-    ({"cudagraph_capture_sizes": [1, 2]}, "cudagraph_capture_sizes is not yet available"),
-    ({"compile_sizes": [1]}, "compile_sizes is not yet available"),
-    ({"graph_kind": "recorded"}, "graph_kind='recorded' is not yet available"),
+    ({"cudagraph_capture_sizes": [2, 1]}, "cudagraph_capture_sizes does not ascend: [2, 1]. Give [1, 2]"),
+    ({"cudagraph_capture_sizes": [1, 1]}, "cudagraph_capture_sizes has duplicates: [1, 1]. Give [1]"),
+    ({"cudagraph_capture_sizes": [0, 1]}, "cudagraph_capture_sizes has 0; sizes are whole numbers of tokens"),
+    ({"cudagraph_capture_sizes": [9999]}, "ends at 9999, but a step computes at most max_num_batched_tokens=2048"),
+    ({"cudagraph_capture_sizes": []}, "cudagraph_capture_sizes is empty"),
+    ({"compile_sizes": [2, 1]}, "compile_sizes"),
     ({"graph_kind": "rec"}, "graph_kind='rec' is unknown"),
-    ({"cudagraph_mode": "FULL"}, "cudagraph_mode='FULL' is not yet available; use 'NONE'"),
     ({"cudagraph_mode": "PIECWISE"}, "cudagraph_mode='PIECWISE' is unknown. Did you mean 'PIECEWISE'?"),
-    ({"strict": True}, "strict=True allows no downgrade"),
+    ({"strict": True}, "strict=True allows no downgrade of cudagraph_mode='FULL_AND_PIECEWISE'"),
     ({"max_modellen": 3}, "LLM has no argument 'max_modellen'. Did you mean 'max_model_len'?"),
     ({"swap_space": 4}, "swap_space is an argument of vLLM's LLM that this one does not have"),
-    ({"attention_backend": "triton"}, "attention_backend='triton' is not available in this version"),
+    ({"attention_backend": "tritn"}, "attention_backend='tritn' is unknown. Did you mean 'triton'?"),
     ({"max_num_seqs": 0}, "max_num_seqs=0; it must be a whole number, 1 or more"),
     ({"block_size": 2.5}, "block_size=2.5; it must be a whole number"),
     ({"max_model_len": -1}, "max_model_len=-1; it must be a whole number, 1 or more"),
@@ -39,7 +41,7 @@ REFUSED: list[tuple[dict[str, object], str]] = [
 @pytest.mark.parametrize(("options", "message"), REFUSED, ids=[next(iter(options)) for options, _ in REFUSED])
 def test_refused_by_name(llama_dir: Path, options: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
-        LLM(llama_dir, skip_tokenizer_init=True, **options)  # type: ignore[arg-type]
+        LLM(llama_dir, skip_tokenizer_init=True, **{"device": "cpu", **options})  # type: ignore[arg-type]
 
 
 def test_a_default_that_is_not_there_yet_is_noted(llm: LLM) -> None:

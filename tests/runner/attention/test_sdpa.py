@@ -48,7 +48,7 @@ def run(case: PagedCase) -> torch.Tensor:
         softcap=case.layer.softcap,
         sinks=case.sinks,
         kv_cache=case.kv_cache,
-        metadata=backend.metadata_builder([case.layer], block_size, device).build(case.metadata),
+        metadata=backend.metadata_builder([case.layer], block_size, device, max_num_reqs=8).build(case.metadata),
     )
     return out
 
@@ -89,7 +89,7 @@ def test_a_batch_of_padding_only_runs() -> None:
     from piecegraph.runner.profile import padding_only
 
     backend = SdpaBackend()
-    metadata = backend.metadata_builder([case.layer], 4, torch.device("cpu")).build(
+    metadata = backend.metadata_builder([case.layer], 4, torch.device("cpu"), max_num_reqs=8).build(
         padding_only(case.query.shape[0], torch.device("cpu"))
     )
     out = torch.full((case.query.shape[0], 4, 8), float("nan"))

@@ -1,28 +1,50 @@
-"""A backend is chosen by name; a name that cannot be honoured says why."""
+"""A backend is chosen by name, or as the best that can run the layers; the choice explains itself."""
 
 from __future__ import annotations
 
 import pytest
+import torch
 
-from piecegraph.errors import ConfigError
+from piecegraph.errors import ConfigError, UnsupportedModel
 from piecegraph.runner.attention.backend import AttentionCGSupport
-from piecegraph.runner.attention.select import select_backend
+from piecegraph.runner.attention.select import BACKENDS, WHY, AUTO, choose_backend, load_backend
+from piecegraph.runner.attention.triton_backend import TritonBackend
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
-@pytest.mark.parametrize("name", ["auto", "sdpa"])
-def test_sdpa_is_what_there_is(name: str) -> None:
-    assert select_backend(name).name == "sdpa"
+def test_every_entry_is_the_backend_of_that_name() -> None:
+    for name in BACKENDS:
+        assert load_backend(name).name == name
 
 
-@pytest.mark.parametrize("name", ["triton", "flash_attn"])
-def test_a_planned_backend_says_that_it_is_not_there_yet(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"attention_backend='{name}' is not available in this version; .*sdpa"):
-        select_backend(name)
+def test_auto_has_a_reason_for_every_candidate() -> None:
+    assert set(WHY) == {(name, device) for device, names in AUTO.items() for name in names}
+
+
+def test_auto_on_a_cpu_is_sdpa() -> None:
+    choice = choose_backend("auto", [], CPU)
+    assert choice.backend.name == "sdpa"
+    assert choice.reasons == ("sdpa: torch's own attention is the fastest there is on a CPU",)
+
+
+def test_auto_says_why_the_better_one_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TritonBackend, "unsupported_reason", lambda *args: "heads of 7.")
+    choice = choose_backend("auto", [], CUDA)
+    assert choice.backend.name == "sdpa"
+    assert choice.reasons[0] == "not triton: heads of 7."
+    assert choice.reasons[1].startswith("sdpa: the fallback")
+
+
+def test_a_named_backend_that_cannot_run_the_model_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TritonBackend, "unsupported_reason", lambda *args: "heads of 7.")
+    with pytest.raises(UnsupportedModel, match="attention backend 'triton': heads of 7. Use attention_backend='auto'"):
+        choose_backend("triton", [], CUDA)
 
 
 def test_an_unknown_backend_lists_its_neighbour() -> None:
     with pytest.raises(ConfigError, match=r"attention_backend='spda' is unknown\. Did you mean 'sdpa'"):
-        select_backend("spda")
+        choose_backend("spda", [], CPU)
 
 
 def test_graph_support_is_ordered() -> None:

@@ -1,0 +1,69 @@
+"""Which batch sizes get a graph of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from piecegraph.compiler.graphs.batch_descriptor import BatchDescriptor
+from piecegraph.errors import ConfigError
+
+
+def default_capture_sizes(max_num_batched_tokens: int) -> tuple[int, ...]:
+    """1, 2, 4, 8, steps of 8 to 256 and of 16 to 512, then a ladder up to the prefill chunk.
+
+    A step of the ladder is a quarter, rounded up to a multiple of 64: of what runs there, padding is at
+    most 23 %.
+    """
+    sizes = [1, 2, 4, *range(8, 257, 8), *range(272, 513, 16)]
+    while sizes[-1] < max_num_batched_tokens:
+        sizes.append(-(-sizes[-1] * 5 // 4 // 64) * 64 if sizes[-1] * 5 // 4 % 64 else sizes[-1] * 5 // 4)
+    fitting = [size for size in sizes if size < max_num_batched_tokens]
+    return (*fitting, max_num_batched_tokens)
+
+
+def check_capture_sizes(sizes: Sequence[int], max_num_batched_tokens: int) -> None:
+    """Raise `ConfigError` unless `sizes` ascend, start at 1 or more and end at `max_num_batched_tokens` or below."""
+    for size in sizes:
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ConfigError(f"cudagraph_capture_sizes has {size!r}; sizes are whole numbers of tokens, 1 or more.")
+    if not sizes:
+        raise ConfigError(
+            "cudagraph_capture_sizes is empty; name sizes, or turn graphs off with cudagraph_mode='NONE'."
+        )
+    wanted = sorted(set(sizes))
+    if list(sizes) != wanted:
+        what = "has duplicates" if len(wanted) != len(sizes) else "does not ascend"
+        raise ConfigError(f"cudagraph_capture_sizes {what}: {list(sizes)}. Give {wanted}.")
+    if sizes[-1] > max_num_batched_tokens:
+        raise ConfigError(
+            f"cudagraph_capture_sizes ends at {sizes[-1]}, but a step computes at most max_num_batched_tokens="
+            f"{max_num_batched_tokens} tokens; leave larger sizes out, or raise max_num_batched_tokens."
+        )
+
+
+def full_decode_descriptors(
+    sizes: Sequence[int], max_num_seqs: int, uniform_token_count: int = 1
+) -> tuple[BatchDescriptor, ...]:
+    """Uniform decode under FULL: every size that so many requests of `uniform_token_count` tokens fill, and
+    `max_num_seqs` requests themselves if the sizes reach that far, so that no decode batch is left out."""
+    counts = {
+        size // uniform_token_count
+        for size in sizes
+        if size % uniform_token_count == 0 and size // uniform_token_count <= max_num_seqs
+    }
+    if sizes and max_num_seqs * uniform_token_count <= sizes[-1]:
+        counts.add(max_num_seqs)
+    return tuple(
+        BatchDescriptor(num_tokens=count * uniform_token_count, num_reqs=count, uniform_token_count=uniform_token_count)
+        for count in sorted(counts)
+    )
+
+
+def full_mixed_descriptors(sizes: Sequence[int], max_num_seqs: int) -> tuple[BatchDescriptor, ...]:
+    """Any batch under FULL: as many requests as the tokens allow."""
+    return tuple(BatchDescriptor(num_tokens=size, num_reqs=min(size, max_num_seqs)) for size in sizes)
+
+
+def piecewise_descriptors(sizes: Sequence[int]) -> tuple[BatchDescriptor, ...]:
+    """PIECEWISE pads tokens only."""
+    return tuple(BatchDescriptor(num_tokens=size) for size in sizes)

@@ -1,0 +1,180 @@
+"""How a batch runs: FULL, then PIECEWISE, then NONE. Pure: tables made once from what was captured."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from piecegraph.compiler.graphs.batch_descriptor import BatchDescriptor
+from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
+from piecegraph.runner.cudagraph_policy import ResolvedMode
+
+FULL, PIECEWISE, NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
+
+Agree = Callable[[CUDAGraphMode, int], tuple[CUDAGraphMode, int]]
+"""Data-parallel ranks' agreement: (mode, padded num_tokens) this rank proposes -> what all of them run, a mode
+no higher and a padding no smaller."""
+
+_RANK = {NONE: 0, PIECEWISE: 1, FULL: 2}
+
+
+class Dispatched(NamedTuple):
+    """A batch's mode and the descriptor it is padded to; for NONE the batch as it is."""
+
+    mode: CUDAGraphMode
+    descriptor: BatchDescriptor
+    reason: str | None  # why not the mode resolved for such batches; None: it is that mode
+
+
+class Dispatcher:
+    """Looks a batch up in what was captured; knows no GPU and changes nothing."""
+
+    def __init__(
+        self,
+        *,
+        full: Iterable[BatchDescriptor],
+        piecewise: Iterable[BatchDescriptor],
+        resolved: ResolvedMode,
+        failed: Mapping[tuple[CUDAGraphMode, BatchDescriptor], str] | None = None,
+    ) -> None:
+        """`failed`: buckets that could not be captured, and why."""
+        self.resolved = resolved
+        self._failed = dict(failed or {})
+        # FULL of uniform decode by (tokens a request, LoRAs), then by requests; the rest by LoRAs, then by tokens
+        self._uniform: dict[tuple[int, int], list[tuple[int, BatchDescriptor]]] = {}
+        self._mixed: dict[int, list[tuple[int, BatchDescriptor]]] = {}
+        self._piecewise: dict[int, list[tuple[int, BatchDescriptor]]] = {}
+        for descriptor in full:
+            loras = descriptor.num_active_loras
+            if descriptor.uniform_token_count is not None:
+                key = (descriptor.uniform_token_count, loras)
+                self._uniform.setdefault(key, []).append((descriptor.num_tokens, descriptor))
+            else:
+                self._mixed.setdefault(loras, []).append((descriptor.num_tokens, descriptor))
+        for descriptor in piecewise:
+            self._piecewise.setdefault(descriptor.num_active_loras, []).append((descriptor.num_tokens, descriptor))
+        for table in (*self._uniform.values(), *self._mixed.values(), *self._piecewise.values()):
+            table.sort(key=lambda entry: entry[0])
+
+    def dispatch(
+        self,
+        *,
+        num_tokens: int,
+        num_reqs: int,
+        uniform_token_count: int | None,
+        num_active_loras: int = 0,
+        agree: Agree | None = None,
+        at_most: CUDAGraphMode = FULL,
+    ) -> Dispatched:
+        """The mode of a batch, and the smallest captured descriptor that holds it.
+
+        `uniform_token_count`: tokens of each request if all agree, and the batch is a decode to be run as
+        one. `at_most` forbids higher modes.
+        """
+        wanted = self.resolved.mixed_mode
+        is_decode = uniform_token_count == 1 or (uniform_token_count, num_active_loras) in self._uniform
+        if is_decode:
+            wanted = self.resolved.decode_mode
+        found = self._find(num_tokens, num_reqs, uniform_token_count, num_active_loras, at_most)
+        if agree is not None:
+            mode, padded = agree(found.mode, found.descriptor.num_tokens)
+            if (mode, padded) != (found.mode, found.descriptor.num_tokens):
+                assert _RANK[mode] <= _RANK[found.mode] and padded >= found.descriptor.num_tokens, (mode, padded)
+                found = self._agreed(mode, padded, num_reqs, uniform_token_count, num_active_loras, found)
+        if found.mode is wanted or _RANK[found.mode] >= _RANK[wanted]:
+            return found._replace(reason=None)
+        if found.reason is not None:
+            return found
+        if _RANK[at_most] < _RANK[wanted] and found.mode is at_most:
+            return found._replace(reason=f"no mode above {at_most.value} was allowed for this batch")
+        return found._replace(reason=self._why_not(wanted, num_tokens, num_reqs, num_active_loras, uniform_token_count))
+
+    def _find(
+        self,
+        num_tokens: int,
+        num_reqs: int,
+        uniform_token_count: int | None,
+        loras: int,
+        at_most: CUDAGraphMode,
+    ) -> Dispatched:
+        if at_most is FULL:
+            if uniform_token_count is not None:
+                table = self._uniform.get((uniform_token_count, loras))
+                descriptor = _smallest(table, num_tokens, num_reqs)
+                if descriptor is not None:
+                    return Dispatched(FULL, descriptor, None)
+            descriptor = _smallest(self._mixed.get(loras), num_tokens, num_reqs)
+            if descriptor is not None:
+                return Dispatched(FULL, descriptor, None)
+        if at_most is not NONE:
+            descriptor = _smallest(self._piecewise.get(loras), num_tokens, num_reqs)
+            if descriptor is not None:
+                return Dispatched(PIECEWISE, descriptor, None)
+        return Dispatched(NONE, _unpadded(num_tokens, num_reqs, uniform_token_count, loras), None)
+
+    def _agreed(
+        self,
+        mode: CUDAGraphMode,
+        padded: int,
+        num_reqs: int,
+        uniform_token_count: int | None,
+        loras: int,
+        proposed: Dispatched,
+    ) -> Dispatched:
+        found = self._find(padded, num_reqs, uniform_token_count, loras, mode)
+        reason = f"ranks agreed on {mode.value} with {padded} tokens; this one proposed {proposed.mode.value}"
+        if found.mode is not mode or found.descriptor.num_tokens != padded:
+            return Dispatched(NONE, _unpadded(padded, num_reqs, None, loras), f"{reason}, and has no such graph")
+        return found._replace(reason=reason)
+
+    def _why_not(
+        self, wanted: CUDAGraphMode, num_tokens: int, num_reqs: int, loras: int, uniform_token_count: int | None
+    ) -> str:
+        if wanted is FULL:
+            tables = [self._uniform.get((uniform_token_count or 0, loras)), self._mixed.get(loras)]
+        else:
+            tables = [self._piecewise.get(loras)]
+        failed = [
+            (descriptor.num_tokens, reason)
+            for (mode, descriptor), reason in self._failed.items()
+            if mode is wanted and descriptor.num_tokens >= num_tokens
+        ]
+        if failed:
+            size, reason = min(failed)
+            return f"capturing {wanted.value} for {size} tokens failed: {reason}"
+        largest = max((table[-1][0] for table in tables if table), default=None)
+        if largest is None:
+            of = f" with {loras} active LoRAs" if loras else ""
+            return f"no {wanted.value} graph was captured for such batches{of}"
+        if num_tokens > largest:
+            return f"{num_tokens} tokens are above the largest captured size {largest} ({wanted.value})"
+        return f"no {wanted.value} graph holds {num_reqs} requests in {num_tokens} tokens"
+
+
+def uniform_token_count(query_lens: Sequence[int]) -> int | None:
+    """Tokens of each request if all have as many, else None."""
+    first = query_lens[0]
+    return first if all(query_len == first for query_len in query_lens) else None
+
+
+def _smallest(
+    table: Sequence[tuple[int, BatchDescriptor]] | None, num_tokens: int, num_reqs: int
+) -> BatchDescriptor | None:
+    """The first descriptor from `num_tokens` up that holds `num_reqs` requests."""
+    if not table:
+        return None
+    for i in range(bisect_left(table, num_tokens, key=lambda entry: entry[0]), len(table)):
+        descriptor = table[i][1]
+        if descriptor.num_reqs is None or descriptor.num_reqs >= num_reqs:
+            return descriptor
+    return None
+
+
+def _unpadded(num_tokens: int, num_reqs: int, uniform_token_count: int | None, loras: int) -> BatchDescriptor:
+    return BatchDescriptor(
+        num_tokens=num_tokens,
+        num_reqs=num_reqs,
+        uniform_token_count=uniform_token_count,
+        num_active_loras=loras,
+    )

@@ -1,0 +1,43 @@
+"""A batch of nobody's tokens: it runs every kernel a real one of its size would, and caches nothing."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import torch
+
+from piecegraph.runner.attention.metadata import PAD_SLOT_ID, AttentionMetadata, HostBatch
+from piecegraph.runner.input_buffers import InputBuffers
+
+
+def dummy_batch(
+    buffers: InputBuffers, *, num_tokens: int, max_model_len: int, with_host_batch: bool = False
+) -> AttentionMetadata:
+    """Fill `buffers` with `num_tokens` tokens of new requests, as few as can hold them, whose keys and
+    values go nowhere (PAD_SLOT_ID) and who read block 0. For warm-up, capture and profiling."""
+    lens = [max_model_len] * (num_tokens // max_model_len)
+    lens += [num_tokens % max_model_len] if num_tokens % max_model_len else []
+    num_reqs = len(lens)
+    buffers.fill([-1] * num_reqs, lens)
+    buffers.input_ids[:num_tokens] = 0
+    buffers.positions[:num_tokens] = 0
+    buffers.slot_mapping[:num_tokens] = PAD_SLOT_ID
+    buffers.block_table[:num_reqs] = 0
+    buffers.logits_indices.zero_()
+    buffers.seq_lens[:num_reqs] = torch.tensor(lens, dtype=torch.int32)
+    host = None
+    if with_host_batch:
+        host = HostBatch(
+            query_start_loc=(0, *accumulate(lens)),
+            seq_lens=tuple(lens),
+            block_table=torch.zeros((num_reqs, buffers.block_table.shape[1]), dtype=torch.int64),
+            slot_mapping=torch.full((num_tokens,), PAD_SLOT_ID, dtype=torch.int64),
+        )
+    is_decode = lens == [1]
+    return buffers.metadata(
+        num_tokens=num_tokens,
+        num_reqs=num_reqs,
+        max_query_len=max(lens),
+        num_decode_reqs=1 if is_decode else 0,
+        host=host,
+    )

@@ -1,0 +1,85 @@
+"""One step of the model over the fixed buffers: what runs without graphs, between them, or as one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from piecegraph.runner.attention.backend import AttentionImpl, AttentionMetadataBuilder
+from piecegraph.runner.attention.metadata import AttentionMetadata
+from piecegraph.runner.forward_context import ForwardContext, set_forward_context
+from piecegraph.runner.input_buffers import InputBuffers
+from piecegraph.runner.kv_cache import KVCache
+from piecegraph.runner.prepare_inputs import prepare_inputs
+from piecegraph.runner.record_sampled import record_sampled
+from piecegraph.runner.request_states import RequestStates
+
+Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""`(input_ids, positions, logits_indices) -> logits`, the compiled model."""
+
+
+class StepOutput(NamedTuple):
+    """One row a request, padded ones included; rows of requests that do not sample mean nothing."""
+
+    logits: torch.Tensor  # [num_reqs, vocab_size]
+    greedy: torch.Tensor  # [num_reqs] int64, the likeliest tokens; recorded in the requests' states
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelStep:
+    """The model, its cache, and the buffers it reads. Counts of tokens and requests include padding."""
+
+    forward: Forward
+    impl: AttentionImpl
+    metadata_builder: AttentionMetadataBuilder
+    kv_caches: Mapping[str, KVCache]  # by the layer's name
+    states: RequestStates
+    buffers: InputBuffers
+    block_size: int
+
+    def prepare(self, num_tokens: int, num_reqs: int) -> None:
+        """Derive the step's inputs from the states of the rows in `idx_mapping`."""
+        prepare_inputs(self.states, self.buffers, num_tokens=num_tokens, num_reqs=num_reqs, block_size=self.block_size)
+
+    def context(
+        self, metadata: AttentionMetadata, mode: str = "NONE", descriptor: object | None = None
+    ) -> ForwardContext:
+        """What attention reads in this step. `metadata`: from the builder's `build` or `init_capture`."""
+        return ForwardContext(
+            impl=self.impl,
+            metadata=metadata,
+            kv_caches=self.kv_caches,
+            cudagraph_mode=mode,
+            descriptor=descriptor,
+        )
+
+    def model_inputs(self, num_tokens: int, num_logits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The model's arguments, views of the fixed buffers."""
+        buffers = self.buffers
+        return buffers.input_ids[:num_tokens], buffers.positions[:num_tokens], buffers.logits_indices[:num_logits]
+
+    def run_uncaptured(self, metadata: AttentionMetadata, num_reqs: int) -> torch.Tensor:
+        """Logits `[num_reqs, vocab_size]` of the prepared inputs, by the compiled pieces without graphs."""
+        with set_forward_context(self.context(metadata)):
+            return self.forward(*self.model_inputs(metadata.num_tokens, num_reqs))
+
+    def pick_greedy(self, logits: torch.Tensor, num_reqs: int) -> StepOutput:
+        """The likeliest tokens, recorded."""
+        greedy = logits.argmax(-1)
+        record_sampled(self.states, self.buffers, greedy, num_reqs=num_reqs)
+        return StepOutput(logits, greedy)
+
+    def run_whole(
+        self, idx_mapping: torch.Tensor, query_start_loc: torch.Tensor, input_ids: torch.Tensor
+    ) -> StepOutput:
+        """A whole step, from states to recorded tokens: what a FULL graph holds.
+
+        The arguments are views of the fixed buffers, `[num_reqs]`, `[num_reqs + 1]` and `[num_tokens]`;
+        only their sizes are read here. Runs inside a forward context of the caller's.
+        """
+        num_reqs, num_tokens = idx_mapping.shape[0], input_ids.shape[0]
+        self.prepare(num_tokens, num_reqs)
+        return self.pick_greedy(self.forward(*self.model_inputs(num_tokens, num_reqs)), num_reqs)
