@@ -37,7 +37,7 @@ def test_padding_is_overwritten_and_nothing_else_is() -> None:
     inputs = prepared(8, 4)
     assert inputs.input_ids[6:8].tolist() == inputs.positions[6:8].tolist() == [0, 0]
     assert inputs.slot_mapping[6:8].tolist() == [PAD_SLOT_ID, PAD_SLOT_ID]
-    assert (inputs.seq_lens[3], inputs.logits_indices[3]) == (0, 0)
+    assert int(inputs.seq_lens[3]) == int(inputs.logits_indices[3]) == 0
     assert inputs.query_start_loc[3:].tolist() == [6, 6, 6]
     assert (inputs.block_table[0, 2:] == POISON).all() and (inputs.block_table[3] == POISON).all()
     assert inputs.input_ids[8] == inputs.slot_mapping[8] == (POISON << 32) + POISON
@@ -79,10 +79,12 @@ def test_the_same_batch_twice_is_copied_once(monkeypatch: pytest.MonkeyPatch) ->
     made = states()
     inputs = buffers(made)
     copies: list[object] = []
-    monkeypatch.setattr(
-        "piecegraph.runner.input_buffers.to_device",
-        lambda values, dtype, device: (copies.append(values), torch.tensor(values, dtype=dtype))[1],
-    )
+
+    def counted(values: list[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        copies.append(values)
+        return torch.tensor(values, dtype=dtype)
+
+    monkeypatch.setattr("piecegraph.runner.input_buffers.to_device", counted)
     inputs.fill([made.row("decode"), made.row("prompt"), made.row("chunk")], [1, 3, 2])
     assert not copies
     inputs.fill([made.row("decode")], [1])
