@@ -184,8 +184,7 @@ class CudaGraphManager:
         return set_forward_context(self._step.context(self._full_metadata[descriptor], "FULL", descriptor))
 
     def _piecewise_inputs(self, descriptor: BatchDescriptor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        num_logits = min(descriptor.num_tokens, self._step.buffers.max_num_reqs)
-        return self._step.model_inputs(descriptor.num_tokens, num_logits)
+        return self._step.model_inputs(descriptor.num_tokens, self._step.num_logits(descriptor.num_tokens))
 
     def _piecewise_context(self, descriptor: BatchDescriptor, phase: str) -> AbstractContextManager[None]:
         common = dummy_batch(

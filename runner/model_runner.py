@@ -91,7 +91,8 @@ class ModelRunner:
         descriptor = dispatched.descriptor
         if dispatched.mode is CUDAGraphMode.FULL:
             return self.graphs.replay_full(descriptor)
-        step.prepare(descriptor.num_tokens, batch.num_reqs)
+        is_piecewise = dispatched.mode is CUDAGraphMode.PIECEWISE
+        step.prepare(descriptor.num_tokens, step.num_logits(descriptor.num_tokens) if is_piecewise else batch.num_reqs)
         metadata = step.metadata_builder.build(
             step.buffers.metadata(
                 num_tokens=descriptor.num_tokens,
@@ -101,7 +102,7 @@ class ModelRunner:
                 host=host_batch(scheduled, step.block_size, descriptor.num_tokens) if self._needs_host_batch else None,
             )
         )
-        if dispatched.mode is CUDAGraphMode.PIECEWISE:
+        if is_piecewise:
             logits = self.graphs.replay_piecewise(descriptor, metadata)[: batch.num_reqs]
         else:
             logits = step.run_uncaptured(metadata, batch.num_reqs)

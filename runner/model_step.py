@@ -61,6 +61,10 @@ class ModelStep:
         buffers = self.buffers
         return buffers.input_ids[:num_tokens], buffers.positions[:num_tokens], buffers.logits_indices[:num_logits]
 
+    def num_logits(self, num_tokens: int) -> int:
+        """Rows of logits a PIECEWISE bucket of `num_tokens` computes: as many requests as it can hold."""
+        return min(num_tokens, self.buffers.max_num_reqs)
+
     def run_uncaptured(self, metadata: AttentionMetadata, num_reqs: int) -> torch.Tensor:
         """Logits `[num_reqs, vocab_size]` of the prepared inputs, by the compiled pieces without graphs."""
         with set_forward_context(self.context(metadata)):
