@@ -15,4 +15,5 @@ class GpuLimits:
     @classmethod
     def of(cls, device: torch.device) -> GpuLimits:
         properties = torch.cuda.get_device_properties(device)
-        return cls(properties.multi_processor_count, properties.shared_memory_per_block_optin)
+        shared_bytes: int = getattr(properties, "shared_memory_per_block_optin", 99 * 2**10)  # not in torch's types
+        return cls(properties.multi_processor_count, shared_bytes)

@@ -8,11 +8,15 @@ import torch
 import triton
 import triton.language as tl
 
-from piecegraph.runner.attention.kernels.launch import KernelCall
+from piecegraph.runner.attention.kernels.launch import Grid, KernelCall
 from piecegraph.runner.kv_cache import KVCache
 
 BLOCK_TOKENS = 32
 """Tokens a program writes, of one KV head."""
+
+
+def kv_write_grid(num_kv_heads: int, num_rows: int) -> Grid:
+    return num_kv_heads, -(-num_rows // BLOCK_TOKENS), 1
 
 
 def kv_write_call(
@@ -55,7 +59,7 @@ def kv_write_call(
     }
     return KernelCall(
         kernel=kv_write_kernel,
-        grid=(num_kv_heads, triton.cdiv(num_tokens - first_row, BLOCK_TOKENS), 1),
+        grid=kv_write_grid(num_kv_heads, num_tokens - first_row),
         arguments=arguments,
         options={"num_warps": 4, "enable_fp_fusion": True},
     )

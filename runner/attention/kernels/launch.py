@@ -48,8 +48,8 @@ class PreparedKernel:
         self._values = values
         self._launch = _launcher(compiled, call)
 
-    def launch(self, grid: Grid, *changed: Any, stream: int) -> None:
-        """`changed`: as `changing` named them. `stream`: the CUDA stream's handle."""
+    def launch(self, grid: Grid, stream: int, *changed: int) -> None:
+        """`stream`: the CUDA stream's handle. `changed`: as `changing` named them."""
         values = self._values
         for place, value in zip(self._places, changed, strict=True):
             values[place] = value

@@ -13,6 +13,9 @@ MAX_GROUP = 128
 """Query heads one KV head may have: they fill a tile."""
 
 
+LONG_QUERY_LEN = 65
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillConfig:
     block_m: int  # rows a tile: query tokens, each with all query heads of one KV head
@@ -27,7 +30,8 @@ class PrefillConfig:
 
 @lru_cache(maxsize=4096)
 def prefill_config(shape: HeadShape, *, max_query_len: int, shared_bytes: int) -> PrefillConfig:
-    """The layout for requests of up to `max_query_len` rows. One of few for a model, so that few kernels are compiled.
+    """The layout for requests of up to `max_query_len` rows. One of few for a model, so that few kernels are
+    compiled, and the same from `LONG_QUERY_LEN` on.
 
     `shared_bytes`: of shared memory that a program may use.
     """
@@ -44,10 +48,3 @@ def prefill_config(shape: HeadShape, *, max_query_len: int, shared_bytes: int) -
     if group <= 64 and (rows <= 64 or not is_roomy):
         return PrefillConfig(block_m=64, block_n=block_n, num_warps=4, num_stages=num_stages if is_roomy else 2)
     return PrefillConfig(block_m=128, block_n=block_n, num_warps=8, num_stages=num_stages if is_roomy else 2)
-
-
-def prefill_configs(shape: HeadShape, *, shared_bytes: int) -> tuple[PrefillConfig, ...]:
-    """Every layout `prefill_config` may choose for such heads."""
-    lens = (1, 16 // shape.group, 64 // shape.group, MAX_GROUP)
-    configs = [prefill_config(shape, max_query_len=max_query_len, shared_bytes=shared_bytes) for max_query_len in lens]
-    return tuple(dict.fromkeys(configs))

@@ -1,0 +1,106 @@
+"""What our kernels read of a step beyond the batch itself, and its builder, which owns their workspace."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from piecegraph.runner.attention.kernels.decode_config import decode_config, num_head_blocks
+from piecegraph.runner.attention.kernels.gpu_limits import GpuLimits
+from piecegraph.runner.attention.kernels.head_shape import HeadShape
+from piecegraph.runner.attention.kernels.workspace import SplitWorkspace
+from piecegraph.runner.attention.layer import AttentionLayer
+from piecegraph.runner.attention.metadata import AttentionMetadata
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TritonMetadata(AttentionMetadata):
+    """Addresses are `data_ptr()` of the tensors, asked once a step and not once a layer."""
+
+    gpu: GpuLimits | None  # None on a CPU, where torch references run
+    workspace: SplitWorkspace | None  # None on a CPU
+    max_num_reqs: int  # of any batch
+    max_len: int  # tokens a row of the block table can hold
+    block_table_stride: int
+    block_table_address: int
+    query_start_loc_address: int
+    seq_lens_address: int
+    slot_mapping_address: int
+
+
+@dataclass(frozen=True, slots=True)
+class TritonMetadataBuilder:
+    """Layers of a step run one after the other, and so do steps: they share the workspace."""
+
+    block_size: int
+    max_num_reqs: int
+    gpu: GpuLimits | None
+    workspace: SplitWorkspace | None
+
+    @classmethod
+    def allocate(
+        cls, layers: Sequence[AttentionLayer], block_size: int, device: torch.device, max_num_reqs: int
+    ) -> TritonMetadataBuilder:
+        if device.type == "cpu":
+            return cls(block_size, max_num_reqs, None, None)
+        gpu = GpuLimits.of(device)
+        shapes = {head_shape(layer) for layer in layers}
+        return cls(block_size, max_num_reqs, gpu, allocate_workspace(shapes, max_num_reqs, gpu.num_sms, device))
+
+    def build(self, common: AttentionMetadata) -> TritonMetadata:
+        """Nothing is computed or copied: the kernels read the batch from its tensors."""
+        return TritonMetadata(
+            num_reqs=common.num_reqs,
+            num_tokens=common.num_tokens,
+            max_query_len=common.max_query_len,
+            num_decode_reqs=common.num_decode_reqs,
+            query_start_loc=common.query_start_loc,
+            seq_lens=common.seq_lens,
+            block_table=common.block_table,
+            slot_mapping=common.slot_mapping,
+            host=common.host,
+            gpu=self.gpu,
+            workspace=self.workspace,
+            max_num_reqs=self.max_num_reqs,
+            max_len=common.block_table.shape[1] * self.block_size,
+            block_table_stride=common.block_table.stride(0),
+            block_table_address=common.block_table.data_ptr(),
+            query_start_loc_address=common.query_start_loc.data_ptr(),
+            seq_lens_address=common.seq_lens.data_ptr(),
+            slot_mapping_address=common.slot_mapping.data_ptr(),
+        )
+
+    def init_capture(self, common: AttentionMetadata) -> TritonMetadata:
+        """The same: grids depend on the bucket's counts, and the rest is read on the device."""
+        return self.build(common)
+
+    def prepare_for_replay(self, captured: AttentionMetadata) -> None:
+        """Nothing: each launch leaves the workspace as the next one wants it."""
+
+
+def head_shape(layer: AttentionLayer) -> HeadShape:
+    return HeadShape(
+        num_q_heads=layer.num_q_heads,
+        num_kv_heads=layer.num_kv_heads,
+        key_dim=layer.key_dim,
+        value_dim=layer.value_dim,
+        dtype=layer.dtype,
+    )
+
+
+def allocate_workspace(shapes: set[HeadShape], max_num_reqs: int, num_sms: int, device: torch.device) -> SplitWorkspace:
+    """Enough for any decode launch of up to `max_num_reqs` requests."""
+    num_partials, num_values, num_counts = 1, 1, 1
+    for shape in shapes:
+        num_counts = max(num_counts, max_num_reqs * num_head_blocks(shape))
+        for num_reqs in range(1, max_num_reqs + 1):
+            config = decode_config(shape, num_reqs=num_reqs, max_len=None, num_sms=num_sms)
+            if config.num_splits > 1:
+                partials = num_reqs * shape.num_q_heads * config.num_splits
+                num_partials = max(num_partials, partials)
+                num_values = max(num_values, partials * shape.value_dim)
+    return SplitWorkspace.allocate(
+        num_partials=num_partials, num_values=num_values, num_counts=num_counts, device=device
+    )

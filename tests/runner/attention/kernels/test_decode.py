@@ -1,0 +1,100 @@
+"""The decode kernel equals naive attention for any batch of single tokens, whatever else is in memory."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+from tests.runner.attention.kernels.interpreted import run_interpreted
+from tests.runner.attention.paged_case import make_case
+
+LENS = [(9, 1), (0, 1), (66, 1)]
+
+
+def check(
+    *, num_splits: int = 3, min_split_len: int = 16, carry_pages: bool = True, merged: bool = False, **kind: object
+) -> None:
+    """Twice over the same workspace. The cache is NaN wherever nothing was written; block tables end in numbers
+    that would crash whoever looks them up."""
+    from piecegraph.runner.attention.kernels.decode import decode_call
+    from piecegraph.runner.attention.kernels.decode_config import DecodeConfig
+    from piecegraph.runner.attention.kernels.workspace import SplitWorkspace
+
+    case = make_case(**{"lens": LENS, **kind})  # type: ignore[arg-type]
+    layer, batch = case.layer, case.metadata
+    batch.block_table[batch.block_table >= case.kv_cache.key.shape[0]] = 0x7F7F7F7F
+    query, key, value = case.query, case.key, case.value
+    if merged:  # as slices of one projection's output
+        qkv = torch.cat([query.flatten(1), key.flatten(1), value.flatten(1)], dim=1)
+        slices = qkv.split([query[0].numel(), key[0].numel(), value[0].numel()], dim=1)
+        query, key, value = (
+            x.unflatten(1, like.shape[1:]) for x, like in zip(slices, (query, key, value), strict=True)
+        )
+    num_partials = batch.num_reqs * layer.num_q_heads * num_splits
+    workspace = SplitWorkspace.allocate(
+        num_partials=num_partials,
+        num_values=num_partials * layer.value_dim,
+        num_counts=batch.num_reqs * layer.num_q_heads,
+        device=query.device,
+    )
+    workspace.out.fill_(float("nan"))
+    workspace.lse.fill_(float("nan"))
+    num_rows = case.expected.shape[0]
+    tolerance = {torch.float32: 2e-5, torch.float16: 3e-3}[query.dtype]
+    for _ in range(2):
+        out = query.new_full((query.shape[0], layer.num_q_heads, layer.value_dim), float("nan"))
+        decode_call(
+            query, key, value, out,
+            scale=layer.scale, window=layer.window, softcap=layer.softcap, sinks=case.sinks, kv_cache=case.kv_cache,
+            seq_lens=batch.seq_lens, block_table=batch.block_table, slot_mapping=batch.slot_mapping,
+            num_reqs=batch.num_reqs, workspace=workspace,
+            config=DecodeConfig(
+                block_n=16, num_warps=4, num_stages=2, num_splits=num_splits, min_split_len=min_split_len,
+                carry_pages=carry_pages,
+            ),
+        ).launch()  # fmt: skip
+        assert not workspace.arrivals.any(), "the next launch finds the counts at zero"
+        torch.testing.assert_close(out[:num_rows].double(), case.expected, atol=tolerance, rtol=1e-3)
+        assert out[num_rows:].isnan().all(), "padded rows are not written"
+    slots = batch.slot_mapping[:num_rows]
+    for cached, new in ((case.kv_cache.key, key), (case.kv_cache.value, value)):
+        assert torch.equal(cached.flatten(0, 1)[slots], new[:num_rows])
+        assert int((~cached.flatten(0, 1).isnan()).any(-1).any(-1).sum()) == int(batch.seq_lens.sum())
+
+
+CASES = {
+    "several splits": check,
+    "one split": partial(check, num_splits=1),
+    "many splits": partial(check, num_splits=20, lens=[(290, 1)], block_size=16, num_kv_heads=1),
+    "splits are long enough": partial(check, min_split_len=32),
+    "pages looked up as they come": partial(check, carry_pages=False),
+    "slices of a merged projection": partial(check, merged=True),
+    "padded requests": partial(check, lens=[*LENS, (0, 0), (0, 0)], num_padded=2),
+    "no groups": partial(check, num_q_heads=2),
+    "groups of 3": partial(check, num_q_heads=6),
+    "groups of 8, one kv head": partial(check, num_q_heads=8, num_kv_heads=1),
+    "more heads than a program takes": partial(check, num_q_heads=70, num_kv_heads=1, lens=[(20, 1)]),
+    "window": partial(check, window=5),
+    "window of one": partial(check, window=1),
+    "wide window over splits": partial(check, window=40),
+    "softcap": partial(check, softcap=1.5),
+    "sinks": partial(check, has_sinks=True),
+    "all at once": partial(check, window=40, softcap=2.0, has_sinks=True, key_dim=12, value_dim=20),
+    "a tile in a block": partial(check, block_size=32),
+    "a tile is a block": partial(check, block_size=16, dtype=torch.float16),
+    "blocks of one": partial(check, block_size=1),
+    "blocks of three": partial(check, block_size=3),
+    "float16": partial(check, dtype=torch.float16, key_dim=24, value_dim=16),
+}
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, str]:
+    return run_interpreted("tests.runner.attention.kernels.test_decode")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_naive_attention(name: str, outcomes: dict[str, str]) -> None:
+    assert not outcomes[name], outcomes[name]

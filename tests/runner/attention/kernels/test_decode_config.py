@@ -1,0 +1,67 @@
+"""A decode launch's layout follows from counts alone, fills the GPU, and fits its workspace."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from piecegraph.runner.attention.kernels.decode_config import (
+    SPLIT_BOUNDS,
+    WORKSPACE_BYTES,
+    decode_config,
+    heads_per_program,
+    num_head_blocks,
+)
+from piecegraph.runner.attention.kernels.head_shape import HeadShape
+
+SHAPES = [
+    HeadShape(num_q_heads=16, num_kv_heads=8, key_dim=128, value_dim=128, dtype=torch.bfloat16),
+    HeadShape(num_q_heads=9, num_kv_heads=3, key_dim=64, value_dim=64, dtype=torch.float32),
+    HeadShape(num_q_heads=71, num_kv_heads=1, key_dim=64, value_dim=64, dtype=torch.bfloat16),
+    HeadShape(num_q_heads=8, num_kv_heads=4, key_dim=256, value_dim=256, dtype=torch.float16),
+]
+
+
+@pytest.mark.parametrize(("group", "rows"), [(1, 16), (2, 16), (16, 16), (17, 32), (64, 64), (71, 64), (128, 64)])
+def test_heads_per_program(group: int, rows: int) -> None:
+    """All query heads of a KV head, in a tile of a size that tensor cores take."""
+    assert heads_per_program(group) == rows
+
+
+def test_programs_of_a_split() -> None:
+    """One a KV head; two where its query heads do not fit into one."""
+    assert [num_head_blocks(shape) for shape in SHAPES] == [8, 3, 2, 4]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_partial_results_fit_the_workspace(shape: HeadShape) -> None:
+    for num_reqs in (1, 2, 7, 32, 100, 256, 1024):
+        for max_len in (1, 100, 5000, 10**6, None):
+            config = decode_config(shape, num_reqs=num_reqs, max_len=max_len, num_sms=132)
+            assert 1 <= config.num_splits <= config.split_bound <= SPLIT_BOUNDS[-1]
+            num_partials = num_reqs * shape.num_q_heads * config.num_splits
+            assert config.num_splits == 1 or num_partials * shape.value_dim * 4 <= WORKSPACE_BYTES
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_any_length_takes_the_most_splits(shape: HeadShape) -> None:
+    """So a workspace for any length is one for every length."""
+    for num_reqs in (1, 3, 64, 256):
+        splits = [
+            decode_config(shape, num_reqs=num_reqs, max_len=max_len, num_sms=132).num_splits
+            for max_len in (1, 64, 1000, 9000, 40_000, 10**7, None)
+        ]
+        assert splits == sorted(splits)
+
+
+def test_few_requests_are_split_until_the_gpu_is_full() -> None:
+    shape = SHAPES[0]
+    splits = [decode_config(shape, num_reqs=n, max_len=4096, num_sms=132).num_splits for n in (1, 8, 64, 256)]
+    assert splits == sorted(splits, reverse=True)
+    assert splits[0] * num_head_blocks(shape) >= 132
+    assert splits[-1] == 1
+
+
+def test_a_long_request_is_split_in_any_batch() -> None:
+    """It would otherwise end long after the others."""
+    assert decode_config(SHAPES[0], num_reqs=256, max_len=100_000, num_sms=132).num_splits > 1

@@ -1,0 +1,59 @@
+"""Keys and values land in their slots, and nowhere else."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+from piecegraph.runner.attention.kernels.reference import write_kv
+from piecegraph.runner.kv_cache import KVCache
+from tests.runner.attention.kernels.interpreted import run_interpreted
+
+
+def check(*, first_row: int = 0, num_tokens: int = 37, block_size: int = 4, dtype: torch.dtype = torch.float32) -> None:
+    """Bitwise like the reference: slots out of order, some of them padding, keys and values strided apart."""
+    from piecegraph.runner.attention.kernels.kv_write import kv_write_call
+
+    random = torch.Generator().manual_seed(0)
+    kv = torch.randn(37, 2, 40, generator=random).to(dtype)
+    key, value = kv[:, :, :24], kv[:, :, 24:]
+    slots = torch.randperm(12 * block_size, generator=random)[:37]
+    slots = torch.cat([slots, torch.full((37 - slots.shape[0],), -1)])
+    slots[::5] = -1
+    caches = [KVCache(torch.zeros(12, block_size, 2, 24), torch.zeros(12, block_size, 2, 16)) for _ in range(2)]
+    written, expected = (KVCache(cache.key.to(dtype), cache.value.to(dtype)) for cache in caches)
+    kv_write_call(key, value, kv_cache=written, slot_mapping=slots, first_row=first_row, num_tokens=num_tokens).launch()
+    rows = slice(first_row, num_tokens)
+    write_kv(key[rows], value[rows], kv_cache=expected, slot_mapping=slots[rows])
+    assert expected.key.any()
+    assert torch.equal(written.key, expected.key)
+    assert torch.equal(written.value, expected.value)
+
+
+CASES = {
+    "all rows": check,
+    "some rows": partial(check, first_row=3, num_tokens=36),
+    "blocks of one": partial(check, block_size=1),
+    "blocks of three": partial(check, block_size=3),
+    "float16": partial(check, dtype=torch.float16, block_size=16),
+}
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, str]:
+    return run_interpreted("tests.runner.attention.kernels.test_kv_write")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_the_reference(name: str, outcomes: dict[str, str]) -> None:
+    assert not outcomes[name], outcomes[name]
+
+
+def test_the_reference_writes_slots_that_are_not_negative() -> None:
+    cache = KVCache(torch.zeros(3, 2, 1, 2), torch.zeros(3, 2, 1, 1))
+    key, value = torch.arange(1.0, 7.0).view(3, 1, 2), torch.arange(1.0, 4.0).view(3, 1, 1)
+    write_kv(key, value, kv_cache=cache, slot_mapping=torch.tensor([5, -1, 2]))
+    assert cache.key.view(6, 2).tolist() == [[0, 0], [0, 0], [5, 6], [0, 0], [0, 0], [1, 2]]
+    assert cache.value.flatten().tolist() == [0, 0, 3, 0, 0, 1]
