@@ -51,6 +51,11 @@ class Engine:
         return self._requests
 
     @property
+    def vocab_size(self) -> int:
+        """Token ids go from 0 to this, exclusive."""
+        return self._vocab_size
+
+    @property
     def scheduler(self) -> Scheduler:
         """For benches, which drive the runner without this engine's bookkeeping."""
         return self._scheduler

@@ -98,7 +98,7 @@ class _Decoding:
         generator = torch.Generator().manual_seed(0)
         params = SamplingParams(temperature=0.0, max_tokens=room - context, ignore_eos=True, detokenize=False)
         for request_id in self._ids:
-            prompt = torch.randint(10, 1000, (context,), generator=generator).tolist()
+            prompt = torch.randint(llm.engine.vocab_size, (context,), generator=generator).tolist()
             llm.engine.add_request(request_id, prompt, params)
 
     def __enter__(self) -> _Decoding:
@@ -154,7 +154,7 @@ class _Decoding:
             launches=launches,
             kernels=kernels,
             floor_ms=1e3 * floor_s,
-            reason=dispatched.reason,
+            reason=None if dispatched.mode is mode else dispatched.reason,
         )
 
 
