@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
@@ -20,6 +20,9 @@ from piecegraph.runner.attention.layer import AttentionLayer
 from piecegraph.runner.attention.metadata import AttentionMetadata
 from piecegraph.runner.attention.triton_metadata import TritonMetadata, TritonMetadataBuilder
 from piecegraph.runner.kv_cache import KVCache
+
+if TYPE_CHECKING:
+    from piecegraph.runner.attention.kernels.launch import KernelPreparer
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_HEAD_DIM = 256
@@ -70,6 +73,9 @@ def layer_unsupported_reason(layer: AttentionLayer) -> str | None:
 
 
 class TritonImpl:
+    def __init__(self) -> None:
+        self._preparer: KernelPreparer | None = None  # one for all layers and buckets; needs Triton
+
     def forward(
         self,
         query: torch.Tensor,
@@ -126,6 +132,10 @@ class TritonImpl:
                 query, key, value, out,
                 scale=scale, window=window, softcap=softcap, sinks=sinks, kv_cache=kv_cache, metadata=metadata,
             )  # fmt: skip
+        from piecegraph.runner.attention.kernels.launch import KernelPreparer
         from piecegraph.runner.attention.triton_calls import LayerCall, PreparedAttention
 
-        return PreparedAttention(LayerCall(query, key, value, out, scale, window, softcap, sinks, kv_cache))
+        if self._preparer is None:
+            self._preparer = KernelPreparer()
+        call = LayerCall(query, key, value, out, scale, window, softcap, sinks, kv_cache)
+        return PreparedAttention(call, self._preparer)

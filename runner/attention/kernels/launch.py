@@ -7,7 +7,7 @@ alone knows how that one is called, which is the same in Triton 3.6 and 3.9.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -30,30 +30,57 @@ class KernelCall(NamedTuple):
             self.kernel[self.grid](**self.arguments, **self.options)
 
 
+Run = Callable[[Grid, int, list[Any]], None]
+"""Grid, stream, and all of the kernel's arguments in order, constants included."""
+
+
 class PreparedKernel:
-    """A compiled kernel and its arguments, some of which a launch replaces.
+    """A compiled kernel and its arguments, some of which a launch replaces. Made by `KernelPreparer`."""
 
-    What is replaced must not be something the kernel was specialised on: it is an integer the kernel
-    names in `do_not_specialize`, or a pointer as well aligned as the one it was prepared with. A pointer
-    is given as an address, `tensor.data_ptr()`: the launcher then asks nobody about it.
-    """
-
-    def __init__(self, call: KernelCall, changing: Sequence[str]) -> None:
-        """Compiles, and launches nothing. `changing`: the arguments each launch gives, in this order."""
-        names = list(call.arguments)
-        assert names == [param.name for param in call.kernel.params], (names, call.kernel)
-        compiled = call.kernel.warmup(*call.arguments.values(), grid=call.grid, **call.options)
-        values = [x.data_ptr() if isinstance(x, torch.Tensor) else x for x in call.arguments.values()]
-        self._places = tuple(names.index(name) for name in changing)
+    def __init__(self, run: Run, values: list[Any], places: tuple[int, ...]) -> None:
+        self._run = run
         self._values = values
-        self._launch = _launcher(compiled, call)
+        self._places = places
 
     def launch(self, grid: Grid, stream: int, *changed: int) -> None:
         """`stream`: the CUDA stream's handle. `changed`: as `changing` named them."""
         values = self._values
         for place, value in zip(self._places, changed, strict=True):
             values[place] = value
-        self._launch(grid, stream, values)
+        self._run(grid, stream, values)
+
+
+class KernelPreparer:
+    """Makes prepared kernels, and compiles once for calls that can share a compiled kernel.
+
+    What a launch replaces must not be something the kernel was specialised on: it is an integer the kernel
+    names in `do_not_specialize`, or a pointer in `do_not_specialize_on_alignment`. A pointer is given as an
+    address, `tensor.data_ptr()`: the launcher then asks nobody about it.
+    """
+
+    def __init__(self) -> None:
+        self._runs: dict[tuple[object, ...], Run] = {}  # as many as there are kinds of layers and layouts
+
+    def prepare(self, call: KernelCall, changing: Sequence[str]) -> PreparedKernel:
+        """Launches nothing. `changing`: the arguments that each launch gives, in this order."""
+        names = list(call.arguments)
+        places = tuple(names.index(name) for name in changing)
+        key = (call.kernel, tuple(call.options.items()), *_kinds(call.arguments, changing))
+        if key not in self._runs:
+            assert names == [param.name for param in call.kernel.params], (names, call.kernel)
+            compiled = call.kernel.warmup(*call.arguments.values(), grid=call.grid, **call.options)
+            self._runs[key] = _run_compiled(compiled) or _run_by_name(call)
+        values = [x.data_ptr() if isinstance(x, torch.Tensor) else x for x in call.arguments.values()]
+        return PreparedKernel(self._runs[key], values, places)
+
+
+def _kinds(arguments: Mapping[str, Any], changing: Sequence[str]) -> Iterator[object]:
+    """What Triton may specialise a kernel on, told apart at least as finely as it does."""
+    for name, x in arguments.items():
+        if isinstance(x, torch.Tensor):
+            yield x.dtype, x.device, name in changing or x.data_ptr() % 16
+        else:
+            yield type(x), name in changing or x
 
 
 def current_stream(device: int) -> int:
@@ -62,27 +89,31 @@ def current_stream(device: int) -> int:
     return stream
 
 
-def _launcher(compiled: Any, call: KernelCall) -> Callable[[Grid, int, list[Any]], None]:
-    """A function that launches `compiled` with all of the kernel's arguments, constants included."""
+def _run_compiled(compiled: Any) -> Run | None:
+    """A function that launches a compiled kernel; None where this Triton's cannot be called as we know."""
     if not all(hasattr(compiled, name) for name in ("run", "function", "packed_metadata", "_init_handles")):
-        names, kernel, options = list(call.arguments), call.kernel, call.options
-
-        def launch_by_name(grid: Grid, stream: int, values: list[Any]) -> None:
-            addressed = [
-                _At(value, old.dtype) if isinstance(old, torch.Tensor) else value
-                for value, old in zip(values, call.arguments.values(), strict=True)
-            ]
-            kernel[grid](**dict(zip(names, addressed, strict=True)), **options)
-
-        return launch_by_name
+        return None
     compiled._init_handles()  # loads the binary, so that `function` is there
-    run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+    launcher, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
 
-    def launch(grid: Grid, stream: int, values: list[Any]) -> None:
+    def run(grid: Grid, stream: int, values: list[Any]) -> None:
         # grid, stream, function, metadata, launch metadata, hooks on entry and exit, arguments
-        run(grid[0], grid[1], grid[2], stream, function, metadata, None, None, None, *values)
+        launcher(grid[0], grid[1], grid[2], stream, function, metadata, None, None, None, *values)
 
-    return launch
+    return run
+
+
+def _run_by_name(call: KernelCall) -> Run:
+    """As Triton launches a kernel, on its current stream."""
+    kernel, options = call.kernel, call.options
+    dtypes = {name: x.dtype for name, x in call.arguments.items() if isinstance(x, torch.Tensor)}
+    names = tuple(call.arguments)
+
+    def run(grid: Grid, stream: int, values: list[Any]) -> None:
+        arguments = dict(zip(names, values, strict=True))
+        kernel[grid](**arguments | {name: _At(arguments[name], dtype) for name, dtype in dtypes.items()}, **options)
+
+    return run
 
 
 class _At:

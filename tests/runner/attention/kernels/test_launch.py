@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from piecegraph.runner.attention.kernels.launch import KernelCall, PreparedKernel
+from piecegraph.runner.attention.kernels.launch import KernelCall, KernelPreparer
 
 
 class Kernel:
@@ -20,6 +20,7 @@ class Kernel:
         self.params = [SimpleNamespace(name=name) for name in names]
         self.launches: list[tuple[Any, ...]] = []
         self.by_name: list[tuple[Any, dict[str, Any]]] = []
+        self.num_compiled = 0
         self.compiled: Any = SimpleNamespace(
             _init_handles=lambda: None,
             run=lambda *args: self.launches.append(args),
@@ -29,6 +30,7 @@ class Kernel:
 
     def warmup(self, *args: Any, grid: Any, **options: Any) -> Any:
         assert options == {"num_warps": 4}
+        self.num_compiled += 1
         return self.compiled
 
     def __getitem__(self, grid: Any) -> Any:
@@ -41,24 +43,38 @@ def call(kernel: Kernel, tensor: torch.Tensor) -> KernelCall:
 
 def test_tensors_become_addresses() -> None:
     kernel, tensor = Kernel("x", "n", "sinks", "BLOCK"), torch.zeros(4)
-    prepared = PreparedKernel(call(kernel, tensor), changing=("n",))
+    prepared = KernelPreparer().prepare(call(kernel, tensor), changing=("n",))
     prepared.launch((7, 1, 1), 99, 6)
     assert kernel.launches == [(7, 1, 1, 99, "function", "metadata", None, None, None, tensor.data_ptr(), 6, None, 16)]
 
 
 def test_changing_arguments_are_given_in_the_order_they_were_named() -> None:
     kernel, tensor = Kernel("x", "n", "sinks", "BLOCK"), torch.zeros(4)
-    prepared = PreparedKernel(call(kernel, tensor), changing=("n", "x"))
+    prepared = KernelPreparer().prepare(call(kernel, tensor), changing=("n", "x"))
     prepared.launch((1, 1, 1), 0, 8, 4096)
     prepared.launch((1, 1, 1), 0, 9, 8192)
     assert [launch[-4:-2] for launch in kernel.launches] == [(4096, 8), (8192, 9)]
+
+
+def test_calls_of_one_kind_share_a_compiled_kernel() -> None:
+    """Other addresses and changing numbers are one kind; other constants, dtypes and alignments are not."""
+    kernel, preparer = Kernel("x", "n", "sinks", "BLOCK"), KernelPreparer()
+    plain = call(kernel, torch.zeros(4))
+    preparer.prepare(plain, changing=("n",))
+    preparer.prepare(call(kernel, torch.zeros(64)), changing=("n",))
+    preparer.prepare(plain._replace(arguments=plain.arguments | {"n": 6}), changing=("n",))
+    assert kernel.num_compiled == 1
+    for other in ({"BLOCK": 32}, {"x": torch.zeros(4).half()}, {"x": torch.zeros(5)[1:]}, {"sinks": torch.zeros(4)}):
+        before = kernel.num_compiled
+        preparer.prepare(plain._replace(arguments=plain.arguments | other), changing=("n",))
+        assert kernel.num_compiled == before + 1
 
 
 def test_another_triton_is_launched_the_ordinary_way() -> None:
     """If its compiled kernels cannot be called as we know: slower, and right."""
     kernel, tensor = Kernel("x", "n", "sinks", "BLOCK"), torch.zeros(4)
     kernel.compiled = SimpleNamespace()
-    PreparedKernel(call(kernel, tensor), changing=("x",)).launch((7, 1, 1), 99, 4096)
+    KernelPreparer().prepare(call(kernel, tensor), changing=("x",)).launch((7, 1, 1), 99, 4096)
     ((grid, arguments),) = kernel.by_name
     assert grid == (7, 1, 1)
     assert (arguments["x"].data_ptr(), arguments["x"].dtype) == (4096, torch.float32)
@@ -68,7 +84,7 @@ def test_another_triton_is_launched_the_ordinary_way() -> None:
 def test_all_arguments_are_given_in_order() -> None:
     """The launcher in C knows no names."""
     with pytest.raises(AssertionError):
-        PreparedKernel(call(Kernel("n", "x", "sinks", "BLOCK"), torch.zeros(4)), changing=())
+        KernelPreparer().prepare(call(Kernel("n", "x", "sinks", "BLOCK"), torch.zeros(4)), changing=())
 
 
 def test_an_empty_grid_is_not_launched() -> None:
