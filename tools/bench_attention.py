@@ -7,14 +7,17 @@ combination of splits. Calls are timed in one CUDA graph, over caches that toget
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import itertools
 import json
 import statistics
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +31,8 @@ from piecegraph.runner.attention.kernels.decode_config import (
     num_head_blocks,
 )
 from piecegraph.runner.attention.kernels.head_shape import HeadShape
+from piecegraph.runner.attention.layer import AttentionLayer
+from piecegraph.runner.attention.metadata import AttentionMetadata
 from piecegraph.runner.kv_cache import KVCache
 
 READ_FLOOR_BYTES_PER_S = 4.08e12
@@ -119,6 +124,7 @@ class Row:
 @click.option("--top", default=8, help="Settings shown a case, best first.")
 @click.option("--default-only", is_flag=True, help="Time only the setting `decode_config` picks.")
 @click.option("--flash/--no-flash", default=True, help="Time flash-attn 2 and 4 too, where they can be imported.")
+@click.option("--host", is_flag=True, help="Also time what a launch costs the host, ordinary and prepared.")
 @click.option("--jobs", default=8, help="Threads that compile settings ahead.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), help="Write all rows here.")
 def main(
@@ -138,6 +144,7 @@ def main(
     top: int,
     default_only: bool,
     flash: bool,
+    host: bool,
     jobs: int,
     json_file: Path | None,
 ) -> None:
@@ -146,7 +153,7 @@ def main(
         raise click.ClickException("torch sees no NVIDIA GPU; this benchmark needs one.")
     device = torch.device("cuda", torch.cuda.current_device())
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-    click.echo(f"{torch.cuda.get_device_name(device)}, {num_sms} SMs, torch {torch.__version__}, {_triton_version()}")
+    click.echo(f"{torch.cuda.get_device_name(device)}, {num_sms} SMs, torch {torch.__version__}, {triton_version()}")
     click.echo(f"{q_heads}/{kv_heads} heads of {head_dim}, {dtype}, blocks of {block_size}; floor at 4.08 TB/s")
     rows: list[Row] = []
     for batch, context in (_parse_case(case) for case in cases.split(",")):
@@ -160,7 +167,7 @@ def main(
             grid += [
                 config
                 for config in _configs(
-                    shape, num_sms, _ints(block_n), _ints(warps), _ints(stages), _ints(per_sm), _ints(min_split),
+                    shape, num_sms, ints(block_n), ints(warps), ints(stages), ints(per_sm), ints(min_split),
                     carry_pages, (False, True) if pdl else (False,),
                 )
                 if config != default
@@ -168,9 +175,11 @@ def main(
         found = _time_case(shape, grid, device, jobs)
         if flash:
             found += _time_flash(shape, device)
+        if host:
+            _show_host_cost(shape, device)
         found.sort(key=lambda row: row.us if row.us is not None else float("inf"))
         rows += found
-        _show(found, top)
+        show(found, top)
         if json_file is not None:
             json_file.write_text(
                 json.dumps([{**dataclasses.asdict(row), "share": row.share} for row in rows], indent=1)
@@ -184,11 +193,11 @@ def _parse_case(text: str) -> tuple[int, int]:
     return int(batch), int(context)
 
 
-def _ints(text: str) -> list[int]:
+def ints(text: str) -> list[int]:
     return [int(number) for number in text.split(",")]
 
 
-def _triton_version() -> str:
+def triton_version() -> str:
     import triton
 
     return f"triton {triton.__version__}"
@@ -224,7 +233,7 @@ def _configs(
 def _time_case(shape: Shape, grid: Sequence[DecodeConfig], device: torch.device, jobs: int) -> list[Row]:
     inputs = _make_inputs(shape, device)
     expected = _expected(shape, inputs)
-    _compile_ahead(shape, inputs, grid, device, jobs)
+    compile_ahead([partial(_launch_once, shape, inputs, config, device) for config in grid], device, jobs)
     case = f"{shape.batch}x{shape.context}"
     rows = []
     for number, config in enumerate(grid):
@@ -238,13 +247,17 @@ def _time_case(shape: Shape, grid: Sequence[DecodeConfig], device: torch.device,
             error = float((inputs.out.float() - expected).norm() / expected.norm())
             if not error < TOLERANCE[shape.dtype]:
                 note = "WRONG"
-            us = _microseconds(calls)
+            us = microseconds(calls)
         except Exception as failure:  # a setting that does not fit the GPU: report it, go on
-            note = _short(failure)
+            note = short(failure)
         rows.append(
             Row(case=case, kernel="triton", setting=setting, us=us, floor_us=shape.floor_us, error=error, note=note)
         )
     return rows
+
+
+def _launch_once(shape: Shape, inputs: Inputs, config: DecodeConfig, device: torch.device) -> None:
+    _triton_calls(shape, inputs, config, device)[0]()
 
 
 def _setting(config: DecodeConfig) -> str:
@@ -324,23 +337,20 @@ def _triton_calls(shape: Shape, inputs: Inputs, config: DecodeConfig, device: to
     return [call(table, slots) for table, slots in zip(inputs.block_tables, inputs.slot_mappings, strict=True)]
 
 
-def _compile_ahead(shape: Shape, inputs: Inputs, grid: Sequence[DecodeConfig], device: torch.device, jobs: int) -> None:
-    """Launch each kernel once from several threads: most of a compile runs outside of Python's lock."""
+def compile_ahead(launches: Sequence[Callable[[], None]], device: torch.device, jobs: int) -> None:
+    """Launch once from several threads what needs compiling: most of a compile runs outside of Python's lock."""
     torch.cuda.synchronize(device)
 
-    def launch(config: DecodeConfig) -> None:
-        try:
-            with torch.cuda.device(device):
-                _triton_calls(shape, inputs, config, device)[0]()
-        except Exception:  # found again, and reported, when it is timed
-            return
+    def attempt(launch: Callable[[], None]) -> None:
+        with torch.cuda.device(device), contextlib.suppress(Exception):  # found again, and reported, when it is timed
+            launch()
 
     with ThreadPoolExecutor(max_workers=max(1, jobs)) as pool:
-        list(pool.map(launch, grid))
+        list(pool.map(attempt, launches))
     torch.cuda.synchronize(device)
 
 
-def _microseconds(calls: Sequence[Callable[[], None]], repeats: int = 9) -> float:
+def microseconds(calls: Sequence[Callable[[], None]], repeats: int = 9) -> float:
     """Median microseconds a call, over replays of one graph that holds them all."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -364,6 +374,56 @@ def _microseconds(calls: Sequence[Callable[[], None]], repeats: int = 9) -> floa
     return statistics.median(times)
 
 
+def _show_host_cost(shape: Shape, device: torch.device) -> None:
+    """Microseconds of the host for one layer's attention, through the backend, with the GPU keeping up."""
+    from piecegraph.runner.attention.triton_backend import TritonBackend
+
+    inputs = _make_inputs(shape, device)
+    layer = AttentionLayer(
+        name="layer", num_q_heads=shape.num_q_heads, num_kv_heads=shape.num_kv_heads, key_dim=shape.head_dim,
+        value_dim=shape.head_dim, dtype=shape.dtype, scale=shape.head_dim**-0.5, window=0, softcap=0.0,
+        has_sinks=False,
+    )  # fmt: skip
+    backend = TritonBackend()
+    builder = backend.metadata_builder([layer], shape.block_size, device, max_num_reqs=max(256, shape.batch))
+    common = AttentionMetadata(
+        num_reqs=shape.batch, num_tokens=shape.batch, max_query_len=1, num_decode_reqs=shape.batch,
+        query_start_loc=torch.arange(shape.batch + 1, dtype=torch.int32, device=device),
+        seq_lens=torch.ones_like(inputs.seq_lens),  # the shortest there are, so that the GPU does not hold the host up
+        block_table=inputs.block_tables[0], slot_mapping=inputs.slot_mappings[0], host=None,
+    )  # fmt: skip
+    tensors = (inputs.query, inputs.key, inputs.value, inputs.out)
+    options: dict[str, Any] = {
+        "scale": layer.scale,
+        "window": 0,
+        "softcap": 0.0,
+        "sinks": None,
+        "kv_cache": inputs.kv_cache,
+    }
+    impl = backend.impl()
+    metadata = builder.build(common)
+    launch = impl.prepare(*tensors, **options)
+    costs = {
+        "build metadata": _host_microseconds(lambda: builder.build(common)),
+        "forward": _host_microseconds(lambda: impl.forward(*tensors, **options, metadata=metadata)),
+        "prepared launch": _host_microseconds(lambda: launch(metadata)),
+    }
+    click.echo("\nhost: " + ", ".join(f"{name} {us:.2f} us" for name, us in costs.items()))
+
+
+def _host_microseconds(call: Callable[[], object], repeats: int = 20, calls: int = 100) -> float:
+    """Best of `repeats` runs of few enough calls that none waits for room in the GPU's queue."""
+    best = float("inf")
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        best = min(best, (time.perf_counter() - start) / calls * 1e6)
+    torch.cuda.synchronize()
+    return best
+
+
 def _time_flash(shape: Shape, device: torch.device) -> list[Row]:
     """flash-attn 2 (pages of 256, writes the new keys and values) and 4 (pages of 128, does not)."""
     rows = []
@@ -380,9 +440,9 @@ def _time_flash(shape: Shape, device: torch.device) -> list[Row]:
             inputs = _make_inputs(dataclasses.replace(shape, block_size=page), device)
             calls = [make(library, inputs, copy) for copy in range(len(inputs.block_tables))]
             calls[0]()
-            us = _microseconds(calls)
+            us = microseconds(calls)
         except Exception as failure:
-            note = _short(failure)
+            note = short(failure)
         case = f"{shape.batch}x{shape.context}"
         rows.append(Row(case=case, kernel=name, setting=f"pages of {page}", us=us, floor_us=shape.floor_us, note=note))
     return rows
@@ -414,11 +474,11 @@ def _flash4_call(library: Any, inputs: Inputs, copy: int) -> Callable[[], None]:
     return call
 
 
-def _short(failure: Exception) -> str:
+def short(failure: Exception) -> str:
     return f"{type(failure).__name__}: {failure}".replace("\n", " ")[:120]
 
 
-def _show(rows: Sequence[Row], top: int) -> None:
+def show(rows: Sequence[Row], top: int) -> None:
     """The best `top` rows, and those one wants to see wherever they stand."""
     click.echo(f"\n{rows[0].case}: floor {rows[0].floor_us:.1f} us")
     for place, row in enumerate(rows):
