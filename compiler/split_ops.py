@@ -45,11 +45,7 @@ def split_op_matcher(graph: fx.Graph, split_ops: Sequence[str]) -> Callable[[fx.
     for name in split_ops:
         if name in names_in_graph or name in DEFAULT_SPLIT_OPS:
             continue
-        if not _is_registered(name):
-            raise SplitOpNotFound(
-                f"split op {name!r} is not registered.{did_you_mean(name, _registered_near(name))} "
-                "Import the module that defines it before compiling, or remove it from split_ops."
-            )
+        refuse_unregistered(name, "Import the module that defines it before compiling, or remove it from split_ops.")
         candidates = sorted(n for n in names_in_graph if "::" in n and not n.startswith("aten::"))
         raise SplitOpUnused(
             f"split op {name!r} is registered, but the traced graph never calls it"
@@ -64,11 +60,18 @@ def split_op_matcher(graph: fx.Graph, split_ops: Sequence[str]) -> Callable[[fx.
     return lambda node: node.op == "call_function" and op_name(node.target) in wanted
 
 
+def refuse_unregistered(name: str, advice: str) -> None:
+    """Raise `SplitOpNotFound`, ending in `advice`, if no op of that name is registered."""
+    if not _is_registered(name):
+        near = did_you_mean(name, _registered_near(name))
+        raise SplitOpNotFound(f"split op {name!r} is not registered.{near} {advice}")
+
+
 def _is_registered(name: str) -> bool:
     namespace, _, op = name.partition("::")
     if namespace == "higher_order":
         return hasattr(torch.ops.higher_order, op)
-    return bool(torch._C._jit_get_schemas_for_operator(name))
+    return bool(namespace and op) and bool(torch._C._jit_get_schemas_for_operator(name))
 
 
 def _registered_near(name: str) -> list[str]:

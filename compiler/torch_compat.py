@@ -160,6 +160,11 @@ def guard_name(entry: Any) -> str:
     return str(entry.name)
 
 
+def dispatcher_of(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What calling an op overload calls, without the Python frame in between; anything else as it is."""
+    return function._op if type(function) is torch._ops.OpOverload else function
+
+
 # -- symbolic sizes -----------------------------------------------------------------------------
 
 

@@ -18,6 +18,7 @@ from piecegraph.compiler.graphs.addresses import addresses_of
 from piecegraph.compiler.graphs.batch_descriptor import BatchDescriptor
 from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
 from piecegraph.compiler.graphs.graphs import ADDRESS_CHECK_INTERVAL, CapturedGraph, FailedCapture, Graphs
+from piecegraph.compiler.graphs.prepared_ops import PreparedOp, prepared_ops
 from piecegraph.compiler.graphs.recorder import Recorder, Recording, make_recorder
 from piecegraph.compiler.graphs.replay_plan import ReplayPlan, ReplayStep, record_plan, run_plan
 from piecegraph.errors import CaptureError, OutOfMemory, UsageError
@@ -52,7 +53,8 @@ def capture(
     `step`: for FULL any callable (it may hold input preparation, logits and sampling); for PIECEWISE
     a `CompiledModel`. `make_inputs(descriptor)` gives its positional arguments: these tensors are the
     static inputs and stay the caller's. `context(descriptor, phase)`, phase "warmup" or "capture", is
-    entered around each run; metadata that kernels read must be persistent buffers of the caller.
+    entered around each run; metadata that kernels read must be persistent buffers of the caller. A split
+    op with a prepare (`register_prepare`) is launched at replay; `Graphs.costs` tells what each costs.
     `pool` and `stream` default to new ones; `kind` is "cuda", "recorded" (no GPU needed) or "auto".
 
     A descriptor whose capture raises becomes NONE with one warning, listed in `Graphs.failed`;
@@ -80,6 +82,7 @@ def capture(
     ordered = sorted(descriptors, key=lambda d: (d.num_tokens, d.num_reqs or 0), reverse=True)
     captured: dict[BatchDescriptor, CapturedGraph] = {}
     failed: list[FailedCapture] = []
+    prepared = prepared_ops()
     recorder: Recorder | None = None
     started = time.perf_counter()
     spent = 0
@@ -98,7 +101,7 @@ def capture(
                     static_inputs = tuple(make_inputs(descriptor))
                     if recorder is None:
                         recorder = make_recorder(kind, _device_of(static_inputs), pool, stream)
-                    graph = _capture_one(step, descriptor, static_inputs, mode, context, recorder)
+                    graph = _capture_one(step, descriptor, static_inputs, mode, context, prepared, recorder)
                     captured[descriptor] = graph
                     spent += graph.nbytes
                 except (CaptureError, UsageError):
@@ -137,6 +140,7 @@ def _capture_one(
     static_inputs: tuple[Any, ...],
     mode: CUDAGraphMode,
     context: Context,
+    prepared: Mapping[str, PreparedOp],
     recorder: Recorder,
 ) -> CapturedGraph:
     began = time.perf_counter()
@@ -154,9 +158,11 @@ def _capture_one(
             parts = step.parts(static_inputs)
             for _ in range(WARMUP_RUNS):
                 with context(descriptor, "warmup"):
-                    run_plan(parts.plan, parts.pieces, parts.namespace, parts.arguments)
+                    run_plan(parts.plan, parts.pieces, parts.namespace, parts.arguments, prepared)
             with context(descriptor, "capture"):
-                plan = record_plan(parts.plan, parts.pieces, parts.namespace, parts.arguments, recorder)
+                plan = record_plan(
+                    parts.plan, parts.pieces, parts.namespace, parts.arguments, prepared, recorder, str(descriptor)
+                )
             result = parts.build(plan.results)
             named += step.bound_tensors()
     return CapturedGraph(
@@ -188,7 +194,7 @@ def _record_full(
     recording = recorder.record(run)
     results = tuple(recorder.weak(value) for value in recording.outputs)
     kept = Recording(recording.replay, (), recording.release)
-    plan = ReplayPlan((ReplayStep(recording.replay, "full step", "graph"),), results, (kept,))
+    plan = ReplayPlan.of([ReplayStep(recording.replay, "full step", "graph")], results, [kept], "full step")
     return plan, pytree.tree_unflatten(list(results), trees[0])
 
 

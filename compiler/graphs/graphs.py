@@ -63,9 +63,8 @@ class Graphs:
         self.kind = kind
         self.pool = pool
         self.failed = tuple(failed)
-        self._captured = dict(captured)
+        self._captured = {descriptor: _Replayed(graph) for descriptor, graph in captured.items()}
         self._check_interval = check_interval
-        self._replays = dict.fromkeys(self._captured, 0)
         self._closed = False
 
     def __contains__(self, descriptor: BatchDescriptor) -> bool:
@@ -78,7 +77,15 @@ class Graphs:
 
     def __getitem__(self, descriptor: BatchDescriptor) -> CapturedGraph:
         """The captured bucket. Raises `GraphNotCaptured`."""
-        return self._find(descriptor)
+        return self._find(descriptor).graph
+
+    def costs(self, descriptor: BatchDescriptor) -> dict[str, int]:
+        """What a replay of it is made of, e.g. `{"graph": 29, "launch": 28}`; see `ReplayStep.cost`."""
+        return self._find(descriptor).graph.plan.costs()
+
+    def notes(self, descriptor: BatchDescriptor) -> dict[str, int]:
+        """Why split ops of it cost more than a launch, and how many do."""
+        return self._find(descriptor).graph.plan.notes()
 
     def replay(self, descriptor: BatchDescriptor, *args: Any, out: Any = None) -> Any:
         """Run the graph of `descriptor` and return its outputs: views, valid until the next replay in
@@ -91,28 +98,31 @@ class Graphs:
         Raises `GraphNotCaptured` (listing what was captured), `InputMismatch`, and `CaptureError` if
         a captured tensor moved or the graphs are closed.
         """
-        graph = self._find(descriptor)
+        replayed = self._captured.get(descriptor) or self._find(descriptor)
+        graph = replayed.graph
         if args:
             fill_static_inputs(descriptor, graph.static_inputs, args)
-        replays = self._replays[descriptor]
-        if replays % self._check_interval == 0:
+        if replayed.until_check == 0:
             check_addresses(graph.addresses)
-        self._replays[descriptor] = replays + 1
-        with torch.no_grad():
-            for step in graph.plan.steps:
-                step.run()
+            replayed.until_check = self._check_interval
+        replayed.until_check -= 1
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                graph.plan.run()
+        else:  # entering no_grad costs as much as 20 steps
+            graph.plan.run()
         return graph.result if out is None else _copied_to(graph.result, out)
 
     def ledger(self) -> dict[BatchDescriptor, int]:
         """Bytes by which the pool grew for each graph."""
-        return {descriptor: graph.nbytes for descriptor, graph in self._captured.items()}
+        return {descriptor: replayed.graph.nbytes for descriptor, replayed in self._captured.items()}
 
     def close(self) -> None:
         """Free every graph and let go of the pool; harmless when repeated. Call it before process
         groups go away. Note [graphs before process groups]: a graph that holds collectives must not
         outlive their communicator."""
-        for graph in self._captured.values():
-            graph.release()
+        for replayed in self._captured.values():
+            replayed.graph.release()
         self._captured = {}
         self._closed = True
         self.pool = None
@@ -123,11 +133,11 @@ class Graphs:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def _find(self, descriptor: BatchDescriptor) -> CapturedGraph:
+    def _find(self, descriptor: BatchDescriptor) -> _Replayed:
         if self._closed:
             raise CaptureError("these graphs are closed; capture again.")
-        graph = self._captured.get(descriptor)
-        if graph is None:
+        replayed = self._captured.get(descriptor)
+        if replayed is None:
             sizes = sorted({known.num_tokens for known in self._captured})
             reason = next((failed.reason for failed in self.failed if failed.descriptor == descriptor), None)
             raise GraphNotCaptured(
@@ -136,7 +146,17 @@ class Graphs:
                 + f"; captured num_tokens are {sizes}. Pad the batch to one of them, capture this descriptor too, "
                 "or run it without graphs."
             )
-        return graph
+        return replayed
+
+
+class _Replayed:
+    """A captured graph, and when its addresses are checked next."""
+
+    __slots__ = ("graph", "until_check")
+
+    def __init__(self, graph: CapturedGraph) -> None:
+        self.graph = graph
+        self.until_check = 0
 
 
 def _copied_to(result: Any, out: Any) -> Any:

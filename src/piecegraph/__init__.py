@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from piecegraph.compiler.graphs.capture import capture
     from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
     from piecegraph.compiler.graphs.graphs import Graphs
+    from piecegraph.compiler.graphs.prepared_ops import register_prepare
     from piecegraph.config import CompileConfig
     from piecegraph.runner.llm import LLM
     from piecegraph.runner.outputs import CompletionOutput, RequestOutput
@@ -36,6 +37,7 @@ _HOME = {
     "SamplingParams": "piecegraph.runner.sampling_params",
     "compile": "piecegraph.compiler.api",
     "compiled_models": "piecegraph.compiler.api",
+    "register_prepare": "piecegraph.compiler.graphs.prepared_ops",
 }
 
 __all__ = [
@@ -51,6 +53,7 @@ __all__ = [
     "capture",
     "compile",
     "compiled_models",
+    "register_prepare",
 ]
 
 

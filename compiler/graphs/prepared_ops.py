@@ -1,0 +1,89 @@
+"""Split ops that are launched at replay without a dispatch by torch: prepared once, launched many times.
+
+The register is global, as torch's own register of ops is: an op is the process's, and so is the way
+to launch it. It is read when graphs are captured, never at replay, and holds no tensor and no batch.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from piecegraph.compiler.split_ops import refuse_unregistered
+from piecegraph.errors import UsageError
+
+Launch = Callable[[Any], object]
+"""Takes what `metadata()` returned; what it returns is ignored."""
+
+Prepare = Callable[..., Launch | str | None]
+"""The op's arguments to its launch; None, or the reason as text, where this call has to be dispatched."""
+
+ReadMetadata = Callable[[], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedOp:
+    """How one split op is launched at replay."""
+
+    op: str
+    prepare: Prepare
+    metadata: ReadMetadata
+
+
+class PrepareRegistration:
+    """What `register_prepare` returns. `remove` ends it, and so does leaving it as a context."""
+
+    def __init__(self, prepared: PreparedOp) -> None:
+        self._prepared = prepared
+
+    def remove(self) -> None:
+        """Captures from now on dispatch the op; what was captured stays. Harmless when repeated."""
+        with _lock:
+            if _prepared_ops.get(self._prepared.op) is self._prepared:
+                del _prepared_ops[self._prepared.op]
+
+    def __enter__(self) -> PrepareRegistration:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.remove()
+
+
+_lock = threading.Lock()
+_prepared_ops: dict[str, PreparedOp] = {}
+
+
+def register_prepare(op: str, prepare: Prepare, metadata: ReadMetadata) -> PrepareRegistration:
+    """Replay `op` (`"namespace::name"`) by launches prepared at capture instead of dispatching it.
+
+    `prepare(*args, **kwargs) -> launch` is called with exactly the op's arguments, once per call of the
+    op when a PIECEWISE bucket is captured (and in each of its warm-up runs). The tensors are aliases at
+    the addresses every replay uses: the launch may keep them, and must not rely on them keeping the
+    memory. `launch(metadata)` must then do what the op does, on the current stream, as often as it is
+    called. A `prepare` that returns None, or a text that says why, has this call dispatched.
+
+    `metadata()` is called once per replay (and per warm-up run), before anything is launched, and its
+    value given to every launch: the place to read a context of the caller's. Ops registered with the
+    same function share the call.
+
+    Only an op that writes in place can be prepared; one that returns a tensor is dispatched. Raises
+    `SplitOpNotFound` for an op that is registered nowhere, `UsageError` for one prepared already.
+    """
+    refuse_unregistered(op, "Define the op before you register its prepare.")
+    prepared = PreparedOp(op, prepare, metadata)
+    with _lock:
+        if op in _prepared_ops:
+            raise UsageError(
+                f"{op} has a prepare already; call remove() on what register_prepare returned before registering "
+                "another."
+            )
+        _prepared_ops[op] = prepared
+    return PrepareRegistration(prepared)
+
+
+def prepared_ops() -> Mapping[str, PreparedOp]:
+    """What is registered now, by op."""
+    with _lock:
+        return dict(_prepared_ops)
