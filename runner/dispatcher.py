@@ -41,21 +41,17 @@ class Dispatcher:
         """`failed`: buckets that could not be captured, and why."""
         self.resolved = resolved
         self._failed = dict(failed or {})
-        # FULL of uniform decode by (tokens a request, LoRAs), then by requests; the rest by LoRAs, then by tokens
-        self._uniform: dict[tuple[int, int], list[tuple[int, BatchDescriptor]]] = {}
-        self._mixed: dict[int, list[tuple[int, BatchDescriptor]]] = {}
-        self._piecewise: dict[int, list[tuple[int, BatchDescriptor]]] = {}
-        for descriptor in full:
-            loras = descriptor.num_active_loras
-            if descriptor.uniform_token_count is not None:
-                key = (descriptor.uniform_token_count, loras)
-                self._uniform.setdefault(key, []).append((descriptor.num_tokens, descriptor))
-            else:
-                self._mixed.setdefault(loras, []).append((descriptor.num_tokens, descriptor))
-        for descriptor in piecewise:
-            self._piecewise.setdefault(descriptor.num_active_loras, []).append((descriptor.num_tokens, descriptor))
-        for table in (*self._uniform.values(), *self._mixed.values(), *self._piecewise.values()):
-            table.sort(key=lambda entry: entry[0])
+        full, piecewise = tuple(full), tuple(piecewise)
+        # FULL of uniform decode by (tokens a request, LoRAs); the rest by LoRAs
+        self._uniform = {
+            (tokens, loras): _Table(
+                FULL, [d for d in full if (d.uniform_token_count, d.num_active_loras) == (tokens, loras)]
+            )
+            for tokens, loras in {(d.uniform_token_count, d.num_active_loras) for d in full}
+            if tokens is not None
+        }
+        self._mixed = _by_loras(FULL, [d for d in full if d.uniform_token_count is None])
+        self._piecewise = _by_loras(PIECEWISE, piecewise)
 
     def dispatch(
         self,
@@ -83,7 +79,7 @@ class Dispatcher:
                 assert _RANK[mode] <= _RANK[found.mode] and padded >= found.descriptor.num_tokens, (mode, padded)
                 found = self._agreed(mode, padded, num_reqs, uniform_token_count, num_active_loras, found)
         if found.mode is wanted or _RANK[found.mode] >= _RANK[wanted]:
-            return found._replace(reason=None)
+            return found if found.reason is None else found._replace(reason=None)
         if found.reason is not None:
             return found
         if _RANK[at_most] < _RANK[wanted] and found.mode is at_most:
@@ -101,16 +97,15 @@ class Dispatcher:
         if at_most is FULL:
             if uniform_token_count is not None:
                 table = self._uniform.get((uniform_token_count, loras))
-                descriptor = _smallest(table, num_tokens, num_reqs)
-                if descriptor is not None:
-                    return Dispatched(FULL, descriptor, None)
-            descriptor = _smallest(self._mixed.get(loras), num_tokens, num_reqs)
-            if descriptor is not None:
-                return Dispatched(FULL, descriptor, None)
+                if table is not None and (found := table.smallest(num_tokens, num_reqs)) is not None:
+                    return found
+            table = self._mixed.get(loras)
+            if table is not None and (found := table.smallest(num_tokens, num_reqs)) is not None:
+                return found
         if at_most is not NONE:
-            descriptor = _smallest(self._piecewise.get(loras), num_tokens, num_reqs)
-            if descriptor is not None:
-                return Dispatched(PIECEWISE, descriptor, None)
+            table = self._piecewise.get(loras)
+            if table is not None and (found := table.smallest(num_tokens, num_reqs)) is not None:
+                return found
         return Dispatched(NONE, _unpadded(num_tokens, num_reqs, uniform_token_count, loras), None)
 
     def _agreed(
@@ -138,12 +133,16 @@ class Dispatcher:
         failed = [
             (descriptor.num_tokens, reason)
             for (mode, descriptor), reason in self._failed.items()
-            if mode is wanted and descriptor.num_tokens >= num_tokens
+            if mode is wanted
+            and descriptor.num_tokens >= num_tokens
+            and (descriptor.num_reqs is None or descriptor.num_reqs >= num_reqs)
+            and descriptor.uniform_token_count in (None, uniform_token_count)
+            and descriptor.num_active_loras == loras
         ]
         if failed:
             size, reason = min(failed)
             return f"capturing {wanted.value} for {size} tokens failed: {reason}"
-        largest = max((table[-1][0] for table in tables if table), default=None)
+        largest = max((table.sizes[-1] for table in tables if table is not None), default=None)
         if largest is None:
             of = f" with {loras} active LoRAs" if loras else ""
             return f"no {wanted.value} graph was captured for such batches{of}"
@@ -158,17 +157,31 @@ def uniform_token_count(query_lens: Sequence[int]) -> int | None:
     return first if all(query_len == first for query_len in query_lens) else None
 
 
-def _smallest(
-    table: Sequence[tuple[int, BatchDescriptor]] | None, num_tokens: int, num_reqs: int
-) -> BatchDescriptor | None:
-    """The first descriptor from `num_tokens` up that holds `num_reqs` requests."""
-    if not table:
+class _Table:
+    """Descriptors of one mode for one kind of batch, at least one, smallest first."""
+
+    __slots__ = ("_found", "sizes")
+
+    def __init__(self, mode: CUDAGraphMode, descriptors: Sequence[BatchDescriptor]) -> None:
+        ordered = sorted(descriptors, key=lambda descriptor: descriptor.num_tokens)
+        self.sizes = [descriptor.num_tokens for descriptor in ordered]
+        self._found = [Dispatched(mode, descriptor, None) for descriptor in ordered]  # made once: a step allocates none
+
+    def smallest(self, num_tokens: int, num_reqs: int) -> Dispatched | None:
+        """The first from `num_tokens` up that holds `num_reqs` requests."""
+        for i in range(bisect_left(self.sizes, num_tokens), len(self.sizes)):
+            found = self._found[i]
+            holds = found.descriptor.num_reqs
+            if holds is None or holds >= num_reqs:
+                return found
         return None
-    for i in range(bisect_left(table, num_tokens, key=lambda entry: entry[0]), len(table)):
-        descriptor = table[i][1]
-        if descriptor.num_reqs is None or descriptor.num_reqs >= num_reqs:
-            return descriptor
-    return None
+
+
+def _by_loras(mode: CUDAGraphMode, descriptors: Sequence[BatchDescriptor]) -> dict[int, _Table]:
+    return {
+        loras: _Table(mode, [descriptor for descriptor in descriptors if descriptor.num_active_loras == loras])
+        for loras in {descriptor.num_active_loras for descriptor in descriptors}
+    }
 
 
 def _unpadded(num_tokens: int, num_reqs: int, uniform_token_count: int | None, loras: int) -> BatchDescriptor:

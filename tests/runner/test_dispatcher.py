@@ -70,6 +70,17 @@ def test_a_failed_capture_is_the_reason() -> None:
     assert (found.mode, found.reason) == (NONE, "capturing PIECEWISE for 32 tokens failed: OutOfMemoryError: none left")
 
 
+def test_a_failed_capture_of_another_kind_of_batch_is_no_reason() -> None:
+    """Too few requests, other LoRAs, or a uniform decode when the batch is none."""
+    failed = {
+        (FULL, BatchDescriptor(num_tokens=16, num_reqs=2, uniform_token_count=8)): "one",
+        (FULL, BatchDescriptor(num_tokens=16, num_reqs=2)): "two",
+        (FULL, BatchDescriptor(num_tokens=16, num_reqs=16, uniform_token_count=1, num_active_loras=1)): "three",
+    }
+    table = Dispatcher(full=full_decode_descriptors(SIZES, 8), piecewise=(), resolved=BOTH, failed=failed)
+    assert table.dispatch(**decode(9)).reason == "9 tokens are above the largest captured size 8 (FULL)"
+
+
 def test_full_for_any_batch_holds_tokens_and_requests() -> None:
     resolved = ResolvedMode(decode_mode=FULL, mixed_mode=FULL)
     table = Dispatcher(full=full_mixed_descriptors(SIZES, 4), piecewise=(), resolved=resolved)
