@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar, Protocol
 
 import torch
@@ -54,6 +54,21 @@ class AttentionImpl(Protocol):
         metadata: AttentionMetadata,
     ) -> None:
         """One layer. Writes `key` and `value` into `kv_cache` by slot, then `out`. Shapes: `op.attention`."""
+
+    def prepare(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        scale: float,
+        window: int,
+        softcap: float,
+        sinks: torch.Tensor | None,
+        kv_cache: KVCache,
+    ) -> Callable[[AttentionMetadata], None] | str:
+        """`forward` over tensors that stay where they are, for a step's metadata; or why there is none."""
 
 
 class AttentionBackend(ABC):

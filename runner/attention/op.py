@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 
+from piecegraph.compiler.graphs.prepared_ops import Launch, register_prepare
 from piecegraph.runner.forward_context import get_forward_context
 
 ATTENTION_OP = "piecegraph::attention"
@@ -72,3 +73,34 @@ def _attention_fake(
 
 _library.impl("attention", attention, "CompositeExplicitAutograd")
 torch.library.register_fake(ATTENTION_OP, _attention_fake, lib=_library)
+
+
+def _prepare(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+    sinks: torch.Tensor | None,
+    unsupported: str | None,
+    layer: str,
+) -> Launch | str:
+    """A layer of a PIECEWISE bucket bound to its buffers and its cache, by the backend of the capture."""
+    assert unsupported is None, unsupported
+    context = get_forward_context()
+    return context.impl.prepare(
+        query,
+        key,
+        value,
+        out,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        sinks=sinks,
+        kv_cache=context.kv_caches[layer],
+    )
+
+
+register_prepare(ATTENTION_OP, _prepare, lambda: get_forward_context().metadata)

@@ -167,6 +167,9 @@ class SdpaImpl:
             out[call.first_row : call.last_row].copy_(attended.transpose(1, 2).flatten(0, 1))
         out[metadata.num_real_rows :].zero_()
 
+    def prepare(self, *args: object, **kwargs: object) -> str:
+        return "sdpa plans its calls anew for each batch"
+
 
 def attend(
     query: torch.Tensor,  # [num_reqs, num_q_heads, query_len, key_dim]
