@@ -9,6 +9,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import fx
 from piecegraph.compiler import torch_compat
 from piecegraph.compiler.build import Built, NamedInputs, build, piece_compiler
 from piecegraph.compiler.guards import GuardAudit
+from piecegraph.compiler.normalize import symbol_of, value_of
 from piecegraph.compiler.plan import Plan, SplitCall
 from piecegraph.compiler.report import CompileReport
 from piecegraph.config import CompileConfig
@@ -45,16 +47,43 @@ class _Origin:
         return getattr(module.forward, "__code__", None) in self._code
 
 
+@dataclass(frozen=True, slots=True)
+class _SizePlace:
+    """Where a call tells the value of a symbol: an argument, or a dim of one."""
+
+    position: int
+    dim: int | None
+
+    def read(self, args: Sequence[Any]) -> int:
+        return int(args[self.position] if self.dim is None else args[self.position].shape[self.dim])
+
+
+def _size_places(placeholders: Sequence[fx.Node]) -> dict[str, _SizePlace]:
+    """A place for every symbol that is, alone, a placeholder or a dim of one."""
+    places: dict[str, _SizePlace] = {}
+    for position, node in enumerate(placeholders):
+        value = value_of(node)
+        if (symbol := symbol_of(value)) is not None:
+            places[symbol] = _SizePlace(position, None)
+        elif isinstance(value, torch.Tensor):
+            for dim, size in enumerate(value.shape):
+                if (symbol := symbol_of(size)) is not None:
+                    places.setdefault(symbol, _SizePlace(position, dim))
+    return places
+
+
 class GraphModel:
     """One graph that `torch.compile` handed us, compiled: Dynamo calls it with every input of the graph."""
 
-    def __init__(self, built: Built, origin: _Origin) -> None:
+    def __init__(self, built: Built, origin: _Origin, sizes: Mapping[str, _SizePlace]) -> None:
         self._built = built
         self._origin = origin
+        self._sizes = {} if built.forwards.is_one else sizes
 
     def __call__(self, *args: Any) -> tuple[Any, ...]:
+        forward = self._built.forwards.at({symbol: place.read(args) for symbol, place in self._sizes.items()})
         with torch.no_grad():
-            return self._built.forward(*args)
+            return forward(*args)
 
     def report(self) -> CompileReport:
         """Pieces, unique pieces and seconds per phase (tracing is torch's, so it counts as 0)."""
@@ -101,14 +130,20 @@ def compile_backend(
             "Call the model under torch.no_grad() or torch.inference_mode(), or call model.requires_grad_(False)."
         )
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
-    inputs = NamedInputs(names=tuple(node.name for node in placeholders), bound={}, size_symbols={})
+    sizes = _size_places(placeholders)
+    inputs = NamedInputs(
+        names=tuple(node.name for node in placeholders),
+        bound={},
+        size_symbols={},
+        call_sizes={symbol: symbol for symbol in sizes},
+    )
     compiler = piece_compiler(config)
     try:
         with torch.no_grad():
             built = build(gm, inputs, config, compiler, trace_seconds=0.0, on_phase=lambda phase: None)
     finally:
         compiler.close()
-    model = GraphModel(built, _Origin(torch_compat.code_being_traced(), example_inputs))
+    model = GraphModel(built, _Origin(torch_compat.code_being_traced(), example_inputs), sizes)
     with _models_lock:
         _models_in_order.append(weakref.ref(model))
 

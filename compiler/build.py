@@ -14,15 +14,19 @@ import torch
 from torch import fx
 
 from piecegraph.compiler import dump
+from piecegraph.compiler.compile_static import compile_static
 from piecegraph.compiler.eager import EagerPieceCompiler
+from piecegraph.compiler.forwards import Forwards
 from piecegraph.compiler.normalize import normalize, value_of
 from piecegraph.compiler.piece import UniquePiece, unique_pieces
-from piecegraph.compiler.piece_compiler import CompiledPiece, PieceCompiler
+from piecegraph.compiler.piece_compiler import PieceCompiler
 from piecegraph.compiler.plan import CallStep, PieceStep, Plan, Slot, SplitCall, Step, TensorSpec
 from piecegraph.compiler.report import CompileReport, PieceRow, UniquePieceRow
 from piecegraph.compiler.split import Call, Piece, attribute_of, split
 from piecegraph.compiler.split_ops import op_name, split_op_matcher
-from piecegraph.compiler.stitch import Forward, generate_source, load_source
+from piecegraph.compiler.static_piece import static_pieces, symbols_by_unique
+from piecegraph.compiler.stitch import generate_source
+from piecegraph.compiler.tune import tuning_inputs
 from piecegraph.config import CompileConfig
 from piecegraph.progress import OnPhase, Phase
 
@@ -35,20 +39,20 @@ class NamedInputs:
 
     names: tuple[str, ...]
     bound: Mapping[str, torch.Tensor]  # those that are fixed tensors; the others are arguments
-    size_symbols: Mapping[str, str]  # symbol -> size name
+    size_symbols: Mapping[str, str]  # symbol -> size name, of the sizes the caller declared
+    call_sizes: Mapping[str, str]  # symbol -> name, of every size that is known when the module is called
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Built:
-    """A stitched module and all that made it. `forward(*arguments)` returns a tuple."""
+    """A stitched module and all that made it. Its functions take the plan's arguments and return a tuple."""
 
-    forward: Forward
+    forwards: Forwards
     plan: Plan
     source: str
     namespace: Mapping[str, Any]  # what the source reads: pieces, ops and bound values by name
     split_calls: tuple[SplitCall, ...]
     unique: tuple[UniquePiece, ...]
-    compiled: tuple[CompiledPiece, ...]
     size_assertions: tuple[Any, ...]  # symbolic expressions over size symbols that must hold
     report: CompileReport
 
@@ -59,7 +63,7 @@ def piece_compiler(config: CompileConfig) -> PieceCompiler:
         return EagerPieceCompiler()
     from piecegraph.compiler.inductor import InductorPieceCompiler
 
-    return InductorPieceCompiler(config.inductor_options, config.compile_workers)
+    return InductorPieceCompiler(config.inductor_options, config.compile_workers, config.compile_sizes_options)
 
 
 def build(
@@ -102,12 +106,22 @@ def build(
     compile_seconds = time.perf_counter() - start
     on_phase(Phase(name="compile", done=len(unique), total=len(unique), seconds=compile_seconds, detail=compiler.name))
 
+    plan, namespace = _plan(graph_module, inputs, constants, parts, unique)
+    symbols = symbols_by_unique(unique, pieces)
+    wanted, refused = static_pieces(unique, symbols, config.compile_sizes, inputs.call_sizes, assertions)
+    slots_of = {step.unique: step.inputs for step in reversed(plan.piece_steps)}  # of the first piece that runs it
+    static = compile_static(
+        wanted,
+        refused,
+        compiler,
+        make_inputs=lambda piece: tuning_inputs(piece, slots_of[piece.piece.index], namespace),
+        on_phase=on_phase,
+    )
+
     start = time.perf_counter()
     on_phase(Phase(name="stitch"))
-    plan, namespace = _plan(graph_module, inputs, constants, parts, unique)
-    namespace |= {f"piece_{piece.index}": done.run for piece, done in zip(unique, compiled, strict=True)}
     source = generate_source(plan)
-    forward = load_source(source, namespace)
+    forwards = Forwards(source, namespace, [done.run for done in compiled], static.runs, symbols)
     stitch_seconds = time.perf_counter() - start
     on_phase(Phase(name="stitch", seconds=stitch_seconds))
     if config.dump_dir is not None:
@@ -123,6 +137,8 @@ def build(
         split_seconds=split_seconds,
         compile_seconds=compile_seconds,
         stitch_seconds=stitch_seconds,
+        static_compile_seconds=static.seconds,
+        static_tune_seconds=sum(row.tune_seconds for row in static.rows),
         pieces=tuple(
             PieceRow(index=step.index, unique=step.unique, num_inputs=len(step.inputs), num_outputs=len(step.outputs))
             for step in plan.piece_steps
@@ -139,15 +155,15 @@ def build(
             )
             for piece, done in zip(unique, compiled, strict=True)
         ),
+        static_pieces=static.rows,
     )
     return Built(
-        forward=forward,
+        forwards=forwards,
         plan=plan,
         source=source,
         namespace=namespace,
         split_calls=calls,
         unique=unique,
-        compiled=compiled,
         size_assertions=assertions,
         report=report,
     )

@@ -27,7 +27,7 @@ def main() -> None:
         try:
             begin = time.perf_counter()
             torch_compat.apply_process_settings(job["settings"])
-            graph_module, examples = load_piece(Path(job["graph"]).read_text())
+            graph_module, examples = load_piece(Path(job["graph"]).read_text(), job["sizes"])
             kernels = torch_compat.generated_kernels()
             artifact = torch_compat.standalone_compile(graph_module, examples, job["options"])
             artifact.save(path=job["artifact"], format="binary")

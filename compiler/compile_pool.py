@@ -6,6 +6,7 @@ import json
 import queue
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -14,19 +15,19 @@ from pathlib import Path
 from typing import IO, Any
 
 from piecegraph.compiler import torch_compat
-from piecegraph.compiler.errors_of_pieces import piece_failed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompileJob:
     """One piece to compile. `weight` orders jobs: heavy ones first."""
 
-    index: int
+    index: int  # the submitter's own number for it
     graph: Path  # written by piece_format.dump_piece
     artifact: Path  # to be written
     weight: int
     options: Mapping[str, Any]  # torch._inductor.config fields
     settings: Mapping[str, Any]  # torch_compat.process_settings()
+    sizes: Mapping[str, int] | None = None  # symbol -> number: compile it for these sizes alone
 
     def line(self) -> str:
         """The job as the child reads it."""
@@ -35,6 +36,7 @@ class CompileJob:
             "artifact": str(self.artifact),
             "options": dict(self.options),
             "settings": dict(self.settings),
+            "sizes": dict(self.sizes) if self.sizes is not None else None,
         }
         return json.dumps(values) + "\n"
 
@@ -48,11 +50,20 @@ class CompileResult:
     kernels: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompileFailure:
+    """A job that failed; `reason` is the compiler's own text."""
+
+    job: CompileJob
+    reason: str
+
+
 class CompilePool:
     """Owns up to `workers` child processes, each compiling one job at a time.
 
     All but one start (and import torch) at once, while the model is traced on the core left for it;
-    the last starts with the jobs, if there are jobs for it.
+    the last starts with the jobs, if there are jobs for it. A child that dies costs the job it had:
+    another takes its place.
     """
 
     def __init__(self, workers: int, inductor_cache_dir: Path) -> None:
@@ -60,83 +71,108 @@ class CompilePool:
         self._environment = torch_compat.child_environment(inductor_cache_dir)
         self._workers = workers
         self._children = [self._start_child() for _ in range(max(workers - 1, 1))]
+        self._lock = threading.Lock()
+        self._closed = False
         self._jobs: queue.SimpleQueue[CompileJob] = queue.SimpleQueue()
-        self._results: queue.SimpleQueue[CompileResult | Exception] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[CompileResult | CompileFailure] = queue.SimpleQueue()
         self._expected = 0
 
-    def submit(self, jobs: Sequence[CompileJob]) -> None:
-        """Queue jobs, heaviest first."""
+    def submit(self, jobs: Sequence[CompileJob], *, at_once: int | None = None) -> None:
+        """Queue jobs, heaviest first. `at_once`: how many may compile side by side, beside the number of workers."""
+        assert not self._expected, "the results of the jobs before are all read"
         for job in sorted(jobs, key=lambda job: -job.weight):
             self._jobs.put(job)
         self._expected += len(jobs)
-        while len(self._children) < min(self._workers, len(jobs)):
+        feeders = min(self._workers, len(jobs), at_once or self._workers)
+        while len(self._children) < feeders:
             self._children.append(self._start_child())
-        for child in self._children:
+        for child in self._children[:feeders]:
             threading.Thread(target=self._feed, args=(child,), daemon=True).start()
 
-    def _start_child(self) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [sys.executable, "-m", "piecegraph.compiler.compile_child"],
-            env=self._environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-
-    def results(self) -> Iterator[CompileResult]:
-        """Jobs as they finish. Raises `PieceCompileFailed` for the first that fails."""
+    def results(self) -> Iterator[CompileResult | CompileFailure]:
+        """Jobs as they finish or fail."""
         while self._expected:
             result = self._results.get()
             self._expected -= 1
-            if isinstance(result, Exception):
-                raise result
             yield result
 
     def close(self) -> None:
         """End the children, also those still compiling."""
+        with self._lock:
+            self._closed = True
         for child in self._children:
-            if child.poll() is None:
-                child.kill()
-            child.wait()
-            for stream in (child.stdin, child.stdout, child.stderr):
-                if stream is not None:
-                    _close(stream)
+            child.end()
         self._children = []
 
-    def _feed(self, child: subprocess.Popen[str]) -> None:
-        """Give one child jobs until none is left."""
-        assert child.stdin is not None and child.stdout is not None
+    def _start_child(self) -> _Child:
+        log = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed with the child; a pipe nobody reads would fill
+        process = subprocess.Popen(
+            [sys.executable, "-m", "piecegraph.compiler.compile_child"],
+            env=self._environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+        )
+        return _Child(process, log)
+
+    def _feed(self, child: _Child) -> None:
+        """Give one child, or whoever takes its place, jobs until none is left."""
         while True:
             try:
                 job = self._jobs.get_nowait()
             except queue.Empty:
                 return
-            try:
-                child.stdin.write(job.line())
-                child.stdin.flush()
-                answer = child.stdout.readline()
-            except (OSError, ValueError):
-                answer = ""
-            self._results.put(_result(job, answer, child))
+            answer = child.ask(job)
+            result = _result(job, answer) if answer else _died(job, child)
             if not answer:
-                return
+                with self._lock:
+                    if self._closed:
+                        return
+                    dead, child = child, self._start_child()
+                    self._children[self._children.index(dead)] = child
+                dead.end()
+            self._results.put(result)
 
 
-def _close(stream: IO[str]) -> None:
-    with suppress(BrokenPipeError):  # a job line written to a child that was dead already is still in the buffer
-        stream.close()
+@dataclass(frozen=True, slots=True)
+class _Child:
+    process: subprocess.Popen[str]
+    log: IO[str]  # what it wrote to standard error
+
+    def ask(self, job: CompileJob) -> str:
+        """Its answer to a job; empty if it died."""
+        stdin, stdout = self.process.stdin, self.process.stdout
+        assert stdin is not None and stdout is not None, "both are pipes"
+        try:
+            stdin.write(job.line())
+            stdin.flush()
+            return stdout.readline()
+        except (OSError, ValueError):
+            return ""
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        for stream in (self.process.stdin, self.process.stdout, self.log):
+            if stream is not None:
+                with suppress(BrokenPipeError):  # a job line for a child that was dead already is in the buffer
+                    stream.close()
 
 
-def _result(job: CompileJob, answer: str, child: subprocess.Popen[str]) -> CompileResult | Exception:
-    if not answer:
-        code = child.wait()
-        stderr = child.stderr.read() if child.stderr is not None and not child.stderr.closed else ""
-        tail = " ".join(stderr.strip().splitlines()[-3:])
-        return piece_failed(
-            job.index, job.weight, f"the compile process ended with status {code}: {tail or 'no output'}"
-        )
+def _died(job: CompileJob, child: _Child) -> CompileFailure:
+    code = child.process.wait()
+    text = ""
+    with suppress(ValueError):  # closed: the pool is being closed
+        child.log.seek(0)
+        text = child.log.read()
+    tail = " ".join(text.strip().splitlines()[-3:])
+    return CompileFailure(job=job, reason=f"the compile process ended with status {code}: {tail or 'no output'}")
+
+
+def _result(job: CompileJob, answer: str) -> CompileResult | CompileFailure:
     values = json.loads(answer)
     if "error" in values:
-        return piece_failed(job.index, job.weight, values["error"])
+        return CompileFailure(job=job, reason=values["error"])
     return CompileResult(job=job, seconds=values["seconds"], kernels=values["kernels"])

@@ -15,6 +15,7 @@ from piecegraph.compiler.guards import GuardAudit
 from piecegraph.compiler.piece_compiler import RunPiece
 from piecegraph.compiler.plan import Plan, SplitCall
 from piecegraph.compiler.report import CompileReport
+from piecegraph.compiler.stitch import Forward
 from piecegraph.compiler.trace import ArgumentInput, BoundInput, SizeInput, Traced, trace
 from piecegraph.config import CompileConfig
 from piecegraph.errors import CompileError, InputMismatch, NotCompiled
@@ -29,7 +30,7 @@ WEIGHT_CHECK_INTERVAL = 1024
 """Calls between two checks that the module's parameters and buffers are still the bound tensors."""
 
 SIZES_REMEMBERED = 4096
-"""Combinations of sizes known to satisfy the trace's relations; past that many, they are checked anew."""
+"""Combinations of sizes whose relations were checked and whose pieces are chosen; past that many, anew."""
 
 
 class CompiledModel:
@@ -169,7 +170,7 @@ class Parts:
     """A plan, what its steps run, and the values of its arguments."""
 
     plan: Plan
-    pieces: tuple[RunPiece, ...]  # by unique index
+    pieces: tuple[RunPiece, ...]  # by unique index; static ones where these arguments' sizes have them
     namespace: Mapping[str, Any]
     arguments: tuple[Any, ...]
     build: Callable[[Sequence[Any]], Any]  # the plan's results to the model's result
@@ -186,22 +187,23 @@ class _Ready:
         self._size_symbols = traced.size_symbols
         self._inputs = [i for i in traced.inputs if not isinstance(i, BoundInput)]
         self._weights = _Weights(module, traced)
-        self._sizes_seen: set[tuple[tuple[str, int], ...]] = set()
+        self._forward_at: dict[tuple[tuple[str, int], ...], Forward] = {}  # for sizes known to be right
         self._calls = 0
 
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         values, sizes = self._call_spec.bind(args, kwargs)
         key = tuple(sizes.items())
-        if key not in self._sizes_seen:
+        forward = self._forward_at.get(key)
+        if forward is None:
             self._check_sizes(sizes)
-            if len(self._sizes_seen) >= SIZES_REMEMBERED:
-                self._sizes_seen.clear()
-            self._sizes_seen.add(key)
+            if len(self._forward_at) >= SIZES_REMEMBERED:
+                self._forward_at.clear()
+            forward = self._forward_at[key] = self.built.forwards.at(self._by_symbol(sizes))
         if self._calls % WEIGHT_CHECK_INTERVAL == 0:
             self._weights.check()
         self._calls += 1
         with torch.no_grad():
-            outputs = self.built.forward(*self._arguments(values, sizes))
+            outputs = forward(*self._arguments(values, sizes))
         return self._result_spec.build(outputs, values)
 
     def parts(self, args: Sequence[Any]) -> Parts:
@@ -209,11 +211,14 @@ class _Ready:
         self._check_sizes(sizes)
         return Parts(
             plan=self.built.plan,
-            pieces=tuple(piece.run for piece in self.built.compiled),
+            pieces=self.built.forwards.pieces(self._by_symbol(sizes)),
             namespace=self.built.namespace,
             arguments=self._arguments(values, sizes),
             build=lambda results: self._result_spec.build(results, values),
         )
+
+    def _by_symbol(self, sizes: Mapping[str, int]) -> dict[str, int]:
+        return {symbol: sizes[name] for symbol, name in self._size_symbols.items()}
 
     def _arguments(self, values: Sequence[Any], sizes: Mapping[str, int]) -> tuple[Any, ...]:
         return tuple(sizes[i.name] if isinstance(i, SizeInput) else values[i.leaf] for i in self._inputs)
@@ -269,4 +274,6 @@ def _named_inputs(traced: Traced) -> NamedInputs:
         elif isinstance(graph_input, ArgumentInput) and name in bound:
             name = f"argument {name}"
         names.append(name)
-    return NamedInputs(names=tuple(names), bound=bound, size_symbols=traced.size_symbols)
+    return NamedInputs(
+        names=tuple(names), bound=bound, size_symbols=traced.size_symbols, call_sizes=traced.size_symbols
+    )

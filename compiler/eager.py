@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from piecegraph.compiler.piece import UniquePiece
-from piecegraph.compiler.piece_compiler import CompiledPiece, OnPiece
+from piecegraph.compiler.piece_compiler import CompiledPiece, OnPiece, RunPiece
+from piecegraph.compiler.static_piece import StaticPiece
 
 
 class EagerPieceCompiler:
@@ -25,6 +27,12 @@ class EagerPieceCompiler:
             compiled.append(CompiledPiece(run=piece.graph_module.forward, seconds=time.perf_counter() - begin))
             on_piece(number)
         return tuple(compiled)
+
+    def compile_static(self, pieces: Sequence[StaticPiece], on_piece: OnPiece) -> tuple[CompiledPiece | str, ...]:
+        return ("compile_sizes has no effect with compiler='eager'",) * len(pieces)
+
+    def tune(self, run: RunPiece, inputs: Sequence[Any]) -> None:
+        pass
 
     def close(self) -> None:
         pass

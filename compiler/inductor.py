@@ -11,16 +11,22 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from piecegraph.compiler import torch_compat
-from piecegraph.compiler.compile_pool import CompileJob, CompilePool
-from piecegraph.compiler.errors_of_pieces import piece_failed
+from piecegraph.compiler.compile_pool import CompileFailure, CompileJob, CompilePool, CompileResult
+from piecegraph.compiler.errors_of_pieces import piece_failed, shortened
 from piecegraph.compiler.piece import UniquePiece
 from piecegraph.compiler.piece_compiler import CompiledPiece, OnPiece, RunPiece
 from piecegraph.compiler.piece_format import NotExpressible, dump_piece, load_piece, only_known_here
+from piecegraph.compiler.static_piece import StaticPiece
 from piecegraph.errors import ConfigError, did_you_mean
 from piecegraph.paths import cache_root
 
@@ -29,105 +35,187 @@ MOST_WORKERS = 4
 
 
 class InductorPieceCompiler:
-    """Compiles with `workers` processes (None: one a core, at most `MOST_WORKERS`; 0 or 1: in this process)."""
+    """Compiles with `workers` processes (None: one a core, at most `MOST_WORKERS`; 0 or 1: in this process).
+
+    `options` are Inductor's, `static_options` those on top of them for static pieces.
+    """
 
     name = "inductor"
 
-    def __init__(self, options: Mapping[str, Any], workers: int | None) -> None:
+    def __init__(
+        self, options: Mapping[str, Any], workers: int | None, static_options: Mapping[str, Any] | None = None
+    ) -> None:
         self.options = dict(options)
+        self.static_options = dict(static_options or {})
         self.workers = min(len(os.sched_getaffinity(0)), MOST_WORKERS) if workers is None else workers
         self.cache_dir = cache_root() / "inductor"
         self._pool: CompilePool | None = None
 
     def start(self) -> None:
         """Start the worker processes, so that their imports overlap with tracing."""
-        if self.workers > 1 and self._pool is None and self._options_are_data():
+        if self.workers > 1 and self._pool is None and _is_data(self.options):
             self._pool = CompilePool(self.workers, self.cache_dir)
 
     def compile(self, pieces: Sequence[UniquePiece], on_piece: OnPiece) -> tuple[CompiledPiece, ...]:
-        unknown = torch_compat.unknown_inductor_options(self.options)
-        if unknown:
-            hint = did_you_mean(unknown[0], torch_compat.inductor_option_names())
-            raise ConfigError(f"inductor_options has {unknown[0]!r}, which is no torch._inductor.config field.{hint}")
-        texts, notes = self._as_data(pieces)
-        elsewhere = [piece for piece in pieces if not notes[piece.index]] if self._pool is not None else []
-        here = [piece for piece in pieces if piece not in elsewhere]
+        for field, options in (("inductor_options", self.options), ("compile_sizes_options", self.static_options)):
+            unknown = torch_compat.unknown_inductor_options(options)
+            if unknown:
+                hint = did_you_mean(unknown[0], torch_compat.inductor_option_names())
+                raise ConfigError(f"{field} has {unknown[0]!r}, which is no torch._inductor.config field.{hint}")
         compiled: dict[int, CompiledPiece] = {}
-
-        def ready(index: int, piece: CompiledPiece) -> None:
-            compiled[index] = piece
+        for index, outcome in self._compile_all([_Task(piece, self.options) for piece in pieces]):
+            if isinstance(outcome, _Failure):
+                failed = pieces[index]
+                name = f"unique piece {failed.index}"
+                raise piece_failed(name, failed.num_nodes, outcome.reason) from outcome.cause
+            compiled[index] = outcome
             on_piece(len(compiled))
+        return tuple(compiled[index] for index in range(len(pieces)))
 
-        with tempfile.TemporaryDirectory(prefix="piecegraph-") as folder:
-            jobs = [self._job(piece, texts[piece.index], Path(folder)) for piece in elsewhere]
-            if self._pool is not None and jobs:
-                self._pool.submit(jobs)
-            for piece in here:
-                ready(piece.index, self._compile_here(piece, texts.get(piece.index), notes[piece.index]))
-            if self._pool is not None and jobs:
-                for result in self._pool.results():
-                    begin = time.perf_counter()
-                    run = self._load(result.job.artifact)
-                    seconds = result.seconds + time.perf_counter() - begin
-                    ready(result.job.index, CompiledPiece(run=run, seconds=seconds, kernels=result.kernels))
-        return tuple(compiled[piece.index] for piece in pieces)
+    def compile_static(self, pieces: Sequence[StaticPiece], on_piece: OnPiece) -> tuple[CompiledPiece | str, ...]:
+        """Measuring waits for `tune`, so that pieces compile side by side; where `static_options` ask for
+        measurements while compiling (max_autotune), one at a time."""
+        options = {**torch_compat.tuned_at_first_run(), **self.options, **self.static_options}
+        tasks = [_Task(static.piece, options, static) for static in pieces]
+        at_once = 1 if torch_compat.is_tuned_at_compile_time(options) else None
+        outcomes: dict[int, CompiledPiece | str] = {}
+        for index, outcome in self._compile_all(tasks, at_once=at_once):
+            outcomes[index] = shortened(outcome.reason) if isinstance(outcome, _Failure) else outcome
+            on_piece(len(outcomes))
+        return tuple(outcomes[index] for index in range(len(pieces)))
+
+    def tune(self, run: RunPiece, inputs: Sequence[Any]) -> None:
+        with torch_compat.inductor_cache_dir(self.cache_dir), torch_compat.no_compile_workers(), torch.no_grad():
+            run(*inputs)
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
 
     def close(self) -> None:
         if self._pool is not None:
             self._pool.close()
             self._pool = None
 
-    def _as_data(self, pieces: Sequence[UniquePiece]) -> tuple[dict[int, str], dict[int, str]]:
-        """Pieces by index as data another process can compile, and for each a note: why it cannot, or nothing."""
+    def _compile_all(
+        self, tasks: Sequence[_Task], *, at_once: int | None = None
+    ) -> Iterator[tuple[int, CompiledPiece | _Failure]]:
+        """What becomes of each task, by its number, as it is known."""
+        texts, notes = self._as_data(tasks)
+        elsewhere = [index for index in range(len(tasks)) if not notes[index]] if self._pool is not None else []
+        with tempfile.TemporaryDirectory(prefix="piecegraph-") as folder:
+            if self._pool is not None and elsewhere:
+                jobs = [_job(index, tasks[index], texts[index], Path(folder)) for index in elsewhere]
+                self._pool.submit(jobs, at_once=at_once)
+            for index, task in enumerate(tasks):
+                if index not in elsewhere:
+                    yield index, self._compile_here(task, texts.get(index), notes[index])
+            if self._pool is not None and elsewhere:
+                for result in self._pool.results():
+                    index = result.job.index
+                    if isinstance(result, CompileFailure):
+                        yield index, _Failure(result.reason)
+                    else:
+                        yield index, self._loaded(tasks[index], result)
+
+    def _as_data(self, tasks: Sequence[_Task]) -> tuple[dict[int, str], dict[int, str]]:
+        """Tasks by number as data another process can compile, and for each a note: why it cannot, or nothing."""
         texts: dict[int, str] = {}
         notes: dict[int, str] = {}
-        for piece in pieces:
-            private = only_known_here(piece.graph_module)
-            if not self._options_are_data():
-                notes[piece.index] = "compiled in this process: inductor_options hold an object"
+        by_piece: dict[int, str] = {}
+        for index, task in enumerate(tasks):
+            private = only_known_here(task.piece.graph_module)
+            if not _is_data(task.options):
+                notes[index] = "compiled in this process: the options hold an object"
             elif private is not None:
-                notes[piece.index] = f"compiled in this process: only it knows {private}"
+                notes[index] = f"compiled in this process: only it knows {private}"
             else:
-                notes[piece.index] = ""
+                notes[index] = ""
             try:
-                texts[piece.index] = dump_piece(piece.graph_module)
+                if task.piece.index not in by_piece:
+                    by_piece[task.piece.index] = dump_piece(task.piece.graph_module)
+                texts[index] = by_piece[task.piece.index]
             except NotExpressible as reason:
-                notes[piece.index] = f"compiled in this process: {reason}"
+                notes[index] = f"compiled in this process: {reason}"
         return texts, notes
 
-    def _options_are_data(self) -> bool:
-        try:
-            json.dumps(self.options)
-        except TypeError:
-            return False
-        return True
-
-    def _job(self, piece: UniquePiece, text: str, folder: Path) -> CompileJob:
-        graph = folder / f"piece_{piece.index}.json"
-        graph.write_text(text)
-        artifact = folder / f"piece_{piece.index}.artifact"
-        return CompileJob(
-            index=piece.index,
-            graph=graph,
-            artifact=artifact,
-            weight=piece.num_nodes,
-            options=self.options,
-            settings=torch_compat.process_settings(),
-        )
-
-    def _compile_here(self, piece: UniquePiece, text: str | None, note: str) -> CompiledPiece:
+    def _compile_here(self, task: _Task, text: str | None, note: str) -> CompiledPiece | _Failure:
+        if text is None and task.static is not None:
+            return _Failure(f"it cannot be made static: {note}")
         begin = time.perf_counter()
-        graph_module, examples = load_piece(text) if text is not None else (piece.graph_module, piece.examples)
-        with torch_compat.inductor_cache_dir(self.cache_dir):
-            kernels = torch_compat.generated_kernels()
-            try:
-                run: RunPiece = torch_compat.standalone_compile(graph_module, examples, self.options)
-            except Exception as error:
-                raise piece_failed(piece.index, piece.num_nodes, f"{type(error).__name__}: {error}") from error
-            kernels = torch_compat.generated_kernels() - kernels
-        return CompiledPiece(run=run, seconds=time.perf_counter() - begin, kernels=kernels, note=note)
+        kernels = torch_compat.generated_kernels()
+        try:
+            if text is not None:
+                graph_module, examples = load_piece(text, task.sizes)
+            else:
+                graph_module, examples = task.piece.graph_module, task.piece.examples
+            with torch_compat.inductor_cache_dir(self.cache_dir):
+                run: RunPiece = torch_compat.standalone_compile(graph_module, examples, task.options)
+        except Exception as error:
+            if torch_compat.asks_dynamo_to_trace_again(error):
+                raise
+            return _Failure(f"{type(error).__name__}: {error}", error)
+        kernels = torch_compat.generated_kernels() - kernels
+        return CompiledPiece(run=task.adapted(run), seconds=time.perf_counter() - begin, kernels=kernels, note=note)
 
-    def _load(self, artifact: Path) -> RunPiece:
-        with torch_compat.inductor_cache_dir(self.cache_dir):
-            run: RunPiece = torch_compat.load_artifact(artifact)
-        return run
+    def _loaded(self, task: _Task, result: CompileResult) -> CompiledPiece | _Failure:
+        begin = time.perf_counter()
+        workers = torch_compat.no_compile_workers() if task.static is not None else nullcontext()
+        try:
+            with torch_compat.inductor_cache_dir(self.cache_dir), workers:
+                run: RunPiece = torch_compat.load_artifact(result.job.artifact)
+        except Exception as error:
+            return _Failure(f"loading its artifact: {type(error).__name__}: {error}", error)
+        seconds = result.seconds + time.perf_counter() - begin
+        return CompiledPiece(run=task.adapted(run), seconds=seconds, kernels=result.kernels)
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """A piece that could not be compiled."""
+
+    reason: str
+    cause: Exception | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """A piece to compile, dynamic or at one size."""
+
+    piece: UniquePiece
+    options: Mapping[str, Any]
+    static: StaticPiece | None = None
+
+    @property
+    def sizes(self) -> dict[str, int] | None:
+        return self.static.sizes if self.static is not None else None
+
+    def adapted(self, run: RunPiece) -> RunPiece:
+        """`run` for the inputs of the dynamic piece: a static one takes no sizes."""
+        if self.static is None or len(self.static.tensor_positions) == len(self.piece.examples):
+            return run
+        positions = self.static.tensor_positions
+        if len(positions) == 1:
+            return lambda *inputs: run(inputs[positions[0]])
+        tensors = itemgetter(*positions)
+        return lambda *inputs: run(*tensors(inputs))
+
+
+def _is_data(options: Mapping[str, Any]) -> bool:
+    try:
+        json.dumps(options)
+    except TypeError:
+        return False
+    return True
+
+
+def _job(index: int, task: _Task, text: str, folder: Path) -> CompileJob:
+    graph = folder / f"{index}.json"
+    graph.write_text(text)
+    return CompileJob(
+        index=index,
+        graph=graph,
+        artifact=folder / f"{index}.artifact",
+        weight=task.piece.num_nodes,
+        options=dict(task.options),
+        settings=torch_compat.process_settings(),
+        sizes=task.sizes,
+    )

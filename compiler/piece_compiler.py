@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from piecegraph.compiler.piece import UniquePiece
+from piecegraph.compiler.static_piece import StaticPiece
 
 RunPiece = Callable[..., Sequence[Any]]
 """Inputs in the order of the piece's placeholders to a sequence of its outputs."""
@@ -23,7 +24,7 @@ class CompiledPiece:
 
 
 OnPiece = Callable[[int], None]
-"""Called with the number of unique pieces that are ready."""
+"""Called with the number of pieces that are ready."""
 
 
 class PieceCompiler(Protocol):
@@ -36,6 +37,12 @@ class PieceCompiler(Protocol):
 
     def compile(self, pieces: Sequence[UniquePiece], on_piece: OnPiece) -> tuple[CompiledPiece, ...]:
         """One compiled piece each, in order. Raises `PieceCompileFailed`, naming the piece."""
+
+    def compile_static(self, pieces: Sequence[StaticPiece], on_piece: OnPiece) -> tuple[CompiledPiece | str, ...]:
+        """One each, in order, or why there is none. Each takes the inputs of its dynamic piece."""
+
+    def tune(self, run: RunPiece, inputs: Sequence[Any]) -> None:
+        """Run a static piece for the first time, alone on the device, with whatever that sets off."""
 
     def close(self) -> None:
         """End whatever `start` began; harmless when repeated."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import json
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -31,9 +32,13 @@ def dump_piece(graph_module: fx.GraphModule) -> str:
     return json.dumps(_Writer(graph_module).piece())
 
 
-def load_piece(text: str) -> tuple[fx.GraphModule, tuple[Any, ...]]:
-    """The piece `dump_piece` wrote, with one fake tensor or symbolic size a placeholder."""
-    return _Reader(json.loads(text)).piece()
+def load_piece(text: str, sizes: Mapping[str, int] | None = None) -> tuple[fx.GraphModule, tuple[Any, ...]]:
+    """The piece `dump_piece` wrote, with one fake tensor or symbolic size a placeholder.
+
+    With `sizes`, a number for each of its symbols, the piece is static: it has no placeholders for sizes
+    (torch would make such a number a symbol again) and takes the tensors alone, in the same order.
+    """
+    return _Reader(json.loads(text), sizes).piece()
 
 
 def only_known_here(graph_module: fx.GraphModule) -> str | None:
@@ -62,6 +67,8 @@ class _Writer:
         return {"symbols": symbols, "nodes": nodes}
 
     def node(self, node: fx.Node) -> list[Any]:
+        if isinstance(value_of(node), torch.SymFloat):  # torch.compile(dynamic=True) makes the model's floats inputs
+            raise NotExpressible("it computes with a float that torch made an input")
         if node.op == "placeholder":
             return ["placeholder", node.name, self.value(value_of(node))]
         if node.op == "output":
@@ -138,16 +145,24 @@ class _Writer:
 
 
 class _Reader:
-    def __init__(self, data: dict[str, Any]) -> None:
+    def __init__(self, data: dict[str, Any], sizes: Mapping[str, int] | None) -> None:
         self.data = data
         self.fake_mode = torch_compat.fresh_fake_mode()
-        self.symbols = torch_compat.make_symbols(self.fake_mode, data["symbols"])
-        self.nodes: list[fx.Node] = []
+        self.symbols: Mapping[str, torch.SymInt | int]
+        if sizes is None:
+            self.symbols = torch_compat.make_symbols(self.fake_mode, data["symbols"])
+        else:
+            self.symbols = {symbol["name"]: sizes[symbol["name"]] for symbol in data["symbols"]}
+        self.is_static = sizes is not None
+        self.nodes: list[fx.Node | int] = []
 
     def piece(self) -> tuple[fx.GraphModule, tuple[Any, ...]]:
         graph = fx.Graph()
         examples = []
         for op, name, *rest in self.data["nodes"]:
+            if op == "placeholder" and self.is_static and "size" in rest[0]:
+                self.nodes.append(self.size(rest[0]["size"]))
+                continue
             if op == "placeholder":
                 node = graph.placeholder(name)
                 node.meta["example_value"] = self.example(rest[0])

@@ -30,9 +30,25 @@ class UniquePieceRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StaticPieceRow:
+    """One unique piece at one of `compile_sizes`. Where it is not used, `note` says why and the dynamic
+    piece runs."""
+
+    unique: int
+    size: int
+    key: str
+    is_used: bool
+    kernels: int | None
+    compile_seconds: float
+    tune_seconds: float  # its first run, which measures kernels on a GPU
+    note: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CompileReport:
     """Everything in seconds of wall time; `compile_seconds` is that of all unique pieces together,
-    which may compile in parallel."""
+    which may compile in parallel. `static_compile_seconds` is what `compile_sizes` took on top of it,
+    `static_tune_seconds` the part of that spent on measuring."""
 
     compiler: str
     num_pieces: int
@@ -42,8 +58,17 @@ class CompileReport:
     split_seconds: float
     compile_seconds: float
     stitch_seconds: float
+    static_compile_seconds: float
+    static_tune_seconds: float
     pieces: tuple[PieceRow, ...]
     unique_pieces: tuple[UniquePieceRow, ...]
+    static_pieces: tuple[StaticPieceRow, ...]
+
+    @property
+    def static_sizes(self) -> tuple[int, ...]:
+        """The sizes for which every piece that takes sizes is static."""
+        sizes = dict.fromkeys(row.size for row in self.static_pieces)
+        return tuple(size for size in sizes if all(row.is_used for row in self.static_pieces if row.size == size))
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -63,4 +88,14 @@ class CompileReport:
                 f" {row.index:6d}  {row.key[:12]}  {row.shared_by:6d}  {row.num_nodes:5d}  {kernels:>7s}  "
                 f"{row.compile_seconds:7.2f}  {row.note}".rstrip()
             )
+        for size in dict.fromkeys(row.size for row in self.static_pieces):
+            rows = [row for row in self.static_pieces if row.size == size]
+            seconds = sum(row.compile_seconds for row in rows), sum(row.tune_seconds for row in rows)
+            lines.append(
+                f" size {size}: {sum(row.is_used for row in rows)} of {len(rows)} pieces static, "
+                f"compile {seconds[0]:.2f} s, tune {seconds[1]:.2f} s"
+            )
+            lines += [f"  unique {row.unique}: {row.note}" for row in rows if row.note]
+        if self.static_pieces:
+            lines.append(f" static sizes took {self.static_compile_seconds:.2f} s")
         return "\n".join(lines)

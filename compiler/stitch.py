@@ -79,12 +79,17 @@ def _text(value: Any) -> str:
     return repr(value)
 
 
-def load_source(source: str, namespace: Mapping[str, Any]) -> Forward:
-    """Execute `source` over `namespace`; the function is steppable: debuggers and tracebacks find its lines."""
+def compile_source(source: str) -> types.CodeType:
+    """`source` as code; debuggers and tracebacks find its lines."""
     filename = f"<piecegraph stitched {next(_serial)}>"
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
+    return compile(source, filename, "exec")
+
+
+def load_code(code: types.CodeType, namespace: Mapping[str, Any]) -> Forward:
+    """The function `compile_source`'s code defines, reading `namespace`."""
     module = types.ModuleType("piecegraph_stitched")
     module.__dict__.update(namespace)
-    exec(compile(source, filename, "exec"), module.__dict__)  # our own text, generated above
+    exec(code, module.__dict__)  # our own text, generated above
     forward: Forward = module.__dict__["forward"]
     return forward

@@ -198,6 +198,26 @@ def symbol_facts(shape_env: ShapeEnv | None, symbol: Any) -> dict[str, Any]:
     return {"name": str(symbol), "lower": max(lower, 0), "upper": upper, "hint": hint}
 
 
+def size_ranges(values: Sequence[Any]) -> dict[str, tuple[int, int | None]]:
+    """Least and greatest value (None: unbounded) of every symbol in the sizes of `values`, by name."""
+    shape_env = shape_env_of(values)
+    ranges = {}
+    for value in values:
+        for size in (*value.shape, *value.stride()) if isinstance(value, torch.Tensor) else (value,):
+            for symbol in size.node.expr.free_symbols if isinstance(size, torch.SymInt) else ():
+                facts = symbol_facts(shape_env, symbol)
+                ranges[str(symbol)] = (facts["lower"], facts["upper"])
+    return ranges
+
+
+def size_at(size: int | torch.SymInt, value: int) -> int:
+    """A size where every symbol is `value`."""
+    if isinstance(size, int):
+        return size
+    expression = size.node.expr
+    return int(expression.subs(dict.fromkeys(expression.free_symbols, value)))
+
+
 def fresh_fake_mode() -> FakeTensorMode:
     """A fake mode with a shape environment of its own."""
     return FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=False)
@@ -234,9 +254,9 @@ _SIZE_FUNCTIONS: dict[str, Callable[..., Any]] = {
 }
 
 
-def evaluate_size(expression: str, symbols: Mapping[str, torch.SymInt]) -> torch.SymInt:
+def evaluate_size(expression: str, symbols: Mapping[str, torch.SymInt | int]) -> torch.SymInt | int:
     """The size that `expression`, written by sympy, means over `symbols`. Our own data only: it is evaluated."""
-    size: torch.SymInt = eval(expression, {"__builtins__": {}}, {**_SIZE_FUNCTIONS, **symbols})
+    size: torch.SymInt | int = eval(expression, {"__builtins__": {}}, {**_SIZE_FUNCTIONS, **symbols})
     return size
 
 
@@ -334,6 +354,55 @@ def standalone_compile(graph_module: fx.GraphModule, examples: Sequence[Any], op
         return torch._inductor.standalone_compile(
             graph_module, list(examples), dynamic_shapes="from_graph", options={"config_patches": dict(options)}
         )
+
+
+_TUNED_AT_FIRST_RUN = {
+    # standalone_compile would measure kernels while it compiles, on random inputs, in processes side by side.
+    "triton.autotune_at_compile_time": False,
+    # torch 2.11 bundles such a kernel with the configuration it had before it was tuned and, where that was the
+    # only one, never looks for what tuning found: every process would tune anew.
+    "use_static_cuda_launcher": False,
+}
+
+_TUNED_AT_COMPILE_TIME = (
+    "max_autotune",
+    "max_autotune_gemm",
+    "benchmark_fusion",
+    "benchmark_combo_kernel",
+    "triton.autotune_at_compile_time",
+)
+
+
+def tuned_at_first_run() -> dict[str, Any]:
+    """Inductor options under which kernels are measured when they first run, and found tuned after that."""
+    from torch._inductor import config
+
+    known = config.get_config_copy()
+    return {name: value for name, value in _TUNED_AT_FIRST_RUN.items() if name in known}
+
+
+def is_tuned_at_compile_time(options: Mapping[str, Any]) -> bool:
+    """Inductor measures kernels while it compiles with these options."""
+    from torch._inductor import config
+
+    known = {**config.get_config_copy(), **options}
+    return any(known.get(name) for name in _TUNED_AT_COMPILE_TIME)
+
+
+@contextlib.contextmanager
+def no_compile_workers() -> Iterator[None]:
+    """Inside this block Inductor starts no processes in which to compile kernels."""
+    from torch._inductor import config
+
+    with config.patch(compile_threads=1):
+        yield
+
+
+def asks_dynamo_to_trace_again(error: Exception) -> bool:
+    """Not a failure: Inductor wants the graph traced with some float as a constant, and Dynamo waits for this."""
+    from torch._dynamo.exc import TensorifyScalarRestartAnalysis
+
+    return isinstance(error, TensorifyScalarRestartAnalysis)
 
 
 def load_artifact(path: Path) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,9 @@ DEFAULT_SPLIT_OPS = (
 """Ops a graph is cut at unless the caller names others; each may be absent from a graph."""
 
 COMPILERS = ("inductor", "eager")
+
+COMPILE_SIZES_OPTIONS: Mapping[str, Any] = {"coordinate_descent_tuning": True}
+"""Inductor options for static sizes unless the caller gives others. docs/decisions/001-static-sizes.md says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +39,16 @@ class CompileConfig:
 
     inductor_options: Mapping[str, Any] = field(default_factory=dict)
     """`torch._inductor.config` fields to set for our pieces only, e.g. `{"max_autotune": True}`."""
+
+    compile_sizes: tuple[int, ...] = ()
+    """Sizes, ascending, for which every piece is compiled once more with all its dynamic sizes fixed to
+    that number. A call whose sizes match runs those pieces; any other runs the dynamic ones. Takes compile
+    time for each size (reported apart), and pays at a decode batch of a few tokens. No effect with
+    `compiler="eager"`."""
+
+    compile_sizes_options: Mapping[str, Any] = field(default_factory=lambda: dict(COMPILE_SIZES_OPTIONS))
+    """`torch._inductor.config` fields for the pieces of `compile_sizes`, on top of `inductor_options`. What
+    they have tuned is measured while nothing else of ours runs on the GPU."""
 
     dump_dir: str | None = None
     """Folder that receives the traced graph, every unique piece and the stitched source as text."""
@@ -58,6 +71,7 @@ class CompileConfig:
             raise ConfigError(
                 f"compile_workers={self.compile_workers}; it is a number of processes, 0 or more, or None."
             )
+        object.__setattr__(self, "compile_sizes", _checked_sizes(self.compile_sizes))
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any] | None) -> CompileConfig:
@@ -68,3 +82,17 @@ class CompileConfig:
             if name not in known:
                 raise ConfigError(f"unknown compile option {name!r}.{did_you_mean(name, known)}")
         return cls(**options)
+
+
+def _checked_sizes(sizes: Any) -> tuple[int, ...]:
+    """`compile_sizes` as a tuple. Raises `ConfigError`."""
+    if isinstance(sizes, str | int) or not isinstance(sizes, Iterable):
+        raise ConfigError(f"compile_sizes is {sizes!r}; give a tuple of sizes, e.g. (1, 2, 4), or () for none.")
+    found: tuple[Any, ...] = tuple(sizes)
+    for size in found:
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise ConfigError(f"compile_sizes has {size!r}; a size is a whole number, 1 or more, e.g. (1, 2, 4).")
+    wanted = tuple(sorted(set(found)))
+    if found != wanted:
+        raise ConfigError(f"compile_sizes is {found}; sizes ascend and appear once: give {wanted}.")
+    return found

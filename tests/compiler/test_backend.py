@@ -31,6 +31,16 @@ def test_by_name_equals_the_module_at_several_sizes() -> None:
         assert torch.equal(compiled(*inputs), model(*inputs))
 
 
+def test_floats_that_torch_makes_inputs() -> None:
+    """`dynamic=True` makes a norm's epsilon an input, until Inductor asks Dynamo for a constant."""
+    model = Decoder(2).requires_grad_(False)
+    options: Any = {"split_ops": list(SPLIT_OPS)}
+    compiled = torch.compile(model, backend="piecegraph", fullgraph=True, dynamic=True, options=options)
+    for num_tokens in (9, 5):
+        inputs = batch(num_tokens, 3)
+        torch.testing.assert_close(compiled(*inputs), model(*inputs), rtol=1e-5, atol=1e-5)
+
+
 def test_compiled_models_are_those_behind_one_module() -> None:
     """Each with its report and source; another module of the same class has its own."""
     one, other = Decoder(2).requires_grad_(False), Decoder(3).requires_grad_(False)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from subprocess import Popen
 
 import pytest
 import torch
 
 import piecegraph as pg
+from piecegraph.compiler.compile_pool import CompilePool, _Child
 from piecegraph.errors import ConfigError, PieceCompileFailed
 from piecegraph.progress import Phase
 from tests.compiler.toy import DIMS, HIDDEN, Decoder, batch
@@ -81,12 +81,10 @@ def test_unknown_inductor_options_are_refused() -> None:
 
 def test_a_compile_process_that_dies_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """A child killed from outside (no memory, say): the status it ended with, not a hang."""
-    from piecegraph.compiler.compile_pool import CompilePool
-
     feed = CompilePool._feed
 
-    def kill_then_feed(self: CompilePool, child: Popen[str]) -> None:
-        child.kill()
+    def kill_then_feed(self: CompilePool, child: _Child) -> None:
+        child.process.kill()
         feed(self, child)
 
     monkeypatch.setattr(CompilePool, "_feed", kill_then_feed)
@@ -115,4 +113,4 @@ def test_close_ends_the_processes() -> None:
     compiler.close()
     compiler.close()
     assert children
-    assert all(child.poll() is not None for child in children)
+    assert all(child.process.poll() is not None for child in children)

@@ -10,7 +10,7 @@ import torch
 
 import piecegraph as pg
 from piecegraph.compiler.plan import CallStep, PieceStep, Plan, Slot, slots_in
-from piecegraph.compiler.stitch import generate_source, load_source
+from piecegraph.compiler.stitch import compile_source, generate_source, load_code
 from tests.compiler.toy import DIMS, SPLIT_OPS, Decoder, batch
 
 PLAN = Plan(
@@ -55,7 +55,7 @@ def test_loaded_source_runs_over_its_namespace() -> None:
         seen.append((sizes, rows, layer))
         return y + 1
 
-    forward = load_source(SOURCE, {"piece_0": lambda x, w: (x * w,), "op_attend": attend, "weight": 10})
+    forward = load_code(compile_source(SOURCE), {"piece_0": lambda x, w: (x * w,), "op_attend": attend, "weight": 10})
     assert forward(3, 2) == (210, 3, None)
     assert seen == [([3, 2.5], slice(None, 3, None), "a")]
 
@@ -69,7 +69,7 @@ def test_tracebacks_and_debuggers_find_the_generated_lines() -> None:
     def fails(*args: object) -> None:
         raise ValueError("inside a piece")
 
-    forward = load_source(SOURCE, {"piece_0": fails, "weight": 1})
+    forward = load_code(compile_source(SOURCE), {"piece_0": fails, "weight": 1})
     with pytest.raises(ValueError, match="inside a piece") as caught:
         forward(1, 1)
     frame = traceback.extract_tb(caught.value.__traceback__)[1]

@@ -1,0 +1,125 @@
+"""Pieces for one static size: which there are, and what each is known by."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from piecegraph.compiler import torch_compat
+from piecegraph.compiler.normalize import symbols_of
+from piecegraph.compiler.piece import UniquePiece
+from piecegraph.compiler.split import Piece
+
+
+@dataclass(frozen=True, kw_only=True)
+class StaticPiece:
+    """A unique piece with every size it takes fixed to `size`."""
+
+    piece: UniquePiece
+    size: int
+    symbols: frozenset[str]
+
+    @cached_property
+    def key(self) -> str:
+        """sha256 over the dynamic piece's canonical text and the size, hex."""
+        return hashlib.sha256(f"{self.piece.text}\nevery size is {self.size}".encode()).hexdigest()
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The number each symbol of the piece is."""
+        return dict.fromkeys(sorted(self.symbols), self.size)
+
+    @property
+    def tensor_positions(self) -> tuple[int, ...]:
+        """Which inputs of the dynamic piece the static one takes: all but the sizes."""
+        return tuple(i for i, value in enumerate(self.piece.examples) if isinstance(value, torch.Tensor))
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A unique piece that stays dynamic at a size, and why."""
+
+    unique: int
+    size: int
+    reason: str
+
+
+def symbols_by_unique(unique: Sequence[UniquePiece], pieces: Sequence[Piece]) -> tuple[frozenset[str], ...]:
+    """The symbols each unique piece's sizes are made of, in whichever place of the model it runs."""
+    return tuple(
+        frozenset().union(
+            *(_symbols_taken(node.meta.get("example_value")) for i in p.pieces for node in pieces[i].inputs)
+        )
+        for p in unique
+    )
+
+
+def _symbols_taken(value: Any) -> set[str]:
+    if isinstance(value, torch.Tensor):
+        return set().union(*map(symbols_of, (*value.shape, *value.stride(), value.storage_offset())))
+    return symbols_of(value)
+
+
+def static_pieces(
+    unique: Sequence[UniquePiece],
+    symbols: Sequence[frozenset[str]],
+    sizes: Sequence[int],
+    declared: Mapping[str, str],
+    assertions: Sequence[Any],
+) -> tuple[tuple[StaticPiece, ...], tuple[Refused, ...]]:
+    """One static piece per size and unique piece that takes sizes, in that order.
+
+    `symbols` is what `symbols_by_unique` returns, `declared` the symbols whose value a call tells and what
+    they are called, `assertions` symbolic expressions that hold for every call. Refused are pieces that
+    take another symbol, and sizes no call can have.
+    """
+    made: list[StaticPiece] = []
+    refused: list[Refused] = []
+    for size in sizes:
+        for piece, taken in zip(unique, symbols, strict=True):
+            if not taken:
+                continue  # it is static already
+            reason = _reason_to_refuse(piece, taken, size, declared, assertions)
+            if reason is None:
+                made.append(StaticPiece(piece=piece, size=size, symbols=taken))
+            else:
+                refused.append(Refused(piece.index, size, reason))
+    return tuple(made), tuple(refused)
+
+
+def _reason_to_refuse(
+    piece: UniquePiece, taken: frozenset[str], size: int, declared: Mapping[str, str], assertions: Sequence[Any]
+) -> str | None:
+    if not taken <= declared.keys():
+        return f"it takes {', '.join(sorted(taken - declared.keys()))}, a size that only the data tells"
+    for name, (lower, upper) in torch_compat.size_ranges(piece.examples).items():
+        if size < lower or (upper is not None and size > upper):
+            return f"{declared[name]} is {'at least ' if upper is None else f'at most {upper} and at least '}{lower}"
+    for assertion in assertions:
+        names = {str(symbol) for symbol in assertion.free_symbols}
+        if names <= taken and assertion.subs(dict.fromkeys(assertion.free_symbols, size)) == False:  # noqa: E712  (sympy's own false)
+            text = str(assertion)
+            for symbol in sorted(names):
+                text = text.replace(symbol, declared[symbol])
+            return f"the model's code relies on {text}"
+    return None
+
+
+def choose_static(
+    symbols: Sequence[frozenset[str]], available: Mapping[tuple[int, int], Any], sizes: Mapping[str, int]
+) -> tuple[int | None, ...]:
+    """For each unique piece the size whose static piece runs at these sizes (symbol to number), or None.
+
+    A static piece runs only where every size the piece takes is exactly its size.
+    """
+    chosen: list[int | None] = []
+    for index, taken in enumerate(symbols):
+        found = {sizes.get(symbol) for symbol in taken}
+        size = found.pop() if len(found) == 1 else None
+        chosen.append(size if size is not None and (index, size) in available else None)
+    return tuple(chosen)
