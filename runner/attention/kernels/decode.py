@@ -198,27 +198,33 @@ def decode_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     new_value = tl.load(
         value + request * value_token_stride + kv_head * value_head_stride + value_at, mask=is_value, other=0.0
     )
+    blocks = block_table + request * block_table_stride
+    if HAS_WINDOW:
+        next_pages = load_pages(blocks, 0, 0, BLOCK_SIZE, BLOCK_N, ONE_PAGE)
+    else:  # split s starts with tile s whatever the length, so the lookup need not wait for it
+        next_pages = load_pages(
+            blocks, split * BLOCK_N, block_table_stride * BLOCK_SIZE, BLOCK_SIZE, BLOCK_N, ONE_PAGE
+        )
     if seq_len <= 0:
         return
 
     # The cache holds positions before the new one; a window hides those before `visible`. Tiles start at multiples
-    # of BLOCK_N and are dealt to splits evenly, in runs; no split that takes part is empty.
+    # of BLOCK_N and are dealt to splits in turn; no split that takes part is empty.
     num_cached = seq_len - 1
     visible = 0
     if HAS_WINDOW:
         visible = tl.maximum(seq_len - window, 0)
     first_tile = visible // BLOCK_N
     num_tiles = tl.cdiv(num_cached, BLOCK_N) - first_tile
-    tiles_each = num_tiles
     num_active = 1
     if SPLITS > 1:
         wanted = tl.minimum(num_splits, tl.cdiv(num_tiles * BLOCK_N, min_split_len))
-        tiles_each = tl.maximum(tl.cdiv(num_tiles, tl.maximum(wanted, 1)), 1)
-        num_active = tl.maximum(tl.cdiv(num_tiles, tiles_each), 1)
+        num_active = tl.maximum(tl.minimum(wanted, num_tiles), 1)
     if split >= num_active:
         return
-    first = (first_tile + split * tiles_each) * BLOCK_N
-    end = tl.minimum(num_cached, first + tiles_each * BLOCK_N)
+    step = num_active * BLOCK_N
+    first = (first_tile + split) * BLOCK_N
+    end = num_cached
 
     # The first split starts from the new token (and the sink, a key whose value is zero), the others from nothing.
     is_first = split == 0
@@ -252,16 +258,15 @@ def decode_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
             mask=is_value,
         )
 
-    blocks = block_table + request * block_table_stride
     keys = key_cache + kv_head * KEY_HEAD_STRIDE + key_at
     values = value_cache + kv_head * VALUE_HEAD_STRIDE + value_at
-    if CARRY_PAGES:
+    if HAS_WINDOW:
         next_pages = load_pages(blocks, first, end, BLOCK_SIZE, BLOCK_N, ONE_PAGE)
-    for start in range(first, end, BLOCK_N):
+    for start in range(first, end, step):
         start = tl.multiple_of(start, BLOCK_N)
         if CARRY_PAGES:
             pages = next_pages
-            next_pages = load_pages(blocks, start + BLOCK_N, end, BLOCK_SIZE, BLOCK_N, ONE_PAGE)
+            next_pages = load_pages(blocks, start + step, end, BLOCK_SIZE, BLOCK_N, ONE_PAGE)
         else:
             pages = load_pages(blocks, start, end, BLOCK_SIZE, BLOCK_N, ONE_PAGE)
         positions = start + tl.arange(0, BLOCK_N)
