@@ -268,3 +268,43 @@ def test_the_cache_folder_is_the_only_place_written(tmp_path: Path, monkeypatch:
     _, compiled = compiled_decoder(compile_sizes=(1,))
     assert compiled.report().static_sizes == (1,)
     assert {path.name for path in tmp_path.iterdir()} == {"inductor"}
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_one_token_is_tuned_once_and_found_tuned_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the first compile measured, in this process, the next one finds."""
+    monkeypatch.setenv("PIECEGRAPH_CACHE_DIR", str(tmp_path))
+
+    class Projects(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.up = nn.Linear(1024, 4096, bias=False)
+            self.down = nn.Linear(4096, 1024, bias=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = x + self.down(nn.functional.silu(self.up(x)))
+            return result
+
+    model = Projects().to("cuda", torch.bfloat16)
+
+    def tuned() -> tuple[pg.CompiledModel, int]:
+        before = torch._dynamo.utils.counters["inductor"]["coordesc_tuning_bench"]
+        config = pg.CompileConfig(compile_sizes=(1, 2))
+        example = torch.ones(8, 1024, device="cuda", dtype=torch.bfloat16)
+        compiled = pg.compile(model, config, dynamic_dims={"x": 0}, example_inputs=(example,))
+        return compiled, torch._dynamo.utils.counters["inductor"]["coordesc_tuning_bench"] - before
+
+    first, benchmarks = tuned()
+    assert first.report().static_sizes == (1, 2), str(first.report())
+    assert benchmarks > 0
+    again, benchmarks = tuned()
+    assert benchmarks == 0
+    for num_tokens in (1, 2, 3):
+        x = torch.randn(num_tokens, 1024, device="cuda", dtype=torch.bfloat16)
+        with torch.no_grad():
+            expected = model(x)
+        torch.testing.assert_close(first(x), expected, rtol=2e-2, atol=2e-2)  # bfloat16, sums in another order
+        assert torch.equal(again(x), first(x))

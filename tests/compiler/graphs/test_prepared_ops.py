@@ -25,9 +25,10 @@ def make_inputs(descriptor: pg.BatchDescriptor) -> Sequence[torch.Tensor]:
     return batch(descriptor.num_tokens, 2)
 
 
-def compiled_decoder() -> pg.CompiledModel:
+def compiled_decoder(device: str = "cpu") -> pg.CompiledModel:
     config = pg.CompileConfig(split_ops=SPLIT_OPS, compiler="eager")
-    return pg.compile(Decoder(NUM_LAYERS), config, dynamic_dims=DIMS, example_inputs=batch(9, 2))
+    examples = [tensor.to(device) for tensor in batch(9, 2)]
+    return pg.compile(Decoder(NUM_LAYERS).to(device), config, dynamic_dims=DIMS, example_inputs=examples)
 
 
 @dataclass
@@ -58,19 +59,24 @@ class Attention:
         return self.step
 
 
-def test_a_prepared_op_costs_a_launch_and_gives_the_same_bits() -> None:
-    compiled = compiled_decoder()
-    dispatched = compiled.capture(DESCRIPTORS, make_inputs, mode="PIECEWISE")
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_prepared_op_costs_a_launch_and_gives_the_same_bits(device: str) -> None:
+    compiled = compiled_decoder(device)
+
+    def inputs_on_device(descriptor: pg.BatchDescriptor) -> Sequence[torch.Tensor]:
+        return [tensor.to(device) for tensor in make_inputs(descriptor)]
+
+    dispatched = compiled.capture(DESCRIPTORS, inputs_on_device, mode="PIECEWISE")
     attention = Attention()
     with pg.register_prepare(OP, attention.prepare, attention.metadata):
-        launched = compiled.capture(DESCRIPTORS, make_inputs, mode="PIECEWISE")
+        launched = compiled.capture(DESCRIPTORS, inputs_on_device, mode="PIECEWISE")
     assert dispatched.costs(DESCRIPTORS[1]) == {"graph": 5, "dispatch": 3}
     assert dispatched.notes(DESCRIPTORS[1]) == {f"{OP} has no prepare registered": 3}
     assert launched.costs(DESCRIPTORS[1]) == {"graph": 5, "launch": 3}
     assert launched.notes(DESCRIPTORS[1]) == {}
     for seed in range(3):
         for descriptor in DESCRIPTORS:
-            inputs = batch(descriptor.num_tokens, 2, seed)
+            inputs = [tensor.to(device) for tensor in batch(descriptor.num_tokens, 2, seed)]
             expected = compiled(*inputs).clone()
             assert torch.equal(dispatched.replay(descriptor, *inputs), expected)
             assert torch.equal(launched.replay(descriptor, *inputs), expected)
