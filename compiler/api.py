@@ -34,7 +34,7 @@ def compile(
     `example_inputs`: positional arguments as a sequence, or keyword arguments as a mapping. Shapes,
     dtypes and devices are read, values are not. Without them, tracing waits for the first call.
 
-    `on_phase` is told of trace, split, compile and stitch; `before_compile` is shown every call of a
+    `on_phase` is told of trace, split, compile, compile_sizes, tune_sizes and stitch; `before_compile` is shown every call of a
     split op before any piece compiles, and may raise.
 
     Raises `GraphBreak`, `SizeSpecialized`, `UnknownGuard`, `SplitOpNotFound`, `SplitOpUnused`,
