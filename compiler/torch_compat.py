@@ -456,6 +456,12 @@ def alias_without_ownership(tensor: torch.Tensor) -> torch.Tensor:
     return torch._C._construct_CUDA_Tensor_From_Storage_And_Metadata(metadata, storage)
 
 
+def pool_bytes(pool: Any) -> int:
+    """Bytes of device memory a CUDA graph pool holds."""
+    segments = torch.cuda.memory.memory_snapshot(pool, include_traces=False)
+    return sum(int(segment["total_size"]) for segment in segments)
+
+
 def forget_cublas_workspaces() -> None:
     """Let go of the scratch memory cuBLAS keeps per stream: what a graph captured with stays in its pool."""
     torch._C._cuda_clearCublasWorkspaces()

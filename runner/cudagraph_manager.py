@@ -55,6 +55,8 @@ class CudaGraphManager:
         self._full_metadata: dict[BatchDescriptor, AttentionMetadata] = {}
         self._graphs: dict[CUDAGraphMode, Graphs] = {}
         self._state = _State.NEW
+        self.device_bytes = 0
+        """What all of this took of the GPU's memory: the pool, and the graphs themselves."""
 
     @property
     def ready(self) -> bool:
@@ -84,6 +86,7 @@ class CudaGraphManager:
         if device.type == "cuda" and self._options["kind"] != "recorded":
             shared = {"pool": torch.cuda.graph_pool_handle(), "stream": torch.cuda.Stream(device)}
         spent = 0
+        free_before = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
         for mode, descriptors in ((CUDAGraphMode.PIECEWISE, piecewise), (CUDAGraphMode.FULL, full)):
             if not descriptors:
                 continue
@@ -101,6 +104,10 @@ class CudaGraphManager:
             )
             self._graphs[mode] = graphs
             spent += sum(graphs.ledger().values())
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+            torch.cuda.empty_cache()  # of what the warm-ups used
+            self.device_bytes = max(free_before - torch.cuda.mem_get_info(device)[0], 0)
         self._state = _State.READY
         logger.info(
             "captured %d graphs, %.2f GiB", sum(len(g.descriptors) for g in self._graphs.values()), spent / 2**30
@@ -123,10 +130,6 @@ class CudaGraphManager:
             for mode, graphs in self._graphs.items()
             for failed in graphs.failed
         }
-
-    def ledger_bytes(self) -> int:
-        """Memory the pool holds for all graphs."""
-        return sum(sum(graphs.ledger().values()) for graphs in self._graphs.values())
 
     def summary(self) -> dict[str, dict[str, float]]:
         """Per mode: graphs captured, seconds they took, bytes of the pool they hold."""

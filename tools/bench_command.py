@@ -122,7 +122,7 @@ def latency(
                     "rows": [{**as_plain(row), "share_of_roofline": row.share_of_roofline} for row in rows],
                     "phases": display.seconds,
                     "report": as_plain(llm.compiled.report()),
-                    "graphs": llm.runner.graphs.summary(),
+                    "graphs": {**llm.runner.graphs.summary(), "device_bytes": llm.runner.graphs.device_bytes},
                     "notes": list(llm.notes),
                     "environment": collect(),
                 }

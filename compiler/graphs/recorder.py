@@ -80,7 +80,7 @@ class CudaRecorder:
         return value
 
     def used_bytes(self) -> int:
-        return torch.cuda.memory_reserved(self.device)
+        return torch_compat.pool_bytes(self.pool)
 
 
 class FunctionRecorder:

@@ -100,18 +100,22 @@ def run_plan(
     """The stitched module, step by step, split ops launched as a replay would: what a capture warms up
     with, and what it must equal bitwise."""
     values = _start(plan, functions, arguments)
+    drop = _DeadValues(plan)
     read = _MetadataRead()
-    for step in plan.steps:
+    for number, step in enumerate(plan.steps):
         if isinstance(step, PieceStep):
             outputs = pieces[step.unique](*(values[slot.name] for slot in step.inputs))
             values.update(zip((slot.name for slot in step.outputs), outputs, strict=True))
-            continue
-        args, kwargs = _arguments(step, values)
-        launch = _launch_of(step, args, kwargs, prepared_ops)
-        if isinstance(launch, str):
-            _called(step, functions[step.function](*args, **kwargs), values)
+            del outputs
         else:
-            launch(read(prepared_ops[step.op].metadata))
+            args, kwargs = _arguments(step, values)
+            launch = _launch_of(step, args, kwargs, prepared_ops)
+            if isinstance(launch, str):
+                _called(step, functions[step.function](*args, **kwargs), values)
+            else:
+                launch(read(prepared_ops[step.op].metadata))
+            del args, kwargs, launch
+        drop.after(number, values)
     return tuple(_filled(result, values) for result in plan.results)
 
 
@@ -132,8 +136,7 @@ def record_plan(
     """
     values = _start(plan, functions, arguments)
     read = _MetadataRead()
-    kept = {slot.name for slot in (*plan.arguments, *plan.bound)}
-    last_use = {slot.name: i for i, step in enumerate(plan.steps) for slot in (*step_inputs(step), *step_outputs(step))}
+    drop = _DeadValues(plan)
     steps: list[ReplayStep] = []
     recordings: list[Recording] = []
     try:
@@ -150,9 +153,7 @@ def record_plan(
             else:  # an item of a result, or arithmetic on sizes: fixed in a bucket
                 args, kwargs = _arguments(step, values)
                 _called(step, functions[step.function](*args, **kwargs), values)
-            for slot in {*step_inputs(step), *step_outputs(step)}:
-                if last_use[slot.name] == number and slot.name not in kept and not _is_result(plan, slot):
-                    values.pop(slot.name, None)
+            drop.after(number, values)
         results = tuple(recorder.weak(_filled(result, values)) for result in plan.results)
     except BaseException:
         for recording in recordings:
@@ -217,6 +218,26 @@ class _MetadataRead:
         return self._values[id(metadata)]
 
 
+class _DeadValues:
+    """Drops values after their last reader, so that one layer's memory serves the next."""
+
+    def __init__(self, plan: Plan) -> None:
+        kept = {slot.name for slot in (*plan.arguments, *plan.bound)}
+        kept |= {result.name for result in plan.results if isinstance(result, Slot)}
+        last: dict[str, int] = {}
+        for number, step in enumerate(plan.steps):
+            last.update((slot.name, number) for slot in (*step_inputs(step), *step_outputs(step)))
+        self._names: dict[int, list[str]] = {}
+        for name, number in last.items():
+            if name not in kept:
+                self._names.setdefault(number, []).append(name)
+
+    def after(self, number: int, values: dict[str, Any]) -> None:
+        """`values` loses those that step `number` was the last to read or write."""
+        for name in self._names.get(number, ()):
+            values.pop(name, None)
+
+
 def _start(plan: Plan, functions: Mapping[str, Any], arguments: Sequence[Any]) -> dict[str, Any]:
     values = {slot.name: functions[slot.name] for slot in plan.bound}
     values.update(zip((slot.name for slot in plan.arguments), arguments, strict=True))
@@ -231,10 +252,6 @@ def _arguments(step: CallStep, values: Mapping[str, Any]) -> tuple[list[Any], di
 def _called(step: CallStep, result: Any, values: dict[str, Any]) -> None:
     if step.output is not None:
         values[step.output.name] = result
-
-
-def _is_result(plan: Plan, slot: Slot) -> bool:
-    return slot in plan.results
 
 
 def _filled(value: Any, values: Mapping[str, Any]) -> Any:
