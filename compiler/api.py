@@ -34,8 +34,8 @@ def compile(
     `example_inputs`: positional arguments as a sequence, or keyword arguments as a mapping. Shapes,
     dtypes and devices are read, values are not. Without them, tracing waits for the first call.
 
-    `on_phase` is told of trace, split, compile, compile_sizes, tune_sizes and stitch; `before_compile` is shown every call of a
-    split op before any piece compiles, and may raise.
+    `on_phase` is told of trace, split, compile, compile_sizes, tune_sizes and stitch; `before_compile` is
+    shown every call of a split op before any piece compiles, and may raise.
 
     Raises `GraphBreak`, `SizeSpecialized`, `UnknownGuard`, `SplitOpNotFound`, `SplitOpUnused`,
     `PieceCompileFailed`, `ConfigError` and `InputMismatch` (see `piecegraph.errors`).
