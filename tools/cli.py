@@ -18,6 +18,10 @@ from piecegraph.tools.failures import INTERRUPTED, USAGE, exit_code_of, show
 
 COMMANDS = {
     "run": ("piecegraph.tools.run_command", "Stream a model's answer to a prompt."),
+    "explain": (
+        "piecegraph.tools.explain_command",
+        "Pieces, dispatch table, and why anything is slower than asked for.",
+    ),
     "bench": ("piecegraph.tools.bench_command", "Measure: milliseconds per decode step, next to the roofline."),
     "env": ("piecegraph.tools.env_command", "Versions, devices, compilers and folders a bug report needs."),
 }

@@ -1,0 +1,294 @@
+"""What would run, and why: every decision about a model, taken without its weights and without the GPU."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from piecegraph.compiler.api import compile as compile_module
+from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
+from piecegraph.compiler.graphs.expected_cost import SplitOpCost, expected_costs
+from piecegraph.compiler.graphs.prepared_ops import prepared_ops
+from piecegraph.compiler.plan import CallStep, SplitCall
+from piecegraph.compiler.report import CompileReport
+from piecegraph.errors import ConfigError, UnsupportedModel, UsageError
+from piecegraph.progress import OnPhase
+from piecegraph.runner.attention.backend import AttentionBackend
+from piecegraph.runner.attention.layer import AttentionLayer, attention_layers
+from piecegraph.runner.attention.op import ATTENTION_OP
+from piecegraph.runner.attention.select import (
+    AUTO,
+    WHY,
+    BackendChoice,
+    check_backend_name,
+    choose_backend,
+    load_backend,
+)
+from piecegraph.runner.attention.triton_backend import layer_unsupported_reason
+from piecegraph.runner.capture_sizes import check_capture_sizes
+from piecegraph.runner.causal_lm import DYNAMIC_DIMS, CausalLMForward, example_inputs
+from piecegraph.runner.dispatch_table import DispatchRange, decode_ranges, mixed_ranges
+from piecegraph.runner.dispatcher import Dispatcher
+from piecegraph.runner.engine_config import DEFAULT_COMPILE_SIZES, EngineConfig
+from piecegraph.runner.graph_plan import GraphPlan, plan_graphs
+from piecegraph.runner.kv_cache import allocate_kv_caches, bytes_per_block
+from piecegraph.runner.model_length import model_length
+from piecegraph.runner.model_loader import load_config, load_model, resolve_device, resolve_dtype
+from piecegraph.runner.model_support import check_layers
+from piecegraph.runner.rope import fix_longrope
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionRow:
+    """Attention layers that are alike but for their name."""
+
+    layers: int
+    num_q_heads: int
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    window: int  # keys a query sees; 0: all before it
+    softcap: float
+    has_sinks: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitOpRow:
+    """Calls of a split op that cost the same in a PIECEWISE replay."""
+
+    op: str
+    calls: int
+    cost: str
+    note: str  # why more than a launch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """A model and a config, and what they come to. Captures are as planned: one that fails, or for which
+    memory is short, is known only when it is made."""
+
+    model_class: str
+    num_parameters: int
+    dtype: torch.dtype
+    device: torch.device
+    is_assumed: bool  # there is no such device here
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    attention: tuple[AttentionRow, ...]
+    cache_bytes_per_token: int
+    backend: str
+    backend_reasons: tuple[str, ...]
+    compiler: str
+    compile_sizes: tuple[int, ...]
+    report: CompileReport  # of eager pieces: what a piece compiler would do to them is not known
+    split_ops: tuple[SplitOpRow, ...]
+    configured_mode: CUDAGraphMode
+    decode_mode: CUDAGraphMode
+    mixed_mode: CUDAGraphMode
+    num_full: int  # graphs to capture
+    num_piecewise: int
+    decode: tuple[DispatchRange, ...]
+    mixed: tuple[DispatchRange, ...]
+    notes: tuple[str, ...]
+    slower_paths: tuple[str, ...]  # every reason for something slower than what was asked for
+
+    @property
+    def replay_costs(self) -> dict[str, int]:
+        """What a PIECEWISE replay is made of, as `Graphs.costs` will say."""
+        costs = Counter({"graph": self.report.num_pieces})
+        for row in self.split_ops:
+            costs[row.cost] += row.calls
+        return dict(costs)
+
+
+def explain(config: EngineConfig, *, assume_gpu: bool = False, on_phase: OnPhase | None = None) -> Explanation:
+    """Trace the model as `LLM` would and take its decisions. Reads the model's config and no weights, compiles
+    and captures nothing, and needs no memory for parameters: they are meta tensors.
+
+    `assume_gpu`: decide as on an NVIDIA GPU with all our kernels need, where there is none.
+
+    Raises what `LLM` would for this config: `ConfigError` (a strict downgrade among them), `ModelError`,
+    `CompileError` and their kin; `UsageError` if `assume_gpu` and a device contradict each other.
+    """
+    check_backend_name(config.attention_backend)
+    device, is_assumed = _target(config, assume_gpu)
+    max_num_tokens = config.max_num_batched_tokens or (2048 if device.type == "cpu" else 8192)
+    if config.cudagraph_capture_sizes is not None:
+        check_capture_sizes(config.cudagraph_capture_sizes, max_num_tokens)
+    hf_config = load_config(config.source)
+    dtype = resolve_dtype(config.dtype, hf_config, device)
+    max_model_len = model_length(hf_config, config.max_model_len)
+    meta = torch.device("meta")
+    source = replace(config.source, load_format="dummy")
+    loaded = load_model(source, hf_config, dtype=dtype, device=meta, on_phase=on_phase)
+    notes = (*loaded.notes, *fix_longrope(loaded.model, max_model_len))
+    decided: list[tuple[tuple[AttentionLayer, ...], BackendChoice, GraphPlan]] = []
+
+    def decide(calls: tuple[SplitCall, ...]) -> None:
+        layers = attention_layers(calls)
+        check_layers(layers, loaded.config)
+        choose = _choose_for_a_gpu if is_assumed else choose_backend
+        choice = choose(config.attention_backend, layers, device)
+        plan = plan_graphs(
+            mode=CUDAGraphMode.parse(config.cudagraph_mode),
+            capture_sizes=config.cudagraph_capture_sizes,
+            backend=choice.backend,
+            device=device,
+            graph_kind=config.graph_kind,
+            can_split=bool(layers),
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=max_num_tokens,
+            strict=config.strict,
+        )
+        decided.append((layers, choice, plan))
+
+    with (
+        torch.no_grad(),
+        compile_module(
+            CausalLMForward(loaded.model),
+            replace(config.compile, compiler="eager"),
+            dynamic_dims=DYNAMIC_DIMS,
+            example_inputs=example_inputs(meta),
+            on_phase=on_phase,
+            before_compile=decide,
+        ) as compiled,
+    ):
+        report, pieces = compiled.report(), compiled.plan
+    ((layers, choice, plan),) = decided
+    costs = expected_costs(pieces, prepared_ops(), _refusals(choice.backend, layers))
+    dispatcher = Dispatcher(full=plan.full, piecewise=plan.piecewise, resolved=plan.resolved)
+    split_ops = _split_op_rows(costs)
+    decode = decode_ranges(dispatcher, max_num_seqs=min(config.max_num_seqs, max_num_tokens))
+    mixed = mixed_ranges(dispatcher, max_num_seqs=config.max_num_seqs, max_num_tokens=max_num_tokens)
+    return Explanation(
+        model_class=type(loaded.model).__name__,
+        num_parameters=sum(parameter.numel() for parameter in loaded.model.parameters()),
+        dtype=dtype,
+        device=device,
+        is_assumed=is_assumed,
+        max_model_len=max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=max_num_tokens,
+        attention=_attention_rows(layers),
+        cache_bytes_per_token=bytes_per_block(layers, 1),
+        backend=choice.backend.name,
+        backend_reasons=choice.reasons,
+        compiler=config.compile.compiler,
+        compile_sizes=_compile_sizes(config, device),
+        report=report,
+        split_ops=split_ops,
+        configured_mode=CUDAGraphMode.parse(config.cudagraph_mode),
+        decode_mode=plan.resolved.decode_mode,
+        mixed_mode=plan.resolved.mixed_mode,
+        num_full=len(plan.full),
+        num_piecewise=len(plan.piecewise),
+        decode=decode,
+        mixed=mixed,
+        notes=notes,
+        slower_paths=tuple(_slower_paths(config, choice, plan, split_ops, decode, mixed)),
+    )
+
+
+def _target(config: EngineConfig, assume_gpu: bool) -> tuple[torch.device, bool]:
+    """The device that is explained for, and whether it is only assumed."""
+    wanted = None if config.device is None else str(config.device)
+    wants_gpu = wanted is not None and wanted.startswith("cuda")
+    if assume_gpu and wanted is not None and not wants_gpu:
+        raise UsageError(f"device={wanted!r} is no GPU to assume; leave one of the two out.")
+    if assume_gpu and not torch.cuda.is_available():
+        return torch.device(wanted or "cuda"), True
+    if wants_gpu and not torch.cuda.is_available():
+        raise ConfigError(
+            f"device={wanted!r}, but torch sees no NVIDIA GPU here. Assume one (--assume-gpu), or use device='cpu'."
+        )
+    return resolve_device(config.device), False
+
+
+def _choose_for_a_gpu(name: str, layers: Sequence[AttentionLayer], device: torch.device) -> BackendChoice:
+    """`choose_backend` for a GPU that is not here to be asked: only the layers can stand in a backend's way."""
+    check_backend_name(name)
+    reasons: list[str] = []
+    for candidate in AUTO["cuda"] if name == "auto" else (name,):
+        reason = next(filter(None, map(layer_unsupported_reason, layers)), None) if candidate == "triton" else None
+        if reason is None:
+            why = WHY.get((candidate, "cuda"), "it can run") if name == "auto" else "asked for by name"
+            return BackendChoice(load_backend(candidate), (*reasons, f"{candidate}: {why}"))
+        reasons.append(f"not {candidate}: {reason}")
+    raise UnsupportedModel(f"no attention backend can run this model on {device}: {'; '.join(reasons)}.")
+
+
+def _compile_sizes(config: EngineConfig, device: torch.device) -> tuple[int, ...]:
+    """Sizes that get a static compile of their own: none unless Inductor compiles."""
+    if config.compile.compiler != "inductor":
+        return ()
+    if config.compile_sizes is not None:
+        return config.compile_sizes
+    return DEFAULT_COMPILE_SIZES if device.type == "cuda" else ()
+
+
+def _refusals(backend: AttentionBackend, layers: Sequence[AttentionLayer]) -> Callable[[CallStep], str | None]:
+    """Asks the backend whether it prepares a layer, over one token on the CPU."""
+    cpu = torch.device("cpu")
+    by_name = {layer.name: layer for layer in layers}
+    impl = backend.impl()
+
+    def refusal(step: CallStep) -> str | None:
+        if step.op != ATTENTION_OP:
+            return None
+        layer = by_name[step.args[-1]]
+        key = torch.empty(1, layer.num_kv_heads, layer.key_dim, dtype=layer.dtype)
+        value = torch.empty(1, layer.num_kv_heads, layer.value_dim, dtype=layer.dtype)
+        prepared = impl.prepare(
+            torch.empty(1, layer.num_q_heads, layer.key_dim, dtype=layer.dtype),
+            key,
+            value,
+            torch.empty(1, layer.num_q_heads, layer.value_dim, dtype=layer.dtype),
+            scale=layer.scale,
+            window=layer.window,
+            softcap=layer.softcap,
+            sinks=torch.empty(layer.num_q_heads) if layer.has_sinks else None,
+            kv_cache=allocate_kv_caches([layer], 1, 1, cpu)[layer.name],
+        )
+        return prepared if isinstance(prepared, str) else None
+
+    return refusal
+
+
+def _split_op_rows(costs: Sequence[SplitOpCost]) -> tuple[SplitOpRow, ...]:
+    counts = Counter(costs)
+    return tuple(SplitOpRow(op=cost.op, calls=count, cost=cost.cost, note=cost.note) for cost, count in counts.items())
+
+
+def _attention_rows(layers: Sequence[AttentionLayer]) -> tuple[AttentionRow, ...]:
+    names = [name for name in AttentionRow.__dataclass_fields__ if name != "layers"]
+    counts = Counter(tuple(getattr(layer, name) for name in names) for layer in layers)
+    return tuple(AttentionRow(layers=count, **dict(zip(names, kind, strict=True))) for kind, count in counts.items())
+
+
+def _slower_paths(
+    config: EngineConfig,
+    choice: BackendChoice,
+    plan: GraphPlan,
+    split_ops: Sequence[SplitOpRow],
+    decode: Sequence[DispatchRange],
+    mixed: Sequence[DispatchRange],
+) -> list[str]:
+    """Every reason, each once."""
+    found = [f"attention_backend: {reason}" for reason in choice.reasons[:-1]]
+    found += [f"cudagraph_mode: {reason}" for reason in plan.resolved.reasons]
+    if config.compile_sizes and config.compile.compiler != "inductor":
+        found.append(f"compile_sizes: {config.compile.compiler} pieces are not compiled, so no size is static")
+    if plan.piecewise:
+        found += [f"split ops: {row.calls} x {row.cost}: {row.note}" for row in split_ops if row.note]
+    for what, ranges in (("decode of", decode), ("other batches of", mixed)):
+        unit = "requests" if ranges is decode else "tokens"
+        found += [
+            f"dispatch: {what} {row.first} to {row.last} {unit} run {row.mode.value}: {row.reason}"
+            for row in ranges
+            if row.reason is not None
+        ]
+    return found
