@@ -21,7 +21,7 @@ from piecegraph.compiler.normalize import normalize, value_of
 from piecegraph.compiler.piece import UniquePiece, unique_pieces
 from piecegraph.compiler.piece_compiler import PieceCompiler
 from piecegraph.compiler.plan import CallStep, PieceStep, Plan, Slot, SplitCall, Step, TensorSpec
-from piecegraph.compiler.report import CompileReport, PieceRow, UniquePieceRow
+from piecegraph.compiler.report import CompileReport, PassRow, PieceRow, UniquePieceRow
 from piecegraph.compiler.split import Call, Piece, attribute_of, split
 from piecegraph.compiler.split_ops import op_name, split_op_matcher
 from piecegraph.compiler.static_piece import static_pieces, symbols_by_unique
@@ -75,6 +75,7 @@ def build(
     trace_seconds: float,
     on_phase: OnPhase,
     before_compile: BeforeCompile | None = None,
+    passes: tuple[PassRow, ...] = (),
 ) -> Built:
     """Compile a traced graph, which is normalized in place.
 
@@ -139,6 +140,7 @@ def build(
         stitch_seconds=stitch_seconds,
         static_compile_seconds=static.seconds,
         static_tune_seconds=sum(row.tune_seconds for row in static.rows),
+        passes=passes,
         pieces=tuple(
             PieceRow(index=step.index, unique=step.unique, num_inputs=len(step.inputs), num_outputs=len(step.outputs))
             for step in plan.piece_steps

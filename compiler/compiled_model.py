@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from piecegraph.compiler.apply_passes import apply_passes
 from piecegraph.compiler.build import BeforeCompile, Built, NamedInputs, build, piece_compiler
 from piecegraph.compiler.call_spec import CallSpec, ResultSpec
 from piecegraph.compiler.dynamic_dims import DynamicDims
@@ -73,6 +74,8 @@ class CompiledModel:
             self._on_phase(Phase(name="trace"))
             traced = trace(self._module, args, kwargs, self._dynamic_dims)
             self._on_phase(Phase(name="trace", seconds=traced.seconds))
+            weights = _Weights(self._module, traced)  # as they are in the module, before passes merge some
+            traced, passes = apply_passes(traced, self._config)
             built = build(
                 traced.graph_module,
                 _named_inputs(traced),
@@ -81,10 +84,11 @@ class CompiledModel:
                 trace_seconds=traced.seconds,
                 on_phase=self._on_phase,
                 before_compile=self._before_compile,
+                passes=passes,
             )
         finally:
             compiler.close()
-        self._ready = _Ready(self._module, traced, built)
+        self._ready = _Ready(traced, built, weights)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._refuse_closed()
@@ -179,14 +183,14 @@ class Parts:
 class _Ready:
     """A traced and built model: binds a call's arguments, runs the stitched module, builds the result."""
 
-    def __init__(self, module: torch.nn.Module, traced: Traced, built: Built) -> None:
+    def __init__(self, traced: Traced, built: Built, weights: _Weights) -> None:
         self.built = built
         self.guards = traced.guards
         self._call_spec: CallSpec = traced.call_spec
         self._result_spec: ResultSpec = traced.result_spec
         self._size_symbols = traced.size_symbols
         self._inputs = [i for i in traced.inputs if not isinstance(i, BoundInput)]
-        self._weights = _Weights(module, traced)
+        self._weights = weights
         self._forward_at: dict[tuple[tuple[str, int], ...], Forward] = {}  # for sizes known to be right
         self._calls = 0
 

@@ -7,6 +7,15 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PassRow:
+    """One pass over the traced graph."""
+
+    name: str
+    matches: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PieceRow:
     """One piece of the model."""
 
@@ -63,6 +72,7 @@ class CompileReport:
     pieces: tuple[PieceRow, ...]
     unique_pieces: tuple[UniquePieceRow, ...]
     static_pieces: tuple[StaticPieceRow, ...]
+    passes: tuple[PassRow, ...] = ()
 
     @property
     def static_sizes(self) -> tuple[int, ...]:
@@ -88,6 +98,7 @@ class CompileReport:
                 f" {row.index:6d}  {row.key[:12]}  {row.shared_by:6d}  {row.num_nodes:5d}  {kernels:>7s}  "
                 f"{row.compile_seconds:7.2f}  {row.note}".rstrip()
             )
+        lines += [f" pass {row.name}: {row.matches} matches, {row.seconds:.2f} s" for row in self.passes]
         for size in dict.fromkeys(row.size for row in self.static_pieces):
             rows = [row for row in self.static_pieces if row.size == size]
             seconds = sum(row.compile_seconds for row in rows), sum(row.tune_seconds for row in rows)

@@ -289,6 +289,37 @@ def propagate_fakes(graph_module: fx.GraphModule, examples: Sequence[Any], fake_
         Propagate(graph_module).run(*examples)
 
 
+def refresh_examples(graph: fx.Graph, changed: Sequence[Node]) -> None:
+    """Compute the example values of `changed`, and of whatever reads them as long as values differ from
+    what they were (in strides, say)."""
+    stale = set(changed)
+    with enable_python_dispatcher(), torch.no_grad():
+        for node in graph.nodes:
+            if node not in stale:
+                continue
+            old = node.meta.get("example_value")
+            args = fx.map_arg(node.args, lambda used: used.meta["example_value"])
+            kwargs = fx.map_arg(node.kwargs, lambda used: used.meta["example_value"])
+            if node.op == "call_method":
+                new = getattr(args[0], str(node.target))(*args[1:], **kwargs)
+            elif node.op == "call_function":
+                new = node.target(*args, **kwargs)
+            else:
+                continue
+            node.meta["example_value"] = new
+            if not _same_layout(old, new):
+                stale.update(node.users)
+
+
+def _same_layout(old: Any, new: Any) -> bool:
+    if isinstance(old, tuple | list) and isinstance(new, tuple | list) and len(old) == len(new):
+        return all(map(_same_layout, old, new))
+    if isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor):
+        before, after = ((t.shape, t.stride(), t.storage_offset()) for t in (old, new))
+        return str(before) == str(after)
+    return old is None and new is None
+
+
 def qualified_name(function: Any) -> str:
     """The dotted name FX writes for a function: importable, where the function can be imported at all."""
     from torch.fx.node import _get_qualified_name

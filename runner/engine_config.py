@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 GRAPH_KINDS = ("auto", "cuda", "recorded")
 
-DEFAULT_COMPILE_SIZES = (1, 2, 4)
+DEFAULT_COMPILE_SIZES = (1, 2, 4, 8, 16, 32)
 """Sizes compiled statically on a GPU unless the caller names others: there decoding is bound by reading the
 weights, and a kernel made for the size reads them faster."""
 

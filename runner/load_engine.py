@@ -148,13 +148,11 @@ def _compile(loaded: LoadedModel, config: EngineConfig, max_num_tokens: int, on_
     sizes = config.compile_sizes
     if sizes is None:
         is_worth_it = loaded.device.type == "cuda" and config.compile.compiler == "inductor"
-        sizes = getattr(config.compile, "compile_sizes", ()) or (DEFAULT_COMPILE_SIZES if is_worth_it else ())
+        sizes = config.compile.compile_sizes or (DEFAULT_COMPILE_SIZES if is_worth_it else ())
     with torch.no_grad():
         compiled = compile_module(
             CausalLMForward(loaded.model),
-            replace(config.compile, compile_sizes=tuple(sizes))
-            if sizes and hasattr(config.compile, "compile_sizes")
-            else config.compile,
+            replace(config.compile, compile_sizes=sizes),
             dynamic_dims=DYNAMIC_DIMS,
             example_inputs=example_inputs(loaded.device),
             on_phase=on_phase,

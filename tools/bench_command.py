@@ -27,7 +27,10 @@ Examples:
 
 @click.group(context_settings=CONTEXT)
 def command() -> None:
-    """Measure: each subcommand prints a table, or with --json one object."""
+    """Measure: milliseconds per decode step, next to the roofline.
+
+    Each subcommand prints a table, or with --json one object.
+    """
 
 
 @command.command("latency", cls=Command, epilog=LATENCY_EPILOG, context_settings=CONTEXT)

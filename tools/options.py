@@ -169,7 +169,9 @@ class Command(click.Command):
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
-            ours = NEIGHBOURS.get(error.option_name)
+            dashed = error.option_name.replace("_", "-")
+            is_ours = any(dashed in option.opts for option in self.params)
+            ours = dashed if is_ours else NEIGHBOURS.get(error.option_name)
             if ours is None:
                 raise
             raise click.UsageError(f"No such option {error.option_name!r}. Did you mean {ours}?", ctx) from None

@@ -16,6 +16,9 @@ DEFAULT_SPLIT_OPS = (
 )
 """Ops a graph is cut at unless the caller names others; each may be absent from a graph."""
 
+PASSES = ("merge-projections",)
+"""Every pass there is, in the order they run."""
+
 COMPILERS = ("inductor", "eager")
 
 COMPILE_SIZES_OPTIONS: Mapping[str, Any] = {"coordinate_descent_tuning": True}
@@ -50,6 +53,10 @@ class CompileConfig:
     """`torch._inductor.config` fields for the pieces of `compile_sizes`, on top of `inductor_options`. What
     they have tuned is measured while nothing else of ours runs on the GPU."""
 
+    passes: tuple[str, ...] = PASSES
+    """Passes over the traced graph, in this order. `merge-projections`: linears over one input become one
+    matmul (by name, through `torch.compile`, weights are the caller's arguments and none can be merged)."""
+
     dump_dir: str | None = None
     """Folder that receives the traced graph, every unique piece and the stitched source as text."""
 
@@ -65,6 +72,12 @@ class CompileConfig:
                 raise ConfigError(
                     f"split_ops has {name!r}; an op is named as 'namespace::name', e.g. 'mylib::attention'."
                 )
+        if isinstance(self.passes, str):
+            raise ConfigError(f"passes is one string, {self.passes!r}; give a tuple of names: ({self.passes!r},)")
+        object.__setattr__(self, "passes", tuple(self.passes))
+        for name in self.passes:
+            if name not in PASSES:
+                raise ConfigError(f"passes has {name!r}, which is unknown.{did_you_mean(str(name), PASSES)}")
         if self.compiler not in COMPILERS:
             raise ConfigError(f"compiler={self.compiler!r} is unknown.{did_you_mean(str(self.compiler), COMPILERS)}")
         if self.compile_workers is not None and self.compile_workers < 0:

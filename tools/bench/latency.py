@@ -103,7 +103,7 @@ class _Decoding:
 
     def __enter__(self) -> _Decoding:
         engine = self._llm.engine
-        while any(engine.requests[request_id].num_computed_tokens < self._context for request_id in self._ids):
+        while any(self._computed(request_id) < self._context for request_id in self._ids):
             engine.step()
         self._step: SchedulerOutput = engine.scheduler.schedule()
         if len(self._step.scheduled) != self._batch_size:
@@ -117,6 +117,15 @@ class _Decoding:
         rows = [self._runner.step.states.row(request_id) for request_id in self._batch.request_ids]
         self._rows = torch.tensor(rows, device=self._device)
         return self
+
+    def _computed(self, request_id: str) -> int:
+        request = self._llm.engine.requests.get(request_id)
+        if request is None:
+            raise ConfigError(
+                f"{self._batch_size} requests of {self._context} tokens do not run at once: some ended before others "
+                "began. Raise max_num_seqs, or give the cache more memory."
+            )
+        return request.num_computed_tokens
 
     def __exit__(self, *exc_info: object) -> None:
         for request_id in self._ids:

@@ -202,9 +202,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     if HAS_WINDOW:
         next_pages = load_pages(blocks, 0, 0, BLOCK_SIZE, BLOCK_N, ONE_PAGE)
     else:  # split s starts with tile s whatever the length, so the lookup need not wait for it
-        next_pages = load_pages(
-            blocks, split * BLOCK_N, block_table_stride * BLOCK_SIZE, BLOCK_SIZE, BLOCK_N, ONE_PAGE
-        )
+        next_pages = load_pages(blocks, split * BLOCK_N, block_table_stride * BLOCK_SIZE, BLOCK_SIZE, BLOCK_N, ONE_PAGE)
     if seq_len <= 0:
         return
 

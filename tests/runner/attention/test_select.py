@@ -7,7 +7,7 @@ import torch
 
 from piecegraph.errors import ConfigError, UnsupportedModel
 from piecegraph.runner.attention.backend import AttentionCGSupport
-from piecegraph.runner.attention.select import BACKENDS, WHY, AUTO, choose_backend, load_backend
+from piecegraph.runner.attention.select import AUTO, BACKENDS, WHY, choose_backend, load_backend
 from piecegraph.runner.attention.triton_backend import TritonBackend
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
