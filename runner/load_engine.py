@@ -148,7 +148,8 @@ def _compile(loaded: LoadedModel, config: EngineConfig, max_num_tokens: int, on_
     sizes = config.compile_sizes
     if sizes is None:
         is_worth_it = loaded.device.type == "cuda" and config.compile.compiler == "inductor"
-        sizes = config.compile.compile_sizes or (DEFAULT_COMPILE_SIZES if is_worth_it else ())
+        smallest = tuple(size for size in DEFAULT_COMPILE_SIZES if size <= config.max_num_seqs)
+        sizes = config.compile.compile_sizes or (smallest if is_worth_it else ())
     with torch.no_grad():
         compiled = compile_module(
             CausalLMForward(loaded.model),

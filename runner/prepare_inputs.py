@@ -42,7 +42,7 @@ def prepare_inputs_reference(
             continue
         computed = int(states.num_computed_tokens[row])
         seq_len = computed + end - start
-        positions = torch.arange(computed, seq_len)
+        positions = torch.arange(computed, seq_len, device=buffers.positions.device)
         buffers.positions[start:end] = positions
         buffers.input_ids[start:end] = states.token_ids[row, computed:seq_len]
         blocks = states.block_table[row, positions // block_size].to(torch.int64)
