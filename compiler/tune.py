@@ -2,7 +2,7 @@
 
 Left to itself that would happen in the first warm-up of a capture, or in a request. Here it happens
 one piece after the other, when every compile process is idle, so that nothing of ours disturbs the
-measurements. What was found is kept beside the kernels: a later start measures nothing.
+measurements. What was found is kept beside the kernels: a later start measures next to nothing.
 """
 
 from __future__ import annotations

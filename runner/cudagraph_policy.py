@@ -35,8 +35,10 @@ def resolve_cudagraph_mode(
 
     `can_split`: the model is cut at attention, so that PIECEWISE has pieces. `uniform_token_count`: tokens
     of each request in a uniform decode. Raises `ConfigError` with the reason if `strict` and anything had
-    to be lowered.
+    to be lowered, and for CUDA graphs without a GPU.
     """
+    if graph_kind == "cuda" and not is_cuda:
+        raise ConfigError("graph_kind='cuda' needs an NVIDIA GPU; use 'auto', or 'recorded' for the rules alone.")
     decode, mixed = configured.decode_mode, configured.mixed_mode
     reasons: list[str] = []
     if not is_cuda and graph_kind == "auto" and configured is not NONE:

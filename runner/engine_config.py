@@ -129,6 +129,17 @@ def compile_config(
     return config if compile_workers is None else replace(config, compile_workers=compile_workers)
 
 
+def static_sizes(config: EngineConfig, *, is_cuda: bool) -> tuple[int, ...]:
+    """The sizes that get a static compile: those asked for, else on a GPU `DEFAULT_COMPILE_SIZES` as far as
+    batches can be that large. None unless Inductor compiles."""
+    if config.compile.compiler != "inductor":
+        return ()
+    if config.compile_sizes is not None:
+        return config.compile_sizes
+    smallest = tuple(size for size in DEFAULT_COMPILE_SIZES if size <= config.max_num_seqs)
+    return config.compile.compile_sizes or (smallest if is_cuda else ())
+
+
 def refuse_unavailable(*, tensor_parallel_size: int) -> None:
     """Refuse what this version cannot honour."""
     if tensor_parallel_size != 1:

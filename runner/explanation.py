@@ -32,7 +32,7 @@ from piecegraph.runner.capture_sizes import check_capture_sizes
 from piecegraph.runner.causal_lm import DYNAMIC_DIMS, CausalLMForward, example_inputs
 from piecegraph.runner.dispatch_table import DispatchRange, decode_ranges, mixed_ranges
 from piecegraph.runner.dispatcher import Dispatcher
-from piecegraph.runner.engine_config import DEFAULT_COMPILE_SIZES, EngineConfig
+from piecegraph.runner.engine_config import EngineConfig, static_sizes
 from piecegraph.runner.graph_plan import GraphPlan, plan_graphs
 from piecegraph.runner.kv_cache import allocate_kv_caches, bytes_per_block
 from piecegraph.runner.model_length import model_length
@@ -178,7 +178,7 @@ def explain(config: EngineConfig, *, assume_gpu: bool = False, on_phase: OnPhase
         backend=choice.backend.name,
         backend_reasons=choice.reasons,
         compiler=config.compile.compiler,
-        compile_sizes=_compile_sizes(config, device),
+        compile_sizes=static_sizes(config, is_cuda=device.type == "cuda"),
         report=report,
         split_ops=split_ops,
         configured_mode=CUDAGraphMode.parse(config.cudagraph_mode),
@@ -219,15 +219,6 @@ def _choose_for_a_gpu(name: str, layers: Sequence[AttentionLayer], device: torch
             return BackendChoice(load_backend(candidate), (*reasons, f"{candidate}: {why}"))
         reasons.append(f"not {candidate}: {reason}")
     raise UnsupportedModel(f"no attention backend can run this model on {device}: {'; '.join(reasons)}.")
-
-
-def _compile_sizes(config: EngineConfig, device: torch.device) -> tuple[int, ...]:
-    """Sizes that get a static compile of their own: none unless Inductor compiles."""
-    if config.compile.compiler != "inductor":
-        return ()
-    if config.compile_sizes is not None:
-        return config.compile_sizes
-    return DEFAULT_COMPILE_SIZES if device.type == "cuda" else ()
 
 
 def _refusals(backend: AttentionBackend, layers: Sequence[AttentionLayer]) -> Callable[[CallStep], str | None]:

@@ -21,7 +21,7 @@ from piecegraph.runner.causal_lm import DYNAMIC_DIMS, CausalLMForward, example_i
 from piecegraph.runner.cudagraph_manager import CudaGraphManager
 from piecegraph.runner.dispatcher import Dispatcher
 from piecegraph.runner.engine import Engine
-from piecegraph.runner.engine_config import DEFAULT_COMPILE_SIZES, EngineConfig
+from piecegraph.runner.engine_config import EngineConfig, static_sizes
 from piecegraph.runner.graph_plan import GraphPlan, plan_graphs
 from piecegraph.runner.input_buffers import InputBuffers
 from piecegraph.runner.kv_cache import KVCache, allocate_kv_caches, bytes_per_block
@@ -145,11 +145,7 @@ def _compile(loaded: LoadedModel, config: EngineConfig, max_num_tokens: int, on_
         )
         decided.append((choice, plan))
 
-    sizes = config.compile_sizes
-    if sizes is None:
-        is_worth_it = loaded.device.type == "cuda" and config.compile.compiler == "inductor"
-        smallest = tuple(size for size in DEFAULT_COMPILE_SIZES if size <= config.max_num_seqs)
-        sizes = config.compile.compile_sizes or (smallest if is_worth_it else ())
+    sizes = static_sizes(config, is_cuda=loaded.device.type == "cuda")
     with torch.no_grad():
         compiled = compile_module(
             CausalLMForward(loaded.model),

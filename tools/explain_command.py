@@ -101,6 +101,7 @@ def as_lines(explained: Explanation) -> Iterator[str]:
         "unique  pieces  nodes",
         *(f"{row.index:>6}  {row.shared_by:>6}  {row.num_nodes:>5}" for row in report.unique_pieces),
     )
+    yield _titled("passes", *([f"{row.name}: {row.matches} matches" for row in report.passes] or ["none"]))
     sizes = ", ".join(map(str, explained.compile_sizes))
     yield _titled("compiler", explained.compiler + (f", and static pieces for {sizes} tokens" if sizes else ""))
     yield _titled(

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 DEFAULTS: dict[str, Any] = {"max_tokens": 256, "temperature": 0.0}
 """Where `run` differs from `SamplingParams`: an answer worth reading, and the same one each time."""
 
+LLM_DEFAULTS: dict[str, Any] = {"max_num_seqs": 1, "cudagraph_capture_sizes": (1,)}
+"""One prompt is one request: nothing is compiled or captured for batches that cannot come."""
+
 EPILOG = """\b
 Examples:
   piecegraph run "What is the capital of France?"
@@ -92,7 +95,7 @@ class Answer:
 @click.argument("model", required=False)
 @click.argument("prompt", required=False)
 @flags(SAMPLING_FLAGS, **DEFAULTS)
-@flags(LLM_FLAGS)
+@flags(LLM_FLAGS, max_num_seqs=1, cudagraph_capture_sizes="1")
 @click.option("--chat/--no-chat", default=None, help="Use the model's chat template. [default: if it has one]")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object when done instead of streaming text.")
 @click.option("--quiet", is_flag=True, help="Print no phases and no summary.")
@@ -121,7 +124,7 @@ def command(
     from piecegraph.runner.sampling_params import SamplingParams  # without torch: a bad value is refused at once
 
     sampling = SamplingParams(**{**DEFAULTS, **given(SAMPLING_FLAGS, values)})
-    arguments = given(LLM_FLAGS, values)
+    arguments = {**LLM_DEFAULTS, **given(LLM_FLAGS, values)}
     if values["seed"] is not None:
         arguments["seed"] = values["seed"]  # random weights of --load-format dummy
     with PhaseDisplay(quiet=quiet) as display:

@@ -59,6 +59,11 @@ def test_without_a_gpu_graphs_are_off_unless_asked_for() -> None:
     assert resolve(NONE, ALWAYS, is_cuda=False).reasons == ()
 
 
+def test_cuda_graphs_without_a_gpu_are_refused() -> None:
+    with pytest.raises(ConfigError, match="graph_kind='cuda' needs an NVIDIA GPU"):
+        resolve(BOTH, ALWAYS, is_cuda=False, graph_kind="cuda")
+
+
 def test_a_model_of_one_piece_has_no_piecewise() -> None:
     resolved = resolve(BOTH, NEVER, can_split=False)
     assert (resolved.decode_mode, resolved.mixed_mode) == (NONE, NONE)

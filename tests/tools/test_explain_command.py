@@ -45,6 +45,7 @@ def test_text(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
         "pieces      4 -> 4 unique, 2 split ops",
         "            unique  pieces  nodes",
         *(line for line in out.splitlines() if line.startswith(" " * 17) and "->" not in line),
+        "passes      merge-projections: 4 matches",
         "compiler    inductor",
         "split ops   2 x piecegraph::attention: dispatch (sdpa plans its calls anew for each batch)",
         "replay      PIECEWISE: 4 x graph, 2 x dispatch",

@@ -11,7 +11,7 @@ import pytest
 
 from piecegraph.errors import CheckpointError, CompileError, PiecegraphError, RequestError, VerificationError
 from piecegraph.tools.cli import main
-from piecegraph.tools.run_command import looks_like_model, split_arguments
+from piecegraph.tools.run_command import LLM_DEFAULTS, looks_like_model, split_arguments
 
 Fake = Any  # the class FakeLLM of conftest.py
 
@@ -73,7 +73,7 @@ def test_flags_reach_the_model_and_sampling(fake_llm: Fake) -> None:
     assert main(["run", "org/model", "Where?", *flags]) == 0
     (llm,) = fake_llm.made
     assert llm.model == "org/model"
-    assert llm.arguments == {"dtype": "float32", "enforce_eager": True, "seed": 3}
+    assert llm.arguments == {**LLM_DEFAULTS, "dtype": "float32", "enforce_eager": True, "seed": 3}
     ((_, sampling),) = llm.asked
     assert (sampling.max_tokens, sampling.top_k, sampling.seed, sampling.temperature) == (9, 4, 3, 0.0)
 

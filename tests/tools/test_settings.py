@@ -7,6 +7,7 @@ import pytest
 
 from piecegraph.errors import ConfigError
 from piecegraph.tools.cli import main
+from piecegraph.tools.run_command import LLM_DEFAULTS
 from piecegraph.tools.settings import read_config
 
 Fake = Any  # the class FakeLLM of conftest.py
@@ -25,7 +26,7 @@ def test_a_config_file_sets_what_is_not_given(name: str, text: str, tmp_path: Pa
     assert main(["run", "org/model", "Where?", "--config", str(tmp_path / name), "--quiet"]) == 0
     (llm,) = fake_llm.made
     assert llm.asked[0][1].max_tokens == 5
-    assert llm.arguments == {"enforce_eager": True}
+    assert llm.arguments == {**LLM_DEFAULTS, "enforce_eager": True}
 
 
 def test_the_line_beats_the_environment_and_that_the_file(
