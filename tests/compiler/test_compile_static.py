@@ -270,11 +270,12 @@ def test_the_cache_folder_is_the_only_place_written(tmp_path: Path, monkeypatch:
     assert {path.name for path in tmp_path.iterdir()} == {"inductor"}
 
 
+@pytest.mark.xfail(strict=True, reason="torch 2.11 on an H200 measures 4 kernels once more; the cause is not found yet")
 @pytest.mark.gpu
 def test_on_a_gpu_one_token_is_tuned_once_and_found_tuned_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the first compile measured, in this process, the next one finds, but for little."""
+    """What the first compile measured, in this process, the next one finds."""
     monkeypatch.setenv("PIECEGRAPH_CACHE_DIR", str(tmp_path))
 
     class Projects(nn.Module):
@@ -301,10 +302,10 @@ def test_on_a_gpu_one_token_is_tuned_once_and_found_tuned_later(
     assert first.report().static_sizes == (1, 2), str(first.report())
     assert benchmarks > 0
     again, benchmarks_again = tuned()
-    assert benchmarks_again < benchmarks / 4  # 4 on an H200: a few kernels are looked at once more
     for num_tokens in (1, 2, 3):
         x = torch.randn(num_tokens, 1024, device="cuda", dtype=torch.bfloat16)
         with torch.no_grad():
             expected = model(x)
         torch.testing.assert_close(first(x), expected, rtol=2e-2, atol=2e-2)  # bfloat16, sums in another order
         assert torch.equal(again(x), first(x))
+    assert benchmarks_again == 0
