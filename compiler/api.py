@@ -34,6 +34,9 @@ def compile(
     `example_inputs`: positional arguments as a sequence, or keyword arguments as a mapping. Shapes,
     dtypes and devices are read, values are not. Without them, tracing waits for the first call.
 
+    The module stays usable; with `config.passes` its parameters may become views of tensors that hold
+    several of them (`merge-projections`), their values unchanged.
+
     `on_phase` is told of trace, split, compile, compile_sizes, tune_sizes and stitch; `before_compile` is
     shown every call of a split op before any piece compiles, and may raise.
 
