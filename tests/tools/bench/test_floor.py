@@ -1,0 +1,41 @@
+"""The floor counts every byte once, and arithmetic where that takes longer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from piecegraph.runner.attention.layer import AttentionLayer
+from piecegraph.tools.bench.ceilings import Ceilings
+from piecegraph.tools.bench.floor import ModelSize, cache_bytes, floor_seconds
+
+RATES = Ceilings(read_bytes_per_s=1e9, flops_per_s=1e12)
+
+
+def layer(window: int = 0) -> AttentionLayer:
+    return AttentionLayer(
+        name="attention",
+        num_q_heads=4,
+        num_kv_heads=2,
+        key_dim=8,
+        value_dim=16,
+        dtype=torch.bfloat16,
+        scale=1.0,
+        window=window,
+        softcap=0.0,
+        has_sinks=False,
+    )
+
+
+def test_cached_keys_and_values_are_read_once() -> None:
+    assert cache_bytes([layer()], batch_size=3, context=100) == 3 * 100 * 2 * (8 + 16) * 2
+
+
+def test_a_window_reads_no_more_than_it_sees() -> None:
+    assert cache_bytes([layer(window=10)], batch_size=1, context=100) == cache_bytes([layer()], 1, 10)
+
+
+def test_weights_bound_small_batches_and_arithmetic_large_ones() -> None:
+    size = ModelSize(matmul_params=10**6, weight_bytes=2 * 10**6, layers=())
+    assert floor_seconds(size, RATES, 1, 100) == pytest.approx(2e-3)
+    assert floor_seconds(size, RATES, 10_000, 100) == pytest.approx(2e-2)
