@@ -98,6 +98,7 @@ class CudaGraphManager:
                 mode=mode,
                 context=self._full_context if is_full else self._piecewise_context,
                 max_bytes=None if max_bytes is None else max_bytes - spent,
+                watched=[*self._step.fixed_tensors(), *(self._compiled.bound_tensors() if is_full else ())],
                 on_phase=on_phase,
                 **self._options,  # type: ignore[arg-type]  # values by name
                 **shared,  # type: ignore[arg-type]  # values by name

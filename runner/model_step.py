@@ -40,6 +40,14 @@ class ModelStep:
     buffers: InputBuffers
     block_size: int
 
+    def fixed_tensors(self) -> list[tuple[str, torch.Tensor]]:
+        """What a captured step reads or writes besides the model's own tensors, by name."""
+        tensors = [(f"requests' {name}", value) for name, value in vars(self.states).items()]
+        tensors += [(f"input buffer {name}", value) for name, value in vars(self.buffers).items()]
+        for layer, cache in self.kv_caches.items():
+            tensors += [(f"key cache of {layer}", cache.key), (f"value cache of {layer}", cache.value)]
+        return [(name, value) for name, value in tensors if isinstance(value, torch.Tensor)]
+
     def prepare(self, num_tokens: int, num_reqs: int) -> None:
         """Derive the step's inputs from the states of the rows in `idx_mapping`."""
         prepare_inputs(self.states, self.buffers, num_tokens=num_tokens, num_reqs=num_reqs, block_size=self.block_size)

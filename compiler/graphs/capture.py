@@ -46,6 +46,7 @@ def capture(
     strict: bool = False,
     check_interval: int = ADDRESS_CHECK_INTERVAL,
     max_bytes: int | None = None,
+    watched: Sequence[tuple[str, torch.Tensor]] = (),
     on_phase: OnPhase | None = None,
 ) -> Graphs:
     """Capture one graph (FULL) or one chain of graphs (PIECEWISE) per descriptor, largest first.
@@ -60,6 +61,8 @@ def capture(
     A descriptor whose capture raises becomes NONE with one warning, listed in `Graphs.failed`;
     `strict` raises `CaptureError` instead, with everything captured so far freed. With `max_bytes`,
     capture stops before the pool outgrows it, by the bytes of the graph before (they descend).
+    `watched`: named tensors, besides the static inputs and a `CompiledModel`'s own, that the step reads or
+    writes at fixed addresses; the address checks include them.
     `check_interval`: address checks on the first replay of a graph and every so many after.
 
     Raises `UsageError` for a mode a single batch cannot run under, a `step` PIECEWISE cannot cut, or
@@ -101,7 +104,7 @@ def capture(
                     static_inputs = tuple(make_inputs(descriptor))
                     if recorder is None:
                         recorder = make_recorder(kind, _device_of(static_inputs), pool, stream)
-                    graph = _capture_one(step, descriptor, static_inputs, mode, context, prepared, recorder)
+                    graph = _capture_one(step, descriptor, static_inputs, watched, mode, context, prepared, recorder)
                     captured[descriptor] = graph
                     spent += graph.nbytes
                 except (CaptureError, UsageError):
@@ -138,6 +141,7 @@ def _capture_one(
     step: Callable[..., Any],
     descriptor: BatchDescriptor,
     static_inputs: tuple[Any, ...],
+    watched: Sequence[tuple[str, torch.Tensor]],
     mode: CUDAGraphMode,
     context: Context,
     prepared: Mapping[str, PreparedOp],
@@ -146,6 +150,7 @@ def _capture_one(
     began = time.perf_counter()
     bytes_before = recorder.used_bytes()
     named = [(f"input {i} of {descriptor}", t) for i, t in enumerate(static_inputs) if isinstance(t, torch.Tensor)]
+    named += watched
     with torch.no_grad(), recorder.on_stream():
         if mode is CUDAGraphMode.FULL:
             for _ in range(WARMUP_RUNS):
