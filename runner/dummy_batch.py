@@ -14,9 +14,11 @@ def dummy_batch(
     buffers: InputBuffers, *, num_tokens: int, max_model_len: int, with_host_batch: bool = False
 ) -> AttentionMetadata:
     """Fill `buffers` with `num_tokens` tokens of new requests, as few as can hold them, whose keys and
-    values go nowhere (PAD_SLOT_ID) and who read block 0. For warm-up, capture and profiling."""
+    values go nowhere (PAD_SLOT_ID) and who read block 0; rows that all requests together cannot fill are
+    padding. For warm-up and capture."""
     lens = [max_model_len] * (num_tokens // max_model_len)
     lens += [num_tokens % max_model_len] if num_tokens % max_model_len else []
+    lens = lens[: buffers.max_num_reqs]
     num_reqs = len(lens)
     buffers.fill([-1] * num_reqs, lens)
     buffers.input_ids[:num_tokens] = 0

@@ -129,6 +129,18 @@ def compile_config(
     return config if compile_workers is None else replace(config, compile_workers=compile_workers)
 
 
+def batched_tokens(config: EngineConfig, device_type: str) -> int:
+    """Tokens a step computes at most."""
+    return config.max_num_batched_tokens or (2048 if device_type == "cpu" else 8192)
+
+
+def static_sizes_note(config: EngineConfig) -> tuple[str, ...]:
+    """What becomes of `compile_sizes` that were asked for and cannot be had."""
+    if not config.compile_sizes or config.compile.compiler == "inductor":
+        return ()
+    return (f"compile_sizes: {config.compile.compiler} pieces are not compiled, so no size is static",)
+
+
 def static_sizes(config: EngineConfig, *, is_cuda: bool) -> tuple[int, ...]:
     """The sizes that get a static compile: those asked for, else on a GPU `DEFAULT_COMPILE_SIZES` as far as
     batches can be that large. None unless Inductor compiles."""

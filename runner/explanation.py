@@ -32,7 +32,7 @@ from piecegraph.runner.capture_sizes import check_capture_sizes
 from piecegraph.runner.causal_lm import DYNAMIC_DIMS, CausalLMForward, example_inputs
 from piecegraph.runner.dispatch_table import DispatchRange, decode_ranges, mixed_ranges
 from piecegraph.runner.dispatcher import Dispatcher
-from piecegraph.runner.engine_config import EngineConfig, static_sizes
+from piecegraph.runner.engine_config import EngineConfig, batched_tokens, static_sizes, static_sizes_note
 from piecegraph.runner.graph_plan import GraphPlan, plan_graphs
 from piecegraph.runner.kv_cache import allocate_kv_caches, bytes_per_block
 from piecegraph.runner.model_length import model_length
@@ -116,7 +116,7 @@ def explain(config: EngineConfig, *, assume_gpu: bool = False, on_phase: OnPhase
     """
     check_backend_name(config.attention_backend)
     device, is_assumed = _target(config, assume_gpu)
-    max_num_tokens = config.max_num_batched_tokens or (2048 if device.type == "cpu" else 8192)
+    max_num_tokens = batched_tokens(config, device.type)
     if config.cudagraph_capture_sizes is not None:
         check_capture_sizes(config.cudagraph_capture_sizes, max_num_tokens)
     hf_config = load_config(config.source)
@@ -271,8 +271,7 @@ def _slower_paths(
     """Every reason, each once."""
     found = [f"attention_backend: {reason}" for reason in choice.reasons[:-1]]
     found += [f"cudagraph_mode: {reason}" for reason in plan.resolved.reasons]
-    if config.compile_sizes and config.compile.compiler != "inductor":
-        found.append(f"compile_sizes: {config.compile.compiler} pieces are not compiled, so no size is static")
+    found += static_sizes_note(config)
     if plan.piecewise:
         found += [f"split ops: {row.calls} x {row.cost}: {row.note}" for row in split_ops if row.note]
     for what, ranges in (("decode of", decode), ("other batches of", mixed)):

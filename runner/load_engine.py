@@ -21,7 +21,7 @@ from piecegraph.runner.causal_lm import DYNAMIC_DIMS, CausalLMForward, example_i
 from piecegraph.runner.cudagraph_manager import CudaGraphManager
 from piecegraph.runner.dispatcher import Dispatcher
 from piecegraph.runner.engine import Engine
-from piecegraph.runner.engine_config import EngineConfig, static_sizes
+from piecegraph.runner.engine_config import EngineConfig, batched_tokens, static_sizes, static_sizes_note
 from piecegraph.runner.graph_plan import GraphPlan, plan_graphs
 from piecegraph.runner.input_buffers import InputBuffers
 from piecegraph.runner.kv_cache import KVCache, allocate_kv_caches, bytes_per_block
@@ -66,7 +66,7 @@ def load_engine(config: EngineConfig, on_phase: OnPhase | None = None) -> Loaded
     """Load, compile, give it a cache, capture. What cannot work is refused as early as it is known."""
     check_backend_name(config.attention_backend)
     device = resolve_device(config.device)
-    max_num_tokens = config.max_num_batched_tokens or (2048 if device.type == "cpu" else 8192)
+    max_num_tokens = batched_tokens(config, device.type)
     if config.cudagraph_capture_sizes is not None:
         check_capture_sizes(config.cudagraph_capture_sizes, max_num_tokens)
     hf_config = load_config(config.source)
@@ -80,7 +80,7 @@ def load_engine(config: EngineConfig, on_phase: OnPhase | None = None) -> Loaded
             on_phase(Phase(name="load", detail=note))
     model = _compile(loaded, config, max_num_tokens, on_phase)
     plan = model.plan
-    graph_bytes = (graph_budget_bytes(device) or 0) if plan.has_graphs else 0
+    graph_bytes = graph_budget_bytes(device) if plan.has_graphs else 0
     num_blocks, kv_caches = _allocate(model, config, device, max_model_len, max_num_tokens, graph_bytes, on_phase)
     runner = _runner(model, plan, config, kv_caches, max_model_len, max_num_tokens, graph_bytes, on_phase)
     engine = Engine(
@@ -109,6 +109,7 @@ def load_engine(config: EngineConfig, on_phase: OnPhase | None = None) -> Loaded
             *notes,
             *(f"attention_backend: {reason}" for reason in model.attention.reasons if model.attention.is_fallback),
             *(f"cudagraph_mode: {reason}" for reason in plan.resolved.reasons),
+            *static_sizes_note(config),
         ),
     )
 

@@ -68,10 +68,10 @@ def gpu_budget_bytes(device: torch.device, gpu_memory_utilization: float, activa
     return int(total_bytes * gpu_memory_utilization) - (total_bytes - free_bytes) - activation_bytes
 
 
-def graph_budget_bytes(device: torch.device) -> int | None:
-    """What the graphs may take of the GPU's memory, set aside before the cache takes the rest."""
+def graph_budget_bytes(device: torch.device) -> int:
+    """What the graphs may take of the GPU's memory, set aside before the cache takes the rest; 0 without one."""
     if device.type != "cuda":
-        return None
+        return 0
     return min(GRAPH_BYTES, int(GRAPH_SHARE * torch.cuda.mem_get_info(device)[1]))
 
 

@@ -241,3 +241,34 @@ def test_close_frees_the_graphs(llama_dir: Path) -> None:
     graphs = llm.runner.graphs
     llm.close()
     assert graphs.descriptors(FULL) == () and not graphs.ready
+
+
+@pytest.mark.parametrize("mode", [FULL, PIECEWISE], ids=["FULL", "PIECEWISE"])
+def test_memory_that_moved_is_named_before_it_is_read(llama_dir: Path, mode: CUDAGraphMode) -> None:
+    """Rule 6 of DESIGN section 4, in the runner: parameters, cache, states and buffers."""
+    with load(llama_dir, cudagraph_mode=mode.value) as llm:
+        graphs = llm.runner.graphs.graphs[mode]
+        descriptor = graphs.descriptors[-1]
+        watched = {place.name: place.tensor for place in graphs[descriptor].addresses}
+        cache = next(name for name in watched if name.startswith("key cache of "))
+        weight = next(name for name in watched if "lm_head" in name)
+        for name in (cache, weight, "requests' token_ids", "input buffer seq_lens"):
+            assert name in watched
+        tensor = watched[cache]
+        kept, tensor.data = tensor.data, tensor.data.clone()
+        with pytest.raises(CaptureError, match="key cache of .* moved after the graph was captured"):
+            graphs.replay(descriptor)
+        tensor.data = kept
+
+
+def test_a_size_no_batch_can_fill_is_captured_all_the_same(llama_dir: Path) -> None:
+    """One request of 32 tokens at most, and a bucket of 64: the rest of it is padding."""
+    sizes = {"cudagraph_capture_sizes": [1, 64], "max_num_seqs": 1, "max_num_batched_tokens": 64, "max_model_len": 32}
+    with load(llama_dir, **sizes) as llm:
+        assert llm.runner.graphs.failed() == {}
+        assert [d.num_tokens for d in llm.runner.graphs.descriptors(PIECEWISE)] == [64, 1]
+
+
+def test_static_sizes_that_cannot_be_had_are_told(llama_dir: Path) -> None:
+    with load(llama_dir, compile_sizes=[1], cudagraph_mode="NONE") as llm:
+        assert "compile_sizes: eager pieces are not compiled, so no size is static" in llm.notes
