@@ -97,6 +97,8 @@ class CudaGraphManager:
                 self._full_inputs if is_full else self._piecewise_inputs,
                 mode=mode,
                 context=self._full_context if is_full else self._piecewise_context,
+                before=None if is_full else self._step.prepare_piecewise,
+                after=None if is_full else self._step.pick_greedy,
                 max_bytes=None if max_bytes is None else max_bytes - spent,
                 watched=[*self._step.fixed_tensors(), *(self._compiled.bound_tensors() if is_full else ())],
                 on_phase=on_phase,
@@ -149,12 +151,12 @@ class CudaGraphManager:
         output: StepOutput = self._graphs[CUDAGraphMode.FULL].replay(descriptor)
         return output
 
-    def replay_piecewise(self, descriptor: BatchDescriptor, metadata: AttentionMetadata) -> torch.Tensor:
-        """Logits `[num_logits, vocab_size]` of the prepared inputs, the batch's requests first; attention
-        runs between the graphs over `metadata`. Valid until the next replay."""
+    def replay_piecewise(self, descriptor: BatchDescriptor, metadata: AttentionMetadata) -> StepOutput:
+        """A whole step of the rows in `idx_mapping`, as many rows of output as the bucket has logits, the
+        batch's requests first; attention runs between the graphs over `metadata`. Valid until the next replay."""
         with set_forward_context(self._step.context(metadata, "PIECEWISE", descriptor)):
-            logits: torch.Tensor = self._graphs[CUDAGraphMode.PIECEWISE].replay(descriptor)
-        return logits
+            output: StepOutput = self._graphs[CUDAGraphMode.PIECEWISE].replay(descriptor)
+        return output
 
     def close(self) -> None:
         """Free all graphs; harmless when repeated. Before the model and the cache go."""

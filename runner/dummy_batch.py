@@ -13,20 +13,14 @@ from piecegraph.runner.input_buffers import InputBuffers
 def dummy_batch(
     buffers: InputBuffers, *, num_tokens: int, max_model_len: int, with_host_batch: bool = False
 ) -> AttentionMetadata:
-    """Fill `buffers` with `num_tokens` tokens of new requests, as few as can hold them, whose keys and
-    values go nowhere (PAD_SLOT_ID) and who read block 0; rows that all requests together cannot fill are
-    padding. For warm-up and capture."""
+    """A batch of `num_tokens` tokens of new requests without state rows, as few as can hold them; rows that
+    all requests together cannot fill are padding. `prepare_inputs` has to run before attention does: it
+    sends their keys and values nowhere. For warm-up and capture."""
     lens = [max_model_len] * (num_tokens // max_model_len)
     lens += [num_tokens % max_model_len] if num_tokens % max_model_len else []
     lens = lens[: buffers.max_num_reqs]
     num_reqs = len(lens)
     buffers.fill([-1] * num_reqs, lens)
-    buffers.input_ids[:num_tokens] = 0
-    buffers.positions[:num_tokens] = 0
-    buffers.slot_mapping[:num_tokens] = PAD_SLOT_ID
-    buffers.block_table[:num_reqs] = 0
-    buffers.logits_indices.zero_()
-    buffers.seq_lens[:num_reqs] = torch.tensor(lens, dtype=torch.int32)
     host = None
     if with_host_batch:
         host = HostBatch(

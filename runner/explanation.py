@@ -12,6 +12,7 @@ from piecegraph.compiler.api import compile as compile_module
 from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
 from piecegraph.compiler.graphs.expected_cost import SplitOpCost, expected_costs
 from piecegraph.compiler.graphs.prepared_ops import prepared_ops
+from piecegraph.compiler.graphs.stretches import num_graphs
 from piecegraph.compiler.plan import CallStep, SplitCall
 from piecegraph.compiler.report import CompileReport
 from piecegraph.errors import ConfigError, UnsupportedModel, UsageError
@@ -85,6 +86,7 @@ class Explanation:
     compiler: str
     compile_sizes: tuple[int, ...]
     report: CompileReport  # of eager pieces: what a piece compiler would do to them is not known
+    num_graphs: int  # of a PIECEWISE bucket
     split_ops: tuple[SplitOpRow, ...]
     configured_mode: CUDAGraphMode
     decode_mode: CUDAGraphMode
@@ -99,7 +101,7 @@ class Explanation:
     @property
     def replay_costs(self) -> dict[str, int]:
         """What a PIECEWISE replay is made of, as `Graphs.costs` will say."""
-        costs = Counter({"graph": self.report.num_pieces})
+        costs = Counter({"graph": self.num_graphs})
         for row in self.split_ops:
             costs[row.cost] += row.calls
         return dict(costs)
@@ -180,6 +182,7 @@ def explain(config: EngineConfig, *, assume_gpu: bool = False, on_phase: OnPhase
         compiler=config.compile.compiler,
         compile_sizes=static_sizes(config, is_cuda=device.type == "cuda"),
         report=report,
+        num_graphs=num_graphs(pieces, has_before=True, has_after=True),
         split_ops=split_ops,
         configured_mode=CUDAGraphMode.parse(config.cudagraph_mode),
         decode_mode=plan.resolved.decode_mode,

@@ -91,8 +91,6 @@ class ModelRunner:
         descriptor = dispatched.descriptor
         if dispatched.mode is CUDAGraphMode.FULL:
             return self.graphs.replay_full(descriptor)
-        is_piecewise = dispatched.mode is CUDAGraphMode.PIECEWISE
-        step.prepare(descriptor.num_tokens, step.num_logits(descriptor.num_tokens) if is_piecewise else batch.num_reqs)
         metadata = step.metadata_builder.build(
             step.buffers.metadata(
                 num_tokens=descriptor.num_tokens,
@@ -102,11 +100,10 @@ class ModelRunner:
                 host=host_batch(scheduled, step.block_size, descriptor.num_tokens) if self._needs_host_batch else None,
             )
         )
-        if is_piecewise:
-            logits = self.graphs.replay_piecewise(descriptor, metadata)[: batch.num_reqs]
-        else:
-            logits = step.run_uncaptured(metadata, batch.num_reqs)
-        return step.pick_greedy(logits, batch.num_reqs)
+        if dispatched.mode is CUDAGraphMode.PIECEWISE:
+            return self.graphs.replay_piecewise(descriptor, metadata)
+        step.prepare(descriptor.num_tokens, batch.num_reqs)
+        return step.pick_greedy(step.run_uncaptured(metadata, batch.num_reqs))
 
     @torch.no_grad()
     def sample_tokens(self) -> list[int]:

@@ -78,10 +78,14 @@ class ModelStep:
         with set_forward_context(self.context(metadata)):
             return self.forward(*self.model_inputs(metadata.num_tokens, num_reqs))
 
-    def pick_greedy(self, logits: torch.Tensor, num_reqs: int) -> StepOutput:
-        """The likeliest tokens, recorded."""
+    def prepare_piecewise(self, input_ids: torch.Tensor, positions: torch.Tensor, logits_indices: torch.Tensor) -> None:
+        """`prepare` for the sizes of these model inputs: what the first graph of a PIECEWISE bucket begins with."""
+        self.prepare(input_ids.shape[0], logits_indices.shape[0])
+
+    def pick_greedy(self, logits: torch.Tensor) -> StepOutput:
+        """The likeliest token of every row `[num_reqs, vocab_size]`, recorded: how every step ends."""
         greedy = logits.argmax(-1)
-        record_sampled(self.states, self.buffers, greedy, num_reqs=num_reqs)
+        record_sampled(self.states, self.buffers, greedy, num_reqs=logits.shape[0])
         return StepOutput(logits, greedy)
 
     def run_whole(
@@ -94,4 +98,4 @@ class ModelStep:
         """
         num_reqs, num_tokens = idx_mapping.shape[0], input_ids.shape[0]
         self.prepare(num_tokens, num_reqs)
-        return self.pick_greedy(self.forward(*self.model_inputs(num_tokens, num_reqs)), num_reqs)
+        return self.pick_greedy(self.forward(*self.model_inputs(num_tokens, num_reqs)))

@@ -20,6 +20,9 @@ def prepare_inputs(
     Reads `idx_mapping` and `query_start_loc`. Mutates `input_ids`, `positions`, `slot_mapping`
     (padded rows get 0, 0 and PAD_SLOT_ID), `seq_lens` and `logits_indices` (padded requests get 0),
     and of `block_table` the blocks each request has in use; the rest of it is left as it is.
+
+    A request without a state row (-1) is nobody's: its tokens are 0, the first of their request, and
+    cached nowhere. Padded requests are such, with no tokens; a dummy batch has some that do.
     """
     if buffers.input_ids.device.type == "cuda":
         from piecegraph.runner.kernels.prepare_inputs import prepare_inputs_on_gpu
@@ -36,9 +39,13 @@ def prepare_inputs_reference(
     starts = buffers.query_start_loc[: num_reqs + 1].tolist()
     for request, row in enumerate(buffers.idx_mapping[:num_reqs].tolist()):
         start, end = starts[request], starts[request + 1]
+        buffers.logits_indices[request] = end - 1 if end > start else 0
         if row < 0:
-            buffers.seq_lens[request] = 0
-            buffers.logits_indices[request] = 0
+            buffers.positions[start:end] = torch.arange(end - start, device=buffers.positions.device)
+            buffers.input_ids[start:end] = 0
+            buffers.slot_mapping[start:end] = PAD_SLOT_ID
+            buffers.block_table[request, : -(-(end - start) // block_size)] = 0
+            buffers.seq_lens[request] = end - start
             continue
         computed = int(states.num_computed_tokens[row])
         seq_len = computed + end - start
@@ -50,7 +57,6 @@ def prepare_inputs_reference(
         num_blocks = -(-seq_len // block_size)
         buffers.block_table[request, :num_blocks] = states.block_table[row, :num_blocks]
         buffers.seq_lens[request] = seq_len
-        buffers.logits_indices[request] = end - 1
     padding = slice(starts[num_reqs], num_tokens)
     buffers.input_ids[padding] = 0
     buffers.positions[padding] = 0

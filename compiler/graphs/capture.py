@@ -20,7 +20,7 @@ from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
 from piecegraph.compiler.graphs.graphs import ADDRESS_CHECK_INTERVAL, CapturedGraph, FailedCapture, Graphs
 from piecegraph.compiler.graphs.prepared_ops import PreparedOp, prepared_ops
 from piecegraph.compiler.graphs.recorder import Recorder, Recording, make_recorder
-from piecegraph.compiler.graphs.replay_plan import ReplayPlan, ReplayStep, record_plan, run_plan
+from piecegraph.compiler.graphs.replay_plan import Bound, ReplayPlan, ReplayStep, record_plan, run_plan
 from piecegraph.errors import CaptureError, OutOfMemory, UsageError
 from piecegraph.progress import OnPhase, Phase
 
@@ -40,6 +40,8 @@ def capture(
     *,
     mode: CUDAGraphMode | str,
     context: Context | None = None,
+    before: Callable[..., object] | None = None,
+    after: Callable[[Any], Any] | None = None,
     pool: Any = None,
     stream: torch.cuda.Stream | None = None,
     kind: str = "auto",
@@ -56,6 +58,9 @@ def capture(
     static inputs and stay the caller's. `context(descriptor, phase)`, phase "warmup" or "capture", is
     entered around each run; metadata that kernels read must be persistent buffers of the caller. A split
     op with a prepare (`register_prepare`) is launched at replay; `Graphs.costs` tells what each costs.
+    `before(*static_inputs)` and `after(result) -> result` are for PIECEWISE, where `step` is the model
+    alone: input preparation, and sampling or whatever else is made of the result, become part of the
+    first and the last graph. A FULL `step` holds them itself.
     `pool` and `stream` default to new ones; `kind` is "cuda", "recorded" (no GPU needed) or "auto".
 
     A descriptor whose capture raises becomes NONE with one warning, listed in `Graphs.failed`;
@@ -65,8 +70,8 @@ def capture(
     writes at fixed addresses; the address checks include them.
     `check_interval`: address checks on the first replay of a graph and every so many after.
 
-    Raises `UsageError` for a mode a single batch cannot run under, a `step` PIECEWISE cannot cut, or
-    duplicate descriptors.
+    Raises `UsageError` for a mode a single batch cannot run under, a `step` PIECEWISE cannot cut,
+    `before` or `after` under FULL, or duplicate descriptors.
     """
     mode = CUDAGraphMode.parse(mode)
     if mode not in (CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE):
@@ -76,6 +81,8 @@ def capture(
             f"PIECEWISE captures the pieces of a CompiledModel, and step is {type(step).__name__}. "
             "Compile it with piecegraph.compile, or capture it with mode FULL."
         )
+    if mode is CUDAGraphMode.FULL and (before is not None or after is not None):
+        raise UsageError("before and after are for PIECEWISE; under FULL, call them in step itself.")
     if len(set(descriptors)) != len(descriptors):
         raise UsageError("descriptors has duplicates; one graph is captured per descriptor.")
     if check_interval < 1:
@@ -104,7 +111,9 @@ def capture(
                     static_inputs = tuple(make_inputs(descriptor))
                     if recorder is None:
                         recorder = make_recorder(kind, _device_of(static_inputs), pool, stream)
-                    graph = _capture_one(step, descriptor, static_inputs, watched, mode, context, prepared, recorder)
+                    graph = _capture_one(
+                        step, descriptor, static_inputs, watched, mode, context, before, after, prepared, recorder
+                    )
                     captured[descriptor] = graph
                     spent += graph.nbytes
                 except (CaptureError, UsageError):
@@ -144,6 +153,8 @@ def _capture_one(
     watched: Sequence[tuple[str, torch.Tensor]],
     mode: CUDAGraphMode,
     context: Context,
+    before: Callable[..., object] | None,
+    after: Callable[[Any], Any] | None,
     prepared: Mapping[str, PreparedOp],
     recorder: Recorder,
 ) -> CapturedGraph:
@@ -161,14 +172,21 @@ def _capture_one(
         else:
             assert isinstance(step, CompiledModel), "checked by capture"
             parts = step.parts(static_inputs)
+            bound = Bound(
+                plan=parts.plan,
+                pieces=parts.pieces,
+                functions=parts.namespace,
+                arguments=parts.arguments,
+                prepared_ops=prepared,
+                build=parts.build,
+                before=None if before is None else partial(before, *static_inputs),
+                after=after,
+            )
             for _ in range(WARMUP_RUNS):
                 with context(descriptor, "warmup"):
-                    run_plan(parts.plan, parts.pieces, parts.namespace, parts.arguments, prepared)
+                    run_plan(bound)
             with context(descriptor, "capture"):
-                plan = record_plan(
-                    parts.plan, parts.pieces, parts.namespace, parts.arguments, prepared, recorder, str(descriptor)
-                )
-            result = parts.build(plan.results)
+                plan, result = record_plan(bound, recorder, str(descriptor))
             named += step.bound_tensors()
     return CapturedGraph(
         descriptor=descriptor,
@@ -197,10 +215,10 @@ def _record_full(
         return leaves
 
     recording = recorder.record(run)
-    results = tuple(recorder.weak(value) for value in recording.outputs)
+    results = [recorder.weak(value) for value in recording.outputs]
     kept = Recording(recording.replay, (), recording.release)
-    plan = ReplayPlan.of([ReplayStep(recording.replay, "full step", "graph")], results, [kept], "full step")
-    return plan, pytree.tree_unflatten(list(results), trees[0])
+    plan = ReplayPlan.of([ReplayStep(recording.replay, "full step", "graph")], [kept], "full step")
+    return plan, pytree.tree_unflatten(results, trees[0])
 
 
 def _device_of(static_inputs: Sequence[Any]) -> torch.device:

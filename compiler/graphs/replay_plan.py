@@ -12,12 +12,14 @@ from functools import lru_cache, partial
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from piecegraph.compiler import torch_compat
 from piecegraph.compiler.graphs.prepared_ops import Launch, PreparedOp, ReadMetadata
 from piecegraph.compiler.graphs.recorder import Recorder, Recording
+from piecegraph.compiler.graphs.stretches import Lifetimes, Stretch, cut
 from piecegraph.compiler.piece_compiler import RunPiece
-from piecegraph.compiler.plan import CallStep, PieceStep, Plan, Slot, step_inputs, step_outputs
+from piecegraph.compiler.plan import CallStep, PieceStep, Plan, Slot, Step, slots_in, step_inputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,20 +37,17 @@ class ReplayStep:
 
 @dataclass(frozen=True, slots=True)
 class ReplayPlan:
-    """A bucket, ready to replay: call `run`, then read `results`."""
+    """A bucket, ready to replay."""
 
     steps: tuple[ReplayStep, ...]
-    results: tuple[Any, ...]
     recordings: tuple[Recording, ...]
     run: Callable[[], object]  # all the steps, in order
 
     @classmethod
-    def of(
-        cls, steps: Sequence[ReplayStep], results: Sequence[Any], recordings: Sequence[Recording], title: str
-    ) -> ReplayPlan:
+    def of(cls, steps: Sequence[ReplayStep], recordings: Sequence[Recording], title: str) -> ReplayPlan:
         """The plan of these steps; `title` is for readers of the generated source."""
         run = steps[0].run if len(steps) == 1 and steps[0].metadata is None else straight_line(steps, title)
-        return cls(tuple(steps), tuple(results), tuple(recordings), run)
+        return cls(tuple(steps), tuple(recordings), run)
 
     def costs(self) -> dict[str, int]:
         """Steps by what they cost, in order of first appearance."""
@@ -90,94 +89,144 @@ def _code(source: str) -> types.CodeType:
     return compile(source, filename, "exec")
 
 
-def run_plan(
-    plan: Plan,
-    pieces: Sequence[RunPiece],
-    functions: Mapping[str, Any],
-    arguments: Sequence[Any],
-    prepared_ops: Mapping[str, PreparedOp],
-) -> tuple[Any, ...]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bound:
+    """A plan with everything it needs to run: what is captured for one bucket."""
+
+    plan: Plan
+    pieces: Sequence[RunPiece]
+    functions: Mapping[str, Any]  # the stitched module's namespace
+    arguments: Sequence[Any]
+    prepared_ops: Mapping[str, PreparedOp]
+    build: Callable[[tuple[Any, ...]], Any]  # from the plan's results to the caller's
+    before: Callable[[], object] | None = None  # runs first, inside the first graph
+    after: Callable[[Any], Any] | None = None  # makes of the caller's result another one, inside the last graph
+
+    def finish(self, values: Mapping[str, Any]) -> Any:
+        """The bucket's result."""
+        result = self.build(tuple(_filled(result, values) for result in self.plan.results))
+        return result if self.after is None else self.after(result)
+
+
+def run_plan(bound: Bound) -> Any:
     """The stitched module, step by step, split ops launched as a replay would: what a capture warms up
     with, and what it must equal bitwise."""
-    values = _start(plan, functions, arguments)
-    drop = _DeadValues(plan)
+    values = _start(bound)
+    lifetimes = Lifetimes(bound.plan)
     read = _MetadataRead()
-    for number, step in enumerate(plan.steps):
-        if isinstance(step, PieceStep):
-            outputs = pieces[step.unique](*(values[slot.name] for slot in step.inputs))
-            values.update(zip((slot.name for slot in step.outputs), outputs, strict=True))
-            del outputs
-        else:
+    if bound.before is not None:
+        bound.before()
+    for number, step in enumerate(bound.plan.steps):
+        if isinstance(step, CallStep) and step.is_split_op:
             args, kwargs = _arguments(step, values)
-            launch = _launch_of(step, args, kwargs, prepared_ops)
+            launch = _launch_of(step, args, kwargs, bound.prepared_ops)
             if isinstance(launch, str):
-                _called(step, functions[step.function](*args, **kwargs), values)
+                _called(step, bound.functions[step.function](*args, **kwargs), values)
             else:
-                launch(read(prepared_ops[step.op].metadata))
+                launch(read(bound.prepared_ops[step.op].metadata))
             del args, kwargs, launch
-        drop.after(number, values)
-    return tuple(_filled(result, values) for result in plan.results)
+        else:
+            _run_step(bound, step, values)
+        lifetimes.drop_after(number, values)
+    return bound.finish(values)
 
 
-def record_plan(
-    plan: Plan,
-    pieces: Sequence[RunPiece],
-    functions: Mapping[str, Any],
-    arguments: Sequence[Any],
-    prepared_ops: Mapping[str, PreparedOp],
-    recorder: Recorder,
-    title: str,
-) -> ReplayPlan:
-    """Record every piece over `arguments` and run everything between pieces once, in order.
+def record_plan(bound: Bound, recorder: Recorder, title: str) -> tuple[ReplayPlan, Any]:
+    """Record every stretch between split ops, and run the split ops once, in order; the bucket's result
+    comes with it, views of the recordings' memory.
 
     Values are dropped after their last reader, as the stitched module does, so that one bucket's
     layers, and buckets captured later, use the same memory; steps keep addresses only. Raises
     whatever a piece or split op raises, with everything recorded so far released.
     """
-    values = _start(plan, functions, arguments)
+    values = _start(bound)
     read = _MetadataRead()
-    drop = _DeadValues(plan)
+    lifetimes = Lifetimes(bound.plan)
     steps: list[ReplayStep] = []
     recordings: list[Recording] = []
+    result: Any = None
     try:
-        for number, step in enumerate(plan.steps):
-            if isinstance(step, PieceStep):
-                inputs = [values[slot.name] for slot in step.inputs]
-                recording = recorder.record(partial(pieces[step.unique], *inputs))
-                recordings.append(recording)
-                steps.append(ReplayStep(recording.replay, f"piece {step.index}", "graph"))
-                values.update(zip((slot.name for slot in step.outputs), recording.outputs, strict=True))
-                recordings[-1] = Recording(recording.replay, (), recording.release)
-            elif step.is_split_op:
-                steps.append(_record_split_op(step, functions, values, prepared_ops, read, recorder))
-            else:  # an item of a result, or arithmetic on sizes: fixed in a bucket
-                args, kwargs = _arguments(step, values)
-                _called(step, functions[step.function](*args, **kwargs), values)
-            drop.after(number, values)
-        results = tuple(recorder.weak(_filled(result, values)) for result in plan.results)
+        for part in cut(bound.plan, has_before=bound.before is not None, has_after=bound.after is not None):
+            if not isinstance(part, Stretch):
+                number, split_op = part
+                steps.append(_record_split_op(bound, split_op, values, read, recorder))
+                lifetimes.drop_after(number, values)
+            elif not part.is_graph:
+                _run_stretch(bound, part, values, lifetimes)
+            else:
+                recorded = _RecordedStretch(bound, part, values, lifetimes)
+                recording = recorder.record(recorded.run)
+                recordings.append(Recording(recording.replay, (), recording.release))
+                steps.append(ReplayStep(recording.replay, part.name, "graph"))
+                made = lifetimes.outputs(part)
+                for number, _ in part.steps:
+                    lifetimes.drop_after(number, values)
+                values.update(zip(made, recording.outputs, strict=False))
+                if part.has_after:
+                    leaves = [recorder.weak(value) for value in recording.outputs[len(made) :]]
+                    result = pytree.tree_unflatten(leaves, recorded.tree)
+                del recorded, recording
+        if bound.after is None:
+            result = bound.finish(
+                {slot.name: recorder.weak(values[slot.name]) for slot in slots_in(bound.plan.results)}
+            )
     except BaseException:
         for recording in recordings:
             recording.release()
         raise
-    return ReplayPlan.of(steps, results, recordings, title)
+    return ReplayPlan.of(steps, recordings, title), result
+
+
+class _RecordedStretch:
+    """A stretch over the values it starts from: what is recorded, or run again."""
+
+    def __init__(self, bound: Bound, stretch: Stretch, values: Mapping[str, Any], lifetimes: Lifetimes) -> None:
+        self._bound, self._stretch, self._lifetimes = bound, stretch, lifetimes
+        self._inputs = {name: values[name] for name in lifetimes.inputs(bound.plan, stretch)}
+        self._made = lifetimes.outputs(stretch)
+        self.tree: Any = None  # of the bucket's result, if the stretch makes it
+
+    def run(self) -> list[Any]:
+        """What the stretch leaves to those after it, then the leaves of the bucket's result."""
+        values = dict(self._inputs)
+        if self._stretch.has_before:
+            assert self._bound.before is not None
+            self._bound.before()
+        _run_stretch(self._bound, self._stretch, values, self._lifetimes)
+        outputs = [values[name] for name in self._made]
+        if self._stretch.has_after:
+            leaves, self.tree = pytree.tree_flatten(self._bound.finish(values))
+            outputs += leaves
+        return outputs
+
+
+def _run_stretch(bound: Bound, stretch: Stretch, values: dict[str, Any], lifetimes: Lifetimes) -> None:
+    for number, step in stretch.steps:
+        _run_step(bound, step, values)
+        lifetimes.drop_after(number, values)
+
+
+def _run_step(bound: Bound, step: Step, values: dict[str, Any]) -> None:
+    """A piece; or an item of a result, or arithmetic on sizes, which are fixed in a bucket."""
+    if isinstance(step, PieceStep):
+        outputs = bound.pieces[step.unique](*(values[slot.name] for slot in step.inputs))
+        values.update(zip((slot.name for slot in step.outputs), outputs, strict=True))
+    else:
+        args, kwargs = _arguments(step, values)
+        _called(step, bound.functions[step.function](*args, **kwargs), values)
 
 
 def _record_split_op(
-    step: CallStep,
-    functions: Mapping[str, Any],
-    values: dict[str, Any],
-    prepared_ops: Mapping[str, PreparedOp],
-    read: _MetadataRead,
-    recorder: Recorder,
+    bound: Bound, step: CallStep, values: dict[str, Any], read: _MetadataRead, recorder: Recorder
 ) -> ReplayStep:
     """Run a split op once, bound to the addresses of this bucket for every replay."""
     args, kwargs = _arguments(step, {slot.name: recorder.weak(values[slot.name]) for slot in step_inputs(step)})
-    launch = _launch_of(step, args, kwargs, prepared_ops)
+    launch = _launch_of(step, args, kwargs, bound.prepared_ops)
     if not isinstance(launch, str):
-        prepared = prepared_ops[step.op]
+        prepared = bound.prepared_ops[step.op]
         launch(read(prepared.metadata))
         return ReplayStep(launch, step.op, "launch", prepared.metadata)
-    dispatch = partial(torch_compat.dispatcher_of(functions[step.function]), *args, **kwargs)
+    dispatch = partial(torch_compat.dispatcher_of(bound.functions[step.function]), *args, **kwargs)
     result = dispatch()
     if step.output is None or result is None:
         return ReplayStep(dispatch, step.op, "dispatch", note=launch)
@@ -218,29 +267,9 @@ class _MetadataRead:
         return self._values[id(metadata)]
 
 
-class _DeadValues:
-    """Drops values after their last reader, so that one layer's memory serves the next."""
-
-    def __init__(self, plan: Plan) -> None:
-        kept = {slot.name for slot in (*plan.arguments, *plan.bound)}
-        kept |= {result.name for result in plan.results if isinstance(result, Slot)}
-        last: dict[str, int] = {}
-        for number, step in enumerate(plan.steps):
-            last.update((slot.name, number) for slot in (*step_inputs(step), *step_outputs(step)))
-        self._names: dict[int, list[str]] = {}
-        for name, number in last.items():
-            if name not in kept:
-                self._names.setdefault(number, []).append(name)
-
-    def after(self, number: int, values: dict[str, Any]) -> None:
-        """`values` loses those that step `number` was the last to read or write."""
-        for name in self._names.get(number, ()):
-            values.pop(name, None)
-
-
-def _start(plan: Plan, functions: Mapping[str, Any], arguments: Sequence[Any]) -> dict[str, Any]:
-    values = {slot.name: functions[slot.name] for slot in plan.bound}
-    values.update(zip((slot.name for slot in plan.arguments), arguments, strict=True))
+def _start(bound: Bound) -> dict[str, Any]:
+    values = {slot.name: bound.functions[slot.name] for slot in bound.plan.bound}
+    values.update(zip((slot.name for slot in bound.plan.arguments), bound.arguments, strict=True))
     return values
 
 

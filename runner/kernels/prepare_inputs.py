@@ -73,28 +73,29 @@ def _prepare_inputs(  # type: ignore[no-untyped-def]  # compiled by Triton
             tl.store(slot_mapping + at, zeros + PAD_SLOT, mask=at < num_tokens)
     else:
         row = tl.load(idx_mapping + request).to(tl.int64)
-        if row < 0:
-            tl.store(seq_lens + request, 0)
-            tl.store(logits_indices + request, 0)
-        else:
-            start = tl.load(query_start_loc + request)
-            query_len = tl.load(query_start_loc + request + 1) - start
-            computed = tl.load(num_computed_tokens + row)
-            blocks = state_block_table + row * state_block_table_stride
-            for first in range(0, query_len, BLOCK):
-                at = first + offsets
-                is_real = at < query_len
-                position = computed + at
-                token = tl.load(token_ids + row * token_ids_stride + position, mask=is_real, other=0)
-                block = tl.load(blocks + position // BLOCK_SIZE, mask=is_real, other=0).to(tl.int64)
-                tl.store(input_ids + start + at, token.to(tl.int64), mask=is_real)
-                tl.store(positions + start + at, position.to(tl.int64), mask=is_real)
-                tl.store(slot_mapping + start + at, block * BLOCK_SIZE + position % BLOCK_SIZE, mask=is_real)
-            seq_len = computed + query_len
-            num_blocks = tl.cdiv(seq_len, BLOCK_SIZE)
-            for first in range(0, num_blocks, BLOCK):
-                at = first + offsets
-                block = tl.load(blocks + at, mask=at < num_blocks, other=0)
-                tl.store(block_table + request.to(tl.int64) * block_table_stride + at, block, mask=at < num_blocks)
-            tl.store(seq_lens + request, seq_len)
-            tl.store(logits_indices + request, (start + query_len - 1).to(tl.int64))
+        is_real = row >= 0
+        start = tl.load(query_start_loc + request)
+        query_len = tl.load(query_start_loc + request + 1) - start
+        computed = tl.load(num_computed_tokens + row, mask=is_real, other=0)
+        num_read = tl.where(is_real, query_len, 0)
+        blocks = state_block_table + row * state_block_table_stride
+        for first in range(0, query_len, BLOCK):
+            at = first + offsets
+            position = computed + at
+            is_read = at < num_read
+            token = tl.load(token_ids + row * token_ids_stride + position, mask=is_read, other=0)
+            block = tl.load(blocks + position // BLOCK_SIZE, mask=is_read, other=0).to(tl.int64)
+            slot = tl.where(is_real, block * BLOCK_SIZE + position % BLOCK_SIZE, PAD_SLOT)
+            tl.store(input_ids + start + at, token.to(tl.int64), mask=at < query_len)
+            tl.store(positions + start + at, position.to(tl.int64), mask=at < query_len)
+            tl.store(slot_mapping + start + at, slot, mask=at < query_len)
+        seq_len = computed + query_len
+        num_blocks = tl.cdiv(seq_len, BLOCK_SIZE)
+        num_blocks_read = tl.where(is_real, num_blocks, 0)
+        for first in range(0, num_blocks, BLOCK):
+            at = first + offsets
+            block = tl.load(blocks + at, mask=at < num_blocks_read, other=0)
+            tl.store(block_table + request.to(tl.int64) * block_table_stride + at, block, mask=at < num_blocks)
+        tl.store(seq_lens + request, seq_len)
+        last = tl.where(query_len > 0, start + query_len - 1, 0)
+        tl.store(logits_indices + request, last.to(tl.int64))

@@ -108,7 +108,7 @@ def without_graphs(runner: ModelRunner, batch: Batch, descriptor: BatchDescripto
     """Logits by the same pieces at the same padded shape."""
     step = runner.step
     step.buffers.fill([step.states.row(request_id) for request_id in batch.request_ids], batch.query_lens)
-    num_reqs = descriptor.num_reqs or min(descriptor.num_tokens, step.buffers.max_num_reqs)
+    num_reqs = descriptor.num_reqs or step.num_logits(descriptor.num_tokens)
     step.prepare(descriptor.num_tokens, num_reqs)
     common = step.buffers.metadata(
         num_tokens=descriptor.num_tokens,

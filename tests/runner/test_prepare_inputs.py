@@ -44,6 +44,20 @@ def test_padding_is_overwritten_and_nothing_else_is() -> None:
     assert inputs.seq_lens[4] == POISON
 
 
+def test_requests_without_a_row_are_nobodys() -> None:
+    """A dummy batch runs every kernel a real one would, and caches nothing."""
+    made = states()
+    inputs = buffers(made)
+    inputs.fill([-1, made.row("prompt"), -1], [6, 2, 1])
+    prepare_inputs(made, inputs, num_tokens=10, num_reqs=4, block_size=BLOCK_SIZE)
+    assert inputs.input_ids[:10].tolist() == [0] * 6 + [20, 21] + [0, 0]
+    assert inputs.positions[:10].tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 0, 0]
+    assert inputs.slot_mapping[:10].tolist() == [PAD_SLOT_ID] * 6 + [36, 37] + [PAD_SLOT_ID] * 2
+    assert inputs.seq_lens[:4].tolist() == [6, 2, 1, 0]
+    assert inputs.logits_indices[:4].tolist() == [5, 7, 8, 0]
+    assert inputs.block_table[0, :3].tolist() == [0, 0, POISON]
+
+
 def test_promised_dtypes() -> None:
     inputs = prepared(6, 3)
     for name in ("input_ids", "positions", "slot_mapping", "logits_indices"):
@@ -64,6 +78,13 @@ def check_kernel(device: str = "cpu") -> None:
         prepare_inputs_on_gpu(made, found, **size)
         for name in FIELDS:
             assert torch.equal(getattr(found, name), getattr(expected, name)), (name, size)
+        for inputs in (expected, found):
+            inputs.fill([-1, made.row("prompt"), -1], [6, 2, 1])
+        size |= {"num_tokens": 12, "num_reqs": 4}
+        prepare_inputs_reference(made, expected, **size)
+        prepare_inputs_on_gpu(made, found, **size)
+        for name in FIELDS:
+            assert torch.equal(getattr(found, name), getattr(expected, name)), (name, "dummy requests")
 
 
 def test_the_kernel_equals_the_reference() -> None:

@@ -48,7 +48,7 @@ def test_text(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
         "passes      merge-projections: 4 matches",
         "compiler    inductor",
         "split ops   2 x piecegraph::attention: dispatch (sdpa plans its calls anew for each batch)",
-        "replay      PIECEWISE: 4 x graph, 2 x dispatch",
+        "replay      PIECEWISE: 3 x graph, 2 x dispatch",
         "graphs      FULL_AND_PIECEWISE: decode PIECEWISE, other batches PIECEWISE",
         "            to capture: 0 FULL, 3 PIECEWISE",
         "decode      requests -> mode, padded to",
@@ -80,7 +80,7 @@ def test_json(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert (record["configured_mode"], record["decode_mode"]) == ("FULL_AND_PIECEWISE", "FULL")
     assert record["decode"][-1] == {"first": 3, "last": 4, "mode": "FULL", "num_tokens": 4, "reason": None}
     assert record["mixed"][-1]["mode"] == "NONE"
-    assert record["replay_costs"] == {"graph": 4, "launch": 2}
+    assert record["replay_costs"] == {"graph": 3, "launch": 2}
     assert record["report"]["num_unique_pieces"] == len(record["report"]["unique_pieces"]) == 4
     assert [row["layers"] for row in record["attention"]] == [2]
     assert record["slower_paths"] == [

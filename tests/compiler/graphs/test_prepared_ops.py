@@ -70,9 +70,9 @@ def test_a_prepared_op_costs_a_launch_and_gives_the_same_bits(device: str) -> No
     attention = Attention()
     with pg.register_prepare(OP, attention.prepare, attention.metadata):
         launched = compiled.capture(DESCRIPTORS, inputs_on_device, mode="PIECEWISE")
-    assert dispatched.costs(DESCRIPTORS[1]) == {"graph": 5, "dispatch": 3}
+    assert dispatched.costs(DESCRIPTORS[1]) == {"graph": 4, "dispatch": 3}
     assert dispatched.notes(DESCRIPTORS[1]) == {f"{OP} has no prepare registered": 3}
-    assert launched.costs(DESCRIPTORS[1]) == {"graph": 5, "launch": 3}
+    assert launched.costs(DESCRIPTORS[1]) == {"graph": 4, "launch": 3}
     assert launched.notes(DESCRIPTORS[1]) == {}
     for seed in range(3):
         for descriptor in DESCRIPTORS:
@@ -126,7 +126,7 @@ def test_a_prepare_may_decline_a_call(reason: str | None, note: str) -> None:
     attention = Attention(declined={"layer.1": reason})
     with pg.register_prepare(OP, attention.prepare, attention.metadata):
         graphs = compiled.capture(DESCRIPTORS, make_inputs, mode="PIECEWISE")
-    assert graphs.costs(DESCRIPTORS[0]) == {"graph": 5, "launch": 2, "dispatch": 1}
+    assert graphs.costs(DESCRIPTORS[0]) == {"graph": 4, "launch": 2, "dispatch": 1}
     assert graphs.notes(DESCRIPTORS[0]) == {f"{OP}: {note}": 1}
     inputs = batch(4, 2, seed=3)
     assert torch.equal(graphs.replay(DESCRIPTORS[1], *inputs), compiled(*inputs))

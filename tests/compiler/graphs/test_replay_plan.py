@@ -38,8 +38,8 @@ def test_steps_run_in_order_and_functions_of_metadata_are_called_once() -> None:
 
 def test_a_single_recording_is_run_without_a_frame_of_ours() -> None:
     step = ReplayStep(lambda: None, "full step", "graph")
-    assert ReplayPlan.of([step], (), (), "full step").run is step.run
-    assert ReplayPlan.of([], (), (), "nothing").run() is None
+    assert ReplayPlan.of([step], (), "full step").run is step.run
+    assert ReplayPlan.of([], (), "nothing").run() is None
 
 
 def test_tracebacks_find_the_generated_lines() -> None:

@@ -1,0 +1,93 @@
+"""Where a PIECEWISE bucket is cut: at split ops, and nowhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from piecegraph.compiler.plan import CallStep, PieceStep, Plan, Slot, Step, slots_in, step_inputs, step_outputs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stretch:
+    """All steps between two split ops, and what the caller adds at either end of the plan: one graph."""
+
+    steps: tuple[tuple[int, Step], ...]  # with their numbers in the plan
+    has_before: bool  # the caller's preparation comes first
+    has_after: bool  # what the caller makes of the results comes last
+
+    @property
+    def is_graph(self) -> bool:
+        """It launches something; sizes and items of results alone are fixed in a bucket."""
+        return self.has_before or self.has_after or any(isinstance(step, PieceStep) for _, step in self.steps)
+
+    @property
+    def name(self) -> str:
+        pieces = [f"piece {step.index}" for _, step in self.steps if isinstance(step, PieceStep)]
+        return ", ".join([*["before"] * self.has_before, *pieces, *["after"] * self.has_after])
+
+
+def cut(plan: Plan, *, has_before: bool, has_after: bool) -> tuple[Stretch | tuple[int, CallStep], ...]:
+    """The plan's steps as stretches and the split ops between them, these with their numbers."""
+    parts: list[Stretch | tuple[int, CallStep]] = []
+    steps: list[tuple[int, Step]] = []
+    starts_with_before = has_before
+
+    def end(*, has_after: bool) -> None:
+        nonlocal starts_with_before
+        if steps or starts_with_before or has_after:
+            parts.append(Stretch(steps=tuple(steps), has_before=starts_with_before, has_after=has_after))
+        steps.clear()
+        starts_with_before = False
+
+    for number, step in enumerate(plan.steps):
+        if isinstance(step, CallStep) and step.is_split_op:
+            end(has_after=False)
+            parts.append((number, step))
+        else:
+            steps.append((number, step))
+    end(has_after=has_after)
+    return tuple(parts)
+
+
+def num_graphs(plan: Plan, *, has_before: bool, has_after: bool) -> int:
+    """Graphs of a PIECEWISE bucket."""
+    parts = cut(plan, has_before=has_before, has_after=has_after)
+    return sum(isinstance(part, Stretch) and part.is_graph for part in parts)
+
+
+class Lifetimes:
+    """When each value of a plan is read for the last time, so that one layer's memory serves the next."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._kept = {slot.name for slot in (*plan.arguments, *plan.bound)}
+        self._kept |= {result.name for result in plan.results if isinstance(result, Slot)}
+        self._last: dict[str, int] = {}
+        for number, step in enumerate(plan.steps):
+            self._last.update((slot.name, number) for slot in (*step_inputs(step), *step_outputs(step)))
+        self._ending: dict[int, list[str]] = {}
+        for name, number in self._last.items():
+            if name not in self._kept:
+                self._ending.setdefault(number, []).append(name)
+
+    def drop_after(self, number: int, values: dict[str, object]) -> None:
+        """`values` loses those that step `number` was the last to read or write."""
+        for name in self._ending.get(number, ()):
+            values.pop(name, None)
+
+    def inputs(self, plan: Plan, stretch: Stretch) -> set[str]:
+        """Values a stretch reads that come from before it."""
+        read = {slot.name for _, step in stretch.steps for slot in step_inputs(step)}
+        if stretch.has_after:
+            read |= {slot.name for slot in slots_in(plan.results)}
+        return read - set(self._made(stretch))
+
+    def outputs(self, stretch: Stretch) -> tuple[str, ...]:
+        """Values a stretch makes that are read after it, in order."""
+        if not stretch.steps:
+            return ()
+        end = stretch.steps[-1][0]
+        return tuple(name for name in self._made(stretch) if name in self._kept or self._last[name] > end)
+
+    def _made(self, stretch: Stretch) -> Iterator[str]:
+        return (slot.name for _, step in stretch.steps for slot in step_outputs(step))
