@@ -1,0 +1,253 @@
+"""Which blocks each request holds, and which prefixes can be shared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from piecegraph.runner.scheduling.block_hash import ROOT_DIGEST, hash_block
+from piecegraph.runner.scheduling.block_pool import BlockPool
+from piecegraph.runner.scheduling.kv_cache_group import KVCacheGroup, blocks_for
+from piecegraph.runner.scheduling.request import NEVER, Request
+from piecegraph.runner.scheduling.scheduler_output import NewBlocks
+
+UNREAD_BLOCK = 0
+"""Stands in a device table for a block whose window has passed: a valid number that attention never reads."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixHit:
+    """A prefix that all groups hold. It takes no reference: use it before anything else changes the pool."""
+
+    num_tokens: int  # whole blocks
+    tables: tuple[tuple[int | None, ...], ...]  # per group, a block for each of those; None: outside the window
+
+
+@dataclass(slots=True)
+class _Holding:
+    """What a request holds. Tables of all groups are equally long; entries of passed windows are None."""
+
+    tables: list[list[int | None]]  # per group
+    num_passed: list[int]  # per group: leading entries that are None
+    num_registered: int  # leading blocks whose contents are named, or were when they were held
+    is_shareable: bool = True  # False: it builds on what `reset_prefix_cache` has declared void
+
+
+class KVCacheManager:
+    """Blocks of requests, for each group of layers, out of one pool.
+
+    With prefix caching, full blocks of known tokens are named by a chained digest, and stay to be found after
+    their request has let go of them, until the pool needs them. Blocks are given back the moment they are let go
+    of, even if a step in flight still reads or writes them: whoever gets them uses them in a later step of the
+    same stream.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_num_batched_tokens: int,
+        groups: Sequence[KVCacheGroup] = (KVCacheGroup(),),
+        enable_prefix_caching: bool = True,
+    ) -> None:
+        assert groups, "a model without attention needs no KVCacheManager"
+        self.block_size = block_size  # tokens
+        self.groups = tuple(groups)
+        self._pool = BlockPool(num_blocks)
+        self._max_step_tokens = max_num_batched_tokens
+        self._enable_prefix_caching = enable_prefix_caching
+        self._has_windows = any(group.sliding_window is not None for group in groups)
+        self._holdings: dict[str, _Holding] = {}
+
+    @property
+    def num_blocks(self) -> int:
+        return self._pool.num_blocks
+
+    @property
+    def num_free_blocks(self) -> int:
+        return self._pool.num_free
+
+    @property
+    def pool(self) -> BlockPool:
+        """To look at; blocks are taken and released through the manager."""
+        return self._pool
+
+    def table(self, request_id: str, group: int = 0) -> tuple[int | None, ...]:
+        """A copy of the block table of a request that holds blocks."""
+        return tuple(self._holdings[request_id].tables[group])
+
+    def block_ids(self, request: Request) -> tuple[tuple[int, ...], ...]:
+        """Its block tables as a device needs them, per group: UNREAD_BLOCK for None."""
+        tables = self._holdings[request.request_id].tables
+        return tuple(tuple([UNREAD_BLOCK if block is None else block for block in table]) for table in tables)
+
+    def blocks_needed(self, num_tokens: int) -> int:
+        """Blocks that a request of `num_tokens` holds at any one time, at most, over all groups."""
+        return sum(self._max_blocks(group, num_tokens) for group in self.groups)
+
+    def can_ever_fit(self, num_tokens: int) -> bool:
+        """Whether a request of `num_tokens` in all can run to its end when it is alone."""
+        return self.blocks_needed(num_tokens) <= self.num_blocks
+
+    def find_prefix(self, request: Request) -> PrefixHit:
+        """The longest cached prefix of its known tokens that all groups hold and that leaves one token to compute,
+        since only a computed token gives logits.
+        """
+        tables: tuple[tuple[int | None, ...], ...] = tuple(() for _ in self.groups)
+        if not self._enable_prefix_caching or request.wants_prompt_logprobs:  # its logits need every prompt token
+            return PrefixHit(num_tokens=0, tables=tables)
+        num_blocks = (request.num_tokens - 1) // self.block_size
+        self._extend_digests(request, num_blocks)
+        # Each group may shorten what the others agreed on; a shorter prefix may miss in a window that the longer had.
+        agreed = -1
+        while agreed != num_blocks:
+            agreed = num_blocks
+            for number, group in enumerate(self.groups):
+                num_blocks = self._num_hits(number, group, request.block_digests, num_blocks)
+        num_tokens = num_blocks * self.block_size
+        if num_blocks:
+            tables = tuple(
+                tuple(
+                    None if index < passed else self._pool.find((number, request.block_digests[index]))
+                    for index in range(num_blocks)
+                )
+                for number, passed in enumerate(self._passed(num_tokens))
+            )
+        return PrefixHit(num_tokens=num_tokens, tables=tables)
+
+    def admit(self, request: Request, hit: PrefixHit, num_tokens: int, *, num_spared_blocks: int = 0) -> bool:
+        """Give `request`, which holds nothing, the blocks of `hit` and of `num_tokens` more.
+
+        Only if all its known tokens would fit now and leave `num_spared_blocks` free; else changes nothing and
+        returns False.
+        """
+        assert request.request_id not in self._holdings, f"{request.request_id!r} holds blocks already"
+        num_hit_blocks = hit.num_tokens // self.block_size
+        num_new_blocks = blocks_for(hit.num_tokens + num_tokens, self.block_size) - num_hit_blocks
+        all_blocks = blocks_for(request.num_tokens, self.block_size)
+        num_now, num_in_all = 0, 0  # free blocks that this call takes, and that the whole prompt takes
+        for group, table in zip(self.groups, hit.tables, strict=True):
+            kept = [block for block in table if block is not None]
+            num_shared = sum(not self._pool.is_free(block) for block in kept)
+            at_once = min(len(kept) + all_blocks - num_hit_blocks, self._max_blocks(group, request.num_tokens))
+            num_now += len(kept) - num_shared + num_new_blocks
+            num_in_all += at_once - num_shared
+        if max(num_now, num_in_all) + num_spared_blocks > self._pool.num_free:
+            return False
+        for table in hit.tables:
+            self._pool.touch([block for block in table if block is not None])
+        self._holdings[request.request_id] = _Holding(
+            tables=[[*table, *self._pool.allocate(num_new_blocks)] for table in hit.tables],
+            num_passed=self._passed(hit.num_tokens),
+            num_registered=num_hit_blocks,
+        )
+        request.num_slots = (num_hit_blocks + num_new_blocks) * self.block_size
+        request.next_registration = (num_hit_blocks + 1) * self.block_size if self._enable_prefix_caching else NEVER
+        return True
+
+    def extend(self, request: Request, num_tokens: int) -> list[NewBlocks] | None:
+        """Blocks for `num_tokens` after its computed ones: what was added to its tables, or None if too few are
+        free. Blocks that its windows have passed are released first, in either case.
+        """
+        holding = self._holdings[request.request_id]
+        if self._has_windows:
+            self._release_passed(request, holding)
+        start = len(holding.tables[0])
+        count = blocks_for(request.num_computed_tokens + num_tokens, self.block_size) - start
+        if count * len(self.groups) > self._pool.num_free:
+            return None
+        added = []
+        for group, table in enumerate(holding.tables):
+            blocks = self._pool.allocate(count)
+            table += blocks
+            added.append(NewBlocks(request_id=request.request_id, group=group, start=start, block_ids=tuple(blocks)))
+        request.num_slots = (start + count) * self.block_size
+        return added
+
+    def register(self, request: Request, num_tokens: int) -> None:
+        """Name the full blocks of its first `num_tokens`, which are known and whose computation was scheduled by an
+        earlier step, so that others can find them.
+        """
+        if num_tokens < request.next_registration:
+            return
+        holding = self._holdings[request.request_id]
+        if not holding.is_shareable:
+            request.next_registration = NEVER
+            return
+        num_blocks = num_tokens // self.block_size
+        self._extend_digests(request, num_blocks)
+        for group, table in enumerate(holding.tables):
+            for index in range(max(holding.num_registered, holding.num_passed[group]), num_blocks):
+                block = table[index]
+                assert block is not None, f"block {index} of {request.request_id!r} is gone, its window is not"
+                self._pool.register(block, (group, request.block_digests[index]))
+        holding.num_registered = num_blocks
+        request.next_registration = (num_blocks + 1) * self.block_size
+
+    def free(self, request: Request) -> None:
+        """Let go of all its blocks. The last go first, so that what is reused last is the prefix others may share."""
+        holding = self._holdings.pop(request.request_id)
+        request.num_slots = 0
+        request.next_registration = NEVER
+        self._pool.release(_tail_first(holding.tables))
+
+    def reset_prefix_cache(self) -> None:
+        """No prefix computed so far is found again, nor any that a request now holding blocks computes: its
+        blocks build on those.
+        """
+        self._pool.forget_names()
+        for holding in self._holdings.values():
+            holding.is_shareable = False
+
+    def _max_blocks(self, group: KVCacheGroup, num_tokens: int) -> int:
+        return group.max_blocks(num_tokens, self.block_size, self._max_step_tokens)
+
+    def _passed(self, num_computed_tokens: int) -> list[int]:
+        return [group.num_passed_blocks(num_computed_tokens, self.block_size) for group in self.groups]
+
+    def _num_hits(self, number: int, group: KVCacheGroup, digests: Sequence[bytes], num_blocks: int) -> int:
+        """Blocks of the longest prefix, `num_blocks` at most, that this group can go on from."""
+        find = self._pool.find
+        if group.sliding_window is None:
+            for index in range(num_blocks):
+                if find((number, digests[index])) is None:
+                    return index
+            return num_blocks
+        # From the end: a miss rules out every prefix whose window reaches over it.
+        index = num_blocks - 1
+        while index >= group.num_passed_blocks(num_blocks * self.block_size, self.block_size):
+            if find((number, digests[index])) is None:
+                num_blocks = index
+            index -= 1
+        return num_blocks
+
+    def _extend_digests(self, request: Request, num_blocks: int) -> None:
+        """Digests of its first `num_blocks` full blocks; each is made once in the life of a request."""
+        digests = request.block_digests
+        extra_key = request.cache_salt.encode()
+        for index in range(len(digests), num_blocks):
+            tokens = request.token_ids(index * self.block_size, (index + 1) * self.block_size)
+            digests.append(hash_block(digests[-1] if digests else ROOT_DIGEST, tokens, extra_key))
+
+    def _release_passed(self, request: Request, holding: _Holding) -> None:
+        for group, num_passed in enumerate(self._passed(request.num_computed_tokens)):
+            first = holding.num_passed[group]
+            if num_passed <= first:
+                continue
+            # Their step may not be done yet, but was scheduled: whoever finds them runs after it. Without this a
+            # chunk longer than the window would leave nothing to find.
+            self.register(request, min(request.num_computed_tokens, request.num_tokens))
+            table = holding.tables[group]
+            blocks = [block for block in table[first:num_passed] if block is not None]
+            table[first:num_passed] = [None] * (num_passed - first)
+            holding.num_passed[group] = num_passed
+            self._pool.release(reversed(blocks))
+
+
+def _tail_first(tables: Sequence[Sequence[int | None]]) -> Iterator[int]:
+    """All blocks, the highest index of all groups first: a prefix is of use only while all groups hold it."""
+    for row in zip(*(reversed(table) for table in tables), strict=True):
+        for block in row:
+            if block is not None:
+                yield block
