@@ -1,0 +1,116 @@
+# mypy: disallow-untyped-decorators=False
+"""`gumbel_sample` as two Triton kernels: the best of each block of a row's logits, then of the blocks."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+BLOCK = 4096
+"""Logits a program reads, 8 KiB of bfloat16: a vocabulary of 151,936 makes 38 programs a row, enough to
+spread one row over a GPU, few enough for the second kernel to finish a row in one read, and at 256 rows
+each still reads more than a launch costs. The grid is (rows, blocks of the vocabulary), from shapes
+alone, so a graph can hold it; rows that turn out to be padding return at once."""
+
+
+def gumbel_sample_on_gpu(
+    logits: torch.Tensor,
+    idx_mapping: torch.Tensor,
+    temperature: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    block: int = BLOCK,
+) -> None:
+    """See `runner.sampling.gumbel_sample`."""
+    num_reqs, vocab_size = logits.shape
+    if num_reqs == 0:
+        return
+    assert logits.stride(1) == 1, f"logits have strides {logits.stride()}; a row must be contiguous"
+    num_blocks = triton.cdiv(vocab_size, block)
+    best = torch.empty(num_reqs, num_blocks, dtype=torch.float32, device=logits.device)
+    tokens = torch.empty(num_reqs, num_blocks, dtype=torch.int32, device=logits.device)
+    _best_of_blocks[(num_reqs, num_blocks)](
+        best,
+        tokens,
+        logits,
+        logits.stride(0),
+        idx_mapping,
+        temperature,
+        seeds,
+        positions,
+        vocab_size,
+        NUM_BLOCKS=num_blocks,
+        BLOCK=block,
+        num_warps=8 if block >= 4096 else 4,
+    )
+    _best_of_rows[(num_reqs,)](
+        out,
+        best,
+        tokens,
+        idx_mapping,
+        NUM_BLOCKS=num_blocks,
+        PADDED=triton.next_power_of_2(num_blocks),
+        num_warps=1,
+    )
+
+
+@triton.jit
+def _best_of_blocks(  # type: ignore[no-untyped-def]  # compiled by Triton
+    best,  # [num_reqs, NUM_BLOCKS] float32, written
+    tokens,  # [num_reqs, NUM_BLOCKS] int32, written
+    logits,  # [num_reqs, vocab_size] any float
+    logits_stride,
+    idx_mapping,  # [num_reqs] int32
+    temperatures,  # [rows] float32
+    seeds,  # [rows] int64
+    positions,  # [num_reqs] int32
+    vocab_size,
+    NUM_BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    request = tl.program_id(0).to(tl.int64)
+    row = tl.load(idx_mapping + request).to(tl.int64)
+    if row >= 0:
+        offsets = tl.arange(0, BLOCK)
+        token = tl.program_id(1) * BLOCK + offsets
+        is_token = token < vocab_size
+        score = tl.load(logits + request * logits_stride + token, mask=is_token, other=float("-inf")).to(tl.float32)
+        score = tl.where(score == score, score, float("-inf"))  # NaN would not compare
+        temperature = tl.load(temperatures + row)
+        highest = tl.max(score, 0)
+        if (temperature > 0) & (highest > float("-inf")):  # a block where nothing may be drawn needs no noise
+            words = tl.randint4x(tl.load(seeds + row), tl.load(positions + request))
+            high = words[0].to(tl.uint32, bitcast=True).to(tl.uint64)
+            low = words[1].to(tl.uint32, bitcast=True).to(tl.uint64)
+            uniform = tl.rand((high << 32) | low, token)
+            noise = -tl.log(-tl.log(uniform + 1e-20) + 1e-20)
+            score = tl.div_rn(score, temperature) + noise
+            highest = tl.max(score, 0)
+        # The first of equal ones; where all are -inf that is the block's first.
+        first = tl.min(tl.where(score == highest, offsets, BLOCK - 1), 0)
+        at = request * NUM_BLOCKS + tl.program_id(1)
+        tl.store(best + at, highest)
+        tl.store(tokens + at, tl.program_id(1) * BLOCK + first)
+
+
+@triton.jit
+def _best_of_rows(  # type: ignore[no-untyped-def]  # compiled by Triton
+    out,  # [num_reqs] int64, written
+    best,  # [num_reqs, NUM_BLOCKS] float32
+    tokens,  # [num_reqs, NUM_BLOCKS] int32
+    idx_mapping,  # [num_reqs] int32
+    NUM_BLOCKS: tl.constexpr,
+    PADDED: tl.constexpr,
+):
+    request = tl.program_id(0).to(tl.int64)
+    if tl.load(idx_mapping + request) < 0:
+        tl.store(out + request, 0)
+    else:
+        block = tl.arange(0, PADDED)
+        score = tl.load(best + request * NUM_BLOCKS + block, mask=block < NUM_BLOCKS, other=float("-inf"))
+        highest = tl.max(score, 0)
+        first = tl.min(tl.where((score == highest) & (block < NUM_BLOCKS), block, PADDED - 1), 0)
+        tl.store(out + request, tl.load(tokens + request * NUM_BLOCKS + first).to(tl.int64))

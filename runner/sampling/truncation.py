@@ -1,0 +1,65 @@
+"""`min_p`, `top_k` and `top_p`: unlikely tokens are out. In this order, as one step: they share their passes.
+
+Greedy rows pass them by, since the likeliest token always stays.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from piecegraph.runner.sampling.min_p import mask_min_p
+from piecegraph.runner.sampling.sampler_option import OptionRequest, SamplerOption, SamplingBatch
+from piecegraph.runner.sampling.staged_rows import StagedRows, float_word
+from piecegraph.runner.sampling.top_k_top_p import mask_top_k_top_p
+
+
+class Truncation(SamplerOption):
+    """A row of the table: top_k (0 for off), then the bits of top_p and of the logarithm of min_p."""
+
+    def __init__(self, *, max_num_reqs: int, vocab_size: int, device: torch.device) -> None:
+        super().__init__(StagedRows(max_num_reqs, device, width=3))
+        self._vocab_size = vocab_size
+
+    def words(self, request: OptionRequest) -> Sequence[int] | None:
+        params = request.params
+        top_k = params.top_k if 0 < params.top_k < self._vocab_size else 0
+        if params.is_greedy or (top_k == 0 and params.top_p == 1 and params.min_p == 0):
+            return None
+        log_min_p = math.log(params.min_p) if params.min_p > 0 else -math.inf
+        return [top_k, float_word(params.top_p), float_word(log_min_p)]
+
+    def apply(self, logits: torch.Tensor, selected: torch.Tensor, batch: SamplingBatch) -> None:
+        arguments = (logits, selected, batch.idx_mapping, batch.temperature, self.table.words)
+        if logits.device.type == "cuda":
+            from piecegraph.runner.sampling.kernels.truncate import truncate_on_gpu
+
+            truncate_on_gpu(*arguments)
+            return
+        truncate_reference(*arguments)
+
+
+def truncate_reference(
+    logits: torch.Tensor,
+    selected: torch.Tensor,
+    idx_mapping: torch.Tensor,
+    temperature: torch.Tensor,
+    table: torch.Tensor,
+) -> None:
+    """Set `logits` `[num_reqs, vocab_size]` float32 to -inf in the rows `selected` for tokens that are out.
+
+    Which ones depends on logits divided by `temperature` `[max_num_reqs]` (above 0 in these rows); the
+    logits that stay are not divided. Of tokens that tie at top_k all stay, at top_p the first ones. A NaN
+    is out.
+    """
+    at = selected.long()
+    row = idx_mapping[at].long()
+    top_k, words = table[row, 0].long(), table[row, 1:].contiguous().view(torch.float32)
+    top_p, log_min_p = words.unbind(1)
+    chosen = logits[at]
+    scaled = (chosen / temperature[row].unsqueeze(1)).nan_to_num(-math.inf, posinf=math.inf, neginf=-math.inf)
+    scaled = mask_min_p(scaled, log_min_p)
+    scaled = mask_top_k_top_p(scaled, torch.where(top_k > 0, top_k, logits.shape[1]), top_p)
+    logits[at] = chosen.masked_fill(scaled == -math.inf, -math.inf)
