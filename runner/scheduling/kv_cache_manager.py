@@ -235,9 +235,10 @@ class KVCacheManager:
             first = holding.num_passed[group]
             if num_passed <= first:
                 continue
-            # Their step may not be done yet, but was scheduled: whoever finds them runs after it. Without this a
-            # chunk longer than the window would leave nothing to find.
-            self.register(request, min(request.num_computed_tokens, request.num_tokens))
+            if holding.num_registered < num_passed:
+                # Their step is not completed yet, but scheduled: whoever finds them runs after it. Without this a
+                # chunk longer than the window would leave nothing to find.
+                self.register(request, min(request.num_computed_tokens, request.num_tokens))
             table = holding.tables[group]
             blocks = [block for block in table[first:num_passed] if block is not None]
             table[first:num_passed] = [None] * (num_passed - first)

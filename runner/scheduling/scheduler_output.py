@@ -10,8 +10,8 @@ from piecegraph.runner.sampling_params import SamplingParams
 
 
 class ScheduledRequest(NamedTuple):
-    """One request's part of a step. A named tuple, not a dataclass: one is made a request a step, and a frozen
-    dataclass takes several times as long to make.
+    """One request's part of a step. A named tuple, not a dataclass: one is made for each request and step, and a
+    frozen dataclass takes several times as long to make.
     """
 
     request_id: str
@@ -34,9 +34,8 @@ class AddedRequest:
     seed: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NewBlocks:
-    """Blocks to append to the table of a request that ran before this step."""
+class NewBlocks(NamedTuple):
+    """Blocks to append to the table of a request that ran before this step. A named tuple for the same reason."""
 
     request_id: str
     group: int
