@@ -118,8 +118,8 @@ class Sampler:
         """
         batch = SamplingBatch(
             rows=rows,
-            idx_mapping=idx_mapping,
-            positions=positions,
+            idx_mapping=idx_mapping.contiguous(),
+            positions=positions.contiguous(),
             token_ids=token_ids,
             temperature=self.temperature,
         )

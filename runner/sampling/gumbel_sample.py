@@ -37,7 +37,7 @@ def gumbel_sample(
     if logits.device.type == "cuda":
         from piecegraph.runner.sampling.kernels.gumbel_sample import gumbel_sample_on_gpu
 
-        gumbel_sample_on_gpu(logits, idx_mapping, temperature, seeds, positions, out)
+        gumbel_sample_on_gpu(logits, idx_mapping.contiguous(), temperature, seeds, positions.contiguous(), out)
     else:
         gumbel_sample_reference(logits, idx_mapping, temperature, seeds, positions, out)
     return out

@@ -25,7 +25,7 @@ class OptionRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingBatch:
-    """The rows of logits of a step. Besides `rows` all lies on the device."""
+    """The rows of logits of a step. Besides `rows` all lies on the device, without gaps."""
 
     rows: Sequence[int]  # [num_reqs], on the host: state row of each row of logits, -1 for padding
     idx_mapping: torch.Tensor  # [num_reqs] int32, the same

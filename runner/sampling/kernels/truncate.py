@@ -225,7 +225,8 @@ def _truncate(  # type: ignore[no-untyped-def]  # compiled by Triton
         num_ties = 0
         for first in range(0, vocab_size, BLOCK):
             at = first + offsets
-            key = _key(_scaled(out, at, vocab_size, temperature)).to(tl.int64)
+            x = _scaled(out, at, vocab_size, temperature)
+            key = _key(x).to(tl.int64)
             is_kept = key > threshold
             is_tie = (key == threshold) & (at < vocab_size)
             n = tl.sum(is_tie.to(tl.int32))
@@ -233,4 +234,5 @@ def _truncate(  # type: ignore[no-untyped-def]  # compiled by Triton
                 before = num_ties + tl.cumsum(is_tie.to(tl.int32), 0) - 1
                 is_kept |= is_tie & (before.to(tl.float32) < ties_kept)
                 num_ties += n
+            is_kept &= x > float("-inf")  # a NaN is out, whatever the threshold
             tl.store(out + at, float("-inf"), mask=(at < vocab_size) & (is_kept == 0))
