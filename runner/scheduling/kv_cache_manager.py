@@ -126,14 +126,13 @@ class KVCacheManager:
         num_hit_blocks = hit.num_tokens // self.block_size
         num_new_blocks = blocks_for(hit.num_tokens + num_tokens, self.block_size) - num_hit_blocks
         all_blocks = blocks_for(request.num_tokens, self.block_size)
-        num_now, num_in_all = 0, 0  # free blocks that this call takes, and that the whole prompt takes
+        num_free_needed = 0  # for all known tokens; this call takes as many or fewer
         for group, table in zip(self.groups, hit.tables, strict=True):
             kept = [block for block in table if block is not None]
             num_shared = sum(not self._pool.is_free(block) for block in kept)
             at_once = min(len(kept) + all_blocks - num_hit_blocks, self._max_blocks(group, request.num_tokens))
-            num_now += len(kept) - num_shared + num_new_blocks
-            num_in_all += at_once - num_shared
-        if max(num_now, num_in_all) + num_spared_blocks > self._pool.num_free:
+            num_free_needed += at_once - num_shared
+        if num_free_needed + num_spared_blocks > self._pool.num_free:
             return False
         for table in hit.tables:
             self._pool.touch([block for block in table if block is not None])
@@ -225,6 +224,7 @@ class KVCacheManager:
     def _extend_digests(self, request: Request, num_blocks: int) -> None:
         """Digests of its first `num_blocks` full blocks; each is made once in the life of a request."""
         digests = request.block_digests
+        assert num_blocks * self.block_size <= request.num_tokens, "a block of tokens that are not all known"
         extra_key = request.cache_salt.encode()
         for index in range(len(digests), num_blocks):
             tokens = request.token_ids(index * self.block_size, (index + 1) * self.block_size)

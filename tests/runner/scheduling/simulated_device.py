@@ -58,6 +58,11 @@ class SimulatedDevice:
             self._read(item)
         return {item.request_id: self._sample(item) for item in output.sampled}
 
+    def forget_computations(self, request_id: str) -> None:
+        """The next request of that id is another."""
+        for key in [key for key in self.num_computations if key[0] == request_id]:
+            del self.num_computations[key]
+
     def _add(self, added: AddedRequest) -> None:
         assert added.request_id not in self.rows, f"{added.request_id!r} is added, but was not removed"
         assert added.num_computed_tokens < len(added.token_ids), "no token left to compute"
