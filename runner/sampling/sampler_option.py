@@ -77,7 +77,7 @@ class SamplerOption(ABC):
 
     def is_used(self, rows: Sequence[int]) -> bool:
         """Whether the request of any of these state rows uses the option."""
-        return not self._users.isdisjoint(rows)
+        return bool(self._users) and not self._users.isdisjoint(rows)
 
     def select(self, batch: SamplingBatch) -> torch.Tensor:
         """The batch's rows that use the option, `[num_selected]` int32 on the device.

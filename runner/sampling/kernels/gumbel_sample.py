@@ -8,10 +8,15 @@ import triton
 import triton.language as tl
 
 BLOCK = 4096
-"""Logits a program reads, 8 KiB of bfloat16: a vocabulary of 151,936 makes 38 programs a row, enough to
-spread one row over a GPU, few enough for the second kernel to finish a row in one read, and at 256 rows
-each still reads more than a launch costs. The grid is (rows, blocks of the vocabulary), from shapes
-alone, so a graph can hold it; rows that turn out to be padding return at once."""
+"""Logits a program reads: 8 KiB of bfloat16.
+
+The grid is (rows, blocks of the vocabulary), from shapes alone, so a graph can hold it; rows that turn out
+to be padding return at once. A vocabulary of 151,936 makes 38 blocks: one row is read by 38 programs at
+once, and the second kernel finishes it in a single load. At 256 rows they are 9,728 programs, several
+waves on any GPU; greedy rows do two comparisons a logit, so these wait for memory, while drawing costs a
+Philox call a logit and waits for arithmetic. Smaller blocks would spread one row further and give the
+second kernel more to read.
+"""
 
 
 def gumbel_sample_on_gpu(
