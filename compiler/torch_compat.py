@@ -498,6 +498,12 @@ def forget_cublas_workspaces() -> None:
     torch._C._cuda_clearCublasWorkspaces()
 
 
+def graph_exec_of(graph: torch.cuda.CUDAGraph) -> int:
+    """The handle of an instantiated graph (torch 2.11 has the method, its stubs do not)."""
+    handle: int = graph.raw_cuda_graph_exec()  # type: ignore[attr-defined,unused-ignore]
+    return handle
+
+
 def abandon_capture(graph: torch.cuda.CUDAGraph) -> None:
     """End a capture that went wrong, whatever state it is in, and free what it took."""
     with contextlib.suppress(RuntimeError):

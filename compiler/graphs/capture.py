@@ -182,11 +182,12 @@ def _capture_one(
                 before=None if before is None else partial(before, *static_inputs),
                 after=after,
             )
+            patched: frozenset[int] = frozenset()
             for _ in range(WARMUP_RUNS):
                 with context(descriptor, "warmup"):
-                    run_plan(bound)
+                    patched = run_plan(bound)
             with context(descriptor, "capture"):
-                plan, result = record_plan(bound, recorder, str(descriptor))
+                plan, result = record_plan(bound, recorder, str(descriptor), patched)
             named += step.bound_tensors()
     return CapturedGraph(
         descriptor=descriptor,

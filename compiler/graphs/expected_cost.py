@@ -14,7 +14,7 @@ Refusal = Callable[[CallStep], str | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitOpCost:
-    """One call of a split op in a PIECEWISE bucket; `ReplayStep` has the words."""
+    """One call of a split op in a PIECEWISE bucket; `ReplayPlan.costs` has the words."""
 
     op: str
     cost: str
@@ -22,13 +22,22 @@ class SplitOpCost:
 
 
 def expected_costs(
-    plan: Plan, prepared_ops: Mapping[str, PreparedOp], refusal: Refusal = lambda step: None
+    plan: Plan,
+    prepared_ops: Mapping[str, PreparedOp],
+    refusal: Refusal = lambda step: None,
+    *,
+    is_patched: bool = False,
 ) -> tuple[SplitOpCost, ...]:
-    """A row per split op, in order. What a `prepare` decides at capture only `refusal` can tell here."""
-    return tuple(_expected_cost(step, prepared_ops, refusal) for step in plan.split_steps)
+    """A row per split op, in order. What a `prepare` decides at capture only `refusal` can tell here.
+
+    `is_patched`: its launches become part of the graph around them (`PatchableLaunch`).
+    """
+    return tuple(_expected_cost(step, prepared_ops, refusal, is_patched) for step in plan.split_steps)
 
 
-def _expected_cost(step: CallStep, prepared_ops: Mapping[str, PreparedOp], refusal: Refusal) -> SplitOpCost:
+def _expected_cost(
+    step: CallStep, prepared_ops: Mapping[str, PreparedOp], refusal: Refusal, is_patched: bool
+) -> SplitOpCost:
     if step.op not in prepared_ops:
         note: str | None = f"{step.op} has no prepare registered"
     elif step.output is not None:
@@ -37,5 +46,5 @@ def _expected_cost(step: CallStep, prepared_ops: Mapping[str, PreparedOp], refus
         refused = refusal(step)
         note = None if refused is None else f"{step.op}: {refused}"
     if note is None:
-        return SplitOpCost(op=step.op, cost="launch", note="")
+        return SplitOpCost(op=step.op, cost="patch" if is_patched else "launch", note="")
     return SplitOpCost(op=step.op, cost="dispatch" if step.output is None else "dispatch + copy", note=note)

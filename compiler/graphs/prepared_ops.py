@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from piecegraph.compiler.split_ops import refuse_unregistered
 from piecegraph.errors import UsageError
@@ -21,6 +21,27 @@ Prepare = Callable[..., Launch | str | None]
 """The op's arguments to its launch; None, or the reason as text, where this call has to be dispatched."""
 
 ReadMetadata = Callable[[], Any]
+
+Patch = Callable[[int, Any], None]
+"""Changes nodes of an instantiated graph (its handle) to what the metadata asks for, before a replay."""
+
+
+@runtime_checkable
+class PatchableLaunch(Protocol):
+    """A launch that may be part of a graph: its kernels are changed there instead of being launched.
+
+    A bucket whose split ops are all such is one graph, whatever their batch.
+    """
+
+    def __call__(self, metadata: Any) -> object:
+        """Launch on the current stream."""
+
+    def unpatchable_reason(self) -> str | None:
+        """Why it has to stay between graphs, or None. Asked after its first call."""
+
+    def record(self, metadata: Any) -> Patch:
+        """Launch, on the current stream, which is capturing, every kernel that some batch takes; none of
+        them runs now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +88,9 @@ def register_prepare(op: str, prepare: Prepare, metadata: ReadMetadata) -> Prepa
     `metadata()` is called once per replay (and per warm-up run), before anything is launched, and its
     value given to every launch: the place to read a context of the caller's. Ops registered with the
     same function share the call.
+
+    A launch that is a `PatchableLaunch` becomes part of the graph around it on a GPU whose driver can
+    change the kernels of a graph.
 
     Only an op that writes in place can be prepared; one that returns a tensor is dispatched. Raises
     `SplitOpNotFound` for an op that is registered nowhere, `UsageError` for one prepared already.

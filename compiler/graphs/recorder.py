@@ -23,6 +23,7 @@ class Recording:
     replay: Callable[[], None]
     outputs: tuple[Any, ...]
     release: Callable[[], None]
+    graph_exec: int | None = None  # the instantiated CUDA graph's handle, where its nodes are to be changed
 
 
 class Recorder(Protocol):
@@ -37,8 +38,11 @@ class Recorder(Protocol):
     def on_stream(self) -> AbstractContextManager[Any]:
         """Warm-up and recording happen inside this; the caller's stream is current again after it."""
 
-    def record(self, run: Callable[[], Outputs]) -> Recording:
-        """Run once, recording. Whatever `run` raises leaves no half-made recording behind."""
+    def record(self, run: Callable[[], Outputs], *, is_patched: bool = False) -> Recording:
+        """Run once, recording. Whatever `run` raises leaves no half-made recording behind.
+
+        `is_patched`: nodes of it will be changed before replays.
+        """
 
     def weak(self, value: Any) -> Any:
         """The same memory without keeping it: it stays the recording's to reuse."""
@@ -61,8 +65,8 @@ class CudaRecorder:
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         return torch.cuda.stream(self.stream)
 
-    def record(self, run: Callable[[], Outputs]) -> Recording:
-        graph = torch.cuda.CUDAGraph()
+    def record(self, run: Callable[[], Outputs], *, is_patched: bool = False) -> Recording:
+        graph = torch.cuda.CUDAGraph(keep_graph=is_patched)  # its nodes have handles while it is kept
         torch_compat.forget_cublas_workspaces()  # it is to take one from this pool, not one that eager calls share
         graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
         try:
@@ -72,7 +76,10 @@ class CudaRecorder:
             raise
         graph.capture_end()
         torch_compat.forget_cublas_workspaces()  # and nobody else is to keep it
-        return Recording(graph.replay, outputs, graph.reset)
+        if not is_patched:
+            return Recording(graph.replay, outputs, graph.reset)
+        graph.instantiate()
+        return Recording(graph.replay, outputs, graph.reset, torch_compat.graph_exec_of(graph))
 
     def weak(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor) and value.device.type == "cuda":
@@ -95,7 +102,7 @@ class FunctionRecorder:
     def on_stream(self) -> AbstractContextManager[Any]:
         return nullcontext()
 
-    def record(self, run: Callable[[], Outputs]) -> Recording:
+    def record(self, run: Callable[[], Outputs], *, is_patched: bool = False) -> Recording:
         outputs = tuple(run())
         own = sum(value.untyped_storage().nbytes() for value in outputs if isinstance(value, torch.Tensor))
         self._bytes += own

@@ -6,7 +6,7 @@ import hashlib
 import linecache
 import types
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from piecegraph.compiler import torch_compat
-from piecegraph.compiler.graphs.prepared_ops import Launch, PreparedOp, ReadMetadata
+from piecegraph.compiler.graphs.prepared_ops import Launch, Patch, PatchableLaunch, PreparedOp, ReadMetadata
 from piecegraph.compiler.graphs.recorder import Recorder, Recording
 from piecegraph.compiler.graphs.stretches import Lifetimes, Stretch, cut
 from piecegraph.compiler.piece_compiler import RunPiece
@@ -33,6 +33,7 @@ class ReplayStep:
     "dispatch + copy" (it returns instead of writing)."""
     metadata: ReadMetadata | None = None  # read once per replay for all steps with the same function
     note: str = ""  # why a split op costs more than a launch
+    num_patched: int = 0  # split ops within the graph, whose kernels are changed for each batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +51,11 @@ class ReplayPlan:
         return cls(tuple(steps), tuple(recordings), run)
 
     def costs(self) -> dict[str, int]:
-        """Steps by what they cost, in order of first appearance."""
-        return dict(Counter(step.cost for step in self.steps))
+        """Steps by what they cost, in order of first appearance, and how many split ops are patched ("patch")."""
+        costs = Counter(step.cost for step in self.steps)
+        if num_patched := sum(step.num_patched for step in self.steps):
+            costs["patch"] = num_patched
+        return dict(costs)
 
     def notes(self) -> dict[str, int]:
         """Why split ops cost more than a launch, and how many do."""
@@ -108,9 +112,14 @@ class Bound:
         return result if self.after is None else self.after(result)
 
 
-def run_plan(bound: Bound) -> Any:
+def run_plan(bound: Bound) -> frozenset[int]:
     """The stitched module, step by step, split ops launched as a replay would: what a capture warms up
-    with, and what it must equal bitwise."""
+    with, and what it must equal bitwise.
+
+    Returns the numbers of the split ops that can be patched; all read the same metadata.
+    """
+    patchable: set[int] = set()
+    reader: ReadMetadata | None = None
     values = _start(bound)
     lifetimes = Lifetimes(bound.plan)
     read = _MetadataRead()
@@ -123,17 +132,24 @@ def run_plan(bound: Bound) -> Any:
             if isinstance(launch, str):
                 _called(step, bound.functions[step.function](*args, **kwargs), values)
             else:
-                launch(read(bound.prepared_ops[step.op].metadata))
+                metadata = bound.prepared_ops[step.op].metadata
+                launch(read(metadata))
+                if isinstance(launch, PatchableLaunch) and launch.unpatchable_reason() is None:
+                    reader = reader or metadata
+                    if metadata is reader:
+                        patchable.add(number)
             del args, kwargs, launch
         else:
             _run_step(bound, step, values)
         lifetimes.drop_after(number, values)
-    return bound.finish(values)
+    bound.finish(values)
+    return frozenset(patchable)
 
 
-def record_plan(bound: Bound, recorder: Recorder, title: str) -> tuple[ReplayPlan, Any]:
+def record_plan(bound: Bound, recorder: Recorder, title: str, patched: Collection[int] = ()) -> tuple[ReplayPlan, Any]:
     """Record every stretch between split ops, and run the split ops once, in order; the bucket's result
-    comes with it, views of the recordings' memory.
+    comes with it, views of the recordings' memory. `patched`: what `run_plan` returned; these split ops
+    become part of the stretch they are in.
 
     Values are dropped after their last reader, as the stitched module does, so that one bucket's
     layers, and buckets captured later, use the same memory; steps keep addresses only. Raises
@@ -146,7 +162,8 @@ def record_plan(bound: Bound, recorder: Recorder, title: str) -> tuple[ReplayPla
     recordings: list[Recording] = []
     result: Any = None
     try:
-        for part in cut(bound.plan, has_before=bound.before is not None, has_after=bound.after is not None):
+        parts = cut(bound.plan, has_before=bound.before is not None, has_after=bound.after is not None, patched=patched)
+        for part in parts:
             if not isinstance(part, Stretch):
                 number, split_op = part
                 steps.append(_record_split_op(bound, split_op, values, read, recorder))
@@ -154,10 +171,10 @@ def record_plan(bound: Bound, recorder: Recorder, title: str) -> tuple[ReplayPla
             elif not part.is_graph:
                 _run_stretch(bound, part, values, lifetimes)
             else:
-                recorded = _RecordedStretch(bound, part, values, lifetimes)
-                recording = recorder.record(recorded.run)
+                recorded = _RecordedStretch(bound, part, values, lifetimes, recorder)
+                recording = recorder.record(recorded.run, is_patched=bool(part.split_ops))
                 recordings.append(Recording(recording.replay, (), recording.release))
-                steps.append(ReplayStep(recording.replay, part.name, "graph"))
+                steps.append(_replay_step(bound, part, recording, recorded.patches))
                 made = lifetimes.outputs(part)
                 for number, _ in part.steps:
                     lifetimes.drop_after(number, values)
@@ -180,11 +197,15 @@ def record_plan(bound: Bound, recorder: Recorder, title: str) -> tuple[ReplayPla
 class _RecordedStretch:
     """A stretch over the values it starts from: what is recorded, or run again."""
 
-    def __init__(self, bound: Bound, stretch: Stretch, values: Mapping[str, Any], lifetimes: Lifetimes) -> None:
-        self._bound, self._stretch, self._lifetimes = bound, stretch, lifetimes
+    def __init__(
+        self, bound: Bound, stretch: Stretch, values: Mapping[str, Any], lifetimes: Lifetimes, recorder: Recorder
+    ) -> None:
+        self._bound, self._stretch, self._lifetimes, self._recorder = bound, stretch, lifetimes, recorder
         self._inputs = {name: values[name] for name in lifetimes.inputs(bound.plan, stretch)}
         self._made = lifetimes.outputs(stretch)
+        self._split_ops = frozenset(stretch.split_ops)
         self.tree: Any = None  # of the bucket's result, if the stretch makes it
+        self.patches: list[Patch] = []  # one a split op, where a CUDA graph was recorded
 
     def run(self) -> list[Any]:
         """What the stretch leaves to those after it, then the leaves of the bucket's result."""
@@ -192,12 +213,46 @@ class _RecordedStretch:
         if self._stretch.has_before:
             assert self._bound.before is not None
             self._bound.before()
-        _run_stretch(self._bound, self._stretch, values, self._lifetimes)
+        for number, step in self._stretch.steps:
+            if number in self._split_ops:
+                assert isinstance(step, CallStep)
+                self._run_split_op(step, values)
+            else:
+                _run_step(self._bound, step, values)
+            self._lifetimes.drop_after(number, values)
         outputs = [values[name] for name in self._made]
         if self._stretch.has_after:
             leaves, self.tree = pytree.tree_flatten(self._bound.finish(values))
             outputs += leaves
         return outputs
+
+    def _run_split_op(self, step: CallStep, values: dict[str, Any]) -> None:
+        """Bound to the addresses of this bucket: its kernels get new numbers before each replay."""
+        launch = _launch_of(step, *_weak_arguments(step, values, self._recorder), self._bound.prepared_ops)
+        assert isinstance(launch, PatchableLaunch), f"{step.op} was patchable in the warm-up: {launch}"
+        metadata = self._bound.prepared_ops[step.op].metadata()
+        if self._recorder.kind == "cuda":
+            self.patches.append(launch.record(metadata))
+        else:  # run again at each replay, over that one's metadata
+            launch(metadata)
+
+
+def _replay_step(bound: Bound, stretch: Stretch, recording: Recording, patches: Sequence[Patch]) -> ReplayStep:
+    num_patched = len(stretch.split_ops)
+    if not patches:
+        return ReplayStep(recording.replay, stretch.name, "graph", num_patched=num_patched)
+    graph_exec, launch_graph = recording.graph_exec, recording.replay
+    assert graph_exec is not None
+    first = bound.plan.steps[stretch.split_ops[0]]
+    assert isinstance(first, CallStep)
+
+    def replay(metadata: Any) -> None:
+        for patch in patches:
+            patch(graph_exec, metadata)
+        launch_graph()
+
+    metadata = bound.prepared_ops[first.op].metadata
+    return ReplayStep(replay, stretch.name, "graph", metadata=metadata, num_patched=num_patched)
 
 
 def _run_stretch(bound: Bound, stretch: Stretch, values: dict[str, Any], lifetimes: Lifetimes) -> None:
@@ -220,7 +275,7 @@ def _record_split_op(
     bound: Bound, step: CallStep, values: dict[str, Any], read: _MetadataRead, recorder: Recorder
 ) -> ReplayStep:
     """Run a split op once, bound to the addresses of this bucket for every replay."""
-    args, kwargs = _arguments(step, {slot.name: recorder.weak(values[slot.name]) for slot in step_inputs(step)})
+    args, kwargs = _weak_arguments(step, values, recorder)
     launch = _launch_of(step, args, kwargs, bound.prepared_ops)
     if not isinstance(launch, str):
         prepared = bound.prepared_ops[step.op]
@@ -276,6 +331,11 @@ def _start(bound: Bound) -> dict[str, Any]:
 def _arguments(step: CallStep, values: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
     args = [_filled(value, values) for value in step.args]
     return args, {name: _filled(value, values) for name, value in step.kwargs}
+
+
+def _weak_arguments(step: CallStep, values: Mapping[str, Any], recorder: Recorder) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments as addresses: their memory stays the recordings' to use again."""
+    return _arguments(step, {slot.name: recorder.weak(values[slot.name]) for slot in step_inputs(step)})
 
 
 def _called(step: CallStep, result: Any, values: dict[str, Any]) -> None:

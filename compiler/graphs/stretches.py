@@ -1,8 +1,8 @@
-"""Where a PIECEWISE bucket is cut: at split ops, and nowhere else."""
+"""Where a PIECEWISE bucket is cut: at split ops that cannot be part of a graph, and nowhere else."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from piecegraph.compiler.plan import CallStep, PieceStep, Plan, Slot, Step, slots_in, step_inputs, step_outputs
@@ -10,9 +10,9 @@ from piecegraph.compiler.plan import CallStep, PieceStep, Plan, Slot, Step, slot
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stretch:
-    """All steps between two split ops, and what the caller adds at either end of the plan: one graph."""
+    """All steps between two cuts, and what the caller adds at either end of the plan: one graph."""
 
-    steps: tuple[tuple[int, Step], ...]  # with their numbers in the plan
+    steps: tuple[tuple[int, Step], ...]  # with their numbers in the plan; split ops among them are patched
     has_before: bool  # the caller's preparation comes first
     has_after: bool  # what the caller makes of the results comes last
 
@@ -22,13 +22,24 @@ class Stretch:
         return self.has_before or self.has_after or any(isinstance(step, PieceStep) for _, step in self.steps)
 
     @property
+    def split_ops(self) -> tuple[int, ...]:
+        """Numbers of the split ops within."""
+        return tuple(number for number, step in self.steps if isinstance(step, CallStep) and step.is_split_op)
+
+    @property
     def name(self) -> str:
-        pieces = [f"piece {step.index}" for _, step in self.steps if isinstance(step, PieceStep)]
-        return ", ".join([*["before"] * self.has_before, *pieces, *["after"] * self.has_after])
+        pieces = [step.index for _, step in self.steps if isinstance(step, PieceStep)]
+        names = [f"piece {pieces[0]}" if len(pieces) == 1 else f"pieces {pieces[0]}-{pieces[-1]}"] if pieces else []
+        return ", ".join([*["before"] * self.has_before, *names, *["after"] * self.has_after])
 
 
-def cut(plan: Plan, *, has_before: bool, has_after: bool) -> tuple[Stretch | tuple[int, CallStep], ...]:
-    """The plan's steps as stretches and the split ops between them, these with their numbers."""
+def cut(
+    plan: Plan, *, has_before: bool, has_after: bool, patched: Collection[int] = ()
+) -> tuple[Stretch | tuple[int, CallStep], ...]:
+    """The plan's steps as stretches and the split ops between them, these with their numbers.
+
+    `patched`: numbers of split ops that become part of a stretch.
+    """
     parts: list[Stretch | tuple[int, CallStep]] = []
     steps: list[tuple[int, Step]] = []
     starts_with_before = has_before
@@ -41,7 +52,7 @@ def cut(plan: Plan, *, has_before: bool, has_after: bool) -> tuple[Stretch | tup
         starts_with_before = False
 
     for number, step in enumerate(plan.steps):
-        if isinstance(step, CallStep) and step.is_split_op:
+        if isinstance(step, CallStep) and step.is_split_op and number not in patched:
             end(has_after=False)
             parts.append((number, step))
         else:
@@ -50,9 +61,10 @@ def cut(plan: Plan, *, has_before: bool, has_after: bool) -> tuple[Stretch | tup
     return tuple(parts)
 
 
-def num_graphs(plan: Plan, *, has_before: bool, has_after: bool) -> int:
-    """Graphs of a PIECEWISE bucket."""
-    parts = cut(plan, has_before=has_before, has_after=has_after)
+def num_graphs(plan: Plan, *, has_before: bool, has_after: bool, is_patched: bool = False) -> int:
+    """Graphs of a PIECEWISE bucket; `is_patched`: all split ops are."""
+    patched = range(len(plan.steps)) if is_patched else ()
+    parts = cut(plan, has_before=has_before, has_after=has_after, patched=patched)
     return sum(isinstance(part, Stretch) and part.is_graph for part in parts)
 
 

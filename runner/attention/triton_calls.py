@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 
+from piecegraph.compiler.graphs.cuda_driver import last_captured_node, set_enabled
+from piecegraph.compiler.graphs.prepared_ops import Patch
 from piecegraph.runner.attention.kernels.decode import decode_call, decode_grid
 from piecegraph.runner.attention.kernels.decode_config import DecodeConfig, decode_config
 from piecegraph.runner.attention.kernels.gpu_limits import GpuLimits
 from piecegraph.runner.attention.kernels.head_shape import HeadShape
 from piecegraph.runner.attention.kernels.kv_write import kv_write_call, kv_write_grid
-from piecegraph.runner.attention.kernels.launch import Grid, KernelCall, KernelPreparer, current_stream
+from piecegraph.runner.attention.kernels.launch import (
+    Grid,
+    KernelCall,
+    KernelPreparer,
+    PreparedKernel,
+    current_stream,
+)
 from piecegraph.runner.attention.kernels.prefill import prefill_call, prefill_grid
 from piecegraph.runner.attention.kernels.prefill_config import LONG_QUERY_LEN, PrefillConfig, prefill_config
 from piecegraph.runner.attention.metadata import AttentionMetadata
@@ -138,10 +147,19 @@ def _plan(shape: HeadShape, max_num_reqs: int, max_len: int, gpu: GpuLimits) -> 
     return _Plan(tuple(decodes), tuple(decode_layouts), tuple(map(prefill_layouts.index, prefills)), prefill_layouts)
 
 
+class _Launch(NamedTuple):
+    """One kernel of a batch."""
+
+    kernel: PreparedKernel
+    grid: Grid
+    changed: tuple[int, ...]
+
+
 class PreparedAttention:
     """`kernel_calls` for tensors that stay where they are: a launch costs a few microseconds of the host.
 
     Everything is compiled at the first launch, for any batch of as many rows, so that none after it compiles.
+    It can be part of a graph instead (`PatchableLaunch`): kernels no batch at hand takes are disabled there.
     """
 
     def __init__(self, call: LayerCall, preparer: KernelPreparer) -> None:
@@ -152,38 +170,72 @@ class PreparedAttention:
     def __call__(self, metadata: AttentionMetadata) -> None:
         """Like `TritonImpl.forward`. Every call's metadata comes from one builder."""
         assert isinstance(metadata, TritonMetadata), type(metadata)
-        if self._unbound is not None:
-            self._bind(*self._unbound, metadata)
-            self._unbound = None
+        self._bind_once(metadata)
         stream = current_stream(self._device)
-        num_decode_reqs = metadata.num_decode_reqs
-        block_table, block_table_stride = metadata.block_table_address, metadata.block_table_stride
-        if num_decode_reqs > 0:
-            decode = self._plan.decodes[num_decode_reqs - 1]
-            self._decodes[decode.layout].launch(
-                decode.grid, stream,
-                block_table, metadata.seq_lens_address, metadata.slot_mapping_address, block_table_stride,
-                decode.num_splits, decode.min_split_len,
-            )  # fmt: skip
-        if num_decode_reqs < metadata.num_reqs:
-            num_rows = metadata.num_tokens - num_decode_reqs
-            self._kv_write.launch(
-                kv_write_grid(self._shape.num_kv_heads, num_rows), stream,
-                metadata.slot_mapping_address, num_decode_reqs, metadata.num_tokens,
-            )  # fmt: skip
-            layout = self._plan.prefills[min(metadata.max_query_len, LONG_QUERY_LEN)]
-            config = self._plan.prefill_layouts[layout]
-            self._prefills[layout].launch(
-                prefill_grid(self._shape, num_rows, metadata.num_reqs - num_decode_reqs, config), stream,
-                metadata.query_start_loc_address, metadata.seq_lens_address, block_table, block_table_stride,
-                num_decode_reqs, metadata.num_reqs,
-            )  # fmt: skip
+        for launch in self.launches(metadata):
+            if launch is not None:
+                launch.kernel.launch(launch.grid, stream, *launch.changed)
 
-    def _bind(self, call: LayerCall, preparer: KernelPreparer, metadata: TritonMetadata) -> None:
+    def launches(self, metadata: TritonMetadata) -> tuple[_Launch | None, _Launch | None, _Launch | None]:
+        """Decode, K/V write and prefill, as they follow each other; None where no request takes it."""
+        num_decode_reqs, num_reqs = metadata.num_decode_reqs, metadata.num_reqs
+        return (
+            self._decode(metadata) if num_decode_reqs > 0 else None,
+            self._kv_write(metadata) if num_decode_reqs < num_reqs else None,
+            self._prefill(metadata) if num_decode_reqs < num_reqs else None,
+        )
+
+    def unpatchable_reason(self) -> str | None:
+        """Why its kernels cannot be part of a graph around it, or None."""
+        kernels = (*self._decode_kernels, self._kv_write_kernel, *self._prefill_kernels)
+        return next(filter(None, (kernel.unpatchable_reason for kernel in kernels)), None)
+
+    def record(self, metadata: AttentionMetadata) -> Patch:
+        """One node for each of the three kernels a batch may take."""
+        assert isinstance(metadata, TritonMetadata), type(metadata)
+        self._bind_once(metadata)
+        stream = current_stream(self._device)
+        one_decode = replace(metadata, num_reqs=1, num_decode_reqs=1, max_query_len=1)
+        one_other = replace(metadata, num_reqs=1, num_decode_reqs=0, max_query_len=1)
+        nodes = []
+        for launch in (self._decode(one_decode), self._kv_write(one_other), self._prefill(one_other)):
+            launch.kernel.launch(launch.grid, stream, *launch.changed)
+            nodes.append(last_captured_node(stream))
+        return _Nodes(self, nodes).patch
+
+    def _decode(self, metadata: TritonMetadata) -> _Launch:
+        decode = self._plan.decodes[metadata.num_decode_reqs - 1]
+        changed = (
+            metadata.block_table_address, metadata.seq_lens_address, metadata.slot_mapping_address,
+            metadata.block_table_stride, decode.num_splits, decode.min_split_len,
+        )  # fmt: skip
+        return _Launch(self._decode_kernels[decode.layout], decode.grid, changed)
+
+    def _kv_write(self, metadata: TritonMetadata) -> _Launch:
+        num_decode_reqs, num_tokens = metadata.num_decode_reqs, metadata.num_tokens
+        grid = kv_write_grid(self._shape.num_kv_heads, num_tokens - num_decode_reqs)
+        return _Launch(self._kv_write_kernel, grid, (metadata.slot_mapping_address, num_decode_reqs, num_tokens))
+
+    def _prefill(self, metadata: TritonMetadata) -> _Launch:
+        num_decode_reqs, num_reqs = metadata.num_decode_reqs, metadata.num_reqs
+        layout = self._plan.prefills[min(metadata.max_query_len, LONG_QUERY_LEN)]
+        config = self._plan.prefill_layouts[layout]
+        num_rows = metadata.num_tokens - num_decode_reqs
+        changed = (
+            metadata.query_start_loc_address, metadata.seq_lens_address, metadata.block_table_address,
+            metadata.block_table_stride, num_decode_reqs, num_reqs,
+        )  # fmt: skip
+        grid = prefill_grid(self._shape, num_rows, num_reqs - num_decode_reqs, config)
+        return _Launch(self._prefill_kernels[layout], grid, changed)
+
+    def _bind_once(self, metadata: TritonMetadata) -> None:
+        if self._unbound is None:
+            return
+        (call, preparer), self._unbound = self._unbound, None
         assert metadata.gpu is not None
         num_rows = call.query.shape[0]
         self._plan = _plan(self._shape, metadata.max_num_reqs, metadata.max_len, metadata.gpu)
-        self._decodes = [
+        self._decode_kernels = [
             preparer.prepare(
                 call.decode(metadata, num_reqs, config),
                 changing=(
@@ -193,8 +245,10 @@ class PreparedAttention:
             for num_reqs, config in self._plan.decode_layouts
             if num_reqs <= num_rows
         ]  # fmt: skip
-        self._kv_write = preparer.prepare(call.kv_write(metadata), changing=("slot_mapping", "first_row", "num_tokens"))
-        self._prefills = [
+        self._kv_write_kernel = preparer.prepare(
+            call.kv_write(metadata), changing=("slot_mapping", "first_row", "num_tokens")
+        )
+        self._prefill_kernels = [
             preparer.prepare(
                 call.prefill(metadata, config),
                 changing=(
@@ -203,3 +257,28 @@ class PreparedAttention:
             )
             for config in self._plan.prefill_layouts
         ]  # fmt: skip
+
+
+class _Nodes:
+    """A layer's kernels in a graph, and what they are set to."""
+
+    def __init__(self, attention: PreparedAttention, nodes: Sequence[int]) -> None:
+        self._attention = attention
+        self._nodes = tuple(nodes)
+        self._is_enabled = [True] * len(nodes)
+        self._patched_for: tuple[int, ...] | None = None
+
+    def patch(self, graph_exec: int, metadata: AttentionMetadata) -> None:
+        """Costs the host next to nothing for a batch like the one before."""
+        assert isinstance(metadata, TritonMetadata), type(metadata)
+        if metadata.launch_key == self._patched_for:
+            return
+        self._patched_for = None  # until all of it is done
+        for number, launch in enumerate(self._attention.launches(metadata)):
+            node = self._nodes[number]
+            if launch is not None:
+                launch.kernel.patch(graph_exec, node, launch.grid, *launch.changed)
+            if self._is_enabled[number] != (launch is not None):
+                set_enabled(graph_exec, node, launch is not None)
+                self._is_enabled[number] = launch is not None
+        self._patched_for = metadata.launch_key

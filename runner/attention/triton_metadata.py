@@ -28,6 +28,7 @@ class TritonMetadata(AttentionMetadata):
     query_start_loc_address: int
     seq_lens_address: int
     slot_mapping_address: int
+    launch_key: tuple[int, ...]  # of all that launches depend on: equal for steps that launch the same
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,11 @@ class TritonMetadataBuilder:
 
     def build(self, common: AttentionMetadata) -> TritonMetadata:
         """Nothing is computed or copied: the kernels read the batch from its tensors."""
+        addresses = [
+            tensor.data_ptr()
+            for tensor in (common.block_table, common.query_start_loc, common.seq_lens, common.slot_mapping)
+        ]
+        counts = (common.num_reqs, common.num_tokens, common.max_query_len, common.num_decode_reqs)
         return TritonMetadata(
             num_reqs=common.num_reqs,
             num_tokens=common.num_tokens,
@@ -66,10 +72,11 @@ class TritonMetadataBuilder:
             max_num_reqs=self.max_num_reqs,
             max_len=common.block_table.shape[1] * self.block_size,
             block_table_stride=common.block_table.stride(0),
-            block_table_address=common.block_table.data_ptr(),
-            query_start_loc_address=common.query_start_loc.data_ptr(),
-            seq_lens_address=common.seq_lens.data_ptr(),
-            slot_mapping_address=common.slot_mapping.data_ptr(),
+            block_table_address=addresses[0],
+            query_start_loc_address=addresses[1],
+            seq_lens_address=addresses[2],
+            slot_mapping_address=addresses[3],
+            launch_key=(*counts, common.block_table.stride(0), *addresses),
         )
 
     def init_capture(self, common: AttentionMetadata) -> TritonMetadata:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -270,42 +272,51 @@ def test_the_cache_folder_is_the_only_place_written(tmp_path: Path, monkeypatch:
     assert {path.name for path in tmp_path.iterdir()} == {"inductor"}
 
 
-@pytest.mark.xfail(strict=True, reason="torch 2.11 on an H200 measures 4 kernels once more; the cause is not found yet")
+class Projects(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up = nn.Linear(1024, 4096, bias=False)
+        self.down = nn.Linear(4096, 1024, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = x + self.down(nn.functional.silu(self.up(x)))
+        return result
+
+
+def measurements_of_a_start() -> tuple[tuple[int, ...], int, list[torch.Tensor]]:
+    """(static sizes in use, kernels measured, outputs for 1, 2 and 3 tokens) of a compile on the GPU."""
+    model = Projects().to("cuda", torch.bfloat16)
+    config = pg.CompileConfig(compile_sizes=(1, 2))
+    example = torch.ones(8, 1024, device="cuda", dtype=torch.bfloat16)
+    compiled = pg.compile(model, config, dynamic_dims={"x": 0}, example_inputs=(example,))
+    measured = torch._dynamo.utils.counters["inductor"]["coordesc_tuning_bench"]
+    outputs = []
+    for num_tokens in (1, 2, 3):
+        torch.manual_seed(num_tokens)
+        x = torch.randn(num_tokens, 1024, device="cuda", dtype=torch.bfloat16)
+        with torch.no_grad():
+            outputs.append(compiled(x).cpu())
+            torch.testing.assert_close(outputs[-1], model(x).cpu(), rtol=2e-2, atol=2e-2)  # bfloat16, another order
+    return compiled.report().static_sizes, measured, outputs
+
+
 @pytest.mark.gpu
 def test_on_a_gpu_one_token_is_tuned_once_and_found_tuned_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the first compile measured, in this process, the next one finds."""
+    """What one process measured, the next one finds, and computes the same to the bit.
+
+    A second compile in the process that measured is no such case: torch keeps its kernels there as they
+    were before they were measured.
+    """
     monkeypatch.setenv("PIECEGRAPH_CACHE_DIR", str(tmp_path))
-
-    class Projects(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.up = nn.Linear(1024, 4096, bias=False)
-            self.down = nn.Linear(4096, 1024, bias=False)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            result: torch.Tensor = x + self.down(nn.functional.silu(self.up(x)))
-            return result
-
-    model = Projects().to("cuda", torch.bfloat16)
-
-    def tuned() -> tuple[pg.CompiledModel, int]:
-        before = torch._dynamo.utils.counters["inductor"]["coordesc_tuning_bench"]
-        config = pg.CompileConfig(compile_sizes=(1, 2))
-        example = torch.ones(8, 1024, device="cuda", dtype=torch.bfloat16)
-        compiled = pg.compile(model, config, dynamic_dims={"x": 0}, example_inputs=(example,))
-        return compiled, torch._dynamo.utils.counters["inductor"]["coordesc_tuning_bench"] - before
-
-    first, benchmarks = tuned()
-    assert first.report().static_sizes == (1, 2), str(first.report())
-    assert benchmarks > 0
-    again, benchmarks_again = tuned()
-    for num_tokens in (1, 2, 3):
-        x = torch.randn(num_tokens, 1024, device="cuda", dtype=torch.bfloat16)
-        with torch.no_grad():
-            expected = model(x)
-        torch.testing.assert_close(first(x), expected, rtol=2e-2, atol=2e-2)  # bfloat16, sums in another order
-        assert torch.equal(again(x), first(x))
-    assert benchmarks_again == 0
+    starts = []
+    for _ in range(2):
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
+            starts.append(process.submit(measurements_of_a_start).result())
+    (sizes, measured, outputs), (sizes_later, measured_later, outputs_later) = starts
+    assert sizes == sizes_later == (1, 2)
+    assert measured > 0
+    assert measured_later == 0
+    assert all(map(torch.equal, outputs, outputs_later))

@@ -172,6 +172,49 @@ def _cache_tensors(runner: ModelRunner) -> list[torch.Tensor]:
     return [tensor.view(torch.uint8) for cache in runner.step.kv_caches.values() for tensor in (cache.key, cache.value)]
 
 
+@torch.no_grad()
+def test_one_bucket_serves_batches_of_every_kind(graphed: LLM) -> None:
+    """Decodes alone, with a prompt's chunk beside them, and chunks alone: in turns through the same PIECEWISE
+    graph, whose attention is launched anew, or changed, for each. Bitwise the pieces at the same padded shape."""
+    runner, decode = decoding(graphed, 3)
+    saved = snapshot(runner)
+    ids = decode.request_ids
+    kinds = [
+        (Batch(request_ids=ids, query_lens=(1, 1, 1), num_decode_reqs=3), ()),
+        (Batch(request_ids=ids, query_lens=(1, 1, 2), num_decode_reqs=2), (2,)),
+        (Batch(request_ids=ids[1:], query_lens=(2, 2), num_decode_reqs=0), (1, 2)),
+        (Batch(request_ids=ids[:1], query_lens=(1,), num_decode_reqs=1), ()),
+        (Batch(request_ids=ids, query_lens=(1, 2, 2), num_decode_reqs=1), (1, 2)),
+    ]
+    descriptor = next(d for d in runner.graphs.descriptors(PIECEWISE) if d.num_tokens >= 5)
+    step = runner.step
+    for batch, chunks in [*kinds, *reversed(kinds)]:
+        logits = []
+        for is_graph in (False, True):
+            restore(runner, saved)
+            for number in chunks:  # the token before once more
+                step.states.num_computed_tokens[step.states.row(ids[number])] -= 1
+            if is_graph:
+                output = runner.run(batch, Dispatched(PIECEWISE, descriptor, None))
+                logits.append(output.logits[: batch.num_reqs].clone())
+            else:
+                step.buffers.fill([step.states.row(request_id) for request_id in batch.request_ids], batch.query_lens)
+                num_logits = step.num_logits(descriptor.num_tokens)
+                step.prepare(descriptor.num_tokens, num_logits)
+                common = step.buffers.metadata(
+                    num_tokens=descriptor.num_tokens,
+                    num_reqs=batch.num_reqs,
+                    max_query_len=batch.max_query_len,
+                    num_decode_reqs=batch.num_decode_reqs,
+                )
+                made = step.run_uncaptured(step.metadata_builder.build(common), num_logits)
+                logits.append(made[: batch.num_reqs].clone())
+        assert torch.equal(*logits), batch
+    restore(runner, saved)
+    for request_id in ids:
+        graphed.engine.abort(request_id)
+
+
 def test_nothing_is_captured_once_ready(graphed: LLM) -> None:
     assert graphed.runner.graphs.ready
     with pytest.raises(CaptureError, match="graphs are captured once, at start"):

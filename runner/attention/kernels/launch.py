@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from triton.runtime import driver
 
+from piecegraph.runner.attention.kernels.node_format import NodeFormat, node_format
+
 Grid = tuple[int, int, int]
 
 
@@ -34,11 +36,19 @@ Run = Callable[[Grid, int, list[Any]], None]
 """Grid, stream, and all of the kernel's arguments in order, constants included."""
 
 
+class CompiledForLaunch(NamedTuple):
+    """A compiled kernel: how it is launched, and how a graph's node becomes it."""
+
+    run: Run
+    node: NodeFormat | str  # or why no node can
+
+
 class PreparedKernel:
     """A compiled kernel and its arguments, some of which a launch replaces. Made by `KernelPreparer`."""
 
-    def __init__(self, run: Run, values: list[Any], places: tuple[int, ...]) -> None:
-        self._run = run
+    def __init__(self, compiled: CompiledForLaunch, values: list[Any], places: tuple[int, ...]) -> None:
+        self._run = compiled.run
+        self._node = compiled.node
         self._values = values
         self._places = places
 
@@ -48,6 +58,19 @@ class PreparedKernel:
         for place, value in zip(self._places, changed, strict=True):
             values[place] = value
         self._run(grid, stream, values)
+
+    @property
+    def unpatchable_reason(self) -> str | None:
+        """Why no node of a graph can become it, or None."""
+        return self._node if isinstance(self._node, str) else None
+
+    def patch(self, graph_exec: int, node: int, grid: Grid, *changed: int) -> None:
+        """What `launch` does, by a kernel node of an instantiated graph from its next replay on."""
+        values = self._values
+        for place, value in zip(self._places, changed, strict=True):
+            values[place] = value
+        assert not isinstance(self._node, str), self._node
+        self._node.patch(graph_exec, node, grid, values)
 
 
 class KernelPreparer:
@@ -59,19 +82,24 @@ class KernelPreparer:
     """
 
     def __init__(self) -> None:
-        self._runs: dict[tuple[object, ...], Run] = {}  # as many as there are kinds of layers and layouts
+        self._compiled: dict[tuple[object, ...], CompiledForLaunch] = {}  # as many as kinds of layers and layouts
 
     def prepare(self, call: KernelCall, changing: Sequence[str]) -> PreparedKernel:
         """Launches nothing. `changing`: the arguments that each launch gives, in this order."""
         names = list(call.arguments)
         places = tuple(names.index(name) for name in changing)
         key = (call.kernel, tuple(call.options.items()), *_kinds(call.arguments, changing))
-        if key not in self._runs:
+        if key not in self._compiled:
             assert names == [param.name for param in call.kernel.params], (names, call.kernel)
             compiled = call.kernel.warmup(*call.arguments.values(), grid=call.grid, **call.options)
-            self._runs[key] = _run_compiled(compiled) or _run_by_name(call)
+            run = _run_compiled(compiled)
+            self._compiled[key] = (
+                CompiledForLaunch(_run_by_name(call), "this Triton's kernels have no launcher we know")
+                if run is None
+                else CompiledForLaunch(run, node_format(compiled, names))
+            )
         values = [x.data_ptr() if isinstance(x, torch.Tensor) else x for x in call.arguments.values()]
-        return PreparedKernel(self._runs[key], values, places)
+        return PreparedKernel(self._compiled[key], values, places)
 
 
 def _kinds(arguments: Mapping[str, Any], changing: Sequence[str]) -> Iterator[object]:

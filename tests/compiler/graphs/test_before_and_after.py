@@ -55,7 +55,7 @@ def test_one_graph_between_two_split_ops() -> None:
     assert len(plan.piece_steps) > len(stretches)
     assert [stretch.has_before for stretch in stretches] == [True, False, False, False]
     assert [stretch.has_after for stretch in stretches] == [False, False, False, True]
-    assert stretches[-1].name == "piece 3, piece 4, after"
+    assert stretches[-1].name == "pieces 3-4, after"
     steps = sorted(pair for part in parts for pair in (part.steps if isinstance(part, Stretch) else (part,)))
     assert steps == list(enumerate(plan.steps))
 

@@ -34,8 +34,7 @@ def assert_as_captured(
     compiled: pg.CompiledModel, inputs: list[torch.Tensor], refusal: Callable[[CallStep], str | None] | None = None
 ) -> Counter[str]:
     """The costs and notes expected are those of a capture; the costs."""
-    options = {} if refusal is None else {"refusal": refusal}
-    rows = expected_costs(compiled.plan, prepared_ops(), **options)
+    rows = expected_costs(compiled.plan, prepared_ops(), refusal or (lambda step: None))
     costs = Counter(row.cost for row in rows)
     with compiled.capture([FOUR], lambda descriptor: inputs, mode="PIECEWISE") as graphs:
         assert graphs.costs(FOUR) == {"graph": num_graphs(compiled.plan, has_before=False, has_after=False), **costs}

@@ -1,0 +1,141 @@
+"""The few calls of the CUDA driver that torch does not offer: changing a kernel inside a captured graph.
+
+Driver API: cuStreamGetCaptureInfo, cuFuncGetParamInfo, cuGraphExecKernelNodeSetParams, cuGraphNodeSetEnabled.
+Called through ctypes: there is nothing to build.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import lru_cache
+from typing import NamedTuple
+
+from piecegraph.errors import CaptureError
+
+_INVALID_VALUE = 1  # CUDA_ERROR_INVALID_VALUE: a parameter index past the last
+_BUFFER_POINTER, _BUFFER_SIZE, _END = 1, 2, 0  # CU_LAUNCH_PARAM_*
+_SYMBOLS = (
+    "cuStreamGetCaptureInfo_v3",
+    "cuFuncGetParamInfo",
+    "cuGraphExecKernelNodeSetParams_v2",
+    "cuGraphNodeSetEnabled",
+)
+
+
+class KernelNodeParams(ctypes.Structure):
+    """CUDA_KERNEL_NODE_PARAMS_v2."""
+
+    _fields_ = (
+        ("function", ctypes.c_void_p),
+        ("grid_x", ctypes.c_uint),
+        ("grid_y", ctypes.c_uint),
+        ("grid_z", ctypes.c_uint),
+        ("block_x", ctypes.c_uint),
+        ("block_y", ctypes.c_uint),
+        ("block_z", ctypes.c_uint),
+        ("shared_bytes", ctypes.c_uint),
+        ("kernel_params", ctypes.c_void_p),
+        ("extra", ctypes.c_void_p),
+        ("kernel", ctypes.c_void_p),
+        ("context", ctypes.c_void_p),
+    )
+
+
+class KernelParameter(NamedTuple):
+    """Where one of a kernel's parameters lies in their buffer."""
+
+    offset: int
+    size: int  # bytes
+
+
+def unavailable_reason() -> str | None:
+    """Why kernels in a graph cannot be changed here, or None."""
+    try:
+        library = _library()
+    except OSError:
+        return "no CUDA driver is installed"
+    missing = [symbol for symbol in _SYMBOLS if not hasattr(library, symbol)]
+    return f"the CUDA driver lacks {', '.join(missing)}" if missing else None
+
+
+def last_captured_node(stream: int) -> int:
+    """The node that the capture on `stream` (a handle) would make the next one wait for: the last one it took.
+
+    Raises `CaptureError` if nothing is being captured there, or if the stream waits for several nodes.
+    """
+    status, count = ctypes.c_int(), ctypes.c_size_t()
+    nodes = ctypes.POINTER(ctypes.c_void_p)()
+    _check(
+        "cuStreamGetCaptureInfo",
+        _library().cuStreamGetCaptureInfo_v3(
+            ctypes.c_void_p(stream), ctypes.byref(status), None, None, ctypes.byref(nodes), None, ctypes.byref(count)
+        ),
+    )
+    if status.value != 1 or count.value != 1:
+        raise CaptureError(f"{count.value} nodes in a capture of status {status.value}; one node of an active capture")
+    node = nodes[0]
+    assert node is not None
+    return int(node)
+
+
+def kernel_parameters(function: int) -> tuple[KernelParameter, ...]:
+    """The parameters of a loaded kernel (a CUfunction's handle), in order."""
+    found: list[KernelParameter] = []
+    offset, size = ctypes.c_size_t(), ctypes.c_size_t()
+    while True:
+        result = _library().cuFuncGetParamInfo(
+            ctypes.c_void_p(function), ctypes.c_size_t(len(found)), ctypes.byref(offset), ctypes.byref(size)
+        )
+        if result == _INVALID_VALUE:
+            return tuple(found)
+        _check("cuFuncGetParamInfo", result)
+        found.append(KernelParameter(offset.value, size.value))
+
+
+class KernelNodeUpdate:
+    """What a kernel node is changed to. The driver copies it when `apply` is called, so one serves many nodes."""
+
+    def __init__(self, function: int, *, num_threads: int, shared_bytes: int, parameter_bytes: int) -> None:
+        self.parameters = ctypes.create_string_buffer(parameter_bytes)
+        self._size = ctypes.c_size_t(parameter_bytes)
+        self._extra = (ctypes.c_void_p * 5)(
+            _BUFFER_POINTER, ctypes.addressof(self.parameters), _BUFFER_SIZE, ctypes.addressof(self._size), _END
+        )
+        self._params = KernelNodeParams(
+            function=function,
+            block_x=num_threads,
+            block_y=1,
+            block_z=1,
+            shared_bytes=shared_bytes,
+            extra=ctypes.addressof(self._extra),
+        )
+        self._reference = ctypes.byref(self._params)
+        self._set_params = _library().cuGraphExecKernelNodeSetParams_v2
+
+    def apply(self, graph_exec: int, node: int, grid: tuple[int, int, int]) -> None:
+        """Change `node` of an instantiated graph for replays from now on; those under way are not affected."""
+        self._params.grid_x, self._params.grid_y, self._params.grid_z = grid
+        _check("cuGraphExecKernelNodeSetParams", self._set_params(graph_exec, node, self._reference))
+
+
+def set_enabled(graph_exec: int, node: int, is_enabled: bool) -> None:
+    """Whether replays from now on run `node`."""
+    _check("cuGraphNodeSetEnabled", _library().cuGraphNodeSetEnabled(graph_exec, node, int(is_enabled)))
+
+
+@lru_cache(maxsize=1)
+def _library() -> ctypes.CDLL:
+    library = ctypes.CDLL("libcuda.so.1")
+    handle, number = ctypes.c_void_p, ctypes.c_uint
+    for name, arguments in (
+        ("cuGraphExecKernelNodeSetParams_v2", [handle, handle, ctypes.c_void_p]),
+        ("cuGraphNodeSetEnabled", [handle, handle, number]),
+    ):
+        if hasattr(library, name):
+            getattr(library, name).argtypes = arguments
+    return library
+
+
+def _check(call: str, result: int) -> None:
+    if result != 0:
+        raise CaptureError(f"{call} of the CUDA driver failed with error {result}.")
