@@ -16,7 +16,8 @@ def drained(queue: RequestQueue) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("policy", "order"), [(SchedulingPolicy.FCFS, ["a", "b", "c", "d"]), (SchedulingPolicy.PRIORITY, ["b", "d", "a", "c"])]
+    ("policy", "order"),
+    [(SchedulingPolicy.FCFS, ["a", "b", "c", "d"]), (SchedulingPolicy.PRIORITY, ["b", "d", "a", "c"])],
 )
 def test_each_policy_has_its_order(policy: SchedulingPolicy, order: list[str]) -> None:
     """A smaller priority goes first, equal ones by arrival; first come first served looks at arrival alone."""

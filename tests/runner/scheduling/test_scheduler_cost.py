@@ -19,7 +19,7 @@ class UnreadTokens(list[int]):
     def _refuse(self, *_: Any) -> NoReturn:
         raise AssertionError("a decode step reads the tokens of a running request")
 
-    __getitem__ = __iter__ = __add__ = __radd__ = __contains__ = copy = _refuse  # type: ignore[assignment]
+    __getitem__ = __iter__ = __add__ = __radd__ = __contains__ = copy = _refuse
 
 
 def decoding(num_reqs: int) -> Scheduler:
