@@ -15,20 +15,12 @@ from piecegraph.compiler.graphs.prepared_ops import prepared_ops
 from piecegraph.compiler.graphs.stretches import num_graphs
 from piecegraph.compiler.plan import CallStep, SplitCall
 from piecegraph.compiler.report import CompileReport
-from piecegraph.errors import ConfigError, UnsupportedModel, UsageError
+from piecegraph.errors import ConfigError, UsageError
 from piecegraph.progress import OnPhase
 from piecegraph.runner.attention.backend import AttentionBackend
 from piecegraph.runner.attention.layer import AttentionLayer, attention_layers
 from piecegraph.runner.attention.op import ATTENTION_OP
-from piecegraph.runner.attention.select import (
-    AUTO,
-    WHY,
-    BackendChoice,
-    check_backend_name,
-    choose_backend,
-    load_backend,
-)
-from piecegraph.runner.attention.triton_backend import layer_unsupported_reason
+from piecegraph.runner.attention.select import BackendChoice, check_backend_name, choose_backend
 from piecegraph.runner.capture_sizes import check_capture_sizes
 from piecegraph.runner.causal_lm import DYNAMIC_DIMS, CausalLMForward, example_inputs
 from piecegraph.runner.dispatch_table import DispatchRange, decode_ranges, mixed_ranges
@@ -133,8 +125,7 @@ def explain(config: EngineConfig, *, assume_gpu: bool = False, on_phase: OnPhase
     def decide(calls: tuple[SplitCall, ...]) -> None:
         layers = attention_layers(calls)
         check_layers(layers, loaded.config)
-        choose = _choose_for_a_gpu if is_assumed else choose_backend
-        choice = choose(config.attention_backend, layers, device)
+        choice = choose_backend(config.attention_backend, layers, device, config.block_size, is_assumed=is_assumed)
         plan = plan_graphs(
             mode=CUDAGraphMode.parse(config.cudagraph_mode),
             capture_sizes=config.cudagraph_capture_sizes,
@@ -161,7 +152,8 @@ def explain(config: EngineConfig, *, assume_gpu: bool = False, on_phase: OnPhase
     ):
         report, pieces = compiled.report(), compiled.plan
     ((layers, choice, plan),) = decided
-    costs = expected_costs(pieces, prepared_ops(), _refusals(choice.backend, layers))
+    is_patched = choice.backend.patches_graphs and device.type == "cuda" and config.graph_kind != "recorded"
+    costs = expected_costs(pieces, prepared_ops(), _refusals(choice.backend, layers), is_patched=is_patched)
     dispatcher = Dispatcher(full=plan.full, piecewise=plan.piecewise, resolved=plan.resolved)
     split_ops = _split_op_rows(costs)
     decode = decode_ranges(dispatcher, max_num_seqs=min(config.max_num_seqs, max_num_tokens))
@@ -182,7 +174,9 @@ def explain(config: EngineConfig, *, assume_gpu: bool = False, on_phase: OnPhase
         compiler=config.compile.compiler,
         compile_sizes=static_sizes(config, is_cuda=device.type == "cuda"),
         report=report,
-        num_graphs=num_graphs(pieces, has_before=True, has_after=True),
+        num_graphs=num_graphs(
+            pieces, has_before=True, has_after=True, is_patched=all(cost.cost == "patch" for cost in costs)
+        ),
         split_ops=split_ops,
         configured_mode=CUDAGraphMode.parse(config.cudagraph_mode),
         decode_mode=plan.resolved.decode_mode,
@@ -209,19 +203,6 @@ def _target(config: EngineConfig, assume_gpu: bool) -> tuple[torch.device, bool]
             f"device={wanted!r}, but torch sees no NVIDIA GPU here. Assume one (--assume-gpu), or use device='cpu'."
         )
     return resolve_device(config.device), False
-
-
-def _choose_for_a_gpu(name: str, layers: Sequence[AttentionLayer], device: torch.device) -> BackendChoice:
-    """`choose_backend` for a GPU that is not here to be asked: only the layers can stand in a backend's way."""
-    check_backend_name(name)
-    reasons: list[str] = []
-    for candidate in AUTO["cuda"] if name == "auto" else (name,):
-        reason = next(filter(None, map(layer_unsupported_reason, layers)), None) if candidate == "triton" else None
-        if reason is None:
-            why = WHY.get((candidate, "cuda"), "it can run") if name == "auto" else "asked for by name"
-            return BackendChoice(load_backend(candidate), (*reasons, f"{candidate}: {why}"))
-        reasons.append(f"not {candidate}: {reason}")
-    raise UnsupportedModel(f"no attention backend can run this model on {device}: {'; '.join(reasons)}.")
 
 
 def _refusals(backend: AttentionBackend, layers: Sequence[AttentionLayer]) -> Callable[[CallStep], str | None]:

@@ -132,7 +132,7 @@ def _compile(loaded: LoadedModel, config: EngineConfig, max_num_tokens: int, on_
     def decide(calls: tuple[SplitCall, ...]) -> None:
         found.extend(attention_layers(calls))
         check_layers(found, loaded.config)
-        choice = choose_backend(config.attention_backend, found, loaded.device)
+        choice = choose_backend(config.attention_backend, found, loaded.device, config.block_size)
         plan = plan_graphs(
             mode=CUDAGraphMode.parse(config.cudagraph_mode),
             capture_sizes=config.cudagraph_capture_sizes,

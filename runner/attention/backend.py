@@ -75,12 +75,28 @@ class AttentionBackend(ABC):
     """One implementation of attention; `name` is what `attention_backend` calls it."""
 
     name: ClassVar[str]
-    cudagraph_support: ClassVar[AttentionCGSupport]
+    cudagraph_support: AttentionCGSupport
     needs_host_batch: ClassVar[bool] = False  # `AttentionMetadata.host` must be filled
+    patches_graphs: ClassVar[bool] = False  # what `prepare` returns can be part of a CUDA graph (`PatchableLaunch`)
 
     @abstractmethod
-    def unsupported_reason(self, layers: Sequence[AttentionLayer], device: torch.device) -> str | None:
+    def layers_unsupported_reason(self, layers: Sequence[AttentionLayer], block_size: int) -> str | None:
+        """Why these layers, over blocks of `block_size` tokens, cannot run on a GPU that has all this backend
+        needs, or None. Asks no device: it may not be here."""
+
+    @abstractmethod
+    def unsupported_reason(self, layers: Sequence[AttentionLayer], device: torch.device, block_size: int) -> str | None:
         """Why these layers cannot run on this device with this backend, or None."""
+
+    def fitted(self, layers: Sequence[AttentionLayer], device: torch.device, block_size: int) -> AttentionBackend:
+        """This backend as it runs these layers, for which `unsupported_reason` was None; a device that is not
+        here stands for any that has all this backend needs."""
+        return self
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a fitted backend chose, and why: for `explain`."""
+        return ()
 
     @abstractmethod
     def metadata_builder(

@@ -50,10 +50,13 @@ class SdpaMetadata(AttentionMetadata):
 
 class SdpaBackend(AttentionBackend):
     name: ClassVar[str] = "sdpa"
-    cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER  # calls depend on lengths
+    cudagraph_support: AttentionCGSupport = AttentionCGSupport.NEVER  # calls depend on lengths
     needs_host_batch: ClassVar[bool] = True
 
-    def unsupported_reason(self, layers: Sequence[AttentionLayer], device: torch.device) -> str | None:
+    def layers_unsupported_reason(self, layers: Sequence[AttentionLayer], block_size: int) -> str | None:
+        return None
+
+    def unsupported_reason(self, layers: Sequence[AttentionLayer], device: torch.device, block_size: int) -> str | None:
         return None
 
     def metadata_builder(

@@ -14,6 +14,7 @@ from piecegraph.runner.attention.layer import AttentionLayer
 
 BACKENDS = {
     "triton": "piecegraph.runner.attention.triton_backend:TritonBackend",
+    "flash_attn": "piecegraph.runner.attention.flash_attn_backend:FlashAttnBackend",
     "sdpa": "piecegraph.runner.attention.sdpa:SdpaBackend",
 }
 """A new backend is one file, and one entry here: its name, and where its class is (imported when it is wanted)."""
@@ -22,7 +23,8 @@ AUTO = {"cuda": ("triton", "sdpa"), "cpu": ("sdpa",)}
 """What `auto` tries on a kind of device, best first."""
 
 WHY = {
-    ("triton", "cuda"): "reads the paged cache in place, and its kernels fit any CUDA graph",
+    ("triton", "cuda"): "reads the paged cache in place, its kernels fit any CUDA graph, and it decodes faster than "
+    "flash-attn, which attention_backend='flash_attn' asks for",
     ("sdpa", "cuda"): "the fallback: it copies the keys and values of every step, and cannot be part of a CUDA graph",
     ("sdpa", "cpu"): "torch's own attention is the fastest there is on a CPU",
 }
@@ -56,23 +58,29 @@ def load_backend(name: str) -> AttentionBackend:
     return backend
 
 
-def choose_backend(name: str, layers: Sequence[AttentionLayer], device: torch.device) -> BackendChoice:
+def choose_backend(
+    name: str, layers: Sequence[AttentionLayer], device: torch.device, block_size: int, *, is_assumed: bool = False
+) -> BackendChoice:
     """The backend for these layers: the one named, or for `"auto"` the best that can run them.
 
-    Raises `ConfigError` for an unknown name, `UnsupportedModel` if the named one cannot run the layers.
+    `is_assumed`: there is no such device here to be asked; only the layers and `block_size`, the tokens of a
+    block of the cache, can stand in a backend's way. Raises `ConfigError` for an unknown name,
+    `UnsupportedModel` if the named one cannot run the layers.
     """
     check_backend_name(name)
-    if name != "auto":
-        backend = load_backend(name)
-        reason = backend.unsupported_reason(layers, device)
-        if reason is not None:
-            raise UnsupportedModel(f"attention backend {name!r}: {reason} Use attention_backend='auto'.")
-        return BackendChoice(backend, (f"{name}: asked for by name",))
     reasons: list[str] = []
-    for candidate in AUTO.get(device.type, ("sdpa",)):
+    for candidate in AUTO.get(device.type, ("sdpa",)) if name == "auto" else (name,):
         backend = load_backend(candidate)
-        reason = backend.unsupported_reason(layers, device)
+        reason = (
+            backend.layers_unsupported_reason(layers, block_size)
+            if is_assumed
+            else backend.unsupported_reason(layers, device, block_size)
+        )
         if reason is None:
-            return BackendChoice(backend, (*reasons, f"{candidate}: {WHY.get((candidate, device.type), 'it can run')}"))
+            backend = backend.fitted(layers, device, block_size)
+            why = WHY.get((candidate, device.type), "it can run") if name == "auto" else "asked for by name"
+            return BackendChoice(backend, (*reasons, "; ".join((f"{candidate}: {why}", *backend.notes))))
+        if name != "auto":
+            raise UnsupportedModel(f"attention backend {name!r}: {reason} Use attention_backend='auto'.")
         reasons.append(f"not {candidate}: {reason}")
     raise UnsupportedModel(f"no attention backend can run this model on {device}: {'; '.join(reasons)}.")

@@ -32,9 +32,13 @@ MIN_CAPABILITY = (8, 0)
 
 class TritonBackend(AttentionBackend):
     name: ClassVar[str] = "triton"
-    cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
+    cudagraph_support: AttentionCGSupport = AttentionCGSupport.ALWAYS
+    patches_graphs: ClassVar[bool] = True
 
-    def unsupported_reason(self, layers: Sequence[AttentionLayer], device: torch.device) -> str | None:
+    def layers_unsupported_reason(self, layers: Sequence[AttentionLayer], block_size: int) -> str | None:
+        return next(filter(None, map(layer_unsupported_reason, layers)), None)
+
+    def unsupported_reason(self, layers: Sequence[AttentionLayer], device: torch.device, block_size: int) -> str | None:
         if device.type == "cpu":
             return None  # plain torch, which takes anything
         if device.type != "cuda":
@@ -44,7 +48,7 @@ class TritonBackend(AttentionBackend):
         capability = torch.cuda.get_device_capability(device)
         if capability < MIN_CAPABILITY:
             return "its kernels need compute capability 8.0, and this GPU has {}.{}.".format(*capability)
-        return next(filter(None, map(layer_unsupported_reason, layers)), None)
+        return self.layers_unsupported_reason(layers, block_size)
 
     def metadata_builder(
         self, layers: Sequence[AttentionLayer], block_size: int, device: torch.device, *, max_num_reqs: int

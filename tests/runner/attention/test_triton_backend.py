@@ -139,8 +139,8 @@ def test_what_the_kernels_cannot_run_has_a_reason(change: dict[str, Any], reason
 
 def test_a_cpu_runs_every_layer_and_other_devices_none() -> None:
     backend = TritonBackend()
-    assert backend.unsupported_reason([replace(LAYER, dtype=torch.float64, key_dim=999)], CPU) is None
-    reason = backend.unsupported_reason([LAYER], torch.device("meta"))
+    assert backend.unsupported_reason([replace(LAYER, dtype=torch.float64, key_dim=999)], CPU, 16) is None
+    reason = backend.unsupported_reason([LAYER], torch.device("meta"), 16)
     assert reason is not None
     assert "not on 'meta'" in reason
 
