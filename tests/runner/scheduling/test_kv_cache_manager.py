@@ -278,6 +278,19 @@ def test_a_chunk_longer_than_the_window_leaves_its_prefix() -> None:
     assert num_hits(manager, [*range(8), 99]) == 8
 
 
+def test_a_block_that_passed_before_its_tokens_were_known_is_not_named() -> None:
+    """A window smaller than the steps in flight: when the token arrives, the block is somebody else's."""
+    manager = make_manager(window(1))
+    request = make_request("a", [1, 2, 3])
+    assert compute(manager, request)
+    request.num_computed_tokens, request.num_tokens_with_pending = 4, 5  # two steps in flight
+    assert manager.extend(request, 1) is not None
+    assert manager.table("a")[0] is None
+    request.output_token_ids += [4, 5]
+    manager.register(request, 4)
+    assert manager.pool.num_named == 0
+
+
 def test_a_reset_cache_finds_nothing_computed_before() -> None:
     """Nor what a request that holds such blocks adds to them; one that starts afresh can be found."""
     manager = make_manager()

@@ -242,6 +242,27 @@ def test_the_last_in_order_gives_way(priorities: tuple[int, int], stays: str) ->
     assert (scheduler.num_running, scheduler.num_waiting) == (1, 1)
 
 
+def test_a_late_request_of_a_smaller_priority_value_does_not_give_way() -> None:
+    """Nor do those before it: it is the order that counts, not who was admitted last."""
+    scheduler = make_scheduler(num_blocks=4, budget=16, policy=SchedulingPolicy.PRIORITY)
+    add(scheduler, make_request("early", 7, 9, priority=1))
+    step(scheduler)
+    add(scheduler, make_request("late", 8, 8, priority=0))
+    step(scheduler)
+    output = step(scheduler)
+    assert list(shares(output)) == ["late"] and output.removed == ("early",)
+
+
+def test_nobody_is_admitted_in_a_step_that_preempted() -> None:
+    """Blocks were short a moment ago; those that run come first. The next step may admit."""
+    scheduler, _ = out_of_blocks(SchedulingPolicy.PRIORITY, 1, 1)
+    step(scheduler)
+    add(scheduler, make_request("urgent", 2, priority=0))
+    preempting = step(scheduler)
+    assert preempting.removed == ("b",) and not preempting.added
+    assert [added.request_id for added in step(scheduler).added] == ["urgent"]
+
+
 def test_who_comes_last_gives_way_itself() -> None:
     """It asks for a block when the one before it has what it needs."""
     scheduler = make_scheduler(num_blocks=4, budget=16)
