@@ -59,7 +59,7 @@ LLM_FLAGS = (
     Flag(name="device", help="cpu, cuda or cuda:N. Without it: a GPU if there is one."),
     Flag(name="max_model_len", type=int, help="Longest prompt and answer together, in tokens."),
     Flag(name="compiler", type=click.Choice(["inductor", "eager"]), help="What compiles a piece; without it inductor."),
-    Flag(name="attention_backend", default="auto", help="What runs attention."),
+    Flag(name="attention_backend", default="auto", help="What runs attention: auto, triton, flash_attn or sdpa."),
     Flag(
         name="load_format",
         type=click.Choice(["auto", "safetensors", "gguf", "dummy"]),
