@@ -1,0 +1,96 @@
+"""What the host writes is what the device reads, with no copy between them."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+from piecegraph.runner.staged_write import PackedWrites
+from piecegraph.runner.uva import UvaTensor
+
+DTYPES = [torch.int32, torch.int64, torch.float32, torch.bool]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_on_a_cpu_all_views_are_one(dtype: torch.dtype) -> None:
+    made = UvaTensor((2, 3), dtype, torch.device("cpu"))
+    assert made.gpu is made.cpu
+    assert made.gpu.dtype == dtype and made.gpu.tolist() == [[0] * 3] * 2
+    made.np[1] = 1
+    assert made.gpu.tolist() == [[0] * 3, [1] * 3]
+
+
+def test_a_type_that_numpy_lacks_is_refused() -> None:
+    with pytest.raises(TypeError, match="BFloat16"):
+        UvaTensor((2,), torch.bfloat16, torch.device("cpu"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_device_sees_the_hosts_memory(dtype: torch.dtype) -> None:
+    made = UvaTensor((4, 5), dtype, torch.device("cuda"))
+    assert made.gpu.is_cuda and made.cpu.is_pinned()
+    assert made.gpu.data_ptr() == made.cpu.data_ptr()
+    assert (made.gpu.shape, made.gpu.stride(), made.gpu.dtype) == (made.cpu.shape, made.cpu.stride(), dtype)
+    assert made.gpu.count_nonzero().item() == 0
+    made.np[2, 1:3] = 1
+    assert torch.equal(made.gpu.clone().cpu(), made.cpu)
+    made.cpu[3, 4] = 1
+    assert torch.equal(made.gpu.clone().cpu(), made.cpu)
+
+
+@pytest.mark.gpu
+def test_a_kernel_reads_what_the_host_wrote_before_it() -> None:
+    """Rows written while other rows are being read, launch after launch, with nobody waiting."""
+    from piecegraph.runner.kernels.staged_write import apply_writes_on_gpu
+
+    width, num_steps = 1000, 20
+    made = UvaTensor((num_steps, 4 + width), torch.int32, torch.device("cuda"))
+    out = torch.full((num_steps, width), -1, dtype=torch.int32, device="cuda")
+
+    def write_and_read(step: int) -> None:
+        """The host writes row, start, end, a gap and values; the kernel reads all of it here and fills a row."""
+        made.np[step] = [step, 0, width, 0, *range(step * width, (step + 1) * width)]
+        packed = PackedWrites(words=made.gpu[step], num_writes=1, longest=width, first_content=4)
+        apply_writes_on_gpu(out, packed)
+
+    write_and_read(0)  # compiles
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        torch.cuda._sleep(50_000_000)
+        for step in range(num_steps):
+            write_and_read(step)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(out.flatten().cpu(), torch.arange(num_steps * width, dtype=torch.int32))
+
+
+@pytest.mark.gpu
+def test_a_replayed_graph_reads_what_the_host_writes_between_replays() -> None:
+    made = UvaTensor((2, 300), torch.int64, torch.device("cuda"))
+    out = torch.empty_like(made.gpu)
+    out.copy_(made.gpu)  # before the capture, as torch asks
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out.copy_(made.gpu + 1)
+    for value in (3, 2**40):
+        made.np[:] = value
+        graph.replay()
+        torch.cuda.synchronize()
+        assert out.unique().tolist() == [value + 1]
+
+
+@pytest.mark.gpu
+def test_the_devices_view_keeps_the_memory() -> None:
+    made = UvaTensor((300,), torch.int32, torch.device("cuda"))
+    made.np[:] = 5
+    view = made.gpu
+    del made
+    gc.collect()
+    others = [torch.full((300,), 6, dtype=torch.int32).pin_memory() for _ in range(8)]  # would take it
+    assert view.clone().unique().tolist() == [5]
+    assert all(other.data_ptr() != view.data_ptr() for other in others)
