@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -53,17 +53,21 @@ class StagedWriteTensor:
     def stage_write(self, row: int, start: int, values: Sequence[int] | Sequence[float] | Array) -> None:
         """Have the next `apply_write` put `values` at `gpu[row, start:]`; later ones go over earlier ones.
 
-        `values` are copied now. Those of another type are converted: floats to float32 by rounding,
-        integers if they fit. What does not fit, the type or the tensor, is an AssertionError.
+        `values` are copied now. An array of another type is converted if that loses no more than a
+        float's rounding, or else is an AssertionError; an integer in a list that is too large for the
+        tensor is numpy's OverflowError. A write that leaves the tensor is an AssertionError.
         """
-        found = np.asarray(values)
-        assert found.ndim == 1, f"values to stage have shape {found.shape}; give one dimension"
-        length = found.shape[0]
+        if isinstance(values, np.ndarray):
+            cells = _converted(values, self._dtype)
+        else:  # often a number or two, so one call of numpy has to do
+            cells = np.array(values, dtype=self._dtype)
+        assert cells.ndim == 1, f"values to stage have shape {cells.shape}; give one dimension"
+        length = len(cells)
         assert 0 <= row < self._num_rows and start >= 0 and start + length <= self._width, (
             f"a write at row {row}, start {start}, length {length} leaves the tensor of shape {tuple(self.gpu.shape)}"
         )
         if length:
-            self._staged.setdefault(row, []).append(RowWrite(row, start, _converted(found, self._dtype)))
+            self._staged.setdefault(row, []).append(RowWrite(row, start, cells))
 
     def stage_write_elem(self, row: int, value: float) -> None:
         """Have the next `apply_write` put `value` at the beginning of a row: all there is of one in `[rows]`."""
@@ -91,8 +95,7 @@ class StagedWriteTensor:
         self._staged.clear()
 
 
-@dataclass(frozen=True, slots=True)
-class RowWrite:
+class RowWrite(NamedTuple):  # a step makes hundreds; a frozen dataclass takes twice as long
     """`values` `[length]`, at least one, for the cells of a row from `start` on."""
 
     row: int

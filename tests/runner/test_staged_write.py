@@ -186,10 +186,10 @@ def test_a_vector_has_one_cell_a_row() -> None:
 @pytest.mark.parametrize(
     ("dtype", "values", "message"),
     [
-        (torch.int32, [1, 2**31], "hold 2147483648, which int32 cannot hold"),
+        (torch.int32, np.array([1, 2**31]), "hold 2147483648, which int32 cannot hold"),
         (torch.int64, np.array([2**63], dtype=np.uint64), "hold 9223372036854775808, which int64 cannot hold"),
-        (torch.int32, [1.0], "are float64; int32 cannot hold them"),
-        (torch.float32, ["a"], "float32 cannot hold them"),
+        (torch.int32, np.array([1.0]), "are float64; int32 cannot hold them"),
+        (torch.float32, np.array(["a"]), "are <U1; float32 cannot hold them"),
         (torch.int32, [[1]], "have shape (1, 1); give one dimension"),
     ],
 )
@@ -197,6 +197,12 @@ def test_values_that_would_change_are_refused(dtype: torch.dtype, values: Any, m
     table = StagedWriteTensor((1, 4), dtype, CPU)
     with pytest.raises(AssertionError, match=re.escape(message)):
         table.stage_write(0, 0, values)
+
+
+def test_a_number_in_a_list_that_is_too_large_is_refused() -> None:
+    table = StagedWriteTensor((1, 4), torch.int32, CPU)
+    with pytest.raises(OverflowError, match="2147483648"):
+        table.stage_write(0, 0, [1, 2**31])
 
 
 def test_types_and_shapes_we_lack_are_refused() -> None:
