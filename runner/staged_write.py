@@ -54,8 +54,9 @@ class StagedWriteTensor:
         """Have the next `apply_write` put `values` at `gpu[row, start:]`; later ones go over earlier ones.
 
         `values` are copied now. An array of another type is converted if that loses no more than a
-        float's rounding, or else is an AssertionError; an integer in a list that is too large for the
-        tensor is numpy's OverflowError. A write that leaves the tensor is an AssertionError.
+        float's rounding, or else is an AssertionError. A list is converted by numpy's rules: an integer
+        too large is an OverflowError, a float for an integer is cut. A write that leaves the tensor is
+        an AssertionError.
         """
         if isinstance(values, np.ndarray):
             cells = _converted(values, self._dtype)
