@@ -9,7 +9,8 @@ from itertools import accumulate, takewhile
 import torch
 
 from piecegraph.runner.attention.metadata import PAD_SLOT_ID, HostBatch
-from piecegraph.runner.scheduler import ScheduledRequest
+from piecegraph.runner.request_states import RequestStates
+from piecegraph.runner.scheduling.scheduler_output import ScheduledRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,29 +37,32 @@ class Batch:
 def build_batch(scheduled: Sequence[ScheduledRequest]) -> Batch:
     """The scheduled requests, in the order given."""
     assert scheduled, "a step without requests"
-    query_lens = tuple(item.num_tokens for item in scheduled)
+    query_lens = tuple([item.num_tokens for item in scheduled])
     return Batch(
-        request_ids=tuple(item.request.request_id for item in scheduled),
+        request_ids=tuple([item.request_id for item in scheduled]),
         query_lens=query_lens,
         num_decode_reqs=sum(1 for _ in takewhile(lambda query_len: query_len == 1, query_lens)),
     )
 
 
-def host_batch(scheduled: Sequence[ScheduledRequest], block_size: int, num_tokens: int) -> HostBatch:
+def host_batch(
+    scheduled: Sequence[ScheduledRequest], states: RequestStates, block_size: int, num_tokens: int
+) -> HostBatch:
     """The same for a backend that plans on the host; rows up to `num_tokens` are padding."""
-    max_blocks = max(len(item.request.block_ids) for item in scheduled)
+    blocks = [states.host_blocks(item.request_id) for item in scheduled]
+    max_blocks = max(map(len, blocks))
     block_table = torch.zeros((len(scheduled), max_blocks), dtype=torch.int64)
     slot_mapping = torch.full((num_tokens,), PAD_SLOT_ID, dtype=torch.int64)
     query_start_loc = (0, *accumulate(item.num_tokens for item in scheduled))
     for row, item in enumerate(scheduled):
-        request, start = item.request, item.request.num_computed_tokens
-        block_table[row, : len(request.block_ids)] = torch.tensor(request.block_ids)
+        start = item.num_computed_tokens
+        block_table[row, : len(blocks[row])] = torch.tensor(blocks[row])
         positions = torch.arange(start, start + item.num_tokens)
         slots = block_table[row, positions // block_size] * block_size + positions % block_size
         slot_mapping[query_start_loc[row] : query_start_loc[row + 1]] = slots
     return HostBatch(
         query_start_loc=query_start_loc,
-        seq_lens=tuple(item.request.num_computed_tokens + item.num_tokens for item in scheduled),
+        seq_lens=tuple(item.num_computed_tokens + item.num_tokens for item in scheduled),
         block_table=block_table,
         slot_mapping=slot_mapping,
     )

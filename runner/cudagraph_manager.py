@@ -98,7 +98,7 @@ class CudaGraphManager:
                 mode=mode,
                 context=self._full_context if is_full else self._piecewise_context,
                 before=None if is_full else self._step.prepare_piecewise,
-                after=None if is_full else self._step.pick_greedy,
+                after=None if is_full else self._step.draw,
                 max_bytes=None if max_bytes is None else max_bytes - spent,
                 watched=[*self._step.fixed_tensors(), *(self._compiled.bound_tensors() if is_full else ())],
                 on_phase=on_phase,

@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from random import Random
 from typing import TYPE_CHECKING
 
 from piecegraph.errors import RequestError
-from piecegraph.runner.detokenizer import Detokenizer
+from piecegraph.runner.async_output import AsyncOutput
 from piecegraph.runner.model_runner import ModelRunner
-from piecegraph.runner.outputs import CompletionOutput, RequestOutput
-from piecegraph.runner.request import Request
+from piecegraph.runner.output_processor import OutputProcessor
+from piecegraph.runner.outputs import RequestOutput
+from piecegraph.runner.sampling.bad_word_tokens import bad_words_token_ids
 from piecegraph.runner.sampling_params import SamplingParams
-from piecegraph.runner.scheduler import Scheduler
+from piecegraph.runner.scheduling.request import Request
+from piecegraph.runner.scheduling.scheduler import Scheduler, SchedulerStats
+from piecegraph.runner.scheduling.scheduler_output import SchedulerOutput
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
 class Engine:
-    """Schedules, runs and finishes requests. Not thread-safe: one caller drives it."""
+    """Schedules, runs and finishes requests. Not thread-safe: one caller drives it.
+
+    With `steps_ahead` 1 a step is scheduled and launched while the one before still runs: the tokens that
+    one samples stay on the device, and the host learns them later. A request that ends with a token the
+    host does not know yet has then been computed one token too far, which is dropped.
+    """
 
     def __init__(
         self,
@@ -31,6 +40,7 @@ class Engine:
         max_model_len: int,
         vocab_size: int,
         seed: int,
+        steps_ahead: int = 0,
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
@@ -39,7 +49,12 @@ class Engine:
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
         self._random = Random(seed)  # seeds of requests that bring none
-        self._requests: dict[str, Request] = {}
+        self._steps_ahead = steps_ahead
+        self._processor = OutputProcessor(tokenizer, eos_token_ids)
+        self._requests: dict[str, Request] = {}  # the scheduler's, by its ids
+        self._in_flight: deque[tuple[SchedulerOutput, AsyncOutput]] = deque()
+        self._num_arrived = 0
+        self._num_output_tokens = 0
 
     @property
     def has_unfinished(self) -> bool:
@@ -47,13 +62,23 @@ class Engine:
 
     @property
     def requests(self) -> Mapping[str, Request]:
-        """Unfinished requests by id; read only."""
+        """Unfinished requests by id, a prompt's several completions each on its own; read only."""
         return self._requests
 
     @property
     def vocab_size(self) -> int:
         """Token ids go from 0 to this, exclusive."""
         return self._vocab_size
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens generated since the start."""
+        return self._num_output_tokens
+
+    @property
+    def stats(self) -> SchedulerStats:
+        """Requests, blocks, prefix cache and preemptions."""
+        return self._scheduler.stats
 
     @property
     def scheduler(self) -> Scheduler:
@@ -67,58 +92,102 @@ class Engine:
         sampling_params: SamplingParams,
         *,
         prompt: str | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
+        is_final_only: bool = False,
     ) -> None:
-        """Queue a request. Raises `RequestError` if it can never run; the engine is unchanged then."""
-        if request_id in self._requests:
+        """Queue a prompt. A lower `priority` goes first; prompts of unlike `cache_salt` share no cached prefix.
+        `is_final_only`: `step` returns it once, finished.
+
+        Raises `RequestError` if it can never run; the engine is unchanged then.
+        """
+        if request_id in self._processor:
             raise RequestError(f"a request {request_id!r} is already running; give each its own id.")
         self.check_request(prompt_token_ids, sampling_params)
+        params = sampling_params
+        bad_words: tuple[tuple[int, ...], ...] = ()
+        if params.bad_words:
+            assert self._tokenizer is not None, "checked by check_request"
+            bad_words = bad_words_token_ids(self._tokenizer, params.bad_words)
         num_prompt = len(prompt_token_ids)
-        max_tokens = sampling_params.max_tokens
-        self._requests[request_id] = request = Request(
-            request_id=request_id,
-            prompt=prompt,
-            prompt_token_ids=list(prompt_token_ids),
-            sampling_params=sampling_params,
-            seed=sampling_params.seed if sampling_params.seed is not None else self._random.getrandbits(63),
-            max_total_tokens=min(self._max_model_len, num_prompt + (max_tokens or self._max_model_len)),
-            detokenizer=self._detokenizer(prompt_token_ids, sampling_params),
-        )
-        self._scheduler.add(request)
+        seed = params.seed if params.seed is not None else self._random.getrandbits(63)
+        tokens = list(prompt_token_ids)
+        requests = [
+            Request(
+                request_id=request_id if params.n == 1 else f"{request_id}/{index}",
+                prompt_token_ids=tokens,
+                sampling_params=params,
+                seed=(seed + index) % 2**63,
+                max_total_tokens=min(self._max_model_len, num_prompt + (params.max_tokens or self._max_model_len)),
+                arrival=self._num_arrived,
+                priority=priority,
+                stop_token_ids=frozenset(params.stop_token_ids or ())
+                | (frozenset() if params.ignore_eos else self._eos_token_ids),
+                bad_words=bad_words,
+                cache_salt=cache_salt,
+            )
+            for index in range(params.n)
+        ]
+        for request in requests:
+            if request.request_id in self._requests:
+                raise RequestError(f"a request {request.request_id!r} is already running; give each its own id.")
+        for request in requests:
+            request.arrival = self._num_arrived
+            self._num_arrived += 1
+            self._requests[request.request_id] = request
+            self._scheduler.add(request)
+        self._processor.add(request_id, prompt, requests, is_final_only=is_final_only)
 
     def step(self) -> list[RequestOutput]:
-        """Run one step; returns the requests that got a token, in the batch's order."""
-        step = self._scheduler.schedule()
-        if not step.scheduled:
-            assert not self._requests, "requests are waiting, yet none was scheduled"
-            return []
+        """Run one step; returns the prompts that got a token, each as it stands.
+
+        With steps ahead it is the output of the step before, so the first call returns nothing; call on
+        while `has_unfinished`.
+        """
         try:
-            self._runner.execute_model(step)
-            tokens = self._runner.sample_tokens()
+            output = self._scheduler.schedule()
+            if not output.is_empty:
+                self._runner.execute_model(output)
+                self._in_flight.append((output, self._runner.sample_tokens()))
+            if not self._in_flight or (len(self._in_flight) <= self._steps_ahead and not output.is_empty):
+                return []
+            done, result = self._in_flight.popleft()
+            found = result.get()
         except BaseException:
+            self._in_flight.clear()
             self._runner.reset()
+            self._scheduler.forget_steps_in_flight()
             raise
-        for item in step.scheduled:
-            item.request.num_computed_tokens += item.num_tokens
-        outputs = []
-        for item, token in zip(step.sampled, tokens, strict=True):
-            self._append(item.request, token)
-            outputs.append(_output(item.request))
-        return outputs
+        for request_id, logprobs in found.prompt_logprobs.items():
+            self._processor.take_prompt_logprobs(request_id, logprobs)
+        changed: dict[str, None] = {}  # ids of prompts, in the batch's order
+        for request in self._scheduler.complete_step(done, found.token_ids):
+            self._num_output_tokens += 1
+            changed[self._processor.prompt_of(request)] = None
+            finish = self._processor.take_token(request, found.logprobs.get(request.request_id))
+            if finish is not None:
+                self._finish(request.request_id, *finish)
+        outputs = map(self._processor.output, changed)
+        return [one for one in outputs if one is not None]
 
     def abort(self, request_id: str) -> RequestOutput | None:
-        """End a request now; returns what it had, or None if it is not running."""
-        request = self._requests.get(request_id)
-        if request is None:
+        """End a prompt's completions now; returns what it had, or None if it is not running."""
+        if request_id not in self._processor:
             return None
-        self._finish(request, "abort")
-        return _output(request)
+        for completion in self._processor.request_ids(request_id):
+            self._finish(completion, "abort")
+        return self._processor.output(request_id)
 
     def check_request(self, token_ids: Sequence[int], params: SamplingParams) -> None:
         """Raise `RequestError` if such a request can never run here."""
-        if params.stop_strings and self._tokenizer is None:
-            raise RequestError(
-                "stop strings need a tokenizer, and there is none (skip_tokenizer_init); use stop_token_ids."
-            )
+        if self._tokenizer is None:
+            for name, value in (("stop strings", params.stop_strings), ("bad_words", params.bad_words)):
+                if value:
+                    raise RequestError(
+                        f"{name} need a tokenizer, and there is none (skip_tokenizer_init); use "
+                        f"{'stop_token_ids' if name == 'stop strings' else 'logit_bias'}."
+                    )
+        params.check_vocabulary(self._vocab_size)
         if not token_ids:
             raise RequestError("the prompt is empty; give at least one token.")
         if len(token_ids) >= self._max_model_len:
@@ -130,58 +199,6 @@ class Engine:
             if not isinstance(token, int) or not 0 <= token < self._vocab_size:
                 raise RequestError(f"the prompt has token id {token!r}; ids go from 0 to {self._vocab_size - 1}.")
 
-    def _detokenizer(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> Detokenizer | None:
-        if self._tokenizer is None or not params.detokenize:
-            return None
-        return Detokenizer(
-            self._tokenizer,
-            prompt_token_ids,
-            skip_special_tokens=params.skip_special_tokens,
-            stop_strings=params.stop_strings,
-            include_stop_string=params.include_stop_str_in_output,
-        )
-
-    def _append(self, request: Request, token: int) -> None:
-        """Add a sampled token, and end the request if it ends it."""
-        params = request.sampling_params
-        request.output_token_ids.append(token)
-        is_eos = token in self._eos_token_ids and not params.ignore_eos
-        is_stop = token in (params.stop_token_ids or ())
-        if request.detokenizer is not None and (not (is_eos or is_stop) or params.include_stop_str_in_output):
-            stop_string = request.detokenizer.append(token)
-            if stop_string is not None:
-                self._finish(request, "stop", stop_string)
-                return
-        if is_eos or is_stop:
-            self._finish(request, "stop", None if is_eos else token)
-        elif request.num_tokens >= request.max_total_tokens:
-            self._finish(request, "length")
-
-    def _finish(self, request: Request, reason: str, stop_reason: int | str | None = None) -> None:
-        request.finish_reason, request.stop_reason = reason, stop_reason
-        if request.detokenizer is not None and not isinstance(stop_reason, str):
-            request.detokenizer.finish()
-        self._scheduler.finish(request)
-        del self._requests[request.request_id]
-
-
-def _output(request: Request) -> RequestOutput:
-    is_finished = request.finish_reason is not None
-    text = ""
-    if request.detokenizer is not None:
-        text = request.detokenizer.text if is_finished else request.detokenizer.settled_text()
-    return RequestOutput(
-        request_id=request.request_id,
-        prompt=request.prompt,
-        prompt_token_ids=request.prompt_token_ids,
-        finished=is_finished,
-        outputs=[
-            CompletionOutput(
-                index=0,
-                text=text,
-                token_ids=list(request.output_token_ids),
-                finish_reason=request.finish_reason,
-                stop_reason=request.stop_reason,
-            )
-        ],
-    )
+    def _finish(self, request_id: str, reason: str, stop_reason: int | str | None = None) -> None:
+        self._scheduler.finish(request_id, reason, stop_reason)
+        self._processor.finish(self._requests.pop(request_id))

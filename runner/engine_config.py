@@ -76,6 +76,10 @@ class EngineConfig:
     num_kv_blocks: int | None = None
     kv_cache_memory_bytes: int | None = None
     gpu_memory_utilization: float = 0.9
+    enable_prefix_caching: bool = True
+    """Prompts find the keys and values of prefixes they share with earlier ones."""
+    async_scheduling: bool | None = None
+    """Schedule and launch a step while the one before runs; None: on a GPU."""
     attention_backend: str = "auto"
     cudagraph_mode: CUDAGraphMode | str = CUDAGraphMode.FULL_AND_PIECEWISE
     """Under which graphs uniform-decode batches and all others are to run; resolved once against what the
@@ -132,6 +136,11 @@ def compile_config(
 def batched_tokens(config: EngineConfig, device_type: str) -> int:
     """Tokens a step computes at most."""
     return config.max_num_batched_tokens or (2048 if device_type == "cpu" else 8192)
+
+
+def runs_ahead(config: EngineConfig, device_type: str) -> bool:
+    """Whether a step is launched while the one before runs: worth it where the device works by itself."""
+    return device_type != "cpu" if config.async_scheduling is None else config.async_scheduling
 
 
 def static_sizes_note(config: EngineConfig) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -61,6 +61,7 @@ class LLM:
         kv_cache_memory_bytes: int | None = None,
         gpu_memory_utilization: float = 0.9,
         enable_prefix_caching: bool = True,
+        async_scheduling: bool | None = None,
         attention_backend: str = "auto",
         compiler: str | None = None,
         cudagraph_mode: str = "FULL_AND_PIECEWISE",
@@ -79,9 +80,6 @@ class LLM:
     ) -> None:
         refuse_unknown(unknown, _argument_names())
         refuse_unavailable(tensor_parallel_size=tensor_parallel_size)
-        notes = []
-        if enable_prefix_caching:
-            notes.append("enable_prefix_caching: prompts are computed whole, as prefix caching is not yet available")
         if model is None:
             from piecegraph.runner.embedded_model import embedded_model_dir
 
@@ -105,6 +103,8 @@ class LLM:
             num_kv_blocks=num_kv_blocks,
             kv_cache_memory_bytes=kv_cache_memory_bytes,
             gpu_memory_utilization=gpu_memory_utilization,
+            enable_prefix_caching=enable_prefix_caching,
+            async_scheduling=async_scheduling,
             attention_backend=attention_backend,
             cudagraph_mode="NONE" if enforce_eager else cudagraph_mode,
             cudagraph_capture_sizes=None if cudagraph_capture_sizes is None else tuple(cudagraph_capture_sizes),
@@ -115,7 +115,6 @@ class LLM:
             seed=seed,
         )
         self._loaded: Loaded | None = load_engine(config, on_phase)
-        self._notes = (*notes, *self._loaded.notes)
         self._num_requests = 0
         self._inbox: dict[str, deque[RequestOutput]] = {}  # outputs not yet read, by request
 
@@ -145,7 +144,7 @@ class LLM:
     @property
     def notes(self) -> tuple[str, ...]:
         """Decisions taken at load that a caller may want to know of."""
-        return self._notes
+        return self._open.notes
 
     def generate(
         self,
@@ -222,11 +221,9 @@ class LLM:
     ) -> list[RequestOutput]:
         requests = self._requests(prompts, sampling_params)
         finished: dict[str, RequestOutput] = {}
-        with progress_bar(len(requests), shown=use_tqdm) as advance:
-            for output in self._run(requests):
-                advance(output)
-                if output.finished:
-                    finished[output.request_id] = output
+        with progress_bar(len(requests), self.engine, shown=use_tqdm) as advance:
+            for output in self._run(requests, is_final_only=True, on_step=advance):
+                finished[output.request_id] = output
         return [finished[request_id] for request_id in requests]
 
     def _requests(
@@ -247,13 +244,21 @@ class LLM:
         self._num_requests += len(prompts)
         return {str(first_id + i): pair for i, pair in enumerate(zip(prompts, per_prompt, strict=True))}
 
-    def _run(self, requests: Mapping[str, tuple[TokenizedPrompt, SamplingParams]]) -> Iterator[RequestOutput]:
+    def _run(
+        self,
+        requests: Mapping[str, tuple[TokenizedPrompt, SamplingParams]],
+        *,
+        is_final_only: bool = False,
+        on_step: Callable[[Sequence[RequestOutput]], None] = lambda outputs: None,
+    ) -> Iterator[RequestOutput]:
         """Queue `requests` and yield their outputs until all are finished; aborts what runs if left early.
 
         Several of these may be read in turns: a step's outputs wait in the inbox of their request.
         """
         for request_id, (prompt, params) in requests.items():
-            self.engine.add_request(request_id, prompt.token_ids, params, prompt=prompt.text)
+            self.engine.add_request(
+                request_id, prompt.token_ids, params, prompt=prompt.text, is_final_only=is_final_only
+            )
             self._inbox[request_id] = deque()
         running = set(requests)
         try:
@@ -265,7 +270,9 @@ class LLM:
                             running.discard(request_id)
                         yield output
                 if running:
-                    for output in self.engine.step():
+                    outputs = self.engine.step()
+                    on_step(outputs)
+                    for output in outputs:
                         if output.request_id in self._inbox:
                             self._inbox[output.request_id].append(output)
         finally:

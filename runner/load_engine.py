@@ -15,13 +15,12 @@ from piecegraph.compiler.plan import SplitCall
 from piecegraph.progress import OnPhase, Phase
 from piecegraph.runner.attention.layer import AttentionLayer, attention_layers
 from piecegraph.runner.attention.select import BackendChoice, check_backend_name, choose_backend
-from piecegraph.runner.block_pool import BlockPool, blocks_for
 from piecegraph.runner.capture_sizes import check_capture_sizes
 from piecegraph.runner.causal_lm import DYNAMIC_DIMS, CausalLMForward, example_inputs
 from piecegraph.runner.cudagraph_manager import CudaGraphManager
 from piecegraph.runner.dispatcher import Dispatcher
 from piecegraph.runner.engine import Engine
-from piecegraph.runner.engine_config import EngineConfig, batched_tokens, static_sizes, static_sizes_note
+from piecegraph.runner.engine_config import EngineConfig, batched_tokens, runs_ahead, static_sizes, static_sizes_note
 from piecegraph.runner.graph_plan import GraphPlan, plan_graphs
 from piecegraph.runner.input_buffers import InputBuffers
 from piecegraph.runner.kv_cache import KVCache, allocate_kv_caches, bytes_per_block
@@ -42,7 +41,11 @@ from piecegraph.runner.model_support import check_layers
 from piecegraph.runner.profile import peak_activation_bytes
 from piecegraph.runner.request_states import RequestStates
 from piecegraph.runner.rope import fix_longrope
-from piecegraph.runner.scheduler import Scheduler
+from piecegraph.runner.sampling.batch_sampler import Sampler
+from piecegraph.runner.scheduling.kv_cache_group import blocks_for
+from piecegraph.runner.scheduling.kv_cache_manager import KVCacheManager
+from piecegraph.runner.scheduling.request_queue import SchedulingPolicy
+from piecegraph.runner.scheduling.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -82,20 +85,30 @@ def load_engine(config: EngineConfig, on_phase: OnPhase | None = None) -> Loaded
     plan = model.plan
     graph_bytes = graph_budget_bytes(device) if plan.has_graphs else 0
     num_blocks, kv_caches = _allocate(model, config, device, max_model_len, max_num_tokens, graph_bytes, on_phase)
-    runner = _runner(model, plan, config, kv_caches, max_model_len, max_num_tokens, graph_bytes, on_phase)
+    vocab_size = loaded.config.get_text_config(decoder=True).vocab_size
+    sampler = Sampler(
+        max_num_reqs=config.max_num_seqs, max_model_len=max_model_len, vocab_size=vocab_size, device=device
+    )
+    runner = _runner(model, plan, config, kv_caches, sampler, max_num_tokens, graph_bytes, on_phase)
     engine = Engine(
         scheduler=Scheduler(
-            pool=BlockPool(num_blocks),
-            block_size=config.block_size,
+            kv_cache=KVCacheManager(
+                num_blocks=num_blocks,
+                block_size=config.block_size,
+                max_num_batched_tokens=max_num_tokens,
+                enable_prefix_caching=config.enable_prefix_caching,
+            ),
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=max_num_tokens,
+            policy=SchedulingPolicy.PRIORITY,  # of equal priority, which is the default, the first comes first
         ),
         runner=runner,
         tokenizer=tokenizer,
         eos_token_ids=eos_token_ids(loaded.model),
         max_model_len=max_model_len,
-        vocab_size=loaded.config.get_text_config(decoder=True).vocab_size,
+        vocab_size=vocab_size,
         seed=config.seed,
+        steps_ahead=int(runs_ahead(config, device.type)),
     )
     return Loaded(
         engine=engine,
@@ -165,7 +178,7 @@ def _runner(
     plan: GraphPlan,
     config: EngineConfig,
     kv_caches: dict[str, KVCache],
-    max_model_len: int,
+    sampler: Sampler,
     max_num_tokens: int,
     graph_bytes: int,
     on_phase: OnPhase | None,
@@ -173,6 +186,7 @@ def _runner(
     """The step over fixed buffers, its graphs captured."""
     device = next(iter(kv_caches.values())).key.device
     backend = model.attention.backend
+    max_model_len = sampler.max_model_len
     max_blocks = blocks_for(max_model_len, config.block_size)
     step = ModelStep(
         forward=model.compiled,
@@ -182,7 +196,11 @@ def _runner(
         ),
         kv_caches=kv_caches,
         states=RequestStates(
-            max_num_reqs=config.max_num_seqs, max_model_len=max_model_len, max_blocks=max_blocks, device=device
+            max_num_reqs=config.max_num_seqs,
+            max_model_len=max_model_len,
+            max_blocks=max_blocks,
+            device=device,
+            keeps_host_blocks=backend.needs_host_batch,
         ),
         buffers=InputBuffers(
             max_num_tokens=max(max_num_tokens, config.max_num_seqs),
@@ -190,6 +208,7 @@ def _runner(
             max_blocks=max_blocks,
             device=device,
         ),
+        sampler=sampler,
         block_size=config.block_size,
     )
     graphs = CudaGraphManager(

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from piecegraph.errors import OutOfMemory
-from piecegraph.runner.block_pool import blocks_for
+from piecegraph.runner.scheduling.kv_cache_group import blocks_for
 
 CPU_SHARE = 0.4
 """Share of the machine's free memory the cache may take on the CPU."""

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
+from piecegraph.runner.async_output import AsyncOutput, OutputStream
+from piecegraph.runner.attention.metadata import AttentionMetadata
 from piecegraph.runner.batch import Batch, build_batch, host_batch
 from piecegraph.runner.cudagraph_manager import CudaGraphManager
 from piecegraph.runner.dispatch_counters import DispatchCounters, refuse_downgrade
 from piecegraph.runner.dispatcher import Dispatched, Dispatcher, uniform_token_count
-from piecegraph.runner.host_copy import to_device
 from piecegraph.runner.model_step import ModelStep, StepOutput
+from piecegraph.runner.prompt_logprobs import PromptLogprobsBatch, PromptLogprobsStates
 from piecegraph.runner.record_sampled import record_sampled
-from piecegraph.runner.sampling.sampler import SamplingInputs, sample
-from piecegraph.runner.scheduler import ScheduledRequest, SchedulerOutput
+from piecegraph.runner.sampling.logprobs import LogprobsTensors
+from piecegraph.runner.scheduling.scheduler_output import AddedRequest, ScheduledRequest, SchedulerOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +27,14 @@ class _Pending:
 
     output: StepOutput
     scheduled: tuple[ScheduledRequest, ...]
+    prompt_logprobs: tuple[PromptLogprobsBatch, LogprobsTensors] | None
 
 
 class ModelRunner:
-    """Owns the requests' device rows, the fixed buffers (in `step`) and the graphs over them."""
+    """Owns the requests' device rows, the fixed buffers (in `step`) and the graphs over them.
+
+    Neither phase waits for the device; `AsyncOutput.get` does.
+    """
 
     def __init__(
         self,
@@ -44,29 +51,43 @@ class ModelRunner:
         self.counters = DispatchCounters()
         self._needs_host_batch = needs_host_batch
         self._strict = strict
+        self._prompt_logprobs = PromptLogprobsStates()
+        self._outputs = OutputStream(step.buffers.input_ids.device)
         self._pending: _Pending | None = None
 
     @torch.no_grad()
-    def execute_model(self, step: SchedulerOutput, *, at_most: CUDAGraphMode = CUDAGraphMode.FULL) -> None:
-        """Compute the scheduled tokens: fills the cache, keeps the output for `sample_tokens`.
+    def execute_model(self, output: SchedulerOutput, *, at_most: CUDAGraphMode = CUDAGraphMode.FULL) -> None:
+        """Compute the scheduled tokens: fills the cache, keeps the step's output for `sample_tokens`.
 
         `at_most` forbids modes above it (FULL > PIECEWISE > NONE); every mode gives the same tokens.
         """
         assert self._pending is None, "sample_tokens has not run since the last execute_model"
-        for request_id in step.finished:
-            self.step.states.remove(request_id)
-        for item in step.scheduled:
-            request = item.request
-            if request.request_id not in self.step.states:
-                self.step.states.add(
-                    request.request_id,
-                    request.token_ids(0, request.num_tokens),
-                    request.block_ids,
-                    num_computed_tokens=request.num_computed_tokens,
-                )
-        batch = build_batch(step.scheduled)
-        dispatched = self.dispatch(batch, at_most)
-        self._pending = _Pending(self.run(batch, dispatched, step.scheduled), step.scheduled)
+        self.update_states(output)
+        batch = build_batch(output.scheduled)
+        prompt_batch = self._prompt_logprobs.batch(output.scheduled)
+        if prompt_batch is None:
+            dispatched = self.dispatch(batch, at_most)
+            self._pending = _Pending(self.run(batch, dispatched, output.scheduled), output.scheduled, None)
+            return
+        dispatched = self.dispatch(batch, CUDAGraphMode.NONE)  # no graph has logits for every row of a prompt
+        made, logprobs = self._run_with_prompt_logits(batch, dispatched, output.scheduled, prompt_batch)
+        self._pending = _Pending(made, output.scheduled, (prompt_batch, logprobs))
+
+    def update_states(self, output: SchedulerOutput) -> None:
+        """Free, give and extend rows as the scheduler says."""
+        step = self.step
+        for request_id in output.removed:
+            row = step.states.remove(request_id)
+            self._prompt_logprobs.remove(request_id)
+            if row is not None:
+                step.sampler.remove_request(row)
+        for added in output.added:
+            self._add(added)
+        for request_id, group, start, block_ids in output.new_blocks:
+            assert group == 0, "one group of layers"
+            step.states.add_blocks(request_id, start, block_ids)
+        step.states.apply_writes()
+        step.sampler.apply_staged_writes()
 
     def dispatch(self, batch: Batch, at_most: CUDAGraphMode = CUDAGraphMode.FULL) -> Dispatched:
         """How a batch will run, counted. Raises if that is a downgrade and the runner is strict."""
@@ -80,68 +101,119 @@ class ModelRunner:
         self.counters.record(dispatched, batch.num_tokens)
         return dispatched
 
-    def run(self, batch: Batch, dispatched: Dispatched, scheduled: tuple[ScheduledRequest, ...] = ()) -> StepOutput:
-        """Run a batch of requests that have rows; the likeliest tokens are recorded in their states.
+    def run(self, batch: Batch, dispatched: Dispatched, scheduled: Sequence[ScheduledRequest] = ()) -> StepOutput:
+        """Run a batch of requests that have rows; what is drawn is recorded in their states.
 
         Waits for nothing; a batch equal to the one before copies nothing to the device. `scheduled` is
         read only if the backend plans on the host.
         """
         step = self.step
-        step.buffers.fill([step.states.row(request_id) for request_id in batch.request_ids], batch.query_lens)
+        self._fill(batch)
         descriptor = dispatched.descriptor
         if dispatched.mode is CUDAGraphMode.FULL:
             return self.graphs.replay_full(descriptor)
-        metadata = step.metadata_builder.build(
-            step.buffers.metadata(
-                num_tokens=descriptor.num_tokens,
-                num_reqs=batch.num_reqs,
-                max_query_len=batch.max_query_len,
-                num_decode_reqs=batch.num_decode_reqs,
-                host=host_batch(scheduled, step.block_size, descriptor.num_tokens) if self._needs_host_batch else None,
-            )
-        )
+        metadata = self._metadata(batch, dispatched, scheduled)
         if dispatched.mode is CUDAGraphMode.PIECEWISE:
             return self.graphs.replay_piecewise(descriptor, metadata)
         step.prepare(descriptor.num_tokens, batch.num_reqs)
-        return step.pick_greedy(step.run_uncaptured(metadata, batch.num_reqs))
+        return step.draw(step.run_uncaptured(metadata, batch.num_reqs))
 
     @torch.no_grad()
-    def sample_tokens(self) -> list[int]:
-        """The next token of each request that samples in this step, in its order."""
+    def sample_tokens(self, grammar_output: None = None) -> AsyncOutput:
+        """The next token of each request that samples in this step, still on its way to the host.
+
+        `grammar_output`: the seam for structured output, which is not yet available.
+        """
+        assert grammar_output is None, "structured output is not yet available"
         assert self._pending is not None, "execute_model has not run"
         pending, self._pending = self._pending, None
-        sampled = [i for i, item in enumerate(pending.scheduled) if item.is_sampled]
-        if not sampled:
-            return []
-        requests = [pending.scheduled[i].request for i in sampled]
-        output, num_reqs = pending.output, len(pending.scheduled)
-        if all(request.sampling_params.is_greedy for request in requests):
-            greedy = output.greedy[:num_reqs].tolist()
-            return [greedy[i] for i in sampled]
-        inputs = SamplingInputs(
-            params=tuple(request.sampling_params for request in requests),
-            seeds=tuple(request.seed for request in requests),
-            positions=tuple(request.num_tokens for request in requests),
+        scheduled, step = pending.scheduled, self.step
+        sampled = [(at, item.request_id) for at, item in enumerate(scheduled) if item.is_sampled]
+        prompt_batch, prompt_logprobs = pending.prompt_logprobs or (None, None)
+        token_ids: torch.Tensor | None = None
+        logprobs: LogprobsTensors | None = None
+        if sampled:
+            num_reqs = len(scheduled)
+            rows = [step.states.row(item.request_id) if item.is_sampled else -1 for item in scheduled]
+            token_ids = pending.output.token_ids[:num_reqs]
+            if not step.sampler.is_plain(rows):
+                token_ids, logprobs = step.sampler.sample(
+                    pending.output.logits[:num_reqs],
+                    rows=rows,
+                    idx_mapping=step.buffers.idx_mapping[:num_reqs],
+                    positions=step.buffers.seq_lens[:num_reqs],
+                    token_ids=step.states.token_ids,
+                )
+                record_sampled(step.states, step.buffers, token_ids, num_reqs=num_reqs)
+        return AsyncOutput(
+            self._outputs,
+            sampled=sampled,
+            token_ids=token_ids,
+            logprobs=logprobs,
+            prompt_rows=() if prompt_batch is None else prompt_batch.rows,
+            prompt_logprobs=prompt_logprobs,
         )
-        if len(sampled) == num_reqs:
-            tokens = sample(output.logits[:num_reqs], inputs)
-            recorded = tokens
-        else:
-            rows = to_device(sampled, torch.int64, output.logits.device)
-            tokens = sample(output.logits[rows], inputs)
-            recorded = output.greedy[:num_reqs].clone()
-            recorded[rows] = tokens
-        record_sampled(self.step.states, self.step.buffers, recorded, num_reqs=num_reqs)
-        return [int(token) for token in tokens.tolist()]
 
     def reset(self) -> None:
-        """Drop a step that was executed but never sampled (an error came between).
+        """Give up all rows, and a step that was executed but never sampled: an error came between.
 
-        Rows are given up: the device may be a step ahead of the host, whose word counts.
+        The device may be ahead of the host, whose word counts.
         """
         self._pending = None
         self.step.states.clear()
+        self._prompt_logprobs.clear()
 
     def close(self) -> None:
         """Free the graphs; harmless when repeated."""
         self.graphs.close()
+
+    def _add(self, added: AddedRequest) -> None:
+        step = self.step
+        (block_ids,) = added.block_ids
+        row = step.states.add(
+            added.request_id, added.token_ids, block_ids, num_computed_tokens=added.num_computed_tokens
+        )
+        step.sampler.add_request(
+            row,
+            added.sampling_params,
+            seed=added.seed,
+            prompt_len=added.num_prompt_tokens,
+            stop_token_ids=added.stop_token_ids,
+            bad_words=added.bad_words,
+        )
+        self._prompt_logprobs.add(added)
+
+    def _fill(self, batch: Batch) -> None:
+        rows = self.step.states.row
+        self.step.buffers.fill([rows(request_id) for request_id in batch.request_ids], batch.query_lens)
+
+    def _metadata(
+        self, batch: Batch, dispatched: Dispatched, scheduled: Sequence[ScheduledRequest]
+    ) -> AttentionMetadata:
+        step, num_tokens = self.step, dispatched.descriptor.num_tokens
+        host = host_batch(scheduled, step.states, step.block_size, num_tokens) if self._needs_host_batch else None
+        return step.metadata_builder.build(
+            step.buffers.metadata(
+                num_tokens=num_tokens,
+                num_reqs=batch.num_reqs,
+                max_query_len=batch.max_query_len,
+                num_decode_reqs=batch.num_decode_reqs,
+                host=host,
+            )
+        )
+
+    def _run_with_prompt_logits(
+        self,
+        batch: Batch,
+        dispatched: Dispatched,
+        scheduled: Sequence[ScheduledRequest],
+        prompt_batch: PromptLogprobsBatch,
+    ) -> tuple[StepOutput, LogprobsTensors]:
+        step = self.step
+        self._fill(batch)
+        metadata = self._metadata(batch, dispatched, scheduled)
+        step.prepare(dispatched.descriptor.num_tokens, batch.num_reqs)
+        device = step.buffers.input_ids.device
+        logits = step.run_uncaptured(metadata, batch.num_reqs, prompt_batch.logits_indices(device))
+        logprobs = prompt_batch.gather(logits[batch.num_reqs :], step.states)
+        return step.draw(logits[: batch.num_reqs]), logprobs

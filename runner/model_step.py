@@ -16,6 +16,8 @@ from piecegraph.runner.kv_cache import KVCache
 from piecegraph.runner.prepare_inputs import prepare_inputs
 from piecegraph.runner.record_sampled import record_sampled
 from piecegraph.runner.request_states import RequestStates
+from piecegraph.runner.sampling.batch_sampler import Sampler
+from piecegraph.runner.sampling.gumbel_sample import gumbel_sample
 
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """`(input_ids, positions, logits_indices) -> logits`, the compiled model."""
@@ -25,7 +27,7 @@ class StepOutput(NamedTuple):
     """One row a request, padded ones included; rows of requests that do not sample mean nothing."""
 
     logits: torch.Tensor  # [num_reqs, vocab_size]
-    greedy: torch.Tensor  # [num_reqs] int64, the likeliest tokens; recorded in the requests' states
+    token_ids: torch.Tensor  # [num_reqs] int64, drawn at each request's temperature; recorded in the states
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,11 +40,13 @@ class ModelStep:
     kv_caches: Mapping[str, KVCache]  # by the layer's name
     states: RequestStates
     buffers: InputBuffers
+    sampler: Sampler
     block_size: int
 
     def fixed_tensors(self) -> list[tuple[str, torch.Tensor]]:
         """What a captured step reads or writes besides the model's own tensors, by name."""
-        tensors = [(f"requests' {name}", value) for name, value in vars(self.states).items()]
+        tensors = [(f"requests' {name}", value) for name, value in self.states.tensors().items()]
+        tensors += [("requests' temperature", self.sampler.temperature), ("requests' seeds", self.sampler.seeds)]
         tensors += [(f"input buffer {name}", value) for name, value in vars(self.buffers).items()]
         for layer, cache in self.kv_caches.items():
             tensors += [(f"key cache of {layer}", cache.key), (f"value cache of {layer}", cache.value)]
@@ -73,20 +77,36 @@ class ModelStep:
         """Rows of logits a PIECEWISE bucket of `num_tokens` computes: as many requests as it can hold."""
         return min(num_tokens, self.buffers.max_num_reqs)
 
-    def run_uncaptured(self, metadata: AttentionMetadata, num_reqs: int) -> torch.Tensor:
-        """Logits `[num_reqs, vocab_size]` of the prepared inputs, by the compiled pieces without graphs."""
+    def run_uncaptured(
+        self, metadata: AttentionMetadata, num_reqs: int, more_indices: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Logits `[num_reqs, vocab_size]` of the prepared inputs, by the compiled pieces without graphs.
+
+        `more_indices` `[num_more]` int64: rows of the batch whose logits follow those.
+        """
+        input_ids, positions, indices = self.model_inputs(metadata.num_tokens, num_reqs)
+        if more_indices is not None:
+            indices = torch.cat([indices, more_indices])
         with set_forward_context(self.context(metadata)):
-            return self.forward(*self.model_inputs(metadata.num_tokens, num_reqs))
+            return self.forward(input_ids, positions, indices)
 
     def prepare_piecewise(self, input_ids: torch.Tensor, positions: torch.Tensor, logits_indices: torch.Tensor) -> None:
         """`prepare` for the sizes of these model inputs: what the first graph of a PIECEWISE bucket begins with."""
         self.prepare(input_ids.shape[0], logits_indices.shape[0])
 
-    def pick_greedy(self, logits: torch.Tensor) -> StepOutput:
-        """The likeliest token of every row `[num_reqs, vocab_size]`, recorded: how every step ends."""
-        greedy = logits.argmax(-1)
-        record_sampled(self.states, self.buffers, greedy, num_reqs=logits.shape[0])
-        return StepOutput(logits, greedy)
+    def draw(self, logits: torch.Tensor) -> StepOutput:
+        """A token for every row `[num_reqs, vocab_size]`, at its request's temperature alone, and recorded: how
+        every step ends. It is the last word for requests that use no other sampling option."""
+        num_reqs, buffers = logits.shape[0], self.buffers
+        token_ids = gumbel_sample(
+            logits,
+            idx_mapping=buffers.idx_mapping[:num_reqs],
+            temperature=self.sampler.temperature,
+            seeds=self.sampler.seeds,
+            positions=buffers.seq_lens[:num_reqs],
+        )
+        record_sampled(self.states, buffers, token_ids, num_reqs=num_reqs)
+        return StepOutput(logits, token_ids)
 
     def run_whole(
         self, idx_mapping: torch.Tensor, query_start_loc: torch.Tensor, input_ids: torch.Tensor
@@ -98,4 +118,4 @@ class ModelStep:
         """
         num_reqs, num_tokens = idx_mapping.shape[0], input_ids.shape[0]
         self.prepare(num_tokens, num_reqs)
-        return self.pick_greedy(self.forward(*self.model_inputs(num_tokens, num_reqs)))
+        return self.draw(self.forward(*self.model_inputs(num_tokens, num_reqs)))

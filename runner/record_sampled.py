@@ -13,7 +13,7 @@ def record_sampled(states: RequestStates, buffers: InputBuffers, sampled: torch.
     mark every request of the batch as computed up to its `seq_lens`.
 
     Mutates `token_ids` and `num_computed_tokens`. A request samples iff this step reached the end of
-    its prompt; padded requests are passed over. Doing it twice is doing it once: the second time's
+    what was known of it; padded requests are passed over. Doing it twice is doing it once: the second time's
     tokens replace the first's.
     """
     if buffers.input_ids.device.type == "cuda":
@@ -31,7 +31,7 @@ def record_sampled_reference(
     rows = buffers.idx_mapping[:num_reqs].to(torch.int64)
     seq_lens = buffers.seq_lens[:num_reqs].to(torch.int64)
     is_real = rows >= 0
-    is_sampled = is_real & (seq_lens >= states.prompt_lens[rows.clamp(min=0)])
+    is_sampled = is_real & (seq_lens >= states.prefill_lens[rows.clamp(min=0)])
     is_sampled &= seq_lens < states.token_ids.shape[1]  # the last token a request may have is not computed
     states.token_ids[rows[is_sampled], seq_lens[is_sampled]] = sampled[:num_reqs][is_sampled].to(torch.int32)
     states.num_computed_tokens[rows[is_real]] = seq_lens[is_real].to(torch.int32)

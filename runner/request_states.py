@@ -2,30 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
-from piecegraph.runner.host_copy import to_device
+from piecegraph.runner.staged_write import StagedWriteTensor
 
 
 class RequestStates:
     """Permanent rows, apart from any step's batch: a step names its rows through `idx_mapping`.
 
     Kernels read and advance these tensors, so a decode step needs nothing from the host but the rows
-    that take part. After Model Runner V2's `RequestState`.
+    that take part. What the host writes waits for `apply_writes`. After Model Runner V2's `RequestState`.
     """
 
-    def __init__(self, *, max_num_reqs: int, max_model_len: int, max_blocks: int, device: torch.device) -> None:
-        def zeros(*shape: int) -> torch.Tensor:
-            return torch.zeros(shape, dtype=torch.int32, device=device)
-
-        self.token_ids = zeros(max_num_reqs, max_model_len)  # [rows, max_model_len]: prompt, then what was sampled
-        self.block_table = zeros(max_num_reqs, max_blocks)  # [rows, max_blocks]
-        self.prompt_lens = zeros(max_num_reqs)  # [rows]: a step that ends before this samples nothing
-        self.num_computed_tokens = zeros(max_num_reqs)  # [rows]: tokens whose key and value are cached
+    def __init__(
+        self,
+        *,
+        max_num_reqs: int,
+        max_model_len: int,
+        max_blocks: int,
+        device: torch.device,
+        keeps_host_blocks: bool = False,
+    ) -> None:
+        """`keeps_host_blocks`: the host, too, knows each row's blocks, for backends that plan there."""
+        self._token_ids = StagedWriteTensor((max_num_reqs, max_model_len), torch.int32, device)
+        self._block_table = StagedWriteTensor((max_num_reqs, max_blocks), torch.int32, device)
+        self._numbers = StagedWriteTensor((2, max_num_reqs), torch.int32, device)
+        self._host_blocks: list[list[int]] | None = [[] for _ in range(max_num_reqs)] if keeps_host_blocks else None
         self._free = list(reversed(range(max_num_reqs)))
         self._rows: dict[str, int] = {}
+
+    @property
+    def token_ids(self) -> torch.Tensor:
+        """`[rows, max_model_len]` int32: the prompt, then what was sampled."""
+        return self._token_ids.gpu
+
+    @property
+    def block_table(self) -> torch.Tensor:
+        """`[rows, max_blocks]` int32."""
+        return self._block_table.gpu
+
+    @property
+    def prefill_lens(self) -> torch.Tensor:
+        """`[rows]` int32: tokens known when the request was added; a step that ends before them samples nothing."""
+        return self._numbers.gpu[0]
+
+    @property
+    def num_computed_tokens(self) -> torch.Tensor:
+        """`[rows]` int32: tokens whose key and value are cached."""
+        return self._numbers.gpu[1]
+
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """All of them, by name. They never move."""
+        names = ("token_ids", "block_table", "prefill_lens", "num_computed_tokens")
+        return {name: getattr(self, name) for name in names}
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._rows
@@ -34,29 +65,49 @@ class RequestStates:
         """The row of a request that was added."""
         return self._rows[request_id]
 
+    def host_blocks(self, request_id: str) -> Sequence[int]:
+        """The blocks of a request, in order, if the host keeps them."""
+        assert self._host_blocks is not None, "keeps_host_blocks was not asked for"
+        return self._host_blocks[self._rows[request_id]]
+
     def add(
         self, request_id: str, token_ids: Sequence[int], block_ids: Sequence[int], *, num_computed_tokens: int = 0
     ) -> int:
         """Give a request a row holding its tokens and blocks; the first `num_computed_tokens` are cached."""
         assert request_id not in self._rows, f"{request_id!r} has a row already"
         row = self._rows[request_id] = self._free.pop()
-        _write(self.token_ids[row], token_ids)
-        _write(self.block_table[row], block_ids)
-        self.prompt_lens[row] = len(token_ids)
-        self.num_computed_tokens[row] = num_computed_tokens
+        self._token_ids.stage_write(row, 0, token_ids)
+        self._numbers.stage_write(0, row, [len(token_ids)])
+        self._numbers.stage_write(1, row, [num_computed_tokens])
+        if self._host_blocks is not None:
+            self._host_blocks[row] = []
+        self.add_blocks(request_id, 0, block_ids)
         return row
 
-    def remove(self, request_id: str) -> None:
-        """Free a request's row; harmless for one that never ran."""
+    def add_blocks(self, request_id: str, start: int, block_ids: Sequence[int]) -> None:
+        """Put blocks in a request's table from `start` on."""
+        row = self._rows[request_id]
+        if len(block_ids) > 0:
+            self._block_table.stage_write(row, start, block_ids)
+        if self._host_blocks is not None:
+            self._host_blocks[row][start:] = block_ids
+
+    def apply_writes(self) -> None:
+        """Bring what was staged to the device, before a step reads it."""
+        self._token_ids.apply_write()
+        self._block_table.apply_write()
+        self._numbers.apply_write()
+
+    def remove(self, request_id: str) -> int | None:
+        """Free a request's row and return it; harmless for one that never ran."""
         row = self._rows.pop(request_id, None)
         if row is not None:
             self._free.append(row)
+        return row
 
     def clear(self) -> None:
-        """Free all rows."""
+        """Free all rows, and forget what is staged for them."""
         for request_id in tuple(self._rows):
             self.remove(request_id)
-
-
-def _write(row: torch.Tensor, values: Sequence[int]) -> None:
-    row[: len(values)].copy_(to_device(values, torch.int32, row.device), non_blocking=True)
+        for staged in (self._token_ids, self._block_table, self._numbers):
+            staged.clear_staged()

@@ -54,6 +54,13 @@ def command() -> None:
     help="How steps run; repeat for several.",
 )
 @click.option("--context", type=click.IntRange(min=1), default=512, show_default=True, help="Tokens before the first.")
+@click.option(
+    "--prefill-tokens",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="Tokens of one more request's prompt in each step, beside the decodes: a mixed batch.",
+)
 @click.option("--steps", type=click.IntRange(min=2), default=128, show_default=True, help="Decode steps timed.")
 @flags(LLM_FLAGS)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object when done.")
@@ -65,6 +72,7 @@ def latency(
     batch_sizes: tuple[int, ...],
     modes: tuple[str, ...],
     context: int,
+    prefill_tokens: int,
     steps: int,
     as_json: bool,
     quiet: bool,
@@ -74,13 +82,13 @@ def latency(
     """Milliseconds per decode step of MODEL, by batch size and mode.
 
     MODEL is a folder, a .gguf file, a hub id, or shape:NAME for random weights in a published shape
-    (qwen3-0.6b, llama-8b). A step is input preparation, model, logits and the choice of the likeliest
-    token, timed between CUDA events. The roofline reads every weight and every cached key once, at the
+    (qwen3-0.6b, llama-8b). A step is input preparation, model, logits and the draw of a token, timed
+    between CUDA events. The roofline reads every weight and every cached key once, at the
     rates measured in the same run.
     """
     arguments = given(LLM_FLAGS, values)
-    arguments.setdefault("max_model_len", context + steps + 64)
-    arguments.setdefault("max_num_seqs", max(*batch_sizes, 1))
+    arguments.setdefault("max_model_len", max(context + steps, prefill_tokens) + 64)
+    arguments.setdefault("max_num_seqs", max(*batch_sizes, 1) + (prefill_tokens > 0))
     if model.startswith("shape:"):
         arguments.setdefault("load_format", "dummy")
     with PhaseDisplay(quiet=quiet) as display, tempfile.TemporaryDirectory(prefix="piecegraph-") as scratch:
@@ -114,6 +122,7 @@ def latency(
                 context=context,
                 steps=steps,
                 ceilings=ceilings,
+                prefill_tokens=prefill_tokens,
                 on_row=lambda row: None if as_json else click.echo(as_line(row)),
             )
             if as_json:
@@ -121,6 +130,7 @@ def latency(
                     "model": model,
                     "context": context,
                     "steps": steps,
+                    "prefill_tokens": prefill_tokens,
                     "ceilings": as_plain(ceilings),
                     "rows": [{**as_plain(row), "share_of_roofline": row.share_of_roofline} for row in rows],
                     "phases": display.seconds,

@@ -21,7 +21,7 @@ def record_sampled_on_gpu(
         buffers.idx_mapping,
         buffers.seq_lens,
         sampled,
-        states.prompt_lens,
+        states.prefill_lens,
         states.num_computed_tokens,
         states.token_ids,
         states.token_ids.stride(0),
@@ -36,7 +36,7 @@ def _record_sampled(  # type: ignore[no-untyped-def]  # compiled by Triton
     idx_mapping,  # [num_reqs] int32
     seq_lens,  # [num_reqs] int32
     sampled,  # [num_reqs] integers
-    prompt_lens,  # [rows] int32
+    prefill_lens,  # [rows] int32
     num_computed_tokens,  # [rows] int32, written
     token_ids,  # [rows, MAX_MODEL_LEN] int32, written
     token_ids_stride,
@@ -48,8 +48,8 @@ def _record_sampled(  # type: ignore[no-untyped-def]  # compiled by Triton
     row = tl.load(idx_mapping + request, mask=request < num_reqs, other=-1).to(tl.int64)
     is_real = row >= 0
     seq_len = tl.load(seq_lens + request, mask=is_real, other=0)
-    prompt_len = tl.load(prompt_lens + row, mask=is_real, other=0)
+    prefill_len = tl.load(prefill_lens + row, mask=is_real, other=0)
     token = tl.load(sampled + request, mask=is_real, other=0).to(tl.int32)
-    is_sampled = is_real & (seq_len >= prompt_len) & (seq_len < MAX_MODEL_LEN)
+    is_sampled = is_real & (seq_len >= prefill_len) & (seq_len < MAX_MODEL_LEN)
     tl.store(token_ids + row * token_ids_stride + seq_len, token, mask=is_sampled)
     tl.store(num_computed_tokens + row, seq_len, mask=is_real)

@@ -34,6 +34,8 @@ class Request:
     max_total_tokens: int  # prompt and output together, at most
     arrival: int  # a later request has a larger one
     priority: int = 0  # a smaller one goes first
+    stop_token_ids: frozenset[int] = frozenset()  # all that end it, EOS included: what min_tokens forbids
+    bad_words: tuple[tuple[int, ...], ...] = ()  # those of its parameters, as tokens
     cache_salt: str = ""  # requests of unlike salts never share cached blocks
 
     output_token_ids: list[int] = field(default_factory=list)  # those the host knows

@@ -225,6 +225,19 @@ class Scheduler:
                 self._kv_cache.register(request, num_done)
         return took
 
+    def forget_steps_in_flight(self) -> None:
+        """A step failed: what steps in flight computed and sampled is not known and never will be.
+
+        Every running request is preempted and computed anew; no token that was told is lost. Cached prefixes are
+        forgotten: a window may have named blocks of a step that failed.
+        """
+        self._kv_cache.reset_prefix_cache()
+        self._num_completed_steps = self._num_steps
+        for request in self._requests.values():
+            request.num_tokens_with_pending = request.num_tokens
+        while self._running:
+            self._preempt(self._running.pop())
+
     def _share(self, request: Request, num_uncomputed: int, budget: int) -> int:
         """Tokens of `request` to compute in a step that has `budget` left."""
         if request.wants_prompt_logprobs and request.num_computed_tokens < request.num_prompt_tokens:
@@ -282,6 +295,8 @@ class Scheduler:
             block_ids=self._kv_cache.block_ids(request),
             sampling_params=request.sampling_params,
             seed=request.seed,
+            stop_token_ids=request.stop_token_ids,
+            bad_words=request.bad_words,
         )
         is_sampled = num_tokens == num_uncomputed
         item = ScheduledRequest(request.request_id, num_tokens, hit.num_tokens, is_sampled, request.epoch)

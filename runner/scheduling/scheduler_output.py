@@ -32,6 +32,8 @@ class AddedRequest:
     block_ids: tuple[tuple[int, ...], ...]  # per group; UNREAD_BLOCK where a window has passed
     sampling_params: SamplingParams
     seed: int
+    stop_token_ids: frozenset[int] = frozenset()
+    bad_words: tuple[tuple[int, ...], ...] = ()
 
 
 class NewBlocks(NamedTuple):

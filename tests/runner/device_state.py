@@ -11,15 +11,20 @@ MAX_MODEL_LEN, BLOCK_SIZE, MAX_BLOCKS = 24, 4, 6
 POISON = 0x7F7F7F7F
 
 
-def states(device: str = "cpu") -> RequestStates:
+def states(device: str = "cpu", *, keeps_host_blocks: bool = False) -> RequestStates:
     """Rows of four requests: a decode, a whole prompt, a chunk of a prompt, and one not in the batch."""
     made = RequestStates(
-        max_num_reqs=5, max_model_len=MAX_MODEL_LEN, max_blocks=MAX_BLOCKS, device=torch.device(device)
+        max_num_reqs=5,
+        max_model_len=MAX_MODEL_LEN,
+        max_blocks=MAX_BLOCKS,
+        device=torch.device(device),
+        keeps_host_blocks=keeps_host_blocks,
     )
     made.add("decode", [10, 11, 12, 13, 14, 15], [7, 2], num_computed_tokens=5)
     made.add("other", [60, 61], [5])
     made.add("prompt", [20, 21, 22], [9])
     made.add("chunk", list(range(30, 39)), [4, 1, 3], num_computed_tokens=4)
+    made.apply_writes()
     return made
 
 

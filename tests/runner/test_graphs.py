@@ -15,7 +15,7 @@ from piecegraph import LLM, SamplingParams
 from piecegraph.compiler.graphs.batch_descriptor import BatchDescriptor
 from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
 from piecegraph.errors import CaptureError, ConfigError
-from piecegraph.runner.batch import Batch, build_batch
+from piecegraph.runner.batch import Batch
 from piecegraph.runner.dispatcher import Dispatched
 from piecegraph.runner.model_runner import ModelRunner
 from tests.runner.margin_rule import assert_same_tokens
@@ -81,11 +81,12 @@ def decoding(llm: LLM, num_reqs: int) -> tuple[ModelRunner, Batch]:
         engine.add_request(f"r{i}", PROMPTS[i % len(PROMPTS)], GREEDY)
     while any(not request.output_token_ids for request in engine.requests.values()):
         engine.step()
-    step = engine.scheduler.schedule()
-    assert all(item.num_tokens == 1 for item in step.scheduled)
-    llm.runner.execute_model(step)
-    llm.runner.sample_tokens()
-    return llm.runner, build_batch(step.scheduled)
+    engine.step()
+    ids = tuple(f"r{i}" for i in range(num_reqs))
+    states = llm.runner.step.states
+    for request_id in ids:  # the last token once more: it has a block
+        states.num_computed_tokens[states.row(request_id)] -= 1
+    return llm.runner, Batch(request_ids=ids, query_lens=(1,) * num_reqs, num_decode_reqs=num_reqs)
 
 
 def snapshot(runner: ModelRunner) -> list[torch.Tensor]:

@@ -78,4 +78,5 @@ def test_rows_are_freed_and_taken_again() -> None:
     assert "prompt" not in made
     made.remove("never there")
     assert made.add("new", [1, 2], [0]) == row
-    assert made.num_computed_tokens[row] == 0 and made.prompt_lens[row] == 2
+    made.apply_writes()
+    assert made.num_computed_tokens[row] == 0 and made.prefill_lens[row] == 2

@@ -1,4 +1,4 @@
-"""Milliseconds of a decode step, by batch size and mode, next to the least it could take."""
+"""Milliseconds of a step, by batch size and mode, next to the least it could take."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import torch
 from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
 from piecegraph.errors import ConfigError
 from piecegraph.runner.attention.layer import attention_layers
-from piecegraph.runner.batch import Batch, build_batch
+from piecegraph.runner.batch import Batch
 from piecegraph.runner.llm import LLM
 from piecegraph.runner.model_runner import ModelRunner
 from piecegraph.runner.sampling_params import SamplingParams
-from piecegraph.runner.scheduler import SchedulerOutput
+from piecegraph.runner.scheduling.scheduler_output import ScheduledRequest
 from piecegraph.tools.bench.ceilings import Ceilings
 from piecegraph.tools.bench.floor import ModelSize, floor_seconds
 
@@ -29,6 +29,7 @@ class LatencyRow:
     """One batch size under one mode."""
 
     batch_size: int
+    prefill_tokens: int  # of another request's prompt in each step, which makes it a mixed one
     mode: str  # what ran, which is not what was asked for if that was downgraded
     asked: str
     padded_tokens: int
@@ -49,14 +50,16 @@ def model_size(llm: LLM) -> ModelSize:
     """What a step reads: every parameter but an embedding that nothing multiplies by."""
     layers = attention_layers(llm.compiled.split_calls)
     tensors = {t.data_ptr(): (name, t) for name, t in llm.compiled.bound_tensors() if t.is_floating_point()}
-    params = size_bytes = 0
+    params = size_bytes = logits_params = 0
     is_tied = not any("lm_head" in name for name, _ in tensors.values())
     for name, tensor in tensors.values():
         if tensor.dim() < 2 or ("embed" in name and not is_tied):
             continue
         params += tensor.numel()
         size_bytes += tensor.numel() * tensor.element_size()
-    return ModelSize(matmul_params=params, weight_bytes=size_bytes, layers=layers)
+        if "lm_head" in name or ("embed" in name and is_tied):
+            logits_params += tensor.numel()
+    return ModelSize(matmul_params=params, logits_params=logits_params, weight_bytes=size_bytes, layers=layers)
 
 
 def measure_latency(
@@ -67,65 +70,73 @@ def measure_latency(
     context: int,
     steps: int,
     ceilings: Ceilings,
+    prefill_tokens: int = 0,
     on_row: Callable[[LatencyRow], None] = lambda row: None,
 ) -> list[LatencyRow]:
-    """Decode `steps` tokens greedily for each batch size under each mode, from `context` tokens on.
+    """Time `steps` steps for each batch size under each mode, in which every request decodes, from `context`
+    tokens on.
 
-    A step is input preparation, model, logits and the choice of the likeliest token; nothing is
-    copied to the host in between. Raises `ConfigError` if the requests do not fit.
+    With `prefill_tokens` each step is a mixed one: it computes that many tokens of one more request's prompt
+    besides, and the context stays. A step is input preparation, model, logits and the draw of a token; nothing
+    is copied to the host in between. Raises `ConfigError` if the requests do not fit.
     """
     size = model_size(llm)
     rows: list[LatencyRow] = []
     for batch_size in batch_sizes:
-        with _Decoding(llm, batch_size, context, steps) as decoding:
+        with _Batch(llm, batch_size, context, steps, prefill_tokens) as batch:
             for mode in modes:
-                row = decoding.time(mode, steps, floor_seconds(size, ceilings, batch_size, context + steps / 2))
-                rows.append(row)
-                on_row(row)
+                at_end = context if prefill_tokens else context + steps
+                floor_s = floor_seconds(size, ceilings, batch_size, (context + at_end) / 2, prefill_tokens)
+                rows.append(batch.time(mode, steps, floor_s))
+                on_row(rows[-1])
     return rows
 
 
-class _Decoding:
-    """`batch_size` requests whose prompts are computed; steps are then driven without the scheduler."""
+class _Batch:
+    """Requests whose prompts are long enough for every step that is timed, and computed: steps are then driven
+    without the scheduler, from `context` tokens on, over the blocks and tokens they have."""
 
-    def __init__(self, llm: LLM, batch_size: int, context: int, steps: int) -> None:
+    def __init__(self, llm: LLM, batch_size: int, context: int, steps: int, prefill_tokens: int) -> None:
         self._llm, self._batch_size, self._context = llm, batch_size, context
+        self._prefill_tokens = prefill_tokens
         self._runner: ModelRunner = llm.runner
-        self._ids = [f"latency-{batch_size}-{i}" for i in range(batch_size)]
-        room = context + steps + WARMUP_STEPS + 2
-        if room > llm.max_model_len:
-            raise ConfigError(f"{room} tokens a request do not fit max_model_len={llm.max_model_len}; raise it.")
-        generator = torch.Generator().manual_seed(0)
-        params = SamplingParams(temperature=0.0, max_tokens=room - context, ignore_eos=True, detokenize=False)
-        for request_id in self._ids:
-            prompt = torch.randint(llm.engine.vocab_size, (context,), generator=generator).tolist()
-            llm.engine.add_request(request_id, prompt, params)
-
-    def __enter__(self) -> _Decoding:
-        engine = self._llm.engine
-        while any(self._computed(request_id) < self._context for request_id in self._ids):
-            engine.step()
-        self._step: SchedulerOutput = engine.scheduler.schedule()
-        if len(self._step.scheduled) != self._batch_size:
+        self._ids = [f"latency-{batch_size}-{i}" for i in range(batch_size + (prefill_tokens > 0))]
+        decoded = context + steps + WARMUP_STEPS + 2
+        lens = [decoded] * batch_size + [prefill_tokens] * (prefill_tokens > 0)
+        meanwhile = 2 + sum(lens) // llm.runner.step.buffers.max_num_tokens + len(lens)  # decoded before all are there
+        if max(lens) + 2 > llm.max_model_len:
             raise ConfigError(
-                f"only {len(self._step.scheduled)} of {self._batch_size} requests run at once; raise max_num_seqs, or "
-                "give the cache more memory."
+                f"{max(lens) + 2} tokens a request do not fit max_model_len={llm.max_model_len}; raise it."
             )
-        self._batch: Batch = build_batch(self._step.scheduled)
-        self._runner.execute_model(self._step)
-        self._runner.sample_tokens()
-        rows = [self._runner.step.states.row(request_id) for request_id in self._batch.request_ids]
-        self._rows = torch.tensor(rows, device=self._device)
+        generator = torch.Generator().manual_seed(0)
+        for request_id, num_tokens in zip(self._ids, lens, strict=True):
+            room = llm.max_model_len - num_tokens
+            params = SamplingParams(temperature=0.0, max_tokens=min(room, meanwhile), ignore_eos=True, detokenize=False)
+            prompt = torch.randint(llm.engine.vocab_size, (num_tokens,), generator=generator).tolist()
+            llm.engine.add_request(request_id, prompt, params, is_final_only=True)
+        decode = (1,) * batch_size
+        self._batch = Batch(
+            request_ids=tuple(self._ids),
+            query_lens=(*decode, prefill_tokens) if prefill_tokens else decode,
+            num_decode_reqs=batch_size,
+        )
+
+    def __enter__(self) -> _Batch:
+        engine = self._llm.engine
+        while not all(map(self._is_computed, self._ids)):
+            engine.step()
+        states = self._runner.step.states
+        self._rows = torch.tensor([states.row(request_id) for request_id in self._ids], device=self._device)
         return self
 
-    def _computed(self, request_id: str) -> int:
+    def _is_computed(self, request_id: str) -> bool:
         request = self._llm.engine.requests.get(request_id)
         if request is None:
             raise ConfigError(
                 f"{self._batch_size} requests of {self._context} tokens do not run at once: some ended before others "
-                "began. Raise max_num_seqs, or give the cache more memory."
+                "began. Raise max_num_seqs or max_model_len, or give the cache more memory."
             )
-        return request.num_computed_tokens
+        return request.num_computed_tokens >= request.num_prompt_tokens
 
     def __exit__(self, *exc_info: object) -> None:
         for request_id in self._ids:
@@ -136,24 +147,32 @@ class _Decoding:
         return self._runner.step.buffers.input_ids.device
 
     def time(self, mode: CUDAGraphMode, steps: int, floor_s: float) -> LatencyRow:
+        batch, num_computed = self._batch, self._runner.step.states.num_computed_tokens
         with torch.no_grad():
-            states = self._runner.step.states
-            states.num_computed_tokens[self._rows] = self._context
-            for item in self._step.scheduled:
-                item.request.num_computed_tokens = self._context  # for backends that plan on the host
-            dispatched = self._runner.dispatch(self._batch, mode)
+            start = torch.full_like(num_computed, self._context)
+            if self._prefill_tokens:
+                start[self._rows[-1]] = 0
+            scheduled = [
+                ScheduledRequest(request_id, query_len, self._context if query_len == 1 else 0, False, 0)
+                for request_id, query_len in zip(batch.request_ids, batch.query_lens, strict=True)
+            ]
+            dispatched = self._runner.dispatch(batch, mode)
 
             def run() -> None:
-                self._runner.run(self._batch, dispatched, self._step.scheduled)
+                if self._prefill_tokens:
+                    num_computed.copy_(start)  # the same step again
+                self._runner.run(batch, dispatched, scheduled)
 
+            num_computed.copy_(start)
             for _ in range(WARMUP_STEPS):
                 run()
             launches, kernels = count_launches(run, self._device)
-            states.num_computed_tokens[self._rows] = self._context
+            num_computed.copy_(start)
             each = time_steps(run, steps, self._device)
         deciles = statistics.quantiles(each, n=10) if len(each) > 1 else [each[0]] * 9
         return LatencyRow(
             batch_size=self._batch_size,
+            prefill_tokens=self._prefill_tokens,
             mode=dispatched.mode.value,
             asked=mode.value,
             padded_tokens=dispatched.descriptor.num_tokens,

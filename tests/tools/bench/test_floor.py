@@ -36,6 +36,7 @@ def test_a_window_reads_no_more_than_it_sees() -> None:
 
 
 def test_weights_bound_small_batches_and_arithmetic_large_ones() -> None:
-    size = ModelSize(matmul_params=10**6, weight_bytes=2 * 10**6, layers=())
+    size = ModelSize(matmul_params=10**6, logits_params=10**5, weight_bytes=2 * 10**6, layers=())
     assert floor_seconds(size, RATES, 1, 100) == pytest.approx(2e-3)
     assert floor_seconds(size, RATES, 10_000, 100) == pytest.approx(2e-2)
+    assert floor_seconds(size, RATES, 0, 100, prefill_tokens=10_000) == pytest.approx(1.8e-2, rel=1e-3)

@@ -1,0 +1,134 @@
+"""What a step gives the host, on its way there: nobody waits until somebody asks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from piecegraph.runner.sampling.logprobs import LogprobsTensors
+
+
+class TokenLogprobs(NamedTuple):
+    """Log probabilities at one position."""
+
+    token_ids: Sequence[int]  # the token itself, then the likeliest ones, likeliest first
+    logprobs: Sequence[float]
+    rank: int  # of the token itself, from 1
+
+
+class PromptLogprobs(NamedTuple):
+    """Log probabilities of some of a prompt's tokens."""
+
+    start: int  # position of the first
+    positions: Sequence[TokenLogprobs]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelRunnerOutput:
+    """What came of a step, by request id."""
+
+    token_ids: Mapping[str, int]  # of the requests that sampled
+    logprobs: Mapping[str, TokenLogprobs]  # of these tokens, where asked for
+    prompt_logprobs: Mapping[str, PromptLogprobs]
+
+
+class PromptRows(NamedTuple):
+    """Rows of a step's prompt log probabilities that are one request's."""
+
+    request_id: str
+    start: int  # position of the token the first row is about
+    num_rows: int
+
+
+class OutputStream:
+    """Copies to the host on a stream of its own, so that the next step need not wait for them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def to_host(self, tensors: Sequence[torch.Tensor]) -> HostCopy:
+        """Copies of `tensors` as they are now in the current stream's order; they may be overwritten right after."""
+        kept = [tensor.clone() for tensor in tensors]
+        if self._stream is None:
+            return HostCopy(kept, None)
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            host = []
+            for tensor in kept:
+                host.append(torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True))
+                host[-1].copy_(tensor, non_blocking=True)
+                tensor.record_stream(self._stream)
+            done = torch.cuda.Event()
+            done.record(self._stream)
+        return HostCopy(host, done)
+
+
+class HostCopy:
+    """Tensors on the host, once `get` returns."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor], done: torch.cuda.Event | None) -> None:
+        self._tensors = tensors
+        self._done = done
+
+    def get(self) -> Sequence[torch.Tensor]:
+        """Wait for the copies."""
+        if self._done is not None:
+            self._done.synchronize()
+        return self._tensors
+
+
+class AsyncOutput:
+    """A step's output, still being computed or copied. `get` waits for it."""
+
+    def __init__(
+        self,
+        stream: OutputStream,
+        *,
+        sampled: Sequence[tuple[int, str]],
+        token_ids: torch.Tensor | None,
+        logprobs: LogprobsTensors | None = None,
+        prompt_rows: Sequence[PromptRows] = (),
+        prompt_logprobs: LogprobsTensors | None = None,
+    ) -> None:
+        """`sampled`: the rows of `token_ids` and `logprobs` that mean something, and whose they are."""
+        self._sampled = sampled
+        self._prompt_rows = prompt_rows
+        self._has_logprobs = logprobs is not None
+        self._has_prompt_logprobs = prompt_logprobs is not None
+        tensors = [] if token_ids is None else [token_ids]
+        tensors += [*(logprobs or ()), *(prompt_logprobs or ())]
+        self._copy = stream.to_host(tensors) if tensors else HostCopy((), None)
+        self._output: ModelRunnerOutput | None = None
+
+    def get(self) -> ModelRunnerOutput:
+        """Waits until the step has run and its output is here. May be called again."""
+        if self._output is None:
+            values = [tensor.tolist() for tensor in self._copy.get()]
+            tokens = values.pop(0) if self._sampled else []
+            logprobs = [values.pop(0) for _ in range(3)] if self._has_logprobs else None
+            prompt = values if self._has_prompt_logprobs else None
+            self._output = ModelRunnerOutput(
+                token_ids={request_id: tokens[row] for row, request_id in self._sampled},
+                logprobs={}
+                if logprobs is None
+                else {request_id: _row(logprobs, row) for row, request_id in self._sampled},
+                prompt_logprobs={} if prompt is None else self._prompts(prompt),
+            )
+        return self._output
+
+    def _prompts(self, columns: Sequence[list[list[int]] | list[list[float]]]) -> dict[str, PromptLogprobs]:
+        found = {}
+        first = 0
+        for request_id, start, num_rows in self._prompt_rows:
+            rows = [_row(columns, row) for row in range(first, first + num_rows)]
+            found[request_id] = PromptLogprobs(start, rows)
+            first += num_rows
+        return found
+
+
+def _row(columns: Sequence[list], row: int) -> TokenLogprobs:  # type: ignore[type-arg]  # lists of three types
+    token_ids, logprobs, ranks = columns
+    return TokenLogprobs(token_ids[row], logprobs[row], ranks[row])

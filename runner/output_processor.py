@@ -1,0 +1,198 @@
+"""From sampled tokens to what callers get: text, log probabilities, and when a completion ends."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from piecegraph.runner.async_output import PromptLogprobs, TokenLogprobs
+from piecegraph.runner.detokenizer import Detokenizer
+from piecegraph.runner.outputs import CompletionOutput, RequestOutput
+from piecegraph.runner.sampling_params import SamplingParams
+from piecegraph.runner.scheduling.request import Request
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class Finish(NamedTuple):
+    """Why a completion ends with its last token."""
+
+    reason: str  # "stop" or "length"
+    stop_reason: int | str | None = None  # the stop token or string; None for EOS and length
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Prompt:
+    """A prompt and its completions, as the caller sees them."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    is_final_only: bool
+    prompt_logprobs: list[dict[int, float] | None] | None
+    completions: list[_Completion] = field(default_factory=list)
+
+    @property
+    def is_finished(self) -> bool:
+        return all(completion.request.finish_reason is not None for completion in self.completions)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Completion:
+    """One of a prompt's completions."""
+
+    prompt: _Prompt
+    index: int
+    request: Request
+    detokenizer: Detokenizer | None
+    is_text_late: bool  # nobody reads the text before the end, so it is made there
+    logprobs: list[dict[int, float]] | None
+    cumulative_logprob: float | None
+
+
+class OutputProcessor:
+    """Owns what callers see of the unfinished requests; the scheduler owns the requests."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, eos_token_ids: Collection[int]) -> None:
+        self._tokenizer = tokenizer
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._prompts: dict[str, _Prompt] = {}
+        self._completions: dict[str, _Completion] = {}  # by the id of the scheduler's request
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._prompts
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def add(self, request_id: str, prompt: str | None, requests: Sequence[Request], *, is_final_only: bool) -> None:
+        """Follow a prompt whose completions are `requests`, all with the same prompt tokens."""
+        first = requests[0]
+        params = first.sampling_params
+        made = self._prompts[request_id] = _Prompt(
+            request_id=request_id,
+            prompt=prompt,
+            prompt_token_ids=first.prompt_token_ids,
+            is_final_only=is_final_only,
+            prompt_logprobs=None if params.prompt_logprobs is None else [None] * first.num_prompt_tokens,
+        )
+        for index, request in enumerate(requests):
+            completion = _Completion(
+                prompt=made,
+                index=index,
+                request=request,
+                detokenizer=self._detokenizer(first.prompt_token_ids, params),
+                is_text_late=is_final_only and not params.stop_strings,
+                logprobs=None if params.logprobs is None else [],
+                cumulative_logprob=None if params.logprobs is None else 0.0,
+            )
+            made.completions.append(completion)
+            self._completions[request.request_id] = completion
+
+    def request_ids(self, request_id: str) -> tuple[str, ...]:
+        """The scheduler's ids of a prompt's unfinished completions."""
+        prompt = self._prompts[request_id]
+        return tuple(c.request.request_id for c in prompt.completions if c.request.finish_reason is None)
+
+    def take_token(self, request: Request, logprobs: TokenLogprobs | None) -> Finish | None:
+        """Take in the last of a request's `output_token_ids`; tells if the completion ends with it.
+
+        `min_tokens` needs no check here: the sampler does not draw what would end it too early.
+        """
+        completion = self._completions[request.request_id]
+        params = request.sampling_params
+        token = request.output_token_ids[-1]
+        if completion.logprobs is not None:
+            assert logprobs is not None and completion.cumulative_logprob is not None
+            completion.logprobs.append(_as_dict(logprobs, params.logprobs))
+            completion.cumulative_logprob += logprobs.logprobs[0]
+        is_eos = token in self._eos_token_ids and not params.ignore_eos
+        is_stop = token in (params.stop_token_ids or ())
+        is_text = not (is_eos or is_stop) or params.include_stop_str_in_output
+        if completion.detokenizer is not None and is_text and not completion.is_text_late:
+            stop_string = completion.detokenizer.append(token)
+            if stop_string is not None:
+                return Finish("stop", stop_string)
+        if is_eos or is_stop:
+            return Finish("stop", None if is_eos else token)
+        return Finish("length") if request.num_tokens >= request.max_total_tokens else None
+
+    def take_prompt_logprobs(self, request_id: str, found: PromptLogprobs) -> None:
+        """Take in log probabilities of some of a request's prompt; those of a repeated chunk replace the first."""
+        completion = self._completions.get(request_id)
+        if completion is None or completion.prompt.prompt_logprobs is None:
+            return  # it ended meanwhile
+        wanted = completion.request.sampling_params.prompt_logprobs
+        rows = [_as_dict(row, wanted) for row in found.positions]
+        completion.prompt.prompt_logprobs[found.start : found.start + len(rows)] = rows
+
+    def finish(self, request: Request) -> None:
+        """A request has ended, and its `finish_reason` says why: make the rest of its text."""
+        completion = self._completions.pop(request.request_id)
+        detokenizer = completion.detokenizer
+        if detokenizer is None:
+            return
+        if completion.is_text_late:
+            tokens = request.output_token_ids
+            hides_last = request.finish_reason == "stop" and not request.sampling_params.include_stop_str_in_output
+            detokenizer.add_unread(tokens[:-1] if hides_last else tokens)
+        if not isinstance(request.stop_reason, str):
+            detokenizer.finish()
+
+    def output(self, request_id: str) -> RequestOutput | None:
+        """A prompt as it stands; forgotten once it is finished. None if its caller wants only that."""
+        prompt = self._prompts[request_id]
+        is_finished = prompt.is_finished
+        if is_finished:
+            del self._prompts[request_id]
+        elif prompt.is_final_only:
+            return None
+        return RequestOutput(
+            request_id=request_id,
+            prompt=prompt.prompt,
+            prompt_token_ids=prompt.prompt_token_ids,
+            prompt_logprobs=None if prompt.prompt_logprobs is None else list(prompt.prompt_logprobs),
+            finished=is_finished,
+            outputs=[_completion_output(completion) for completion in prompt.completions],
+        )
+
+    def prompt_of(self, request: Request) -> str:
+        """The caller's id for the prompt of an unfinished request of the scheduler's."""
+        return self._completions[request.request_id].prompt.request_id
+
+    def _detokenizer(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> Detokenizer | None:
+        if self._tokenizer is None or not params.detokenize:
+            return None
+        return Detokenizer(
+            self._tokenizer,
+            prompt_token_ids,
+            skip_special_tokens=params.skip_special_tokens,
+            stop_strings=params.stop_strings,
+            include_stop_string=params.include_stop_str_in_output,
+            min_tokens=params.min_tokens,
+        )
+
+
+def _as_dict(row: TokenLogprobs, wanted: int | None) -> dict[int, float]:
+    """The token's own, and the likeliest `wanted`, of a batch that may have asked for more; -1 is all."""
+    end = None if wanted is None or wanted < 0 else wanted + 1
+    found = dict(zip(row.token_ids[1:end], row.logprobs[1:end], strict=True))
+    return {row.token_ids[0]: row.logprobs[0], **found}
+
+
+def _completion_output(completion: _Completion) -> CompletionOutput:
+    request, detokenizer = completion.request, completion.detokenizer
+    text = ""
+    if detokenizer is not None:
+        text = detokenizer.text if request.finish_reason is not None else detokenizer.settled_text()
+    return CompletionOutput(
+        index=completion.index,
+        text=text,
+        token_ids=list(request.output_token_ids),
+        logprobs=None if completion.logprobs is None else list(completion.logprobs),
+        cumulative_logprob=completion.cumulative_logprob,
+        finish_reason=request.finish_reason,
+        stop_reason=request.stop_reason,
+    )
