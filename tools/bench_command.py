@@ -13,6 +13,7 @@ from piecegraph.progress import Phase
 from piecegraph.tools.options import CONTEXT, LLM_FLAGS, Command, flags, given
 from piecegraph.tools.phases import PhaseDisplay, Stopwatch
 from piecegraph.tools.settings import config_option
+from piecegraph.tools.throughput_command import throughput
 
 if TYPE_CHECKING:
     from piecegraph.tools.bench.latency import LatencyRow
@@ -27,10 +28,13 @@ Examples:
 
 @click.group(context_settings=CONTEXT)
 def command() -> None:
-    """Measure: milliseconds per decode step, next to the roofline.
+    """Measure: milliseconds per decode step, tokens a second of an offline workload, next to the roofline.
 
     Each subcommand prints a table, or with --json one object.
     """
+
+
+command.add_command(throughput)
 
 
 @command.command("latency", cls=Command, epilog=LATENCY_EPILOG, context_settings=CONTEXT)
