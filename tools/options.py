@@ -6,7 +6,7 @@ config file, `PIECEGRAPH_MAX_TOKENS` in the environment, and the argument `max_t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -25,7 +25,8 @@ class Flag:
     type: Any = str
     default: object = None  # the field's own, shown in the help; a test compares them
     help: str
-    switch: bool = False  # --name, without a value
+    switch: bool = False  # --name, or --no-name where that is the default's opposite; takes no value
+    several: bool = False  # may be given more than once
 
     @property
     def spelling(self) -> str:
@@ -36,21 +37,57 @@ class Flag:
         return environment.PREFIX + self.name.upper()
 
 
-class _Sizes(click.ParamType[Any]):
-    """Whole numbers with commas between them; `0` alone is none. A config file may give a list."""
+class _Numbers(click.ParamType[Any]):
+    """Whole numbers with commas between them. A config file may give a list."""
 
-    name = "sizes"
+    name = "numbers"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
         parts = str(value).split(",") if isinstance(value, str | int) else list(value)
         try:
-            sizes = tuple(int(part) for part in parts)
+            return tuple(int(part) for part in parts)
         except ValueError:
             self.fail(f"{value!r} is not numbers with commas between them, like 1,2,4,8.", param, ctx)
+
+
+class _Sizes(_Numbers):
+    """Numbers, of which `0` alone is none."""
+
+    name = "sizes"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        sizes = super().convert(value, param, ctx)
         return () if sizes == (0,) else sizes
 
 
+class _Biases(click.ParamType[Any]):
+    """`token:number` pairs with commas between them. A config file may give a mapping."""
+
+    name = "biases"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> dict[int, float]:
+        try:
+            pairs = value.items() if isinstance(value, Mapping) else [pair.split(":") for pair in value.split(",")]
+            return {int(token): float(bias) for token, bias in pairs}
+        except (ValueError, AttributeError):
+            self.fail(f"{value!r} is not token:number pairs with commas between them, like 40:5,41:-100.", param, ctx)
+
+
+class _Several(click.Option):
+    """An option that may be repeated. One text from the environment or a config file is one value: click would
+    take it apart at white space, or into letters."""
+
+    def value_from_envvar(self, ctx: click.Context) -> Any:
+        value = self.resolve_envvar_value(ctx)
+        return None if value is None else (value,)
+
+    def type_cast_value(self, ctx: click.Context, value: Any) -> Any:
+        return super().type_cast_value(ctx, (value,) if isinstance(value, str) else value)
+
+
+NUMBERS = _Numbers()
 SIZES = _Sizes()
+BIASES = _Biases()
 
 LLM_FLAGS = (
     Flag(
@@ -94,12 +131,46 @@ LLM_FLAGS = (
 
 SAMPLING_FLAGS = (
     Flag(name="max_tokens", type=int, default=16, help="Longest answer, in tokens."),
+    Flag(name="min_tokens", type=int, default=0, help="No end before this many tokens."),
+    Flag(name="n", type=int, default=1, help="Answers to give; more than one needs a temperature."),
     Flag(name="temperature", type=float, default=1.0, help="0 takes the likeliest token each time."),
     Flag(
         name="top_p", type=float, default=1.0, help="Sample among the likeliest tokens that make up this probability."
     ),
     Flag(name="top_k", type=int, default=0, help="Sample among this many likeliest tokens; 0: among all."),
+    Flag(
+        name="min_p",
+        type=float,
+        default=0.0,
+        help="Sample among tokens at least this many times as likely as the likeliest.",
+    ),
     Flag(name="seed", type=int, help="Makes sampling repeatable."),
+    Flag(
+        name="presence_penalty", type=float, default=0.0, help="Taken from the logits of tokens in the answer so far."
+    ),
+    Flag(name="frequency_penalty", type=float, default=0.0, help="The same, for each time a token is in it."),
+    Flag(
+        name="repetition_penalty",
+        type=float,
+        default=1.0,
+        help="Above 1 makes tokens of prompt and answer less likely, below 1 likelier.",
+    ),
+    Flag(name="stop", several=True, help="Text that ends the answer and is not part of it. May be repeated."),
+    Flag(name="stop_token_ids", type=NUMBERS, help="Tokens that end the answer: 2,13."),
+    Flag(
+        name="include_stop_str_in_output",
+        switch=True,
+        default=False,
+        help="What ends the answer is part of it.",
+    ),
+    Flag(name="ignore_eos", switch=True, default=False, help="Go on after an end-of-sequence token."),
+    Flag(name="bad_words", several=True, help="Text not to write. May be repeated."),
+    Flag(name="allowed_token_ids", type=NUMBERS, help="Sample among these tokens only: 40,41."),
+    Flag(name="logit_bias", type=BIASES, help="Added to the logits of tokens: 40:5,41:-100."),
+    Flag(name="logprobs", type=int, help="With --json: log probabilities of this many tokens at each step; -1: all."),
+    Flag(name="prompt_logprobs", type=int, help="With --json: the same for the prompt."),
+    Flag(name="skip_special_tokens", switch=True, default=True, help="Leave special tokens out of the text."),
+    Flag(name="detokenize", switch=True, default=True, help="Make text of the tokens."),
 )
 
 
@@ -110,9 +181,12 @@ def flags(table: Sequence[Flag], **shown_defaults: object) -> Callable[[_Command
         for flag in reversed(table):
             default = shown_defaults.get(flag.name, flag.default)
             kind: dict[str, Any] = {"is_flag": True} if flag.switch else {"type": flag.type}
+            if flag.several:
+                kind |= {"cls": _Several, "multiple": True}
+            spelling = f"{flag.spelling}/--no-{flag.spelling[2:]}" if flag.switch and flag.default else flag.spelling
             told = "" if default is None or flag.switch else f" [default: {default}]"
             option = click.option(
-                flag.spelling, flag.name, default=None, envvar=flag.variable, help=flag.help + told, **kind
+                spelling, flag.name, default=None, envvar=flag.variable, help=flag.help + told, **kind
             )
             command = option(command)
         return command
@@ -122,7 +196,11 @@ def flags(table: Sequence[Flag], **shown_defaults: object) -> Callable[[_Command
 
 def given(table: Sequence[Flag], values: dict[str, Any]) -> dict[str, Any]:
     """The arguments that were set, by flag, config file or environment."""
-    return {flag.name: values[flag.name] for flag in table if values[flag.name] is not None}
+    found = {flag.name: values[flag.name] for flag in table if values[flag.name] is not None}
+    for flag in table:
+        if flag.several and not found.get(flag.name):
+            found.pop(flag.name, None)  # click's "none" of what may be repeated is an empty tuple
+    return found
 
 
 NEIGHBOURS = {

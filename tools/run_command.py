@@ -82,7 +82,7 @@ class Answer:
 
     @property
     def num_tokens(self) -> int:
-        return len(self.output.outputs[0].token_ids)
+        return sum(len(completion.token_ids) for completion in self.output.outputs)
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -124,7 +124,8 @@ def command(
     from piecegraph.runner.sampling_params import SamplingParams  # without torch: a bad value is refused at once
 
     sampling = SamplingParams(**{**DEFAULTS, **given(SAMPLING_FLAGS, values)})
-    arguments = {**LLM_DEFAULTS, **given(LLM_FLAGS, values)}
+    defaults = LLM_DEFAULTS if sampling.n == 1 else {"max_num_seqs": sampling.n}
+    arguments = {**defaults, **given(LLM_FLAGS, values)}
     if values["seed"] is not None:
         arguments["seed"] = values["seed"]  # random weights of --load-format dummy
     with PhaseDisplay(quiet=quiet) as display:
@@ -152,7 +153,8 @@ def command(
 def answer_prompt(
     llm: LLM, text: str, sampling: SamplingParams, *, chat: bool | None, display: PhaseDisplay, stream: bool
 ) -> Answer:
-    """Run the request to its end; with `stream`, write its text to stdout as it comes."""
+    """Run the request to its end; with `stream`, write its text to stdout as it comes. Of several answers the
+    first streams, and the others follow it, each after an empty line."""
     prompt = as_prompt(llm, text, chat)
     started = time.perf_counter()
     first: float | None = None
@@ -172,6 +174,8 @@ def answer_prompt(
     assert output is not None, "LLM.stream ended without any output"
     if stream:
         sys.stdout.write("\n")
+        for other in output.outputs[1:]:
+            sys.stdout.write(f"\n{other.text}\n")
         sys.stdout.flush()
     elapsed = time.perf_counter() - started
     return Answer(output=output, first_token_seconds=elapsed if first is None else first, seconds=elapsed)
@@ -203,6 +207,8 @@ def as_record(llm: LLM, model: str | None, prompt: str, answer: Answer, phases: 
         "token_ids": list(completion.token_ids),
         "finish_reason": completion.finish_reason,
         "stop_reason": completion.stop_reason,
+        "outputs": as_plain(answer.output.outputs),
+        "prompt_logprobs": as_plain(answer.output.prompt_logprobs),
         "timings": {
             "phases": phases,
             "first_token_seconds": answer.first_token_seconds,

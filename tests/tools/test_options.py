@@ -35,3 +35,7 @@ def test_a_neighbours_spelling_leads_to_an_option_we_have() -> None:
     for theirs, meant in NEIGHBOURS.items():
         assert theirs not in ours, f"{theirs} is an option of ours"
         assert meant in ours or meant.startswith("the argument")
+
+
+def test_every_field_of_sampling_params_is_a_flag() -> None:
+    assert {flag.name for flag in SAMPLING_FLAGS} == {field.name for field in dataclasses.fields(SamplingParams)}

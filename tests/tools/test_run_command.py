@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from piecegraph.errors import CheckpointError, CompileError, PiecegraphError, RequestError, VerificationError
+from piecegraph.runner.outputs import CompletionOutput, RequestOutput
 from piecegraph.tools.cli import main
 from piecegraph.tools.run_command import LLM_DEFAULTS, looks_like_model, split_arguments
 
@@ -43,6 +44,22 @@ def test_the_answer_streams(fake_llm: Fake, monkeypatch: pytest.MonkeyPatch) -> 
     assert written == ["Paris", " is", " nice.", "\n"]
 
 
+def test_several_answers_follow_each_other(
+    fake_llm: Fake, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first streams; the others come after an empty line each."""
+    answers = [
+        CompletionOutput(index=index, text=text, token_ids=[7], finish_reason="length")
+        for index, text in enumerate(("one", "two"))
+    ]
+    output = RequestOutput(request_id="0", prompt=None, prompt_token_ids=[7], finished=True, outputs=answers)
+    monkeypatch.setattr(fake_llm, "stream", lambda *arguments: iter([output]))
+    assert main(["run", "Where?", "--n", "2", "--temperature", "1"]) == 0
+    out, err = capsys.readouterr()
+    assert out == "one\n\ntwo\n"
+    assert "answer: 2 tokens" in err
+
+
 def test_json_is_one_object(fake_llm: Fake, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "--json", "Where?"]) == 0
     record = json.loads(capsys.readouterr().out)
@@ -51,6 +68,8 @@ def test_json_is_one_object(fake_llm: Fake, capsys: pytest.CaptureFixture[str]) 
     assert record["token_ids"] == [0, 1, 2]
     assert record["finish_reason"] == "stop"
     assert record["prompt_tokens"] == 2
+    assert [completion["index"] for completion in record["outputs"]] == [0]
+    assert record["prompt_logprobs"] is None
     assert record["report"]["num_unique_pieces"] == 3
     assert record["timings"]["phases"]["compile"] == 4.25
     assert record["timings"]["tokens_per_second"] > 0
@@ -76,6 +95,65 @@ def test_flags_reach_the_model_and_sampling(fake_llm: Fake) -> None:
     assert llm.arguments == {**LLM_DEFAULTS, "dtype": "float32", "enforce_eager": True, "seed": 3}
     ((_, sampling),) = llm.asked
     assert (sampling.max_tokens, sampling.top_k, sampling.seed, sampling.temperature) == (9, 4, 3, 0.0)
+
+
+SAMPLING = {
+    "n": 2,
+    "stop": ("a b", ","),
+    "stop_token_ids": (0, 7),
+    "bad_words": ("x y",),
+    "allowed_token_ids": (4,),
+    "logit_bias": {4: 1.5, 5: -100.0},
+    "skip_special_tokens": False,
+    "ignore_eos": True,
+    "logprobs": -1,
+    "temperature": 0.5,
+}
+
+
+def test_flags_of_lists_and_switches(fake_llm: Fake) -> None:
+    flags = ["--n", "2", "--stop", "a b", "--stop", ",", "--stop-token-ids", "0,7", "--bad-words", "x y"]
+    flags += ["--allowed-token-ids", "4", "--logit-bias", "4:1.5,5:-100", "--no-skip-special-tokens", "--ignore-eos"]
+    assert main(["run", "Where?", "--logprobs", "-1", "--temperature", "0.5", *flags]) == 0
+    (llm,) = fake_llm.made
+    ((_, sampling),) = llm.asked
+    assert {name: getattr(sampling, name) for name in SAMPLING} == SAMPLING
+    assert llm.arguments == {"max_num_seqs": 2}  # both answers at once
+
+
+def test_lists_and_switches_in_a_config_file(fake_llm: Fake, tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(json.dumps({**SAMPLING, "bad_words": "x y"}), encoding="utf-8")  # one text is a list of one
+    assert main(["run", "Where?", "--config", str(file)]) == 0
+    ((_, sampling),) = fake_llm.made[0].asked
+    assert {name: getattr(sampling, name) for name in SAMPLING} == SAMPLING
+
+
+def test_a_text_in_the_environment_is_one_text(fake_llm: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not one for each word of it."""
+    monkeypatch.setenv("PIECEGRAPH_STOP", "a b")
+    monkeypatch.setenv("PIECEGRAPH_LOGIT_BIAS", "4:1.5,5:-100")
+    monkeypatch.setenv("PIECEGRAPH_DETOKENIZE", "true")
+    assert main(["run", "Where?"]) == 0
+    ((_, sampling),) = fake_llm.made[0].asked
+    assert (sampling.stop, sampling.logit_bias) == (("a b",), {4: 1.5, 5: -100.0})
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--logit-bias", "4"], "token:number pairs"),
+        (["--stop-token-ids", "x"], "numbers with commas"),
+        (["--top-p", "2"], "top_p=2.0; it must be above 0, at most 1"),
+        (["--n", "2"], "n=2; it must be 1 when temperature is 0"),
+    ],
+)
+def test_a_bad_sampling_value_is_refused_before_the_model_loads(
+    fake_llm: Fake, capsys: pytest.CaptureFixture[str], flags: list[str], message: str
+) -> None:
+    assert main(["run", "Where?", *flags]) in (2, 3)
+    assert message in " ".join(capsys.readouterr().err.split())
+    assert fake_llm.made == []
 
 
 def test_the_chat_template_is_used_if_there_is_one(fake_llm: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
