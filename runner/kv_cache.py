@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -21,15 +21,23 @@ class KVCache:
 
 
 def allocate_kv_caches(
-    layers: Sequence[AttentionLayer], num_blocks: int, block_size: int, device: torch.device
+    layers: Sequence[AttentionLayer],
+    num_blocks: int,
+    block_size: int,
+    device: torch.device,
+    *,
+    empty: Callable[..., torch.Tensor] = torch.empty,
 ) -> dict[str, KVCache]:
-    """Caches by layer name. Their memory is not cleared: attention reads only what it wrote."""
+    """Caches by layer name. Their memory is not cleared: attention reads only what it wrote.
 
-    def empty(layer: AttentionLayer, head_dim: int) -> torch.Tensor:
+    `empty`: where tensors come from, called as `torch.empty` is; the first dimension is `num_blocks`.
+    """
+
+    def tensor(layer: AttentionLayer, head_dim: int) -> torch.Tensor:
         shape = (num_blocks, block_size, layer.num_kv_heads, head_dim)
-        return torch.empty(shape, dtype=layer.dtype, device=device)
+        return empty(shape, dtype=layer.dtype, device=device)
 
-    return {layer.name: KVCache(empty(layer, layer.key_dim), empty(layer, layer.value_dim)) for layer in layers}
+    return {layer.name: KVCache(tensor(layer, layer.key_dim), tensor(layer, layer.value_dim)) for layer in layers}
 
 
 def bytes_per_block(layers: Sequence[AttentionLayer], block_size: int) -> int:
