@@ -63,7 +63,12 @@ def piece_compiler(config: CompileConfig) -> PieceCompiler:
         return EagerPieceCompiler()
     from piecegraph.compiler.inductor import InductorPieceCompiler
 
-    return InductorPieceCompiler(config.inductor_options, config.compile_workers, config.compile_sizes_options)
+    return InductorPieceCompiler(
+        config.inductor_options,
+        config.compile_workers,
+        config.compile_sizes_options,
+        config.compile_sizes_options_up_to,
+    )
 
 
 def build(

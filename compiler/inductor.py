@@ -37,15 +37,21 @@ MOST_WORKERS = 4
 class InductorPieceCompiler:
     """Compiles with `workers` processes (None: one a core, at most `MOST_WORKERS`; 0 or 1: in this process).
 
-    `options` are Inductor's, `static_options` those on top of them for static pieces.
+    `options` are Inductor's, `static_options` those on top of them for static pieces of sizes
+    up to `static_options_up_to`.
     """
 
     name = "inductor"
 
     def __init__(
-        self, options: Mapping[str, Any], workers: int | None, static_options: Mapping[str, Any] | None = None
+        self,
+        options: Mapping[str, Any],
+        workers: int | None,
+        static_options: Mapping[str, Any] | None = None,
+        static_options_up_to: int = 2**31,
     ) -> None:
         self.options = dict(options)
+        self.static_options_up_to = static_options_up_to
         self.static_options = dict(static_options or {})
         self.workers = min(len(os.sched_getaffinity(0)), MOST_WORKERS) if workers is None else workers
         self.cache_dir = cache_root() / "inductor"
@@ -75,9 +81,13 @@ class InductorPieceCompiler:
     def compile_static(self, pieces: Sequence[StaticPiece], on_piece: OnPiece) -> tuple[CompiledPiece | str, ...]:
         """Measuring waits for `tune`, so that pieces compile side by side; where `static_options` ask for
         measurements while compiling (max_autotune), one at a time."""
-        options = {**torch_compat.tuned_at_first_run(), **self.options, **self.static_options}
-        tasks = [_Task(static.piece, options, static) for static in pieces]
-        at_once = 1 if torch_compat.is_tuned_at_compile_time(options) else None
+        plain = {**torch_compat.tuned_at_first_run(), **self.options}
+        tuned = {**plain, **self.static_options}
+        tasks = [
+            _Task(static.piece, tuned if static.size <= self.static_options_up_to else plain, static)
+            for static in pieces
+        ]
+        at_once = 1 if any(torch_compat.is_tuned_at_compile_time(task.options) for task in tasks) else None
         outcomes: dict[int, CompiledPiece | str] = {}
         for index, outcome in self._compile_all(tasks, at_once=at_once):
             outcomes[index] = shortened(outcome.reason) if isinstance(outcome, _Failure) else outcome

@@ -16,9 +16,10 @@ if TYPE_CHECKING:
 
 GRAPH_KINDS = ("auto", "cuda", "recorded")
 
-DEFAULT_COMPILE_SIZES = (1, 2, 4, 8, 16, 32)
-"""Sizes compiled statically on a GPU unless the caller names others: there decoding is bound by reading the
-weights, and a kernel made for the size reads them faster."""
+DEFAULT_COMPILE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+"""Sizes compiled statically on a GPU unless the caller names others. Kernels made for a size read the weights
+faster, and a layer has half as many: so a decode batch is padded to the next of these, up to twice its size,
+rather than to a closer one that runs the dynamic pieces (`Dispatcher`)."""
 
 VLLM_ONLY = frozenset(
     {

@@ -154,7 +154,8 @@ def explain(config: EngineConfig, *, assume_gpu: bool = False, on_phase: OnPhase
     ((layers, choice, plan),) = decided
     is_patched = choice.backend.patches_graphs and device.type == "cuda" and config.graph_kind != "recorded"
     costs = expected_costs(pieces, prepared_ops(), _refusals(choice.backend, layers), is_patched=is_patched)
-    dispatcher = Dispatcher(full=plan.full, piecewise=plan.piecewise, resolved=plan.resolved)
+    sizes = static_sizes(config, is_cuda=device.type == "cuda")
+    dispatcher = Dispatcher(full=plan.full, piecewise=plan.piecewise, resolved=plan.resolved, static_sizes=sizes)
     split_ops = _split_op_rows(costs)
     decode = decode_ranges(dispatcher, max_num_seqs=min(config.max_num_seqs, max_num_tokens))
     mixed = mixed_ranges(dispatcher, max_num_seqs=config.max_num_seqs, max_num_tokens=max_num_tokens)
@@ -172,7 +173,7 @@ def explain(config: EngineConfig, *, assume_gpu: bool = False, on_phase: OnPhase
         backend=choice.backend.name,
         backend_reasons=choice.reasons,
         compiler=config.compile.compiler,
-        compile_sizes=static_sizes(config, is_cuda=device.type == "cuda"),
+        compile_sizes=sizes,
         report=report,
         num_graphs=num_graphs(
             pieces, has_before=True, has_after=True, is_patched=all(cost.cost == "patch" for cost in costs)

@@ -229,6 +229,7 @@ def _runner(
         piecewise=graphs.descriptors(CUDAGraphMode.PIECEWISE),
         resolved=plan.resolved,
         failed=graphs.failed(),
+        static_sizes=model.compiled.report().static_sizes,
     )
     return ModelRunner(
         step=step,

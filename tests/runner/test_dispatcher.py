@@ -143,3 +143,23 @@ def test_strict_refuses_a_downgrade() -> None:
     refuse_downgrade(downgraded, strict=False)
     with pytest.raises(GraphNotCaptured, match="strict=True, and a batch of 40 tokens would run NONE: 40 tokens are"):
         refuse_downgrade(downgraded, strict=True)
+
+
+def test_a_static_size_is_taken_up_to_twice_as_large() -> None:
+    """It runs faster than its neighbours; what it could not hold, or would waste, goes to the closest bucket."""
+    sizes = (1, 2, 4, 8, 16, 24, 32, 40, 48, 64, 72)
+    table = Dispatcher(
+        full=full_decode_descriptors(sizes, 72),
+        piecewise=piecewise_descriptors(sizes),
+        resolved=BOTH,
+        static_sizes=(4, 32, 64),
+    )
+
+    def padded(num_tokens: int, uniform: int | None = 1) -> int:
+        found = table.dispatch(num_tokens=num_tokens, num_reqs=num_tokens, uniform_token_count=uniform)
+        return found.descriptor.num_tokens
+
+    assert [padded(n) for n in (1, 2, 3, 4, 5, 9, 16, 17, 32, 33, 48, 64, 65)] == [
+        1, 4, 4, 4, 8, 32, 32, 32, 32, 64, 64, 64, 72,
+    ]  # fmt: skip
+    assert padded(20, None) == 32

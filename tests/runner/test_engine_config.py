@@ -47,7 +47,6 @@ def test_refused_by_name(llama_dir: Path, options: dict[str, object], message: s
 def test_a_default_that_is_not_there_yet_is_noted(llm: LLM) -> None:
     """What runs instead of a default is told, not hidden."""
     assert any(note.startswith("cudagraph_mode: NONE runs") for note in llm.notes)
-    assert any(note.startswith("enable_prefix_caching: prompts are computed whole") for note in llm.notes)
 
 
 def test_enforce_eager_runs_pieces_uncompiled(llama_dir: Path) -> None:
