@@ -28,9 +28,10 @@ Examples:
 
 @click.group(context_settings=CONTEXT)
 def command() -> None:
-    """Measure: milliseconds per decode step, tokens a second of an offline workload, next to the roofline.
+    """Measure: milliseconds per decode step, next to the roofline.
 
-    Each subcommand prints a table, or with --json one object.
+    Or tokens a second of an offline workload, next to its floor. Each subcommand prints a table, or with
+    --json one object.
     """
 
 
