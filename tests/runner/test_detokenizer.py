@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from piecegraph.runner.detokenizer import Detokenizer
 from tests.runner.byte_tokenizer import byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
+
+
+def fallback_tokenizer() -> PreTrainedTokenizerFast:
+    """As SentencePiece's: spaces are "▁", the first is dropped, and other bytes have tokens of their own."""
+    tokens = ["<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁abcé", "▁a", "ab", "€"]
+    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=[]))
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+
+
+FALLBACK_TOKENIZER = fallback_tokenizer()
+FIRST_CHARACTER = 258  # of its tokens that are no bytes
 
 
 def encode(text: str) -> list[int]:
@@ -28,14 +46,58 @@ def test_text_is_what_was_encoded(prompt: str, answer: str) -> None:
     assert detokenizer.text == answer
 
 
-@given(st.lists(st.integers(2, 260), max_size=40))
-def test_any_bytes_decode_as_a_whole_would(tokens: list[int]) -> None:
-    """Tokens that are no text at all included: what cannot be a character becomes U+FFFD."""
-    detokenizer = Detokenizer(TOKENIZER, [])
+@given(st.text(max_size=8), st.lists(st.integers(0, 260), max_size=60), st.booleans())
+def test_any_tokens_decode_as_a_whole_would(prompt: str, tokens: list[int], skip: bool) -> None:
+    """Tokens that are no text at all included: what cannot be a character becomes U+FFFD. One by one or at the
+    end in one go, it is the same text; and what was seen on the way is its beginning."""
+    given = encode(prompt)
+    streamed = Detokenizer(TOKENIZER, given, skip_special_tokens=skip)
+    seen = []
     for token in tokens:
+        assert streamed.append(token) is None
+        seen.append(streamed.text)
+    streamed.finish()
+    late = Detokenizer(TOKENIZER, given, skip_special_tokens=skip)
+    late.add_unread(tokens)
+    late.finish()
+    assert streamed.text == late.text == TOKENIZER.decode(tokens, skip_special_tokens=skip)
+    assert all(streamed.text.startswith(text) for text in seen)
+
+
+@given(st.lists(st.integers(FIRST_CHARACTER, FIRST_CHARACTER + 7) | st.text(max_size=3), max_size=30))
+def test_decoders_that_drop_a_space_or_fall_back_to_bytes(parts: list[int | str]) -> None:
+    """Words that begin with a space, characters written in bytes, any number of both: one by one or in one go."""
+    tokens: list[int] = []
+    for part in parts:
+        tokens += [part] if isinstance(part, int) else [2 + byte for byte in part.encode()]
+    streamed, late = (Detokenizer(FALLBACK_TOKENIZER, [FIRST_CHARACTER + 1]) for _ in range(2))
+    for token in tokens:
+        streamed.append(token)
+    streamed.finish()
+    late.add_unread(tokens)
+    late.finish()
+    whole = FALLBACK_TOKENIZER.decode([FIRST_CHARACTER + 1, *tokens])
+    assert "a" + streamed.text == "a" + late.text == whole
+
+
+class Loud(PreTrainedTokenizerFast):
+    def _decode(self, *arguments: Any, **options: Any) -> str:
+        return super()._decode(*arguments, **options).upper()
+
+
+def test_a_tokenizer_with_a_decoding_of_its_own_is_asked() -> None:
+    detokenizer = Detokenizer(Loud(tokenizer_object=TOKENIZER.backend_tokenizer), [])  # type: ignore[no-untyped-call]
+    for token in encode("the end"):
         detokenizer.append(token)
-    detokenizer.finish()
-    assert detokenizer.text == TOKENIZER.decode(tokens, clean_up_tokenization_spaces=False)
+    assert detokenizer.text == "THE END"
+
+
+@pytest.mark.parametrize("min_tokens", [0, 3, 4])
+def test_no_stop_string_is_found_in_the_first_tokens(min_tokens: int) -> None:
+    """Nor one that begins in them: what they wrote is not looked at."""
+    detokenizer = Detokenizer(TOKENIZER, [], stop_strings=["ab"], min_tokens=min_tokens)
+    found = [detokenizer.append(token) for token in encode("xabcab")]
+    assert found.index("ab") == (2 if min_tokens == 0 else 5)
 
 
 def test_an_incomplete_character_waits() -> None:
