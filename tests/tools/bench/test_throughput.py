@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -181,9 +182,12 @@ def test_a_rows_figures_are_of_its_median_run() -> None:
 
 
 @pytest.fixture(scope="module")
-def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
-    folder = save(random_model(llama_config()), tmp_path_factory.mktemp("throughput"))
-    with LLM(
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(random_model(llama_config()), tmp_path_factory.mktemp("throughput"))
+
+
+def open_llm(folder: Path, **options: Any) -> LLM:
+    return LLM(
         folder,
         skip_tokenizer_init=True,
         dtype="float32",
@@ -195,7 +199,20 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
         max_num_seqs=4,
         max_num_batched_tokens=32,
         num_kv_blocks=64,
-    ) as llm:
+        **options,
+    )
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> Iterator[LLM]:
+    with open_llm(folder) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def llm_ahead(folder: Path) -> Iterator[LLM]:
+    """As on a GPU, it launches a step while the one before runs."""
+    with open_llm(folder, async_scheduling=True) as llm:
         yield llm
 
 
@@ -254,6 +271,16 @@ def test_the_clock_sees_every_step_and_leaves_no_trace(llm: LLM, workload: Workl
     assert all(step.parts[name] > 0 for step in told for name in PARTS if name != "between_steps")
     assert told[0].context == 0 and not told[0].is_decode
     assert told[-1].is_decode
+
+
+def test_the_clock_follows_an_engine_that_is_a_step_ahead(llm_ahead: LLM, workload: Workload) -> None:
+    """Its first step waits for nothing, and the call that only takes in the last output is no step."""
+    batches_before = sum(llm_ahead.runner.counters.by_mode().values())
+    with StepClock(llm_ahead) as clock:
+        warm_up(llm_ahead, workload, [0.0])
+    assert len(clock.steps) == sum(llm_ahead.runner.counters.by_mode().values()) - batches_before
+    assert clock.steps[0].parts["output_wait"] == 0
+    assert all(step.parts["output_wait"] > 0 for step in clock.steps[1:])
 
 
 def test_a_profile_is_of_the_steady_steps(llm: LLM, workload: Workload) -> None:
