@@ -15,6 +15,7 @@ from piecegraph.compiler.plan import SplitCall
 from piecegraph.progress import OnPhase, Phase
 from piecegraph.runner.attention.layer import AttentionLayer, attention_layers
 from piecegraph.runner.attention.select import BackendChoice, check_backend_name, choose_backend
+from piecegraph.runner.cache_allocation import CacheAllocation, CacheSizes, allocate_given, allocate_on_gpu
 from piecegraph.runner.capture_sizes import check_capture_sizes
 from piecegraph.runner.causal_lm import DYNAMIC_DIMS, CausalLMForward, example_inputs
 from piecegraph.runner.cudagraph_manager import CudaGraphManager
@@ -23,8 +24,7 @@ from piecegraph.runner.engine import Engine
 from piecegraph.runner.engine_config import EngineConfig, batched_tokens, runs_ahead, static_sizes, static_sizes_note
 from piecegraph.runner.graph_plan import GraphPlan, plan_graphs
 from piecegraph.runner.input_buffers import InputBuffers
-from piecegraph.runner.kv_cache import KVCache, allocate_kv_caches, bytes_per_block
-from piecegraph.runner.memory import cpu_budget_bytes, gpu_budget_bytes, graph_budget_bytes, pick_num_blocks
+from piecegraph.runner.kv_cache import allocate_kv_caches, bytes_per_block
 from piecegraph.runner.model_length import model_length
 from piecegraph.runner.model_loader import (
     LoadedModel,
@@ -38,7 +38,7 @@ from piecegraph.runner.model_loader import (
 from piecegraph.runner.model_runner import ModelRunner
 from piecegraph.runner.model_step import ModelStep
 from piecegraph.runner.model_support import check_layers
-from piecegraph.runner.profile import peak_activation_bytes
+from piecegraph.runner.profile import peak_step_bytes
 from piecegraph.runner.request_states import RequestStates
 from piecegraph.runner.rope import fix_longrope
 from piecegraph.runner.sampling.batch_sampler import Sampler
@@ -83,13 +83,11 @@ def load_engine(config: EngineConfig, on_phase: OnPhase | None = None) -> Loaded
             on_phase(Phase(name="load", detail=note))
     model = _compile(loaded, config, max_num_tokens, on_phase)
     plan = model.plan
-    graph_bytes = graph_budget_bytes(device) if plan.has_graphs else 0
-    num_blocks, kv_caches = _allocate(model, config, device, max_model_len, max_num_tokens, graph_bytes, on_phase)
     vocab_size = loaded.config.get_text_config(decoder=True).vocab_size
     sampler = Sampler(
         max_num_reqs=config.max_num_seqs, max_model_len=max_model_len, vocab_size=vocab_size, device=device
     )
-    runner = _runner(model, plan, config, kv_caches, sampler, max_num_tokens, graph_bytes, on_phase)
+    runner, num_blocks = _runner(model, plan, config, sampler, max_num_tokens, device, on_phase)
     engine = Engine(
         scheduler=Scheduler(
             kv_cache=KVCacheManager(
@@ -177,14 +175,12 @@ def _runner(
     model: _Model,
     plan: GraphPlan,
     config: EngineConfig,
-    kv_caches: dict[str, KVCache],
     sampler: Sampler,
     max_num_tokens: int,
-    graph_bytes: int,
+    device: torch.device,
     on_phase: OnPhase | None,
-) -> ModelRunner:
-    """The step over fixed buffers, its graphs captured."""
-    device = next(iter(kv_caches.values())).key.device
+) -> tuple[ModelRunner, int]:
+    """The step over fixed buffers, its graphs captured, and the number of blocks its cache then has."""
     backend = model.attention.backend
     max_model_len = sampler.max_model_len
     max_blocks = blocks_for(max_model_len, config.block_size)
@@ -194,7 +190,7 @@ def _runner(
         metadata_builder=backend.metadata_builder(
             model.layers, config.block_size, device, max_num_reqs=config.max_num_seqs
         ),
-        kv_caches=kv_caches,
+        kv_caches=allocate_kv_caches(model.layers, 1, config.block_size, device),  # until the others are sized
         states=RequestStates(
             max_num_reqs=config.max_num_seqs,
             max_model_len=max_model_len,
@@ -211,6 +207,8 @@ def _runner(
         sampler=sampler,
         block_size=config.block_size,
     )
+    cache = _allocate(model, config, step, max_num_tokens, on_phase)
+    step = replace(step, kv_caches=cache.kv_caches)
     graphs = CudaGraphManager(
         step=step,
         compiled=model.compiled,
@@ -220,7 +218,8 @@ def _runner(
         strict=config.strict,
     )
     try:
-        graphs.capture(full=plan.full, piecewise=plan.piecewise, max_bytes=graph_bytes or None, on_phase=on_phase)
+        graphs.capture(full=plan.full, piecewise=plan.piecewise, max_bytes=cache.max_graph_bytes, on_phase=on_phase)
+        num_blocks = _fill(cache, graphs.device_bytes, device, on_phase)
     except BaseException:
         graphs.close()
         raise
@@ -231,47 +230,66 @@ def _runner(
         failed=graphs.failed(),
         static_sizes=model.compiled.report().static_sizes,
     )
-    return ModelRunner(
+    runner = ModelRunner(
         step=step,
         graphs=graphs,
         dispatcher=dispatcher,
         needs_host_batch=backend.needs_host_batch,
         strict=config.strict,
     )
+    return runner, num_blocks
 
 
 def _allocate(
-    model: _Model,
-    config: EngineConfig,
-    device: torch.device,
-    max_model_len: int,
-    max_num_tokens: int,
-    graph_bytes: int,
-    on_phase: OnPhase | None,
-) -> tuple[int, dict[str, KVCache]]:
-    """The number of blocks, and the caches; `graph_bytes` are left to the graphs."""
+    model: _Model, config: EngineConfig, step: ModelStep, max_num_tokens: int, on_phase: OnPhase | None
+) -> CacheAllocation:
+    """The cache's tensors: with all their memory if their size is given or there is no GPU, else with what the
+    graphs can be captured over, to be filled after them."""
     started = time.monotonic()
-    layers = model.layers
-    block_bytes = bytes_per_block(layers, config.block_size)
-    if config.kv_cache_memory_bytes is not None:
-        budget_bytes = config.kv_cache_memory_bytes
-    elif device.type == "cpu":
-        budget_bytes = cpu_budget_bytes(blocks_for(max_model_len, config.block_size) * block_bytes)
-    else:
-        num_logits = min(config.max_num_seqs, max_num_tokens)
-        backend = model.attention.backend
-        peak = peak_activation_bytes(model.compiled, layers, backend, max_num_tokens, num_logits, device)
-        budget_bytes = gpu_budget_bytes(device, config.gpu_memory_utilization, peak + graph_bytes)
-    num_blocks = pick_num_blocks(
-        budget_bytes=budget_bytes,
-        block_bytes=block_bytes,
+    device, max_model_len = step.buffers.input_ids.device, step.sampler.max_model_len
+    sizes = CacheSizes(
         block_size=config.block_size,
+        block_bytes=bytes_per_block(model.layers, config.block_size),
         max_model_len=max_model_len,
         max_num_seqs=config.max_num_seqs,
-        num_kv_blocks=config.num_kv_blocks,
     )
-    kv_caches = allocate_kv_caches(layers, num_blocks, config.block_size, device)
+    has_graphs = model.plan.has_graphs
+    if device.type == "cpu" or config.num_kv_blocks is not None or config.kv_cache_memory_bytes is not None:
+        cache = allocate_given(
+            model.layers,
+            sizes,
+            device,
+            num_kv_blocks=config.num_kv_blocks,
+            kv_cache_memory_bytes=config.kv_cache_memory_bytes,
+            has_graphs=has_graphs,
+        )
+    else:
+        step_bytes = peak_step_bytes(
+            step,
+            num_tokens=max_num_tokens,
+            max_model_len=max_model_len,
+            needs_host_batch=model.attention.backend.needs_host_batch,
+        )
+        cache = allocate_on_gpu(
+            model.layers,
+            sizes,
+            device,
+            gpu_memory_utilization=config.gpu_memory_utilization,
+            step_bytes=step_bytes,
+            has_graphs=has_graphs,
+        )
+    if on_phase is not None and not cache.is_growing:
+        on_phase(Phase(name="kv_cache", seconds=time.monotonic() - started, detail=str(cache)))
+    return cache
+
+
+def _fill(cache: CacheAllocation, graph_bytes: int, device: torch.device, on_phase: OnPhase | None) -> int:
+    """The number of blocks, now that the graphs are there and nothing else will be allocated for good."""
+    if not cache.is_growing:
+        return cache.num_blocks
+    started = time.monotonic()
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device)  # capture left nothing unused with torch
+    num_blocks = cache.fill(total_bytes - free_bytes, graph_bytes)
     if on_phase is not None:
-        detail = f"{num_blocks} blocks of {config.block_size} tokens, {num_blocks * block_bytes / 2**20:.0f} MiB"
-        on_phase(Phase(name="kv_cache", seconds=time.monotonic() - started, detail=detail))
-    return num_blocks, kv_caches
+        on_phase(Phase(name="kv_cache", seconds=time.monotonic() - started, detail=str(cache)))
+    return num_blocks

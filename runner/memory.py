@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -17,10 +18,42 @@ CPU_ENOUGH_BYTES = 4 * 2**30
 """What the CPU's cache gets at most unasked, unless one request needs more."""
 
 GRAPH_BYTES = 3 * 2**29
-"""What graphs may take at most: a bucket's activations at the largest capture size, and the graphs themselves."""
+"""What graphs may take at most where the cache cannot grow after them: a bucket's activations at the largest capture
+size, and the graphs themselves."""
 
 GRAPH_SHARE = 0.05
-"""Share of a GPU's memory graphs may take."""
+"""Share of a GPU's memory graphs may take there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryBudget:
+    """A GPU's memory, each byte under one heading; the key/value cache gets what is left. In bytes.
+
+    Not counted, and so taken from what `utilization` leaves: log probabilities of whole prompts, or of the whole
+    vocabulary, for which some steps make rows of logits that others do not.
+    """
+
+    total_bytes: int
+    utilization: float  # above 0, at most 1: the share of `total_bytes` that all of this may take
+    other_bytes: int  # in use, and not by torch: other processes, CUDA's context, loaded kernels
+    model_bytes: int  # held by torch for good: weights, requests' states, input buffers, workspaces
+    step_bytes: int  # held only while a step runs without graphs, at its largest; `peak_step_bytes`
+    graph_bytes: int  # the graphs, and the pool they keep their activations in
+
+    @property
+    def cache_bytes(self) -> int:
+        """What the cache gets; below 0 if it is too much already without one."""
+        spent = self.other_bytes + self.model_bytes + self.step_bytes + self.graph_bytes
+        return int(self.total_bytes * self.utilization) - spent
+
+    def __str__(self) -> str:
+        """The arithmetic, in GiB."""
+        return (
+            f"gpu_memory_utilization={self.utilization:g} of {_gib(self.total_bytes)} is "
+            f"{_gib(int(self.total_bytes * self.utilization))}; less {_gib(self.other_bytes)} used outside of torch, "
+            f"{_gib(self.model_bytes)} of weights and buffers, {_gib(self.step_bytes)} for the largest step and "
+            f"{_gib(self.graph_bytes)} of graphs leaves {_gib(self.cache_bytes)}"
+        )
 
 
 def pick_num_blocks(
@@ -31,11 +64,13 @@ def pick_num_blocks(
     max_model_len: int,
     max_num_seqs: int,
     num_kv_blocks: int | None = None,
+    budget: MemoryBudget | None = None,
 ) -> int:
     """`num_kv_blocks` if given, else as many as `budget_bytes` holds, at most what `max_num_seqs` requests
     of full length need.
 
-    Raises `OutOfMemory`, with the arithmetic, if one request of `max_model_len` tokens would not fit.
+    Raises `OutOfMemory`, with the arithmetic, `budget`'s too if given, if one request of `max_model_len` tokens
+    would not fit.
     """
     blocks_per_request = blocks_for(max_model_len, block_size)
     num_blocks = budget_bytes // block_bytes if num_kv_blocks is None else num_kv_blocks
@@ -52,6 +87,7 @@ def pick_num_blocks(
             f"{blocks_per_request * block_bytes / 2**20:.1f} MiB, and {have}. "
             + (f"Lower max_model_len to at most {fits}, or give" if fits else "Give")
             + " more memory (kv_cache_memory_bytes, num_kv_blocks, gpu_memory_utilization)."
+            + (f" {budget}." if budget is not None else "")
         )
     return min(num_blocks, blocks_per_request * max_num_seqs) if num_kv_blocks is None else num_blocks
 
@@ -62,14 +98,41 @@ def cpu_budget_bytes(request_bytes: int) -> int:
     return min(int(CPU_SHARE * free_bytes), max(CPU_ENOUGH_BYTES, request_bytes))
 
 
-def gpu_budget_bytes(device: torch.device, gpu_memory_utilization: float, activation_bytes: int) -> int:
-    """What `gpu_memory_utilization` of the GPU leaves after what is in use now and a step's activations."""
+def gpu_budget(
+    device: torch.device, gpu_memory_utilization: float, *, step_bytes: int, graph_bytes: int = 0
+) -> MemoryBudget:
+    """What `device` has in use, before there is a cache, and what a step and the graphs will take besides.
+
+    Waits for the device. Gives memory that torch holds and nobody uses back to it.
+    """
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
-    return int(total_bytes * gpu_memory_utilization) - (total_bytes - free_bytes) - activation_bytes
+    model_bytes = torch.cuda.memory_reserved(device)
+    return MemoryBudget(
+        total_bytes=total_bytes,
+        utilization=gpu_memory_utilization,
+        other_bytes=total_bytes - free_bytes - model_bytes,
+        model_bytes=model_bytes,
+        step_bytes=step_bytes,
+        graph_bytes=graph_bytes,
+    )
+
+
+def with_graphs(budget: MemoryBudget, *, used_bytes: int, graph_bytes: int) -> MemoryBudget:
+    """`budget`, made before capture, once `graph_bytes` of graphs are there. `used_bytes` of the GPU are in use now,
+    the cache's not counted: the terms add up to them, what nothing else explains being used outside of torch."""
+    return replace(budget, graph_bytes=graph_bytes, other_bytes=used_bytes - budget.model_bytes - graph_bytes)
+
+
+def max_graph_bytes(cache_bytes: int, request_bytes: int) -> int:
+    """What graphs may take of the `cache_bytes` they share with the cache: half, and never of the `request_bytes`
+    that one request needs."""
+    return max(0, min(cache_bytes // 2, cache_bytes - request_bytes))
 
 
 def graph_budget_bytes(device: torch.device) -> int:
-    """What the graphs may take of the GPU's memory, set aside before the cache takes the rest; 0 without one."""
+    """What is set aside for graphs where the cache is allocated before them; 0 without a GPU."""
     if device.type != "cuda":
         return 0
     return min(GRAPH_BYTES, int(GRAPH_SHARE * torch.cuda.mem_get_info(device)[1]))
@@ -90,3 +153,7 @@ def _container_free_bytes() -> int:
         return max(0, int(limit.read_text()) - int(used.read_text()))
     except (OSError, ValueError):  # not Linux, or no limit ("max")
         return 2**63
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB"

@@ -2,43 +2,79 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
 import torch
 
-from piecegraph.runner.attention.backend import AttentionBackend
-from piecegraph.runner.attention.layer import AttentionLayer
 from piecegraph.runner.attention.metadata import PAD_SLOT_ID, AttentionMetadata, HostBatch
-from piecegraph.runner.forward_context import ForwardContext, set_forward_context
-from piecegraph.runner.kv_cache import allocate_kv_caches
+from piecegraph.runner.dummy_batch import dummy_batch
+from piecegraph.runner.model_step import ModelStep
+from piecegraph.runner.sampling_params import SamplingParams
+
+SAMPLED_LOGPROBS = 20
+"""Log probabilities each request of the largest step asks for: what vLLM allows at most by default."""
+
+_LARGEST_SAMPLING = SamplingParams(
+    temperature=0.7,
+    top_k=50,
+    top_p=0.9,
+    min_p=0.01,
+    repetition_penalty=1.1,
+    presence_penalty=0.1,
+    frequency_penalty=0.1,
+    logprobs=SAMPLED_LOGPROBS,
+)
 
 
 @torch.no_grad()
-def peak_activation_bytes(
-    forward: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
-    layers: Sequence[AttentionLayer],
-    backend: AttentionBackend,
-    num_tokens: int,
-    num_logits: int,
-    device: torch.device,
-) -> int:
-    """Peak of one forward pass of `num_tokens` tokens, all padding: nothing is attended to or cached."""
-    tokens = torch.zeros(num_tokens, dtype=torch.int64, device=device)
-    rows = torch.zeros(num_logits, dtype=torch.int64, device=device)
-    context = ForwardContext(
-        impl=backend.impl(),
-        metadata=backend.metadata_builder(layers, 1, device, max_num_reqs=1).build(padding_only(num_tokens, device)),
-        kv_caches=allocate_kv_caches(layers, 1, 1, device),
-    )
+def peak_step_bytes(step: ModelStep, *, num_tokens: int, max_model_len: int, needs_host_batch: bool) -> int:
+    """What the GPU's memory in use grows by, at most, while the largest step without graphs runs.
+
+    Counted: the model on `num_tokens` tokens of requests as long as can be, attention included; logits of as many
+    requests as a step can have (`step.num_logits`); the draw; then the sampler's whole way for all of them, with
+    penalties, truncation and `SAMPLED_LOGPROBS` log probabilities each. In whole pieces of torch's allocator, the
+    gaps between tensors included: that is what the device has to have free. What stays allocated after a first
+    such step, as workspaces do, is not counted here but is in use from then on.
+
+    Not counted: log probabilities of prompts or of the whole vocabulary, and steps over graphs, whose memory is
+    the graphs' own.
+
+    Mutates the input buffers and the sampler's rows; nothing is cached and no request's state changes.
+    """
+    device = step.buffers.input_ids.device
+    run_largest_step(step, num_tokens=num_tokens, max_model_len=max_model_len, needs_host_batch=needs_host_batch)
     torch.cuda.synchronize(device)
-    before = torch.cuda.memory_allocated(device)
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved(device)
     torch.cuda.reset_peak_memory_stats(device)
-    with set_forward_context(context):
-        forward(tokens, tokens, rows)
+    run_largest_step(step, num_tokens=num_tokens, max_model_len=max_model_len, needs_host_batch=needs_host_batch)
     torch.cuda.synchronize(device)
-    peak = torch.cuda.max_memory_allocated(device) - before
+    peak = torch.cuda.max_memory_reserved(device) - before
     torch.cuda.empty_cache()
     return peak
+
+
+def run_largest_step(step: ModelStep, *, num_tokens: int, max_model_len: int, needs_host_batch: bool) -> None:
+    """The step that `peak_step_bytes` measures, of nobody's tokens, on any device."""
+    num_rows = step.num_logits(num_tokens)
+    common = dummy_batch(
+        step.buffers, num_tokens=num_tokens, max_model_len=max_model_len, with_host_batch=needs_host_batch
+    )
+    step.prepare(num_tokens, num_rows)
+    logits, _ = step.draw(step.run_uncaptured(step.metadata_builder.build(common), num_rows))
+    rows = range(num_rows)
+    for row in rows:
+        step.sampler.add_request(row, _LARGEST_SAMPLING, seed=row, prompt_len=1, stop_token_ids=(), bad_words=())
+    try:
+        step.sampler.apply_staged_writes()
+        step.sampler.sample(
+            logits,
+            rows=rows,
+            idx_mapping=torch.arange(num_rows, dtype=torch.int32, device=logits.device),
+            positions=torch.ones(num_rows, dtype=torch.int32, device=logits.device),
+            token_ids=step.states.token_ids,
+        )
+    finally:
+        for row in rows:
+            step.sampler.remove_request(row)
 
 
 def padding_only(num_tokens: int, device: torch.device) -> AttentionMetadata:
