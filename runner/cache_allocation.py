@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 
 from piecegraph.errors import OutOfMemory
-from piecegraph.runner.attention.layer import AttentionLayer
 from piecegraph.runner.cuda_memory import CudaMemoryDriver, MemoryDriver, unavailable_reason
-from piecegraph.runner.kv_cache import KVCache, allocate_kv_caches
+from piecegraph.runner.kv_cache import KVCache
 from piecegraph.runner.kv_memory import GrowingMemory
 from piecegraph.runner.memory import (
     MemoryBudget,
@@ -25,20 +24,24 @@ from piecegraph.runner.memory import (
 
 logger = logging.getLogger(__name__)
 
+AllocateCaches = Callable[..., dict[str, KVCache]]
+"""`(num_blocks, *, empty=torch.empty) -> caches by the layer's name`: how they are laid out is its own affair."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheSizes:
     """What the number of blocks depends on besides memory."""
 
     block_size: int  # tokens
-    block_bytes: int  # of one block in all layers
+    block_bytes: int  # of one block in all tensors
+    blocks_per_request: int  # of `max_model_len` tokens, at most
     max_model_len: int
     max_num_seqs: int
 
     @property
     def request_bytes(self) -> int:
         """One request of `max_model_len` tokens."""
-        return -(-self.max_model_len // self.block_size) * self.block_bytes
+        return self.blocks_per_request * self.block_bytes
 
     def pick_num_blocks(
         self, budget_bytes: int, *, num_kv_blocks: int | None = None, budget: MemoryBudget | None = None
@@ -48,6 +51,7 @@ class CacheSizes:
             budget_bytes=budget_bytes,
             block_bytes=self.block_bytes,
             block_size=self.block_size,
+            blocks_per_request=self.blocks_per_request,
             max_model_len=self.max_model_len,
             max_num_seqs=self.max_num_seqs,
             num_kv_blocks=num_kv_blocks,
@@ -124,7 +128,7 @@ class CacheAllocation:
 
 
 def allocate_at_once(
-    layers: Sequence[AttentionLayer],
+    allocate: AllocateCaches,
     sizes: CacheSizes,
     device: torch.device,
     num_blocks: int,
@@ -134,7 +138,7 @@ def allocate_at_once(
 ) -> CacheAllocation:
     """A cache of `num_blocks`, all of which have memory. Raises `OutOfMemory` if there is too little."""
     try:
-        kv_caches = allocate_kv_caches(layers, num_blocks, sizes.block_size, device)
+        kv_caches = allocate(num_blocks)
     except torch.OutOfMemoryError as error:
         raise OutOfMemory(
             f"a key/value cache of {num_blocks} blocks takes {num_blocks * sizes.block_bytes / 2**20:.1f} MiB, more "
@@ -145,13 +149,7 @@ def allocate_at_once(
     )
 
 
-def reserve(
-    layers: Sequence[AttentionLayer],
-    sizes: CacheSizes,
-    device: torch.device,
-    budget: MemoryBudget,
-    driver: MemoryDriver,
-) -> CacheAllocation:
+def reserve(allocate: AllocateCaches, sizes: CacheSizes, budget: MemoryBudget, driver: MemoryDriver) -> CacheAllocation:
     """A cache to be filled: addresses for all that `budget`, which has no graphs in it yet, allows.
 
     Raises `OutOfMemory`, with the arithmetic, if one request of full length would not fit.
@@ -159,7 +157,7 @@ def reserve(
     num_blocks = sizes.pick_num_blocks(budget.cache_bytes, budget=budget)
     memory = GrowingMemory(driver)
     try:
-        kv_caches = allocate_kv_caches(layers, num_blocks, sizes.block_size, device, empty=memory.empty)
+        kv_caches = allocate(num_blocks, empty=memory.empty)
     except OutOfMemory as error:
         memory.close()
         raise OutOfMemory(f"{error} {budget}.") from error
@@ -174,7 +172,7 @@ def reserve(
 
 
 def allocate_given(
-    layers: Sequence[AttentionLayer],
+    allocate: AllocateCaches,
     sizes: CacheSizes,
     device: torch.device,
     *,
@@ -189,11 +187,11 @@ def allocate_given(
         budget_bytes = cpu_budget_bytes(sizes.request_bytes) if device.type == "cpu" else 0
     num_blocks = sizes.pick_num_blocks(budget_bytes, num_kv_blocks=num_kv_blocks)
     graph_bytes = graph_budget_bytes(device) if has_graphs else 0
-    return allocate_at_once(layers, sizes, device, num_blocks, max_graph_bytes=graph_bytes or None)
+    return allocate_at_once(allocate, sizes, device, num_blocks, max_graph_bytes=graph_bytes or None)
 
 
 def allocate_on_gpu(
-    layers: Sequence[AttentionLayer],
+    allocate: AllocateCaches,
     sizes: CacheSizes,
     device: torch.device,
     *,
@@ -206,9 +204,9 @@ def allocate_on_gpu(
     reason = unavailable_reason(device)
     if reason is None:
         budget = gpu_budget(device, gpu_memory_utilization, step_bytes=step_bytes)
-        return reserve(layers, sizes, device, budget, CudaMemoryDriver(device))
+        return reserve(allocate, sizes, budget, CudaMemoryDriver(device))
     logger.info("the cache is allocated before the graphs: %s", reason)
     graph_bytes = graph_budget_bytes(device) if has_graphs else 0
     budget = gpu_budget(device, gpu_memory_utilization, step_bytes=step_bytes, graph_bytes=graph_bytes)
     num_blocks = sizes.pick_num_blocks(budget.cache_bytes, budget=budget)
-    return allocate_at_once(layers, sizes, device, num_blocks, max_graph_bytes=graph_bytes or None, budget=budget)
+    return allocate_at_once(allocate, sizes, device, num_blocks, max_graph_bytes=graph_bytes or None, budget=budget)

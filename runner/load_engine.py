@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -250,13 +251,15 @@ def _allocate(
     sizes = CacheSizes(
         block_size=config.block_size,
         block_bytes=bytes_per_block(model.layers, config.block_size),
+        blocks_per_request=blocks_for(max_model_len, config.block_size),
         max_model_len=max_model_len,
         max_num_seqs=config.max_num_seqs,
     )
+    allocate = partial(allocate_kv_caches, model.layers, block_size=config.block_size, device=device)
     has_graphs = model.plan.has_graphs
     if device.type == "cpu" or config.num_kv_blocks is not None or config.kv_cache_memory_bytes is not None:
         cache = allocate_given(
-            model.layers,
+            allocate,
             sizes,
             device,
             num_kv_blocks=config.num_kv_blocks,
@@ -271,7 +274,7 @@ def _allocate(
             needs_host_batch=model.attention.backend.needs_host_batch,
         )
         cache = allocate_on_gpu(
-            model.layers,
+            allocate,
             sizes,
             device,
             gpu_memory_utilization=config.gpu_memory_utilization,

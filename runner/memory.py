@@ -61,6 +61,7 @@ def pick_num_blocks(
     budget_bytes: int,
     block_bytes: int,
     block_size: int,
+    blocks_per_request: int,
     max_model_len: int,
     max_num_seqs: int,
     num_kv_blocks: int | None = None,
@@ -69,10 +70,9 @@ def pick_num_blocks(
     """`num_kv_blocks` if given, else as many as `budget_bytes` holds, at most what `max_num_seqs` requests
     of full length need.
 
-    Raises `OutOfMemory`, with the arithmetic, `budget`'s too if given, if one request of `max_model_len` tokens
-    would not fit.
+    `blocks_per_request`: what one of `max_model_len` tokens holds at most; with windows, fewer than its tokens fill.
+    Raises `OutOfMemory`, with the arithmetic, `budget`'s too if given, if that many do not fit.
     """
-    blocks_per_request = blocks_for(max_model_len, block_size)
     num_blocks = budget_bytes // block_bytes if num_kv_blocks is None else num_kv_blocks
     if num_blocks < blocks_per_request:
         have = (
@@ -80,7 +80,7 @@ def pick_num_blocks(
             if num_kv_blocks is not None
             else f"{budget_bytes / 2**20:.1f} MiB for the cache hold {max(0, num_blocks)}"
         )
-        fits = max(0, num_blocks) * block_size
+        fits = max(0, num_blocks) * block_size if blocks_per_request == blocks_for(max_model_len, block_size) else 0
         raise OutOfMemory(
             f"the key/value cache is too small for one request of max_model_len={max_model_len}: that takes "
             f"{blocks_per_request} blocks of {block_size} tokens at {block_bytes / 2**10:.1f} KiB, "

@@ -13,7 +13,13 @@ from piecegraph.runner.kv_cache import allocate_kv_caches, bytes_per_block
 from piecegraph.runner.memory import cpu_budget_bytes, pick_num_blocks
 from tests.runner.attention.paged_case import make_case
 
-SIZES: dict[str, Any] = {"block_bytes": 1024, "block_size": 16, "max_model_len": 100, "max_num_seqs": 4}  # 7 blocks a request
+SIZES: dict[str, Any] = {
+    "block_bytes": 1024,
+    "block_size": 16,
+    "blocks_per_request": 7,
+    "max_model_len": 100,
+    "max_num_seqs": 4,
+}
 
 
 @pytest.mark.parametrize(
