@@ -165,8 +165,8 @@ class KVCacheManager:
         return added
 
     def register(self, request: Request, num_tokens: int) -> None:
-        """Name the full blocks of its first `num_tokens`, which are known and whose computation was scheduled by an
-        earlier step, so that others can find them.
+        """Name the full blocks of its first `num_tokens`, which are known and whose computation is scheduled, in
+        this step at the latest, so that others can find them.
         """
         if num_tokens < request.next_registration:
             return

@@ -37,8 +37,10 @@ class Scheduler:
     pending: sampled, but known to the device only. `complete_step` tells the tokens, in the order of scheduling.
 
     Note [one stream]: steps run on the device one after the other, in the order they were scheduled. So a block
-    may change hands while a step in flight still uses it, and may be found in the prefix cache once the step that
-    fills it is scheduled.
+    may change hands while a step in flight still uses it. A block of a prompt is found in the prefix cache from the
+    moment the step that fills it is being scheduled, by requests of that very step too: each layer writes the
+    keys and values of a whole batch before any of it attends. So prompts that arrive together and begin alike
+    compute what they share once.
     """
 
     def __init__(
@@ -173,7 +175,11 @@ class Scheduler:
                 request.num_tokens_with_pending = num_with_pending + 1
             budget -= num_tokens
             item = make(ScheduledRequest, (request.request_id, num_tokens, num_computed, is_sampled, request.epoch))
-            (decodes if num_tokens == 1 else others).append(item)
+            if num_tokens == 1:
+                decodes.append(item)
+            else:
+                others.append(item)
+                self._kv_cache.register(request, num_computed_after)
 
         added: list[AddedRequest] = []
         if self._num_preemptions == num_preemptions:  # else the blocks they would get are needed by those that run
@@ -301,5 +307,6 @@ class Scheduler:
         is_sampled = num_tokens == num_uncomputed
         item = ScheduledRequest(request.request_id, num_tokens, hit.num_tokens, is_sampled, request.epoch)
         request.num_computed_tokens = hit.num_tokens + num_tokens
+        self._kv_cache.register(request, request.num_computed_tokens)
         request.num_tokens_with_pending += is_sampled
         return added, item

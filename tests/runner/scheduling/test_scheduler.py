@@ -305,22 +305,22 @@ def test_a_token_in_flight_of_a_preempted_request_is_kept() -> None:
     assert list(again.token_ids) == [*b.prompt_token_ids, 5, 7]
 
 
-def test_a_prefix_is_shared_once_its_step_is_completed() -> None:
+def test_a_prefix_is_shared_from_the_step_that_computes_it() -> None:
+    """With that very step's requests, too: prompts that arrive together and begin alike cost one prefill."""
     scheduler = make_scheduler(budget=32)
     prompt = list(range(9))
     add(scheduler, make_request("a", prompt))
-    ahead = scheduler.schedule()
     add(scheduler, make_request("b", prompt))
-    (b,) = scheduler.schedule().added
-    assert b.num_computed_tokens == 0
-    complete(scheduler, ahead)
+    output = scheduler.schedule()
+    assert [added.num_computed_tokens for added in output.added] == [0, 8]
+    assert shares(output) == {"a": 9, "b": 1}
     c = make_request("c", prompt)
     add(scheduler, c)
     output = scheduler.schedule()
     assert output.added[0].num_computed_tokens == 8 and shares(output)["c"] == 1
     assert c.num_cached_tokens == 8
     stats = scheduler.stats
-    assert (stats.num_prefix_queries, stats.num_prefix_hits) == (27, 8)
+    assert (stats.num_prefix_queries, stats.num_prefix_hits) == (27, 16)
     scheduler.reset_prefix_cache()
     add(scheduler, make_request("d", prompt))
     assert scheduler.schedule().added[0].num_computed_tokens == 0
