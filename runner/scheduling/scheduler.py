@@ -39,8 +39,9 @@ class Scheduler:
     Note [one stream]: steps run on the device one after the other, in the order they were scheduled. So a block
     may change hands while a step in flight still uses it. A block of a prompt is found in the prefix cache from the
     moment the step that fills it is being scheduled, by requests of that very step too: each layer writes the
-    keys and values of a whole batch before any of it attends. So prompts that arrive together and begin alike
-    compute what they share once.
+    keys and values of all requests with several tokens before any request attends. (Those with one token may write
+    theirs as they attend, so a block that such a token fills is found in later steps.) Prompts that arrive together
+    and begin alike compute what they share once.
     """
 
     def __init__(
@@ -307,6 +308,7 @@ class Scheduler:
         is_sampled = num_tokens == num_uncomputed
         item = ScheduledRequest(request.request_id, num_tokens, hit.num_tokens, is_sampled, request.epoch)
         request.num_computed_tokens = hit.num_tokens + num_tokens
-        self._kv_cache.register(request, request.num_computed_tokens)
+        if num_tokens != 1:
+            self._kv_cache.register(request, request.num_computed_tokens)
         request.num_tokens_with_pending += is_sampled
         return added, item
