@@ -97,14 +97,19 @@ class LayerCall(NamedTuple):
 
 
 def kernel_calls(call: LayerCall, metadata: TritonMetadata) -> Iterator[KernelCall]:
-    """What the batch takes, in order. Decode requests and all others share no row and no slot."""
+    """What the batch takes, in order. Decode requests and all others share no row and no slot.
+
+    Keys and values of the others are written first: a decode request may read them, where it is a prompt
+    whose beginning another prompt of this very step computes.
+    """
     assert metadata.gpu is not None
     shape, num_decode_reqs = call.shape, metadata.num_decode_reqs
+    if num_decode_reqs < metadata.num_reqs:
+        yield call.kv_write(metadata)
     if num_decode_reqs > 0:
         config = decode_config(shape, num_reqs=num_decode_reqs, max_len=metadata.max_len, num_sms=metadata.gpu.num_sms)
         yield call.decode(metadata, num_decode_reqs, config)
     if num_decode_reqs < metadata.num_reqs:
-        yield call.kv_write(metadata)
         yield call.prefill(
             metadata,
             prefill_config(shape, max_query_len=metadata.max_query_len, shared_bytes=metadata.gpu.shared_bytes),
@@ -177,11 +182,11 @@ class PreparedAttention:
                 launch.kernel.launch(launch.grid, stream, *launch.changed)
 
     def launches(self, metadata: TritonMetadata) -> tuple[_Launch | None, _Launch | None, _Launch | None]:
-        """Decode, K/V write and prefill, as they follow each other; None where no request takes it."""
+        """K/V write, decode and prefill, as they follow each other; None where no request takes it."""
         num_decode_reqs, num_reqs = metadata.num_decode_reqs, metadata.num_reqs
         return (
-            self._decode(metadata) if num_decode_reqs > 0 else None,
             self._kv_write(metadata) if num_decode_reqs < num_reqs else None,
+            self._decode(metadata) if num_decode_reqs > 0 else None,
             self._prefill(metadata) if num_decode_reqs < num_reqs else None,
         )
 
@@ -198,7 +203,7 @@ class PreparedAttention:
         one_decode = replace(metadata, num_reqs=1, num_decode_reqs=1, max_query_len=1)
         one_other = replace(metadata, num_reqs=1, num_decode_reqs=0, max_query_len=1)
         nodes = []
-        for launch in (self._decode(one_decode), self._kv_write(one_other), self._prefill(one_other)):
+        for launch in (self._kv_write(one_other), self._decode(one_decode), self._prefill(one_other)):
             launch.kernel.launch(launch.grid, stream, *launch.changed)
             nodes.append(last_captured_node(stream))
         return _Nodes(self, nodes).patch

@@ -15,7 +15,7 @@ from piecegraph.runner.attention.flash_attn_packages import Family, installed
 from piecegraph.runner.attention.metadata import AttentionMetadata
 from tests.runner.attention.test_triton_backend_gpu import DECODES, LAYERS, MIXED, Case
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]  # warnings of the packages
 
 CUDA = torch.device("cuda")
 FA2, FA3, FA4, TRITON = Family.FA2, Family.FA3, Family.FA4, Family.TRITON
