@@ -163,7 +163,7 @@ class Dispatcher:
 def uniform_token_count(query_lens: Sequence[int]) -> int | None:
     """Tokens of each request if all have as many, else None."""
     first = query_lens[0]
-    return first if all(query_len == first for query_len in query_lens) else None
+    return first if query_lens.count(first) == len(query_lens) else None
 
 
 class _Table:

@@ -94,6 +94,8 @@ class Sampler:
 
     def num_logprobs(self, rows: Sequence[int]) -> int | None:
         """The most log probabilities that a request at these state rows asks for; None if none does."""
+        if not self._num_logprobs:
+            return None
         return max((self._num_logprobs[row] for row in rows if row in self._num_logprobs), default=None)
 
     def sample(
