@@ -255,13 +255,19 @@ class LLM:
 
         Several of these may be read in turns: a step's outputs wait in the inbox of their request.
         """
-        for request_id, (prompt, params) in requests.items():
-            self.engine.add_request(
-                request_id, prompt.token_ids, params, prompt=prompt.text, is_final_only=is_final_only
-            )
-            self._inbox[request_id] = deque()
-        running = set(requests)
+        running: set[str] = set()
         try:
+            for request_id, (prompt, params) in requests.items():
+                self.engine.add_request(
+                    request_id,
+                    prompt.token_ids,
+                    params,
+                    prompt=prompt.text,
+                    cache_salt=prompt.cache_salt,
+                    is_final_only=is_final_only,
+                )
+                self._inbox[request_id] = deque()
+                running.add(request_id)
             while running:
                 for request_id in [one for one in requests if one in running]:
                     while inbox := self._inbox[request_id]:
@@ -277,7 +283,8 @@ class LLM:
                             self._inbox[output.request_id].append(output)
         finally:
             for request_id in requests:
-                del self._inbox[request_id]
+                self._inbox.pop(request_id, None)
+            for request_id in running:
                 if self._loaded is not None:
                     self._loaded.engine.abort(request_id)
 

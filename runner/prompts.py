@@ -6,22 +6,27 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from piecegraph.errors import RequestError
+from piecegraph.errors import RequestError, did_you_mean
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Prompt = str | Mapping[str, Any]
-"""Text, or `{"prompt_token_ids": [...]}`."""
+"""Text, or `{"prompt_token_ids": [...]}`, to which may be added `prompt`, its text, and `cache_salt`: prompts of
+unlike salts share no cached prefix."""
 
 Message = Mapping[str, Any]
 """`{"role": ..., "content": ...}`."""
+
+
+_KEYS = ("prompt_token_ids", "prompt", "cache_salt")
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizedPrompt:
     text: str | None
     token_ids: list[int]
+    cache_salt: str = ""
 
 
 def tokenize(prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None) -> TokenizedPrompt:
@@ -31,7 +36,13 @@ def tokenize(prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None) -> Token
     if not isinstance(prompt, Mapping) or "prompt_token_ids" not in prompt:
         found = f"a mapping with {sorted(prompt)}" if isinstance(prompt, Mapping) else f"{prompt!r}"
         raise RequestError(f'a prompt is a string or {{"prompt_token_ids": [...]}}, not {found}.')
-    return TokenizedPrompt(text=prompt.get("prompt"), token_ids=list(prompt["prompt_token_ids"]))
+    for key in prompt:
+        if key not in _KEYS:
+            raise RequestError(f"a prompt takes no {key!r}.{did_you_mean(str(key), _KEYS)}")
+    salt = prompt.get("cache_salt", "")
+    if not isinstance(salt, str):
+        raise RequestError(f"cache_salt={salt!r}; it must be a string.")
+    return TokenizedPrompt(text=prompt.get("prompt"), token_ids=list(prompt["prompt_token_ids"]), cache_salt=salt)
 
 
 def tokenize_chat(
