@@ -46,10 +46,19 @@ def build_batch(scheduled: Sequence[ScheduledRequest]) -> Batch:
 
 
 def host_batch(
-    scheduled: Sequence[ScheduledRequest], states: RequestStates, block_size: int, num_tokens: int
+    scheduled: Sequence[ScheduledRequest],
+    states: RequestStates,
+    block_size: int,
+    num_tokens: int,
+    *,
+    group: int = 0,
+    windows: frozenset[int] | None = None,
 ) -> HostBatch:
-    """The same for a backend that plans on the host; rows up to `num_tokens` are padding."""
-    blocks = [states.host_blocks(item.request_id) for item in scheduled]
+    """The same for a backend that plans on the host, over the blocks of a group of layers, which have `windows`.
+
+    Rows up to `num_tokens` are padding. `block_size` is the kernels' (`RequestStates`' `pages_per_block`).
+    """
+    blocks = [states.host_blocks(item.request_id, group) for item in scheduled]
     max_blocks = max(map(len, blocks))
     block_table = torch.zeros((len(scheduled), max_blocks), dtype=torch.int64)
     slot_mapping = torch.full((num_tokens,), PAD_SLOT_ID, dtype=torch.int64)
@@ -65,4 +74,5 @@ def host_batch(
         seq_lens=tuple(item.num_computed_tokens + item.num_tokens for item in scheduled),
         block_table=block_table,
         slot_mapping=slot_mapping,
+        windows=windows,
     )

@@ -16,7 +16,7 @@ from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
 from piecegraph.compiler.graphs.graphs import Graphs
 from piecegraph.errors import CaptureError
 from piecegraph.progress import OnPhase
-from piecegraph.runner.attention.metadata import AttentionMetadata
+from piecegraph.runner.attention.step_metadata import StepMetadata
 from piecegraph.runner.dummy_batch import dummy_batch
 from piecegraph.runner.forward_context import set_forward_context
 from piecegraph.runner.model_step import ModelStep, StepOutput
@@ -52,7 +52,7 @@ class CudaGraphManager:
         self._options = {"kind": kind, "strict": strict}
         if check_interval is not None:
             self._options["check_interval"] = check_interval
-        self._full_metadata: dict[BatchDescriptor, AttentionMetadata] = {}
+        self._full_metadata: dict[BatchDescriptor, StepMetadata] = {}
         self._graphs: dict[CUDAGraphMode, Graphs] = {}
         self._state = _State.NEW
         self.device_bytes = 0
@@ -151,7 +151,7 @@ class CudaGraphManager:
         output: StepOutput = self._graphs[CUDAGraphMode.FULL].replay(descriptor)
         return output
 
-    def replay_piecewise(self, descriptor: BatchDescriptor, metadata: AttentionMetadata) -> StepOutput:
+    def replay_piecewise(self, descriptor: BatchDescriptor, metadata: StepMetadata) -> StepOutput:
         """A whole step of the rows in `idx_mapping`, as many rows of output as the bucket has logits, the
         batch's requests first; attention runs between the graphs over `metadata`. Valid until the next replay."""
         with set_forward_context(self._step.context(metadata, "PIECEWISE", descriptor)):

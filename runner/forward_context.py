@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -24,10 +24,16 @@ class ForwardContext:
     """What one forward pass of the model runs under."""
 
     impl: AttentionImpl
-    metadata: AttentionMetadata
+    metadata: AttentionMetadata  # of all layers, or of the first group of them
     kv_caches: Mapping[str, KVCache]  # by the layer's name
+    group_metadata: tuple[AttentionMetadata, ...] = ()  # of each group of layers; empty: there is one
+    group_of: Mapping[str, int] = field(default_factory=dict)  # by the layer's name; read if there are several
     cudagraph_mode: str = "NONE"  # how this step runs; set by the dispatcher once there are graphs
     descriptor: object | None = None  # the batch descriptor it was dispatched to
+
+    def metadata_of(self, layer: str) -> AttentionMetadata:
+        """What the layer of that name reads of the batch."""
+        return self.group_metadata[self.group_of[layer]] if self.group_metadata else self.metadata
 
 
 _current: ContextVar[ForwardContext | None] = ContextVar("piecegraph_forward_context", default=None)

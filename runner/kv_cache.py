@@ -1,8 +1,9 @@
-"""The paged key/value cache: one pair of tensors a layer, blocks shared by number across layers."""
+"""The paged key/value cache: a pair of tensors, one layer's or shared by one layer of each group, and equal blocks
+in all of them, known by number."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -26,22 +27,48 @@ def allocate_kv_caches(
     block_size: int,
     device: torch.device,
     *,
+    tensors: Sequence[Sequence[str]] | None = None,
     empty: Callable[..., torch.Tensor] = torch.empty,
 ) -> dict[str, KVCache]:
     """Caches by layer name. Their memory is not cleared: attention reads only what it wrote.
 
-    `empty`: where tensors come from, called as `torch.empty` is; the first dimension is `num_blocks`.
+    Args:
+        layers: all of them; those that share a tensor have keys and values of one shape and type.
+        tensors: names of the layers that share one (`KVCacheLayout.tensors`); None: each has its own.
+        empty: where tensors come from, called as `torch.empty` is; the first dimension is `num_blocks`.
     """
 
     def tensor(layer: AttentionLayer, head_dim: int) -> torch.Tensor:
         shape = (num_blocks, block_size, layer.num_kv_heads, head_dim)
         return empty(shape, dtype=layer.dtype, device=device)
 
-    return {layer.name: KVCache(tensor(layer, layer.key_dim), tensor(layer, layer.value_dim)) for layer in layers}
+    by_name = {layer.name: layer for layer in layers}
+    caches: dict[str, KVCache] = {}
+    for names in [[name] for name in by_name] if tensors is None else tensors:
+        layer = by_name[names[0]]
+        caches |= dict.fromkeys(names, KVCache(tensor(layer, layer.key_dim), tensor(layer, layer.value_dim)))
+    return caches
 
 
-def bytes_per_block(layers: Sequence[AttentionLayer], block_size: int) -> int:
-    """What one block costs over all layers."""
+def bytes_per_block(
+    layers: Sequence[AttentionLayer], block_size: int, tensors: Sequence[Sequence[str]] | None = None
+) -> int:
+    """What one block costs over all of the cache's tensors (`allocate_kv_caches`)."""
+    first = {layer.name for layer in layers} if tensors is None else {names[0] for names in tensors}
     return block_size * sum(
-        layer.num_kv_heads * (layer.key_dim + layer.value_dim) * layer.dtype.itemsize for layer in layers
+        layer.num_kv_heads * (layer.key_dim + layer.value_dim) * layer.dtype.itemsize
+        for layer in layers
+        if layer.name in first
     )
+
+
+def as_pages(caches: dict[str, KVCache], pages_per_block: int) -> Mapping[str, KVCache]:
+    """The same memory with each block as so many smaller ones, next to each other; `caches` itself if one."""
+    if pages_per_block == 1:
+        return caches
+
+    def pages(blocks: torch.Tensor) -> torch.Tensor:
+        num_blocks, block_size, *head = blocks.shape
+        return blocks.view(num_blocks * pages_per_block, block_size // pages_per_block, *head)
+
+    return {name: KVCache(pages(cache.key), pages(cache.value)) for name, cache in caches.items()}

@@ -16,6 +16,7 @@ from piecegraph.compiler.plan import SplitCall
 from piecegraph.progress import OnPhase, Phase
 from piecegraph.runner.attention.layer import AttentionLayer, attention_layers
 from piecegraph.runner.attention.select import BackendChoice, check_backend_name, choose_backend
+from piecegraph.runner.attention.step_metadata import StepMetadataBuilder
 from piecegraph.runner.cache_allocation import CacheAllocation, CacheSizes, allocate_given, allocate_on_gpu
 from piecegraph.runner.capture_sizes import check_capture_sizes
 from piecegraph.runner.causal_lm import DYNAMIC_DIMS, CausalLMForward, example_inputs
@@ -25,7 +26,8 @@ from piecegraph.runner.engine import Engine
 from piecegraph.runner.engine_config import EngineConfig, batched_tokens, runs_ahead, static_sizes, static_sizes_note
 from piecegraph.runner.graph_plan import GraphPlan, plan_graphs
 from piecegraph.runner.input_buffers import InputBuffers
-from piecegraph.runner.kv_cache import allocate_kv_caches, bytes_per_block
+from piecegraph.runner.kv_cache import allocate_kv_caches, as_pages, bytes_per_block
+from piecegraph.runner.kv_cache_groups import KVCacheLayout, kv_cache_layout
 from piecegraph.runner.model_length import model_length
 from piecegraph.runner.model_loader import (
     LoadedModel,
@@ -82,7 +84,7 @@ def load_engine(config: EngineConfig, on_phase: OnPhase | None = None) -> Loaded
     for note in notes:
         if on_phase is not None:
             on_phase(Phase(name="load", detail=note))
-    model = _compile(loaded, config, max_num_tokens, on_phase)
+    model = _compile(loaded, config, max_model_len, max_num_tokens, on_phase)
     plan = model.plan
     vocab_size = loaded.config.get_text_config(decoder=True).vocab_size
     sampler = Sampler(
@@ -95,6 +97,7 @@ def load_engine(config: EngineConfig, on_phase: OnPhase | None = None) -> Loaded
                 num_blocks=num_blocks,
                 block_size=config.block_size,
                 max_num_batched_tokens=max_num_tokens,
+                groups=model.layout.groups,
                 enable_prefix_caching=config.enable_prefix_caching,
             ),
             max_num_seqs=config.max_num_seqs,
@@ -121,6 +124,7 @@ def load_engine(config: EngineConfig, on_phase: OnPhase | None = None) -> Loaded
             *notes,
             *(f"attention_backend: {reason}" for reason in model.attention.reasons if model.attention.is_fallback),
             *(f"cudagraph_mode: {reason}" for reason in plan.resolved.reasons),
+            *model.layout.notes,
             *static_sizes_note(config),
         ),
     )
@@ -132,11 +136,14 @@ class _Model:
 
     compiled: CompiledModel
     layers: tuple[AttentionLayer, ...]
+    layout: KVCacheLayout
     attention: BackendChoice
     plan: GraphPlan
 
 
-def _compile(loaded: LoadedModel, config: EngineConfig, max_num_tokens: int, on_phase: OnPhase | None) -> _Model:
+def _compile(
+    loaded: LoadedModel, config: EngineConfig, max_model_len: int, max_num_tokens: int, on_phase: OnPhase | None
+) -> _Model:
     """Trace, decide, compile: whatever the graph shows to be impossible is refused between the first two."""
     found: list[AttentionLayer] = []
     decided: list[tuple[BackendChoice, GraphPlan]] = []
@@ -169,7 +176,8 @@ def _compile(loaded: LoadedModel, config: EngineConfig, max_num_tokens: int, on_
             before_compile=decide,
         )
     ((choice, plan),) = decided
-    return _Model(compiled=compiled, layers=tuple(found), attention=choice, plan=plan)
+    layout = kv_cache_layout(found, max_model_len=max_model_len, block_size=config.block_size)
+    return _Model(compiled=compiled, layers=tuple(found), layout=layout, attention=choice, plan=plan)
 
 
 def _runner(
@@ -185,31 +193,39 @@ def _runner(
     backend = model.attention.backend
     max_model_len = sampler.max_model_len
     max_blocks = blocks_for(max_model_len, config.block_size)
+    block_size = backend.kernel_block_size(config.block_size)
+    assert config.block_size % block_size == 0, f"{backend.name}: {block_size} does not divide {config.block_size}"
+    pages_per_block = config.block_size // block_size
+    num_groups = len(model.layout.groups)
     step = ModelStep(
         forward=model.compiled,
         impl=backend.impl(),
-        metadata_builder=backend.metadata_builder(
-            model.layers, config.block_size, device, max_num_reqs=config.max_num_seqs
+        metadata_builder=StepMetadataBuilder(
+            backend.metadata_builder(model.layers, block_size, device, max_num_reqs=config.max_num_seqs)
         ),
-        kv_caches=allocate_kv_caches(model.layers, 1, config.block_size, device),  # until the others are sized
+        layout=model.layout,
+        kv_caches=allocate_kv_caches(model.layers, 1, block_size, device),  # until the others are sized
         states=RequestStates(
             max_num_reqs=config.max_num_seqs,
             max_model_len=max_model_len,
             max_blocks=max_blocks,
+            num_groups=num_groups,
+            pages_per_block=pages_per_block,
             device=device,
             keeps_host_blocks=backend.needs_host_batch,
         ),
         buffers=InputBuffers(
             max_num_tokens=max(max_num_tokens, config.max_num_seqs),
             max_num_reqs=config.max_num_seqs,
-            max_blocks=max_blocks,
+            max_blocks=max_blocks * pages_per_block,
+            num_groups=num_groups,
             device=device,
         ),
         sampler=sampler,
-        block_size=config.block_size,
+        block_size=block_size,
     )
     cache = _allocate(model, config, step, max_num_tokens, on_phase)
-    step = replace(step, kv_caches=cache.kv_caches)
+    step = replace(step, kv_caches=as_pages(cache.kv_caches, pages_per_block))
     graphs = CudaGraphManager(
         step=step,
         compiled=model.compiled,
@@ -250,12 +266,14 @@ def _allocate(
     device, max_model_len = step.buffers.input_ids.device, step.sampler.max_model_len
     sizes = CacheSizes(
         block_size=config.block_size,
-        block_bytes=bytes_per_block(model.layers, config.block_size),
-        blocks_per_request=blocks_for(max_model_len, config.block_size),
+        block_bytes=bytes_per_block(model.layers, config.block_size, model.layout.tensors),
+        blocks_per_request=model.layout.blocks_per_request(max_model_len, config.block_size, max_num_tokens),
         max_model_len=max_model_len,
         max_num_seqs=config.max_num_seqs,
     )
-    allocate = partial(allocate_kv_caches, model.layers, block_size=config.block_size, device=device)
+    allocate = partial(
+        allocate_kv_caches, model.layers, block_size=config.block_size, device=device, tensors=model.layout.tensors
+    )
     has_graphs = model.plan.has_graphs
     if device.type == "cpu" or config.num_kv_blocks is not None or config.kv_cache_memory_bytes is not None:
         cache = allocate_given(

@@ -9,7 +9,7 @@ import torch
 
 from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
 from piecegraph.runner.async_output import AsyncOutput, OutputStream
-from piecegraph.runner.attention.metadata import AttentionMetadata
+from piecegraph.runner.attention.step_metadata import StepMetadata
 from piecegraph.runner.batch import Batch, build_batch, host_batch
 from piecegraph.runner.cudagraph_manager import CudaGraphManager
 from piecegraph.runner.dispatch_counters import DispatchCounters, refuse_downgrade
@@ -84,8 +84,7 @@ class ModelRunner:
         for added in output.added:
             self._add(added)
         for request_id, group, start, block_ids in output.new_blocks:
-            assert group == 0, "one group of layers"
-            step.states.add_blocks(request_id, start, block_ids)
+            step.states.add_blocks(request_id, start, block_ids, group)
         step.states.apply_writes()
         step.sampler.apply_staged_writes()
 
@@ -169,9 +168,8 @@ class ModelRunner:
 
     def _add(self, added: AddedRequest) -> None:
         step = self.step
-        (block_ids,) = added.block_ids
         row = step.states.add(
-            added.request_id, added.token_ids, block_ids, num_computed_tokens=added.num_computed_tokens
+            added.request_id, added.token_ids, added.block_ids, num_computed_tokens=added.num_computed_tokens
         )
         step.sampler.add_request(
             row,
@@ -187,18 +185,21 @@ class ModelRunner:
         rows = self.step.states.row
         self.step.buffers.fill([rows(request_id) for request_id in batch.request_ids], batch.query_lens)
 
-    def _metadata(
-        self, batch: Batch, dispatched: Dispatched, scheduled: Sequence[ScheduledRequest]
-    ) -> AttentionMetadata:
+    def _metadata(self, batch: Batch, dispatched: Dispatched, scheduled: Sequence[ScheduledRequest]) -> StepMetadata:
         step, num_tokens = self.step, dispatched.descriptor.num_tokens
-        host = host_batch(scheduled, step.states, step.block_size, num_tokens) if self._needs_host_batch else None
+        hosts = None
+        if self._needs_host_batch:
+            hosts = [
+                host_batch(scheduled, step.states, step.block_size, num_tokens, group=group, windows=windows)
+                for group, windows in enumerate(step.layout.windows)
+            ]
         return step.metadata_builder.build(
             step.buffers.metadata(
                 num_tokens=num_tokens,
                 num_reqs=batch.num_reqs,
                 max_query_len=batch.max_query_len,
                 num_decode_reqs=batch.num_decode_reqs,
-                host=host,
+                hosts=hosts,
             )
         )
 

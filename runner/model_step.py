@@ -8,11 +8,12 @@ from typing import NamedTuple
 
 import torch
 
-from piecegraph.runner.attention.backend import AttentionImpl, AttentionMetadataBuilder
-from piecegraph.runner.attention.metadata import AttentionMetadata
+from piecegraph.runner.attention.backend import AttentionImpl
+from piecegraph.runner.attention.step_metadata import StepMetadata, StepMetadataBuilder
 from piecegraph.runner.forward_context import ForwardContext, set_forward_context
 from piecegraph.runner.input_buffers import InputBuffers
 from piecegraph.runner.kv_cache import KVCache
+from piecegraph.runner.kv_cache_groups import KVCacheLayout
 from piecegraph.runner.prepare_inputs import prepare_inputs
 from piecegraph.runner.record_sampled import record_sampled
 from piecegraph.runner.request_states import RequestStates
@@ -36,34 +37,37 @@ class ModelStep:
 
     forward: Forward
     impl: AttentionImpl
-    metadata_builder: AttentionMetadataBuilder
-    kv_caches: Mapping[str, KVCache]  # by the layer's name
+    metadata_builder: StepMetadataBuilder
+    layout: KVCacheLayout
+    kv_caches: Mapping[str, KVCache]  # by the layer's name; one tensor for all layers that share it
     states: RequestStates
     buffers: InputBuffers
     sampler: Sampler
-    block_size: int
+    block_size: int  # as kernels count: a page of a block that is allocated, or all of it
 
     def fixed_tensors(self) -> list[tuple[str, torch.Tensor]]:
         """What a captured step reads or writes besides the model's own tensors, by name."""
         tensors = [(f"requests' {name}", value) for name, value in self.states.tensors().items()]
         tensors += [("requests' temperature", self.sampler.temperature), ("requests' seeds", self.sampler.seeds)]
         tensors += [(f"input buffer {name}", value) for name, value in vars(self.buffers).items()]
-        for layer, cache in self.kv_caches.items():
-            tensors += [(f"key cache of {layer}", cache.key), (f"value cache of {layer}", cache.value)]
+        for layers in self.layout.tensors:
+            cache, names = self.kv_caches[layers[0]], ", ".join(layers)
+            tensors += [(f"key cache of {names}", cache.key), (f"value cache of {names}", cache.value)]
         return [(name, value) for name, value in tensors if isinstance(value, torch.Tensor)]
 
     def prepare(self, num_tokens: int, num_reqs: int) -> None:
         """Derive the step's inputs from the states of the rows in `idx_mapping`."""
         prepare_inputs(self.states, self.buffers, num_tokens=num_tokens, num_reqs=num_reqs, block_size=self.block_size)
 
-    def context(
-        self, metadata: AttentionMetadata, mode: str = "NONE", descriptor: object | None = None
-    ) -> ForwardContext:
+    def context(self, metadata: StepMetadata, mode: str = "NONE", descriptor: object | None = None) -> ForwardContext:
         """What attention reads in this step. `metadata`: from the builder's `build` or `init_capture`."""
+        groups = metadata.groups
         return ForwardContext(
             impl=self.impl,
-            metadata=metadata,
+            metadata=groups[0],
             kv_caches=self.kv_caches,
+            group_metadata=groups if len(groups) > 1 else (),
+            group_of=self.layout.group_of,
             cudagraph_mode=mode,
             descriptor=descriptor,
         )
@@ -78,7 +82,7 @@ class ModelStep:
         return min(num_tokens, self.buffers.max_num_reqs)
 
     def run_uncaptured(
-        self, metadata: AttentionMetadata, num_reqs: int, more_indices: torch.Tensor | None = None
+        self, metadata: StepMetadata, num_reqs: int, more_indices: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Logits `[num_reqs, vocab_size]` of the prepared inputs, by the compiled pieces without graphs.
 

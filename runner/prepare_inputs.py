@@ -19,7 +19,8 @@ def prepare_inputs(
 
     Reads `idx_mapping` and `query_start_loc`. Mutates `input_ids`, `positions`, `slot_mapping`
     (padded rows get 0, 0 and PAD_SLOT_ID), `seq_lens` and `logits_indices` (padded requests get 0),
-    and of `block_table` the blocks each request has in use; the rest of it is left as it is.
+    and of `block_table` the blocks each request has in use; the rest of it is left as it is. A slot mapping
+    and a block table there is for each group of layers. `block_size` is the kernels' (`pages_per_block`).
 
     A request without a state row (-1) is nobody's: its tokens are 0, the first of their request, and
     cached nowhere. Padded requests are such, with no tokens; a dummy batch has some that do.
@@ -43,8 +44,8 @@ def prepare_inputs_reference(
         if row < 0:
             buffers.positions[start:end] = torch.arange(end - start, device=buffers.positions.device)
             buffers.input_ids[start:end] = 0
-            buffers.slot_mapping[start:end] = PAD_SLOT_ID
-            buffers.block_table[request, : -(-(end - start) // block_size)] = 0
+            buffers.slot_mapping[:, start:end] = PAD_SLOT_ID
+            buffers.block_table[:, request, : -(-(end - start) // block_size)] = 0
             buffers.seq_lens[request] = end - start
             continue
         computed = int(states.num_computed_tokens[row])
@@ -52,12 +53,12 @@ def prepare_inputs_reference(
         positions = torch.arange(computed, seq_len, device=buffers.positions.device)
         buffers.positions[start:end] = positions
         buffers.input_ids[start:end] = states.token_ids[row, computed:seq_len]
-        blocks = states.block_table[row, positions // block_size].to(torch.int64)
-        buffers.slot_mapping[start:end] = blocks * block_size + positions % block_size
+        blocks = states.block_table[:, row, positions // block_size].to(torch.int64)
+        buffers.slot_mapping[:, start:end] = blocks * block_size + positions % block_size
         num_blocks = -(-seq_len // block_size)
-        buffers.block_table[request, :num_blocks] = states.block_table[row, :num_blocks]
+        buffers.block_table[:, request, :num_blocks] = states.block_table[:, row, :num_blocks]
         buffers.seq_lens[request] = seq_len
     padding = slice(starts[num_reqs], num_tokens)
     buffers.input_ids[padding] = 0
     buffers.positions[padding] = 0
-    buffers.slot_mapping[padding] = PAD_SLOT_ID
+    buffers.slot_mapping[:, padding] = PAD_SLOT_ID

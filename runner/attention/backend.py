@@ -98,6 +98,13 @@ class AttentionBackend(ABC):
         """What a fitted backend chose, and why: for `explain`."""
         return ()
 
+    def kernel_block_size(self, block_size: int) -> int:
+        """Tokens of a block as the kernels of this fitted backend take it, where blocks of `block_size` are
+        allocated, which is a multiple: they then see several smaller blocks in place of each. The metadata
+        builder, its batches and the caches have blocks of this size; all other questions are about `block_size`.
+        """
+        return block_size
+
     @abstractmethod
     def metadata_builder(
         self, layers: Sequence[AttentionLayer], block_size: int, device: torch.device, *, max_num_reqs: int

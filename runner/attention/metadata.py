@@ -19,6 +19,7 @@ class HostBatch:
     seq_lens: tuple[int, ...]  # num_reqs
     block_table: torch.Tensor  # [num_reqs, max_blocks] int64
     slot_mapping: torch.Tensor  # [num_tokens] int64
+    windows: frozenset[int] | None = None  # of the layers this is for, 0 for none; None: not said, they may have any
 
     @property
     def query_lens(self) -> tuple[int, ...]:
@@ -35,6 +36,10 @@ class AttentionMetadata:
     Under a FULL graph the tensors are fixed buffers, refilled before each replay, and the numbers
     hold for the bucket: `num_reqs` counts padded requests too, which come last and have no rows and
     a `seq_lens` of 0, whatever their row of `block_table` holds.
+
+    Layers that look back equally far share a block table. If all of a model's layers have a window, or there are
+    several groups of them, the blocks before a request's window are freed: their entries in `block_table` are
+    numbers of blocks that may be another's by now.
     """
 
     num_reqs: int

@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 
 from piecegraph.compiler.graphs.prepared_ops import Launch, register_prepare
+from piecegraph.runner.attention.group_launch import launch_of_group
+from piecegraph.runner.attention.metadata import AttentionMetadata
 from piecegraph.runner.forward_context import get_forward_context
 
 ATTENTION_OP = "piecegraph::attention"
@@ -52,7 +54,7 @@ def attention(
         softcap=softcap,
         sinks=sinks,
         kv_cache=context.kv_caches[layer],
-        metadata=context.metadata,
+        metadata=context.metadata_of(layer),
     )
 
 
@@ -90,7 +92,7 @@ def _prepare(
     """A layer of a PIECEWISE bucket bound to its buffers and its cache, by the backend of the capture."""
     assert unsupported is None, unsupported
     context = get_forward_context()
-    return context.impl.prepare(
+    launch = context.impl.prepare(
         query,
         key,
         value,
@@ -101,6 +103,15 @@ def _prepare(
         sinks=sinks,
         kv_cache=context.kv_caches[layer],
     )
+    if isinstance(launch, str) or not context.group_metadata:
+        return launch
+    return launch_of_group(launch, context.group_of[layer])
 
 
-register_prepare(ATTENTION_OP, _prepare, lambda: get_forward_context().metadata)
+def _metadata_of_launches() -> AttentionMetadata | tuple[AttentionMetadata, ...]:
+    """Read once a replay, for all layers: where there are several groups, a launch picks its own's."""
+    context = get_forward_context()
+    return context.group_metadata or context.metadata
+
+
+register_prepare(ATTENTION_OP, _prepare, _metadata_of_launches)

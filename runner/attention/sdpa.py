@@ -101,7 +101,7 @@ class SdpaMetadataBuilder:
             last_row=host.query_start_loc[reqs.stop],
             num_reqs=len(reqs),
             query_len=host.query_lens[reqs.start],
-            key_views={window: self._key_view(host, reqs, window) for window in self.windows},
+            key_views={window: self._key_view(host, reqs, window) for window in host.windows or self.windows},
         )
 
     def _key_view(self, host: HostBatch, reqs: range, window: int) -> KeyView:

@@ -34,4 +34,26 @@ def test_the_host_follows_blocks_that_come_later() -> None:
     made = states(keeps_host_blocks=True)
     made.add_blocks("decode", 2, [8, 5])
     made.apply_writes()
-    assert made.host_blocks("decode") == [7, 2, 8, 5] == made.block_table[made.row("decode"), :4].tolist()
+    assert made.host_blocks("decode") == [7, 2, 8, 5] == made.block_table[0, made.row("decode"), :4].tolist()
+
+
+def test_a_group_has_its_own_blocks_on_the_host() -> None:
+    made = states(keeps_host_blocks=True, num_groups=2)
+    made.add_blocks("decode", 2, [8], group=1)
+    made.apply_writes()
+    row = made.row("decode")
+    assert made.host_blocks("decode", 0) == [7, 2] == made.block_table[0, row, :2].tolist()
+    assert made.host_blocks("decode", 1) == [17, 12, 8] == made.block_table[1, row, :3].tolist()
+    first, second = (
+        host_batch(MIXED, made, BLOCK_SIZE, 8, group=group, windows=frozenset({group})) for group in (0, 1)
+    )
+    assert second.slot_mapping.tolist() == [slot + 40 if slot >= 0 else slot for slot in first.slot_mapping.tolist()]
+    assert (first.windows, second.windows) == (frozenset({0}), frozenset({1}))
+
+
+def test_pages_of_later_blocks_follow_those_before() -> None:
+    made = states(keeps_host_blocks=True, pages_per_block=2)
+    made.add_blocks("decode", 2, [8])
+    made.apply_writes()
+    pages = [14, 15, 4, 5, 16, 17]
+    assert made.host_blocks("decode") == pages == made.block_table[0, made.row("decode"), :6].tolist()

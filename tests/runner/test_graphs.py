@@ -162,8 +162,8 @@ def test_poisoned_buffers_change_nothing(graphed: LLM) -> None:
             for clean, poisoned in zip(*results, strict=True):
                 assert torch.equal(clean, poisoned), descriptor
             buffers = runner.step.buffers
-            assert (buffers.slot_mapping[num_reqs : descriptor.num_tokens] == -1).all()
-            assert (buffers.block_table[num_reqs:].flatten() == 0x7F7F7F7F).all()
+            assert (buffers.slot_mapping[:, num_reqs : descriptor.num_tokens] == -1).all()
+            assert (buffers.block_table[:, num_reqs:] == 0x7F7F7F7F).all()
     restore(runner, saved)
     for i in range(num_reqs):
         graphed.engine.abort(f"r{i}")

@@ -77,6 +77,6 @@ def test_rows_are_freed_and_taken_again() -> None:
     made.remove("prompt")
     assert "prompt" not in made
     made.remove("never there")
-    assert made.add("new", [1, 2], [0]) == row
+    assert made.add("new", [1, 2], [[0]]) == row
     made.apply_writes()
     assert made.num_computed_tokens[row] == 0 and made.prefill_lens[row] == 2
