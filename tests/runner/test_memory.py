@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from piecegraph.errors import OutOfMemory
 from piecegraph.runner import memory
 from piecegraph.runner.kv_cache import allocate_kv_caches, bytes_per_block
-from piecegraph.runner.memory import cpu_budget_bytes, pick_num_blocks
+from piecegraph.runner.memory import MemoryBudget, cpu_budget_bytes, max_graph_bytes, pick_num_blocks, with_graphs
 from tests.runner.attention.paged_case import make_case
 
 SIZES: dict[str, Any] = {
@@ -47,6 +48,60 @@ def test_too_few_blocks() -> None:
 def test_no_memory_at_all() -> None:
     with pytest.raises(OutOfMemory, match=r"hold 0\. Give more memory"):
         pick_num_blocks(budget_bytes=-5, **SIZES)
+
+
+BUDGET = MemoryBudget(
+    total_bytes=100 * 2**30,
+    utilization=0.9,
+    other_bytes=2 * 2**30,
+    model_bytes=30 * 2**30,
+    step_bytes=5 * 2**30,
+    graph_bytes=0,
+)
+
+
+def test_each_byte_is_counted_once() -> None:
+    assert BUDGET.cache_bytes == 53 * 2**30
+    for name in ("other_bytes", "model_bytes", "step_bytes", "graph_bytes"):
+        more = replace(BUDGET, **{name: getattr(BUDGET, name) + 7})
+        assert more.cache_bytes == BUDGET.cache_bytes - 7, name
+
+
+def test_graphs_take_their_place_in_the_budget() -> None:
+    """What is in use after the capture is what the terms say is in use, and a step's peak comes on top."""
+    used_bytes = 36 * 2**30
+    budget = with_graphs(BUDGET, used_bytes=used_bytes, graph_bytes=3 * 2**30)
+    assert (budget.graph_bytes, budget.model_bytes, budget.step_bytes) == (3 * 2**30, 30 * 2**30, 5 * 2**30)
+    assert budget.other_bytes == 3 * 2**30  # 1 GiB more than before the capture, and it is not the graphs'
+    assert used_bytes + budget.step_bytes + budget.cache_bytes == 90 * 2**30
+
+
+def test_the_budget_shows_its_arithmetic() -> None:
+    assert str(replace(BUDGET, graph_bytes=2**29)) == (
+        "gpu_memory_utilization=0.9 of 100.00 GiB is 90.00 GiB; less 2.00 GiB used outside of torch, 30.00 GiB of "
+        "weights and buffers, 5.00 GiB for the largest step and 0.50 GiB of graphs leaves 52.50 GiB"
+    )
+    with pytest.raises(
+        OutOfMemory, match=r"gpu_memory_utilization\)\. gpu_memory_utilization=0\.9 of .* 53\.00 GiB\.$"
+    ):
+        pick_num_blocks(budget_bytes=0, budget=BUDGET, **SIZES)
+
+
+@pytest.mark.parametrize(
+    ("cache_bytes", "request_bytes", "expected"),
+    [(100, 10, 50), (100, 50, 50), (100, 70, 30), (100, 200, 0), (-5, 1, 0)],
+)
+def test_what_graphs_may_take(cache_bytes: int, request_bytes: int, expected: int) -> None:
+    """Half of what they share with the cache, and never what one request needs."""
+    assert max_graph_bytes(cache_bytes, request_bytes) == expected
+
+
+def test_a_request_that_holds_less_than_its_tokens() -> None:
+    """With windows: how far max_model_len would have to go down is not said, as it is not known."""
+    sizes = SIZES | {"blocks_per_request": 4}
+    assert pick_num_blocks(budget_bytes=1000 * 1024, **sizes) == 16
+    with pytest.raises(OutOfMemory, match=r"that takes 4 blocks .* hold 3\. Give more memory"):
+        pick_num_blocks(budget_bytes=3 * 1024, **sizes)
 
 
 def test_the_cpus_share(monkeypatch: pytest.MonkeyPatch) -> None:
