@@ -25,7 +25,8 @@ from piecegraph.runner.memory import (
 logger = logging.getLogger(__name__)
 
 AllocateCaches = Callable[..., dict[str, KVCache]]
-"""`(num_blocks, *, empty=torch.empty) -> caches by the layer's name`: how they are laid out is its own affair."""
+"""`(num_blocks, *, empty=torch.empty) -> caches by the layer's name`, a new dict. How they are laid out is its own
+affair, but for their first dimension: it counts blocks, or equal parts of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +117,8 @@ class CacheAllocation:
         except OutOfMemory as error:
             raise OutOfMemory(f"{error} {budget}.") from error
         for name, cache in self.kv_caches.items():
-            self.kv_caches[name] = replace(cache, key=cache.key[:num_blocks], value=cache.value[:num_blocks])
+            rows = num_blocks * (cache.key.shape[0] // self._num_blocks)
+            self.kv_caches[name] = replace(cache, key=cache.key[:rows], value=cache.value[:rows])
         self.budget, self._num_blocks, self._memory = budget, num_blocks, None
         return num_blocks
 

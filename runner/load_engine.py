@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,7 +26,7 @@ from piecegraph.runner.engine import Engine
 from piecegraph.runner.engine_config import EngineConfig, batched_tokens, runs_ahead, static_sizes, static_sizes_note
 from piecegraph.runner.graph_plan import GraphPlan, plan_graphs
 from piecegraph.runner.input_buffers import InputBuffers
-from piecegraph.runner.kv_cache import allocate_kv_caches, as_pages, bytes_per_block
+from piecegraph.runner.kv_cache import KVCache, allocate_kv_caches, as_pages, bytes_per_block
 from piecegraph.runner.kv_cache_groups import KVCacheLayout, kv_cache_layout
 from piecegraph.runner.model_length import model_length
 from piecegraph.runner.model_loader import (
@@ -225,7 +225,7 @@ def _runner(
         block_size=block_size,
     )
     cache = _allocate(model, config, step, max_num_tokens, on_phase)
-    step = replace(step, kv_caches=as_pages(cache.kv_caches, pages_per_block))
+    step = replace(step, kv_caches=cache.kv_caches)
     graphs = CudaGraphManager(
         step=step,
         compiled=model.compiled,
@@ -271,9 +271,13 @@ def _allocate(
         max_model_len=max_model_len,
         max_num_seqs=config.max_num_seqs,
     )
-    allocate = partial(
-        allocate_kv_caches, model.layers, block_size=config.block_size, device=device, tensors=model.layout.tensors
-    )
+
+    def allocate(num_blocks: int, *, empty: Callable[..., torch.Tensor] = torch.empty) -> dict[str, KVCache]:
+        caches = allocate_kv_caches(
+            model.layers, num_blocks, config.block_size, device, tensors=model.layout.tensors, empty=empty
+        )
+        return dict(as_pages(caches, config.block_size // step.block_size))
+
     has_graphs = model.plan.has_graphs
     if device.type == "cpu" or config.num_kv_blocks is not None or config.kv_cache_memory_bytes is not None:
         cache = allocate_given(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -11,7 +12,7 @@ import torch
 from piecegraph.errors import OutOfMemory
 from piecegraph.runner import cache_allocation
 from piecegraph.runner.cache_allocation import CacheSizes, allocate_given, allocate_on_gpu, reserve
-from piecegraph.runner.kv_cache import KVCache, allocate_kv_caches, bytes_per_block
+from piecegraph.runner.kv_cache import KVCache, allocate_kv_caches, as_pages, bytes_per_block
 from piecegraph.runner.memory import MemoryBudget
 from tests.runner.attention.paged_case import make_case
 from tests.runner.fake_memory_driver import FakeMemoryDriver
@@ -57,6 +58,24 @@ def test_what_graphs_took_is_not_the_caches() -> None:
         assert layer.key[0].unique().item() == 5 and layer.value[0].unique().item() == 6
     assert cache.budget is not None and cache.budget.cache_bytes == 37_000
     assert cache.budget.graph_bytes == 8_000 and cache.budget.other_bytes == 10_000
+
+
+def test_a_block_may_be_several_of_the_kernels() -> None:
+    """And layers may share tensors: all of a tensor has memory, whatever its first dimension counts."""
+
+    def allocate(num_blocks: int, *, empty: Callable[..., torch.Tensor]) -> dict[str, KVCache]:
+        layers = [LAYER, replace(LAYER, name="other")]
+        caches = allocate_kv_caches(layers, num_blocks, BLOCK_SIZE, CPU, tensors=[["layer", "other"]], empty=empty)
+        return dict(as_pages(caches, 2))
+
+    driver = FakeMemoryDriver(100_000)
+    cache = reserve(allocate, replace(SIZES, block_bytes=256), BUDGET, driver)
+    num_blocks = cache.fill(30_000 + driver.used_bytes, 0)
+    assert num_blocks == 150  # of requests, at most
+    for layer in cache.kv_caches.values():
+        assert layer.key.shape == layer.value.shape == (2 * num_blocks, BLOCK_SIZE // 2, 2, 8)
+    assert driver.used_bytes == 150 * 256
+    assert cache.kv_caches["layer"].key.data_ptr() == cache.kv_caches["other"].key.data_ptr()
 
 
 def test_what_others_took_meanwhile_is_not_the_caches() -> None:

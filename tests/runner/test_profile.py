@@ -67,7 +67,7 @@ def test_the_largest_step_leaves_no_trace(llm: LLM) -> None:
 def test_a_larger_step_takes_more(llama_dir: Path) -> None:
     """At least the float32 rows that the sampler works in, and the same when measured again."""
     with LLM(llama_dir, num_kv_blocks=300, max_num_seqs=64, max_num_batched_tokens=512, enforce_eager=True) as llm:
-        sizes = {"max_model_len": llm.max_model_len, "needs_host_batch": llm.runner._needs_host_batch}
+        sizes: dict[str, Any] = {"max_model_len": llm.max_model_len, "needs_host_batch": llm.runner._needs_host_batch}
         large = peak_step_bytes(llm.runner.step, num_tokens=512, **sizes)
         assert large == peak_step_bytes(llm.runner.step, num_tokens=512, **sizes)
         assert large >= peak_step_bytes(llm.runner.step, num_tokens=8, **sizes) > 0
