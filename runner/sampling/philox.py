@@ -35,9 +35,13 @@ def randint4x(seed: torch.Tensor, offset: torch.Tensor) -> Words:
     return philox4x32((offset & _WORD, zero, zero, zero), (seed & _WORD, _high(seed)))
 
 
-def rand(seed: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
-    """`tl.rand(seed, offset)`: float32 in [0, 1)."""
-    word = randint4x(seed, offset)[0]
+def rand4x(seed: torch.Tensor, offset: torch.Tensor) -> Words:
+    """`tl.rand4x(seed, offset)`: four of float32 in [0, 1)."""
+    first, second, third, fourth = map(_uniform, randint4x(seed, offset))
+    return first, second, third, fourth
+
+
+def _uniform(word: torch.Tensor) -> torch.Tensor:
     signed = torch.where(word >= 2**31, word - 2**32, word)
     return torch.where(signed < 0, -signed - 1, signed).to(torch.float32) * _INT32_TO_UNIT
 

@@ -14,8 +14,8 @@ The grid is (rows, blocks of the vocabulary), from shapes alone, so a graph can 
 to be padding return at once. A vocabulary of 151,936 makes 38 blocks: one row is read by 38 programs at
 once, and the second kernel finishes it in a single load. At 256 rows they are 9,728 programs, several
 waves on any GPU; greedy rows do two comparisons a logit, so these wait for memory, while drawing costs a
-Philox call a logit and waits for arithmetic. Smaller blocks would spread one row further and give the
-second kernel more to read.
+Philox call for each four logits and two logarithms a logit, and waits for arithmetic. Smaller blocks would
+spread one row further and give the second kernel more to read.
 """
 
 
@@ -90,7 +90,9 @@ def _best_of_blocks(  # type: ignore[no-untyped-def]  # compiled by Triton
             words = tl.randint4x(tl.load(seeds + row), tl.load(positions + request))
             high = words[0].to(tl.uint32, bitcast=True).to(tl.uint64)
             low = words[1].to(tl.uint32, bitcast=True).to(tl.uint64)
-            uniform = tl.rand((high << 32) | low, token)
+            four = tl.program_id(1) * (BLOCK // 4) + tl.arange(0, BLOCK // 4)
+            u0, u1, u2, u3 = tl.rand4x((high << 32) | low, four)
+            uniform = tl.interleave(tl.interleave(u0, u2), tl.interleave(u1, u3))  # u0 u1 u2 u3 u0 ...
             noise = -tl.log(-tl.log(uniform + 1e-20) + 1e-20)
             score = tl.div_rn(score, temperature) + noise
             highest = tl.max(score, 0)
