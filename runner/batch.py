@@ -41,8 +41,14 @@ def build_batch(scheduled: Sequence[ScheduledRequest]) -> Batch:
     return Batch(
         request_ids=tuple([item.request_id for item in scheduled]),
         query_lens=query_lens,
-        num_decode_reqs=sum(1 for _ in takewhile(lambda query_len: query_len == 1, query_lens)),
+        num_decode_reqs=_num_leading_ones(query_lens),
     )
+
+
+def _num_leading_ones(query_lens: tuple[int, ...]) -> int:
+    if query_lens.count(1) == len(query_lens):  # nearly always
+        return len(query_lens)
+    return sum(1 for _ in takewhile(lambda query_len: query_len == 1, query_lens))
 
 
 def host_batch(

@@ -54,6 +54,7 @@ class ModelRunner:
         self._prompt_logprobs = PromptLogprobsStates()
         self._outputs = OutputStream(step.buffers.input_ids.device)
         self._pending: _Pending | None = None
+        self._last_rows: tuple[tuple[str, ...], tuple[int, ...]] = ((), ())
 
     @torch.no_grad()
     def execute_model(self, output: SchedulerOutput, *, at_most: CUDAGraphMode = CUDAGraphMode.FULL) -> None:
@@ -76,6 +77,8 @@ class ModelRunner:
     def update_states(self, output: SchedulerOutput) -> None:
         """Free, give and extend rows as the scheduler says."""
         step = self.step
+        if output.removed or output.added:
+            self._last_rows = ((), ())
         for request_id in output.removed:
             row = step.states.remove(request_id)
             self._prompt_logprobs.remove(request_id)
@@ -133,7 +136,9 @@ class ModelRunner:
         logprobs: LogprobsTensors | None = None
         if sampled:
             num_reqs = len(scheduled)
-            rows = [step.states.row(item.request_id) if item.is_sampled else -1 for item in scheduled]
+            rows: Sequence[int] = self._rows(tuple([item.request_id for item in scheduled]))
+            if len(sampled) < num_reqs:
+                rows = [row if item.is_sampled else -1 for row, item in zip(rows, scheduled, strict=True)]
             token_ids = pending.output.token_ids[:num_reqs]
             if not step.sampler.is_plain(rows):
                 token_ids, logprobs = step.sampler.sample(
@@ -159,6 +164,7 @@ class ModelRunner:
         The device may be ahead of the host, whose word counts.
         """
         self._pending = None
+        self._last_rows = ((), ())
         self.step.states.clear()
         self._prompt_logprobs.clear()
 
@@ -182,8 +188,14 @@ class ModelRunner:
         self._prompt_logprobs.add(added)
 
     def _fill(self, batch: Batch) -> None:
-        rows = self.step.states.row
-        self.step.buffers.fill([rows(request_id) for request_id in batch.request_ids], batch.query_lens)
+        self.step.buffers.fill(self._rows(batch.request_ids), batch.query_lens)
+
+    def _rows(self, request_ids: tuple[str, ...]) -> tuple[int, ...]:
+        """The state rows of a batch's requests; most batches have those of the one before."""
+        if request_ids != self._last_rows[0]:
+            row = self.step.states.row
+            self._last_rows = request_ids, tuple([row(request_id) for request_id in request_ids])
+        return self._last_rows[1]
 
     def _metadata(self, batch: Batch, dispatched: Dispatched, scheduled: Sequence[ScheduledRequest]) -> StepMetadata:
         step, num_tokens = self.step, dispatched.descriptor.num_tokens
