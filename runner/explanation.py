@@ -28,6 +28,7 @@ from piecegraph.runner.dispatcher import Dispatcher
 from piecegraph.runner.engine_config import EngineConfig, batched_tokens, static_sizes, static_sizes_note
 from piecegraph.runner.graph_plan import GraphPlan, plan_graphs
 from piecegraph.runner.kv_cache import allocate_kv_caches, bytes_per_block
+from piecegraph.runner.kv_cache_groups import kv_cache_layout
 from piecegraph.runner.model_length import model_length
 from piecegraph.runner.model_loader import load_config, load_model, resolve_device, resolve_dtype
 from piecegraph.runner.model_support import check_layers
@@ -152,6 +153,7 @@ def explain(config: EngineConfig, *, assume_gpu: bool = False, on_phase: OnPhase
     ):
         report, pieces = compiled.report(), compiled.plan
     ((layers, choice, plan),) = decided
+    layout = kv_cache_layout(layers, max_model_len=max_model_len, block_size=config.block_size)
     is_patched = choice.backend.patches_graphs and device.type == "cuda" and config.graph_kind != "recorded"
     costs = expected_costs(pieces, prepared_ops(), _refusals(choice.backend, layers), is_patched=is_patched)
     sizes = static_sizes(config, is_cuda=device.type == "cuda")
@@ -186,7 +188,7 @@ def explain(config: EngineConfig, *, assume_gpu: bool = False, on_phase: OnPhase
         num_piecewise=len(plan.piecewise),
         decode=decode,
         mixed=mixed,
-        notes=notes,
+        notes=(*notes, *layout.notes),
         slower_paths=tuple(_slower_paths(config, choice, plan, split_ops, decode, mixed)),
     )
 

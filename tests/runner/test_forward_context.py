@@ -34,6 +34,14 @@ def test_it_does_not_nest() -> None:
         pass
 
 
+def test_a_layer_reads_the_metadata_of_its_group() -> None:
+    first, second = make_case(lens=[(0, 1)]).metadata, make_case(lens=[(3, 1)]).metadata
+    one = context()
+    assert one.metadata_of("any") is one.metadata
+    several = dataclasses.replace(one, metadata=first, group_metadata=(first, second), group_of={"near": 0, "far": 1})
+    assert several.metadata_of("near") is first and several.metadata_of("far") is second
+
+
 def test_it_is_frozen() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         context().cudagraph_mode = "FULL"  # type: ignore[misc]
