@@ -70,5 +70,5 @@ def test_a_larger_step_takes_more(llama_dir: Path) -> None:
         sizes: dict[str, Any] = {"max_model_len": llm.max_model_len, "needs_host_batch": llm.runner._needs_host_batch}
         large = peak_step_bytes(llm.runner.step, num_tokens=512, **sizes)
         assert large == peak_step_bytes(llm.runner.step, num_tokens=512, **sizes)
-        assert large >= peak_step_bytes(llm.runner.step, num_tokens=8, **sizes) > 0
+        assert large >= peak_step_bytes(llm.runner.step, num_tokens=8, **sizes)  # 0 where freed memory was enough
         assert large >= 64 * llm.engine.vocab_size * 4
