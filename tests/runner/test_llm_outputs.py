@@ -234,9 +234,9 @@ def test_aborting_ends_every_completion(llm: LLM) -> None:
         for output in engine.step():
             told = output if output.request_id == "mine" else told
     assert not told.finished
-    output = engine.abort("mine")
-    assert output is not None and output.finished
-    for before, after in zip(told.outputs, output.outputs, strict=True):
+    aborted = engine.abort("mine")
+    assert aborted is not None and aborted.finished
+    for before, after in zip(told.outputs, aborted.outputs, strict=True):
         assert after.token_ids == before.token_ids and after.text.startswith(before.text)
         assert (before.finish_reason, after.finish_reason) in (("stop", "stop"), (None, "abort"))
     assert engine.abort("mine") is None

@@ -1,0 +1,100 @@
+"""A step's output says the same however late it is asked for, and whatever the step's tensors have become."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from piecegraph.runner.async_output import AsyncOutput, OutputStream, PromptLogprobs, PromptRows, TokenLogprobs
+from piecegraph.runner.sampling.logprobs import LogprobsTensors
+
+
+def logprobs_of(num_rows: int, device: str, num_logprobs: int = 1) -> LogprobsTensors:
+    """Numbers that tell their row: token 10 * row + column, its log probability minus that, rank row + 1."""
+    rows, columns = torch.arange(num_rows).unsqueeze(1), torch.arange(num_logprobs + 1)
+    token_ids = (10 * rows + columns).to(device, torch.int32)
+    return LogprobsTensors(token_ids, -token_ids.float(), torch.arange(1, num_rows + 1, dtype=torch.int32).to(device))
+
+
+def row_of(row: int) -> TokenLogprobs:
+    first = 10 * row
+    return TokenLogprobs([first, first + 1], [-first, -first - 1], row + 1)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_it_holds_what_was_there_when_it_was_made(device: str) -> None:
+    """Rows that did not sample mean nothing and are left out; the tensors may be used again at once."""
+    stream = OutputStream(torch.device(device))
+    token_ids, logprobs = torch.tensor([5, 6, 7], device=device), logprobs_of(3, device)
+    output = AsyncOutput(stream, sampled=[(0, "a"), (2, "c")], token_ids=token_ids, logprobs=logprobs)
+    for tensor in (token_ids, *logprobs):
+        tensor.fill_(99)
+    found = output.get()
+    assert found.token_ids == {"a": 5, "c": 7}
+    assert found.logprobs == {"a": row_of(0), "c": row_of(2)}
+    assert found.prompt_logprobs == {}
+    assert output.get() is found
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_prompt_rows_go_to_their_requests(device: str) -> None:
+    """Request after request, each at the position of its first row; beside tokens of others."""
+    output = AsyncOutput(
+        OutputStream(torch.device(device)),
+        sampled=[(0, "a")],
+        token_ids=torch.tensor([5], device=device),
+        prompt_rows=[PromptRows("b", 1, 2), PromptRows("c", 9, 1)],
+        prompt_logprobs=logprobs_of(3, device),
+    ).get()
+    assert (output.token_ids, output.logprobs) == ({"a": 5}, {})
+    assert output.prompt_logprobs == {
+        "b": PromptLogprobs(1, [row_of(0), row_of(1)]),
+        "c": PromptLogprobs(9, [row_of(2)]),
+    }
+
+
+def test_all_kinds_at_once() -> None:
+    output = AsyncOutput(
+        OutputStream(torch.device("cpu")),
+        sampled=[(1, "a")],
+        token_ids=torch.tensor([5, 6]),
+        logprobs=logprobs_of(2, "cpu"),
+        prompt_rows=[PromptRows("b", 1, 1)],
+        prompt_logprobs=logprobs_of(1, "cpu"),
+    ).get()
+    assert (output.token_ids, output.logprobs) == ({"a": 6}, {"a": row_of(1)})
+    assert output.prompt_logprobs == {"b": PromptLogprobs(1, [row_of(0)])}
+
+
+def test_a_step_that_samples_nothing_has_nothing() -> None:
+    """A chunk of a prompt."""
+    output = AsyncOutput(OutputStream(torch.device("cpu")), sampled=[], token_ids=None).get()
+    assert (output.token_ids, output.logprobs, output.prompt_logprobs) == ({}, {}, {})
+
+
+def test_a_chunk_may_have_prompt_logprobs_only() -> None:
+    output = AsyncOutput(
+        OutputStream(torch.device("cpu")),
+        sampled=[],
+        token_ids=None,
+        prompt_rows=[PromptRows("b", 4, 1)],
+        prompt_logprobs=logprobs_of(1, "cpu"),
+    ).get()
+    assert output.prompt_logprobs == {"b": PromptLogprobs(4, [row_of(0)])}
+
+
+@pytest.mark.gpu
+def test_making_it_waits_for_nothing() -> None:
+    """The device may be busy for long; only `get` waits for it."""
+    stream = OutputStream(torch.device("cuda"))
+    AsyncOutput(stream, sampled=[(0, "a")], token_ids=torch.tensor([1], device="cuda")).get()  # pinned memory is there
+    token_ids = torch.tensor([5], device="cuda")
+    torch.cuda.synchronize()
+    torch.cuda._sleep(200_000_000)  # cycles: a tenth of a second or so
+    token_ids += 1
+    busy = torch.cuda.Event()
+    busy.record()
+    output = AsyncOutput(stream, sampled=[(0, "a")], token_ids=token_ids)
+    assert not busy.query()
+    assert output.get().token_ids == {"a": 6}
+    assert busy.query()
