@@ -114,7 +114,7 @@ def poison(llm: LLM, blocks: list[int]) -> None:
         cache.key[blocks] = cache.value[blocks] = float("nan")
 
 
-@pytest.mark.parametrize("options", BACKENDS)
+@pytest.mark.parametrize("options", [*BACKENDS, pytest.param({"async_scheduling": True}, id="a step ahead")])
 def test_freed_blocks_are_never_read(family: tuple[PreTrainedModel, Path], options: dict[str, Any]) -> None:
     """Tables go on naming them: whatever is there, tokens are the same."""
     model, folder = family
