@@ -268,15 +268,14 @@ def decode_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
         else:
             pages = load_pages(blocks, start, end, BLOCK_SIZE, BLOCK_N, ONE_PAGE)
         positions = start + tl.arange(0, BLOCK_N)
-        is_cached = positions < end
+        is_visible = positions < end
+        if HAS_WINDOW:  # what lies before it may be another request's by now, or NaN, which a weight of 0 keeps
+            is_visible = is_visible & (positions >= visible)
         key_rows = cache_rows(pages, start, BLOCK_SIZE, BLOCK_N, KEY_BLOCK_STRIDE, KEY_TOKEN_STRIDE, ONE_PAGE)
         value_rows = cache_rows(pages, start, BLOCK_SIZE, BLOCK_N, VALUE_BLOCK_STRIDE, VALUE_TOKEN_STRIDE, ONE_PAGE)
-        k = tl.load(keys[None, :] + key_rows[:, None], mask=is_cached[:, None] & is_key[None, :], other=0.0)
-        v = tl.load(values[None, :] + value_rows[:, None], mask=is_cached[:, None] & is_value[None, :], other=0.0)
+        k = tl.load(keys[None, :] + key_rows[:, None], mask=is_visible[:, None] & is_key[None, :], other=0.0)
+        v = tl.load(values[None, :] + value_rows[:, None], mask=is_visible[:, None] & is_value[None, :], other=0.0)
         scores = log2_scores(tl.dot(q, tl.trans(k), input_precision=PRECISION), scale, softcap, HAS_SOFTCAP)
-        is_visible = is_cached
-        if HAS_WINDOW:
-            is_visible = is_visible & (positions >= visible)
         scores = tl.where(is_visible[None, :], scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, axis=1))
         weights = tl.exp2(scores - new_top[:, None])

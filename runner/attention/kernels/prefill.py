@@ -269,7 +269,10 @@ def _attend(  # type: ignore[no-untyped-def]  # compiled by Triton
         value_rows = cache_rows(pages, start, BLOCK_SIZE, BLOCK_N, VALUE_BLOCK_STRIDE, VALUE_TOKEN_STRIDE, ONE_PAGE)
         positions = start + tl.arange(0, BLOCK_N)
         if MASKED:
-            is_there = (positions < end)[:, None]
+            is_there = positions < end
+            if HAS_WINDOW:  # what no row sees may be another request's by now, or NaN, which a weight of 0 keeps
+                is_there = is_there & (positions > tl.min(query_positions, axis=0) - window)
+            is_there = is_there[:, None]
             k = tl.load(keys[None, :] + key_rows[:, None], mask=is_there & is_key, other=0.0)
             v = tl.load(values[None, :] + value_rows[:, None], mask=is_there & is_value, other=0.0)
         else:

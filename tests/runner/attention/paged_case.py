@@ -36,6 +36,7 @@ def make_case(
     softcap: float = 0.0,
     has_sinks: bool = False,
     num_padded: int = 0,
+    is_passed_freed: bool = False,
     block_size: int = 4,
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
@@ -72,8 +73,10 @@ def make_case(
         block_table[row, : blocks_each[row]] = torch.tensor([shuffled.pop() for _ in range(blocks_each[row])])
         slots = [int(block_table[row, t // block_size]) * block_size + t % block_size for t in range(past + new)]
         key, value = normal(past + new, num_kv_heads, key_dim), normal(past + new, num_kv_heads, value_dim)
-        cache.key.flatten(0, 1)[slots[:past]] = key[:past]
-        cache.value.flatten(0, 1)[slots[:past]] = value[:past]
+        # Whole blocks before the window of the first new token may be another's by now, and hold anything.
+        first = max(0, past - window + 1) // block_size * block_size if window and is_passed_freed else 0
+        cache.key.flatten(0, 1)[slots[first:past]] = key[first:past]
+        cache.value.flatten(0, 1)[slots[first:past]] = value[first:past]
         query = normal(new, num_q_heads, key_dim)
         slot_mapping += slots[past:]
         queries.append(query)

@@ -51,6 +51,8 @@ CASES = {
     "window of one": partial(check, window=1),
     "wide window": partial(check, window=40),
     "window over several tiles": partial(check, lens=[(0, 90)], window=33, num_q_heads=2),
+    "blocks before the window are freed": partial(check, window=5, is_passed_freed=True),
+    "some of a tile is freed": partial(check, window=40, is_passed_freed=True, softcap=2.0),
     "softcap": partial(check, softcap=1.5),
     "sinks": partial(check, has_sinks=True),
     "all at once": partial(check, window=18, softcap=2.0, has_sinks=True, key_dim=12, value_dim=20),
