@@ -1,0 +1,142 @@
+"""What an answer must be, by transformers alone and the definitions of the sampling options.
+
+transformers computes a prompt with an answer after it, in one piece and with nothing beside it. Each token must
+then be the one its own logits lead to: the margin rule, at every token instead of up to the first near tie. Where
+an option draws a line between tokens (top_k, top_p, min_p), those within the noise of it may be on either side.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+
+import torch
+from transformers import PreTrainedModel
+
+from piecegraph.runner.sampling.gumbel import gumbel_noise
+from piecegraph.runner.sampling_params import SamplingParams
+from tests.runner.margin_rule import FLOAT32_NOISE
+
+LOG_STEP = 2.0**-22
+"""Absolute error of a fast float32 logarithm of a number near one, as GPUs have it."""
+
+
+class AloneModel:
+    """transformers' model in float32 on the CPU, its logits kept for those who ask again."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        self.logits = lru_cache(maxsize=512)(self._logits)
+        """Of the token after each of a tuple of tokens: `[num_tokens, vocab_size]` float64."""
+
+    @torch.no_grad()
+    def _logits(self, token_ids: tuple[int, ...]) -> torch.Tensor:
+        logits: torch.Tensor = self._model(torch.tensor([token_ids])).logits[0].double()
+        return logits
+
+
+def assert_answer(
+    model: AloneModel,
+    prompt: Sequence[int],
+    output: Sequence[int],
+    params: SamplingParams,
+    *,
+    seed: int,
+    eos_token_id: int,
+) -> None:
+    """Every token of `output` is what the model, the options and the noise of `seed` make of those before it."""
+    logits = model.logits((*prompt, *output))
+    stops = {*(params.stop_token_ids or ()), *([] if params.ignore_eos else [eos_token_id])}
+    for step, token in enumerate(output):
+        position = len(prompt) + step
+        raw = logits[position - 1]
+        changed = _changed(raw, params, prompt, output[:step], stops)
+        noise_of_logits = FLOAT32_NOISE * max(1.0, float(raw.abs().max()))
+        noise_of_logits *= max(params.repetition_penalty, 1 / params.repetition_penalty)
+        if params.is_greedy:
+            short = float(changed.max() - changed[token])
+            assert short <= noise_of_logits, f"token {step}: {token}, not {int(changed.argmax())}, {short:.2g} higher"
+            continue
+        scores = changed / params.temperature
+        error = noise_of_logits / params.temperature
+        surely, maybe = _kept(scores, error, params)
+        assert maybe[token], f"token {step}: {token} is one that the options leave out"
+        noise = gumbel_noise(torch.tensor([seed]), torch.tensor([position]), len(raw))[0].double()
+        errors = error + LOG_STEP * noise.exp()
+        at_most = float(scores[token] + noise[token] + errors[token])
+        at_least = (scores + noise - errors).masked_fill(~surely, -math.inf)
+        short = float(at_least.max()) - at_most
+        assert short <= 0, f"token {step}: {token}, not {int(at_least.argmax())}, {short:.2g} higher for sure"
+
+
+def assert_ends_where_it_must(
+    output: Sequence[int], params: SamplingParams, reason: str | None, *, eos_token_id: int
+) -> None:
+    """At the first token that ends it, or at its length; an aborted one before both."""
+    stops = {*(params.stop_token_ids or ()), *([] if params.ignore_eos else [eos_token_id])}
+    assert not stops & set(output[:-1]), f"{output} went on after a token that ends it"
+    is_stopped = bool(output) and output[-1] in stops
+    assert params.max_tokens is not None
+    if reason == "abort":
+        assert not is_stopped and len(output) < params.max_tokens
+    else:
+        assert reason == ("stop" if is_stopped else "length")
+        assert is_stopped or len(output) == params.max_tokens
+
+
+def assert_logprobs(raw: torch.Tensor, token: int, found: Mapping[int, float], wanted: int) -> None:
+    """`found` is of the token itself and the `wanted` likeliest, -1 all, by logits `[vocab_size]` before options."""
+    error = 2 * FLOAT32_NOISE * max(1.0, float(raw.abs().max()))
+    expected = raw.log_softmax(-1)
+    num_likeliest = len(raw) if wanted == -1 else wanted
+    assert next(iter(found)) == token and len(found) in (num_likeliest, num_likeliest + 1)
+    for one, value in found.items():
+        assert abs(float(expected[one]) - value) <= error, f"{one}: {value}, not {float(expected[one])}"
+    if num_likeliest:
+        least = float(expected.topk(num_likeliest).values[-1])
+        others = [value for one, value in found.items() if one != token]
+        assert min(others, default=least) >= least - error, "others are likelier"
+
+
+def _changed(
+    raw: torch.Tensor, params: SamplingParams, prompt: Sequence[int], output: Sequence[int], stops: set[int]
+) -> torch.Tensor:
+    """Logits after all options but those that compare tokens with each other."""
+    changed = raw.clone()
+    for token, bias in (params.logit_bias or {}).items():
+        changed[token] += bias
+    seen = torch.tensor(sorted({*prompt, *output}))
+    factor = params.repetition_penalty
+    changed[seen] = torch.where(changed[seen] > 0, changed[seen] / factor, changed[seen] * factor)
+    for token, count in Counter(output).items():
+        changed[token] -= params.frequency_penalty * count + params.presence_penalty
+    if len(output) < params.min_tokens:
+        changed[list(stops)] = -math.inf
+    return changed
+
+
+def _kept(scores: torch.Tensor, error: float, params: SamplingParams) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which tokens the options keep: surely, and perhaps. `scores` are off by up to `error`."""
+    surely = torch.isfinite(scores)
+    maybe = surely.clone()
+    if params.min_p > 0:
+        least = scores.max() + math.log(params.min_p)
+        surely &= scores > least + 2 * error
+        maybe &= scores >= least - 2 * error
+    if 0 < params.top_k < len(scores):
+        best = scores.topk(params.top_k + 1).values
+        surely &= scores > best[-1] + 2 * error
+        maybe &= scores >= best[-2] - 2 * error
+    if params.top_p < 1:
+        mass = (scores - scores.max()).exp()
+        likelier = scores.unsqueeze(0) - scores.unsqueeze(1)  # [one, other]: how much likelier the other is
+        others = ~torch.eye(len(scores), dtype=torch.bool)
+        most = (mass * maybe * (others & (likelier > -2 * error))).sum(1) / (mass * surely).sum().clamp(min=1e-30)
+        least_mass = (mass * surely * (likelier > 2 * error)).sum(1) / (mass * maybe).sum()
+        # The likeliest is kept whatever it is.
+        slack = 4 * error
+        surely = surely & ((most < params.top_p - slack) | ~(others & (likelier > -2 * error)).any(1))
+        maybe = maybe & ((least_mass < params.top_p + slack) | (scores >= scores.max() - 2 * error))
+    return surely, maybe
