@@ -105,7 +105,10 @@ def test_tokens_are_transformers(family: tuple[PreTrainedModel, Path], options: 
         assert llm.engine.stats.num_prefix_hits >= 2 * sum(len(prompt) // 8 for prompt in PROMPTS)
         assert manager(llm).num_free_blocks == manager(llm).num_blocks
         ran = {mode for mode, count in llm.runner.counters.by_mode().items() if count}
-        assert ran == ({PIECEWISE, NONE} if options["attention_backend"] == "sdpa" else {FULL, PIECEWISE, NONE})
+        if llm.runner.graphs.failed():  # transformers' gpt-oss experts, uncompiled, wait for the GPU
+            assert (folder.name[:-1], options.get("device")) == ("gpt-oss", "cuda") and NONE in ran
+        else:
+            assert ran == ({PIECEWISE, NONE} if options["attention_backend"] == "sdpa" else {FULL, PIECEWISE, NONE})
 
 
 def poison(llm: LLM, blocks: list[int]) -> None:
