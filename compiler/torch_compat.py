@@ -506,9 +506,25 @@ def graph_exec_of(graph: torch.cuda.CUDAGraph) -> int:
 
 def abandon_capture(graph: torch.cuda.CUDAGraph) -> None:
     """End a capture that went wrong, whatever state it is in, and free what it took."""
-    with contextlib.suppress(RuntimeError):
+    try:
         graph.capture_end()
+    except RuntimeError:  # it was invalid: torch does not tell its generators that it is over
+        with contextlib.suppress(RuntimeError):
+            _capture_next_to_nothing()
     with contextlib.suppress(RuntimeError):
+        graph.reset()
+
+
+def _capture_next_to_nothing() -> None:
+    """On the current stream. The end of a good capture takes torch's random generators out of any: else
+    `torch.rand` fails in the whole process ("Offset increment outside graph capture"), until the next one."""
+    flag = torch.zeros(1, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    graph.capture_begin(capture_error_mode="thread_local")
+    try:
+        flag.zero_()
+    finally:
+        graph.capture_end()
         graph.reset()
 
 

@@ -267,3 +267,17 @@ def test_two_hundred_cycles_leave_gpu_memory_where_it_was() -> None:
 
     first = [cycle() for _ in range(3)][-1]
     assert [cycle() for _ in range(200)][-1] <= first
+
+
+@pytest.mark.gpu
+def test_a_capture_that_waits_for_the_gpu_leaves_random_numbers_working(caplog: pytest.LogCaptureFixture) -> None:
+    """It is invalid from there on; the bucket runs without graphs, and the process draws as before."""
+    caplog.set_level(logging.ERROR)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return x + float(x.sum())
+
+    x = torch.ones(4, device="cuda")
+    with pg.capture(step, DESCRIPTORS[:1], lambda descriptor: [x], mode="FULL") as graphs:
+        assert len(graphs.failed) == 1
+    assert float(torch.rand(4, device="cuda").max()) <= 1
