@@ -15,7 +15,8 @@ from piecegraph.tools.phases import PhaseDisplay, Stopwatch
 from piecegraph.tools.settings import config_option
 
 if TYPE_CHECKING:
-    from piecegraph.tools.bench.throughput import StepProfile, ThroughputRow
+    from piecegraph.tools.bench.step_profile import StepProfile
+    from piecegraph.tools.bench.throughput import ThroughputRow
 
 EPILOG = """\b
 Examples:
@@ -111,7 +112,8 @@ def throughput(
         from piecegraph.runner.llm import LLM
         from piecegraph.tools.bench.ceilings import measure_ceilings
         from piecegraph.tools.bench.shapes import model_folder
-        from piecegraph.tools.bench.throughput import WARM_UP, make_workload, measure_throughput, profile_steps
+        from piecegraph.tools.bench.step_profile import profile_steps
+        from piecegraph.tools.bench.throughput import WARM_UP, make_workload, measure_throughput
         from piecegraph.tools.env_command import collect
         from piecegraph.tools.quiet import quiet_libraries
         from piecegraph.tools.records import as_plain

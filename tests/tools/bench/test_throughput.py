@@ -15,24 +15,26 @@ from piecegraph.runner.attention.layer import AttentionLayer
 from piecegraph.runner.llm import LLM
 from piecegraph.tools.bench.ceilings import Ceilings
 from piecegraph.tools.bench.floor import ModelSize
-from piecegraph.tools.bench.throughput import (
+from piecegraph.tools.bench.step_profile import (
     LAUNCH_GAP_S,
     PARTS,
     PROFILED_STEPS,
     WINDOW_STEPS,
-    Lengths,
     StepClock,
     StepTimes,
-    ThroughputRow,
-    ThroughputRun,
-    Workload,
     gpu_idle,
-    make_workload,
-    measure_throughput,
     pauses,
     profile_steps,
     spread,
     steady_steps,
+)
+from piecegraph.tools.bench.throughput import (
+    Lengths,
+    ThroughputRow,
+    ThroughputRun,
+    Workload,
+    make_workload,
+    measure_throughput,
     warm_up,
     workload_floor_seconds,
 )
