@@ -8,7 +8,7 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from piecegraph.errors import RequestError
-from piecegraph.runner.async_output import AsyncOutput
+from piecegraph.runner.async_output import AsyncOutput, PromptLogprobs
 from piecegraph.runner.model_runner import ModelRunner
 from piecegraph.runner.output_processor import OutputProcessor
 from piecegraph.runner.outputs import RequestOutput
@@ -158,8 +158,8 @@ class Engine:
             self._runner.reset()
             self._scheduler.forget_steps_in_flight()
             raise
-        for request_id, logprobs in found.prompt_logprobs.items():
-            self._processor.take_prompt_logprobs(request_id, logprobs)
+        if found.prompt_logprobs:
+            self._take_prompt_logprobs(done, found.prompt_logprobs)
         changed: dict[str, None] = {}  # ids of prompts, in the batch's order
         for request in self._scheduler.complete_step(done, found.token_ids):
             self._num_output_tokens += 1
@@ -198,6 +198,14 @@ class Engine:
         for token in token_ids:
             if not isinstance(token, int) or not 0 <= token < self._vocab_size:
                 raise RequestError(f"the prompt has token id {token!r}; ids go from 0 to {self._vocab_size - 1}.")
+
+    def _take_prompt_logprobs(self, done: SchedulerOutput, found: Mapping[str, PromptLogprobs]) -> None:
+        """Those of requests still in the stay that computed them. An id may be another request's by now, whose prompt
+        they are not of; a request admitted again computes its own anew."""
+        for item in done.scheduled:
+            request = self._requests.get(item.request_id)
+            if item.request_id in found and request is not None and request.epoch == item.epoch:
+                self._processor.take_prompt_logprobs(item.request_id, found[item.request_id])
 
     def _finish(self, request_id: str, reason: str, stop_reason: int | str | None = None) -> None:
         self._scheduler.finish(request_id, reason, stop_reason)
