@@ -48,42 +48,51 @@ def assert_answer(
 ) -> None:
     """Every token of `output` is what the model, the options and the noise of `seed` make of those before it."""
     logits = model.logits((*prompt, *output))
-    stops = {*(params.stop_token_ids or ()), *([] if params.ignore_eos else [eos_token_id])}
     for step, token in enumerate(output):
-        position = len(prompt) + step
-        raw = logits[position - 1]
-        changed = _changed(raw, params, prompt, output[:step], stops)
-        noise_of_logits = FLOAT32_NOISE * max(1.0, float(raw.abs().max()))
-        noise_of_logits *= max(params.repetition_penalty, 1 / params.repetition_penalty)
-        if params.is_greedy:
-            short = float(changed.max() - changed[token])
-            assert short <= noise_of_logits, f"token {step}: {token}, not {int(changed.argmax())}, {short:.2g} higher"
-            continue
-        scores = changed / params.temperature
-        error = noise_of_logits / params.temperature
-        surely, maybe = _kept(scores, error, params)
-        assert maybe[token], f"token {step}: {token} is one that the options leave out"
-        noise = gumbel_noise(torch.tensor([seed]), torch.tensor([position]), len(raw))[0].double()
-        errors = error + LOG_STEP * noise.exp()
-        at_most = float(scores[token] + noise[token] + errors[token])
-        at_least = (scores + noise - errors).masked_fill(~surely, -math.inf)
-        short = float(at_least.max()) - at_most
-        assert short <= 0, f"token {step}: {token}, not {int(at_least.argmax())}, {short:.2g} higher for sure"
+        right = right_tokens(
+            logits[len(prompt) + step - 1], prompt, output[:step], params, seed=seed, eos_token_id=eos_token_id
+        )
+        assert right[token], f"token {step}: {token}, not of {right.nonzero().flatten().tolist()}"
+
+
+def right_tokens(
+    raw: torch.Tensor,
+    prompt: Sequence[int],
+    output: Sequence[int],
+    params: SamplingParams,
+    *,
+    seed: int,
+    eos_token_id: int,
+) -> torch.Tensor:
+    """`[vocab_size]` bool: tokens that may follow `output`; one, or those that nearly tie. `raw`: logits there."""
+    changed = _changed(raw, prompt, output, params, _stops(params, eos_token_id))
+    error = FLOAT32_NOISE * max(1.0, float(raw.abs().max()))
+    error *= max(params.repetition_penalty, 1 / params.repetition_penalty)
+    if params.is_greedy:
+        return changed >= changed.max() - error
+    scores, error = changed / params.temperature, error / params.temperature
+    surely, maybe = _kept(scores, error, params)
+    position = torch.tensor([len(prompt) + len(output)])
+    noise = gumbel_noise(torch.tensor([seed]), position, len(raw))[0].double()
+    errors = error + LOG_STEP * noise.exp()
+    to_reach = (scores + noise - errors).masked_fill(~surely, -math.inf).max()
+    return maybe & (scores + noise + errors >= to_reach)
 
 
 def assert_ends_where_it_must(
-    output: Sequence[int], params: SamplingParams, reason: str | None, *, eos_token_id: int
+    output: Sequence[int], params: SamplingParams, reason: str, *, at_most: int, eos_token_id: int
 ) -> None:
-    """At the first token that ends it, or at its length; an aborted one before both."""
-    stops = {*(params.stop_token_ids or ()), *([] if params.ignore_eos else [eos_token_id])}
+    """At the first token that ends it, or at its length; an aborted one before both. `at_most`: tokens that the
+    model's length leaves room for."""
+    stops = _stops(params, eos_token_id)
     assert not stops & set(output[:-1]), f"{output} went on after a token that ends it"
     is_stopped = bool(output) and output[-1] in stops
-    assert params.max_tokens is not None
+    max_tokens = at_most if params.max_tokens is None else min(at_most, params.max_tokens)
     if reason == "abort":
-        assert not is_stopped and len(output) < params.max_tokens
+        assert not is_stopped and len(output) < max_tokens
     else:
         assert reason == ("stop" if is_stopped else "length")
-        assert is_stopped or len(output) == params.max_tokens
+        assert is_stopped or len(output) == max_tokens
 
 
 def assert_logprobs(raw: torch.Tensor, token: int, found: Mapping[int, float], wanted: int) -> None:
@@ -100,8 +109,13 @@ def assert_logprobs(raw: torch.Tensor, token: int, found: Mapping[int, float], w
         assert min(others, default=least) >= least - error, "others are likelier"
 
 
+def _stops(params: SamplingParams, eos_token_id: int) -> set[int]:
+    """The tokens that end an output."""
+    return {*(params.stop_token_ids or ()), *([] if params.ignore_eos else [eos_token_id])}
+
+
 def _changed(
-    raw: torch.Tensor, params: SamplingParams, prompt: Sequence[int], output: Sequence[int], stops: set[int]
+    raw: torch.Tensor, prompt: Sequence[int], output: Sequence[int], params: SamplingParams, stops: set[int]
 ) -> torch.Tensor:
     """Logits after all options but those that compare tokens with each other."""
     changed = raw.clone()
@@ -131,12 +145,12 @@ def _kept(scores: torch.Tensor, error: float, params: SamplingParams) -> tuple[t
         maybe &= scores >= best[-2] - 2 * error
     if params.top_p < 1:
         mass = (scores - scores.max()).exp()
-        likelier = scores.unsqueeze(0) - scores.unsqueeze(1)  # [one, other]: how much likelier the other is
-        others = ~torch.eye(len(scores), dtype=torch.bool)
-        most = (mass * maybe * (others & (likelier > -2 * error))).sum(1) / (mass * surely).sum().clamp(min=1e-30)
-        least_mass = (mass * surely * (likelier > 2 * error)).sum(1) / (mass * maybe).sum()
-        # The likeliest is kept whatever it is.
+        ahead = scores.unsqueeze(0) - scores.unsqueeze(1)  # [one, other]: by how much the other is likelier
+        perhaps_before = (ahead > -2 * error) & ~torch.eye(len(scores), dtype=torch.bool)
+        most = (mass * maybe * perhaps_before).sum(1) / (mass * surely).sum().clamp(min=1e-30)
+        least = (mass * surely * (ahead > 2 * error)).sum(1) / (mass * maybe).sum()
         slack = 4 * error
-        surely = surely & ((most < params.top_p - slack) | ~(others & (likelier > -2 * error)).any(1))
-        maybe = maybe & ((least_mass < params.top_p + slack) | (scores >= scores.max() - 2 * error))
+        # The likeliest stays, however small top_p is.
+        surely &= (most < params.top_p - slack) | ~perhaps_before.any(1)
+        maybe &= (least < params.top_p + slack) | (scores >= scores.max() - 2 * error)
     return surely, maybe
