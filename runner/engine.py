@@ -160,14 +160,12 @@ class Engine:
             raise
         if found.prompt_logprobs:
             self._take_prompt_logprobs(done, found.prompt_logprobs)
-        changed: dict[str, None] = {}  # ids of prompts, in the batch's order
-        for request in self._scheduler.complete_step(done, found.token_ids):
-            self._num_output_tokens += 1
-            changed[self._processor.prompt_of(request)] = None
-            finish = self._processor.take_token(request, found.logprobs.get(request.request_id))
-            if finish is not None:
-                self._finish(request.request_id, *finish)
-        outputs = map(self._processor.output, changed)
+        took = self._scheduler.complete_step(done, found.token_ids)
+        self._num_output_tokens += len(took)
+        ended, prompts = self._processor.take_tokens(took, found.logprobs)
+        for request, finish in ended:
+            self._finish(request.request_id, *finish)
+        outputs = map(self._processor.output, prompts)
         return [one for one in outputs if one is not None]
 
     def abort(self, request_id: str) -> RequestOutput | None:

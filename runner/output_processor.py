@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -50,6 +50,8 @@ class _Completion:
     is_text_late: bool  # nobody reads the text before the end, so it is made there
     logprobs: list[dict[int, float]] | None
     cumulative_logprob: float | None
+    is_quiet: bool  # nothing is made of a token before the last
+    max_output: int  # tokens
 
 
 class OutputProcessor:
@@ -87,6 +89,8 @@ class OutputProcessor:
                 is_text_late=is_final_only and not params.stop_strings,
                 logprobs=None if params.logprobs is None else [],
                 cumulative_logprob=None if params.logprobs is None else 0.0,
+                is_quiet=is_final_only and params.logprobs is None and not params.stop_strings,
+                max_output=request.max_total_tokens - request.num_prompt_tokens,
             )
             made.completions.append(completion)
             self._completions[request.request_id] = completion
@@ -95,6 +99,24 @@ class OutputProcessor:
         """The scheduler's ids of a prompt's unfinished completions."""
         prompt = self._prompts[request_id]
         return tuple(c.request.request_id for c in prompt.completions if c.request.finish_reason is None)
+
+    def take_tokens(
+        self, requests: Sequence[Request], logprobs: Mapping[str, TokenLogprobs]
+    ) -> tuple[list[tuple[Request, Finish]], list[str]]:
+        """`take_token` for every request that a step gave one: those that end, and the prompts there is news of."""
+        ended: list[tuple[Request, Finish]] = []
+        news: dict[str, None] = {}
+        completions = self._completions
+        for request in requests:
+            completion = completions[request.request_id]
+            output = request.output_token_ids
+            if completion.is_quiet and len(output) < completion.max_output and output[-1] not in request.stop_token_ids:
+                continue  # most of a large batch, most of the time
+            news[completion.prompt.request_id] = None
+            finish = self.take_token(request, logprobs.get(request.request_id))
+            if finish is not None:
+                ended.append((request, finish))
+        return ended, list(news)
 
     def take_token(self, request: Request, logprobs: TokenLogprobs | None) -> Finish | None:
         """Take in the last of a request's `output_token_ids`; tells if the completion ends with it.
@@ -157,10 +179,6 @@ class OutputProcessor:
             finished=is_finished,
             outputs=[_completion_output(completion) for completion in prompt.completions],
         )
-
-    def prompt_of(self, request: Request) -> str:
-        """The caller's id for the prompt of an unfinished request of the scheduler's."""
-        return self._completions[request.request_id].prompt.request_id
 
     def _detokenizer(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> Detokenizer | None:
         if self._tokenizer is None or not params.detokenize:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from piecegraph.runner.async_output import PromptLogprobs, TokenLogprobs
@@ -62,7 +64,6 @@ def test_it_knows_what_is_unfinished() -> None:
     processor = processed.processor
     assert "mine" in processor and len(processor) == 1
     assert processor.request_ids("mine") == ("0", "1")
-    assert [processor.prompt_of(request) for request in processed.requests] == ["mine", "mine"]
     assert processed.take(EOS, completion=0) == Finish("stop")
     assert processor.request_ids("mine") == ("1",)
     assert not processed.output().finished
@@ -188,3 +189,25 @@ def test_without_a_tokenizer_there_is_no_text() -> None:
     output = processor.output("mine")
     assert output is not None
     assert (output.prompt, output.outputs[0].text, output.outputs[0].token_ids) == (None, "", [A])
+
+
+def test_a_step_gives_news_of_what_somebody_reads_or_what_ends() -> None:
+    """Of a prompt that is read when it is finished there is none before, whatever the others of the batch do."""
+    params = SamplingParams(temperature=0.0, max_tokens=4)
+    processor = OutputProcessor(TOKENIZER, [EOS])
+    requests = [make_request(params, name, max_total_tokens=9) for name in ("quiet", "read", "logged")]
+    logged = replace(params, logprobs=0)
+    requests[2].sampling_params = logged
+    for request in requests:
+        request.stop_token_ids = frozenset([EOS])
+        processor.add(request.request_id, None, [request], is_final_only=request.request_id != "read")
+    logprobs = {"logged": TokenLogprobs([70], [-1.5], 1)}
+
+    def take(*tokens: int) -> tuple[list[str], list[str]]:
+        for request, token in zip(requests, tokens, strict=True):
+            request.output_token_ids.append(token)
+        ended, news = processor.take_tokens(requests, logprobs)
+        return [request.request_id for request, _ in ended], news
+
+    assert take(70, 70, 70) == ([], ["read", "logged"])
+    assert take(EOS, 70, 70) == (["quiet"], ["quiet", "read", "logged"])
