@@ -513,6 +513,23 @@ def test_an_id_used_again_has_nothing_of_the_request_before(
     engine.settle()
 
 
+def test_ids_used_again_have_rows_of_their_own(
+    engine_and_modes: tuple[EngineUnderTest, Sequence[CUDAGraphMode]],
+) -> None:
+    """A batch of the ids of the one before, none of whose requests is the same."""
+    engine, _ = engine_and_modes
+    engine.start_over()
+    params = replace(PLAIN, max_tokens=8)
+    ids = [engine.add(Ask(prompt=(7, 8 + i), params=params)) for i in range(3)]
+    for _ in range(4):
+        engine.step()
+    for request_id in ids:
+        engine.abort(request_id)
+    for i, request_id in enumerate(ids):
+        engine.add(Ask(prompt=(70, 80 + i), params=params), request_id)
+    engine.settle()
+
+
 @pytest.mark.parametrize(
     "params",
     [
