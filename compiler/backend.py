@@ -18,11 +18,12 @@ from torch import fx
 from piecegraph.compiler import torch_compat
 from piecegraph.compiler.build import Built, NamedInputs, build, piece_compiler
 from piecegraph.compiler.guards import GuardAudit
-from piecegraph.compiler.normalize import symbol_of, value_of
+from piecegraph.compiler.normalize import symbol_of
 from piecegraph.compiler.plan import Plan, SplitCall
 from piecegraph.compiler.report import CompileReport
 from piecegraph.config import CompileConfig
 from piecegraph.errors import CompileError, UsageError
+from piecegraph.passes.torch_ir import value_of
 
 _GUARDS_KEPT = GuardAudit(
     (), note="torch.compile keeps and checks its own guards on every call; piecegraph drops none of them."

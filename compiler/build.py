@@ -17,7 +17,7 @@ from piecegraph.compiler import dump
 from piecegraph.compiler.compile_static import compile_static
 from piecegraph.compiler.eager import EagerPieceCompiler
 from piecegraph.compiler.forwards import Forwards
-from piecegraph.compiler.normalize import normalize, value_of
+from piecegraph.compiler.normalize import normalize
 from piecegraph.compiler.piece import UniquePiece, unique_pieces
 from piecegraph.compiler.piece_compiler import PieceCompiler
 from piecegraph.compiler.plan import CallStep, PieceStep, Plan, Slot, SplitCall, Step, TensorSpec
@@ -28,6 +28,7 @@ from piecegraph.compiler.static_piece import static_pieces, symbols_by_unique
 from piecegraph.compiler.stitch import generate_source
 from piecegraph.compiler.tune import tuning_inputs
 from piecegraph.config import CompileConfig
+from piecegraph.passes.torch_ir import value_of
 from piecegraph.progress import OnPhase, Phase
 
 BeforeCompile = Callable[[tuple[SplitCall, ...]], None]

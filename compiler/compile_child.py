@@ -21,7 +21,9 @@ def main() -> None:
 
     from piecegraph.compiler import torch_compat
     from piecegraph.compiler.piece_format import load_piece
+    from piecegraph.passes.ops.all_ops import define_all_ops
 
+    define_all_ops()
     for line in sys.stdin:
         job: dict[str, Any] = json.loads(line)
         try:

@@ -17,9 +17,10 @@ from piecegraph.compiler.piece_compiler import RunPiece
 from piecegraph.compiler.plan import Plan, SplitCall
 from piecegraph.compiler.report import CompileReport
 from piecegraph.compiler.stitch import Forward
-from piecegraph.compiler.trace import ArgumentInput, BoundInput, SizeInput, Traced, trace
+from piecegraph.compiler.trace import ArgumentInput, BoundInput, GraphInput, SizeInput, Traced, trace
 from piecegraph.config import CompileConfig
 from piecegraph.errors import CompileError, InputMismatch, NotCompiled
+from piecegraph.passes.pipeline import pipeline
 from piecegraph.progress import OnPhase, Phase
 
 if TYPE_CHECKING:
@@ -75,7 +76,8 @@ class CompiledModel:
             traced = trace(self._module, args, kwargs, self._dynamic_dims)
             self._on_phase(Phase(name="trace", seconds=traced.seconds))
             weights = _Weights(self._module, traced)  # as they are in the module, before passes merge some
-            traced, passes = apply_passes(traced, self._config)
+            device_type = _device_type(traced.inputs)
+            traced, passes = apply_passes(traced, pipeline(self._config.passes, device_type), self._config)
             built = build(
                 traced.graph_module,
                 _named_inputs(traced),
@@ -264,6 +266,11 @@ class _Weights:
                     "tensor. "
                     "Change its values in place (tensor.copy_), or compile again."
                 )
+
+
+def _device_type(inputs: Sequence[GraphInput]) -> str:
+    """Where the module's tensors are."""
+    return next((bound.tensor.device.type for bound in inputs if isinstance(bound, BoundInput)), "cpu")
 
 
 def _named_inputs(traced: Traced) -> NamedInputs:

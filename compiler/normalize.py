@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from piecegraph.compiler.split_ops import op_name
+from piecegraph.passes.torch_ir import value_of
 
 IsSplitOp = Callable[[fx.Node], bool]
 
@@ -40,11 +41,6 @@ def normalize(
     assert split_ops_before == split_ops_after, f"normalizing lost split ops: {split_ops_before} -> {split_ops_after}"
     graph_module.recompile()
     return constants, assertions
-
-
-def value_of(node: fx.Node) -> Any:
-    """The example value Dynamo computed for a node: a FakeTensor, a SymInt, a tuple of these, or None."""
-    return node.meta.get("example_value")
 
 
 def symbol_of(value: Any) -> str | None:

@@ -11,9 +11,9 @@ import torch
 from torch import fx
 
 from piecegraph.compiler import torch_compat
-from piecegraph.compiler.normalize import value_of
 from piecegraph.compiler.split import Piece, attribute_of
 from piecegraph.compiler.split_ops import op_name
+from piecegraph.passes.torch_ir import value_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,9 +17,10 @@ import torch
 from torch import fx
 
 from piecegraph.compiler import torch_compat
-from piecegraph.compiler.normalize import value_of
+from piecegraph.passes.torch_ir import value_of
 
-_TORCH_NAMESPACES = frozenset({"aten", "prim", "prims", "higher_order", "inductor"})
+_KNOWN_NAMESPACES = frozenset({"aten", "prim", "prims", "higher_order", "inductor", "piecegraph"})
+
 _TORCH_MODULES = frozenset({"torch", "_operator", "operator", "math", "builtins"})
 
 
@@ -42,12 +43,12 @@ def load_piece(text: str, sizes: Mapping[str, int] | None = None) -> tuple[fx.Gr
 
 
 def only_known_here(graph_module: fx.GraphModule) -> str | None:
-    """A function of the piece that a process which imports torch alone does not know, if there is one."""
+    """A function of the piece that a process with torch and the ops of our passes does not know, if there is one."""
     for node in graph_module.graph.nodes:
         if node.op == "call_function":
             name = torch_compat.qualified_name(node.target)
             operators = re.match(r"torch\.ops\.(\w+)\.", name)
-            if operators is not None and operators.group(1) not in _TORCH_NAMESPACES:
+            if operators is not None and operators.group(1) not in _KNOWN_NAMESPACES:
                 return name
             if name.partition(".")[0] not in _TORCH_MODULES:
                 return name

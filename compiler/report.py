@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from piecegraph.passes.graph_pass import Miss
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassRow:
@@ -12,6 +14,8 @@ class PassRow:
 
     name: str
     matches: int
+    misses: tuple[Miss, ...]
+    nodes_removed: int
     seconds: float
 
 

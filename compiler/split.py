@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from piecegraph.compiler.normalize import IsSplitOp, symbol_of, symbols_of, value_of
+from piecegraph.compiler.normalize import IsSplitOp, symbol_of, symbols_of
 from piecegraph.errors import CompileError
+from piecegraph.passes.torch_ir import value_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from piecegraph.runner.forward_context import get_forward_context
 
 ATTENTION_OP = "piecegraph::attention"
 
-_library = torch.library.Library("piecegraph", "DEF")
+_library = torch.library.Library("piecegraph", "FRAGMENT")
 # `layer` is the only argument in which equal layers differ. It stays the last, and `unsupported` carries
 # the reason a layer cannot run, as data: an exception raised while Dynamo traces would lose its type.
 _library.define(

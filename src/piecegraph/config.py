@@ -57,9 +57,11 @@ class CompileConfig:
     """The largest size that takes `compile_sizes_options`; larger ones take `inductor_options` alone. Tuning
     pays where a step is bound by reading weights: at 64 to 256 tokens it gained 1 % for 5 s a size (H200)."""
 
-    passes: tuple[str, ...] = PASSES
-    """Passes over the traced graph, in this order. `merge-projections`: linears over one input become one
-    matmul (by name, through `torch.compile`, weights are the caller's arguments and none can be merged)."""
+    passes: tuple[Any, ...] | None = None
+    """Passes that rewrite the graph: names (`PASSES`, which is also their order) and `GraphPass` objects of the
+    caller's, which run after ours. None: those that pay on the device. `merge-projections`: linears over one
+    input become one matmul (by name, through `torch.compile`, weights are the caller's arguments and none can
+    be merged)."""
 
     dump_dir: str | None = None
     """Folder that receives the traced graph, every unique piece and the stitched source as text."""
@@ -78,10 +80,13 @@ class CompileConfig:
                 )
         if isinstance(self.passes, str):
             raise ConfigError(f"passes is one string, {self.passes!r}; give a tuple of names: ({self.passes!r},)")
-        object.__setattr__(self, "passes", tuple(self.passes))
-        for name in self.passes:
-            if name not in PASSES:
-                raise ConfigError(f"passes has {name!r}, which is unknown.{did_you_mean(str(name), PASSES)}")
+        if self.passes is not None:
+            object.__setattr__(self, "passes", tuple(self.passes))
+            for each in self.passes:
+                if isinstance(each, str) and each not in PASSES:
+                    raise ConfigError(f"passes has {each!r}, which is unknown.{did_you_mean(each, PASSES)}")
+                if not isinstance(each, str) and not hasattr(each, "apply"):
+                    raise ConfigError(f"passes has {each!r}; give names ({', '.join(PASSES)}) and `GraphPass` objects.")
         if self.compiler not in COMPILERS:
             raise ConfigError(f"compiler={self.compiler!r} is unknown.{did_you_mean(str(self.compiler), COMPILERS)}")
         if self.compile_workers is not None and self.compile_workers < 0:

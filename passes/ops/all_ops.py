@@ -1,0 +1,14 @@
+"""Importing this defines every op that passes put into graphs: processes that compile pieces do."""
+
+from __future__ import annotations
+
+MODULES: tuple[str, ...] = ()
+"""A line for each file of `passes/ops/` that defines an op."""
+
+
+def define_all_ops() -> None:
+    """Harmless to repeat."""
+    import importlib
+
+    for module in MODULES:
+        importlib.import_module(module)
