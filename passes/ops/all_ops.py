@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-MODULES: tuple[str, ...] = ()
+MODULES: tuple[str, ...] = (
+    "piecegraph.passes.ops.act_mul",
+    "piecegraph.passes.ops.rms_norm",
+)
 """A line for each file of `passes/ops/` that defines an op."""
 
 
