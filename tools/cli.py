@@ -14,7 +14,8 @@ from collections.abc import Sequence
 import click
 
 from piecegraph import __version__
-from piecegraph.tools.failures import INTERRUPTED, USAGE, exit_code_of, show
+from piecegraph.tools.failures import USAGE, exit_code_of, show
+from piecegraph.tools.interrupts import INTERRUPTED, remembered_interrupts
 
 COMMANDS = {
     "run": ("piecegraph.tools.run_command", "Stream a model's answer to a prompt."),
@@ -72,16 +73,25 @@ def piecegraph() -> None:
 def main(args: Sequence[str] | None = None) -> int:
     """Run the command line; the exit code. Shows one line for an error, a traceback only with --debug."""
     arguments = list(sys.argv[1:] if args is None else args)
-    try:
-        code = piecegraph.main(arguments, prog_name="piecegraph", standalone_mode=False)
-    except click.ClickException as error:
-        error.show()
-        return USAGE if isinstance(error, click.UsageError) else error.exit_code
-    except (click.Abort, KeyboardInterrupt):
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C shall not end in a traceback of the shutdown
-        click.echo("interrupted", err=True)
-        return INTERRUPTED
-    except Exception as error:
-        show(error, debug="--debug" in arguments)
-        return exit_code_of(error)
-    return code if isinstance(code, int) else 0
+    with remembered_interrupts() as interrupts:
+        try:
+            code = piecegraph.main(arguments, prog_name="piecegraph", standalone_mode=False)
+        except click.ClickException as error:
+            error.show()
+            return USAGE if isinstance(error, click.UsageError) else error.exit_code
+        except (click.Abort, KeyboardInterrupt):
+            return _end_interrupted()
+        except Exception as error:
+            if interrupts.was_asked:  # an interrupt in the middle of somebody's code may come out as anything
+                return _end_interrupted()
+            show(error, debug="--debug" in arguments)
+            return exit_code_of(error)
+        if interrupts.was_asked:  # lost, and nobody asked again before the end
+            return _end_interrupted()
+        return code if isinstance(code, int) else 0
+
+
+def _end_interrupted() -> int:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a further Ctrl-C shall not end in a traceback of the shutdown
+    click.echo("interrupted", err=True)
+    return INTERRUPTED

@@ -11,7 +11,6 @@ from piecegraph.errors import OutOfMemory, PiecegraphError
 
 FAILURE = 1
 USAGE = 2
-INTERRUPTED = 130
 
 
 def exit_code_of(error: BaseException) -> int:

@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, TextIO
 
 from piecegraph.progress import Phase
+from piecegraph.tools.interrupts import raise_if_interrupted
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -29,7 +30,8 @@ class PhaseDisplay:
     """Shows each `Phase` it is called with and remembers the seconds of those that ended.
 
     A context manager; `stop` ends the display early, before the answer is written to the same terminal.
-    The first line comes out before anything of weight is imported.
+    The first line comes out before anything of weight is imported. Called after a Ctrl-C that was lost, it raises
+    KeyboardInterrupt.
     """
 
     def __init__(self, *, quiet: bool, stream: TextIO | None = None) -> None:
@@ -40,6 +42,7 @@ class PhaseDisplay:
         self._last = ""
 
     def __call__(self, phase: Phase) -> None:
+        raise_if_interrupted()
         if phase.seconds is not None:
             self.seconds[phase.name] = self.seconds.get(phase.name, 0.0) + phase.seconds
         if self._quiet:

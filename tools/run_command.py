@@ -13,6 +13,7 @@ import click
 
 from piecegraph.errors import RequestError
 from piecegraph.progress import Phase
+from piecegraph.tools.interrupts import raise_if_interrupted
 from piecegraph.tools.options import CONTEXT, LLM_FLAGS, SAMPLING_FLAGS, Command, flags, given
 from piecegraph.tools.phases import PhaseDisplay, Stopwatch
 from piecegraph.tools.settings import config_option
@@ -162,6 +163,7 @@ def answer_prompt(
     output: RequestOutput | None = None
     display(Phase(name="first_token"))
     for output in llm.stream(prompt, sampling):
+        raise_if_interrupted()
         if first is None:
             first = time.perf_counter() - started
             display(Phase(name="first_token", seconds=first))

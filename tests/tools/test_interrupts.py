@@ -1,0 +1,117 @@
+"""A Ctrl-C ends a command with 130, also where Python could not raise it."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from piecegraph.progress import Phase
+from piecegraph.tools.interrupts import raise_if_interrupted, remembered_interrupts
+from piecegraph.tools.phases import PhaseDisplay
+
+
+class Swallows:
+    """What a `__del__` raises is lost."""
+
+    def __del__(self) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+
+LOSES_ONE = """
+import signal, sys, weakref
+from piecegraph.progress import Phase
+from piecegraph.tools import cli, env_command
+from piecegraph.tools.phases import PhaseDisplay
+
+class Referred:
+    pass
+
+def work():
+    referred = Referred()
+    reference = weakref.ref(referred, lambda _: signal.raise_signal(signal.SIGINT))
+    del referred
+    print("went on", flush=True)
+    {then}
+    return []
+
+env_command.collect = work
+sys.exit(cli.main(["env"]))
+"""
+"""A program whose command loses a Ctrl-C and then does something."""
+
+
+def run(then: str) -> subprocess.CompletedProcess[str]:
+    program = LOSES_ONE.format(then=then)
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=120)
+
+
+@pytest.mark.parametrize(
+    ("then", "printed"),
+    [
+        ("PhaseDisplay(quiet=True)(Phase(name='trace')); print('too far')", "went on\n"),
+        ("raise ValueError('made of the interrupt')", "went on\n"),
+    ],
+    ids=["a phase begins", "an error comes of it"],
+)
+def test_a_lost_interrupt_ends_the_command(then: str, printed: str) -> None:
+    done = run(then)
+    assert (done.returncode, done.stdout) == (130, printed), done.stderr
+    assert done.stderr.strip() == "interrupted"
+
+
+def test_one_that_nobody_asks_about_is_told_at_the_end() -> None:
+    done = run("pass")
+    assert done.returncode == 130, done.stderr
+    assert done.stdout.startswith("went on\n")
+    assert done.stderr.strip() == "interrupted"
+
+
+def test_the_second_ends_at_once() -> None:
+    """Nothing after it runs, not even what would clean up."""
+    done = run(
+        "\n    try:\n        signal.raise_signal(signal.SIGINT)\n    finally:\n        print('cleaned up', flush=True)"
+    )
+    assert (done.returncode, done.stdout) == (130, "went on\n"), done.stderr
+    assert done.stderr.strip() == "interrupted"
+
+
+def test_what_is_asked_raises_it_again() -> None:
+    """As often as it is asked, until the command line has ended."""
+    display = PhaseDisplay(quiet=True)
+    with remembered_interrupts() as handler:
+        display(Phase(name="trace"))
+        Swallows()
+        assert handler.was_asked
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt):
+                display(Phase(name="trace"))
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    raise_if_interrupted()
+
+
+def test_who_handles_it_already_is_left_alone() -> None:
+    """A shell's background job ignores it, and a host program may have a handler."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with remembered_interrupts():
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_outside_of_the_main_thread_nothing_changes() -> None:
+    """Python refuses handlers there."""
+    seen = []
+
+    def enter() -> None:
+        with remembered_interrupts():
+            seen.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    assert seen == [signal.default_int_handler]
