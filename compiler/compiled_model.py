@@ -13,6 +13,7 @@ from piecegraph.compiler.build import BeforeCompile, Built, NamedInputs, build, 
 from piecegraph.compiler.call_spec import CallSpec, ResultSpec
 from piecegraph.compiler.dynamic_dims import DynamicDims
 from piecegraph.compiler.guards import GuardAudit
+from piecegraph.compiler.piece import UniquePiece
 from piecegraph.compiler.piece_compiler import RunPiece
 from piecegraph.compiler.plan import Plan, SplitCall
 from piecegraph.compiler.report import CompileReport
@@ -112,6 +113,11 @@ class CompiledModel:
     def plan(self) -> Plan:
         """The stitched module as data."""
         return self._compiled().built.plan
+
+    @property
+    def unique_pieces(self) -> tuple[UniquePiece, ...]:
+        """The graph of each unique piece, as passes left it. To read; the compiled pieces are made of them."""
+        return self._compiled().built.unique
 
     @property
     def split_calls(self) -> tuple[SplitCall, ...]:

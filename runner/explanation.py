@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -16,6 +17,7 @@ from piecegraph.compiler.graphs.stretches import num_graphs
 from piecegraph.compiler.plan import CallStep, SplitCall
 from piecegraph.compiler.report import CompileReport
 from piecegraph.errors import ConfigError, UsageError
+from piecegraph.passes.pipeline import default_passes
 from piecegraph.progress import OnPhase
 from piecegraph.runner.attention.backend import AttentionBackend
 from piecegraph.runner.attention.layer import AttentionLayer, attention_layers
@@ -29,6 +31,7 @@ from piecegraph.runner.engine_config import EngineConfig, batched_tokens, static
 from piecegraph.runner.graph_plan import GraphPlan, plan_graphs
 from piecegraph.runner.kv_cache import allocate_kv_caches, bytes_per_block
 from piecegraph.runner.kv_cache_groups import kv_cache_layout
+from piecegraph.runner.layer_view import LayerView, middle_layer
 from piecegraph.runner.model_length import model_length
 from piecegraph.runner.model_loader import load_config, load_model, resolve_device, resolve_dtype
 from piecegraph.runner.model_support import check_layers
@@ -79,6 +82,7 @@ class Explanation:
     compiler: str
     compile_sizes: tuple[int, ...]
     report: CompileReport  # of eager pieces: what a piece compiler would do to them is not known
+    layer: LayerView | None  # the middle one; None: the model has no attention
     num_graphs: int  # of a PIECEWISE bucket
     split_ops: tuple[SplitOpRow, ...]
     configured_mode: CUDAGraphMode
@@ -144,14 +148,14 @@ def explain(config: EngineConfig, *, assume_gpu: bool = False, on_phase: OnPhase
         torch.no_grad(),
         compile_module(
             CausalLMForward(loaded.model),
-            replace(config.compile, compiler="eager"),
+            replace(config.compile, compiler="eager", passes=_passes(config, device)),
             dynamic_dims=DYNAMIC_DIMS,
             example_inputs=example_inputs(meta),
             on_phase=on_phase,
             before_compile=decide,
         ) as compiled,
     ):
-        report, pieces = compiled.report(), compiled.plan
+        report, pieces, unique = compiled.report(), compiled.plan, compiled.unique_pieces
     ((layers, choice, plan),) = decided
     layout = kv_cache_layout(layers, max_model_len=max_model_len, block_size=config.block_size)
     is_patched = choice.backend.patches_graphs and device.type == "cuda" and config.graph_kind != "recorded"
@@ -177,6 +181,7 @@ def explain(config: EngineConfig, *, assume_gpu: bool = False, on_phase: OnPhase
         compiler=config.compile.compiler,
         compile_sizes=sizes,
         report=report,
+        layer=middle_layer(pieces, unique, choice.backend.name),
         num_graphs=num_graphs(
             pieces, has_before=True, has_after=True, is_patched=all(cost.cost == "patch" for cost in costs)
         ),
@@ -206,6 +211,13 @@ def _target(config: EngineConfig, assume_gpu: bool) -> tuple[torch.device, bool]
             f"device={wanted!r}, but torch sees no NVIDIA GPU here. Assume one (--assume-gpu), or use device='cpu'."
         )
     return resolve_device(config.device), False
+
+
+def _passes(config: EngineConfig, device: torch.device) -> tuple[Any, ...]:
+    """Those of the device that is explained for; the parameters traced here are on none."""
+    if config.compile.passes is not None:
+        return config.compile.passes
+    return tuple(each.name for each in default_passes(device.type))
 
 
 def _refusals(backend: AttentionBackend, layers: Sequence[AttentionLayer]) -> Callable[[CallStep], str | None]:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from piecegraph.progress import Phase
-from piecegraph.tools.options import CONTEXT, LLM_FLAGS, Command, flags, given
+from piecegraph.tools.compile_flags import with_compile_flags
+from piecegraph.tools.options import COMPILE_FLAGS, CONTEXT, LLM_FLAGS, Command, flags, given
 from piecegraph.tools.phases import PhaseDisplay, Stopwatch
 from piecegraph.tools.settings import config_option
 from piecegraph.tools.throughput_command import throughput
@@ -68,6 +69,7 @@ command.add_command(throughput)
 )
 @click.option("--steps", type=click.IntRange(min=2), default=128, show_default=True, help="Decode steps timed.")
 @flags(LLM_FLAGS)
+@flags(COMPILE_FLAGS)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object when done.")
 @click.option("--quiet", is_flag=True, help="Print no phases.")
 @click.option("--debug", is_flag=True, help="Show tracebacks and what the libraries say.")
@@ -113,7 +115,7 @@ def latency(
             quiet_libraries()
         display(Phase(name="import", seconds=watch.seconds(), detail="torch, transformers"))
         folder = model_folder(model, Path(scratch))
-        with LLM(folder, skip_tokenizer_init=True, on_phase=display, **arguments) as llm:
+        with LLM(folder, skip_tokenizer_init=True, on_phase=display, **with_compile_flags(arguments, values)) as llm:
             buffers = llm.runner.step.buffers
             layer = next(iter(llm.runner.step.kv_caches.values()))
             ceilings = measure_ceilings(buffers.input_ids.device, layer.key.dtype)

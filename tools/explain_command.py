@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from piecegraph.progress import Phase
-from piecegraph.tools.options import CONTEXT, LLM_FLAGS, Command, flags, given
+from piecegraph.tools.compile_flags import with_compile_flags
+from piecegraph.tools.options import COMPILE_FLAGS, CONTEXT, LLM_FLAGS, Command, flags, given
+from piecegraph.tools.passes_text import layer_lines, layer_record, pass_lines, pass_record
 from piecegraph.tools.phases import PhaseDisplay, Stopwatch
 from piecegraph.tools.settings import config_option
 
@@ -33,6 +35,7 @@ INDENT = " " * 12
 @click.command(cls=Command, epilog=EPILOG, context_settings=CONTEXT)
 @click.argument("model")
 @flags(LLM_FLAGS)
+@flags(COMPILE_FLAGS)
 @click.option("--assume-gpu", is_flag=True, help="Explain for an NVIDIA GPU, whether or not one is here.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--quiet", is_flag=True, help="Print no phases.")
@@ -42,8 +45,8 @@ def command(model: str, assume_gpu: bool, as_json: bool, quiet: bool, debug: boo
     """Pieces, dispatch table, and why anything is slower than asked for.
 
     MODEL is a folder, a .gguf file, a hub id, or shape:NAME (qwen3-0.6b, llama-8b). Its config is read,
-    its weights are not: nothing is compiled or captured, and a laptop explains any size. Flags mean what
-    they mean to `piecegraph run`.
+    its weights are not: nothing is compiled or captured, and a laptop explains any size; with --assume-gpu
+    it tells what a GPU would run. Flags mean what they mean to `piecegraph run`.
     """
     with PhaseDisplay(quiet=quiet) as display, tempfile.TemporaryDirectory(prefix="piecegraph-") as scratch:
         display(Phase(name="import", detail="torch, transformers"))
@@ -56,7 +59,8 @@ def command(model: str, assume_gpu: bool, as_json: bool, quiet: bool, debug: boo
         if not debug:
             quiet_libraries()
         display(Phase(name="import", seconds=watch.seconds(), detail="torch, transformers"))
-        config = engine_config(model_folder(model, Path(scratch)), given(LLM_FLAGS, values))
+        arguments = with_compile_flags(given(LLM_FLAGS, values), values, assume_gpu=assume_gpu)
+        config = engine_config(model_folder(model, Path(scratch)), arguments)
         explanation = explain(config, assume_gpu=assume_gpu, on_phase=display)
         display.stop()
     if as_json:
@@ -75,7 +79,7 @@ def engine_config(model: str, arguments: dict[str, Any]) -> EngineConfig:
     is_eager = fields.pop("enforce_eager", False)
     if is_eager:
         fields["cudagraph_mode"] = "NONE"
-    compile = compile_config(fields.pop("compiler", None), is_eager, None, None)
+    compile = compile_config(fields.pop("compiler", None), is_eager, None, fields.pop("compilation_config", None))
     return EngineConfig(source=source, compile=compile, **fields)
 
 
@@ -101,7 +105,9 @@ def as_lines(explained: Explanation) -> Iterator[str]:
         "unique  pieces  nodes",
         *(f"{row.index:>6}  {row.shared_by:>6}  {row.num_nodes:>5}" for row in report.unique_pieces),
     )
-    yield _titled("passes", *([f"{row.name}: {row.matches} matches" for row in report.passes] or ["none"]))
+    yield _titled("passes", *pass_lines(report.passes))
+    if explained.layer is not None:
+        yield _titled("a layer", *layer_lines(explained.layer))
     sizes = ", ".join(map(str, explained.compile_sizes))
     yield _titled("compiler", explained.compiler + (f", and static pieces for {sizes} tokens" if sizes else ""))
     yield _titled(
@@ -202,7 +208,9 @@ def as_record(model: str, explained: Explanation) -> dict[str, Any]:
                 {"index": row.index, "shared_by": row.shared_by, "num_nodes": row.num_nodes}
                 for row in report.unique_pieces
             ],
+            "passes": [pass_record(row) for row in report.passes],
         },
+        "layer": None if explained.layer is None else layer_record(explained.layer),
         "configured_mode": explained.configured_mode.value,
         "decode_mode": explained.decode_mode.value,
         "mixed_mode": explained.mixed_mode.value,

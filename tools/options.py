@@ -1,4 +1,4 @@
-"""Every flag that sets a field of `LLM` or `SamplingParams`, under that field's name and default.
+"""Every flag that sets a field of `LLM`, `CompileConfig` or `SamplingParams`, under that field's name and default.
 
 One table, because a flag is four things at once: `--max-tokens` on the command line, `max_tokens` in a
 config file, `PIECEGRAPH_MAX_TOKENS` in the environment, and the argument `max_tokens`.
@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 import click
 
 from piecegraph import environment
+from piecegraph.config import PASSES
+from piecegraph.errors import did_you_mean
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
@@ -73,6 +75,24 @@ class _Biases(click.ParamType[Any]):
             self.fail(f"{value!r} is not token:number pairs with commas between them, like 40:5,41:-100.", param, ctx)
 
 
+class _Passes(click.ParamType[Any]):
+    """Names of passes with commas between them; each with a minus in front: the passes that pay here but these;
+    `none` alone: no pass. A config file may give a list."""
+
+    name = "passes"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
+        words = [word.strip() for word in (value.split(",") if isinstance(value, str) else map(str, value))]
+        if words == ["none"] or not words:
+            return ()
+        for word in words:
+            if word.removeprefix("-") not in PASSES:
+                self.fail(f"there is no pass {word!r}.{did_you_mean(word.removeprefix('-'), PASSES)}", param, ctx)
+        if len({word.startswith("-") for word in words}) > 1:
+            self.fail(f"{value!r} both names passes and drops some; do one of the two.", param, ctx)
+        return tuple(words)
+
+
 class _Several(click.Option):
     """An option that may be repeated. One text from the environment or a config file is one value: click would
     take it apart at white space, or into letters."""
@@ -88,6 +108,7 @@ class _Several(click.Option):
 NUMBERS = _Numbers()
 SIZES = _Sizes()
 BIASES = _Biases()
+PASS_NAMES = _Passes()
 
 LLM_FLAGS = (
     Flag(
@@ -128,6 +149,16 @@ LLM_FLAGS = (
     Flag(name="block_size", type=int, help="Tokens a block of the cache holds."),
     Flag(name="enforce_eager", switch=True, default=False, help="Compile and capture nothing."),
 )
+
+COMPILE_FLAGS = (
+    Flag(
+        name="passes",
+        type=PASS_NAMES,
+        help="Passes over the graph: names with commas; none; or -name, to drop one of those that pay on the device. "
+        "[default: those that pay]",
+    ),
+)
+"""Flags that are fields of `LLM`'s `compilation_config`, a `CompileConfig`."""
 
 SAMPLING_FLAGS = (
     Flag(name="max_tokens", type=int, default=16, help="Longest answer, in tokens."),

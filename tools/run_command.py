@@ -13,8 +13,9 @@ import click
 
 from piecegraph.errors import RequestError
 from piecegraph.progress import Phase
+from piecegraph.tools.compile_flags import with_compile_flags
 from piecegraph.tools.interrupts import raise_if_interrupted
-from piecegraph.tools.options import CONTEXT, LLM_FLAGS, SAMPLING_FLAGS, Command, flags, given
+from piecegraph.tools.options import COMPILE_FLAGS, CONTEXT, LLM_FLAGS, SAMPLING_FLAGS, Command, flags, given
 from piecegraph.tools.phases import PhaseDisplay, Stopwatch
 from piecegraph.tools.settings import config_option
 
@@ -97,6 +98,7 @@ class Answer:
 @click.argument("prompt", required=False)
 @flags(SAMPLING_FLAGS, **DEFAULTS)
 @flags(LLM_FLAGS, max_num_seqs=1, cudagraph_capture_sizes="1")
+@flags(COMPILE_FLAGS)
 @click.option("--chat/--no-chat", default=None, help="Use the model's chat template. [default: if it has one]")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object when done instead of streaming text.")
 @click.option("--quiet", is_flag=True, help="Print no phases and no summary.")
@@ -139,7 +141,7 @@ def command(
         if not debug:
             quiet_libraries()
         display(Phase(name="import", seconds=watch.seconds(), detail="torch, transformers"))
-        llm = LLM(model, on_phase=display, **arguments)
+        llm = LLM(model, on_phase=display, **with_compile_flags(arguments, values))
         try:
             answer = answer_prompt(llm, text, sampling, chat=chat, display=display, stream=not as_json)
             if as_json:

@@ -12,12 +12,12 @@ import click
 
 from piecegraph import environment
 from piecegraph.errors import ConfigError, did_you_mean
-from piecegraph.tools.options import LLM_FLAGS, SAMPLING_FLAGS
+from piecegraph.tools.options import COMPILE_FLAGS, LLM_FLAGS, SAMPLING_FLAGS
 
 
 def known_variables() -> list[str]:
     """Every `PIECEGRAPH_*` variable that something reads."""
-    return [environment.CACHE_DIR, *(flag.variable for flag in (*LLM_FLAGS, *SAMPLING_FLAGS))]
+    return [environment.CACHE_DIR, *(flag.variable for flag in (*LLM_FLAGS, *COMPILE_FLAGS, *SAMPLING_FLAGS))]
 
 
 def check_environment() -> None:

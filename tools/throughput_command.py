@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from piecegraph.progress import Phase
-from piecegraph.tools.options import CONTEXT, LLM_FLAGS, Command, flags, given
+from piecegraph.tools.compile_flags import with_compile_flags
+from piecegraph.tools.options import COMPILE_FLAGS, CONTEXT, LLM_FLAGS, Command, flags, given
 from piecegraph.tools.phases import PhaseDisplay, Stopwatch
 from piecegraph.tools.settings import config_option
 
@@ -75,6 +76,7 @@ class _Range(click.ParamType[Any]):
     help="Besides, run again with a clock around the host's work in each step; on a GPU, how long that idles.",
 )
 @flags(LLM_FLAGS)
+@flags(COMPILE_FLAGS)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object when done.")
 @click.option("--quiet", is_flag=True, help="Print no phases.")
 @click.option("--debug", is_flag=True, help="Show tracebacks and what the libraries say.")
@@ -122,7 +124,7 @@ def throughput(
             quiet_libraries()
         display(Phase(name="import", seconds=watch.seconds(), detail="torch, transformers"))
         folder = model_folder(model, Path(scratch))
-        with LLM(folder, skip_tokenizer_init=True, on_phase=display, **arguments) as llm:
+        with LLM(folder, skip_tokenizer_init=True, on_phase=display, **with_compile_flags(arguments, values)) as llm:
             layer = next(iter(llm.runner.step.kv_caches.values()))
             ceilings = measure_ceilings(llm.runner.step.buffers.input_ids.device, layer.key.dtype)
             workload = make_workload(

@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
+from piecegraph.passes.pipeline import default_passes
 from piecegraph.runner.dispatch_table import DispatchRange
 from piecegraph.tools.cli import main
 from piecegraph.tools.explain_command import dispatch_lines, engine_config
@@ -34,7 +36,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def test_text(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
     """All of it on stdout, and the phases on stderr."""
-    assert main(["explain", folder, "--device", "cpu", "--graph-kind", "recorded", *SMALL]) == 0
+    flags = ["--device", "cpu", "--graph-kind", "recorded", "--passes", "merge-projections", *SMALL]
+    assert main(["explain", folder, *flags]) == 0
     out, err = capsys.readouterr()
     assert out.splitlines() == [
         "model       LlamaForCausalLM, 0.0M parameters, float32 on cpu",
@@ -45,7 +48,10 @@ def test_text(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
         "pieces      4 -> 4 unique, 2 split ops",
         "            unique  pieces  nodes",
         *(line for line in out.splitlines() if line.startswith(" " * 17) and "->" not in line),
-        "passes      merge-projections: 4 matches",
+        "passes      pass               matches  misses  nodes removed",
+        "            merge-projections        4       0              2",
+        "a layer     4 launches known before compiling: piecegraph::attention ?, matmuls 4",
+        *(line for line in out.splitlines() if line.startswith(" " * 12 + "left to Inductor: ")),
         "compiler    inductor",
         "split ops   2 x piecegraph::attention: dispatch (sdpa plans its calls anew for each batch)",
         "replay      PIECEWISE: 3 x graph, 2 x dispatch",
@@ -83,6 +89,11 @@ def test_json(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert record["replay_costs"] == {"graph": 3, "launch": 2}
     assert record["report"]["num_unique_pieces"] == len(record["report"]["unique_pieces"]) == 4
     assert [row["layers"] for row in record["attention"]] == [2]
+    (merged,) = (row for row in record["report"]["passes"] if row["name"] == "merge-projections")
+    assert (merged["matches"], merged["misses"]) == (4, [])
+    layer = record["layer"]
+    assert layer["split_ops"] == {"piecegraph::attention": 1}
+    assert layer["launches"] == layer["matmuls"] + sum(layer["ours"].values()) + 1
     assert record["slower_paths"] == [
         "dispatch: other batches of 5 to 8 tokens run NONE: 5 tokens are above the largest captured size 4 (PIECEWISE)"
     ]
@@ -106,6 +117,7 @@ def test_nothing_slower_is_said_too(folder: str, capsys: pytest.CaptureFixture[s
         (["FOLDER", "--device", "cpu", "--assume-gpu"], 2, "device='cpu' is no GPU to assume"),
         (["FOLDER", "--device", "cpu", "--attention-backend", "trtion"], 3, "Did you mean 'triton'?"),
         (["FOLDER", "--device", "cpu", "--cudagraph-capture-sizes", "4,2"], 3, "does not ascend: [4, 2]. Give [2, 4]."),
+        (["FOLDER", "--passes", "merge-projection"], 2, "Did you mean 'merge-projections'?"),
         (["FOLDER", "--device", "cpu", "--strict"], 3, "strict=True allows no downgrade"),
     ],
 )
@@ -117,6 +129,31 @@ def test_a_refusal_is_one_line(
     assert out == ""
     assert message in err
     assert "Traceback" not in err
+
+
+def explained_passes(folder: str, capsys: pytest.CaptureFixture[str], *flags: str) -> list[str]:
+    """Names of the passes that ran, in order."""
+    assert main(["explain", folder, "--json", "--quiet", *flags]) == 0
+    return [row["name"] for row in json.loads(capsys.readouterr().out)["report"]["passes"]]
+
+
+def test_passes_are_named_dropped_or_none(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    named = explained_passes(folder, capsys, "--device", "cpu", "--passes", "merge-projections")
+    all_of_a_cpu = explained_passes(folder, capsys, "--device", "cpu")
+    dropped = explained_passes(folder, capsys, "--device", "cpu", "--passes", "-merge-projections")
+    assert named == ["merge-projections"]
+    assert all_of_a_cpu == [each.name for each in default_passes("cpu")]
+    assert dropped == [name for name in all_of_a_cpu if name != "merge-projections"]
+    assert explained_passes(folder, capsys, "--device", "cpu", "--passes", "none") == []
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: nothing is assumed")
+def test_passes_of_an_assumed_gpu_are_those_that_pay_there(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """With none named, and where some are dropped."""
+    names = [each.name for each in default_passes("cuda")]
+    assert explained_passes(folder, capsys, "--assume-gpu") == names
+    dropped = explained_passes(folder, capsys, "--assume-gpu", "--passes", "-merge-projections")
+    assert dropped == [name for name in names if name != "merge-projections"]
 
 
 VALUES: dict[str, Any] = {

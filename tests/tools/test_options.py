@@ -3,11 +3,14 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import inspect
+import re
 
+import click
 import pytest
 
+from piecegraph.config import CompileConfig
 from piecegraph.runner.sampling_params import SamplingParams
-from piecegraph.tools.options import LLM_FLAGS, NEIGHBOURS, SAMPLING_FLAGS, Flag
+from piecegraph.tools.options import COMPILE_FLAGS, LLM_FLAGS, NEIGHBOURS, PASS_NAMES, SAMPLING_FLAGS, Flag
 from piecegraph.tools.run_command import command
 
 
@@ -28,6 +31,41 @@ def test_a_model_flag_is_an_argument_of_llm(flag: Flag) -> None:
     parameters = inspect.signature(LLM).parameters
     assert flag.name in parameters
     assert parameters[flag.name].default == flag.default
+
+
+@pytest.mark.parametrize("flag", COMPILE_FLAGS, ids=lambda flag: flag.name)
+def test_a_compile_flag_is_a_field_of_compile_config(flag: Flag) -> None:
+    """Same name, same default."""
+    fields = {field.name: field.default for field in dataclasses.fields(CompileConfig)}
+    assert flag.name in fields
+    assert fields[flag.name] == flag.default
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("merge-projections", ("merge-projections",)),
+        ("-merge-projections", ("-merge-projections",)),
+        ("none", ()),
+        (["merge-projections"], ("merge-projections",)),
+        ([], ()),
+    ],
+)
+def test_passes_from_text_or_from_a_files_list(given: object, expected: tuple[str, ...]) -> None:
+    assert PASS_NAMES.convert(given, None, None) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("merge-projection", "Did you mean 'merge-projections'?"),
+        ("none,merge-projections", "there is no pass 'none'"),
+        ("merge-projections,-merge-projections", "both names passes and drops some"),
+    ],
+)
+def test_passes_there_are_none_of_are_refused(given: str, message: str) -> None:
+    with pytest.raises(click.BadParameter, match=re.escape(message)):
+        PASS_NAMES.convert(given, None, None)
 
 
 def test_a_neighbours_spelling_leads_to_an_option_we_have() -> None:

@@ -1,0 +1,65 @@
+"""What passes did to a model, as lines of text and as plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from piecegraph.compiler.report import PassRow
+    from piecegraph.runner.layer_view import LayerView
+
+SHOWN_MISSES = 3
+"""Reasons a text shows for each pass; a record has all."""
+
+
+def pass_lines(rows: Sequence[PassRow]) -> list[str]:
+    """A table, a line a pass; under it the sites that looked like matches and were not, equal reasons together."""
+    if not rows:
+        return ["none"]
+    width = max(len("pass"), *(len(row.name) for row in rows))
+    lines = [f"{'pass':<{width}}  matches  misses  nodes removed"]
+    for row in rows:
+        lines.append(f"{row.name:<{width}}  {row.matches:>7}  {len(row.misses):>6}  {row.nodes_removed:>13}")
+        reasons: dict[str, list[str]] = {}
+        for miss in row.misses:
+            reasons.setdefault(miss.reason, []).append(miss.node)
+        for reason, nodes in list(reasons.items())[:SHOWN_MISSES]:
+            others = f" and {len(nodes) - 1} more" if len(nodes) > 1 else ""
+            lines.append(f"  not {nodes[0]}{others}: {reason}")
+        if len(reasons) > SHOWN_MISSES:
+            lines.append(f"  and {len(reasons) - SHOWN_MISSES} more reasons (--json has all)")
+    return lines
+
+
+def pass_record(row: PassRow) -> dict[str, Any]:
+    """A row for `--json`, with every miss; no seconds, which are those of tracing."""
+    return {
+        "name": row.name,
+        "matches": row.matches,
+        "misses": [{"node": miss.node, "reason": miss.reason} for miss in row.misses],
+        "nodes_removed": row.nodes_removed,
+    }
+
+
+def layer_lines(layer: LayerView) -> list[str]:
+    """What a decode step launches for the middle layer, as far as it is known before anything is compiled."""
+    known = [f"{op} {count}" for op, count in layer.ours.items()]
+    known += [f"{op} {'?' if count is None else count}" for op, count in layer.split_ops.items()]
+    if layer.matmuls:
+        known.append(f"matmuls {layer.matmuls}")
+    return [
+        f"{layer.launches} launches known before compiling: {', '.join(known)}",
+        f"left to Inductor: {layer.left_to_inductor} operations",
+    ]
+
+
+def layer_record(layer: LayerView) -> dict[str, Any]:
+    return {
+        "unique_pieces": list(layer.unique_pieces),
+        "ours": layer.ours,
+        "matmuls": layer.matmuls,
+        "left_to_inductor": layer.left_to_inductor,
+        "split_ops": layer.split_ops,
+        "launches": layer.launches,
+    }
