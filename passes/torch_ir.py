@@ -125,6 +125,17 @@ def last_dim(node: fx.Node) -> int | None:
     return shape[-1] if len(shape) and isinstance(shape[-1], int) else None
 
 
+def swapped_dims(node: Any) -> tuple[fx.Node, int, int] | None:
+    """(source, dim, dim), no dim negative, if a node swaps two dims of a tensor."""
+    if not is_call(node, TRANSPOSE) or not is_tensor(node) or not is_tensor(node.args[0]):
+        return None
+    ndim = len(shape_of(node))
+    dims = [argument(node, 1, "dim0"), argument(node, 2, "dim1")]
+    if not all(isinstance(dim, int) for dim in dims):
+        return None
+    return node.args[0], dims[0] % ndim, dims[1] % ndim
+
+
 def is_last_dim(dim: Any, ndim: int) -> bool:
     """`dim` of a call, an int or a sequence, names the last of `ndim` dims and no other."""
     dims = tuple(dim) if isinstance(dim, tuple | list | torch.Size) else (dim,)
@@ -174,11 +185,24 @@ def _columns_of_part(node: fx.Node, index: int) -> Columns | None:
 
 
 def insert_call(graph: fx.Graph, before: fx.Node, target: Any, *args: Any) -> fx.Node:
-    """A new call of a function ahead of `before`, its example value computed, so that later matches can read it."""
+    """A new call ahead of `before`, of a function or of the method `target` names, with its example value computed:
+    what is matched later reads it."""
+    values = fx.map_arg(args, value_of)
     with graph.inserting_before(before):
-        node = graph.call_function(target, args)
-    node.meta["example_value"] = target(*fx.map_arg(args, value_of))
+        if isinstance(target, str):
+            node = graph.call_method(target, args)
+            node.meta["example_value"] = getattr(values[0], target)(*values[1:])
+        else:
+            node = graph.call_function(target, args)
+            node.meta["example_value"] = target(*values)
     return node
+
+
+def insert_columns(graph: fx.Graph, before: fx.Node, columns: Columns) -> fx.Node:
+    """The tensor itself if `columns` are all it has, else a view of them."""
+    if (columns.start, columns.stop) == (0, last_dim(columns.source)):
+        return columns.source
+    return insert_call(graph, before, operator.getitem, columns.source, (Ellipsis, slice(columns.start, columns.stop)))
 
 
 def erase_unread(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
