@@ -4,6 +4,7 @@ from __future__ import annotations
 
 MODULES: tuple[str, ...] = (
     "piecegraph.passes.ops.act_mul",
+    "piecegraph.passes.ops.linear",
     "piecegraph.passes.ops.rms_norm",
 )
 """A line for each file of `passes/ops/` that defines an op."""

@@ -1,0 +1,180 @@
+"""Linears of few rows, at the speed weights can be read.
+
+Between two such kernels lies one launch, and with it the time until the first weights arrive: at a decode step's
+sizes as long as the reading itself. Both kernels ask for their weights before they wait for what the kernel ahead
+computes (`overlapped.py`).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from piecegraph.passes.kernels.gated import gated
+from piecegraph.passes.kernels.linear_config import LinearConfig
+from piecegraph.passes.kernels.overlapped import OverlappedKernel
+
+
+def linear_on_gpu(
+    x: torch.Tensor,  # [num_rows, size], contiguous
+    weight: torch.Tensor,  # [num_columns, size] or, gated, [2 * num_columns, size], contiguous
+    bias: torch.Tensor | None,  # as many as the weight has rows
+    activation: str,  # "": none
+    config: LinearConfig,
+) -> torch.Tensor:
+    """`x @ weight.T + bias`, or with an activation `act(gate) * up` of its two halves; `[num_rows, num_columns]`."""
+    num_rows, size = x.shape
+    num_columns = weight.shape[0] // (2 if activation else 1)
+    out = x.new_empty((num_rows, num_columns))
+    if config.block_m == 0:
+        _matvec.launch(
+            (triton.cdiv(num_columns, config.block_n), 1, 1),
+            (x, weight, bias, out, num_columns, size),
+            {"ROWS": num_rows, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "ACTIVATION": activation},
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+        )
+    else:
+        _matmul.launch(
+            (triton.cdiv(num_columns, config.block_n), triton.cdiv(num_rows, config.block_m), 1),
+            (x, weight, bias, out, num_columns, size, num_rows),
+            {
+                "BLOCK_M": config.block_m,
+                "BLOCK_N": config.block_n,
+                "BLOCK_K": config.block_k,
+                "STAGES": config.num_stages,
+                "ACTIVATION": activation,
+            },
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+        )
+    return out
+
+
+@triton.jit
+def matvec_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
+    x,  # [ROWS, size]
+    weight,  # [num_columns, size], or twice as many rows: the gate's, then the other half's
+    bias,  # as many as weight has rows, or None
+    out,  # [ROWS, num_columns], written
+    num_columns,
+    size,
+    ROWS: tl.constexpr,  # a power of two
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Grid: (column blocks,). Products and sums in float32; the tile of weights ahead is on its way meanwhile."""
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    at = tl.arange(0, BLOCK_K)
+    row = tl.arange(0, ROWS)
+    weights = weight + column[:, None].to(tl.int64) * size + at[None, :]
+    others = weights + num_columns.to(tl.int64) * size
+    is_column = column < num_columns
+    if OVERLAP:
+        gdc_launch_dependents()
+    inside = is_column[:, None] & (at < size)[None, :]
+    next_weights = tl.load(weights, mask=inside, other=0.0)
+    if ACTIVATION != "":
+        next_others = tl.load(others, mask=inside, other=0.0)
+    if OVERLAP:
+        gdc_wait()
+    total = tl.zeros([BLOCK_N, ROWS], tl.float32)
+    other_total = tl.zeros([BLOCK_N, ROWS], tl.float32)
+    for start in range(0, size, BLOCK_K):
+        w = next_weights.to(tl.float32)
+        if ACTIVATION != "":
+            u = next_others.to(tl.float32)
+        ahead = start + BLOCK_K
+        if ahead < size:
+            inside = is_column[:, None] & (ahead + at < size)[None, :]
+            next_weights = tl.load(weights + ahead, mask=inside, other=0.0)
+            if ACTIVATION != "":
+                next_others = tl.load(others + ahead, mask=inside, other=0.0)
+        for r in tl.static_range(ROWS):
+            values = tl.load(x + r * size + start + at, mask=start + at < size, other=0.0).to(tl.float32)
+            total += tl.where(row[None, :] == r, tl.sum(w * values[None, :], 1)[:, None], 0.0)
+            if ACTIVATION != "":
+                other_total += tl.where(row[None, :] == r, tl.sum(u * values[None, :], 1)[:, None], 0.0)
+    if bias is not None:
+        total += tl.load(bias + column, mask=is_column, other=0.0).to(tl.float32)[:, None]
+        if ACTIVATION != "":
+            other_total += tl.load(bias + num_columns + column, mask=is_column, other=0.0).to(tl.float32)[:, None]
+    if ACTIVATION != "":
+        total = gated(total, other_total, ACTIVATION)
+    tl.store(
+        out + row[None, :] * num_columns + column[:, None], total.to(out.dtype.element_ty), mask=is_column[:, None]
+    )
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def matmul_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
+    x,  # [num_rows, size]
+    weight,  # [num_columns, size], or twice as many rows: the gate's, then the other half's
+    bias,  # as many as weight has rows, or None
+    out,  # [num_rows, num_columns], written
+    num_columns,
+    size,  # a multiple of BLOCK_K
+    num_rows,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Grid: (column blocks, row blocks). Weights are asked for before the wait: they are in L2 when it is over."""
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    at = tl.arange(0, BLOCK_K)
+    is_column = column < num_columns
+    is_row = row < num_rows
+    first = tl.minimum(column, num_columns - 1)[:, None].to(tl.int64) * size
+    to_other = num_columns.to(tl.int64) * size
+    if OVERLAP:
+        gdc_launch_dependents()
+        line = tl.arange(0, 16) * 64  # 128 bytes
+        for start in range(0, size, 1024):
+            ahead = weight + first + tl.minimum(start + line, size - 1)[None, :]
+            _prefetch(ahead)
+            if ACTIVATION != "":
+                _prefetch(ahead + to_other)
+        gdc_wait()
+    weights = weight + first + at[None, :]
+    values = x + row[:, None].to(tl.int64) * size + at[None, :]
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    other_total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in tl.range(0, size, BLOCK_K, num_stages=STAGES):
+        w = tl.load(weights + start, mask=is_column[:, None], other=0.0)
+        v = tl.load(values + start, mask=is_row[:, None], other=0.0)
+        total = tl.dot(v, tl.trans(w), total)
+        if ACTIVATION != "":
+            u = tl.load(weights + to_other + start, mask=is_column[:, None], other=0.0)
+            other_total = tl.dot(v, tl.trans(u), other_total)
+    if bias is not None:
+        total += tl.load(bias + column, mask=is_column, other=0.0).to(tl.float32)[None, :]
+        if ACTIVATION != "":
+            other_total += tl.load(bias + num_columns + column, mask=is_column, other=0.0).to(tl.float32)[None, :]
+    if ACTIVATION != "":
+        total = gated(total, other_total, ACTIVATION)
+    tl.store(
+        out + row[:, None].to(tl.int64) * num_columns + column[None, :],
+        total.to(out.dtype.element_ty),
+        mask=is_row[:, None] & is_column[None, :],
+    )
+
+
+@triton.jit
+def _prefetch(addresses):  # type: ignore[no-untyped-def]  # compiled by Triton
+    """Ask for the lines at these addresses to be brought to L2; nothing waits for them."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1];\n\tmov.u32 $0, 0;", "=r,l", [addresses.to(tl.int64)], dtype=tl.int32,
+        is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+_matvec = OverlappedKernel(matvec_kernel)
+_matmul = OverlappedKernel(matmul_kernel)

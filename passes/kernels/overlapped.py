@@ -1,0 +1,89 @@
+"""Kernels that start before the kernel ahead of them in the stream has ended.
+
+With CUDA's programmatic dependent launch a kernel's first instructions, loads of weights for one, run while
+the kernel ahead still works; `gdc_wait` then waits until that one's results are there. What a kernel reads before
+that wait must not be written by anything that may still run. Inside a CUDA graph of a model nothing writes weights,
+and a graph starts when all before it is done; outside of one a caller may have changed a weight a moment ago. So
+kernels overlap while a graph is being captured, and are ordinary launches of the same binary otherwise.
+
+Source: CUDA programming guide, "Programmatic Dependent Launch and Synchronization".
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from triton.runtime import driver
+
+MIN_CAPABILITY = (9, 0)
+
+Grid = tuple[int, int, int]
+
+
+@lru_cache(maxsize=64)
+def can_overlap(device: int) -> bool:
+    """The GPU has programmatic dependent launch."""
+    return torch.cuda.get_device_capability(device) >= MIN_CAPABILITY
+
+
+class _Compiled(NamedTuple):
+    """A compiled kernel's function, and Triton's launchers for it."""
+
+    function: Any
+    metadata: Any
+    ordinary: Any
+    overlapping: Any
+
+
+class OverlappedKernel:
+    """A function under `triton.jit`, compiled once a device, dtype and set of constants.
+
+    Its parameters are tensors and integers first, then constants, the last of which is `OVERLAP`: whether the
+    kernel contains the instructions. Triton must have nothing else to specialise on: pointers are aligned to 16
+    bytes, and integers are divisible by 16 or named in `do_not_specialize`. A launch costs the host a few
+    microseconds, where `kernel[grid](...)` takes tens.
+    """
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+        self._compiled: dict[tuple[object, ...], _Compiled] = {}
+
+    def launch(
+        self, grid: Grid, arguments: tuple[Any, ...], constants: Mapping[str, Any], *, num_warps: int, num_stages: int
+    ) -> None:
+        """On torch's current stream. `arguments`: tensors of one device, None or integers, in order."""
+        device = next(x.get_device() for x in arguments if isinstance(x, torch.Tensor))
+        kinds = tuple(x.dtype if isinstance(x, torch.Tensor) else x is None for x in arguments)
+        key = (device, kinds, tuple(constants.values()), num_warps, num_stages)
+        compiled = self._compiled.get(key)
+        if compiled is None:
+            compiled = self._compiled[key] = self._compile(
+                grid, arguments, constants, can_overlap(device), num_warps, num_stages
+            )
+        values = [x.data_ptr() if isinstance(x, torch.Tensor) else x for x in arguments]
+        run = compiled.overlapping if torch.cuda.is_current_stream_capturing() else compiled.ordinary
+        stream = driver.active.get_current_stream(device)
+        # launch metadata and hooks on entry and exit: none; constants are passed and ignored
+        run(*grid, stream, compiled.function, compiled.metadata, None, None, None, *values, *constants.values(), True)
+
+    def _compile(
+        self,
+        grid: Grid,
+        arguments: tuple[Any, ...],
+        constants: Mapping[str, Any],
+        overlap: bool,
+        num_warps: int,
+        num_stages: int,
+    ) -> _Compiled:
+        options: dict[str, Any] = {"num_warps": num_warps, "num_stages": num_stages}
+        if overlap:
+            options["launch_pdl"] = True
+        compiled = self.kernel.warmup(*arguments, *constants.values(), overlap, grid=grid, **options)
+        compiled._init_handles()  # loads the binary, so that `function` is there
+        ordinary = copy.copy(compiled.run)
+        ordinary.launch_pdl = False
+        return _Compiled(compiled.function, compiled.packed_metadata, ordinary, compiled.run)

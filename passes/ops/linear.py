@@ -1,0 +1,51 @@
+"""`piecegraph::linear`: a linear, or one whose two halves a gated activation joins, for any number of rows."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+
+from piecegraph.passes.ops.act_mul import act_mul
+from piecegraph.passes.ops.library import define_op
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str) -> torch.Tensor:
+    """`x @ weight.T + bias`; with an activation (`act_mul.ACTIVATIONS`, `""` for none) `act_mul` of that.
+
+    `x` is `[..., size]`, `weight` `[num_columns, size]` contiguous, `bias` `[num_columns]`. Accumulates in float32;
+    the activation is applied before anything is rounded where our kernel runs, after it where the library's does.
+    Returns a new contiguous `[..., num_columns]`, half as many with an activation.
+    """
+    if x.is_cuda:
+        from piecegraph.passes.kernels.linear_config import linear_config
+
+        num_rows, num_columns = x.numel() // x.shape[-1], weight.shape[0] // (2 if activation else 1)
+        config = linear_config(
+            num_rows,
+            num_columns,
+            x.shape[-1],
+            is_gated=bool(activation),
+            itemsize=x.element_size() if x.dtype == weight.dtype else 0,
+            num_sms=_num_sms(x.get_device()),
+        )
+        if config is not None:
+            from piecegraph.passes.kernels.linear import linear_on_gpu
+
+            rows = x.reshape(num_rows, x.shape[-1]).contiguous()
+            return linear_on_gpu(rows, weight, bias, activation, config).view(*x.shape[:-1], num_columns)
+    out = F.linear(x, weight, bias)
+    return act_mul(out, activation) if activation else out
+
+
+@lru_cache(maxsize=64)
+def _num_sms(device: int) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def _result(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str) -> torch.Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0] // (2 if activation else 1)))
+
+
+LINEAR = define_op("linear(Tensor x, Tensor weight, Tensor? bias, str activation) -> Tensor", linear, _result)

@@ -1,0 +1,84 @@
+"""Which linears take our op, and which stay torch's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import fx
+
+from piecegraph.passes.fuse_linear import FuseLinear
+from piecegraph.passes.graph_pass import PassResult
+from piecegraph.passes.ops.act_mul import ACT_MUL
+from piecegraph.passes.ops.linear import LINEAR
+from tests.passes.pass_context import FakeContext
+
+
+def graph_of(
+    weight: torch.Tensor, bias: torch.Tensor | None = None, *, gated: bool = False, read_twice: bool = False
+) -> fx.Graph:
+    """A linear over `[3, size]`, perhaps its gated activation, perhaps returned beside it."""
+    graph = fx.Graph()
+    values = {"x": torch.randn(3, weight.shape[1], dtype=weight.dtype), "weight": weight, "bias": bias}
+    nodes = {}
+    for name, value in values.items():
+        if value is not None:
+            nodes[name] = graph.placeholder(name)
+            nodes[name].meta["example_value"] = value
+    linear = graph.call_function(F.linear, (nodes["x"], nodes["weight"], nodes.get("bias")))
+    linear.meta["example_value"] = F.linear(values["x"], weight, bias)  # type: ignore[arg-type]
+    result = linear
+    if gated:
+        result = graph.call_function(ACT_MUL, (linear, "silu"))
+        result.meta["example_value"] = ACT_MUL(linear.meta["example_value"], "silu")
+    graph.output((result, linear) if read_twice else (result,))
+    return graph
+
+
+def fused(graph: fx.Graph) -> tuple[PassResult, list[object]]:
+    """The pass' result, and what the graph calls afterwards. Results of the graph stay what they were."""
+    inputs = [node.meta["example_value"] for node in graph.nodes if node.op == "placeholder"]
+    before = fx.Interpreter(fx.GraphModule(torch.nn.Module(), graph)).run(*inputs)
+    result = FuseLinear().apply(graph, FakeContext(graph))
+    graph.lint()
+    after = fx.Interpreter(fx.GraphModule(torch.nn.Module(), graph)).run(*inputs)
+    for old, new in zip(before, after, strict=True):
+        torch.testing.assert_close(new, old)
+    return result, [node.target for node in graph.nodes if node.op == "call_function"]
+
+
+def half(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.bfloat16) / 16
+
+
+def test_a_linear_becomes_ours() -> None:
+    assert fused(graph_of(half(32, 128), half(32))) == (PassResult(1), [LINEAR])
+
+
+def test_a_gated_activation_becomes_part_of_it() -> None:
+    assert fused(graph_of(half(64, 128), gated=True)) == (PassResult(1), [LINEAR])
+
+
+def test_an_activation_whose_linear_is_read_elsewhere_stays() -> None:
+    assert fused(graph_of(half(64, 128), gated=True, read_twice=True)) == (PassResult(1), [LINEAR, ACT_MUL])
+
+
+def test_large_and_float32_linears_are_no_sites() -> None:
+    assert fused(graph_of(torch.randn(32, 128))) == (PassResult(0), [F.linear])
+    graph = graph_of(half(32, 128))
+    assert FuseLinear(max_weight_bytes=32 * 128 * 2 - 1).apply(graph, FakeContext(graph)) == PassResult(0)
+
+
+@pytest.mark.parametrize(
+    ("weight", "reason"),
+    [
+        (half(32, 100), "its weight is 32 x 100; the kernels take multiples of 16 x 64"),
+        (half(20, 128), "its weight is 20 x 128"),
+        (half(128, 32).t(), "strides"),
+    ],
+)
+def test_a_miss_says_why(weight: torch.Tensor, reason: str) -> None:
+    result, calls = fused(graph_of(weight))
+    (miss,) = result.misses
+    assert reason in miss.reason
+    assert calls == [F.linear]
