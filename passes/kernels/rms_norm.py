@@ -1,0 +1,161 @@
+"""RMS norm, alone or after a residual add, as one Triton kernel: each row is read once and kept in registers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from piecegraph.passes.kernels.rows import evenly_spaced_rows_of, rows_of
+
+MAX_SIZE = 16384
+"""A longer row does not fit in a program's registers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """What a program works on, and with how many warps."""
+
+    rows: int
+    columns: int
+    num_warps: int
+
+
+def pick_tile(size: int) -> Tile:
+    """For rows of `size`: short ones (a head's) share a program; a thread has 8 elements, one load of 16 bytes in the
+    short types, as long as 16 warps are enough."""
+    columns = triton.next_power_of_2(size)
+    rows = max(1024 // columns, 1)
+    return Tile(rows=rows, columns=columns, num_warps=min(max(rows * columns // 256, 1), 16))
+
+
+def rms_norm_on_gpu(x: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float) -> torch.Tensor:
+    """See `ops.rms_norm.rms_norm`."""
+    result = torch.empty_like(x, memory_format=torch.contiguous_format)
+    rows = rows_of(x)
+    _launch(
+        result,
+        rows.tensor,
+        rows.inner,
+        rows.outer_stride,
+        rows.inner_stride,
+        weight=weight,
+        eps=eps,
+        offset=offset,
+        num_rows=rows.num_rows,
+    )
+    return result
+
+
+def add_rms_norm_on_gpu(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `ops.rms_norm.add_rms_norm`."""
+    result = torch.empty_like(x, memory_format=torch.contiguous_format)
+    total = torch.empty_like(result)
+    x_rows, residual_rows = evenly_spaced_rows_of(x), evenly_spaced_rows_of(residual)
+    _launch(
+        result,
+        x_rows.tensor,
+        1,
+        x_rows.outer_stride,
+        0,
+        residual=residual_rows.tensor,
+        residual_stride=residual_rows.outer_stride,
+        total=total,
+        weight=weight,
+        eps=eps,
+        offset=offset,
+        num_rows=x_rows.num_rows,
+    )
+    return result, total
+
+
+def _launch(
+    result: torch.Tensor,
+    x: torch.Tensor,
+    inner: int,
+    outer_stride: int,
+    inner_stride: int,
+    *,
+    residual: torch.Tensor | None = None,
+    residual_stride: int = 0,
+    total: torch.Tensor | None = None,
+    weight: torch.Tensor | None,
+    eps: float,
+    offset: float,
+    num_rows: int,
+) -> None:
+    size = result.shape[-1]
+    if size > MAX_SIZE:
+        raise ValueError(f"rms_norm got rows of {size}; its kernel takes up to {MAX_SIZE}: drop fuse-add-rms-norm.")
+    if num_rows == 0:
+        return
+    tile = pick_tile(size)
+    _rms_norm[(triton.cdiv(num_rows, tile.rows),)](
+        result,
+        result if total is None else total,
+        x,
+        x if residual is None else residual,
+        x if weight is None else weight.contiguous(),
+        num_rows,
+        inner,
+        outer_stride,
+        inner_stride,
+        residual_stride,
+        eps,
+        offset,
+        HAS_RESIDUAL=residual is not None,
+        HAS_WEIGHT=weight is not None,
+        SIZE=size,
+        ROWS=tile.rows,
+        COLUMNS=tile.columns,
+        num_warps=tile.num_warps,
+    )
+
+
+# Rows come and go from step to step: one compilation serves any number.
+@triton.jit(do_not_specialize=["num_rows"])
+def _rms_norm(  # type: ignore[no-untyped-def]  # compiled by Triton
+    result,  # [num_rows, SIZE], written
+    total,  # [num_rows, SIZE], written with a residual
+    x,  # row r at (r // inner) * outer_stride + (r % inner) * inner_stride
+    residual,  # row r at r * residual_stride
+    weight,  # [SIZE]
+    num_rows,
+    inner,
+    outer_stride,
+    inner_stride,
+    residual_stride,
+    eps,
+    offset,
+    HAS_RESIDUAL: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    SIZE: tl.constexpr,
+    ROWS: tl.constexpr,  # of a program
+    COLUMNS: tl.constexpr,  # SIZE, padded to a power of two
+):
+    """Grid: (blocks of ROWS rows,)."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    is_row = (rows < num_rows)[:, None]
+    columns = tl.arange(0, COLUMNS)
+    is_column = columns < SIZE
+    mask = is_row & is_column[None, :]
+    starts = (rows // inner).to(tl.int64) * outer_stride + (rows % inner).to(tl.int64) * inner_stride
+    value = tl.load(x + starts[:, None] + columns[None, :], mask=mask, other=0.0)
+    to = rows.to(tl.int64)[:, None] * SIZE + columns[None, :]
+    if HAS_RESIDUAL:
+        more = tl.load(residual + rows.to(tl.int64)[:, None] * residual_stride + columns[None, :], mask=mask, other=0.0)
+    if HAS_WEIGHT:  # asked for before the rows are needed, so that it is waited for at the same time
+        factor = tl.load(weight + columns, mask=is_column, other=0.0).to(tl.float32) + offset
+    wide = value.to(tl.float32)
+    if HAS_RESIDUAL:
+        rounded = (wide + more.to(tl.float32)).to(total.dtype.element_ty)
+        tl.store(total + to, rounded, mask=mask)
+        wide = rounded.to(tl.float32)
+    normed = wide * tl.rsqrt(tl.sum(wide * wide, 1) / SIZE + eps)[:, None]
+    if HAS_WEIGHT:
+        normed = normed * factor[None, :]
+    tl.store(result + to, normed.to(result.dtype.element_ty), mask=mask)
