@@ -49,4 +49,5 @@ def linear_config(
     programs = -(-num_rows // BLOCK_M) * -(-num_columns // block_n)
     if weight_bytes > MATMUL_WEIGHT_BYTES or programs > num_sms:
         return None  # a second wave: the library's larger tiles read each weight once
-    return LinearConfig(block_m=BLOCK_M, block_n=block_n, block_k=BLOCK_K, num_warps=4, num_stages=4 if is_gated else 6)
+    block_k = 128 if size % 128 == 0 else SIZE_MULTIPLE
+    return LinearConfig(block_m=BLOCK_M, block_n=block_n, block_k=block_k, num_warps=4, num_stages=4 if is_gated else 6)
