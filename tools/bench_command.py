@@ -12,6 +12,7 @@ import click
 from piecegraph.progress import Phase
 from piecegraph.tools.compile_flags import with_compile_flags
 from piecegraph.tools.options import COMPILE_FLAGS, CONTEXT, LLM_FLAGS, Command, flags, given
+from piecegraph.tools.passes_command import passes
 from piecegraph.tools.phases import PhaseDisplay, Stopwatch
 from piecegraph.tools.settings import config_option
 from piecegraph.tools.throughput_command import throughput
@@ -31,12 +32,13 @@ Examples:
 def command() -> None:
     """Measure: milliseconds per decode step, next to the roofline.
 
-    Or tokens a second of an offline workload, next to its floor. Each subcommand prints a table, or with
-    --json one object.
+    Or tokens a second of an offline workload, next to its floor; or what each pass saves. Each subcommand
+    prints a table, or with --json one object.
     """
 
 
 command.add_command(throughput)
+command.add_command(passes)
 
 
 @command.command("latency", cls=Command, epilog=LATENCY_EPILOG, context_settings=CONTEXT)

@@ -14,6 +14,7 @@ from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
 from piecegraph.errors import ConfigError
 from piecegraph.runner.attention.layer import attention_layers
 from piecegraph.runner.batch import Batch
+from piecegraph.runner.dispatcher import Dispatched
 from piecegraph.runner.llm import LLM
 from piecegraph.runner.model_runner import ModelRunner
 from piecegraph.runner.sampling_params import SamplingParams
@@ -83,7 +84,7 @@ def measure_latency(
     size = model_size(llm)
     rows: list[LatencyRow] = []
     for batch_size in batch_sizes:
-        with _Batch(llm, batch_size, context, steps, prefill_tokens) as batch:
+        with DecodeBatch(llm, batch_size, context, steps, prefill_tokens) as batch:
             for mode in modes:
                 at_end = context if prefill_tokens else context + steps
                 floor_s = floor_seconds(size, ceilings, batch_size, (context + at_end) / 2, prefill_tokens)
@@ -92,7 +93,7 @@ def measure_latency(
     return rows
 
 
-class _Batch:
+class DecodeBatch:
     """Requests whose prompts are long enough for every step that is timed, and computed: steps are then driven
     without the scheduler, from `context` tokens on, over the blocks and tokens they have."""
 
@@ -121,7 +122,7 @@ class _Batch:
             num_decode_reqs=batch_size,
         )
 
-    def __enter__(self) -> _Batch:
+    def __enter__(self) -> DecodeBatch:
         engine = self._llm.engine
         while not all(map(self._is_computed, self._ids)):
             engine.step()
@@ -147,22 +148,9 @@ class _Batch:
         return self._runner.step.buffers.input_ids.device
 
     def time(self, mode: CUDAGraphMode, steps: int, floor_s: float) -> LatencyRow:
-        batch, num_computed = self._batch, self._runner.step.states.num_computed_tokens
+        num_computed = self._runner.step.states.num_computed_tokens
         with torch.no_grad():
-            start = torch.full_like(num_computed, self._context)
-            if self._prefill_tokens:
-                start[self._rows[-1]] = 0
-            scheduled = [
-                ScheduledRequest(request_id, query_len, self._context if query_len == 1 else 0, False, 0)
-                for request_id, query_len in zip(batch.request_ids, batch.query_lens, strict=True)
-            ]
-            dispatched = self._runner.dispatch(batch, mode)
-
-            def run() -> None:
-                if self._prefill_tokens:
-                    num_computed.copy_(start)  # the same step again
-                self._runner.run(batch, dispatched, scheduled)
-
+            start, dispatched, run = self._prepared(mode)
             num_computed.copy_(start)
             for _ in range(WARMUP_STEPS):
                 run()
@@ -184,6 +172,32 @@ class _Batch:
             floor_ms=1e3 * floor_s,
             reason=None if dispatched.mode is mode else dispatched.reason,
         )
+
+    def run_once(self, mode: CUDAGraphMode) -> None:
+        """One step, from `context` tokens on."""
+        with torch.no_grad():
+            start, _, run = self._prepared(mode)
+            self._runner.step.states.num_computed_tokens.copy_(start)
+            run()
+
+    def _prepared(self, mode: CUDAGraphMode) -> tuple[torch.Tensor, Dispatched, Callable[[], None]]:
+        """Each row's computed tokens at the first step, how steps run, and what runs one."""
+        batch, num_computed = self._batch, self._runner.step.states.num_computed_tokens
+        start = torch.full_like(num_computed, self._context)
+        if self._prefill_tokens:
+            start[self._rows[-1]] = 0
+        scheduled = [
+            ScheduledRequest(request_id, query_len, self._context if query_len == 1 else 0, False, 0)
+            for request_id, query_len in zip(batch.request_ids, batch.query_lens, strict=True)
+        ]
+        dispatched = self._runner.dispatch(batch, mode)
+
+        def run() -> None:
+            if self._prefill_tokens:
+                num_computed.copy_(start)  # the same step again
+            self._runner.run(batch, dispatched, scheduled)
+
+        return start, dispatched, run
 
 
 def time_steps(run: Callable[[], None], steps: int, device: torch.device) -> list[float]:

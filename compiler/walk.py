@@ -1,0 +1,62 @@
+"""A plan run step by step, each piece and split op by whoever watches: to measure and to check, not to serve."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from piecegraph.compiler.compiled_model import Parts
+from piecegraph.compiler.piece_compiler import RunPiece
+from piecegraph.compiler.plan import CallStep, PieceStep, Slot
+
+OnPiece = Callable[[PieceStep, RunPiece, tuple[Any, ...]], Sequence[Any]]
+"""Is given a piece and its inputs, and returns its outputs: those of calling it, or others."""
+
+OnSplitOp = Callable[[CallStep, tuple[Any, ...], Mapping[str, Any]], None]
+"""Is shown a call of a split op before it is made."""
+
+
+def run_it(step: PieceStep, run: RunPiece, inputs: tuple[Any, ...]) -> Sequence[Any]:
+    """The plain `OnPiece`."""
+    return run(*inputs)
+
+
+@torch.no_grad()
+def walk(parts: Parts, on_piece: OnPiece = run_it, on_split_op: OnSplitOp | None = None) -> Any:
+    """What calling the model over these arguments returns, its pieces run by `on_piece`.
+
+    Values live until the end: this takes more memory than a call. Raises what pieces and split ops raise.
+    """
+    plan = parts.plan
+    values: dict[str, Any] = {slot.name: parts.namespace[slot.name] for slot in plan.bound}
+    values.update(zip((slot.name for slot in plan.arguments), parts.arguments, strict=True))
+    for step in plan.steps:
+        if isinstance(step, PieceStep):
+            inputs = tuple(values[slot.name] for slot in step.inputs)
+            outputs = on_piece(step, parts.pieces[step.unique], inputs)
+            values.update(zip((slot.name for slot in step.outputs), outputs, strict=True))
+            continue
+        args = tuple(_filled(value, values) for value in step.args)
+        kwargs = {name: _filled(value, values) for name, value in step.kwargs}
+        if step.is_split_op and on_split_op is not None:
+            on_split_op(step, args, kwargs)
+        result = parts.namespace[step.function](*args, **kwargs)
+        if step.output is not None:
+            values[step.output.name] = result
+    return parts.build(tuple(_filled(result, values) for result in plan.results))
+
+
+def _filled(value: Any, values: Mapping[str, Any]) -> Any:
+    """A (nested) argument with each slot replaced by its value."""
+    match value:
+        case Slot():
+            return values[value.name]
+        case tuple() | list():
+            return type(value)(_filled(item, values) for item in value)
+        case dict():
+            return {key: _filled(item, values) for key, item in value.items()}
+        case slice():
+            return slice(_filled(value.start, values), _filled(value.stop, values), _filled(value.step, values))
+    return value

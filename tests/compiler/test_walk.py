@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+import piecegraph as pg
+from piecegraph.compiler.piece_compiler import RunPiece
+from piecegraph.compiler.plan import CallStep, PieceStep
+from piecegraph.compiler.walk import walk
+from tests.compiler.toy import DIMS, SPLIT_OPS, Decoder, batch
+
+
+@pytest.fixture(scope="module")
+def compiled() -> pg.CompiledModel:
+    config = pg.CompileConfig(compiler="eager", split_ops=SPLIT_OPS)
+    return pg.compile(Decoder(), config, dynamic_dims=DIMS, example_inputs=batch(5, 2))
+
+
+def test_walking_is_calling(compiled: pg.CompiledModel) -> None:
+    """Bitwise; and every piece and split op is seen, in order."""
+    pieces: list[int] = []
+    ops: list[str] = []
+
+    def on_piece(step: PieceStep, run: RunPiece, inputs: tuple[Any, ...]) -> Sequence[Any]:
+        pieces.append(step.index)
+        return run(*inputs)
+
+    def on_split_op(step: CallStep, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        ops.append(step.op)
+
+    args = batch(3)
+    assert torch.equal(walk(compiled.parts(args), on_piece, on_split_op), compiled(*args))
+    assert pieces == list(range(compiled.report().num_pieces))
+    assert ops == [call.op for call in compiled.split_calls]
+
+
+def test_outputs_may_be_others(compiled: pg.CompiledModel) -> None:
+    """What `on_piece` returns is what the rest of the model reads."""
+
+    def zeros(step: PieceStep, run: RunPiece, inputs: tuple[Any, ...]) -> Sequence[Any]:
+        return [torch.zeros_like(output) for output in run(*inputs)]
+
+    result = walk(compiled.parts(batch(3)), zeros)
+    assert not result.any()
