@@ -208,7 +208,7 @@ def _time_case(
         )
     write = kv_write_call(
         inputs.key, inputs.value, kv_cache=inputs.kv_cache, slot_mapping=inputs.slot_mapping, first_row=0,
-        num_tokens=inputs.key.shape[0],
+        num_tokens=inputs.key.shape[0], query=inputs.query,
     )  # fmt: skip
     write_floor_us = 4 * inputs.key.nbytes / 4.25e12 * 1e6  # read and written, key and value
     us = microseconds([write.launch] * CALLS_A_GRAPH)

@@ -11,6 +11,7 @@ import torch
 
 from piecegraph.runner.attention.layer import AttentionLayer
 from piecegraph.runner.attention.metadata import AttentionMetadata
+from piecegraph.runner.attention.rotary import Rotary
 from piecegraph.runner.kv_cache import KVCache
 
 
@@ -52,8 +53,13 @@ class AttentionImpl(Protocol):
         sinks: torch.Tensor | None,
         kv_cache: KVCache,
         metadata: AttentionMetadata,
+        rotary: Rotary | None = None,
     ) -> None:
-        """One layer. Writes `key` and `value` into `kv_cache` by slot, then `out`. Shapes: `op.attention`."""
+        """One layer. Writes `key` and `value` into `kv_cache` by slot, then `out`. Shapes: `op.attention`.
+
+        With `rotary`, query and key are normed and rotated on the way: the cache gets rotated keys, and rows of
+        `query` may be overwritten (once a call: a row that is rotated in place is read rotated).
+        """
 
     def prepare(
         self,
@@ -67,6 +73,7 @@ class AttentionImpl(Protocol):
         softcap: float,
         sinks: torch.Tensor | None,
         kv_cache: KVCache,
+        rotary: Rotary | None = None,
     ) -> Callable[[AttentionMetadata], None] | str:
         """`forward` over tensors that stay where they are, for a step's metadata; or why there is none."""
 

@@ -17,9 +17,10 @@ from piecegraph.runner.attention.flash_attn_kernels import FlashKernel, LayerTen
 from piecegraph.runner.attention.flash_attn_metadata import FlashAttnMetadata, FlashAttnMetadataBuilder
 from piecegraph.runner.attention.flash_attn_packages import Family, installed
 from piecegraph.runner.attention.flash_attn_probe import refusals
-from piecegraph.runner.attention.kernels.reference import write_kv
+from piecegraph.runner.attention.kernels.reference import rotated, write_kv
 from piecegraph.runner.attention.layer import AttentionLayer
 from piecegraph.runner.attention.metadata import AttentionMetadata
+from piecegraph.runner.attention.rotary import Rotary
 from piecegraph.runner.attention.triton_backend import TritonImpl
 from piecegraph.runner.kv_cache import KVCache
 
@@ -115,17 +116,20 @@ class FlashAttnImpl:
         sinks: torch.Tensor | None,
         kv_cache: KVCache,
         metadata: AttentionMetadata,
+        rotary: Rotary | None = None,
     ) -> None:
-        """As `TritonImpl.forward`; rows of padding in `out` may be written."""
+        """As `TritonImpl.forward`; rows of padding in `out` may be written. With `rotary`, all rows of `query` that
+        our own decode kernel does not take are rotated in place."""
         assert isinstance(metadata, FlashAttnMetadata), type(metadata)
+        layer = LayerTensors(query, key, value, out, scale, window, softcap, sinks, kv_cache, rotary)
         if metadata.write_from < metadata.num_tokens:
-            self._write(key, value, kv_cache, metadata)
+            self._write(layer, metadata)
         if metadata.triton_decode is not None:
             self._triton.forward(
                 query, key, value, out, scale=scale, window=window, softcap=softcap, sinks=sinks, kv_cache=kv_cache,
-                metadata=metadata.triton_decode,
+                metadata=metadata.triton_decode, rotary=rotary,
             )  # fmt: skip
-        self.attend(LayerTensors(query, key, value, out, scale, window, softcap, sinks, kv_cache), metadata)
+        self.attend(layer, metadata)
 
     def attend(self, layer: LayerTensors, metadata: FlashAttnMetadata) -> None:
         """What flash-attn's own kernels do of a step whose keys and values are written."""
@@ -146,14 +150,16 @@ class FlashAttnImpl:
         softcap: float,
         sinks: torch.Tensor | None,
         kv_cache: KVCache,
+        rotary: Rotary | None = None,
     ) -> Callable[[AttentionMetadata], None]:
         """`forward` over tensors that stay where they are. Our own kernels are launched at next to no cost of the
         host; flash-attn's are called as their packages do it."""
-        layer = LayerTensors(query, key, value, out, scale, window, softcap, sinks, kv_cache)
+        layer = LayerTensors(query, key, value, out, scale, window, softcap, sinks, kv_cache, rotary)
         if query.device.type == "cpu":
             return lambda metadata: self.forward(
                 query, key, value, out,
                 scale=scale, window=window, softcap=softcap, sinks=sinks, kv_cache=kv_cache, metadata=metadata,
+                rotary=rotary,
             )  # fmt: skip
         from piecegraph.runner.attention.flash_attn_prepared import PreparedFlashAttn
         from piecegraph.runner.attention.kernels.launch import KernelPreparer
@@ -163,8 +169,9 @@ class FlashAttnImpl:
         decode = None
         if self._kernels.decode is Family.TRITON:
             decode = self._triton.prepare(
-                query, key, value, out, scale=scale, window=window, softcap=softcap, sinks=sinks, kv_cache=kv_cache
-            )
+                query, key, value, out, scale=scale, window=window, softcap=softcap, sinks=sinks, kv_cache=kv_cache,
+                rotary=rotary,
+            )  # fmt: skip
         return PreparedFlashAttn(self, layer, decode, self._preparer)
 
     def _kernel(self, family: Family) -> FlashKernel:
@@ -172,18 +179,25 @@ class FlashAttnImpl:
             self._loaded[family] = self._load(family)
         return self._loaded[family]
 
-    def _write(self, key: torch.Tensor, value: torch.Tensor, kv_cache: KVCache, metadata: FlashAttnMetadata) -> None:
-        first = metadata.write_from
-        if key.device.type == "cpu":
-            write_kv(key[first:], value[first:], kv_cache=kv_cache, slot_mapping=metadata.slot_mapping[first:])
+    def _write(self, layer: LayerTensors, metadata: FlashAttnMetadata) -> None:
+        """Keys and values of the rows from `write_from` on; rotated, as their queries are then, in place."""
+        rows = slice(metadata.write_from, metadata.num_tokens)
+        if layer.key.device.type == "cpu":
+            key = layer.key[rows]
+            if layer.rotary is not None:
+                query, key = rotated(layer.query[rows], key, layer.rotary, rows)
+                layer.query[rows].copy_(query)
+            write_kv(key, layer.value[rows], kv_cache=layer.kv_cache, slot_mapping=metadata.slot_mapping[rows])
             return
         from piecegraph.runner.attention.kernels.kv_write import kv_write_call
 
         kv_write_call(
-            key,
-            value,
-            kv_cache=kv_cache,
+            layer.key,
+            layer.value,
+            kv_cache=layer.kv_cache,
             slot_mapping=metadata.slot_mapping,
-            first_row=first,
+            first_row=metadata.write_from,
             num_tokens=metadata.num_tokens,
+            query=layer.query,
+            rotary=layer.rotary,
         ).launch()

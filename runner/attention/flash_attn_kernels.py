@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from piecegraph.runner.attention.flash_attn_packages import Family
+from piecegraph.runner.attention.rotary import Rotary
 from piecegraph.runner.kv_cache import KVCache
 
 
@@ -28,6 +29,7 @@ class LayerTensors(NamedTuple):
     softcap: float  # 0.0: none
     sinks: torch.Tensor | None  # [num_q_heads]
     kv_cache: KVCache  # this step's keys and values are in it
+    rotary: Rotary | None = None  # what query and key still needed; the kernels here find them rotated
 
 
 class DecodeBatch(NamedTuple):

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from piecegraph.runner.attention.flash_attn_kernels import LayerTensors
 from piecegraph.runner.attention.flash_attn_metadata import FlashAttnMetadata
+from piecegraph.runner.attention.kernels.head_shape import HeadShape
 from piecegraph.runner.attention.kernels.kv_write import kv_write_call, kv_write_grid
 from piecegraph.runner.attention.kernels.launch import KernelPreparer, PreparedKernel, current_stream
 from piecegraph.runner.attention.metadata import AttentionMetadata
@@ -32,7 +33,7 @@ class PreparedFlashAttn:
         self._decode = decode
         self._preparer = preparer
         self._device = layer.query.get_device()
-        self._num_kv_heads = layer.kv_cache.key.shape[2]
+        self._shape = HeadShape.of(layer.query, layer.value)
         self._kv_write: PreparedKernel | None = None
 
     def __call__(self, metadata: AttentionMetadata) -> None:
@@ -42,7 +43,7 @@ class PreparedFlashAttn:
         if first < num_tokens:
             kv_write = self._kv_write or self._bound(metadata)
             kv_write.launch(
-                kv_write_grid(self._num_kv_heads, num_tokens - first), current_stream(self._device),
+                kv_write_grid(self._shape, num_tokens - first, self._layer.rotary), current_stream(self._device),
                 metadata.slot_mapping_address, first, num_tokens,
             )  # fmt: skip
         if metadata.triton_decode is not None:
@@ -58,6 +59,8 @@ class PreparedFlashAttn:
             slot_mapping=metadata.slot_mapping,
             first_row=metadata.write_from,
             num_tokens=metadata.num_tokens,
+            query=self._layer.query,
+            rotary=self._layer.rotary,
         )
         self._kv_write = self._preparer.prepare(call, changing=("slot_mapping", "first_row", "num_tokens"))
         return self._kv_write

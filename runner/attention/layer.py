@@ -9,7 +9,7 @@ import torch
 
 from piecegraph.compiler.plan import SplitCall, TensorSpec
 from piecegraph.errors import UnsupportedModel
-from piecegraph.runner.attention.op import ATTENTION_OP
+from piecegraph.runner.attention.op import ATTENTION_OPS, LAYER_ARGUMENTS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +36,7 @@ def attention_layers(calls: Sequence[SplitCall]) -> tuple[AttentionLayer, ...]:
     """
     layers: dict[str, AttentionLayer] = {}
     for call in calls:
-        if call.op != ATTENTION_OP:
+        if call.op not in ATTENTION_OPS:
             continue
         layer = _attention_layer(call)
         if layer.name in layers:
@@ -49,7 +49,8 @@ def attention_layers(calls: Sequence[SplitCall]) -> tuple[AttentionLayer, ...]:
 
 
 def _attention_layer(call: SplitCall) -> AttentionLayer:
-    query, key, value, _out, scale, window, softcap, sinks, unsupported, name = call.args
+    query, key, value = call.args[:3]
+    scale, window, softcap, sinks, unsupported, name = call.args[-LAYER_ARGUMENTS:]
     if unsupported:
         raise UnsupportedModel(f"{name}: {unsupported}")
     assert all(isinstance(spec, TensorSpec) for spec in (query, key, value)), call

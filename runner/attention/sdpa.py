@@ -15,8 +15,10 @@ import torch
 import torch.nn.functional as F
 
 from piecegraph.runner.attention.backend import AttentionBackend, AttentionCGSupport
+from piecegraph.runner.attention.kernels.reference import rotated
 from piecegraph.runner.attention.layer import AttentionLayer
 from piecegraph.runner.attention.metadata import PAD_SLOT_ID, AttentionMetadata, HostBatch
+from piecegraph.runner.attention.rotary import Rotary
 from piecegraph.runner.kv_cache import KVCache
 
 
@@ -148,8 +150,11 @@ class SdpaImpl:
         sinks: torch.Tensor | None,
         kv_cache: KVCache,
         metadata: AttentionMetadata,
+        rotary: Rotary | None = None,
     ) -> None:
         assert isinstance(metadata, SdpaMetadata), type(metadata)
+        if rotary is not None:
+            query, key = rotated(query, key, rotary)
         cached_key, cached_value = kv_cache.key.flatten(0, 1), kv_cache.value.flatten(0, 1)  # [num_slots, heads, dim]
         if metadata.write_rows is not None:
             key, value = key[metadata.write_rows], value[metadata.write_rows]

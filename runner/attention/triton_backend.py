@@ -2,7 +2,8 @@
 
 Requests with one new token go to the decode kernel, which writes their keys and values itself: a decode
 step is one launch a layer. All others take two: their keys and values are written, then the general
-kernel runs. On a CPU the kernels' torch references run instead, under the same rules.
+kernel runs. Norm and rotary embedding of query and key, where they are asked for, are part of the first
+launch of either. On a CPU the kernels' torch references run instead, under the same rules.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ import torch
 
 from piecegraph.runner.attention.backend import AttentionBackend, AttentionCGSupport
 from piecegraph.runner.attention.kernels.prefill_config import MAX_GROUP
-from piecegraph.runner.attention.kernels.reference import paged_attention, write_kv
+from piecegraph.runner.attention.kernels.reference import paged_attention, rotated, write_kv
 from piecegraph.runner.attention.layer import AttentionLayer
 from piecegraph.runner.attention.metadata import AttentionMetadata
+from piecegraph.runner.attention.rotary import Rotary
 from piecegraph.runner.attention.triton_metadata import TritonMetadata, TritonMetadataBuilder
 from piecegraph.runner.kv_cache import KVCache
 
@@ -93,11 +95,16 @@ class TritonImpl:
         sinks: torch.Tensor | None,
         kv_cache: KVCache,
         metadata: AttentionMetadata,
+        rotary: Rotary | None = None,
     ) -> None:
         """Tokens and heads may lie anywhere (slices of a merged projection do), a head's numbers next to each
-        other; `out` is contiguous. Rows of padding in `out` are not written."""
+        other; `out` is contiguous. Rows of padding in `out` are not written. With `rotary`, rows of `query` that are
+        not of decode requests are rotated in place on a GPU."""
         assert isinstance(metadata, TritonMetadata), type(metadata)
         if metadata.gpu is None:
+            if rotary is not None:
+                rows = slice(metadata.num_tokens)
+                query, key = rotated(query[rows], key[rows], rotary, rows)
             write_kv(key, value, kv_cache=kv_cache, slot_mapping=metadata.slot_mapping)
             paged_attention(
                 query,
@@ -114,7 +121,8 @@ class TritonImpl:
             return
         from piecegraph.runner.attention.triton_calls import LayerCall, kernel_calls
 
-        for call in kernel_calls(LayerCall(query, key, value, out, scale, window, softcap, sinks, kv_cache), metadata):
+        layer = LayerCall(query, key, value, out, scale, window, softcap, sinks, kv_cache, rotary)
+        for call in kernel_calls(layer, metadata):
             call.launch()
 
     def prepare(
@@ -129,17 +137,19 @@ class TritonImpl:
         softcap: float,
         sinks: torch.Tensor | None,
         kv_cache: KVCache,
+        rotary: Rotary | None = None,
     ) -> Callable[[AttentionMetadata], None]:
         """`forward` over tensors that stay where they are: what is returned takes a step's metadata and launches."""
         if query.device.type == "cpu":
             return lambda metadata: self.forward(
                 query, key, value, out,
                 scale=scale, window=window, softcap=softcap, sinks=sinks, kv_cache=kv_cache, metadata=metadata,
+                rotary=rotary,
             )  # fmt: skip
         from piecegraph.runner.attention.kernels.launch import KernelPreparer
         from piecegraph.runner.attention.triton_calls import LayerCall, PreparedAttention
 
         if self._preparer is None:
             self._preparer = KernelPreparer()
-        call = LayerCall(query, key, value, out, scale, window, softcap, sinks, kv_cache)
+        call = LayerCall(query, key, value, out, scale, window, softcap, sinks, kv_cache, rotary)
         return PreparedAttention(call, self._preparer)

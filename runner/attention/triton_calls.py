@@ -26,6 +26,7 @@ from piecegraph.runner.attention.kernels.launch import (
 from piecegraph.runner.attention.kernels.prefill import prefill_call, prefill_grid
 from piecegraph.runner.attention.kernels.prefill_config import LONG_QUERY_LEN, PrefillConfig, prefill_config
 from piecegraph.runner.attention.metadata import AttentionMetadata
+from piecegraph.runner.attention.rotary import Rotary
 from piecegraph.runner.attention.triton_metadata import TritonMetadata
 from piecegraph.runner.kv_cache import KVCache
 
@@ -42,6 +43,7 @@ class LayerCall(NamedTuple):
     softcap: float
     sinks: torch.Tensor | None  # [num_q_heads]
     kv_cache: KVCache
+    rotary: Rotary | None = None  # what query and key still need
 
     @property
     def shape(self) -> HeadShape:
@@ -65,6 +67,7 @@ class LayerCall(NamedTuple):
             num_reqs=num_reqs,
             workspace=metadata.workspace,
             config=config,
+            rotary=self.rotary,
         )
 
     def kv_write(self, metadata: TritonMetadata) -> KernelCall:
@@ -75,6 +78,8 @@ class LayerCall(NamedTuple):
             slot_mapping=metadata.slot_mapping,
             first_row=metadata.num_decode_reqs,
             num_tokens=metadata.num_tokens,
+            query=self.query,
+            rotary=self.rotary,
         )
 
     def prefill(self, metadata: TritonMetadata, config: PrefillConfig) -> KernelCall:
@@ -97,7 +102,8 @@ class LayerCall(NamedTuple):
 
 
 def kernel_calls(call: LayerCall, metadata: TritonMetadata) -> Iterator[KernelCall]:
-    """What the batch takes, in order. Decode requests and all others share no row and no slot.
+    """What the batch takes, in order. Decode requests and all others share no row and no slot: each row is rotated
+    by one of the kernels, if it is to be rotated.
 
     Keys and values of the others are written first: a decode request may read them, where it is a prompt
     whose beginning another prompt of this very step computes.
@@ -170,6 +176,7 @@ class PreparedAttention:
     def __init__(self, call: LayerCall, preparer: KernelPreparer) -> None:
         self._unbound: tuple[LayerCall, KernelPreparer] | None = (call, preparer)
         self._shape = call.shape
+        self._rotary = call.rotary
         self._device = call.query.get_device()
 
     def __call__(self, metadata: AttentionMetadata) -> None:
@@ -218,7 +225,7 @@ class PreparedAttention:
 
     def _kv_write(self, metadata: TritonMetadata) -> _Launch:
         num_decode_reqs, num_tokens = metadata.num_decode_reqs, metadata.num_tokens
-        grid = kv_write_grid(self._shape.num_kv_heads, num_tokens - num_decode_reqs)
+        grid = kv_write_grid(self._shape, num_tokens - num_decode_reqs, self._rotary)
         return _Launch(self._kv_write_kernel, grid, (metadata.slot_mapping_address, num_decode_reqs, num_tokens))
 
     def _prefill(self, metadata: TritonMetadata) -> _Launch:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +12,7 @@ from piecegraph.errors import ConfigError, did_you_mean
 
 DEFAULT_SPLIT_OPS = (
     "piecegraph::attention",
+    "piecegraph::rope_attention",
     "aten::scaled_dot_product_attention",
     "higher_order::flex_attention",
 )
@@ -63,8 +65,18 @@ class CompileConfig:
     input become one matmul (by name, through `torch.compile`, weights are the caller's arguments and none can
     be merged)."""
 
+    expect: Mapping[str, int | str] = field(default_factory=dict)
+    """How often passes must match, by name: a number, or `"all"`: at least once, and no site that looks like a
+    match is left. Anything else raises `PassExpectation`, which says what stood in the way. A pass inside
+    Inductor runs each time then, instead of being found done in Inductor's cache."""
+
+    strict: bool = False
+    """A pass that raises, breaks the graph or miscounts raises `PassFailed`. Without it the model runs without
+    that pass, a warning is logged and the pass's row in the report has the error."""
+
     dump_dir: str | None = None
-    """Folder that receives the traced graph, every unique piece and the stitched source as text."""
+    """Folder that receives the traced graph, every unique piece and the stitched source as text, and the graph
+    before and after every pass that matched."""
 
     def __post_init__(self) -> None:
         if isinstance(self.split_ops, str):
@@ -78,15 +90,11 @@ class CompileConfig:
                 raise ConfigError(
                     f"split_ops has {name!r}; an op is named as 'namespace::name', e.g. 'mylib::attention'."
                 )
-        if isinstance(self.passes, str):
-            raise ConfigError(f"passes is one string, {self.passes!r}; give a tuple of names: ({self.passes!r},)")
         if self.passes is not None:
-            object.__setattr__(self, "passes", tuple(self.passes))
-            for each in self.passes:
-                if isinstance(each, str) and each not in PASSES:
-                    raise ConfigError(f"passes has {each!r}, which is unknown.{did_you_mean(each, PASSES)}")
-                if not isinstance(each, str) and not hasattr(each, "apply"):
-                    raise ConfigError(f"passes has {each!r}; give names ({', '.join(PASSES)}) and `GraphPass` objects.")
+            object.__setattr__(self, "passes", _checked_passes(self.passes))
+        object.__setattr__(self, "expect", _checked_expect(self.expect, self.passes))
+        if not isinstance(self.strict, bool):
+            raise ConfigError(f"strict={self.strict!r}; it is True or False.")
         if self.compiler not in COMPILERS:
             raise ConfigError(f"compiler={self.compiler!r} is unknown.{did_you_mean(str(self.compiler), COMPILERS)}")
         if self.compile_workers is not None and self.compile_workers < 0:
@@ -121,3 +129,62 @@ def _checked_sizes(sizes: Any) -> tuple[int, ...]:
     if found != wanted:
         raise ConfigError(f"compile_sizes is {found}; sizes ascend and appear once: give {wanted}.")
     return found
+
+
+def _checked_passes(passes: Any) -> tuple[Any, ...]:
+    """`passes` as a tuple of known names and of objects that are passes. Raises `ConfigError`."""
+    if isinstance(passes, str) or not isinstance(passes, Iterable):
+        raise ConfigError(f"passes is {passes!r}; give a tuple of names and passes, e.g. {PASSES[:1]}, or ().")
+    found = tuple(passes)
+    for each in found:
+        if isinstance(each, str):
+            if each not in PASSES:
+                raise ConfigError(f"passes has {each!r}, which is unknown.{did_you_mean(each, PASSES)}")
+        else:
+            _check_pass(each)
+    names = [each if isinstance(each, str) else each.name for each in found]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ConfigError(f"passes has {twice!r} twice; a report and `expect` know a pass by its name.")
+    return found
+
+
+def _check_pass(each: Any) -> None:
+    """Raise `ConfigError` unless `each` is what `passes.graph_pass.GraphPass` says (which imports torch: not here)."""
+    if isinstance(each, type):
+        raise ConfigError(f"passes has the class {each.__name__}; give an object of it: {each.__name__}().")
+    missing = [name for name in ("name", "place", "apply", "uuid") if not hasattr(each, name)]
+    if missing:
+        raise ConfigError(
+            f"passes has {each!r}, which has no {missing[0]}; give names ({', '.join(PASSES)}) and objects of "
+            "subclasses of piecegraph.passes.graph_pass.GraphPass (docs/writing_a_pass.md)."
+        )
+    if not isinstance(each.name, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", each.name):
+        raise ConfigError(f"passes has one named {each.name!r}; a name is of letters, digits, '-', '_' and '.'.")
+    if each.name in PASSES:
+        raise ConfigError(
+            f"passes has {each!r}, whose name {each.name!r} is one of ours; name yours otherwise, or give the name "
+            "alone to have ours."
+        )
+    if not dataclasses.is_dataclass(each) or not getattr(each, "__dataclass_params__").frozen:  # noqa: B009
+        raise ConfigError(
+            f"passes has {each!r}, which is no frozen dataclass; put @dataclass(frozen=True) on "
+            f"{type(each).__name__}: its options are part of cache keys."
+        )
+    try:
+        hash(each)
+    except TypeError as error:
+        raise ConfigError(f"passes has {each!r}, which is not hashable ({error}); its fields must be.") from None
+
+
+def _checked_expect(expect: Any, passes: Sequence[Any] | None) -> Mapping[str, int | str]:
+    """`expect` with the names of passes that may run. Raises `ConfigError`."""
+    if not isinstance(expect, Mapping):
+        raise ConfigError(f"expect is {expect!r}; give a mapping of pass to matches, e.g. {{'{PASSES[0]}': 'all'}}.")
+    known = PASSES if passes is None else tuple(each if isinstance(each, str) else each.name for each in passes)
+    for name, wanted in expect.items():
+        if name not in known:
+            raise ConfigError(f"expect has {name!r}, which is not among the passes.{did_you_mean(str(name), known)}")
+        if wanted != "all" and (not isinstance(wanted, int) or isinstance(wanted, bool) or wanted < 0):
+            raise ConfigError(f"expect has {name!r}: {wanted!r}; give a number of matches, 0 or more, or 'all'.")
+    return dict(expect)

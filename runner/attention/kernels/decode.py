@@ -2,7 +2,8 @@
 
 Split-KV as in Flash-Decoding, with all query heads of one KV head in one tile as in FlashAttention-2's
 GQA packing. What is ours: the splits of a request meet in the same launch (the last to arrive adds them
-up), and the new token's key and value come from the arguments, so this kernel also writes them to the cache.
+up), and the new token's key and value come from the arguments, so this kernel also writes them to the cache;
+query and key may come as they were projected, and are normed and rotated as they are loaded.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from piecegraph.runner.attention.kernels.decode_config import DecodeConfig, head
 from piecegraph.runner.attention.kernels.head_shape import HeadShape
 from piecegraph.runner.attention.kernels.launch import Grid, KernelCall
 from piecegraph.runner.attention.kernels.paged import LOG2E, cache_rows, load_pages, log2_scores
+from piecegraph.runner.attention.kernels.rotate import load_rotated, rotary_constants, rotary_tensors
 from piecegraph.runner.attention.kernels.workspace import SplitWorkspace
+from piecegraph.runner.attention.rotary import Rotary
 from piecegraph.runner.kv_cache import KVCache
 
 
@@ -42,8 +45,10 @@ def decode_call(
     num_reqs: int,
     workspace: SplitWorkspace,
     config: DecodeConfig,
+    rotary: Rotary | None = None,
 ) -> KernelCall:
-    """Row `r` of `query` is request `r`'s only new token. Writes the first `num_reqs` rows of `out`, except
+    """Row `r` of `query` is request `r`'s only new token. With `rotary`, query and key are normed and rotated on
+    the way; both stay as they are. Writes the first `num_reqs` rows of `out`, except
     padding's, and the cache at the slots of `slot_mapping` that are not negative. Leaves `workspace.arrivals` zero.
     """
     shape = HeadShape.of(query, value)
@@ -56,6 +61,7 @@ def decode_call(
         "num_stages": config.num_stages,
         "enable_fp_fusion": True,  # said, because the default changes between versions
     }
+    tensors = rotary_tensors(rotary, shape.key_dim)
     if config.pdl:
         options["launch_pdl"] = True
     return KernelCall(
@@ -65,6 +71,7 @@ def decode_call(
             "query": query,
             "key": key,
             "value": value,
+            **tensors,
             "out": out,
             "sinks": sinks,
             "key_cache": kv_cache.key,
@@ -110,6 +117,7 @@ def decode_call(
             "CARRY_PAGES": config.carry_pages,
             "PRECISION": "ieee" if shape.dtype == torch.float32 else "tf32",
             "PDL": config.pdl,
+            **rotary_constants(rotary),
         },
         options=options,
     )
@@ -123,6 +131,14 @@ def decode_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     query,  # [num_reqs, NUM_Q_HEADS, KEY_DIM]
     key,  # [num_reqs, num_kv_heads, KEY_DIM]
     value,  # [num_reqs, num_kv_heads, VALUE_DIM]
+    cos,  # [num_reqs, ROTARY_DIM] or None
+    sin,  # the same
+    q_norm_weight,  # [KEY_DIM] or None
+    k_norm_weight,  # [KEY_DIM] or None
+    norm_eps,
+    norm_offset,
+    cos_stride,
+    sin_stride,
     out,  # [num_reqs, NUM_Q_HEADS, VALUE_DIM], written
     sinks,  # [NUM_Q_HEADS] or None
     key_cache,  # [num_blocks, BLOCK_SIZE, num_kv_heads, KEY_DIM], written at the new slots
@@ -168,6 +184,8 @@ def decode_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     CARRY_PAGES: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,  # numbers of a head that are rotated; 0: query and key come as they are used
+    HAS_NORM: tl.constexpr,  # of query and key, before they are rotated
 ):
     """Grid: (head blocks, num_reqs, num_splits). KV heads are next to each other in the cache and in the grid."""
     HEAD_BLOCKS: tl.constexpr = (GROUP + BLOCK_M - 1) // BLOCK_M  # of one KV head
@@ -189,12 +207,25 @@ def decode_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     # Nothing here depends on the length: these loads and the length's own are in flight together.
     seq_len = tl.load(seq_lens + request)
     slot = tl.load(slot_mapping + request)
-    q = tl.load(
-        query + request * query_token_stride + q_head[:, None] * query_head_stride + key_at[None, :],
-        mask=is_row[:, None] & is_key[None, :],
-        other=0.0,
-    )
-    new_key = tl.load(key + request * key_token_stride + kv_head * key_head_stride + key_at, mask=is_key, other=0.0)
+    query_heads = query + request * query_token_stride + q_head * query_head_stride
+    key_head = key + request * key_token_stride + kv_head * key_head_stride
+    if ROTARY_DIM > 0:
+        token_cos = cos + request * cos_stride
+        token_sin = sin + request * sin_stride
+        q = load_rotated(
+            query_heads[:, None], is_row[:, None], token_cos, token_sin, q_norm_weight, norm_eps, norm_offset,
+            KEY_DIM, KEY_BLOCK, ROTARY_DIM, HAS_NORM,
+        ).to(query.dtype.element_ty)  # fmt: skip
+        one_row = tl.zeros([1, 1], tl.int32)
+        new_key = load_rotated(
+            key_head + one_row, one_row == 0, token_cos, token_sin, k_norm_weight, norm_eps, norm_offset,
+            KEY_DIM, KEY_BLOCK, ROTARY_DIM, HAS_NORM,
+        )  # fmt: skip
+        # Rounded as it will be read from the cache, so that now and later it is the same key.
+        new_key = tl.reshape(new_key, [KEY_BLOCK]).to(key_cache.dtype.element_ty)
+    else:
+        q = tl.load(query_heads[:, None] + key_at[None, :], mask=is_row[:, None] & is_key[None, :], other=0.0)
+        new_key = tl.load(key_head + key_at, mask=is_key, other=0.0)
     new_value = tl.load(
         value + request * value_token_stride + kv_head * value_head_stride + value_at, mask=is_value, other=0.0
     )

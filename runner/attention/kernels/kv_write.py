@@ -1,4 +1,6 @@
-"""Writing a step's keys and values into the paged cache."""
+"""Writing a step's keys and values into the paged cache; query and key normed and rotated first, if they come as they
+were projected: queries in place, keys on their way to the cache.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +10,29 @@ import torch
 import triton
 import triton.language as tl
 
+from piecegraph.runner.attention.kernels.head_shape import HeadShape
 from piecegraph.runner.attention.kernels.launch import Grid, KernelCall
+from piecegraph.runner.attention.kernels.rotate import load_rotated, rotary_constants, rotary_tensors
+from piecegraph.runner.attention.rotary import Rotary
 from piecegraph.runner.kv_cache import KVCache
 
 BLOCK_TOKENS = 32
 """Tokens a program writes, of one KV head."""
 
+ROTATED_NUMBERS = 2048
+"""Of a tile that is rotated: a program holds it several times over, as float32."""
 
-def kv_write_grid(num_kv_heads: int, num_rows: int) -> Grid:
-    return num_kv_heads, -(-num_rows // BLOCK_TOKENS), 1
+
+def kv_write_grid(shape: HeadShape, num_rows: int, rotary: Rotary | None) -> Grid:
+    if rotary is None:
+        return shape.num_kv_heads, -(-num_rows // BLOCK_TOKENS), 1
+    return shape.num_kv_heads + shape.num_q_heads, -(-num_rows // _block_tokens(shape.key_dim, rotary)), 1
+
+
+def _block_tokens(key_dim: int, rotary: Rotary | None) -> int:
+    if rotary is None:
+        return BLOCK_TOKENS
+    return min(BLOCK_TOKENS, max(1, ROTATED_NUMBERS // triton.next_power_of_2(key_dim)))
 
 
 def kv_write_call(
@@ -27,19 +43,27 @@ def kv_write_call(
     slot_mapping: torch.Tensor,  # [num_tokens] int64
     first_row: int,
     num_tokens: int,
+    query: torch.Tensor,  # [num_tokens, num_q_heads, key_dim], rotated in place
+    rotary: Rotary | None = None,
 ) -> KernelCall:
-    """Writes `kv_cache` at the slots of rows `first_row:num_tokens`; a negative slot is skipped."""
-    num_kv_heads, key_dim = key.shape[1:]
-    value_dim = value.shape[2]
+    """Writes `kv_cache` at the slots of rows `first_row:num_tokens`; a negative slot is skipped. Without `rotary`,
+    `query` is not touched."""
+    key_dim, value_dim = key.shape[2], value.shape[2]
     assert key.stride(2) == value.stride(2) == kv_cache.key.stride(3) == kv_cache.value.stride(3) == 1
+    shape, tensors = HeadShape.of(query, value), rotary_tensors(rotary, key_dim)
+    assert query.stride(2) == 1
     arguments: dict[str, Any] = {
+        "query": query,
         "key": key,
         "value": value,
+        **tensors,
         "key_cache": kv_cache.key,
         "value_cache": kv_cache.value,
         "slot_mapping": slot_mapping,
         "first_row": first_row,
         "num_tokens": num_tokens,
+        "query_token_stride": query.stride(0),
+        "query_head_stride": query.stride(1),
         "key_token_stride": key.stride(0),
         "key_head_stride": key.stride(1),
         "value_token_stride": value.stride(0),
@@ -50,16 +74,18 @@ def kv_write_call(
         "VALUE_BLOCK_STRIDE": kv_cache.value.stride(0),
         "VALUE_TOKEN_STRIDE": kv_cache.value.stride(1),
         "VALUE_HEAD_STRIDE": kv_cache.value.stride(2),
+        "NUM_KV_HEADS": shape.num_kv_heads,
         "KEY_DIM": key_dim,
         "VALUE_DIM": value_dim,
         "KEY_BLOCK": triton.next_power_of_2(key_dim),
         "VALUE_BLOCK": triton.next_power_of_2(value_dim),
         "BLOCK_SIZE": kv_cache.key.shape[1],
-        "BLOCK_TOKENS": BLOCK_TOKENS,
+        "BLOCK_TOKENS": _block_tokens(key_dim, rotary),
+        **rotary_constants(rotary),
     }
     return KernelCall(
         kernel=kv_write_kernel,
-        grid=kv_write_grid(num_kv_heads, num_tokens - first_row),
+        grid=kv_write_grid(shape, num_tokens - first_row, rotary),
         arguments=arguments,
         options={"num_warps": 4, "enable_fp_fusion": True},
     )
@@ -70,13 +96,24 @@ def kv_write_call(
     do_not_specialize_on_alignment=["slot_mapping"],
 )
 def kv_write_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
-    key,  # [num_tokens, num_kv_heads, KEY_DIM]
-    value,  # [num_tokens, num_kv_heads, VALUE_DIM]
-    key_cache,  # [num_blocks, BLOCK_SIZE, num_kv_heads, KEY_DIM], written
-    value_cache,  # [num_blocks, BLOCK_SIZE, num_kv_heads, VALUE_DIM], written
+    query,  # [num_tokens, num_q_heads, KEY_DIM], written if ROTARY_DIM > 0
+    key,  # [num_tokens, NUM_KV_HEADS, KEY_DIM]
+    value,  # [num_tokens, NUM_KV_HEADS, VALUE_DIM]
+    cos,  # [num_tokens, ROTARY_DIM] or None
+    sin,  # the same
+    q_norm_weight,  # [KEY_DIM] or None
+    k_norm_weight,  # [KEY_DIM] or None
+    norm_eps,
+    norm_offset,
+    cos_stride,
+    sin_stride,
+    key_cache,  # [num_blocks, BLOCK_SIZE, NUM_KV_HEADS, KEY_DIM], written
+    value_cache,  # [num_blocks, BLOCK_SIZE, NUM_KV_HEADS, VALUE_DIM], written
     slot_mapping,  # [num_tokens] int64
     first_row,
     num_tokens,
+    query_token_stride,
+    query_head_stride,
     key_token_stride,
     key_head_stride,
     value_token_stride,
@@ -87,26 +124,51 @@ def kv_write_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     VALUE_BLOCK_STRIDE: tl.constexpr,
     VALUE_TOKEN_STRIDE: tl.constexpr,
     VALUE_HEAD_STRIDE: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     KEY_BLOCK: tl.constexpr,  # KEY_DIM, padded to a power of two
     VALUE_BLOCK: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,  # numbers of a head that are rotated; 0: query and key come as they are used
+    HAS_NORM: tl.constexpr,  # of query and key, before they are rotated
 ):
-    """Grid: (num_kv_heads, token blocks). KV heads of a token are next to each other, in and out."""
+    """Grid: (NUM_KV_HEADS, token blocks); KV heads of a token are next to each other, in and out. If anything is
+    rotated, query heads follow the KV heads."""
     head = tl.program_id(0)
     rows = first_row + tl.program_id(1) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
-    slots = tl.load(slot_mapping + rows, mask=rows < num_tokens, other=-1)
+    is_row = rows < num_tokens
+    slots = tl.load(slot_mapping + rows, mask=is_row, other=-1)
     rows = rows.to(tl.int64)
+    at = tl.arange(0, KEY_BLOCK)[None, :]
+    if ROTARY_DIM > 0:
+        table_rows = tl.minimum(rows, num_tokens - 1)[:, None]
+        row_cos = cos + table_rows * cos_stride
+        row_sin = sin + table_rows * sin_stride
+        if head >= NUM_KV_HEADS:
+            heads = query + (head - NUM_KV_HEADS) * query_head_stride + rows[:, None] * query_token_stride
+            rotated = load_rotated(
+                heads, is_row[:, None], row_cos, row_sin, q_norm_weight, norm_eps, norm_offset,
+                KEY_DIM, KEY_BLOCK, ROTARY_DIM, HAS_NORM,
+            )  # fmt: skip
+            tl.debug_barrier()  # all threads have loaded what others overwrite
+            tl.store(heads + at, rotated.to(query.dtype.element_ty), mask=is_row[:, None] & (at < KEY_DIM))
+            return
     is_real = (slots >= 0)[:, None]
     blocks = slots // BLOCK_SIZE
     tokens = slots % BLOCK_SIZE
-    at = tl.arange(0, KEY_BLOCK)[None, :]
     mask = is_real & (at < KEY_DIM)
-    source = key + head * key_head_stride + rows[:, None] * key_token_stride + at
+    heads = key + head * key_head_stride + rows[:, None] * key_token_stride
+    if ROTARY_DIM > 0:
+        new_keys = load_rotated(
+            heads, is_real, row_cos, row_sin, k_norm_weight, norm_eps, norm_offset,
+            KEY_DIM, KEY_BLOCK, ROTARY_DIM, HAS_NORM,
+        ).to(key_cache.dtype.element_ty)  # fmt: skip
+    else:
+        new_keys = tl.load(heads + at, mask=mask)
     to = key_cache + head * KEY_HEAD_STRIDE + (blocks * KEY_BLOCK_STRIDE + tokens * KEY_TOKEN_STRIDE)[:, None] + at
-    tl.store(to, tl.load(source, mask=mask), mask=mask)
+    tl.store(to, new_keys, mask=mask)
     at = tl.arange(0, VALUE_BLOCK)[None, :]
     mask = is_real & (at < VALUE_DIM)
     source = value + head * value_head_stride + rows[:, None] * value_token_stride + at

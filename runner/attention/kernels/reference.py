@@ -8,7 +8,42 @@ from __future__ import annotations
 
 import torch
 
+from piecegraph.runner.attention.rotary import Rotary
 from piecegraph.runner.kv_cache import KVCache
+
+
+def rotated(
+    query: torch.Tensor,  # [num_tokens, num_q_heads, key_dim]
+    key: torch.Tensor,  # [num_tokens, num_kv_heads, key_dim]
+    rotary: Rotary,
+    rows: slice = slice(None),  # of the tables: those that `query` and `key` are of
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Query and key normed and rotated, as new tensors of their dtypes."""
+    cos, sin = rotary.cos[rows], rotary.sin[rows]
+    return (
+        _rotated(query, cos, sin, rotary.q_norm_weight, rotary.norm_eps, rotary.norm_offset),
+        _rotated(key, cos, sin, rotary.k_norm_weight, rotary.norm_eps, rotary.norm_offset),
+    )
+
+
+def _rotated(
+    x: torch.Tensor,  # [num_tokens, num_heads, dim]
+    cos: torch.Tensor,  # [num_tokens, rotary_dim]
+    sin: torch.Tensor,
+    weight: torch.Tensor | None,  # [dim]
+    eps: float | None,
+    offset: float,
+) -> torch.Tensor:
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    if eps is not None:
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        if weight is not None:
+            wide = wide * (weight.to(wide.dtype) + offset)
+    turned, kept = wide[..., : cos.shape[1]], wide[..., cos.shape[1] :]
+    first, second = turned.chunk(2, dim=-1)
+    cos, sin = cos.to(wide.dtype).unsqueeze(1), sin.to(wide.dtype).unsqueeze(1)
+    turned = turned * cos + torch.cat([-second, first], dim=-1) * sin
+    return torch.cat([turned, kept], dim=-1).to(x.dtype)
 
 
 def write_kv(key: torch.Tensor, value: torch.Tensor, *, kv_cache: KVCache, slot_mapping: torch.Tensor) -> None:

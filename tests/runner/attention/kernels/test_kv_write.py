@@ -24,7 +24,12 @@ def check(*, first_row: int = 0, num_tokens: int = 37, block_size: int = 4, dtyp
     slots[::5] = -1
     caches = [KVCache(torch.zeros(12, block_size, 2, 24), torch.zeros(12, block_size, 2, 16)) for _ in range(2)]
     written, expected = (KVCache(cache.key.to(dtype), cache.value.to(dtype)) for cache in caches)
-    kv_write_call(key, value, kv_cache=written, slot_mapping=slots, first_row=first_row, num_tokens=num_tokens).launch()
+    query = torch.randn(37, 4, 24, generator=random).to(dtype)
+    untouched = query.clone()
+    kv_write_call(
+        key, value, kv_cache=written, slot_mapping=slots, first_row=first_row, num_tokens=num_tokens, query=query
+    ).launch()
+    assert torch.equal(query, untouched)
     rows = slice(first_row, num_tokens)
     write_kv(key[rows], value[rows], kv_cache=expected, slot_mapping=slots[rows])
     assert expected.key.any()

@@ -1,0 +1,78 @@
+"""Norm and rotary embedding of heads as a kernel loads them (`Rotary` says what is computed)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from piecegraph.runner.attention.rotary import Rotary
+
+
+def rotary_tensors(rotary: Rotary | None, key_dim: int) -> dict[str, Any]:
+    """The arguments of a kernel that say how heads of `key_dim` are normed and rotated, constants apart."""
+    if rotary is None:
+        names = ("cos", "sin", "q_norm_weight", "k_norm_weight")
+        return {**dict.fromkeys(names), "norm_eps": 0.0, "norm_offset": 0.0, "cos_stride": 0, "sin_stride": 0}
+    assert 0 < rotary.dim <= key_dim and rotary.dim % 2 == 0, (rotary.dim, key_dim)
+    assert rotary.sin.shape[1] == rotary.dim and rotary.cos.stride(1) == rotary.sin.stride(1) == 1
+    for weight in (rotary.q_norm_weight, rotary.k_norm_weight):
+        assert weight is None or (weight.shape == (key_dim,) and weight.stride(0) == 1), weight.shape
+    return {
+        "cos": rotary.cos,
+        "sin": rotary.sin,
+        "q_norm_weight": rotary.q_norm_weight,
+        "k_norm_weight": rotary.k_norm_weight,
+        "norm_eps": float(rotary.norm_eps or 0.0),
+        "norm_offset": float(rotary.norm_offset),
+        "cos_stride": rotary.cos.stride(0),
+        "sin_stride": rotary.sin.stride(0),
+    }
+
+
+def rotary_constants(rotary: Rotary | None) -> dict[str, Any]:
+    """Those that a kernel is compiled for; a `ROTARY_DIM` of 0 is none of it."""
+    return {
+        "ROTARY_DIM": 0 if rotary is None else rotary.dim,
+        "HAS_NORM": rotary is not None and rotary.norm_eps is not None,
+    }
+
+
+@triton.jit
+def load_rotated(  # type: ignore[no-untyped-def]  # compiled by Triton
+    heads,  # [ROWS, 1] pointers to the first number of a head
+    is_head,  # [ROWS, 1]; the others are not read, and are 0
+    cos,  # pointers to the first number of a token's table: [ROWS, 1], or one for all rows; all may be read
+    sin,
+    weight,  # [DIM] or None
+    eps,
+    offset,
+    DIM: tl.constexpr,
+    BLOCK: tl.constexpr,  # DIM, padded to a power of two
+    ROTARY_DIM: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+):
+    """Heads `[ROWS, BLOCK]` float32, normed and rotated. What a number is rotated with is loaded as well: it is in
+    L1 by then, and to swap halves between threads would take a trip through shared memory."""
+    HALF: tl.constexpr = ROTARY_DIM // 2
+    number = tl.arange(0, BLOCK)
+    partner = tl.where(number < HALF, number + HALF, number - HALF)
+    if HALF % 8 == 0:  # Triton does not see that these are eight in a row, and would load them one by one
+        partner = tl.max_contiguous(tl.multiple_of(partner, 8), 8)
+    at = number[None, :]
+    partner_at = partner[None, :]
+    is_rotary = at < ROTARY_DIM
+    x = tl.load(heads + at, mask=is_head & (at < DIM), other=0.0).to(tl.float32)
+    other = tl.load(heads + partner_at, mask=is_head & is_rotary, other=0.0).to(tl.float32)
+    if HAS_NORM:
+        shrink = tl.rsqrt(tl.sum(x * x, axis=1) / DIM + eps)[:, None]
+        x = x * shrink
+        other = other * shrink
+        if weight is not None:
+            x = x * (tl.load(weight + at, mask=at < DIM, other=0.0).to(tl.float32) + offset)
+            other = other * (tl.load(weight + partner_at, mask=is_rotary, other=0.0).to(tl.float32) + offset)
+    c = tl.load(cos + at, mask=is_rotary, other=1.0).to(tl.float32)
+    s = tl.load(sin + at, mask=is_rotary, other=0.0).to(tl.float32)
+    return x * c + other * tl.where(at < HALF, -s, s)
