@@ -1,105 +1,120 @@
-"""Run passes over the traced graph, and bind the tensors that come of it."""
+"""Run passes: those of the traced graph, in order, then those of pieces. What became of each is a row."""
 
 from __future__ import annotations
 
-import time
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-import torch
 from torch import fx
 
-from piecegraph.compiler import torch_compat
+from piecegraph.compiler import dump
+from piecegraph.compiler.expectations import check_expected_matches
+from piecegraph.compiler.graph_snapshot import graph_text
+from piecegraph.compiler.normalize import IsSplitOp
+from piecegraph.compiler.pass_contexts import FixedInputs, GraphContext, TracedContext
 from piecegraph.compiler.report import PassRow
-from piecegraph.compiler.split_ops import split_op_matcher
-from piecegraph.compiler.trace import BoundInput, GraphInput, Traced
+from piecegraph.compiler.run_pass import PassOutcome, run_pass
+from piecegraph.compiler.split import Piece
+from piecegraph.compiler.trace import Traced
 from piecegraph.config import CompileConfig
+from piecegraph.errors import PassFailed
 from piecegraph.passes.graph_pass import GraphPass, Place
-from piecegraph.passes.torch_ir import value_of
+
+logger = logging.getLogger(__name__)
 
 
 def apply_passes(
-    traced: Traced, passes: Sequence[GraphPass], config: CompileConfig
+    traced: Traced, passes: Sequence[GraphPass], is_split_op: IsSplitOp, config: CompileConfig
 ) -> tuple[Traced, tuple[PassRow, ...]]:
     """`traced` with those of `passes` applied that work on it, its graph rewritten in place, and a row for each.
 
     Mutates the module: weights that were concatenated become views of the whole, so memory does not
-    grow and `state_dict` is what it was.
+    grow and `state_dict` is what it was. Raises `PassFailed` (if `config.strict`) and `PassExpectation`,
+    both before it touches the module.
     """
-    graph = traced.graph_module.graph
-    context = TracedContext(graph, traced.inputs, config.split_ops)
+    context = TracedContext(traced.graph_module.graph, traced.inputs, is_split_op)
+    rows = apply_to_graph(traced.graph_module, passes, context, config)
+    return replace(traced, inputs=context.bound_inputs()), rows
+
+
+def apply_to_graph(
+    graph_module: fx.GraphModule, passes: Sequence[GraphPass], context: GraphContext, config: CompileConfig
+) -> tuple[PassRow, ...]:
+    """Those of `passes` that work on a traced graph, in order: a row each. Raises as `apply_passes`."""
     rows = []
-    for each in passes:
+    for number, each in enumerate(passes):
         if each.place is not Place.TRACED:
             continue
-        start = time.perf_counter()
-        before = len(graph.nodes)
-        result = each.apply(graph, context)
-        if result.matches:
-            torch_compat.refresh_examples(graph, [node for node in graph.nodes if "example_value" not in node.meta])
-            graph.lint()
-        rows.append(
-            PassRow(
-                name=each.name,
-                matches=result.matches,
-                misses=result.misses,
-                nodes_removed=before - len(graph.nodes),
-                seconds=time.perf_counter() - start,
-            )
-        )
-    traced.graph_module.recompile()
-    return replace(traced, inputs=context.bound_inputs()), tuple(rows)
+        outcome = run_pass(each, graph_module.graph, context)
+        _show(f"{number:02d}-{each.name}", outcome, graph_module.graph, config)
+        row = pass_row(each, {"": outcome})
+        report_failure(row, passes[:number], config, outcome.cause)
+        rows.append(row)
+    check_expected_matches(config.expect, rows)
+    graph_module.recompile()
+    return tuple(rows)
 
 
-class TracedContext:
-    """What passes may ask of a traced graph (`PassContext`). Tensors are touched by `bound_inputs` only."""
-
-    def __init__(self, graph: fx.Graph, inputs: Sequence[GraphInput], split_ops: Sequence[str]) -> None:
-        self._graph = graph
-        self.is_split_op = split_op_matcher(graph, split_ops)
-        placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-        self._inputs: dict[str, GraphInput] = {
-            node.name: bound for node, bound in zip(placeholders, inputs, strict=True)
-        }
-        self._members: dict[str, tuple[str, ...]] = {}  # of placeholders that take the place of several
-
-    def is_weight(self, node: fx.Node) -> bool:
-        bound = self._inputs.get(node.name) if node.op == "placeholder" else None
-        return isinstance(bound, BoundInput) and bound.kind == "parameter" and _is_alone(bound.tensor)
-
-    def concatenated(self, weights: Sequence[fx.Node]) -> fx.Node:
-        assert len(weights) > 1 and all(map(self.is_weight, weights)), weights
-        with self._graph.inserting_before(weights[0]):
-            whole = self._graph.placeholder("merged_" + weights[0].name)
-        parts = [value_of(weight) for weight in weights]
-        whole.meta["example_value"] = parts[0].new_empty((sum(part.shape[0] for part in parts), *parts[0].shape[1:]))
-        self._members[whole.name] = tuple(weight.name for weight in weights)
-        return whole
-
-    def bound_inputs(self) -> tuple[GraphInput, ...]:
-        """What each placeholder of the graph is now. Stores tensors together that were concatenated."""
-        return tuple(
-            self._inputs[node.name]
-            if node.name in self._inputs
-            else _store_together(self._members[node.name], self._inputs)
-            for node in self._graph.nodes
-            if node.op == "placeholder"
-        )
+def apply_to_pieces(pieces: Sequence[Piece], passes: Sequence[GraphPass], config: CompileConfig) -> tuple[PassRow, ...]:
+    """Those of `passes` that work on pieces, each over all pieces, in place: a row each. Raises as `apply_passes`."""
+    rows = []
+    for number, each in enumerate(passes):
+        if each.place is not Place.PIECE:
+            continue
+        outcomes = {}
+        for piece in pieces:
+            outcome = outcomes[f"piece {piece.index}"] = run_pass(each, piece.graph_module.graph, FixedInputs())
+            _show(f"{number:02d}-{each.name}.piece-{piece.index}", outcome, piece.graph_module.graph, config)
+        row = pass_row(each, outcomes)
+        cause = next((outcome.cause for outcome in outcomes.values() if outcome.cause is not None), None)
+        report_failure(row, passes[:number], config, cause)
+        rows.append(row)
+    check_expected_matches(config.expect, rows)
+    for piece in pieces if rows else ():
+        piece.graph_module.recompile()
+    return tuple(rows)
 
 
-def _store_together(names: Sequence[str], inputs: Mapping[str, GraphInput]) -> BoundInput:
-    """One tensor that holds all members; each member becomes a view of its part."""
-    bound = [member for member in map(inputs.__getitem__, names) if isinstance(member, BoundInput)]
-    assert len(bound) == len(names), names
-    together = torch.cat([member.tensor.detach() for member in bound])
-    start = 0
-    for member in bound:
-        end = start + member.tensor.shape[0]
-        member.tensor.data = together[start:end]
-        start = end
-    return BoundInput(name="+".join(member.name for member in bound), kind="merged", tensor=together)
+def pass_row(graph_pass: GraphPass, outcomes: Mapping[str, PassOutcome]) -> PassRow:
+    """What became of a pass wherever it ran; `outcomes` by where that was, "" for the whole graph."""
+    errors = [
+        f"{where}: {outcome.error}" if where else outcome.error for where, outcome in outcomes.items() if outcome.error
+    ]
+    more = f" (and on {len(errors) - 1} pieces more)" if len(errors) > 1 else ""
+    return PassRow(
+        name=graph_pass.name,
+        place=graph_pass.place.value,
+        matches=sum(outcome.matches for outcome in outcomes.values()),
+        misses=tuple(
+            replace(miss, node=f"{where}: {miss.node}") if where else miss
+            for where, outcome in outcomes.items()
+            for miss in outcome.misses
+        ),
+        nodes_removed=sum(outcome.nodes_removed for outcome in outcomes.values()),
+        seconds=sum(outcome.seconds for outcome in outcomes.values()),
+        error=errors[0] + more if errors else "",
+    )
 
 
-def _is_alone(tensor: torch.Tensor) -> bool:
-    """It has its memory to itself, so giving it other memory takes nothing from anybody."""
-    return tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+def report_failure(
+    row: PassRow, ran_before: Sequence[GraphPass], config: CompileConfig, cause: Exception | None = None
+) -> None:
+    """Log a pass that was undone, or raise `PassFailed` if `config.strict`."""
+    if not row.error:
+        return
+    before = ", ".join(each.name for each in ran_before) or "none"
+    found = f"pass {row.name!r} failed: {row.error}; passes before it: {before}"
+    if config.strict:
+        raise PassFailed(f"{found}. Mend it, leave it out of passes, or run without it (strict=False).") from cause
+    logger.warning("%s. It was undone there, and the model runs without it (strict=True makes this an error).", found)
+
+
+def _show(name: str, outcome: PassOutcome, graph: fx.Graph, config: CompileConfig) -> None:
+    """The graph before and after a pass that matched, to whoever looks."""
+    before = outcome.before
+    if before is None:
+        return
+    if config.dump_dir is not None:
+        dump.write_pass(config.dump_dir, name, before.text(), graph_text(graph))
+    dump.emit_pass(name, before.text, lambda: graph_text(graph))

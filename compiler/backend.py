@@ -16,13 +16,18 @@ import torch
 from torch import fx
 
 from piecegraph.compiler import torch_compat
+from piecegraph.compiler.apply_passes import apply_to_graph
 from piecegraph.compiler.build import Built, NamedInputs, build, piece_compiler
+from piecegraph.compiler.expectations import check_expected_run
 from piecegraph.compiler.guards import GuardAudit
 from piecegraph.compiler.normalize import symbol_of
+from piecegraph.compiler.pass_contexts import FixedInputs
 from piecegraph.compiler.plan import Plan, SplitCall
 from piecegraph.compiler.report import CompileReport
+from piecegraph.compiler.split_ops import split_op_matcher
 from piecegraph.config import CompileConfig
 from piecegraph.errors import CompileError, UsageError
+from piecegraph.passes.pipeline import pipeline
 from piecegraph.passes.torch_ir import value_of
 
 _GUARDS_KEPT = GuardAudit(
@@ -111,6 +116,13 @@ class GraphModel:
         return _GUARDS_KEPT
 
 
+def _device_type(placeholders: Sequence[fx.Node]) -> str:
+    """Where the graph's tensors are: those on the CPU may be sizes and tables of a model that is elsewhere."""
+    values = map(value_of, placeholders)
+    types = {value.device.type for value in values if isinstance(value, torch.Tensor)}
+    return next((kind for kind in sorted(types) if kind != "cpu"), "cpu")
+
+
 _models_in_order: list[weakref.ref[GraphModel]] = []
 _models_lock = threading.Lock()
 
@@ -141,7 +153,21 @@ def compile_backend(
     compiler = piece_compiler(config)
     try:
         with torch.no_grad():
-            built = build(gm, inputs, config, compiler, trace_seconds=0.0, on_phase=lambda phase: None)
+            is_split_op = split_op_matcher(gm.graph, config.split_ops)
+            passes = pipeline(config.passes, _device_type(placeholders))
+            check_expected_run(config.expect, (each.name for each in passes))
+            rows = apply_to_graph(gm, passes, FixedInputs(is_split_op), config)
+            built = build(
+                gm,
+                inputs,
+                config,
+                compiler,
+                passes,
+                rows,
+                is_split_op=is_split_op,
+                trace_seconds=0.0,
+                on_phase=lambda phase: None,
+            )
     finally:
         compiler.close()
     model = GraphModel(built, _Origin(torch_compat.code_being_traced(), example_inputs), sizes)

@@ -6,6 +6,7 @@ import keyword
 import operator
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,20 +15,23 @@ import torch
 from torch import fx
 
 from piecegraph.compiler import dump
+from piecegraph.compiler.apply_passes import apply_to_pieces
 from piecegraph.compiler.compile_static import compile_static
 from piecegraph.compiler.eager import EagerPieceCompiler
 from piecegraph.compiler.forwards import Forwards
-from piecegraph.compiler.normalize import normalize
+from piecegraph.compiler.normalize import IsSplitOp, normalize
 from piecegraph.compiler.piece import UniquePiece, unique_pieces
 from piecegraph.compiler.piece_compiler import PieceCompiler
 from piecegraph.compiler.plan import CallStep, PieceStep, Plan, Slot, SplitCall, Step, TensorSpec
 from piecegraph.compiler.report import CompileReport, PassRow, PieceRow, UniquePieceRow
+from piecegraph.compiler.run_pass import MADE_BY
 from piecegraph.compiler.split import Call, Piece, attribute_of, split
-from piecegraph.compiler.split_ops import op_name, split_op_matcher
+from piecegraph.compiler.split_ops import op_name
 from piecegraph.compiler.static_piece import static_pieces, symbols_by_unique
 from piecegraph.compiler.stitch import generate_source
 from piecegraph.compiler.tune import tuning_inputs
 from piecegraph.config import CompileConfig
+from piecegraph.passes.graph_pass import GraphPass
 from piecegraph.passes.torch_ir import value_of
 from piecegraph.progress import OnPhase, Phase
 
@@ -77,23 +81,26 @@ def build(
     inputs: NamedInputs,
     config: CompileConfig,
     compiler: PieceCompiler,
+    passes: Sequence[GraphPass],
+    rows: Sequence[PassRow],
     *,
+    is_split_op: IsSplitOp,
     trace_seconds: float,
     on_phase: OnPhase,
     before_compile: BeforeCompile | None = None,
-    passes: tuple[PassRow, ...] = (),
 ) -> Built:
-    """Compile a traced graph, which is normalized in place.
+    """Compile a traced graph, which is normalized in place. Of `passes`, those of the traced graph have run and
+    are told of in `rows`; the others run here.
 
-    Raises what `split_op_matcher`, `split` and the piece compiler raise, and whatever `before_compile`
-    raises for the split calls it is shown.
+    Raises what `split`, passes and the piece compiler raise, and whatever `before_compile` raises for the split
+    calls it is shown.
     """
     start = time.perf_counter()
     on_phase(Phase(name="split"))
-    is_split_op = split_op_matcher(graph_module.graph, config.split_ops)
     constants, assertions = normalize(graph_module, is_split_op, frozenset(inputs.size_symbols))
     parts = split(graph_module, is_split_op)
     pieces = [part for part in parts if isinstance(part, Piece)]
+    rows = [*rows, *apply_to_pieces(pieces, passes, config)]
     unique = unique_pieces(pieces)
     calls = _split_calls(parts)
     split_seconds = time.perf_counter() - start
@@ -146,7 +153,7 @@ def build(
         stitch_seconds=stitch_seconds,
         static_compile_seconds=static.seconds,
         static_tune_seconds=sum(row.tune_seconds for row in static.rows),
-        passes=passes,
+        passes=tuple(row for each in passes for row in rows if row.name == each.name),
         pieces=tuple(
             PieceRow(index=step.index, unique=step.unique, num_inputs=len(step.inputs), num_outputs=len(step.outputs))
             for step in plan.piece_steps
@@ -160,6 +167,7 @@ def build(
                 kernels=done.kernels,
                 compile_seconds=done.seconds,
                 note=done.note,
+                passes=_made_by_passes(piece),
             )
             for piece, done in zip(unique, compiled, strict=True)
         ),
@@ -175,6 +183,12 @@ def build(
         size_assertions=assertions,
         report=report,
     )
+
+
+def _made_by_passes(piece: UniquePiece) -> dict[str, int]:
+    """Operations in the piece by the pass that made them; items of a tuple do not count."""
+    nodes = [node for node in piece.graph_module.graph.nodes if node.target is not operator.getitem]
+    return dict(Counter(node.meta[MADE_BY] for node in nodes if MADE_BY in node.meta))
 
 
 def _split_calls(parts: Sequence[Piece | Call]) -> tuple[SplitCall, ...]:

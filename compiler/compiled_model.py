@@ -12,11 +12,13 @@ from piecegraph.compiler.apply_passes import apply_passes
 from piecegraph.compiler.build import BeforeCompile, Built, NamedInputs, build, piece_compiler
 from piecegraph.compiler.call_spec import CallSpec, ResultSpec
 from piecegraph.compiler.dynamic_dims import DynamicDims
+from piecegraph.compiler.expectations import check_expected_run
 from piecegraph.compiler.guards import GuardAudit
 from piecegraph.compiler.piece import UniquePiece
 from piecegraph.compiler.piece_compiler import RunPiece
 from piecegraph.compiler.plan import Plan, SplitCall
 from piecegraph.compiler.report import CompileReport
+from piecegraph.compiler.split_ops import split_op_matcher
 from piecegraph.compiler.stitch import Forward
 from piecegraph.compiler.trace import ArgumentInput, BoundInput, GraphInput, SizeInput, Traced, trace
 from piecegraph.config import CompileConfig
@@ -78,16 +80,21 @@ class CompiledModel:
             self._on_phase(Phase(name="trace", seconds=traced.seconds))
             weights = _Weights(self._module, traced)  # as they are in the module, before passes merge some
             device_type = _device_type(traced.inputs)
-            traced, passes = apply_passes(traced, pipeline(self._config.passes, device_type), self._config)
+            passes = pipeline(self._config.passes, device_type)
+            check_expected_run(self._config.expect, (each.name for each in passes))
+            is_split_op = split_op_matcher(traced.graph_module.graph, self._config.split_ops)
+            traced, rows = apply_passes(traced, passes, is_split_op, self._config)
             built = build(
                 traced.graph_module,
                 _named_inputs(traced),
                 self._config,
                 compiler,
+                passes,
+                rows,
+                is_split_op=is_split_op,
                 trace_seconds=traced.seconds,
                 on_phase=self._on_phase,
                 before_compile=self._before_compile,
-                passes=passes,
             )
         finally:
             compiler.close()

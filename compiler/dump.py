@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -11,6 +12,25 @@ from torch import fx
 from piecegraph.compiler import torch_compat
 from piecegraph.compiler.piece import UniquePiece
 from piecegraph.errors import ConfigError
+
+
+def write_pass(folder: str, name: str, before: str, after: str) -> None:
+    """Write `passes/<name>.before.txt`, `.after.txt` and `.diff`: a graph around a pass."""
+    directory = Path(folder) / "passes"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / f"{name}.before.txt").write_text(before)
+        (directory / f"{name}.after.txt").write_text(after)
+        (directory / f"{name}.diff").write_text(_diff(name, before, after))
+    except OSError as error:
+        raise _cannot_write(folder, error) from error
+
+
+def emit_pass(name: str, before: Callable[[], str], after: Callable[[], str]) -> None:
+    """A graph around a pass appears in torch's structured trace."""
+    torch_compat.emit_artifact(f"piecegraph_pass_{name}_before", before)
+    torch_compat.emit_artifact(f"piecegraph_pass_{name}_after", after)
+    torch_compat.emit_artifact(f"piecegraph_pass_{name}_diff", lambda: _diff(name, before(), after()))
 
 
 def write_graphs(folder: str, graph_module: fx.GraphModule, unique: Sequence[UniquePiece]) -> None:
@@ -23,7 +43,7 @@ def write_graphs(folder: str, graph_module: fx.GraphModule, unique: Sequence[Uni
             (directory / f"piece_{piece.index}.py").write_text(readable(piece.graph_module))
             (directory / f"piece_{piece.index}.canonical.txt").write_text(piece.text + "\n")
     except OSError as error:
-        raise ConfigError(f"dump_dir={folder!r} cannot be written: {error}. Name a folder you may write to.") from error
+        raise _cannot_write(folder, error) from error
 
 
 def write_source(folder: str, source: str) -> None:
@@ -46,3 +66,12 @@ def readable(graph_module: fx.GraphModule) -> str:
     """A graph as Python with shapes, dtypes and the model's own lines as comments."""
     text: str = graph_module.print_readable(print_output=False)
     return text
+
+
+def _diff(name: str, before: str, after: str) -> str:
+    old, new = (text.splitlines(keepends=True) for text in (before, after))
+    return "".join(difflib.unified_diff(old, new, f"{name}.before", f"{name}.after"))
+
+
+def _cannot_write(folder: str, error: OSError) -> ConfigError:
+    return ConfigError(f"dump_dir={folder!r} cannot be written: {error}. Name a folder you may write to.")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from piecegraph.passes.graph_pass import Miss
@@ -10,13 +11,16 @@ from piecegraph.passes.graph_pass import Miss
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassRow:
-    """One pass over the traced graph."""
+    """One pass, over the traced graph or over all pieces."""
 
     name: str
     matches: int
     misses: tuple[Miss, ...]
     nodes_removed: int
     seconds: float
+    place: str = "traced"  # a `Place`
+    error: str = ""  # why it was undone, wherever it was
+    note: str = ""  # what its count leaves out, and why
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +44,8 @@ class UniquePieceRow:
     kernels: int | None  # generated kernels (library calls such as matmuls come on top); None: not known
     compile_seconds: float
     note: str
+    passes: Mapping[str, int] = field(default_factory=dict)
+    """Operations in it that a pass made, by pass (items of a tuple do not count): one a match, as a rule."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +108,10 @@ class CompileReport:
                 f" {row.index:6d}  {row.key[:12]}  {row.shared_by:6d}  {row.num_nodes:5d}  {kernels:>7s}  "
                 f"{row.compile_seconds:7.2f}  {row.note}".rstrip()
             )
-        lines += [f" pass {row.name}: {row.matches} matches, {row.seconds:.2f} s" for row in self.passes]
+        for each in self.passes:
+            misses = f", {len(each.misses)} misses" if each.misses else ""
+            lines.append(f" pass {each.name}: {each.matches} matches{misses}, {each.seconds:.2f} s")
+            lines += [f"  {text}" for text in (each.error and f"undone: {each.error}", each.note) if text]
         for size in dict.fromkeys(row.size for row in self.static_pieces):
             rows = [row for row in self.static_pieces if row.size == size]
             seconds = sum(row.compile_seconds for row in rows), sum(row.tune_seconds for row in rows)

@@ -7,6 +7,7 @@ returns plain values, so that the rest of the compiler reads as if torch had a s
 from __future__ import annotations
 
 import contextlib
+import operator
 import os
 import sys
 import threading
@@ -289,35 +290,42 @@ def propagate_fakes(graph_module: fx.GraphModule, examples: Sequence[Any], fake_
         Propagate(graph_module).run(*examples)
 
 
-def refresh_examples(graph: fx.Graph, changed: Sequence[Node]) -> None:
-    """Compute the example values of `changed`, and of whatever reads them as long as values differ from
-    what they were (in strides, say)."""
-    stale = set(changed)
-    with enable_python_dispatcher(), torch.no_grad():
-        for node in graph.nodes:
-            if node not in stale:
-                continue
-            old = node.meta.get("example_value")
-            args = fx.map_arg(node.args, lambda used: used.meta["example_value"])
-            kwargs = fx.map_arg(node.kwargs, lambda used: used.meta["example_value"])
-            if node.op == "call_method":
-                new = getattr(args[0], str(node.target))(*args[1:], **kwargs)
-            elif node.op == "call_function":
-                new = node.target(*args, **kwargs)
-            else:
-                continue
-            node.meta["example_value"] = new
-            if not _same_layout(old, new):
-                stale.update(node.users)
+@contextlib.contextmanager
+def computing_on_fakes(values: Sequence[Any]) -> Iterator[None]:
+    """Inside this block torch computes on fake tensors like those among `values`, tensors made anew included."""
+    modes = (getattr(value, "fake_mode", None) for value in values)
+    mode = next((mode for mode in modes if mode is not None), None)
+    with mode or contextlib.nullcontext(), enable_python_dispatcher(), torch.no_grad():
+        yield
 
 
-def _same_layout(old: Any, new: Any) -> bool:
-    if isinstance(old, tuple | list) and isinstance(new, tuple | list) and len(old) == len(new):
-        return all(map(_same_layout, old, new))
-    if isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor):
-        before, after = ((t.shape, t.stride(), t.storage_offset()) for t in (old, new))
+def computed_value(node: Node, value_key: str) -> Any:
+    """What a call computes of the values its arguments have under `value_key`. Inside `computing_on_fakes`."""
+
+    def value_of(read: Node) -> Any:
+        if read.op == "get_attr" and value_key not in read.meta:
+            return operator.attrgetter(str(read.target))(read.graph.owning_module)
+        return read.meta[value_key]
+
+    args, kwargs = fx.map_arg(node.args, value_of), fx.map_arg(node.kwargs, value_of)
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    assert node.op == "call_function" and callable(node.target), node.op
+    return node.target(*args, **kwargs)
+
+
+def is_same_layout(one: Any, other: Any) -> bool:
+    """Values of a graph that a reader cannot tell apart: dtype, device, sizes, strides and offset."""
+    if isinstance(one, tuple | list) and isinstance(other, tuple | list):
+        return len(one) == len(other) and all(map(is_same_layout, one, other))
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        if one.dtype != other.dtype or one.device != other.device:
+            return False
+        before, after = ((t.shape, t.stride(), t.storage_offset()) for t in (one, other))
         return str(before) == str(after)
-    return old is None and new is None
+    if isinstance(one, torch.SymInt) and isinstance(other, torch.SymInt):
+        return str(one) == str(other)
+    return one is None and other is None
 
 
 def qualified_name(function: Any) -> str:

@@ -15,6 +15,8 @@ PiecegraphError
 │   ├── GraphBreak             the model is not one graph; names the line
 │   ├── SizeSpecialized        a dynamic dim became a constant; says by what
 │   ├── UnknownGuard           Dynamo guarded on something we cannot vouch for
+│   ├── PassFailed             a pass raised or broke the graph, under strict
+│   ├── PassExpectation        a pass matched more or less often than `expect` says
 │   ├── PieceCompileFailed     Inductor (or its C++ compiler) failed on a piece
 │   ├── InputMismatch          a call does not fit what was traced
 │   └── NotCompiled            asked for a report before anything was traced
@@ -90,6 +92,14 @@ class SizeSpecialized(CompileError):
 
 
 class UnknownGuard(CompileError):
+    pass
+
+
+class PassFailed(CompileError):
+    pass
+
+
+class PassExpectation(CompileError):
     pass
 
 

@@ -1,0 +1,110 @@
+"""What passes may ask of the graph they are given (`PassContext`), where the graph is ours to answer for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import fx
+
+from piecegraph.compiler.normalize import IsSplitOp
+from piecegraph.compiler.trace import BoundInput, GraphInput
+from piecegraph.passes.graph_pass import PassContext
+from piecegraph.passes.torch_ir import value_of
+
+
+class GraphContext(PassContext, Protocol):
+    """And what the compiler asks of it after a pass."""
+
+    def may_erase(self, name: str) -> bool:
+        """The placeholder of that name may go."""
+
+    def has_made(self, name: str) -> bool:
+        """The placeholder of that name was made for a pass."""
+
+
+class TracedContext:
+    """Of a traced graph whose placeholders are `inputs`. Tensors are touched by `bound_inputs` only."""
+
+    def __init__(self, graph: fx.Graph, inputs: Sequence[GraphInput], is_split_op: IsSplitOp) -> None:
+        self._graph = graph
+        self.is_split_op = is_split_op
+        self._inputs: dict[str, GraphInput] = {
+            node.name: bound for node, bound in zip(self._placeholders(), inputs, strict=True)
+        }
+        self._members: dict[str, tuple[str, ...]] = {}  # of placeholders that take the place of several
+
+    def is_weight(self, node: fx.Node) -> bool:
+        bound = self._inputs.get(node.name) if node.op == "placeholder" else None
+        return isinstance(bound, BoundInput) and bound.kind == "parameter" and _is_alone(bound.tensor)
+
+    def concatenated(self, weights: Sequence[fx.Node]) -> fx.Node:
+        if len(weights) < 2 or len(set(weights)) < len(weights) or not all(map(self.is_weight, weights)):
+            raise ValueError(f"only different weights can be concatenated, not {list(weights)}")
+        taken = {name for node in self._placeholders() for name in self._members.get(node.name, ())}
+        if not taken.isdisjoint(weight.name for weight in weights):
+            raise ValueError(f"one of {list(weights)} is part of another tensor already")
+        parts = [value_of(weight) for weight in weights]
+        if len({(part.dtype, part.device, part.shape[1:]) for part in parts}) > 1:
+            raise ValueError(f"{list(weights)} differ in dtype, device or a size other than the first")
+        with self._graph.inserting_before(weights[0]):
+            whole = self._graph.placeholder("merged_" + weights[0].name)
+        whole.meta["example_value"] = parts[0].new_empty((sum(part.shape[0] for part in parts), *parts[0].shape[1:]))
+        self._members[whole.name] = tuple(weight.name for weight in weights)
+        return whole
+
+    def may_erase(self, name: str) -> bool:
+        return name in self._members or isinstance(self._inputs[name], BoundInput)
+
+    def has_made(self, name: str) -> bool:
+        return name in self._members
+
+    def bound_inputs(self) -> tuple[GraphInput, ...]:
+        """What each placeholder of the graph is now. Stores tensors together that were concatenated."""
+        return tuple(
+            self._inputs[node.name]
+            if node.name in self._inputs
+            else _store_together(self._members[node.name], self._inputs)
+            for node in self._placeholders()
+        )
+
+    def _placeholders(self) -> list[fx.Node]:
+        return list(self._graph.find_nodes(op="placeholder"))
+
+
+class FixedInputs:
+    """Of a graph whose inputs are the caller's, to the last weight: a graph of `torch.compile`'s, or a piece."""
+
+    def __init__(self, is_split_op: IsSplitOp = lambda node: False) -> None:
+        self.is_split_op = is_split_op
+
+    def is_weight(self, node: fx.Node) -> bool:
+        return False
+
+    def concatenated(self, weights: Sequence[fx.Node]) -> fx.Node:
+        raise ValueError(f"no input of this graph is a weight, so {list(weights)} cannot be concatenated")
+
+    def may_erase(self, name: str) -> bool:
+        return False
+
+    def has_made(self, name: str) -> bool:
+        return False
+
+
+def _store_together(names: Sequence[str], inputs: Mapping[str, GraphInput]) -> BoundInput:
+    """One tensor that holds all members; each member becomes a view of its part."""
+    bound = [member for member in map(inputs.__getitem__, names) if isinstance(member, BoundInput)]
+    assert len(bound) == len(names), names
+    together = torch.cat([member.tensor.detach() for member in bound])
+    start = 0
+    for member in bound:
+        end = start + member.tensor.shape[0]
+        member.tensor.data = together[start:end]
+        start = end
+    return BoundInput(name="+".join(member.name for member in bound), kind="merged", tensor=together)
+
+
+def _is_alone(tensor: torch.Tensor) -> bool:
+    """It has its memory to itself, so giving it other memory takes nothing from anybody."""
+    return tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()

@@ -1,0 +1,189 @@
+"""Run one pass over one graph, look at what it did, and undo it if that is wrong."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from piecegraph.compiler import torch_compat
+from piecegraph.compiler.graph_snapshot import GraphSnapshot
+from piecegraph.compiler.pass_contexts import GraphContext
+from piecegraph.compiler.source_line import source_line
+from piecegraph.compiler.split_ops import op_name
+from piecegraph.passes.graph_pass import GraphPass, Miss, PassContext, PassResult
+
+MADE_BY = "made_by"
+"""The key in `node.meta` for the name of the pass that made a node."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassOutcome:
+    """What became of a pass on a graph. With an `error` it was undone."""
+
+    matches: int = 0
+    misses: tuple[Miss, ...] = ()
+    nodes_removed: int = 0
+    seconds: float = 0.0
+    error: str = ""
+    cause: Exception | None = field(default=None, compare=False)
+    before: GraphSnapshot | None = field(default=None, compare=False)  # where it matched
+
+
+class _Wrong(Exception):
+    """What a pass did breaks a promise."""
+
+
+def run_pass(
+    graph_pass: GraphPass,
+    graph: fx.Graph,
+    context: GraphContext,
+    *,
+    value_key: str = "example_value",
+) -> PassOutcome:
+    """Apply the pass to `graph`. Raises nothing for its sake: a pass that fails leaves the graph as it was, with
+    new nodes of the old names.
+
+    `value_key`: where in `meta` nodes have what they compute.
+    """
+    start = time.perf_counter()
+    before = GraphSnapshot(graph)
+    promised = _Promises.of(graph, context, value_key)
+    try:
+        result = _checked(graph_pass, graph_pass.apply(graph, context))
+        if result.matches == 0 and before.is_unchanged(graph):
+            outcome = PassOutcome(misses=_located(result.misses, graph))
+        else:
+            _check_count(result, before, graph)
+            _complete(graph, before, value_key)
+            graph.lint()
+            promised.check(graph, graph_pass)
+            for node in graph.nodes:
+                if node not in before and MADE_BY not in node.meta:
+                    node.meta[MADE_BY] = graph_pass.name
+            outcome = PassOutcome(
+                matches=result.matches,
+                misses=_located(result.misses, graph),
+                nodes_removed=len(before.nodes) - len(graph.nodes),
+                before=before,
+            )
+    except Exception as error:
+        if not before.is_unchanged(graph):
+            before.restore(graph)
+        text = str(error) if isinstance(error, _Wrong) else f"{type(error).__name__}: {error}"
+        outcome = PassOutcome(error=" ".join(text.split())[:600], cause=error)
+    return replace(outcome, seconds=time.perf_counter() - start)
+
+
+def _checked(graph_pass: GraphPass, result: Any) -> PassResult:
+    if not isinstance(result, PassResult):
+        raise _Wrong(f"apply returned {result!r}; it must return a PassResult")
+    if not isinstance(result.matches, int) or isinstance(result.matches, bool) or result.matches < 0:
+        raise _Wrong(f"it says that it matched {result.matches!r} times; that is a whole number, 0 or more")
+    for miss in result.misses:
+        if not isinstance(miss, Miss):
+            raise _Wrong(f"misses has {miss!r}; it must hold Miss(node, reason)")
+    return result
+
+
+def _check_count(result: PassResult, before: GraphSnapshot, graph: fx.Graph) -> None:
+    if result.matches == 0:
+        raise _Wrong("it says that it matched nothing, but it changed the graph")
+    if before.is_unchanged(graph):
+        raise _Wrong(f"it says that it matched {result.matches} times, but it changed nothing")
+
+
+def _complete(graph: fx.Graph, before: GraphSnapshot, value_key: str) -> None:
+    """Compute the values of new nodes, and of those that read something of another layout than they did."""
+    rewired = before.rewired()
+    changed: set[fx.Node] = set()
+
+    def is_stale(node: fx.Node) -> bool:
+        if value_key not in node.meta or (changed and not changed.isdisjoint(node.all_input_nodes)):
+            return True
+        if node not in rewired:
+            return False
+        now = _values((node.args, node.kwargs), value_key)
+        return not torch_compat.is_same_layout(_values(rewired[node], value_key), now)
+
+    with torch_compat.computing_on_fakes([node.meta.get(value_key) for node in graph.nodes]):
+        for node in graph.nodes:
+            if node.op not in ("call_function", "call_method") or not is_stale(node):
+                continue
+            old, new = node.meta.get(value_key), torch_compat.computed_value(node, value_key)
+            node.meta[value_key] = new
+            if old is not None and not torch_compat.is_same_layout(old, new):
+                changed.add(node)
+
+
+def _values(arguments: Any, value_key: str) -> list[Any]:
+    """What the nodes among some arguments compute, in order."""
+    nodes: list[fx.Node] = []
+    fx.map_arg(arguments, nodes.append)
+    return [node.meta.get(value_key) for node in nodes]
+
+
+def _located(misses: tuple[Miss, ...], graph: fx.Graph) -> tuple[Miss, ...]:
+    """Misses with the model's own lines."""
+    wanted = {miss.node for miss in misses if not miss.line}
+    lines = {node.name: source_line(node) for node in graph.nodes if node.name in wanted} if wanted else {}
+    return tuple(replace(miss, line=lines[miss.node]) if miss.node in lines else miss for miss in misses)
+
+
+@dataclass(frozen=True, slots=True)
+class _Promises:
+    """What a pass must leave as it finds it."""
+
+    context: GraphContext
+    value_key: str
+    outputs: tuple[Any, ...]
+    inputs: tuple[str, ...]
+    split_ops: tuple[str, ...]
+
+    @classmethod
+    def of(cls, graph: fx.Graph, context: GraphContext, value_key: str) -> _Promises:
+        inputs = tuple(node.name for node in graph.nodes if node.op == "placeholder")
+        return cls(context, value_key, _outputs(graph, value_key), inputs, _split_ops(graph, context))
+
+    def check(self, graph: fx.Graph, graph_pass: GraphPass) -> None:
+        """Raise `_Wrong` where it did not."""
+        inputs = dict.fromkeys(node.name for node in graph.nodes if node.op == "placeholder")
+        lost = [name for name in self.inputs if name not in inputs and not self.context.may_erase(name)]
+        if lost:
+            raise _Wrong(f"it erased the input {lost[0]}; only weights may go")
+        unknown = [name for name in inputs if name not in self.inputs and not self.context.has_made(name)]
+        if unknown:
+            raise _Wrong(f"it added the input {unknown[0]}; new inputs come from context.concatenated")
+        outputs = _outputs(graph, self.value_key)
+        if len(outputs) != len(self.outputs):
+            raise _Wrong(f"the graph had {len(self.outputs)} outputs and now has {len(outputs)}")
+        for index, (old, new) in enumerate(zip(self.outputs, outputs, strict=True)):
+            if _described(old) != _described(new):
+                raise _Wrong(f"output {index} was {_described(old)} and now is {_described(new)}")
+        split_ops = _split_ops(graph, self.context)
+        if len(split_ops) != len(self.split_ops):
+            raise _Wrong(f"the graph had {len(self.split_ops)} split ops and now has {len(split_ops)}")
+        if split_ops != self.split_ops and not graph_pass.replaces_split_ops:
+            changed = next(pair for pair in zip(self.split_ops, split_ops, strict=True) if pair[0] != pair[1])
+            raise _Wrong(f"it put {changed[1]} in the place of {changed[0]} and does not say replaces_split_ops")
+
+
+def _outputs(graph: fx.Graph, value_key: str) -> tuple[Any, ...]:
+    output = next(iter(reversed(graph.nodes)))
+    if output.op != "output":
+        raise _Wrong(f"the last node is {output.name}, not the output")
+    results = output.args[0] if isinstance(output.args[0], tuple | list) else output.args
+    return tuple(result.meta.get(value_key) if isinstance(result, fx.Node) else result for result in results)
+
+
+def _split_ops(graph: fx.Graph, context: PassContext) -> tuple[str, ...]:
+    return tuple(op_name(node.target) for node in graph.nodes if context.is_split_op(node))
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}[{', '.join(map(str, value.shape))}] on {value.device}"
+    return f"{type(value).__name__} {value}"

@@ -1,0 +1,32 @@
+"""The line of the model's code a node came from, as Dynamo recorded it."""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from pathlib import Path
+
+import torch
+from torch import fx
+
+_FRAME = re.compile(r'File "([^"]+)", line (\d+), in \S+\n\s*(.+)')
+_TORCH = str(Path(torch.__file__).parent)
+
+NODES_ASKED = 16
+"""Nodes a pass made have no line of their own; that of the nearest node they read, this many at most, is theirs."""
+
+
+def source_line(node: fx.Node) -> str:
+    """`"file:line (code)"` of the innermost frame outside torch, or nothing where Dynamo kept no line."""
+    queue, seen = deque([node]), {node}
+    while queue and len(seen) <= NODES_ASKED:
+        asked = queue.popleft()
+        frames = _FRAME.findall(asked.meta.get("stack_trace") or "")
+        outside = [frame for frame in frames if not frame[0].startswith(_TORCH)]
+        if outside:
+            file, line, code = outside[-1]
+            return f"{file}:{line} ({code.strip()})"
+        new = [read for read in asked.all_input_nodes if read not in seen]
+        seen.update(new)
+        queue.extend(new)
+    return ""
