@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from piecegraph.compiler.split_ops import op_name
+from piecegraph.passes.effects import is_pure
 from piecegraph.passes.torch_ir import value_of
 
 IsSplitOp = Callable[[fx.Node], bool]
@@ -130,32 +131,3 @@ def _drop_dead(graph: fx.Graph, is_split_op: IsSplitOp) -> None:
             and is_pure(node)
         ):
             graph.erase_node(node)
-
-
-def is_pure(node: fx.Node) -> bool:
-    """True where dropping an unread node is known to change nothing; False where in doubt.
-
-    FX's own test calls every method and every unregistered packet pure, in-place ones included.
-    """
-    if node.kwargs.get("inplace") or node.kwargs.get("out") is not None:
-        return False
-    if node.op == "get_attr":
-        return True
-    if node.op == "call_method":
-        return not str(node.target).endswith("_")
-    if node.op != "call_function":
-        return False
-    target = node.target
-    if isinstance(target, torch._ops.OpOverload):
-        return not target._schema.is_mutable and not op_name(target).startswith(("c10d", "_c10d"))
-    if isinstance(target, torch._ops.OpOverloadPacket | torch._ops.HigherOrderOperator):
-        return False
-    name = getattr(target, "__name__", "")
-    module = getattr(target, "__module__", None) or "torch"
-    if module in ("_operator", "operator"):
-        return not (name.startswith("i") and hasattr(operator, name[1:])) and name not in ("setitem", "delitem")
-    if name == "_log_api_usage_once":
-        return True
-    if not module.startswith("torch") or "functorch" in module or "autocast" in module:
-        return False  # enters or leaves a region
-    return value_of(node) is not None and not name.endswith("_")

@@ -14,10 +14,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from piecegraph.compiler import torch_compat
-from piecegraph.compiler.normalize import is_pure
 from piecegraph.compiler.piece import UniquePiece
 from piecegraph.compiler.plan import Slot
 from piecegraph.compiler.static_piece import StaticPiece
+from piecegraph.passes.effects import is_pure
 
 
 def needs_tuning(static: StaticPiece) -> bool:

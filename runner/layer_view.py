@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from piecegraph.compiler.normalize import is_pure
 from piecegraph.compiler.piece import UniquePiece
 from piecegraph.compiler.plan import CallStep, PieceStep, Plan, Step
 from piecegraph.compiler.split_ops import op_name
+from piecegraph.passes.effects import is_pure
 from piecegraph.passes.torch_ir import value_of
 from piecegraph.runner.attention.op import ATTENTION_OP
 
