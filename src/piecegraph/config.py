@@ -74,6 +74,11 @@ class CompileConfig:
     """A pass that raises, breaks the graph or miscounts raises `PassFailed`. Without it the model runs without
     that pass, a warning is logged and the pass's row in the report has the error."""
 
+    selfcheck: bool = False
+    """`LLM` compares, at start, each piece at each captured size with the graph as it was traced, and a replay with
+    the pieces it was made of; a difference raises `SelfcheckFailed`, which names the first piece and the pass.
+    Takes about as long as a few steps of the model in float64 for each size. No effect on `piecegraph.compile`."""
+
     dump_dir: str | None = None
     """Folder that receives the traced graph, every unique piece and the stitched source as text, and the graph
     before and after every pass that matched."""
@@ -93,8 +98,9 @@ class CompileConfig:
         if self.passes is not None:
             object.__setattr__(self, "passes", _checked_passes(self.passes))
         object.__setattr__(self, "expect", _checked_expect(self.expect, self.passes))
-        if not isinstance(self.strict, bool):
-            raise ConfigError(f"strict={self.strict!r}; it is True or False.")
+        for name in ("strict", "selfcheck"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name}={getattr(self, name)!r}; it is True or False.")
         if self.compiler not in COMPILERS:
             raise ConfigError(f"compiler={self.compiler!r} is unknown.{did_you_mean(str(self.compiler), COMPILERS)}")
         if self.compile_workers is not None and self.compile_workers < 0:

@@ -23,6 +23,7 @@ PiecegraphError
 ├── CaptureError               (exit code 5)
 │   └── GraphNotCaptured
 └── VerificationError          (exit code 6)
+    └── SelfcheckFailed        a piece, or a replay, computes what the model does not
 
 An invariant of ours is an `assert` with a message, never one of these.
 """
@@ -126,6 +127,10 @@ class GraphNotCaptured(CaptureError, KeyError):
 
 class VerificationError(PiecegraphError):
     exit_code = 6
+
+
+class SelfcheckFailed(VerificationError):
+    pass
 
 
 def did_you_mean(unknown: str, known: Iterable[str]) -> str:
