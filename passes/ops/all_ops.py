@@ -5,6 +5,7 @@ from __future__ import annotations
 MODULES: tuple[str, ...] = (
     "piecegraph.passes.ops.act_mul",
     "piecegraph.passes.ops.linear",
+    "piecegraph.passes.ops.moe_experts",
     "piecegraph.passes.ops.rms_norm",
 )
 """A line for each file of `passes/ops/` that defines an op."""
