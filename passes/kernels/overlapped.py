@@ -40,12 +40,11 @@ class _Compiled(NamedTuple):
 
 
 class OverlappedKernel:
-    """A function under `triton.jit`, compiled once a device, dtype and set of constants.
+    """A function under `triton.jit`, compiled once for everything Triton specialises it on.
 
-    Its parameters are tensors and integers first, then constants, the last of which is `OVERLAP`: whether the
-    kernel contains the instructions. Triton must have nothing else to specialise on: pointers are aligned to 16
-    bytes, and integers are divisible by 16 or named in `do_not_specialize`. A launch costs the host a few
-    microseconds, where `kernel[grid](...)` takes tens.
+    Its parameters are tensors and numbers first, then constants, the last of which is `OVERLAP`: whether the
+    kernel contains the instructions. A launch costs the host a few microseconds, where `kernel[grid](...)` takes
+    tens. Over tensors of the CPU the kernel is called as it is: in Triton's interpreter that works.
     """
 
     def __init__(self, kernel: Any) -> None:
@@ -53,12 +52,22 @@ class OverlappedKernel:
         self._compiled: dict[tuple[object, ...], _Compiled] = {}
 
     def launch(
-        self, grid: Grid, arguments: tuple[Any, ...], constants: Mapping[str, Any], *, num_warps: int, num_stages: int
+        self,
+        grid: Grid,
+        arguments: tuple[Any, ...],
+        constants: Mapping[str, Any],
+        *,
+        num_warps: int,
+        num_stages: int = 3,
     ) -> None:
-        """On torch's current stream. `arguments`: tensors of one device, None or integers, in order."""
-        device = next(x.get_device() for x in arguments if isinstance(x, torch.Tensor))
-        kinds = tuple(x.dtype if isinstance(x, torch.Tensor) else x is None for x in arguments)
-        key = (device, kinds, tuple(constants.values()), num_warps, num_stages)
+        """On torch's current stream. `arguments`: tensors of one device, the first among them, None or numbers;
+        `constants` in the order of the kernel's parameters."""
+        first = arguments[0]
+        if not first.is_cuda:
+            self.kernel[grid](*arguments, **constants, OVERLAP=False)
+            return
+        device = first.get_device()
+        key = (device, *map(_kind, arguments), *constants.values(), num_warps, num_stages)
         compiled = self._compiled.get(key)
         if compiled is None:
             compiled = self._compiled[key] = self._compile(
@@ -87,3 +96,12 @@ class OverlappedKernel:
         ordinary = copy.copy(compiled.run)
         ordinary.launch_pdl = False
         return _Compiled(compiled.function, compiled.packed_metadata, ordinary, compiled.run)
+
+
+def _kind(x: Any) -> object:
+    """What Triton may specialise a kernel on, told apart at least as finely as it does."""
+    if isinstance(x, torch.Tensor):
+        return x.dtype, x.data_ptr() % 16 == 0
+    if isinstance(x, int):
+        return x % 16 == 0, x == 1, x.bit_length() > 31
+    return type(x)

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from piecegraph.passes.kernels.overlapped import OverlappedKernel
 from piecegraph.passes.kernels.rows import evenly_spaced_rows_of, rows_of
 
 MAX_SIZE = 16384
@@ -94,36 +96,35 @@ def _launch(
     if num_rows == 0:
         return
     tile = pick_tile(size)
-    _rms_norm[(triton.cdiv(num_rows, tile.rows),)](
-        result,
-        result if total is None else total,
-        x,
-        x if residual is None else residual,
-        x if weight is None else weight.contiguous(),
-        num_rows,
-        inner,
-        outer_stride,
-        inner_stride,
-        residual_stride,
-        eps,
-        offset,
-        HAS_RESIDUAL=residual is not None,
-        HAS_WEIGHT=weight is not None,
-        SIZE=size,
-        ROWS=tile.rows,
-        COLUMNS=tile.columns,
+    _rms_norm.launch(
+        (triton.cdiv(num_rows, tile.rows), 1, 1),
+        (
+            result,
+            total,
+            x,
+            residual,
+            None if weight is None else weight.contiguous(),
+            num_rows,
+            inner,
+            outer_stride,
+            inner_stride,
+            residual_stride,
+            eps,
+            offset,
+        ),
+        {"SIZE": size, "ROWS": tile.rows, "COLUMNS": tile.columns},
         num_warps=tile.num_warps,
     )
 
 
 # Rows come and go from step to step: one compilation serves any number.
 @triton.jit(do_not_specialize=["num_rows"])
-def _rms_norm(  # type: ignore[no-untyped-def]  # compiled by Triton
+def rms_norm_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     result,  # [num_rows, SIZE], written
-    total,  # [num_rows, SIZE], written with a residual
+    total,  # [num_rows, SIZE], written; None without a residual
     x,  # row r at (r // inner) * outer_stride + (r % inner) * inner_stride
-    residual,  # row r at r * residual_stride
-    weight,  # [SIZE]
+    residual,  # row r at r * residual_stride, or None
+    weight,  # [SIZE], or None
     num_rows,
     inner,
     outer_stride,
@@ -131,11 +132,10 @@ def _rms_norm(  # type: ignore[no-untyped-def]  # compiled by Triton
     residual_stride,
     eps,
     offset,
-    HAS_RESIDUAL: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
     SIZE: tl.constexpr,
     ROWS: tl.constexpr,  # of a program
     COLUMNS: tl.constexpr,  # SIZE, padded to a power of two
+    OVERLAP: tl.constexpr,
 ):
     """Grid: (blocks of ROWS rows,)."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -144,18 +144,23 @@ def _rms_norm(  # type: ignore[no-untyped-def]  # compiled by Triton
     is_column = columns < SIZE
     mask = is_row & is_column[None, :]
     starts = (rows // inner).to(tl.int64) * outer_stride + (rows % inner).to(tl.int64) * inner_stride
-    value = tl.load(x + starts[:, None] + columns[None, :], mask=mask, other=0.0)
     to = rows.to(tl.int64)[:, None] * SIZE + columns[None, :]
-    if HAS_RESIDUAL:
-        more = tl.load(residual + rows.to(tl.int64)[:, None] * residual_stride + columns[None, :], mask=mask, other=0.0)
-    if HAS_WEIGHT:  # asked for before the rows are needed, so that it is waited for at the same time
+    if OVERLAP:
+        gdc_launch_dependents()
+    if weight is not None:
         factor = tl.load(weight + columns, mask=is_column, other=0.0).to(tl.float32) + offset
-    wide = value.to(tl.float32)
-    if HAS_RESIDUAL:
+    if OVERLAP:
+        gdc_wait()
+    wide = tl.load(x + starts[:, None] + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+    if residual is not None:
+        more = tl.load(residual + rows.to(tl.int64)[:, None] * residual_stride + columns[None, :], mask=mask, other=0.0)
         rounded = (wide + more.to(tl.float32)).to(total.dtype.element_ty)
         tl.store(total + to, rounded, mask=mask)
         wide = rounded.to(tl.float32)
     normed = wide * tl.rsqrt(tl.sum(wide * wide, 1) / SIZE + eps)[:, None]
-    if HAS_WEIGHT:
+    if weight is not None:
         normed = normed * factor[None, :]
     tl.store(result + to, normed.to(result.dtype.element_ty), mask=mask)
+
+
+_rms_norm = OverlappedKernel(rms_norm_kernel)
