@@ -101,6 +101,8 @@ def _norm_around(root: fx.Node) -> _Norm:
     if scaled is None or not ir.is_tensor(wide):
         raise NoMatch(f"{root} is read by {scaled}; wanted is a product with what was squared")
     x = ir.strip_widening(squared)
+    if ir.operands(x, ir.SUB) is not None:
+        raise NoMatch(f"what is squared is a difference, {x}: a norm that takes the mean off (LayerNorm)")
     if ir.strip_widening(wide) is not x:
         raise NoMatch(f"{scaled} scales {wide}, but what was squared is {squared}")
     inner = [square, mean, total, root, scaled]

@@ -15,8 +15,9 @@ from piecegraph.config import DEFAULT_SPLIT_OPS
 from piecegraph.passes.merge_projections import MergeProjections
 from piecegraph.runner.attention.transformers_attention import name_layers, register_attention
 from piecegraph.runner.causal_lm import DYNAMIC_DIMS, CausalLMForward, example_inputs
+from piecegraph.runner.rope import fix_longrope
 from tests.passes.pass_context import FakeContext
-from tests.runner.tiny_models import FAMILIES, UNLISTED
+from tests.runner.tiny_models import FAMILIES, MAX_LEN, UNLISTED
 
 
 class FamilyContext(FakeContext):
@@ -57,4 +58,5 @@ def _traced(name: str, dtype: torch.dtype) -> Traced:
     config = {**FAMILIES, **UNLISTED}[name]()
     model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="piecegraph").eval()
     name_layers(model)
+    fix_longrope(model, MAX_LEN)
     return trace(CausalLMForward(model), example_inputs(torch.device("cpu")), {}, DYNAMIC_DIMS)
