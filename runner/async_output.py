@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from piecegraph.runner.sampling.logprobs import LogprobsTensors
+from piecegraph.runner.scheduling.scheduler_output import SampledTokens
 
 
 class TokenLogprobs(NamedTuple):
@@ -30,7 +31,7 @@ class PromptLogprobs(NamedTuple):
 class ModelRunnerOutput:
     """What came of a step, by request id."""
 
-    token_ids: Mapping[str, int]  # of the requests that sampled
+    token_ids: SampledTokens  # of the requests that sampled
     logprobs: Mapping[str, TokenLogprobs]  # of these tokens, where asked for
     prompt_logprobs: Mapping[str, PromptLogprobs]
 
@@ -50,34 +51,48 @@ class OutputStream:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def to_host(self, tensors: Sequence[torch.Tensor]) -> HostCopy:
-        """Copies of `tensors` as they are now in the current stream's order; they may be overwritten right after."""
-        kept = [tensor.clone() for tensor in tensors]
+        """Copies of `tensors` as they are now in the current stream's order; they may be overwritten right after.
+
+        All of them in one copy to pinned memory; those of 8-byte types come first.
+        """
+        layout = [(tensor.dtype, tensor.shape) for tensor in tensors]
+        kept = tensors[0].clone() if len(tensors) == 1 else torch.cat([_as_bytes(tensor) for tensor in tensors])
         if self._stream is None:
-            return HostCopy(kept, None)
+            return HostCopy(kept, layout, None)
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
-            host = []
-            for tensor in kept:
-                host.append(torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True))
-                host[-1].copy_(tensor, non_blocking=True)
-                tensor.record_stream(self._stream)
+            host = torch.empty(kept.shape, dtype=kept.dtype, pin_memory=True)
+            host.copy_(kept, non_blocking=True)
+            kept.record_stream(self._stream)
             done = torch.cuda.Event()
             done.record(self._stream)
-        return HostCopy(host, done)
+        return HostCopy(host, layout, done)
 
 
 class HostCopy:
     """Tensors on the host, once `get` returns."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor], done: torch.cuda.Event | None) -> None:
-        self._tensors = tensors
+    def __init__(
+        self, packed: torch.Tensor, layout: Sequence[tuple[torch.dtype, torch.Size]], done: torch.cuda.Event | None
+    ) -> None:
+        """`packed`: the bytes of tensors of these types and shapes, or the only one itself."""
+        self._packed = packed
+        self._layout = layout
         self._done = done
 
     def get(self) -> Sequence[torch.Tensor]:
-        """Wait for the copies."""
+        """Wait for the copy."""
         if self._done is not None:
             self._done.synchronize()
-        return self._tensors
+        if len(self._layout) == 1:
+            return [self._packed]
+        sizes = [dtype.itemsize * shape.numel() for dtype, shape in self._layout]
+        parts = zip(self._packed.split(sizes), self._layout, strict=True)
+        return [part.view(dtype).view(shape) for part, (dtype, shape) in parts]
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 class AsyncOutput:
@@ -87,34 +102,41 @@ class AsyncOutput:
         self,
         stream: OutputStream,
         *,
-        sampled: Sequence[tuple[int, str]],
+        request_ids: Sequence[str],
         token_ids: torch.Tensor | None,
+        rows: Sequence[int] | None = None,
         logprobs: LogprobsTensors | None = None,
         prompt_rows: Sequence[PromptRows] = (),
         prompt_logprobs: LogprobsTensors | None = None,
     ) -> None:
-        """`sampled`: the rows of `token_ids` and `logprobs` that mean something, and whose they are."""
-        self._sampled = sampled
+        """`request_ids`: those that sampled. `rows`: theirs of `token_ids` and `logprobs`; None: the rows as they
+        come."""
+        self._request_ids = request_ids
+        self._rows = rows
         self._prompt_rows = prompt_rows
         self._has_logprobs = logprobs is not None
         self._has_prompt_logprobs = prompt_logprobs is not None
         tensors = [] if token_ids is None else [token_ids]
         tensors += [*(logprobs or ()), *(prompt_logprobs or ())]
-        self._copy = stream.to_host(tensors) if tensors else HostCopy((), None)
+        self._copy = stream.to_host(tensors) if tensors else None
         self._output: ModelRunnerOutput | None = None
 
     def get(self) -> ModelRunnerOutput:
         """Waits until the step has run and its output is here. May be called again."""
         if self._output is None:
-            values = [tensor.tolist() for tensor in self._copy.get()]
-            tokens = values.pop(0) if self._sampled else []
+            request_ids, rows = self._request_ids, self._rows
+            values = [] if self._copy is None else [tensor.tolist() for tensor in self._copy.get()]
+            tokens = values.pop(0) if request_ids else []
             logprobs = [values.pop(0) for _ in range(3)] if self._has_logprobs else None
             prompt = values if self._has_prompt_logprobs else None
             self._output = ModelRunnerOutput(
-                token_ids={request_id: tokens[row] for row, request_id in self._sampled},
+                token_ids=SampledTokens(request_ids, tokens if rows is None else [tokens[row] for row in rows]),
                 logprobs={}
                 if logprobs is None
-                else {request_id: _row(logprobs, row) for row, request_id in self._sampled},
+                else {
+                    request_id: _row(logprobs, row)
+                    for request_id, row in zip(request_ids, rows or range(len(request_ids)), strict=True)
+                },
                 prompt_logprobs={} if prompt is None else self._prompts(prompt),
             )
         return self._output

@@ -162,7 +162,9 @@ class Engine:
             self._take_prompt_logprobs(done, found.prompt_logprobs)
         took = self._scheduler.complete_step(done, found.token_ids)
         self._num_output_tokens += len(took)
-        ended, prompts = self._processor.take_tokens(took, found.logprobs)
+        # As many as sampled are those that sampled, in the same order.
+        tokens = found.token_ids.token_ids if len(took) == len(found.token_ids) else None
+        ended, prompts = self._processor.take_tokens(took, found.logprobs, tokens)
         for request, finish in ended:
             self._finish(request.request_id, *finish)
         outputs = map(self._processor.output, prompts)

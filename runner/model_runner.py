@@ -18,7 +18,12 @@ from piecegraph.runner.model_step import ModelStep, StepOutput
 from piecegraph.runner.prompt_logprobs import PromptLogprobsBatch, PromptLogprobsStates
 from piecegraph.runner.record_sampled import record_sampled
 from piecegraph.runner.sampling.logprobs import LogprobsTensors
-from piecegraph.runner.scheduling.scheduler_output import AddedRequest, ScheduledRequest, SchedulerOutput
+from piecegraph.runner.scheduling.scheduler_output import (
+    AddedRequest,
+    ScheduledDecodes,
+    ScheduledRequest,
+    SchedulerOutput,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +31,8 @@ class _Pending:
     """What `execute_model` left for `sample_tokens`."""
 
     output: StepOutput
-    scheduled: tuple[ScheduledRequest, ...]
+    batch: Batch
+    scheduled: Sequence[ScheduledRequest]
     prompt_logprobs: tuple[PromptLogprobsBatch, LogprobsTensors] | None
 
 
@@ -55,6 +61,8 @@ class ModelRunner:
         self._outputs = OutputStream(step.buffers.input_ids.device)
         self._pending: _Pending | None = None
         self._last_rows: tuple[tuple[str, ...], tuple[int, ...]] = ((), ())
+        self._last_decodes: Batch | None = None
+        self._last_dispatched: tuple[Batch, CUDAGraphMode, int, Dispatched] | None = None
 
     @torch.no_grad()
     def execute_model(self, output: SchedulerOutput, *, at_most: CUDAGraphMode = CUDAGraphMode.FULL) -> None:
@@ -64,15 +72,15 @@ class ModelRunner:
         """
         assert self._pending is None, "sample_tokens has not run since the last execute_model"
         self.update_states(output)
-        batch = build_batch(output.scheduled)
+        batch = self._batch(output.scheduled)
         prompt_batch = self._prompt_logprobs.batch(output.scheduled)
         if prompt_batch is None:
             dispatched = self.dispatch(batch, at_most)
-            self._pending = _Pending(self.run(batch, dispatched, output.scheduled), output.scheduled, None)
+            self._pending = _Pending(self.run(batch, dispatched, output.scheduled), batch, output.scheduled, None)
             return
         dispatched = self.dispatch(batch, CUDAGraphMode.NONE)  # no graph has logits for every row of a prompt
         made, logprobs = self._run_with_prompt_logits(batch, dispatched, output.scheduled, prompt_batch)
-        self._pending = _Pending(made, output.scheduled, (prompt_batch, logprobs))
+        self._pending = _Pending(made, batch, output.scheduled, (prompt_batch, logprobs))
 
     def update_states(self, output: SchedulerOutput) -> None:
         """Free, give and extend rows as the scheduler says."""
@@ -86,21 +94,27 @@ class ModelRunner:
                 step.sampler.remove_request(row)
         for added in output.added:
             self._add(added)
-        for request_id, group, start, block_ids in output.new_blocks:
-            step.states.add_blocks(request_id, start, block_ids, group)
+        if output.new_blocks:
+            step.states.append_blocks(output.new_blocks)
         step.states.apply_writes()
         step.sampler.apply_staged_writes()
 
     def dispatch(self, batch: Batch, at_most: CUDAGraphMode = CUDAGraphMode.FULL) -> Dispatched:
         """How a batch will run, counted. Raises if that is a downgrade and the runner is strict."""
-        dispatched = self.dispatcher.dispatch(
-            num_tokens=batch.num_tokens,
-            num_reqs=batch.num_reqs,
-            uniform_token_count=uniform_token_count(batch.query_lens),
-            at_most=at_most,
-        )
+        last = self._last_dispatched
+        if last is not None and last[0] is batch and last[1] is at_most:
+            _, _, num_tokens, dispatched = last
+        else:
+            num_tokens = batch.num_tokens
+            dispatched = self.dispatcher.dispatch(
+                num_tokens=num_tokens,
+                num_reqs=batch.num_reqs,
+                uniform_token_count=uniform_token_count(batch.query_lens),
+                at_most=at_most,
+            )
+            self._last_dispatched = batch, at_most, num_tokens, dispatched
         refuse_downgrade(dispatched, self._strict)
-        self.counters.record(dispatched, batch.num_tokens)
+        self.counters.record(dispatched, num_tokens)
         return dispatched
 
     def run(self, batch: Batch, dispatched: Dispatched, scheduled: Sequence[ScheduledRequest] = ()) -> StepOutput:
@@ -129,16 +143,17 @@ class ModelRunner:
         assert grammar_output is None, "structured output is not yet available"
         assert self._pending is not None, "execute_model has not run"
         pending, self._pending = self._pending, None
-        scheduled, step = pending.scheduled, self.step
-        sampled = [(at, item.request_id) for at, item in enumerate(scheduled) if item.is_sampled]
+        step, batch = self.step, pending.batch
+        num_reqs = batch.num_reqs
+        request_ids, at = self._sampled(pending)
         prompt_batch, prompt_logprobs = pending.prompt_logprobs or (None, None)
         token_ids: torch.Tensor | None = None
         logprobs: LogprobsTensors | None = None
-        if sampled:
-            num_reqs = len(scheduled)
-            rows: Sequence[int] = self._rows(tuple([item.request_id for item in scheduled]))
-            if len(sampled) < num_reqs:
-                rows = [row if item.is_sampled else -1 for row, item in zip(rows, scheduled, strict=True)]
+        if request_ids:
+            rows: Sequence[int] = self._rows(batch.request_ids)
+            if at is not None:
+                is_sampled = frozenset(at)
+                rows = [row if i in is_sampled else -1 for i, row in enumerate(rows)]
             token_ids = pending.output.token_ids[:num_reqs]
             if not step.sampler.is_plain(rows):
                 token_ids, logprobs = step.sampler.sample(
@@ -151,7 +166,8 @@ class ModelRunner:
                 record_sampled(step.states, step.buffers, token_ids, num_reqs=num_reqs)
         return AsyncOutput(
             self._outputs,
-            sampled=sampled,
+            request_ids=request_ids,
+            rows=at,
             token_ids=token_ids,
             logprobs=logprobs,
             prompt_rows=() if prompt_batch is None else prompt_batch.rows,
@@ -186,6 +202,26 @@ class ModelRunner:
             bad_words=added.bad_words,
         )
         self._prompt_logprobs.add(added)
+
+    def _batch(self, scheduled: Sequence[ScheduledRequest]) -> Batch:
+        """That of the last step if these are its requests, one token each again."""
+        if not isinstance(scheduled, ScheduledDecodes):
+            return build_batch(scheduled)
+        if self._last_decodes is None or self._last_decodes.request_ids is not scheduled.request_ids:
+            ones = (1,) * len(scheduled)
+            self._last_decodes = Batch(
+                request_ids=scheduled.request_ids, query_lens=ones, num_decode_reqs=len(scheduled)
+            )
+        return self._last_decodes
+
+    def _sampled(self, pending: _Pending) -> tuple[Sequence[str], list[int] | None]:
+        """Who samples, and their places in the batch; None: all do."""
+        if isinstance(pending.scheduled, ScheduledDecodes):
+            return pending.batch.request_ids, None
+        at = [place for place, item in enumerate(pending.scheduled) if item.is_sampled]
+        if len(at) == pending.batch.num_reqs:
+            return pending.batch.request_ids, None
+        return [pending.batch.request_ids[place] for place in at], at
 
     def _fill(self, batch: Batch) -> None:
         self.step.buffers.fill(self._rows(batch.request_ids), batch.query_lens)

@@ -54,6 +54,15 @@ class _Completion:
     max_output: int  # tokens
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
+class _QuietBatch:
+    """Requests of which nobody hears before their ends, token after token of them all."""
+
+    requests: Sequence[Request]
+    stop_token_ids: frozenset[int]  # of any of them
+    steps_left: int  # until the first is as long as it may be
+
+
 class OutputProcessor:
     """Owns what callers see of the unfinished requests; the scheduler owns the requests."""
 
@@ -62,6 +71,8 @@ class OutputProcessor:
         self._eos_token_ids = frozenset(eos_token_ids)
         self._prompts: dict[str, _Prompt] = {}
         self._completions: dict[str, _Completion] = {}  # by the id of the scheduler's request
+        self._last_requests: Sequence[Request] = ()
+        self._quiet: _QuietBatch | None = None  # of `_last_requests`
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._prompts
@@ -101,9 +112,19 @@ class OutputProcessor:
         return tuple(c.request.request_id for c in prompt.completions if c.request.finish_reason is None)
 
     def take_tokens(
-        self, requests: Sequence[Request], logprobs: Mapping[str, TokenLogprobs]
+        self,
+        requests: Sequence[Request],
+        logprobs: Mapping[str, TokenLogprobs],
+        tokens: Sequence[int] | None = None,
     ) -> tuple[list[tuple[Request, Finish]], list[str]]:
-        """`take_token` for every request that a step gave one: those that end, and the prompts there is news of."""
+        """`take_token` for every request that a step gave one: those that end, and the prompts there is news of.
+
+        `tokens`: those very tokens, in order, if the caller has them so. Given the same list of requests again,
+        which must then hold the same ones, a step that ends none and that nobody reads looks at none of them.
+        """
+        is_same = requests is self._last_requests
+        if is_same and self._is_quiet(tokens):
+            return [], []
         ended: list[tuple[Request, Finish]] = []
         news: dict[str, None] = {}
         completions = self._completions
@@ -116,7 +137,30 @@ class OutputProcessor:
             finish = self.take_token(request, logprobs.get(request.request_id))
             if finish is not None:
                 ended.append((request, finish))
+        if not is_same:
+            self._last_requests, self._quiet = requests, None
+        elif self._quiet is None:
+            self._quiet = self._quiet_batch(requests)
         return ended, list(news)
+
+    def _is_quiet(self, tokens: Sequence[int] | None) -> bool:
+        """Whether `tokens`, one more of each of the last requests, end none and nobody reads them."""
+        quiet = self._quiet
+        if quiet is None:
+            return False
+        quiet.steps_left -= 1
+        return quiet.steps_left > 0 and tokens is not None and quiet.stop_token_ids.isdisjoint(tokens)
+
+    def _quiet_batch(self, requests: Sequence[Request]) -> _QuietBatch | None:
+        """None if somebody reads a token of one of them."""
+        completions = [self._completions[request.request_id] for request in requests]
+        if not completions or not all(completion.is_quiet for completion in completions):
+            return None
+        return _QuietBatch(
+            requests=requests,
+            stop_token_ids=frozenset().union(*[request.stop_token_ids for request in requests]),
+            steps_left=min([one.max_output - len(one.request.output_token_ids) for one in completions]),
+        )
 
     def take_token(self, request: Request, logprobs: TokenLogprobs | None) -> Finish | None:
         """Take in the last of a request's `output_token_ids`; tells if the completion ends with it.

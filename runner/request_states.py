@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from piecegraph.runner.scheduling.scheduler_output import NewBlocks
 from piecegraph.runner.staged_write import StagedWriteTensor
 
 
@@ -110,6 +111,19 @@ class RequestStates:
             self._block_table.stage_write(row, start, block_ids)
         if self._host_blocks is not None:
             self._host_blocks[row][start:] = block_ids
+
+    def append_blocks(self, new_blocks: Sequence[NewBlocks]) -> None:
+        """`add_blocks` for each, which in a step of decodes are blocks of one, all for other requests."""
+        if self._pages_per_block > 1 or self._host_blocks is not None:
+            for request_id, group, start, block_ids in new_blocks:
+                self.add_blocks(request_id, start, block_ids, group)
+            return
+        rows, num_rows, table = self._rows, self._num_rows, self._block_table
+        for request_id, group, start, block_ids in new_blocks:
+            if len(block_ids) == 1:
+                table.stage_cell(group * num_rows + rows[request_id], start, block_ids[0])
+            else:
+                self.add_blocks(request_id, start, block_ids, group)
 
     def apply_writes(self) -> None:
         """Bring what was staged to the device, before a step reads it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -49,6 +49,7 @@ class StagedWriteTensor:
         self._num_rows = shape[0]
         self._width = shape[1] if len(shape) == 2 else 1
         self._staged: dict[int, list[RowWrite]] = {}  # by row, in the order they came
+        self._cells: dict[tuple[int, int], int] = {}  # (row, start) -> value; of a row in both these come first
 
     def stage_write(self, row: int, start: int, values: Sequence[int] | Sequence[float] | Array) -> None:
         """Have the next `apply_write` put `values` at `gpu[row, start:]`; later ones go over earlier ones.
@@ -74,26 +75,46 @@ class StagedWriteTensor:
         """Have the next `apply_write` put `value` at the beginning of a row: all there is of one in `[rows]`."""
         self.stage_write(row, 0, [value])
 
+    def stage_cell(self, row: int, start: int, value: int) -> None:
+        """`stage_write(row, start, [value])` of an int32 tensor, at a fraction of the cost: a step of decodes writes
+        little else. A value that int32 cannot hold is an OverflowError of `apply_write`."""
+        if row in self._staged or self._dtype != np.int32:
+            self.stage_write(row, start, [value])
+            return
+        assert 0 <= row < self._num_rows and 0 <= start < self._width, (
+            f"a write at row {row}, start {start}, length 1 leaves the tensor of shape {tuple(self.gpu.shape)}"
+        )
+        self._cells[row, start] = value
+
     def clear_staged(self) -> None:
         """Forget what is staged."""
         self._staged.clear()
+        self._cells.clear()
 
     def apply_write(self) -> None:
         """Write what is staged, with one copy to the device and one kernel; with nothing staged, do nothing.
 
         Mutates `gpu`. Not for use in a captured graph: a replay would repeat these very writes.
         """
-        if not self._staged:
+        if self._staged:
+            self._cells_to_writes()
+            writes = [write for of_row in self._staged.values() for write in without_overlaps(of_row)]
+            packed = pack_writes(writes, self.gpu.device)
+        elif self._cells:
+            packed = pack_cells(self._cells, self.gpu.device)
+        else:
             return
-        writes = [write for of_row in self._staged.values() for write in without_overlaps(of_row)]
-        packed = pack_writes(writes, self.gpu.device)
         if self.gpu.device.type == "cuda":
             from piecegraph.runner.kernels.staged_write import apply_writes_on_gpu
 
             apply_writes_on_gpu(self.gpu, packed)
         else:
             apply_writes_reference(self.gpu, packed)
-        self._staged.clear()
+        self.clear_staged()
+
+    def _cells_to_writes(self) -> None:
+        for (row, start), value in self._cells.items():
+            self._staged.setdefault(row, []).insert(0, RowWrite(row, start, np.array([value], dtype=self._dtype)))
 
 
 class RowWrite(NamedTuple):  # a step makes hundreds; a frozen dataclass takes twice as long
@@ -160,6 +181,17 @@ def pack_writes(writes: Sequence[RowWrite], device: torch.device) -> PackedWrite
     np.concatenate([write.values for write in writes], out=filled[first_content:].view(dtype))
     sent = words.to(device, non_blocking=True)
     return PackedWrites(sent, num_writes, max(lengths), first_content)
+
+
+def pack_cells(cells: Mapping[tuple[int, int], int], device: torch.device) -> PackedWrites:
+    """`pack_writes` of writes of one int32 each, at least one, by (row, start)."""
+    num_writes = len(cells)
+    rows, starts = zip(*cells, strict=True)
+    padding = (0,) * (-3 * num_writes % CONTENTS_ALIGNMENT)
+    values = [*rows, *starts, *range(1, num_writes + 1), *padding, *cells.values()]
+    words = torch.empty(len(values), dtype=torch.int32, pin_memory=device.type == "cuda")
+    words.numpy()[:] = values
+    return PackedWrites(words.to(device, non_blocking=True), num_writes, 1, 3 * num_writes + len(padding))
 
 
 def apply_writes_reference(tensor: torch.Tensor, packed: PackedWrites) -> None:

@@ -164,6 +164,26 @@ class KVCacheManager:
         request.num_slots = (start + count) * self.block_size
         return added
 
+    def extend_each(self, requests: Sequence[Request]) -> list[NewBlocks] | None:
+        """A block in each group for every one of `requests`, whose blocks are full and which compute one token: what
+        was added to their tables. None, and nothing is changed, if too few are free."""
+        if len(requests) * len(self.groups) > self._pool.num_free:
+            return None
+        if self._has_windows:  # what one of them releases the next may get
+            return [added for request in requests for added in self.extend(request, 1) or ()]
+        blocks = iter(self._pool.allocate(len(requests) * len(self.groups)))
+        added = []
+        for request in requests:
+            request_id = request.request_id
+            tables = self._holdings[request_id].tables
+            start = len(tables[0])
+            for group, table in enumerate(tables):
+                block = next(blocks)
+                table.append(block)
+                added.append(NewBlocks(request_id, group, start, (block,)))
+            request.num_slots = (start + 1) * self.block_size
+        return added
+
     def register(self, request: Request, num_tokens: int) -> None:
         """Name the full blocks of its first `num_tokens`, which are known and whose computation is scheduled, in
         this step at the latest, so that others can find them.

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from piecegraph.errors import RequestError
 from piecegraph.runner.scheduling.kv_cache_manager import KVCacheManager
 from piecegraph.runner.scheduling.request import Request
 from piecegraph.runner.scheduling.request_queue import RequestQueue, SchedulingPolicy
-from piecegraph.runner.scheduling.scheduler_output import AddedRequest, NewBlocks, ScheduledRequest, SchedulerOutput
+from piecegraph.runner.scheduling.scheduler_output import (
+    AddedRequest,
+    NewBlocks,
+    SampledTokens,
+    ScheduledDecodes,
+    ScheduledRequest,
+    SchedulerOutput,
+)
+from piecegraph.runner.scheduling.steady_decode import SteadyDecode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +76,7 @@ class Scheduler:
         self._requests: dict[str, Request] = {}  # all unfinished
         self._waiting = RequestQueue(policy)
         self._running: list[Request] = []  # in the order of `policy`
+        self._steady: SteadyDecode | None = None  # of those that run and still draw tokens; None: look at each
         self._removed: list[str] = []
         self._num_admissions = 0
         self._num_steps = 0
@@ -135,6 +144,8 @@ class Scheduler:
         else:
             self._running.remove(request)
             self._leave(request)
+            if self._steady is not None:
+                self._steady.drop(request)
         return request
 
     def abort(self, request_id: str) -> Request | None:
@@ -148,8 +159,14 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """The next step's work.
 
-        Empty if nothing can run before a step in flight is completed, or nothing is unfinished.
+        Empty if nothing can run before a step in flight is completed, or nothing is unfinished. While the same
+        requests decode and nobody else can come in, a step costs what changes in it: the blocks that are added.
         """
+        if (steady := self._steady) is not None:
+            decodes_only = None if self._can_admit else self._schedule_steady(steady)
+            if decodes_only is not None:
+                return decodes_only
+            self._steady = None
         budget = self._max_num_batched_tokens
         decodes: list[ScheduledRequest] = []
         others: list[ScheduledRequest] = []
@@ -184,7 +201,7 @@ class Scheduler:
 
         added: list[AddedRequest] = []
         if self._num_preemptions == num_preemptions:  # else the blocks they would get are needed by those that run
-            while budget and self._waiting and len(self._running) < self._max_num_seqs:
+            while budget and self._can_admit:
                 admitted = self._admit(budget)
                 if admitted is None:
                     break
@@ -194,23 +211,20 @@ class Scheduler:
 
         if not decodes and not others:
             return SchedulerOutput(step=self._num_steps)
-        self._num_steps += 1
-        removed, self._removed = self._removed, []
-        return SchedulerOutput(
-            step=self._num_steps,
-            scheduled=(*decodes, *others),
-            added=tuple(added),
-            new_blocks=tuple(new_blocks),
-            removed=tuple(removed),
-        )
+        # With budget left and nobody preempted, all that run were looked at; those left out have all their tokens.
+        is_decode_only = budget and not (others or added) and self._num_preemptions == num_preemptions
+        if is_decode_only and not self._can_admit and sum([item.is_sampled for item in decodes]) == len(decodes):
+            self._steady = SteadyDecode([self._requests[item.request_id] for item in decodes])
+        return self._output((*decodes, *others), added=tuple(added), new_blocks=tuple(new_blocks))
 
-    def complete_step(self, output: SchedulerOutput, sampled: Mapping[str, int]) -> list[Request]:
+    def complete_step(self, output: SchedulerOutput, sampled: Mapping[str, int]) -> Sequence[Request]:
         """Tell the tokens of a finished step, for each request of `output.sampled`.
 
         Steps are told in the order they were scheduled, each once; empty ones need not be. Returns the requests
         that took a token, now the last of their `output_token_ids`; the engine finishes those that end with it
         before it schedules again. Tokens of requests that have ended meanwhile are dropped, those of preempted
-        ones kept: they are valid, and are computed again with the rest.
+        ones kept: they are valid, and are computed again with the rest. `SampledTokens` of a step that is
+        `ScheduledDecodes` are told without looking at each request; steps of the same ones return the same list.
         """
         if output.is_empty:
             return []
@@ -218,8 +232,17 @@ class Scheduler:
         assert output.step == self._num_completed_steps, (
             f"step {output.step} completed, {self._num_completed_steps} is next: steps complete in order, each once"
         )
+        scheduled, steady = output.scheduled, self._steady
+        if isinstance(sampled, SampledTokens):
+            if (
+                isinstance(scheduled, ScheduledDecodes)
+                and steady is not None
+                and steady.request_ids is scheduled.request_ids is sampled.request_ids
+            ):
+                return self._complete_steady(steady, scheduled, sampled)
+            sampled = sampled.as_dict()
         took = []
-        for request_id, num_tokens, num_computed_tokens, is_sampled, epoch in output.scheduled:
+        for request_id, num_tokens, num_computed_tokens, is_sampled, epoch in scheduled:
             request = self._requests.get(request_id)
             if request is None or request.epoch != epoch:
                 continue  # ended meanwhile, or (a chunk only) preempted and admitted again
@@ -239,11 +262,53 @@ class Scheduler:
         forgotten: a window may have named blocks of a step that failed.
         """
         self._kv_cache.reset_prefix_cache()
+        self._steady = None
         self._num_completed_steps = self._num_steps
         for request in self._requests.values():
             request.num_tokens_with_pending = request.num_tokens
         while self._running:
             self._preempt(self._running.pop())
+
+    @property
+    def _can_admit(self) -> bool:
+        """Whether somebody waits and has a place, if not the blocks."""
+        return len(self._waiting) > 0 and len(self._running) < self._max_num_seqs
+
+    def _output(
+        self,
+        scheduled: Sequence[ScheduledRequest],
+        *,
+        added: tuple[AddedRequest, ...] = (),
+        new_blocks: tuple[NewBlocks, ...] = (),
+    ) -> SchedulerOutput:
+        self._num_steps += 1
+        removed, self._removed = self._removed, []
+        return SchedulerOutput(
+            step=self._num_steps, scheduled=scheduled, added=added, new_blocks=new_blocks, removed=tuple(removed)
+        )
+
+    def _schedule_steady(self, steady: SteadyDecode) -> SchedulerOutput | None:
+        """A token of each; None, and nothing changed, if somebody would have to give way for it."""
+        steady.drop_complete()
+        if not 0 < len(steady) <= self._max_num_batched_tokens:
+            return None
+        places = steady.without_slot()
+        new_blocks = self._kv_cache.extend_each([steady.requests[place] for place in places]) if places else ()
+        if new_blocks is None:
+            return None
+        for place in places:
+            steady.update_slots(place)
+        return self._output(steady.advance(), new_blocks=tuple(new_blocks))
+
+    def _complete_steady(
+        self, steady: SteadyDecode, scheduled: ScheduledDecodes, sampled: SampledTokens
+    ) -> Sequence[Request]:
+        steady.append(sampled.token_ids)
+        num_done = scheduled.num_computed + 1
+        for place in steady.registrable(num_done):
+            self._kv_cache.register(steady.requests[place], int(num_done[place]))
+            steady.update_registration(place)
+        return steady.requests
 
     def _share(self, request: Request, num_uncomputed: int, budget: int) -> int:
         """Tokens of `request` to compute in a step that has `budget` left."""
@@ -264,6 +329,7 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         """Back to the queue, without blocks. Its pending tokens stay valid, so it waits for them, see `_admit`."""
         self._leave(request)
+        self._steady = None
         self._num_preemptions += 1
         request.num_preemptions += 1
         request.num_computed_tokens = 0

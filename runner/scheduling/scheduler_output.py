@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
+from itertools import repeat
+from typing import NamedTuple, overload
+
+import numpy as np
+import numpy.typing as npt
 
 from piecegraph.runner.sampling_params import SamplingParams
 
@@ -19,6 +24,80 @@ class ScheduledRequest(NamedTuple):
     num_computed_tokens: int  # before this step
     is_sampled: bool  # its last token runs, so a next one is drawn
     epoch: int  # of its admission; the scheduler's own, to know stale steps by
+
+
+_make_scheduled = partial(tuple.__new__, ScheduledRequest)
+"""From its fields, without a Python call for each."""
+
+
+class ScheduledDecodes(Sequence[ScheduledRequest]):
+    """The parts of requests that all compute one token and draw the next, in columns: most steps are such, and make
+    nothing for each request. Equal to any sequence of the same parts. Not to be changed.
+
+    Steps of the same requests share `request_ids`, so whoever keeps something for them may know them by identity.
+    """
+
+    __slots__ = ("_epochs", "num_computed", "request_ids")
+    __hash__ = None  # type: ignore[assignment]  # equal to lists, which have none
+
+    def __init__(
+        self, request_ids: tuple[str, ...], epochs: tuple[int, ...], num_computed: npt.NDArray[np.int64]
+    ) -> None:
+        self.request_ids = request_ids
+        self._epochs = epochs
+        self.num_computed = num_computed  # [num_reqs], tokens before this step
+
+    def __len__(self) -> int:
+        return len(self.request_ids)
+
+    def __iter__(self) -> Iterator[ScheduledRequest]:
+        columns = zip(self.request_ids, repeat(1), self.num_computed.tolist(), repeat(True), self._epochs)
+        return map(_make_scheduled, columns)
+
+    @overload
+    def __getitem__(self, at: int) -> ScheduledRequest: ...
+    @overload
+    def __getitem__(self, at: slice) -> tuple[ScheduledRequest, ...]: ...
+    def __getitem__(self, at: int | slice) -> ScheduledRequest | tuple[ScheduledRequest, ...]:
+        if isinstance(at, slice):
+            return tuple(self)[at]
+        return ScheduledRequest(self.request_ids[at], 1, int(self.num_computed[at]), True, self._epochs[at])
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and tuple(self) == tuple(other)
+
+    def __repr__(self) -> str:
+        return repr(tuple(self))
+
+
+class SampledTokens(Mapping[str, int]):
+    """The tokens of a step by request id, in columns: `token_ids[i]` is that of `request_ids[i]`."""
+
+    __slots__ = ("_by_id", "request_ids", "token_ids")
+
+    def __init__(self, request_ids: Sequence[str], token_ids: Sequence[int]) -> None:
+        assert len(request_ids) == len(token_ids), (len(request_ids), len(token_ids))
+        self.request_ids = request_ids
+        self.token_ids = token_ids
+        self._by_id: dict[str, int] | None = None
+
+    def __len__(self) -> int:
+        return len(self.request_ids)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.request_ids)
+
+    def __getitem__(self, request_id: str) -> int:
+        return self.as_dict()[request_id]
+
+    def __repr__(self) -> str:
+        return repr(self.as_dict())
+
+    def as_dict(self) -> dict[str, int]:
+        """The same, not to be changed; made when first asked for, which a steady decode does not."""
+        if self._by_id is None:
+            self._by_id = dict(zip(self.request_ids, self.token_ids, strict=True))
+        return self._by_id
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +133,7 @@ class SchedulerOutput:
     """
 
     step: int  # counts outputs that schedule something, from 1; an empty one repeats the last number
-    scheduled: tuple[ScheduledRequest, ...] = ()
+    scheduled: Sequence[ScheduledRequest] = ()  # a tuple, or ScheduledDecodes
     added: tuple[AddedRequest, ...] = ()
     new_blocks: tuple[NewBlocks, ...] = ()
     removed: tuple[str, ...] = ()  # ids that left the running set: finished, aborted, preempted
@@ -65,6 +144,8 @@ class SchedulerOutput:
 
     @property
     def num_tokens(self) -> int:
+        if isinstance(self.scheduled, ScheduledDecodes):
+            return len(self.scheduled)
         return sum([item.num_tokens for item in self.scheduled])
 
     @property

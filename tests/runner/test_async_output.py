@@ -26,7 +26,7 @@ def test_it_holds_what_was_there_when_it_was_made(device: str) -> None:
     """Rows that did not sample mean nothing and are left out; the tensors may be used again at once."""
     stream = OutputStream(torch.device(device))
     token_ids, logprobs = torch.tensor([5, 6, 7], device=device), logprobs_of(3, device)
-    output = AsyncOutput(stream, sampled=[(0, "a"), (2, "c")], token_ids=token_ids, logprobs=logprobs)
+    output = AsyncOutput(stream, request_ids=["a", "c"], rows=[0, 2], token_ids=token_ids, logprobs=logprobs)
     for tensor in (token_ids, *logprobs):
         tensor.fill_(99)
     found = output.get()
@@ -41,12 +41,12 @@ def test_prompt_rows_go_to_their_requests(device: str) -> None:
     """Request after request, each at the position of its first row; beside tokens of others."""
     output = AsyncOutput(
         OutputStream(torch.device(device)),
-        sampled=[(0, "a")],
+        request_ids=["a"],
         token_ids=torch.tensor([5], device=device),
         prompt_rows=[PromptRows("b", 1, 2), PromptRows("c", 9, 1)],
         prompt_logprobs=logprobs_of(3, device),
     ).get()
-    assert (output.token_ids, output.logprobs) == ({"a": 5}, {})
+    assert (dict(output.token_ids), output.logprobs) == ({"a": 5}, {})
     assert output.prompt_logprobs == {
         "b": PromptLogprobs(1, [row_of(0), row_of(1)]),
         "c": PromptLogprobs(9, [row_of(2)]),
@@ -56,26 +56,27 @@ def test_prompt_rows_go_to_their_requests(device: str) -> None:
 def test_all_kinds_at_once() -> None:
     output = AsyncOutput(
         OutputStream(torch.device("cpu")),
-        sampled=[(1, "a")],
+        request_ids=["a"],
+        rows=[1],
         token_ids=torch.tensor([5, 6]),
         logprobs=logprobs_of(2, "cpu"),
         prompt_rows=[PromptRows("b", 1, 1)],
         prompt_logprobs=logprobs_of(1, "cpu"),
     ).get()
-    assert (output.token_ids, output.logprobs) == ({"a": 6}, {"a": row_of(1)})
+    assert (dict(output.token_ids), output.logprobs) == ({"a": 6}, {"a": row_of(1)})
     assert output.prompt_logprobs == {"b": PromptLogprobs(1, [row_of(0)])}
 
 
 def test_a_step_that_samples_nothing_has_nothing() -> None:
     """A chunk of a prompt."""
-    output = AsyncOutput(OutputStream(torch.device("cpu")), sampled=[], token_ids=None).get()
-    assert (output.token_ids, output.logprobs, output.prompt_logprobs) == ({}, {}, {})
+    output = AsyncOutput(OutputStream(torch.device("cpu")), request_ids=[], token_ids=None).get()
+    assert (dict(output.token_ids), output.logprobs, output.prompt_logprobs) == ({}, {}, {})
 
 
 def test_a_chunk_may_have_prompt_logprobs_only() -> None:
     output = AsyncOutput(
         OutputStream(torch.device("cpu")),
-        sampled=[],
+        request_ids=[],
         token_ids=None,
         prompt_rows=[PromptRows("b", 4, 1)],
         prompt_logprobs=logprobs_of(1, "cpu"),
@@ -87,14 +88,14 @@ def test_a_chunk_may_have_prompt_logprobs_only() -> None:
 def test_making_it_waits_for_nothing() -> None:
     """The device may be busy for long; only `get` waits for it."""
     stream = OutputStream(torch.device("cuda"))
-    AsyncOutput(stream, sampled=[(0, "a")], token_ids=torch.tensor([1], device="cuda")).get()  # pinned memory is there
+    AsyncOutput(stream, request_ids=["a"], token_ids=torch.tensor([1], device="cuda")).get()  # pinned memory is there
     token_ids = torch.tensor([5], device="cuda")
     torch.cuda.synchronize()
     torch.cuda._sleep(200_000_000)  # cycles: a tenth of a second or so
     token_ids += 1
     busy = torch.cuda.Event()
     busy.record()
-    output = AsyncOutput(stream, sampled=[(0, "a")], token_ids=token_ids)
+    output = AsyncOutput(stream, request_ids=["a"], token_ids=token_ids)
     assert not busy.query()
     assert output.get().token_ids == {"a": 6}
     assert busy.query()

@@ -211,3 +211,26 @@ def test_a_step_gives_news_of_what_somebody_reads_or_what_ends() -> None:
 
     assert take(70, 70, 70) == ([], ["read", "logged"])
     assert take(EOS, 70, 70) == (["quiet"], ["quiet", "read", "logged"])
+
+
+@pytest.mark.parametrize("has_tokens", [True, False])
+def test_the_same_requests_again_end_where_they_must(has_tokens: bool) -> None:
+    """Step after step of one list of requests that nobody reads: by a stop token of their own, or by length."""
+    processor = OutputProcessor(TOKENIZER, [EOS])
+    requests = [make_request(SamplingParams(), name, max_total_tokens=11) for name in ("stops", "runs")]
+    requests[0].stop_token_ids = frozenset([B])
+    for request in requests:
+        processor.add(request.request_id, None, [request], is_final_only=True)
+
+    def take(requests: list[Request], *tokens: int) -> list[tuple[str, str]]:
+        for request, token in zip(requests, tokens, strict=True):
+            request.output_token_ids.append(token)
+        ended, news = processor.take_tokens(requests, {}, tokens if has_tokens else None)
+        assert news == [request.request_id for request, _ in ended]
+        return [(request.request_id, finish.reason) for request, finish in ended]
+
+    assert [take(requests, A, token) for token in (A, B, A, B)] == [[]] * 4  # B ends the other only
+    requests[0].stop_token_ids, requests[0].sampling_params = frozenset([B]), SamplingParams(stop_token_ids=[B])
+    assert take(requests, B, A) == [("stops", "stop")]
+    rest = requests[1:]
+    assert [take(rest, A) for _ in range(3)] == [[], [], [("runs", "length")]]

@@ -19,6 +19,7 @@ from piecegraph.runner.staged_write import (
     RowWrite,
     StagedWriteTensor,
     apply_writes_reference,
+    pack_cells,
     pack_writes,
     without_overlaps,
 )
@@ -62,6 +63,45 @@ def test_writes_are_what_plain_assignments_are(writes: Writes, dtype: torch.dtyp
             table.apply_write()
     table.apply_write()
     assert torch.equal(table.gpu, assigned(writes, dtype))
+
+
+@given(
+    cells=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3), st.booleans()), max_size=12),
+    dtype=st.sampled_from([*NUMPY_DTYPES]),
+)
+@settings(deadline=None)
+def test_cells_are_writes_of_one(cells: list[tuple[int, int, bool]], dtype: torch.dtype) -> None:
+    """Alone or among writes, over and under them, in any type."""
+    table, expected = StagedWriteTensor((3, 4), dtype, CPU), torch.zeros(3, 4, dtype=dtype)
+    for value, (row, start, is_cell) in enumerate(cells, 1):
+        if is_cell:
+            table.stage_cell(row, start, value)
+            expected[row, start] = value
+        else:
+            table.stage_write(row, 0, [value] * (start + 1))
+            expected[row, : start + 1] = value
+    table.apply_write()
+    assert torch.equal(table.gpu, expected)
+    table.gpu.zero_()
+    table.apply_write()
+    assert not table.gpu.any()
+
+
+def test_cells_are_packed_as_writes_of_one_are() -> None:
+    for num_cells in range(1, 6):
+        cells = {(row, 2 * row): 10 + row for row in range(num_cells)}
+        packed = pack_cells(cells, CPU)
+        expected = pack_writes([RowWrite(*at, np.array([value], dtype=np.int32)) for at, value in cells.items()], CPU)
+        assert (packed.num_writes, packed.longest, packed.first_content) == (num_cells, 1, expected.first_content)
+        assert packed.words[: 3 * num_cells].tolist() == expected.words[: 3 * num_cells].tolist()
+        assert packed.contents(torch.int32).tolist() == expected.contents(torch.int32).tolist()
+
+
+@pytest.mark.parametrize(("row", "start"), [(-1, 0), (3, 0), (0, -1), (0, 4)])
+def test_a_cell_outside_of_the_tensor_is_refused(row: int, start: int) -> None:
+    message = f"a write at row {row}, start {start}, length 1 leaves the tensor of shape (3, 4)"
+    with pytest.raises(AssertionError, match=re.escape(message)):
+        StagedWriteTensor((3, 4), torch.int32, CPU).stage_cell(row, start, 1)
 
 
 @given(writes=ragged_writes(max_length=40))

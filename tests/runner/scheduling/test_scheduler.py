@@ -45,7 +45,7 @@ def shares(output: SchedulerOutput) -> dict[str, int]:
 
 
 def complete(scheduler: Scheduler, output: SchedulerOutput, token: int = 5) -> list[Request]:
-    return scheduler.complete_step(output, {item.request_id: token for item in output.sampled})
+    return list(scheduler.complete_step(output, {item.request_id: token for item in output.sampled}))
 
 
 def step(scheduler: Scheduler) -> SchedulerOutput:

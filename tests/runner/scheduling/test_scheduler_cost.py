@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 from piecegraph.runner.scheduling.kv_cache_manager import KVCacheManager
 from piecegraph.runner.scheduling.scheduler import Scheduler
+from piecegraph.runner.scheduling.scheduler_output import SampledTokens, ScheduledDecodes, SchedulerOutput
 from tests.runner.scheduling.make_request import make_request
 
 BLOCK_SIZE = 16
@@ -38,6 +39,13 @@ def decoding(num_reqs: int) -> Scheduler:
     return scheduler
 
 
+def sampled_tokens(output: SchedulerOutput) -> SampledTokens:
+    """As the runner tells them: of a steady decode under the very ids of its output."""
+    scheduled = output.scheduled
+    ids = scheduled.request_ids if isinstance(scheduled, ScheduledDecodes) else [item.request_id for item in scheduled]
+    return SampledTokens(ids, [0] * len(ids))
+
+
 def num_python_calls(scheduler: Scheduler) -> tuple[int, int]:
     """Python functions called by the next `schedule` and by its `complete_step`."""
     count = 0
@@ -52,7 +60,7 @@ def num_python_calls(scheduler: Scheduler) -> tuple[int, int]:
         output = scheduler.schedule()
         sys.setprofile(before)
         scheduling, count = count, 0
-        sampled = {item.request_id: 0 for item in output.sampled}
+        sampled = sampled_tokens(output)
         sys.setprofile(profile)
         scheduler.complete_step(output, sampled)
     finally:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, deque
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from hypothesis import HealthCheck, settings
@@ -17,7 +18,7 @@ from piecegraph.runner.scheduling.kv_cache_manager import KVCacheManager
 from piecegraph.runner.scheduling.request import Request
 from piecegraph.runner.scheduling.request_queue import SchedulingPolicy
 from piecegraph.runner.scheduling.scheduler import Scheduler
-from piecegraph.runner.scheduling.scheduler_output import SchedulerOutput
+from piecegraph.runner.scheduling.scheduler_output import SampledTokens, ScheduledDecodes, SchedulerOutput
 from tests.runner.scheduling.make_request import make_request
 from tests.runner.scheduling.simulated_device import SimulatedDevice, next_token
 
@@ -48,6 +49,13 @@ ASKS = st.builds(
     prompt_logprobs=st.sampled_from([False, False, False, True]),
     salt=st.sampled_from(["", "", "", "x"]),
 )
+
+
+def as_told(output: SchedulerOutput, sampled: Mapping[str, int]) -> Mapping[str, int]:
+    """As the model runner tells the tokens of a steady decode."""
+    if not isinstance(output.scheduled, ScheduledDecodes):
+        return sampled
+    return SampledTokens(output.scheduled.request_ids, [*sampled.values()])
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -125,8 +133,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def complete(self) -> None:
         """Tell the oldest step in flight, and stop who has reached its end or drew token 1 twice."""
         output, sampled, requests = self.in_flight.popleft()
-        took = self.scheduler.complete_step(output, sampled)
-        assert took == [request for request in requests if self.live.get(request.request_id) is request]
+        took = self.scheduler.complete_step(output, as_told(output, sampled))
+        assert list(took) == [request for request in requests if self.live.get(request.request_id) is request]
         for request in took:
             if request.num_tokens == request.max_total_tokens:
                 self.finish(request, "length")
