@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
+
+if TYPE_CHECKING:
+    from piecegraph.runner.kernels.staged_write import PreparedWriter
 
 Array = npt.NDArray[Any]
 
@@ -49,6 +52,7 @@ class StagedWriteTensor:
         self._num_rows = shape[0]
         self._width = shape[1] if len(shape) == 2 else 1
         self._staged: dict[int, list[RowWrite]] = {}  # by row, in the order they came
+        self._writer: PreparedWriter | None = None  # on a GPU, from the first apply on
         self._cells: dict[tuple[int, int], int] = {}  # (row, start) -> value; of a row in both these come first
 
     def stage_write(self, row: int, start: int, values: Sequence[int] | Sequence[float] | Array) -> None:
@@ -105,9 +109,11 @@ class StagedWriteTensor:
         else:
             return
         if self.gpu.device.type == "cuda":
-            from piecegraph.runner.kernels.staged_write import apply_writes_on_gpu
+            if self._writer is None:
+                from piecegraph.runner.kernels.staged_write import PreparedWriter
 
-            apply_writes_on_gpu(self.gpu, packed)
+                self._writer = PreparedWriter(self.gpu)
+            self._writer.write(packed)
         else:
             apply_writes_reference(self.gpu, packed)
         self.clear_staged()

@@ -295,6 +295,18 @@ def test_the_kernel_writes_vectors_and_long_writes() -> None:
     interpreted(check_kernel_on_a_vector_and_a_long_write)
 
 
+def test_a_call_names_all_of_the_kernels_arguments_in_order() -> None:
+    """So a prepared launch puts each where the kernel reads it. Nothing a launch changes is specialised on."""
+    from piecegraph.runner.kernels.staged_write import apply_writes_call
+
+    call = apply_writes_call(torch.zeros(2, 4, dtype=torch.int32), pack_cells({(0, 1): 7, (1, 2): 8}, CPU))
+    assert list(call.arguments) == [param.name for param in call.kernel.params]
+    assert call.grid == (2, 1, 1)
+    free = {param.name for param in call.kernel.params if param.do_not_specialize}
+    unaligned = {param.name for param in call.kernel.params if param.do_not_specialize_on_alignment}
+    assert "num_writes" in free and {"words", "contents"} <= unaligned
+
+
 @pytest.mark.gpu
 @given(writes=ragged_writes(), dtype=st.sampled_from([*NUMPY_DTYPES]))
 @settings(deadline=None)
