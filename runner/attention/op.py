@@ -2,8 +2,9 @@
 
 It writes this step's keys and values into the paged cache, attends, and writes the result into `out`,
 a buffer of its caller's. The wider form is given query and key before their norm and rotary embedding, and
-does both on the way; the pass `fuse-rope-kv-write` puts it into graphs. Defined through `torch.library.Library` (a call costs 3-4 us, `custom_op`
-23-40) and always called as `.default`: dead-code elimination drops the overload packet, mutating or not.
+does both on the way; the pass `fuse-rope-kv-write` puts it into graphs. Both are defined through
+`torch.library.Library` (a call costs 3-4 us, `custom_op` 23-40) and always called as `.default`: dead-code
+elimination drops the overload packet, mutating or not.
 """
 
 from __future__ import annotations

@@ -1,0 +1,198 @@
+"""`fuse-rope-kv-write`: norm and rotary embedding of query and key become part of attention, which writes the cache.
+
+It crosses the cut on purpose: attention is widened to an op that is given what was projected and the tables. Every
+attention call is a site, so none is passed over in silence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from piecegraph.passes import torch_ir as ir
+from piecegraph.passes.effects import ELEMENTWISE, Memory, viewed
+from piecegraph.passes.graph_pass import GraphPass, Miss, PassContext, PassResult
+from piecegraph.passes.rotary_pattern import ATTENTION_LAYOUT, RotatedHeads, rotated_heads
+from piecegraph.passes.torch_ir import Columns, NoMatch
+
+_SIZES = frozenset({"new_empty", "size", torch.ops.aten.sym_size.int})
+"""What may read a tensor that is rotated besides attention: it looks at no number of it."""
+
+
+@dataclass(frozen=True)
+class FuseRopeKVWrite(GraphPass):
+    """Half-against-half rotary over the first numbers of a head, or over all, after an RMS norm of each head or none.
+
+    `attention_op(query, key, value, out, *rest)` becomes
+    `fused_op(query, key, value, out, cos, sin, q_norm_weight, k_norm_weight, norm_eps, norm_offset, *rest)`, with
+    query and key `[tokens, heads, dim]` as projected, which the op may overwrite: nothing else may read that query.
+    Rounds once where the graph rounds after each step, and takes tables as they were before they were rounded.
+    """
+
+    attention_op: str = "piecegraph::attention"
+    fused_op: str = "piecegraph::rope_attention"
+
+    name: ClassVar[str] = "fuse-rope-kv-write"
+    replaces_split_ops: ClassVar[bool] = True
+    reads: ClassVar[tuple[str, ...]] = (
+        "piecegraph.passes.rotary_pattern",
+        "piecegraph.passes.effects",
+        "piecegraph.passes.torch_ir",
+    )
+
+    def apply(self, graph: fx.Graph, context: PassContext) -> PassResult:
+        calls = [node for node in graph.nodes if _op_name(node) == self.attention_op]
+        if not calls:
+            return PassResult()
+        fused_op, memory = _overload(self.fused_op), Memory(graph)
+        tables: dict[fx.Node, fx.Node] = {}
+        misses = []
+        for call in calls:
+            try:
+                query, key = (_argument(call, position) for position in range(2))
+                _check_together(query, key)
+                _check_own(query, memory)
+            except NoMatch as reason:
+                misses.append(Miss(call.name, str(reason)))
+                continue
+            _fuse(graph, call, fused_op, query, key, tables)
+        return PassResult(len(calls) - len(misses), tuple(misses))
+
+
+def _op_name(node: fx.Node) -> str | None:
+    target = node.target
+    return str(target._schema.name) if isinstance(target, torch._ops.OpOverload) else None
+
+
+def _overload(name: str) -> torch._ops.OpOverload:
+    namespace, _, op = name.partition("::")
+    overload: torch._ops.OpOverload = getattr(getattr(torch.ops, namespace), op).default
+    return overload
+
+
+def _argument(call: fx.Node, position: int) -> RotatedHeads:
+    name, node = ("query", "key")[position], call.args[position]
+    assert isinstance(node, fx.Node), call
+    try:
+        found = rotated_heads(node)
+        _check_readers(call, found)
+    except NoMatch as reason:
+        raise NoMatch(f"{name}: {reason}") from None
+    return found
+
+
+def _check_readers(call: fx.Node, found: RotatedHeads) -> None:
+    """What is computed on the way is computed for this call alone; but tables are everyone's."""
+    tables = _made_of(found.cos, found.sin, found.inner)
+    for node in found.inner:
+        if node in tables:
+            continue
+        for reader in node.users:
+            if reader not in found.inner and reader is not call and not ir.is_call(reader, _SIZES):
+                raise NoMatch(f"{node} has a second reader: {reader}")
+
+
+def _made_of(cos: fx.Node, sin: fx.Node, nodes: tuple[fx.Node, ...]) -> set[fx.Node]:
+    """Those of `nodes` that are nothing but a table, cast or with another dim."""
+    found = {cos, sin}
+    while more := {node for node in nodes if node not in found and found.issuperset(node.all_input_nodes)}:
+        found |= more
+    return found
+
+
+def _check_together(query: RotatedHeads, key: RotatedHeads) -> None:
+    """One call norms and rotates both alike."""
+    if (query.cos, query.sin) != (key.cos, key.sin):
+        raise NoMatch(
+            f"query is rotated by {query.cos} and {query.sin}, key by {key.cos} and {key.sin}; wanted are the same"
+        )
+    if (query.norm is None) != (key.norm is None):
+        raise NoMatch(f"{'key' if query.norm is None else 'query'} is normed and the other is not")
+    if query.norm is not None and key.norm is not None:
+        one, other = (query.norm.eps, query.norm.offset), (key.norm.eps, key.norm.offset)
+        if one != other:
+            raise NoMatch(f"query is normed with (epsilon, offset) {one}, key with {other}; wanted are the same")
+
+
+def _check_own(query: RotatedHeads, memory: Memory) -> None:
+    """Nothing but this call sees it if the rows of the projected query change."""
+    node = query.read.source
+    if memory.is_written(node):
+        raise NoMatch(f"query: {node} is changed in place by something else")
+    if memory.is_held_outside(node):
+        raise NoMatch(f"query: {node} may be the memory of an input or an output of the graph")
+    columns: Columns | None = query.read
+    below: set[fx.Node] = set(query.inner)
+    while True:
+        for reader in node.users:
+            if not ir.is_call(reader, _SIZES):
+                _check_apart(reader, node, columns, below)
+        columns, below = ir.columns_of(node), {node}
+        source = columns.source if columns is not None else viewed(node) or ir.cast_source(node)
+        if source is None:
+            break
+        node = source
+    is_new = ir.is_call(node, ir.LINEAR | ELEMENTWISE) or (
+        isinstance(node.target, torch._ops.OpOverload)
+        and all(argument.alias_info is None for argument in node.target._schema.arguments)
+    )
+    if not is_new:
+        raise NoMatch(f"query: {node} may return memory that something else reads")
+
+
+def _check_apart(reader: fx.Node, source: fx.Node, columns: Columns | None, ours: set[fx.Node]) -> None:
+    """`reader` reads other columns of `source` than `columns`, or is one of `ours`."""
+    if reader in ours:
+        return
+    if ir.is_call(reader, ir.CHUNK | ir.SPLIT):
+        for item in reader.users:
+            _check_apart(item, source, columns, ours)
+        return
+    read = ir.columns_of(reader)
+    if columns is None or read is None or not (read.stop <= columns.start or columns.stop <= read.start):
+        raise NoMatch(f"query: {source} has a second reader: {reader}")
+
+
+def _fuse(
+    graph: fx.Graph,
+    call: fx.Node,
+    fused_op: torch._ops.OpOverload,
+    query: RotatedHeads,
+    key: RotatedHeads,
+    tables: dict[fx.Node, fx.Node],
+) -> None:
+    old: Any = call.args[:2]
+    new = [_projected(graph, before, heads) for before, heads in zip(old, (query, key), strict=True)]
+    cos, sin = (_table(graph, node, tables) for node in (query.cos, query.sin))
+    norms = [None if heads.norm is None else heads.norm.weight for heads in (query, key)]
+    eps, offset = (None, 0.0) if query.norm is None else (query.norm.eps, query.norm.offset)
+    with graph.inserting_before(call):
+        arguments = (*new, *call.args[2:4], cos, sin, *norms, eps, offset, *call.args[4:])
+        graph.call_function(fused_op, arguments).meta["example_value"] = None
+    graph.erase_node(call)
+    for before, after in zip(old, new, strict=True):
+        before.replace_all_uses_with(after)
+    ir.erase_unread(graph, {*query.inner, *query.views, *key.inner, *key.views})
+
+
+def _projected(graph: fx.Graph, before: fx.Node, found: RotatedHeads) -> fx.Node:
+    """The heads as they were projected, `[tokens, heads, dim]`, ahead of `before`."""
+    node, layout = ir.insert_columns(graph, before, found.heads), list(found.layout)
+    while "one" in layout:
+        node = ir.insert_call(graph, before, "squeeze", node, layout.index("one"))
+        layout.remove("one")
+    if tuple(layout) != ATTENTION_LAYOUT:
+        node = ir.insert_call(graph, before, "transpose", node, 0, 1)
+    return node
+
+
+def _table(graph: fx.Graph, node: fx.Node, tables: dict[fx.Node, fx.Node]) -> fx.Node:
+    """`[tokens, rotary_dim]`: one for all layers, made where the table is."""
+    if len(ir.shape_of(node)) == 2:
+        return node
+    if node not in tables:
+        tables[node] = ir.insert_call(graph, node.next, "squeeze", node, 0)
+    return tables[node]
