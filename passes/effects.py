@@ -6,7 +6,6 @@ import operator
 from collections.abc import Iterable
 from typing import Any
 
-import sympy
 import torch
 import torch.nn.functional as F
 from torch import fx
@@ -67,7 +66,7 @@ _NEW_MEMORY = (
     | {torch.matmul, torch.bmm, torch.mm, torch.addmm, operator.matmul, torch.stack, torch.sum, torch.softmax}
     | {F.embedding, F.layer_norm, torch.layer_norm, F.softmax, torch.topk, torch.sort, torch.cumsum, torch.histc}
     | {torch.arange, torch.zeros, torch.ones, torch.empty, torch.empty_like, torch.zeros_like, torch.ones_like}
-    | {torch.index_select, torch.gather, torch.repeat_interleave}
+    | {torch.index_select, torch.gather, torch.repeat_interleave, torch._grouped_mm}
     | {"matmul", "sum", "softmax", "topk", "sort", "cumsum", "new_empty", "new_zeros", "index_select", "gather"}
     | {"repeat_interleave", "repeat", "argmax"}
 )
@@ -103,10 +102,12 @@ def is_pure(node: fx.Node) -> bool:
 
 
 def erase_dead(graph: fx.Graph, keep: Iterable[fx.Node] = ()) -> None:
-    """Erase every pure node that nobody reads, but for those of `keep`."""
+    """Erase every pure call whose result nobody reads, but for those of `keep` and for assertions."""
     kept = set(keep)
     for node in reversed(list(graph.nodes)):
-        if not node.users and node.op not in ("placeholder", "output") and node not in kept and is_pure(node):
+        if node.users or node.op in ("placeholder", "output") or node in kept or not is_pure(node):
+            continue
+        if value_of(node) is not None or node.target is torch._C._log_api_usage_once:
             graph.erase_node(node)
 
 
@@ -169,12 +170,16 @@ def is_contiguous(node: fx.Node) -> bool:
 def same_stride(one: Any, other: Any) -> bool:
     """Two strides are equal, or belong to a tensor without elements: torch writes `Max(1, size)` for a size in a
     stride, so that no stride is 0."""
-    return same_size(one, other) or (_plain_stride(one) - _plain_stride(other)).expand() == 0
+    if isinstance(one, int) and isinstance(other, int):
+        return one == other
+    return same_size(one, other) or bool((_plain_stride(one) - _plain_stride(other)).expand() == 0)
 
 
 def _plain_stride(stride: Any) -> Any:
     """As an expression, with `Max(1, size)` as `size`."""
-    expression = stride.node.expr if isinstance(stride, torch.SymInt) else sympy.Integer(stride)
+    if isinstance(stride, int):
+        return stride
+    expression = stride.node.expr
     return expression.replace(
         lambda part: type(part).__name__ == "Max" and len(part.args) == 2 and 1 in part.args,
         lambda part: next(each for each in part.args if each != 1),
@@ -182,14 +187,16 @@ def _plain_stride(stride: Any) -> Any:
 
 
 class Memory:
-    """Which tensors of a graph may share memory: groups, too large where in doubt. As the graph is now."""
+    """Which tensors of a graph may share memory: groups, too large where in doubt. As the graph is now; writes
+    are those of `writers`, or of every node."""
 
-    def __init__(self, graph: fx.Graph) -> None:
+    def __init__(self, graph: fx.Graph, writers: Iterable[fx.Node] | None = None) -> None:
         self._group: dict[fx.Node, fx.Node] = {}
         for node in graph.nodes:
             for source in _may_return(node):
                 self._group[self._of(node)] = self._of(source)
-        self._written = {self._of(written) for node in graph.nodes for written in written_by(node)}
+        writers = graph.nodes if writers is None else writers
+        self._written = {self._of(written) for node in writers for written in written_by(node)}
         placeholders = {self._of(node) for node in graph.nodes if node.op == "placeholder"}
         if self._written & placeholders:
             self._written |= placeholders  # inputs may share memory with each other

@@ -11,11 +11,12 @@ from typing import ClassVar
 
 from torch import fx
 
-from piecegraph.passes.effects import CASTS, CLONE, DIV, Memory, erase_dead, is_pure, same_stride, viewed
+from piecegraph.passes.effects import CLONE, DIV, Memory, erase_dead, is_pure, same_stride, viewed
 from piecegraph.passes.graph_pass import GraphPass, Miss, PassContext, PassResult
 from piecegraph.passes.repeated_values import merge_repeated_values
 from piecegraph.passes.torch_ir import (
     ADD,
+    CASTS,
     MUL,
     SUB,
     is_call,

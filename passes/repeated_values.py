@@ -135,7 +135,7 @@ def _move_home(first: fx.Node, first_of: dict[fx.Node, fx.Node], segment_of: dic
     home = _home(first, first_of, segment_of)
     if home == segment_of[first]:
         return
-    first.args = fx.map_arg(first.args, lambda node: first_of.get(node, node))  # type: ignore[assignment]  # a tuple stays one
+    first.args = fx.map_arg(first.args, lambda node: first_of.get(node, node))
     position = {node: number for number, node in enumerate(first.graph.nodes)}
     last = max((each for each in first.all_input_nodes if each.op != "placeholder"), key=position.__getitem__)
     last.append(first)
