@@ -98,22 +98,22 @@ class _Walk:
         """The next node up, with all else changed to fit it; None where something is computed, or regrouped."""
         node, layout = self.node, self.layout
         if (swapped := ir.swapped_dims(node)) is not None:
-            source, one, other = swapped
+            above, one, other = swapped
             dims = list(layout)
             dims[one], dims[other] = dims[other], dims[one]
             if dims[-1] != "dim":
                 return None
             self.layout = tuple(dims)
-            return source
+            return above
         if ir.is_call(node, SQUEEZE) and isinstance(dim := ir.argument(node, 1, "dim"), int):
-            source = node.args[0]
-            dim %= len(ir.shape_of(source))
-            if len(ir.shape_of(source)) == len(layout) + 1:
+            above = _first(node)
+            dim %= len(ir.shape_of(above))
+            if len(ir.shape_of(above)) == len(layout) + 1:
                 self.layout = (*layout[:dim], "one", *layout[dim:])
-                return source
+                return above
             return None
         if ir.is_call(node, CONTIGUOUS):
-            return node.args[0]
+            return _first(node)
         if (source := ir.cast_source(node)) is not None and ir.dtype_of(source).is_floating_point:
             return source
         if (columns := ir.columns_of(node)) is not None:
@@ -214,7 +214,7 @@ class _Walk:
         while ir.is_tensor(node):
             source = ir.cast_source(node)
             if ir.is_call(node, UNSQUEEZE) and isinstance(dim := ir.argument(node, 1, "dim"), int):
-                source = node.args[0]
+                source = _first(node)
                 added.append(dim % len(ir.shape_of(node)))
             if source is None or not ir.dtype_of(source).is_floating_point:
                 break
@@ -253,6 +253,13 @@ class _Walk:
     def _note(self, node: Any) -> None:
         if ir.is_tensor(node):
             self.inner.append(node)
+
+
+def _first(node: fx.Node) -> fx.Node:
+    """The tensor that a method is called on, or a function of that name is given."""
+    source = node.args[0]
+    assert isinstance(source, fx.Node), node
+    return source
 
 
 def _is_norm(node: Any) -> bool:

@@ -21,7 +21,7 @@ from piecegraph.passes.pipeline import default_passes
 from piecegraph.progress import OnPhase
 from piecegraph.runner.attention.backend import AttentionBackend
 from piecegraph.runner.attention.layer import AttentionLayer, attention_layers
-from piecegraph.runner.attention.op import ATTENTION_OP
+from piecegraph.runner.attention.op import ATTENTION_OPS
 from piecegraph.runner.attention.select import BackendChoice, check_backend_name, choose_backend
 from piecegraph.runner.capture_sizes import check_capture_sizes
 from piecegraph.runner.causal_lm import DYNAMIC_DIMS, CausalLMForward, example_inputs
@@ -227,7 +227,7 @@ def _refusals(backend: AttentionBackend, layers: Sequence[AttentionLayer]) -> Ca
     impl = backend.impl()
 
     def refusal(step: CallStep) -> str | None:
-        if step.op != ATTENTION_OP:
+        if step.op not in ATTENTION_OPS:
             return None
         layer = by_name[step.args[-1]]
         key = torch.empty(1, layer.num_kv_heads, layer.key_dim, dtype=layer.dtype)

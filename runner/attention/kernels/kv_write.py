@@ -32,7 +32,8 @@ def kv_write_grid(shape: HeadShape, num_rows: int, rotary: Rotary | None) -> Gri
 def _block_tokens(key_dim: int, rotary: Rotary | None) -> int:
     if rotary is None:
         return BLOCK_TOKENS
-    return min(BLOCK_TOKENS, max(1, ROTATED_NUMBERS // triton.next_power_of_2(key_dim)))
+    padded_dim: int = triton.next_power_of_2(key_dim)
+    return min(BLOCK_TOKENS, max(1, ROTATED_NUMBERS // padded_dim))
 
 
 def kv_write_call(
