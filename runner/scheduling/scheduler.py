@@ -63,7 +63,8 @@ class Scheduler:
         prompt_logprobs_chunk: int = 512,
     ) -> None:
         """`watermark`: fraction of the blocks that admission leaves free for those that run, while any do.
-        `prompt_logprobs_chunk`: tokens a step of a prompt whose logprobs are wanted; they take logits for each.
+        `prompt_logprobs_chunk`: tokens a step of prompts whose logprobs are wanted, of all such prompts together:
+        each takes a row of logits.
         """
         assert max_num_seqs >= 1 and max_num_batched_tokens >= 1 and prompt_logprobs_chunk >= 1
         self._kv_cache = kv_cache
@@ -72,6 +73,7 @@ class Scheduler:
         self._policy = policy
         self._num_spared_blocks = int(watermark * kv_cache.num_blocks)
         self._prompt_logprobs_chunk = prompt_logprobs_chunk
+        self._prompt_logprobs_left = prompt_logprobs_chunk  # of this step's
 
         self._requests: dict[str, Request] = {}  # all unfinished
         self._waiting = RequestQueue(policy)
@@ -168,6 +170,7 @@ class Scheduler:
                 return decodes_only
             self._steady = None
         budget = self._max_num_batched_tokens
+        self._prompt_logprobs_left = self._prompt_logprobs_chunk
         decodes: list[ScheduledRequest] = []
         others: list[ScheduledRequest] = []
         new_blocks: list[NewBlocks] = []
@@ -183,7 +186,9 @@ class Scheduler:
             num_computed = request.num_computed_tokens
             num_uncomputed = num_tokens = num_with_pending - num_computed
             if num_tokens != 1:
-                num_tokens = self._share(request, num_uncomputed, budget)
+                num_tokens = self._take_share(request, num_uncomputed, budget)
+                if not num_tokens:
+                    continue  # others' prompts take all the rows of logits that this step may have
             num_computed_after = num_computed + num_tokens
             if num_computed_after > request.num_slots and not self._extend(request, num_tokens, new_blocks):
                 break  # it was the last, and gave way itself
@@ -310,11 +315,15 @@ class Scheduler:
             steady.update_registration(place)
         return steady.requests
 
-    def _share(self, request: Request, num_uncomputed: int, budget: int) -> int:
-        """Tokens of `request` to compute in a step that has `budget` left."""
-        if request.wants_prompt_logprobs and request.num_computed_tokens < request.num_prompt_tokens:
-            budget = min(budget, self._prompt_logprobs_chunk)
-        return min(num_uncomputed, budget)
+    def _take_share(self, request: Request, num_uncomputed: int, budget: int) -> int:
+        """Tokens of `request` to compute in a step that has `budget` left, counted; 0: its turn is another step's."""
+        num_tokens = min(num_uncomputed, budget)
+        is_in_prompt = request.num_computed_tokens < request.num_prompt_tokens
+        # The last token of a prompt says nothing of the prompt: alone it takes no row.
+        if request.wants_prompt_logprobs and is_in_prompt and num_uncomputed > 1:
+            num_tokens = min(num_tokens, self._prompt_logprobs_left)
+            self._prompt_logprobs_left -= num_tokens
+        return num_tokens
 
     def _extend(self, request: Request, num_tokens: int, new_blocks: list[NewBlocks]) -> bool:
         """Blocks for `num_tokens` of a running request, preempting from the end; False if it came to itself."""
@@ -347,7 +356,9 @@ class Scheduler:
             return None  # preempted with tokens in flight, or with its last token just told
         hit = self._kv_cache.find_prefix(request)
         num_uncomputed = num_known - hit.num_tokens
-        num_tokens = self._share(request, num_uncomputed, budget)
+        num_tokens = self._take_share(request, num_uncomputed, budget)
+        if not num_tokens:
+            return None
         num_spared_blocks = self._num_spared_blocks if self._running else 0
         if not self._kv_cache.admit(request, hit, num_tokens, num_spared_blocks=num_spared_blocks):
             assert self._running, f"{request.request_id!r} does not fit an empty cache; see can_ever_fit"

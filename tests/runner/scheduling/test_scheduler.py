@@ -338,6 +338,20 @@ def test_prompt_logprobs_are_computed_in_small_chunks() -> None:
     ]
 
 
+def test_prompts_whose_logprobs_are_wanted_share_the_rows_of_a_step() -> None:
+    """3 in all, by order, running or not yet; who gets none waits, and nobody overtakes who is not admitted."""
+    scheduler = make_scheduler(budget=8)
+    wanting = [make_request(name, length, prompt_logprobs=True) for name, length in (("a", 4), ("b", 5))]
+    add(scheduler, *wanting, make_request("c", 2))
+    assert [shares(step(scheduler)) for _ in range(5)] == [
+        {"a": 3},
+        {"a": 1, "b": 3, "c": 2},  # the last token of a prompt alone takes no row
+        {"a": 1, "b": 2, "c": 1},
+        {"a": 1, "b": 1, "c": 1},
+        {"a": 1, "b": 1, "c": 1},
+    ]
+
+
 def test_a_window_lets_a_small_cache_hold_a_long_request() -> None:
     """100 tokens through 4 blocks of 4, without preemption."""
     scheduler = make_scheduler(num_blocks=4, budget=4, groups=(KVCacheGroup(sliding_window=6),))

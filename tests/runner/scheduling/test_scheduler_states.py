@@ -172,10 +172,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert sorted(scheduled, key=lambda num_tokens: num_tokens != 1) == scheduled
         if scheduler.stats.num_preemptions > num_preemptions:
             assert not output.added
+        num_prompt_rows = 0
         for item in output.scheduled:
             request = self.live[item.request_id]  # KeyError: it has ended
             if request.wants_prompt_logprobs and item.num_computed_tokens < request.num_prompt_tokens:
-                assert item.num_tokens <= 3
+                num_prompt_rows += item.num_tokens - (item.is_sampled and item.num_tokens == 1)
+        assert num_prompt_rows <= 3, "each is a row of logits"
         sampled = self.device.run(output)
         self.in_flight.append((output, sampled, [self.live[item.request_id] for item in output.sampled]))
         return output
