@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from piecegraph.passes.fuse_act_mul import FuseActMul
 from piecegraph.passes.fuse_add_rms_norm import FuseAddRMSNorm
+from piecegraph.passes.fuse_linear import FuseLinear
 from piecegraph.passes.fuse_moe import FuseMoe
 from piecegraph.passes.fuse_rope_kv_write import FuseRopeKVWrite
 from piecegraph.passes.graph_pass import GraphPass
@@ -14,7 +15,7 @@ from piecegraph.passes.merge_projections import MergeProjections
 
 def all_passes() -> tuple[GraphPass, ...]:
     """Every pass of ours, in the order they run. Their names are `config.PASSES`."""
-    return (MergeProjections(), FuseAddRMSNorm(), FuseActMul(), FuseRopeKVWrite(), FuseMoe())
+    return (MergeProjections(), FuseAddRMSNorm(), FuseActMul(), FuseRopeKVWrite(), FuseLinear(), FuseMoe())
 
 
 def default_passes(device_type: str) -> tuple[GraphPass, ...]:
@@ -22,7 +23,7 @@ def default_passes(device_type: str) -> tuple[GraphPass, ...]:
     return tuple(each for each in all_passes() if device_type == "cuda" or each.name not in ON_A_GPU)
 
 
-ON_A_GPU = frozenset({"fuse-add-rms-norm", "fuse-act-mul", "fuse-rope-kv-write", "fuse-moe"})
+ON_A_GPU = frozenset({"fuse-add-rms-norm", "fuse-act-mul", "fuse-rope-kv-write", "fuse-linear", "fuse-moe"})
 """Passes that make calls of Triton kernels. Their references in plain torch run on a CPU, where Inductor's own
 code is faster: there they run if they are named."""
 
