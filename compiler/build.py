@@ -23,6 +23,8 @@ from piecegraph.compiler.normalize import IsSplitOp, normalize
 from piecegraph.compiler.piece import UniquePiece, unique_pieces
 from piecegraph.compiler.piece_compiler import PieceCompiler
 from piecegraph.compiler.plan import CallStep, PieceStep, Plan, Slot, SplitCall, Step, TensorSpec
+from piecegraph.compiler.post_grad import PostGrad
+from piecegraph.compiler.post_grad_rows import matches_inside, post_grad_rows
 from piecegraph.compiler.report import CompileReport, PassRow, PieceRow, UniquePieceRow
 from piecegraph.compiler.run_pass import MADE_BY
 from piecegraph.compiler.split import Call, Piece, attribute_of, split
@@ -114,11 +116,16 @@ def build(
 
     start = time.perf_counter()
     on_phase(Phase(name="compile", total=len(unique), detail=compiler.name))
+    post_grad = PostGrad.of(passes, config)
     compiled = compiler.compile(
-        unique, lambda done: on_phase(Phase(name="compile", done=done, total=len(unique), detail=compiler.name))
+        unique,
+        lambda done: on_phase(Phase(name="compile", done=done, total=len(unique), detail=compiler.name)),
+        post_grad,
     )
     compile_seconds = time.perf_counter() - start
     on_phase(Phase(name="compile", done=len(unique), total=len(unique), seconds=compile_seconds, detail=compiler.name))
+
+    rows += post_grad_rows(passes, unique, compiled, config)
 
     plan, namespace = _plan(graph_module, inputs, constants, parts, unique)
     symbols = symbols_by_unique(unique, pieces)
@@ -128,6 +135,7 @@ def build(
         wanted,
         refused,
         compiler,
+        post_grad,
         make_inputs=lambda piece: tuning_inputs(piece, slots_of[piece.piece.index], namespace),
         on_phase=on_phase,
     )
@@ -167,7 +175,7 @@ def build(
                 kernels=done.kernels,
                 compile_seconds=done.seconds,
                 note=done.note,
-                passes=_made_by_passes(piece),
+                passes={**_made_by_passes(piece), **matches_inside(done)},
             )
             for piece, done in zip(unique, compiled, strict=True)
         ),

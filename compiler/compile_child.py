@@ -21,7 +21,9 @@ def main() -> None:
 
     from piecegraph.compiler import torch_compat
     from piecegraph.compiler.piece_format import load_piece
+    from piecegraph.compiler.post_grad import PostGrad, PostGradRun
     from piecegraph.passes.ops.all_ops import define_all_ops
+    from piecegraph.passes.pass_data import NotData
 
     define_all_ops()
     for line in sys.stdin:
@@ -31,12 +33,17 @@ def main() -> None:
             torch_compat.apply_process_settings(job["settings"])
             graph_module, examples = load_piece(Path(job["graph"]).read_text(), job["sizes"])
             kernels = torch_compat.generated_kernels()
-            artifact = torch_compat.standalone_compile(graph_module, examples, job["options"])
+            passes = PostGradRun(PostGrad.from_data(job["post_grad"]))
+            options = {**job["options"], **passes.options()}
+            artifact = torch_compat.standalone_compile(graph_module, examples, options)
             artifact.save(path=job["artifact"], format="binary")
             answer: dict[str, Any] = {
                 "seconds": time.perf_counter() - begin,
                 "kernels": torch_compat.generated_kernels() - kernels,
+                "post_grad": [outcome.as_data() for outcome in passes.outcomes],
             }
+        except NotData as reason:
+            answer = {"only_there": str(reason)}
         except Exception as error:
             answer = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(answer), file=answers, flush=True)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from piecegraph.compiler import torch_compat
+from piecegraph.compiler.post_grad import PostGradOutcome
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +29,7 @@ class CompileJob:
     options: Mapping[str, Any]  # torch._inductor.config fields
     settings: Mapping[str, Any]  # torch_compat.process_settings()
     sizes: Mapping[str, int] | None = None  # symbol -> number: compile it for these sizes alone
+    post_grad: Mapping[str, Any]  # post_grad.PostGrad.as_data()
 
     def line(self) -> str:
         """The job as the child reads it."""
@@ -37,6 +39,7 @@ class CompileJob:
             "options": dict(self.options),
             "settings": dict(self.settings),
             "sizes": dict(self.sizes) if self.sizes is not None else None,
+            "post_grad": dict(self.post_grad),
         }
         return json.dumps(values) + "\n"
 
@@ -48,14 +51,16 @@ class CompileResult:
     job: CompileJob
     seconds: float
     kernels: int
+    post_grad: tuple[PostGradOutcome, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompileFailure:
-    """A job that failed; `reason` is the compiler's own text."""
+    """A job that failed; `reason` is the compiler's own text, or why only the process that has the pass can."""
 
     job: CompileJob
     reason: str
+    is_only_there: bool = False
 
 
 class CompilePool:
@@ -175,4 +180,7 @@ def _result(job: CompileJob, answer: str) -> CompileResult | CompileFailure:
     values = json.loads(answer)
     if "error" in values:
         return CompileFailure(job=job, reason=values["error"])
-    return CompileResult(job=job, seconds=values["seconds"], kernels=values["kernels"])
+    if "only_there" in values:
+        return CompileFailure(job=job, reason=values["only_there"], is_only_there=True)
+    post_grad = tuple(map(PostGradOutcome.from_data, values["post_grad"]))
+    return CompileResult(job=job, seconds=values["seconds"], kernels=values["kernels"], post_grad=post_grad)

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from piecegraph.compiler.errors_of_pieces import shortened
-from piecegraph.compiler.piece_compiler import CompiledPiece, PieceCompiler, RunPiece
+from piecegraph.compiler.piece_compiler import NO_PASSES, CompiledPiece, PieceCompiler, RunPiece
+from piecegraph.compiler.post_grad import PostGrad
 from piecegraph.compiler.report import StaticPieceRow
 from piecegraph.compiler.static_piece import Refused, StaticPiece
 from piecegraph.compiler.tune import needs_tuning
@@ -28,6 +29,7 @@ def compile_static(
     pieces: Sequence[StaticPiece],
     refused: Sequence[Refused],
     compiler: PieceCompiler,
+    post_grad: PostGrad = NO_PASSES,
     *,
     make_inputs: Callable[[StaticPiece], Sequence[Any]],
     on_phase: OnPhase,
@@ -38,7 +40,7 @@ def compile_static(
     its row has the reason.
     """
     start = time.perf_counter()
-    outcomes = _compile(pieces, compiler, on_phase)
+    outcomes = _compile(pieces, compiler, post_grad, on_phase)
     runs: dict[tuple[int, int], RunPiece] = {}
     rows = [_unused(no.unique, no.size, "", no.reason) for no in refused]
     to_tune = sum(not isinstance(out, str) and needs_tuning(p) for p, out in zip(pieces, outcomes, strict=True))
@@ -68,7 +70,7 @@ def compile_static(
                 kernels=outcome.kernels,
                 compile_seconds=outcome.seconds,
                 tune_seconds=time.perf_counter() - begin,
-                note=failure or outcome.note,
+                note=failure or outcome.note or _undone(outcome),
             )
         )
     if to_tune:
@@ -78,7 +80,7 @@ def compile_static(
 
 
 def _compile(
-    pieces: Sequence[StaticPiece], compiler: PieceCompiler, on_phase: OnPhase
+    pieces: Sequence[StaticPiece], compiler: PieceCompiler, post_grad: PostGrad, on_phase: OnPhase
 ) -> tuple[CompiledPiece | str, ...]:
     if not pieces:
         return ()
@@ -89,9 +91,17 @@ def _compile(
         on_phase(Phase(name="compile_sizes", done=done, total=len(pieces), seconds=seconds, detail=detail))
 
     at(0)
-    outcomes = compiler.compile_static(pieces, at)
+    outcomes = compiler.compile_static(pieces, at, post_grad)
     at(len(pieces), time.perf_counter() - start)
     return outcomes
+
+
+def _undone(compiled: CompiledPiece) -> str:
+    """Passes inside Inductor that failed on a piece; what they do to its dynamic twin is in their rows."""
+    failed = [
+        f"pass {each.name!r} was undone: {each.outcome.error}" for each in compiled.post_grad if each.outcome.error
+    ]
+    return "; ".join(failed)
 
 
 def _unused(unique: int, size: int, key: str, note: str) -> StaticPieceRow:

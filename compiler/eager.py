@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from piecegraph.compiler.piece import UniquePiece
-from piecegraph.compiler.piece_compiler import CompiledPiece, OnPiece, RunPiece
+from piecegraph.compiler.piece_compiler import NO_PASSES, CompiledPiece, OnPiece, RunPiece
+from piecegraph.compiler.post_grad import PostGrad
 from piecegraph.compiler.static_piece import StaticPiece
 
 
@@ -19,7 +20,9 @@ class EagerPieceCompiler:
     def start(self) -> None:
         pass
 
-    def compile(self, pieces: Sequence[UniquePiece], on_piece: OnPiece) -> tuple[CompiledPiece, ...]:
+    def compile(
+        self, pieces: Sequence[UniquePiece], on_piece: OnPiece, post_grad: PostGrad = NO_PASSES
+    ) -> tuple[CompiledPiece, ...]:
         compiled = []
         for number, piece in enumerate(pieces, start=1):
             begin = time.perf_counter()
@@ -28,7 +31,9 @@ class EagerPieceCompiler:
             on_piece(number)
         return tuple(compiled)
 
-    def compile_static(self, pieces: Sequence[StaticPiece], on_piece: OnPiece) -> tuple[CompiledPiece | str, ...]:
+    def compile_static(
+        self, pieces: Sequence[StaticPiece], on_piece: OnPiece, post_grad: PostGrad = NO_PASSES
+    ) -> tuple[CompiledPiece | str, ...]:
         return ("compile_sizes has no effect with compiler='eager'",) * len(pieces)
 
     def tune(self, run: RunPiece, inputs: Sequence[Any]) -> None:

@@ -24,10 +24,12 @@ from piecegraph.compiler import torch_compat
 from piecegraph.compiler.compile_pool import CompileFailure, CompileJob, CompilePool, CompileResult
 from piecegraph.compiler.errors_of_pieces import piece_failed, shortened
 from piecegraph.compiler.piece import UniquePiece
-from piecegraph.compiler.piece_compiler import CompiledPiece, OnPiece, RunPiece
+from piecegraph.compiler.piece_compiler import NO_PASSES, CompiledPiece, OnPiece, RunPiece
 from piecegraph.compiler.piece_format import NotExpressible, dump_piece, load_piece, only_known_here
+from piecegraph.compiler.post_grad import PostGrad, PostGradRun
 from piecegraph.compiler.static_piece import StaticPiece
 from piecegraph.errors import ConfigError, did_you_mean
+from piecegraph.passes.pass_data import NotData
 from piecegraph.paths import cache_root
 
 MOST_WORKERS = 4
@@ -62,14 +64,21 @@ class InductorPieceCompiler:
         if self.workers > 1 and self._pool is None and _is_data(self.options):
             self._pool = CompilePool(self.workers, self.cache_dir)
 
-    def compile(self, pieces: Sequence[UniquePiece], on_piece: OnPiece) -> tuple[CompiledPiece, ...]:
+    def compile(
+        self, pieces: Sequence[UniquePiece], on_piece: OnPiece, post_grad: PostGrad = NO_PASSES
+    ) -> tuple[CompiledPiece, ...]:
+        if post_grad.passes and torch_compat.POST_GRAD_OPTION in {**self.options, **self.static_options}:
+            raise ConfigError(
+                f"inductor_options has {torch_compat.POST_GRAD_OPTION!r}, which {post_grad.passes[0].name!r} needs; "
+                "give that pass as a GraphPass too (docs/writing_a_pass.md)."
+            )
         for field, options in (("inductor_options", self.options), ("compile_sizes_options", self.static_options)):
             unknown = torch_compat.unknown_inductor_options(options)
             if unknown:
                 hint = did_you_mean(unknown[0], torch_compat.inductor_option_names())
                 raise ConfigError(f"{field} has {unknown[0]!r}, which is no torch._inductor.config field.{hint}")
         compiled: dict[int, CompiledPiece] = {}
-        for index, outcome in self._compile_all([_Task(piece, self.options) for piece in pieces]):
+        for index, outcome in self._compile_all([_Task(piece, self.options) for piece in pieces], post_grad):
             if isinstance(outcome, _Failure):
                 failed = pieces[index]
                 name = f"unique piece {failed.index}"
@@ -78,7 +87,9 @@ class InductorPieceCompiler:
             on_piece(len(compiled))
         return tuple(compiled[index] for index in range(len(pieces)))
 
-    def compile_static(self, pieces: Sequence[StaticPiece], on_piece: OnPiece) -> tuple[CompiledPiece | str, ...]:
+    def compile_static(
+        self, pieces: Sequence[StaticPiece], on_piece: OnPiece, post_grad: PostGrad = NO_PASSES
+    ) -> tuple[CompiledPiece | str, ...]:
         """Measuring waits for `tune`, so that pieces compile side by side; where `static_options` ask for
         measurements while compiling (max_autotune), one at a time."""
         plain = {**torch_compat.tuned_at_first_run(), **self.options}
@@ -89,7 +100,7 @@ class InductorPieceCompiler:
         ]
         at_once = 1 if any(torch_compat.is_tuned_at_compile_time(task.options) for task in tasks) else None
         outcomes: dict[int, CompiledPiece | str] = {}
-        for index, outcome in self._compile_all(tasks, at_once=at_once):
+        for index, outcome in self._compile_all(tasks, post_grad, at_once=at_once):
             outcomes[index] = shortened(outcome.reason) if isinstance(outcome, _Failure) else outcome
             on_piece(len(outcomes))
         return tuple(outcomes[index] for index in range(len(pieces)))
@@ -106,22 +117,30 @@ class InductorPieceCompiler:
             self._pool = None
 
     def _compile_all(
-        self, tasks: Sequence[_Task], *, at_once: int | None = None
+        self, tasks: Sequence[_Task], post_grad: PostGrad, *, at_once: int | None = None
     ) -> Iterator[tuple[int, CompiledPiece | _Failure]]:
         """What becomes of each task, by its number, as it is known."""
         texts, notes = self._as_data(tasks)
+        try:
+            passes = post_grad.as_data()
+        except NotData as reason:
+            passes = {}
+            notes = {index: note or f"compiled in this process: {reason}" for index, note in notes.items()}
         elsewhere = [index for index in range(len(tasks)) if not notes[index]] if self._pool is not None else []
         with tempfile.TemporaryDirectory(prefix="piecegraph-") as folder:
             if self._pool is not None and elsewhere:
-                jobs = [_job(index, tasks[index], texts[index], Path(folder)) for index in elsewhere]
+                jobs = [_job(index, tasks[index], texts[index], Path(folder), passes) for index in elsewhere]
                 self._pool.submit(jobs, at_once=at_once)
             for index, task in enumerate(tasks):
                 if index not in elsewhere:
-                    yield index, self._compile_here(task, texts.get(index), notes[index])
+                    yield index, self._compile_here(task, texts.get(index), notes[index], post_grad)
             if self._pool is not None and elsewhere:
                 for result in self._pool.results():
                     index = result.job.index
-                    if isinstance(result, CompileFailure):
+                    if isinstance(result, CompileFailure) and result.is_only_there:
+                        note = f"compiled in this process: {result.reason}"
+                        yield index, self._compile_here(tasks[index], texts[index], note, post_grad)
+                    elif isinstance(result, CompileFailure):
                         yield index, _Failure(result.reason)
                     else:
                         yield index, self._loaded(tasks[index], result)
@@ -147,24 +166,29 @@ class InductorPieceCompiler:
                 notes[index] = f"compiled in this process: {reason}"
         return texts, notes
 
-    def _compile_here(self, task: _Task, text: str | None, note: str) -> CompiledPiece | _Failure:
+    def _compile_here(self, task: _Task, text: str | None, note: str, post_grad: PostGrad) -> CompiledPiece | _Failure:
         if text is None and task.static is not None:
             return _Failure(f"it cannot be made static: {note}")
         begin = time.perf_counter()
         kernels = torch_compat.generated_kernels()
+        passes = PostGradRun(post_grad)
         try:
             if text is not None:
                 graph_module, examples = load_piece(text, task.sizes)
             else:
                 graph_module, examples = task.piece.graph_module, task.piece.examples
             with torch_compat.inductor_cache_dir(self.cache_dir):
-                run: RunPiece = torch_compat.standalone_compile(graph_module, examples, task.options)
+                options = {**task.options, **passes.options()}
+                run: RunPiece = torch_compat.standalone_compile(graph_module, examples, options)
         except Exception as error:
             if torch_compat.asks_dynamo_to_trace_again(error):
                 raise
             return _Failure(f"{type(error).__name__}: {error}", error)
         kernels = torch_compat.generated_kernels() - kernels
-        return CompiledPiece(run=task.adapted(run), seconds=time.perf_counter() - begin, kernels=kernels, note=note)
+        seconds = time.perf_counter() - begin
+        return CompiledPiece(
+            run=task.adapted(run), seconds=seconds, kernels=kernels, note=note, post_grad=tuple(passes.outcomes)
+        )
 
     def _loaded(self, task: _Task, result: CompileResult) -> CompiledPiece | _Failure:
         begin = time.perf_counter()
@@ -175,7 +199,7 @@ class InductorPieceCompiler:
         except Exception as error:
             return _Failure(f"loading its artifact: {type(error).__name__}: {error}", error)
         seconds = result.seconds + time.perf_counter() - begin
-        return CompiledPiece(run=task.adapted(run), seconds=seconds, kernels=result.kernels)
+        return CompiledPiece(run=task.adapted(run), seconds=seconds, kernels=result.kernels, post_grad=result.post_grad)
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +241,7 @@ def _is_data(options: Mapping[str, Any]) -> bool:
     return True
 
 
-def _job(index: int, task: _Task, text: str, folder: Path) -> CompileJob:
+def _job(index: int, task: _Task, text: str, folder: Path, post_grad: Mapping[str, Any]) -> CompileJob:
     graph = folder / f"{index}.json"
     graph.write_text(text)
     return CompileJob(
@@ -228,4 +252,5 @@ def _job(index: int, task: _Task, text: str, folder: Path) -> CompileJob:
         options=dict(task.options),
         settings=torch_compat.process_settings(),
         sizes=task.sizes,
+        post_grad=post_grad,
     )

@@ -7,7 +7,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from piecegraph.compiler.piece import UniquePiece
+from piecegraph.compiler.post_grad import PostGrad, PostGradOutcome
 from piecegraph.compiler.static_piece import StaticPiece
+
+NO_PASSES = PostGrad()
 
 RunPiece = Callable[..., Sequence[Any]]
 """Inputs in the order of the piece's placeholders to a sequence of its outputs."""
@@ -21,6 +24,7 @@ class CompiledPiece:
     seconds: float  # wall time of this piece's compile, load included
     kernels: int | None = None  # generated kernels it launches beside library calls; None: not known
     note: str = ""  # a slower path that was taken, and why
+    post_grad: tuple[PostGradOutcome, ...] = ()  # of passes inside it; empty where they did not run
 
 
 OnPiece = Callable[[int], None]
@@ -35,10 +39,14 @@ class PieceCompiler(Protocol):
     def start(self) -> None:
         """Begin whatever can begin before the pieces are known."""
 
-    def compile(self, pieces: Sequence[UniquePiece], on_piece: OnPiece) -> tuple[CompiledPiece, ...]:
+    def compile(
+        self, pieces: Sequence[UniquePiece], on_piece: OnPiece, post_grad: PostGrad = NO_PASSES
+    ) -> tuple[CompiledPiece, ...]:
         """One compiled piece each, in order. Raises `PieceCompileFailed`, naming the piece."""
 
-    def compile_static(self, pieces: Sequence[StaticPiece], on_piece: OnPiece) -> tuple[CompiledPiece | str, ...]:
+    def compile_static(
+        self, pieces: Sequence[StaticPiece], on_piece: OnPiece, post_grad: PostGrad = NO_PASSES
+    ) -> tuple[CompiledPiece | str, ...]:
         """One each, in order, or why there is none. Each takes the inputs of its dynamic piece."""
 
     def tune(self, run: RunPiece, inputs: Sequence[Any]) -> None:

@@ -395,6 +395,24 @@ def standalone_compile(graph_module: fx.GraphModule, examples: Sequence[Any], op
         )
 
 
+POST_GRAD_OPTION = "post_grad_custom_post_pass"
+
+
+def custom_graph_pass(function: Callable[[fx.Graph], None], uuid: str) -> Any:
+    """What `POST_GRAD_OPTION` takes: Inductor calls `function` on its graph after its own passes, and `uuid` is
+    part of its cache's key."""
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    class Call(CustomGraphPass):
+        def __call__(self, graph: fx.Graph) -> None:
+            function(graph)
+
+        def uuid(self) -> str:
+            return uuid
+
+    return Call()
+
+
 _TUNED_AT_FIRST_RUN = {
     # standalone_compile would measure kernels while it compiles, on random inputs, in processes side by side.
     "triton.autotune_at_compile_time": False,

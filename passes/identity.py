@@ -44,7 +44,6 @@ def options_of(graph_pass: object) -> dict[str, Any]:
     return {field.name: getattr(graph_pass, field.name) for field in dataclasses.fields(graph_pass)}
 
 
-@functools.cache
 def source_hash(kind: type[Any]) -> str:
     """Of every file a class depends on: its own, those of its bases, those it names in `reads`. A class of ours
     depends on all of `passes/`: they share words, ops and kernels."""
@@ -67,7 +66,13 @@ def _source_of(module: str, kind: type[Any]) -> str:
     try:
         return inspect.getsource(kind)  # of a notebook's cell
     except (OSError, TypeError):
-        return secrets.token_hex()
+        return _token(f"{kind.__module__}.{kind.__qualname__} {id(kind)}")
+
+
+@functools.cache
+def _token(name: str) -> str:
+    """Unlike that of any other process."""
+    return secrets.token_hex()
 
 
 @functools.cache
