@@ -17,6 +17,7 @@ from piecegraph.runner.dispatcher import Dispatched, Dispatcher, uniform_token_c
 from piecegraph.runner.model_step import ModelStep, StepOutput
 from piecegraph.runner.prompt_logprobs import PromptLogprobsBatch, PromptLogprobsStates
 from piecegraph.runner.record_sampled import record_sampled
+from piecegraph.runner.sampling.grammar import GrammarOutput, apply_grammar
 from piecegraph.runner.sampling.logprobs import LogprobsTensors
 from piecegraph.runner.scheduling.scheduler_output import (
     AddedRequest,
@@ -135,12 +136,12 @@ class ModelRunner:
         return step.draw(step.run_uncaptured(metadata, batch.num_reqs))
 
     @torch.no_grad()
-    def sample_tokens(self, grammar_output: None = None) -> AsyncOutput:
+    def sample_tokens(self, grammar_output: GrammarOutput | None = None) -> AsyncOutput:
         """The next token of each request that samples in this step, still on its way to the host.
 
-        `grammar_output`: the seam for structured output, which is not yet available.
+        `grammar_output`: what grammars allow some requests of this step; their log probabilities, too, are of what
+        it leaves. All must be scheduled in this step.
         """
-        assert grammar_output is None, "structured output is not yet available"
         assert self._pending is not None, "execute_model has not run"
         pending, self._pending = self._pending, None
         step, batch = self.step, pending.batch
@@ -155,9 +156,12 @@ class ModelRunner:
                 is_sampled = frozenset(at)
                 rows = [row if i in is_sampled else -1 for i, row in enumerate(rows)]
             token_ids = pending.output.token_ids[:num_reqs]
-            if not step.sampler.is_plain(rows):
+            if grammar_output is not None or not step.sampler.is_plain(rows):
+                logits = pending.output.logits[:num_reqs]
+                if grammar_output is not None:
+                    logits = apply_grammar(logits, grammar_output, batch.request_ids)
                 token_ids, logprobs = step.sampler.sample(
-                    pending.output.logits[:num_reqs],
+                    logits,
                     rows=rows,
                     idx_mapping=step.buffers.idx_mapping[:num_reqs],
                     positions=step.buffers.seq_lens[:num_reqs],
