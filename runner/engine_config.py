@@ -94,7 +94,8 @@ class EngineConfig:
     """"cuda"; "recorded", the same rules without a GPU and without the speed; "auto": "cuda" on a GPU, and
     on a CPU no graphs."""
     strict: bool = False
-    """A batch that cannot run under the mode asked for is an error."""
+    """A batch that cannot run under the mode asked for is an error, and so is a pass that fails
+    (`CompileConfig.strict`)."""
     compile: CompileConfig = field(default_factory=CompileConfig)
     seed: int = 0
 
@@ -113,6 +114,8 @@ class EngineConfig:
             sizes = getattr(self, name)
             if sizes is not None:
                 object.__setattr__(self, name, tuple(sizes))
+        if self.strict and not self.compile.strict:
+            object.__setattr__(self, "compile", replace(self.compile, strict=True))
         if self.max_model_len is not None and self.max_model_len < 2:
             raise ConfigError("max_model_len=1 leaves no room for an answer; it must be 2 or more.")
 

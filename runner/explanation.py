@@ -17,7 +17,8 @@ from piecegraph.compiler.graphs.stretches import num_graphs
 from piecegraph.compiler.plan import CallStep, SplitCall
 from piecegraph.compiler.report import CompileReport
 from piecegraph.errors import ConfigError, UsageError
-from piecegraph.passes.pipeline import default_passes
+from piecegraph.passes.graph_pass import Place
+from piecegraph.passes.pipeline import default_passes, pipeline
 from piecegraph.progress import OnPhase
 from piecegraph.runner.attention.backend import AttentionBackend
 from piecegraph.runner.attention.layer import AttentionLayer, attention_layers
@@ -148,7 +149,9 @@ def explain(config: EngineConfig, *, assume_gpu: bool = False, on_phase: OnPhase
         torch.no_grad(),
         compile_module(
             CausalLMForward(loaded.model),
-            replace(config.compile, compiler="eager", passes=_passes(config, device)),
+            replace(
+                config.compile, compiler="eager", passes=_passes(config, device), expect=_expected_here(config, device)
+            ),
             dynamic_dims=DYNAMIC_DIMS,
             example_inputs=example_inputs(meta),
             on_phase=on_phase,
@@ -218,6 +221,12 @@ def _passes(config: EngineConfig, device: torch.device) -> tuple[Any, ...]:
     if config.compile.passes is not None:
         return config.compile.passes
     return tuple(each.name for each in default_passes(device.type))
+
+
+def _expected_here(config: EngineConfig, device: torch.device) -> dict[str, int | str]:
+    """What is expected of passes that need no Inductor."""
+    inside = {each.name for each in pipeline(config.compile.passes, device.type) if each.place is Place.POST_GRAD}
+    return {name: wanted for name, wanted in config.compile.expect.items() if name not in inside}
 
 
 def _refusals(backend: AttentionBackend, layers: Sequence[AttentionLayer]) -> Callable[[CallStep], str | None]:

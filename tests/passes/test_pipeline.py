@@ -1,0 +1,45 @@
+"""Which passes run, and in which order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import fx
+
+from piecegraph.config import PASSES
+from piecegraph.passes.graph_pass import GraphPass, PassContext, PassResult
+from piecegraph.passes.pipeline import ON_A_GPU, all_passes, default_passes, pipeline
+
+
+@dataclass(frozen=True)
+class Mine(GraphPass):
+    name: ClassVar[str] = "mine"
+
+    def apply(self, graph: fx.Graph, context: PassContext) -> PassResult:
+        return PassResult()
+
+
+def names(passes: tuple[GraphPass, ...]) -> list[str]:
+    return [each.name for each in passes]
+
+
+def test_the_names_a_config_may_have_are_those_of_the_passes() -> None:
+    """`config` imports no torch, so it has a list of its own."""
+    assert tuple(names(all_passes())) == PASSES
+
+
+def test_every_pass_is_a_value() -> None:
+    assert all_passes() == all_passes()
+    assert len({each.uuid() for each in all_passes()}) == len(PASSES)
+
+
+def test_by_default_those_run_that_pay_on_the_device() -> None:
+    assert pipeline(None, "cuda") == default_passes("cuda") == all_passes()
+    assert names(pipeline(None, "cpu")) == [name for name in PASSES if name not in ON_A_GPU]
+    assert set(PASSES) >= ON_A_GPU
+
+
+def test_named_ones_run_in_our_order_and_the_callers_after_them() -> None:
+    assert names(pipeline([Mine(), *reversed(PASSES)], "cpu")) == [*PASSES, "mine"]
+    assert pipeline([], "cuda") == ()
