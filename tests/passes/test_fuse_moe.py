@@ -1,0 +1,174 @@
+"""Routed experts of transformers' models become one op; where they do not, the reason is said."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+
+from piecegraph import LLM, SamplingParams
+from piecegraph.passes.fuse_act_mul import FuseActMul
+from piecegraph.passes.fuse_moe import GROUPED_MM, FuseMoe
+from piecegraph.passes.graph_pass import GraphPass, PassResult
+from tests.passes.traced_family import traced_family
+from tests.runner.margin_rule import assert_same_tokens
+from tests.runner.tiny_models import make_model, save
+
+LAYERS = {"qwen3-moe": 2, "mixtral": 2, "deepseek-v3": 1}
+"""Families with routed experts as the op computes them, and in how many of their layers."""
+
+
+def operands(node: fx.Node) -> tuple[Any, ...]:
+    return node.args
+
+
+def named(graph: fx.Graph, *names: str) -> list[fx.Node]:
+    return [node for node in graph.nodes if getattr(node.target, "__name__", node.target) in names]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("before", [(), (FuseActMul(),)], ids=["alone", "after fuse-act-mul"])
+@pytest.mark.parametrize("family", LAYERS)
+def test_every_layer_matches(family: str, before: tuple[GraphPass, ...], dtype: torch.dtype) -> None:
+    """Sort, masks, products and the sum are gone, in-place calls included; routing is left, and weights are read as
+    they are stored."""
+    graph, context = traced_family(family, dtype)
+    for each in before:
+        each.apply(graph, context)
+    assert FuseMoe().apply(graph, context) == PassResult(LAYERS[family])
+    graph.lint()
+    assert not named(graph, *GROUPED_MM, "sort", "histc", "setitem", "masked_fill_", "clamp_", "empty_like")
+    assert len(named(graph, "moe_experts.default")) == LAYERS[family]
+    for node in named(graph, "moe_experts.default"):
+        x, weights, ids, gate_up, down, activation = operands(node)
+        assert gate_up.op == down.op == "placeholder" and activation == "silu"
+        assert node.meta["example_value"].shape == x.meta["example_value"].shape
+        assert weights.meta["example_value"].shape == ids.meta["example_value"].shape
+
+
+def test_another_order_of_weights_is_read_as_a_view() -> None:
+    """Stored `[experts, in, out]`, as some families have them."""
+    graph, context = traced_family("mixtral", torch.bfloat16)
+    for product in named(graph, *GROUPED_MM):
+        transpose = product.args[1]
+        assert isinstance(transpose, fx.Node)
+        stored = transpose.args[0]
+        assert isinstance(stored, fx.Node)
+        stored.meta["example_value"] = transpose.meta["example_value"].contiguous()
+        transpose.replace_all_uses_with(stored)
+        graph.erase_node(transpose)
+    assert FuseMoe().apply(graph, context) == PassResult(2)
+    for node in named(graph, "moe_experts.default"):
+        assert all(weight.target == "transpose" and weight.args[1:] == (-2, -1) for weight in operands(node)[3:5])
+
+
+def test_a_model_without_experts_has_no_sites() -> None:
+    graph, context = traced_family("llama", torch.bfloat16)
+    before = str(graph)
+    assert FuseMoe().apply(graph, context) == PassResult(0)
+    assert str(graph) == before
+
+
+def test_experts_with_biases_are_a_miss_that_says_so() -> None:
+    graph, context = traced_family("gpt-oss", torch.bfloat16)
+    before = str(graph)
+    result = FuseMoe().apply(graph, context)
+    assert result.matches == 0 and str(graph) == before
+    assert len(result.misses) == 2
+    assert all("experts have biases" in miss.reason for miss in result.misses)
+
+
+def _read_twice(graph: fx.Graph) -> None:
+    (product, *_) = named(graph, *GROUPED_MM)[1:]
+    _also_return(graph, product)
+
+
+def _read_inside(graph: fx.Graph) -> None:
+    _also_return(graph, named(graph, "sort")[0].next.next)
+
+
+def _also_return(graph: fx.Graph, node: fx.Node) -> None:
+    output = next(iter(reversed(graph.nodes)))
+    output.args = ((*output.args[0], node),)
+
+
+def _other_activation(graph: fx.Graph) -> None:
+    named(graph, "silu")[0].target = torch.relu
+
+
+def _up_first(graph: fx.Graph) -> None:
+    act = named(graph, "silu")[0]
+    (product,) = act.users
+    up = next(each for each in product.args if each is not act)
+    assert isinstance(up, fx.Node)
+    gate = act.args[0]
+    product.args = (act, gate)
+    act.args = (up,)
+
+
+def _experts_elsewhere(graph: fx.Graph) -> None:
+    """Twice as many are chosen among as have weights here."""
+    probabilities: Any = named(graph, "topk")[0].args[0]
+    value = probabilities.meta["example_value"]
+    probabilities.meta["example_value"] = value.new_empty((value.shape[0], 2 * value.shape[1]))
+
+
+def _descending(graph: fx.Graph) -> None:
+    named(graph, "sort")[0].kwargs = {"descending": True}
+
+
+def _other_dtype(graph: fx.Graph) -> None:
+    weight: Any = named(graph, *GROUPED_MM)[1].args[1]
+    weight.meta["example_value"] = weight.meta["example_value"].half()
+
+
+def _one_product(graph: fx.Graph) -> None:
+    second = named(graph, *GROUPED_MM)[1]
+    second.kwargs = {**second.kwargs, "offs": None}
+
+
+def _mean(graph: fx.Graph) -> None:
+    node = next(node for node in named(graph, "sum") if node.kwargs == {"dim": 1})
+    node.target = "mean"
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (_read_twice, "out_2 is read by proj_out_2, output"),
+        (_read_inside, "is also read by output"),
+        (_other_activation, "gated by something other than act(gate) * up, at proj_out_1"),
+        (_up_first, "not its first and its second half"),
+        (_experts_elsewhere, "router_indices is no choice of topk among the 4 experts whose weights are here"),
+        (_descending, "does not count expert ids sorted upwards"),
+        (_other_dtype, "tokens and weights have different dtypes: ['torch.bfloat16', 'torch.float16']"),
+        (_one_product, "grouped matmuls over the same groups: 1, not 2"),
+        (_mean, "does not belong to a weighted sum over a token's experts"),
+    ],
+)
+def test_a_miss_says_why_and_other_layers_match(change: Callable[[fx.Graph], None], reason: str) -> None:
+    graph, context = traced_family("mixtral", torch.bfloat16)
+    change(graph)
+    result = FuseMoe().apply(graph, context)
+    graph.lint()
+    assert result.matches == 1
+    assert reason in result.misses[0].reason, result.misses
+
+
+@pytest.mark.parametrize(("family", "compiler"), [*((family, "eager") for family in LAYERS), ("qwen3-moe", "inductor")])
+def test_tokens_are_transformers(family: str, compiler: str, tmp_path: Path) -> None:
+    """Through the whole runner, greedy, in float32."""
+    model = make_model(family)
+    prompts = [[5, 17, 3], [9], [7, 7, 90, 23, 41, 2, 64, 118, 30, 55, 81, 12]]
+    options: dict[str, Any] = {"dtype": "float32", "compile_workers": 0, "skip_tokenizer_init": True}
+    options["compilation_config"] = {"passes": ("fuse-moe",)}
+    with LLM(save(model, tmp_path), compiler=compiler, **options) as llm:
+        outputs = llm.generate(
+            [{"prompt_token_ids": prompt} for prompt in prompts], SamplingParams(temperature=0.0, max_tokens=16)
+        )
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert_same_tokens(model, prompt, output.outputs[0].token_ids)
