@@ -25,7 +25,7 @@ MODES = ("full", "piecewise", "none")
 LATENCY_EPILOG = """\b
 Examples:
   piecegraph bench latency shape:qwen3-0.6b --load-format dummy
-  piecegraph bench latency ./my-model --batch-size 1 --batch-size 32 --mode full --json"""
+  piecegraph bench latency ./my-model --batch-size 1 32 --mode full --json"""
 
 
 @click.group(context_settings=CONTEXT)
@@ -50,7 +50,7 @@ command.add_command(passes)
     multiple=True,
     default=(1, 8, 32, 128, 256),
     show_default=True,
-    help="Requests that decode together; repeat for several.",
+    help="Requests that decode together; one or several.",
 )
 @click.option(
     "--mode",
@@ -59,7 +59,7 @@ command.add_command(passes)
     multiple=True,
     default=MODES,
     show_default=True,
-    help="How steps run; repeat for several.",
+    help="How steps run; one or several.",
 )
 @click.option("--context", type=click.IntRange(min=1), default=512, show_default=True, help="Tokens before the first.")
 @click.option(

@@ -157,6 +157,12 @@ COMPILE_FLAGS = (
         help="Passes over the graph: names with commas; none; or -name, to drop one of those that pay on the device. "
         "[default: those that pay]",
     ),
+    Flag(
+        name="selfcheck",
+        switch=True,
+        default=False,
+        help="At start, compare every piece and every graph with the model as traced; a difference is an error.",
+    ),
 )
 """Flags that are fields of `LLM`'s `compilation_config`, a `CompileConfig`."""
 
@@ -271,12 +277,42 @@ CONTEXT: dict[str, Any] = {"help_option_names": ["-h", "--help"], "max_content_w
 """`context_settings` of every command."""
 
 
+def with_flags_repeated(params: Sequence[click.Parameter], args: Sequence[str]) -> list[str]:
+    """`--batch-size 1 8 32` as click wants it: the flag of an option that may be repeated before each of its values.
+
+    A word belongs to the flag as long as it is a value the option can have.
+    """
+    repeatable = {flag: param for param in params if param.multiple for flag in param.opts}  # type: ignore[attr-defined]
+    written: list[str] = []
+    flag = ""  # that the words are values of
+    num_values = 0
+    for word in args:
+        if flag and num_values and _is_value(repeatable[flag], word):
+            written += [flag, word]
+            continue
+        written.append(word)
+        num_values = num_values + 1 if flag and not num_values else 0
+        if word in repeatable:
+            flag, num_values = word, 0
+        elif num_values == 0:
+            flag = ""
+    return written
+
+
+def _is_value(param: click.Parameter, word: str) -> bool:
+    try:
+        param.type.convert(word, param, None)
+    except click.BadParameter:
+        return False
+    return True
+
+
 class Command(click.Command):
     """A command that knows its neighbours' spellings and refuses variables nobody reads."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         try:
-            return super().parse_args(ctx, args)
+            return super().parse_args(ctx, with_flags_repeated(self.params, args))
         except click.NoSuchOption as error:
             dashed = error.option_name.replace("_", "-")
             is_ours = any(dashed in option.opts for option in self.params)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 EPILOG = """\b
 Examples:
   piecegraph bench passes shape:qwen3-0.6b
-  piecegraph bench passes ./my-model --batch-size 1 --batch-size 32 --json
+  piecegraph bench passes ./my-model --batch-size 1 32 --json
   piecegraph bench passes shape:llama-8b --passes merge-projections,fuse-act-mul --no-pieces"""
 
 
@@ -35,7 +35,7 @@ Examples:
     multiple=True,
     default=(1, 32),
     show_default=True,
-    help="Requests that decode together; repeat for several.",
+    help="Requests that decode together; one or several.",
 )
 @click.option("--context", type=click.IntRange(min=1), default=512, show_default=True, help="Tokens before the first.")
 @click.option(

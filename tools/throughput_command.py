@@ -65,7 +65,7 @@ class _Range(click.ParamType[Any]):
     multiple=True,
     default=(0.0, 0.6),
     show_default=True,
-    help="How tokens are drawn, 0: the likeliest; repeat for several.",
+    help="How tokens are drawn, 0: the likeliest; one or several.",
 )
 @click.option("--repeat", type=click.IntRange(min=1), default=1, show_default=True, help="Runs at each temperature.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the prompts and lengths.")

@@ -10,7 +10,15 @@ import pytest
 
 from piecegraph.config import CompileConfig
 from piecegraph.runner.sampling_params import SamplingParams
-from piecegraph.tools.options import COMPILE_FLAGS, LLM_FLAGS, NEIGHBOURS, PASS_NAMES, SAMPLING_FLAGS, Flag
+from piecegraph.tools.options import (
+    COMPILE_FLAGS,
+    LLM_FLAGS,
+    NEIGHBOURS,
+    PASS_NAMES,
+    SAMPLING_FLAGS,
+    Flag,
+    with_flags_repeated,
+)
 from piecegraph.tools.run_command import command
 
 
@@ -77,3 +85,27 @@ def test_a_neighbours_spelling_leads_to_an_option_we_have() -> None:
 
 def test_every_field_of_sampling_params_is_a_flag() -> None:
     assert {flag.name for flag in SAMPLING_FLAGS} == {field.name for field in dataclasses.fields(SamplingParams)}
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        (
+            ["m", "--size", "1", "8", "--mode", "full", "none"],
+            ["m", "--size", "1", "--size", "8", "--mode", "full", "--mode", "none"],
+        ),
+        (["--size", "1", "8", "m"], ["--size", "1", "--size", "8", "m"]),
+        (["--size", "1", "--size", "8", "m"], ["--size", "1", "--size", "8", "m"]),
+        (["--one", "1", "8", "--size=3", "4"], ["--one", "1", "8", "--size=3", "4"]),
+        (["--size"], ["--size"]),
+        (["--size", "none", "8"], ["--size", "none", "--size", "8"]),
+    ],
+)
+def test_one_flag_takes_several_values(written: list[str], read: list[str]) -> None:
+    """As many words as can be values; a wrong first one is click's to refuse."""
+    params = [
+        click.Option(["--size"], type=click.IntRange(min=1), multiple=True),
+        click.Option(["--mode"], type=click.Choice(["full", "none"]), multiple=True),
+        click.Option(["--one"], type=int),
+    ]
+    assert with_flags_repeated(params, written) == read
