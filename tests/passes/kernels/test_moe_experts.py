@@ -20,7 +20,7 @@ GROUPED = MoeConfig(block_m=16, gate_up=SMALL, down=SMALL)
 # num_tokens, top_k, num_experts, hidden, size: multiples of no block; one expert; all of them chosen
 SIZES = [(1, 2, 4, 48, 24), (5, 3, 6, 40, 20), (3, 1, 1, 16, 16), (2, 4, 4, 33, 17), (40, 2, 4, 32, 16)]
 
-TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+TOLERANCE = {torch.float32: 3e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 """Relative root mean square error; the rounding of the inner activation and of the result are half of it."""
 
 
