@@ -19,6 +19,7 @@ from piecegraph.runner.attention.layer import AttentionLayer
 from piecegraph.runner.profile import padding_only
 from tests.runner.attention.flash_attn_fakes import FakeFlashAttn2, fake_flash_attn_3, fake_flash_attn_4
 from tests.runner.attention.paged_case import PagedCase, make_case
+from tests.runner.attention.rotary_case import NORMS, check_rotated_cache, make_rotary_case
 
 CPU = torch.device("cpu")
 FA2, FA3, FA4, TRITON = Family.FA2, Family.FA3, Family.FA4, Family.TRITON
@@ -100,6 +101,29 @@ def test_every_mix_equals_naive_attention(pair: str, batch: str, kind: str) -> N
     out = output(case)
     impl.forward(case.query, case.key, case.value, out, **options_of(case), metadata=builder.build(case.metadata))
     check(case, out)
+
+
+@pytest.mark.parametrize("is_prepared", [False, True])
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("pair", PAIRS)
+def test_query_and_key_are_rotated_once(pair: str, batch: str, norm: str, is_prepared: bool) -> None:
+    """By our decode kernel on the way, for all others in place before flash-attn's kernels run."""
+    kernels, block_size = PAIRS[pair]
+    case = make_rotary_case(
+        lens=BATCHES[batch], num_padded=2, norm=norm, rotary_dim=6, dtype=torch.float16, block_size=block_size
+    )
+    raw, impl = case.raw, FlashAttnImpl(kernels, load)
+    builder = FlashAttnBackend(kernels).metadata_builder([raw.layer], block_size, CPU, max_num_reqs=8)
+    out, metadata = output(raw), builder.build(raw.metadata)
+    tensors, options = (raw.query, raw.key, raw.value, out), {**options_of(raw), "rotary": case.rotary}
+    if is_prepared:
+        impl.prepare(*tensors, **options)(metadata)
+    else:
+        impl.forward(*tensors, **options, metadata=metadata)
+    num_rows = case.rotated.expected.shape[0]
+    torch.testing.assert_close(out[:num_rows].double(), case.rotated.expected, atol=6e-3, rtol=2e-3)
+    check_rotated_cache(case)
 
 
 @pytest.mark.parametrize("batch", BATCHES)

@@ -17,6 +17,7 @@ from piecegraph.runner.attention.triton_metadata import TritonMetadataBuilder, a
 from piecegraph.runner.profile import padding_only
 from tests.runner.attention.kernels.interpreted import run_interpreted
 from tests.runner.attention.paged_case import PagedCase, make_case
+from tests.runner.attention.rotary_case import NORMS, RotaryCase, assert_rotated, check_rotated_cache, make_rotary_case
 
 CPU = torch.device("cpu")
 
@@ -83,6 +84,33 @@ def test_on_a_cpu_equals_naive_attention(batch: str, kind: str) -> None:
     out, num_rows = run(case), case.expected.shape[0]
     torch.testing.assert_close(out[:num_rows].double(), case.expected, atol=2e-6, rtol=1e-5)
     check_cache(case)
+
+
+def run_rotary(case: RotaryCase, builder: TritonMetadataBuilder) -> torch.Tensor:
+    raw = case.raw
+    out = raw.query.new_full((*raw.query.shape[:2], raw.value.shape[2]), float("nan"))
+    TritonBackend().impl().forward(
+        raw.query, raw.key, raw.value, out, **options(raw), metadata=builder.build(raw.metadata), rotary=case.rotary
+    )
+    return out
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("batch", BATCHES)
+def test_on_a_cpu_query_and_key_are_rotated_on_the_way(batch: str, norm: str) -> None:
+    case = make_rotary_case(lens=BATCHES[batch], num_padded=2, norm=norm, rotary_dim=6)
+    out, num_rows = run_rotary(case, builder_of(case.raw)), case.rotated.expected.shape[0]
+    torch.testing.assert_close(out[:num_rows].double(), case.rotated.expected, atol=5e-6, rtol=1e-4)
+    check_rotated_cache(case)
+
+
+def test_a_prepared_call_rotates_at_each_launch() -> None:
+    case = make_rotary_case(lens=BATCHES["mixed"], norm="norm")
+    raw, out = case.raw, torch.full_like(case.raw.query, float("nan"))
+    launch = TritonBackend().impl().prepare(raw.query, raw.key, raw.value, out, **options(raw), rotary=case.rotary)
+    for _ in range(2):
+        launch(builder_of(raw).build(raw.metadata))
+        torch.testing.assert_close(out.double(), case.rotated.expected, atol=5e-6, rtol=1e-4)
 
 
 def test_a_call_reads_its_batch_when_it_is_repeated() -> None:
@@ -159,6 +187,37 @@ def check_kernels(**kind: Any) -> None:
     check_cache(case)
 
 
+def check_rotary_kernels(**kind: Any) -> None:
+    """The launches a GPU would get. Each row is rotated once: a decode request's on the way, any other's in place."""
+    gpu = GpuLimits(num_sms=3, shared_bytes=99 * 2**10)
+    case = make_rotary_case(**kind)
+    raw = case.raw
+    workspace = allocate_workspace({head_shape(raw.layer)}, 8, gpu.num_sms, CPU)
+    builder = TritonMetadataBuilder(raw.kv_cache.key.shape[1], 8, gpu, workspace)
+    num_rows, before = case.rotated.expected.shape[0], raw.query.clone()
+    out = run_rotary(case, builder)
+    torch.testing.assert_close(out[:num_rows].double(), case.rotated.expected, atol=3e-5, rtol=1e-3)
+    assert out[num_rows:].isnan().all()
+    check_rotated_cache(case)
+    num_decode_reqs = raw.metadata.num_decode_reqs
+    assert torch.equal(raw.query[:num_decode_reqs], before[:num_decode_reqs])
+    if num_decode_reqs < raw.metadata.num_reqs:
+        assert_rotated(raw.query[num_decode_reqs:], case.rotated.query[num_decode_reqs:])
+    kernels = ["kv_write_kernel"] if num_decode_reqs < raw.metadata.num_reqs else []
+    kernels += ["decode_kernel"] if num_decode_reqs else []
+    kernels += ["prefill_kernel"] if num_decode_reqs < raw.metadata.num_reqs else []
+    assert kernel_names(case, builder) == kernels
+
+
+def kernel_names(case: RotaryCase, builder: TritonMetadataBuilder) -> list[str]:
+    """The launches of a batch."""
+    from piecegraph.runner.attention.triton_calls import LayerCall, kernel_calls
+
+    raw = case.raw
+    layer = LayerCall(raw.query, raw.key, raw.value, torch.empty_like(raw.query), **options(raw), rotary=case.rotary)
+    return [call.kernel.__name__ for call in kernel_calls(layer, builder.build(raw.metadata))]
+
+
 def check_padding_only() -> None:
     gpu = GpuLimits(num_sms=3, shared_bytes=99 * 2**10)
     case = make_case(lens=[(0, 1)], num_padded=3)
@@ -174,6 +233,13 @@ CASES = {
         check_kernels, lens=BATCHES["mixed"], window=7, softcap=2.0, has_sinks=True, key_dim=12, value_dim=20
     ),
     "nothing but padding": check_padding_only,
+    **{
+        f"{batch}, rotated": partial(check_rotary_kernels, lens=lens, num_padded=2, norm="norm", rotary_dim=6)
+        for batch, lens in BATCHES.items()
+    },
+    "mixed, window and softcap, rotated": partial(
+        check_rotary_kernels, lens=BATCHES["mixed"], window=7, softcap=2.0, key_dim=64, value_dim=64
+    ),
 }
 
 
