@@ -106,7 +106,7 @@ def _merge_across(classes: Sequence[Sequence[fx.Node]], segment_of: dict[fx.Node
             needed = {each: None for each in needed if not _crosses_to(each, segment, segment_of, together)}
             if all(map(is_tensor, needed)) and len(needed) <= len(read) and _bytes(needed) <= _bytes(read):
                 accepted += together
-            elif read and together[0] is not first_of[together[0]]:
+            elif _reads_what_crosses(together) and together[0] is not first_of[together[0]]:
                 misses[together[0]] = Miss(
                     together[0].name,
                     f"equal to {first_of[together[0]].name} of an earlier piece, but reading that makes "
@@ -166,6 +166,12 @@ def _read_from_outside(
         if each.op != "placeholder" and is_tensor(each) and segment_of[each] < segment
     )
     return {each: None for each in crossing if not _crosses_to(each, segment, segment_of, together)}
+
+
+def _reads_what_crosses(together: Sequence[fx.Node]) -> bool:
+    """Else these are cheap to make of sizes and inputs, and nobody would expect them to cross."""
+    made_of = [each for node in together for each in node.all_input_nodes if each not in together]
+    return any(each.op != "placeholder" and is_tensor(each) for each in made_of)
 
 
 def _crosses_to(node: fx.Node, segment: int, segment_of: dict[fx.Node, int], but_for: Sequence[fx.Node]) -> bool:

@@ -60,12 +60,13 @@ class Tail(GraphPass):
             choice = _choice_of_rows(node)
             if choice is None:
                 continue
+            since = _Since.last_split_op(choice, context)
             try:
-                rows = _region(choice, context, self.through_matmuls)
+                rows = _region(choice, since, self.through_matmuls)
             except NoMatch as reason:
                 misses.append(Miss(node.name, str(reason)))
                 continue
-            _move_ahead(choice, rows)
+            _move_ahead(choice, rows, since)
             matches += 1
         if matches:
             erase_dead(graph, keep=[node for node in graph.nodes if context.is_split_op(node)])
@@ -81,9 +82,9 @@ class _Choice:
     dim: int
     index: fx.Node  # a placeholder, [num_logits] of integers
 
-    def of(self, source: fx.Node, dim: int) -> fx.Node:
-        """The same choice of rows of another tensor, ahead of this one."""
-        with source.graph.inserting_before(self.node):
+    def of(self, source: fx.Node, dim: int, after: fx.Node) -> fx.Node:
+        """The same choice of rows of another tensor, behind `after`."""
+        with source.graph.inserting_after(after):
             if is_call(self.node, _INDEX_SELECT):
                 return source.graph.call_function(torch.index_select, (source, dim, self.index))
             index: Any = (*[slice(None)] * dim, self.index)
@@ -119,17 +120,15 @@ def _choice_of_rows(node: fx.Node) -> _Choice | None:
     return _Choice(node, source, dim, index)
 
 
-def _region(choice: _Choice, context: PassContext, through_matmuls: bool) -> Rows:
+def _region(choice: _Choice, since: _Since, through_matmuls: bool) -> Rows:
     """The calls that can run on chosen rows, in the graph's order: nobody else reads them. Raises `NoMatch` with
     what stands in the way if there is none."""
-    before = _since_last_split_op(choice.node, context)
-    position = {node: number for number, node in enumerate(before)}
-    memory = Memory(choice.node.graph, writers=before)
+    memory = Memory(choice.node.graph, writers=since.nodes)
     found: Rows = {}
     wanted: Rows = {choice.source: choice.dim}  # what is read row by row
     whole: set[fx.Node] = set()  # what is read as it is
     reason = f"{choice.source.name} is not computed after the last split op"
-    for node in reversed(before):
+    for node in reversed(since.nodes):
         if node not in wanted:
             continue
         try:
@@ -142,19 +141,30 @@ def _region(choice: _Choice, context: PassContext, through_matmuls: bool) -> Row
         found[node] = wanted[node]
         wanted.update(operands)
         whole.update(each for each in node.all_input_nodes if each not in operands)
-    _leave_out_what_saves_nothing(found, position)
+    _leave_out_what_saves_nothing(found, since)
     if choice.source not in found:
         raise NoMatch(reason)
     return dict(reversed(found.items()))
 
 
-def _since_last_split_op(node: fx.Node, context: PassContext) -> list[fx.Node]:
-    before: list[fx.Node] = []
-    for each in node.graph.nodes:
-        if each is node:
-            break
-        before = [] if context.is_split_op(each) else [*before, each]
-    return [each for each in before if each.op != "placeholder"]
+@dataclass(frozen=True, slots=True)
+class _Since:
+    """What is computed between the last split op and the choice."""
+
+    start: fx.Node  # the split op; without one, the last placeholder
+    nodes: list[fx.Node]
+
+    @classmethod
+    def last_split_op(cls, choice: _Choice, context: PassContext) -> _Since:
+        start, nodes = choice.index, []
+        for node in choice.node.graph.nodes:
+            if node is choice.node:
+                break
+            if node.op == "placeholder" or context.is_split_op(node):
+                start, nodes = node, []
+            else:
+                nodes.append(node)
+        return cls(start, nodes)
 
 
 def _operands_on_rows(
@@ -186,12 +196,13 @@ def _asks_for_sizes_of(node: fx.Node, found: Rows) -> bool:
     return all(user in found and user.target in SIZED_VIEWS for user in node.users)
 
 
-def _leave_out_what_saves_nothing(found: Rows, position: dict[fx.Node, int]) -> None:
+def _leave_out_what_saves_nothing(found: Rows, since: _Since) -> None:
     """Where the choice cannot go back to the split op, it need not go behind a view (it copies just as much), nor
     behind an add, a reduction or a narrowing cast (it would copy more)."""
+    computed = set(since.nodes)
     for node in reversed(list(found)):
         operands = row_operands(node, found[node])
-        if any(each in found or each not in position for each in operands):
+        if any(each in found or each not in computed for each in operands):
             continue
         is_sum = node.target in ADD and len(operands) > 1
         if node.target in _LAYOUT | REDUCTIONS or is_sum or _is_narrowing(node):
@@ -203,23 +214,26 @@ def _is_narrowing(node: fx.Node) -> bool:
     return source is not None and dtype_of(node).itemsize < dtype_of(source).itemsize
 
 
-def _move_ahead(choice: _Choice, rows: Rows) -> None:
-    chosen: dict[fx.Node, fx.Node] = {}
-    for node, dim in rows.items():
-        for operand, at in row_operands(node, dim).items():
-            if operand in rows:
-                continue
-            if operand not in chosen:
-                chosen[operand] = choice.of(operand, at)
+def _move_ahead(choice: _Choice, rows: Rows, since: _Since) -> None:
+    """The graph is cut where the choice comes first, so it comes as early as it can: what is computed of weights
+    alone belongs behind it."""
     operands = {node: row_operands(node, dim) for node, dim in rows.items()}
+    chosen_from = {each: dim for read in operands.values() for each, dim in read.items() if each not in rows}
+    position = {node: number for number, node in enumerate(since.nodes)}
+    at = max((each for each in chosen_from if each in position), key=position.__getitem__, default=since.start)
+    behind = [node for node in rows if position[node] < position.get(at, -1)]
+    chosen = {}
+    for source, dim in chosen_from.items():
+        at = chosen[source] = choice.of(source, dim, at)
+    for node in behind:
+        at.append(node)
+        at = node
     for node, dim in rows.items():
         if node.target in SIZED_VIEWS:
             _reshape(node, sized_for(node, dim))
         for operand in operands[node]:
             if operand in chosen:
                 node.replace_input_with(operand, chosen[operand])
-        choice.node.prepend(node)
-    for node in rows:
         node.meta.pop("example_value", None)
     choice.node.replace_all_uses_with(choice.source)
     choice.node.graph.erase_node(choice.node)

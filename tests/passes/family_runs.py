@@ -62,19 +62,24 @@ class Family:
         for node in graph.nodes:
             if node.op == "call_function" and node.target is torch.ops.piecegraph.attention.default:
                 node.target = _causal_attention
-        leaves = (input_ids, torch.arange(len(input_ids)), torch.tensor(logits_indices))
-        inputs: list[Any] = []
-        for each in self.traced.inputs:
-            match each:
-                case SizeInput():
-                    inputs.append(leaves[each.leaf].shape[each.dim])
-                case ArgumentInput():
-                    inputs.append(leaves[each.leaf])
-                case BoundInput():
-                    inputs.append(each.tensor)
+        inputs = graph_inputs(self.traced, (input_ids, torch.arange(len(input_ids)), torch.tensor(logits_indices)))
         (logits,) = fx.Interpreter(fx.GraphModule(nn.Module(), graph)).run(*inputs)
         assert isinstance(logits, torch.Tensor)
         return logits
+
+
+def graph_inputs(traced: Traced, arguments: Sequence[torch.Tensor]) -> list[Any]:
+    """What the placeholders of a traced graph are given when the module is called with `arguments`."""
+    inputs: list[Any] = []
+    for each in traced.inputs:
+        match each:
+            case SizeInput():
+                inputs.append(arguments[each.leaf].shape[each.dim])
+            case ArgumentInput():
+                inputs.append(arguments[each.leaf])
+            case BoundInput():
+                inputs.append(each.tensor)
+    return inputs
 
 
 def family(name: str, dtype: torch.dtype, num_layers: int | None = None) -> Family:
