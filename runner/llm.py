@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from piecegraph.compiler.compiled_model import CompiledModel
     from piecegraph.runner.model_runner import ModelRunner
+    from piecegraph.runner.selfcheck import SelfcheckReport
 
 
 class LLM:
@@ -145,6 +146,11 @@ class LLM:
     def notes(self) -> tuple[str, ...]:
         """Decisions taken at load that a caller may want to know of."""
         return self._open.notes
+
+    @property
+    def selfcheck(self) -> SelfcheckReport | None:
+        """What `compilation_config={"selfcheck": True}` compared at start; None without it."""
+        return self._open.selfcheck
 
     def generate(
         self,

@@ -53,6 +53,8 @@ from piecegraph.runner.scheduling.scheduler import Scheduler
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from piecegraph.runner.selfcheck import SelfcheckReport
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
@@ -66,6 +68,7 @@ class Loaded:
     attention: BackendChoice
     plan: GraphPlan
     notes: tuple[str, ...]
+    selfcheck: SelfcheckReport | None  # None: it was not asked for
 
 
 def load_engine(config: EngineConfig, on_phase: OnPhase | None = None) -> Loaded:
@@ -112,6 +115,9 @@ def load_engine(config: EngineConfig, on_phase: OnPhase | None = None) -> Loaded
         seed=config.seed,
         steps_ahead=int(runs_ahead(config, device.type)),
     )
+    checked: SelfcheckReport | None = None
+    if config.compile.selfcheck:
+        checked = _selfcheck(loaded, model, config, engine, runner, max_model_len, on_phase)
     return Loaded(
         engine=engine,
         runner=runner,
@@ -126,8 +132,39 @@ def load_engine(config: EngineConfig, on_phase: OnPhase | None = None) -> Loaded
             *(f"cudagraph_mode: {reason}" for reason in plan.resolved.reasons),
             *model.layout.notes,
             *static_sizes_note(config),
+            *([str(checked)] if checked is not None else ()),
         ),
+        selfcheck=checked,
     )
+
+
+def _selfcheck(
+    loaded: LoadedModel,
+    model: _Model,
+    config: EngineConfig,
+    engine: Engine,
+    runner: ModelRunner,
+    max_model_len: int,
+    on_phase: OnPhase | None,
+) -> SelfcheckReport:
+    """Compare what will run with the model as it was traced. A failure leaves no graphs behind."""
+    from piecegraph.runner.selfcheck import selfcheck
+
+    try:
+        return selfcheck(
+            loaded.model,
+            model.compiled,
+            config.compile,
+            runner=runner,
+            engine=engine,
+            max_model_len=max_model_len,
+            needs_host_batch=model.attention.backend.needs_host_batch,
+            on_phase=on_phase,
+        )
+    except BaseException:
+        runner.close()
+        model.compiled.close()
+        raise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -28,8 +28,11 @@ def test_walking_is_calling(compiled: pg.CompiledModel) -> None:
         pieces.append(step.index)
         return run(*inputs)
 
-    def on_split_op(step: CallStep, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def on_split_op(
+        step: CallStep, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
         ops.append(step.op)
+        return function(*args, **kwargs)
 
     args = batch(3)
     assert torch.equal(walk(compiled.parts(args), on_piece, on_split_op), compiled(*args))

@@ -1,0 +1,44 @@
+"""A piece's graph with every float in float64: what the model means, as closely as it can be computed."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.node import map_aggregate
+
+_FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})
+_CASTS = frozenset({"float", "half", "bfloat16"})
+
+
+def in_double(graph_module: fx.GraphModule) -> fx.GraphModule:
+    """A copy that computes in float64 what it is given in float64: its casts to other floats, the model's internal
+    ones to float32 among them, cast to float64. Casts to integers stay. Takes graphs of torch IR."""
+    lifted = copy.deepcopy(graph_module)
+    for node in lifted.graph.nodes:
+        if node.op not in ("call_function", "call_method"):
+            continue
+        if node.op == "call_method" and node.target in _CASTS:
+            node.target = "double"
+        node.args = map_aggregate(node.args, _lifted)
+        node.kwargs = map_aggregate(node.kwargs, _lifted)
+    lifted.recompile()
+    return lifted
+
+
+def doubled(value: Any) -> Any:
+    """A tensor of floats in float64; anything else as it is."""
+    return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+
+def run_in_double(lifted: fx.GraphModule, inputs: Sequence[Any]) -> tuple[Any, ...]:
+    """The outputs of `in_double`'s graph over these inputs, of whatever float they are."""
+    with torch.no_grad():
+        return tuple(lifted.forward(*map(doubled, inputs)))
+
+
+def _lifted(argument: Any) -> Any:
+    return torch.float64 if argument in _FLOATS else argument

@@ -1,0 +1,260 @@
+"""Every value that crosses a cut, compared with the graph as it was traced, piece by piece.
+
+Both sides run on the same inputs: after each piece, what it made is compared and then replaced by what the traced
+graph made. So an error stays where it arises, and the first piece that shows one has it. Passes change what crosses
+a cut; a value is known by what it is nearest to, and split ops say what they compute from in a form that all
+variants share.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+
+from piecegraph.compiler.compiled_model import CompiledModel
+from piecegraph.compiler.in_double import doubled, in_double, run_in_double
+from piecegraph.compiler.piece_compiler import RunPiece
+from piecegraph.compiler.plan import CallStep, PieceStep, Plan, slots_in
+from piecegraph.compiler.walk import filled, walk
+from piecegraph.errors import SelfcheckFailed
+
+RATIO = 1.1
+"""How much larger than eager's the RMS error may be."""
+
+NOISE = 0.5
+"""And beyond that, in units of the dtype's epsilon: two right ways to round differ by as much."""
+
+NEAR = 0.25
+"""Values that differ by more than this share of their size are not two versions of one."""
+
+_TINY = 1e-30
+
+
+class SplitOpView(Protocol):
+    """What the owner of the split ops tells of them."""
+
+    def reads(self, op: str, args: Sequence[Any]) -> Mapping[str, torch.Tensor]:
+        """What the op computes from, by name: equal for all ops that passes put in each other's place."""
+
+    def run(self, op: str, args: Sequence[Any]) -> None:
+        """Compute it, by any right way; writes what the op writes."""
+
+    def written(self, op: str, args: Sequence[Any]) -> torch.Tensor:
+        """The tensor among `args` that the op's result is written to."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValueCheck:
+    """One value at one size. Errors are RMS errors to float64, as a share of the value's own RMS."""
+
+    piece: int  # of the compiled model: it made the value, or is the last one before the call
+    value: str
+    size: int
+    eager: float
+    compiled: float
+    noise: float  # what `compiled` may exceed 1.1 times `eager` by
+
+    @property
+    def ok(self) -> bool:
+        if not math.isfinite(self.compiled):
+            return not math.isfinite(self.eager)
+        return self.compiled <= RATIO * self.eager + self.noise
+
+    @property
+    def ratio(self) -> float:
+        return self.compiled / max(self.eager, self.noise)
+
+
+def check_pieces(
+    compiled: CompiledModel,
+    traced: CompiledModel,
+    inputs: Sequence[Sequence[Any]],
+    size: int,
+    view: SplitOpView,
+) -> list[ValueCheck]:
+    """Compare the pieces of `compiled` with those of `traced`: eager pieces of the same model without passes.
+
+    `inputs`: arguments of the model, several sets of one size, whose errors are taken together. The rows are in
+    the order the compiled model makes the values in. Raises `SelfcheckFailed` if the two call split ops
+    differently often.
+    """
+    lifted = {piece.index: in_double(piece.graph_module) for piece in traced.unique_pieces}
+    errors: dict[tuple[int, str], _Errors] = {}
+    for arguments in inputs:
+        truth = _Truth(traced, lifted, view, arguments)
+        _Comparison(compiled, truth, view, errors).run(arguments)
+    return [
+        ValueCheck(piece=piece, value=name, size=size, eager=found.share(0), compiled=found.share(1), noise=found.noise)
+        for (piece, name), found in errors.items()
+    ]
+
+
+@dataclass(slots=True)
+class _Errors:
+    """Sums over sets of inputs."""
+
+    noise: float
+    squares: list[float] = field(default_factory=lambda: [0.0, 0.0])  # of eager's and the compiled one's
+    size: float = 0.0
+
+    def add(self, exact: torch.Tensor, eager: torch.Tensor, compiled: torch.Tensor) -> None:
+        for which, value in enumerate((eager, compiled)):
+            self.squares[which] += float((value.double() - exact).square().sum())
+        self.size += float(exact.square().sum())
+
+    def share(self, which: int) -> float:
+        return math.sqrt(self.squares[which] / max(self.size, _TINY)) if self.squares[which] >= 0 else math.nan
+
+
+@dataclass(frozen=True, slots=True)
+class _Value:
+    """A value of the traced graph that crosses a cut."""
+
+    name: str
+    eager: torch.Tensor
+    exact: torch.Tensor  # float64, of eager's inputs
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A call of a split op in the traced graph."""
+
+    name: str
+    reads: Mapping[str, _Value]
+    result: torch.Tensor
+
+
+class _Truth:
+    """One run of the traced graph: eager, and from eager's inputs to each piece in float64."""
+
+    def __init__(
+        self,
+        traced: CompiledModel,
+        lifted: Mapping[int, fx.GraphModule],
+        view: SplitOpView,
+        arguments: Sequence[Any],
+    ) -> None:
+        self.values: list[list[_Value]] = [[]]  # after each number of split ops
+        self.calls: list[_Call] = []
+        self._lifted, self._view = lifted, view
+        parts = traced.parts(arguments)
+        self._written = _written_slots(parts.plan, parts.namespace)
+        self._exact: dict[str, Any] = {}
+        result = walk(parts, self._piece, self._call)
+        last = [slot.name for slot in slots_in(parts.plan.results)]
+        exact = parts.build(tuple(filled(value, self._exact) for value in parts.plan.results))
+        self.result = _Value("logits" if len(last) == 1 else ", ".join(last), result, exact)
+
+    def _piece(self, step: PieceStep, run: RunPiece, inputs: tuple[Any, ...]) -> Sequence[Any]:
+        exact = run_in_double(self._lifted[step.unique], inputs)
+        outputs = run(*inputs)
+        for slot, value, wide in zip(step.outputs, outputs, exact, strict=True):
+            self._exact[slot.name] = wide
+            if _is_compared(value) and slot.name not in self._written:
+                self.values[-1].append(_Value(slot.name, value, wide))
+        return outputs
+
+    def _call(
+        self, step: CallStep, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
+        slots = {slot.name for slot in slots_in(step.args)}
+        exact_args = [
+            doubled(arg)
+            if not slots & {s.name for s in slots_in(given)} & self._exact.keys()
+            else self._exact[given.name]
+            for given, arg in zip(step.args, args, strict=True)
+        ]
+        eager, exact = self._view.reads(step.op, args), self._view.reads(step.op, exact_args)
+        name = str(args[-1])
+        reads = {read: _Value(f"{read} of {name}", eager[read].clone(), exact[read]) for read in eager}
+        self._view.run(step.op, args)
+        self.calls.append(_Call(name, reads, self._view.written(step.op, args).clone()))
+        self.values.append([])
+
+
+class _Comparison:
+    """One run of the compiled model over the truth's inputs."""
+
+    def __init__(
+        self, compiled: CompiledModel, truth: _Truth, view: SplitOpView, errors: dict[tuple[int, str], _Errors]
+    ) -> None:
+        self._compiled, self._truth, self._view, self._errors = compiled, truth, view, errors
+        self._num_calls = 0
+        self._last_piece = 0
+        self._written: frozenset[str] = frozenset()
+
+    def run(self, arguments: Sequence[Any]) -> None:
+        parts = self._compiled.parts(arguments)
+        self._written = _written_slots(parts.plan, parts.namespace)
+        result = walk(parts, self._piece, self._call)
+        if self._num_calls != len(self._truth.calls):
+            raise SelfcheckFailed(
+                f"the compiled model calls {self._num_calls} split ops and the traced one {len(self._truth.calls)}: "
+                "a pass lost or added some. Turn passes off one by one (--passes -name)."
+            )
+        self._compare(self._truth.result, result)
+
+    def _piece(self, step: PieceStep, run: RunPiece, inputs: tuple[Any, ...]) -> Sequence[Any]:
+        self._last_piece = step.index
+        outputs = run(*inputs)
+        memory = {value.untyped_storage().data_ptr() for value in inputs if isinstance(value, torch.Tensor)}
+        for slot, value in zip(step.outputs, outputs, strict=True):
+            if not _is_compared(value) or slot.name in self._written:
+                continue
+            known = _nearest(value, self._truth.values[min(self._num_calls, len(self._truth.calls))])
+            if known is None:
+                continue  # passes made it; it shows in what the split op computes from it
+            self._compare(known, value)
+            if value.untyped_storage().data_ptr() not in memory:
+                value.copy_(known.eager)  # into its own memory: whoever reads it was compiled for these strides
+        return outputs
+
+    def _call(
+        self, step: CallStep, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
+        if self._num_calls < len(self._truth.calls):
+            known = self._truth.calls[self._num_calls]
+            found = self._view.reads(step.op, args)
+            for name, value in known.reads.items():
+                self._compare(value, found[name])
+            self._view.written(step.op, args).copy_(known.result)
+        self._num_calls += 1
+
+    def _compare(self, known: _Value, value: torch.Tensor) -> None:
+        noise = NOISE * torch.finfo(value.dtype).eps
+        errors = self._errors.setdefault((self._last_piece, known.name), _Errors(noise))
+        errors.add(known.exact, known.eager, value)
+
+
+def _is_compared(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def _written_slots(plan: Plan, namespace: Mapping[str, Any]) -> frozenset[str]:
+    """Slots whose memory a split op writes: what a piece leaves there means nothing."""
+    found: set[str] = set()
+    for step in plan.split_steps:
+        schema = getattr(namespace[step.function], "_schema", None)
+        if schema is not None:
+            for argument, given in zip(schema.arguments, step.args, strict=False):
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    found |= {slot.name for slot in slots_in(given)}
+    return frozenset(found)
+
+
+def _nearest(value: torch.Tensor, candidates: Sequence[_Value]) -> _Value | None:
+    """The one of the traced graph's values that this is a version of, if any is near enough."""
+    best: tuple[float, _Value] | None = None
+    for known in candidates:
+        if known.eager.shape != value.shape:
+            continue
+        size = float(known.exact.square().mean().sqrt())
+        distance = float((value.double() - known.exact).square().mean().sqrt()) / max(size, _TINY)
+        if distance < NEAR and (best is None or distance < best[0]):
+            best = distance, known
+    return None if best is None else best[1]

@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+import torch
+from torch import fx, nn
+
+from piecegraph.compiler.in_double import doubled, in_double, run_in_double
+
+
+class Norm(nn.Module):
+    """As models write it: up to float32 by every spelling, and back down."""
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        wide = x.to(torch.float32)
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        other = torch.softmax(x.float(), -1, dtype=torch.float32).to(dtype=torch.bfloat16)
+        return wide.to(torch.bfloat16), other, ids.to(torch.int32) + 1
+
+
+def test_every_float_is_a_double_and_integers_stay() -> None:
+    traced = fx.symbolic_trace(Norm())
+    x, ids = torch.randn(3, 8).bfloat16(), torch.arange(3)
+    normed, soft, integers = run_in_double(in_double(traced), (x, ids))
+    exact = x.double()
+    assert torch.equal(normed, exact * torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + 1e-6))
+    assert torch.equal(soft, exact.softmax(-1))
+    assert integers.dtype == torch.int32
+
+
+def test_the_graph_it_is_made_of_stays() -> None:
+    traced = fx.symbolic_trace(Norm())
+    before = traced.code
+    in_double(traced)
+    traced.recompile()
+    assert traced.code == before
+
+
+def test_only_tensors_of_floats_are_doubled() -> None:
+    ids = torch.arange(2)
+    assert doubled(ids) is ids
+    assert doubled(3) == 3
+    assert doubled(torch.zeros(2, dtype=torch.float16)).dtype == torch.float64
