@@ -18,7 +18,7 @@ MATVEC = MoeConfig(block_m=1, gate_up=SMALL, down=SMALL)
 GROUPED = MoeConfig(block_m=16, gate_up=SMALL, down=SMALL)
 
 # num_tokens, top_k, num_experts, hidden, size: multiples of no block; one expert; all of them chosen
-SIZES = [(1, 2, 4, 48, 24), (5, 3, 6, 40, 20), (3, 1, 1, 16, 16), (2, 4, 4, 33, 17), (40, 2, 4, 32, 16)]
+SIZES = [(1, 2, 4, 48, 24), (5, 3, 6, 40, 20), (3, 1, 1, 16, 16), (2, 4, 4, 33, 17), (20, 2, 4, 32, 16)]
 
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 """Relative root mean square error; the rounding of the inner activation and of the result are half of it."""
@@ -33,7 +33,7 @@ def check_both_ways_of_computing() -> None:
             for activation in ("silu", "gelu", "gelu_tanh") if seed == 1 else ("silu",):
                 among = range(sizes[1]) if seed == 4 else None
                 inputs = moe_inputs(*sizes, dtype=dtype, seed=seed, activation=activation, among=among)
-                for config in (MATVEC, GROUPED, None):
+                for config in (MATVEC, GROUPED, None)[: 3 if seed < 3 else 2]:
                     found = moe_experts_on_gpu(*inputs.args, config)
                     assert found.dtype == dtype and found.shape == inputs.x.shape
                     error = relative_rms(found, exact(inputs))

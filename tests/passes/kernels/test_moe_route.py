@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
 from piecegraph.passes.kernels.moe_config import num_blocks_bound
 from tests.interpreter import interpreted
 
-CASES = [(1, 1, 1, 16), (3, 2, 4, 16), (40, 2, 4, 16), (33, 8, 13, 32), (700, 4, 6, 64), (260, 8, 128, 16)]
+CASES = [(1, 1, 1, 16), (3, 2, 4, 16), (40, 2, 4, 16), (33, 8, 13, 32), (300, 4, 6, 64), (30, 8, 40, 16)]
 """num_tokens, top_k, num_experts, block_m; some have more pairs than a program looks at in one go."""
 
 
@@ -24,10 +26,10 @@ def expected(topk_ids: torch.Tensor, num_experts: int, block_m: int) -> tuple[li
     return experts, blocks
 
 
-def check(device: str, dtype: torch.dtype) -> None:
+def check(device: str, dtype: torch.dtype, cases: Sequence[tuple[int, int, int, int]] = CASES) -> None:
     from piecegraph.passes.kernels.moe_route import route
 
-    for num_tokens, top_k, num_experts, block_m in CASES:
+    for num_tokens, top_k, num_experts, block_m in cases:
         random = torch.Generator().manual_seed(num_tokens)
         for used in {num_experts, max(top_k, num_experts // 2)}:  # all experts, or the first half: others get nothing
             ids = torch.rand(num_tokens, used, generator=random).argsort(-1)[:, :top_k].to(dtype).contiguous()
@@ -40,7 +42,7 @@ def check(device: str, dtype: torch.dtype) -> None:
 
 def check_interpreted() -> None:
     check("cpu", torch.int64)
-    check("cpu", torch.int32)
+    check("cpu", torch.int32, CASES[:2])
 
 
 def test_interpreted() -> None:
@@ -49,5 +51,5 @@ def test_interpreted() -> None:
 
 @pytest.mark.gpu
 def test_on_a_gpu() -> None:
-    check("cuda", torch.int64)
+    check("cuda", torch.int64, [*CASES, (260, 8, 128, 16), (2048, 8, 128, 128)])
     check("cuda", torch.int32)
