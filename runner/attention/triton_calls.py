@@ -113,7 +113,13 @@ def kernel_calls(call: LayerCall, metadata: TritonMetadata) -> Iterator[KernelCa
     if num_decode_reqs < metadata.num_reqs:
         yield call.kv_write(metadata)
     if num_decode_reqs > 0:
-        config = decode_config(shape, num_reqs=num_decode_reqs, max_len=metadata.max_len, num_sms=metadata.gpu.num_sms)
+        config = decode_config(
+            shape,
+            num_reqs=num_decode_reqs,
+            max_len=metadata.max_len,
+            num_sms=metadata.gpu.num_sms,
+            can_overlap=metadata.gpu.can_overlap,
+        )
         yield call.decode(metadata, num_decode_reqs, config)
     if num_decode_reqs < metadata.num_reqs:
         yield call.prefill(
@@ -144,7 +150,9 @@ def _plan(shape: HeadShape, max_num_reqs: int, max_len: int, gpu: GpuLimits) -> 
     decodes: list[_Decode] = []
     decode_layouts: list[tuple[int, DecodeConfig]] = []
     for num_reqs in range(1, max_num_reqs + 1):
-        config = decode_config(shape, num_reqs=num_reqs, max_len=max_len, num_sms=gpu.num_sms)
+        config = decode_config(
+            shape, num_reqs=num_reqs, max_len=max_len, num_sms=gpu.num_sms, can_overlap=gpu.can_overlap
+        )
         if config.compiled_for not in numbers:
             numbers[config.compiled_for] = len(numbers)
             decode_layouts.append((num_reqs, config))

@@ -202,11 +202,19 @@ def decode_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     is_key = key_at < KEY_DIM
     is_value = value_at < VALUE_DIM
     if PDL:
-        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
 
-    # Nothing here depends on the length: these loads and the length's own are in flight together.
+    # Nothing here depends on the length: these loads and the length's own are in flight together. What describes the
+    # batch was written when the step began, before an ordinary kernel, so it is there already.
     seq_len = tl.load(seq_lens + request)
     slot = tl.load(slot_mapping + request)
+    blocks = block_table + request * block_table_stride
+    if HAS_WINDOW:
+        next_pages = load_pages(blocks, 0, 0, BLOCK_SIZE, BLOCK_N, ONE_PAGE)
+    else:  # split s starts with tile s whatever the length, so the lookup need not wait for it
+        next_pages = load_pages(blocks, split * BLOCK_N, block_table_stride * BLOCK_SIZE, BLOCK_SIZE, BLOCK_N, ONE_PAGE)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     query_heads = query + request * query_token_stride + q_head * query_head_stride
     key_head = key + request * key_token_stride + kv_head * key_head_stride
     if ROTARY_DIM > 0:
@@ -229,11 +237,6 @@ def decode_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     new_value = tl.load(
         value + request * value_token_stride + kv_head * value_head_stride + value_at, mask=is_value, other=0.0
     )
-    blocks = block_table + request * block_table_stride
-    if HAS_WINDOW:
-        next_pages = load_pages(blocks, 0, 0, BLOCK_SIZE, BLOCK_N, ONE_PAGE)
-    else:  # split s starts with tile s whatever the length, so the lookup need not wait for it
-        next_pages = load_pages(blocks, split * BLOCK_N, block_table_stride * BLOCK_SIZE, BLOCK_SIZE, BLOCK_N, ONE_PAGE)
     if seq_len <= 0:
         return
 

@@ -57,7 +57,9 @@ def num_head_blocks(shape: HeadShape) -> int:
 
 
 @lru_cache(maxsize=4096)
-def decode_config(shape: HeadShape, *, num_reqs: int, max_len: int | None, num_sms: int) -> DecodeConfig:
+def decode_config(
+    shape: HeadShape, *, num_reqs: int, max_len: int | None, num_sms: int, can_overlap: bool = False
+) -> DecodeConfig:
     """The layout for any `num_reqs` requests of up to `max_len` tokens (None: any); nothing depends on
     actual lengths. A longer `max_len` never gives fewer splits."""
     row_bytes = shape.padded_dim * shape.dtype.itemsize
@@ -74,5 +76,6 @@ def decode_config(shape: HeadShape, *, num_reqs: int, max_len: int | None, num_s
         num_warps=2 if shape.padded_dim <= 128 else 4,  # on an H200 two are as fast at any batch, and faster at 1
         num_stages=3,
         num_splits=max(1, min(splits, affordable, useful, SPLIT_BOUNDS[-1])),
+        pdl=can_overlap,
         min_split_len=min_split_len,
     )

@@ -6,14 +6,17 @@ from dataclasses import dataclass
 
 import torch
 
+from piecegraph.passes.kernels.overlapped import MIN_CAPABILITY
+
 
 @dataclass(frozen=True, slots=True)
 class GpuLimits:
     num_sms: int
     shared_bytes: int  # of shared memory, at most, that a program may use
+    can_overlap: bool = False  # a kernel may start before the one ahead has ended (`passes/kernels/overlapped.py`)
 
     @classmethod
     def of(cls, device: torch.device) -> GpuLimits:
         properties = torch.cuda.get_device_properties(device)
         shared_bytes: int = getattr(properties, "shared_memory_per_block_optin", 99 * 2**10)  # not in torch's types
-        return cls(properties.multi_processor_count, shared_bytes)
+        return cls(properties.multi_processor_count, shared_bytes, (properties.major, properties.minor) >= MIN_CAPABILITY)
