@@ -232,7 +232,10 @@ def assert_all_was_seen(subject: Subject, min_steps: int) -> None:
 
 
 def test_any_order_of_events(subject: Subject) -> None:
-    run(subject, max_examples=60, steps=40)
+    for examples in (60, 90):  # what hypothesis draws depends on which modules are loaded
+        run(subject, max_examples=examples, steps=40)
+        if subject.steps >= 1_400:
+            break
     assert_all_was_seen(subject, 1_400)  # in each of the two variants
 
 

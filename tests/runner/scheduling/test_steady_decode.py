@@ -45,7 +45,7 @@ def make(kind: type[Scheduler], *, num_blocks: int = 200, budget: int = 16, grou
     kv_cache = KVCacheManager(
         num_blocks=num_blocks, block_size=BLOCK_SIZE, max_num_batched_tokens=budget, groups=BOTH_GROUPS[:groups]
     )
-    return Scheduler(kv_cache=kv_cache, max_num_seqs=5, max_num_batched_tokens=budget)
+    return kind(kv_cache=kv_cache, max_num_seqs=5, max_num_batched_tokens=budget)
 
 
 def told(output: SchedulerOutput, tokens: Sequence[int]) -> Mapping[str, int]:
