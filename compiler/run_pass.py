@@ -61,9 +61,7 @@ def run_pass(
             _complete(graph, before, value_key)
             graph.lint()
             promised.check(graph, graph_pass)
-            for node in graph.nodes:
-                if node not in before and MADE_BY not in node.meta:
-                    node.meta[MADE_BY] = graph_pass.name
+            _tag(graph, before, graph_pass.name)
             outcome = PassOutcome(
                 matches=result.matches,
                 misses=_located(result.misses, graph),
@@ -121,9 +119,29 @@ def _complete(graph: fx.Graph, before: GraphSnapshot, value_key: str) -> None:
 
 def _values(arguments: Any, value_key: str) -> list[Any]:
     """What the nodes among some arguments compute, in order."""
+    return [node.meta.get(value_key) for node in _nodes(arguments)]
+
+
+def _nodes(arguments: Any) -> list[fx.Node]:
     nodes: list[fx.Node] = []
     fx.map_arg(arguments, nodes.append)
-    return [node.meta.get(value_key) for node in nodes]
+    return nodes
+
+
+def _tag(graph: fx.Graph, before: GraphSnapshot, name: str) -> None:
+    """New nodes say which pass made them, and take over the model's line of what they are in the place of: of the
+    node that their reader read before, else of their reader."""
+    for node, (args, kwargs) in before.rewired().items():
+        for old, new in zip(_nodes((args, kwargs)), _nodes((node.args, node.kwargs)), strict=False):
+            if new not in before and "stack_trace" in old.meta:
+                new.meta.setdefault("stack_trace", old.meta["stack_trace"])
+    for node in reversed(graph.nodes):
+        if node in before or node.op == "placeholder":
+            continue
+        node.meta.setdefault(MADE_BY, name)
+        traces = (user.meta["stack_trace"] for user in node.users if "stack_trace" in user.meta)
+        if "stack_trace" not in node.meta and (trace := next(traces, None)) is not None:
+            node.meta["stack_trace"] = trace
 
 
 def _located(misses: tuple[Miss, ...], graph: fx.Graph) -> tuple[Miss, ...]:

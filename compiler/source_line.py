@@ -13,7 +13,7 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+), in \S+\n\s*(.+)')
 _TORCH = str(Path(torch.__file__).parent)
 
 NODES_ASKED = 16
-"""Nodes a pass made have no line of their own; that of the nearest node they read, this many at most, is theirs."""
+"""A node without a line of its own has that of the nearest one it reads, this many at most."""
 
 
 def source_line(node: fx.Node) -> str:
@@ -26,7 +26,7 @@ def source_line(node: fx.Node) -> str:
         if outside:
             file, line, code = outside[-1]
             return f"{file}:{line} ({code.strip()})"
-        new = [read for read in asked.all_input_nodes if read not in seen]
+        new = [read for read in asked.all_input_nodes if read not in seen and read.op != "placeholder"]
         seen.update(new)
         queue.extend(new)
     return ""

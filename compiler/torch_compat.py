@@ -321,11 +321,18 @@ def is_same_layout(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         if one.dtype != other.dtype or one.device != other.device:
             return False
-        before, after = ((t.shape, t.stride(), t.storage_offset()) for t in (one, other))
-        return str(before) == str(after)
+        if one.dim() != other.dim():
+            return False
+        layouts = ((*t.shape, *t.stride(), t.storage_offset()) for t in (one, other))
+        return all(_expression(a) == _expression(b) for a, b in zip(*layouts, strict=True))
     if isinstance(one, torch.SymInt) and isinstance(other, torch.SymInt):
-        return str(one) == str(other)
+        return bool(_expression(one) == _expression(other))
     return one is None and other is None
+
+
+def _expression(size: int | torch.SymInt) -> Any:
+    """To compare without a guard."""
+    return size if isinstance(size, int) else size.node.expr
 
 
 def qualified_name(function: Any) -> str:

@@ -12,6 +12,7 @@ from torch import fx
 from piecegraph.compiler.graph_snapshot import graph_text
 from piecegraph.compiler.pass_contexts import FixedInputs
 from piecegraph.compiler.run_pass import PassOutcome, run_pass
+from piecegraph.compiler.source_line import source_line
 from piecegraph.compiler.split_ops import split_op_matcher
 from piecegraph.compiler.trace import trace
 from piecegraph.passes.graph_pass import GraphPass
@@ -70,6 +71,7 @@ def test_what_a_pass_made_is_tagged_and_has_values(traced: fx.GraphModule) -> No
     made = [node for node in graph.nodes if node.meta.get("made_by") == "relu-to-clamp"]
     assert [node.target for node in made] == [torch.clamp_min, torch.clamp_min]
     assert all(str(node.meta["example_value"].shape[1]) == "16" for node in made)
+    assert all("torch.relu(out)" in source_line(node) for node in made)  # the line of what they replace
     (miss,) = outcome.misses
     assert miss.reason == "only 2 may match"
     assert miss.line.endswith("(result: torch.Tensor = hidden + self.project(torch.relu(out)))")

@@ -126,6 +126,17 @@ class Breaks(GraphPass):
 
 
 @dataclass(frozen=True)
+class BreaksInPieces(Breaks):
+    """In those that have a relu."""
+
+    name: ClassVar[str] = "breaks-in-pieces"
+    place: ClassVar[Place] = Place.PIECE
+
+    def apply(self, graph: fx.Graph, context: PassContext) -> Any:
+        return super().apply(graph, context) if _relus(graph) else PassResult()
+
+
+@dataclass(frozen=True)
 class SwapsSplitOps(GraphPass):
     """A call of `pgtoy::triple` becomes one of `pgtoy::pair`, and an item of it."""
 
