@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from piecegraph.passes.eliminate_noops import EliminateNoops
 from piecegraph.passes.fuse_act_mul import FuseActMul
 from piecegraph.passes.fuse_add_rms_norm import FuseAddRMSNorm
 from piecegraph.passes.fuse_linear import FuseLinear
@@ -11,11 +12,21 @@ from piecegraph.passes.fuse_moe import FuseMoe
 from piecegraph.passes.fuse_rope_kv_write import FuseRopeKVWrite
 from piecegraph.passes.graph_pass import GraphPass
 from piecegraph.passes.merge_projections import MergeProjections
+from piecegraph.passes.tail import Tail
 
 
 def all_passes() -> tuple[GraphPass, ...]:
     """Every pass of ours, in the order they run. Their names are `config.PASSES`."""
-    return (MergeProjections(), FuseAddRMSNorm(), FuseActMul(), FuseRopeKVWrite(), FuseLinear(), FuseMoe())
+    return (
+        EliminateNoops(),
+        MergeProjections(),
+        FuseAddRMSNorm(),
+        FuseActMul(),
+        FuseRopeKVWrite(),
+        Tail(),
+        FuseLinear(),
+        FuseMoe(),
+    )
 
 
 def default_passes(device_type: str) -> tuple[GraphPass, ...]:

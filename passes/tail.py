@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from piecegraph.passes.effects import CONTIGUOUS, RESHAPE, SQUEEZE, UNSQUEEZE, VIEW, Memory, erase_dead
+from piecegraph.passes.effects import CONTIGUOUS, RESHAPE, SQUEEZE, UNSQUEEZE, VIEW, Memory, erase_dead, is_pure
 from piecegraph.passes.graph_pass import GraphPass, Miss, PassContext, PassResult
 from piecegraph.passes.row_wise import MATMULS, REDUCTIONS, SIZED_VIEWS, Rows, row_operands, sized_for
 from piecegraph.passes.torch_ir import (
@@ -156,7 +156,8 @@ class _Since:
 
     @classmethod
     def last_split_op(cls, choice: _Choice, context: PassContext) -> _Since:
-        start, nodes = choice.index, []
+        start = choice.index
+        nodes: list[fx.Node] = []
         for node in choice.node.graph.nodes:
             if node is choice.node:
                 break
@@ -177,7 +178,7 @@ def _operands_on_rows(
     through_matmuls: bool,
 ) -> Rows:
     for user in node.users:
-        if user not in found and user is not choice.node and not _asks_for_sizes_of(user, found):
+        if user not in found and user is not choice.node and not _is_not_needed(user, found):
             raise NoMatch(f"{node.name} is also read by {user.name}")
     if node in whole:
         raise NoMatch(f"{node.name} is read by more than its rows")
@@ -189,11 +190,11 @@ def _operands_on_rows(
     return row_operands(node, dim)
 
 
-def _asks_for_sizes_of(node: fx.Node, found: Rows) -> bool:
-    """A call whose result nobody needs once views in `found` are told other sizes."""
-    if not is_call(node, _SIZE_QUERIES):
-        return False
-    return all(user in found and user.target in SIZED_VIEWS for user in node.users)
+def _is_not_needed(node: fx.Node, found: Rows) -> bool:
+    """A call nobody reads, or one that asks for sizes where views in `found` will be told others."""
+    if not node.users:
+        return is_pure(node)
+    return is_call(node, _SIZE_QUERIES) and all(user in found and user.target in SIZED_VIEWS for user in node.users)
 
 
 def _leave_out_what_saves_nothing(found: Rows, since: _Since) -> None:
@@ -202,6 +203,9 @@ def _leave_out_what_saves_nothing(found: Rows, since: _Since) -> None:
     computed = set(since.nodes)
     for node in reversed(list(found)):
         operands = row_operands(node, found[node])
+        if any(each not in found and not is_tensor(each) for each in operands):
+            del found[node]  # an item of a tuple; rows are those of a tensor
+            continue
         if any(each in found or each not in computed for each in operands):
             continue
         is_sum = node.target in ADD and len(operands) > 1

@@ -18,7 +18,16 @@ DEFAULT_SPLIT_OPS = (
 )
 """Ops a graph is cut at unless the caller names others; each may be absent from a graph."""
 
-PASSES = ("merge-projections", "fuse-add-rms-norm", "fuse-act-mul", "fuse-rope-kv-write", "fuse-linear", "fuse-moe")
+PASSES = (
+    "eliminate-noops",
+    "merge-projections",
+    "fuse-add-rms-norm",
+    "fuse-act-mul",
+    "fuse-rope-kv-write",
+    "tail",
+    "fuse-linear",
+    "fuse-moe",
+)
 """Every pass there is, in the order they run."""
 
 COMPILERS = ("inductor", "eager")

@@ -163,6 +163,12 @@ def test_our_norms_are_row_wise() -> None:
     assert [name for name, _ in calls if name == "getitem"] and all(rows == "chosen" for _, rows in calls)
 
 
+def test_an_item_is_chosen_from_where_its_tuple_stays() -> None:
+    outcome, calls = moved(lambda h, i: ((y := ADD_RMS_NORM(h.exp(), h, None, 1e-6, 0.0))[0].sin()[i], y[1]))
+    assert outcome.matches == 1
+    assert {("getitem", "chosen"), ("sin", "chosen")} <= set(calls)
+
+
 @pytest.mark.parametrize("name", [*FAMILIES, *UNLISTED])
 def test_logits_are_those_of_all_rows(name: str) -> None:
     """Indices in any order, with repeats, one, and all; float32, to what a matmul of fewer rows rounds otherwise.
