@@ -65,3 +65,12 @@ def test_few_requests_are_split_until_the_gpu_is_full() -> None:
 def test_a_long_request_is_split_in_any_batch() -> None:
     """It would otherwise end long after the others."""
     assert decode_config(SHAPES[0], num_reqs=256, max_len=100_000, num_sms=132).num_splits > 1
+
+
+def test_few_requests_start_early_where_the_gpu_can() -> None:
+    """Many would take the room of the kernel ahead of them."""
+    early = [
+        n for n in range(1, 65) if decode_config(SHAPES[0], num_reqs=n, max_len=4096, num_sms=132, can_overlap=True).pdl
+    ]
+    assert early == list(range(1, len(early) + 1)) and 1 <= len(early) < 8
+    assert not decode_config(SHAPES[0], num_reqs=1, max_len=4096, num_sms=132).pdl
