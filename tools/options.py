@@ -282,7 +282,7 @@ def with_flags_repeated(params: Sequence[click.Parameter], args: Sequence[str]) 
 
     A word belongs to the flag as long as it is a value the option can have.
     """
-    repeatable = {flag: param for param in params if param.multiple for flag in param.opts}  # type: ignore[attr-defined]
+    repeatable = {flag: param for param in params if param.multiple for flag in param.opts}
     written: list[str] = []
     flag = ""  # that the words are values of
     num_values = 0

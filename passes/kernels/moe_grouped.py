@@ -9,8 +9,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from piecegraph.passes.kernels.gated import gated
 from piecegraph.passes.kernels.moe_config import MoeConfig
-from piecegraph.passes.kernels.moe_launch import MoeKernel
 from piecegraph.passes.kernels.moe_route import route
+from piecegraph.passes.kernels.overlapped import OverlappedKernel
 
 SUM_BLOCK = 1024
 """Columns of a token that a program sums."""
@@ -205,6 +205,6 @@ def sum_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     tl.store(out + token * HIDDEN + column, total.to(out.dtype.element_ty), mask=column < HIDDEN)
 
 
-_gate_up = MoeKernel(grouped_gate_up_kernel)
-_down = MoeKernel(grouped_down_kernel)
-_sum = MoeKernel(sum_kernel)
+_gate_up = OverlappedKernel(grouped_gate_up_kernel)
+_down = OverlappedKernel(grouped_down_kernel)
+_sum = OverlappedKernel(sum_kernel)

@@ -9,7 +9,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from piecegraph.passes.kernels.gated import gated
 from piecegraph.passes.kernels.moe_config import MoeConfig
-from piecegraph.passes.kernels.moe_launch import MoeKernel
+from piecegraph.passes.kernels.overlapped import OverlappedKernel
 
 
 def moe_matvec(
@@ -151,5 +151,5 @@ def matvec_down_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     tl.store(out + token.to(tl.int64) * HIDDEN + column, result.to(out.dtype.element_ty), mask=is_column)
 
 
-_gate_up = MoeKernel(matvec_gate_up_kernel)
-_down = MoeKernel(matvec_down_kernel)
+_gate_up = OverlappedKernel(matvec_gate_up_kernel)
+_down = OverlappedKernel(matvec_down_kernel)

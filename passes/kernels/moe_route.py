@@ -10,7 +10,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from piecegraph.passes.kernels.moe_config import num_blocks_bound
-from piecegraph.passes.kernels.moe_launch import MoeKernel
+from piecegraph.passes.kernels.overlapped import OverlappedKernel
 
 CHUNK = 1024
 """Pairs a program looks at in one go."""
@@ -97,4 +97,4 @@ def route_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
             tl.store(block_expert + start + at, tl.zeros([CHUNK], tl.int32) - 1, mask=start + at < num_blocks)
 
 
-_route = MoeKernel(route_kernel)
+_route = OverlappedKernel(route_kernel)
