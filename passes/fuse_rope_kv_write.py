@@ -6,6 +6,7 @@ attention call is a site, so none is passed over in silence.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -90,9 +91,18 @@ def _check_readers(call: fx.Node, found: RotatedHeads) -> None:
     for node in found.inner:
         if node in tables:
             continue
-        for reader in node.users:
+        for reader in _readers(node):
             if reader not in found.inner and reader is not call and not ir.is_call(reader, _SIZES):
                 raise NoMatch(f"{node} has a second reader: {reader}")
+
+
+def _readers(node: fx.Node) -> Iterator[fx.Node]:
+    """Who reads a tensor; where it is cut into parts, who takes them."""
+    for reader in node.users:
+        if ir.is_call(reader, ir.CHUNK | ir.SPLIT):
+            yield from reader.users
+        else:
+            yield reader
 
 
 def _made_of(cos: fx.Node, sin: fx.Node, nodes: tuple[fx.Node, ...]) -> set[fx.Node]:
@@ -127,9 +137,9 @@ def _check_own(query: RotatedHeads, memory: Memory) -> None:
     columns: Columns | None = query.read
     below: set[fx.Node] = set(query.inner)
     while True:
-        for reader in node.users:
-            if not ir.is_call(reader, _SIZES):
-                _check_apart(reader, node, columns, below)
+        for reader in _readers(node):
+            if reader not in below and not ir.is_call(reader, _SIZES):
+                _check_apart(reader, node, columns)
         columns, below = ir.columns_of(node), {node}
         source = columns.source if columns is not None else viewed(node) or ir.cast_source(node)
         if source is None:
@@ -143,14 +153,8 @@ def _check_own(query: RotatedHeads, memory: Memory) -> None:
         raise NoMatch(f"query: {node} may return memory that something else reads")
 
 
-def _check_apart(reader: fx.Node, source: fx.Node, columns: Columns | None, ours: set[fx.Node]) -> None:
-    """`reader` reads other columns of `source` than `columns`, or is one of `ours`."""
-    if reader in ours:
-        return
-    if ir.is_call(reader, ir.CHUNK | ir.SPLIT):
-        for item in reader.users:
-            _check_apart(item, source, columns, ours)
-        return
+def _check_apart(reader: fx.Node, source: fx.Node, columns: Columns | None) -> None:
+    """`reader` reads other columns of `source` than `columns`."""
     read = ir.columns_of(reader)
     if columns is None or read is None or not (read.stop <= columns.start or columns.stop <= read.start):
         raise NoMatch(f"query: {source} has a second reader: {reader}")
@@ -175,7 +179,9 @@ def _fuse(
     graph.erase_node(call)
     for before, after in zip(old, new, strict=True):
         before.replace_all_uses_with(after)
-    ir.erase_unread(graph, {*query.inner, *query.views, *key.inner, *key.views})
+    left = {*query.inner, *query.views, *key.inner, *key.views}
+    cuts = {node.args[0] for node in left if node.args and ir.is_call(node.args[0], ir.CHUNK | ir.SPLIT)}
+    ir.erase_unread(graph, left | cuts)
 
 
 def _projected(graph: fx.Graph, before: fx.Node, found: RotatedHeads) -> fx.Node:

@@ -7,6 +7,7 @@ import torch
 
 from piecegraph.runner.attention.sdpa import SdpaBackend
 from tests.runner.attention.paged_case import PagedCase, make_case
+from tests.runner.attention.rotary_case import NORMS, check_rotated_cache, make_rotary_case
 
 BATCHES = {
     "one decode": [(9, 1)],
@@ -61,6 +62,24 @@ def test_equals_naive_attention(batch: str, kind: str) -> None:
     """
     case = make_case(lens=BATCHES[batch], **KINDS[kind])  # type: ignore[arg-type]
     torch.testing.assert_close(run(case).double(), case.expected, atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("batch", BATCHES)
+def test_query_and_key_are_rotated_on_the_way(batch: str, norm: str) -> None:
+    case = make_rotary_case(lens=BATCHES[batch], num_padded=2, norm=norm, rotary_dim=6)
+    raw, backend = case.raw, SdpaBackend()
+    before = raw.query.clone()
+    out = torch.empty_like(raw.query)
+    builder = backend.metadata_builder([raw.layer], raw.kv_cache.key.shape[1], raw.query.device, max_num_reqs=8)
+    backend.impl().forward(
+        raw.query, raw.key, raw.value, out, scale=raw.layer.scale, window=0, softcap=0.0, sinks=None,
+        kv_cache=raw.kv_cache, metadata=builder.build(raw.metadata), rotary=case.rotary,
+    )  # fmt: skip
+    num_rows = case.rotated.expected.shape[0]
+    torch.testing.assert_close(out[:num_rows].double(), case.rotated.expected, atol=5e-6, rtol=1e-4)
+    check_rotated_cache(case)
+    assert torch.equal(raw.query, before)
 
 
 def test_writes_new_keys_and_values_to_their_slots() -> None:

@@ -1,0 +1,82 @@
+"""The two ops: what each hands to the backend, and what the graph says a layer is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from piecegraph.compiler.graphs.prepared_ops import prepared_ops
+from piecegraph.compiler.plan import SplitCall, TensorSpec
+from piecegraph.errors import UnsupportedModel
+from piecegraph.runner.attention.layer import AttentionLayer, attention_layers
+from piecegraph.runner.attention.op import ATTENTION_OP, ATTENTION_OPS, ROPE_ATTENTION_OP
+from piecegraph.runner.attention.triton_backend import TritonBackend
+from piecegraph.runner.forward_context import ForwardContext, set_forward_context
+from tests.runner.attention.rotary_case import RotaryCase, check_rotated_cache, make_rotary_case
+
+
+def context_of(case: RotaryCase) -> ForwardContext:
+    raw, backend = case.raw, TritonBackend()
+    builder = backend.metadata_builder([raw.layer], raw.kv_cache.key.shape[1], raw.query.device, max_num_reqs=8)
+    return ForwardContext(
+        impl=backend.impl(), metadata=builder.build(raw.metadata), kv_caches={raw.layer.name: raw.kv_cache}
+    )
+
+
+def arguments(case: RotaryCase, out: torch.Tensor) -> tuple[object, ...]:
+    raw, rotary = case.raw, case.rotary
+    return (
+        raw.query, raw.key, raw.value, out, rotary.cos, rotary.sin, rotary.q_norm_weight, rotary.k_norm_weight,
+        rotary.norm_eps, rotary.norm_offset, raw.layer.scale, 0, 0.0, None, None, raw.layer.name,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("norm", ["no norm", "norm of 1 + weight"])
+def test_rope_attention_rotates_and_attends(norm: str) -> None:
+    case = make_rotary_case(lens=[(9, 1), (0, 7)], norm=norm)
+    out = torch.empty_like(case.raw.query)
+    with set_forward_context(context_of(case)):
+        torch.ops.piecegraph.rope_attention.default(*arguments(case, out))
+    torch.testing.assert_close(out.double(), case.rotated.expected, atol=5e-6, rtol=1e-4)
+    check_rotated_cache(case)
+
+
+def test_rope_attention_is_prepared_as_attention_is() -> None:
+    case = make_rotary_case(lens=[(9, 1), (0, 7)], norm="norm")
+    out = torch.empty_like(case.raw.query)
+    rope, plain = prepared_ops()[ROPE_ATTENTION_OP], prepared_ops()[ATTENTION_OP]
+    assert rope.metadata is plain.metadata, "asked once a replay for both"
+    with set_forward_context(context_of(case)):
+        launch = rope.prepare(*arguments(case, out))
+        assert callable(launch)
+        launch(rope.metadata())
+    torch.testing.assert_close(out.double(), case.rotated.expected, atol=5e-6, rtol=1e-4)
+
+
+def test_the_schemas_say_what_is_written() -> None:
+    written = {
+        op: [a.name for a in getattr(torch.ops.piecegraph, op.split("::")[1]).default._schema.arguments if a.is_write]
+        for op in ATTENTION_OPS
+    }
+    assert written == {ATTENTION_OP: ["out"], ROPE_ATTENTION_OP: ["query", "out"]}
+
+
+def call(op: str, unsupported: str | None = None) -> SplitCall:
+    def spec(*shape: int) -> TensorSpec:
+        return TensorSpec(shape=shape, dtype=torch.float16, device=torch.device("cpu"))
+
+    middle = (spec(3, 6), spec(3, 6), None, None, 1e-6, 0.0) if op == ROPE_ATTENTION_OP else ()
+    args = (spec(3, 4, 8), spec(3, 2, 8), spec(3, 2, 5), spec(3, 4, 5), *middle, 0.5, 7, 30.0, None, unsupported, "l.0")
+    return SplitCall(index=0, op=op, args=args)
+
+
+@pytest.mark.parametrize("op", ATTENTION_OPS)
+def test_layers_are_read_off_either_op(op: str) -> None:
+    assert attention_layers([call(op)]) == (
+        AttentionLayer(
+            name="l.0", num_q_heads=4, num_kv_heads=2, key_dim=8, value_dim=5, dtype=torch.float16, scale=0.5,
+            window=7, softcap=30.0, has_sinks=False,
+        ),
+    )  # fmt: skip
+    with pytest.raises(UnsupportedModel, match=r"l\.0: cannot"):
+        attention_layers([call(op, unsupported="cannot")])
