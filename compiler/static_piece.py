@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
+from torch import fx
 
 from piecegraph.compiler import torch_compat
 from piecegraph.compiler.normalize import symbols_of
 from piecegraph.compiler.piece import UniquePiece
 from piecegraph.compiler.split import Piece
+from piecegraph.compiler.split_ops import op_name
+from piecegraph.passes.effects import viewed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +76,8 @@ def static_pieces(
     declared: Mapping[str, str],
     assertions: Sequence[Any],
 ) -> tuple[tuple[StaticPiece, ...], tuple[Refused, ...]]:
-    """One static piece per size and unique piece that takes sizes, in that order.
+    """One static piece per size and unique piece that gains by it, in that order: it takes sizes, and computes
+    something itself instead of calling ops of passes alone, which see each call's sizes.
 
     `symbols` is what `symbols_by_unique` returns, `declared` the symbols whose value a call tells and what
     they are called, `assertions` symbolic expressions that hold for every call. Refused are pieces that
@@ -82,14 +87,28 @@ def static_pieces(
     refused: list[Refused] = []
     for size in sizes:
         for piece, taken in zip(unique, symbols, strict=True):
-            if not taken:
-                continue  # it is static already
+            if not taken or _leaves_sizes_to_ops(piece):
+                continue  # it would be the same piece again
             reason = _reason_to_refuse(piece, taken, size, declared, assertions)
             if reason is None:
                 made.append(StaticPiece(piece=piece, size=size, symbols=taken))
             else:
                 refused.append(Refused(piece.index, size, reason))
     return tuple(made), tuple(refused)
+
+
+def _leaves_sizes_to_ops(piece: UniquePiece) -> bool:
+    calls = [node for node in piece.graph_module.graph.nodes if node.op in ("call_function", "call_method")]
+    return all(map(_is_left_to_ops, calls))
+
+
+def _is_left_to_ops(node: fx.Node) -> bool:
+    """An op of a pass, an item of its results, a view, or new memory."""
+    return (
+        op_name(node.target).startswith("piecegraph::")
+        or node.target in ("new_empty", operator.getitem)
+        or viewed(node) is not None
+    )
 
 
 def _reason_to_refuse(

@@ -16,10 +16,9 @@ if TYPE_CHECKING:
 
 GRAPH_KINDS = ("auto", "cuda", "recorded")
 
-DEFAULT_COMPILE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-"""Sizes compiled statically on a GPU unless the caller names others. Kernels made for a size read the weights
-faster, and a layer has half as many: so a decode batch is padded to the next of these, up to twice its size,
-rather than to a closer one that runs the dynamic pieces (`Dispatcher`)."""
+DEFAULT_COMPILE_SIZES = (1, 2, 4, 8)
+"""Sizes compiled statically on a GPU unless the caller names others: the smallest decode batches, where what Inductor
+makes for one size reads large weights faster. docs/decisions/001-static-sizes.md says what more of them gain."""
 
 VLLM_ONLY = frozenset(
     {
