@@ -31,8 +31,10 @@ from piecegraph.runner.attention.kernels.decode_config import (
     num_head_blocks,
 )
 from piecegraph.runner.attention.kernels.head_shape import HeadShape
+from piecegraph.runner.attention.kernels.reference import rotated
 from piecegraph.runner.attention.layer import AttentionLayer
 from piecegraph.runner.attention.metadata import AttentionMetadata
+from piecegraph.runner.attention.rotary import Rotary
 from piecegraph.runner.kv_cache import KVCache
 
 READ_FLOOR_BYTES_PER_S = 4.08e12
@@ -124,6 +126,7 @@ class Row:
 @click.option("--top", default=8, help="Settings shown a case, best first.")
 @click.option("--default-only", is_flag=True, help="Time only the setting `decode_config` picks.")
 @click.option("--flash/--no-flash", default=True, help="Time flash-attn 2 and 4 too, where they can be imported.")
+@click.option("--rotary", is_flag=True, help="Also time the default with rotary embedding, and with a norm, fused.")
 @click.option("--host", is_flag=True, help="Also time what a launch costs the host, ordinary and prepared.")
 @click.option("--jobs", default=8, help="Threads that compile settings ahead.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), help="Write all rows here.")
@@ -144,6 +147,7 @@ def main(
     top: int,
     default_only: bool,
     flash: bool,
+    rotary: bool,
     host: bool,
     jobs: int,
     json_file: Path | None,
@@ -173,6 +177,8 @@ def main(
                 if config != default
             ]  # fmt: skip
         found = _time_case(shape, grid, device, jobs)
+        if rotary:
+            found += _time_rotary(shape, default, device)
         if flash:
             found += _time_flash(shape, device)
         if host:
@@ -256,6 +262,31 @@ def _time_case(shape: Shape, grid: Sequence[DecodeConfig], device: torch.device,
     return rows
 
 
+def _time_rotary(shape: Shape, config: DecodeConfig, device: torch.device) -> list[Row]:
+    """The kernel that norms and rotates on the way, over the very inputs of the one that does not."""
+    inputs = _make_inputs(shape, device)
+    random = torch.Generator(device=device).manual_seed(1)
+    angles = torch.rand(shape.batch, shape.head_dim, generator=random, device=device) * 6.3
+    weight = torch.randn(shape.head_dim, generator=random, device=device).to(shape.dtype)
+    plain = Rotary(cos=angles.cos(), sin=angles.sin())
+    normed = dataclasses.replace(plain, q_norm_weight=weight, k_norm_weight=weight, norm_eps=1e-6)
+    rows = []
+    for kernel, rotary in (("+ rotary", plain), ("+ norm", normed)):
+        query, key = rotated(inputs.query, inputs.key, rotary)
+        expected = _expected(shape, dataclasses.replace(inputs, query=query, key=key))
+        calls = _triton_calls(shape, inputs, config, device, rotary)
+        calls[0]()
+        error = float((inputs.out.float() - expected).norm() / expected.norm())
+        rows.append(
+            Row(
+                case=f"{shape.batch}x{shape.context}", kernel=kernel, setting=_setting(config),
+                us=microseconds(calls), floor_us=shape.floor_us, error=error,
+                note="" if error < TOLERANCE[shape.dtype] else "WRONG",
+            )
+        )  # fmt: skip
+    return rows
+
+
 def _launch_once(shape: Shape, inputs: Inputs, config: DecodeConfig, device: torch.device) -> None:
     _triton_calls(shape, inputs, config, device)[0]()
 
@@ -313,7 +344,9 @@ def _expected(shape: Shape, inputs: Inputs) -> torch.Tensor:
     return torch.stack(results)
 
 
-def _triton_calls(shape: Shape, inputs: Inputs, config: DecodeConfig, device: torch.device) -> list[Callable[[], None]]:
+def _triton_calls(
+    shape: Shape, inputs: Inputs, config: DecodeConfig, device: torch.device, rotary: Rotary | None = None
+) -> list[Callable[[], None]]:
     """A call for each copy of the cache."""
     from piecegraph.runner.attention.kernels.decode import decode_call
     from piecegraph.runner.attention.kernels.workspace import SplitWorkspace
@@ -331,7 +364,7 @@ def _triton_calls(shape: Shape, inputs: Inputs, config: DecodeConfig, device: to
             inputs.query, inputs.key, inputs.value, inputs.out,
             scale=shape.head_dim**-0.5, window=0, softcap=0.0, sinks=None, kv_cache=inputs.kv_cache,
             seq_lens=inputs.seq_lens, block_table=table, slot_mapping=slots, num_reqs=shape.batch,
-            workspace=workspace, config=config,
+            workspace=workspace, config=config, rotary=rotary,
         ).launch()  # fmt: skip
 
     return [call(table, slots) for table, slots in zip(inputs.block_tables, inputs.slot_mappings, strict=True)]

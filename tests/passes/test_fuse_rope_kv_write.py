@@ -144,13 +144,15 @@ def traced(function: Callable[..., Any]) -> fx.Graph:
     return graph if call is None else inlined(graph, call)
 
 
+def arguments_of(call: fx.Node) -> Any:
+    return call.args
+
+
 def inlined(graph: fx.Graph, call: fx.Node) -> fx.Graph:
     """As Dynamo records it: `attend` written out, its op without a result that is read."""
-    query, key, value = call.args
+    query, key, value = arguments = arguments_of(call)
     with graph.inserting_before(call):
-        parts = [
-            graph.call_method("squeeze", (graph.call_method("transpose", (x, 1, 2)), 0)) for x in (query, key, value)
-        ]
+        parts = [graph.call_method("squeeze", (graph.call_method("transpose", (x, 1, 2)), 0)) for x in arguments]
         num_heads = query.meta["example_value"].shape[1]
         out = graph.call_method("new_empty", (parts[0], (5, num_heads, DIM)))
         attention = graph.call_function(ATTENTION, (*parts, out, 0.5, 0, 0.0, None, None, "layer"))
@@ -184,7 +186,7 @@ def test_every_spelling_becomes_one_op(function: Callable[..., Any]) -> None:
     assert fuse(graph) == PassResult(matches=1)
     call = the_call(graph)
     assert call.target is ROPE_ATTENTION
-    query, key, value, _out, cos, sin, *norm = call.args[:10]
+    query, key, value, _out, cos, sin, *norm = arguments_of(call)[:10]
     assert ", ".join(map(str, norm)) == SPELLINGS[function]
     assert call.args[10:] == (0.5, 0, 0.0, None, None, "layer")
     for table in (cos, sin):
@@ -395,7 +397,7 @@ def test_layers_of_a_family(name: str, dtype: torch.dtype) -> None:
     has_norm = name in ("qwen3", "qwen3-moe", "gemma3")
     for node in fused:
         assert (node.args[8] is not None) == has_norm
-        assert node.args[4].meta["example_value"].dtype == torch.float32
+        assert arguments_of(node)[4].meta["example_value"].dtype == torch.float32
 
 
 def test_equal_layers_stay_equal_pieces() -> None:

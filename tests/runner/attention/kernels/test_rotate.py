@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -87,7 +88,7 @@ def check_write(*, first_row: int = 0, num_left: int = 0, **kind: object) -> Non
     assert int((~written.isnan()).any(-1).any(-1).sum()) == int(is_real.sum()) > 0
 
 
-KINDS: dict[str, dict[str, object]] = {
+KINDS: dict[str, dict[str, Any]] = {
     **{name: {"norm": name} for name in NORMS},
     "dim 64": {"key_dim": 64, "value_dim": 64, "norm": "norm"},
     "dim 80, 32 of it rotated": {"key_dim": 80, "value_dim": 80, "rotary_dim": 32},
