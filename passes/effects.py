@@ -86,8 +86,8 @@ def is_pure(node: fx.Node) -> bool:
     if node.op != "call_function":
         return False
     target = node.target
-    if isinstance(target, torch._ops.OpOverload):
-        return not target._schema.is_mutable and not target._schema.name.startswith(("c10d", "_c10d"))
+    if (schema := _schema_of(target)) is not None:
+        return not schema.is_mutable and not schema.name.startswith(("c10d", "_c10d"))
     if isinstance(target, torch._ops.OpOverloadPacket | torch._ops.HigherOrderOperator):
         return False
     name = getattr(target, "__name__", "")
@@ -99,6 +99,14 @@ def is_pure(node: fx.Node) -> bool:
     if not module.startswith("torch") or "functorch" in module or "autocast" in module:
         return False  # enters or leaves a region
     return value_of(node) is not None and not name.endswith("_")
+
+
+def _schema_of(target: Any) -> Any:
+    """What a registered op says of itself; None for other functions, and for a name that stands for several ops."""
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        overloads = target.overloads()
+        target = getattr(target, overloads[0]) if len(overloads) == 1 else None
+    return target._schema if isinstance(target, torch._ops.OpOverload) else None
 
 
 def erase_dead(graph: fx.Graph, keep: Iterable[fx.Node] = ()) -> None:
@@ -118,8 +126,8 @@ def written_by(node: fx.Node) -> tuple[fx.Node, ...]:
         return _nodes_in(node.args[:1]) if is_in_place else ()
     if node.op != "call_function":
         return ()
-    if isinstance(node.target, torch._ops.OpOverload):
-        arguments = enumerate(node.target._schema.arguments)
+    if (schema := _schema_of(node.target)) is not None:
+        arguments = enumerate(schema.arguments)
         written = [
             argument(node, i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write
         ]
@@ -223,8 +231,8 @@ def _may_return(node: fx.Node) -> tuple[fx.Node, ...]:
     """The arguments whose memory the result of a call may be."""
     if node.op not in ("call_function", "call_method") or value_of(node) is None:
         return ()
-    if isinstance(node.target, torch._ops.OpOverload):
-        arguments = enumerate(node.target._schema.arguments)
+    if (schema := _schema_of(node.target)) is not None:
+        arguments = enumerate(schema.arguments)
         return _nodes_in([argument(node, i, a.name) for i, a in arguments if a.alias_info is not None])
     if node.target in _NEW_MEMORY and not written_by(node):
         return ()

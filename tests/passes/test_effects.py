@@ -1,0 +1,113 @@
+"""What calls change in place and whose memory they return; in doubt, more."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+
+from piecegraph.passes.effects import Memory, erase_dead, is_contiguous, is_pure, viewed, written_by
+
+
+def call(graph: fx.Graph, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    """With the value it computes of its arguments'."""
+    node = (
+        graph.call_method(target, args, kwargs)
+        if isinstance(target, str)
+        else graph.call_function(target, args, kwargs)
+    )
+    values, named = fx.map_arg((args, kwargs), lambda each: each.meta["example_value"])
+    function = getattr(torch.Tensor, target) if isinstance(target, str) else target
+    node.meta["example_value"] = function(*values, **named)
+    return node
+
+
+def start() -> tuple[fx.Graph, fx.Node]:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["example_value"] = torch.randn(3, 4)
+    return graph, x
+
+
+def test_what_is_written() -> None:
+    graph, x = start()
+    y = call(graph, torch.sin, x)
+    assert written_by(y) == ()
+    assert written_by(call(graph, "add_", y, 1.0)) == (y,)
+    assert written_by(call(graph, operator.setitem, y, slice(None), x)) == (y,)
+    assert written_by(call(graph, operator.iadd, y, x)) == (y,)
+    assert written_by(call(graph, torch.sin, x, out=y)) == (x, y)
+    assert written_by(call(graph, F.relu, y, inplace=True)) == (y,)
+    assert written_by(call(graph, torch.ops.aten.mul_.Tensor, y, x)) == (y,)
+    assert written_by(call(graph, torch.ops.aten.mul.Tensor, y, x)) == ()
+    assert written_by(call(graph, torch.ops.aten.mul, y, x)) == (y, x)  # several ops, some of which write
+    assert written_by(call(graph, torch.ops.aten.sigmoid.default, y)) == ()
+    assert written_by(call(graph, _unknown, y, x)) == (y, x)
+
+
+def _unknown(*tensors: torch.Tensor) -> torch.Tensor:
+    return tensors[0] + tensors[1]
+
+
+def test_views_are_told_from_copies() -> None:
+    graph, x = start()
+    across = call(graph, "transpose", x, 0, 1)
+    assert viewed(across) is x
+    assert viewed(call(graph, "reshape", x, 12)) is x
+    assert viewed(call(graph, "reshape", across, 12)) is None
+    assert viewed(call(graph, "contiguous", x)) is x
+    assert viewed(call(graph, "contiguous", across)) is None
+    assert viewed(call(graph, "to", x, torch.float32)) is x
+    assert viewed(call(graph, "to", x, torch.float64)) is None
+    assert viewed(call(graph, "to", x, torch.float32, copy=True)) is None
+    assert viewed(call(graph, operator.getitem, x, (Ellipsis, slice(1, 2)))) is x
+    assert viewed(call(graph, operator.getitem, x, [0, 1])) is None
+    assert viewed(call(graph, F.dropout, x, 0.5, training=False)) is x
+    assert viewed(call(graph, F.dropout, x, 0.5)) is None
+    assert is_contiguous(x) and not is_contiguous(across)
+
+
+def test_a_write_through_a_view_is_a_write() -> None:
+    graph, x = start()
+    y, z = call(graph, torch.sin, x), call(graph, torch.cos, x)
+    call(graph, "add_", call(graph, "view", call(graph, "transpose", y, 0, 1), 4, 3), 1.0)
+    graph.output((z,))
+    memory = Memory(graph)
+    assert memory.is_written(y)
+    assert not memory.is_written(z) and not memory.is_written(x)
+    assert memory.is_held_outside(z) and memory.is_held_outside(x)
+    assert not memory.is_held_outside(y)
+
+
+def test_only_writes_asked_about_count() -> None:
+    graph, x = start()
+    y = call(graph, torch.sin, x)
+    write = call(graph, "add_", y, 1.0)
+    graph.output((y,))
+    assert Memory(graph, writers=[write]).is_written(y)
+    assert not Memory(graph, writers=[]).is_written(y)
+
+
+def test_inputs_may_be_one_memory() -> None:
+    """A buffer that one input names may be written through another."""
+    graph, x = start()
+    other = graph.placeholder("other")
+    other.meta["example_value"] = torch.randn(3, 4)
+    call(graph, "copy_", x, other)
+    graph.output((other,))
+    assert Memory(graph).is_written(other)
+
+
+def test_dead_calls_go_and_effects_stay() -> None:
+    graph, x = start()
+    call(graph, torch.cos, call(graph, torch.sin, x))
+    kept = call(graph, torch.exp, x)
+    call(graph, torch._C._log_api_usage_once, "name")
+    write = call(graph, "add_", x, 1.0)
+    graph.output((x,))
+    erase_dead(graph, keep=[kept])
+    assert [node for node in graph.nodes if node.op not in ("placeholder", "output")] == [kept, write]
+    assert is_pure(kept) and not is_pure(write)
