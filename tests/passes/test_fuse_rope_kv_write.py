@@ -150,10 +150,10 @@ def arguments_of(call: fx.Node) -> Any:
 
 def inlined(graph: fx.Graph, call: fx.Node) -> fx.Graph:
     """As Dynamo records it: `attend` written out, its op without a result that is read."""
-    query, key, value = arguments = arguments_of(call)
+    arguments = arguments_of(call)
     with graph.inserting_before(call):
         parts = [graph.call_method("squeeze", (graph.call_method("transpose", (x, 1, 2)), 0)) for x in arguments]
-        num_heads = query.meta["example_value"].shape[1]
+        num_heads = arguments[0].meta["example_value"].shape[1]
         out = graph.call_method("new_empty", (parts[0], (5, num_heads, DIM)))
         attention = graph.call_function(ATTENTION, (*parts, out, 0.5, 0, 0.0, None, None, "layer"))
     call.replace_all_uses_with(out)
