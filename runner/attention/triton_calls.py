@@ -76,7 +76,8 @@ class LayerCall(NamedTuple):
             self.value,
             kv_cache=self.kv_cache,
             slot_mapping=metadata.slot_mapping,
-            first_row=metadata.num_decode_reqs,
+            first_row=0,
+            first_query=metadata.num_decode_reqs,
             num_tokens=metadata.num_tokens,
             query=self.query,
             rotary=self.rotary,
@@ -102,16 +103,20 @@ class LayerCall(NamedTuple):
 
 
 def kernel_calls(call: LayerCall, metadata: TritonMetadata) -> Iterator[KernelCall]:
-    """What the batch takes, in order. Decode requests and all others share no row and no slot: each row is rotated
-    by one of the kernels, if it is to be rotated.
+    """What the batch takes, in order. Decode requests and all others share no row of `out`.
 
-    Keys and values of the others are written first: a decode request may read them, where it is a prompt
-    whose beginning another prompt of this very step computes.
+    A request may read what another computes in this very step, where their tokens begin alike. So in a mixed batch
+    all keys and values are written first, and the order of the rest is free: decode comes last, because then the
+    kernel after it may start while it still works (`passes/kernels/overlapped.py`).
     """
     assert metadata.gpu is not None
     shape, num_decode_reqs = call.shape, metadata.num_decode_reqs
     if num_decode_reqs < metadata.num_reqs:
         yield call.kv_write(metadata)
+        yield call.prefill(
+            metadata,
+            prefill_config(shape, max_query_len=metadata.max_query_len, shared_bytes=metadata.gpu.shared_bytes),
+        )
     if num_decode_reqs > 0:
         config = decode_config(
             shape,
@@ -121,11 +126,6 @@ def kernel_calls(call: LayerCall, metadata: TritonMetadata) -> Iterator[KernelCa
             can_overlap=metadata.gpu.can_overlap,
         )
         yield call.decode(metadata, num_decode_reqs, config)
-    if num_decode_reqs < metadata.num_reqs:
-        yield call.prefill(
-            metadata,
-            prefill_config(shape, max_query_len=metadata.max_query_len, shared_bytes=metadata.gpu.shared_bytes),
-        )
 
 
 class _Decode(NamedTuple):
@@ -197,12 +197,12 @@ class PreparedAttention:
                 launch.kernel.launch(launch.grid, stream, *launch.changed)
 
     def launches(self, metadata: TritonMetadata) -> tuple[_Launch | None, _Launch | None, _Launch | None]:
-        """K/V write, decode and prefill, as they follow each other; None where no request takes it."""
+        """K/V write, prefill and decode, as they follow each other; None where no request takes it."""
         num_decode_reqs, num_reqs = metadata.num_decode_reqs, metadata.num_reqs
         return (
             self._kv_write(metadata) if num_decode_reqs < num_reqs else None,
-            self._decode(metadata) if num_decode_reqs > 0 else None,
             self._prefill(metadata) if num_decode_reqs < num_reqs else None,
+            self._decode(metadata) if num_decode_reqs > 0 else None,
         )
 
     def unpatchable_reason(self) -> str | None:
@@ -218,7 +218,7 @@ class PreparedAttention:
         one_decode = replace(metadata, num_reqs=1, num_decode_reqs=1, max_query_len=1)
         one_other = replace(metadata, num_reqs=1, num_decode_reqs=0, max_query_len=1)
         nodes = []
-        for launch in (self._kv_write(one_other), self._decode(one_decode), self._prefill(one_other)):
+        for launch in (self._kv_write(one_other), self._prefill(one_other), self._decode(one_decode)):
             launch.kernel.launch(launch.grid, stream, *launch.changed)
             nodes.append(last_captured_node(stream))
         return _Nodes(self, nodes).patch
@@ -233,7 +233,7 @@ class PreparedAttention:
 
     def _kv_write(self, metadata: TritonMetadata) -> _Launch:
         num_decode_reqs, num_tokens = metadata.num_decode_reqs, metadata.num_tokens
-        grid = kv_write_grid(self._shape, num_tokens - num_decode_reqs, self._rotary)
+        grid = kv_write_grid(self._shape, num_tokens, self._rotary)
         return _Launch(self._kv_write_kernel, grid, (metadata.slot_mapping_address, num_decode_reqs, num_tokens))
 
     def _prefill(self, metadata: TritonMetadata) -> _Launch:
@@ -266,7 +266,7 @@ class PreparedAttention:
             if num_reqs <= num_rows
         ]  # fmt: skip
         self._kv_write_kernel = preparer.prepare(
-            call.kv_write(metadata), changing=("slot_mapping", "first_row", "num_tokens")
+            call.kv_write(metadata), changing=("slot_mapping", "first_query", "num_tokens")
         )
         self._prefill_kernels = [
             preparer.prepare(

@@ -45,10 +45,11 @@ def kv_write_call(
     first_row: int,
     num_tokens: int,
     query: torch.Tensor,  # [num_tokens, num_q_heads, key_dim], rotated in place
+    first_query: int = 0,
     rotary: Rotary | None = None,
 ) -> KernelCall:
-    """Writes `kv_cache` at the slots of rows `first_row:num_tokens`; a negative slot is skipped. Without `rotary`,
-    `query` is not touched."""
+    """Writes `kv_cache` at the slots of rows `first_row:num_tokens`; a negative slot is skipped. With `rotary`, the
+    queries of those rows from `first_query` on are rotated, otherwise `query` is not touched."""
     key_dim, value_dim = key.shape[2], value.shape[2]
     assert key.stride(2) == value.stride(2) == kv_cache.key.stride(3) == kv_cache.value.stride(3) == 1
     shape, tensors = HeadShape.of(query, value), rotary_tensors(rotary, key_dim)
@@ -62,6 +63,7 @@ def kv_write_call(
         "value_cache": kv_cache.value,
         "slot_mapping": slot_mapping,
         "first_row": first_row,
+        "first_query": first_query,
         "num_tokens": num_tokens,
         "query_token_stride": query.stride(0),
         "query_head_stride": query.stride(1),
@@ -93,7 +95,7 @@ def kv_write_call(
 
 
 @triton.jit(
-    do_not_specialize=["first_row", "num_tokens"],
+    do_not_specialize=["first_row", "first_query", "num_tokens"],
     do_not_specialize_on_alignment=["slot_mapping"],
 )
 def kv_write_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
@@ -112,6 +114,7 @@ def kv_write_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     value_cache,  # [num_blocks, BLOCK_SIZE, NUM_KV_HEADS, VALUE_DIM], written
     slot_mapping,  # [num_tokens] int64
     first_row,
+    first_query,
     num_tokens,
     query_token_stride,
     query_head_stride,
@@ -148,13 +151,14 @@ def kv_write_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
         row_cos = cos + table_rows * cos_stride
         row_sin = sin + table_rows * sin_stride
         if head >= NUM_KV_HEADS:
+            is_query = (is_row & (rows >= first_query))[:, None]
             heads = query + (head - NUM_KV_HEADS) * query_head_stride + rows[:, None] * query_token_stride
             rotated = load_rotated(
-                heads, is_row[:, None], row_cos, row_sin, q_norm_weight, norm_eps, norm_offset,
+                heads, is_query, row_cos, row_sin, q_norm_weight, norm_eps, norm_offset,
                 KEY_DIM, KEY_BLOCK, ROTARY_DIM, HAS_NORM,
             )  # fmt: skip
             tl.debug_barrier()  # all threads have loaded what others overwrite
-            tl.store(heads + at, rotated.to(query.dtype.element_ty), mask=is_row[:, None] & (at < KEY_DIM))
+            tl.store(heads + at, rotated.to(query.dtype.element_ty), mask=is_query & (at < KEY_DIM))
             return
     is_real = (slots >= 0)[:, None]
     blocks = slots // BLOCK_SIZE

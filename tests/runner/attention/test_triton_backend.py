@@ -203,9 +203,8 @@ def check_rotary_kernels(**kind: Any) -> None:
     assert torch.equal(raw.query[:num_decode_reqs], before[:num_decode_reqs])
     if num_decode_reqs < raw.metadata.num_reqs:
         assert_rotated(raw.query[num_decode_reqs:], case.rotated.query[num_decode_reqs:])
-    kernels = ["kv_write_kernel"] if num_decode_reqs < raw.metadata.num_reqs else []
+    kernels = ["kv_write_kernel", "prefill_kernel"] if num_decode_reqs < raw.metadata.num_reqs else []
     kernels += ["decode_kernel"] if num_decode_reqs else []
-    kernels += ["prefill_kernel"] if num_decode_reqs < raw.metadata.num_reqs else []
     assert kernel_names(case, builder) == kernels
 
 
