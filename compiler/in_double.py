@@ -12,6 +12,8 @@ from torch.fx.node import map_aggregate
 
 _FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})
 _CASTS = frozenset({"float", "half", "bfloat16"})
+_GROUPED = frozenset({"grouped_mm", "_grouped_mm"})
+"""torch's takes no float64."""
 
 
 def in_double(graph_module: fx.GraphModule) -> fx.GraphModule:
@@ -23,6 +25,8 @@ def in_double(graph_module: fx.GraphModule) -> fx.GraphModule:
             continue
         if node.op == "call_method" and node.target in _CASTS:
             node.target = "double"
+        if getattr(node.target, "__name__", "") in _GROUPED:
+            node.target = grouped_mm
         node.args = map_aggregate(node.args, _lifted)
         node.kwargs = map_aggregate(node.kwargs, _lifted)
     lifted.recompile()
@@ -38,6 +42,24 @@ def run_in_double(lifted: fx.GraphModule, inputs: Sequence[Any]) -> tuple[Any, .
     """The outputs of `in_double`'s graph over these inputs, of whatever float they are."""
     with torch.no_grad():
         return tuple(lifted.forward(*map(doubled, inputs)))
+
+
+def grouped_mm(
+    rows: torch.Tensor,  # [num_rows, in]
+    weights: torch.Tensor,  # [num_groups, in, out]
+    *,
+    offs: torch.Tensor,  # [num_groups]: where each group of rows ends
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """`torch._grouped_mm` of any float. Rows after the last group are 0. Waits for the device."""
+    assert rows.dim() == 2 and weights.dim() == 3 and bias is None, (rows.shape, weights.shape, bias)
+    out = rows.new_zeros(rows.shape[0], weights.shape[2])
+    start = 0
+    for end, weight in zip(offs.tolist(), weights, strict=True):
+        out[start:end] = rows[start:end] @ weight
+        start = end
+    return out
 
 
 def _lifted(argument: Any) -> Any:

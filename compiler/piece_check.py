@@ -1,9 +1,10 @@
 """Every value that crosses a cut, compared with the graph as it was traced, piece by piece.
 
-Both sides run on the same inputs: after each piece, what it made is compared and then replaced by what the traced
-graph made. So an error stays where it arises, and the first piece that shows one has it. Passes change what crosses
-a cut; a value is known by what it is nearest to, and split ops say what they compute from in a form that all
-variants share.
+Both sides run on the same inputs: at each split op, what they made since the one before is compared and then
+replaced by what the traced graph made. So an error stays where it arises, and the first piece that shows one has it.
+Float64, eager and compiled all cover the same stretch, from split op to split op: passes move cuts within it, and an
+error over two pieces is not to be held against eager's over one. A value is known by what it is nearest to, and split
+ops say what they compute from in a form that all variants share.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import fx
 from piecegraph.compiler.compiled_model import CompiledModel
 from piecegraph.compiler.in_double import doubled, in_double, run_in_double
 from piecegraph.compiler.piece_compiler import RunPiece
-from piecegraph.compiler.plan import CallStep, PieceStep, Plan, slots_in
+from piecegraph.compiler.plan import CallStep, PieceStep, Plan, Slot, slots_in
 from piecegraph.compiler.walk import filled, walk
 from piecegraph.errors import SelfcheckFailed
 
@@ -67,7 +68,20 @@ class ValueCheck:
 
     @property
     def ratio(self) -> float:
-        return self.compiled / max(self.eager, self.noise)
+        """1 where neither has an error."""
+        if self.eager == 0.0:
+            return 1.0 if self.compiled == 0.0 else math.inf
+        return self.compiled / self.eager
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PiecesChecked:
+    """What was compared at one size, and what could not be by itself."""
+
+    values: tuple[ValueCheck, ...]  # in the order the compiled model makes them in
+    unmatched: tuple[str, ...]
+    """Values that cross a cut and are no version of one that the traced graph has there: they were not compared or
+    replaced, and are seen only in what is computed from them."""
 
 
 def check_pieces(
@@ -76,22 +90,24 @@ def check_pieces(
     inputs: Sequence[Sequence[Any]],
     size: int,
     view: SplitOpView,
-) -> list[ValueCheck]:
+) -> PiecesChecked:
     """Compare the pieces of `compiled` with those of `traced`: eager pieces of the same model without passes.
 
-    `inputs`: arguments of the model, several sets of one size, whose errors are taken together. The rows are in
-    the order the compiled model makes the values in. Raises `SelfcheckFailed` if the two call split ops
-    differently often.
+    `inputs`: arguments of the model, several sets of one size, whose errors are taken together. A value is
+    compared once, where it is made, and never after it was replaced by eager's. Raises `SelfcheckFailed` if the
+    two call split ops differently often.
     """
     lifted = {piece.index: in_double(piece.graph_module) for piece in traced.unique_pieces}
     errors: dict[tuple[int, str], _Errors] = {}
+    unmatched: dict[str, None] = {}
     for arguments in inputs:
         truth = _Truth(traced, lifted, view, arguments)
-        _Comparison(compiled, truth, view, errors).run(arguments)
-    return [
+        _Comparison(compiled, truth, view, errors, unmatched).run(arguments)
+    values = [
         ValueCheck(piece=piece, value=name, size=size, eager=found.share(0), compiled=found.share(1), noise=found.noise)
         for (piece, name), found in errors.items()
     ]
+    return PiecesChecked(values=tuple(values), unmatched=tuple(unmatched))
 
 
 @dataclass(slots=True)
@@ -117,7 +133,7 @@ class _Value:
 
     name: str
     eager: torch.Tensor
-    exact: torch.Tensor  # float64, of eager's inputs
+    exact: torch.Tensor  # float64, of what eager had at the split op before
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +146,7 @@ class _Call:
 
 
 class _Truth:
-    """One run of the traced graph: eager, and from eager's inputs to each piece in float64."""
+    """One run of the traced graph: eager, and from eager's values at each split op on in float64."""
 
     def __init__(
         self,
@@ -144,17 +160,19 @@ class _Truth:
         self._lifted, self._view = lifted, view
         parts = traced.parts(arguments)
         self._written = _written_slots(parts.plan, parts.namespace)
-        self._exact: dict[str, Any] = {}
+        self._exact: dict[str, Any] = {}  # what was made since the last split op
+        self._every_exact: dict[str, Any] = {}
         result = walk(parts, self._piece, self._call)
         last = [slot.name for slot in slots_in(parts.plan.results)]
-        exact = parts.build(tuple(filled(value, self._exact) for value in parts.plan.results))
+        exact = parts.build(tuple(filled(value, self._every_exact) for value in parts.plan.results))
         self.result = _Value("logits" if len(last) == 1 else ", ".join(last), result, exact)
 
     def _piece(self, step: PieceStep, run: RunPiece, inputs: tuple[Any, ...]) -> Sequence[Any]:
-        exact = run_in_double(self._lifted[step.unique], inputs)
+        wide_inputs = [self._exact.get(slot.name, value) for slot, value in zip(step.inputs, inputs, strict=True)]
+        exact = run_in_double(self._lifted[step.unique], wide_inputs)
         outputs = run(*inputs)
         for slot, value, wide in zip(step.outputs, outputs, exact, strict=True):
-            self._exact[slot.name] = wide
+            self._exact[slot.name] = self._every_exact[slot.name] = wide
             if _is_compared(value) and slot.name not in self._written:
                 self.values[-1].append(_Value(slot.name, value, wide))
         return outputs
@@ -162,11 +180,8 @@ class _Truth:
     def _call(
         self, step: CallStep, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
-        slots = {slot.name for slot in slots_in(step.args)}
         exact_args = [
-            doubled(arg)
-            if not slots & {s.name for s in slots_in(given)} & self._exact.keys()
-            else self._exact[given.name]
+            self._exact.get(given.name, doubled(arg)) if isinstance(given, Slot) else arg
             for given, arg in zip(step.args, args, strict=True)
         ]
         eager, exact = self._view.reads(step.op, args), self._view.reads(step.op, exact_args)
@@ -175,15 +190,24 @@ class _Truth:
         self._view.run(step.op, args)
         self.calls.append(_Call(name, reads, self._view.written(step.op, args).clone()))
         self.values.append([])
+        self._exact.clear()
 
 
 class _Comparison:
     """One run of the compiled model over the truth's inputs."""
 
     def __init__(
-        self, compiled: CompiledModel, truth: _Truth, view: SplitOpView, errors: dict[tuple[int, str], _Errors]
+        self,
+        compiled: CompiledModel,
+        truth: _Truth,
+        view: SplitOpView,
+        errors: dict[tuple[int, str], _Errors],
+        unmatched: dict[str, None],
     ) -> None:
-        self._compiled, self._truth, self._view, self._errors = compiled, truth, view, errors
+        self._compiled, self._truth, self._view = compiled, truth, view
+        self._errors, self._unmatched = errors, unmatched
+        self._made: list[tuple[torch.Tensor, _Value]] = []  # since the last split op, to be replaced there
+        self._compared: set[int] = set()  # addresses; their tensors live until the walk ends
         self._num_calls = 0
         self._last_piece = 0
         self._written: frozenset[str] = frozenset()
@@ -208,10 +232,11 @@ class _Comparison:
                 continue
             known = _nearest(value, self._truth.values[min(self._num_calls, len(self._truth.calls))])
             if known is None:
-                continue  # passes made it; it shows in what the split op computes from it
+                self._unmatched[f"{slot.name} of piece {step.index}"] = None
+                continue
             self._compare(known, value)
             if value.untyped_storage().data_ptr() not in memory:
-                value.copy_(known.eager)  # into its own memory: whoever reads it was compiled for these strides
+                self._made.append((value, known))
         return outputs
 
     def _call(
@@ -223,12 +248,18 @@ class _Comparison:
             for name, value in known.reads.items():
                 self._compare(value, found[name])
             self._view.written(step.op, args).copy_(known.result)
+        for made, eagers in self._made:  # in place: whoever reads it was compiled for these strides
+            made.copy_(eagers.eager.reshape(made.shape))
+        self._made.clear()
         self._num_calls += 1
 
     def _compare(self, known: _Value, value: torch.Tensor) -> None:
+        if value.data_ptr() in self._compared:
+            return  # where it was made
+        self._compared.add(value.data_ptr())
         noise = NOISE * torch.finfo(value.dtype).eps
         errors = self._errors.setdefault((self._last_piece, known.name), _Errors(noise))
-        errors.add(known.exact, known.eager, value)
+        errors.add(known.exact, known.eager, value.reshape(known.exact.shape))
 
 
 def _is_compared(value: Any) -> bool:
@@ -251,10 +282,16 @@ def _nearest(value: torch.Tensor, candidates: Sequence[_Value]) -> _Value | None
     """The one of the traced graph's values that this is a version of, if any is near enough."""
     best: tuple[float, _Value] | None = None
     for known in candidates:
-        if known.eager.shape != value.shape:
+        if _without_ones(known.eager.shape) != _without_ones(value.shape):
             continue
         size = float(known.exact.square().mean().sqrt())
-        distance = float((value.double() - known.exact).square().mean().sqrt()) / max(size, _TINY)
+        distance = float((value.double().reshape(known.exact.shape) - known.exact).square().mean().sqrt()) / max(
+            size, _TINY
+        )
         if distance < NEAR and (best is None or distance < best[0]):
             best = distance, known
     return None if best is None else best[1]
+
+
+def _without_ones(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(size for size in shape if size != 1)

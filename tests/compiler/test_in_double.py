@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 from torch import fx, nn
 
-from piecegraph.compiler.in_double import doubled, in_double, run_in_double
+from piecegraph.compiler.in_double import doubled, grouped_mm, in_double, run_in_double
 
 
 class Norm(nn.Module):
@@ -39,3 +39,11 @@ def test_only_tensors_of_floats_are_doubled() -> None:
     assert doubled(ids) is ids
     assert doubled(3) == 3
     assert doubled(torch.zeros(2, dtype=torch.float16)).dtype == torch.float64
+
+
+def test_rows_of_each_group_meet_its_weight() -> None:
+    """A group may have no rows; those after the last one are 0."""
+    rows, weights = torch.randn(6, 3, dtype=torch.float64), torch.randn(3, 3, 2, dtype=torch.float64)
+    out = grouped_mm(rows, weights, offs=torch.tensor([2, 2, 5], dtype=torch.int32))
+    expected = torch.cat([rows[:2] @ weights[0], rows[2:5] @ weights[2], torch.zeros(1, 2, dtype=torch.float64)])
+    assert torch.equal(out, expected)

@@ -76,6 +76,27 @@ def test_a_wrong_pass_is_named_with_the_first_piece_it_spoils(folder: Path, numb
     assert "Without the pass 'scale-linear' it does not" in message
 
 
+def test_nothing_is_compared_with_itself(folder: Path) -> None:
+    """What was replaced by eager's is no row of its own: over other kernels each row has an error of its own, but
+    the embedding, which is exact."""
+    passes = ("merge-projections", "fuse-add-rms-norm", "fuse-rope-kv-write")
+    with checked(folder, passes, dtype="bfloat16", cudagraph_capture_sizes=[3]) as llm:
+        assert llm.selfcheck is not None
+        rows = llm.selfcheck.values
+        same = [row.value for row in rows if row.compiled == row.eager]
+        assert len({(row.piece, row.value) for row in rows}) == len(rows)
+        assert not [name for name in same if name.startswith(("query", "key"))]
+        assert [row.value for row in rows if row.value.startswith("value of")] == []
+
+
+def test_a_cut_that_moved_is_no_error(folder: Path) -> None:
+    """`tail` makes one stretch of the last pieces' parts. The logits' errors of both sides span as much."""
+    with checked(folder, ("tail",), dtype="bfloat16", cudagraph_capture_sizes=[3]) as llm:
+        assert llm.selfcheck is not None
+        (logits,) = (row for row in llm.selfcheck.values if row.value.startswith("logits"))
+        assert 0.8 < logits.ratio < 1.25
+
+
 def test_bfloat16_does_not_hide_a_percent(folder: Path) -> None:
     """Errors do not add up from layer to layer, so the last one is seen as sharply as the first."""
     with pytest.raises(SelfcheckFailed, match="piece 3 is the first"):
@@ -102,10 +123,13 @@ def test_a_replay_that_differs_is_named(folder: Path, monkeypatch: pytest.Monkey
         checked(folder, ())
 
 
-@pytest.mark.parametrize("family", ["gemma2", "gemma3", "qwen3", "phi3", "qwen3-moe"])
-def test_other_families_pass(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "dtype"), [("gemma2", "float32"), ("gemma3", "float32"), ("phi3", "bfloat16"), ("qwen3-moe", "bfloat16")]
+)
+def test_other_families_pass(family: str, dtype: str, tmp_path: Path) -> None:
     """Their norms, soft caps, windows and experts have a float64 form too."""
-    with checked(save(make_model(family), tmp_path), (), cudagraph_capture_sizes=[2], max_num_seqs=2) as llm:
+    folder = save(make_model(family), tmp_path)
+    with checked(folder, (), dtype=dtype, cudagraph_capture_sizes=[2], max_num_seqs=2) as llm:
         assert llm.selfcheck is not None
 
 
