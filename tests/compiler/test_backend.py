@@ -14,7 +14,7 @@ import piecegraph as pg
 from piecegraph.errors import UsageError
 from tests.compiler.toy import SPLIT_OPS, Decoder, batch
 
-OPTIONS: Any = {"split_ops": list(SPLIT_OPS), "compiler": "eager"}
+OPTIONS: Any = {"split_ops": list(SPLIT_OPS), "compiler": "eager", "passes": ()}
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def compile_into(folder: Path) -> pg.CompiledModel:
-    config = pg.CompileConfig(split_ops=SPLIT_OPS, compiler="eager", dump_dir=str(folder))
+    config = pg.CompileConfig(split_ops=SPLIT_OPS, compiler="eager", passes=(), dump_dir=str(folder))
     return pg.compile(Decoder(), config, dynamic_dims=DIMS, example_inputs=batch(4))
 
 
@@ -42,7 +42,7 @@ def test_structured_trace_carries_pieces_and_source(tmp_path: Path) -> None:
     program = """
         import torch, piecegraph as pg
         from tests.compiler.toy import DIMS, SPLIT_OPS, Decoder, batch
-        config = pg.CompileConfig(split_ops=SPLIT_OPS, compiler="eager")
+        config = pg.CompileConfig(split_ops=SPLIT_OPS, compiler="eager", passes=())
         pg.compile(Decoder(), config, dynamic_dims=DIMS, example_inputs=batch(4))
     """
     subprocess.run(

@@ -32,7 +32,7 @@ def test_processes_and_this_process_give_the_same_bits(monkeypatch: pytest.Monke
 
 def test_depth_adds_no_compiles() -> None:
     """8 or 64 layers: the same unique pieces with the same keys, so the same compiles and nothing more."""
-    config = pg.CompileConfig(split_ops=("pgtoy::attention",), compiler="eager")
+    config = pg.CompileConfig(split_ops=("pgtoy::attention",), compiler="eager", passes=())
     keys = []
     for num_layers in (8, 64):
         model = pg.compile(Decoder(num_layers), config, dynamic_dims=DIMS, example_inputs=batch(4))
@@ -43,7 +43,7 @@ def test_depth_adds_no_compiles() -> None:
 
 def test_progress_counts_unique_pieces() -> None:
     phases: list[Phase] = []
-    config = pg.CompileConfig(split_ops=("pgtoy::attention",), compile_workers=2)
+    config = pg.CompileConfig(split_ops=("pgtoy::attention",), compile_workers=2, passes=())
     pg.compile(Decoder(), config, dynamic_dims=DIMS, example_inputs=batch(4), on_phase=phases.append)
     steps = [phase.done for phase in phases if phase.name == "compile" and phase.seconds is None]
     assert steps == [0, 1, 2, 3, 4]
