@@ -11,7 +11,7 @@ import torch
 from piecegraph import LLM
 from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
 from piecegraph.errors import ConfigError, ModelNotFound, UsageError
-from piecegraph.runner.engine_config import EngineConfig
+from piecegraph.runner.engine_config import DEFAULT_COMPILE_SIZES, EngineConfig
 from piecegraph.runner.explanation import Explanation, explain
 from piecegraph.runner.model_loader import ModelSource
 from tests.runner.tiny_models import llama_config, make_config
@@ -110,7 +110,7 @@ def test_a_gpu_is_assumed(config: EngineConfig) -> None:
     assert explained.backend == "triton"
     assert explained.backend_reasons[0].startswith("triton: reads the paged cache")
     assert explained.max_num_batched_tokens == 8192
-    assert explained.compile_sizes == (1, 2, 4, 8, 16, 32, 64)
+    assert explained.compile_sizes == DEFAULT_COMPILE_SIZES
     assert (explained.decode_mode, explained.mixed_mode) == (FULL, PIECEWISE)
     assert (explained.decode[-1].first, explained.decode[-1].last, explained.decode[-1].num_tokens) == (97, 100, 100)
     assert explained.mixed[-1].num_tokens == 8192

@@ -13,6 +13,7 @@ import torch
 from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
 from piecegraph.progress import OnPhase
 from piecegraph.runner.attention.layer import attention_layers
+from piecegraph.runner.engine_config import DEFAULT_COMPILE_SIZES
 from piecegraph.runner.llm import LLM
 from piecegraph.tools.bench.ceilings import Ceilings, measure_ceilings
 from piecegraph.tools.bench.latency import LatencyRow, measure_latency
@@ -170,7 +171,8 @@ def measure_passes(
 
 
 def engine_arguments(arguments: Mapping[str, Any], variant: Variant, plan: Plan) -> dict[str, Any]:
-    """`LLM`'s arguments for a variant: graphs and static pieces for the batch sizes that are timed, no others."""
+    """`LLM`'s arguments for a variant: graphs for the batch sizes that are timed, no others, and static pieces for
+    those among them that have some by default."""
     sizes = tuple(sorted(set(plan.batch_sizes)))
     defaults: dict[str, Any] = {
         "skip_tokenizer_init": True,
@@ -180,7 +182,7 @@ def engine_arguments(arguments: Mapping[str, Any], variant: Variant, plan: Plan)
         "max_num_seqs": sizes[-1],
     }
     if variant.compiler != "eager":
-        defaults["compile_sizes"] = sizes
+        defaults["compile_sizes"] = tuple(size for size in sizes if size in DEFAULT_COMPILE_SIZES)
     made = {**defaults, **arguments, "compiler": variant.compiler}
     if variant.compiler == "eager":
         made.pop("compile_sizes", None)

@@ -137,6 +137,7 @@ def test_an_engine_is_made_for_the_sizes_that_are_timed() -> None:
     assert (made["max_num_seqs"], made["dtype"], made["compiler"]) == (32, "bfloat16", "inductor")
     assert made["compilation_config"] == {"passes": ("a", "b")}
     assert made["num_kv_blocks"] * 16 > 32 * made["max_model_len"]
+    assert engine_arguments({}, everything, PLAN)["compile_sizes"] == (1,)
     assert "compile_sizes" not in engine_arguments({"compile_sizes": (1,)}, eager, PLAN)
 
 
