@@ -19,4 +19,6 @@ class GpuLimits:
     def of(cls, device: torch.device) -> GpuLimits:
         properties = torch.cuda.get_device_properties(device)
         shared_bytes: int = getattr(properties, "shared_memory_per_block_optin", 99 * 2**10)  # not in torch's types
-        return cls(properties.multi_processor_count, shared_bytes, (properties.major, properties.minor) >= MIN_CAPABILITY)
+        return cls(
+            properties.multi_processor_count, shared_bytes, (properties.major, properties.minor) >= MIN_CAPABILITY
+        )
