@@ -21,9 +21,11 @@ def pass_lines(rows: Sequence[PassRow]) -> list[str]:
     lines = [f"{'pass':<{width}}  matches  misses  nodes removed"]
     for row in rows:
         lines.append(f"{row.name:<{width}}  {row.matches:>7}  {len(row.misses):>6}  {row.nodes_removed:>13}")
+        lines += [f"  undone: {row.error}"] if row.error else []
+        lines += [f"  {row.note}"] if row.note else []
         reasons: dict[str, list[str]] = {}
         for miss in row.misses:
-            reasons.setdefault(miss.reason, []).append(miss.node)
+            reasons.setdefault(miss.reason, []).append(miss.node + (f" at {miss.line}" if miss.line else ""))
         for reason, nodes in list(reasons.items())[:SHOWN_MISSES]:
             others = f" and {len(nodes) - 1} more" if len(nodes) > 1 else ""
             lines.append(f"  not {nodes[0]}{others}: {reason}")
@@ -37,8 +39,11 @@ def pass_record(row: PassRow) -> dict[str, Any]:
     return {
         "name": row.name,
         "matches": row.matches,
-        "misses": [{"node": miss.node, "reason": miss.reason} for miss in row.misses],
+        "misses": [{"node": miss.node, "reason": miss.reason, "line": miss.line} for miss in row.misses],
         "nodes_removed": row.nodes_removed,
+        "place": row.place,
+        "error": row.error,
+        "note": row.note,
     }
 
 

@@ -32,6 +32,26 @@ def test_many_reasons_are_cut_and_say_so() -> None:
     assert lines[-1] == "  and 2 more reasons (--json has all)"
 
 
+def test_a_pass_that_was_undone_says_why_and_a_miss_where() -> None:
+    failed = PassRow(
+        name="mine",
+        matches=0,
+        misses=(Miss("rsqrt", "it is float64", "model.py:7 (x * y)"),),
+        nodes_removed=0,
+        seconds=0.0,
+        error="it raised KeyError",
+        note="not counted",
+    )
+    lines = pass_lines([failed])
+    assert lines[2:] == [
+        "  undone: it raised KeyError",
+        "  not counted",
+        "  not rsqrt at model.py:7 (x * y): it is float64",
+    ]
+    record = pass_record(failed)
+    assert (record["error"], record["misses"][0]["line"]) == ("it raised KeyError", "model.py:7 (x * y)")
+
+
 def test_a_record_has_every_miss() -> None:
     record = pass_record(row("tail", *((f"n{i}", f"reason {i}") for i in range(5))))
     assert [miss["node"] for miss in record["misses"]] == ["n0", "n1", "n2", "n3", "n4"]
