@@ -141,6 +141,26 @@ def test_importing_piecegraph_changes_no_environment() -> None:
     assert in_a_fresh_process(code) == "True"
 
 
+def test_triton_is_imported_by_kernels_only() -> None:
+    """A machine without it runs on its CPU."""
+    code = """
+import sys
+
+class NoTriton:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "triton":
+            raise ModuleNotFoundError(name)
+
+sys.meta_path.insert(0, NoTriton())
+import piecegraph.runner.attention.select, piecegraph.passes.pipeline, piecegraph.runner.llm
+from piecegraph.passes.ops.all_ops import define_all_ops
+
+define_all_ops()
+print("triton" in sys.modules)
+"""
+    assert in_a_fresh_process(code) == "False"
+
+
 def tracked_files() -> list[Path]:
     try:
         done = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from triton.runtime import driver
 
-MIN_CAPABILITY = (9, 0)
+from piecegraph.passes.kernels.capability import MIN_OVERLAP_CAPABILITY
 
 Grid = tuple[int, int, int]
 
@@ -27,7 +27,7 @@ Grid = tuple[int, int, int]
 @lru_cache(maxsize=64)
 def can_overlap(device: int) -> bool:
     """The GPU has programmatic dependent launch."""
-    return torch.cuda.get_device_capability(device) >= MIN_CAPABILITY
+    return torch.cuda.get_device_capability(device) >= MIN_OVERLAP_CAPABILITY
 
 
 class _Compiled(NamedTuple):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from piecegraph.passes.kernels.overlapped import MIN_CAPABILITY
+from piecegraph.passes.kernels.capability import MIN_OVERLAP_CAPABILITY
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,5 +20,7 @@ class GpuLimits:
         properties = torch.cuda.get_device_properties(device)
         shared_bytes: int = getattr(properties, "shared_memory_per_block_optin", 99 * 2**10)  # not in torch's types
         return cls(
-            properties.multi_processor_count, shared_bytes, (properties.major, properties.minor) >= MIN_CAPABILITY
+            properties.multi_processor_count,
+            shared_bytes,
+            (properties.major, properties.minor) >= MIN_OVERLAP_CAPABILITY,
         )
