@@ -19,6 +19,7 @@ from piecegraph.compiler.apply_passes import apply_to_pieces
 from piecegraph.compiler.compile_static import compile_static
 from piecegraph.compiler.eager import EagerPieceCompiler
 from piecegraph.compiler.forwards import Forwards
+from piecegraph.compiler.kernels_ahead import Launch, meanwhile
 from piecegraph.compiler.normalize import IsSplitOp, normalize
 from piecegraph.compiler.piece import UniquePiece, unique_pieces
 from piecegraph.compiler.piece_compiler import PieceCompiler
@@ -90,9 +91,10 @@ def build(
     trace_seconds: float,
     on_phase: OnPhase,
     before_compile: BeforeCompile | None = None,
+    launches: Sequence[Launch] = (),
 ) -> Built:
     """Compile a traced graph, which is normalized in place. Of `passes`, those of the traced graph have run and
-    are told of in `rows`; the others run here.
+    are told of in `rows`; the others run here. `launches` run while pieces compile (`kernels_ahead.py`).
 
     Raises what `split`, passes and the piece compiler raise, and whatever `before_compile` raises for the split
     calls it is shown.
@@ -117,11 +119,12 @@ def build(
     start = time.perf_counter()
     on_phase(Phase(name="compile", total=len(unique), detail=compiler.name))
     post_grad = PostGrad.of(passes, config)
-    compiled = compiler.compile(
-        unique,
-        lambda done: on_phase(Phase(name="compile", done=done, total=len(unique), detail=compiler.name)),
-        post_grad,
-    )
+    with meanwhile(launches):
+        compiled = compiler.compile(
+            unique,
+            lambda done: on_phase(Phase(name="compile", done=done, total=len(unique), detail=compiler.name)),
+            post_grad,
+        )
     compile_seconds = time.perf_counter() - start
     on_phase(Phase(name="compile", done=len(unique), total=len(unique), seconds=compile_seconds, detail=compiler.name))
 

@@ -14,6 +14,7 @@ from piecegraph.compiler.call_spec import CallSpec, ResultSpec
 from piecegraph.compiler.dynamic_dims import DynamicDims
 from piecegraph.compiler.expectations import check_expected_run
 from piecegraph.compiler.guards import GuardAudit
+from piecegraph.compiler.kernels_ahead import launches_ahead
 from piecegraph.compiler.piece import UniquePiece
 from piecegraph.compiler.piece_compiler import RunPiece
 from piecegraph.compiler.plan import Plan, SplitCall
@@ -84,6 +85,7 @@ class CompiledModel:
             check_expected_run(self._config.expect, (each.name for each in passes))
             is_split_op = split_op_matcher(traced.graph_module.graph, self._config.split_ops)
             traced, rows = apply_passes(traced, passes, is_split_op, self._config)
+            launches = launches_ahead(traced.graph_module.graph, is_split_op, _bound_placeholders(traced))
             built = build(
                 traced.graph_module,
                 _named_inputs(traced),
@@ -95,6 +97,7 @@ class CompiledModel:
                 trace_seconds=traced.seconds,
                 on_phase=self._on_phase,
                 before_compile=self._before_compile,
+                launches=launches,
             )
         finally:
             compiler.close()
@@ -284,6 +287,12 @@ class _Weights:
 def _device_type(inputs: Sequence[GraphInput]) -> str:
     """Where the module's tensors are."""
     return next((bound.tensor.device.type for bound in inputs if isinstance(bound, BoundInput)), "cpu")
+
+
+def _bound_placeholders(traced: Traced) -> dict[str, torch.Tensor]:
+    placeholders = [node for node in traced.graph_module.graph.nodes if node.op == "placeholder"]
+    pairs = zip(placeholders, traced.inputs, strict=True)
+    return {node.name: bound.tensor for node, bound in pairs if isinstance(bound, BoundInput)}
 
 
 def _named_inputs(traced: Traced) -> NamedInputs:

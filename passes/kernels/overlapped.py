@@ -12,6 +12,7 @@ Source: CUDA programming guide, "Programmatic Dependent Launch and Synchronizati
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -50,6 +51,7 @@ class OverlappedKernel:
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
         self._compiled: dict[tuple[object, ...], _Compiled] = {}
+        self._compiling: dict[tuple[object, ...], threading.Lock] = {}  # kernels are compiled ahead in threads
 
     def launch(
         self,
@@ -70,9 +72,12 @@ class OverlappedKernel:
         key = (device, *map(_kind, arguments), *constants.values(), num_warps, num_stages)
         compiled = self._compiled.get(key)
         if compiled is None:
-            compiled = self._compiled[key] = self._compile(
-                grid, arguments, constants, can_overlap(device), num_warps, num_stages
-            )
+            with self._compiling.setdefault(key, threading.Lock()):
+                compiled = self._compiled.get(key)
+                if compiled is None:
+                    compiled = self._compiled[key] = self._compile(
+                        grid, arguments, constants, can_overlap(device), num_warps, num_stages
+                    )
         values = [x.data_ptr() if isinstance(x, torch.Tensor) else x for x in arguments]
         run = compiled.overlapping if torch.cuda.is_current_stream_capturing() else compiled.ordinary
         stream = driver.active.get_current_stream(device)

@@ -1,0 +1,90 @@
+"""Kernels of the ops that passes put into a graph, compiled while other processes compile its pieces.
+
+Triton compiles a kernel when it is first launched: without this, inside the first capture of each kind of bucket.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx
+
+from piecegraph.compiler.split_ops import op_name
+from piecegraph.passes.torch_ir import value_of
+
+ROWS = (1, 2, 3, 64, 256, 2048)
+"""Sizes an op is called with: each kernel that one of ours takes for some number of rows is taken for one of these."""
+
+MAX_WORKERS = 8
+
+Launch = Callable[[], object]
+
+
+def launches_ahead(
+    graph: fx.Graph, is_split_op: Callable[[fx.Node], bool], bound: Mapping[str, torch.Tensor]
+) -> list[Launch]:
+    """A call of each op of ours on a GPU, for each kind of arguments it is called with and each of `ROWS`.
+
+    `bound`: the tensors of placeholders by name. What is not among them is zeros, its symbolic sizes as many rows.
+    """
+    launches: dict[object, Launch] = {}
+    for node in graph.nodes:
+        if node.op != "call_function" or not op_name(node.target).startswith("piecegraph::") or is_split_op(node):
+            continue
+        if not any(isinstance(value_of(x), torch.Tensor) and value_of(x).is_cuda for x in node.all_input_nodes):
+            continue
+        if not isinstance(node.target, torch._ops.OpOverload) or node.target._schema.is_mutable:
+            continue
+        kind = (node.target, str(fx.map_arg((node.args, node.kwargs), _kind)))
+        for rows in ROWS:
+            launches.setdefault((*kind, rows), partial(_launch, node.target, node.args, node.kwargs, rows, bound))
+    return list(launches.values())
+
+
+def _kind(node: fx.Node) -> Any:
+    value = value_of(node)
+    return (value.dtype, tuple(map(str, value.shape))) if isinstance(value, torch.Tensor) else str(value)
+
+
+def _launch(op: Any, args: Any, kwargs: Any, rows: int, bound: Mapping[str, torch.Tensor]) -> None:
+    def concrete(node: fx.Node) -> Any:
+        if node.name in bound:
+            return bound[node.name]
+        value = value_of(node)
+        if not isinstance(value, torch.Tensor):
+            return rows
+        shape = [size if isinstance(size, int) else rows for size in value.shape]
+        return torch.zeros(shape, dtype=value.dtype, device=value.device)
+
+    op(*fx.map_arg(args, concrete), **fx.map_arg(kwargs, concrete))
+
+
+@contextlib.contextmanager
+def meanwhile(launches: Sequence[Launch]) -> Iterator[None]:
+    """Run `launches` in threads beside the body; both are done when it ends.
+
+    One that fails is left: its op fails again where it is really called, and is reported there.
+    """
+    if not launches:
+        yield
+        return
+    device = torch.cuda.current_device() if torch.cuda.is_available() else None
+
+    def attempt(launch: Launch) -> None:
+        with contextlib.suppress(Exception), torch.no_grad():
+            if device is not None:
+                torch.cuda.set_device(device)
+            launch()
+
+    with ThreadPoolExecutor(max_workers=min(MAX_WORKERS, len(launches))) as pool:
+        pending = [pool.submit(attempt, launch) for launch in launches]
+        yield
+        for future in pending:
+            future.result()
+    if device is not None:
+        torch.cuda.synchronize(device)
