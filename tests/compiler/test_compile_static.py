@@ -29,7 +29,7 @@ def compiled_decoder(
     on_phase: Callable[[Phase], None] | None = None, **options: Any
 ) -> tuple[Decoder, pg.CompiledModel]:
     model = Decoder(3)
-    config = pg.CompileConfig(split_ops=SPLIT_OPS, **options)
+    config = pg.CompileConfig(split_ops=SPLIT_OPS, passes=(), **options)
     return model, pg.compile(model, config, dynamic_dims=DIMS, example_inputs=batch(9, 2), on_phase=on_phase)
 
 
@@ -242,7 +242,7 @@ def test_by_name_uses_static_pieces_too() -> None:
     """`torch.compile(backend="piecegraph")` tells sizes as arguments of the graph."""
     torch._dynamo.reset()
     model = Decoder().requires_grad_(False)
-    options: Any = {"split_ops": list(SPLIT_OPS), "compile_sizes": [2, 4]}
+    options: Any = {"split_ops": list(SPLIT_OPS), "compile_sizes": [2, 4], "passes": ()}
     compiled = torch.compile(model, backend="piecegraph", fullgraph=True, dynamic=True, options=options)
     close(compiled(*batch(9, 3)), model(*batch(9, 3)))
     (graph,) = pg.compiled_models(compiled)
