@@ -27,7 +27,7 @@ MODES = [pg.CUDAGraphMode.FULL, pg.CUDAGraphMode.PIECEWISE]
 
 
 def compiled_decoder(device: str = "cpu", compiler: str = "eager") -> pg.CompiledModel:
-    config = pg.CompileConfig(split_ops=SPLIT_OPS, compiler=compiler)
+    config = pg.CompileConfig(split_ops=SPLIT_OPS, compiler=compiler, passes=())
     examples = [tensor.to(device) for tensor in batch(9, 2)]
     return pg.compile(Decoder().to(device), config, dynamic_dims=DIMS, example_inputs=examples)
 
