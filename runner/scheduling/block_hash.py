@@ -20,6 +20,19 @@ def hash_block(parent: bytes, token_ids: Sequence[int], extra_key: bytes = b"") 
     `extra_key` is whatever else the contents depend on, or whom they may be shared with. Token ids are hashed
     as int32; one out of its range raises OverflowError.
     """
+    (digest,) = hash_blocks(parent, token_ids, len(token_ids), extra_key)
+    return digest
+
+
+def hash_blocks(parent: bytes, token_ids: Sequence[int], block_size: int, extra_key: bytes = b"") -> list[bytes]:
+    """`hash_block` of consecutive blocks of `block_size` tokens, which `token_ids` are made of, each the parent of
+    the next."""
     tokens = array("i", token_ids).tobytes()
+    num_bytes = len(tokens) * block_size // len(token_ids) if token_ids else 0
     # The length in front keeps (tokens, extra key) apart from any other split of the same bytes.
-    return hashlib.sha256(b"".join((parent, len(tokens).to_bytes(8, "little"), tokens, extra_key))).digest()
+    length = num_bytes.to_bytes(8, "little")
+    digests = []
+    for start in range(0, len(tokens), num_bytes) if num_bytes else (0,):
+        parent = hashlib.sha256(b"".join((parent, length, tokens[start : start + num_bytes], extra_key))).digest()
+        digests.append(parent)
+    return digests

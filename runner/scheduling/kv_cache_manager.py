@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from piecegraph.runner.scheduling.block_hash import ROOT_DIGEST, hash_block
+from piecegraph.runner.scheduling.block_hash import ROOT_DIGEST, hash_blocks
 from piecegraph.runner.scheduling.block_pool import BlockPool
 from piecegraph.runner.scheduling.kv_cache_group import KVCacheGroup, blocks_for
 from piecegraph.runner.scheduling.request import NEVER, Request
@@ -245,10 +245,10 @@ class KVCacheManager:
         """Digests of its first `num_blocks` full blocks; each is made once in the life of a request."""
         digests = request.block_digests
         assert num_blocks * self.block_size <= request.num_tokens, "a block of tokens that are not all known"
-        extra_key = request.cache_salt.encode()
-        for index in range(len(digests), num_blocks):
-            tokens = request.token_ids(index * self.block_size, (index + 1) * self.block_size)
-            digests.append(hash_block(digests[-1] if digests else ROOT_DIGEST, tokens, extra_key))
+        if len(digests) < num_blocks:
+            tokens = request.token_ids(len(digests) * self.block_size, num_blocks * self.block_size)
+            parent = digests[-1] if digests else ROOT_DIGEST
+            digests += hash_blocks(parent, tokens, self.block_size, request.cache_salt.encode())
 
     def _release_passed(self, request: Request, holding: _Holding) -> None:
         for group, num_passed in enumerate(self._passed(request.num_computed_tokens)):

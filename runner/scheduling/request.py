@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from piecegraph.runner.sampling_params import SamplingParams
 
@@ -12,6 +13,13 @@ NEVER = sys.maxsize
 
 NOT_ADMITTED = 0
 """The epoch of a request that has never run; admissions count from 1."""
+
+
+class Settles(Protocol):
+    """Keeps what steps have changed of many requests together, until somebody looks at one."""
+
+    def settle(self) -> None:
+        """Bring the `settled_*` fields of its requests up to date; costs next to nothing if they are."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -25,6 +33,10 @@ class Request:
     computed <= known + pending <= max_total_tokens: `num_computed_tokens` counts tokens whose keys and
     values some step was asked for, done or not; known tokens are on the host; pending ones were sampled by
     steps in flight, and only the device knows them.
+
+    Note [late counts]: while a request is one of a `SteadyDecode`, steps change nothing here. `output_token_ids`,
+    `num_computed_tokens` and `num_tokens_with_pending` bring the fields behind them up to date when they are read,
+    so they are always right. Only loops over requests that no `SteadyDecode` keeps use the fields themselves.
     """
 
     request_id: str
@@ -38,9 +50,10 @@ class Request:
     bad_words: tuple[tuple[int, ...], ...] = ()  # those of its parameters, as tokens
     cache_salt: str = ""  # requests of unlike salts never share cached blocks
 
-    output_token_ids: list[int] = field(default_factory=list)  # those the host knows
-    num_computed_tokens: int = 0  # advanced when a step is scheduled, not when it is done
-    num_tokens_with_pending: int = 0  # known + pending; unchanged when a pending token becomes known
+    settled_output_token_ids: list[int] = field(default_factory=list)  # see Note [late counts]
+    settled_num_computed_tokens: int = 0
+    settled_num_tokens_with_pending: int = 0
+    kept_by: Settles | None = field(default=None, repr=False)  # who knows better than these three
     num_cached_tokens: int = 0  # found in the prefix cache when first admitted
     num_preemptions: int = 0
     epoch: int = NOT_ADMITTED  # number of its last admission: tells a step of this stay from one of an earlier
@@ -53,7 +66,43 @@ class Request:
     block_digests: list[bytes] = field(default_factory=list)  # of its first full blocks, as far as asked for
 
     def __post_init__(self) -> None:
-        self.num_tokens_with_pending = self.num_tokens
+        self.settled_num_tokens_with_pending = self.num_tokens
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """Those the host knows."""
+        if self.kept_by is not None:
+            self.kept_by.settle()
+        return self.settled_output_token_ids
+
+    @output_token_ids.setter
+    def output_token_ids(self, token_ids: list[int]) -> None:
+        assert self.kept_by is None, f"{self.request_id!r} decodes steadily; its steps alone add tokens"
+        self.settled_output_token_ids = token_ids
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """Advanced when a step is scheduled, not when it is done."""
+        if self.kept_by is not None:
+            self.kept_by.settle()
+        return self.settled_num_computed_tokens
+
+    @num_computed_tokens.setter
+    def num_computed_tokens(self, count: int) -> None:
+        assert self.kept_by is None, f"{self.request_id!r} decodes steadily; its steps alone advance it"
+        self.settled_num_computed_tokens = count
+
+    @property
+    def num_tokens_with_pending(self) -> int:
+        """Known and pending; unchanged when a pending token becomes known."""
+        if self.kept_by is not None:
+            self.kept_by.settle()
+        return self.settled_num_tokens_with_pending
+
+    @num_tokens_with_pending.setter
+    def num_tokens_with_pending(self, count: int) -> None:
+        assert self.kept_by is None, f"{self.request_id!r} decodes steadily; its steps alone advance it"
+        self.settled_num_tokens_with_pending = count
 
     @property
     def num_prompt_tokens(self) -> int:

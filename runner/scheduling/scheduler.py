@@ -20,6 +20,10 @@ from piecegraph.runner.scheduling.scheduler_output import (
 )
 from piecegraph.runner.scheduling.steady_decode import SteadyDecode
 
+REGISTRATION_INTERVAL = 64
+"""Steps after which requests that decode steadily register the blocks they have filled. Nobody looks for blocks in a
+steady decode, and whatever ends it registers them first, so this only bounds what is left for that moment."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerStats:
@@ -145,9 +149,10 @@ class Scheduler:
             self._waiting.remove(request)
         else:
             self._running.remove(request)
-            self._leave(request)
-            if self._steady is not None:
+            if self._steady is not None and request.kept_by is self._steady:
                 self._steady.drop(request)
+                self._register_decoded(request)
+            self._leave(request)
         return request
 
     def abort(self, request_id: str) -> Request | None:
@@ -168,7 +173,7 @@ class Scheduler:
             decodes_only = None if self._can_admit else self._schedule_steady(steady)
             if decodes_only is not None:
                 return decodes_only
-            self._steady = None
+            self._end_steady()
         budget = self._max_num_batched_tokens
         self._prompt_logprobs_left = self._prompt_logprobs_chunk
         decodes: list[ScheduledRequest] = []
@@ -180,10 +185,10 @@ class Scheduler:
         for request in self._running:
             if not budget:
                 break
-            num_with_pending = request.num_tokens_with_pending
+            num_with_pending = request.settled_num_tokens_with_pending
             if num_with_pending >= request.max_total_tokens:
                 continue  # all its tokens are known or pending
-            num_computed = request.num_computed_tokens
+            num_computed = request.settled_num_computed_tokens
             num_uncomputed = num_tokens = num_with_pending - num_computed
             if num_tokens != 1:
                 num_tokens = self._take_share(request, num_uncomputed, budget)
@@ -192,10 +197,10 @@ class Scheduler:
             num_computed_after = num_computed + num_tokens
             if num_computed_after > request.num_slots and not self._extend(request, num_tokens, new_blocks):
                 break  # it was the last, and gave way itself
-            request.num_computed_tokens = num_computed_after
+            request.settled_num_computed_tokens = num_computed_after
             is_sampled = num_tokens == num_uncomputed
             if is_sampled:
-                request.num_tokens_with_pending = num_with_pending + 1
+                request.settled_num_tokens_with_pending = num_with_pending + 1
             budget -= num_tokens
             item = make(ScheduledRequest, (request.request_id, num_tokens, num_computed, is_sampled, request.epoch))
             if num_tokens == 1:
@@ -244,15 +249,17 @@ class Scheduler:
                 and steady is not None
                 and steady.request_ids is scheduled.request_ids is sampled.request_ids
             ):
-                return self._complete_steady(steady, scheduled, sampled)
+                return self._complete_steady(steady, sampled)
             sampled = sampled.as_dict()
+        if steady is not None:
+            steady.settle()  # what this step told comes after what it has kept
         took = []
         for request_id, num_tokens, num_computed_tokens, is_sampled, epoch in scheduled:
             request = self._requests.get(request_id)
             if request is None or request.epoch != epoch:
                 continue  # ended meanwhile, or (a chunk only) preempted and admitted again
             if is_sampled:
-                request.output_token_ids.append(sampled[request_id])
+                request.settled_output_token_ids.append(sampled[request_id])
                 took.append(request)
             # Not `request.num_computed_tokens`, which steps in flight have advanced. Preempted ones never get here.
             num_done = num_computed_tokens + num_tokens
@@ -267,7 +274,7 @@ class Scheduler:
         forgotten: a window may have named blocks of a step that failed.
         """
         self._kv_cache.reset_prefix_cache()
-        self._steady = None
+        self._end_steady()
         self._num_completed_steps = self._num_steps
         for request in self._requests.values():
             request.num_tokens_with_pending = request.num_tokens
@@ -305,15 +312,24 @@ class Scheduler:
             steady.update_slots(place)
         return self._output(steady.advance(), new_blocks=tuple(new_blocks))
 
-    def _complete_steady(
-        self, steady: SteadyDecode, scheduled: ScheduledDecodes, sampled: SampledTokens
-    ) -> Sequence[Request]:
+    def _complete_steady(self, steady: SteadyDecode, sampled: SampledTokens) -> Sequence[Request]:
         steady.append(sampled.token_ids)
-        num_done = scheduled.num_computed + 1
-        for place in steady.registrable(num_done):
-            self._kv_cache.register(steady.requests[place], int(num_done[place]))
-            steady.update_registration(place)
+        if self._num_completed_steps % REGISTRATION_INTERVAL == 0:
+            for request in steady.requests:
+                self._register_decoded(request)
         return steady.requests
+
+    def _end_steady(self) -> None:
+        """Look at each request from now on; harmless if that is so already."""
+        steady, self._steady = self._steady, None
+        if steady is not None:
+            steady.dissolve()
+            for request in steady.requests:
+                self._register_decoded(request)
+
+    def _register_decoded(self, request: Request) -> None:
+        """Register what steps that are told have filled: of one that decodes, all known tokens but the last."""
+        self._kv_cache.register(request, request.num_tokens - 1)
 
     def _take_share(self, request: Request, num_uncomputed: int, budget: int) -> int:
         """Tokens of `request` to compute in a step that has `budget` left, counted; 0: its turn is another step's."""
@@ -337,8 +353,8 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         """Back to the queue, without blocks. Its pending tokens stay valid, so it waits for them, see `_admit`."""
+        self._end_steady()
         self._leave(request)
-        self._steady = None
         self._num_preemptions += 1
         request.num_preemptions += 1
         request.num_computed_tokens = 0

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from piecegraph.runner.scheduling.block_hash import ROOT_DIGEST, hash_block
+from piecegraph.runner.scheduling.block_hash import ROOT_DIGEST, hash_block, hash_blocks
 
 
 def test_equal_blocks_have_equal_digests_of_32_bytes() -> None:
@@ -48,3 +48,10 @@ def test_digests_are_the_same_in_every_process() -> None:
 def test_a_token_that_is_no_int32_is_refused() -> None:
     with pytest.raises(OverflowError):
         hash_block(ROOT_DIGEST, [2**31])
+
+
+def test_consecutive_blocks_are_hashed_as_one_by_one() -> None:
+    tokens = list(range(12))
+    first = hash_block(ROOT_DIGEST, tokens[:4], b"salt")
+    second = hash_block(first, tokens[4:8], b"salt")
+    assert hash_blocks(ROOT_DIGEST, tokens, 4, b"salt") == [first, second, hash_block(second, tokens[8:], b"salt")]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from piecegraph.runner.scheduling.kv_cache_group import KVCacheGroup
 from piecegraph.runner.scheduling.kv_cache_manager import KVCacheManager
 from piecegraph.runner.scheduling.request import Request
-from piecegraph.runner.scheduling.scheduler import Scheduler
+from piecegraph.runner.scheduling.scheduler import REGISTRATION_INTERVAL, Scheduler
 from piecegraph.runner.scheduling.scheduler_output import (
     SampledTokens,
     ScheduledDecodes,
@@ -30,7 +30,7 @@ class LooksAtEach(Scheduler):
     """Without steady decodes."""
 
     def schedule(self) -> SchedulerOutput:
-        self._steady = None
+        self._end_steady()
         return super().schedule()
 
 
@@ -190,3 +190,50 @@ def test_sampled_tokens_are_a_mapping() -> None:
     assert tokens == {"a": 7, "b": 8} and list(tokens) == ["a", "b"] and tokens["b"] == 8
     with pytest.raises(KeyError):
         tokens["c"]
+
+
+def test_steps_leave_requests_alone_until_somebody_looks() -> None:
+    """Tokens and counts are always right to whoever reads them, however many steps were kept together."""
+    scheduler, requests = decoding([30, 30])
+    for _ in range(5):
+        step(scheduler)
+    assert [len(request.settled_output_token_ids) for request in requests] == [2, 2]
+    assert requests[1].output_token_ids == [1] * 7  # 1 is the token of the second in every step
+    assert [request.settled_output_token_ids for request in requests] == [[0] * 7, [1] * 7]
+    assert [(r.num_computed_tokens, r.num_tokens_with_pending) for r in requests] == [(8, 9), (8, 9)]
+    step(scheduler)
+    assert [len(request.output_token_ids) for request in requests] == [8, 8]
+
+
+def test_counts_of_a_steady_request_are_its_steps_to_change() -> None:
+    scheduler, requests = decoding([30, 30])
+    step(scheduler)
+    with pytest.raises(AssertionError, match="'0' decodes steadily"):
+        requests[0].num_computed_tokens = 0
+    scheduler.finish("0", "stop")
+    requests[0].num_computed_tokens = 0
+
+
+@pytest.mark.parametrize("how", ["finish", "add"])
+def test_what_a_steady_decode_filled_is_found_when_it_ends(how: str) -> None:
+    """By a request that begins as the prompt and the output of one that left, or that still runs."""
+    scheduler, requests = decoding([30, 30])
+    for _ in range(11):
+        step(scheduler)
+    tokens = requests[1].token_ids(0, requests[1].num_tokens)  # 15, of which the last is not computed
+    if how == "finish":
+        scheduler.finish("1", "stop")
+    scheduler.add(make_request("new", [*tokens, 7], 2))
+    (added,) = scheduler.schedule().added
+    assert added.num_computed_tokens == (len(tokens) - 1) // BLOCK_SIZE * BLOCK_SIZE == 12
+
+
+def test_a_long_steady_decode_registers_what_it_fills_now_and_then() -> None:
+    """So that little is left for the moment it ends."""
+    kv_cache = KVCacheManager(num_blocks=200, block_size=BLOCK_SIZE, max_num_batched_tokens=16)
+    scheduler = Scheduler(kv_cache=kv_cache, max_num_seqs=5, max_num_batched_tokens=16)
+    scheduler.add(make_request("a", [1, 2], 300))
+    for number in range(2 * REGISTRATION_INTERVAL):
+        output = scheduler.schedule()
+        scheduler.complete_step(output, told(output, [number]))
+    assert kv_cache.pool.num_named == (2 * REGISTRATION_INTERVAL + 1) // BLOCK_SIZE
