@@ -1,0 +1,1 @@
+"""A content-addressed store that trusts no byte it has not authenticated. It knows keys and bytes, not meanings."""

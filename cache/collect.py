@@ -1,0 +1,134 @@
+"""Garbage collection beside running readers and writers: names are removed, nothing is moved or rewritten.
+
+A reader that has opened a file keeps it; one that comes too late has a miss. A writer's blobs lie there before the
+entry that names them, so what no entry names stays while it is fresh (`put_blob` makes a blob fresh again).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from piecegraph.cache.entry_file import EntryFile, MissReason, read_entry_file
+from piecegraph.cache.files import entries_of, is_being_written, unlink_if_there
+from piecegraph.cache.layout import Layout, is_digest
+from piecegraph.cache.stamps import last_used
+from piecegraph.cache.trust import Keyring
+
+DEFAULT_MAX_BYTES = 10 << 30
+FRESH_S = 600.0
+"""A save takes less, from its first blob to its entry."""
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """What was removed, or would be."""
+
+    entries: tuple[str, ...]  # keys, longest unused first
+    blobs: tuple[str, ...]  # digests
+    temp_files: int  # of writers that were killed
+    freed_bytes: int
+    kept_bytes: int  # of entries and blobs that are left
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    file: EntryFile
+    last_used: float
+    digests: frozenset[str]
+
+
+def collect(
+    layout: Layout,
+    *,
+    now: float,
+    max_bytes: int | None = DEFAULT_MAX_BYTES,
+    older_than_s: float | None = None,
+    dry_run: bool = False,
+    fresh_s: float = FRESH_S,
+) -> Collected:
+    """Remove what killed writers left, what no entry names, entries unused for `older_than_s`, and then those
+    longest unused until `max_bytes` are left. `now`: seconds since 1970, what stamps are compared with.
+
+    Entries of other versions count like others. If an entry does not let us see which blobs it names, blobs that
+    nobody else names stay. `fresh_s=0` also takes blobs that a writer may be about to name: its entry is a miss
+    then. Raises PermissionError and the like; files that are gone already are no error.
+    """
+    found = sorted(_entries(layout, now), key=lambda each: (each.last_used, each.file.key))
+    blobs = {item.name: item.stat(follow_symlinks=False) for item in _present(layout.blobs) if is_digest(item.name)}
+    fresh = {name for name, status in blobs.items() if abs(now - status.st_mtime) < fresh_s}
+    sizes = {name: status.st_size for name, status in blobs.items()}
+    total = sum(sizes.values()) + sum(each.file.size for each in found)
+
+    named = Counter(digest for each in found for digest in each.digests)
+    opaque = any(each.file.entry is None and each.file.problem is not MissReason.CORRUPT for each in found)
+    orphans = [] if opaque else [name for name in sizes if not named[name] and name not in fresh]
+    left = total - sum(sizes[name] for name in orphans)
+    doomed: list[_Found] = []
+    dropped: list[str] = []
+    for each in found:
+        too_old = older_than_s is not None and now - each.last_used > older_than_s
+        too_much = max_bytes is not None and left > max_bytes
+        if not too_old and not too_much:
+            break  # the rest was used later
+        doomed.append(each)
+        named.subtract(each.digests)
+        gone = [] if opaque else [d for d in sorted(each.digests) if not named[d] and d in sizes and d not in fresh]
+        dropped += gone
+        left -= each.file.size + sum(sizes[digest] for digest in gone)
+
+    removed = (*sorted(orphans), *dropped)
+    if not dry_run:
+        for each in doomed:  # entries first: an entry without its blobs would be a miss that looks like damage
+            unlink_if_there(layout.entry(each.file.key))
+            unlink_if_there(layout.stamp(each.file.key))
+        for digest in removed:
+            _unlink_unless_fresh(layout.blob(digest), now, fresh_s)
+    temp_files = _sweep(layout.temp, now, dry_run)
+    return Collected(tuple(each.file.key for each in doomed), removed, temp_files, total - left, left)
+
+
+def _entries(layout: Layout, now: float) -> list[_Found]:
+    """All entries; whether they are to be trusted makes no difference to the room they take."""
+    found = []
+    for item in entries_of(layout.entries):
+        key = item.name.removesuffix(".json")
+        if not item.name.endswith(".json") or not is_digest(key):
+            continue
+        file = read_entry_file(layout, key, Keyring())
+        if file.problem is MissReason.ABSENT:
+            continue
+        refs = file.entry.blobs.values() if file.entry is not None else ()
+        found.append(_Found(file, last_used(layout, file, now), frozenset(ref.digest for ref in refs)))
+    return found
+
+
+def _present(folder: Path) -> list[os.DirEntry[str]]:
+    """Entries that can still be looked at."""
+    found = []
+    for item in entries_of(folder):
+        with contextlib.suppress(FileNotFoundError):
+            item.stat(follow_symlinks=False)  # remembered by the entry
+            found.append(item)
+    return found
+
+
+def _unlink_unless_fresh(path: Path, now: float, fresh_s: float) -> None:
+    """A writer may have come to need the blob since we looked."""
+    with contextlib.suppress(FileNotFoundError):
+        if abs(now - os.stat(path, follow_symlinks=False).st_mtime) >= fresh_s:
+            unlink_if_there(path)
+
+
+def _sweep(folder: Path, now: float, dry_run: bool) -> int:
+    """Remove temp files whose writers are gone. Age counts in either direction: a clock may have gone back. Fresh
+    ones always stay: a writer has made its file a moment before it has locked it."""
+    swept = 0
+    for item in _present(folder):
+        old = abs(now - item.stat(follow_symlinks=False).st_mtime) >= FRESH_S
+        if item.is_file(follow_symlinks=False) and old and not is_being_written(Path(item.path)):
+            swept += dry_run or unlink_if_there(Path(item.path))
+    return swept

@@ -1,0 +1,106 @@
+"""What the cache was worth: one line an event, appended in one write, summed up by whoever asks."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from piecegraph.cache.files import read_regular, write_all
+
+MAX_COUNTERS_BYTES = 16 << 20
+"""No event is recorded beyond that (about 100,000 of them); `cache stats` then says so."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Totals:
+    """All events of a root, by whatever process."""
+
+    hits: int = 0
+    misses: Mapping[str, int] = field(default_factory=dict)  # by `MissReason` value
+    quarantined: int = 0
+    saves: int = 0
+    seconds_saved: float = 0.0  # what was not compiled took that long when it was
+    hits_by_key: Mapping[str, int] = field(default_factory=dict)
+    unreadable: int = 0  # lines that say nothing, e.g. torn by a crash
+    full: bool = False  # events are missing at the end
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """The events of one root. Recording never raises: a cache that cannot count still caches."""
+
+    path: Path
+    mode: int = 0o600
+
+    def hit(self, key: str, seconds_saved: float) -> None:
+        self._append({"event": "hit", "key": key, "seconds": round(seconds_saved, 3)})
+
+    def miss(self, key: str, reason: str) -> None:
+        self._append({"event": "miss", "key": key, "reason": reason})
+
+    def quarantined(self, key: str, kind: str) -> None:
+        self._append({"event": "quarantined", "key": key, "kind": kind})
+
+    def saved(self, key: str) -> None:
+        self._append({"event": "saved", "key": key})
+
+    def _append(self, event: Mapping[str, Any]) -> None:
+        line = json.dumps(event, separators=(",", ":")).encode() + b"\n"
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        with contextlib.suppress(OSError):
+            fd = os.open(self.path, flags, self.mode)
+            try:
+                if os.fstat(fd).st_size < MAX_COUNTERS_BYTES:
+                    write_all(fd, line)  # one write below a page: appended whole, between others' lines
+            finally:
+                os.close(fd)
+
+    def clear(self) -> None:
+        """Begin anew. Raises OSError."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self.path)
+
+    def read(self) -> Totals:
+        """The sums, without a lock; nothing counted where there is no file. Raises nothing."""
+        try:
+            data = read_regular(self.path, MAX_COUNTERS_BYTES + (1 << 16))
+        except OSError:
+            return Totals()
+        hits: Counter[str] = Counter()
+        misses: Counter[str] = Counter()
+        others: Counter[str] = Counter()
+        seconds = 0.0
+        for line in data.splitlines():
+            match _event(line):
+                case {"event": "hit", "key": str(key), "seconds": float(saved) | int(saved)}:
+                    hits[key] += 1
+                    seconds += saved
+                case {"event": "miss", "reason": str(reason)}:
+                    misses[reason] += 1
+                case {"event": "quarantined" | "saved" as event}:
+                    others[event] += 1
+                case _:
+                    others["unreadable"] += 1
+        return Totals(
+            hits=hits.total(),
+            misses=dict(misses),
+            quarantined=others["quarantined"],
+            saves=others["saved"],
+            seconds_saved=seconds,
+            hits_by_key=dict(hits),
+            unreadable=others["unreadable"],
+            full=len(data) >= MAX_COUNTERS_BYTES,
+        )
+
+
+def _event(line: bytes) -> Any:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None

@@ -1,0 +1,119 @@
+"""The few ways in which the store touches files: read whole, write atomically, look into a folder.
+
+Note [temp files are locked while they are written]: a writer holds a kernel lock on its temp file until the file
+has its final name, so whoever sweeps can tell a file that is being written from one whose writer was killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+
+class NotARegularFile(OSError):
+    """A link, a folder or a device where a file of ours should be."""
+
+
+def read_regular(path: Path, limit: int) -> bytes:
+    """All bytes of a regular file, or its first `limit + 1` where it has more: a reader notices, memory does not.
+
+    Raises `NotARegularFile` for links and anything else that is no file, FileNotFoundError, OSError.
+    """
+    try:
+        # O_NONBLOCK: opening a pipe that somebody put there must not wait for a writer.
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):
+            raise NotARegularFile(error.errno, "a link or a device, not a file", str(path)) from None
+        raise
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise NotARegularFile(errno.EINVAL, "not a regular file", str(path))
+        chunks = []
+        left = limit + 1
+        while left > 0 and (chunk := os.read(fd, min(left, 1 << 20))):
+            chunks.append(chunk)
+            left -= len(chunk)
+        return b"".join(chunks)
+    finally:
+        os.close(fd)
+
+
+def write_atomically(path: Path, data: bytes, temp_folder: Path, mode: int = 0o600) -> None:
+    """`path` holds `data` afterwards, or what it held before; nothing between, whenever the process dies.
+
+    Creates `path` with `mode`, or replaces it. `temp_folder` lies in the same file system. Raises OSError, and
+    leaves no temp file then.
+    """
+    temp = temp_folder / f"{secrets.token_hex(16)}.tmp"
+    fd = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks: sweeping goes by age alone
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        write_all(fd, data)
+        os.fsync(fd)
+        os.rename(temp, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temp)
+        raise
+    finally:
+        os.close(fd)
+    sync_folder(path.parent)
+
+
+def write_all(fd: int, data: bytes) -> None:
+    """Write every byte: `os.write` may take fewer than it is given. Raises OSError."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+def sync_folder(folder: Path) -> None:
+    """Make names in `folder` last through a power cut. Raises OSError."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def entries_of(folder: Path) -> Iterator[os.DirEntry[str]]:
+    """What lies in `folder`, in no order; nothing where there is no such folder."""
+    try:
+        with os.scandir(folder) as found:
+            yield from found
+    except (FileNotFoundError, NotADirectoryError):
+        return
+
+
+def unlink_if_there(path: Path) -> bool:
+    """Remove the name; False where there is none (somebody was faster). Raises OSError."""
+    try:
+        os.unlink(path)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def is_being_written(path: Path) -> bool:
+    """A temp file whose writer lives. See Note [temp files are locked while they are written]."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+    return False

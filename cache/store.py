@@ -1,0 +1,268 @@
+"""The store: load what is there and to be trusted, save what was compiled, and never stand in the way of either."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from piecegraph.cache.blobs import BlobTrouble, get_blob, put_blob
+from piecegraph.cache.cache_errors import UntrustedCache
+from piecegraph.cache.counters import Counters
+from piecegraph.cache.entry import BlobRef, Entry
+from piecegraph.cache.entry_file import IS_BAD_FILE, EntryFile, MissReason, read_entry_file, write_document
+from piecegraph.cache.files import entries_of, sync_folder, unlink_if_there, write_atomically
+from piecegraph.cache.layout import Layout, default_key_file, is_digest
+from piecegraph.cache.quarantine import quarantine
+from piecegraph.cache.stamps import last_used, stamp
+from piecegraph.cache.trust import Access, Keyring, SigningKey, check_folder, load_or_create_key, read_key
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """An entry whose signature is good, and all of its blobs, whose digests are right.
+
+    The bytes are in memory: to dlopen them, write them to a folder that is private, not to one they came from.
+    """
+
+    entry: Entry
+    blobs: Mapping[str, bytes]  # by role
+
+
+@dataclass(frozen=True, slots=True)
+class Miss:
+    """Nothing to load: compile. `bad` is the file that is to blame, if one is."""
+
+    reason: MissReason
+    detail: str = ""
+    bad: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    key: str
+    new_blobs: int  # that were not there yet
+
+
+@dataclass(frozen=True, slots=True)
+class NotSaved:
+    """The caller has what it compiled and goes on; a warning was logged, the first time."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """A row of a listing; blobs were not looked at."""
+
+    file: EntryFile
+    last_used: float  # seconds since 1970
+
+    @property
+    def key(self) -> str:
+        return self.file.key
+
+    @property
+    def state(self) -> str:
+        """The entry's own state, or what keeps it from being loaded."""
+        if self.file.problem is not None:
+            return self.file.problem.value
+        assert self.file.entry is not None, "a file without a problem has an entry"
+        return self.file.entry.state
+
+    @property
+    def size(self) -> int:
+        """Bytes, of blobs that it shares with others too."""
+        return self.file.size + (self.file.entry.blob_bytes if self.file.entry is not None else 0)
+
+
+class Store:
+    """One cache root. Several processes and threads may use it at once; a hit takes no lock."""
+
+    def __init__(self, layout: Layout, access: Access, key_file: Path, keyring: Keyring, publish: bool) -> None:
+        """Made by `open`."""
+        self.layout = layout
+        self.access = access
+        self._key_file = key_file
+        self._keyring = keyring
+        self._publish = publish
+        self.counters = Counters(layout.counters, self._file_mode)
+        self._warned = False
+        self.clock: Callable[[], float] = time.time
+
+    @classmethod
+    def open(
+        cls, root: Path, *, key_file: Path | None = None, signing_key_file: Path | None = None, publish: bool = False
+    ) -> Store:
+        """The store at `root`, which need not exist; makes nothing.
+
+        `key_file`: the user's own key, made at the first save; None: `layout.default_key_file()`.
+        `signing_key_file`: a key whose entries count as well; needed to read another user's root.
+        `publish`: save for other users, signed with that key and readable by all.
+        Raises `UntrustedCache` (which says what to do; a compiler goes on uncached), OSError.
+        """
+        assert not publish or signing_key_file is not None, "publish signs with the key in signing_key_file"
+        signing = () if signing_key_file is None else (_read_signing_key(signing_key_file),)
+        layout = Layout(root)
+        access = _check_folders(layout, has_signing_key=bool(signing))
+        key_file = default_key_file() if key_file is None else key_file
+        own = None
+        with contextlib.suppress(FileNotFoundError):
+            own = read_key(key_file)
+        return cls(layout, access, key_file, Keyring(own, signing), publish)
+
+    def load(self, key: str) -> Loaded | Miss:
+        """What was saved under `key`, every byte of it checked; counted, and its last use remembered.
+
+        Never raises for what lies on the disk. Bad files go to quarantine. In another user's root nothing is written.
+        """
+        found = self.verify(key)
+        if self.access is Access.READ_ONLY:
+            return found
+        if isinstance(found, Loaded):
+            stamp(self.layout, key, self.clock(), self._file_mode)
+            self.counters.hit(key, sum(found.entry.seconds.values()))
+            return found
+        if found.bad is not None:
+            kind = "blob" if found.reason is MissReason.BLOB_CORRUPT else "entry"
+            if quarantine(self.layout, found.bad, kind):
+                self.counters.quarantined(key, kind)
+            logger.warning(
+                "cache entry %s is not used (%s: %s); compiling again", key, found.reason.value, found.detail
+            )
+        self.counters.miss(key, found.reason.value)
+        return found
+
+    def verify(self, key: str) -> Loaded | Miss:
+        """As `load`, and changes nothing: no stamp, no count, no quarantine."""
+        file = self._read(key)
+        if file.problem is not None:
+            bad = self.layout.entry(key) if file.problem in IS_BAD_FILE else None
+            return Miss(file.problem, file.detail, bad)
+        assert file.entry is not None, "a file without a problem has an entry"
+        blobs: dict[str, bytes] = {}
+        for role, ref in file.entry.blobs.items():
+            try:
+                data = get_blob(self.layout, ref)
+            except OSError as error:
+                return Miss(MissReason.UNREADABLE, f"{role}: {error}")
+            if data is BlobTrouble.MISSING:
+                return Miss(MissReason.BLOB_MISSING, f"{role} ({ref.digest})")
+            if isinstance(data, BlobTrouble):
+                return Miss(MissReason.BLOB_CORRUPT, f"{role} ({ref.digest})", self.layout.blob(ref.digest))
+            blobs[role] = data
+        return Loaded(file.entry, blobs)
+
+    def exists(self, key: str) -> bool:
+        """There is an entry that we trust; its blobs were not looked at."""
+        return self._read(key).problem is None
+
+    def save(self, entry: Entry, blobs: Mapping[str, bytes]) -> Saved | NotSaved:
+        """Keep `blobs`, the bytes of `entry.blobs` by role, under `entry.key`, in place of what was there.
+
+        Blobs are on the disk before the entry that names them. Never raises for what the disk says.
+        """
+        assert {role: BlobRef.of(data) for role, data in blobs.items()} == dict(entry.blobs), "blobs of another entry"
+        if self.access is Access.READ_ONLY:
+            return self._not_saved(f"{self.layout.root} belongs to another user and is only read")
+        try:
+            self._make_folders()
+            key = self._signer()
+            new = sum(put_blob(self.layout, data, self._file_mode) for data in blobs.values())
+            path = self.layout.entry(entry.key)
+            if path.is_dir() and not path.is_symlink():
+                quarantine(self.layout, path, "entry")
+            write_atomically(path, write_document(entry, key), self.layout.temp, self._file_mode)
+        except (OSError, UntrustedCache) as error:
+            return self._not_saved(str(error))
+        stamp(self.layout, entry.key, self.clock(), self._file_mode)
+        self.counters.saved(entry.key)
+        return Saved(entry.key, new)
+
+    def delete(self, key: str) -> bool:
+        """Remove the entry; False where there is none. Its blobs go with the next `collect`. Raises OSError."""
+        removed = unlink_if_there(self.layout.entry(key))
+        unlink_if_there(self.layout.stamp(key))
+        return removed
+
+    def list(self) -> tuple[Listed, ...]:
+        """Every entry there is, last used first; one read an entry. Raises PermissionError."""
+        names = [item.name for item in entries_of(self.layout.entries)]
+        keys = [name.removesuffix(".json") for name in names if name.endswith(".json")]
+        files = [self._read(key) for key in keys if is_digest(key)]
+        now = self.clock()
+        rows = [Listed(file, last_used(self.layout, file, now)) for file in files]
+        rows = [row for row in rows if row.file.problem is not MissReason.ABSENT]  # removed since
+        return tuple(sorted(rows, key=lambda row: (-row.last_used, row.key)))
+
+    @property
+    def signer(self) -> SigningKey:
+        """The key that `save` and exports sign with, made if there is none. Raises `UntrustedCache`, OSError."""
+        return self._signer()
+
+    @property
+    def keyring(self) -> Keyring:
+        """The keys that count. Looked up anew while there is no own key: another process may have made it."""
+        if self._keyring.own is None:
+            with contextlib.suppress(OSError, UntrustedCache):
+                self._keyring = replace(self._keyring, own=read_key(self._key_file))
+        return self._keyring
+
+    @property
+    def _file_mode(self) -> int:
+        return 0o644 if self._publish else 0o600
+
+    def _read(self, key: str) -> EntryFile:
+        return read_entry_file(self.layout, key, self.keyring)
+
+    def _signer(self) -> SigningKey:
+        if self._publish:
+            return self._keyring.signing[0]
+        if self._keyring.own is None:
+            self._keyring = replace(self._keyring, own=load_or_create_key(self._key_file))
+        assert self._keyring.own is not None, "just made"
+        return self._keyring.own
+
+    def _make_folders(self) -> None:
+        """Raises OSError, `UntrustedCache`."""
+        made = []
+        self.layout.root.parent.mkdir(parents=True, exist_ok=True)
+        for folder in self.layout.folders:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(folder, 0o755 if self._publish else 0o700)
+                made.append(folder)
+        if made:
+            _check_folders(self.layout, has_signing_key=False)
+            for folder in made:
+                sync_folder(folder.parent)
+
+    def _not_saved(self, reason: str) -> NotSaved:
+        if not self._warned:
+            self._warned = True
+            logger.warning("what was compiled is not cached, now and later: %s", reason)
+        return NotSaved(reason)
+
+
+def _read_signing_key(path: Path) -> SigningKey:
+    try:
+        return read_key(path, shared=True)
+    except FileNotFoundError:
+        raise UntrustedCache(
+            f"signing key file {path} does not exist. Make one: (umask 077; openssl rand -hex 32 > {path})"
+        ) from None
+
+
+def _check_folders(layout: Layout, *, has_signing_key: bool) -> Access:
+    """What may be done in those that exist. Raises `UntrustedCache`, OSError."""
+    access = Access.READ_WRITE
+    for folder in layout.folders:
+        with contextlib.suppress(FileNotFoundError):
+            if check_folder(folder, has_signing_key=has_signing_key) is Access.READ_ONLY:
+                access = Access.READ_ONLY
+    return access

@@ -1,0 +1,164 @@
+"""Whose bytes we take: folders only we can write, and documents signed with a key we hold.
+
+Signatures are HMAC-SHA256. That is one key to sign and to verify with: an image that is read by others needs a
+signing key file that they can read, and whoever can read it could sign too. Keep it where only those who run the
+image can get at it. (A public key would need a library that piecegraph does not depend on.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import hashlib
+import hmac
+import os
+import secrets
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from piecegraph.cache.cache_errors import UntrustedCache
+from piecegraph.cache.files import NotARegularFile, read_regular, sync_folder, write_all
+
+SCHEME = "hmac-sha256"
+_KEY_BYTES = 32
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+
+
+@dataclass(frozen=True, slots=True)
+class SigningKey:
+    """A secret. `repr` shows its name only."""
+
+    secret: bytes
+
+    @property
+    def key_id(self) -> str:
+        """Names the key and gives nothing of it away."""
+        return hashlib.sha256(b"piecegraph key id\n" + self.secret).hexdigest()[:16]
+
+    def __repr__(self) -> str:
+        return f"SigningKey({self.key_id})"
+
+    def sign(self, what: str, data: bytes) -> dict[str, str]:
+        """The signature of `data` as a `what`: an archive's does not pass for an entry's."""
+        return {"scheme": SCHEME, "key_id": self.key_id, "value": self._mac(what, data)}
+
+    def _mac(self, what: str, data: bytes) -> str:
+        return hmac.new(self.secret, f"piecegraph {what} 1\n".encode() + data, hashlib.sha256).hexdigest()
+
+
+class Verdict(enum.Enum):
+    GOOD = "good"
+    FORGED = "forged"  # says it is signed by a key we hold, and is not
+    UNKNOWN_KEY = "unknown key"  # unsigned, or signed by a key we do not hold
+
+
+@dataclass(frozen=True, slots=True)
+class Keyring:
+    """The keys whose signatures count. `own` signs; it is None until the first save, or where none may be made."""
+
+    own: SigningKey | None = None
+    signing: tuple[SigningKey, ...] = ()
+
+    def verify(self, what: str, data: bytes, signature: Any) -> Verdict:
+        """Whether `signature` is one of ours for `data`; never raises, whatever `signature` is."""
+        if not isinstance(signature, dict) or signature.get("scheme") != SCHEME:
+            return Verdict.UNKNOWN_KEY
+        value, key_id = signature.get("value"), signature.get("key_id")
+        for key in (*self.signing, *([self.own] if self.own is not None else ())):
+            if key.key_id == key_id:
+                right = isinstance(value, str) and hmac.compare_digest(key._mac(what, data).encode(), _bytes(value))
+                return Verdict.GOOD if right else Verdict.FORGED
+        return Verdict.UNKNOWN_KEY
+
+
+def _bytes(value: str) -> bytes:
+    return value.encode("utf-8", errors="replace")
+
+
+def read_key(path: Path, *, shared: bool = False) -> SigningKey:
+    """The key in `path`: 64 hexadecimal digits. `shared`: others may read it, none may write it.
+
+    Raises `UntrustedCache` with what to do, FileNotFoundError, OSError.
+    """
+    try:
+        text = read_regular(path, 1024)
+        status = os.lstat(path)
+    except NotARegularFile:
+        raise UntrustedCache(f"key file {path} is not a regular file; remove it: rm {path}") from None
+    if not shared and status.st_uid != os.geteuid():
+        raise UntrustedCache(f"key file {path} belongs to user {status.st_uid}; it must be yours: rm {path}")
+    forbidden = _OTHERS_WRITE if shared else 0o077
+    if status.st_mode & forbidden:
+        mode, wanted = stat.filemode(status.st_mode), "go-w" if shared else "600"
+        raise UntrustedCache(f"key file {path} has mode {mode}: others may have had it. Run: chmod {wanted} {path}")
+    try:
+        secret = bytes.fromhex(text.decode("ascii"))
+    except ValueError:
+        secret = b""
+    if len(secret) != _KEY_BYTES:
+        raise UntrustedCache(
+            f"key file {path} holds no key ({2 * _KEY_BYTES} hexadecimal digits). Remove it, and a new one is made "
+            f"(what the old one signed is compiled again): rm {path}"
+        )
+    return SigningKey(secret)
+
+
+def load_or_create_key(path: Path) -> SigningKey:
+    """The key in `path`, made if there is none; of processes that make it at once, all get the same.
+
+    Raises `UntrustedCache`, OSError (a full or read-only disk).
+    """
+    with contextlib.suppress(FileNotFoundError):
+        return read_key(path)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    temp = path.parent / f".{secrets.token_hex(16)}.tmp"
+    fd = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            write_all(fd, secrets.token_hex(_KEY_BYTES).encode() + b"\n")
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        with contextlib.suppress(FileExistsError):
+            os.link(temp, path)  # unlike rename, leaves a key that somebody else made meanwhile
+    finally:
+        os.unlink(temp)
+    sync_folder(path.parent)
+    return read_key(path)
+
+
+class Access(enum.Enum):
+    READ_WRITE = "read and write"
+    READ_ONLY = "read only"  # another user's, whose entries a configured key must have signed
+
+
+def check_folder(path: Path, *, has_signing_key: bool) -> Access:
+    """What may be done in `path`. Raises `UntrustedCache` with the command that mends it, FileNotFoundError, OSError.
+
+    Ours and writable by nobody else: everything. Another user's, and writable by its owner only: it may be read if
+    a signing key is configured. Nothing else.
+    """
+    status = os.lstat(path)
+    if stat.S_ISLNK(status.st_mode):
+        raise UntrustedCache(
+            f"cache folder {path} is a symbolic link, which whoever owns it may turn elsewhere. Set "
+            f"PIECEGRAPH_CACHE_DIR to where it leads: {os.path.realpath(path)}"
+        )
+    if not stat.S_ISDIR(status.st_mode):
+        raise UntrustedCache(f"{path} is no folder; move it away: mv {path} {path}.old")
+    if status.st_mode & _OTHERS_WRITE:
+        raise UntrustedCache(
+            f"cache folder {path} has mode {stat.filemode(status.st_mode)}: others can put code there that would run "
+            f"as you. Run: chmod go-w {path}"
+        )
+    if status.st_uid == os.geteuid():
+        return Access.READ_WRITE
+    if has_signing_key:
+        return Access.READ_ONLY
+    raise UntrustedCache(
+        f"cache folder {path} belongs to user {status.st_uid}, and you are {os.geteuid()}. Set PIECEGRAPH_CACHE_DIR to "
+        f"a folder of yours, take it over (chown -R {os.geteuid()} {path}), or configure the key its entries are "
+        "signed with to read it."
+    )

@@ -1,0 +1,152 @@
+"""Writers that are killed, and writers at the same time: at every system call of a save, each state is a legal one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import traceback
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from piecegraph.cache.collect import collect
+from piecegraph.cache.store import Loaded, Store
+from tests.cache.cache_roots import BLOBS, NOW, a_store, an_entry, loads, saved
+
+CALLS = ("open", "write", "fsync", "rename", "close", "mkdir", "utime", "link", "unlink")
+
+
+def in_a_child(body: Callable[[], None]) -> int:
+    """Run `body` in a forked process and wait for it; its exit status, negative for a signal."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            body()
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(99)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def kill_at(number: int) -> None:
+    """Make this process die, as by kill -9, instead of its `number`th system call on files."""
+    left = [number]
+
+    def counted(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            if left[0] == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            left[0] -= 1
+            return real(*args, **options)
+
+        return call
+
+    for name in CALLS:
+        setattr(os, name, counted(getattr(os, name)))
+
+
+def save_and_die(folder: Path, number: int, blobs: dict[str, bytes]) -> None:
+    kill_at(number)
+    saved(a_store(folder), blobs)
+
+
+def test_a_writer_killed_at_any_call_loses_nothing_and_leaves_nothing_bad(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also the very first save, which makes folders and key; and what it leaves is swept."""
+    monkeypatch.setattr(os, "fsync", lambda _: None)  # slow, and a kill loses nothing that was written
+    for number in range(200):
+        folder = tmp_path / str(number)
+        status = in_a_child(partial(save_and_die, folder, number, BLOBS))
+        store = a_store(folder)
+        whole = isinstance(store.verify(an_entry().key), Loaded)
+        if status == 0:
+            assert whole
+            break
+        assert status == -signal.SIGKILL
+        other = saved(store, eps=7.0)
+        assert loads(store, other)
+        collect(store.layout, now=NOW * 2)
+        assert not list(store.layout.temp.iterdir())
+        assert loads(store, other)
+        assert isinstance(store.verify(an_entry().key), Loaded) == whole
+    else:
+        raise AssertionError("a save takes more calls than expected")
+    assert number > 30
+
+
+def test_a_writer_killed_while_it_replaces_an_entry_leaves_the_old_or_the_new(tmp_path: Path) -> None:
+    store = a_store(tmp_path)
+    old = {"plan": b"old"}
+    new = {"plan": b"new"}
+    for number in range(0, 60, 3):
+        saved(store, old)
+        in_a_child(partial(save_and_die, tmp_path, number, new))
+        found = store.load(an_entry(old).key)
+        assert isinstance(found, Loaded)
+        assert found.blobs in (old, new)
+
+
+def test_processes_that_save_the_same_key_at_once_all_succeed(tmp_path: Path) -> None:
+    """From nothing: folders, key, blobs and entry are all contended."""
+    begin, go = os.pipe()
+    pids = []
+    for _ in range(8):
+        pid = os.fork()
+        if pid == 0:
+            try:
+                os.close(go)
+                os.read(begin, 1)
+                store = a_store(tmp_path)
+                saved(store)
+                os._exit(0 if loads(store, an_entry()) else 1)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(99)
+        pids.append(pid)
+    os.close(begin)
+    os.close(go)
+    assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids] == [0] * 8
+    store = a_store(tmp_path)
+    assert loads(store, an_entry())
+    assert not list(store.layout.temp.iterdir())
+    assert store.counters.read().saves == 8
+
+
+def test_gc_beside_readers_and_writers_never_makes_a_bad_load(tmp_path: Path) -> None:
+    """A reader gets the very bytes or a miss; nothing goes to quarantine, nothing raises."""
+
+    def work(store: Store, seed: int) -> None:
+        for turn in range(40):
+            blobs = {"plan": b"%d" % (turn % 5), "shared": b"same" * 50}
+            entry = an_entry(blobs, number=turn % 5)
+            if (turn + seed) % 3 == 0:
+                saved(store, blobs, number=turn % 5)
+            found = store.load(entry.key)
+            assert not isinstance(found, Loaded) or found.blobs == blobs
+
+    pids = []
+    saved(a_store(tmp_path))
+    for seed in range(3):
+        pid = os.fork()
+        if pid == 0:
+            try:
+                work(a_store(tmp_path), seed)
+                os._exit(0)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(99)
+        pids.append(pid)
+    store = a_store(tmp_path)
+    for _ in range(60):
+        collect(store.layout, now=time.time(), max_bytes=0, fresh_s=0)
+    assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids] == [0] * 3
+    assert not list(store.layout.quarantine.iterdir())
+    assert set(store.counters.read().misses) <= {"absent", "blob missing"}
+    saved(store, BLOBS)
+    assert loads(store, an_entry())
