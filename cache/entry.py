@@ -96,7 +96,7 @@ def from_document(document: Any) -> Entry:
         raise BadEntry(f"no {missing[0]}")
     known = {name: value for name, value in document.items() if name in _KNOWN}
     _check_types(known)
-    known["blobs"] = {role: _blob_ref(role, ref) for role, ref in document["blobs"].items()}
+    known["blobs"] = {role: blob_ref(role, ref) for role, ref in document["blobs"].items()}
     unknown = {name: value for name, value in document.items() if name not in _KNOWN}
     entry = Entry(**known, unknown=unknown)
     if entry.format == FORMAT and not _is_key_of(entry.key, entry.factors):
@@ -131,7 +131,8 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _blob_ref(role: str, ref: Any) -> BlobRef:
+def blob_ref(role: str, ref: Any) -> BlobRef:
+    """A blob of a document. Raises `BadEntry`, naming its role."""
     if not isinstance(ref, dict) or not is_digest(ref.get("digest")):
         raise BadEntry(f"blob {role!r} has no sha256")
     if type(ref.get("size")) is not int or ref["size"] < 0:

@@ -1,0 +1,205 @@
+"""Archives: what was exported comes back, and nothing else is ever written."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from piecegraph.cache.archive import MAGIC, Imported, export_archive, import_archive
+from piecegraph.cache.cache_errors import ArchiveRefused, CacheError
+from piecegraph.cache.canonical import canonical_json, parse_canonical
+from piecegraph.cache.store import Store
+from piecegraph.cache.trust import SigningKey
+from tests.cache.cache_roots import BLOBS, a_store, loads, saved
+
+
+@pytest.fixture
+def archive(tmp_path: Path) -> Path:
+    """Two entries that share their blobs."""
+    store = a_store(tmp_path)
+    entries = [saved(store), saved(store, eps=1e-5)]
+    size = export_archive(store, tmp_path / "file", [entry.key for entry in entries])
+    assert (tmp_path / "file").stat().st_size == size < 2 * sum(map(len, BLOBS.values())) + 2500
+    return tmp_path / "file"
+
+
+def elsewhere(archive: Path, key_file: str = "user/cache.key") -> Store:
+    """An empty store beside it; with the key of who made it, or another."""
+    return Store.open(archive.parent / "elsewhere", key_file=archive.parent / key_file)
+
+
+def taken_apart(archive: Path) -> tuple[Any, bytes]:
+    """(header, blobs)"""
+    data = archive.read_bytes()[len(MAGIC) :]
+    length = int.from_bytes(data[:8], "big")
+    return parse_canonical(data[8 : 8 + length]), data[8 + length :]
+
+
+def put_together(archive: Path, header: Any, blobs: bytes, key: SigningKey | None) -> None:
+    if key is not None:
+        header["signature"] = key.sign("archive", canonical_json(header["manifest"]))
+    body = canonical_json(header)
+    archive.write_bytes(MAGIC + len(body).to_bytes(8, "big") + body + blobs)
+
+
+def refused(archive: Path, why: str, *, trust: bool = False, key_file: str = "user/cache.key") -> None:
+    with pytest.raises(ArchiveRefused, match=why):
+        import_archive(elsewhere(archive, key_file), archive, trust=trust)
+    assert not (archive.parent / "elsewhere").exists(), "nothing was written"
+
+
+def test_what_was_exported_loads_elsewhere(archive: Path) -> None:
+    mine, other = a_store(archive.parent), elsewhere(archive)
+    keys = {row.key for row in mine.list()}
+    imported = import_archive(other, archive)
+    assert (set(imported.keys), imported.signed) == (keys, True)
+    for row in mine.list():
+        assert row.file.entry is not None
+        assert loads(other, row.file.entry)
+
+
+def test_a_strangers_archive_needs_trust_and_is_ours_then(archive: Path) -> None:
+    refused(archive, "--trust", key_file="other.key")
+    store = elsewhere(archive, "other.key")
+    imported = import_archive(store, archive, trust=True)
+    assert imported == Imported(imported.keys, signed=False)
+    for key in imported.keys:
+        assert store.exists(key)
+
+
+def test_trust_forgives_no_forged_signature(archive: Path) -> None:
+    header, blobs = taken_apart(archive)
+    header["manifest"]["entries"][0]["notes"] = {"better": True}
+    put_together(archive, header, blobs, None)
+    refused(archive, "damaged, or forged", trust=True)
+
+
+def test_a_signature_of_an_entry_is_none_of_an_archive(archive: Path) -> None:
+    header, blobs = taken_apart(archive)
+    key = a_store(archive.parent).signer
+    header["signature"] = key.sign("entry", canonical_json(header["manifest"]))
+    put_together(archive, header, blobs, None)
+    refused(archive, "forged")
+
+
+def test_every_kind_of_damage_is_refused(archive: Path) -> None:
+    """A bit anywhere, an end anywhere, a tail; under --trust as well, but for its signature."""
+    good = archive.read_bytes()
+    step = len(good) // 60
+    damaged = [good[:at] + bytes([good[at] ^ 4]) + good[at + 1 :] for at in range(0, len(good), step)]
+    damaged += [good[:at] for at in range(0, len(good), step)] + [good + b"\0", good + good]
+    for data in damaged:
+        archive.write_bytes(data)
+        refused(archive, str(archive))
+
+
+def rename_blob(manifest: Any, name: str) -> None:
+    manifest["blobs"][0]["digest"] = name
+    manifest["entries"][0]["blobs"]["plan"]["digest"] = name
+
+
+def set_size(manifest: Any, size: Any) -> None:
+    digest = manifest["blobs"][0]["digest"]
+    manifest["blobs"][0]["size"] = size
+    for entry in manifest["entries"]:
+        for ref in entry["blobs"].values():
+            if ref["digest"] == digest:
+                ref["size"] = size
+
+
+ATTACKS: dict[str, tuple[Callable[[Any], object], str]] = {
+    "a path as a blob's name": (lambda m: rename_blob(m, "../../../etc/passwd"), "no sha256"),
+    "an absolute path as a key": (lambda m: m["entries"][0].update(key="/etc/passwd"), "no sha256"),
+    "another key than the factors'": (lambda m: m["entries"][0].update(key="0" * 64), "not that of the factors"),
+    "an entry twice": (lambda m: m["entries"].append(m["entries"][0]), "twice"),
+    "a blob twice": (lambda m: m["blobs"].append(m["blobs"][0]), "twice"),
+    "a blob nobody names": (lambda m: m["blobs"].append({"digest": "0" * 64, "size": 0}), "not those of its entries"),
+    "a blob that is not there": (lambda m: m["blobs"].pop(), "not those of its entries"),
+    "two sizes for a blob": (lambda m: m["blobs"][0].update(size=1), "not those of its entries"),
+    "a link": (lambda m: m["blobs"][0].update(link="/etc/passwd"), "not a digest and a size"),
+    "more bytes than there are": (lambda m: set_size(m, 1 << 60), "its manifest says"),
+    "fewer bytes than there are": (lambda m: set_size(m, 1), "its manifest says"),
+    "a negative size": (lambda m: set_size(m, -1), "no size"),
+    "a size that is no number": (lambda m: set_size(m, "1"), "no size"),
+    "a newer archive": (lambda m: m.update(format=2), "format 2"),
+    "a newer entry": (lambda m: m["entries"][0].update(format=2), "another version"),
+    "another field": (lambda m: m.update(run="rm"), "other fields"),
+    "no list": (lambda m: m.update(entries={}), "no list"),
+    "no entry": (lambda m: m["entries"].append(None), "not a mapping"),
+}
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_an_attack_is_refused_even_when_signed(archive: Path, attack: str) -> None:
+    """The key may have been stolen, or the user may have said --trust: paths and sizes are checked anyway."""
+    change, why = ATTACKS[attack]
+    header, blobs = taken_apart(archive)
+    change(header["manifest"])
+    put_together(archive, header, blobs, a_store(archive.parent).signer)
+    refused(archive, why)
+    put_together(archive, header, blobs, SigningKey(b"t" * 32))
+    refused(archive, why, trust=True)
+
+
+def test_blobs_that_changed_places_are_refused(archive: Path) -> None:
+    header, blobs = taken_apart(archive)
+    header["manifest"]["blobs"].reverse()
+    put_together(archive, header, blobs, a_store(archive.parent).signer)
+    refused(archive, "has other bytes")
+
+
+def test_a_manifest_longer_than_the_file_is_not_read(archive: Path) -> None:
+    archive.write_bytes(MAGIC + (1 << 62).to_bytes(8, "big"))
+    refused(archive, "more than there is")
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.binary(max_size=80), mangle=st.sampled_from(["raw", "header", "manifest"]))
+def test_any_bytes_are_refused_and_nothing_else_is_raised(tmp_path: Path, data: bytes, mangle: str) -> None:
+    header = {"manifest": [data.hex()], "signature": {}} if mangle == "manifest" else data.hex()
+    body = data if mangle == "raw" else MAGIC + len(canonical_json(header)).to_bytes(8, "big") + canonical_json(header)
+    (tmp_path / "file").write_bytes(body)
+    refused(tmp_path / "file", "file", trust=True)
+
+
+def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    refused(tmp_path / "pipe", "not a regular file")
+    refused(tmp_path / "nothing", "there is no file")
+
+
+def test_an_entry_that_does_not_load_is_not_exported(tmp_path: Path) -> None:
+    store = a_store(tmp_path)
+    entry = saved(store)
+    store.layout.blob(entry.blobs["plan"].digest).write_bytes(b"?")
+    for key, why in ((entry.key, "blob corrupt"), ("0" * 64, "absent")):
+        with pytest.raises(CacheError, match=why):
+            export_archive(store, tmp_path / "file", [key])
+    assert not list(tmp_path.glob("*file*"))
+
+
+def test_a_full_disk_leaves_no_half_archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = a_store(tmp_path)
+    entry = saved(store)
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(OSError, match="full"):
+        export_archive(store, tmp_path / "file", [entry.key])
+    assert not list(tmp_path.glob("*file*"))
+
+
+def test_a_store_that_takes_nothing_says_so(archive: Path) -> None:
+    store = elsewhere(archive)
+    (archive.parent / "elsewhere").write_text("a file")
+    with pytest.raises(CacheError, match="was not saved"):
+        import_archive(store, archive)
