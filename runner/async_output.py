@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -45,21 +46,33 @@ class PromptRows(NamedTuple):
 
 
 class OutputStream:
-    """Copies to the host on a stream of its own, so that the next step need not wait for them."""
+    """Copies to the host on a stream of its own, so that the next step need not wait for them.
+
+    Tokens alone, which is what most steps give, go through memory and events that are used again: a step makes
+    none. There are as many of these slots as copies were ever unread at once, two or three.
+    """
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        # Entered once a step, one after the other; to make one costs as much as to enter it.
+        self._on_stream: AbstractContextManager[object] = (
+            nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+        )
+        self._free: list[_Slot] = []
 
     def to_host(self, tensors: Sequence[torch.Tensor]) -> HostCopy:
         """Copies of `tensors` as they are now in the current stream's order; they may be overwritten right after.
 
         All of them in one copy to pinned memory; those of 8-byte types come first.
         """
+        if len(tensors) == 1 and tensors[0].dtype == torch.int64 and tensors[0].ndim == 1:
+            return self._tokens_to_host(tensors[0])
         layout = [(tensor.dtype, tensor.shape) for tensor in tensors]
-        kept = tensors[0].clone() if len(tensors) == 1 else torch.cat([_as_bytes(tensor) for tensor in tensors])
+        kept = torch.cat([_as_bytes(tensor) for tensor in tensors])
         if self._stream is None:
             return HostCopy(kept, layout, None)
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             host = torch.empty(kept.shape, dtype=kept.dtype, pin_memory=True)
             host.copy_(kept, non_blocking=True)
@@ -68,23 +81,82 @@ class OutputStream:
             done.record(self._stream)
         return HostCopy(host, layout, done)
 
+    def _tokens_to_host(self, token_ids: torch.Tensor) -> HostCopy:
+        slot = self._slot(len(token_ids))
+        slot.kept.copy_(token_ids, non_blocking=True)
+        if self._stream is not None:
+            assert slot.is_kept is not None and slot.is_copied is not None, "made for this device"
+            slot.is_kept.record(torch.cuda.current_stream(self._device))
+            self._stream.wait_event(slot.is_kept)
+            with self._on_stream:
+                slot.host.copy_(slot.kept, non_blocking=True)
+            slot.is_copied.record(self._stream)
+        return HostCopy(slot.host, [(torch.int64, slot.host.shape)], slot.is_copied, lambda: self._free.append(slot))
+
+    def _slot(self, num_values: int) -> _Slot:
+        """A free one. Nothing reads or writes it any more: the copy out of it was waited for before its values
+        were read. One whose values nobody reads is never free again, but gone with its `HostCopy`."""
+        while self._free:
+            slot = self._free.pop()
+            if slot.capacity >= num_values:
+                slot.set_num_values(num_values)
+                return slot
+        slot = _Slot(max(SMALLEST_SLOT, 1 << (num_values - 1).bit_length()), self._device)
+        slot.set_num_values(num_values)
+        return slot
+
+
+SMALLEST_SLOT = 256
+
+
+class _Slot:
+    """Memory for a copy of up to `capacity` int64, on the device and on the host; on a CPU they are one."""
+
+    def __init__(self, capacity: int, device: torch.device) -> None:
+        is_cuda = device.type == "cuda"
+        self.capacity = capacity
+        self._all_kept = torch.empty(capacity, dtype=torch.int64, device=device)
+        self._all_host = torch.empty(capacity, dtype=torch.int64, pin_memory=True) if is_cuda else self._all_kept
+        self.is_kept = torch.cuda.Event() if is_cuda else None
+        self.is_copied = torch.cuda.Event() if is_cuda else None
+        self._num_values = -1
+        self.set_num_values(capacity)
+
+    def set_num_values(self, count: int) -> None:
+        """Have `kept` and `host` be `[count]`; mostly they are."""
+        if count != self._num_values:
+            self._num_values = count
+            self.kept = self._all_kept[:count]
+            self.host = self._all_host[:count]
+
 
 class HostCopy:
-    """Tensors on the host, once `get` returns."""
+    """Tensors on their way to the host."""
 
     def __init__(
-        self, packed: torch.Tensor, layout: Sequence[tuple[torch.dtype, torch.Size]], done: torch.cuda.Event | None
+        self,
+        packed: torch.Tensor,
+        layout: Sequence[tuple[torch.dtype, torch.Size]],
+        done: torch.cuda.Event | None,
+        release: Callable[[], None] = lambda: None,
     ) -> None:
-        """`packed`: the bytes of tensors of these types and shapes, or the only one itself."""
+        """`packed`: the bytes of tensors of these types and shapes, or the only one itself. `release` is called
+        once they are not read any more."""
         self._packed = packed
         self._layout = layout
         self._done = done
+        self._release = release
 
-    def get(self) -> Sequence[torch.Tensor]:
-        """Wait for the copy."""
+    def take(self) -> list[Any]:
+        """Wait for the copy; each tensor as nested lists. Once only: the memory is then another copy's."""
         if self._done is not None:
             self._done.synchronize()
-        if len(self._layout) == 1:
+        values = [tensor.numpy().tolist() for tensor in self._tensors()]  # torch's own takes three times as long
+        self._release()
+        return values
+
+    def _tensors(self) -> Sequence[torch.Tensor]:
+        if self._packed.dtype != torch.uint8:
             return [self._packed]
         sizes = [dtype.itemsize * shape.numel() for dtype, shape in self._layout]
         parts = zip(self._packed.split(sizes), self._layout, strict=True)
@@ -125,7 +197,7 @@ class AsyncOutput:
         """Waits until the step has run and its output is here. May be called again."""
         if self._output is None:
             request_ids, rows = self._request_ids, self._rows
-            values = [] if self._copy is None else [tensor.tolist() for tensor in self._copy.get()]
+            values = [] if self._copy is None else self._copy.take()
             tokens = values.pop(0) if request_ids else []
             logprobs = [values.pop(0) for _ in range(3)] if self._has_logprobs else None
             prompt = values if self._has_prompt_logprobs else None

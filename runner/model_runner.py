@@ -62,6 +62,7 @@ class ModelRunner:
         self._outputs = OutputStream(step.buffers.input_ids.device)
         self._pending: _Pending | None = None
         self._last_rows: tuple[tuple[str, ...], tuple[int, ...]] = ((), ())
+        self._last_plain_rows: Sequence[int] | None = None  # that need no sampler; their options are what they were
         self._last_decodes: Batch | None = None
         self._last_dispatched: tuple[Batch, CUDAGraphMode, int, Dispatched] | None = None
 
@@ -87,7 +88,7 @@ class ModelRunner:
         """Free, give and extend rows as the scheduler says."""
         step = self.step
         if output.removed or output.added:
-            self._last_rows = ((), ())
+            self._forget_rows()
         for request_id in output.removed:
             row = step.states.remove(request_id)
             self._prompt_logprobs.remove(request_id)
@@ -155,8 +156,10 @@ class ModelRunner:
             if at is not None:
                 is_sampled = frozenset(at)
                 rows = [row if i in is_sampled else -1 for i, row in enumerate(rows)]
-            token_ids = pending.output.token_ids[:num_reqs]
-            if grammar_output is not None or not step.sampler.is_plain(rows):
+            token_ids = pending.output.token_ids
+            if len(token_ids) != num_reqs:
+                token_ids = token_ids[:num_reqs]  # without padding
+            if grammar_output is not None or not self._is_plain(rows):
                 logits = pending.output.logits[:num_reqs]
                 if grammar_output is not None:
                     logits = apply_grammar(logits, grammar_output, batch.request_ids)
@@ -184,7 +187,7 @@ class ModelRunner:
         The device may be ahead of the host, whose word counts.
         """
         self._pending = None
-        self._last_rows = ((), ())
+        self._forget_rows()
         self.step.states.clear()
         self._prompt_logprobs.clear()
 
@@ -232,10 +235,24 @@ class ModelRunner:
 
     def _rows(self, request_ids: tuple[str, ...]) -> tuple[int, ...]:
         """The state rows of a batch's requests; most batches have those of the one before."""
-        if request_ids != self._last_rows[0]:
+        last = self._last_rows[0]
+        if request_ids is not last and request_ids != last:
             row = self.step.states.row
             self._last_rows = request_ids, tuple([row(request_id) for request_id in request_ids])
         return self._last_rows[1]
+
+    def _is_plain(self, rows: Sequence[int]) -> bool:
+        """`Sampler.is_plain`, asked once for the rows that `_rows` gives step after step."""
+        if rows is self._last_plain_rows:
+            return True
+        is_plain = self.step.sampler.is_plain(rows)
+        if is_plain and rows is self._last_rows[1]:
+            self._last_plain_rows = rows
+        return is_plain
+
+    def _forget_rows(self) -> None:
+        """Requests come and go, and with them what is known of the rows of the last batch."""
+        self._last_rows, self._last_plain_rows = ((), ()), None
 
     def _metadata(self, batch: Batch, dispatched: Dispatched, scheduled: Sequence[ScheduledRequest]) -> StepMetadata:
         step, num_tokens = self.step, dispatched.descriptor.num_tokens

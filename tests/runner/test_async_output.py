@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from piecegraph.runner import async_output
 from piecegraph.runner.async_output import AsyncOutput, OutputStream, PromptLogprobs, PromptRows, TokenLogprobs
 from piecegraph.runner.sampling.logprobs import LogprobsTensors
 
@@ -99,3 +100,40 @@ def test_making_it_waits_for_nothing() -> None:
     assert not busy.query()
     assert output.get().token_ids == {"a": 6}
     assert busy.query()
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_outputs_that_are_on_their_way_share_no_memory(device: str) -> None:
+    """Whatever their number and sizes, and in whatever order they are asked for."""
+    stream = OutputStream(torch.device(device))
+    token_ids = torch.arange(600, device=device)
+    for _ in range(3):  # from the second on through the memory of the first
+        outputs = []
+        for size in (3, 600, 1, 256, 257):
+            outputs.append(AsyncOutput(stream, request_ids=[str(i) for i in range(size)], token_ids=token_ids[:size]))
+            token_ids += 1
+        first = int(token_ids[0]) - 5
+        for place in (4, 0, 2, 1, 3):
+            tokens = outputs[place].get().token_ids.token_ids
+            assert tokens == list(range(first + place, first + place + len(tokens)))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_loop_that_reads_what_it_makes_allocates_once_for_each_in_flight(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+    make = async_output._Slot
+
+    def counted(capacity: int, on: torch.device) -> async_output._Slot:
+        made.append(capacity)
+        return make(capacity, on)
+
+    monkeypatch.setattr(async_output, "_Slot", counted)
+    stream = OutputStream(torch.device(device))
+    in_flight: list[AsyncOutput] = []
+    for step in range(20):
+        in_flight.append(AsyncOutput(stream, request_ids=["a"], token_ids=torch.tensor([step], device=device)))
+        if len(in_flight) > 1:
+            assert in_flight.pop(0).get().token_ids == {"a": step - 1}
+    assert made == [async_output.SMALLEST_SLOT] * 2
