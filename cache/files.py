@@ -52,8 +52,10 @@ def write_atomically(path: Path, data: bytes, temp_folder: Path, mode: int = 0o6
     leaves no temp file then.
     """
     temp = temp_folder / f"{secrets.token_hex(16)}.tmp"
-    fd = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+    fd = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
+        if mode != 0o600:
+            os.fchmod(fd, mode)  # whatever the umask says
         with contextlib.suppress(OSError):  # a file system without locks: sweeping goes by age alone
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         write_all(fd, data)

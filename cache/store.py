@@ -235,7 +235,9 @@ class Store:
         self.layout.root.parent.mkdir(parents=True, exist_ok=True)
         for folder in self.layout.folders:
             with contextlib.suppress(FileExistsError):
-                os.mkdir(folder, 0o755 if self._publish else 0o700)
+                os.mkdir(folder, 0o700)
+                if self._publish:
+                    os.chmod(folder, 0o755)  # whatever the umask says
                 made.append(folder)
         if made:
             _check_folders(self.layout, has_signing_key=False)

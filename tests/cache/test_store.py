@@ -219,21 +219,25 @@ def test_another_users_root_is_refused_and_with_its_key_read(tmp_path: Path, mon
     signing = tmp_path / "signing.key"
     signing.write_text("ab" * 32)
     signing.chmod(0o644)
-    image = a_store(tmp_path, signing_key_file=signing, publish=True)
-    entry = saved(image)
+    before = os.umask(0o077)  # a careful image build
+    try:
+        entry = saved(a_store(tmp_path, signing_key_file=signing, publish=True))
+    finally:
+        os.umask(before)
     someone = os.geteuid() + 1
     monkeypatch.setattr(os, "geteuid", lambda: someone)
     mine = tmp_path / "mine.key"
     with pytest.raises(UntrustedCache, match="belongs to user"):
         Store.open(tmp_path / "cache", key_file=mine)
-    before = sorted(tmp_path.rglob("*"))
+    files = sorted(tmp_path.rglob("*"))
     reader = Store.open(tmp_path / "cache", key_file=mine, signing_key_file=signing)
     assert reader.access is Access.READ_ONLY
     assert loads(reader, entry)
     assert isinstance(reader.save(entry, BLOBS), NotSaved)
-    assert sorted(tmp_path.rglob("*")) == before
-    for path in (tmp_path / "cache").rglob("*"):
-        assert path.stat().st_mode & 0o077 == (0o055 if path.is_dir() else 0o044), path
+    assert sorted(tmp_path.rglob("*")) == files
+    for path in every_file(tmp_path / "cache"):
+        assert path.stat().st_mode & 0o777 == 0o644, path
+    assert (tmp_path / "cache" / "v1" / "blobs").stat().st_mode & 0o777 == 0o755
 
 
 def failing(number: int) -> Callable[..., Any]:

@@ -1,0 +1,69 @@
+"""Counters: summed without a lock, whoever writes meanwhile; what says nothing is counted as that."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from piecegraph.cache import counters
+from piecegraph.cache.counters import Counters, Totals
+
+KEY = "a" * 64
+
+
+def test_events_are_summed(tmp_path: Path) -> None:
+    found = Counters(tmp_path / "log")
+    assert found.read() == Totals()
+    found.hit(KEY, 1.5)
+    found.hit(KEY, 2)
+    found.miss(KEY, "absent")
+    found.saved(KEY)
+    found.quarantined(KEY, "blob")
+    assert found.read() == Totals(
+        hits=2, misses={"absent": 1}, quarantined=1, saves=1, seconds_saved=3.5, hits_by_key={KEY: 2}
+    )
+    found.clear()
+    found.clear()
+    assert found.read() == Totals()
+
+
+def test_torn_and_foreign_lines_are_counted_and_no_error(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    lines = [b'{"event":"hi', b"[1]", b'{"event":"hit","key":1,"seconds":1}', b'{"event":"new kind"}', b"\xff\xfe"]
+    path.write_bytes(b"\n".join(lines) + b"\n" + b"[" * 100000 + b"\n")
+    found = Counters(path)
+    found.hit(KEY, 1.0)
+    assert (found.read().hits, found.read().unreadable) == (1, 6)
+
+
+def test_processes_count_at_once_and_lose_nothing(tmp_path: Path) -> None:
+    pids = []
+    for _ in range(4):
+        pid = os.fork()
+        if pid == 0:
+            for _ in range(100):
+                Counters(tmp_path / "log").hit(KEY, 1.0)
+            os._exit(0)
+        pids.append(pid)
+    for pid in pids:
+        os.waitpid(pid, 0)
+    totals = Counters(tmp_path / "log").read()
+    assert (totals.hits, totals.unreadable) == (400, 0)
+
+
+def test_a_log_does_not_grow_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(counters, "MAX_COUNTERS_BYTES", 500)
+    found = Counters(tmp_path / "log")
+    for _ in range(50):
+        found.hit(KEY, 1.0)
+    assert found.path.stat().st_size < 700
+    assert found.read().full
+
+
+def test_where_nothing_can_be_written_nothing_is_raised(tmp_path: Path) -> None:
+    Counters(tmp_path / "no" / "folder").hit(KEY, 1.0)
+    (tmp_path / "log").symlink_to(tmp_path / "elsewhere")
+    Counters(tmp_path / "log").hit(KEY, 1.0)
+    assert not (tmp_path / "elsewhere").exists()
