@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import enum
+import json
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,6 +67,9 @@ def read_entry_file(layout: Layout, key: str, keyring: Keyring) -> EntryFile:
 
 
 def _judge(key: str, data: bytes, keyring: Keyring) -> tuple[MissReason | None, str, Entry | None]:
+    document = _signed_document(data, keyring)
+    if document is not None:
+        return _judge_signed(key, document)
     try:
         file = parse_canonical(data)
     except ValueError as error:
@@ -73,11 +78,17 @@ def _judge(key: str, data: bytes, keyring: Keyring) -> tuple[MissReason | None, 
         return MissReason.CORRUPT, "not an entry and a signature", None
     document, signature = file["entry"], file["signature"]
     verdict = keyring.verify("entry", canonical_json(document), signature)
-    entry, wrong = _entry_of(document)
+    entry, _ = _entry_of(document)
     if verdict is Verdict.FORGED:
         return MissReason.FORGED, "the signature does not fit", entry
     if verdict is Verdict.UNKNOWN_KEY:
         return MissReason.UNTRUSTED, "signed with a key that is not configured, or not at all", entry
+    return _judge_signed(key, document)
+
+
+def _judge_signed(key: str, document: Any) -> tuple[MissReason | None, str, Entry | None]:
+    """What to make of a document whose signature is good."""
+    entry, wrong = _entry_of(document)
     version = document.get("format") if isinstance(document, dict) else None
     if type(version) is int and version != FORMAT:
         return MissReason.OTHER_VERSION, f"format {version}; this version reads {FORMAT}", entry
@@ -86,6 +97,23 @@ def _judge(key: str, data: bytes, keyring: Keyring) -> tuple[MissReason | None, 
     if entry.key != key:
         return MissReason.CORRUPT, f"it is the entry of {entry.key}", entry
     return None, "", entry
+
+
+_AS_WE_WRITE_IT = re.compile(
+    rb'\{"entry":(.*),"signature":'
+    rb'(\{"key_id":"[0-9a-f]{16}","scheme":"hmac-sha256","value":"[0-9a-f]{64}"\})\}'
+)
+
+
+def _signed_document(data: bytes, keyring: Keyring) -> Any:
+    """The document, if its very bytes are signed by a key of ours; None leaves it to a closer look.
+
+    Most entries are; they need not be written out again to be compared with, which is what takes time in a listing.
+    """
+    found = _AS_WE_WRITE_IT.fullmatch(data)
+    if found is None or keyring.verify("entry", found[1], json.loads(found[2])) is not Verdict.GOOD:
+        return None
+    return json.loads(found[1])
 
 
 def _entry_of(document: Any) -> tuple[Entry | None, str]:

@@ -47,7 +47,12 @@ class FactorDifference:
 
 def key_of(factors: Mapping[str, Any]) -> str:
     """The key, 64 hexadecimal digits, of plain factors (see `plain`). Raises `KeyFactorError`."""
-    return hashlib.sha256(b"piecegraph key 1\n" + canonical_json(plain(factors))).hexdigest()
+    return key_of_plain(plain(factors))
+
+
+def key_of_plain(factors: Mapping[str, Any]) -> str:
+    """The key of what `plain` has returned, e.g. of an entry's factors."""
+    return hashlib.sha256(b"piecegraph key 1\n" + canonical_json(factors)).hexdigest()
 
 
 def config_factors(config: Any, excluded: Mapping[str, str] = EXCLUDED) -> dict[str, Any]:
