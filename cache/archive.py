@@ -22,7 +22,7 @@ from typing import Any
 from piecegraph.cache.blobs import get_blob
 from piecegraph.cache.cache_errors import ArchiveRefused, CacheError
 from piecegraph.cache.canonical import canonical_json, parse_canonical
-from piecegraph.cache.entry import FORMAT, BadEntry, BlobRef, Entry, blob_ref, from_document, to_document
+from piecegraph.cache.entry import FORMAT, BadEntry, BlobRef, Entry, blob_ref, check_key, from_document, to_document
 from piecegraph.cache.files import sync_folder, write_all
 from piecegraph.cache.store import Miss, NotSaved, Store
 from piecegraph.cache.trust import Verdict
@@ -197,6 +197,8 @@ def _checked(manifest: Any) -> tuple[list[Entry], list[BlobRef]]:
     entries = [from_document(document) for document in manifest["entries"]]
     if any(entry.format != FORMAT for entry in entries):
         raise BadEntry("an entry is of another version")
+    for entry in entries:
+        check_key(entry)
     refs = [_blob(each) for each in manifest["blobs"]]
     if len({entry.key for entry in entries}) != len(entries) or len({ref.digest for ref in refs}) != len(refs):
         raise BadEntry("something is in it twice")

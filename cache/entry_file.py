@@ -113,7 +113,10 @@ def _signed_document(data: bytes, keyring: Keyring) -> Any:
     found = _AS_WE_WRITE_IT.fullmatch(data)
     if found is None or keyring.verify("entry", found[1], json.loads(found[2])) is not Verdict.GOOD:
         return None
-    return json.loads(found[1])
+    try:
+        return json.loads(found[1])
+    except (ValueError, RecursionError):
+        return None
 
 
 def _entry_of(document: Any) -> tuple[Entry | None, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 _HEX64 = re.compile(r"[0-9a-f]{64}")
@@ -21,21 +22,21 @@ def default_key_file() -> Path:
     return user_data_path("piecegraph", appauthor=False) / "cache.key"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Layout:
     """Paths under `root`; none need exist. Every path is relative to the root, so a copy of it works."""
 
     root: Path
 
-    @property
+    @cached_property
     def base(self) -> Path:
         return self.root / "v1"
 
-    @property
+    @cached_property
     def entries(self) -> Path:
         return self.base / "entries"
 
-    @property
+    @cached_property
     def blobs(self) -> Path:
         return self.base / "blobs"
 
@@ -52,7 +53,7 @@ class Layout:
         """Files being written. Apart from entries and blobs, so that a listing meets none of them."""
         return self.base / "temp"
 
-    @property
+    @cached_property
     def used(self) -> Path:
         """An empty file a key, whose modification time says when the entry last helped."""
         return self.base / "used"

@@ -13,7 +13,7 @@ from pathlib import Path
 from piecegraph.cache.blobs import BlobTrouble, get_blob, put_blob
 from piecegraph.cache.cache_errors import UntrustedCache
 from piecegraph.cache.counters import Counters
-from piecegraph.cache.entry import BlobRef, Entry
+from piecegraph.cache.entry import BadEntry, BlobRef, Entry, check_key
 from piecegraph.cache.entry_file import IS_BAD_FILE, EntryFile, MissReason, read_entry_file, write_document
 from piecegraph.cache.files import entries_of, sync_folder, unlink_if_there, write_atomically
 from piecegraph.cache.layout import Layout, default_key_file, is_digest
@@ -146,6 +146,10 @@ class Store:
             bad = self.layout.entry(key) if file.problem in IS_BAD_FILE else None
             return Miss(file.problem, file.detail, bad)
         assert file.entry is not None, "a file without a problem has an entry"
+        try:
+            check_key(file.entry)
+        except BadEntry as error:
+            return Miss(MissReason.CORRUPT, str(error), self.layout.entry(key))
         blobs: dict[str, bytes] = {}
         for role, ref in file.entry.blobs.items():
             try:

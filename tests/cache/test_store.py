@@ -121,6 +121,28 @@ def test_an_entry_under_another_key_is_no_hit(tmp_path: Path) -> None:
     assert missed(store, other.key) is MissReason.CORRUPT
 
 
+def test_an_entry_whose_factors_do_not_make_its_key_is_no_hit(tmp_path: Path) -> None:
+    """Even one that we signed: a bug of ours would be a wrong artifact otherwise."""
+    store = a_store(tmp_path)
+    entry = saved(store)
+    document = parse_canonical(store.layout.entry(entry.key).read_bytes())["entry"] | {"factors": {"eps": 1.0}}
+    data = canonical_json({"entry": document, "signature": store.signer.sign("entry", canonical_json(document))})
+    store.layout.entry(entry.key).write_bytes(data)
+    assert missed(store, entry.key) is MissReason.CORRUPT
+
+
+def test_signed_nonsense_and_deep_nests_are_no_hits(tmp_path: Path) -> None:
+    """Whatever is under the name of an entry: a listing and a load go on."""
+    store = a_store(tmp_path)
+    entry = saved(store)
+    for document in (b"[]", b"1", b'{"format":1}', b"{", b"[" * 100_000 + b"]" * 100_000, b"\xff", b"NaN"):
+        signature = canonical_json(store.signer.sign("entry", document))
+        for data in (b'{"entry":' + document + b',"signature":' + signature + b"}", document):
+            store.layout.entry(entry.key).write_bytes(data)
+            assert store.list()[0].state == "corrupt"
+            assert missed(store, entry.key) is MissReason.CORRUPT
+
+
 class LeavesAMark:
     """What an attacker pickles."""
 
