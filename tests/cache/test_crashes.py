@@ -17,6 +17,9 @@ from piecegraph.cache.collect import collect
 from piecegraph.cache.store import Loaded, Store
 from tests.cache.cache_roots import BLOBS, NOW, a_store, an_entry, loads, saved
 
+# Later Pythons warn where other tests have left threads; the children here run our own Python only, and exit.
+pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+
 CALLS = ("open", "write", "fsync", "rename", "close", "mkdir", "utime", "link", "unlink")
 
 

@@ -13,6 +13,9 @@ from piecegraph.cache.single_flight import Flight, single_flight
 from piecegraph.cache.store import Loaded
 from tests.cache.cache_roots import a_store, an_entry, saved
 
+# Later Pythons warn where other tests have left threads; the children here run our own Python only, and exit.
+pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+
 KEY, OTHER = "a" * 64, "b" * 64
 
 
