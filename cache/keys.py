@@ -145,3 +145,12 @@ def _differences(left: Any, right: Any, path: str) -> list[FactorDifference]:
         same = left is right or (MISSING not in (left, right) and canonical_json(left) == canonical_json(right))
         return [] if same else [FactorDifference(path, left, right)]
     return [difference for a, b, at in pairs for difference in _differences(a, b, at)]
+
+
+def nearest(factors: Mapping[str, Any], others: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
+    """The keys of `others` (key to plain factors), those first that differ from `factors` in the fewest places.
+
+    What `diff_factors` says of the first is why there was no hit.
+    """
+    distance = {key: len(diff_factors(plain(factors), other)) for key, other in others.items()}
+    return tuple(sorted(distance, key=lambda key: (distance[key], key)))

@@ -13,7 +13,16 @@ from hypothesis import strategies as st
 
 from piecegraph.cache.cache_errors import KeyFactorError
 from piecegraph.cache.canonical import canonical_json, parse_canonical
-from piecegraph.cache.keys import EXCLUDED, MISSING, FactorDifference, config_factors, diff_factors, key_of, plain
+from piecegraph.cache.keys import (
+    EXCLUDED,
+    MISSING,
+    FactorDifference,
+    config_factors,
+    diff_factors,
+    key_of,
+    nearest,
+    plain,
+)
 from piecegraph.cache.layout import is_digest
 from piecegraph.config import CompileConfig
 
@@ -146,3 +155,14 @@ def test_a_changed_field_makes_another_key_unless_a_reason_excludes_it(name: str
     before = key_of(config_factors(CompileConfig()))
     after = key_of(config_factors(CompileConfig.from_options({name: CHANGED[name]})))
     assert (before == after) == (name in EXCLUDED)
+
+
+def test_the_nearest_differs_in_the_fewest_factors() -> None:
+    wanted = {"eps": 1e-6, "sizes": (1, 2), "torch": "2.13"}
+    others = {
+        "a": {"eps": 1e-5, "sizes": [1, 4], "torch": "2.13"},
+        "b": {"eps": 1e-6, "sizes": [1, 2], "torch": "2.11"},
+        "c": {},
+    }
+    assert nearest(wanted, others) == ("b", "a", "c")
+    assert nearest(wanted, {}) == ()
