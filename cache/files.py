@@ -25,6 +25,11 @@ def read_regular(path: Path, limit: int) -> bytes:
 
     Raises `NotARegularFile` for links and anything else that is no file, FileNotFoundError, OSError.
     """
+    return read_with_status(path, limit)[0]
+
+
+def read_with_status(path: Path, limit: int) -> tuple[bytes, os.stat_result]:
+    """As `read_regular`, with owner and mode of the very file that was read, whatever its name leads to by now."""
     try:
         # O_NONBLOCK: opening a pipe that somebody put there must not wait for a writer.
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -33,14 +38,15 @@ def read_regular(path: Path, limit: int) -> bytes:
             raise NotARegularFile(error.errno, "a link or a device, not a file", str(path)) from None
         raise
     try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
             raise NotARegularFile(errno.EINVAL, "not a regular file", str(path))
         chunks = []
         left = limit + 1
         while left > 0 and (chunk := os.read(fd, min(left, 1 << 20))):
             chunks.append(chunk)
             left -= len(chunk)
-        return b"".join(chunks)
+        return b"".join(chunks), status
     finally:
         os.close(fd)
 

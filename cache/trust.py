@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from piecegraph.cache.cache_errors import UntrustedCache
-from piecegraph.cache.files import NotARegularFile, read_regular, sync_folder, write_all
+from piecegraph.cache.files import NotARegularFile, read_with_status, sync_folder, write_all
 
 SCHEME = "hmac-sha256"
 _KEY_BYTES = 32
@@ -83,8 +83,7 @@ def read_key(path: Path, *, shared: bool = False) -> SigningKey:
     Raises `UntrustedCache` with what to do, FileNotFoundError, OSError.
     """
     try:
-        text = read_regular(path, 1024)
-        status = os.lstat(path)
+        text, status = read_with_status(path, 1024)
     except NotARegularFile:
         raise UntrustedCache(f"key file {path} is not a regular file; remove it: rm {path}") from None
     if not shared and status.st_uid != os.geteuid():
