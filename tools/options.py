@@ -280,9 +280,15 @@ CONTEXT: dict[str, Any] = {"help_option_names": ["-h", "--help"], "max_content_w
 def with_flags_repeated(params: Sequence[click.Parameter], args: Sequence[str]) -> list[str]:
     """`--batch-size 1 8 32` as click wants it: the flag of an option that may be repeated before each of its values.
 
-    A word belongs to the flag as long as it is a value the option can have.
+    A word belongs to the flag as long as it is a value the option can have. Options whose values are any text
+    take one, as ever: whatever follows could be theirs.
     """
-    repeatable = {flag: param for param in params if param.multiple for flag in param.opts}
+    repeatable = {
+        flag: param
+        for param in params
+        if param.multiple and isinstance(param.type, click.IntRange | click.FloatRange | click.Choice)
+        for flag in param.opts
+    }
     written: list[str] = []
     flag = ""  # that the words are values of
     num_values = 0
@@ -300,6 +306,8 @@ def with_flags_repeated(params: Sequence[click.Parameter], args: Sequence[str]) 
 
 
 def _is_value(param: click.Parameter, word: str) -> bool:
+    if word.startswith("-"):
+        return False
     try:
         param.type.convert(word, param, None)
     except click.BadParameter:

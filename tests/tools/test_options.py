@@ -99,6 +99,8 @@ def test_every_field_of_sampling_params_is_a_flag() -> None:
         (["--one", "1", "8", "--size=3", "4"], ["--one", "1", "8", "--size=3", "4"]),
         (["--size"], ["--size"]),
         (["--size", "none", "8"], ["--size", "none", "--size", "8"]),
+        (["--text", "a", "b", "--text", "c"], ["--text", "a", "b", "--text", "c"]),  # b may be an argument
+        (["--size", "1", "-1"], ["--size", "1", "-1"]),
     ],
 )
 def test_one_flag_takes_several_values(written: list[str], read: list[str]) -> None:
@@ -107,5 +109,6 @@ def test_one_flag_takes_several_values(written: list[str], read: list[str]) -> N
         click.Option(["--size"], type=click.IntRange(min=1), multiple=True),
         click.Option(["--mode"], type=click.Choice(["full", "none"]), multiple=True),
         click.Option(["--one"], type=int),
+        click.Option(["--text"], multiple=True),
     ]
     assert with_flags_repeated(params, written) == read
