@@ -10,42 +10,27 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM
 
-from piecegraph.compiler.api import compile as compile_module
-from piecegraph.config import CompileConfig
 from piecegraph.passes.pipeline import all_passes
-from piecegraph.runner.attention.transformers_attention import name_layers, register_attention
-from piecegraph.runner.causal_lm import DYNAMIC_DIMS, CausalLMForward, example_inputs
-from piecegraph.runner.rope import fix_longrope
-from tests.runner.tiny_models import FAMILIES, MAX_LEN, UNLISTED
+from tests.passes.family_runs import family
+from tests.runner.tiny_models import FAMILIES, UNLISTED
 
 TABLE = Path(__file__).with_name("golden_matches.json")
 COMMAND = "python -m tests.passes.golden_matches"
 DTYPE = torch.bfloat16
 """What models are served in: its graphs have the casts that float32 ones lack."""
 
-CPU = torch.device("cpu")
-
 Matches = dict[str, dict[str, int]]  # pass -> {"matches": n, "misses": n}
 
 
-def found_matches(family: str) -> Matches:
-    """What every pass of ours finds in a traced family. Raises `PassFailed` if one fails."""
-    register_attention()
-    config = {**FAMILIES, **UNLISTED}[family]()
-    model = AutoModelForCausalLM.from_config(config, dtype=DTYPE, attn_implementation="piecegraph").eval()
-    name_layers(model)
-    fix_longrope(model, MAX_LEN)
-    options = CompileConfig(compiler="eager", passes=tuple(each.name for each in all_passes()), strict=True)
-    with (
-        torch.no_grad(),
-        compile_module(
-            CausalLMForward(model), options, dynamic_dims=DYNAMIC_DIMS, example_inputs=example_inputs(CPU)
-        ) as compiled,
-    ):
-        rows = compiled.report().passes
-    return {row.name: {"matches": row.matches, "misses": len(row.misses)} for row in rows}
+def found_matches(name: str) -> Matches:
+    """What every pass of ours finds in traced family `name`. None may fail."""
+    passes = all_passes()
+    outcomes = family(name, DTYPE).apply(*passes)
+    return {
+        each.name: {"matches": outcome.matches, "misses": len(outcome.misses)}
+        for each, outcome in zip(passes, outcomes, strict=True)
+    }
 
 
 def committed_matches() -> dict[str, Matches]:
@@ -63,12 +48,12 @@ def difference(committed: Mapping[str, Mapping[str, int]], found: Mapping[str, M
 
 
 def main() -> None:
-    table = {family: found_matches(family) for family in (*FAMILIES, *UNLISTED)}
+    table = {name: found_matches(name) for name in (*FAMILIES, *UNLISTED)}
     families = [
-        f"  {json.dumps(family)}: {{\n"
+        f"  {json.dumps(family_name)}: {{\n"
         + ",\n".join(f"    {json.dumps(name)}: {json.dumps(row)}" for name, row in rows.items())
         + "\n  }"
-        for family, rows in table.items()
+        for family_name, rows in table.items()
     ]
     TABLE.write_text("{\n" + ",\n".join(families) + "\n}\n")
 
