@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -93,7 +93,7 @@ def prompt(num_tokens: int) -> torch.Tensor:
     return torch.randint(VOCAB_SIZE, (num_tokens,), generator=generator)
 
 
-@cache
+@lru_cache(maxsize=4)  # more would be walked over by every collection of garbage in the process
 def _traced(name: str, dtype: torch.dtype, num_layers: int | None) -> Traced:
     register_attention()
     config = {**FAMILIES, **UNLISTED}[name]()
