@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from piecegraph.cache.blobs import get_blob
-from piecegraph.cache.cache_errors import ArchiveRefused, CacheError
 from piecegraph.cache.canonical import canonical_json, parse_canonical
 from piecegraph.cache.entry import FORMAT, BadEntry, BlobRef, Entry, blob_ref, check_key, from_document, to_document
 from piecegraph.cache.files import sync_folder, write_all
 from piecegraph.cache.store import Miss, NotSaved, Store
 from piecegraph.cache.trust import Verdict
+from piecegraph.errors import ArchiveRefused, CacheError
 
 MAGIC = b"piecegraph cache archive 1\n"
 _LENGTH_BYTES = 8

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from piecegraph.cache.cache_errors import KeyFactorError
 from piecegraph.cache.canonical import canonical_json
+from piecegraph.errors import KeyFactorError
 
 EXCLUDED: Mapping[str, str] = {
     "compile_workers": "how many processes compile, not what they make",

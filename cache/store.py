@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from piecegraph.cache.blobs import BlobTrouble, get_blob, put_blob
-from piecegraph.cache.cache_errors import UntrustedCache
 from piecegraph.cache.counters import Counters
 from piecegraph.cache.entry import BadEntry, BlobRef, Entry, check_key
 from piecegraph.cache.entry_file import IS_BAD_FILE, EntryFile, MissReason, read_entry_file, write_document
@@ -20,6 +19,7 @@ from piecegraph.cache.layout import Layout, default_key_file, is_digest
 from piecegraph.cache.quarantine import quarantine
 from piecegraph.cache.stamps import last_used, stamp
 from piecegraph.cache.trust import Access, Keyring, SigningKey, check_folder, load_or_create_key, read_key
+from piecegraph.errors import UntrustedCache
 
 logger = logging.getLogger(__name__)
 

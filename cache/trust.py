@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from piecegraph.cache.cache_errors import UntrustedCache
 from piecegraph.cache.files import NotARegularFile, read_with_status, sync_folder, write_all
+from piecegraph.errors import UntrustedCache
 
 SCHEME = "hmac-sha256"
 _KEY_BYTES = 32

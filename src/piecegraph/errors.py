@@ -4,7 +4,8 @@ PiecegraphError
 ├── UsageError                 a call that cannot mean anything (exit code 2)
 ├── ConfigError                a bad value, or an unknown name (exit code 3)
 │   ├── SplitOpNotFound        no such op is registered
-│   └── SplitOpUnused          the op exists, but not in this graph
+│   ├── SplitOpUnused          the op exists, but not in this graph
+│   └── KeyFactorError         a factor of a cache key that has no canonical form; names its path
 ├── ModelError                 a model that cannot be loaded or run (exit code 3)
 │   ├── ModelNotFound
 │   ├── CheckpointError        corrupt, missing or unexpected tensors
@@ -22,9 +23,13 @@ PiecegraphError
 │   └── NotCompiled            asked for a report before anything was traced
 ├── CaptureError               (exit code 5)
 │   └── GraphNotCaptured
-└── VerificationError          (exit code 6)
-    └── SelfcheckFailed        a piece, or a replay, computes what the model does not
+├── VerificationError          (exit code 6)
+│   └── SelfcheckFailed        a piece, or a replay, computes what the model does not
+└── CacheError                 the cache cannot do what was asked; a compiler goes on uncached (exit code 1)
+    ├── UntrustedCache         a folder or key file others could have written; says what mends it
+    └── ArchiveRefused         an archive that is damaged, unsigned, or says what none of ours says
 
+Bad bytes in a cache that is to be trusted are no error: they are a miss, and what they held is compiled again.
 An invariant of ours is an `assert` with a message, never one of these.
 """
 
@@ -53,6 +58,10 @@ class SplitOpNotFound(ConfigError):
 
 
 class SplitOpUnused(ConfigError):
+    pass
+
+
+class KeyFactorError(ConfigError):
     pass
 
 
@@ -130,6 +139,18 @@ class VerificationError(PiecegraphError):
 
 
 class SelfcheckFailed(VerificationError):
+    pass
+
+
+class CacheError(PiecegraphError):
+    pass
+
+
+class UntrustedCache(CacheError):
+    pass
+
+
+class ArchiveRefused(CacheError):
     pass
 
 

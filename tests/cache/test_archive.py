@@ -13,10 +13,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from piecegraph.cache.archive import MAGIC, Imported, export_archive, import_archive
-from piecegraph.cache.cache_errors import ArchiveRefused, CacheError
 from piecegraph.cache.canonical import canonical_json, parse_canonical
 from piecegraph.cache.store import Store
 from piecegraph.cache.trust import SigningKey
+from piecegraph.errors import ArchiveRefused, CacheError
 from tests.cache.cache_roots import BLOBS, a_store, loads, saved
 
 

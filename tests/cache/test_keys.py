@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from piecegraph.cache.cache_errors import KeyFactorError
 from piecegraph.cache.canonical import canonical_json, parse_canonical
 from piecegraph.cache.keys import (
     EXCLUDED,
@@ -25,6 +24,7 @@ from piecegraph.cache.keys import (
 )
 from piecegraph.cache.layout import is_digest
 from piecegraph.config import CompileConfig
+from piecegraph.errors import KeyFactorError
 
 
 class Mode(enum.IntEnum):

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from piecegraph.cache.cache_errors import UntrustedCache
 from piecegraph.cache.canonical import canonical_json, parse_canonical
 from piecegraph.cache.entry_file import MissReason
 from piecegraph.cache.quarantine import quarantined
 from piecegraph.cache.store import Loaded, Miss, NotSaved, Saved, Store
 from piecegraph.cache.trust import Access, SigningKey
+from piecegraph.errors import UntrustedCache
 from tests.cache.cache_roots import BLOBS, NOW, a_store, an_entry, loads, saved
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from piecegraph.cache.cache_errors import UntrustedCache
 from piecegraph.cache.trust import Access, Keyring, SigningKey, Verdict, check_folder, load_or_create_key, read_key
+from piecegraph.errors import UntrustedCache
 
 MINE, THEIRS = SigningKey(b"m" * 32), SigningKey(b"t" * 32)
 
