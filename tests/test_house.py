@@ -1,4 +1,4 @@
-"""The rules of the house that a linter cannot know: the direction of imports, and what no file may hold."""
+"""The rules of the house that a linter cannot know: the direction of imports, what runs bytes, what no file holds."""
 
 from __future__ import annotations
 
@@ -120,6 +120,125 @@ def test_a_crossing_is_refused_with_its_reason(folder: str, source: str, reason:
 )
 def test_the_direction_is_free(folder: str, source: str) -> None:
     assert crossings(source, folder) == []
+
+
+RUNS_BYTES = {
+    "aoti_load_package",
+    "CDLL",
+    "CompiledArtifact",
+    "CppCodeCache",
+    "dlopen",
+    "exec_module",
+    "load_cache_artifacts",
+    "load_compiled_function",
+    "load_library",
+    "load_module",
+    "LoadLibrary",
+    "module_from_spec",
+    "PyCodeCache",
+    "PyDLL",
+    "SourceFileLoader",
+    "spec_from_file_location",
+    "torch.jit.load",
+    "torch.export.load",
+    "torch.hub.load",
+    "torch.load",
+    "np.load",
+    "numpy.load",
+    "yaml.load",
+    "yaml.full_load",
+    "yaml.unsafe_load",
+}
+"""Functions that run or unpickle what is in a file. One without a dot counts whatever it is an attribute of."""
+
+RUNNING_MODULES = {
+    *("pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve", "copyreg"),
+    *("ctypes", "cffi", "runpy", "imp", "code", "codeop"),
+}
+
+MAY_RUN_BYTES = {
+    ("compiler/graphs/cuda_driver.py", "ctypes"): "calls the driver that torch has loaded",
+    ("compiler/graphs/cuda_driver.py", "CDLL"): "of the driver, by the loader's own search; no path",
+    ("compiler/graphs/replay_plan.py", "exec"): "a line a step, generated right there",
+    ("compiler/graphs/replay_plan.py", "compile"): "of the same lines",
+    ("compiler/stitch.py", "exec"): "of the stitched source, generated from a plan",
+    ("compiler/stitch.py", "compile"): "of the same source",
+    (
+        "compiler/torch_compat.py",
+        "CompiledArtifact",
+    ): "the one authenticated loader: of what this process had compiled, or of blobs that `cache.store` has handed out",
+    ("compiler/torch_compat.py", "eval"): "of sizes that this process, or the one that started it, wrote",
+    ("runner/cuda_memory.py", "ctypes"): "calls the driver that torch has loaded",
+    ("runner/cuda_memory.py", "CDLL"): "of the driver, by the loader's own search; no path",
+}
+"""(file, what it uses) -> why no byte of a disk runs there unauthenticated. A new row needs a reason as good."""
+
+
+def ways_to_run_bytes(source: str) -> list[tuple[int, str]]:
+    """(line, what) for each unpickling, dlopen and exec in `source`: imports, calls, and what is only named."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = [alias.name for alias in node.names]
+            modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else names
+            heads = [name.partition(".")[0] for name in modules]
+            found += [(node.lineno, head) for head in heads if head in RUNNING_MODULES]
+            if isinstance(node, ast.ImportFrom):
+                found += [(node.lineno, name) for name in names if {name, f"{node.module}.{name}"} & RUNS_BYTES]
+        elif isinstance(node, ast.Attribute):
+            found += [(node.lineno, what) for what in {node.attr, ast.unparse(node)} & RUNS_BYTES]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            runs_text = node.func.id == "compile" and any(
+                isinstance(arg, ast.Constant) and arg.value in ("exec", "eval", "single")
+                for arg in (*node.args, *(keyword.value for keyword in node.keywords))
+            )
+            if runs_text or node.func.id in ("exec", "eval", "__import__"):
+                found.append((node.lineno, node.func.id))
+        elif isinstance(node, ast.keyword) and node.arg in ("allow_pickle", "weights_only"):
+            is_safe = isinstance(node.value, ast.Constant) and node.value.value is (node.arg == "weights_only")
+            found += [] if is_safe else [(node.value.lineno, node.arg)]
+    return found
+
+
+@pytest.mark.parametrize("file", sources(), ids=lambda file: str(file.relative_to(ROOT)))
+def test_bytes_run_where_they_were_authenticated(file: Path) -> None:
+    """Nothing unpickles, dlopens or execs but what `MAY_RUN_BYTES` says."""
+    name = str(file.relative_to(ROOT))
+    found = ways_to_run_bytes(file.read_text(encoding="utf-8"))
+    strays = [f"line {line} uses {what}" for line, what in found if (name, what) not in MAY_RUN_BYTES]
+    assert not strays, f"{name}: {'; '.join(strays)}: load data, or have torch_compat.load_artifact load it"
+
+
+def test_every_reason_to_run_bytes_is_still_needed() -> None:
+    there = {file: (ROOT / file).read_text(encoding="utf-8") for file, _ in MAY_RUN_BYTES if (ROOT / file).exists()}
+    used = {(file, what) for file, source in there.items() for _, what in ways_to_run_bytes(source)}
+    assert set(MAY_RUN_BYTES) - used == set(), "take them out of MAY_RUN_BYTES"
+
+
+@pytest.mark.parametrize(
+    ("source", "what"),
+    [
+        ("import pickle", "pickle"),
+        ("def f():\n    from ctypes import CDLL as x", "ctypes"),
+        ("import torch as t\nt.ops.load_library(path)", "load_library"),
+        ("torch.load(path)", "torch.load"),
+        ("from torch import load", "load"),
+        ("from torch._inductor.codecache import PyCodeCache", "PyCodeCache"),
+        ("loader = torch._inductor.aoti_load_package", "aoti_load_package"),
+        ("exec(text)", "exec"),
+        ("compile(text, name, 'exec')", "compile"),
+        ("numpy.load(path, allow_pickle=True)", "allow_pickle"),
+        ("f(weights_only=False)", "weights_only"),
+        ("importlib.util.spec_from_file_location(name, path)", "spec_from_file_location"),
+    ],
+)
+def test_a_way_to_run_bytes_is_seen(source: str, what: str) -> None:
+    assert what in {found for _, found in ways_to_run_bytes(source)}
+
+
+@pytest.mark.parametrize("source", ["model.eval()", "piecegraph.compile(model)", "re.compile(x)", "json.load(file)"])
+def test_what_only_looks_like_one_is_not(source: str) -> None:
+    assert ways_to_run_bytes(source) == []
 
 
 def in_a_fresh_process(code: str) -> str:
