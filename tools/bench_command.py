@@ -2,30 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import tempfile
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
 import click
 
-from piecegraph.progress import Phase
-from piecegraph.tools.compile_flags import with_compile_flags
-from piecegraph.tools.options import COMPILE_FLAGS, CONTEXT, LLM_FLAGS, Command, flags, given
+from piecegraph.tools.latency_command import latency
+from piecegraph.tools.options import CONTEXT
 from piecegraph.tools.passes_command import passes
-from piecegraph.tools.phases import PhaseDisplay, Stopwatch
-from piecegraph.tools.settings import config_option
 from piecegraph.tools.throughput_command import throughput
-
-if TYPE_CHECKING:
-    from piecegraph.tools.bench.latency import LatencyRow
-
-MODES = ("full", "piecewise", "none")
-
-LATENCY_EPILOG = """\b
-Examples:
-  piecegraph bench latency shape:qwen3-0.6b --load-format dummy
-  piecegraph bench latency ./my-model --batch-size 1 32 --mode full --json"""
 
 
 @click.group(context_settings=CONTEXT)
@@ -37,138 +19,5 @@ def command() -> None:
     """
 
 
-command.add_command(throughput)
-command.add_command(passes)
-
-
-@command.command("latency", cls=Command, epilog=LATENCY_EPILOG, context_settings=CONTEXT)
-@click.argument("model")
-@click.option(
-    "--batch-size",
-    "batch_sizes",
-    type=click.IntRange(min=1),
-    multiple=True,
-    default=(1, 8, 32, 128, 256),
-    show_default=True,
-    help="Requests that decode together; one or several.",
-)
-@click.option(
-    "--mode",
-    "modes",
-    type=click.Choice(MODES, case_sensitive=False),
-    multiple=True,
-    default=MODES,
-    show_default=True,
-    help="How steps run; one or several.",
-)
-@click.option("--context", type=click.IntRange(min=1), default=512, show_default=True, help="Tokens before the first.")
-@click.option(
-    "--prefill-tokens",
-    type=click.IntRange(min=0),
-    default=0,
-    show_default=True,
-    help="Tokens of one more request's prompt in each step, beside the decodes: a mixed batch.",
-)
-@click.option("--steps", type=click.IntRange(min=2), default=128, show_default=True, help="Decode steps timed.")
-@flags(LLM_FLAGS)
-@flags(COMPILE_FLAGS)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object when done.")
-@click.option("--quiet", is_flag=True, help="Print no phases.")
-@click.option("--debug", is_flag=True, help="Show tracebacks and what the libraries say.")
-@config_option
-def latency(
-    model: str,
-    batch_sizes: tuple[int, ...],
-    modes: tuple[str, ...],
-    context: int,
-    prefill_tokens: int,
-    steps: int,
-    as_json: bool,
-    quiet: bool,
-    debug: bool,
-    **values: Any,
-) -> None:
-    """Milliseconds per decode step of MODEL, by batch size and mode.
-
-    MODEL is a folder, a .gguf file, a hub id, or shape:NAME for random weights in a published shape
-    (qwen3-0.6b, llama-8b). A step is input preparation, model, logits and the draw of a token, timed
-    between CUDA events. The roofline reads every weight and every cached key once, at the
-    rates measured in the same run.
-    """
-    arguments = given(LLM_FLAGS, values)
-    arguments.setdefault("max_model_len", max(context + steps, prefill_tokens) + 64)
-    arguments.setdefault("max_num_seqs", max(*batch_sizes, 1) + (prefill_tokens > 0))
-    if model.startswith("shape:"):
-        arguments.setdefault("load_format", "dummy")
-    with PhaseDisplay(quiet=quiet) as display, tempfile.TemporaryDirectory(prefix="piecegraph-") as scratch:
-        display(Phase(name="import", detail="torch, transformers"))
-        display.spin()
-        watch = Stopwatch()
-        from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
-        from piecegraph.runner.llm import LLM
-        from piecegraph.tools.bench.ceilings import measure_ceilings
-        from piecegraph.tools.bench.latency import measure_latency
-        from piecegraph.tools.bench.shapes import model_folder
-        from piecegraph.tools.env_command import collect
-        from piecegraph.tools.quiet import quiet_libraries
-        from piecegraph.tools.records import as_plain
-
-        if not debug:
-            quiet_libraries()
-        display(Phase(name="import", seconds=watch.seconds(), detail="torch, transformers"))
-        folder = model_folder(model, Path(scratch))
-        with LLM(folder, skip_tokenizer_init=True, on_phase=display, **with_compile_flags(arguments, values)) as llm:
-            buffers = llm.runner.step.buffers
-            layer = next(iter(llm.runner.step.kv_caches.values()))
-            ceilings = measure_ceilings(buffers.input_ids.device, layer.key.dtype)
-            display.stop()
-            if not as_json:
-                click.echo(HEADER)
-            rows = measure_latency(
-                llm,
-                batch_sizes,
-                [CUDAGraphMode.parse(mode) for mode in modes],
-                context=context,
-                steps=steps,
-                ceilings=ceilings,
-                prefill_tokens=prefill_tokens,
-                on_row=lambda row: None if as_json else click.echo(as_line(row)),
-            )
-            if as_json:
-                record = {
-                    "model": model,
-                    "context": context,
-                    "steps": steps,
-                    "prefill_tokens": prefill_tokens,
-                    "ceilings": as_plain(ceilings),
-                    "rows": [{**as_plain(row), "share_of_roofline": row.share_of_roofline} for row in rows],
-                    "phases": display.seconds,
-                    "report": as_plain(llm.compiled.report()),
-                    "graphs": {**llm.runner.graphs.summary(), "device_bytes": llm.runner.graphs.device_bytes},
-                    "notes": list(llm.notes),
-                    "environment": collect(),
-                }
-                click.echo(json.dumps(record))
-            else:
-                click.echo(
-                    f"ceilings: {ceilings.read_bytes_per_s / 1e12:.2f} TB/s read, "
-                    f"{ceilings.flops_per_s / 1e12:.0f} TFLOP/s",
-                )
-                for note in llm.notes:
-                    click.echo(f"note: {note}", err=True)
-
-
-HEADER = (
-    f"{'batch':>5} {'mode':<10} {'padded':>6} {'ms/step':>8} {'p10':>8} {'p90':>8} {'launches':>8} {'kernels':>7} "
-    f"{'floor ms':>8} {'of roofline':>11}"
-)
-
-
-def as_line(row: LatencyRow) -> str:
-    """A row of the table; a downgrade shows as the mode that ran, with the reason after it."""
-    counts = ["-" if count is None else str(count) for count in (row.launches, row.kernels)]
-    line = (
-        f"{row.batch_size:>5} {row.mode:<10} {row.padded_tokens:>6} {row.ms:>8.3f} {row.ms_p10:>8.3f} "
-        f"{row.ms_p90:>8.3f} {counts[0]:>8} {counts[1]:>7} {row.floor_ms:>8.3f} {row.share_of_roofline:>11.0%}"
-    )
-    return line if row.reason is None else f"{line}  ({row.asked} was asked for: {row.reason})"
+for _each in (latency, throughput, passes):
+    command.add_command(_each)

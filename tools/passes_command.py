@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from piecegraph.progress import Phase
+from piecegraph.tools.bench_start import bench_arguments, bench_start, output_flags
 from piecegraph.tools.compile_flags import with_compile_flags
-from piecegraph.tools.options import COMPILE_FLAGS, CONTEXT, LLM_FLAGS, Command, flags, given
-from piecegraph.tools.phases import PhaseDisplay, Stopwatch
-from piecegraph.tools.settings import config_option
+from piecegraph.tools.options import COMPILE_FLAGS, CONTEXT, LLM_FLAGS, Command, flags
 
 if TYPE_CHECKING:
     from piecegraph.tools.bench.passes import Measured
@@ -45,10 +41,7 @@ Examples:
 @click.option("--pieces/--no-pieces", "with_pieces", default=True, help="Time each piece alone too. [default: pieces]")
 @flags(LLM_FLAGS)
 @flags(COMPILE_FLAGS)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object when done.")
-@click.option("--quiet", is_flag=True, help="Print no phases.")
-@click.option("--debug", is_flag=True, help="Show tracebacks and what the libraries say.")
-@config_option
+@output_flags
 def passes(
     model: str,
     batch_sizes: tuple[int, ...],
@@ -67,24 +60,14 @@ def passes(
     with none, and with pieces that are not compiled at all. A pass that saves less than 3 % of the step and
     less than 1 us a layer at every batch size is marked. --passes chooses those that are meant by all.
     """
-    arguments = given(LLM_FLAGS, values)
-    if model.startswith("shape:"):
-        arguments.setdefault("load_format", "dummy")
-    with PhaseDisplay(quiet=quiet) as display, tempfile.TemporaryDirectory(prefix="piecegraph-") as scratch:
-        display(Phase(name="import", detail="torch, transformers"))
-        display.spin()
-        watch = Stopwatch()
+    arguments = bench_arguments(model, values)
+    with bench_start(model, quiet=quiet, debug=debug) as begun:
         from piecegraph.passes.pipeline import default_passes
         from piecegraph.runner.model_loader import resolve_device
         from piecegraph.tools.bench.passes import Plan, measure_passes, variants
-        from piecegraph.tools.bench.shapes import model_folder
         from piecegraph.tools.env_command import collect
-        from piecegraph.tools.quiet import quiet_libraries
         from piecegraph.tools.records import as_plain
 
-        if not debug:
-            quiet_libraries()
-        display(Phase(name="import", seconds=watch.seconds(), detail="torch, transformers"))
         device_type = resolve_device(arguments.get("device")).type
         arguments = with_compile_flags(arguments, values)
         named = arguments.get("compilation_config", {}).get("passes")
@@ -92,9 +75,9 @@ def passes(
         compiler = "eager" if arguments.pop("enforce_eager", False) else arguments.pop("compiler", "inductor")
         plan = Plan(batch_sizes=batch_sizes, context=context, steps=steps, repeats=repeat, with_pieces=with_pieces)
         measured, ceilings = measure_passes(
-            model_folder(model, Path(scratch)), arguments, variants(names, compiler), plan, on_phase=display
+            begun.folder, arguments, variants(names, compiler), plan, on_phase=begun.display
         )
-        display.stop()
+        begun.display.stop()
     if as_json:
         record = {
             "model": model,

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-import tempfile
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from piecegraph.progress import Phase
+from piecegraph.tools.bench_start import about, bench_arguments, bench_start, ceilings_line, output_flags
 from piecegraph.tools.compile_flags import with_compile_flags
-from piecegraph.tools.options import COMPILE_FLAGS, CONTEXT, LLM_FLAGS, Command, flags, given
-from piecegraph.tools.phases import PhaseDisplay, Stopwatch
-from piecegraph.tools.settings import config_option
+from piecegraph.tools.options import COMPILE_FLAGS, CONTEXT, LLM_FLAGS, Command, flags
 
 if TYPE_CHECKING:
     from piecegraph.tools.bench.step_profile import StepProfile
@@ -77,10 +73,7 @@ class _Range(click.ParamType[Any]):
 )
 @flags(LLM_FLAGS)
 @flags(COMPILE_FLAGS)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object when done.")
-@click.option("--quiet", is_flag=True, help="Print no phases.")
-@click.option("--debug", is_flag=True, help="Show tracebacks and what the libraries say.")
-@config_option
+@output_flags
 def throughput(
     model: str,
     num_requests: int,
@@ -103,28 +96,17 @@ def throughput(
     of them: nano-vllm's bench. The floor reads the weights once in each of the fewest possible steps, or
     multiplies by them, and reads every cached key for every token, at the rates measured in the same run.
     """
-    arguments = given(LLM_FLAGS, values)
+    arguments = bench_arguments(model, values)
     arguments.setdefault("max_model_len", shared_prefix + prompt_tokens[1] + output_tokens[1])
-    if model.startswith("shape:"):
-        arguments.setdefault("load_format", "dummy")
-    with PhaseDisplay(quiet=quiet) as display, tempfile.TemporaryDirectory(prefix="piecegraph-") as scratch:
-        display(Phase(name="import", detail="torch, transformers"))
-        display.spin()
-        watch = Stopwatch()
+    with bench_start(model, quiet=quiet, debug=debug) as begun:
         from piecegraph.runner.llm import LLM
         from piecegraph.tools.bench.ceilings import measure_ceilings
-        from piecegraph.tools.bench.shapes import model_folder
         from piecegraph.tools.bench.step_profile import profile_steps
         from piecegraph.tools.bench.throughput import WARM_UP, make_workload, measure_throughput
-        from piecegraph.tools.env_command import collect
-        from piecegraph.tools.quiet import quiet_libraries
         from piecegraph.tools.records import as_plain
 
-        if not debug:
-            quiet_libraries()
-        display(Phase(name="import", seconds=watch.seconds(), detail="torch, transformers"))
-        folder = model_folder(model, Path(scratch))
-        with LLM(folder, skip_tokenizer_init=True, on_phase=display, **with_compile_flags(arguments, values)) as llm:
+        display, arguments = begun.display, with_compile_flags(arguments, values)
+        with LLM(begun.folder, skip_tokenizer_init=True, on_phase=display, **arguments) as llm:
             layer = next(iter(llm.runner.step.kv_caches.values()))
             ceilings = measure_ceilings(llm.runner.step.buffers.input_ids.device, layer.key.dtype)
             workload = make_workload(
@@ -161,19 +143,13 @@ def throughput(
                     "ceilings": as_plain(ceilings),
                     "rows": [as_plain(row.as_record()) for row in rows],
                     "profiles": as_plain(profiles),
-                    "phases": display.seconds,
-                    "report": as_plain(llm.compiled.report()),
-                    "graphs": {**llm.runner.graphs.summary(), "device_bytes": llm.runner.graphs.device_bytes},
-                    "notes": list(llm.notes),
-                    "environment": collect(),
+                    **about(llm, display),
                 }
                 click.echo(json.dumps(record))
                 return
             for profile in profiles:
                 click.echo(as_lines(profile))
-            click.echo(
-                f"ceilings: {ceilings.read_bytes_per_s / 1e12:.2f} TB/s read, {ceilings.flops_per_s / 1e12:.0f} TFLOP/s"
-            )
+            click.echo(ceilings_line(ceilings))
             click.echo(f"warm-up: {WARM_UP}")
             for note in llm.notes:
                 click.echo(f"note: {note}", err=True)

@@ -1,0 +1,87 @@
+"""How every bench begins and what it says of itself: flags, phases, a quiet process, the model's folder, the record."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from piecegraph.progress import Phase
+from piecegraph.tools.options import LLM_FLAGS, given
+from piecegraph.tools.phases import PhaseDisplay, Stopwatch
+from piecegraph.tools.settings import config_option
+
+if TYPE_CHECKING:
+    from piecegraph.runner.llm import LLM
+    from piecegraph.tools.bench.ceilings import Ceilings
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+
+IMPORTS = "torch, transformers"
+
+
+def output_flags(command: _Command) -> _Command:
+    """`--json`, `--quiet`, `--debug` and `--config` of a bench."""
+    command = config_option(command)
+    command = click.option("--debug", is_flag=True, help="Show tracebacks and what the libraries say.")(command)
+    command = click.option("--quiet", is_flag=True, help="Print no phases.")(command)
+    return click.option("--json", "as_json", is_flag=True, help="Print one JSON object when done.")(command)
+
+
+def bench_arguments(model: str, values: dict[str, Any]) -> dict[str, Any]:
+    """`LLM`'s arguments that were given; a `shape:` has no weights to read."""
+    arguments = given(LLM_FLAGS, values)
+    if model.startswith("shape:"):
+        arguments.setdefault("load_format", "dummy")
+    return arguments
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchStart:
+    """What a bench has once torch and transformers are imported."""
+
+    display: PhaseDisplay
+    folder: str  # the model's, or the model as it was named
+
+
+@contextmanager
+def bench_start(model: str, *, quiet: bool, debug: bool) -> Iterator[BenchStart]:
+    """Import torch and transformers, shown as a phase, and make the folder of a `shape:`, which is gone at the end.
+
+    Raises `ModelError` for a shape that is none.
+    """
+    with PhaseDisplay(quiet=quiet) as display, tempfile.TemporaryDirectory(prefix="piecegraph-") as scratch:
+        display(Phase(name="import", detail=IMPORTS))
+        display.spin()
+        watch = Stopwatch()
+        import piecegraph.runner.llm  # noqa: F401  the weight of all that follows
+        from piecegraph.tools.bench.shapes import model_folder
+        from piecegraph.tools.quiet import quiet_libraries
+
+        if not debug:
+            quiet_libraries()
+        display(Phase(name="import", seconds=watch.seconds(), detail=IMPORTS))
+        yield BenchStart(display=display, folder=model_folder(model, Path(scratch)))
+
+
+def about(llm: LLM, display: PhaseDisplay) -> dict[str, Any]:
+    """What a record says of the model that was measured and of where."""
+    from piecegraph.tools.env_command import collect
+    from piecegraph.tools.records import as_plain
+
+    return {
+        "phases": display.seconds,
+        "report": as_plain(llm.compiled.report()),
+        "graphs": {**llm.runner.graphs.summary(), "device_bytes": llm.runner.graphs.device_bytes},
+        "notes": list(llm.notes),
+        "environment": collect(),
+    }
+
+
+def ceilings_line(ceilings: Ceilings) -> str:
+    return f"ceilings: {ceilings.read_bytes_per_s / 1e12:.2f} TB/s read, {ceilings.flops_per_s / 1e12:.0f} TFLOP/s"
