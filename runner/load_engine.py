@@ -13,7 +13,7 @@ from piecegraph.compiler.api import compile as compile_module
 from piecegraph.compiler.compiled_model import CompiledModel
 from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
 from piecegraph.compiler.plan import SplitCall
-from piecegraph.progress import OnPhase, Phase
+from piecegraph.progress import OnPhase, Phase, timed_phase
 from piecegraph.runner.attention.layer import AttentionLayer, attention_layers
 from piecegraph.runner.attention.select import BackendChoice, check_backend_name, choose_backend
 from piecegraph.runner.attention.step_metadata import StepMetadataBuilder
@@ -78,10 +78,14 @@ def load_engine(config: EngineConfig, on_phase: OnPhase | None = None) -> Loaded
     max_num_tokens = batched_tokens(config, device.type)
     if config.cudagraph_capture_sizes is not None:
         check_capture_sizes(config.cudagraph_capture_sizes, max_num_tokens)
-    hf_config = load_config(config.source)
-    dtype = resolve_dtype(config.dtype, hf_config, device)
-    max_model_len = model_length(hf_config, config.max_model_len)
-    tokenizer = None if config.skip_tokenizer_init else load_tokenizer(config.source, config.tokenizer)
+    with timed_phase(on_phase, "config"):
+        hf_config = load_config(config.source)
+        dtype = resolve_dtype(config.dtype, hf_config, device)
+        max_model_len = model_length(hf_config, config.max_model_len)
+    tokenizer = None
+    if not config.skip_tokenizer_init:
+        with timed_phase(on_phase, "tokenizer"):
+            tokenizer = load_tokenizer(config.source, config.tokenizer)
     loaded = load_model(config.source, hf_config, dtype=dtype, device=device, seed=config.seed, on_phase=on_phase)
     notes = [*loaded.notes, *fix_longrope(loaded.model, max_model_len)]
     for note in notes:
@@ -90,31 +94,33 @@ def load_engine(config: EngineConfig, on_phase: OnPhase | None = None) -> Loaded
     model = _compile(loaded, config, max_model_len, max_num_tokens, on_phase)
     plan = model.plan
     vocab_size = loaded.config.get_text_config(decoder=True).vocab_size
-    sampler = Sampler(
-        max_num_reqs=config.max_num_seqs, max_model_len=max_model_len, vocab_size=vocab_size, device=device
-    )
+    with timed_phase(on_phase, "buffers"):
+        sampler = Sampler(
+            max_num_reqs=config.max_num_seqs, max_model_len=max_model_len, vocab_size=vocab_size, device=device
+        )
     runner, num_blocks = _runner(model, plan, config, sampler, max_num_tokens, device, on_phase)
-    engine = Engine(
-        scheduler=Scheduler(
-            kv_cache=KVCacheManager(
-                num_blocks=num_blocks,
-                block_size=config.block_size,
+    with timed_phase(on_phase, "engine"):
+        engine = Engine(
+            scheduler=Scheduler(
+                kv_cache=KVCacheManager(
+                    num_blocks=num_blocks,
+                    block_size=config.block_size,
+                    max_num_batched_tokens=max_num_tokens,
+                    groups=model.layout.groups,
+                    enable_prefix_caching=config.enable_prefix_caching,
+                ),
+                max_num_seqs=config.max_num_seqs,
                 max_num_batched_tokens=max_num_tokens,
-                groups=model.layout.groups,
-                enable_prefix_caching=config.enable_prefix_caching,
+                policy=SchedulingPolicy.PRIORITY,  # of equal priority, which is the default, the first comes first
             ),
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=max_num_tokens,
-            policy=SchedulingPolicy.PRIORITY,  # of equal priority, which is the default, the first comes first
-        ),
-        runner=runner,
-        tokenizer=tokenizer,
-        eos_token_ids=eos_token_ids(loaded.model),
-        max_model_len=max_model_len,
-        vocab_size=vocab_size,
-        seed=config.seed,
-        steps_ahead=int(runs_ahead(config, device.type)),
-    )
+            runner=runner,
+            tokenizer=tokenizer,
+            eos_token_ids=eos_token_ids(loaded.model),
+            max_model_len=max_model_len,
+            vocab_size=vocab_size,
+            seed=config.seed,
+            steps_ahead=int(runs_ahead(config, device.type)),
+        )
     checked: SelfcheckReport | None = None
     if config.compile.selfcheck:
         checked = _selfcheck(loaded, model, config, engine, runner, max_model_len, on_phase)
@@ -234,33 +240,34 @@ def _runner(
     assert config.block_size % block_size == 0, f"{backend.name}: {block_size} does not divide {config.block_size}"
     pages_per_block = config.block_size // block_size
     num_groups = len(model.layout.groups)
-    step = ModelStep(
-        forward=model.compiled,
-        impl=backend.impl(),
-        metadata_builder=StepMetadataBuilder(
-            backend.metadata_builder(model.layers, block_size, device, max_num_reqs=config.max_num_seqs)
-        ),
-        layout=model.layout,
-        kv_caches=allocate_kv_caches(model.layers, 1, block_size, device),  # until the others are sized
-        states=RequestStates(
-            max_num_reqs=config.max_num_seqs,
-            max_model_len=max_model_len,
-            max_blocks=max_blocks,
-            num_groups=num_groups,
-            pages_per_block=pages_per_block,
-            device=device,
-            keeps_host_blocks=backend.needs_host_batch,
-        ),
-        buffers=InputBuffers(
-            max_num_tokens=max(max_num_tokens, config.max_num_seqs),
-            max_num_reqs=config.max_num_seqs,
-            max_blocks=max_blocks * pages_per_block,
-            num_groups=num_groups,
-            device=device,
-        ),
-        sampler=sampler,
-        block_size=block_size,
-    )
+    with timed_phase(on_phase, "buffers"):
+        step = ModelStep(
+            forward=model.compiled,
+            impl=backend.impl(),
+            metadata_builder=StepMetadataBuilder(
+                backend.metadata_builder(model.layers, block_size, device, max_num_reqs=config.max_num_seqs)
+            ),
+            layout=model.layout,
+            kv_caches=allocate_kv_caches(model.layers, 1, block_size, device),  # until the others are sized
+            states=RequestStates(
+                max_num_reqs=config.max_num_seqs,
+                max_model_len=max_model_len,
+                max_blocks=max_blocks,
+                num_groups=num_groups,
+                pages_per_block=pages_per_block,
+                device=device,
+                keeps_host_blocks=backend.needs_host_batch,
+            ),
+            buffers=InputBuffers(
+                max_num_tokens=max(max_num_tokens, config.max_num_seqs),
+                max_num_reqs=config.max_num_seqs,
+                max_blocks=max_blocks * pages_per_block,
+                num_groups=num_groups,
+                device=device,
+            ),
+            sampler=sampler,
+            block_size=block_size,
+        )
     cache = _allocate(model, config, step, max_num_tokens, on_phase)
     step = replace(step, kv_caches=cache.kv_caches)
     graphs = CudaGraphManager(
@@ -326,12 +333,13 @@ def _allocate(
             has_graphs=has_graphs,
         )
     else:
-        step_bytes = peak_step_bytes(
-            step,
-            num_tokens=max_num_tokens,
-            max_model_len=max_model_len,
-            needs_host_batch=model.attention.backend.needs_host_batch,
-        )
+        with timed_phase(on_phase, "profile"):
+            step_bytes = peak_step_bytes(
+                step,
+                num_tokens=max_num_tokens,
+                max_model_len=max_model_len,
+                needs_host_batch=model.attention.backend.needs_host_batch,
+            )
         cache = allocate_on_gpu(
             allocate,
             sizes,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 
@@ -10,7 +12,7 @@ from dataclasses import dataclass
 class Phase:
     """One thing that happened in a phase: it began, moved on, or (with `seconds`) ended."""
 
-    name: str  # "convert", "load", "trace", "split", "compile", "stitch", "kv_cache", ...
+    name: str  # "config", "load", "trace", "compile", "kv_cache", "capture", ...
     done: int = 0  # of `total`, e.g. unique pieces compiled
     total: int = 0  # 0: not counted
     seconds: float | None = None  # set once, when the phase ended
@@ -18,3 +20,12 @@ class Phase:
 
 
 OnPhase = Callable[[Phase], None]
+
+
+@contextmanager
+def timed_phase(on_phase: OnPhase | None, name: str) -> Iterator[None]:
+    """Tell of a phase once it has ended, with the seconds this was entered; of one that raises, nothing."""
+    started = time.perf_counter()
+    yield
+    if on_phase is not None:
+        on_phase(Phase(name=name, seconds=time.perf_counter() - started))

@@ -63,7 +63,9 @@ def test_enforce_eager_runs_pieces_uncompiled(llama_dir: Path) -> None:
     ) as llm:
         assert "eager" in str(llm.compiled.report())
         assert llm.notes == ()
-    assert list(dict.fromkeys(phases)) == ["load", "trace", "split", "compile", "stitch", "kv_cache"]
+    assert list(dict.fromkeys(phases)) == [
+        *("config", "load", "trace", "split", "compile", "stitch", "buffers", "kv_cache", "engine"),
+    ]
 
 
 def test_a_cache_too_small_is_out_of_memory(llama_dir: Path) -> None:

@@ -48,9 +48,9 @@ def test_it_answers_as_over_a_fixed_cache(llm: LLM, llama_dir: Path, driver: Fak
         cudagraph_capture_sizes=(1, 4, 64), on_phase=phases.append,
     ) as growing:  # fmt: skip
         names = list(dict.fromkeys(phase.name for phase in phases))
-        assert names[-2:] == ["capture", "kv_cache"]
+        assert names[-3:] == ["capture", "kv_cache", "engine"]
         num_blocks = growing.engine.stats.num_blocks
-        assert phases[-1].detail.startswith(f"{num_blocks} blocks of 16 tokens")
+        assert phases[-2].detail.startswith(f"{num_blocks} blocks of 16 tokens")
         caches = list(growing.runner.step.kv_caches.values())
         assert {len(layer.key) for layer in caches} == {len(layer.value) for layer in caches} == {num_blocks}
         left_over = int(0.5 * TOTAL_BYTES) - USED_BYTES - sum(layer.key.nbytes + layer.value.nbytes for layer in caches)
