@@ -16,6 +16,7 @@ import pytest
 from piecegraph.cache.collect import collect
 from piecegraph.cache.store import Loaded, Store
 from tests.cache.cache_roots import BLOBS, NOW, a_store, an_entry, loads, saved
+from tests.cache.killed_saves import run_in_a_process_of_its_own
 
 # Later Pythons warn where other tests have left threads; the children here run our own Python only, and exit.
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
@@ -93,6 +94,13 @@ def test_a_writer_killed_while_it_replaces_an_entry_leaves_the_old_or_the_new(tm
         found = store.load(an_entry(old).key)
         assert isinstance(found, Loaded)
         assert found.blobs in (old, new)
+
+
+def test_a_thousand_writers_killed_at_random_times_leave_only_legal_states(tmp_path: Path) -> None:
+    """No wrong byte is loaded, no other entry is lost, and what the dead left is swept."""
+    outcome = run_in_a_process_of_its_own(tmp_path, kills=1000, seed=6)
+    assert (outcome.killed, outcome.wrong, outcome.lost, outcome.unswept) == (1000, 0, 0, 0), outcome
+    assert min(outcome.half_written, outcome.orphans) > 0, "no kill was in the middle"
 
 
 def test_processes_that_save_the_same_key_at_once_all_succeed(tmp_path: Path) -> None:
