@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
+from piecegraph.compiler.graphs.cuda_driver import copy_async, record_event, wait_event
 from piecegraph.runner.sampling.logprobs import LogprobsTensors
 from piecegraph.runner.scheduling.scheduler_output import SampledTokens
 
@@ -55,10 +55,8 @@ class OutputStream:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        # Entered once a step, one after the other; to make one costs as much as to enter it.
-        self._on_stream: AbstractContextManager[object] = (
-            nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
-        )
+        self._stream_handle = 0 if self._stream is None else self._stream.cuda_stream
+        self._slots: list[_Slot] = []  # all of them: nobody else knows what is being copied
         self._free: list[_Slot] = []
 
     def to_host(self, tensors: Sequence[torch.Tensor]) -> HostCopy:
@@ -66,7 +64,7 @@ class OutputStream:
 
         All of them in one copy to pinned memory; those of 8-byte types come first.
         """
-        if len(tensors) == 1 and tensors[0].dtype == torch.int64 and tensors[0].ndim == 1:
+        if len(tensors) == 1 and tensors[0].dtype == torch.int64 and tensors[0].ndim == 1 and tensors[0].stride(0) == 1:
             return self._tokens_to_host(tensors[0])
         layout = [(tensor.dtype, tensor.shape) for tensor in tensors]
         kept = torch.cat([_as_bytes(tensor) for tensor in tensors])
@@ -81,27 +79,34 @@ class OutputStream:
             done.record(self._stream)
         return HostCopy(host, layout, done)
 
+    def close(self) -> None:
+        """Wait for what is on its way: the memory it is copied to goes with this object. Harmless when repeated."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
     def _tokens_to_host(self, token_ids: torch.Tensor) -> HostCopy:
         slot = self._slot(len(token_ids))
-        slot.kept.copy_(token_ids, non_blocking=True)
-        if self._stream is not None:
-            assert slot.is_kept is not None and slot.is_copied is not None, "made for this device"
-            slot.is_kept.record(torch.cuda.current_stream(self._device))
-            self._stream.wait_event(slot.is_kept)
-            with self._on_stream:
-                slot.host.copy_(slot.kept, non_blocking=True)
-            slot.is_copied.record(self._stream)
+        if self._stream is None:
+            slot.kept.copy_(token_ids)
+        else:  # calls of the driver: torch's own took as long as launching the model
+            stream, num_bytes = torch.cuda.current_stream(self._device).cuda_stream, 8 * len(token_ids)
+            copy_async(slot.kept_address, token_ids.data_ptr(), num_bytes, stream)
+            record_event(slot.is_kept_handle, stream)
+            wait_event(self._stream_handle, slot.is_kept_handle)
+            copy_async(slot.host_address, slot.kept_address, num_bytes, self._stream_handle)
+            record_event(slot.is_copied_handle, self._stream_handle)
         return HostCopy(slot.host, [(torch.int64, slot.host.shape)], slot.is_copied, lambda: self._free.append(slot))
 
     def _slot(self, num_values: int) -> _Slot:
         """A free one. Nothing reads or writes it any more: the copy out of it was waited for before its values
-        were read. One whose values nobody reads is never free again, but gone with its `HostCopy`."""
+        were read. One whose values nobody reads, which takes an error, is never free again."""
         while self._free:
             slot = self._free.pop()
             if slot.capacity >= num_values:
                 slot.set_num_values(num_values)
                 return slot
         slot = _Slot(max(SMALLEST_SLOT, 1 << (num_values - 1).bit_length()), self._device)
+        self._slots.append(slot)
         slot.set_num_values(num_values)
         return slot
 
@@ -113,12 +118,16 @@ class _Slot:
     """Memory for a copy of up to `capacity` int64, on the device and on the host; on a CPU they are one."""
 
     def __init__(self, capacity: int, device: torch.device) -> None:
-        is_cuda = device.type == "cuda"
         self.capacity = capacity
-        self._all_kept = torch.empty(capacity, dtype=torch.int64, device=device)
-        self._all_host = torch.empty(capacity, dtype=torch.int64, pin_memory=True) if is_cuda else self._all_kept
-        self.is_kept = torch.cuda.Event() if is_cuda else None
-        self.is_copied = torch.cuda.Event() if is_cuda else None
+        self._all_kept = self._all_host = torch.empty(capacity, dtype=torch.int64, device=device)
+        self.is_copied: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self._all_host = torch.empty(capacity, dtype=torch.int64, pin_memory=True)
+            self.kept_address, self.host_address = self._all_kept.data_ptr(), self._all_host.data_ptr()
+            self._is_kept, self.is_copied = torch.cuda.Event(), torch.cuda.Event()
+            for event in (self._is_kept, self.is_copied):
+                event.record()  # makes it
+            self.is_kept_handle, self.is_copied_handle = self._is_kept.cuda_event, self.is_copied.cuda_event
         self._num_values = -1
         self.set_num_values(capacity)
 

@@ -193,6 +193,7 @@ class ModelRunner:
 
     def close(self) -> None:
         """Free the graphs; harmless when repeated."""
+        self._outputs.close()
         self.graphs.close()
 
     def _add(self, added: AddedRequest) -> None:

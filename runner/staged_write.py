@@ -1,4 +1,4 @@
-"""A tensor on the device whose rows the host writes in ragged pieces, all of a step's with one copy."""
+"""A tensor on the device whose rows the host writes in ragged pieces, all of a step's with one launch."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
+
+from piecegraph.runner.uva_ring import UvaBuffer, UvaRing
 
 if TYPE_CHECKING:
     from piecegraph.runner.kernels.staged_write import PreparedWriter
@@ -34,9 +36,9 @@ class StagedWriteTensor:
     `gpu` never moves, so captured graphs may read it; it has this name on a CPU device too. Writes are
     collected by `stage_write` and reach the device in `apply_write`, in the order of the current stream:
     whatever was launched before reads the old values, whatever comes after the new ones, and the host
-    waits for neither. Every apply takes fresh pinned memory, which torch's caching host allocator keeps
-    until the copy has run, so no buffer needs guarding. After Model Runner V2's class of this name; ours
-    sends one buffer instead of four, and of writes to the same cell the last one wins.
+    waits for neither. The kernel reads what is written where the host has put it (`UvaRing`), so an apply is
+    one launch. After Model Runner V2's class of this name; ours has one buffer instead of four, and of writes
+    to the same cell the last one wins.
 
     Args:
         shape: `(rows, width)` or `(rows,)`; the latter is written like `(rows, 1)`.
@@ -52,6 +54,7 @@ class StagedWriteTensor:
         self._num_rows = shape[0]
         self._width = shape[1] if len(shape) == 2 else 1
         self._staged: dict[int, list[RowWrite]] = {}  # by row, in the order they came
+        self._ring = UvaRing(device)
         self._writer: PreparedWriter | None = None  # on a GPU, from the first apply on
         self._cells: dict[tuple[int, int], int] = {}  # (row, start) -> value; of a row in both these come first
 
@@ -96,16 +99,16 @@ class StagedWriteTensor:
         self._cells.clear()
 
     def apply_write(self) -> None:
-        """Write what is staged, with one copy to the device and one kernel; with nothing staged, do nothing.
+        """Write what is staged, with one kernel; with nothing staged, do nothing.
 
         Mutates `gpu`. Not for use in a captured graph: a replay would repeat these very writes.
         """
         if self._staged:
             self._cells_to_writes()
             writes = [write for of_row in self._staged.values() for write in without_overlaps(of_row)]
-            packed = pack_writes(writes, self.gpu.device)
+            packed = pack_writes(writes, self._ring)
         elif self._cells:
-            packed = pack_cells(self._cells, self.gpu.device)
+            packed = pack_cells(self._cells, self._ring)
         else:
             return
         if self.gpu.device.type == "cuda":
@@ -114,6 +117,7 @@ class StagedWriteTensor:
 
                 self._writer = PreparedWriter(self.gpu)
             self._writer.write(packed)
+            packed.buffer.read_until_here()
         else:
             apply_writes_reference(self.gpu, packed)
         self.clear_staged()
@@ -139,15 +143,16 @@ class RowWrite(NamedTuple):  # a step makes hundreds; a frozen dataclass takes t
 class PackedWrites:
     """Writes that share no cell, in one buffer."""
 
-    words: torch.Tensor
-    """int32: `num_writes` rows, as many starts, as many ends of contents (cumulative), contents at `first_content`."""
+    buffer: UvaBuffer
+    """`num_writes` rows, as many starts, as many ends of contents (cumulative), contents at `first_content`."""
     num_writes: int
+    num_words: int
     longest: int  # cells of the longest write
     first_content: int  # a word, aligned as CONTENTS_ALIGNMENT says
 
     def contents(self, dtype: torch.dtype) -> torch.Tensor:
         """What is written, `[ends[-1]]` of the type it was packed from."""
-        return self.words[self.first_content :].view(dtype)
+        return self.buffer.gpu[self.first_content : self.num_words].view(dtype)
 
 
 def without_overlaps(writes: list[RowWrite]) -> list[RowWrite]:
@@ -172,37 +177,36 @@ def without_overlaps(writes: list[RowWrite]) -> list[RowWrite]:
     return [RowWrite(writes[0].row, low + first, values[first:end]) for first, end in edges.reshape(-1, 2).tolist()]
 
 
-def pack_writes(writes: Sequence[RowWrite], device: torch.device) -> PackedWrites:
-    """`writes`, at least one and all of one type, on `device`: on a GPU with one copy that nobody waits for."""
+def pack_writes(writes: Sequence[RowWrite], ring: UvaRing) -> PackedWrites:
+    """`writes`, at least one and all of one type, in a buffer of the ring's."""
     num_writes = len(writes)
     lengths = [len(write.values) for write in writes]
     first_content = -(-3 * num_writes // CONTENTS_ALIGNMENT) * CONTENTS_ALIGNMENT
     dtype = writes[0].values.dtype
     num_words = first_content + sum(lengths) * (dtype.itemsize // WORD_BYTES)
-    words = torch.empty(num_words, dtype=torch.int32, pin_memory=device.type == "cuda")
-    filled = words.numpy()
+    buffer = ring.take(num_words)
+    filled = buffer.np[:num_words]
     filled[:num_writes] = [write.row for write in writes]
     filled[num_writes : 2 * num_writes] = [write.start for write in writes]
     np.cumsum(lengths, dtype=np.int32, out=filled[2 * num_writes : 3 * num_writes])
     np.concatenate([write.values for write in writes], out=filled[first_content:].view(dtype))
-    sent = words.to(device, non_blocking=True)
-    return PackedWrites(sent, num_writes, max(lengths), first_content)
+    return PackedWrites(buffer, num_writes, num_words, max(lengths), first_content)
 
 
-def pack_cells(cells: Mapping[tuple[int, int], int], device: torch.device) -> PackedWrites:
+def pack_cells(cells: Mapping[tuple[int, int], int], ring: UvaRing) -> PackedWrites:
     """`pack_writes` of writes of one int32 each, at least one, by (row, start)."""
     num_writes = len(cells)
     rows, starts = zip(*cells, strict=True)
     padding = (0,) * (-3 * num_writes % CONTENTS_ALIGNMENT)
     values = [*rows, *starts, *range(1, num_writes + 1), *padding, *cells.values()]
-    words = torch.empty(len(values), dtype=torch.int32, pin_memory=device.type == "cuda")
-    words.numpy()[:] = values
-    return PackedWrites(words.to(device, non_blocking=True), num_writes, 1, 3 * num_writes + len(padding))
+    buffer = ring.take(len(values))
+    buffer.np[: len(values)] = values
+    return PackedWrites(buffer, num_writes, len(values), 1, 3 * num_writes + len(padding))
 
 
 def apply_writes_reference(tensor: torch.Tensor, packed: PackedWrites) -> None:
     """Write `packed` into `tensor`, `[rows, width]` or `[rows]`: what the kernel does, in torch."""
-    rows, starts, ends = packed.words[: 3 * packed.num_writes].view(3, -1).long()
+    rows, starts, ends = packed.buffer.gpu[: 3 * packed.num_writes].view(3, -1).long()
     firsts = torch.cat([ends.new_zeros(1), ends[:-1]])
     write = torch.repeat_interleave(ends - firsts)  # [num_cells], the write a cell belongs to
     column = starts[write] + torch.arange(len(write), device=tensor.device) - firsts[write]

@@ -1,7 +1,8 @@
-"""The few calls of the CUDA driver that torch does not offer: changing a kernel inside a captured graph.
+"""The few calls of the CUDA driver that torch does not offer, or only at several times the host's time.
 
-Driver API: cuStreamGetCaptureInfo, cuFuncGetParamInfo, cuGraphExecKernelNodeSetParams, cuGraphNodeSetEnabled.
-Called through ctypes: there is nothing to build.
+Driver API: cuStreamGetCaptureInfo, cuFuncGetParamInfo, cuGraphExecKernelNodeSetParams, cuGraphNodeSetEnabled change a
+kernel inside a captured graph; cuMemcpyAsync, cuEventRecord, cuStreamWaitEvent are of every step. Called through
+ctypes: there is nothing to build.
 """
 
 from __future__ import annotations
@@ -123,6 +124,22 @@ def set_enabled(graph_exec: int, node: int, is_enabled: bool) -> None:
     _check("cuGraphNodeSetEnabled", _library().cuGraphNodeSetEnabled(graph_exec, node, int(is_enabled)))
 
 
+def copy_async(target: int, source: int, num_bytes: int, stream: int) -> None:
+    """Copy between addresses of the device or of pinned memory, in the stream's order. Nobody keeps either of them
+    for the caller until it has run: torch's allocators do not see this."""
+    _check("cuMemcpyAsync", _library().cuMemcpyAsync(target, source, num_bytes, stream))
+
+
+def record_event(event: int, stream: int) -> None:
+    """`torch.cuda.Event.record` by handles; the event's is there once torch has recorded it."""
+    _check("cuEventRecord", _library().cuEventRecord(event, stream))
+
+
+def wait_event(stream: int, event: int) -> None:
+    """`torch.cuda.Stream.wait_event` by handles."""
+    _check("cuStreamWaitEvent", _library().cuStreamWaitEvent(stream, event, 0))
+
+
 @lru_cache(maxsize=1)
 def _library() -> ctypes.CDLL:
     library = ctypes.CDLL("libcuda.so.1")
@@ -130,6 +147,9 @@ def _library() -> ctypes.CDLL:
     for name, arguments in (
         ("cuGraphExecKernelNodeSetParams_v2", [handle, handle, ctypes.c_void_p]),
         ("cuGraphNodeSetEnabled", [handle, handle, number]),
+        ("cuMemcpyAsync", [handle, handle, ctypes.c_size_t, handle]),
+        ("cuEventRecord", [handle, handle]),
+        ("cuStreamWaitEvent", [handle, handle, number]),
     ):
         if hasattr(library, name):
             getattr(library, name).argtypes = arguments

@@ -17,7 +17,7 @@ MAX_PROGRAMS_PER_WRITE = 16
 
 
 def apply_writes_on_gpu(tensor: torch.Tensor, packed: PackedWrites) -> None:
-    """See `runner.staged_write.apply_writes_reference`. `packed` is on the device of `tensor`."""
+    """See `runner.staged_write.apply_writes_reference`. `packed` is of a ring for the device of `tensor`."""
     apply_writes_call(tensor, packed).launch()
 
 
@@ -26,7 +26,7 @@ def apply_writes_call(tensor: torch.Tensor, packed: PackedWrites) -> KernelCall:
     arguments = {
         "tensor": tensor,
         "tensor_stride": tensor.stride(0),
-        "words": packed.words,
+        "words": packed.buffer.gpu,
         "contents": packed.contents(tensor.dtype),
         "num_writes": packed.num_writes,
         "BLOCK": BLOCK,
@@ -47,7 +47,7 @@ class PreparedWriter:
         if self._kernel is None:
             call = apply_writes_call(self._tensor, packed)
             self._kernel = KernelPreparer().prepare(call, changing=("words", "contents", "num_writes"))
-        words = packed.words.data_ptr()
+        words = packed.buffer.gpu.data_ptr()
         contents = words + packed.first_content * WORD_BYTES
         self._kernel.launch(_grid(packed), current_stream(self._device), words, contents, packed.num_writes)
 

@@ -23,6 +23,7 @@ from piecegraph.runner.staged_write import (
     pack_writes,
     without_overlaps,
 )
+from piecegraph.runner.uva_ring import UvaRing
 from tests.interpreter import interpreted
 
 CPU = torch.device("cpu")
@@ -90,10 +91,12 @@ def test_cells_are_writes_of_one(cells: list[tuple[int, int, bool]], dtype: torc
 def test_cells_are_packed_as_writes_of_one_are() -> None:
     for num_cells in range(1, 6):
         cells = {(row, 2 * row): 10 + row for row in range(num_cells)}
-        packed = pack_cells(cells, CPU)
-        expected = pack_writes([RowWrite(*at, np.array([value], dtype=np.int32)) for at, value in cells.items()], CPU)
-        assert (packed.num_writes, packed.longest, packed.first_content) == (num_cells, 1, expected.first_content)
-        assert packed.words[: 3 * num_cells].tolist() == expected.words[: 3 * num_cells].tolist()
+        packed = pack_cells(cells, UvaRing(CPU))
+        writes = [RowWrite(*at, np.array([value], dtype=np.int32)) for at, value in cells.items()]
+        expected = pack_writes(writes, UvaRing(CPU))
+        assert (packed.num_writes, packed.longest) == (num_cells, 1)
+        assert (packed.num_words, packed.first_content) == (expected.num_words, expected.first_content)
+        assert packed.buffer.np[: 3 * num_cells].tolist() == expected.buffer.np[: 3 * num_cells].tolist()
         assert packed.contents(torch.int32).tolist() == expected.contents(torch.int32).tolist()
 
 
@@ -184,9 +187,9 @@ def test_the_tensor_stays_where_it_is_and_writes_are_applied_once() -> None:
 def test_one_buffer_for_all_writes_and_none_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
     sent = []
 
-    def counted(writes: Sequence[RowWrite], device: torch.device) -> PackedWrites:
+    def counted(writes: Sequence[RowWrite], ring: UvaRing) -> PackedWrites:
         sent.append(len(writes))
-        return pack_writes(writes, device)
+        return pack_writes(writes, ring)
 
     monkeypatch.setattr(staged_write, "pack_writes", counted)
     table = StagedWriteTensor((3, 4), torch.int32, CPU)
@@ -266,7 +269,7 @@ def check_kernel(writes: Writes, dtype: torch.dtype) -> None:
     unique = [write for of_row in filled if of_row for write in without_overlaps(of_row)]
     if not unique:
         return
-    packed = pack_writes(unique, CPU)
+    packed = pack_writes(unique, UvaRing(CPU))
     expected, found = (torch.full((NUM_ROWS, WIDTH), 77, dtype=dtype) for _ in range(2))
     apply_writes_reference(expected, packed)
     apply_writes_on_gpu(found, packed)
@@ -278,11 +281,13 @@ def check_kernel_on_a_vector_and_a_long_write() -> None:
     from piecegraph.runner.kernels.staged_write import BLOCK, MAX_PROGRAMS_PER_WRITE, apply_writes_on_gpu
 
     vector = torch.zeros(4, dtype=torch.int64)
-    apply_writes_on_gpu(vector, pack_writes([RowWrite(3, 0, np.array([2**40])), RowWrite(1, 0, np.array([-1]))], CPU))
+    apply_writes_on_gpu(
+        vector, pack_writes([RowWrite(3, 0, np.array([2**40])), RowWrite(1, 0, np.array([-1]))], UvaRing(CPU))
+    )
     assert vector.tolist() == [0, -1, 0, 2**40]
     length = BLOCK * (MAX_PROGRAMS_PER_WRITE + 1) + 5
     table = torch.zeros(2, length + 2, dtype=torch.int32)
-    apply_writes_on_gpu(table, pack_writes([RowWrite(1, 1, np.arange(1, length + 1, dtype=np.int32))], CPU))
+    apply_writes_on_gpu(table, pack_writes([RowWrite(1, 1, np.arange(1, length + 1, dtype=np.int32))], UvaRing(CPU)))
     assert table[0].count_nonzero() == 0
     assert table[1].tolist() == [0, *range(1, length + 1), 0]
 
@@ -299,7 +304,7 @@ def test_a_call_names_all_of_the_kernels_arguments_in_order() -> None:
     """So a prepared launch puts each where the kernel reads it. Nothing a launch changes is specialised on."""
     from piecegraph.runner.kernels.staged_write import apply_writes_call
 
-    call = apply_writes_call(torch.zeros(2, 4, dtype=torch.int32), pack_cells({(0, 1): 7, (1, 2): 8}, CPU))
+    call = apply_writes_call(torch.zeros(2, 4, dtype=torch.int32), pack_cells({(0, 1): 7, (1, 2): 8}, UvaRing(CPU)))
     assert list(call.arguments) == [param.name for param in call.kernel.params]
     assert call.grid == (2, 1, 1)
     free = {param.name for param in call.kernel.params if param.do_not_specialize}
