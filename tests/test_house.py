@@ -168,6 +168,7 @@ MAY_RUN_BYTES = {
         "CompiledArtifact",
     ): "the one authenticated loader: of what this process had compiled, or of blobs that `cache.store` has handed out",
     ("compiler/torch_compat.py", "eval"): "of sizes that this process, or the one that started it, wrote",
+    ("tools/cache/dump.py", "compile"): "of an authenticated stitched source; its bytecode is shown, and not run",
     ("runner/cuda_memory.py", "ctypes"): "calls the driver that torch has loaded",
     ("runner/cuda_memory.py", "CDLL"): "of the driver, by the loader's own search; no path",
 }

@@ -1,0 +1,29 @@
+"""A cache and a user of this test's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from piecegraph.cache.store import Store
+from tests.tools.cache.models import CacheCommand
+
+
+@pytest.fixture(autouse=True)
+def cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where `PIECEGRAPH_CACHE_DIR` leads; nothing is there yet."""
+    monkeypatch.setenv("PIECEGRAPH_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def store(cache_dir: Path) -> Store:
+    """As a compiler would open it."""
+    return Store.open(cache_dir)
+
+
+@pytest.fixture
+def cache(capsys: pytest.CaptureFixture[str]) -> CacheCommand:
+    return CacheCommand(capsys)

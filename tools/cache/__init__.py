@@ -1,0 +1,1 @@
+"""The subcommands of `piecegraph cache`, one a file, and what they share."""

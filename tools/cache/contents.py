@@ -1,0 +1,90 @@
+"""The blobs of an entry, and of the pieces a plan is made of, as files with names one can look at.
+
+Only bytes that were authenticated come here, and they are never run. Still no name of a file is taken from them as
+it is: a role becomes a path below a folder, whatever it says.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from piecegraph.cache.store import Loaded, Miss, Store
+from piecegraph.errors import CacheError
+from piecegraph.tools.cache.key_prefix import SHOWN
+from piecegraph.tools.cache.plan_pieces import plan_pieces
+
+
+class Kind(enum.Enum):
+    GRAPH = "graph"
+    CODE = "code"
+    DATA = "data"
+
+
+_FILES = {
+    "source": ("stitched.py", Kind.CODE),
+    "code": ("code.py", Kind.CODE),
+    "graph": ("graph.txt", Kind.GRAPH),
+    "graph.json": ("graph.json", Kind.DATA),
+    "plan": ("plan.json", Kind.DATA),
+    "guards": ("guards.json", Kind.DATA),
+    "piece": ("piece.json", Kind.DATA),
+}
+"""Role -> the name of its file, and what it is (docs/cache.md). Other roles keep their names, and are data."""
+
+NOT_FOR_PEOPLE = "artifact"
+"""What torch unpickles."""
+
+
+@dataclass(frozen=True, slots=True)
+class ContentFile:
+    """A blob under the name it is shown and dumped as."""
+
+    path: str  # relative, of safe parts
+    kind: Kind
+    data: bytes
+
+    @property
+    def text(self) -> str | None:
+        """None where it is no text. JSON is laid out."""
+        if b"\0" in self.data:
+            return None
+        try:
+            text = self.data.decode("utf-8")
+            return json.dumps(json.loads(text), indent=1) + "\n" if self.path.endswith(".json") else text
+        except (ValueError, RecursionError):
+            return None
+
+
+def load(store: Store, key: str) -> Loaded:
+    """The entry and all its bytes, authenticated. Raises `CacheError` where they cannot be."""
+    found = store.verify(key)
+    if isinstance(found, Miss):
+        detail = f" ({found.detail})" if found.detail else ""
+        raise CacheError(f"entry {key[:SHOWN]} cannot be looked into: it is {found.reason.value}{detail}.")
+    return found
+
+
+def content_files(store: Store, loaded: Loaded) -> tuple[ContentFile, ...]:
+    """Those of the entry, then those of each piece of a plan in a folder of its own.
+
+    Raises `CacheError` for a piece that cannot be loaded.
+    """
+    files = _files(loaded.blobs, "")
+    for piece in plan_pieces(loaded):
+        files += _files(load(store, piece.key).blobs, f"{piece.name}/")
+    return tuple(files)
+
+
+def _files(blobs: Mapping[str, bytes], folder: str) -> list[ContentFile]:
+    named = {role: _FILES.get(role, (safe_path(role), Kind.DATA)) for role in sorted(blobs) if role != NOT_FOR_PEOPLE}
+    return [ContentFile(folder + path, kind, blobs[role]) for role, (path, kind) in named.items()]
+
+
+def safe_path(role: str) -> str:
+    """`role` as a relative path that stays below where it is put."""
+    parts = [re.sub(r"[^A-Za-z0-9._-]", "_", part).lstrip(".") for part in role.split("/")]
+    return "/".join(part[:100] for part in parts if part) or "_"

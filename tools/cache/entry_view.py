@@ -1,0 +1,96 @@
+"""What an entry says to people: the one place that knows what the compiler puts into entries (docs/cache.md).
+
+An entry may have been written by another version, or not be trusted: what is not there, or not of the type it
+should be, is None or empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from piecegraph.cache.entry import Entry
+from piecegraph.cache.layout import is_digest
+
+PLAN, PIECE = "plan", "piece"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EntryView:
+    """Plain values of one entry; those of a plan are None or empty for a piece, and the other way around."""
+
+    kind: str | None
+    arch: str | None  # "sm_90 NVIDIA H200", "x86_64 AVX2"
+    torch: str | None  # version
+    compile_seconds: float  # all phases together
+    model: str | None = None  # class
+    dtype: str | None = None
+    num_parameters: int | None = None
+    num_pieces: int | None = None
+    num_unique_pieces: int | None = None
+    sizes: tuple[int, ...] = ()  # static ones: of a plan all, of a piece the one it is for
+    passes: Mapping[str, int]  # matches by pass
+    pieces: tuple[str, ...]  # keys of the pieces a plan is made of
+    symbols: Mapping[str, Any]  # of a piece: size symbol to its range
+    kernels: int | None = None
+    nodes: int | None = None
+
+    @property
+    def title(self) -> str | None:
+        """`"LlamaForCausalLM 134.5M bfloat16"`."""
+        if self.model is None:
+            return None
+        count = [f"{self.num_parameters / 1e6:.1f}M"] if self.num_parameters is not None else []
+        return " ".join([self.model, *count, *([self.dtype] if self.dtype else [])])
+
+
+def view(entry: Entry) -> EntryView:
+    """What `entry` says."""
+    notes, factors = entry.notes, entry.factors
+    return EntryView(
+        kind=_text(factors.get("kind")),
+        arch=_arch(_mapping(factors.get("machine"))),
+        torch=_text(entry.versions.get("torch")),
+        compile_seconds=float(sum(entry.seconds.values())),
+        model=_text(notes.get("model")),
+        dtype=_text(notes.get("dtype")),
+        num_parameters=_count(notes.get("num_parameters")),
+        num_pieces=_count(notes.get("num_pieces")),
+        num_unique_pieces=_count(notes.get("num_unique_pieces")),
+        sizes=_sizes(notes),
+        passes={name: count for name, count in _mapping(notes.get("passes")).items() if _count(count) is not None},
+        pieces=tuple(dict.fromkeys(key for key in _list(notes.get("pieces")) if is_digest(key))),
+        symbols=_mapping(factors.get("symbols")),
+        kernels=_count(notes.get("kernels")),
+        nodes=_count(notes.get("nodes")),
+    )
+
+
+def _sizes(notes: Mapping[str, Any]) -> tuple[int, ...]:
+    found = [*_list(notes.get("sizes")), notes.get("size")]
+    return tuple(size for size in found if _count(size) is not None)
+
+
+def _arch(machine: Mapping[str, Any]) -> str | None:
+    capability = machine.get("capability")
+    numbers = capability if isinstance(capability, list) else str(capability or "").split(".")
+    sm = "sm_" + "".join(map(str, numbers)) if capability else None
+    parts = (sm, machine.get("name")) if sm else (machine.get("machine"), machine.get("isa"))
+    return " ".join(part for part in parts if isinstance(part, str) and part) or None
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) and value else None
+
+
+def _count(value: Any) -> int | None:
+    return value if type(value) is int else None
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,46 @@
+"""`piecegraph cache gc`."""
+
+from __future__ import annotations
+
+import click
+
+from piecegraph.cache.collect import DEFAULT_MAX_BYTES, Collected, collect
+from piecegraph.tools.cache.output import emit
+from piecegraph.tools.cache.place import Place, cache_options
+from piecegraph.tools.cache.quantities import BYTES, DURATION, bytes_text
+from piecegraph.tools.options import CONTEXT, Command
+from piecegraph.tools.records import as_plain
+
+EPILOG = """\b
+Examples:
+  piecegraph cache gc --max-size 2GiB
+  piecegraph cache gc --older-than 30d --dry-run"""
+
+
+@click.command(cls=Command, epilog=EPILOG, context_settings=CONTEXT)
+@click.option(
+    "--max-size",
+    type=BYTES,
+    default=str(DEFAULT_MAX_BYTES),
+    show_default="10GiB",
+    help="How much may stay; what was longest unused goes first.",
+)
+@click.option("--older-than", type=DURATION, help="Also remove what was not used for so long (30d, 12h).")
+@click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
+@cache_options
+def command(place: Place, as_json: bool, max_size: int, older_than: float | None, dry_run: bool) -> None:
+    """Remove what was longest unused.
+
+    And what killed processes left behind. Safe beside processes that read and write the cache.
+    """
+    store = place.open() if dry_run else place.open_to_change()
+    done = collect(store.layout, now=store.clock(), max_bytes=max_size, older_than_s=older_than, dry_run=dry_run)
+    emit({**as_plain(done), "dry_run": dry_run}, [as_line(done, dry_run=dry_run)], as_json=as_json)
+
+
+def as_line(done: Collected, *, dry_run: bool) -> str:
+    what = f"{len(done.entries)} entries, {len(done.blobs)} blobs, {done.temp_files} files of killed writers"
+    return (
+        f"{'would remove' if dry_run else 'removed'} {what}: {bytes_text(done.freed_bytes)}; "
+        f"{bytes_text(done.kept_bytes)} {'would stay' if dry_run else 'stay'}"
+    )

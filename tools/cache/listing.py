@@ -1,0 +1,115 @@
+"""The entries of a cache, and which pieces belong to which plans."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from piecegraph.cache.counters import Totals
+from piecegraph.cache.store import Listed, Store
+from piecegraph.tools.cache.entry_view import EntryView, view
+
+MISSING_PIECES = "pieces missing"
+"""The state of a plan that is good itself, and of whose pieces one is not there or cannot be loaded."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """An entry, and what the cache knows of its use."""
+
+    listed: Listed
+    view: EntryView | None  # None for a file that cannot be made out
+    hits: int
+    state: str  # "complete", or what keeps it from being loaded
+    detail: str
+
+    @property
+    def key(self) -> str:
+        return self.listed.key
+
+    @property
+    def is_loadable(self) -> bool:
+        return self.listed.file.problem is None and self.state != MISSING_PIECES
+
+    @property
+    def created(self) -> float | None:
+        """Seconds since 1970."""
+        entry = self.listed.file.entry
+        return float(entry.created) if entry is not None else None
+
+
+@dataclass(frozen=True)
+class Listing:
+    """Every entry there is, last used first."""
+
+    rows: tuple[Row, ...]
+
+    @cached_property
+    def by_key(self) -> Mapping[str, Row]:
+        return {row.key: row for row in self.rows}
+
+    @cached_property
+    def plans_of(self) -> Mapping[str, tuple[Row, ...]]:
+        """By key of a piece, the plans that are made of it."""
+        found: dict[str, list[Row]] = {}
+        for row in self.rows:
+            for key in row.view.pieces if row.view is not None else ():
+                found.setdefault(key, []).append(row)
+        return {key: tuple(rows) for key, rows in found.items()}
+
+    def with_pieces(self, keys: Iterable[str]) -> list[str]:
+        """`keys`, and after each the keys of the pieces it is made of that are there; each once."""
+        found: dict[str, None] = {}
+        for key in keys:
+            found[key] = None
+            entry = self.by_key[key].view
+            found.update((piece, None) for piece in (entry.pieces if entry is not None else ()) if piece in self.by_key)
+        return list(found)
+
+    def with_own_pieces(self, keys: Iterable[str]) -> list[str]:
+        """As `with_pieces`, without the pieces that a plan which is not in `keys` is made of too."""
+        chosen = list(keys)
+        others = {
+            piece
+            for piece, plans in self.plans_of.items()
+            if piece not in chosen and any(plan.key not in chosen for plan in plans)
+        }
+        return [key for key in self.with_pieces(chosen) if key not in others]
+
+    def models(self, row: Row) -> tuple[str, ...]:
+        """Titles of the models the entry is of: of a piece those of the plans made of it."""
+        rows = (row, *self.plans_of.get(row.key, ()))
+        titles = (each.view.title for each in rows if each.view is not None)
+        return tuple(dict.fromkeys(title for title in titles if title is not None))
+
+    def size_with_pieces(self, row: Row) -> int:
+        """Bytes of the entry, its pieces and their blobs, each content once."""
+        rows = [self.by_key[key] for key in self.with_pieces([row.key])]
+        return sum(each.listed.file.size for each in rows) + sum(blob_sizes(rows).values())
+
+
+def read_listing(store: Store) -> Listing:
+    """One read an entry, and one of the record of events. Raises PermissionError."""
+    totals = store.counters.read()
+    listed = store.list()
+    good = {each.key for each in listed if each.file.problem is None}
+    return Listing(tuple(_row(each, totals, good) for each in listed))
+
+
+def blob_sizes(rows: Iterable[Row]) -> dict[str, int]:
+    """Bytes by digest of the blobs that `rows` name."""
+    entries = [row.listed.file.entry for row in rows if row.listed.file.entry is not None]
+    return {ref.digest: ref.size for entry in entries for ref in entry.blobs.values()}
+
+
+def _row(listed: Listed, totals: Totals, good: set[str]) -> Row:
+    entry = listed.file.entry
+    said = view(entry) if entry is not None else None
+    state, detail = listed.state, listed.file.detail
+    if said is not None and listed.file.problem is None:
+        missing = sum(key not in good for key in said.pieces)
+        if missing:
+            state, detail = MISSING_PIECES, f"{missing} of {len(said.pieces)} cannot be loaded"
+    hits = totals.hits_by_key.get(listed.key, 0)
+    return Row(listed=listed, view=said, hits=hits, state=state, detail=detail)

@@ -1,0 +1,78 @@
+"""Where the cache of this invocation is, and the options all subcommands have."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from piecegraph import environment
+from piecegraph.cache.store import Store
+from piecegraph.cache.trust import Access
+from piecegraph.errors import CacheError
+from piecegraph.paths import cache_root
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A cache root, which need not exist."""
+
+    root: Path
+    set_by: str  # the option or variable that decided it, or "the platform"
+    signing_key_file: Path | None = None
+
+    def open(self) -> Store:
+        """Raises `CacheError` with what to do."""
+        try:
+            return Store.open(self.root, signing_key_file=self.signing_key_file)
+        except OSError as error:
+            raise CacheError(f"the cache at {self.root} (set by {self.set_by}) cannot be read: {error}") from error
+
+    def open_to_change(self) -> Store:
+        """As `open`; also raises `CacheError` for another user's cache, which is only read."""
+        store = self.open()
+        if store.access is Access.READ_ONLY:
+            raise CacheError(
+                f"the cache at {self.root} (set by {self.set_by}) belongs to another user and is only read; run this "
+                "as its owner."
+            )
+        return store
+
+
+def place(cache_dir: Path | None, signing_key_file: Path | None) -> Place:
+    """The option decides, then the environment, then the platform."""
+    if cache_dir is not None:
+        return Place(cache_dir.expanduser().absolute(), "--cache-dir", signing_key_file)
+    is_set = environment.read(environment.CACHE_DIR) is not None
+    return Place(cache_root(), environment.CACHE_DIR if is_set else "the platform", signing_key_file)
+
+
+def cache_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Options of every subcommand; its function is given `place` and `as_json`."""
+
+    @click.option("--cache-dir", type=click.Path(path_type=Path), help="Folder of the cache, instead of the usual one.")
+    @click.option(
+        "--signing-key",
+        "signing_key_file",
+        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        help="Key file whose entries count like your own.",
+    )
+    @click.option("--json", "as_json", is_flag=True, help="Print one JSON value.")
+    @click.option("--debug", is_flag=True, help="Show tracebacks.")
+    @functools.wraps(function)
+    def with_place(cache_dir: Path | None, signing_key_file: Path | None, debug: bool, **values: Any) -> Any:
+        return function(place=place(cache_dir, signing_key_file), **values)
+
+    return with_place
+
+
+def say_if_there_is_none(place: Place, num_entries: int) -> None:
+    """A line on stderr for a cache without entries."""
+    if num_entries == 0:
+        exists = place.root.is_dir()
+        what = f"the cache at {place.root} has no entries" if exists else f"there is no cache at {place.root} yet"
+        click.echo(what, err=True)

@@ -1,0 +1,52 @@
+"""The pieces of a plan, as its blob tells them (docs/cache.md, "The plan")."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from piecegraph.cache.layout import is_digest
+from piecegraph.cache.store import Loaded
+from piecegraph.tools.cache.entry_view import view
+
+
+@dataclass(frozen=True, slots=True)
+class PlanPiece:
+    """A unique piece of a plan, dynamic or at one static size."""
+
+    key: str
+    unique: int | None  # its index; None where the plan is of another version and does not say
+    size: int | None  # None: the dynamic one
+    shared_by: int  # pieces of the model it runs
+
+    @property
+    def name(self) -> str:
+        """`"piece_1"`, `"piece_1_size_8"`, and by its key where there is no more to go by."""
+        name = f"piece_{self.key[:12] if self.unique is None else self.unique}"
+        return name if self.size is None else f"{name}_size_{self.size}"
+
+
+def plan_pieces(loaded: Loaded) -> tuple[PlanPiece, ...]:
+    """In order; none for an entry that is no plan."""
+    try:
+        found = _from_plan(json.loads(loaded.blobs["plan"]))
+    except (KeyError, TypeError, AttributeError, ValueError, RecursionError):  # no plan, or one of another version
+        found = []
+    if not all(is_digest(piece.key) for piece in found):
+        found = []
+    named = {piece.key for piece in found}
+    others = [PlanPiece(key, None, None, 0) for key in view(loaded.entry).pieces if key not in named]
+    return (*found, *others)
+
+
+def _from_plan(plan: Any) -> list[PlanPiece]:
+    steps = plan["plan"]["steps"]
+    shared_by = Counter(step["unique"] for step in steps if "unique" in step)
+    dynamic = [PlanPiece(key, unique, None, shared_by[unique]) for unique, key in enumerate(plan["pieces"])]
+    static = [
+        PlanPiece(each["key"], int(each["unique"]), int(each["size"]), shared_by[each["unique"]])
+        for each in plan["static"]
+    ]
+    return [*dynamic, *static]
