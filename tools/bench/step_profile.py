@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 from piecegraph.runner.async_output import AsyncOutput
 from piecegraph.runner.llm import LLM
 from piecegraph.runner.outputs import RequestOutput
-from piecegraph.runner.scheduling.scheduler_output import SchedulerOutput
+from piecegraph.runner.scheduling.scheduler_output import ScheduledDecodes, ScheduledRequest, SchedulerOutput
 from piecegraph.tools.bench.ceilings import Ceilings
 from piecegraph.tools.bench.floor import floor_seconds
 from piecegraph.tools.bench.latency import model_size
@@ -120,6 +120,12 @@ def steady_steps(steps: Sequence[StepTimes]) -> list[StepTimes]:
     return [step for step in decodes if step.batch_size == largest]
 
 
+def _mean_context(scheduled: Sequence[ScheduledRequest]) -> float:
+    if isinstance(scheduled, ScheduledDecodes):  # in columns: next to no time, and none of the host's caches
+        return float(scheduled.num_computed.mean())
+    return statistics.fmean(item.num_computed_tokens for item in scheduled)
+
+
 def spread(seconds: Sequence[float]) -> Spread:
     p90 = statistics.quantiles(seconds, n=10, method="inclusive")[-1] if len(seconds) > 1 else seconds[0]
     return Spread(mean=1e3 * statistics.fmean(seconds), p90=1e3 * p90)
@@ -169,7 +175,7 @@ class StepClock:
             step = StepTimes(
                 batch_size=len(scheduled),
                 is_decode=self._output.num_tokens == len(scheduled),
-                context=statistics.fmean(item.num_computed_tokens for item in scheduled),
+                context=_mean_context(scheduled),
                 parts=spent,
             )
             self.steps.append(step)
