@@ -30,7 +30,10 @@ def get_blob(layout: Layout, ref: BlobRef) -> bytes | BlobTrouble:
 
 
 def put_blob(layout: Layout, data: bytes, mode: int = 0o600) -> bool:
-    """Store `data`; False where it was there already, which makes it fresh for `collect`. Raises OSError."""
+    """Store `data`; False where it was there already, which makes it fresh for `collect`. Raises OSError.
+
+    In either case its name is safe only once the folder is synced: who put it there may not have come to that.
+    """
     ref = BlobRef.of(data)
     path = layout.blob(ref.digest)
     try:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from piecegraph.cache.entry_file import EntryFile, MissReason, read_entry_file
-from piecegraph.cache.files import entries_of, is_being_written, unlink_if_there
+from piecegraph.cache.files import entries_of, is_being_written, sync_folder, unlink_if_there
 from piecegraph.cache.layout import Layout, is_digest
 from piecegraph.cache.stamps import last_used
 from piecegraph.cache.trust import Keyring
@@ -85,6 +85,8 @@ def collect(
         for each in doomed:  # entries first: an entry without its blobs would be a miss that looks like damage
             unlink_if_there(layout.entry(each.file.key))
             unlink_if_there(layout.stamp(each.file.key))
+        if removed:
+            sync_folder(layout.entries)  # nor does one come back after a power cut, when its blobs are gone
         for digest in removed:
             _unlink_unless_fresh(layout.blob(digest), now, fresh_s)
     temp_files = _sweep(layout.temp, now, dry_run)

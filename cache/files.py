@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import itertools
 import os
 import secrets
 import stat
@@ -54,8 +55,8 @@ def read_with_status(path: Path, limit: int) -> tuple[bytes, os.stat_result]:
 def write_atomically(path: Path, data: bytes, temp_folder: Path, mode: int = 0o600) -> None:
     """`path` holds `data` afterwards, or what it held before; nothing between, whenever the process dies.
 
-    Creates `path` with `mode`, or replaces it. `temp_folder` lies in the same file system. Raises OSError, and
-    leaves no temp file then.
+    Creates `path` with `mode`, or replaces it; `sync_folder` makes that last. `temp_folder` lies in the same file
+    system. Raises OSError, and leaves no temp file then.
     """
     temp = temp_folder / f"{secrets.token_hex(16)}.tmp"
     fd = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -73,7 +74,6 @@ def write_atomically(path: Path, data: bytes, temp_folder: Path, mode: int = 0o6
         raise
     finally:
         os.close(fd)
-    sync_folder(path.parent)
 
 
 def write_all(fd: int, data: bytes) -> None:
@@ -84,12 +84,35 @@ def write_all(fd: int, data: bytes) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make names in `folder` last through a power cut. Raises OSError."""
+    """Make names in `folder` last through a power cut, where the file system can. Raises OSError."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
     finally:
         os.close(fd)
+
+
+def make_folders_above(path: Path, mode: int = 0o700) -> None:
+    """Make the folders that `path` is to lie in, with `mode` less the umask, and have them last. Raises OSError.
+
+    Each is synced before anything is made in it. So of those that were there already only the deepest may be one that
+    somebody has just made and may yet be killed; names above it are safe.
+    """
+    missing = list(itertools.takewhile(lambda folder: not folder.exists(), path.parents))
+    sync_if_ours(path.parents[len(missing)].parent)
+    for folder in reversed(missing):
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(folder, mode)
+        sync_if_ours(folder.parent)
+
+
+def sync_if_ours(folder: Path) -> None:
+    """As `sync_folder`; nothing where we may not even look into it. Raises OSError."""
+    with contextlib.suppress(PermissionError):
+        sync_folder(folder)
 
 
 def entries_of(folder: Path) -> Iterator[os.DirEntry[str]]:

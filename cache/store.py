@@ -14,7 +14,14 @@ from piecegraph.cache.blobs import BlobTrouble, get_blob, put_blob
 from piecegraph.cache.counters import Counters
 from piecegraph.cache.entry import BadEntry, BlobRef, Entry, check_key
 from piecegraph.cache.entry_file import IS_BAD_FILE, EntryFile, MissReason, read_entry_file, write_document
-from piecegraph.cache.files import entries_of, sync_folder, unlink_if_there, write_atomically
+from piecegraph.cache.files import (
+    entries_of,
+    make_folders_above,
+    sync_folder,
+    sync_if_ours,
+    unlink_if_there,
+    write_atomically,
+)
 from piecegraph.cache.layout import Layout, default_key_file, is_digest
 from piecegraph.cache.quarantine import quarantine
 from piecegraph.cache.stamps import last_used, stamp
@@ -94,6 +101,7 @@ class Store:
         self._publish = publish
         self.counters = Counters(layout.counters, self._file_mode)
         self._warned = False
+        self._has_saved = False
         self.clock: Callable[[], float] = time.time
 
     @classmethod
@@ -179,12 +187,15 @@ class Store:
             self._make_folders()
             key = self._signer()
             new = sum(put_blob(self.layout, data, self._file_mode) for data in blobs.values())
+            sync_folder(self.layout.blobs)
             path = self.layout.entry(entry.key)
             if path.is_dir() and not path.is_symlink():
                 quarantine(self.layout, path, "entry")
             write_atomically(path, write_document(entry, key), self.layout.temp, self._file_mode)
+            sync_folder(self.layout.entries)
         except (OSError, UntrustedCache) as error:
             return self._not_saved(str(error))
+        self._has_saved = True
         stamp(self.layout, entry.key, self.clock(), self._file_mode)
         self.counters.saved(entry.key)
         return Saved(entry.key, new)
@@ -228,7 +239,7 @@ class Store:
     def _signer(self) -> SigningKey:
         if self._publish:
             return self._keyring.signing[0]
-        if self._keyring.own is None:
+        if self._keyring.own is None or not self._has_saved:
             self._keyring = replace(self._keyring, own=load_or_create_key(self._key_file))
         assert self._keyring.own is not None, "just made"
         return self._keyring.own
@@ -236,7 +247,8 @@ class Store:
     def _make_folders(self) -> None:
         """Raises OSError, `UntrustedCache`."""
         made = []
-        self.layout.root.parent.mkdir(parents=True, exist_ok=True)
+        if not self._has_saved or not self.layout.root.exists():
+            make_folders_above(self.layout.root, 0o755)
         for folder in self.layout.folders:
             with contextlib.suppress(FileExistsError):
                 os.mkdir(folder, 0o700)
@@ -245,8 +257,8 @@ class Store:
                 made.append(folder)
         if made:
             _check_folders(self.layout, has_signing_key=False)
-            for folder in made:
-                sync_folder(folder.parent)
+        for folder in made if self._has_saved else self.layout.folders:  # somebody else's may not be synced yet
+            sync_if_ours(folder.parent)
 
     def _not_saved(self, reason: str) -> NotSaved:
         if not self._warned:

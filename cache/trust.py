@@ -18,7 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from piecegraph.cache.files import NotARegularFile, read_with_status, sync_folder, write_all
+from piecegraph.cache.files import (
+    NotARegularFile,
+    make_folders_above,
+    read_with_status,
+    sync_folder,
+    sync_if_ours,
+    write_all,
+)
 from piecegraph.errors import UntrustedCache
 
 SCHEME = "hmac-sha256"
@@ -110,8 +117,10 @@ def load_or_create_key(path: Path) -> SigningKey:
     Raises `UntrustedCache`, OSError (a full or read-only disk).
     """
     with contextlib.suppress(FileNotFoundError):
-        return read_key(path)
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        key = read_key(path)
+        sync_if_ours(path.parent)  # who made it may have been killed before that
+        return key
+    make_folders_above(path)
     temp = path.parent / f".{secrets.token_hex(16)}.tmp"
     fd = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:

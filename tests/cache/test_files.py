@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from piecegraph.cache.files import NotARegularFile, is_being_written, read_regular, write_atomically
+from piecegraph.cache.files import (
+    NotARegularFile,
+    is_being_written,
+    make_folders_above,
+    read_regular,
+    sync_folder,
+    write_atomically,
+)
 from tests.cache.cache_roots import a_store, saved
 
 
 def test_an_entry_reaches_the_disk_after_its_blobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each file: its bytes, its name, its folder. A power cut at any point leaves no entry without its blobs."""
+    """Bytes, then names, then the folder; so a power cut at any point leaves no entry without its blobs."""
     store = a_store(tmp_path)
     saved(store, {"plan": b"other"}, eps=3.0)  # folders and key are there
     calls: list[str] = []
@@ -30,8 +40,8 @@ def test_an_entry_reaches_the_disk_after_its_blobs(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.setattr(os, "rename", rename)
     saved(store)
-    one_blob = ["sync temp", "name in blobs", "sync blobs"]
-    assert calls == [*one_blob, *one_blob, "sync temp", "name in entries", "sync entries"]
+    one_blob = ["sync temp", "name in blobs"]
+    assert calls == [*one_blob, *one_blob, "sync blobs", "sync temp", "name in entries", "sync entries"]
 
 
 def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,3 +79,21 @@ def test_a_temp_file_is_locked_while_it_is_written(tmp_path: Path, monkeypatch: 
     assert seen == [True]
     assert not is_being_written(tmp_path / "file")
     assert not is_being_written(tmp_path / "nothing")
+
+
+def test_a_file_system_that_cannot_sync_folders_is_good_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number, is_error in ((errno.EINVAL, False), (errno.ENOTSUP, False), (errno.EIO, True)):
+        monkeypatch.setattr(os, "fsync", partial(fail, number))
+        with pytest.raises(OSError, match="fsync") if is_error else contextlib.nullcontext():
+            sync_folder(tmp_path)
+
+
+def fail(number: int, _: int) -> None:
+    raise OSError(number, "fsync")
+
+
+def test_folders_above_a_file_are_made_for_the_user_alone(tmp_path: Path) -> None:
+    for _ in range(2):
+        make_folders_above(tmp_path / "a" / "b" / "file")
+    assert [path.stat().st_mode & 0o777 for path in (tmp_path / "a", tmp_path / "a" / "b")] == [0o700, 0o700]
+    assert not (tmp_path / "a" / "b" / "file").exists()
