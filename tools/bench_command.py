@@ -7,6 +7,7 @@ import click
 from piecegraph.tools.latency_command import latency
 from piecegraph.tools.options import CONTEXT
 from piecegraph.tools.passes_command import passes
+from piecegraph.tools.startup_command import startup
 from piecegraph.tools.throughput_command import throughput
 
 
@@ -14,10 +15,10 @@ from piecegraph.tools.throughput_command import throughput
 def command() -> None:
     """Measure: milliseconds per decode step, next to the roofline.
 
-    Or tokens a second of an offline workload, next to its floor; or what each pass saves. Each subcommand
-    prints a table, or with --json one object.
+    Or tokens a second of an offline workload, next to its floor; where the time of a start goes; what each pass
+    saves. Each subcommand prints a table, or with --json one object.
     """
 
 
-for _each in (latency, throughput, passes):
+for _each in (latency, throughput, startup, passes):
     command.add_command(_each)

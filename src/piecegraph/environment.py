@@ -7,11 +7,16 @@ own caches are steered by variables of torch's.
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Mapping
 
 PREFIX = "PIECEGRAPH_"
 
 CACHE_DIR = "PIECEGRAPH_CACHE_DIR"
 """Folder that holds what piecegraph keeps between runs; instead of the user's cache directory."""
+
+CACHE = "PIECEGRAPH_CACHE"
+"""How much of what is compiled is kept: `on`, `pieces` or `off` (`CompileConfig.cache`)."""
 
 
 def read(name: str) -> str | None:
@@ -22,3 +27,9 @@ def read(name: str) -> str | None:
 def ours() -> dict[str, str]:
     """Every variable that begins with `PIECEGRAPH_`, known or not, by name."""
     return {name: value for name, value in sorted(os.environ.items()) if name.startswith(PREFIX)}
+
+
+def for_child(changes: Mapping[str, str]) -> dict[str, str]:
+    """This process's environment and import path, with `changes`, for a Python process that it starts."""
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    return {**os.environ, "PYTHONPATH": path, **changes}
