@@ -10,6 +10,8 @@ from piecegraph.tools.bench.startup import COLD, WARM, Start, StartFailed, as_st
 
 
 def a_start(seconds: float, caches: str = COLD, **phases: float) -> Start:
+    """Names of phases have `_` for a space."""
+    phases = {name.replace("_", " "): own for name, own in phases.items()}
     return Start(
         compiler="inductor",
         caches=caches,
@@ -27,7 +29,8 @@ def test_rows_are_by_kind_with_ratios_to_the_first() -> None:
     cold, warm = startup_rows(starts)
     assert (cold.name, warm.name) == ("inductor cold", "inductor warm")
     assert (cold.seconds.median, cold.seconds.least, cold.seconds.most) == (12, 10, 20)
-    assert (cold.of_first, warm.of_first) == (1, pytest.approx(4 / 12))
+    assert cold.of_first == 1
+    assert warm.of_first == pytest.approx(4 / 12)
 
 
 def test_a_phase_that_one_start_lacks_counts_as_nothing_there() -> None:
@@ -40,7 +43,7 @@ def test_a_phase_that_one_start_lacks_counts_as_nothing_there() -> None:
 
 
 def test_ours_is_what_is_neither_imports_nor_weights() -> None:
-    (row,) = startup_rows([a_start(10, **{"import torch": 3.0, "load": 2.0, "trace": 1.0, "interpreter": 0.5})])
+    (row,) = startup_rows([a_start(10, import_torch=3, load=2, trace=1, interpreter=0.5)])
     assert row.own_seconds.median == pytest.approx(4.5)
     assert row.as_record()["own_seconds"]["median"] == pytest.approx(4.5)
 
@@ -57,7 +60,8 @@ def test_a_record_is_handed_out_to_its_phases() -> None:
     assert start.name == "eager warm"
     assert start.phases == {"trace": 4.5, "import torch": 2.0}
     assert start.spans == {"trace": 6.5, "import torch": 2.0}
-    assert (start.seconds, start.unnamed, start.named_share) == (10.0, 3.5, pytest.approx(0.65))
+    assert (start.seconds, start.unnamed) == (10.0, 3.5)
+    assert start.named_share == pytest.approx(0.65)
 
 
 def test_a_start_that_fails_says_why_with_its_exit_code(tmp_path: Path) -> None:
