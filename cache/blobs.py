@@ -10,6 +10,7 @@ import os
 from piecegraph.cache.entry import BlobRef
 from piecegraph.cache.files import NotARegularFile, read_regular, write_atomically
 from piecegraph.cache.layout import Layout
+from piecegraph.cache.quarantine import quarantine
 
 
 class BlobTrouble(enum.Enum):
@@ -48,6 +49,6 @@ def put_blob(layout: Layout, data: bytes, mode: int = 0o600) -> bool:
             if error.errno != errno.ENOENT:  # collected since we looked: written again below
                 raise
     if path.is_dir() and not path.is_symlink():
-        raise NotARegularFile(errno.EISDIR, "a folder under the name of a blob", str(path))
+        quarantine(layout, path, "blob")
     write_atomically(path, data, layout.temp, mode)
     return True

@@ -15,6 +15,7 @@ from pathlib import Path
 from piecegraph.cache.entry_file import EntryFile, MissReason, read_entry_file
 from piecegraph.cache.files import entries_of, is_being_written, sync_folder, unlink_if_there
 from piecegraph.cache.layout import Layout, is_digest
+from piecegraph.cache.quarantine import remove
 from piecegraph.cache.stamps import last_used
 from piecegraph.cache.trust import Keyring
 
@@ -83,12 +84,12 @@ def collect(
     removed = (*sorted(orphans), *dropped)
     if not dry_run:
         for each in doomed:  # entries first: an entry without its blobs would be a miss that looks like damage
-            unlink_if_there(layout.entry(each.file.key))
-            unlink_if_there(layout.stamp(each.file.key))
+            remove(layout, layout.entry(each.file.key), "entry")
+            remove(layout, layout.stamp(each.file.key), "stamp")
         if removed:
             sync_folder(layout.entries)  # nor does one come back after a power cut, when its blobs are gone
         for digest in removed:
-            _unlink_unless_fresh(layout.blob(digest), now, fresh_s)
+            _remove_unless_fresh(layout, digest, now, fresh_s)
     temp_files = _sweep(layout.temp, now, dry_run)
     return Collected(tuple(each.file.key for each in doomed), removed, temp_files, total - left, left)
 
@@ -118,11 +119,12 @@ def _present(folder: Path) -> list[os.DirEntry[str]]:
     return found
 
 
-def _unlink_unless_fresh(path: Path, now: float, fresh_s: float) -> None:
+def _remove_unless_fresh(layout: Layout, digest: str, now: float, fresh_s: float) -> None:
     """A writer may have come to need the blob since we looked."""
+    path = layout.blob(digest)
     with contextlib.suppress(FileNotFoundError):
         if abs(now - os.stat(path, follow_symlinks=False).st_mtime) >= fresh_s:
-            unlink_if_there(path)
+            remove(layout, path, "blob")
 
 
 def _sweep(folder: Path, now: float, dry_run: bool) -> int:

@@ -1,10 +1,15 @@
-"""What the cache was worth: one line an event, appended in one write, summed up by whoever asks."""
+"""What the cache was worth: one line an event, appended in one write, summed up by whoever asks.
+
+Each line begins with its checksum: these are figures for people, not to be trusted, but not to be made up by a bad
+disk either.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
+import zlib
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -27,7 +32,7 @@ class Totals:
     saves: int = 0
     seconds_saved: float = 0.0  # what was not compiled took that long when it was
     hits_by_key: Mapping[str, int] = field(default_factory=dict)
-    unreadable: int = 0  # lines that say nothing, e.g. torn by a crash
+    unreadable: int = 0  # lines that say nothing: torn by a crash, or damaged
     full: bool = False  # events are missing at the end
 
 
@@ -51,7 +56,8 @@ class Counters:
         self._append({"event": "saved", "key": key})
 
     def _append(self, event: Mapping[str, Any]) -> None:
-        line = json.dumps(event, separators=(",", ":")).encode() + b"\n"
+        text = json.dumps(event, separators=(",", ":")).encode()
+        line = b"%08x %s\n" % (zlib.crc32(text), text)
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         with contextlib.suppress(OSError):
             fd = os.open(self.path, flags, self.mode)
@@ -76,7 +82,7 @@ class Counters:
         misses: Counter[str] = Counter()
         others: Counter[str] = Counter()
         seconds = 0.0
-        for line in data.splitlines():
+        for line in data.removesuffix(b"\n").split(b"\n") if data else ():
             match _event(line):
                 case {"event": "hit", "key": str(key), "seconds": float(saved) | int(saved)}:
                     hits[key] += 1
@@ -100,7 +106,11 @@ class Counters:
 
 
 def _event(line: bytes) -> Any:
+    """What `_append` wrote, or None."""
+    checksum, _, text = line.partition(b" ")
+    if checksum != b"%08x" % zlib.crc32(text):
+        return None
     try:
-        return json.loads(line)
+        return json.loads(text)
     except (ValueError, RecursionError):
         return None

@@ -9,7 +9,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from piecegraph.cache.files import entries_of
+from piecegraph.cache.files import entries_of, unlink_if_there
 from piecegraph.cache.layout import Layout
 
 
@@ -18,7 +18,7 @@ class Quarantined:
     """Something that was moved away. Never opened by us again."""
 
     name: str  # in the quarantine folder
-    kind: str  # "entry" or "blob"
+    kind: str  # "entry", "blob" or "stamp"
     of: str  # the key or digest it was found under
     size: int  # bytes
     since: float  # seconds since 1970, when it was last changed
@@ -31,6 +31,14 @@ def quarantine(layout: Layout, path: Path, kind: str) -> bool:
         os.rename(path, target)  # renames a link, not what it leads to
         return True
     return False
+
+
+def remove(layout: Layout, path: Path, kind: str) -> bool:
+    """Unlink `path`; a folder, which is none of ours, goes to quarantine. False if there was none. Raises OSError."""
+    try:
+        return unlink_if_there(path)
+    except IsADirectoryError:
+        return quarantine(layout, path, kind)
 
 
 def quarantined(layout: Layout) -> tuple[Quarantined, ...]:

@@ -19,11 +19,10 @@ from piecegraph.cache.files import (
     make_folders_above,
     sync_folder,
     sync_if_ours,
-    unlink_if_there,
     write_atomically,
 )
 from piecegraph.cache.layout import Layout, default_key_file, is_digest
-from piecegraph.cache.quarantine import quarantine
+from piecegraph.cache.quarantine import quarantine, remove
 from piecegraph.cache.stamps import last_used, stamp
 from piecegraph.cache.trust import Access, Keyring, SigningKey, check_folder, load_or_create_key, read_key
 from piecegraph.errors import UntrustedCache
@@ -200,10 +199,20 @@ class Store:
         self.counters.saved(entry.key)
         return Saved(entry.key, new)
 
+    def prepare(self) -> bool:
+        """Make the folders, so that a lock can be taken before anything is saved; False where that cannot be."""
+        if self.access is Access.READ_ONLY:
+            return False
+        try:
+            self._make_folders()
+        except (OSError, UntrustedCache):
+            return False  # `save` will say why
+        return True
+
     def delete(self, key: str) -> bool:
         """Remove the entry; False where there is none. Its blobs go with the next `collect`. Raises OSError."""
-        removed = unlink_if_there(self.layout.entry(key))
-        unlink_if_there(self.layout.stamp(key))
+        removed = remove(self.layout, self.layout.entry(key), "entry")
+        remove(self.layout, self.layout.stamp(key), "stamp")
         return removed
 
     def list(self) -> tuple[Listed, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import zlib
 from pathlib import Path
 
 import pytest
@@ -34,11 +35,13 @@ def test_events_are_summed(tmp_path: Path) -> None:
 
 def test_torn_and_foreign_lines_are_counted_and_no_error(tmp_path: Path) -> None:
     path = tmp_path / "log"
-    lines = [b'{"event":"hi', b"[1]", b'{"event":"hit","key":1,"seconds":1}', b'{"event":"new kind"}', b"\xff\xfe"]
-    path.write_bytes(b"\n".join(lines) + b"\n" + b"[" * 100000 + b"\n")
+    texts = [b'{"event":"hi', b"[1]", b'{"event":"hit","key":1,"seconds":1}', b'{"event":"new kind"}', b"\xff\xfe"]
+    texts.append(b"[" * 100000)
+    lines = [b"%08x %s" % (zlib.crc32(text), text) for text in texts]
+    path.write_bytes(b"\n".join([*lines, b'{"event":"saved","key":"no checksum"}', b"", b""]))
     found = Counters(path)
     found.hit(KEY, 1.0)
-    assert (found.read().hits, found.read().unreadable) == (1, 6)
+    assert (found.read().hits, found.read().unreadable) == (1, 8)
 
 
 def test_processes_count_at_once_and_lose_nothing(tmp_path: Path) -> None:

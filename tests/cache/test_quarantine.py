@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from piecegraph.cache.quarantine import clear_quarantine, quarantine, quarantined
+from piecegraph.cache.quarantine import clear_quarantine, quarantine, quarantined, remove
 from tests.cache.cache_roots import a_store, saved
 
 
@@ -29,3 +29,15 @@ def test_clearing_removes_folders_and_links_and_follows_none(tmp_path: Path) -> 
     assert clear_quarantine(store.layout) == 2
     assert clear_quarantine(store.layout) == 0
     assert (tmp_path / "mine" / "file").exists()
+
+
+def test_a_folder_under_a_name_of_ours_is_moved_and_a_file_removed(tmp_path: Path) -> None:
+    store = a_store(tmp_path)
+    path = store.layout.entry(saved(store).key)
+    assert remove(store.layout, path, "entry")
+    assert not remove(store.layout, path, "entry")
+    path.mkdir()
+    (path / "x").write_text("x")
+    assert remove(store.layout, path, "entry")
+    assert not path.exists()
+    assert [bad.kind for bad in quarantined(store.layout)] == ["entry"]
