@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 
 from piecegraph.cache.files import entries_of
@@ -33,6 +32,8 @@ def find_key(prefix: str, keys: Sequence[str]) -> str:
         raise UsageError(f"{len(found)} entries begin with {prefix!r}: {shown}{more}. Give more digits.")
     if not keys:
         raise UsageError(f"there is no entry {prefix!r}: the cache is empty.")
+    import difflib  # 2 ms that a listing does not need
+
     heads = {key[: max(1, len(text))]: key for key in keys}
     near = difflib.get_close_matches(text, heads, n=1)
     hint = f" Did you mean {heads[near[0]][: max(SHOWN, len(text))]}?" if near else ""

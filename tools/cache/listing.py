@@ -85,6 +85,8 @@ class Listing:
 
     def size_with_pieces(self, row: Row) -> int:
         """Bytes of the entry, its pieces and their blobs, each content once."""
+        if row.view is None or not row.view.pieces:
+            return row.listed.size
         rows = [self.by_key[key] for key in self.with_pieces([row.key])]
         return sum(each.listed.file.size for each in rows) + sum(blob_sizes(rows).values())
 

@@ -11,7 +11,7 @@ import click
 from piecegraph.tools.cache.entry_view import PIECE
 from piecegraph.tools.cache.key_prefix import SHOWN
 from piecegraph.tools.cache.listing import Listing, Row, read_listing
-from piecegraph.tools.cache.output import emit, table
+from piecegraph.tools.cache.output import emit_json, emit_lines, table
 from piecegraph.tools.cache.place import Place, cache_options, say_if_there_is_none
 from piecegraph.tools.cache.quantities import DURATION, ago_text, bytes_text
 from piecegraph.tools.options import CONTEXT, Command
@@ -80,7 +80,10 @@ def command(place: Place, as_json: bool, pieces: bool, sort: str, reverse: bool,
     taken = [row for row in listing.rows if filters.take(row, listing, now)]
     rows = [row for row in taken if pieces or not _is_part(row, listing)]
     rows.sort(key=ORDERS[sort], reverse=reverse)
-    emit([as_record(row, listing) for row in rows], _lines(rows, listing, now), as_json=as_json)
+    if as_json:
+        emit_json([as_record(row, listing) for row in rows])
+    else:
+        emit_lines(_lines(rows, listing, now))
     if listing.rows and not taken:
         click.echo(f"none of the {len(listing.rows)} entries is like that", err=True)
 

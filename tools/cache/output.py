@@ -10,12 +10,22 @@ import click
 
 
 def emit(value: Any, lines: Iterable[str], *, as_json: bool) -> None:
-    """`value` as one line of JSON, or `lines`, which are only made then."""
+    """`value` as JSON, or `lines`."""
     if as_json:
-        click.echo(json.dumps(value, allow_nan=True))
-        return
-    for line in lines:
-        click.echo(line)
+        emit_json(value)
+    else:
+        emit_lines(lines)
+
+
+def emit_json(value: Any) -> None:
+    """On one line."""
+    click.echo(json.dumps(value))
+
+
+def emit_lines(lines: Iterable[str]) -> None:
+    text = "\n".join(lines)
+    if text:
+        click.echo(text)
 
 
 def printable(value: object) -> str:

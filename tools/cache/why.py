@@ -9,10 +9,10 @@ from typing import Any
 import click
 
 from piecegraph.cache.keys import FactorDifference, diff_factors
-from piecegraph.cache.store import Listed, Miss, Store
-from piecegraph.tools.cache.entry_view import view
+from piecegraph.cache.store import Miss, Store
 from piecegraph.tools.cache.factors_text import alike, difference_lines, difference_record
 from piecegraph.tools.cache.key_prefix import SHOWN, find_key
+from piecegraph.tools.cache.listing import MISSING_PIECES, Listing, Row, read_listing
 from piecegraph.tools.cache.output import emit, printable
 from piecegraph.tools.cache.place import Place, cache_options, say_if_there_is_none
 from piecegraph.tools.options import CONTEXT, Command
@@ -22,9 +22,7 @@ from piecegraph.tools.options import CONTEXT, Command
 class Nearest:
     """The entry of the same kind that differs in the fewest factors, those alike counted once."""
 
-    key: str
-    model: str | None
-    state: str
+    row: Row
     differences: tuple[FactorDifference, ...]  # left: what was asked about; right: this entry
 
 
@@ -34,8 +32,7 @@ class Answer:
 
     asked: str
     key: str
-    is_hit: bool
-    reason: str  # "" for a hit, else a `MissReason`
+    reason: str  # "" for a hit, else a `MissReason`, or `MISSING_PIECES`
     detail: str
     nearest: Nearest | None  # None where there is no other entry of its kind
 
@@ -50,40 +47,41 @@ def command(place: Place, as_json: bool, asked: tuple[str, ...]) -> None:
     that is why it was compiled.
     """
     store = place.open()
-    listed = store.list()
-    say_if_there_is_none(place, len(listed))
-    answers = [why_key(store, listed, text) for text in asked] if listed else []
+    listing = read_listing(store)
+    say_if_there_is_none(place, len(listing.rows))
+    answers = [why_key(store, listing, text) for text in asked] if listing.rows else []
     emit([as_record(each) for each in answers], _lines(answers), as_json=as_json)
 
 
-def why_key(store: Store, listed: Sequence[Listed], prefix: str) -> Answer:
+def why_key(store: Store, listing: Listing, prefix: str) -> Answer:
     """About an entry that is there. Raises `UsageError` where the prefix names none, or several."""
-    key = find_key(prefix, sorted(row.key for row in listed))
-    entry = next(row.file.entry for row in listed if row.key == key)
-    found = store.verify(key)
-    miss = found if isinstance(found, Miss) else None
-    return Answer(
-        asked=prefix,
-        key=key,
-        is_hit=miss is None,
-        reason=miss.reason.value if miss else "",
-        detail=miss.detail if miss else "",
-        nearest=nearest_entry(key, entry.factors, listed, before=entry.created) if entry is not None else None,
-    )
+    row = listing.by_key[find_key(prefix, sorted(listing.by_key))]
+    entry = row.listed.file.entry
+    reason, detail = state_of(store, row)
+    nearest = nearest_entry(row.key, entry.factors, listing, before=entry.created) if entry is not None else None
+    return Answer(asked=prefix, key=row.key, reason=reason, detail=detail, nearest=nearest)
+
+
+def state_of(store: Store, row: Row) -> tuple[str, str]:
+    """The reason why an entry cannot be loaded, "" where it can be, and a word more. Every byte of it is read."""
+    found = store.verify(row.key)
+    if isinstance(found, Miss):
+        return found.reason.value, found.detail
+    return (row.state, row.detail) if row.state == MISSING_PIECES else ("", "")
 
 
 def nearest_entry(
-    key: str, factors: Mapping[str, Any], listed: Sequence[Listed], *, before: float | None = None
+    key: str, factors: Mapping[str, Any], listing: Listing, *, before: float | None = None
 ) -> Nearest | None:
     """The nearest other entry of the same kind; of those made before `before`, if there are any."""
-    others = [(row, row.file.entry) for row in listed if row.key != key and row.file.entry is not None]
-    others = [(row, entry) for row, entry in others if entry.factors.get("kind") == factors.get("kind")]
-    older = [(row, entry) for row, entry in others if before is not None and entry.created < before]
-    rated = [(diff_factors(factors, entry.factors), row, entry) for row, entry in older or others]
+    others = [(row, row.listed.file.entry) for row in listing.rows if row.key != key]
+    alikes = [(row, entry) for row, entry in others if entry and entry.factors.get("kind") == factors.get("kind")]
+    older = [(row, entry) for row, entry in alikes if before is not None and entry.created < before]
+    rated = [(diff_factors(factors, entry.factors), row, entry.created) for row, entry in older or alikes]
     if not rated:
         return None
-    differences, row, entry = min(rated, key=lambda each: (len(alike(each[0])), -each[2].created, each[1].key))
-    return Nearest(key=row.key, model=view(entry).model, state=row.state, differences=differences)
+    differences, row, _ = min(rated, key=lambda each: (len(alike(each[0])), -each[2], each[1].key))
+    return Nearest(row=row, differences=differences)
 
 
 def as_record(answer: Answer) -> dict[str, Any]:
@@ -92,15 +90,15 @@ def as_record(answer: Answer) -> dict[str, Any]:
     return {
         "asked": answer.asked,
         "key": answer.key,
-        "is_hit": answer.is_hit,
+        "is_hit": not answer.reason,
         "reason": answer.reason,
         "detail": answer.detail,
         "nearest": None
         if nearest is None
         else {
-            "key": nearest.key,
-            "model": nearest.model,
-            "state": nearest.state,
+            "key": nearest.row.key,
+            "model": nearest.row.view.title if nearest.row.view else None,
+            "state": nearest.row.state,
             "differences": [difference_record(each) for each in nearest.differences],
         },
     }
@@ -109,11 +107,12 @@ def as_record(answer: Answer) -> dict[str, Any]:
 def _lines(answers: Sequence[Answer]) -> Iterator[str]:
     for answer in answers:
         why = printable(": ".join(filter(None, (answer.reason, answer.detail))))
-        yield f"{answer.key[:SHOWN]}  " + ("hit: it can be loaded" if answer.is_hit else f"miss: {why}")
+        yield f"{answer.key[:SHOWN]}  " + (f"miss: {why}" if answer.reason else "hit: it can be loaded")
         nearest = answer.nearest
         if nearest is None:
             yield "  there is no other entry of its kind to compare it with"
             continue
-        model = f", {printable(nearest.model)}" if nearest.model else ""
-        yield f"  nearest: {nearest.key[:SHOWN]} ({nearest.state}{model}), which differs in"
-        yield from difference_lines(nearest.differences, answer.key[:SHOWN], nearest.key[:SHOWN])
+        row = nearest.row
+        model = f", {printable(row.view.title)}" if row.view is not None and row.view.title else ""
+        yield f"  nearest: {row.key[:SHOWN]} ({row.state}{model}), which differs in"
+        yield from difference_lines(nearest.differences, answer.key[:SHOWN], row.key[:SHOWN])

@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from piecegraph.cache.store import Store
+from tests.tools.cache.models import CacheCommand, save_model, save_piece
+
+
+def test_a_model_goes_with_its_pieces(store: Store, cache: CacheCommand, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And all their bytes, once no writer can be about to need them."""
+    model, kept = save_model(store, eps=0.5), save_model(store, "other")
+    everything = cache.json("du")
+    monkeypatch.setattr("piecegraph.cache.collect.FRESH_S", -1.0)
+    record = cache.json("rm", model.plan.key[:12], "-y")
+    assert record["removed"] == [model.plan.key, *(piece.key for piece in model.pieces)]
+    assert [row["key"] for row in cache.json("ls")] == [kept.plan.key]
+    assert record["freed_bytes"] == everything["total_bytes"] - cache.json("du")["total_bytes"]
+
+
+def test_pieces_of_others_stay(store: Store, cache: CacheCommand) -> None:
+    model, other = save_model(store, "First"), save_model(store, "Second")
+    assert cache.json("rm", model.plan.key, "-y")["removed"] == [model.plan.key]
+    assert [row["state"] for row in cache.json("ls")] == ["complete"]
+    assert store.exists(other.pieces[0].key)
+
+
+@pytest.mark.parametrize(("answer", "code", "left"), [("y\n", 0, 0), ("n\n", 1, 1), ("\n", 1, 1)])
+def test_it_asks(
+    store: Store, cache: CacheCommand, monkeypatch: pytest.MonkeyPatch, answer: str, code: int, left: int
+) -> None:
+    """On stderr: stdout is data."""
+    key = save_piece(store, "one").key
+    monkeypatch.setattr("sys.stdin", io.StringIO(answer))
+    out = cache("rm", key, code=code)
+    assert f"Remove {key[:12]}? [y/N]" in cache.err
+    assert ("nothing was removed" in cache.err) == bool(left)
+    assert "Remove" not in out
+    assert len(cache.json("ls")) == left
+
+
+def test_where_nobody_can_answer_nothing_goes(
+    store: Store, cache: CacheCommand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = save_piece(store, "one").key
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    cache("rm", key, code=2)
+    assert "Nobody is here to answer; say yes with -y." in cache.err
+    assert store.exists(key)
+
+
+def test_an_unknown_key_removes_nothing(store: Store, cache: CacheCommand) -> None:
+    key = save_piece(store, "one").key
+    cache("rm", key, "0123456789", "-y", code=2)
+    assert store.exists(key)
+
+
+def test_a_corrupt_entry_can_be_removed(store: Store, cache: CacheCommand) -> None:
+    key = save_piece(store, "one").key
+    store.layout.entry(key).write_bytes(b"{")
+    assert cache("rm", key, "-y").startswith("removed 1 entries, ")

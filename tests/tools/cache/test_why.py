@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+from piecegraph.cache.store import Store
+from tests.tools.cache.models import H200, NOW, CacheCommand, save_model, save_piece
+
+
+def test_an_entry_is_compared_with_the_nearest_that_was_there_before_it(store: Store, cache: CacheCommand) -> None:
+    """That is why it was compiled. What came later cannot have been hit."""
+    store.clock = lambda: NOW
+    far = save_model(store, "Llama", machine=H200, config={})
+    near = save_model(store, "Llama", eps=1e-5)
+    store.clock = lambda: NOW + 60
+    model = save_model(store, "Llama")
+    store.clock = lambda: NOW + 120
+    save_model(store, "Llama", dynamic_dims={})
+    (answer,) = cache.json("why", model.plan.key[:16])
+    assert (answer["asked"], answer["key"], answer["is_hit"]) == (model.plan.key[:16], model.plan.key, True)
+    assert answer["nearest"]["key"] == near.plan.key
+    assert answer["nearest"]["differences"] == [
+        {"path": f"model.modules.layers.{layer}.norm.eps", "left": 1e-6, "right": 1e-5} for layer in range(3)
+    ]
+    assert far.plan.key not in cache.out
+
+
+def test_why_as_text(store: Store, cache: CacheCommand) -> None:
+    store.clock = lambda: NOW
+    old = save_model(store, "Llama", eps=1e-5).plan.key[:12]
+    store.clock = lambda: NOW + 1
+    new = save_model(store, "Llama").plan.key[:12]
+    assert cache("why", new).splitlines() == [
+        f"{new}  hit: it can be loaded",
+        f"  nearest: {old} (complete, Llama 134.5M bfloat16), which differs in",
+        "  model.modules.layers.0.norm.eps and 2 more like it",
+        f"    {new}  1e-06",
+        f"    {old}  1e-05",
+    ]
+
+
+def test_pieces_are_compared_with_pieces(store: Store, cache: CacheCommand) -> None:
+    save_model(store)
+    piece = save_piece(store, "other", machine=H200).key
+    (answer,) = cache.json("why", piece)
+    assert {difference["path"] for difference in answer["nearest"]["differences"]} == {
+        *("graph", "machine.capability", "machine.cuda", "machine.device", "machine.driver", "machine.index"),
+        *("machine.isa", "machine.machine", "machine.name"),
+    }
+
+
+def test_a_bad_entry_says_what_keeps_it_from_being_loaded(store: Store, cache: CacheCommand) -> None:
+    entry = save_piece(store, "one")
+    store.layout.blob(entry.blobs["code"].digest).unlink()
+    (answer,) = cache.json("why", entry.key)
+    assert (answer["is_hit"], answer["reason"], answer["nearest"]) == (False, "blob missing", None)
+    out = cache("why", entry.key)
+    assert out.startswith(f"{entry.key[:12]}  miss: blob missing: code (")
+    assert "there is no other entry of its kind to compare it with" in out
+    store.layout.entry(entry.key).write_bytes(b"{")
+    assert cache.json("why", entry.key)[0]["reason"] == "corrupt"
+
+
+def test_a_plan_without_a_piece_is_a_miss(store: Store, cache: CacheCommand) -> None:
+    model = save_model(store)
+    store.delete(model.pieces[0].key)
+    (answer,) = cache.json("why", model.plan.key)
+    assert (answer["is_hit"], answer["reason"]) == (False, "pieces missing")
+
+
+def test_several_at_once(store: Store, cache: CacheCommand) -> None:
+    keys = [save_piece(store, name).key for name in ("a", "b")]
+    assert [answer["key"] for answer in cache.json("why", *keys)] == keys
+
+
+def test_of_an_empty_cache_nothing_can_be_said(cache: CacheCommand) -> None:
+    assert cache.json("why", "abcd") == []
+    assert "there is no cache at" in cache.err
+
+
+def test_an_unknown_key(store: Store, cache: CacheCommand) -> None:
+    save_piece(store, "one")
+    cache("why", "0123456789abcdef", code=2)
+    assert "no key begins with '0123456789abcdef'" in cache.err
