@@ -44,7 +44,8 @@ def single_flight(
         yield flight
     finally:
         if fd is not None:
-            os.close(fd)  # the file stays: removing it under a waiter would let two hold "the" lock
+            with contextlib.suppress(OSError):  # of a failing disk; the lock is free all the same
+                os.close(fd)  # the file stays: removing it under a waiter would let two hold "the" lock
 
 
 def _acquire(
