@@ -73,10 +73,11 @@ def _sizes(notes: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _arch(machine: Mapping[str, Any]) -> str | None:
-    capability = machine.get("capability")
-    numbers = capability if isinstance(capability, list) else str(capability or "").split(".")
-    sm = "sm_" + "".join(map(str, numbers)) if capability else None
-    parts = (sm, machine.get("name")) if sm else (machine.get("machine"), machine.get("isa"))
+    """Of the GPU, where there is one."""
+    gpu, cpu = _mapping(machine.get("gpu")), _mapping(machine.get("cpu"))
+    capability = _text(gpu.get("capability"))
+    sm = f"sm_{capability.replace('.', '')}" if capability else None
+    parts = (sm, gpu.get("name")) if gpu else (cpu.get("machine"), cpu.get("isa"))
     return " ".join(part for part in parts if isinstance(part, str) and part) or None
 
 

@@ -15,8 +15,9 @@ from piecegraph.tools.cli import main
 
 NOW = 1_800_000_000.0
 VERSIONS = {"piecegraph": "0.1.0", "torch": "2.13.0", "triton": "3.9.0", "transformers": "5.17.0", "python": "3.11.7"}
-CPU = {"device": "cpu", "isa": "AVX2", "machine": "x86_64"}
-H200 = {"device": "cuda", "name": "NVIDIA H200", "capability": [9, 0], "driver": "580.1", "cuda": "13.0", "index": 0}
+CPU = {"device": "cpu", "cpu": {"machine": "x86_64", "isa": "AVX2", "flags": "f" * 16}}
+GPU = {"index": 0, "name": "NVIDIA H200", "capability": "9.0", "driver": "580.1", "cuda": "13.0"}
+H200 = {"device": "cuda", "cpu": CPU["cpu"], "gpu": GPU}
 BUILD = {"torch": "2.13.0 a1b2", "triton": "3.9.0", "python": "3.11.7", "piecegraph": "0.1.0", "sources": "5" * 64}
 
 

@@ -30,8 +30,9 @@ def test_a_piece(store: Store) -> None:
     ("machine", "arch"),
     [
         (H200, "sm_90 NVIDIA H200"),
-        ({**H200, "capability": "9.0"}, "sm_90 NVIDIA H200"),
+        ({"gpu": {"name": "other", "capability": 9}}, "other"),
         (CPU, "x86_64 AVX2"),
+        ({"cpu": {"isa": 512}}, None),
         ({"device": "tpu"}, None),
         ("a string", None),
     ],
