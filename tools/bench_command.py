@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from piecegraph.tools.compare_command import compare
 from piecegraph.tools.latency_command import latency
 from piecegraph.tools.options import CONTEXT
 from piecegraph.tools.passes_command import passes
@@ -16,9 +17,9 @@ def command() -> None:
     """Measure: milliseconds per decode step, next to the roofline.
 
     Or tokens a second of an offline workload, next to its floor; where the time of a start goes; what each pass
-    saves. Each subcommand prints a table, or with --json one object.
+    saves; other programs beside ours. Each subcommand prints a table, or with --json one object.
     """
 
 
-for _each in (latency, throughput, startup, passes):
+for _each in (latency, throughput, startup, passes, compare):
     command.add_command(_each)

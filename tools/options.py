@@ -75,6 +75,22 @@ class _Biases(click.ParamType[Any]):
             self.fail(f"{value!r} is not token:number pairs with commas between them, like 40:5,41:-100.", param, ctx)
 
 
+class _Range(click.ParamType[Any]):
+    """`LOW:HIGH`, both included, or one number for both. A config file may give a list of two."""
+
+    name = "low:high"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
+        parts = list(value) if isinstance(value, list | tuple) else str(value).split(":")
+        try:
+            low, high = (int(part) for part in (parts * 2 if len(parts) == 1 else parts))
+        except ValueError:
+            self.fail(f"{value!r} is no range like 100:1024, and no number.", param, ctx)
+        if not 1 <= low <= high:
+            self.fail(f"{value!r}: a range ascends from 1 or more.", param, ctx)
+        return low, high
+
+
 class _Passes(click.ParamType[Any]):
     """Names of passes with commas between them; each with a minus in front: the passes that pay here but these;
     `none` alone: no pass. A config file may give a list."""
@@ -93,7 +109,7 @@ class _Passes(click.ParamType[Any]):
         return tuple(words)
 
 
-class _Several(click.Option):
+class Several(click.Option):
     """An option that may be repeated. One text from the environment or a config file is one value: click would
     take it apart at white space, or into letters."""
 
@@ -108,6 +124,7 @@ class _Several(click.Option):
 NUMBERS = _Numbers()
 SIZES = _Sizes()
 BIASES = _Biases()
+RANGE = _Range()
 PASS_NAMES = _Passes()
 
 LLM_FLAGS = (
@@ -219,7 +236,7 @@ def flags(table: Sequence[Flag], **shown_defaults: object) -> Callable[[_Command
             default = shown_defaults.get(flag.name, flag.default)
             kind: dict[str, Any] = {"is_flag": True} if flag.switch else {"type": flag.type}
             if flag.several:
-                kind |= {"cls": _Several, "multiple": True}
+                kind |= {"cls": Several, "multiple": True}
             spelling = f"{flag.spelling}/--no-{flag.spelling[2:]}" if flag.switch and flag.default else flag.spelling
             told = "" if default is None or flag.switch else f" [default: {default}]"
             option = click.option(
@@ -289,10 +306,11 @@ def with_flags_repeated(params: Sequence[click.Parameter], args: Sequence[str]) 
         if param.multiple and isinstance(param.type, click.IntRange | click.FloatRange | click.Choice)
         for flag in param.opts
     }
+    end = args.index("--") if "--" in args else len(args)  # words after it are no flags of ours
     written: list[str] = []
     flag = ""  # that the words are values of
     num_values = 0
-    for word in args:
+    for word in args[:end]:
         if flag and num_values and _is_value(repeatable[flag], word):
             written += [flag, word]
             continue
@@ -302,7 +320,7 @@ def with_flags_repeated(params: Sequence[click.Parameter], args: Sequence[str]) 
             flag, num_values = word, 0
         elif num_values == 0:
             flag = ""
-    return written
+    return [*written, *args[end:]]
 
 
 def _is_value(param: click.Parameter, word: str) -> bool:

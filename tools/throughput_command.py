@@ -9,7 +9,7 @@ import click
 
 from piecegraph.tools.bench_start import about, bench_arguments, bench_start, ceilings_line, output_flags
 from piecegraph.tools.compile_flags import with_compile_flags
-from piecegraph.tools.options import COMPILE_FLAGS, CONTEXT, LLM_FLAGS, Command, flags
+from piecegraph.tools.options import COMPILE_FLAGS, CONTEXT, LLM_FLAGS, RANGE, Command, flags
 
 if TYPE_CHECKING:
     from piecegraph.tools.bench.step_profile import StepProfile
@@ -22,30 +22,12 @@ Examples:
   piecegraph bench throughput ./my-model --temperature 0 --profile --json"""
 
 
-class _Range(click.ParamType[Any]):
-    """`LOW:HIGH`, both included, or one number for both. A config file may give a list of two."""
-
-    name = "low:high"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
-        parts = list(value) if isinstance(value, list | tuple) else str(value).split(":")
-        try:
-            low, high = (int(part) for part in (parts * 2 if len(parts) == 1 else parts))
-        except ValueError:
-            self.fail(f"{value!r} is no range like 100:1024, and no number.", param, ctx)
-        if not 1 <= low <= high:
-            self.fail(f"{value!r}: a range ascends from 1 or more.", param, ctx)
-        return low, high
-
-
 @click.command("throughput", cls=Command, epilog=EPILOG, context_settings=CONTEXT)
 @click.argument("model")
 @click.option("--num-requests", type=click.IntRange(min=1), default=256, show_default=True, help="All there at once.")
+@click.option("--prompt-tokens", type=RANGE, default="100:1024", show_default=True, help="Tokens of a prompt: a range.")
 @click.option(
-    "--prompt-tokens", type=_Range(), default="100:1024", show_default=True, help="Tokens of a prompt: a range."
-)
-@click.option(
-    "--output-tokens", type=_Range(), default="100:1024", show_default=True, help="Tokens of an answer: a range."
+    "--output-tokens", type=RANGE, default="100:1024", show_default=True, help="Tokens of an answer: a range."
 )
 @click.option(
     "--shared-prefix",

@@ -1,0 +1,198 @@
+"""Programs that measure the same, run one after the other on one machine, and their figures side by side.
+
+Each is a command whose last line of output is a JSON object of numbers, or of objects of numbers, by name.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from piecegraph import environment
+from piecegraph.errors import ConfigError
+
+OURS = "piecegraph"
+FLOORS = "floors"
+"""Where an object has, under the names of its figures, the best they could be."""
+
+HIGHER_IS_BETTER = ("_tok_s", "_per_s")
+LOWER_IS_BETTER = ("_s", "_ms", "_us", "_gib", "_bytes")
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """A program to run."""
+
+    name: str
+    command: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerRun:
+    """One run of it: what it printed, or why there is nothing."""
+
+    name: str
+    record: Mapping[str, Any] | None
+    reason: str | None
+    seconds: float
+
+
+def parse_peer(text: str) -> Peer:
+    """`name=command with words`. Raises `ConfigError`."""
+    name, equals, command = text.partition("=")
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        raise ConfigError(f"the command of the peer {name!r} is not words of a shell: {error}.") from error
+    if not equals or not name.strip() or not words:
+        raise ConfigError(f"{text!r} is no peer; write NAME=COMMAND, such as vllm='python vllm_bench.py {{model}}'.")
+    return Peer(name.strip(), tuple(words))
+
+
+def run_peer(peer: Peer, timeout_s: float) -> PeerRun:
+    """Run it to its end, in a session of its own, of which nothing is left afterwards.
+
+    A program that fails, prints no object or takes longer than `timeout_s` is a run with a reason, no error.
+    """
+    started = time.monotonic()
+
+    def run_of(record: Mapping[str, Any] | None, reason: str | None) -> PeerRun:
+        return PeerRun(name=peer.name, record=record, reason=reason, seconds=time.monotonic() - started)
+
+    try:
+        process = subprocess.Popen(
+            peer.command,
+            env=environment.for_child({}) if peer.name == OURS else None,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+    except OSError as error:
+        return run_of(None, f"it cannot be started: {error}")
+    with process:
+        try:
+            out, err = process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            return run_of(None, f"it took longer than {timeout_s:g} s")
+        finally:
+            with suppress(ProcessLookupError):  # whatever it started and left; after an interrupt, all of it
+                os.killpg(process.pid, signal.SIGKILL)
+    if process.returncode != 0:
+        return run_of(None, f"it ended with status {process.returncode}: {_last_line(err) or _last_line(out)}")
+    record = _object_in(_last_line(out))
+    return run_of(record, None if record is not None else f"its last line is no JSON object: {_last_line(out)!r}")
+
+
+def _last_line(text: str) -> str:
+    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
+
+
+def _object_in(line: str) -> Mapping[str, Any] | None:
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def compare(
+    peers: Sequence[Peer],
+    *,
+    repeats: int,
+    timeout_s: float,
+    on_run: Callable[[int, int, str], None] = lambda number, total, name: None,
+) -> list[PeerRun]:
+    """Run each `repeats` times, taking turns. `on_run(number, total, name)` is told before each run."""
+    runs: list[PeerRun] = []
+    for _ in range(repeats):
+        for peer in peers:
+            on_run(len(runs) + 1, repeats * len(peers), peer.name)
+            runs.append(run_peer(peer, timeout_s))
+    return runs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figure:
+    """One number of one program, over its runs."""
+
+    median: float
+    least: float
+    most: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompareRow:
+    """One number, by program."""
+
+    metric: str  # "tpot_ms 8"
+    is_higher_better: bool | None  # None: it is not known
+    figures: Mapping[str, Figure]  # of those that have it
+    floor: float | None  # the best it could be, if ours says so
+
+    def ratio(self, name: str) -> float | None:
+        """How many times better ours is than `name`'s, by medians; None if one of the two has none."""
+        ours, theirs = self.figures.get(OURS), self.figures.get(name)
+        if ours is None or theirs is None or self.is_higher_better is None:
+            return None
+        above, below = (ours, theirs) if self.is_higher_better else (theirs, ours)
+        return above.median / below.median if below.median else None
+
+    @property
+    def share_of_floor(self) -> float | None:
+        """How near ours is to the best, 1 being there."""
+        ours = self.figures.get(OURS)
+        if ours is None or not self.floor or not ours.median or self.is_higher_better is None:
+            return None
+        return ours.median / self.floor if self.is_higher_better else self.floor / ours.median
+
+
+def compare_rows(runs: Sequence[PeerRun]) -> list[CompareRow]:
+    """A row for each number that anyone gave, in the order they first came."""
+    values: dict[str, dict[str, list[float]]] = {}
+    floors: dict[str, list[float]] = {}
+    for run in runs:
+        record = dict(run.record or {})
+        for metric, value in numbers(record.pop(FLOORS, {})):
+            floors.setdefault(metric, []).append(value)
+        for metric, value in numbers(record):
+            values.setdefault(metric, {}).setdefault(run.name, []).append(value)
+    return [
+        CompareRow(
+            metric=metric,
+            is_higher_better=is_higher_better(metric),
+            figures={
+                name: Figure(median=statistics.median(each), least=min(each), most=max(each))
+                for name, each in of_metric.items()
+            },
+            floor=statistics.median(floors[metric]) if metric in floors else None,
+        )
+        for metric, of_metric in values.items()
+    ]
+
+
+def numbers(record: Any) -> Iterator[tuple[str, float]]:
+    """`{"a_ms": {"1": 2.0}}` as `("a_ms 1", 2.0)`; what is no number is left out."""
+    for name, value in record.items():
+        if isinstance(value, dict):
+            yield from ((f"{name} {inner}", number) for inner, number in numbers(value))
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            yield name, float(value)
+
+
+def is_higher_better(metric: str) -> bool | None:
+    """By the unit in the metric's name."""
+    name = metric.partition(" ")[0]
+    if name.endswith(HIGHER_IS_BETTER):
+        return True
+    return False if name.endswith(LOWER_IS_BETTER) else None
