@@ -6,7 +6,6 @@ A command is one file and one line in `COMMANDS`; its module is imported when it
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ from collections.abc import Sequence
 import click
 
 from piecegraph import __version__
-from piecegraph.tools.failures import FAILURE, USAGE, exit_code_of, show
+from piecegraph.tools.failures import USAGE, exit_code_of, show
 from piecegraph.tools.interrupts import INTERRUPTED, remembered_interrupts
 from piecegraph.tools.lazy_group import LazyGroup
 
@@ -54,9 +53,6 @@ def main(args: Sequence[str] | None = None) -> int:
             return USAGE if isinstance(error, click.UsageError) else error.exit_code
         except (click.Abort, KeyboardInterrupt):
             return _end_interrupted()
-        except BrokenPipeError:  # `| head` has seen enough
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left in the buffer goes there
-            return FAILURE
         except Exception as error:
             if interrupts.was_asked:  # an interrupt in the middle of somebody's code may come out as anything
                 return _end_interrupted()

@@ -74,6 +74,17 @@ def test_help_imports_nothing_heavy() -> None:
     assert done.stderr.strip() == "0 []"
 
 
+def test_a_reader_that_has_seen_enough_ends_a_command_quietly() -> None:
+    """`| head`: no traceback, and no complaint of Python's at the end."""
+    program = "import sys; from piecegraph.tools.cli import main; sys.exit(main(['--help']))"
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    process.stderr.close()
+    assert process.wait() == 1
+
+
 def test_an_interrupted_command_ends_in_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
