@@ -15,10 +15,13 @@ from piecegraph.cache.canonical import canonical_json
 from piecegraph.errors import KeyFactorError
 
 EXCLUDED: Mapping[str, str] = {
+    "cache": "whether anything is kept, not what",
+    "cache_dir": "where it is kept; a path of one machine",
     "compile_workers": "how many processes compile, not what they make",
     "dump_dir": "where text for people goes; a path of one machine",
     "expect": "checks what passes did; what they did is the same",
     "selfcheck": "compares what was compiled; compiles nothing else",
+    "signing_key_file": "whose entries count; a path of one machine",
     "strict": "turns a failure into an error; what failed is not stored",
 }
 """Fields of `CompileConfig` that no key holds, and why. Every other field is in every key."""

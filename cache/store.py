@@ -255,18 +255,17 @@ class Store:
 
     def _make_folders(self) -> None:
         """Raises OSError, `UntrustedCache`."""
-        made = []
         if not self._has_saved or not self.layout.root.exists():
             make_folders_above(self.layout.root, 0o755)
+        made = []
         for folder in self.layout.folders:
             with contextlib.suppress(FileExistsError):
                 os.mkdir(folder, 0o700)
-                if self._publish:
-                    os.chmod(folder, 0o755)  # whatever the umask says
                 made.append(folder)
-        if made:
-            _check_folders(self.layout, has_signing_key=False)
-        for folder in made if self._has_saved else self.layout.folders:  # somebody else's may not be synced yet
+        _check_folders(self.layout, has_signing_key=False)
+        for folder in made if self._has_saved else self.layout.folders:  # whoever made them may not have come to this
+            if self._publish:
+                os.chmod(folder, 0o755)  # whatever the umask says
             sync_if_ours(folder.parent)
 
     def _not_saved(self, reason: str) -> NotSaved:

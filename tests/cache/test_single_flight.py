@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import time
+import traceback
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,7 +15,7 @@ import pytest
 from piecegraph.cache.layout import Layout
 from piecegraph.cache.single_flight import Flight, single_flight
 from piecegraph.cache.store import Loaded
-from tests.cache.cache_roots import a_store, an_entry, saved
+from tests.cache.cache_roots import a_store, an_entry, loads, saved
 
 # Later Pythons warn where other tests have left threads; the children here run our own Python only, and exit.
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
@@ -82,10 +86,19 @@ def test_the_lock_of_a_killed_process_is_free(layout: Layout) -> None:
     os.close(tell)
 
 
+def test_a_cache_that_is_not_there_yet_is_begun(tmp_path: Path) -> None:
+    """For the user alone, below folders as the user makes them."""
+    with single_flight(Layout(tmp_path / "new" / "cache"), KEY) as flight:
+        assert flight.held
+    modes = [path.stat().st_mode & 0o777 for path in (tmp_path / "new" / "cache").glob("**/")]
+    assert modes == [0o700] * 3
+
+
 def test_no_folder_no_lock_and_no_error(tmp_path: Path) -> None:
-    with single_flight(Layout(tmp_path), KEY) as flight:
+    (tmp_path / "file").write_text("x")
+    with single_flight(Layout(tmp_path / "file" / "cache"), KEY) as flight:
         assert not flight.held
-        assert "No such file" in flight.reason
+        assert "Not a directory" in flight.reason
 
 
 def test_an_error_inside_frees_the_lock(layout: Layout) -> None:
@@ -113,25 +126,59 @@ def test_a_lock_file_that_was_removed_meanwhile_is_not_held(layout: Layout, monk
             assert not second.held
 
 
-def test_of_many_on_a_cold_key_one_compiles(tmp_path: Path) -> None:
-    """Each loads again once it has the lock; a compile is a line in a file."""
-    saved(a_store(tmp_path), number=0)
-    pids = []
-    for _ in range(8):
-        pid = os.fork()
-        if pid == 0:
-            try:
-                store = a_store(tmp_path)
-                entry = an_entry()
-                if not isinstance(store.load(entry.key), Loaded):
-                    with single_flight(store.layout, entry.key, poll_s=0.002) as flight:
-                        if not flight.held or not isinstance(store.load(entry.key), Loaded):
-                            with (tmp_path / "compiles").open("a") as compiles:
-                                compiles.write("x\n")
-                            saved(store)
-                os._exit(0 if isinstance(store.load(entry.key), Loaded) else 1)
-            except BaseException:
-                os._exit(99)
-        pids.append(pid)
-    assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids] == [0] * 8
+def start(body: Callable[[], None]) -> int:
+    pid = os.fork()
+    if pid == 0:
+        try:
+            body()
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(99)
+    return pid
+
+
+def load_or_compile(folder: Path) -> None:
+    """What a rank does. A compile is a line in a file, and takes a while."""
+    store = a_store(folder)
+    entry = an_entry()
+    if not isinstance(store.load(entry.key), Loaded):
+        with single_flight(store.layout, entry.key, poll_s=0.002) as flight:
+            if not flight.held or not isinstance(store.load(entry.key), Loaded):
+                with (folder / "compiles").open("a") as compiles:
+                    compiles.write("x\n")
+                time.sleep(0.1)
+                saved(store)
+    assert loads(store, entry)
+
+
+@pytest.mark.parametrize("is_new", [True, False], ids=["no cache yet", "a cache"])
+def test_of_sixteen_on_a_cold_key_one_compiles(tmp_path: Path, is_new: bool) -> None:
+    """Each loads again once it has the lock, and all have the very same."""
+    if not is_new:
+        saved(a_store(tmp_path), number=0)
+    pids = [start(partial(load_or_compile, tmp_path)) for _ in range(16)]
+    assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids] == [0] * 16
     assert (tmp_path / "compiles").read_text() == "x\n"
+
+
+def test_of_sixteen_whose_compiler_is_killed_another_compiles(tmp_path: Path) -> None:
+    """Nobody waits for the dead, and still one at a time."""
+    begun, begin = os.pipe()
+
+    def compile_for_ever() -> None:
+        with single_flight(a_store(tmp_path).layout, an_entry().key) as flight:
+            os.write(begin, b"y" if flight.held else b"n")
+            signal.pause()
+
+    holder = start(compile_for_ever)
+    assert os.read(begun, 1) == b"y"
+    pids = [start(partial(load_or_compile, tmp_path)) for _ in range(15)]
+    time.sleep(0.1)  # some wait by now; whoever comes later finds the lock free, or the entry
+    assert not (tmp_path / "compiles").exists()
+    os.kill(holder, signal.SIGKILL)
+    assert os.waitstatus_to_exitcode(os.waitpid(holder, 0)[1]) == -signal.SIGKILL
+    assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids] == [0] * 15
+    assert (tmp_path / "compiles").read_text() == "x\n"
+    os.close(begun)
+    os.close(begin)

@@ -15,7 +15,9 @@ import pytest
 
 from piecegraph.cache.canonical import canonical_json, parse_canonical
 from piecegraph.cache.entry_file import MissReason
+from piecegraph.cache.layout import Layout
 from piecegraph.cache.quarantine import quarantined
+from piecegraph.cache.single_flight import single_flight
 from piecegraph.cache.store import Loaded, Miss, NotSaved, Saved, Store
 from piecegraph.cache.trust import Access, SigningKey
 from piecegraph.errors import UntrustedCache
@@ -243,7 +245,8 @@ def test_another_users_root_is_refused_and_with_its_key_read(tmp_path: Path, mon
     signing.chmod(0o644)
     before = os.umask(0o077)  # a careful image build
     try:
-        entry = saved(a_store(tmp_path, signing_key_file=signing, publish=True))
+        with single_flight(Layout(tmp_path / "cache"), an_entry().key):
+            entry = saved(a_store(tmp_path, signing_key_file=signing, publish=True))
     finally:
         os.umask(before)
     someone = os.geteuid() + 1
@@ -260,6 +263,18 @@ def test_another_users_root_is_refused_and_with_its_key_read(tmp_path: Path, mon
     for path in every_file(tmp_path / "cache"):
         assert path.stat().st_mode & 0o777 == 0o644, path
     assert (tmp_path / "cache" / "v1" / "blobs").stat().st_mode & 0o777 == 0o755
+
+
+def test_a_root_that_others_made_meanwhile_is_not_written_to(tmp_path: Path) -> None:
+    """There was none when the store was opened."""
+    early = a_store(tmp_path)
+    for folder in early.layout.folders:
+        folder.mkdir()
+        folder.chmod(0o777)
+    done = early.save(an_entry(), BLOBS)
+    assert isinstance(done, NotSaved)
+    assert f"chmod go-w {tmp_path / 'cache'}" in done.reason
+    assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
 
 
 def failing(number: int) -> Callable[..., Any]:
