@@ -117,7 +117,7 @@ class LLM:
         )
         self._loaded: Loaded | None = load_engine(config, on_phase)
         self._num_requests = 0
-        self._inbox: dict[str, deque[RequestOutput]] = {}  # outputs not yet read, by request
+        self._inbox: dict[str, deque[RequestOutput]] = {}  # by request: outputs not yet read, of all of its call
 
     @property
     def compiled(self) -> CompiledModel:
@@ -259,9 +259,10 @@ class LLM:
     ) -> Iterator[RequestOutput]:
         """Queue `requests` and yield their outputs until all are finished; aborts what runs if left early.
 
-        Several of these may be read in turns: a step's outputs wait in the inbox of their request.
+        Several of these may be read in turns: a step's outputs wait in the inbox of the call they are for.
         """
         running: set[str] = set()
+        inbox: deque[RequestOutput] = deque()
         try:
             for request_id, (prompt, params) in requests.items():
                 self.engine.add_request(
@@ -272,15 +273,14 @@ class LLM:
                     cache_salt=prompt.cache_salt,
                     is_final_only=is_final_only,
                 )
-                self._inbox[request_id] = deque()
+                self._inbox[request_id] = inbox
                 running.add(request_id)
             while running:
-                for request_id in [one for one in requests if one in running]:
-                    while inbox := self._inbox[request_id]:
-                        output = inbox.popleft()
-                        if output.finished:
-                            running.discard(request_id)
-                        yield output
+                while inbox:
+                    output = inbox.popleft()
+                    if output.finished:
+                        running.discard(output.request_id)
+                    yield output
                 if running:
                     outputs = self.engine.step()
                     on_step(outputs)
