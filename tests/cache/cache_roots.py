@@ -1,12 +1,18 @@
-"""Stores for tests, with a key of their own, and a clock that stands still."""
+"""Stores for tests, with a key of their own and a clock that stands still, and processes that use them."""
 
 from __future__ import annotations
 
+import os
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from piecegraph.cache.entry import Entry
 from piecegraph.cache.store import Loaded, Saved, Store
+
+FULL = os.environ.get("CACHE_TESTS") == "full"
+"""Take the time the longest tests are meant to take."""
 
 NOW = 1_800_000_000.0
 BLOBS = {"plan": b"steps", "piece/0": b"machine code" * 100}
@@ -40,3 +46,16 @@ def loads(store: Store, entry: Entry, blobs: dict[str, bytes] | None = None) -> 
     """The very same comes back."""
     found = store.load(entry.key)
     return isinstance(found, Loaded) and found.entry == entry and found.blobs == (BLOBS if blobs is None else blobs)
+
+
+def start(body: Callable[[], None]) -> int:
+    """The id of a forked process that runs `body`, and ends with status 0 unless that raises."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            body()
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(99)
+    return pid

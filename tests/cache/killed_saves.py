@@ -13,14 +13,13 @@ import signal
 import subprocess
 import sys
 import time
-import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
 from piecegraph.cache.collect import collect
 from piecegraph.cache.entry_file import MissReason
 from piecegraph.cache.store import Loaded, Store
-from tests.cache.cache_roots import NOW, a_store, an_entry, saved
+from tests.cache.cache_roots import NOW, a_store, an_entry, saved, start
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 KEYS = 6
@@ -63,7 +62,7 @@ def killed_saves(folder: Path, kills: int, seed: int) -> Outcome:
         number, serial = chance.randrange(KEYS), outcome.killed + outcome.finished
         new = {"plan": b"%d" % serial, "piece": chance.randbytes(BIG), "shared": b"same" * 1000}
         temp_files_before = len(list(store.layout.temp.iterdir()))
-        pid = _start(store, number, new)
+        pid = _start_saving(store, number, new)
         time.sleep(chance.random() * seconds)
         os.kill(pid, signal.SIGKILL)
         status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
@@ -101,18 +100,15 @@ def _save_seconds(store: Store) -> float:
     return time.perf_counter() - begin
 
 
-def _start(store: Store, number: int, blobs: dict[str, bytes]) -> int:
+def _start_saving(store: Store, number: int, blobs: dict[str, bytes]) -> int:
     """The process that saves; it has begun."""
     begun, begin = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            os.write(begin, b"x")
-            saved(store, blobs, number=number)
-            os._exit(0)
-        except BaseException:
-            traceback.print_exc()
-            os._exit(99)
+
+    def save() -> None:
+        os.write(begin, b"x")
+        saved(store, blobs, number=number)
+
+    pid = start(save)
     os.close(begin)
     os.read(begun, 1)
     os.close(begun)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import time
-import traceback
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from piecegraph.cache.collect import collect
-from piecegraph.cache.store import Loaded, Store
-from tests.cache.cache_roots import BLOBS, NOW, a_store, an_entry, loads, saved
+from piecegraph.cache.store import Loaded
+from tests.cache.cache_roots import BLOBS, FULL, NOW, a_store, an_entry, loads, saved, start
 from tests.cache.killed_saves import run_in_a_process_of_its_own
 
 # Later Pythons warn where other tests have left threads; the children here run our own Python only, and exit.
@@ -26,15 +26,7 @@ CALLS = ("open", "write", "fsync", "rename", "close", "mkdir", "utime", "link", 
 
 def in_a_child(body: Callable[[], None]) -> int:
     """Run `body` in a forked process and wait for it; its exit status, negative for a signal."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            body()
-            os._exit(0)
-        except BaseException:
-            traceback.print_exc()
-            os._exit(99)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return os.waitstatus_to_exitcode(os.waitpid(start(body), 0)[1])
 
 
 def kill_at(number: int) -> None:
@@ -106,20 +98,15 @@ def test_a_thousand_writers_killed_at_random_times_leave_only_legal_states(tmp_p
 def test_processes_that_save_the_same_key_at_once_all_succeed(tmp_path: Path) -> None:
     """From nothing: folders, key, blobs and entry are all contended."""
     begin, go = os.pipe()
-    pids = []
-    for _ in range(8):
-        pid = os.fork()
-        if pid == 0:
-            try:
-                os.close(go)
-                os.read(begin, 1)
-                store = a_store(tmp_path)
-                saved(store)
-                os._exit(0 if loads(store, an_entry()) else 1)
-            except BaseException:
-                traceback.print_exc()
-                os._exit(99)
-        pids.append(pid)
+
+    def save() -> None:
+        os.close(go)
+        os.read(begin, 1)
+        store = a_store(tmp_path)
+        saved(store)
+        assert loads(store, an_entry())
+
+    pids = [start(save) for _ in range(8)]
     os.close(begin)
     os.close(go)
     assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids] == [0] * 8
@@ -129,35 +116,36 @@ def test_processes_that_save_the_same_key_at_once_all_succeed(tmp_path: Path) ->
     assert store.counters.read().saves == 8
 
 
-def test_gc_beside_readers_and_writers_never_makes_a_bad_load(tmp_path: Path) -> None:
-    """A reader gets the very bytes or a miss; nothing goes to quarantine, nothing raises."""
+def test_gc_beside_eight_readers_and_writers_never_makes_a_bad_load(tmp_path: Path) -> None:
+    """A reader gets the very bytes or a miss; nothing goes to quarantine, nothing raises, and it all goes on."""
+    seconds = 30.0 if FULL else 2.0
+    end = time.monotonic() + seconds
 
-    def work(store: Store, seed: int) -> None:
-        for turn in range(40):
-            blobs = {"plan": b"%d" % (turn % 5), "shared": b"same" * 50}
-            entry = an_entry(blobs, number=turn % 5)
-            if (turn + seed) % 3 == 0:
-                saved(store, blobs, number=turn % 5)
-            found = store.load(entry.key)
+    def work(seed: int) -> None:
+        store, chance = a_store(tmp_path), random.Random(seed)
+        os.fsync = lambda fd: None
+        while time.monotonic() < end:
+            number = chance.randrange(6)
+            blobs = {"plan": b"%d" % number * 1000, "shared": b"same" * 5000}
+            if chance.random() < 0.3:
+                saved(store, blobs, number=number)
+            found = store.load(an_entry(blobs, number=number).key)
             assert not isinstance(found, Loaded) or found.blobs == blobs
 
-    pids = []
     saved(a_store(tmp_path))
-    for seed in range(3):
-        pid = os.fork()
-        if pid == 0:
-            try:
-                work(a_store(tmp_path), seed)
-                os._exit(0)
-            except BaseException:
-                traceback.print_exc()
-                os._exit(99)
-        pids.append(pid)
+    pids = [start(partial(work, seed)) for seed in range(8)]
     store = a_store(tmp_path)
-    for _ in range(60):
-        collect(store.layout, now=time.time(), max_bytes=0, fresh_s=0)
-    assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids] == [0] * 3
+    collections = removed = 0
+    while time.monotonic() < end:
+        fresh_s = (0.0, 600.0)[collections % 2]
+        removed += len(collect(store.layout, now=time.time(), max_bytes=20_000, fresh_s=fresh_s).entries)
+        collections += 1
+        time.sleep(0.002)
+    assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids] == [0] * 8
+    totals = store.counters.read()
     assert not list(store.layout.quarantine.iterdir())
-    assert set(store.counters.read().misses) <= {"absent", "blob missing"}
+    assert not list(store.layout.temp.iterdir())
+    assert set(totals.misses) <= {"absent", "blob missing"}
+    assert min(removed, totals.hits, totals.saves, totals.misses["absent"]) > 0, (removed, totals)
     saved(store, BLOBS)
     assert loads(store, an_entry())

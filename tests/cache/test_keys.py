@@ -133,10 +133,10 @@ CHANGED = {
     "compile_sizes": (1,),
     "compile_sizes_options": {},
     "compile_sizes_options_up_to": 1,
-    "passes": ("tail",),
+    "passes": ("fuse-moe",),
     "compile_workers": 3,
     "dump_dir": "somewhere",
-    "expect": {"tail": 1},
+    "expect": {"fuse-moe": 1},
     "selfcheck": True,
     "strict": True,
 }

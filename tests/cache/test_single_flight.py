@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-import traceback
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +13,7 @@ import pytest
 from piecegraph.cache.layout import Layout
 from piecegraph.cache.single_flight import Flight, single_flight
 from piecegraph.cache.store import Loaded
-from tests.cache.cache_roots import a_store, an_entry, loads, saved
+from tests.cache.cache_roots import a_store, an_entry, loads, saved, start
 
 # Later Pythons warn where other tests have left threads; the children here run our own Python only, and exit.
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
@@ -124,18 +122,6 @@ def test_a_lock_file_that_was_removed_meanwhile_is_not_held(layout: Layout, monk
         assert flight.held
         with single_flight(layout, KEY, timeout_s=0) as second:
             assert not second.held
-
-
-def start(body: Callable[[], None]) -> int:
-    pid = os.fork()
-    if pid == 0:
-        try:
-            body()
-            os._exit(0)
-        except BaseException:
-            traceback.print_exc()
-            os._exit(99)
-    return pid
 
 
 def load_or_compile(folder: Path) -> None:
