@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import shlex
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -280,7 +281,8 @@ def _read_signing_key(path: Path) -> SigningKey:
         return read_key(path, shared=True)
     except FileNotFoundError:
         raise UntrustedCache(
-            f"signing key file {path} does not exist. Make one: (umask 077; openssl rand -hex 32 > {path})"
+            f"signing key file {path} does not exist. Make one where it is to sign, and copy it to where it is to be "
+            f"read. Run: (umask 077; openssl rand -hex 32 > {shlex.quote(str(path))})"
         ) from None
 
 
@@ -289,6 +291,7 @@ def _check_folders(layout: Layout, *, has_signing_key: bool) -> Access:
     access = Access.READ_WRITE
     for folder in layout.folders:
         with contextlib.suppress(FileNotFoundError):
-            if check_folder(folder, has_signing_key=has_signing_key) is Access.READ_ONLY:
+            is_root = folder == layout.root
+            if check_folder(folder, has_signing_key=has_signing_key, is_root=is_root) is Access.READ_ONLY:
                 access = Access.READ_ONLY
     return access

@@ -13,6 +13,7 @@ import hashlib
 import hmac
 import os
 import secrets
+import shlex
 import stat
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,21 +93,25 @@ def read_key(path: Path, *, shared: bool = False) -> SigningKey:
     try:
         text, status = read_with_status(path, 1024)
     except NotARegularFile:
-        raise UntrustedCache(f"key file {path} is not a regular file; remove it: rm {path}") from None
+        raise UntrustedCache(f"key file {path} is not a regular file. Run: {_move_away(path)}") from None
     if not shared and status.st_uid != os.geteuid():
-        raise UntrustedCache(f"key file {path} belongs to user {status.st_uid}; it must be yours: rm {path}")
+        raise UntrustedCache(
+            f"key file {path} belongs to user {status.st_uid}; it must be yours. Run: {_move_away(path)}"
+        )
     forbidden = _OTHERS_WRITE if shared else 0o077
     if status.st_mode & forbidden:
         mode, wanted = stat.filemode(status.st_mode), "go-w" if shared else "600"
-        raise UntrustedCache(f"key file {path} has mode {mode}: others may have had it. Run: chmod {wanted} {path}")
+        raise UntrustedCache(
+            f"key file {path} has mode {mode}: others may have had it. Run: chmod {wanted} {_quoted(path)}"
+        )
     try:
         secret = bytes.fromhex(text.decode("ascii"))
     except ValueError:
         secret = b""
     if len(secret) != _KEY_BYTES:
         raise UntrustedCache(
-            f"key file {path} holds no key ({2 * _KEY_BYTES} hexadecimal digits). Remove it, and a new one is made "
-            f"(what the old one signed is compiled again): rm {path}"
+            f"key file {path} holds no key ({2 * _KEY_BYTES} hexadecimal digits). Without it one is made, and what "
+            f"the old one signed is compiled again. Run: {_move_away(path)}"
         )
     return SigningKey(secret)
 
@@ -142,24 +147,33 @@ class Access(enum.Enum):
     READ_ONLY = "read only"  # another user's, whose entries a configured key must have signed
 
 
-def check_folder(path: Path, *, has_signing_key: bool) -> Access:
+def _quoted(path: Path) -> str:
+    """For a shell."""
+    return shlex.quote(str(path))
+
+
+def _move_away(path: Path) -> str:
+    return f"mv {_quoted(path)} {_quoted(path.with_name(path.name + '.old'))}"
+
+
+def check_folder(path: Path, *, has_signing_key: bool, is_root: bool = True) -> Access:
     """What may be done in `path`. Raises `UntrustedCache` with the command that mends it, FileNotFoundError, OSError.
 
     Ours and writable by nobody else: everything. Another user's, and writable by its owner only: it may be read if
-    a signing key is configured. Nothing else.
+    a signing key is configured. Nothing else. `is_root`: the user has chosen where it lies.
     """
     status = os.lstat(path)
     if stat.S_ISLNK(status.st_mode):
-        raise UntrustedCache(
-            f"cache folder {path} is a symbolic link, which whoever owns it may turn elsewhere. Set "
-            f"PIECEGRAPH_CACHE_DIR to where it leads: {os.path.realpath(path)}"
-        )
+        what = f"cache folder {path} is a symbolic link, which whoever owns it may turn elsewhere."
+        if not is_root:
+            raise UntrustedCache(f"{what} Run: {_move_away(path)}")
+        raise UntrustedCache(f"{what} Set PIECEGRAPH_CACHE_DIR to where it leads: {os.path.realpath(path)}")
     if not stat.S_ISDIR(status.st_mode):
-        raise UntrustedCache(f"{path} is no folder; move it away: mv {path} {path}.old")
+        raise UntrustedCache(f"{path} is no folder. Run: {_move_away(path)}")
     if status.st_mode & _OTHERS_WRITE:
         raise UntrustedCache(
             f"cache folder {path} has mode {stat.filemode(status.st_mode)}: others can put code there that would run "
-            f"as you. Run: chmod go-w {path}"
+            f"as you. Run: chmod go-w {_quoted(path)}"
         )
     if status.st_uid == os.geteuid():
         return Access.READ_WRITE
@@ -167,6 +181,6 @@ def check_folder(path: Path, *, has_signing_key: bool) -> Access:
         return Access.READ_ONLY
     raise UntrustedCache(
         f"cache folder {path} belongs to user {status.st_uid}, and you are {os.geteuid()}. Set PIECEGRAPH_CACHE_DIR to "
-        f"a folder of yours, take it over (chown -R {os.geteuid()} {path}), or configure the key its entries are "
-        "signed with to read it."
+        "a folder of yours, configure the key its entries are signed with to read it, or take it over. "
+        f"Run: chown -R {os.geteuid()} {_quoted(path)}"
     )
