@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from piecegraph.cache.files import make_folders_above
 from piecegraph.cache.layout import Layout
 
 
@@ -37,12 +36,11 @@ def single_flight(
 ) -> Iterator[Flight]:
     """Hold the lock of `key` while the body compiles, or say why it is not held. Raises nothing of its own.
 
-    Makes the folders of a cache that is still to come: of those who begin with nothing, too, one compiles.
+    `Store.prepare` makes the folders of a cache that is still to come; without them no lock is held.
 
     It is a kernel lock on an open file: it ends with the process that holds it, however that ends. A child that was
     forked (not one that was exec'ed) holds it as well; the timeout bounds what that costs.
     """
-    _begin_folders(layout)
     fd, flight = _acquire(layout.lock(key), timeout_s, poll_s, clock, sleep)
     try:
         yield flight
@@ -50,14 +48,6 @@ def single_flight(
         if fd is not None:
             with contextlib.suppress(OSError):  # of a failing disk; the lock is free all the same
                 os.close(fd)  # the file stays: removing it under a waiter would let two hold "the" lock
-
-
-def _begin_folders(layout: Layout) -> None:
-    """Raises nothing: what is missing then, opening the lock says."""
-    with contextlib.suppress(OSError):
-        if not layout.locks.exists():
-            make_folders_above(layout.root, 0o755)
-            make_folders_above(layout.locks / "lock")
 
 
 def _acquire(

@@ -84,19 +84,10 @@ def test_the_lock_of_a_killed_process_is_free(layout: Layout) -> None:
     os.close(tell)
 
 
-def test_a_cache_that_is_not_there_yet_is_begun(tmp_path: Path) -> None:
-    """For the user alone, below folders as the user makes them."""
-    with single_flight(Layout(tmp_path / "new" / "cache"), KEY) as flight:
-        assert flight.held
-    modes = [path.stat().st_mode & 0o777 for path in (tmp_path / "new" / "cache").glob("**/")]
-    assert modes == [0o700] * 3
-
-
 def test_no_folder_no_lock_and_no_error(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("x")
-    with single_flight(Layout(tmp_path / "file" / "cache"), KEY) as flight:
+    with single_flight(Layout(tmp_path), KEY) as flight:
         assert not flight.held
-        assert "Not a directory" in flight.reason
+        assert "No such file" in flight.reason
 
 
 def test_an_error_inside_frees_the_lock(layout: Layout) -> None:
@@ -129,6 +120,7 @@ def load_or_compile(folder: Path) -> None:
     store = a_store(folder)
     entry = an_entry()
     if not isinstance(store.load(entry.key), Loaded):
+        assert store.prepare()
         with single_flight(store.layout, entry.key, poll_s=0.002) as flight:
             if not flight.held or not isinstance(store.load(entry.key), Loaded):
                 with (folder / "compiles").open("a") as compiles:
@@ -153,7 +145,9 @@ def test_of_sixteen_whose_compiler_is_killed_another_compiles(tmp_path: Path) ->
     begun, begin = os.pipe()
 
     def compile_for_ever() -> None:
-        with single_flight(a_store(tmp_path).layout, an_entry().key) as flight:
+        store = a_store(tmp_path)
+        assert store.prepare()
+        with single_flight(store.layout, an_entry().key) as flight:
             os.write(begin, b"y" if flight.held else b"n")
             signal.pause()
 

@@ -15,9 +15,7 @@ import pytest
 
 from piecegraph.cache.canonical import canonical_json, parse_canonical
 from piecegraph.cache.entry_file import MissReason
-from piecegraph.cache.layout import Layout
 from piecegraph.cache.quarantine import quarantined
-from piecegraph.cache.single_flight import single_flight
 from piecegraph.cache.store import Loaded, Miss, NotSaved, Saved, Store
 from piecegraph.cache.trust import Access, SigningKey
 from piecegraph.errors import UntrustedCache
@@ -54,6 +52,16 @@ def test_a_copied_cache_works(tmp_path: Path) -> None:
     entry = saved(a_store(tmp_path))
     shutil.copytree(tmp_path / "cache", tmp_path / "moved")
     assert loads(Store.open(tmp_path / "moved", key_file=tmp_path / "user" / "cache.key"), entry)
+
+
+def test_folders_are_made_before_a_first_save_where_they_can_be(tmp_path: Path) -> None:
+    store = a_store(tmp_path)
+    assert store.prepare()
+    assert all(folder.is_dir() for folder in store.layout.folders)
+    assert missed(store, an_entry().key) is MissReason.ABSENT
+    store = Store.open(tmp_path / "other", key_file=tmp_path / "key")
+    (tmp_path / "other").write_text("a file")
+    assert not store.prepare()
 
 
 def test_equal_bytes_are_stored_once(tmp_path: Path) -> None:
@@ -245,8 +253,7 @@ def test_another_users_root_is_refused_and_with_its_key_read(tmp_path: Path, mon
     signing.chmod(0o644)
     before = os.umask(0o077)  # a careful image build
     try:
-        with single_flight(Layout(tmp_path / "cache"), an_entry().key):
-            entry = saved(a_store(tmp_path, signing_key_file=signing, publish=True))
+        entry = saved(a_store(tmp_path, signing_key_file=signing, publish=True))
     finally:
         os.umask(before)
     someone = os.geteuid() + 1
@@ -271,6 +278,7 @@ def test_a_root_that_others_made_meanwhile_is_not_written_to(tmp_path: Path) -> 
     for folder in early.layout.folders:
         folder.mkdir()
         folder.chmod(0o777)
+    assert not early.prepare()
     done = early.save(an_entry(), BLOBS)
     assert isinstance(done, NotSaved)
     assert f"chmod go-w {tmp_path / 'cache'}" in done.reason
