@@ -90,7 +90,8 @@ def test_making_it_waits_for_nothing() -> None:
     """The device may be busy for long; only `get` waits for it."""
     stream = OutputStream(torch.device("cuda"))
     AsyncOutput(stream, request_ids=["a"], token_ids=torch.tensor([1], device="cuda")).get()  # pinned memory is there
-    token_ids = torch.tensor([5], device="cuda")
+    token_ids = torch.tensor([4], device="cuda")
+    token_ids += 1  # loads the kernel, which may wait
     torch.cuda.synchronize()
     torch.cuda._sleep(200_000_000)  # cycles: a tenth of a second or so
     token_ids += 1
