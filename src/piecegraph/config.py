@@ -24,7 +24,6 @@ PASSES = (
     "fuse-add-rms-norm",
     "fuse-act-mul",
     "fuse-rope-kv-write",
-    "tail",
     "fuse-linear",
     "fuse-moe",
 )
