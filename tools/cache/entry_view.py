@@ -32,7 +32,6 @@ class EntryView:
     sizes: tuple[int, ...] = ()  # static ones: of a plan all, of a piece the one it is for
     passes: Mapping[str, int]  # matches by pass
     pieces: tuple[str, ...]  # keys of the pieces a plan is made of
-    symbols: Mapping[str, Any]  # of a piece: size symbol to its range
     kernels: int | None = None
     nodes: int | None = None
 
@@ -61,10 +60,16 @@ def view(entry: Entry) -> EntryView:
         sizes=_sizes(notes),
         passes={name: count for name, count in _mapping(notes.get("passes")).items() if _count(count) is not None},
         pieces=tuple(dict.fromkeys(key for key in _list(notes.get("pieces")) if is_digest(key))),
-        symbols=_mapping(factors.get("symbols")),
         kernels=_count(notes.get("kernels")),
         nodes=_count(notes.get("nodes")),
     )
+
+
+def is_of_the_same(left: Mapping[str, Any], right: Mapping[str, Any]) -> bool:
+    """Whether factors are of one graph, or of one class of model: entries that differ in how it was compiled."""
+    graphs, models = ([each.get(name) for each in (left, right)] for name in ("graph", "model"))
+    classes = [_mapping(model).get("class") for model in models]
+    return graphs[0] == graphs[1] and classes[0] == classes[1]
 
 
 def _sizes(notes: Mapping[str, Any]) -> tuple[int, ...]:

@@ -20,6 +20,7 @@ class PlanPiece:
     unique: int | None  # its index; None where the plan is of another version and does not say
     size: int | None  # None: the dynamic one
     shared_by: int  # pieces of the model it runs
+    takes: tuple[str, ...]  # names of the sizes it depends on
 
     @property
     def name(self) -> str:
@@ -32,21 +33,20 @@ def plan_pieces(loaded: Loaded) -> tuple[PlanPiece, ...]:
     """In order; none for an entry that is no plan."""
     try:
         found = _from_plan(json.loads(loaded.blobs["plan"]))
-    except (KeyError, TypeError, AttributeError, ValueError, RecursionError):  # no plan, or one of another version
+    except (LookupError, TypeError, AttributeError, ValueError, RecursionError):  # no plan, or one of another version
         found = []
     if not all(is_digest(piece.key) for piece in found):
         found = []
     named = {piece.key for piece in found}
-    others = [PlanPiece(key, None, None, 0) for key in view(loaded.entry).pieces if key not in named]
+    others = [PlanPiece(key, None, None, 0, ()) for key in view(loaded.entry).pieces if key not in named]
     return (*found, *others)
 
 
 def _from_plan(plan: Any) -> list[PlanPiece]:
     steps = plan["plan"]["steps"]
     shared_by = Counter(step["unique"] for step in steps if "unique" in step)
-    dynamic = [PlanPiece(key, unique, None, shared_by[unique]) for unique, key in enumerate(plan["pieces"])]
-    static = [
-        PlanPiece(each["key"], int(each["unique"]), int(each["size"]), shared_by[each["unique"]])
-        for each in plan["static"]
-    ]
-    return [*dynamic, *static]
+    names = plan["size_symbols"]
+    takes = [tuple(sorted(str(names.get(symbol, symbol)) for symbol in symbols)) for symbols in plan["symbols"]]
+    found: list[tuple[str, int, int | None]] = [(key, unique, None) for unique, key in enumerate(plan["pieces"])]
+    found += [(each["key"], int(each["unique"]), int(each["size"])) for each in plan["static"]]
+    return [PlanPiece(key, unique, size, shared_by[unique], takes[unique]) for key, unique, size in found]

@@ -99,7 +99,7 @@ def as_record(store: Store, row: Row, listing: Listing) -> dict[str, Any]:
 def _pieces(store: Store, entry: Entry) -> Sequence[PlanPiece]:
     found = store.verify(entry.key)
     if isinstance(found, Miss):  # what its notes say must do
-        return tuple(PlanPiece(key, None, None, 0) for key in view(entry).pieces)
+        return tuple(PlanPiece(key, None, None, 0, ()) for key in view(entry).pieces)
     return plan_pieces(found)
 
 
@@ -111,7 +111,7 @@ def _piece_record(piece: PlanPiece, listing: Listing) -> dict[str, Any]:
         "unique": piece.unique,
         "shared_by": piece.shared_by,
         "size": piece.size,
-        "symbols": dict(said.symbols) if said else {},
+        "takes": list(piece.takes),
         "nodes": said.nodes if said else None,
         "kernels": said.kernels if said else None,
         "compile_seconds": said.compile_seconds if said else None,
@@ -166,24 +166,18 @@ PIECES = ("PIECE", "UNIQUE", "SHARED BY", "FOR", "NODES", "KERNELS", "SECONDS", 
 
 
 def _piece_cells(piece: dict[str, Any]) -> tuple[object, ...]:
-    ranges = ", ".join(f"{name} in {_range(bounds)}" for name, bounds in piece["symbols"].items())
+    takes = ", ".join(piece["takes"])
     seconds = piece["compile_seconds"]
     return (
         piece["key"][:SHOWN],
         _or_dash(piece["unique"]),
         piece["shared_by"] or "-",
-        f"size {piece['size']}" if piece["size"] is not None else ranges or "any size",
+        f"{takes} = {piece['size']}" if piece["size"] is not None else f"any {takes}" if takes else "-",
         _or_dash(piece["nodes"]),
         _or_dash(piece["kernels"]),
         "-" if seconds is None else f"{seconds:.2f}",
         piece["state"],
     )
-
-
-def _range(bounds: Any) -> str:
-    """`[1, 2048]`; what has another form as it is."""
-    found = bounds.get("range", bounds) if isinstance(bounds, dict) else bounds
-    return f"[{', '.join(map(str, found))}]" if isinstance(found, list) else str(found)
 
 
 def _or_dash(value: object) -> object:

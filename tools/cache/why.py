@@ -10,6 +10,7 @@ import click
 
 from piecegraph.cache.keys import FactorDifference, diff_factors
 from piecegraph.cache.store import Miss, Store
+from piecegraph.tools.cache.entry_view import is_of_the_same
 from piecegraph.tools.cache.factors_text import alike, difference_lines, difference_record
 from piecegraph.tools.cache.key_prefix import SHOWN, find_key
 from piecegraph.tools.cache.listing import MISSING_PIECES, Listing, Row, read_listing
@@ -20,7 +21,8 @@ from piecegraph.tools.options import CONTEXT, Command
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Nearest:
-    """The entry of the same kind that differs in the fewest factors, those alike counted once."""
+    """The entry of the same kind that differs in the fewest factors, those alike counted once; one of the same graph
+    or class of model, where there is any."""
 
     row: Row
     differences: tuple[FactorDifference, ...]  # left: what was asked about; right: this entry
@@ -77,7 +79,9 @@ def nearest_entry(
     others = [(row, row.listed.file.entry) for row in listing.rows if row.key != key]
     alikes = [(row, entry) for row, entry in others if entry and entry.factors.get("kind") == factors.get("kind")]
     older = [(row, entry) for row, entry in alikes if before is not None and entry.created < before]
-    rated = [(diff_factors(factors, entry.factors), row, entry.created) for row, entry in older or alikes]
+    candidates = older or alikes
+    same = [(row, entry) for row, entry in candidates if is_of_the_same(factors, entry.factors)]
+    rated = [(diff_factors(factors, entry.factors), row, entry.created) for row, entry in same or candidates]
     if not rated:
         return None
     differences, row, _ = min(rated, key=lambda each: (len(alike(each[0])), -each[2], each[1].key))

@@ -44,7 +44,6 @@ def save_piece(store: Store, name: str, size: int | None = None, **factors: Any)
         "build": BUILD,
         "machine": CPU,
         "graph": name,
-        "symbols": {"s0": [1, 2048]} if size is None else {},
         "size": size,
         "options": {"max_autotune": False},
         "passes": [],
@@ -63,6 +62,8 @@ def save_model(store: Store, name: str = "tiny", *, eps: float = 1e-6, layers: i
     plan = {
         "format": 1,
         "plan": {"arguments": ["x"], "bound": [], "steps": steps, "results": ["x"]},
+        "size_symbols": {"s0": "num_tokens"},
+        "symbols": [["s0"]],
         "pieces": [pieces[0].key],
         "static": [{"unique": 0, "size": 8, "key": pieces[1].key}],
     }

@@ -6,7 +6,7 @@ import pytest
 
 from piecegraph.cache.entry import Entry
 from piecegraph.cache.store import Store
-from piecegraph.tools.cache.entry_view import view
+from piecegraph.tools.cache.entry_view import is_of_the_same, view
 from tests.tools.cache.models import CPU, H200, NOW, save_model, save_piece
 
 
@@ -23,7 +23,18 @@ def test_a_plan(store: Store) -> None:
 def test_a_piece(store: Store) -> None:
     said = view(save_piece(store, "layer", size=4))
     assert (said.kind, said.title, said.sizes, said.kernels, said.nodes) == ("piece", None, (4,), 2, 9)
-    assert view(save_piece(store, "layer")).symbols == {"s0": [1, 2048]}
+
+
+def test_what_differs_in_how_it_was_compiled_alone(store: Store) -> None:
+    plan, other = (
+        save_model(store, "First").plan.factors,
+        save_model(store, "First", eps=0.5, machine=H200).plan.factors,
+    )
+    piece, later = save_piece(store, "a").factors, save_piece(store, "a", size=4).factors
+    assert is_of_the_same(plan, other)
+    assert not is_of_the_same(plan, save_model(store, "Second").plan.factors)
+    assert is_of_the_same(piece, later)
+    assert not is_of_the_same(piece, save_piece(store, "b").factors)
 
 
 @pytest.mark.parametrize(
@@ -45,7 +56,7 @@ def test_architectures(machine: Any, arch: str | None) -> None:
 @pytest.mark.parametrize("value", [None, 3, "text", ["list"], {"a": {"b": 1}}, True, 1.5])
 def test_what_another_version_wrote_is_taken_as_far_as_it_goes(value: Any) -> None:
     """Whatever type a field has, the rest is shown."""
-    factors = dict.fromkeys(("kind", "machine", "symbols"), value)
+    factors = dict.fromkeys(("kind", "machine"), value)
     notes = dict.fromkeys(
         ("model", "dtype", "num_parameters", "num_pieces", "sizes", "size", "passes", "pieces", "nodes"), value
     )

@@ -18,8 +18,8 @@ def test_a_plan_as_text(store: Store, cache: CacheCommand) -> None:
     assert "seconds   split 250 ms, trace 1.5 s" in lines
     assert "passes    fuse-act-mul 3, tail 1" in lines
     dynamic, static = (piece.key[:12] for piece in model.pieces)
-    assert f"{dynamic}       0          3  s0 in [1, 2048]      9        2     2.50  complete" in lines
-    assert f"{static}       0          3  size 8               9        2     2.50  complete" in lines
+    assert f"{dynamic}       0          3  any num_tokens      9        2     2.50  complete" in lines
+    assert f"{static}       0          3  num_tokens = 8      9        2     2.50  complete" in lines
     assert "config.compile_sizes = [8]" in lines
     assert 'model.modules.layers.2.norm.class = "RMSNorm"' in lines
     assert any(line.startswith("source") and line.endswith(model.plan.blobs["source"].digest) for line in lines)
@@ -43,7 +43,7 @@ def test_a_plan_as_json(store: Store, cache: CacheCommand) -> None:
             "unique": 0,
             "shared_by": 3,
             "size": size,
-            "symbols": {} if size else {"s0": [1, 2048]},
+            "takes": ["num_tokens"],
             "nodes": 9,
             "kernels": 2,
             "compile_seconds": 2.5,

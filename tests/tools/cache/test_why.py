@@ -36,12 +36,18 @@ def test_why_as_text(store: Store, cache: CacheCommand) -> None:
     ]
 
 
-def test_pieces_are_compared_with_pieces(store: Store, cache: CacheCommand) -> None:
-    save_model(store)
-    piece = save_piece(store, "other", machine=H200).key
-    (answer,) = cache.json("why", piece)
+def test_a_piece_is_compared_with_one_of_the_same_graph(store: Store, cache: CacheCommand) -> None:
+    """Another piece of the same model differs in less, and computes something else."""
+    model = save_model(store)
+    alone = save_piece(store, "other", machine=H200).key
+    (answer,) = cache.json("why", alone)
+    assert answer["nearest"]["key"] in {piece.key for piece in model.pieces}
+    same = save_piece(store, "other", passes=["a", "b"], options={}, build={}).key
+    (answer,) = cache.json("why", same)
+    assert answer["nearest"]["key"] == alone
     differing = {difference["path"] for difference in answer["nearest"]["differences"]}
-    assert differing == {"graph", "machine.device", "machine.gpu"}
+    assert {"machine.device", "machine.gpu", "passes[0]"} < differing
+    assert "graph" not in differing
 
 
 def test_a_bad_entry_says_what_keeps_it_from_being_loaded(store: Store, cache: CacheCommand) -> None:
