@@ -12,7 +12,6 @@ from piecegraph.passes.fuse_moe import FuseMoe
 from piecegraph.passes.fuse_rope_kv_write import FuseRopeKVWrite
 from piecegraph.passes.graph_pass import GraphPass
 from piecegraph.passes.merge_projections import MergeProjections
-from piecegraph.passes.tail import Tail
 
 
 def all_passes() -> tuple[GraphPass, ...]:
@@ -23,7 +22,6 @@ def all_passes() -> tuple[GraphPass, ...]:
         FuseAddRMSNorm(),
         FuseActMul(),
         FuseRopeKVWrite(),
-        Tail(),
         FuseLinear(),
         FuseMoe(),
     )

@@ -13,21 +13,21 @@ def row(name: str, *misses: tuple[str, str]) -> PassRow:
 
 
 def test_a_line_a_pass() -> None:
-    assert pass_lines([row("tail"), row("fuse-linear")]) == [
+    assert pass_lines([row("mine"), row("fuse-linear")]) == [
         "pass         matches  misses  nodes removed",
-        "tail               3       0              7",
+        "mine               3       0              7",
         "fuse-linear        3       0              7",
     ]
     assert pass_lines([]) == ["none"]
 
 
 def test_equal_reasons_are_told_once_with_the_first_site() -> None:
-    lines = pass_lines([row("tail", ("rsqrt", "it is float64"), ("rsqrt_1", "it is float64"), ("rsqrt_2", "a reader"))])
+    lines = pass_lines([row("mine", ("rsqrt", "it is float64"), ("rsqrt_1", "it is float64"), ("rsqrt_2", "a reader"))])
     assert lines[2:] == ["  not rsqrt and 1 more: it is float64", "  not rsqrt_2: a reader"]
 
 
 def test_many_reasons_are_cut_and_say_so() -> None:
-    lines = pass_lines([row("tail", *((f"n{i}", f"reason {i}") for i in range(5)))])
+    lines = pass_lines([row("mine", *((f"n{i}", f"reason {i}") for i in range(5)))])
     assert len(lines) == 2 + 3 + 1
     assert lines[-1] == "  and 2 more reasons (--json has all)"
 
@@ -53,7 +53,7 @@ def test_a_pass_that_was_undone_says_why_and_a_miss_where() -> None:
 
 
 def test_a_record_has_every_miss() -> None:
-    record = pass_record(row("tail", *((f"n{i}", f"reason {i}") for i in range(5))))
+    record = pass_record(row("mine", *((f"n{i}", f"reason {i}") for i in range(5))))
     assert [miss["node"] for miss in record["misses"]] == ["n0", "n1", "n2", "n3", "n4"]
     assert "seconds" not in record
 
