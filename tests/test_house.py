@@ -127,8 +127,12 @@ RUNS_BYTES = {
     "CDLL",
     "CompiledArtifact",
     "CppCodeCache",
+    "CppPythonBindingsCodeCache",
     "dlopen",
     "exec_module",
+    "_load_impl",
+    "_load_library",
+    "load_artifact",
     "load_cache_artifacts",
     "load_compiled_function",
     "load_library",
@@ -149,7 +153,7 @@ RUNS_BYTES = {
     "yaml.full_load",
     "yaml.unsafe_load",
 }
-"""Functions that run or unpickle what is in a file. One without a dot counts whatever it is an attribute of."""
+"""What runs or unpickles bytes, torch's and ours. A name without a dot counts whatever it is an attribute of."""
 
 RUNNING_MODULES = {
     *("pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve", "copyreg"),
@@ -163,14 +167,16 @@ MAY_RUN_BYTES = {
     ("compiler/graphs/replay_plan.py", "compile"): "of the same lines",
     ("compiler/stitch.py", "exec"): "of the stitched source, generated from a plan",
     ("compiler/stitch.py", "compile"): "of the same source",
-    (
-        "compiler/torch_compat.py",
-        "CompiledArtifact",
-    ): "the one authenticated loader: of what this process had compiled, or of blobs that `cache.store` has handed out",
+    ("compiler/inductor_files.py", "load_artifact"): "of bytes the cache's store authenticated, or compiled just now",
+    ("compiler/torch_compat.py", "load_cache_artifacts"): "in load_artifact, of the bytes it was given",
+    ("compiler/torch_compat.py", "_load_impl"): "in load_artifact, of the same bytes",
+    ("compiler/torch_compat.py", "CppPythonBindingsCodeCache"): "its loading is led to files of ours",
+    ("compiler/torch_compat.py", "_load_library"): "inside load_artifact, of libraries that came with the same bytes",
     ("compiler/torch_compat.py", "eval"): "of sizes that this process, or the one that started it, wrote",
     ("tools/cache/dump.py", "compile"): "of an authenticated stitched source; its bytecode is shown, and not run",
     ("runner/cuda_memory.py", "ctypes"): "calls the driver that torch has loaded",
     ("runner/cuda_memory.py", "CDLL"): "of the driver, by the loader's own search; no path",
+    ("tools/bench/start_clock.py", "SourceFileLoader"): "only to time what Python itself imports",
 }
 """(file, what it uses) -> why no byte of a disk runs there unauthenticated. A new row needs a reason as good."""
 

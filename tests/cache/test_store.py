@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +16,7 @@ from piecegraph.cache.canonical import canonical_json, parse_canonical
 from piecegraph.cache.entry_file import MissReason
 from piecegraph.cache.quarantine import quarantined
 from piecegraph.cache.store import Loaded, Miss, NotSaved, Saved, Store
-from piecegraph.cache.trust import Access, SigningKey
+from piecegraph.cache.trust import Access
 from piecegraph.errors import UntrustedCache
 from tests.cache.cache_roots import BLOBS, NOW, a_store, an_entry, loads, saved
 
@@ -151,46 +150,6 @@ def test_signed_nonsense_and_deep_nests_are_no_hits(tmp_path: Path) -> None:
             store.layout.entry(entry.key).write_bytes(data)
             assert store.list()[0].state == "corrupt"
             assert missed(store, entry.key) is MissReason.CORRUPT
-
-
-class LeavesAMark:
-    """What an attacker pickles."""
-
-    def __init__(self, mark: Path) -> None:
-        self.mark = mark
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return os.mkdir, (str(self.mark),)
-
-
-def forge(entry_file: Path, signature: Callable[[bytes], Any]) -> None:
-    document = parse_canonical(entry_file.read_bytes())["entry"]
-    entry_file.write_bytes(
-        canonical_json({"entry": document, "signature": signature(canonical_json(document))}),
-    )
-
-
-def test_a_forged_entry_with_right_digests_hands_out_nothing(tmp_path: Path) -> None:
-    """The blob would leave a mark if anybody unpickled it. Three forgeries: another key, our key's name, no key."""
-    mark = tmp_path / "mark"
-    poison = {"plan": pickle.dumps(LeavesAMark(mark))}
-    theirs = SigningKey(b"t" * 32)
-    store = a_store(tmp_path)
-    ours = store.signer
-    forgeries: list[tuple[Callable[[bytes], Any], MissReason]] = [
-        (lambda data: theirs.sign("entry", data), MissReason.UNTRUSTED),
-        (lambda data: theirs.sign("entry", data) | {"key_id": ours.key_id}, MissReason.FORGED),
-        (lambda data: ours.sign("archive", data), MissReason.FORGED),
-        (lambda _: None, MissReason.UNTRUSTED),
-        (lambda _: {"scheme": "hmac-sha256", "key_id": ours.key_id, "value": "é\ud800"}, MissReason.FORGED),
-    ]
-    for signature, reason in forgeries:
-        entry = saved(store, poison)
-        forge(store.layout.entry(entry.key), signature)
-        found = store.load(entry.key)
-        assert isinstance(found, Miss)
-        assert found.reason is reason
-    assert not mark.exists()
 
 
 @pytest.mark.parametrize("which", ["entry", "blob"])
