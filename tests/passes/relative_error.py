@@ -6,7 +6,10 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-SEEDS = range(8)
+MIN_SEEDS = 8
+
+MIN_NUMBERS = 2048
+"""So many numbers of each result are compared at least: of few, it is luck whose roundings cancel."""
 
 LIMIT = 1.1
 """A fusion's error is at most this many times that of the unfused code."""
@@ -23,16 +26,17 @@ def assert_no_less_exact(
     dtype: torch.dtype,
     device: str = "cpu",
 ) -> None:
-    """`make_inputs` gives float32 tensors; `fused` and `unfused` take them in `dtype`, `exact` the same in float64."""
+    """`make_inputs` gives float32 tensors; `fused` and `unfused` take them in `dtype`, `exact` the same in float64.
+    Tensors of integers stay as they are. Each result's error is the root of its mean square over all seeds."""
     for shape in shapes:
-        squares = torch.zeros(2, len(exact(*_inputs(make_inputs, shape, dtype, device, 0))), dtype=torch.float64)
-        for seed in SEEDS:
+        smallest = min(each.numel() for each in exact(*_inputs(make_inputs, shape, torch.float64, device, 0)))
+        squares = torch.zeros(3, 1, dtype=torch.float64, device=device)
+        for seed in range(max(MIN_SEEDS, -(-MIN_NUMBERS // smallest))):
             inputs = _inputs(make_inputs, shape, dtype, device, seed)
-            expected = exact(*[each.double() for each in inputs])
-            for i, function in enumerate((fused, unfused)):
-                for j, (found, wanted) in enumerate(zip(function(*inputs), expected, strict=True)):
-                    squares[i, j] += _squared_error(found, wanted)
-        ours, theirs = (squares / len(SEEDS)).sqrt().tolist()
+            wanted = exact(*_floats_as(torch.float64, inputs))
+            errors = [_differences(function(*inputs), wanted) for function in (fused, unfused)]
+            squares = squares + torch.stack([_squares(each) for each in (*errors, wanted)])
+        ours, theirs = (squares[:2] / squares[2]).sqrt().tolist()
         # In float32 both are as good as the order they add in: a unit of the last place is good or bad luck.
         floor = torch.finfo(dtype).eps if dtype == torch.float32 else 0.0
         good = all(mine <= max(LIMIT * other, floor) for mine, other in zip(ours, theirs, strict=True))
@@ -46,9 +50,18 @@ def _inputs(
     device: str,
     seed: int,
 ) -> Tensors:
-    return [each.to(device, dtype) for each in make(torch.Size(shape), torch.Generator().manual_seed(seed))]
+    made = make(torch.Size(shape), torch.Generator().manual_seed(seed))
+    return _floats_as(dtype, [each.to(device) for each in made])
 
 
-def _squared_error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Relative to the mean square of what is expected."""
-    return float((found.double() - expected).square().mean() / expected.square().mean())
+def _floats_as(dtype: torch.dtype, tensors: Tensors) -> Tensors:
+    return [each.to(dtype) if each.is_floating_point() else each for each in tensors]
+
+
+def _differences(found: Tensors, wanted: Tensors) -> Tensors:
+    return [each.double() - other for each, other in zip(found, wanted, strict=True)]
+
+
+def _squares(tensors: Tensors) -> torch.Tensor:
+    """The sum of each tensor's squares, `[len(tensors)]`."""
+    return torch.stack([each.square().sum() for each in tensors])

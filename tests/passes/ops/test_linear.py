@@ -1,12 +1,82 @@
-"""`piecegraph::linear` on a CPU, and what a graph knows of it."""
+"""`piecegraph::linear`: what it computes, that it rounds no worse than a linear and its activation, and its shape."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from piecegraph.passes.kernels.linear_config import MATVEC_ROWS, linear_config
 from piecegraph.passes.ops.linear import LINEAR
+from tests.passes.relative_error import Tensors, assert_no_less_exact
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+ROWS = (1, 2, 3, 5, 16, 33, 64, 65, 130)
+WEIGHTS = [
+    (32, 64), (32, 128), (32, 192), (32, 320), (64, 64), (64, 128), (96, 128), (128, 64),
+    (48, 64),  # the kernels take its 48 columns, and not its 24 gated ones
+    (40, 64), (36, 96), (64, 100),
+]  # fmt: skip
+"""Its rows, and their size; those of the last line are the library's whatever the rows of x."""
+
+SHAPES = [(rows, *weight) for rows in ROWS for weight in WEIGHTS]
+WIDE = [(rows, 4096, 64) for rows in (1, 3, 17, 64, 65, 130)]
+"""Other blocks of columns, and with many rows the library's again."""
+
+LONG = [(1, 64, 2048), (1, 32, 4096)]
+
+
+def make_inputs(shape: torch.Size, random: torch.Generator) -> Tensors:
+    rows, columns, size = shape
+    x, weight = torch.randn(rows, size, generator=random), torch.randn(columns, size, generator=random)
+    return x, weight * (2 / size**0.5), torch.randn(columns, generator=random)
+
+
+def fused(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> Tensors:
+    return (
+        LINEAR(x, weight, None, ""),
+        LINEAR(x, weight, bias, ""),
+        LINEAR(x, weight, None, "silu"),
+        LINEAR(x, weight, bias, "gelu"),
+    )
+
+
+def unfused(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> Tensors:
+    """The gated ones as transformers' Phi3MLP spells them."""
+    plain, biased = F.linear(x, weight), F.linear(x, weight, bias)
+    (gate, up), (biased_gate, biased_up) = plain.chunk(2, -1), biased.chunk(2, -1)
+    return plain, biased, F.silu(gate) * up, F.gelu(biased_gate) * biased_up
+
+
+def check_against_torch(shapes: Iterable[tuple[int, int, int]], dtype: torch.dtype, device: str) -> None:
+    assert_no_less_exact(fused, unfused, unfused, make_inputs, shapes, dtype, device)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_it_is_no_less_exact_than_torch(dtype: torch.dtype) -> None:
+    assert len(SHAPES) >= 100
+    check_against_torch(SHAPES, dtype, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_kernels_are_no_less_exact_than_torch(dtype: torch.dtype) -> None:
+    check_against_torch([*SHAPES, *WIDE, *LONG], dtype, "cuda")
+
+
+def test_those_shapes_take_every_kernel_and_the_library() -> None:
+    """So that the test before means something: on an H200, with an activation and without."""
+    taken = {"matvec": 0, "matmul": 0, "library": 0}
+    block_ns = set()
+    for rows, columns, size in [*SHAPES, *WIDE, *LONG]:
+        for is_gated in (False, True):
+            config = linear_config(rows, columns // (1 + is_gated), size, is_gated=is_gated, itemsize=2, num_sms=132)
+            taken["library" if config is None else "matvec" if rows <= MATVEC_ROWS else "matmul"] += 1
+            block_ns.add(config.block_n if config else 0)
+    assert min(taken.values()) >= 30, taken
+    assert block_ns == {0, 4, 16, 32}
 
 
 @pytest.mark.parametrize("bias", [True, False])
