@@ -86,10 +86,10 @@ def import_archive(store: Store, file: Path, *, trust: bool = False) -> Imported
             if _digest_at(fd, offsets[ref.digest], ref.size) != ref.digest:
                 raise ArchiveRefused(f"{file} is damaged: blob {ref.digest} has other bytes. Fetch it again.")
         for entry in entries:
-            blobs = {role: _read_at(fd, offsets[ref.digest], ref.size) for role, ref in entry.blobs.items()}
-            if any(BlobRef.of(data) != entry.blobs[role] for role, data in blobs.items()):
+            distinct = {ref: _read_at(fd, offsets[ref.digest], ref.size) for ref in set(entry.blobs.values())}
+            if any(BlobRef.of(data) != ref for ref, data in distinct.items()):
                 raise ArchiveRefused(f"{file} changed while it was read; entry {entry.key} was not taken.")
-            saved = store.save(entry, blobs)
+            saved = store.save(entry, {role: distinct[ref] for role, ref in entry.blobs.items()})
             if isinstance(saved, NotSaved):
                 raise CacheError(f"entry {entry.key} of {file} was not saved: {saved.reason}")
     return Imported(tuple(entry.key for entry in entries), signed)

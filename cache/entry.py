@@ -118,22 +118,27 @@ def _check_types(known: Mapping[str, Any]) -> None:
     for name in ("factors", "blobs", "seconds", "versions", "notes"):
         if not isinstance(known.get(name, {}), dict):
             raise BadEntry(f"{name} is no mapping")
-    if not all(_is_number(value) for value in known.get("seconds", {}).values()) or not _is_number(known["created"]):
-        raise BadEntry("a time is no number")
+    if not all(_is_time(value) for value in (known["created"], *known.get("seconds", {}).values())):
+        raise BadEntry("a time is no number of seconds")
     if not all(isinstance(value, str) for value in known.get("versions", {}).values()):
         raise BadEntry("a version is no string")
     if not isinstance(known.get("state", ""), str) or type(known["format"]) is not int:
         raise BadEntry("state or format is of the wrong type")
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+_MOST_SECONDS = 1e11
+"""Since 1970: some year after 5000. A greater number is no time, and could not be shown as one."""
+_MOST_BYTES = 1 << 60
+
+
+def _is_time(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < _MOST_SECONDS
 
 
 def blob_ref(role: str, ref: Any) -> BlobRef:
     """A blob of a document. Raises `BadEntry`, naming its role."""
     if not isinstance(ref, dict) or not is_digest(ref.get("digest")):
         raise BadEntry(f"blob {role!r} has no sha256")
-    if type(ref.get("size")) is not int or ref["size"] < 0:
+    if type(ref.get("size")) is not int or not 0 <= ref["size"] < _MOST_BYTES:
         raise BadEntry(f"blob {role!r} has no size")
     return BlobRef(ref["digest"], ref["size"])

@@ -158,8 +158,10 @@ class Store:
             check_key(file.entry)
         except BadEntry as error:
             return Miss(MissReason.CORRUPT, str(error), self.layout.entry(key))
-        blobs: dict[str, bytes] = {}
+        found: dict[BlobRef, bytes] = {}  # each read and held once, however many roles it has
         for role, ref in file.entry.blobs.items():
+            if ref in found:
+                continue
             try:
                 data = get_blob(self.layout, ref)
             except OSError as error:
@@ -168,8 +170,8 @@ class Store:
                 return Miss(MissReason.BLOB_MISSING, f"{role} ({ref.digest})")
             if isinstance(data, BlobTrouble):
                 return Miss(MissReason.BLOB_CORRUPT, f"{role} ({ref.digest})", self.layout.blob(ref.digest))
-            blobs[role] = data
-        return Loaded(file.entry, blobs)
+            found[ref] = data
+        return Loaded(file.entry, {role: found[ref] for role, ref in file.entry.blobs.items()})
 
     def exists(self, key: str) -> bool:
         """There is an entry that we trust; its blobs were not looked at."""
@@ -186,7 +188,8 @@ class Store:
         try:
             self._make_folders()
             key = self._signer()
-            new = sum(put_blob(self.layout, data, self._file_mode) for data in blobs.values())
+            distinct = {ref: blobs[role] for role, ref in entry.blobs.items()}
+            new = sum(put_blob(self.layout, data, self._file_mode) for data in distinct.values())
             sync_folder(self.layout.blobs)
             path = self.layout.entry(entry.key)
             if path.is_dir() and not path.is_symlink():

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from hypothesis import strategies as st
 
 from piecegraph.cache.entry import Entry
 from piecegraph.cache.store import Loaded, Saved, Store
@@ -16,6 +19,49 @@ FULL = os.environ.get("CACHE_TESTS") == "full"
 
 NOW = 1_800_000_000.0
 BLOBS = {"plan": b"steps", "piece/0": b"machine code" * 100}
+
+
+ANY_JSON: st.SearchStrategy[Any] = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.sampled_from([10**400, -(10**400), 2**63, 1e308, -1.0, "../../x", "/etc/passwd", "\ud800", "\0", "a" * 64])
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+"""What an attacker may write in place of anything."""
+
+
+@st.composite
+def tampered(draw: st.DrawFn, document: Any) -> Any:
+    """`document` with one to three places replaced, removed or added to."""
+    document = copy.deepcopy(document)
+    for _ in range(draw(st.integers(1, 3))):
+        at = document
+        while True:
+            if not isinstance(at, dict | list) or not at:
+                break
+            place = draw(st.sampled_from(sorted(at) if isinstance(at, dict) else range(len(at))))
+            if isinstance(at[place], dict | list) and at[place] and draw(st.integers(0, 3)):
+                at = at[place]
+                continue
+            match draw(st.sampled_from(["replace", "replace", "remove", "add", "repeat"])):
+                case "replace":
+                    at[place] = draw(ANY_JSON)
+                case "remove":
+                    del at[place]
+                case "add" if isinstance(at, dict):
+                    at[draw(st.text(max_size=5))] = draw(ANY_JSON)
+                case "add":
+                    at.append(draw(ANY_JSON))
+                case _ if isinstance(at, dict):
+                    at[place + " "] = copy.deepcopy(at[place])
+                case _:
+                    at.append(copy.deepcopy(at[place]))
+            break
+    return document
 
 
 def a_store(tmp_path: Path, **options: Any) -> Store:
