@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import lru_cache
+
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
 from piecegraph.passes.merge_projections import MergeProjections
 from tests.passes.pass_context import FakeContext
+from tests.passes.relative_error import Tensors, assert_no_less_exact
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+ROWS = (1, 2, 3, 5, 16, 33, 64, 65, 130)
+PROJECTIONS = [
+    (64, (64, 32, 32)), (64, (64, 64, 64)), (128, (64, 16, 16)), (256, (64, 32, 32)), (80, (80, 80, 80)),
+    (96, (48, 16, 16)), (100, (60, 20, 20)), (24, (27, 9, 9)), (192, (24, 24, 24)),
+    (64, (96, 96)), (128, (40, 40)), (72, (56, 56)),
+]  # fmt: skip
+"""The size of what they read and their columns: query, key and value; gate and up."""
+
+SHAPES = [(rows, size, *columns) for rows in ROWS for size, columns in PROJECTIONS]
 
 
 class Projections(nn.Module):
@@ -101,3 +117,63 @@ def test_a_graph_without_such_linears_is_left_alone() -> None:
     before = str(graph)
     assert merge(graph) == []
     assert str(graph) == before
+
+
+def make_inputs(shape: torch.Size, random: torch.Generator) -> Tensors:
+    """A row for each token, then weights, then biases."""
+    rows, size, *columns = shape
+    weights = [torch.randn(each, size, generator=random) / size**0.5 for each in columns]
+    return torch.randn(rows, size, generator=random), *weights, *(torch.randn(e, generator=random) for e in columns)
+
+
+def size_of(shape: Sequence[int]) -> int:
+    """As many products are added up, by one matmul maybe in another order than by several."""
+    return shape[1]
+
+
+def halves(tensors: Sequence[torch.Tensor]) -> tuple[Tensors, Tensors]:
+    return tensors[: len(tensors) // 2], tensors[len(tensors) // 2 :]
+
+
+def separate(x: torch.Tensor, *tensors: torch.Tensor) -> Tensors:
+    weights, biases = halves(tensors)
+    plain = [F.linear(x, weight) for weight in weights]
+    return *plain, *(F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+
+
+def merged(x: torch.Tensor, *tensors: torch.Tensor) -> Tensors:
+    """What the pass makes of them."""
+    weights, biases = halves(tensors)
+    columns = tuple(len(each) for each in weights)
+    whole, whole_bias = torch.cat(weights), torch.cat(biases)
+    plain, biased = (merged_linears(x.shape[1], columns, has_bias) for has_bias in (False, True))
+    return *plain(x, whole), *biased(x, whole, whole_bias)
+
+
+@lru_cache
+def merged_linears(size: int, columns: tuple[int, ...], has_bias: bool) -> fx.GraphModule:
+    """A function of `x`, the stored weight, and the stored bias if there is one."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    operands = []
+    for i, each in enumerate(columns):
+        shapes = {f"weight_{i}": (each, size), **({f"bias_{i}": (each,)} if has_bias else {})}
+        operands.append([graph.placeholder(name) for name in shapes])
+        for node, shape in zip(operands[-1], shapes.values(), strict=True):
+            node.meta["example_value"] = torch.empty(shape)
+    graph.output(tuple(graph.call_function(F.linear, (x, *own)) for own in operands))
+    assert len(merge(graph)) == 1 + has_bias
+    assert linears(graph) == 1
+    return fx.GraphModule(nn.Module(), graph)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_one_matmul_is_no_less_exact_than_several(dtype: torch.dtype) -> None:
+    assert len(SHAPES) >= 100
+    assert_no_less_exact(merged, separate, separate, make_inputs, SHAPES, dtype, num_terms=size_of)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_one_matmul_of_a_gpu_is_no_less_exact_than_several(dtype: torch.dtype) -> None:
+    assert_no_less_exact(merged, separate, separate, make_inputs, SHAPES, dtype, "cuda", num_terms=size_of)
