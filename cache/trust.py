@@ -2,7 +2,7 @@
 
 Signatures are HMAC-SHA256. That is one key to sign and to verify with: an image that is read by others needs a
 signing key file that they can read, and whoever can read it could sign too. Keep it where only those who run the
-image can get at it. (A public key would need a library that piecegraph does not depend on.)
+image can get at it. (A public key would need a library that piecegraph does not depend on: docs/decisions/004.)
 """
 
 from __future__ import annotations
