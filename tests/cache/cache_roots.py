@@ -47,19 +47,15 @@ def tampered(draw: st.DrawFn, document: Any) -> Any:
             if isinstance(at[place], dict | list) and at[place] and draw(st.integers(0, 3)):
                 at = at[place]
                 continue
-            match draw(st.sampled_from(["replace", "replace", "remove", "add", "repeat"])):
-                case "replace":
-                    at[place] = draw(ANY_JSON)
-                case "remove":
-                    del at[place]
-                case "add" if isinstance(at, dict):
-                    at[draw(st.text(max_size=5))] = draw(ANY_JSON)
-                case "add":
-                    at.append(draw(ANY_JSON))
-                case _ if isinstance(at, dict):
-                    at[place + " "] = copy.deepcopy(at[place])
-                case _:
-                    at.append(copy.deepcopy(at[place]))
+            how = draw(st.sampled_from(["replace", "replace", "remove", "add", "repeat"]))
+            if how == "replace":
+                at[place] = draw(ANY_JSON)
+            elif how == "remove":
+                del at[place]
+            elif isinstance(at, dict):
+                at[draw(st.text(max_size=5))] = draw(ANY_JSON)
+            else:
+                at.append(draw(ANY_JSON) if how == "add" else copy.deepcopy(at[place]))
             break
     return document
 
