@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-import torch.nn.functional as F
 
 from piecegraph.passes.ops.act_mul import ACTIVATIONS
 
@@ -68,28 +67,18 @@ def moe_inputs(
 
 
 def exact(inputs: MoeInputs) -> torch.Tensor:
-    """In float64, pair by pair, nothing rounded in between."""
-    wide = inputs.to(torch.float64)
-    result = torch.zeros_like(wide.x)
-    for token, (ids, weights) in enumerate(zip(wide.topk_ids.tolist(), wide.topk_weights, strict=True)):
-        for expert, weight in zip(ids, weights, strict=True):
-            gate, up = F.linear(wide.x[token], wide.gate_up[expert]).chunk(2)
-            result[token] += weight * F.linear(ACTIVATIONS[wide.activation](gate) * up, wide.down[expert])
-    return result
+    """In float64, nothing rounded in between."""
+    return unfused(inputs.to(torch.float64))
 
 
 def unfused(inputs: MoeInputs) -> torch.Tensor:
     """As transformers' `grouped_mm` form rounds: after each product, the activation, gate times up, and the weight
-    (in the dtype that the weight has)."""
-    result = []
-    for token, ids in enumerate(inputs.topk_ids.tolist()):
-        weighted = []
-        for expert, weight in zip(ids, inputs.topk_weights[token], strict=True):
-            gate, up = F.linear(inputs.x[token], inputs.gate_up[expert]).chunk(2)
-            output = F.linear(ACTIVATIONS[inputs.activation](gate) * up, inputs.down[expert])
-            weighted.append(output * weight.to(torch.promote_types(output.dtype, inputs.topk_weights.dtype)))
-        result.append(torch.stack(weighted).sum(0))
-    return torch.stack(result).to(inputs.x.dtype)
+    (in the dtype that the weight has). The weights of every pair of token and expert are gathered."""
+    gate_up = (inputs.gate_up[inputs.topk_ids] @ inputs.x[:, None, :, None]).squeeze(-1)
+    gate, up = gate_up.chunk(2, -1)  # [num_tokens, top_k, size]
+    inner = ACTIVATIONS[inputs.activation](gate) * up
+    output = (inputs.down[inputs.topk_ids] @ inner.unsqueeze(-1)).squeeze(-1)
+    return (output * inputs.topk_weights.unsqueeze(-1)).sum(1).to(inputs.x.dtype)
 
 
 def relative_rms(found: torch.Tensor, wanted: torch.Tensor) -> float:

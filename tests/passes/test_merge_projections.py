@@ -131,7 +131,7 @@ def size_of(shape: Sequence[int]) -> int:
     return shape[1]
 
 
-def halves(tensors: Sequence[torch.Tensor]) -> tuple[Tensors, Tensors]:
+def halves(tensors: tuple[torch.Tensor, ...]) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
     return tensors[: len(tensors) // 2], tensors[len(tensors) // 2 :]
 
 

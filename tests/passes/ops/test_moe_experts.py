@@ -1,7 +1,8 @@
-"""The op on a CPU is transformers' experts, rounded less often."""
+"""The op is transformers' experts, rounded less often: on a CPU, and by the kernels."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,17 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 from piecegraph.passes.ops.act_mul import ACTIVATIONS
 from piecegraph.passes.ops.moe_experts import MOE_EXPERTS
 from tests.passes.moe_inputs import MoeInputs, exact, moe_inputs, relative_rms, unfused
+from tests.passes.relative_error import Tensors, assert_no_less_exact
 from tests.runner.tiny_models import make_config
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+SHAPES = [
+    (num_tokens, top_k, num_experts, hidden, size)
+    for num_tokens in (1, 2, 3, 4, 5, 6, 8, 9, 13, 16, 24)
+    for num_experts in (4, 5, 6, 8, 16)
+    for top_k, hidden, size in ((2, 64, 40), (4, 48, 24))
+]
+"""Those that kernels are compiled for are few; what they run as, matvecs or blocks of 16 to 64 rows, is in all."""
 
 SIZES = [(1, 2, 4), (5, 3, 8), (9, 1, 3), (3, 4, 4), (50, 2, 16)]
 """num_tokens, top_k, num_experts"""
@@ -59,6 +70,50 @@ def test_its_error_to_float64_is_at_most_that_of_the_unfused(dtype: torch.dtype,
                 ours += relative_rms(MOE_EXPERTS(*inputs.args), wanted) ** 2
                 theirs += relative_rms(unfused(inputs), wanted) ** 2
             assert ours**0.5 <= 1.1 * theirs**0.5, (sizes, weights, ours, theirs)
+
+
+def make_inputs(shape: torch.Size, random: torch.Generator) -> Tensors:
+    num_tokens, top_k, num_experts, hidden, size = shape
+    inputs = moe_inputs(num_tokens, top_k, num_experts, hidden, size, seed=random.initial_seed())
+    return inputs.x, inputs.topk_weights, inputs.topk_ids, inputs.gate_up, inputs.down
+
+
+def num_terms(shape: Sequence[int]) -> int:
+    """Of both products."""
+    return shape[3] + shape[4]
+
+
+def both_weights(*operands: torch.Tensor) -> tuple[MoeInputs, MoeInputs]:
+    """The weight of an expert rounded like all else (Qwen3), and in float32 (Mixtral)."""
+    x, topk_weights, topk_ids, gate_up, down = operands
+    rounded = MoeInputs(x=x, topk_weights=topk_weights, topk_ids=topk_ids, gate_up=gate_up, down=down)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return rounded, replace(rounded, topk_weights=topk_weights.to(wide))
+
+
+def check_against_unfused(dtype: torch.dtype, device: str) -> None:
+    def fused(*operands: torch.Tensor) -> Tensors:
+        return [MOE_EXPERTS(*inputs.args) for inputs in both_weights(*operands)]
+
+    def separate(*operands: torch.Tensor) -> Tensors:
+        return [unfused(inputs) for inputs in both_weights(*operands)]
+
+    def wanted(*operands: torch.Tensor) -> Tensors:
+        return [exact(both_weights(*operands)[0])] * 2
+
+    assert len(SHAPES) >= 100
+    assert_no_less_exact(fused, separate, wanted, make_inputs, SHAPES, dtype, device, num_terms=num_terms)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_it_is_no_less_exact_than_the_unfused(dtype: torch.dtype) -> None:
+    check_against_unfused(dtype, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_kernels_are_no_less_exact_than_the_unfused(dtype: torch.dtype) -> None:
+    check_against_unfused(dtype, "cuda")
 
 
 def test_float64_stays_float64() -> None:
