@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 
 from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
@@ -29,27 +28,27 @@ class DispatchCounters:
     """Mutable; one a runner."""
 
     def __init__(self) -> None:
-        self._batches: Counter[tuple[CUDAGraphMode, int, str | None]] = Counter()
-        self._tokens: Counter[tuple[CUDAGraphMode, int, str | None]] = Counter()
+        self._counts: dict[tuple[CUDAGraphMode, int, str | None], list[int]] = {}  # batches, their tokens
 
     def record(self, dispatched: Dispatched, num_tokens: int) -> None:
         """Count a batch of `num_tokens` tokens before padding."""
-        key = (dispatched.mode, dispatched.descriptor.num_tokens, dispatched.reason)
-        self._batches[key] += 1
-        self._tokens[key] += num_tokens
+        counts = self._counts.setdefault((dispatched.mode, dispatched.descriptor.num_tokens, dispatched.reason), [0, 0])
+        counts[0] += 1
+        counts[1] += num_tokens
 
     def rows(self) -> list[DispatchRow]:
         """Most frequent first."""
-        return [
-            DispatchRow(mode=key[0], num_tokens=key[1], reason=key[2], batches=count, real_tokens=self._tokens[key])
-            for key, count in self._batches.most_common()
+        rows = [
+            DispatchRow(mode=mode, num_tokens=num_tokens, reason=reason, batches=batches, real_tokens=real_tokens)
+            for (mode, num_tokens, reason), (batches, real_tokens) in self._counts.items()
         ]
+        return sorted(rows, key=lambda row: -row.batches)
 
     def by_mode(self) -> dict[CUDAGraphMode, int]:
         """Batches by mode."""
         counts: dict[CUDAGraphMode, int] = {}
-        for (mode, _, _), count in self._batches.items():
-            counts[mode] = counts.get(mode, 0) + count
+        for (mode, _, _), (batches, _) in self._counts.items():
+            counts[mode] = counts.get(mode, 0) + batches
         return counts
 
 

@@ -17,6 +17,7 @@ from piecegraph.runner.sampling_params import SamplingParams
 from piecegraph.runner.scheduling.request import Request
 from piecegraph.runner.scheduling.scheduler import Scheduler, SchedulerStats
 from piecegraph.runner.scheduling.scheduler_output import SchedulerOutput
+from piecegraph.runner.without_grad import without_grad
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -138,6 +139,7 @@ class Engine:
             self._scheduler.add(request)
         self._processor.add(request_id, prompt, requests, is_final_only=is_final_only)
 
+    @without_grad
     def step(self) -> list[RequestOutput]:
         """Run one step; returns the prompts that got a token, each as it stands.
 

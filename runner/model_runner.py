@@ -25,6 +25,7 @@ from piecegraph.runner.scheduling.scheduler_output import (
     ScheduledRequest,
     SchedulerOutput,
 )
+from piecegraph.runner.without_grad import without_grad
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,7 @@ class ModelRunner:
         self._last_decodes: Batch | None = None
         self._last_dispatched: tuple[Batch, CUDAGraphMode, int, Dispatched] | None = None
 
-    @torch.no_grad()
+    @without_grad
     def execute_model(self, output: SchedulerOutput, *, at_most: CUDAGraphMode = CUDAGraphMode.FULL) -> None:
         """Compute the scheduled tokens: fills the cache, keeps the step's output for `sample_tokens`.
 
@@ -136,7 +137,7 @@ class ModelRunner:
         step.prepare(descriptor.num_tokens, batch.num_reqs)
         return step.draw(step.run_uncaptured(metadata, batch.num_reqs))
 
-    @torch.no_grad()
+    @without_grad
     def sample_tokens(self, grammar_output: GrammarOutput | None = None) -> AsyncOutput:
         """The next token of each request that samples in this step, still on its way to the host.
 

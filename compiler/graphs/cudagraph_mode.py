@@ -17,6 +17,8 @@ class CUDAGraphMode(enum.Enum):
     FULL_DECODE_ONLY = "FULL_DECODE_ONLY"
     FULL_AND_PIECEWISE = "FULL_AND_PIECEWISE"
 
+    __hash__ = object.__hash__  # Enum's own is Python, and every step looks modes up
+
     @classmethod
     def parse(cls, name: str | CUDAGraphMode) -> CUDAGraphMode:
         """The mode of that name, in any case. Raises `ConfigError`."""

@@ -37,6 +37,7 @@ class Sampler:
         self._temperature = StagedRows(max_num_reqs, device, width=1)
         self._seeds = StagedRows(max_num_reqs, device, width=2)
         self._num_logprobs: dict[int, int] = {}  # by state row
+        self._may_have_staged = False
 
     @property
     def temperature(self) -> torch.Tensor:
@@ -77,12 +78,16 @@ class Sampler:
 
     def remove_request(self, row: int) -> None:
         """The row's request is gone; harmless if there is none."""
+        self._may_have_staged = True
         for option in self._options:
             option.remove(row)
         self._num_logprobs.pop(row, None)
 
     def apply_staged_writes(self) -> None:
         """Bring what was staged to the device: a copy at most for each option, none if nothing changed."""
+        if not self._may_have_staged:
+            return
+        self._may_have_staged = False
         for option in self._options:
             option.apply_staged_writes()
         self._temperature.apply_staged_writes()
