@@ -33,7 +33,7 @@ def test_json_names_the_time_of_a_cold_and_a_warm_start(folder: Path, capsys: py
         assert {"interpreter", "import torch", "config", "load", "trace", "first_token"} <= set(start["phases"])
         assert sum(start["phases"].values()) + start["unnamed"] == pytest.approx(start["seconds"])
         assert row["named_share"] >= 0.95
-        assert start["report"]["num_pieces"] == 3
+        assert len(start["report"]["unique_pieces"]) == start["report"]["num_unique_pieces"] > 1
     assert record["rows"][0]["of_first"] == 1
 
 
@@ -54,6 +54,7 @@ def a_start(caches: str, seconds: float, **phases: float) -> Start:
         unnamed=seconds - sum(phases.values()),
         spans=phases,
         report={"unique_pieces": pieces if caches == COLD else []},
+        graphs={},
         notes=("a note",),
     )
 

@@ -38,6 +38,7 @@ class StartRecord:
     end: float  # the first token is on the host
     spans: list[Span]
     report: dict[str, Any]  # the compile report
+    graphs: dict[str, Any]  # by mode, and `device_bytes`, what all of them took of a GPU
     notes: list[str]
 
 
@@ -59,6 +60,7 @@ def start(job: StartJob, ready: float) -> StartRecord:
                 end=end,
                 spans=[Span("interpreter", job.began, ready), *phases.spans, *imports.spans],
                 report=llm.compiled.report().as_dict(),
+                graphs={**llm.runner.graphs.summary(), "device_bytes": llm.runner.graphs.device_bytes},
                 notes=list(llm.notes),
             )
 

@@ -42,6 +42,7 @@ class Start:
     unnamed: float
     spans: Mapping[str, float]  # seconds of each phase as it ran, with whatever ran beside or inside it
     report: Mapping[str, Any]  # the compile report, with a row a piece
+    graphs: Mapping[str, Any]  # by mode, and `device_bytes`
     notes: tuple[str, ...]
 
     @property
@@ -192,5 +193,6 @@ def as_start(record: Mapping[str, Any], compiler: str, caches: str) -> Start:
         unnamed=shares.unnamed,
         spans=whole,
         report=record["report"],
+        graphs=record["graphs"],
         notes=tuple(record["notes"]),
     )

@@ -20,6 +20,7 @@ def a_start(seconds: float, caches: str = COLD, **phases: float) -> Start:
         unnamed=seconds - sum(phases.values()),
         spans=phases,
         report={},
+        graphs={},
         notes=(),
     )
 
@@ -54,6 +55,7 @@ def test_a_record_is_handed_out_to_its_phases() -> None:
         "end": 110.0,
         "spans": [["trace", 102.0, 108.0], ["import torch", 103.0, 105.0], ["trace", 109.0, 109.5]],
         "report": {"num_pieces": 3},
+        "graphs": {"device_bytes": 7},
         "notes": ["a note"],
     }
     start = as_start(record, "eager", WARM)
