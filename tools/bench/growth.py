@@ -65,8 +65,9 @@ def step_plots(llm: LLM, plan: GrowthPlan, ceilings: Ceilings) -> Iterator[Plot]
         x="requests",
         y="ms",
         lines=(
-            *(Line(mode.value, points(of_mode, lambda row: row.ms)) for mode, of_mode in by_mode.items()),
+            Line("FULL", points(by_mode[full], lambda row: row.ms)),
             Line("floor", points(by_mode[full], lambda row: row.floor_ms), is_reference=True),
+            Line("PIECEWISE", points(by_mode[piecewise], lambda row: row.ms)),
         ),
     )
     by_context: dict[int, list[LatencyRow]] = {}

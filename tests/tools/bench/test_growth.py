@@ -71,7 +71,7 @@ def test_one_call_measures_all_that_is_plotted(tmp_path: Path, monkeypatch: pyte
     record = json.loads(out.read_text())
     plots = {plot["name"]: plot for plot in record["plots"]}
     assert list(plots) == ["batch", "context", "depth", "captures", "graph_memory"]
-    assert [line["name"] for line in plots["batch"]["lines"]] == ["FULL", "PIECEWISE", "floor"]
+    assert [line["name"] for line in plots["batch"]["lines"]] == ["FULL", "floor", "PIECEWISE"]
     assert [line["name"] for line in plots["context"]["lines"]] == ["batch 1", "floor, batch 1"]
     at = {name: [x for x, _ in plot["lines"][0]["points"]] for name, plot in plots.items()}
     assert at == {
