@@ -118,12 +118,14 @@ class RequestStates:
             for request_id, group, start, block_ids in new_blocks:
                 self.add_blocks(request_id, start, block_ids, group)
             return
-        rows, num_rows, table = self._rows, self._num_rows, self._block_table
+        rows, num_rows = self._rows, self._num_rows
+        cells = {}
         for request_id, group, start, block_ids in new_blocks:
             if len(block_ids) == 1:
-                table.stage_cell(group * num_rows + rows[request_id], start, block_ids[0])
+                cells[group * num_rows + rows[request_id], start] = block_ids[0]
             else:
                 self.add_blocks(request_id, start, block_ids, group)
+        self._block_table.stage_cells(cells)
 
     def apply_writes(self) -> None:
         """Bring what was staged to the device, before a step reads it."""

@@ -82,16 +82,19 @@ class StagedWriteTensor:
         """Have the next `apply_write` put `value` at the beginning of a row: all there is of one in `[rows]`."""
         self.stage_write(row, 0, [value])
 
-    def stage_cell(self, row: int, start: int, value: int) -> None:
-        """`stage_write(row, start, [value])` of an int32 tensor, at a fraction of the cost: a step of decodes writes
-        little else. A value that int32 cannot hold is an OverflowError of `apply_write`."""
-        if row in self._staged or self._dtype != np.int32:
-            self.stage_write(row, start, [value])
+    def stage_cells(self, values: Mapping[tuple[int, int], int]) -> None:
+        """`stage_write(row, start, [value])` for each of `values` by (row, start), of an int32 tensor, at a fraction
+        of the cost: a step of decodes writes little else. A value that int32 cannot hold is an OverflowError of
+        `apply_write`."""
+        if self._staged or self._dtype != np.int32:
+            for (row, start), value in values.items():
+                self.stage_write(row, start, [value])
             return
-        assert 0 <= row < self._num_rows and 0 <= start < self._width, (
-            f"a write at row {row}, start {start}, length 1 leaves the tensor of shape {tuple(self.gpu.shape)}"
-        )
-        self._cells[row, start] = value
+        for row, start in values:
+            assert 0 <= row < self._num_rows and 0 <= start < self._width, (
+                f"a write at row {row}, start {start}, length 1 leaves the tensor of shape {tuple(self.gpu.shape)}"
+            )
+        self._cells.update(values)
 
     def clear_staged(self) -> None:
         """Forget what is staged."""

@@ -171,17 +171,19 @@ class KVCacheManager:
             return None
         if self._has_windows:  # what one of them releases the next may get
             return [added for request in requests for added in self.extend(request, 1) or ()]
-        blocks = iter(self._pool.allocate(len(requests) * len(self.groups)))
+        blocks = self._pool.allocate(len(requests) * len(self.groups))
+        blocks.reverse()
         added = []
+        holdings, block_size, make = self._holdings, self.block_size, tuple.__new__  # what NewBlocks(...) ends in
         for request in requests:
             request_id = request.request_id
-            tables = self._holdings[request_id].tables
+            tables = holdings[request_id].tables
             start = len(tables[0])
             for group, table in enumerate(tables):
-                block = next(blocks)
+                block = blocks.pop()
                 table.append(block)
-                added.append(NewBlocks(request_id, group, start, (block,)))
-            request.num_slots = (start + 1) * self.block_size
+                added.append(make(NewBlocks, (request_id, group, start, (block,))))
+            request.num_slots = (start + 1) * block_size
         return added
 
     def register(self, request: Request, num_tokens: int) -> None:

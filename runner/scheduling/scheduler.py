@@ -308,8 +308,7 @@ class Scheduler:
         new_blocks = self._kv_cache.extend_each([steady.requests[place] for place in places]) if places else ()
         if new_blocks is None:
             return None
-        for place in places:
-            steady.update_slots(place)
+        steady.update_slots(places)
         return self._output(steady.advance(), new_blocks=tuple(new_blocks))
 
     def _complete_steady(self, steady: SteadyDecode, sampled: SampledTokens) -> Sequence[Request]:

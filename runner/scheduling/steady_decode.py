@@ -66,12 +66,13 @@ class SteadyDecode:
 
     def without_slot(self) -> list[int]:
         """Places in `requests` of those that hold no block for their next token."""
-        places: list[int] = np.flatnonzero(self._num_computed >= self._num_slots).tolist()
+        places: list[int] = (self._num_computed >= self._num_slots).nonzero()[0].tolist()
         return places
 
-    def update_slots(self, place: int) -> None:
-        """Take note that a request has got a block."""
-        self._num_slots[place] = self.requests[place].num_slots
+    def update_slots(self, places: Sequence[int]) -> None:
+        """Take note that requests have got blocks."""
+        for place in places:
+            self._num_slots[place] = self.requests[place].num_slots
 
     def advance(self) -> ScheduledDecodes:
         """Schedule the next token of each."""

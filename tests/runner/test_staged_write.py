@@ -76,7 +76,7 @@ def test_cells_are_writes_of_one(cells: list[tuple[int, int, bool]], dtype: torc
     table, expected = StagedWriteTensor((3, 4), dtype, CPU), torch.zeros(3, 4, dtype=dtype)
     for value, (row, start, is_cell) in enumerate(cells, 1):
         if is_cell:
-            table.stage_cell(row, start, value)
+            table.stage_cells({(row, start): value})
             expected[row, start] = value
         else:
             table.stage_write(row, 0, [value] * (start + 1))
@@ -104,7 +104,7 @@ def test_cells_are_packed_as_writes_of_one_are() -> None:
 def test_a_cell_outside_of_the_tensor_is_refused(row: int, start: int) -> None:
     message = f"a write at row {row}, start {start}, length 1 leaves the tensor of shape (3, 4)"
     with pytest.raises(AssertionError, match=re.escape(message)):
-        StagedWriteTensor((3, 4), torch.int32, CPU).stage_cell(row, start, 1)
+        StagedWriteTensor((3, 4), torch.int32, CPU).stage_cells({(row, start): 1})
 
 
 @given(writes=ragged_writes(max_length=40))
