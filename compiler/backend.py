@@ -25,6 +25,7 @@ from piecegraph.compiler.pass_contexts import FixedInputs
 from piecegraph.compiler.plan import Plan, SplitCall
 from piecegraph.compiler.report import CompileReport
 from piecegraph.compiler.split_ops import split_op_matcher
+from piecegraph.compiler.stored.compile_cache import CompileCache
 from piecegraph.config import CompileConfig
 from piecegraph.errors import CompileError, UsageError
 from piecegraph.passes.pipeline import pipeline
@@ -150,7 +151,8 @@ def compile_backend(
         size_symbols={},
         call_sizes={symbol: symbol for symbol in sizes},
     )
-    compiler = piece_compiler(config)
+    cache = CompileCache.open(config)
+    compiler = piece_compiler(config, cache)
     try:
         with torch.no_grad():
             is_split_op = split_op_matcher(gm.graph, config.split_ops)

@@ -16,22 +16,25 @@ from torch import fx
 
 from piecegraph.compiler import dump
 from piecegraph.compiler.apply_passes import apply_to_pieces
+from piecegraph.compiler.call_targets import MethodCall
 from piecegraph.compiler.compile_static import compile_static
 from piecegraph.compiler.eager import EagerPieceCompiler
 from piecegraph.compiler.forwards import Forwards
 from piecegraph.compiler.kernels_ahead import Launch, meanwhile
 from piecegraph.compiler.normalize import IsSplitOp, normalize
 from piecegraph.compiler.piece import UniquePiece, unique_pieces
-from piecegraph.compiler.piece_compiler import PieceCompiler
+from piecegraph.compiler.piece_compiler import CompiledPiece, PieceCompiler
 from piecegraph.compiler.plan import CallStep, PieceStep, Plan, Slot, SplitCall, Step, TensorSpec
 from piecegraph.compiler.post_grad import PostGrad
 from piecegraph.compiler.post_grad_rows import matches_inside, post_grad_rows
-from piecegraph.compiler.report import CompileReport, PassRow, PieceRow, UniquePieceRow
+from piecegraph.compiler.report import CacheReport, CompileReport, PassRow, PieceRow, UniquePieceRow
 from piecegraph.compiler.run_pass import MADE_BY
+from piecegraph.compiler.size_conditions import SizeCondition
 from piecegraph.compiler.split import Call, Piece, attribute_of, split
 from piecegraph.compiler.split_ops import op_name
 from piecegraph.compiler.static_piece import static_pieces, symbols_by_unique
 from piecegraph.compiler.stitch import generate_source
+from piecegraph.compiler.stored.compile_cache import CompileCache
 from piecegraph.compiler.tune import tuning_inputs
 from piecegraph.config import CompileConfig
 from piecegraph.passes.graph_pass import GraphPass
@@ -60,13 +63,17 @@ class Built:
     source: str
     namespace: Mapping[str, Any]  # what the source reads: pieces, ops and bound values by name
     split_calls: tuple[SplitCall, ...]
-    unique: tuple[UniquePiece, ...]
-    size_assertions: tuple[Any, ...]  # symbolic expressions over size symbols that must hold
+    read_unique: Callable[[], tuple[UniquePiece, ...]]
+    symbols: tuple[frozenset[str], ...]  # those each unique piece takes
+    pieces: tuple[CompiledPiece, ...]  # by unique index
+    static_keys: Mapping[tuple[int, int], str | None]  # of entries of static pieces, by unique index and size
+    not_kept: tuple[str, ...]  # why pieces could not be saved
+    size_conditions: tuple[SizeCondition, ...]  # over size symbols; they must hold
     report: CompileReport
 
 
-def piece_compiler(config: CompileConfig) -> PieceCompiler:
-    """The piece compiler a config names."""
+def piece_compiler(config: CompileConfig, cache: CompileCache) -> PieceCompiler:
+    """The piece compiler a config names, over `cache`."""
     if config.compiler == "eager":
         return EagerPieceCompiler()
     from piecegraph.compiler.inductor import InductorPieceCompiler
@@ -76,6 +83,7 @@ def piece_compiler(config: CompileConfig) -> PieceCompiler:
         config.compile_workers,
         config.compile_sizes_options,
         config.compile_sizes_options_up_to,
+        cache,
     )
 
 
@@ -101,7 +109,7 @@ def build(
     """
     start = time.perf_counter()
     on_phase(Phase(name="split"))
-    constants, assertions = normalize(graph_module, is_split_op, frozenset(inputs.size_symbols))
+    constants, conditions = normalize(graph_module, is_split_op, frozenset(inputs.size_symbols))
     parts = split(graph_module, is_split_op)
     pieces = [part for part in parts if isinstance(part, Piece)]
     rows = [*rows, *apply_to_pieces(pieces, passes, config)]
@@ -132,7 +140,7 @@ def build(
 
     plan, namespace = _plan(graph_module, inputs, constants, parts, unique)
     symbols = symbols_by_unique(unique, pieces)
-    wanted, refused = static_pieces(unique, symbols, config.compile_sizes, inputs.call_sizes, assertions)
+    wanted, refused = static_pieces(unique, symbols, config.compile_sizes, inputs.call_sizes, conditions)
     slots_of = {step.unique: step.inputs for step in reversed(plan.piece_steps)}  # of the first piece that runs it
     static = compile_static(
         wanted,
@@ -183,6 +191,7 @@ def build(
             for piece, done in zip(unique, compiled, strict=True)
         ),
         static_pieces=static.rows,
+        cache=CacheReport(state="off", loaded_pieces=sum(done.is_loaded for done in compiled) + static.num_loaded),
     )
     return Built(
         forwards=forwards,
@@ -190,8 +199,12 @@ def build(
         source=source,
         namespace=namespace,
         split_calls=calls,
-        unique=unique,
-        size_assertions=assertions,
+        read_unique=lambda: unique,
+        symbols=symbols,
+        pieces=compiled,
+        static_keys=static.keys,
+        not_kept=compiler.keep(),
+        size_conditions=conditions,
         report=report,
     )
 
@@ -304,8 +317,7 @@ def _with_slots(arguments: Any, slot_of: Callable[[fx.Node], Slot]) -> Any:
 
 def _function(node: fx.Node) -> Callable[..., Any]:
     if node.op == "call_method":
-        name = str(node.target)
-        return lambda value, *args, **kwargs: operator.methodcaller(name, *args, **kwargs)(value)
+        return MethodCall(str(node.target))
     function: Callable[..., Any] = node.target  # type: ignore[assignment]  # call_function: a callable
     return function
 

@@ -35,12 +35,14 @@ def main() -> None:
             kernels = torch_compat.generated_kernels()
             passes = PostGradRun(PostGrad.from_data(job["post_grad"]))
             options = {**job["options"], **passes.options()}
-            artifact = torch_compat.standalone_compile(graph_module, examples, options)
+            with torch_compat.cpp_libraries({}) as libraries:
+                artifact = torch_compat.standalone_compile(graph_module, examples, options)
             artifact.save(path=job["artifact"], format="binary")
             answer: dict[str, Any] = {
                 "seconds": time.perf_counter() - begin,
                 "kernels": torch_compat.generated_kernels() - kernels,
                 "post_grad": [outcome.as_data() for outcome in passes.outcomes],
+                "libraries": {digest: str(path) for digest, path in libraries.items()},
             }
         except NotData as reason:
             answer = {"only_there": str(reason)}

@@ -51,6 +51,7 @@ class CompileResult:
     job: CompileJob
     seconds: float
     kernels: int
+    libraries: Mapping[str, Path]  # C++ kernels that were built, by `torch_compat.library_digest`
     post_grad: tuple[PostGradOutcome, ...]
 
 
@@ -68,12 +69,11 @@ class CompilePool:
 
     All but one start (and import torch) at once, while the model is traced on the core left for it;
     the last starts with the jobs, if there are jobs for it. A child that dies costs the job it had:
-    another takes its place.
+    another takes its place. `inductor` and `triton` are the folders of their caches.
     """
 
-    def __init__(self, workers: int, inductor_cache_dir: Path) -> None:
-        inductor_cache_dir.mkdir(parents=True, exist_ok=True)
-        self._environment = torch_compat.child_environment(inductor_cache_dir)
+    def __init__(self, workers: int, inductor: Path, triton: Path) -> None:
+        self._environment = torch_compat.child_environment(inductor, triton)
         self._workers = workers
         self._children = [self._start_child() for _ in range(max(workers - 1, 1))]
         self._lock = threading.Lock()
@@ -183,4 +183,7 @@ def _result(job: CompileJob, answer: str) -> CompileResult | CompileFailure:
     if "only_there" in values:
         return CompileFailure(job=job, reason=values["only_there"], is_only_there=True)
     post_grad = tuple(map(PostGradOutcome.from_data, values["post_grad"]))
-    return CompileResult(job=job, seconds=values["seconds"], kernels=values["kernels"], post_grad=post_grad)
+    libraries = {digest: Path(path) for digest, path in values["libraries"].items()}
+    return CompileResult(
+        job=job, seconds=values["seconds"], kernels=values["kernels"], libraries=libraries, post_grad=post_grad
+    )

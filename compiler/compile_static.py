@@ -21,8 +21,10 @@ class CompiledStatic:
     """What `compile_sizes` came to."""
 
     runs: Mapping[tuple[int, int], RunPiece]  # by unique index and size
+    keys: Mapping[tuple[int, int], str | None]  # of their entries in the cache
     rows: tuple[StaticPieceRow, ...]
     seconds: float
+    num_loaded: int  # from the cache
 
 
 def compile_static(
@@ -42,8 +44,9 @@ def compile_static(
     start = time.perf_counter()
     outcomes = _compile(pieces, compiler, post_grad, on_phase)
     runs: dict[tuple[int, int], RunPiece] = {}
+    keys: dict[tuple[int, int], str | None] = {}
     rows = [_unused(no.unique, no.size, "", no.reason) for no in refused]
-    to_tune = sum(not isinstance(out, str) and needs_tuning(p) for p, out in zip(pieces, outcomes, strict=True))
+    to_tune = sum(_is_to_tune(piece, outcome) for piece, outcome in zip(pieces, outcomes, strict=True))
     tuned = 0
     tune_start = time.perf_counter()
     for piece, outcome in zip(pieces, outcomes, strict=True):
@@ -52,7 +55,7 @@ def compile_static(
             continue
         begin = time.perf_counter()
         failure = None
-        if needs_tuning(piece):
+        if _is_to_tune(piece, outcome):
             on_phase(Phase(name="tune_sizes", done=tuned, total=to_tune, detail=f"size {piece.size}"))
             try:
                 compiler.tune(outcome.run, make_inputs(piece))
@@ -61,6 +64,7 @@ def compile_static(
             tuned += 1
         if failure is None:
             runs[piece.piece.index, piece.size] = outcome.run
+            keys[piece.piece.index, piece.size] = outcome.key
         rows.append(
             StaticPieceRow(
                 unique=piece.piece.index,
@@ -76,7 +80,12 @@ def compile_static(
     if to_tune:
         on_phase(Phase(name="tune_sizes", done=to_tune, total=to_tune, seconds=time.perf_counter() - tune_start))
     rows.sort(key=lambda row: (row.size, row.unique))
-    return CompiledStatic(runs, tuple(rows), time.perf_counter() - start)
+    num_loaded = sum(not isinstance(outcome, str) and outcome.is_loaded for outcome in outcomes)
+    return CompiledStatic(runs, keys, tuple(rows), time.perf_counter() - start, num_loaded)
+
+
+def _is_to_tune(piece: StaticPiece, outcome: CompiledPiece | str) -> bool:
+    return not isinstance(outcome, str) and not outcome.is_loaded and needs_tuning(piece)
 
 
 def _compile(

@@ -39,5 +39,8 @@ class EagerPieceCompiler:
     def tune(self, run: RunPiece, inputs: Sequence[Any]) -> None:
         pass
 
+    def keep(self) -> tuple[str, ...]:
+        return ()
+
     def close(self) -> None:
         pass

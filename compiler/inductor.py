@@ -1,8 +1,8 @@
 """The Inductor piece compiler: each unique piece through `standalone_compile`, in processes of its own.
 
-A process compiles one piece at a time and writes the artifact to a file; this process loads it. The
-kernels themselves stay in Inductor's and Triton's caches under piecegraph's cache folder, so a later
-start finds them. A piece that only this process can compile is compiled here, and the note says why.
+A process compiles one piece at a time and writes the artifact to a file; this process loads it. What Inductor and
+Triton would keep for later lies in folders of this process alone: what is kept is in our own cache, and a piece that
+is there is loaded. A piece that only this process can compile is compiled here, and the note says why.
 """
 
 from __future__ import annotations
@@ -12,25 +12,27 @@ import os
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from piecegraph.cache.keys import key_of
 from piecegraph.compiler import torch_compat
 from piecegraph.compiler.compile_pool import CompileFailure, CompileJob, CompilePool, CompileResult
 from piecegraph.compiler.errors_of_pieces import piece_failed, shortened
+from piecegraph.compiler.inductor_files import LoadedPiece, PieceFiles, load_files
 from piecegraph.compiler.piece import UniquePiece
 from piecegraph.compiler.piece_compiler import NO_PASSES, CompiledPiece, OnPiece, RunPiece
 from piecegraph.compiler.piece_format import NotExpressible, dump_piece, load_piece, only_known_here
-from piecegraph.compiler.post_grad import PostGrad, PostGradRun
+from piecegraph.compiler.post_grad import PostGrad, PostGradOutcome, PostGradRun
+from piecegraph.compiler.private_folder import private_folder
 from piecegraph.compiler.static_piece import StaticPiece
-from piecegraph.errors import ConfigError, did_you_mean
+from piecegraph.compiler.stored.compile_cache import CompileCache
+from piecegraph.compiler.stored.piece_store import PieceFacts, PieceStore, piece_factors
+from piecegraph.errors import ConfigError, KeyFactorError, did_you_mean
 from piecegraph.passes.pass_data import NotData
-from piecegraph.paths import cache_root
 
 MOST_WORKERS = 4
 """Processes started unless the caller says otherwise: a decoder has at most 4 unique pieces (5 with MoE)."""
@@ -51,18 +53,21 @@ class InductorPieceCompiler:
         workers: int | None,
         static_options: Mapping[str, Any] | None = None,
         static_options_up_to: int = 2**31,
+        cache: CompileCache | None = None,
     ) -> None:
         self.options = dict(options)
         self.static_options_up_to = static_options_up_to
         self.static_options = dict(static_options or {})
         self.workers = min(len(os.sched_getaffinity(0)), MOST_WORKERS) if workers is None else workers
-        self.cache_dir = cache_root() / "inductor"
+        self._inductor, self._triton = private_folder("inductor"), private_folder("triton")
         self._pool: CompilePool | None = None
+        self._store = PieceStore(cache, self._triton) if cache is not None and cache.store is not None else None
+        self._to_keep: list[_ToKeep] = []
 
     def start(self) -> None:
         """Start the worker processes, so that their imports overlap with tracing."""
         if self.workers > 1 and self._pool is None and _is_data(self.options):
-            self._pool = CompilePool(self.workers, self.cache_dir)
+            self._pool = CompilePool(self.workers, self._inductor, self._triton)
 
     def compile(
         self, pieces: Sequence[UniquePiece], on_piece: OnPiece, post_grad: PostGrad = NO_PASSES
@@ -106,10 +111,20 @@ class InductorPieceCompiler:
         return tuple(outcomes[index] for index in range(len(pieces)))
 
     def tune(self, run: RunPiece, inputs: Sequence[Any]) -> None:
-        with torch_compat.inductor_cache_dir(self.cache_dir), torch_compat.no_compile_workers(), torch.no_grad():
+        folders = torch_compat.inductor_cache_dir(self._inductor, self._triton)
+        with folders, torch_compat.no_compile_workers(), torch.no_grad():
             run(*inputs)
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
+
+    def keep(self) -> tuple[str, ...]:
+        reasons = []
+        for each in self._to_keep:
+            assert self._store is not None, "only what has a key is to be kept"
+            reason = self._store.save(each.factors, each.facts, each.done)
+            reasons += [reason] if reason is not None else []
+        self._to_keep = []
+        return tuple(dict.fromkeys(reasons))
 
     def close(self) -> None:
         if self._pool is not None:
@@ -120,20 +135,30 @@ class InductorPieceCompiler:
         self, tasks: Sequence[_Task], post_grad: PostGrad, *, at_once: int | None = None
     ) -> Iterator[tuple[int, CompiledPiece | _Failure]]:
         """What becomes of each task, by its number, as it is known."""
-        texts, notes = self._as_data(tasks)
+        to_compile = []
+        for index, task in enumerate(tasks):
+            task.factors = self._factors(task, post_grad)
+            loaded = self._from_cache(task)
+            if loaded is not None:
+                yield index, loaded
+            else:
+                to_compile.append(index)
+        if not to_compile:
+            return
+        texts, notes = self._as_data({index: tasks[index] for index in to_compile})
         try:
             passes = post_grad.as_data()
         except NotData as reason:
             passes = {}
             notes = {index: note or f"compiled in this process: {reason}" for index, note in notes.items()}
-        elsewhere = [index for index in range(len(tasks)) if not notes[index]] if self._pool is not None else []
+        elsewhere = [index for index in to_compile if not notes[index]] if self._pool is not None else []
         with tempfile.TemporaryDirectory(prefix="piecegraph-") as folder:
             if self._pool is not None and elsewhere:
                 jobs = [_job(index, tasks[index], texts[index], Path(folder), passes) for index in elsewhere]
                 self._pool.submit(jobs, at_once=at_once)
-            for index, task in enumerate(tasks):
+            for index in to_compile:
                 if index not in elsewhere:
-                    yield index, self._compile_here(task, texts.get(index), notes[index], post_grad)
+                    yield index, self._compile_here(tasks[index], texts.get(index), notes[index], post_grad)
             if self._pool is not None and elsewhere:
                 for result in self._pool.results():
                     index = result.job.index
@@ -143,14 +168,44 @@ class InductorPieceCompiler:
                     elif isinstance(result, CompileFailure):
                         yield index, _Failure(result.reason)
                     else:
-                        yield index, self._loaded(tasks[index], result)
+                        yield index, self._loaded(tasks[index], result, texts[index])
 
-    def _as_data(self, tasks: Sequence[_Task]) -> tuple[dict[int, str], dict[int, str]]:
+    def _factors(self, task: _Task, post_grad: PostGrad) -> dict[str, Any] | None:
+        """Of the task's key; None: there is no cache, or no key can be made."""
+        if self._store is None:
+            return None
+        size = task.static.size if task.static is not None else None
+        factors = piece_factors(task.piece, size, task.options, post_grad)
+        try:
+            key_of(factors)
+        except KeyFactorError:
+            return None
+        return factors
+
+    def _from_cache(self, task: _Task) -> CompiledPiece | None:
+        if self._store is None or task.factors is None:
+            return None
+        key = key_of(task.factors)
+        found = self._store.load(key)
+        if found is None:
+            return None
+        facts = found.facts
+        return CompiledPiece(
+            run=found.run,
+            seconds=found.seconds,
+            kernels=facts.kernels,
+            note=facts.note,
+            post_grad=facts.post_grad,
+            key=key,
+            is_loaded=True,
+        )
+
+    def _as_data(self, tasks: Mapping[int, _Task]) -> tuple[dict[int, str], dict[int, str]]:
         """Tasks by number as data another process can compile, and for each a note: why it cannot, or nothing."""
         texts: dict[int, str] = {}
         notes: dict[int, str] = {}
         by_piece: dict[int, str] = {}
-        for index, task in enumerate(tasks):
+        for index, task in tasks.items():
             private = only_known_here(task.piece.graph_module)
             if not _is_data(task.options):
                 notes[index] = "compiled in this process: the options hold an object"
@@ -177,29 +232,60 @@ class InductorPieceCompiler:
                 graph_module, examples = load_piece(text, task.sizes)
             else:
                 graph_module, examples = task.piece.graph_module, task.piece.examples
-            with torch_compat.inductor_cache_dir(self.cache_dir):
-                options = {**task.options, **passes.options()}
-                run: RunPiece = torch_compat.standalone_compile(graph_module, examples, options)
+            options = {**task.options, **passes.options()}
+            folders = torch_compat.inductor_cache_dir(self._inductor, self._triton)
+            with folders, torch_compat.cpp_libraries({}) as libraries:
+                run: Any = torch_compat.standalone_compile(graph_module, examples, options)
         except Exception as error:
             if torch_compat.asks_dynamo_to_trace_again(error):
                 raise
             return _Failure(f"{type(error).__name__}: {error}", error)
         kernels = torch_compat.generated_kernels() - kernels
         seconds = time.perf_counter() - begin
-        return CompiledPiece(
-            run=task.adapted(run), seconds=seconds, kernels=kernels, note=note, post_grad=tuple(passes.outcomes)
-        )
+        artifact = torch_compat.artifact_bytes(run)
+        done = None
+        if artifact is not None:
+            done = LoadedPiece(run, self._inductor, self._triton, _piece_files(artifact, libraries))
+        facts = task.facts(kernels, note, tuple(passes.outcomes), text, seconds)
+        return self._done(task, run, facts, done, seconds)
 
-    def _loaded(self, task: _Task, result: CompileResult) -> CompiledPiece | _Failure:
+    def _loaded(self, task: _Task, result: CompileResult, text: str) -> CompiledPiece | _Failure:
         begin = time.perf_counter()
-        workers = torch_compat.no_compile_workers() if task.static is not None else nullcontext()
         try:
-            with torch_compat.inductor_cache_dir(self.cache_dir), workers:
-                run: RunPiece = torch_compat.load_artifact(result.job.artifact)
+            done = load_files(_piece_files(result.job.artifact.read_bytes(), result.libraries), self._triton)
         except Exception as error:
             return _Failure(f"loading its artifact: {type(error).__name__}: {error}", error)
-        seconds = result.seconds + time.perf_counter() - begin
-        return CompiledPiece(run=task.adapted(run), seconds=seconds, kernels=result.kernels, post_grad=result.post_grad)
+        facts = task.facts(result.kernels, "", result.post_grad, text, result.seconds)
+        return self._done(task, done.run, facts, done, result.seconds + time.perf_counter() - begin)
+
+    def _done(
+        self, task: _Task, run: RunPiece, facts: PieceFacts, done: LoadedPiece | None, seconds: float
+    ) -> CompiledPiece:
+        """A piece that was compiled, and is kept later unless something keeps it from that."""
+        key = None
+        if task.factors is not None and done is not None and not any(each.outcome.error for each in facts.post_grad):
+            key = key_of(task.factors)
+            self._to_keep.append(_ToKeep(task.factors, facts, done))
+        return CompiledPiece(
+            run=facts.adapted(run),
+            seconds=seconds,
+            kernels=facts.kernels,
+            note=facts.note,
+            post_grad=facts.post_grad,
+            key=key,
+        )
+
+
+def _piece_files(artifact: bytes, libraries: Mapping[str, Path]) -> PieceFiles:
+    """Raises OSError."""
+    return PieceFiles(artifact=artifact, libraries={name: path.read_bytes() for name, path in libraries.items()})
+
+
+@dataclass(frozen=True, slots=True)
+class _ToKeep:
+    factors: Mapping[str, Any]
+    facts: PieceFacts
+    done: LoadedPiece
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,27 +296,34 @@ class _Failure:
     cause: Exception | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Task:
     """A piece to compile, dynamic or at one size."""
 
     piece: UniquePiece
     options: Mapping[str, Any]
     static: StaticPiece | None = None
+    factors: dict[str, Any] | None = None  # of its key in the cache; None: it has none
 
     @property
     def sizes(self) -> dict[str, int] | None:
         return self.static.sizes if self.static is not None else None
 
-    def adapted(self, run: RunPiece) -> RunPiece:
-        """`run` for the inputs of the dynamic piece: a static one takes no sizes."""
-        if self.static is None or len(self.static.tensor_positions) == len(self.piece.examples):
-            return run
-        positions = self.static.tensor_positions
-        if len(positions) == 1:
-            return lambda *inputs: run(inputs[positions[0]])
-        tensors = itemgetter(*positions)
-        return lambda *inputs: run(*tensors(inputs))
+    def facts(
+        self, kernels: int, note: str, post_grad: tuple[PostGradOutcome, ...], text: str | None, seconds: float
+    ) -> PieceFacts:
+        """A static piece takes no sizes."""
+        positions = self.static.tensor_positions if self.static is not None else None
+        return PieceFacts(
+            nodes=self.piece.num_nodes,
+            kernels=kernels,
+            note=note,
+            takes=None if positions is None or len(positions) == len(self.piece.examples) else positions,
+            post_grad=post_grad,
+            graph=self.piece.text,
+            graph_data=text,
+            seconds={"compile": seconds},
+        )
 
 
 def _is_data(options: Mapping[str, Any]) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from piecegraph.compiler.size_conditions import SizeCondition
 from piecegraph.compiler.split_ops import op_name
 from piecegraph.passes.effects import is_pure
 from piecegraph.passes.torch_ir import value_of
@@ -20,12 +21,12 @@ _ASSERTS = frozenset({"aten::_assert_scalar", "aten::sym_constrain_range", "aten
 
 def normalize(
     graph_module: fx.GraphModule, is_split_op: IsSplitOp, declared: frozenset[str]
-) -> tuple[dict[str, torch.Tensor], tuple[Any, ...]]:
+) -> tuple[dict[str, torch.Tensor], tuple[SizeCondition, ...]]:
     """Rewrite the graph in place; the number of split ops stays as it was.
 
     - tensors held by the module become placeholders, returned as {placeholder name: tensor};
-    - assertions about sizes alone (symbols named in `declared`) leave the graph, returned as symbolic
-      expressions that must hold: they are evaluated once per combination of sizes;
+    - assertions about sizes alone (symbols named in `declared`) leave the graph, returned as
+      conditions that must hold: they are evaluated once per combination of sizes;
     - items of a tuple are taken where the tuple is made, so that only tensors cross a cut;
     - sizes read off tensors become the size inputs they equal;
     - nodes nobody reads and that change nothing are dropped.
@@ -33,7 +34,7 @@ def normalize(
     graph = graph_module.graph
     split_ops_before = sum(map(is_split_op, graph.nodes))
     constants = _lift_tensors(graph_module)
-    assertions = _take_size_assertions(graph, declared)
+    conditions = _take_size_assertions(graph, declared)
     _use_size_inputs(graph)
     _hoist_items(graph)
     _drop_dead(graph, is_split_op)
@@ -41,7 +42,7 @@ def normalize(
     split_ops_after = sum(map(is_split_op, graph.nodes))
     assert split_ops_before == split_ops_after, f"normalizing lost split ops: {split_ops_before} -> {split_ops_after}"
     graph_module.recompile()
-    return constants, assertions
+    return constants, conditions
 
 
 def symbol_of(value: Any) -> str | None:
@@ -82,7 +83,7 @@ def _lift_tensors(graph_module: fx.GraphModule) -> dict[str, torch.Tensor]:
     return constants
 
 
-def _take_size_assertions(graph: fx.Graph, declared: frozenset[str]) -> tuple[Any, ...]:
+def _take_size_assertions(graph: fx.Graph, declared: frozenset[str]) -> tuple[SizeCondition, ...]:
     taken = []
     for node in list(graph.nodes):
         if node.op != "call_function" or node.users:
@@ -93,7 +94,7 @@ def _take_size_assertions(graph: fx.Graph, declared: frozenset[str]) -> tuple[An
             if not isinstance(condition, torch.SymBool | torch.SymInt) or not symbols_of(condition) <= declared:
                 continue  # about data, not about declared sizes: stays
             if isinstance(condition, torch.SymBool):
-                taken.append(condition.node.expr)
+                taken.append(SizeCondition.of(condition.node.expr))
             graph.erase_node(node)
     return tuple(taken)
 

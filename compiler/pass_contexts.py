@@ -37,7 +37,7 @@ class TracedContext:
 
     def is_weight(self, node: fx.Node) -> bool:
         bound = self._inputs.get(node.name) if node.op == "placeholder" else None
-        return isinstance(bound, BoundInput) and bound.kind == "parameter" and _is_alone(bound.tensor)
+        return isinstance(bound, BoundInput) and bound.kind == "parameter" and is_alone(bound.tensor)
 
     def concatenated(self, weights: Sequence[fx.Node]) -> fx.Node:
         if len(weights) < 2 or len(set(weights)) < len(weights) or not all(map(self.is_weight, weights)):
@@ -93,18 +93,23 @@ class FixedInputs:
 
 
 def _store_together(names: Sequence[str], inputs: Mapping[str, GraphInput]) -> BoundInput:
-    """One tensor that holds all members; each member becomes a view of its part."""
     bound = [member for member in map(inputs.__getitem__, names) if isinstance(member, BoundInput)]
     assert len(bound) == len(names), names
+    return stored_together(bound)
+
+
+def stored_together(bound: Sequence[BoundInput]) -> BoundInput:
+    """One tensor that holds all members; each member becomes a view of its part."""
     together = torch.cat([member.tensor.detach() for member in bound])
     start = 0
     for member in bound:
         end = start + member.tensor.shape[0]
         member.tensor.data = together[start:end]
         start = end
-    return BoundInput(name="+".join(member.name for member in bound), kind="merged", tensor=together)
+    members = tuple(member.name for member in bound)
+    return BoundInput(name="+".join(members), kind="merged", tensor=together, members=members)
 
 
-def _is_alone(tensor: torch.Tensor) -> bool:
+def is_alone(tensor: torch.Tensor) -> bool:
     """It has its memory to itself, so giving it other memory takes nothing from anybody."""
     return tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()

@@ -24,7 +24,9 @@ class CompiledPiece:
     seconds: float  # wall time of this piece's compile, load included
     kernels: int | None = None  # generated kernels it launches beside library calls; None: not known
     note: str = ""  # a slower path that was taken, and why
-    post_grad: tuple[PostGradOutcome, ...] = ()  # of passes inside it; empty where they did not run
+    post_grad: tuple[PostGradOutcome, ...] = ()  # of passes inside it
+    key: str | None = None  # of its entry in the cache, there now or once `keep` was called; None: it gets none
+    is_loaded: bool = False  # from the cache: it was compiled, and tuned, before
 
 
 OnPiece = Callable[[int], None]
@@ -51,6 +53,9 @@ class PieceCompiler(Protocol):
 
     def tune(self, run: RunPiece, inputs: Sequence[Any]) -> None:
         """Run a static piece for the first time, alone on the device, with whatever that sets off."""
+
+    def keep(self) -> tuple[str, ...]:
+        """Save what was compiled and has a key, with what tuning found; why some of it could not be."""
 
     def close(self) -> None:
         """End whatever `start` began; harmless when repeated."""

@@ -89,8 +89,12 @@ class Plan:
         return tuple(step for step in self.steps if isinstance(step, PieceStep))
 
     @property
+    def call_steps(self) -> tuple[CallStep, ...]:
+        return tuple(step for step in self.steps if isinstance(step, CallStep))
+
+    @property
     def split_steps(self) -> tuple[CallStep, ...]:
-        return tuple(step for step in self.steps if isinstance(step, CallStep) and step.is_split_op)
+        return tuple(step for step in self.call_steps if step.is_split_op)
 
 
 def slots_in(value: Any) -> Iterator[Slot]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -23,25 +22,23 @@ class PostGrad:
     """The passes that are to run inside Inductor, the same for every piece."""
 
     passes: tuple[GraphPass, ...] = ()
-    salt: str = ""  # part of Inductor's key: with one that was never used, its cache misses and the passes run
     wants_graphs: bool = False  # keep the graph before and after a pass that matched, as text
 
     @classmethod
     def of(cls, passes: Sequence[GraphPass], config: CompileConfig) -> PostGrad:
         """Those of `passes` that work there."""
         found = tuple(each for each in passes if each.place is Place.POST_GRAD)
-        is_expected = any(each.name in config.expect for each in found)
-        return cls(found, secrets.token_hex(8) if is_expected else "", config.dump_dir is not None)
+        return cls(found, config.dump_dir is not None)
 
     def as_data(self) -> dict[str, Any]:
         """For another process. Raises `NotData` if a pass cannot be made again there."""
         passes = [pass_as_data(each) for each in self.passes]
-        return {"passes": passes, "salt": self.salt, "wants_graphs": self.wants_graphs}
+        return {"passes": passes, "wants_graphs": self.wants_graphs}
 
     @classmethod
     def from_data(cls, data: dict[str, Any]) -> PostGrad:
         """What `as_data` wrote. Raises `NotData`."""
-        return cls(tuple(map(pass_from_data, data["passes"])), data["salt"], data["wants_graphs"])
+        return cls(tuple(map(pass_from_data, data["passes"])), data["wants_graphs"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +61,7 @@ class PostGradOutcome:
 
 
 class PostGradRun:
-    """One compile of one piece. `outcomes` has one for each pass and each graph Inductor showed it, and stays
-    empty where Inductor had the piece in its cache."""
+    """One compile of one piece. `outcomes` has one for each pass and each graph Inductor showed it."""
 
     def __init__(self, post_grad: PostGrad) -> None:
         self.post_grad = post_grad
@@ -76,7 +72,7 @@ class PostGradRun:
         passes = self.post_grad.passes
         if not passes:
             return {}
-        uuid = "-".join((*(each.uuid() for each in passes), self.post_grad.salt))
+        uuid = "-".join(each.uuid() for each in passes)
         return {torch_compat.POST_GRAD_OPTION: torch_compat.custom_graph_pass(self._run, uuid)}
 
     def _run(self, graph: fx.Graph) -> None:

@@ -64,6 +64,19 @@ class StaticPieceRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CacheReport:
+    """Where a compiled model came from, and whether the next one will find it."""
+
+    state: str  # "hit": it was loaded; "miss": traced and compiled, pieces that were there apart; "off"
+    key: str = ""  # of the plan; empty: none was made
+    reason: str = ""  # why it is no hit
+    not_stored: str = ""  # why the next start will not find what was compiled here; empty: it will, or need not
+    loaded_pieces: int = 0  # unique and static pieces that were loaded
+    load_seconds: float = 0.0  # of a hit: all it took
+    saved_seconds: float = 0.0  # what took longer when it was compiled, less `load_seconds`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CompileReport:
     """Everything in seconds of wall time; `compile_seconds` is that of all unique pieces together,
     which may compile in parallel. `static_compile_seconds` is what `compile_sizes` took on top of it,
@@ -83,6 +96,7 @@ class CompileReport:
     unique_pieces: tuple[UniquePieceRow, ...]
     static_pieces: tuple[StaticPieceRow, ...]
     passes: tuple[PassRow, ...] = ()
+    cache: CacheReport = CacheReport(state="off")
 
     @property
     def static_sizes(self) -> tuple[int, ...]:
@@ -93,6 +107,19 @@ class CompileReport:
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
         return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> CompileReport:
+        """What `as_dict` made of one. Raises KeyError, TypeError for anything else."""
+        passes = [{**row, "misses": tuple(Miss(**miss) for miss in row["misses"])} for row in values["passes"]]
+        rows = {
+            "pieces": tuple(PieceRow(**row) for row in values["pieces"]),
+            "unique_pieces": tuple(UniquePieceRow(**row) for row in values["unique_pieces"]),
+            "static_pieces": tuple(StaticPieceRow(**row) for row in values["static_pieces"]),
+            "passes": tuple(PassRow(**row) for row in passes),
+            "cache": CacheReport(**values["cache"]),
+        }
+        return cls(**{**values, **rows})
 
     def __str__(self) -> str:
         lines = [
@@ -120,6 +147,18 @@ class CompileReport:
                 f"compile {seconds[0]:.2f} s, tune {seconds[1]:.2f} s"
             )
             lines += [f"  unique {row.unique}: {row.note}" for row in rows if row.note]
+        lines += self._cache_lines()
         if self.static_pieces:
             lines.append(f" static sizes took {self.static_compile_seconds:.2f} s")
         return "\n".join(lines)
+
+    def _cache_lines(self) -> list[str]:
+        found = self.cache
+        key = f" {found.key[:12]}" if found.key else ""
+        why = f": {found.reason}" if found.reason else ""
+        if found.state == "hit":
+            why = f": loaded in {found.load_seconds:.2f} s, saved {found.saved_seconds:.2f} s"
+        lines = [f"cache {found.state}{key}{why}"]
+        if found.loaded_pieces and found.state != "hit":
+            lines.append(f" {found.loaded_pieces} pieces were loaded")
+        return lines + ([f" not stored: {found.not_stored}"] if found.not_stored else [])

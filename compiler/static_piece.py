@@ -15,6 +15,7 @@ from torch import fx
 from piecegraph.compiler import torch_compat
 from piecegraph.compiler.normalize import symbols_of
 from piecegraph.compiler.piece import UniquePiece
+from piecegraph.compiler.size_conditions import SizeCondition
 from piecegraph.compiler.split import Piece
 from piecegraph.compiler.split_ops import op_name
 from piecegraph.passes.effects import viewed
@@ -74,13 +75,13 @@ def static_pieces(
     symbols: Sequence[frozenset[str]],
     sizes: Sequence[int],
     declared: Mapping[str, str],
-    assertions: Sequence[Any],
+    conditions: Sequence[SizeCondition],
 ) -> tuple[tuple[StaticPiece, ...], tuple[Refused, ...]]:
     """One static piece per size and unique piece that gains by it, in that order: it takes sizes, and computes
     something itself instead of calling ops of passes alone, which see each call's sizes.
 
     `symbols` is what `symbols_by_unique` returns, `declared` the symbols whose value a call tells and what
-    they are called, `assertions` symbolic expressions that hold for every call. Refused are pieces that
+    they are called, `conditions` what holds for every call. Refused are pieces that
     take another symbol, and sizes no call can have.
     """
     made: list[StaticPiece] = []
@@ -89,7 +90,7 @@ def static_pieces(
         for piece, taken in zip(unique, symbols, strict=True):
             if not taken or _leaves_sizes_to_ops(piece):
                 continue  # it would be the same piece again
-            reason = _reason_to_refuse(piece, taken, size, declared, assertions)
+            reason = _reason_to_refuse(piece, taken, size, declared, conditions)
             if reason is None:
                 made.append(StaticPiece(piece=piece, size=size, symbols=taken))
             else:
@@ -112,20 +113,20 @@ def _is_left_to_ops(node: fx.Node) -> bool:
 
 
 def _reason_to_refuse(
-    piece: UniquePiece, taken: frozenset[str], size: int, declared: Mapping[str, str], assertions: Sequence[Any]
+    piece: UniquePiece,
+    taken: frozenset[str],
+    size: int,
+    declared: Mapping[str, str],
+    conditions: Sequence[SizeCondition],
 ) -> str | None:
     if not taken <= declared.keys():
         return f"it takes {', '.join(sorted(taken - declared.keys()))}, a size that only the data tells"
     for name, (lower, upper) in torch_compat.size_ranges(piece.examples).items():
         if size < lower or (upper is not None and size > upper):
             return f"{declared[name]} is {'at least ' if upper is None else f'at most {upper} and at least '}{lower}"
-    for assertion in assertions:
-        names = {str(symbol) for symbol in assertion.free_symbols}
-        if names <= taken and assertion.subs(dict.fromkeys(assertion.free_symbols, size)) == False:  # noqa: E712  (sympy's own false)
-            text = str(assertion)
-            for symbol in sorted(names):
-                text = text.replace(symbol, declared[symbol])
-            return f"the model's code relies on {text}"
+    for condition in conditions:
+        if condition.symbols <= taken and condition.is_broken_by(dict.fromkeys(taken, size)):
+            return f"the model's code relies on {condition.named(declared)}"
     return None
 
 

@@ -7,9 +7,12 @@ returns plain values, so that the rest of the compiler reads as if torch had a s
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import importlib
 import operator
 import os
 import sys
+import tempfile
 import threading
 import types
 import warnings
@@ -181,9 +184,12 @@ def shape_env_of(values: Sequence[Any]) -> ShapeEnv | None:
 
 
 def symbol_range(shape_env: ShapeEnv | None, symbol: Any) -> str:
-    """The values `symbol` may take, as text: part of a piece's key."""
+    """The values `symbol` may take, and one it has where torch has an example, as text: part of a piece's key."""
     bounds = shape_env.var_to_range.get(symbol) if shape_env is not None else None
-    return f"[{bounds.lower}, {bounds.upper}]" if bounds is not None else "?"
+    if shape_env is None or bounds is None:
+        return "?"
+    hint = symbol_facts(shape_env, symbol)["hint"]
+    return f"[{bounds.lower}, {bounds.upper}]" + (f", such as {hint}" if hint is not None else "")
 
 
 def symbol_facts(shape_env: ShapeEnv | None, symbol: Any) -> dict[str, Any]:
@@ -351,13 +357,13 @@ _environment_lock = threading.RLock()
 
 
 @contextlib.contextmanager
-def inductor_cache_dir(directory: Path) -> Iterator[None]:
-    """Inductor's and Triton's own caches live in `directory` inside this block, and the process's
+def inductor_cache_dir(directory: Path, triton: Path) -> Iterator[None]:
+    """Inductor's and Triton's own caches live in these folders inside this block, and the process's
     settings are as before after it. One thread at a time: the variables are the process's."""
     with _environment_lock:
         before = {name: os.environ.get(name) for name in _CACHE_VARIABLES}
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(directory)
-        os.environ["TRITON_CACHE_DIR"] = str(directory / "triton")
+        os.environ["TRITON_CACHE_DIR"] = str(triton)
         try:
             yield
         finally:
@@ -368,13 +374,14 @@ def inductor_cache_dir(directory: Path) -> Iterator[None]:
                     os.environ[name] = value
 
 
-def child_environment(cache_dir: Path) -> dict[str, str]:
-    """This process's environment for a child that compiles: same import path, Inductor's caches in `cache_dir`."""
+def child_environment(cache_dir: Path, triton: Path) -> dict[str, str]:
+    """This process's environment for a child that compiles: same import path, Inductor's and Triton's
+    caches in these folders."""
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
         "TORCHINDUCTOR_CACHE_DIR": str(cache_dir),
-        "TRITON_CACHE_DIR": str(cache_dir / "triton"),
+        "TRITON_CACHE_DIR": str(triton),
     }
 
 
@@ -469,12 +476,79 @@ def asks_dynamo_to_trace_again(error: Exception) -> bool:
     return isinstance(error, TensorifyScalarRestartAnalysis)
 
 
-def load_artifact(path: Path) -> Any:
-    """A `CompiledArtifact` that `artifact.save(path=..., format="binary")` wrote. Unpickles: trusted files only."""
-    from torch._inductor import CompiledArtifact
+def artifact_bytes(compiled: Any) -> bytes | None:
+    """What `load_artifact` takes, of what `standalone_compile` returned; None where torch can save none of it."""
+    with tempfile.TemporaryDirectory(prefix="piecegraph-") as folder:
+        path = Path(folder) / "artifact"
+        try:
+            compiled.save(path=str(path), format="binary")
+        except (RuntimeError, AssertionError):
+            return None
+        return path.read_bytes()
 
+
+def load_artifact(data: bytes) -> Any:
+    """The piece that `artifact.save(path=..., format="binary")` wrote. Unpickles: bytes that were authenticated, or
+    that a process of ours has just made. Inside `inductor_cache_dir`.
+
+    torch would compare its own sources with those it was made from, which takes most of the time of a load; whoever
+    calls this knows them to be the same build.
+    """
+    import torch._inductor.compile_fx
+    from torch.utils._appending_byte_serializer import BytesReader
+
+    artifacts = importlib.import_module("torch._inductor.standalone_compile").CacheCompiledArtifact
+    reader = BytesReader(data)
+    header = reader.read_bytes()
+    assert header == artifacts.CACHE_HEADER, f"an artifact of another kind: {header!r}"
+    reader.read_bytes()  # torch's digest of its sources
+    key, content = reader.read_str(), reader.read_bytes()
+    assert reader.is_finished(), "an artifact with more to it than its header says"
     with torch.no_grad():
-        return CompiledArtifact.load(path=str(path), format="binary")
+        assert torch.compiler.load_cache_artifacts(content) is not None, "an artifact that torch finds nothing in"
+        return artifacts._load_impl(contextlib.nullcontext(), key)
+
+
+_LOAD_LIBRARY = "load_pybinding_async"
+
+
+@contextlib.contextmanager
+def cpp_libraries(known: Mapping[str, Path]) -> Iterator[dict[str, Path]]:
+    """Inside this block a C++ kernel is loaded from `known`, where its `library_digest` is there; what Inductor builds
+    instead is added to the mapping yielded. Inside `inductor_cache_dir`, whose lock keeps other threads out."""
+    from torch._inductor.codecache import CppPythonBindingsCodeCache
+
+    built: dict[str, Path] = {}
+    original = CppPythonBindingsCodeCache.__dict__[_LOAD_LIBRARY]
+
+    def load(cls: Any, *args: Any, **kwargs: Any) -> Callable[[], Any]:
+        digest = library_digest(cls.__name__, args, kwargs)
+        if digest in known:
+            library = cls._load_library(str(known[digest]), f"piecegraph_{digest}")
+            return lambda: getattr(library, cls.entry_function)
+        future = original.__get__(None, cls)(*args, **kwargs)
+
+        def built_one() -> Any:
+            kernel = future()
+            file = getattr(sys.modules.get(getattr(kernel, "__module__", "") or ""), "__file__", None)
+            file = file or getattr(getattr(kernel, "__self__", None), "__file__", None)
+            if file is not None:
+                built[digest] = Path(file)
+            return kernel
+
+        return built_one
+
+    setattr(CppPythonBindingsCodeCache, _LOAD_LIBRARY, classmethod(load))
+    try:
+        yield built
+    finally:
+        setattr(CppPythonBindingsCodeCache, _LOAD_LIBRARY, original)
+
+
+def library_digest(kind: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """sha256 of all that a C++ kernel is asked for by, hex: source, argument types, device and flags."""
+    named = sorted((name, repr(value)) for name, value in kwargs.items() if not callable(value))
+    return hashlib.sha256(repr((kind, [repr(arg) for arg in args], named)).encode()).hexdigest()
 
 
 def generated_kernels() -> int:
@@ -492,6 +566,46 @@ def process_settings() -> dict[str, Any]:
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
     }
+
+
+_SETTINGS_THAT_DECIDE_NOTHING = frozenset({"base_dir", "debug_dir_root"})  # paths of one machine
+
+
+def tracing_settings() -> dict[str, Any]:
+    """Process-wide torch settings that change what a trace is, as plain values."""
+    devices = ("cpu", "cuda")
+    return {
+        "autocast": {
+            device: str(torch.get_autocast_dtype(device)) for device in devices if torch.is_autocast_enabled(device)
+        },
+        "default_device": str(torch.get_default_device()),
+        "inference_mode": torch.is_inference_mode_enabled(),
+    }
+
+
+def inductor_settings_digest() -> str:
+    """sha256 of how this process has Dynamo and Inductor set, hex: they may be set behind our back."""
+    from torch._inductor import config as inductor_config
+
+    found = {}
+    for name, config in (("dynamo", torch._dynamo.config), ("inductor", inductor_config)):
+        values = config.save_config_portable()
+        found[name] = {
+            key: sorted(map(repr, value)) if isinstance(value, set | frozenset) else repr(value)
+            for key, value in values.items()
+            if key not in _SETTINGS_THAT_DECIDE_NOTHING
+        }
+    return hashlib.sha256(repr([sorted(values.items()) for values in found.values()]).encode()).hexdigest()
+
+
+def cpu_capability() -> str:
+    """The instruction set torch's own kernels use."""
+    return str(torch.backends.cpu.get_cpu_capability())
+
+
+def cuda_driver_version() -> int:
+    """Of the driver, as CUDA counts: 13000 for 13.0."""
+    return int(torch._C._cuda_getDriverVersion())  # type: ignore[attr-defined,unused-ignore]
 
 
 def apply_process_settings(settings: Mapping[str, Any]) -> None:

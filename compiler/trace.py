@@ -6,6 +6,7 @@ import inspect
 import re
 import time
 import traceback
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,8 @@ from piecegraph.compiler import torch_compat
 from piecegraph.compiler.call_spec import CallSpec, ConstantLeaf, ResultSpec, TensorLeaf
 from piecegraph.compiler.dynamic_dims import DynamicDims, bind_arguments, check_examples, declared_dims, leaf_paths
 from piecegraph.compiler.guards import GuardAudit, audit_guards
+from piecegraph.compiler.traced_globals import GlobalFact, globals_read
+from piecegraph.compiler.traced_sources import digests_of_files, files_of_code
 from piecegraph.errors import CompileError, GraphBreak, InputMismatch, SizeSpecialized
 
 
@@ -43,8 +46,9 @@ class BoundInput:
     """A placeholder that is a tensor of the module, fixed when it was compiled."""
 
     name: str
-    kind: str  # "parameter", "buffer" or "constant"
+    kind: str  # "parameter", "buffer", "constant", or "merged": several parameters stored as one tensor
     tensor: torch.Tensor
+    members: tuple[str, ...] = ()  # of a merged one: the names of the parameters, in order
 
 
 GraphInput = SizeInput | ArgumentInput | BoundInput
@@ -60,31 +64,56 @@ class Traced:
     call_spec: CallSpec
     result_spec: ResultSpec
     guards: GuardAudit
-    source_files: tuple[str, ...]  # of every function traced
+    sources: Mapping[str, str | None]  # file of every function traced -> sha256; None: it cannot be read
+    globals: tuple[GlobalFact, ...]  # that the trace read
     seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExampleCall:
+    """A call of a module, taken apart: what is dynamic in it, and what of it is part of the trace."""
+
+    leaves: tuple[Any, ...]
+    tree: pytree.TreeSpec
+    paths: tuple[str, ...]  # of the leaves
+    declared: Mapping[int, Mapping[int, str]]  # leaf -> {dim: size name}
+    call_spec: CallSpec
+
+    @classmethod
+    def of(
+        cls, module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], dynamic_dims: DynamicDims
+    ) -> ExampleCall:
+        """Raises `InputMismatch` where the arguments do not fit `forward`, `ConfigError` for wrong `dynamic_dims`."""
+        signature = inspect.signature(module.forward)
+        try:
+            bound = bind_arguments(signature, args, kwargs)
+        except TypeError as error:
+            raise InputMismatch(f"the example inputs do not fit forward{signature}: {error}.") from None
+        paths = leaf_paths(bound.arguments)
+        declared = declared_dims(dynamic_dims, paths)
+        check_examples(declared, paths)
+        leaves, tree = pytree.tree_flatten(dict(bound.arguments))
+        return cls(
+            leaves=tuple(leaves),
+            tree=tree,
+            paths=tuple(path for path, _ in paths),
+            declared=declared,
+            call_spec=_call_spec(signature, leaves, tree, paths, declared),
+        )
 
 
 def trace(module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], dynamic_dims: DynamicDims) -> Traced:
     """Trace `module(*args, **kwargs)` to one graph, for every size of the declared dims.
 
     The caller's tensors are not touched: tracing marks copies. Raises `GraphBreak` (naming the line),
-    `SizeSpecialized` (saying by what), `UnknownGuard`, or `ConfigError` for wrong `dynamic_dims`. Declared
-    sizes are at least 1.
+    `SizeSpecialized` (saying by what), `UnknownGuard`, and what `ExampleCall.of` raises. Declared sizes are at
+    least 1.
     """
     start = time.perf_counter()
-    signature = inspect.signature(module.forward)
-    try:
-        bound = bind_arguments(signature, args, kwargs)
-    except TypeError as error:
-        raise InputMismatch(f"the example inputs do not fit forward{signature}: {error}.") from None
-    paths = leaf_paths(bound.arguments)
-    declared = declared_dims(dynamic_dims, paths)
-    check_examples(declared, paths)
-
-    leaves, tree = pytree.tree_flatten(dict(bound.arguments))
-    examples = [_marked_copy(leaf, declared.get(index, {})) for index, leaf in enumerate(leaves)]
-    example_arguments = pytree.tree_unflatten(examples, tree)
-    bound.arguments.update(example_arguments)
+    given = ExampleCall.of(module, args, kwargs, dynamic_dims)
+    declared = given.declared
+    examples = [_marked_copy(leaf, declared.get(index, {})) for index, leaf in enumerate(given.leaves)]
+    bound = inspect.BoundArguments(given.call_spec.signature, OrderedDict(pytree.tree_unflatten(examples, given.tree)))
 
     sized = tuple((examples[index], dim) for index, dims in declared.items() for dim in dims)
 
@@ -108,15 +137,17 @@ def trace(module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any
             "tensors only, so the change would happen once, at trace time. Return the value instead, or keep it in a "
             "buffer changed in place."
         )
-    inputs, symbols = _graph_inputs(graph, module, examples, paths, declared)
+    read = globals_read(graph.guards)
+    inputs, symbols = _graph_inputs(graph, module, examples, given.paths, declared)
     return Traced(
         graph_module=graph.graph_module,
         inputs=inputs,
         size_symbols=symbols,
-        call_spec=_call_spec(signature, leaves, tree, paths, declared),
+        call_spec=given.call_spec,
         result_spec=_result_spec(graph, examples),
         guards=audit_guards([(entry.guard_type, torch_compat.guard_name(entry)) for entry in graph.guards]),
-        source_files=tuple(sorted({code.co_filename for code in graph.traced_code})),
+        sources=digests_of_files({*files_of_code(graph.traced_code), *read.files}),
+        globals=read.facts,
         seconds=time.perf_counter() - start,
     )
 
@@ -136,7 +167,7 @@ def _graph_inputs(
     graph: torch_compat.DynamoGraph,
     module: torch.nn.Module,
     examples: Sequence[Any],
-    paths: Sequence[tuple[str, Any]],
+    paths: Sequence[str],
     declared: Mapping[int, Mapping[int, str]],
 ) -> tuple[tuple[GraphInput, ...], dict[str, str]]:
     """What each placeholder is, and the size name of each symbol."""
@@ -157,7 +188,7 @@ def _graph_inputs(
             expression = size.node.expr if isinstance(size, torch.SymInt) else size
             if name is not None and not getattr(expression, "is_symbol", False):
                 raise SizeSpecialized(
-                    f"{paths[leaf][0]}.shape[{dim}] is declared dynamic as {name!r}, but tracing fixed it to "
+                    f"{paths[leaf]}.shape[{dim}] is declared dynamic as {name!r}, but tracing fixed it to "
                     f"{expression}{_line_that_fixes(node, expression)}. "
                     "Take the size from the tensor's shape there, or leave that dim out of dynamic_dims."
                 )
@@ -170,7 +201,7 @@ def _graph_inputs(
         if isinstance(example, torch.Tensor):
             if id(example) in leaf_of:
                 leaf = leaf_of[id(example)]
-                inputs.append(ArgumentInput(paths[leaf][0], leaf))
+                inputs.append(ArgumentInput(paths[leaf], leaf))
             else:
                 name, kind = weight_of.get(id(example), (node.name, "constant"))
                 inputs.append(BoundInput(name, kind, example))

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from piecegraph.compiler.compiled_model import Parts
 from piecegraph.compiler.piece_compiler import RunPiece
 from piecegraph.compiler.plan import CallStep, PieceStep, Slot
+from piecegraph.compiler.ready import Parts
 
 OnPiece = Callable[[PieceStep, RunPiece, tuple[Any, ...]], Sequence[Any]]
 """Is given a piece and its inputs, and returns its outputs: those of calling it, or others."""

@@ -52,6 +52,7 @@ def embedded_model_dir(on_phase: OnPhase | None = None) -> Path:
         return target
     from filelock import FileLock
 
+    cache_root().mkdir(mode=0o700, parents=True, exist_ok=True)  # no group may write to a cache
     target.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(target.with_name(f"{target.name}.lock")):
         if not target.is_dir():

@@ -17,7 +17,8 @@ from piecegraph.tools.options import COMPILE_FLAGS, LLM_FLAGS, SAMPLING_FLAGS
 
 def known_variables() -> list[str]:
     """Every `PIECEGRAPH_*` variable that something reads."""
-    return [environment.CACHE_DIR, *(flag.variable for flag in (*LLM_FLAGS, *COMPILE_FLAGS, *SAMPLING_FLAGS))]
+    flags = (*LLM_FLAGS, *COMPILE_FLAGS, *SAMPLING_FLAGS)
+    return [environment.CACHE, environment.CACHE_DIR, *(flag.variable for flag in flags)]
 
 
 def check_environment() -> None:

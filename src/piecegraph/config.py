@@ -31,6 +31,10 @@ PASSES = (
 
 COMPILERS = ("inductor", "eager")
 
+CACHE_MODES: Mapping[str, bool | str] = {"off": False, "pieces": "pieces", "on": True}
+"""What `PIECEGRAPH_CACHE` may be, and the value of `CompileConfig.cache` it stands for; each keeps more than the
+one before."""
+
 COMPILE_SIZES_OPTIONS: Mapping[str, Any] = {"coordinate_descent_tuning": True}
 """Inductor options for static sizes unless the caller gives others. docs/decisions/001-static-sizes.md says why."""
 
@@ -75,8 +79,7 @@ class CompileConfig:
 
     expect: Mapping[str, int | str] = field(default_factory=dict)
     """How often passes must match, by name: a number, or `"all"`: at least once, and no site that looks like a
-    match is left. Anything else raises `PassExpectation`, which says what stood in the way. A pass inside
-    Inductor runs each time then, instead of being found done in Inductor's cache."""
+    match is left. Anything else raises `PassExpectation`, which says what stood in the way."""
 
     strict: bool = False
     """A pass that raises, breaks the graph or miscounts raises `PassFailed`. Without it the model runs without
@@ -89,7 +92,17 @@ class CompileConfig:
 
     dump_dir: str | None = None
     """Folder that receives the traced graph, every unique piece and the stitched source as text, and the graph
-    before and after every pass that matched."""
+    before and after every pass that matched. Nothing is loaded from the cache then: it shows a compile."""
+
+    cache: bool | str = True
+    """Keep what is compiled, and load it instead of compiling again. `"pieces"`: trace the model each time, and keep
+    compiled pieces alone. False: neither. `PIECEGRAPH_CACHE` (`on`, `pieces`, `off`) can only take away from it."""
+
+    cache_dir: str | None = None
+    """Folder of the cache; None: `PIECEGRAPH_CACHE_DIR`, or the user's cache directory."""
+
+    signing_key_file: str | None = None
+    """A key whose entries count as well as the user's own (docs/cache.md): for a cache that another user made."""
 
     def __post_init__(self) -> None:
         if isinstance(self.split_ops, str):
@@ -106,6 +119,8 @@ class CompileConfig:
         if self.passes is not None:
             object.__setattr__(self, "passes", _checked_passes(self.passes))
         object.__setattr__(self, "expect", _checked_expect(self.expect, self.passes))
+        if self.cache not in CACHE_MODES.values():
+            raise ConfigError(f"cache={self.cache!r}; it is True, False or 'pieces'.")
         for name in ("strict", "selfcheck"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={getattr(self, name)!r}; it is True or False.")

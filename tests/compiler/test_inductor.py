@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -19,11 +17,10 @@ def compiled(num_layers: int = 2, **options: object) -> pg.CompiledModel:
     return pg.compile(Decoder(num_layers), config, dynamic_dims=DIMS, example_inputs=batch(4))
 
 
-def test_processes_and_this_process_give_the_same_bits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_processes_and_this_process_give_the_same_bits() -> None:
     """The artifact depends on the piece as data, not on where it was compiled."""
-    monkeypatch.setenv("PIECEGRAPH_CACHE_DIR", str(tmp_path))
     inputs = batch(7, 2)
-    here, elsewhere = compiled(compile_workers=0), compiled(compile_workers=2)
+    here, elsewhere = compiled(compile_workers=0, cache=False), compiled(compile_workers=2, cache=False)
     assert torch.equal(here(*inputs), elsewhere(*inputs))
     kernels = [[row.kernels for row in model.report().unique_pieces] for model in (here, elsewhere)]
     assert kernels[0] == kernels[1]
@@ -56,22 +53,19 @@ def test_torch_settings_of_the_process_are_left_alone() -> None:
 
     names = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
     before = [read(name) for name in names], torch.get_num_threads(), torch.is_grad_enabled()
-    compiled(compile_workers=0)
+    compiled(compile_workers=0, cache=False)
     assert ([read(name) for name in names], torch.get_num_threads(), torch.is_grad_enabled()) == before
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_missing_cxx_compiler_is_one_clear_error(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, workers: int
-) -> None:
+def test_a_missing_cxx_compiler_is_one_clear_error(monkeypatch: pytest.MonkeyPatch, workers: int) -> None:
     """In a process of ours and in this one; nothing else is blamed."""
-    monkeypatch.setenv("PIECEGRAPH_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("CXX", "/nonexistent/c++")
     with (
         torch._inductor.config.patch({"cpp.cxx": ("/nonexistent/c++",)}),  # this process read CXX long ago
         pytest.raises(PieceCompileFailed, match=r"Install a C\+\+ compiler .* or name one in CXX"),
     ):
-        compiled(compile_workers=workers)
+        compiled(compile_workers=workers, cache=False)
 
 
 def test_unknown_inductor_options_are_refused() -> None:
@@ -89,7 +83,7 @@ def test_a_compile_process_that_dies_is_reported(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(CompilePool, "_feed", kill_then_feed)
     with pytest.raises(PieceCompileFailed, match="the compile process ended with status -9"):
-        compiled(compile_workers=2)
+        compiled(compile_workers=2, cache=False)
 
 
 def test_static_and_dynamic_sizes_share_no_piece() -> None:

@@ -1,0 +1,95 @@
+"""A piece that Inductor compiled, as bytes: its artifact and every file that loading it would look for or build."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from piecegraph.compiler import torch_compat
+from piecegraph.compiler.private_folder import private_folder
+
+TRITON_FOLDER = "triton"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PieceFiles:
+    """Whoever loads these vouches for them: they are unpickled and dlopened."""
+
+    artifact: bytes
+    libraries: Mapping[str, bytes] = field(default_factory=dict)  # C++ kernels by `torch_compat.library_digest`
+    inductor: Mapping[str, bytes] = field(default_factory=dict)  # by path in Inductor's folder: what tuning found
+    triton: Mapping[str, bytes] = field(default_factory=dict)  # by path in Triton's
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedPiece:
+    """A piece that runs, and where its files are."""
+
+    run: Any
+    folder: Path  # Inductor's, of this piece alone
+    triton: Path  # Triton's, which pieces loaded together share
+    files: PieceFiles
+
+    def with_tuning(self) -> PieceFiles:
+        """Its files with what Triton built and tuning found meanwhile."""
+        choices = {str(path.relative_to(self.folder)): path.read_bytes() for path in _choices(self.folder)}
+        tuned = {name for text in choices.values() if (name := _triton_name(text)) is not None}
+        triton = {
+            str(path.relative_to(self.triton)): path.read_bytes()
+            for path in self.triton.rglob("*")
+            if path.is_file() and (path.suffix == ".so" or path.relative_to(self.triton).parts[0] in tuned)
+        }
+        return PieceFiles(artifact=self.files.artifact, libraries=self.files.libraries, inductor=choices, triton=triton)
+
+    def code(self) -> str:
+        """The Python that Inductor generated, its kernels included."""
+        wrappers = [path.read_text() for path in sorted(self.folder.rglob("*.py")) if "locks" not in path.parts]
+        return "\n\n".join(wrappers)
+
+
+def load_files(files: PieceFiles, triton: Path) -> LoadedPiece:
+    """Write `files` to folders of this process's own, Triton's to `triton`, and load them from there.
+
+    Nothing is compiled that is among them. The process's settings are as before when this returns. Raises what
+    torch raises for an artifact it cannot read, and ValueError for a path that leads elsewhere.
+    """
+    folder = private_folder("piece")
+    _write(folder, files.inductor)
+    _write(triton, files.triton)
+    known = {digest: folder / "library" / f"{digest}.so" for digest in files.libraries}
+    _write(folder / "library", {f"{digest}.so": data for digest, data in files.libraries.items()})
+    with (
+        torch_compat.inductor_cache_dir(folder, triton),
+        torch_compat.no_compile_workers(),
+        torch_compat.cpp_libraries(known),
+    ):
+        run = torch_compat.load_artifact(files.artifact)
+    return LoadedPiece(run, folder, triton, files)
+
+
+def _write(folder: Path, files: Mapping[str, bytes]) -> None:
+    for name, data in files.items():
+        path = PurePosixPath(name)
+        if path.is_absolute() or ".." in path.parts or not path.parts:
+            raise ValueError(f"{name!r} leads out of the folder")
+        target = folder / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(data)
+
+
+def _choices(folder: Path) -> list[Path]:
+    """Files in which Inductor keeps what tuning chose."""
+    return sorted(folder.rglob("*.best_config"))
+
+
+def _triton_name(choice: bytes) -> str | None:
+    """The folder in Triton's cache of the kernel that was chosen."""
+    with suppress(ValueError):
+        found = json.loads(choice)
+        name = found.get("triton_cache_hash") if isinstance(found, dict) else None
+        return name if isinstance(name, str) else None
+    return None

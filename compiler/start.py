@@ -1,0 +1,81 @@
+"""How a compiled model comes to be: from the cache, or by compiling, which fills it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from piecegraph.compiler.build import BeforeCompile, piece_compiler
+from piecegraph.compiler.cold_start import cold_start
+from piecegraph.compiler.dynamic_dims import DynamicDims
+from piecegraph.compiler.ready import Ready
+from piecegraph.compiler.report import CacheReport
+from piecegraph.compiler.stored.compile_cache import CompileCache
+from piecegraph.compiler.stored.plan_store import PlanStore
+from piecegraph.compiler.trace import ExampleCall
+from piecegraph.config import CompileConfig
+from piecegraph.progress import OnPhase
+
+
+def start(
+    module: torch.nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    dynamic_dims: DynamicDims,
+    config: CompileConfig,
+    *,
+    on_phase: OnPhase,
+    before_compile: BeforeCompile | None,
+) -> Ready:
+    """`module` compiled for calls like this one. Raises as `piecegraph.compile`; nothing that is wrong with the cache
+    is ever raised, it is in the report.
+
+    Of processes that need the same model at once, one compiles and the others wait.
+    """
+    cache = CompileCache.open(config)
+
+    def compile_now() -> tuple[Ready, str]:
+        """The model, and why it is not stored."""
+        compiler = piece_compiler(config, cache)
+        try:
+            cold = cold_start(
+                module,
+                args,
+                kwargs,
+                dynamic_dims,
+                config,
+                compiler,
+                on_phase=on_phase,
+                before_compile=before_compile,
+            )
+        finally:
+            compiler.close()
+        return cold.ready, plans.save(cold) if plans is not None else cache.reason
+
+    plans = None
+    if cache.keeps_plans:
+        call = ExampleCall.of(module, args, kwargs, dynamic_dims)
+        plans = PlanStore.of(cache, module, call, config)
+    if plans is None or plans.key is None:
+        ready, why = compile_now()
+        state = "off" if plans is None else "miss"
+        return _reported(ready, CacheReport(state=state, reason=why, not_stored=why))
+    found = plans.load(on_phase, before_compile)
+    if found is not None:
+        return found
+    with cache.flight(plans.key) as flight:
+        if flight.waited_s > 0 and (found := plans.load(on_phase, before_compile)) is not None:
+            return found
+        reason = cache.misses.get(plans.key, "")
+        ready, not_stored = compile_now()
+    return _reported(ready, CacheReport(state="miss", key=plans.key, reason=reason, not_stored=not_stored))
+
+
+def _reported(ready: Ready, report: CacheReport) -> Ready:
+    """`ready` with `report` as its report's part on the cache."""
+    old = ready.built.report
+    report = replace(report, loaded_pieces=old.cache.loaded_pieces)
+    return ready.with_report(replace(old, cache=report))

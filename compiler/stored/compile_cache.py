@@ -1,0 +1,115 @@
+"""The cache as one compile sees it: what was found, and why not. No trouble of a disk gets past it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import platform
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+
+from piecegraph import __version__, environment
+from piecegraph.cache.entry import Entry
+from piecegraph.cache.entry_file import MissReason
+from piecegraph.cache.single_flight import Flight, single_flight
+from piecegraph.cache.store import Loaded, NotSaved, Saved, Store
+from piecegraph.compiler.stored.machine_factors import version_of
+from piecegraph.config import CACHE_MODES, CompileConfig
+from piecegraph.errors import CacheError, ConfigError, did_you_mean
+from piecegraph.paths import cache_root
+
+logger = logging.getLogger(__name__)
+
+
+class CompileCache:
+    """Made by `open`. `keeps` is what of it may be used; `reason` why that is not all of it."""
+
+    def __init__(self, store: Store | None, keeps: bool | str, reason: str = "") -> None:
+        self.store = store
+        self.keeps = keeps
+        self.reason = reason
+        self.misses: dict[str, str] = {}  # key -> why there was nothing to load
+
+    @classmethod
+    def open(cls, config: CompileConfig) -> CompileCache:
+        """The cache that `config` and the environment choose. Raises `ConfigError` for a `PIECEGRAPH_CACHE` that
+        means nothing; a folder that is not to be trusted is a warning, and the compile goes on without a cache."""
+        keeps, reason = _chosen(config)
+        if config.dump_dir is not None:
+            keeps, reason = False, "dump_dir shows a compile"
+        if config.compiler == "eager":
+            keeps, reason = False, "eager pieces are not stored"
+        if keeps is False:
+            return cls(None, False, reason)
+        root = cache_root() if config.cache_dir is None else Path(config.cache_dir).expanduser().absolute()
+        signing = None if config.signing_key_file is None else Path(config.signing_key_file).expanduser()
+        try:
+            return cls(Store.open(root, signing_key_file=signing), keeps, reason)
+        except (CacheError, OSError) as error:
+            logger.warning("nothing is loaded from the cache or kept in it: %s", error)
+            return cls(None, False, str(error))
+
+    @property
+    def keeps_plans(self) -> bool:
+        """Whether a trace may be taken from it."""
+        return self.store is not None and self.keeps is True
+
+    def load(self, key: str) -> Loaded | None:
+        """What is under `key`, authenticated; None, and a reason in `misses`, where there is nothing to be used."""
+        if self.store is None:
+            return None
+        found = self.store.load(key)
+        if isinstance(found, Loaded):
+            self.misses.pop(key, None)
+            return found
+        self.misses[key] = found.reason.value + (f": {found.detail}" if found.detail else "")
+        return None
+
+    def reject(self, key: str, why: str) -> None:
+        """What `load` gave cannot be used after all."""
+        logger.warning("cache entry %s is not used (%s); compiling again", key, why)
+        self.misses[key] = why
+
+    def save(self, entry: Entry, blobs: Mapping[str, bytes]) -> Saved | NotSaved:
+        """Keep it, or say why not."""
+        return self.store.save(entry, blobs) if self.store is not None else NotSaved(self.reason)
+
+    @contextlib.contextmanager
+    def flight(self, key: str) -> Iterator[Flight]:
+        """While the body compiles what is under `key`, other processes wait for it."""
+        if self.store is None or not self.store.prepare():
+            yield Flight(False, 0.0, "no cache to share")
+            return
+        with single_flight(self.store.layout, key) as flight:
+            yield flight
+
+    def is_absent(self, key: str) -> bool:
+        """There was no entry at all."""
+        return self.misses.get(key) == MissReason.ABSENT.value
+
+    @staticmethod
+    def versions() -> dict[str, str]:
+        """For people who read an entry."""
+        found = {
+            "piecegraph": __version__,
+            "torch": str(torch.__version__),
+            "python": platform.python_version(),
+            "triton": version_of("triton"),
+            "transformers": version_of("transformers"),
+        }
+        return {name: version for name, version in found.items() if version is not None}
+
+
+def _chosen(config: CompileConfig) -> tuple[bool | str, str]:
+    """The less of what the config and the environment allow, and why."""
+    text = environment.read(environment.CACHE)
+    if text is not None and text not in CACHE_MODES:
+        wanted = ", ".join(CACHE_MODES)
+        raise ConfigError(f"{environment.CACHE}={text!r}; it is one of {wanted}.{did_you_mean(text, CACHE_MODES)}")
+    by_environment = True if text is None else CACHE_MODES[text]
+    order = list(CACHE_MODES.values())
+    if order.index(by_environment) < order.index(config.cache):
+        return by_environment, f"{environment.CACHE}={text}"
+    return config.cache, "" if config.cache is True else f"cache={config.cache!r}"

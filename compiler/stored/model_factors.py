@@ -1,0 +1,282 @@
+"""What a trace may read of a module, as factors of a key: every plain attribute of every submodule.
+
+Submodules at paths that differ in numbers alone are one row, in which what is equal is written once: layers of a
+decoder differ in little, and an entry is read by people.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import hashlib
+import re
+import sys
+import types
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from piecegraph.cache.keys import plain
+from piecegraph.compiler.pass_contexts import is_alone
+from piecegraph.compiler.traced_globals import code_digest
+from piecegraph.errors import KeyFactorError
+
+EXCLUDED: Mapping[str, str] = {
+    "_commit_hash": "which download of a model it was; what was downloaded is in the key",
+    "_is_hf_initialized": "how weights got their values",
+    "_name_or_path": "where a model was read from; a path of one machine",
+    "generation_config": "what becomes of logits; no forward reads it",
+    "name_or_path": "where a model was read from; a path of one machine",
+    "transformers_version": "which version wrote the config; the one that runs is in the key",
+}
+"""Attributes of transformers' modules and configs that no key holds, and why."""
+
+MAX_TENSOR_BYTES = 1 << 20
+"""A tensor that is an attribute, neither parameter nor buffer, counts by its values up to this size."""
+
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs")
+
+
+def model_factors(module: nn.Module) -> dict[str, Any]:
+    """Of `module` and all below it; no weights are read. Raises `KeyFactorError`, naming the attribute that has a
+    type no key can be made of."""
+    described = _Describer(module)
+    rows: dict[str, dict[str, dict[str, Any]]] = {}  # by pattern of the path and by the numbers in it
+    for path, each in module.named_modules():
+        pattern = re.sub(r"(?<![^.])\d+(?![^.])", "*", path)
+        numbers = ".".join(re.findall(r"(?<![^.])\d+(?![^.])", path))
+        rows.setdefault(pattern, {})[numbers] = described.module(path, each)
+    return {
+        "class": _class_name(type(module)),
+        "modules": {pattern: _folded(found) for pattern, found in rows.items()},
+        "classes": described.classes,
+        "objects": described.objects,
+        "weights": _folded_weights(_weights(module)),
+        "attention": _registered(module, described),
+    }
+
+
+def _folded(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Facts of modules by number: what all have in common, and the rest in the order of the numbers."""
+    if len(found) == 1 and "" in found:
+        return found[""]
+    every = list(found.values())
+    names = dict.fromkeys(name for facts in every for name in facts)
+    texts = [{name: repr(value) for name, value in facts.items()} for facts in every]  # 1, 1.0 and True differ
+    same = {name: every[0][name] for name in names if len({text.get(name) for text in texts}) == 1}
+    rest = {
+        name: {number: facts[name] for number, facts in found.items() if name in facts}
+        for name in names
+        if name not in same
+    }
+    return {"at": " ".join(found), "all": same, "each": rest}
+
+
+def _weights(module: nn.Module) -> dict[str, Any]:
+    """Parameters and buffers by path, and which of them are one tensor or share memory."""
+    first: dict[int, str] = {}
+    storages: dict[int, str] = {}
+    found = {}
+    named = [
+        *(("parameter", name, tensor) for name, tensor in module.named_parameters(remove_duplicate=False)),
+        *(("buffer", name, tensor) for name, tensor in module.named_buffers(remove_duplicate=False)),
+    ]
+    for kind, name, tensor in named:
+        same = first.setdefault(id(tensor), name)
+        if same != name:
+            found[name] = f"{kind}, the same as {same}"
+            continue
+        text = f"{kind} {_tensor_text(tensor)}"
+        if not is_alone(tensor) and tensor.device.type != "meta":
+            shared = storages.setdefault(tensor.untyped_storage()._cdata, name)
+            text += f" at {tensor.storage_offset()} of memory of its own" if shared == name else f" in that of {shared}"
+        found[name] = text
+    return found
+
+
+def _tensor_text(tensor: torch.Tensor) -> str:
+    kind = type(tensor)
+    subclass = "" if kind in (torch.Tensor, nn.Parameter) else f" {_class_name(kind)}"
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    gradient = " requires_grad" if tensor.requires_grad else ""
+    return f"{dtype} {tensor.device} {tuple(tensor.shape)} {tuple(tensor.stride())}{gradient}{subclass}"
+
+
+def _folded_weights(found: dict[str, str]) -> dict[str, Any]:
+    """By text, the patterns of paths that have it and the numbers at which they do."""
+    by_pattern: dict[str, dict[str, list[str]]] = {}
+    for path, text in found.items():
+        numbers = re.findall(r"(?<![^.])\d+(?![^.])", path)
+        pattern = re.sub(r"(?<![^.])\d+(?![^.])", "*", path)
+        general = text
+        for number in numbers:  # "the same as layers.3.weight" in layer 3
+            general = re.sub(rf"(?<=\.){number}(?=\.)", "*", general)
+        by_pattern.setdefault(pattern, {}).setdefault(general, []).append(".".join(numbers))
+    return {
+        pattern: {text: " ".join(numbers) for text, numbers in texts.items()} for pattern, texts in by_pattern.items()
+    }
+
+
+class _Describer:
+    """Attributes as plain data. Objects and classes are described once and named from then on."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self._paths = {id(each): path for path, each in root.named_modules()}
+        self._weights = {id(tensor): name for name, tensor in (*root.named_parameters(), *root.named_buffers())}
+        self._names: dict[int, str] = {}  # of objects
+        self._alive: list[Any] = []  # what `_names` has ids of
+        self.objects: dict[str, Any] = {}
+        self.classes: dict[str, Any] = {}
+
+    def module(self, path: str, module: nn.Module) -> dict[str, Any]:
+        self._class(type(module))
+        facts: dict[str, Any] = {"class": _class_name(type(module)), "training": module.training}
+        for name, value in vars(module).items():
+            if name not in _OF_EVERY_MODULE and not _is_excluded(type(module), name):
+                facts[f".{name}"] = self.value(value, f"{path}.{name}".lstrip("."))
+        for name in _HOOKS:
+            hooks = getattr(module, name)
+            if hooks:
+                facts[name] = [self.value(hook, f"{path}.{name}") for hook in hooks.values()]
+        return facts
+
+    def value(self, value: Any, where: str) -> Any:
+        if value is None or type(value) in (bool, int, str, float, bytes):
+            return plain(value)
+        if isinstance(value, enum.Enum):
+            return plain(value)
+        if id(value) in self._weights:
+            return f"tensor {self._weights[id(value)]}"
+        match value:
+            case torch.Tensor():
+                return self._tensor(value, where)
+            case torch.dtype() | torch.device() | torch.layout() | torch.memory_format():
+                return str(value)
+            case nn.Module():
+                return self._submodule(value, where)
+            case list() | tuple():
+                return [self.value(item, f"{where}[{number}]") for number, item in enumerate(value)]
+            case set() | frozenset():
+                return sorted(repr(self.value(item, where)) for item in value)
+            case Mapping():
+                return [[self.value(key, where), self.value(item, f"{where}[{key!r}]")] for key, item in value.items()]
+            case type():
+                return f"class {_class_name(value)}"
+            case types.ModuleType():
+                return f"module {value.__name__}"
+            case functools.partial():
+                inner = [self.value(part, where) for part in (value.func, value.args, value.keywords)]
+                return ["partial", *inner]
+            case weakref.ReferenceType():
+                return ["weak", self.value(value(), where)]
+            case _ if callable(value) and not hasattr(type(value), "forward"):
+                found = self._function(value, where)
+                if found is not None:
+                    return found
+        return self._object(value, where)
+
+    def _tensor(self, tensor: torch.Tensor, where: str) -> Any:
+        if tensor.device.type == "meta" or tensor.nbytes > MAX_TENSOR_BYTES:
+            raise KeyFactorError(
+                f"{where} is a tensor of {tensor.nbytes} bytes that is neither a parameter nor a buffer, and a trace "
+                "may have its values in it; register it as a buffer."
+            )
+        values = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        return [_tensor_text(tensor), hashlib.sha256(values).hexdigest()]
+
+    def _submodule(self, module: nn.Module, where: str) -> Any:
+        if id(module) in self._paths:
+            return f"submodule {self._paths[id(module)]!r}"
+        raise KeyFactorError(f"{where} is a {_class_name(type(module))} that is not registered as a submodule.")
+
+    def _function(self, function: Any, where: str) -> Any:
+        """Code, defaults and what a closure holds; None for a callable object."""
+        if isinstance(function, types.MethodType):
+            return ["method", function.__name__, self.value(function.__self__, where)]
+        if isinstance(function, types.FunctionType):
+            closure = [self._cell(cell, where) for cell in function.__closure__ or ()]
+            defaults = [self.value(each, where) for each in (function.__defaults__, function.__kwdefaults__)]
+            name = f"{function.__module__}.{function.__qualname__}"
+            return ["function", name, code_digest(function.__code__), closure, defaults]
+        if isinstance(function, types.BuiltinFunctionType):
+            return f"builtin {function.__module__}.{function.__qualname__}"
+        if isinstance(function, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+            return f"op {function}"
+        wrapped = getattr(function, "__wrapped__", None)
+        return ["wrapped", self.value(wrapped, where)] if isinstance(wrapped, types.FunctionType) else None
+
+    def _cell(self, cell: types.CellType, where: str) -> Any:
+        try:
+            return self.value(cell.cell_contents, where)
+        except ValueError:  # empty
+            return "empty"
+
+    def _object(self, value: Any, where: str) -> Any:
+        """An object of a class written in Python: all there is to it is in its attributes."""
+        if id(value) in self._names:
+            return self._names[id(value)]
+        kind = type(value)
+        if not all(map(_is_of_python, kind.__mro__)):
+            raise KeyFactorError(f"{where} is a {_class_name(kind)}, of which no key can be made.")
+        name = self._names[id(value)] = f"object {len(self._names)}"
+        self._alive.append(value)
+        self._class(kind)
+        fields = dict(getattr(value, "__dict__", {}))
+        if dataclasses.is_dataclass(value):
+            fields |= {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        facts = {
+            f".{key}": self.value(item, f"{where}.{key}") for key, item in fields.items() if not _is_excluded(kind, key)
+        }
+        self.objects[name] = {"class": _class_name(kind), **facts}
+        return name
+
+    def _class(self, kind: type) -> None:
+        """Plain attributes of a class and its bases: a setting may be kept there."""
+        name = _class_name(kind)
+        if name in self.classes:
+            return
+        found: dict[str, Any] = {}
+        self.classes[name] = found
+        for base in reversed(kind.__mro__):
+            if base in (object, nn.Module):
+                continue
+            for key, value in vars(base).items():
+                if not key.startswith("__") and type(value) in (bool, int, float, str, type(None)):
+                    found[key] = plain(value)
+
+
+def _is_excluded(kind: type, attribute: str) -> bool:
+    return attribute in EXCLUDED and any(base.__module__.startswith("transformers.") for base in kind.__mro__)
+
+
+def _is_of_python(kind: type) -> bool:
+    """Its instances have no state but their attributes."""
+    is_heap_type = bool(kind.__flags__ & (1 << 9))
+    return kind is object or dataclasses.is_dataclass(kind) or (is_heap_type and "__slots__" not in vars(kind))
+
+
+def _registered(module: nn.Module, described: _Describer) -> dict[str, Any]:
+    """What transformers' registries have under the names that the configs of `module` give."""
+    registries = sys.modules.get("transformers.modeling_utils"), sys.modules.get("transformers.masking_utils")
+    found: dict[str, Any] = {}
+    for config in {id(c): c for each in module.modules() if (c := getattr(each, "config", None)) is not None}.values():
+        name = getattr(config, "_attn_implementation", None)
+        if not isinstance(name, str) or name in found:
+            continue
+        functions = [
+            getattr(home, registry, {}).get(name)
+            for home, registry in zip(
+                registries, ("ALL_ATTENTION_FUNCTIONS", "ALL_MASK_ATTENTION_FUNCTIONS"), strict=True
+            )
+        ]
+        found[name] = [described.value(function, f"attention {name!r}") for function in functions]
+    return found
+
+
+def _class_name(kind: type | Callable[..., Any]) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"

@@ -1,0 +1,69 @@
+"""The key of a plan: all that is known of a compile before anything is traced, and may make a difference to it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from piecegraph.cache.keys import EXCLUDED, config_factors
+from piecegraph.compiler import torch_compat
+from piecegraph.compiler.call_spec import ConstantLeaf, TensorLeaf
+from piecegraph.compiler.own_sources import OF_PLANS
+from piecegraph.compiler.stored.machine_factors import build_factors, machine_factors, settings_factors, version_of
+from piecegraph.compiler.stored.model_factors import model_factors
+from piecegraph.compiler.stored.plan_format import PLAN_FORMAT
+from piecegraph.compiler.trace import ExampleCall
+from piecegraph.config import CompileConfig
+from piecegraph.errors import KeyFactorError
+from piecegraph.passes.graph_pass import GraphPass
+
+
+def plan_factors(module: torch.nn.Module, call: ExampleCall, config: CompileConfig) -> dict[str, Any]:
+    """Raises `KeyFactorError`, naming what no key can be made of."""
+    is_of_transformers = any(
+        base.__module__.startswith("transformers.") for each in module.modules() for base in type(each).__mro__
+    )
+    return {
+        "kind": "plan",
+        "format": PLAN_FORMAT,
+        "build": {
+            **build_factors(OF_PLANS),
+            "transformers": version_of("transformers") if is_of_transformers else None,
+        },
+        "machine": machine_factors(device_of(module)),
+        "settings": {**settings_factors(), **torch_compat.tracing_settings()},
+        "config": {
+            **config_factors(config, {**EXCLUDED, "passes": "written below, by source"}),
+            "passes": None if config.passes is None else [_pass_factor(each) for each in config.passes],
+        },
+        "inputs": {leaf.path: _leaf_factor(leaf) for leaf in call.call_spec.leaves},
+        "call": {"signature": str(call.call_spec.signature), "tree": str(call.tree)},
+        "model": model_factors(module),
+    }
+
+
+def device_of(module: torch.nn.Module) -> torch.device:
+    """Where the module's tensors are; of several devices, one that is no CPU."""
+    devices = [tensor.device for tensor in (*module.parameters(), *module.buffers())]
+    return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
+
+
+def _pass_factor(each: str | GraphPass) -> str | dict[str, str]:
+    return each if isinstance(each, str) else {"name": each.name, "uuid": each.uuid()}
+
+
+def _leaf_factor(leaf: TensorLeaf | ConstantLeaf) -> Any:
+    if isinstance(leaf, TensorLeaf):
+        return {
+            "dtype": str(leaf.dtype).removeprefix("torch."),
+            "device": str(leaf.device),
+            "shape": list(leaf.shape),
+            "strides": None if leaf.strides is None else list(leaf.strides),
+        }
+    if leaf.value is None or type(leaf.value) in (bool, int, float, str):
+        return {"value": leaf.value}
+    raise KeyFactorError(
+        f"argument {leaf.path} is a {type(leaf.value).__module__}.{type(leaf.value).__qualname__}, of which no key can "
+        "be made."
+    )

@@ -1,0 +1,300 @@
+"""Compiled models in the cache: a plan, and the keys of its pieces."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from piecegraph.cache.entry import Entry
+from piecegraph.cache.keys import key_of, plain
+from piecegraph.cache.store import Loaded, NotSaved
+from piecegraph.compiler.build import BeforeCompile, Built
+from piecegraph.compiler.call_targets import NotStorable
+from piecegraph.compiler.cold_start import ColdStart
+from piecegraph.compiler.expectations import check_expected_matches, check_expected_run
+from piecegraph.compiler.forwards import Forwards
+from piecegraph.compiler.guards import GuardAudit, GuardRecord
+from piecegraph.compiler.interface import Interface
+from piecegraph.compiler.piece import UniquePiece
+from piecegraph.compiler.piece_format import load_piece
+from piecegraph.compiler.private_folder import private_folder
+from piecegraph.compiler.ready import Ready, Weights
+from piecegraph.compiler.report import CacheReport, CompileReport
+from piecegraph.compiler.stitch import generate_source
+from piecegraph.compiler.stored.bindings import Bound, bind, bindings_of, constants_of, members_of
+from piecegraph.compiler.stored.compile_cache import CompileCache
+from piecegraph.compiler.stored.piece_store import PieceStore, StoredPiece
+from piecegraph.compiler.stored.plan_factors import device_of, plan_factors
+from piecegraph.compiler.stored.plan_format import StoredPlan, from_document, result_spec, to_document
+from piecegraph.compiler.trace import ExampleCall
+from piecegraph.compiler.traced_globals import changed_global
+from piecegraph.compiler.traced_sources import by_module, changed_module
+from piecegraph.config import CompileConfig
+from piecegraph.errors import KeyFactorError
+from piecegraph.passes.pipeline import pipeline
+from piecegraph.progress import OnPhase, Phase
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanStore:
+    """The plan of one module, called in one way, under one config. `key` is None where no key can be made of that;
+    then `reason` says why."""
+
+    cache: CompileCache
+    module: torch.nn.Module
+    call: ExampleCall
+    config: CompileConfig
+    factors: Mapping[str, Any]
+    key: str | None
+    reason: str = ""
+
+    @classmethod
+    def of(cls, cache: CompileCache, module: torch.nn.Module, call: ExampleCall, config: CompileConfig) -> PlanStore:
+        """Reads no weights."""
+        factors: dict[str, Any] = {}
+        key, reason = None, ""
+        try:
+            factors = plain(plan_factors(module, call, config))
+            key = key_of(factors)
+        except KeyFactorError as error:
+            reason = str(error)
+        return cls(cache=cache, module=module, call=call, config=config, factors=factors, key=key, reason=reason)
+
+    def load(self, on_phase: OnPhase, before_compile: BeforeCompile | None) -> Ready | None:
+        """The model as it was compiled before, its pieces loaded and its weights bound; None: compile it.
+
+        Raises `PassExpectation` as the compile would have, and what `before_compile` raises.
+        """
+        assert self.key is not None, "there is nothing to look for"
+        begin = time.perf_counter()
+        loaded = self.cache.load(self.key)
+        if loaded is None:
+            return None
+        try:
+            stored = from_document(json.loads(loaded.blobs["plan"]))
+            _refuse_what_changed(stored)
+            store = PieceStore(self.cache, private_folder("triton"))
+            pieces = {key: self._piece(store, key) for key in (*stored.pieces, *stored.static.values())}
+            members, constants = members_of(stored, self.module), constants_of(stored, loaded.blobs)
+        except NotStorable as error:
+            self.cache.reject(self.key, str(error))
+            return None
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            self.cache.reject(self.key, f"reading its plan: {type(error).__name__}: {error}")
+            return None
+        self._check_expected(stored.report)
+        if before_compile is not None:
+            before_compile(stored.split_calls)
+        bound = bind(stored, members, constants)
+        seconds = time.perf_counter() - begin
+        ready = self._ready(stored, loaded, pieces, bound, seconds)
+        detail = f"{len(stored.plan.piece_steps)} pieces, {len(stored.pieces)} unique"
+        on_phase(Phase(name="load_compiled", seconds=seconds, detail=detail))
+        return ready
+
+    def _piece(self, store: PieceStore, key: str) -> StoredPiece:
+        found = store.load(key)
+        if found is None:
+            raise NotStorable(f"a piece of it, {key[:12]}: {self.cache.misses[key]}")
+        return found
+
+    def _check_expected(self, report: CompileReport) -> None:
+        names = [each.name for each in pipeline(self.config.passes, device_of(self.module).type)]
+        check_expected_run(self.config.expect, names)
+        check_expected_matches(self.config.expect, report.passes)
+
+    def _ready(
+        self, stored: StoredPlan, loaded: Loaded, pieces: Mapping[str, StoredPiece], bound: Bound, seconds: float
+    ) -> Ready:
+        source = generate_source(stored.plan)
+        namespace = {"torch": torch, "device": torch.device, **stored.targets, **bound.tensors}
+        built = Built(
+            forwards=Forwards(
+                source,
+                namespace,
+                [pieces[key].run for key in stored.pieces],
+                {at: pieces[key].run for at, key in stored.static.items()},
+                stored.symbols,
+            ),
+            plan=stored.plan,
+            source=source,
+            namespace=namespace,
+            split_calls=stored.split_calls,
+            read_unique=lambda: _unique_pieces(stored, pieces),
+            symbols=stored.symbols,
+            pieces=(),
+            static_keys=stored.static,
+            not_kept=(),
+            size_conditions=stored.conditions,
+            report=self._report(stored, loaded, pieces, seconds),
+        )
+        interface = Interface(
+            call_spec=self.call.call_spec,
+            result_spec=result_spec(stored, bound.by_names),
+            arguments=stored.arguments,
+            size_symbols=stored.size_symbols,
+            read_guards=lambda: _guards(loaded.blobs["guards"]),
+        )
+        return Ready(interface, built, Weights(self.module, bound.watched))
+
+    def _report(
+        self, stored: StoredPlan, loaded: Loaded, pieces: Mapping[str, StoredPiece], seconds: float
+    ) -> CompileReport:
+        """The rows of the compile, and the seconds of this load."""
+        assert self.key is not None, "it was loaded"
+        of_piece = dict(enumerate(stored.pieces))
+        took = sum(loaded.entry.seconds.values()) + sum(sum(p.facts.seconds.values()) for p in pieces.values())
+        unique = [
+            replace(row, compile_seconds=pieces[of_piece[row.index]].seconds) for row in stored.report.unique_pieces
+        ]
+        static = [
+            replace(
+                row,
+                compile_seconds=pieces[stored.static[row.unique, row.size]].seconds if row.is_used else 0.0,
+                tune_seconds=0.0,
+            )
+            for row in stored.report.static_pieces
+        ]
+        return replace(
+            stored.report,
+            trace_seconds=0.0,
+            split_seconds=0.0,
+            compile_seconds=sum(row.compile_seconds for row in unique),
+            stitch_seconds=0.0,
+            static_compile_seconds=sum(row.compile_seconds for row in static),
+            static_tune_seconds=0.0,
+            unique_pieces=tuple(unique),
+            static_pieces=tuple(static),
+            cache=CacheReport(
+                state="hit",
+                key=self.key,
+                loaded_pieces=len(pieces),
+                load_seconds=seconds,
+                saved_seconds=max(took - seconds, 0.0),
+            ),
+        )
+
+    def save(self, cold: ColdStart) -> str:
+        """Keep what was compiled; why not, or nothing."""
+        if self.key is None:
+            return self.reason
+        try:
+            entry, blobs = self._entry(cold)
+        except NotStorable as reason:
+            return str(reason)
+        saved = self.cache.save(entry, blobs)
+        return saved.reason if isinstance(saved, NotSaved) else ""
+
+    def _entry(self, cold: ColdStart) -> tuple[Entry, dict[str, bytes]]:
+        """Raises `NotStorable`."""
+        built, report = cold.ready.built, cold.ready.built.report
+        _refuse_what_failed(built)
+        bindings, made = bindings_of(built, cold.traced)
+        stored = StoredPlan(
+            plan=built.plan,
+            targets={step.function: built.namespace[step.function] for step in built.plan.call_steps},
+            bindings=bindings,
+            arguments=cold.ready.interface.arguments,
+            size_symbols=cold.ready.interface.size_symbols,
+            results=made.results(cold.traced),
+            tree=cold.ready.interface.result_spec.tree,
+            conditions=built.size_conditions,
+            symbols=built.symbols,
+            pieces=tuple(_key(piece.key) for piece in built.pieces),
+            static={at: _key(key) for at, key in built.static_keys.items()},
+            split_calls=built.split_calls,
+            sources=by_module(cold.traced.sources),
+            globals=cold.traced.globals,
+            report=report,
+        )
+        guards = cold.traced.guards
+        records = [[record.kind, record.subject, record.scope] for record in guards]
+        blobs = {
+            "plan": json.dumps(to_document(stored)).encode(),
+            "guards": json.dumps({"records": records, "note": guards.note}).encode(),
+            "source": built.source.encode(),
+            **made.blobs,
+        }
+        entry = Entry.of(
+            self.factors,
+            blobs,
+            created=time.time(),
+            seconds={"trace": report.trace_seconds, "split": report.split_seconds},
+            versions=self.cache.versions(),
+            notes=self._notes(stored),
+        )
+        return entry, blobs
+
+    def _notes(self, stored: StoredPlan) -> dict[str, Any]:
+        """For people: what `cache ls` and `cache show` tell of it."""
+        parameters = {id(each): each for each in self.module.parameters()}.values()
+        dtypes = sorted({str(each.dtype).removeprefix("torch.") for each in parameters})
+        inner = next((each for each in self.module.children()), self.module)
+        kind = type(self.module if not type(self.module).__module__.startswith("piecegraph.") else inner)
+        return {
+            "model": kind.__name__,
+            "num_parameters": sum(each.numel() for each in parameters),
+            "dtype": ", ".join(dtypes),
+            "num_pieces": stored.report.num_pieces,
+            "num_unique_pieces": stored.report.num_unique_pieces,
+            "sizes": list(stored.report.static_sizes),
+            "passes": {row.name: row.matches for row in stored.report.passes},
+            "pieces": sorted({*stored.pieces, *stored.static.values()}),
+        }
+
+
+def _refuse_what_changed(stored: StoredPlan) -> None:
+    """Raise `NotStorable` if what was traced is not what a trace would see now."""
+    module = changed_module(stored.sources)
+    if module is not None:
+        raise NotStorable(f"the source of {module} has changed")
+    name = changed_global(stored.globals)
+    if name is not None:
+        raise NotStorable(f"{name} is not what it was when the model was traced")
+
+
+def _refuse_what_failed(built: Built) -> None:
+    """Raise `NotStorable` for what the next compile may do better."""
+    undone = next((row for row in built.report.passes if row.error), None)
+    if undone is not None:
+        raise NotStorable(f"pass {undone.name!r} was undone: {undone.error}")
+    failed = next((row for row in built.report.static_pieces if not row.is_used and row.key), None)
+    if failed is not None:
+        raise NotStorable(f"a piece has no static compile for size {failed.size}: {failed.note}")
+    if built.not_kept:
+        raise NotStorable(built.not_kept[0])
+
+
+def _key(key: str | None) -> str:
+    if key is None:
+        raise NotStorable("a piece could not be stored: its options or its passes hold what is no plain data")
+    return key
+
+
+def _unique_pieces(stored: StoredPlan, pieces: Mapping[str, StoredPiece]) -> tuple[UniquePiece, ...]:
+    """The graphs, as they were compiled. Raises `NotStorable` where one is no plain data."""
+    found = []
+    for index, key in enumerate(stored.pieces):
+        facts, row = pieces[key].facts, stored.report.unique_pieces[index]
+        if facts.graph_data is None:
+            raise NotStorable("the graph of a piece is no plain data, so the cache does not have it")
+        graph_module, _ = load_piece(facts.graph_data)
+        steps = tuple(step.index for step in stored.plan.piece_steps if step.unique == index)
+        found.append(UniquePiece(index=index, key=row.key, text=facts.graph, graph_module=graph_module, pieces=steps))
+    return tuple(found)
+
+
+def _guards(data: bytes) -> GuardAudit:
+    found: Mapping[str, Any] = {"records": [], "note": "the cache has no guards of this model"}
+    with suppress(ValueError):
+        found = json.loads(data)
+    return GuardAudit(tuple(GuardRecord(*record) for record in found["records"]), found["note"])
