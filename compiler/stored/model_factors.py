@@ -27,13 +27,18 @@ from piecegraph.errors import KeyFactorError
 
 EXCLUDED: Mapping[str, str] = {
     "_commit_hash": "which download of a model it was; what was downloaded is in the key",
-    "_is_hf_initialized": "how weights got their values",
     "_name_or_path": "where a model was read from; a path of one machine",
     "generation_config": "what becomes of logits; no forward reads it",
     "name_or_path": "where a model was read from; a path of one machine",
     "transformers_version": "which version wrote the config; the one that runs is in the key",
 }
 """Attributes of transformers' modules and configs that no key holds, and why."""
+
+MARKS_OF_LOADING: Mapping[str, str] = {
+    "_is_hf_initialized": "how weights got their values",
+    "_weight_conversions": "how a checkpoint's tensors became the model's",
+}
+"""Attributes that transformers sets on modules of whatever class, and that no key holds, and why."""
 
 MAX_TENSOR_BYTES = 1 << 20
 """A tensor that is an attribute, neither parameter nor buffer, counts by its values up to this size."""
@@ -251,6 +256,8 @@ class _Describer:
 
 
 def _is_excluded(kind: type, attribute: str) -> bool:
+    if attribute in MARKS_OF_LOADING:
+        return True
     return attribute in EXCLUDED and any(base.__module__.startswith("transformers.") for base in kind.__mro__)
 
 
