@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import re
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import click
 
+from piecegraph.cache.entry_file import MissReason
 from piecegraph.cache.keys import FactorDifference, diff_factors
-from piecegraph.cache.store import Miss, Store
+from piecegraph.cache.store import Loaded, Miss, Store
 from piecegraph.tools.cache.entry_view import is_of_the_same
 from piecegraph.tools.cache.factors_text import alike, difference_lines, difference_record
 from piecegraph.tools.cache.key_prefix import SHOWN, find_key
 from piecegraph.tools.cache.listing import MISSING_PIECES, Listing, Row, read_listing
 from piecegraph.tools.cache.output import emit, printable
 from piecegraph.tools.cache.place import Place, cache_options, say_if_there_is_none
-from piecegraph.tools.options import CONTEXT, Command
+from piecegraph.tools.compile_flags import with_compile_flags
+from piecegraph.tools.options import COMPILE_FLAGS, CONTEXT, LLM_FLAGS, Command, flags, given
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,26 +38,69 @@ class Answer:
     """Why there is something to load for what was asked, or nothing."""
 
     asked: str
-    key: str
-    reason: str  # "" for a hit, else a `MissReason`, or `MISSING_PIECES`
+    key: str | None  # None: a model of which nothing is kept
+    reason: str  # "" for a hit, else a `MissReason`, `MISSING_PIECES`, or why nothing is kept of it
     detail: str
     nearest: Nearest | None  # None where there is no other entry of its kind
 
 
-@click.command(cls=Command, context_settings=CONTEXT)
-@click.argument("asked", metavar="KEY...", nargs=-1, required=True)
+EPILOG = """\b
+Examples:
+  piecegraph cache why 3f2a91
+  piecegraph cache why ./my-model --dtype bfloat16 --compiler inductor"""
+
+
+@click.command(cls=Command, epilog=EPILOG, context_settings=CONTEXT)
+@click.argument("asked", metavar="MODEL|KEY...", nargs=-1, required=True)
+@flags(LLM_FLAGS)
+@flags(COMPILE_FLAGS)
 @cache_options
-def command(place: Place, as_json: bool, asked: tuple[str, ...]) -> None:
+def command(place: Place, as_json: bool, asked: tuple[str, ...], **values: Any) -> None:
     """Why there was a hit, or none: the factors that differ.
 
+    For a MODEL (as for `piecegraph explain`, with its flags): the key it has now, whether it would be loaded, and, if
+    not, what distinguishes it from the nearest entry. Its config is read and its weights are not; this imports torch.
     For a KEY: whether it can be loaded, and what distinguishes it from the nearest entry that was there before it:
     that is why it was compiled.
     """
     store = place.open()
     listing = read_listing(store)
     say_if_there_is_none(place, len(listing.rows))
-    answers = [why_key(store, listing, text) for text in asked] if listing.rows else []
+    answers = []
+    for text in asked:
+        if not is_key(text):
+            answers.append(why_model(store, listing, text, values))
+        elif listing.rows:
+            answers.append(why_key(store, listing, text))
     emit([as_record(each) for each in answers], _lines(answers), as_json=as_json)
+
+
+def is_key(text: str) -> bool:
+    """Hexadecimal digits, and no file of that name: the first digits of a key; anything else names a model."""
+    return re.fullmatch(r"[0-9a-fA-F]{1,64}", text) is not None and not Path(text).exists()
+
+
+def why_model(store: Store, listing: Listing, model: str, values: dict[str, Any]) -> Answer:
+    """About what `LLM` would look for now. Raises what it would for the model and its arguments. Imports torch."""
+    from piecegraph.tools.bench.shapes import model_folder
+    from piecegraph.tools.cache.model_key import changed_source, model_key
+    from piecegraph.tools.explain_command import engine_config
+    from piecegraph.tools.quiet import quiet_libraries
+
+    quiet_libraries()
+    with tempfile.TemporaryDirectory(prefix="piecegraph-") as scratch:
+        arguments = with_compile_flags(given(LLM_FLAGS, values), values)
+        found = model_key(engine_config(model_folder(model, Path(scratch)), arguments))
+    if found.key is None:
+        return Answer(asked=model, key=None, reason=found.reason, detail="", nearest=None)
+    row = listing.by_key.get(found.key)
+    reason, detail = (MissReason.ABSENT.value, "") if row is None else state_of(store, row)
+    loaded = store.verify(found.key)
+    changed = changed_source(loaded) if isinstance(loaded, Loaded) else None
+    if not reason and changed is not None:
+        reason, detail = "source changed", changed
+    nearest = nearest_entry(found.key, found.factors, listing) if row is None else None
+    return Answer(asked=model, key=found.key, reason=reason, detail=detail, nearest=nearest)
 
 
 def why_key(store: Store, listing: Listing, prefix: str) -> Answer:
@@ -111,10 +159,15 @@ def as_record(answer: Answer) -> dict[str, Any]:
 def _lines(answers: Sequence[Answer]) -> Iterator[str]:
     for answer in answers:
         why = printable(": ".join(filter(None, (answer.reason, answer.detail))))
-        yield f"{answer.key[:SHOWN]}  " + (f"miss: {why}" if answer.reason else "hit: it can be loaded")
+        if answer.key is None:
+            yield f"{printable(answer.asked)}  is not kept: {why}"
+            continue
+        asked = f"{printable(answer.asked)}: " if not is_key(answer.asked) else ""
+        yield f"{asked}{answer.key[:SHOWN]}  " + (f"miss: {why}" if answer.reason else "hit: it can be loaded")
         nearest = answer.nearest
+        if nearest is None and answer.reason == MissReason.ABSENT.value:
+            yield "  there is no entry of its kind to compare it with"
         if nearest is None:
-            yield "  there is no other entry of its kind to compare it with"
             continue
         row = nearest.row
         model = f", {printable(row.view.title)}" if row.view is not None and row.view.title else ""

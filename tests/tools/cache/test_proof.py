@@ -1,0 +1,153 @@
+"""`cache verify --recompile|--run`, on a piece that Inductor compiled."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from piecegraph.cache.store import Loaded, Store
+from piecegraph.compiler.api import compile as compile_module
+from piecegraph.config import CompileConfig
+from piecegraph.tools.cache.proof import Proof, Prover
+from tests.tools.cache.models import CacheCommand
+
+
+class Toy(nn.Module):
+    """One piece: a library call and a generated kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.linear(x)) * 2
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A user whose cache holds that piece."""
+    home = tmp_path_factory.mktemp("home")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_DATA_HOME", str(home / "data"))
+        config = CompileConfig(cache_dir=str(home / "cache"), cache="pieces", compile_workers=0)
+        with compile_module(Toy(), config, dynamic_dims={"x": {0: "num_tokens"}}, example_inputs=[torch.ones(4, 8)]):
+            pass
+    return home
+
+
+@pytest.fixture(autouse=True)
+def as_that_user(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIECEGRAPH_CACHE_DIR", str(home / "cache"))
+    monkeypatch.setenv("XDG_DATA_HOME", str(home / "data"))
+    monkeypatch.setattr("piecegraph.tools.quiet.quiet_libraries", lambda: None)
+
+
+@pytest.fixture
+def piece(home: Path) -> Loaded:
+    store = Store.open(home / "cache")
+    (row,) = store.list()
+    found = store.verify(row.key)
+    assert isinstance(found, Loaded)
+    return found
+
+
+@pytest.fixture(scope="module")
+def prover() -> Iterator[Prover]:
+    with Prover() as prover:
+        yield prover
+
+
+def changed(piece: Loaded, *, blobs: dict[str, bytes] | None = None, **factors: Any) -> Loaded:
+    """What the store would give for an entry that is otherwise the same."""
+    made_of = {**copy.deepcopy(dict(piece.entry.factors)), **factors}
+    return Loaded(replace(piece.entry, factors=made_of), {**piece.blobs, **(blobs or {})})
+
+
+def another_graph(piece: Loaded) -> dict[str, bytes]:
+    text = piece.blobs["graph.json"]
+    assert b"tanh" in text
+    return {"graph.json": text.replace(b"tanh", b"sigmoid")}
+
+
+def test_compiled_again_it_is_the_same_bit_for_bit(prover: Prover, piece: Loaded) -> None:
+    assert prover.recompile(piece) == Proof()
+
+
+def test_another_graph_makes_other_code(prover: Prover, piece: Loaded) -> None:
+    proof = prover.recompile(changed(piece, blobs=another_graph(piece)))
+    assert (proof.problem, proof.detail) == ("not reproducible", "the generated code is another")
+
+
+def test_a_library_with_other_machine_code_is_not_the_same(prover: Prover, piece: Loaded) -> None:
+    (role,) = (role for role in piece.blobs if role.startswith("library/"))
+    data = bytearray(piece.blobs[role])
+    data[data.index(b"kernel")] ^= 1
+    proof = prover.recompile(changed(piece, blobs={role: bytes(data)}))
+    assert (proof.problem, proof.detail) == ("not reproducible", "the code is the same, its C++ libraries are others")
+
+
+def test_it_computes_what_its_graph_says(prover: Prover, piece: Loaded) -> None:
+    """And the same each time: the digest of what came out is that of the seed."""
+    proof = prover.run(piece)
+    assert proof.problem == ""
+    assert proof.output_digest is not None and len(proof.output_digest) == 64
+    assert prover.run(piece) == proof
+
+
+def test_code_of_another_graph_is_found_out(prover: Prover, piece: Loaded) -> None:
+    proof = prover.run(changed(piece, blobs=another_graph(piece)))
+    assert (proof.problem, proof.is_wrong, proof.output_digest) == ("computes something else", True, None)
+    assert "value 0 is " in proof.detail
+
+
+@pytest.mark.parametrize(
+    ("factors", "detail"),
+    [
+        ({"machine": {"device": "cuda", "cpu": {}, "gpu": {"name": "H999", "index": 0}}}, "compiled for H999"),
+        ({"build": {"torch": {"version": "1.0"}}}, "build.torch.version"),
+    ],
+)
+def test_what_was_compiled_elsewhere_cannot_be_proved_here(
+    prover: Prover, piece: Loaded, factors: dict[str, Any], detail: str
+) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("says that there is no GPU")
+    for proof in (prover.recompile(changed(piece, **factors)), prover.run(changed(piece, **factors))):
+        assert proof.problem.startswith("another ")
+        assert detail in proof.detail
+        assert not proof.is_wrong
+
+
+def test_a_graph_that_is_no_data_cannot_be_proved(prover: Prover, piece: Loaded) -> None:
+    blobs = {role: data for role, data in piece.blobs.items() if role != "graph.json"}
+    assert prover.run(Loaded(piece.entry, blobs)).detail == "its graph is no plain data"
+
+
+def test_an_artifact_that_torch_cannot_read(prover: Prover, piece: Loaded) -> None:
+    assert prover.run(changed(piece, blobs={"artifact": b"no artifact"})).problem == "cannot be loaded"
+
+
+def test_on_the_command_line(cache: CacheCommand, piece: Loaded) -> None:
+    (row,) = cache.json("verify", "--run", "--recompile")
+    assert (row["result"], row["recompile"], row["run"]) == ("ok", "ok", "ok")
+    assert len(row["output_digest"]) == 64
+    (row,) = cache.json("verify")
+    assert (row["result"], row["recompile"], row["run"], row["output_digest"]) == ("ok", None, None, None)
+
+
+def test_what_is_wrong_is_corrupt_and_what_is_not_proved_is_not_verified(
+    cache: CacheCommand, piece: Loaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Prover, "run", lambda self, loaded: Proof("computes something else", "by far", is_wrong=True))
+    monkeypatch.setattr(Prover, "recompile", lambda self, loaded: Proof("not reproducible", "the code"))
+    (row,) = cache.json("verify", "--recompile", code=4)
+    assert (row["result"], row["reason"], row["recompile"]) == ("not verified", "not reproducible", "not reproducible")
+    (row,) = cache.json("verify", "--run", "--recompile", code=5)
+    assert (row["result"], row["reason"], row["detail"]) == ("corrupt", "computes something else", "by far")
