@@ -23,8 +23,8 @@ from piecegraph.cache.blobs import get_blob
 from piecegraph.cache.canonical import canonical_json, parse_canonical
 from piecegraph.cache.entry import FORMAT, BadEntry, BlobRef, Entry, blob_ref, check_key, from_document, to_document
 from piecegraph.cache.files import sync_folder, write_all
+from piecegraph.cache.keyring import Verdict
 from piecegraph.cache.store import Miss, NotSaved, Store
-from piecegraph.cache.trust import Verdict
 from piecegraph.errors import ArchiveRefused, CacheError
 
 MAGIC = b"piecegraph cache archive 1\n"
@@ -42,8 +42,9 @@ class Imported:
 
 
 def export_archive(store: Store, file: Path, keys: Sequence[str]) -> int:
-    """Write the entries of `keys` to `file`, in place of what it was, signed with the store's key; bytes written.
+    """Write the entries of `keys` to `file`, in place of what it was, signed; bytes written.
 
+    By the configured signing key where it can sign, by the user's own otherwise.
     Raises `CacheError` for a key that cannot be loaded (nothing is written then), OSError.
     """
     entries = [_good_entry(store, key) for key in dict.fromkeys(keys)]
@@ -109,7 +110,7 @@ def _header(store: Store, entries: Sequence[Entry], refs: Sequence[BlobRef]) -> 
         "entries": [to_document(entry) for entry in entries],
         "format": FORMAT,
     }
-    signature = store.signer.sign("archive", canonical_json(manifest))
+    signature = store.export_signer.sign("archive", canonical_json(manifest))
     body = canonical_json({"manifest": manifest, "signature": signature})
     return MAGIC + len(body).to_bytes(_LENGTH_BYTES, "big") + body
 
@@ -176,8 +177,8 @@ def _manifest(store: Store, header: Any, file: Path, trust: bool) -> tuple[list[
         raise ArchiveRefused(f"{file} says that it is signed by a key of yours, and is not: damaged, or forged.")
     if verdict is Verdict.UNKNOWN_KEY and not trust:
         raise ArchiveRefused(
-            f"{file} is not signed by a key that you hold. Configure the key of whoever made it, or, if you would run "
-            "their code, import it with --trust."
+            f"{file} is not signed by a key that you hold. Configure the public key of whoever made it, or, if you "
+            "would run their code, import it with --trust."
         )
     try:
         entries, refs = _checked(manifest)

@@ -12,6 +12,11 @@ def canonical_json(value: Any) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode("ascii")
 
 
+def signed_message(what: str, data: bytes) -> bytes:
+    """What is signed in place of `data`, which is a `what`: a signature of one kind of thing is none of another."""
+    return f"piecegraph {what} 1\n".encode() + data
+
+
 def parse_canonical(data: bytes) -> Any:
     """The value `canonical_json` made `data` of. Raises ValueError for anything else: since another spelling of
     the same value is refused too, no bit of a file can change unnoticed."""

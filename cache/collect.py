@@ -14,10 +14,10 @@ from pathlib import Path
 
 from piecegraph.cache.entry_file import EntryFile, MissReason, read_entry_file
 from piecegraph.cache.files import entries_of, is_being_written, sync_folder, unlink_if_there
+from piecegraph.cache.keyring import Keyring
 from piecegraph.cache.layout import Layout, is_digest
 from piecegraph.cache.quarantine import remove
 from piecegraph.cache.stamps import last_used
-from piecegraph.cache.trust import Keyring
 
 DEFAULT_MAX_BYTES = 10 << 30
 FRESH_S = 600.0

@@ -11,8 +11,8 @@ from typing import Any
 from piecegraph.cache.canonical import canonical_json, parse_canonical
 from piecegraph.cache.entry import FORMAT, BadEntry, Entry, from_document, to_document
 from piecegraph.cache.files import NotARegularFile, read_regular
+from piecegraph.cache.keyring import Keyring, Signer, Verdict
 from piecegraph.cache.layout import Layout
-from piecegraph.cache.trust import Keyring, SigningKey, Verdict
 
 MAX_ENTRY_BYTES = 64 << 20
 """More than any entry has; a larger file is not read to its end."""
@@ -46,7 +46,7 @@ class EntryFile:
     size: int = 0  # bytes of the file
 
 
-def write_document(entry: Entry, key: SigningKey) -> bytes:
+def write_document(entry: Entry, key: Signer) -> bytes:
     """The bytes of the entry's file."""
     document = to_document(entry)
     return canonical_json({"entry": document, "signature": key.sign("entry", canonical_json(document))})
@@ -101,7 +101,7 @@ def _judge_signed(key: str, document: Any) -> tuple[MissReason | None, str, Entr
 
 _AS_WE_WRITE_IT = re.compile(
     rb'\{"entry":(.*),"signature":'
-    rb'(\{"key_id":"[0-9a-f]{16}","scheme":"hmac-sha256","value":"[0-9a-f]{64}"\})\}'
+    rb'(\{"key_id":"[0-9a-f]{16}","scheme":"[0-9a-z-]+","value":"[0-9a-f]+"\})\}'
 )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import shlex
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -22,11 +21,14 @@ from piecegraph.cache.files import (
     sync_if_ours,
     write_atomically,
 )
+from piecegraph.cache.key_files import load_or_create_own_key, read_own_key, read_signing_key
+from piecegraph.cache.key_pair import PublicKey
+from piecegraph.cache.keyring import Keyring, Signer
 from piecegraph.cache.layout import Layout, default_key_file, is_digest
 from piecegraph.cache.quarantine import quarantine, remove
 from piecegraph.cache.stamps import last_used, stamp
-from piecegraph.cache.trust import Access, Keyring, SigningKey, check_folder, load_or_create_key, read_key
-from piecegraph.errors import UntrustedCache
+from piecegraph.cache.trust import Access, check_folder
+from piecegraph.errors import CacheError, UntrustedCache
 
 logger = logging.getLogger(__name__)
 
@@ -111,18 +113,23 @@ class Store:
         """The store at `root`, which need not exist; makes nothing.
 
         `key_file`: the user's own key, made at the first save; None: `layout.default_key_file()`.
-        `signing_key_file`: a key whose entries count as well; needed to read another user's root.
-        `publish`: save for other users, signed with that key and readable by all.
-        Raises `UntrustedCache` (which says what to do; a compiler goes on uncached), OSError.
+        `signing_key_file`: a key whose entries count as well; needed to read another user's root. A public key does.
+        `publish`: save for other users, signed with that key, which must be one that signs, and readable by all.
+        Raises `CacheError` (which says what to do; a compiler goes on uncached), OSError.
         """
         assert not publish or signing_key_file is not None, "publish signs with the key in signing_key_file"
-        signing = () if signing_key_file is None else (_read_signing_key(signing_key_file),)
+        signing = None if signing_key_file is None else read_signing_key(signing_key_file)
+        if publish and isinstance(signing, PublicKey):
+            raise CacheError(
+                f"{signing_key_file} is a public key: it verifies, and cannot sign what others are to read. Name the "
+                "private key that belongs to it."
+            )
         layout = Layout(root)
-        access = _check_folders(layout, has_signing_key=bool(signing))
+        access = _check_folders(layout, has_signing_key=signing is not None)
         key_file = default_key_file() if key_file is None else key_file
         own = None
         with contextlib.suppress(FileNotFoundError):
-            own = read_key(key_file)
+            own = read_own_key(key_file)
         return cls(layout, access, key_file, Keyring(own, signing), publish)
 
     def load(self, key: str) -> Loaded | Miss:
@@ -230,16 +237,22 @@ class Store:
         return tuple(sorted(rows, key=lambda row: (-row.last_used, row.key)))
 
     @property
-    def signer(self) -> SigningKey:
-        """The key that `save` and exports sign with, made if there is none. Raises `UntrustedCache`, OSError."""
+    def signer(self) -> Signer:
+        """The key that `save` signs with, made if there is none. Raises `UntrustedCache`, OSError."""
         return self._signer()
+
+    @property
+    def export_signer(self) -> Signer:
+        """The key that exports are signed with: the configured one, or, where it cannot sign, as `signer`."""
+        signing = self._keyring.signing
+        return self.signer if signing is None or isinstance(signing, PublicKey) else signing
 
     @property
     def keyring(self) -> Keyring:
         """The keys that count. Looked up anew while there is no own key: another process may have made it."""
         if self._keyring.own is None:
             with contextlib.suppress(OSError, UntrustedCache):
-                self._keyring = replace(self._keyring, own=read_key(self._key_file))
+                self._keyring = replace(self._keyring, own=read_own_key(self._key_file))
         return self._keyring
 
     @property
@@ -249,11 +262,12 @@ class Store:
     def _read(self, key: str) -> EntryFile:
         return read_entry_file(self.layout, key, self.keyring)
 
-    def _signer(self) -> SigningKey:
+    def _signer(self) -> Signer:
         if self._publish:
-            return self._keyring.signing[0]
+            assert isinstance(self._keyring.signing, Signer), "`open` takes no other to publish"
+            return self._keyring.signing
         if self._keyring.own is None or not self._has_saved:
-            self._keyring = replace(self._keyring, own=load_or_create_key(self._key_file))
+            self._keyring = replace(self._keyring, own=load_or_create_own_key(self._key_file))
         assert self._keyring.own is not None, "just made"
         return self._keyring.own
 
@@ -277,16 +291,6 @@ class Store:
             self._warned = True
             logger.warning("what was compiled is not cached, now and later: %s", reason)
         return NotSaved(reason)
-
-
-def _read_signing_key(path: Path) -> SigningKey:
-    try:
-        return read_key(path, shared=True)
-    except FileNotFoundError:
-        raise UntrustedCache(
-            f"signing key file {path} does not exist. Make one where it is to sign, and copy it to where it is to be "
-            f"read. Run: (umask 077; openssl rand -hex 32 > {shlex.quote(str(path))})"
-        ) from None
 
 
 def _check_folders(layout: Layout, *, has_signing_key: bool) -> Access:

@@ -18,6 +18,7 @@ SUBCOMMANDS = {
     "clear": ("piecegraph.tools.cache.clear", "Remove everything."),
     "export": ("piecegraph.tools.cache.export_archive", "Write entries to one signed file."),
     "import": ("piecegraph.tools.cache.import_archive", "Take entries from such a file, after all of it was checked."),
+    "keygen": ("piecegraph.tools.cache.keygen", "Make keys to sign with for others."),
     "path": ("piecegraph.tools.cache.path", "Where the cache is, and which setting says so."),
     "quarantine": ("piecegraph.tools.cache.quarantine", "Files that were found bad and moved away."),
 }

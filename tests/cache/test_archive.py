@@ -16,8 +16,10 @@ from hypothesis import strategies as st
 
 from piecegraph.cache.archive import MAGIC, Imported, export_archive, import_archive
 from piecegraph.cache.canonical import canonical_json, parse_canonical
+from piecegraph.cache.key_files import create_key_pair
+from piecegraph.cache.keyring import Signer
+from piecegraph.cache.shared_key import SharedKey
 from piecegraph.cache.store import Loaded, Store
-from piecegraph.cache.trust import SigningKey
 from piecegraph.errors import ArchiveRefused, CacheError
 from tests.cache.cache_roots import BLOBS, a_store, loads, saved, tampered
 
@@ -44,7 +46,7 @@ def taken_apart(archive: Path) -> tuple[Any, bytes]:
     return parse_canonical(data[8 : 8 + length]), data[8 + length :]
 
 
-def put_together(archive: Path, header: Any, blobs: bytes, key: SigningKey | None) -> None:
+def put_together(archive: Path, header: Any, blobs: bytes, key: Signer | None) -> None:
     if key is not None:
         header["signature"] = key.sign("archive", canonical_json(header["manifest"]))
     body = canonical_json(header)
@@ -146,7 +148,7 @@ def test_an_attack_is_refused_even_when_signed(archive: Path, attack: str) -> No
     change(header["manifest"])
     put_together(archive, header, blobs, a_store(archive.parent).signer)
     refused(archive, why)
-    put_together(archive, header, blobs, SigningKey(b"t" * 32))
+    put_together(archive, header, blobs, SharedKey(b"t" * 32))
     refused(archive, why, trust=True)
 
 
@@ -271,3 +273,70 @@ def test_a_store_that_takes_nothing_says_so(archive: Path) -> None:
     (archive.parent / "elsewhere").write_text("a file")
     with pytest.raises(CacheError, match="was not saved"):
         import_archive(store, archive)
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> tuple[Path, Path]:
+    """Files of a private key and of its public key."""
+    return tmp_path / "pair.key", create_key_pair(tmp_path / "pair.key")
+
+
+def exported_with(key: Path, folder: Path) -> Path:
+    store = a_store(folder, signing_key_file=key)
+    export_archive(store, folder / "file", [saved(store).key])
+    return folder / "file"
+
+
+def test_an_archive_of_a_private_key_is_taken_by_who_has_the_public_one(
+    tmp_path: Path, pair: tuple[Path, Path]
+) -> None:
+    archive = exported_with(pair[0], tmp_path)
+    reader = Store.open(tmp_path / "elsewhere", key_file=tmp_path / "other.key", signing_key_file=pair[1])
+    imported = import_archive(reader, archive)
+    assert imported.signed
+    assert all(isinstance(elsewhere(archive, "other.key").load(key), Loaded) for key in imported.keys), "ours now"
+
+
+def test_who_has_the_public_key_cannot_export_under_it(tmp_path: Path, pair: tuple[Path, Path]) -> None:
+    """What they export is signed with their own key."""
+    archive = exported_with(pair[1], tmp_path)
+    assert taken_apart(archive)[0]["signature"]["scheme"] == "hmac-sha256"
+    reader = Store.open(tmp_path / "elsewhere", key_file=tmp_path / "other.key", signing_key_file=pair[1])
+    with pytest.raises(ArchiveRefused, match="not signed by a key that you hold"):
+        import_archive(reader, archive)
+
+
+def test_an_archive_of_a_shared_key_is_taken_by_who_shares_it(tmp_path: Path) -> None:
+    (tmp_path / "shared.key").write_text("ab" * 32)
+    archive = exported_with(tmp_path / "shared.key", tmp_path)
+    reader = Store.open(
+        tmp_path / "elsewhere", key_file=tmp_path / "other.key", signing_key_file=tmp_path / "shared.key"
+    )
+    assert import_archive(reader, archive).signed
+
+
+@pytest.mark.parametrize("other", ["another pair", "no key"])
+def test_an_archive_of_a_private_key_is_refused_without_its_public_key(
+    tmp_path: Path, pair: tuple[Path, Path], other: str
+) -> None:
+    archive = exported_with(pair[0], tmp_path)
+    key = create_key_pair(tmp_path / "another.key") if other == "another pair" else None
+    reader = Store.open(tmp_path / "elsewhere", key_file=tmp_path / "other.key", signing_key_file=key)
+    with pytest.raises(ArchiveRefused, match="Configure the public key of whoever made it"):
+        import_archive(reader, archive)
+    assert not (tmp_path / "elsewhere").exists()
+
+
+@pytest.mark.parametrize("trust", [False, True])
+def test_a_flipped_bit_under_a_private_keys_signature_is_refused(
+    tmp_path: Path, pair: tuple[Path, Path], trust: bool
+) -> None:
+    archive = exported_with(pair[0], tmp_path)
+    header, blobs = taken_apart(archive)
+    value = header["signature"]["value"]
+    header["signature"]["value"] = f"{int(value[0], 16) ^ 1:x}" + value[1:]
+    put_together(archive, header, blobs, None)
+    reader = Store.open(tmp_path / "elsewhere", key_file=tmp_path / "other.key", signing_key_file=pair[1])
+    with pytest.raises(ArchiveRefused, match="damaged, or forged"):
+        import_archive(reader, archive, trust=trust)
+    assert not (tmp_path / "elsewhere").exists()

@@ -14,10 +14,10 @@ from piecegraph.cache.archive import export_archive, import_archive
 from piecegraph.cache.collect import collect
 from piecegraph.cache.counters import Counters
 from piecegraph.cache.entry import Entry
+from piecegraph.cache.key_files import read_own_key
 from piecegraph.cache.quarantine import clear_quarantine, quarantined
 from piecegraph.cache.single_flight import single_flight
 from piecegraph.cache.store import Loaded, NotSaved, Saved, Store
-from piecegraph.cache.trust import read_key
 from piecegraph.errors import ArchiveRefused, UntrustedCache
 from tests.cache.cache_roots import BLOBS, NOW, a_store, an_entry, loads, saved
 
@@ -105,7 +105,7 @@ def test_damage_to_the_key_is_another_key_or_none(tmp_path: Path, entry: Entry) 
     """What is signed by another key is not ours, and without a key nothing is; a digit written as a capital is the
     same key."""
     path = file_of("key", a_store(tmp_path), entry)
-    good, key = path.read_bytes(), read_key(path)
+    good, key = path.read_bytes(), read_own_key(path)
     same = 0
     for data in damaged(good, 500, seed=3):
         path.write_bytes(data)
@@ -113,7 +113,7 @@ def test_damage_to_the_key_is_another_key_or_none(tmp_path: Path, entry: Entry) 
             assert f"Run: mv {path} {path}.old" in refusal
             continue
         store = a_store(tmp_path)
-        is_same = read_key(path) == key
+        is_same = read_own_key(path) == key
         assert isinstance(store.verify(entry.key), Loaded) == is_same
         same += is_same
     assert same < 80

@@ -21,12 +21,13 @@ from piecegraph.cache.archive import export_archive, import_archive
 from piecegraph.cache.canonical import canonical_json, parse_canonical
 from piecegraph.cache.collect import collect
 from piecegraph.cache.entry import BlobRef, Entry
+from piecegraph.cache.keyring import Signer
+from piecegraph.cache.shared_key import SharedKey
 from piecegraph.cache.store import Loaded, Miss, Store
-from piecegraph.cache.trust import SigningKey
 from piecegraph.errors import ArchiveRefused
 from tests.cache.cache_roots import NOW, a_store, an_entry, saved
 
-THEIRS = SigningKey(b"t" * 32)
+THEIRS = SharedKey(b"t" * 32)
 
 
 class LeavesAMark:
@@ -85,7 +86,7 @@ def test_the_poison_works(tmp_path: Path, poison: dict[str, bytes], library: tup
     assert marks(tmp_path, library) == 2
 
 
-FORGERIES: dict[str, Callable[[SigningKey, bytes], Any]] = {
+FORGERIES: dict[str, Callable[[Signer, bytes], Any]] = {
     "unsigned": lambda ours, data: None,
     "signed by another key": lambda ours, data: THEIRS.sign("entry", data),
     "under our key's name": lambda ours, data: THEIRS.sign("entry", data) | {"key_id": ours.key_id},
@@ -98,7 +99,7 @@ FORGERIES: dict[str, Callable[[SigningKey, bytes], Any]] = {
 }
 
 
-def plant(store: Store, blobs: dict[str, bytes], signature: Callable[[SigningKey, bytes], Any]) -> Entry:
+def plant(store: Store, blobs: dict[str, bytes], signature: Callable[[Signer, bytes], Any]) -> Entry:
     """What somebody with write access puts there: blobs under their digests, and an entry that names them."""
     entry = saved(store, blobs)
     document = parse_canonical(store.layout.entry(entry.key).read_bytes())["entry"]

@@ -18,8 +18,8 @@ import pytest
 from piecegraph.cache.archive import export_archive, import_archive
 from piecegraph.cache.collect import collect
 from piecegraph.cache.entry_file import MissReason
+from piecegraph.cache.key_files import load_or_create_own_key
 from piecegraph.cache.store import Loaded, Miss, Saved, Store
-from piecegraph.cache.trust import load_or_create_key
 from tests.cache.cache_roots import BLOBS, NOW, a_store, an_entry, loads, saved
 from tests.cache.power_cut import FileSynced, FolderSynced, Recorder, Step, after_power_cut, lay_out
 
@@ -149,8 +149,8 @@ def test_an_archive_is_the_old_or_the_new(root: Path) -> None:
 def test_a_key_is_whole_or_absent_and_stays_once_it_signed(root: Path) -> None:
     path = Path("deep") / "folder" / "cache.key"
     made = []
-    for state, returned in cuts(root, lambda: made.append(load_or_create_key(root / path))):
-        assert not returned or load_or_create_key(state / path) == made[-1]
+    for state, returned in cuts(root, lambda: made.append(load_or_create_own_key(root / path))):
+        assert not returned or load_or_create_own_key(state / path) == made[-1]
 
 
 @pytest.mark.parametrize("forgotten", [FileSynced, FolderSynced])

@@ -1,6 +1,7 @@
 """What the store and its keys refuse to trust: the command in the message, run as it stands, mends it.
 
-Of `cache/trust.py` and `cache/store.py`, on real folders of real users where these tests run as root.
+Of `cache/trust.py`, `cache/key_files.py` and `cache/store.py`, on real folders of real users where these tests run as
+root.
 """
 
 from __future__ import annotations
@@ -8,13 +9,17 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+import piecegraph
 from piecegraph.cache.entry import Entry
+from piecegraph.cache.key_files import create_key_pair
+from piecegraph.cache.key_pair import PrivateKey
 from piecegraph.cache.store import Loaded, NotSaved, Saved, Store
 from piecegraph.cache.trust import Access
 from piecegraph.errors import UntrustedCache
@@ -151,11 +156,35 @@ def test_a_key_that_is_refused_is_mended_by_the_command(home: Path, bad: str) ->
     assert loads(store, entry)
 
 
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="the command needs openssl")
+@pytest.fixture
+def piecegraph_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is found by shells."""
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    (commands / "piecegraph").write_text(
+        f"#!{sys.executable}\nimport sys\nfrom piecegraph.tools.cli import main\nsys.exit(main())\n"
+    )
+    (commands / "piecegraph").chmod(0o700)
+    monkeypatch.setenv("PATH", f"{commands}:{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONPATH", str(Path(piecegraph.__file__).parent.parent))
+
+
+@pytest.mark.usefixtures("piecegraph_command")
 def test_a_signing_key_that_is_missing_is_made_by_the_command(home: Path) -> None:
     store = mended(lambda: opened(home, signing_key_file=home / "signing.key"))
     assert (home / "signing.key").stat().st_mode & 0o777 == 0o600
     assert isinstance(store.save(an_entry(), BLOBS), Saved)
+
+
+@pytest.mark.usefixtures("piecegraph_command")
+@pytest.mark.parametrize("bad", ["read by others", "written by others", "a link", "a folder"])
+def test_a_private_key_that_is_refused_is_mended_by_the_commands(home: Path, bad: str) -> None:
+    """Where it was moved away, by the command for a missing key as well."""
+    create_key_pair(home / "signing.key")
+    BAD_KEYS[bad](home / "signing.key")
+    (home / "signing.key.pub").unlink()
+    store = mended(lambda: opened(home, signing_key_file=home / "signing.key"))
+    assert isinstance(store.export_signer, PrivateKey)
 
 
 @pytest.fixture
@@ -207,6 +236,38 @@ def test_an_image_of_roots_is_read_by_another_user_who_has_the_signing_key(share
     assert as_user(SOMEONE, refused_without_the_key) == 0
     assert (as_user(ANOTHER, read_it) == 0) == (key_mode == 0o644)
     assert sorted(shared.rglob("*")) == files
+
+
+@as_root
+def test_an_image_of_roots_is_read_with_the_public_key_alone(shared: Path) -> None:
+    """By any user, none of whom can sign: the private key is root's."""
+    before = os.umask(0o077)
+    try:
+        public = create_key_pair(shared / "image.key")
+        builder = Store.open(
+            shared / "cache", key_file=shared / "root.key", signing_key_file=shared / "image.key", publish=True
+        )
+        entry = an_entry()
+        assert isinstance(builder.save(entry, BLOBS), Saved)
+    finally:
+        os.umask(before)
+
+    def read_it() -> None:
+        store = Store.open(shared / "cache", key_file=shared / "no.key", signing_key_file=public)
+        assert store.access is Access.READ_ONLY
+        assert loads(store, entry)
+        assert isinstance(store.save(entry, BLOBS), NotSaved)
+
+    def has_no_private_key() -> None:
+        with pytest.raises(PermissionError):
+            Store.open(shared / "cache", key_file=shared / "no.key", signing_key_file=shared / "image.key")
+
+    files = sorted(shared.rglob("*"))
+    for user in (SOMEONE, ANOTHER):
+        assert as_user(user, read_it) == 0
+        assert as_user(user, has_no_private_key) == 0
+    assert sorted(shared.rglob("*")) == files
+    assert loads(Store.open(shared / "cache", key_file=shared / "root.key", signing_key_file=public), entry)
 
 
 @as_root

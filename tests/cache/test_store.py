@@ -14,10 +14,11 @@ import pytest
 
 from piecegraph.cache.canonical import canonical_json, parse_canonical
 from piecegraph.cache.entry_file import MissReason
+from piecegraph.cache.key_files import create_key_pair
 from piecegraph.cache.quarantine import quarantined
 from piecegraph.cache.store import Loaded, Miss, NotSaved, Saved, Store
 from piecegraph.cache.trust import Access
-from piecegraph.errors import UntrustedCache
+from piecegraph.errors import CacheError, UntrustedCache
 from tests.cache.cache_roots import BLOBS, NOW, a_store, an_entry, loads, saved
 
 
@@ -229,6 +230,49 @@ def test_another_users_root_is_refused_and_with_its_key_read(tmp_path: Path, mon
     for path in every_file(tmp_path / "cache"):
         assert path.stat().st_mode & 0o777 == 0o644, path
     assert (tmp_path / "cache" / "v1" / "blobs").stat().st_mode & 0o777 == 0o755
+
+
+def test_nothing_is_published_with_a_public_key(tmp_path: Path) -> None:
+    public = create_key_pair(tmp_path / "image.key")
+    with pytest.raises(CacheError, match=f"{public} is a public key.*Name the private key"):
+        a_store(tmp_path, signing_key_file=public, publish=True)
+
+
+def test_in_ones_own_root_a_public_key_only_verifies(tmp_path: Path) -> None:
+    """What its holder saves is signed with their own key."""
+    public = create_key_pair(tmp_path / "image.key")
+    published = saved(a_store(tmp_path, signing_key_file=tmp_path / "image.key", publish=True))
+    reader = a_store(tmp_path, signing_key_file=public)
+    mine = saved(reader, eps=1e-5)
+    assert loads(reader, published)
+    assert loads(reader, mine)
+    assert [row.state for row in reader.list()] == ["complete", "complete"]
+    assert {row.key: row.state for row in a_store(tmp_path).list()} == {
+        published.key: "untrusted",
+        mine.key: "complete",
+    }
+
+
+@pytest.mark.parametrize("how", ["by another pair", "flipped", "changed", "of another scheme"])
+def test_what_a_private_key_has_not_signed_is_no_hit(tmp_path: Path, how: str) -> None:
+    public = create_key_pair(tmp_path / "image.key")
+    entry = saved(a_store(tmp_path, signing_key_file=tmp_path / "image.key", publish=True))
+    store = a_store(tmp_path, signing_key_file=public)
+    file = parse_canonical(store.layout.entry(entry.key).read_bytes())
+    if how == "by another pair":
+        create_key_pair(tmp_path / "other.key")
+        saved(a_store(tmp_path, signing_key_file=tmp_path / "other.key", publish=True))
+        file = parse_canonical(store.layout.entry(entry.key).read_bytes())
+    elif how == "flipped":
+        file["signature"]["value"] = file["signature"]["value"][::-1]
+    elif how == "changed":
+        file["entry"]["notes"] = {"better": True}
+    else:
+        file["signature"]["scheme"] = "ed448"
+    store.layout.entry(entry.key).write_bytes(canonical_json(file))
+    expected = MissReason.FORGED if how in ("flipped", "changed") else MissReason.UNTRUSTED
+    assert store.list()[0].file.problem is expected
+    assert missed(store, entry.key) is expected
 
 
 def test_a_root_that_others_made_meanwhile_is_not_written_to(tmp_path: Path) -> None:
