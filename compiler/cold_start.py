@@ -20,7 +20,7 @@ from piecegraph.compiler.split_ops import split_op_matcher
 from piecegraph.compiler.trace import ArgumentInput, BoundInput, Traced, trace
 from piecegraph.config import CompileConfig
 from piecegraph.passes.pipeline import pipeline
-from piecegraph.progress import OnPhase, Phase
+from piecegraph.progress import OnPhase, Phase, timed_phase
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +47,14 @@ def cold_start(
     on_phase(Phase(name="trace"))
     traced = trace(module, args, kwargs, dynamic_dims)
     on_phase(Phase(name="trace", seconds=traced.seconds))
-    weights = Weights(module, _bound(traced))  # as they are in the module, before passes merge some
-    device_type = next((each.tensor.device.type for each in _bound(traced)), "cpu")
-    passes = pipeline(config.passes, device_type)
-    check_expected_run(config.expect, (each.name for each in passes))
-    is_split_op = split_op_matcher(traced.graph_module.graph, config.split_ops)
-    traced, rows = apply_passes(traced, passes, is_split_op, config)
-    launches = launches_ahead(traced.graph_module.graph, is_split_op, _bound_placeholders(traced))
+    with timed_phase(on_phase, "passes"):
+        weights = Weights(module, _bound(traced))  # as they are in the module, before passes merge some
+        device_type = next((each.tensor.device.type for each in _bound(traced)), "cpu")
+        passes = pipeline(config.passes, device_type)
+        check_expected_run(config.expect, (each.name for each in passes))
+        is_split_op = split_op_matcher(traced.graph_module.graph, config.split_ops)
+        traced, rows = apply_passes(traced, passes, is_split_op, config)
+        launches = launches_ahead(traced.graph_module.graph, is_split_op, _bound_placeholders(traced))
     built = build(
         traced.graph_module,
         _named_inputs(traced),

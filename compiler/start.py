@@ -17,7 +17,7 @@ from piecegraph.compiler.stored.compile_cache import CompileCache
 from piecegraph.compiler.stored.plan_store import PlanStore
 from piecegraph.compiler.trace import ExampleCall
 from piecegraph.config import CompileConfig
-from piecegraph.progress import OnPhase
+from piecegraph.progress import OnPhase, timed_phase
 
 
 def start(
@@ -53,12 +53,16 @@ def start(
             )
         finally:
             compiler.close()
-        return cold.ready, plans.save(cold) if plans is not None else cache.reason
+        if plans is None:
+            return cold.ready, cache.reason
+        with timed_phase(on_phase, "store"):
+            return cold.ready, plans.save(cold)
 
     plans = None
     if cache.keeps_plans:
-        call = ExampleCall.of(module, args, kwargs, dynamic_dims)
-        plans = PlanStore.of(cache, module, call, config)
+        with timed_phase(on_phase, "cache_key"):
+            call = ExampleCall.of(module, args, kwargs, dynamic_dims)
+            plans = PlanStore.of(cache, module, call, config)
     if plans is None or plans.key is None:
         ready, why = compile_now()
         state = "off" if plans is None else "miss"

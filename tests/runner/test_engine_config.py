@@ -64,7 +64,7 @@ def test_enforce_eager_runs_pieces_uncompiled(llama_dir: Path) -> None:
         assert "eager" in str(llm.compiled.report())
         assert llm.notes == ()
     assert list(dict.fromkeys(phases)) == [
-        *("config", "load", "trace", "split", "compile", "stitch", "buffers", "kv_cache", "engine"),
+        *("config", "load", "trace", "passes", "split", "compile", "stitch", "buffers", "kv_cache", "engine"),
     ]
 
 
