@@ -8,9 +8,6 @@ import torch
 
 MIN_SEEDS = 8
 
-MIN_NUMBERS = 1024
-"""So many numbers of each result are compared at least: of few, it is luck whose roundings cancel."""
-
 LIMIT = 1.1
 """A fusion's error is at most this many times that of the unfused code."""
 
@@ -27,17 +24,19 @@ def assert_no_less_exact(
     device: str = "cpu",
     *,
     num_terms: Callable[[Sequence[int]], int] = lambda shape: 1,
+    min_numbers: int = 1024,
 ) -> None:
     """`make_inputs` gives float32 tensors; `fused` and `unfused` take them in `dtype`, `exact` the same in float64.
     Tensors of integers stay as they are. Each result's error is the root of its mean square over all seeds.
 
     `num_terms`: how many numbers are added up for one of a result of this shape, where that is done by libraries or
-    by loops that may each have an order of their own.
+    by loops that may each have an order of their own. `min_numbers`: so many of each result are compared at least,
+    over more seeds if need be: of few, it is luck whose roundings cancel.
     """
     for shape in shapes:
         smallest = min(each.numel() for each in exact(*_inputs(make_inputs, shape, torch.float64, device, 0)))
         squares = torch.zeros(3, 1, dtype=torch.float64, device=device)
-        for seed in range(max(MIN_SEEDS, -(-MIN_NUMBERS // smallest))):
+        for seed in range(max(MIN_SEEDS, -(-min_numbers // smallest))):
             inputs = _inputs(make_inputs, shape, dtype, device, seed)
             wanted = exact(*_floats_as(torch.float64, inputs))
             errors = [_differences(function(*inputs), wanted) for function in (fused, unfused)]

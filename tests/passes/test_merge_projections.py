@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 import pytest
@@ -26,6 +26,19 @@ PROJECTIONS = [
 SHAPES = [(rows, size, *columns) for rows in ROWS for size, columns in PROJECTIONS]
 
 
+def placeholder(graph: fx.Graph, name: str, value: torch.Tensor) -> fx.Node:
+    node = graph.placeholder(name)
+    node.meta["example_value"] = value
+    return node
+
+
+def call(graph: fx.Graph, function: Callable[..., torch.Tensor], *operands: fx.Node) -> fx.Node:
+    """With the value it has, as in a traced graph."""
+    node = graph.call_function(function, operands)
+    node.meta["example_value"] = function(*(each.meta["example_value"] for each in operands))
+    return node
+
+
 class Projections(nn.Module):
     """Three linears over `x` before a barrier, one after it, and one over something else."""
 
@@ -35,19 +48,16 @@ class Projections(nn.Module):
 
     def graph(self) -> fx.Graph:
         graph = fx.Graph()
-        x = graph.placeholder("x")
+        x = placeholder(graph, "x", torch.zeros(5, 8))
         weights = []
         for i, layer in enumerate(self.layers):
             assert isinstance(layer, nn.Linear)
-            for name, tensor in layer.named_parameters():
-                node = graph.placeholder(f"{name}_{i}")
-                node.meta["example_value"] = tensor
-                weights.append(node)
+            weights += [placeholder(graph, f"{name}_{i}", tensor) for name, tensor in layer.named_parameters()]
         each = len(weights) // len(self.layers)
         own = [tuple(weights[i * each : (i + 1) * each]) for i in range(len(self.layers))]
-        outs = [graph.call_function(F.linear, (x, *own[i])) for i in range(3)]
-        barrier = graph.call_function(torch.relu, (outs[0],))
-        outs.append(graph.call_function(F.linear, (x, *own[3])))
+        outs = [call(graph, F.linear, x, *own[i]) for i in range(3)]
+        barrier = call(graph, torch.relu, outs[0])
+        outs.append(call(graph, F.linear, x, *own[3]))
         graph.output((*outs, barrier))
         return graph
 
@@ -57,7 +67,8 @@ def is_barrier(node: fx.Node) -> bool:
 
 
 def run(graph: fx.Graph, x: torch.Tensor) -> list[torch.Tensor]:
-    inputs = [node.meta.get("example_value", x) for node in graph.nodes if node.op == "placeholder"]
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    inputs = [x if node.name == "x" else node.meta["example_value"] for node in placeholders]
     return list(fx.Interpreter(fx.GraphModule(nn.Module(), graph)).run(*inputs))
 
 
@@ -154,14 +165,12 @@ def merged(x: torch.Tensor, *tensors: torch.Tensor) -> Tensors:
 def merged_linears(size: int, columns: tuple[int, ...], has_bias: bool) -> fx.GraphModule:
     """A function of `x`, the stored weight, and the stored bias if there is one."""
     graph = fx.Graph()
-    x = graph.placeholder("x")
+    x = placeholder(graph, "x", torch.empty(5, size))
     operands = []
     for i, each in enumerate(columns):
-        shapes = {f"weight_{i}": (each, size), **({f"bias_{i}": (each,)} if has_bias else {})}
-        operands.append([graph.placeholder(name) for name in shapes])
-        for node, shape in zip(operands[-1], shapes.values(), strict=True):
-            node.meta["example_value"] = torch.empty(shape)
-    graph.output(tuple(graph.call_function(F.linear, (x, *own)) for own in operands))
+        own = [placeholder(graph, f"weight_{i}", torch.empty(each, size))]
+        operands.append([*own, placeholder(graph, f"bias_{i}", torch.empty(each))] if has_bias else own)
+    graph.output(tuple(call(graph, F.linear, x, *own) for own in operands))
     assert len(merge(graph)) == 1 + has_bias
     assert linears(graph) == 1
     return fx.GraphModule(nn.Module(), graph)

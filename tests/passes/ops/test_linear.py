@@ -31,7 +31,7 @@ LONG = [(1, 64, 2048), (1, 32, 4096)]
 def make_inputs(shape: torch.Size, random: torch.Generator) -> Tensors:
     rows, columns, size = shape
     x, weight = torch.randn(rows, size, generator=random), torch.randn(columns, size, generator=random)
-    return x, weight * (2 / size**0.5), torch.randn(columns, generator=random)
+    return x, weight / size**0.5, torch.randn(columns, generator=random)
 
 
 def fused(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> Tensors:
@@ -51,7 +51,9 @@ def unfused(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> Tensor
 
 
 def check_against_torch(shapes: Iterable[tuple[int, int, int]], dtype: torch.dtype, device: str) -> None:
-    assert_no_less_exact(fused, unfused, unfused, make_inputs, shapes, dtype, device)
+    """Where the library multiplies, only the activation's roundings differ: 0.88 of the unfused error, with a standard
+    deviation of 0.05 over as many numbers."""
+    assert_no_less_exact(fused, unfused, unfused, make_inputs, shapes, dtype, device, min_numbers=4096)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
