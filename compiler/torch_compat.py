@@ -7,6 +7,7 @@ returns plain values, so that the rest of the compiler reads as if torch had a s
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import hashlib
 import importlib
 import operator
@@ -604,8 +605,11 @@ def cpu_capability() -> str:
 
 
 def cuda_driver_version() -> int:
-    """Of the driver, as CUDA counts: 13000 for 13.0."""
-    return int(torch._C._cuda_getDriverVersion())  # type: ignore[attr-defined,unused-ignore]
+    """Of the driver, as CUDA counts: 13000 for 13.0. 0 where there is none."""
+    version = ctypes.c_int()
+    with contextlib.suppress(OSError):
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))  # torch 2.11 has no name for it
+    return version.value
 
 
 def apply_process_settings(settings: Mapping[str, Any]) -> None:
