@@ -7,7 +7,6 @@ returns plain values, so that the rest of the compiler reads as if torch had a s
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import hashlib
 import importlib
 import operator
@@ -602,14 +601,6 @@ def inductor_settings_digest() -> str:
 def cpu_capability() -> str:
     """The instruction set torch's own kernels use."""
     return str(torch.backends.cpu.get_cpu_capability())
-
-
-def cuda_driver_version() -> int:
-    """Of the driver, as CUDA counts: 13000 for 13.0. 0 where there is none."""
-    version = ctypes.c_int()
-    with contextlib.suppress(OSError):
-        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))  # torch 2.11 has no name for it
-    return version.value
 
 
 def apply_process_settings(settings: Mapping[str, Any]) -> None:

@@ -59,6 +59,13 @@ def unavailable_reason() -> str | None:
     return f"the CUDA driver lacks {', '.join(missing)}" if missing else None
 
 
+def driver_version() -> int:
+    """As CUDA counts: 13000 for 13.0. Raises OSError where there is no driver."""
+    version = ctypes.c_int()
+    _check("cuDriverGetVersion", _library().cuDriverGetVersion(ctypes.byref(version)))
+    return version.value
+
+
 def last_captured_node(stream: int) -> int:
     """The node that the capture on `stream` (a handle) would make the next one wait for: the last one it took.
 

@@ -12,6 +12,7 @@ import torch
 
 from piecegraph import __version__
 from piecegraph.compiler import torch_compat
+from piecegraph.compiler.graphs.cuda_driver import driver_version
 from piecegraph.compiler.own_sources import digest_of_own_sources
 
 
@@ -49,7 +50,7 @@ def machine_factors(device: torch.device) -> dict[str, Any]:
             "index": index,
             "name": torch.cuda.get_device_name(index),
             "capability": f"{major}.{minor}",
-            "driver": torch_compat.cuda_driver_version(),
+            "driver": driver_version(),
             "cuda": torch.version.cuda,
         }
     return found
