@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ from piecegraph.cache.entry import FORMAT, BadEntry, Entry, from_document, to_do
 from piecegraph.cache.files import NotARegularFile, read_regular
 from piecegraph.cache.keyring import Keyring, Signer, Verdict
 from piecegraph.cache.layout import Layout
+from piecegraph.cache.signed_list import NOTHING, file_digest
 
 MAX_ENTRY_BYTES = 64 << 20
 """More than any entry has; a larger file is not read to its end."""
@@ -52,8 +54,8 @@ def write_document(entry: Entry, key: Signer) -> bytes:
     return canonical_json({"entry": document, "signature": key.sign("entry", canonical_json(document))})
 
 
-def read_entry_file(layout: Layout, key: str, keyring: Keyring) -> EntryFile:
-    """What lies under `key`; raises nothing."""
+def read_entry_file(layout: Layout, key: str, keyring: Keyring, signed: Mapping[str, str] = NOTHING) -> EntryFile:
+    """What lies under `key`; raises nothing. `signed`: what `read_signed_list` gave; spares those entries' own."""
     try:
         data = read_regular(layout.entry(key), MAX_ENTRY_BYTES)
     except (FileNotFoundError, NotADirectoryError):
@@ -62,12 +64,14 @@ def read_entry_file(layout: Layout, key: str, keyring: Keyring) -> EntryFile:
         return EntryFile(key, MissReason.CORRUPT, str(error.strerror))
     except OSError as error:
         return EntryFile(key, MissReason.UNREADABLE, str(error))
-    problem, detail, entry = _judge(key, data, keyring)
+    problem, detail, entry = _judge(key, data, keyring, signed)
     return EntryFile(key, problem, detail, entry, len(data))
 
 
-def _judge(key: str, data: bytes, keyring: Keyring) -> tuple[MissReason | None, str, Entry | None]:
-    document = _signed_document(data, keyring)
+def _judge(
+    key: str, data: bytes, keyring: Keyring, signed: Mapping[str, str]
+) -> tuple[MissReason | None, str, Entry | None]:
+    document = _signed_document(data, keyring, key in signed and signed[key] == file_digest(data))
     if document is not None:
         return _judge_signed(key, document)
     try:
@@ -105,13 +109,15 @@ _AS_WE_WRITE_IT = re.compile(
 )
 
 
-def _signed_document(data: bytes, keyring: Keyring) -> Any:
+def _signed_document(data: bytes, keyring: Keyring, is_known_good: bool) -> Any:
     """The document, if its very bytes are signed by a key of ours; None leaves it to a closer look.
 
     Most entries are; they need not be written out again to be compared with, which is what takes time in a listing.
     """
     found = _AS_WE_WRITE_IT.fullmatch(data)
-    if found is None or keyring.verify("entry", found[1], json.loads(found[2])) is not Verdict.GOOD:
+    if found is None:
+        return None
+    if not is_known_good and keyring.verify("entry", found[1], json.loads(found[2])) is not Verdict.GOOD:
         return None
     try:
         return json.loads(found[1])

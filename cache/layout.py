@@ -63,6 +63,10 @@ class Layout:
         return self.base / "counters.log"
 
     @property
+    def signed_list(self) -> Path:
+        return self.base / "signed.json"
+
+    @property
     def folders(self) -> tuple[Path, ...]:
         """All of them, parents first."""
         return (self.root, self.base, self.entries, self.blobs, self.quarantine, self.locks, self.temp, self.used)

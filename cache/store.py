@@ -22,10 +22,11 @@ from piecegraph.cache.files import (
     write_atomically,
 )
 from piecegraph.cache.key_files import load_or_create_own_key, read_own_key, read_signing_key
-from piecegraph.cache.key_pair import PublicKey
+from piecegraph.cache.key_pair import PrivateKey, PublicKey
 from piecegraph.cache.keyring import Keyring, Signer
 from piecegraph.cache.layout import Layout, default_key_file, is_digest
 from piecegraph.cache.quarantine import quarantine, remove
+from piecegraph.cache.signed_list import add_to_signed_list, read_signed_list
 from piecegraph.cache.stamps import last_used, stamp
 from piecegraph.cache.trust import Access, check_folder
 from piecegraph.errors import CacheError, UntrustedCache
@@ -201,11 +202,15 @@ class Store:
             path = self.layout.entry(entry.key)
             if path.is_dir() and not path.is_symlink():
                 quarantine(self.layout, path, "entry")
-            write_atomically(path, write_document(entry, key), self.layout.temp, self._file_mode)
+            document = write_document(entry, key)
+            write_atomically(path, document, self.layout.temp, self._file_mode)
             sync_folder(self.layout.entries)
         except (OSError, UntrustedCache) as error:
             return self._not_saved(str(error))
         self._has_saved = True
+        if isinstance(key, PrivateKey):
+            with contextlib.suppress(OSError):  # listings are slower without
+                add_to_signed_list(self.layout, key, entry.key, document, self._file_mode)
         stamp(self.layout, entry.key, self.clock(), self._file_mode)
         self.counters.saved(entry.key)
         return Saved(entry.key, new)
@@ -230,7 +235,8 @@ class Store:
         """Every entry there is, last used first; one read an entry. Raises PermissionError."""
         names = [item.name for item in entries_of(self.layout.entries)]
         keys = [name.removesuffix(".json") for name in names if name.endswith(".json")]
-        files = [self._read(key) for key in keys if is_digest(key)]
+        signed = read_signed_list(self.layout, self.keyring)
+        files = [read_entry_file(self.layout, key, self.keyring, signed) for key in keys if is_digest(key)]
         now = self.clock()
         rows = [Listed(file, last_used(self.layout, file, now)) for file in files]
         rows = [row for row in rows if row.file.problem is not MissReason.ABSENT]  # removed since
