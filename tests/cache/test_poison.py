@@ -21,6 +21,7 @@ from piecegraph.cache.archive import export_archive, import_archive
 from piecegraph.cache.canonical import canonical_json, parse_canonical
 from piecegraph.cache.collect import collect
 from piecegraph.cache.entry import BlobRef, Entry
+from piecegraph.cache.key_files import create_key_pair
 from piecegraph.cache.keyring import Signer
 from piecegraph.cache.shared_key import SharedKey
 from piecegraph.cache.store import Loaded, Miss, Store
@@ -122,6 +123,19 @@ def test_an_entry_that_we_have_not_signed_runs_nothing(
     assert [row.state for row in store.list()] in (["untrusted"], ["forged"])
     collect(store.layout, now=NOW, dry_run=True)
     assert not use(store, entry.key, tmp_path)
+    assert marks(tmp_path, library) == 0
+
+
+@pytest.mark.parametrize("forgery", FORGERIES)
+def test_an_entry_in_an_image_that_its_private_key_has_not_signed_runs_nothing(
+    tmp_path: Path, poison: dict[str, bytes], library: tuple[bytes, Path], forgery: str
+) -> None:
+    """As above, for a reader who has the public key; forgeries are of what the private key has signed."""
+    public = create_key_pair(tmp_path / "image.key")
+    entry = plant(a_store(tmp_path, signing_key_file=tmp_path / "image.key", publish=True), poison, FORGERIES[forgery])
+    reader = a_store(tmp_path, signing_key_file=public)
+    assert [row.state for row in reader.list()] in (["untrusted"], ["forged"])
+    assert not use(reader, entry.key, tmp_path)
     assert marks(tmp_path, library) == 0
 
 

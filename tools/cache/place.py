@@ -59,7 +59,7 @@ def cache_options(function: Callable[..., Any]) -> Callable[..., Any]:
         "--signing-key",
         "signing_key_file",
         type=click.Path(exists=True, dir_okay=False, path_type=Path),
-        help="Key file whose entries count like your own.",
+        help="Key file, public, private or shared, whose entries count like your own.",
     )
     @click.option("--json", "as_json", is_flag=True, help="Print one JSON value.")
     @click.option("--debug", is_flag=True, help="Show tracebacks.")
