@@ -78,6 +78,10 @@ def _write(folder: Path, files: Mapping[str, bytes]) -> None:
             raise ValueError(f"{name!r} leads out of the folder")
         target = folder / path
         target.parent.mkdir(parents=True, exist_ok=True)
+        if target.exists():  # of another piece; it may be loaded, and what is loaded must not be written to
+            if target.read_bytes() == data:
+                continue
+            target.unlink()
         target.write_bytes(data)
 
 
