@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from piecegraph.compiler.graphs.cuda_driver import copy_async, record_event, wait_event
+from piecegraph.compiler.graphs.cuda_driver import TwoCopies
 from piecegraph.runner.sampling.logprobs import LogprobsTensors
 from piecegraph.runner.scheduling.scheduler_output import SampledTokens
 
@@ -55,7 +55,6 @@ class OutputStream:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._stream_handle = 0 if self._stream is None else self._stream.cuda_stream
         self._slots: list[_Slot] = []  # all of them: nobody else knows what is being copied
         self._free: list[_Slot] = []
 
@@ -85,16 +84,13 @@ class OutputStream:
             self._stream.synchronize()
 
     def _tokens_to_host(self, token_ids: torch.Tensor) -> HostCopy:
-        slot = self._slot(len(token_ids))
-        if self._stream is None:
+        num_values = token_ids.shape[0]
+        slot = self._slot(num_values)
+        if slot.copies is None:
             slot.kept.copy_(token_ids)
         else:  # calls of the driver: torch's own took as long as launching the model
-            stream, num_bytes = torch.cuda.current_stream(self._device).cuda_stream, 8 * len(token_ids)
-            copy_async(slot.kept_address, token_ids.data_ptr(), num_bytes, stream)
-            record_event(slot.is_kept_handle, stream)
-            wait_event(self._stream_handle, slot.is_kept_handle)
-            copy_async(slot.host_address, slot.kept_address, num_bytes, self._stream_handle)
-            record_event(slot.is_copied_handle, self._stream_handle)
+            stream = torch.cuda.current_stream(self._device).cuda_stream
+            slot.copies.start(token_ids.data_ptr(), 8 * num_values, stream)
         return HostCopy(slot.host, [(torch.int64, slot.host.shape)], slot.is_copied, lambda: self._free.append(slot))
 
     def _slot(self, num_values: int) -> _Slot:
@@ -105,7 +101,7 @@ class OutputStream:
             if slot.capacity >= num_values:
                 slot.set_num_values(num_values)
                 return slot
-        slot = _Slot(max(SMALLEST_SLOT, 1 << (num_values - 1).bit_length()), self._device)
+        slot = _Slot(max(SMALLEST_SLOT, 1 << (num_values - 1).bit_length()), self._device, self._stream)
         self._slots.append(slot)
         slot.set_num_values(num_values)
         return slot
@@ -117,17 +113,23 @@ SMALLEST_SLOT = 256
 class _Slot:
     """Memory for a copy of up to `capacity` int64, on the device and on the host; on a CPU they are one."""
 
-    def __init__(self, capacity: int, device: torch.device) -> None:
+    def __init__(self, capacity: int, device: torch.device, stream: torch.cuda.Stream | None) -> None:
         self.capacity = capacity
+        self.copies: TwoCopies | None = None
         self._all_kept = self._all_host = torch.empty(capacity, dtype=torch.int64, device=device)
         self.is_copied: torch.cuda.Event | None = None
-        if device.type == "cuda":
+        if stream is not None:
             self._all_host = torch.empty(capacity, dtype=torch.int64, pin_memory=True)
-            self.kept_address, self.host_address = self._all_kept.data_ptr(), self._all_host.data_ptr()
             self._is_kept, self.is_copied = torch.cuda.Event(), torch.cuda.Event()
             for event in (self._is_kept, self.is_copied):
-                event.record()  # makes it
-            self.is_kept_handle, self.is_copied_handle = self._is_kept.cuda_event, self.is_copied.cuda_event
+                event.record(stream)  # makes it
+            self.copies = TwoCopies(
+                kept=self._all_kept.data_ptr(),
+                host=self._all_host.data_ptr(),
+                is_kept=self._is_kept.cuda_event,
+                is_copied=self.is_copied.cuda_event,
+                copy_stream=stream.cuda_stream,
+            )
         self._num_values = -1
         self.set_num_values(capacity)
 

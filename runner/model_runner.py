@@ -158,7 +158,7 @@ class ModelRunner:
                 is_sampled = frozenset(at)
                 rows = [row if i in is_sampled else -1 for i, row in enumerate(rows)]
             token_ids = pending.output.token_ids
-            if len(token_ids) != num_reqs:
+            if token_ids.shape[0] != num_reqs:
                 token_ids = token_ids[:num_reqs]  # without padding
             if grammar_output is not None or not self._is_plain(rows):
                 logits = pending.output.logits[:num_reqs]

@@ -131,20 +131,28 @@ def set_enabled(graph_exec: int, node: int, is_enabled: bool) -> None:
     _check("cuGraphNodeSetEnabled", _library().cuGraphNodeSetEnabled(graph_exec, node, int(is_enabled)))
 
 
-def copy_async(target: int, source: int, num_bytes: int, stream: int) -> None:
-    """Copy between addresses of the device or of pinned memory, in the stream's order. Nobody keeps either of them
-    for the caller until it has run: torch's allocators do not see this."""
-    _check("cuMemcpyAsync", _library().cuMemcpyAsync(target, source, num_bytes, stream))
+class TwoCopies(NamedTuple):
+    """A copy on the device, and one of that to pinned memory beside what the device does next; all by handle and
+    address. Nobody keeps the memory for the caller until it has run: torch's allocators do not see this. An event has
+    a handle once torch has recorded it."""
 
+    kept: int
+    host: int
+    is_kept: int  # an event
+    is_copied: int  # an event, recorded when `host` is there
+    copy_stream: int
 
-def record_event(event: int, stream: int) -> None:
-    """`torch.cuda.Event.record` by handles; the event's is there once torch has recorded it."""
-    _check("cuEventRecord", _library().cuEventRecord(event, stream))
-
-
-def wait_event(stream: int, event: int) -> None:
-    """`torch.cuda.Stream.wait_event` by handles."""
-    _check("cuStreamWaitEvent", _library().cuStreamWaitEvent(stream, event, 0))
+    def start(self, source: int, num_bytes: int, stream: int) -> None:
+        """`source` may be written again by what comes next on `stream`."""
+        library = _library()
+        failed = (
+            library.cuMemcpyAsync(self.kept, source, num_bytes, stream)
+            or library.cuEventRecord(self.is_kept, stream)
+            or library.cuStreamWaitEvent(self.copy_stream, self.is_kept, 0)
+            or library.cuMemcpyAsync(self.host, self.kept, num_bytes, self.copy_stream)
+            or library.cuEventRecord(self.is_copied, self.copy_stream)
+        )
+        _check("a copy to the host by calls", failed)
 
 
 @lru_cache(maxsize=1)

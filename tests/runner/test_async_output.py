@@ -126,9 +126,9 @@ def test_a_loop_that_reads_what_it_makes_allocates_once_for_each_in_flight(
     made: list[int] = []
     make = async_output._Slot
 
-    def counted(capacity: int, on: torch.device) -> async_output._Slot:
+    def counted(capacity: int, on: torch.device, stream: torch.cuda.Stream | None) -> async_output._Slot:
         made.append(capacity)
-        return make(capacity, on)
+        return make(capacity, on, stream)
 
     monkeypatch.setattr(async_output, "_Slot", counted)
     stream = OutputStream(torch.device(device))
