@@ -180,7 +180,7 @@ def test_before_compile_sees_every_split_call_and_may_refuse() -> None:
     assert isinstance(query, TensorSpec)
     assert query.shape[1] == 16
     assert isinstance(query.shape[0], str)
-    assert {phase.name for phase in phases} == {"trace", "split"}
+    assert {phase.name for phase in phases} == {"trace", "passes", "split"}
 
 
 def test_changed_weights_are_seen_and_replaced_ones_refused() -> None:
