@@ -139,6 +139,33 @@ def written_by(node: fx.Node) -> tuple[fx.Node, ...]:
     return tuple(each for each in node.all_input_nodes if not isinstance(value_of(each), torch.SymInt))
 
 
+def changed_between(first: fx.Node, last: fx.Node, tensors: Iterable[fx.Node]) -> tuple[fx.Node, fx.Node] | None:
+    """The first of `tensors` that a call after `first` and before `last` may change in place, and the call; so that
+    whoever reads it at `last` in the place of `first` would read something else. None if there is no such call."""
+    tensors = tuple(tensors)
+    node = first.next
+    while node is not last:
+        if written_by(node):
+            memory = Memory(node.graph, (node,))
+            changed = next((each for each in tensors if memory.is_written(each)), None)
+            if changed is not None:
+                return changed, node
+        node = node.next
+    return None
+
+
+def is_left_alone(node: fx.Node) -> bool:
+    """An input, or a view of one, that no call changes by a name it goes by here: what it holds is there before
+    anything is launched. Kernels read weights before they wait for what is ahead of them (`kernels/overlapped.py`)."""
+    while (source := viewed(node)) is not None and not _is_changed(node):
+        node = source
+    return node.op in ("placeholder", "get_attr") and not _is_changed(node)
+
+
+def _is_changed(node: fx.Node) -> bool:
+    return any(node in written_by(user) for user in node.users)
+
+
 def viewed(node: fx.Node) -> fx.Node | None:
     """The tensor whose very memory a call returns, seen as it was or otherwise; None where it may be a copy."""
     if not is_tensor(node) or not node.args or not is_tensor(node.args[0]):

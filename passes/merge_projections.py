@@ -7,83 +7,120 @@ with fewer launches and fuller tiles. Works on the traced graph, before it is cu
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
 import torch.nn.functional as F
 from torch import fx
 
-from piecegraph.passes.graph_pass import GraphPass, PassContext, PassResult
+from piecegraph.passes import torch_ir as ir
+from piecegraph.passes.effects import changed_between
+from piecegraph.passes.foreign_ops import relies_on_strides
+from piecegraph.passes.graph_pass import GraphPass, Miss, PassContext, PassResult
+from piecegraph.passes.torch_ir import NoMatch
 
 
 @dataclass(frozen=True, slots=True)
 class MergeProjections(GraphPass):
     """A group: two linears or more over the same input with no split op between them, whose weights `[out, in]`
     are weights (`PassContext.is_weight`) nothing else reads, of one dtype and device; their biases alike, or none.
+
+    What a linear gave is then columns of what the merged one gives: a view, and a contiguous copy of it where an op
+    that is not torch's reads it and may rely on strides (`foreign_ops`).
     """
 
     name: ClassVar[str] = "merge-projections"
 
     def apply(self, graph: fx.Graph, context: PassContext) -> PassResult:
-        groups = _groups(graph, context)
+        groups, misses = _groups(graph, context)
         for group in groups:
             _merge(graph, group, context)
-        return PassResult(matches=len(groups))
+        return PassResult(matches=len(groups), misses=misses)
 
 
-def _groups(graph: fx.Graph, context: PassContext) -> list[tuple[fx.Node, ...]]:
-    groups: dict[object, list[fx.Node]] = {}
+@dataclass(frozen=True, slots=True)
+class _Linear:
+    """`node = linear(x, weight, bias)`."""
+
+    node: fx.Node
+    x: Any
+    weight: Any
+    bias: Any
+
+    @classmethod
+    def of(cls, node: fx.Node) -> _Linear:
+        return cls(node, *(ir.argument(node, at, name) for at, name in enumerate(("input", "weight", "bias"))))
+
+    def kind(self, context: PassContext) -> tuple[object, ...]:
+        """Equal for linears that can be merged. Raises `NoMatch` where none can be merged with this one."""
+        own = {"weight": self.weight} if self.bias is None else {"weight": self.weight, "bias": self.bias}
+        for what, node in own.items():
+            if not isinstance(node, fx.Node) or not context.is_weight(node):
+                raise NoMatch(f"its {what} {node} is no parameter with memory to itself")
+            if list(node.users) != [self.node]:
+                readers = ", ".join(user.name for user in node.users)
+                raise NoMatch(f"its {what} {node} has more than one reader: {readers}")
+        values = [ir.value_of(node) for node in own.values()]
+        if [value.ndim for value in values] != [2, 1][: len(values)] or values[0].shape[0] != values[-1].shape[0]:
+            raise NoMatch(f"its weight and bias have the shapes {[tuple(value.shape) for value in values]}")
+        return (values[0].shape[1], *((value.dtype, value.device) for value in values))
+
+
+def _groups(graph: fx.Graph, context: PassContext) -> tuple[list[tuple[_Linear, ...]], tuple[Miss, ...]]:
+    groups = []
+    misses: dict[fx.Node, Miss] = {}
+    for alike in _sites(graph, context):
+        by_kind: dict[object, list[_Linear]] = {}
+        for linear in alike:
+            try:
+                by_kind.setdefault(linear.kind(context), []).append(linear)
+            except NoMatch as why:
+                misses[linear.node] = Miss(linear.node.name, str(why))
+        for group in by_kind.values():
+            reason = _not_together(group, alike)
+            if reason is None:
+                groups.append(tuple(group))
+            else:
+                misses.update({linear.node: Miss(linear.node.name, reason) for linear in group})
+    return groups, tuple(misses[node] for node in graph.nodes if node in misses)
+
+
+def _sites(graph: fx.Graph, context: PassContext) -> Iterable[list[_Linear]]:
+    """Linears that read the same tensor between two split ops, where they are several."""
+    sites: dict[object, list[_Linear]] = {}
     segment = 0
     for node in graph.nodes:
         segment += context.is_split_op(node)
-        if not _is_linear(node, context):
-            continue
-        weight = _operand(node, 1).meta["example_value"]
-        kind = (node.args[0], segment, weight.shape[1], weight.dtype, weight.device, _has_bias(node))
-        groups.setdefault(kind, []).append(node)
-    return [tuple(group) for group in groups.values() if len(group) > 1]
+        if ir.is_call(node, ir.LINEAR):
+            linear = _Linear.of(node)
+            sites.setdefault((linear.x, segment), []).append(linear)
+    return [site for site in sites.values() if len(site) > 1]
 
 
-def _is_linear(node: fx.Node, context: PassContext) -> bool:
-    """A linear whose weight and bias are placeholders only it reads."""
-    if node.op != "call_function" or node.target not in (F.linear, torch._C._nn.linear) or node.kwargs:
-        return False
-    if len(node.args) < 2 or not isinstance(node.args[0], fx.Node):
-        return False
-    own = [argument for argument in node.args[1:] if argument is not None]
-    return all(
-        isinstance(argument, fx.Node)
-        and argument.op == "placeholder"
-        and context.is_weight(argument)
-        and list(argument.users) == [node]
-        for argument in own
-    )
+def _not_together(group: list[_Linear], site: list[_Linear]) -> str | None:
+    if len(group) == 1:
+        others = ", ".join(linear.node.name for linear in site if linear is not group[0])
+        return f"of {others}, which read {group[0].x} too, none has its dtype and its bias, or lack of one"
+    changed = changed_between(group[0].node, group[-1].node, (group[0].x,))
+    return None if changed is None else f"{changed[0]} is changed in place by {changed[1]}, before all of them read it"
 
 
-def _operand(node: fx.Node, position: int) -> fx.Node:
-    operand = node.args[position]
-    assert isinstance(operand, fx.Node), node
-    return operand
-
-
-def _has_bias(node: fx.Node) -> bool:
-    return len(node.args) > 2 and node.args[2] is not None
-
-
-def _merge(graph: fx.Graph, group: tuple[fx.Node, ...], context: PassContext) -> None:
+def _merge(graph: fx.Graph, group: tuple[_Linear, ...], context: PassContext) -> None:
     first = group[0]
-    weights = tuple(_operand(node, 1) for node in group)
-    biases = tuple(_operand(node, 2) for node in group) if _has_bias(first) else ()
+    weights = tuple(linear.weight for linear in group)
+    biases = tuple(linear.bias for linear in group if linear.bias is not None)
     tensors = [context.concatenated(members) for members in (weights, biases) if members]
-    with graph.inserting_before(first):
-        linear = graph.call_function(F.linear, (_operand(first, 0), *tensors))
+    with graph.inserting_before(first.node):
+        merged = graph.call_function(F.linear, (first.x, *tensors))
     start = 0
-    for node, weight in zip(group, weights, strict=True):
-        size = weight.meta["example_value"].shape[0]
+    for linear in group:
+        node, size = linear.node, ir.value_of(linear.weight).shape[0]
         with graph.inserting_before(node):
             columns: Any = (Ellipsis, slice(start, start + size))
-            part = graph.call_function(operator.getitem, (linear, columns))
+            part = graph.call_function(operator.getitem, (merged, columns))
+            if relies_on_strides(node):
+                part = graph.call_method("contiguous", (part,))
         node.replace_all_uses_with(part)
         graph.erase_node(node)
         start += size

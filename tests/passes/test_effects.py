@@ -9,7 +9,16 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from piecegraph.passes.effects import Memory, erase_dead, is_contiguous, is_pure, viewed, written_by
+from piecegraph.passes.effects import (
+    Memory,
+    changed_between,
+    erase_dead,
+    is_contiguous,
+    is_left_alone,
+    is_pure,
+    viewed,
+    written_by,
+)
 
 
 def call(graph: fx.Graph, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
@@ -111,3 +120,27 @@ def test_dead_calls_go_and_effects_stay() -> None:
     erase_dead(graph, keep=[kept])
     assert [node for node in graph.nodes if node.op not in ("placeholder", "output")] == [kept, write]
     assert is_pure(kept) and not is_pure(write)
+
+
+def test_what_changes_between_two_calls() -> None:
+    graph, x = start()
+    y = call(graph, torch.sin, x)
+    first = call(graph, torch.cos, y)
+    row = call(graph, operator.getitem, y, 0)
+    written = call(graph, "mul_", row, 2.0)
+    last = call(graph, torch.tanh, y)
+    assert changed_between(first, last, (x, y)) == (y, written)
+    assert changed_between(first, last, (x, first)) is None
+    assert changed_between(first, written, (y,)) is None
+    assert changed_between(written, last, (y,)) is None
+
+
+def test_what_is_left_alone_is_an_input_that_nothing_changes() -> None:
+    graph, x = start()
+    part = call(graph, operator.getitem, x, 0)
+    assert is_left_alone(x) and is_left_alone(part)
+    assert not is_left_alone(call(graph, torch.sin, x))
+    call(graph, "mul_", part, 2.0)
+    assert not is_left_alone(part)
+    call(graph, "mul_", x, 2.0)
+    assert not is_left_alone(x)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import fx, nn
 from piecegraph.passes.merge_projections import MergeProjections
 from tests.passes.pass_context import FakeContext
 from tests.passes.relative_error import Tensors, assert_no_less_exact
+from tests.passes.spelled import calls, graph_of
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ROWS = (1, 2, 3, 5, 16, 33, 64, 65, 130)
@@ -128,6 +130,71 @@ def test_a_graph_without_such_linears_is_left_alone() -> None:
     before = str(graph)
     assert merge(graph) == []
     assert str(graph) == before
+
+
+def misses_of(function: Callable[..., Any], *weights: torch.Tensor) -> list[str]:
+    """Why linears of `function(x, weight_0, weight_1, ...)` are not merged, none of which is."""
+    names = [f"weight_{i}" for i in range(len(weights))]
+    graph = graph_of(as_arguments(function, names), torch.randn(5, 8), *weights)
+    result = MergeProjections().apply(graph, FakeContext(graph))
+    assert result.matches == 0
+    return [f"{miss.node}: {miss.reason}" for miss in result.misses]
+
+
+def as_arguments(function: Callable[..., Any], names: Sequence[str]) -> Callable[..., Any]:
+    """With these names of its arguments after `x`, which tracing gives to placeholders."""
+    arguments = ", ".join(("x", *names))
+    traced: Callable[..., Any] = eval(f"lambda {arguments}: function({arguments})", {"function": function})
+    return traced
+
+
+def test_what_is_changed_between_is_not_read_too_early() -> None:
+    def function(x: Any, one: Any, other: Any) -> Any:
+        hidden = x * 1.5
+        first = F.linear(hidden, one)
+        hidden.mul_(2.0)
+        return first, F.linear(hidden, other)
+
+    assert misses_of(function, torch.randn(4, 8), torch.randn(4, 8)) == [
+        "linear: mul is changed in place by mul_, before all of them read it",
+        "linear_1: mul is changed in place by mul_, before all of them read it",
+    ]
+
+
+def test_linears_that_read_the_same_and_stay_apart_say_why() -> None:
+    square, vector = torch.randn(8, 8), torch.randn(8)
+    assert misses_of(lambda x, a, b: (F.linear(x, a, b), F.linear(x, b)), square, vector) == [
+        "linear: its bias weight_1 has more than one reader: linear, linear_1",
+        "linear_1: its weight weight_1 has more than one reader: linear, linear_1",
+    ]
+    assert misses_of(lambda x, a, b, c: (F.linear(x, a, bias=b), F.linear(x, c)), square, vector, square.clone()) == [
+        "linear: of linear_1, which read x too, none has its dtype and its bias, or lack of one",
+        "linear_1: of linear, which read x too, none has its dtype and its bias, or lack of one",
+    ]
+    assert misses_of(lambda x, a, b: (F.linear(x, a), F.linear(x, b)), square, vector) == [
+        "linear: of linear_1, which read x too, none has its dtype and its bias, or lack of one",
+        "linear_1: its weight and bias have the shapes [(8,)]",
+    ]
+
+
+def test_an_op_of_somebody_elses_gets_the_strides_it_saw() -> None:
+    """An op that takes any says so with torch's tag."""
+
+    def function(x: Any, one: Any, other: Any) -> Any:
+        read = torch.ops.piecegraph_tests.reads_rows.default(F.linear(x, one).view(5, 2, 4))
+        return read, torch.ops.piecegraph_tests.reads_strided_rows.default(F.linear(x, other))
+
+    weights = torch.randn(8, 8), torch.randn(4, 8)
+    graph = graph_of(as_arguments(function, ["weight_0", "weight_1"]), torch.randn(5, 8), *weights)
+    assert MergeProjections().apply(graph, FakeContext(graph)).matches == 1
+    assert calls(graph) == ["linear", "getitem", "contiguous", "view", "reads_rows", "getitem", "reads_strided_rows"]
+
+
+_library = torch.library.Library("piecegraph_tests", "FRAGMENT")
+_library.define("reads_rows(Tensor x) -> Tensor")
+_library.define("reads_strided_rows(Tensor x) -> Tensor", tags=(torch.Tag.flexible_layout,))
+for _op in ("reads_rows", "reads_strided_rows"):
+    _library.impl(_op, torch.clone, "CompositeExplicitAutograd")
 
 
 def make_inputs(shape: torch.Size, random: torch.Generator) -> Tensors:
