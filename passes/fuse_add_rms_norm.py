@@ -14,15 +14,17 @@ from typing import Any, ClassVar
 from torch import fx
 
 from piecegraph.passes import torch_ir as ir
+from piecegraph.passes.effects import changed_between, is_left_alone
 from piecegraph.passes.graph_pass import GraphPass, Miss, PassContext, PassResult
-from piecegraph.passes.ops.rms_norm import ADD_RMS_NORM, RMS_NORM
+from piecegraph.passes.ops.rms_norm import ADD_RMS_NORM, MAX_SIZE, RMS_NORM
 from piecegraph.passes.torch_ir import NoMatch
 
 
 @dataclass(frozen=True)
 class FuseAddRMSNorm(GraphPass):
     """`x / rms(x) * (offset + weight)` over the last dim becomes `piecegraph::rms_norm`; where `x` is the sum of two
-    tensors of its shape and dtype that nothing reads before the norm is done, `piecegraph::add_rms_norm`.
+    tensors of its shape and dtype that nothing reads before the norm is done, `piecegraph::add_rms_norm`. A weight that
+    the graph computes is no weight here: its product stays a call of its own, since the kernel reads weights early.
 
     Rounds once where most models round twice, so results differ in their last bit.
     """
@@ -76,6 +78,8 @@ def _norm_of_call(call: fx.Node) -> _Norm:
         raise NoMatch(f"it norms over the dims {shape}; wanted is the last alone")
     if (constant := ir.number(eps)) is None:
         raise NoMatch(f"its epsilon is no constant but {eps}")
+    if weight is not None and not is_left_alone(weight):
+        raise NoMatch(f"its weight {weight} is computed here; wanted is an input that nothing changes")
     narrow = ir.strip_widening(x)
     inner = [call, *_casts(x, narrow)]
     result, weight, offset = _factor(call, narrow, inner, weight)
@@ -176,7 +180,7 @@ def _weight_in(product: fx.Node, normed: fx.Node) -> tuple[fx.Node, float, list[
         if len(constants) == len(tensors) == 1:
             weight, offset = tensors[0], constants[0]
     weight = ir.strip_widening(weight)
-    return weight, offset, _between(factor, weight)
+    return (weight, offset, _between(factor, weight)) if is_left_alone(weight) else None
 
 
 def _is_weight(factor: fx.Node, normed: fx.Node) -> bool:
@@ -219,6 +223,12 @@ def _of_one_dtype(
         raise NoMatch(f"{result} is {dtype}, which none of {', '.join(f'{x} ({ir.dtype_of(x)})' for x in sources)} is")
     if not dtype.is_floating_point or dtype.itemsize > 4:
         raise NoMatch(f"it is computed in {dtype}; wanted is float32 or shorter")
+    size = ir.last_dim(x)
+    if size is None or size > MAX_SIZE:
+        raise NoMatch(f"rows of {x} have {ir.shape_of(x)[-1]} numbers; the kernel takes up to {MAX_SIZE}")
+    first = next(node for node in result.graph.nodes if node in inner)
+    if (changed := changed_between(first, result, sources)) is not None:
+        raise NoMatch(f"{changed[0]} is changed in place by {changed[1]}, before {result} is there")
     return _Norm(x=x, weight=weight, eps=eps, offset=offset, result=result, inner=tuple(inner))
 
 
@@ -256,7 +266,7 @@ def _summands(norm: _Norm, context: PassContext) -> tuple[fx.Node, fx.Node] | No
         elif norm.x in node.all_input_nodes:
             return None
         node = node.next
-    return both
+    return both if changed_between(norm.x, norm.result, both) is None else None
 
 
 def _swap_of_rows(x: fx.Node) -> tuple[fx.Node, int, int] | None:

@@ -11,9 +11,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from piecegraph.passes.kernels.overlapped import OverlappedKernel
 from piecegraph.passes.kernels.rows import evenly_spaced_rows_of, rows_of
-
-MAX_SIZE = 16384
-"""A longer row does not fit in a program's registers."""
+from piecegraph.passes.ops.rms_norm import MAX_SIZE
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,12 +6,16 @@ import torch
 
 from piecegraph.passes.ops.library import define_op
 
+MAX_SIZE = 16384
+"""Numbers of a row, at most: a longer one does not fit in the registers of the kernel's program."""
+
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float) -> torch.Tensor:
     """`x / rms(x) * (offset + weight)`, where `rms(x) = sqrt(mean(x * x) + eps)` over the last dim.
 
-    `x` is `[..., size]`, its last dim without gaps, other dims strided as they like; `weight` is `[size]` of any
-    float dtype, or None for no factor. Computed in float32 and rounded once. Returns a new contiguous tensor of
+    `x` is `[..., size]`, strided as it likes; `weight` is `[size]` of any float dtype, or None for no factor. On a GPU
+    `size` is `MAX_SIZE` at most, and in a CUDA graph no kernel of that graph may write `weight`: it is read before the
+    kernel ahead has ended. Computed in float32 and rounded once. Returns a new contiguous tensor of
     `x`'s shape and dtype.
     """
     if x.is_cuda:

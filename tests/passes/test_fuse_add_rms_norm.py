@@ -12,7 +12,7 @@ from torch import fx
 
 from piecegraph.passes.fuse_add_rms_norm import FuseAddRMSNorm
 from piecegraph.passes.graph_pass import PassResult
-from piecegraph.passes.ops.rms_norm import ADD_RMS_NORM, RMS_NORM
+from piecegraph.passes.ops.rms_norm import ADD_RMS_NORM, MAX_SIZE, RMS_NORM
 from tests.passes.pass_context import FakeContext
 from tests.passes.spelled import calls, graph_of, run, text
 from tests.passes.traced_family import merged_family
@@ -192,6 +192,22 @@ def test_a_sum_that_is_wanted_earlier_stays(function: Callable[..., Any], expect
         assert_close(found, wanted)
 
 
+def test_a_summand_that_changes_before_the_norm_is_added_as_before() -> None:
+    def function(x: Tensor, residual: Tensor, weight: Tensor) -> Any:
+        first = residual * 2.0
+        total = x + first
+        scale = inverse(total)
+        first.mul_(3.0)
+        return total * scale * weight, first
+
+    x, weight = inputs(torch.float32)
+    graph = graph_of(function, x, x, weight)
+    assert fuse(graph).matches == 1
+    assert calls(graph) == ["mul", "add", "mul_", "rms_norm"]
+    for found, wanted in zip(run(graph, x, x, weight), function(x, x, weight), strict=True):
+        assert_close(found, wanted)
+
+
 @pytest.mark.parametrize("other", [torch.ones(3, 16), torch.ones(16).bfloat16()], ids=["dtype", "shape"])
 def test_operands_that_are_not_alike_are_added_as_before(other: Tensor) -> None:
     x, weight = inputs(torch.bfloat16)
@@ -271,6 +287,22 @@ def narrower(x: Tensor, weight: Tensor) -> Tensor:
     return (x * inverse(x)) * weight.double()
 
 
+def written_between(x: Tensor, weight: Tensor) -> Any:
+    scaled = x * 2.0
+    scale = inverse(scaled)
+    scaled.add_(1.0)
+    return scaled * scale
+
+
+def computed_weight(x: Tensor, weight: Tensor) -> Tensor:
+    return F.rms_norm(x, (16,), weight * 2.0, EPS)
+
+
+def written_weight(x: Tensor, weight: Tensor) -> Tensor:
+    weight.mul_(2.0)
+    return F.rms_norm(x, (16,), weight, EPS)
+
+
 @pytest.mark.parametrize(
     ("function", "reason"),
     [
@@ -284,6 +316,9 @@ def narrower(x: Tensor, weight: Tensor) -> Tensor:
         (layer_norm, "what is squared is a difference, sub: a norm that takes the mean off (LayerNorm)"),
         (default_epsilon, "its epsilon is no constant but None"),
         (over_two_dims, "it norms over the dims (3, 16); wanted is the last alone"),
+        (written_between, "mul is changed in place by add_, before mul_1 is there"),
+        (computed_weight, "its weight mul is computed here; wanted is an input that nothing changes"),
+        (written_weight, "its weight weight is computed here; wanted is an input that nothing changes"),
         (narrower, "mul_1 is torch.float64, which none of x (torch.float32), x (torch.float32), x (torch.float32) is"),
     ],
 )
@@ -295,6 +330,25 @@ def test_a_miss_says_why(function: Callable[..., Any], reason: str) -> None:
     assert result.matches == 0
     assert [miss.reason for miss in result.misses] == [reason]
     assert str(graph) == before
+
+
+def test_rows_too_long_for_the_kernel_are_a_miss() -> None:
+    """Not an error when the model runs."""
+    for size, matches in ((MAX_SIZE, 1), (MAX_SIZE + 1, 0)):
+        graph = graph_of(lambda x: x * inverse(x), torch.ones(2, size))
+        result = fuse(graph)
+        assert result.matches == matches
+        reasons = [f"rows of x have {size} numbers; the kernel takes up to {MAX_SIZE}"] * (1 - matches)
+        assert [miss.reason for miss in result.misses] == reasons
+
+
+def test_a_weight_that_the_graph_computes_multiplies_after_the_op() -> None:
+    """The kernel reads weights before the one ahead of it is done."""
+    x, weight = inputs(torch.float32)
+    graph = graph_of(lambda x, weight: llama(x, weight * 2.0), x, weight)
+    assert fuse(graph).matches == 1
+    assert calls(graph) == ["mul", "rms_norm", "mul"]
+    assert_close(run(graph, x, weight), llama(x, weight * 2.0))
 
 
 NORMS = {  # rms_norm, add_rms_norm

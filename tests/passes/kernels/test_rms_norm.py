@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from piecegraph.passes.kernels.rms_norm import MAX_SIZE, Tile, add_rms_norm_on_gpu, pick_tile, rms_norm_on_gpu
-from piecegraph.passes.ops.rms_norm import add_rms_norm_reference, rms_norm_reference
+from piecegraph.passes.kernels.rms_norm import Tile, add_rms_norm_on_gpu, pick_tile, rms_norm_on_gpu
+from piecegraph.passes.ops.rms_norm import MAX_SIZE, add_rms_norm_reference, rms_norm_reference
 from tests.interpreter import interpreted
 
 EPS = 1e-5
