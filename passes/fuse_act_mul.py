@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 from torch import fx
 
 from piecegraph.passes import torch_ir as ir
+from piecegraph.passes.effects import changed_between
 from piecegraph.passes.graph_pass import GraphPass, Miss, PassContext, PassResult
 from piecegraph.passes.ops.act_mul import ACT_MUL
 from piecegraph.passes.torch_ir import NoMatch
@@ -71,9 +72,14 @@ def _gated_by(act: fx.Node) -> _Gated:
     gate, up = act.args[0], ir.other_operand(product, ir.MUL, act)
     if not ir.dtype_of(act) == ir.dtype_of(up) == ir.dtype_of(product):
         raise NoMatch(f"{act} is {ir.dtype_of(act)} and {up} is {ir.dtype_of(up)}; wanted is one dtype")
+    if not ir.dtype_of(act).is_floating_point or ir.dtype_of(act).itemsize > 4:
+        raise NoMatch(f"{act} is {ir.dtype_of(act)}; wanted is float32 or shorter")
+    both = _halves(gate, up)
+    if (changed := changed_between(act, product, (both.source,))) is not None:
+        raise NoMatch(f"{changed[0]} is changed in place by {changed[1]}, before {product} is there")
     return _Gated(
         activation=_activation(act),
-        both=_halves(gate, up),
+        both=both,
         result=product,
         inner=(act, product, *_parts(gate), *_parts(up)),
     )

@@ -7,12 +7,13 @@ they are many (`linear_config.MAX_WEIGHT_BYTES`) the library is as fast, and the
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
 
 from piecegraph.passes import torch_ir as ir
+from piecegraph.passes.effects import changed_between, is_left_alone
 from piecegraph.passes.graph_pass import GraphPass, Miss, PassContext, PassResult
 from piecegraph.passes.kernels.linear_config import MAX_WEIGHT_BYTES, SIZE_MULTIPLE
 from piecegraph.passes.ops.act_mul import ACT_MUL
@@ -57,7 +58,12 @@ class FuseLinear(GraphPass):
 
 def _check(node: fx.Node) -> None:
     """Raises `NoMatch` where no kernel of ours could ever run."""
-    x, weight = ir.argument(node, 0, "input"), ir.value_of(ir.argument(node, 1, "weight"))
+    x, weight_node, bias = _operands(node)
+    weight = ir.value_of(weight_node)
+    if not is_left_alone(weight_node):
+        raise NoMatch(f"its weight {weight_node} is computed here; wanted is an input that nothing changes")
+    if weight.ndim != 2:
+        raise NoMatch(f"its weight has {weight.ndim} dims; wanted are 2")
     if ir.dtype_of(x) != weight.dtype:
         raise NoMatch(f"{x} is {ir.dtype_of(x)}, its weight {weight.dtype}; wanted is one dtype")
     if not weight.is_contiguous():
@@ -65,15 +71,24 @@ def _check(node: fx.Node) -> None:
     rows, size = weight.shape
     if size % SIZE_MULTIPLE or rows % 16:
         raise NoMatch(f"its weight is {rows} x {size}; the kernels take multiples of 16 x {SIZE_MULTIPLE}")
+    if bias is not None and (ir.value_of(bias).shape != (rows,) or not ir.value_of(bias).is_contiguous()):
+        raise NoMatch(f"its bias has the shape {list(ir.value_of(bias).shape)}; wanted is [{rows}], without gaps")
+
+
+def _operands(node: fx.Node) -> tuple[Any, Any, Any]:
+    """Input, weight and bias of a linear."""
+    return ir.argument(node, 0, "input"), ir.argument(node, 1, "weight"), ir.argument(node, 2, "bias")
 
 
 def _fuse(graph: fx.Graph, node: fx.Node) -> None:
-    x, weight, bias = (ir.argument(node, at, name) for at, name in enumerate(("input", "weight", "bias")))
+    x, weight, bias = _operands(node)
     result, activation = node, ""
     readers = list(node.users)
     if len(readers) == 1 and readers[0].target is ACT_MUL and ir.value_of(weight).shape[0] % 32 == 0:
-        (result,) = readers
-        activation = str(result.args[1])
+        read = (x,) if bias is None else (x, bias)
+        if changed_between(node, readers[0], read) is None:
+            (result,) = readers
+            activation = str(result.args[1])
     fused = ir.insert_call(graph, result, LINEAR, x, weight, bias, activation)
     result.replace_all_uses_with(fused)
     ir.erase_unread(graph, {node, result})

@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from piecegraph.passes import torch_ir as ir
+from piecegraph.passes.effects import changed_between
 from piecegraph.passes.graph_pass import GraphPass, Miss, PassContext, PassResult
 from piecegraph.passes.ops.act_mul import ACT_MUL
 from piecegraph.passes.ops.moe_experts import MOE_EXPERTS
@@ -113,10 +114,14 @@ def _match(products: tuple[fx.Node, ...]) -> _Experts:
     gate_up_weights, down_weights = first.args[1], second.args[1]
     assert isinstance(gate_up_weights, fx.Node) and isinstance(down_weights, fx.Node), products
     dtypes = {ir.dtype_of(node) for node in (x, gate_up_weights, down_weights)}
-    if len(dtypes) > 1 or not ir.dtype_of(x).is_floating_point:
-        raise NoMatch(f"tokens and weights have different dtypes: {sorted(map(str, dtypes))}")
+    if len(dtypes) > 1 or not ir.dtype_of(x).is_floating_point or ir.dtype_of(x).itemsize > 4:
+        found = ", ".join(sorted(map(str, dtypes)))
+        raise NoMatch(f"tokens and weights are {found}; wanted is one dtype, float32 or shorter")
     operands = {x, topk_weights, routing.topk_ids, gate_up_weights, down_weights}
     region = _closed_region(result, operands)
+    start = next(node for node in result.graph.nodes if node in region)
+    if (changed := changed_between(start, result, operands)) is not None:
+        raise NoMatch(f"{changed[0]} is changed in place by {changed[1]}, before {result.name} is there")
     return _Experts(x, topk_weights, routing.topk_ids, gate_up_weights, down_weights, activation, result, region)
 
 

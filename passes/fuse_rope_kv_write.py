@@ -56,6 +56,7 @@ class FuseRopeKVWrite(GraphPass):
                 query, key = (_argument(call, position) for position in range(2))
                 _check_together(query, key)
                 _check_own(query, memory)
+                _check_unchanged(query, key, memory)
             except NoMatch as reason:
                 misses.append(Miss(call.name, str(reason)))
                 continue
@@ -151,6 +152,14 @@ def _check_own(query: RotatedHeads, memory: Memory) -> None:
     )
     if not is_new:
         raise NoMatch(f"query: {node} may return memory that something else reads")
+
+
+def _check_unchanged(query: RotatedHeads, key: RotatedHeads, memory: Memory) -> None:
+    """What the op reads later than it was read is then what it was; for the query, `_check_own` has seen to that."""
+    weights = [heads.norm.weight for heads in (query, key) if heads.norm is not None and heads.norm.weight is not None]
+    for node in (key.read.source, key.cos, key.sin, *weights):
+        if memory.is_written(node):
+            raise NoMatch(f"{node} is changed in place by something else")
 
 
 def _check_apart(reader: fx.Node, source: fx.Node, columns: Columns | None) -> None:

@@ -130,6 +130,17 @@ def in_place(y: Tensor) -> Tensor:
     return F.silu(y[..., :8], inplace=True) * y[..., 8:]
 
 
+def written_between(y: Tensor) -> Tensor:
+    gate = F.silu(y[..., :8])
+    y.mul_(2.0)
+    return gate * y[..., 8:]
+
+
+def in_float64(y: Tensor) -> Tensor:
+    wide = y.double()
+    return F.silu(wide[..., :8]) * wide[..., 8:]
+
+
 @pytest.mark.parametrize(
     ("function", "reason"),
     [
@@ -140,6 +151,8 @@ def in_place(y: Tensor) -> Tensor:
         (second_reader, "it has a second reader: mul, output"),
         (two_dtypes, "silu is torch.float32 and double is torch.float64; wanted is one dtype"),
         (in_place, "it works in place"),
+        (written_between, "y is changed in place by mul_, before mul is there"),
+        (in_float64, "silu is torch.float64; wanted is float32 or shorter"),
     ],
 )
 def test_a_miss_says_why(function: Callable[[Tensor], Any], reason: str) -> None:

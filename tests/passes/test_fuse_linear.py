@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,6 +13,7 @@ from piecegraph.passes.fuse_linear import FuseLinear
 from piecegraph.passes.graph_pass import PassResult
 from piecegraph.passes.ops.act_mul import ACT_MUL
 from piecegraph.passes.ops.linear import LINEAR
+from tests.passes import spelled
 from tests.passes.pass_context import FakeContext
 
 
@@ -57,6 +60,37 @@ def test_a_linear_becomes_ours() -> None:
 
 def test_a_gated_activation_becomes_part_of_it() -> None:
     assert fused(graph_of(half(64, 128), gated=True)) == (PassResult(1), [LINEAR])
+
+
+def test_an_activation_after_its_input_has_changed_stays() -> None:
+    weight = half(64, 128)
+
+    def function(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        doubled = x * 2.0
+        both = F.linear(doubled, weight)
+        doubled.mul_(0.0)
+        return torch.ops.piecegraph.act_mul.default(both, "silu") + doubled[:, :32]
+
+    graph = spelled.graph_of(function, half(3, 128), weight)
+    assert FuseLinear().apply(graph, FakeContext(graph)) == PassResult(1)
+    assert spelled.calls(graph) == ["mul", "linear", "mul_", "act_mul", "getitem", "add"]
+
+
+def missed(function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> list[str]:
+    graph = spelled.graph_of(function, *inputs)
+    return [miss.reason for miss in FuseLinear().apply(graph, FakeContext(graph)).misses]
+
+
+def test_what_the_kernels_cannot_read_is_a_miss() -> None:
+    x, weight = half(3, 128), half(32, 128)
+    computed = "its weight mul is computed here; wanted is an input that nothing changes"
+    assert missed(lambda x, weight: F.linear(x, weight * 2.0), x, weight) == [computed]
+    assert missed(lambda x, weight: F.linear(x, weight[:16]), x, weight) == []  # a view of one is there as well
+    gaps = "its bias has the shape [32]; wanted is [32], without gaps"
+    assert missed(lambda x, weight, bias: F.linear(x, weight, bias[::2]), x, weight, half(64)) == [gaps]
+    short = "its bias has the shape [1]; wanted is [32], without gaps"
+    assert missed(lambda x, weight, bias: F.linear(x, weight, bias), x, weight, half(1)) == [short]
+    assert missed(lambda x, vector: F.linear(x, vector), x, half(128)) == ["its weight has 1 dims; wanted are 2"]
 
 
 def test_an_activation_whose_linear_is_read_elsewhere_stays() -> None:

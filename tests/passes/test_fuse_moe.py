@@ -73,6 +73,13 @@ def test_a_model_without_experts_has_no_sites() -> None:
     assert str(graph) == before
 
 
+def test_experts_in_float64_stay_there() -> None:
+    graph, context = traced_family("mixtral", torch.float64)
+    result = FuseMoe().apply(graph, context)
+    reason = "tokens and weights are torch.float64; wanted is one dtype, float32 or shorter"
+    assert [miss.reason for miss in result.misses] == [reason] * 2
+
+
 def test_experts_with_biases_are_a_miss_that_says_so() -> None:
     graph, context = traced_family("gpt-oss", torch.bfloat16)
     before = str(graph)
@@ -126,6 +133,14 @@ def _other_dtype(graph: fx.Graph) -> None:
     weight.meta["example_value"] = weight.meta["example_value"].half()
 
 
+def _written(graph: fx.Graph) -> None:
+    """The weights of the chosen experts, after the first product."""
+    (weights,) = [node for node in graph.nodes if node.name == "router_top_value_1"]
+    with graph.inserting_after(named(graph, *GROUPED_MM)[0]):
+        written = graph.call_method("mul_", (weights, 2.0))
+    written.meta["example_value"] = weights.meta["example_value"]
+
+
 def _one_product(graph: fx.Graph) -> None:
     second = named(graph, *GROUPED_MM)[1]
     second.kwargs = {**second.kwargs, "offs": None}
@@ -145,7 +160,8 @@ def _mean(graph: fx.Graph) -> None:
         (_up_first, "not its first and its second half"),
         (_experts_elsewhere, "router_indices is no choice of topk among the 4 experts whose weights are here"),
         (_descending, "does not count expert ids sorted upwards"),
-        (_other_dtype, "tokens and weights have different dtypes: ['torch.bfloat16', 'torch.float16']"),
+        (_other_dtype, "tokens and weights are torch.bfloat16, torch.float16; wanted is one dtype"),
+        (_written, "is changed in place by mul_, before"),
         (_one_product, "grouped matmuls over the same groups: 1, not 2"),
         (_mean, "does not belong to a weighted sum over a token's experts"),
     ],

@@ -315,6 +315,22 @@ def an_input_is_rotated(x: Tensor, qkv: Tensor, weight: Tensor, cos: Tensor, sin
     return attend(rotated(q, cos, sin), rotated(k, cos, sin), v)
 
 
+def key_changes(x: Tensor, qkv: Tensor, weight: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    y = torch.nn.functional.linear(x, qkv[:32])
+    k = heads(torch.nn.functional.linear(x, qkv[32:48]))
+    turned = rotated(k, cos, sin)
+    k.mul_(2.0)
+    return attend(rotated(heads(y), cos, sin), turned, k)
+
+
+def table_changes(x: Tensor, qkv: Tensor, weight: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    y = torch.nn.functional.linear(x, qkv)
+    doubled = cos * 2.0
+    q, k = rotated(heads(y[..., :32]), doubled, sin), rotated(heads(y[..., 32:48]), doubled, sin)
+    doubled.mul_(2.0)
+    return attend(q, k, heads(y[..., 48:]))
+
+
 MISSES: dict[Callable[..., Tensor], str] = {
     no_rotary: "is no rotary embedding",
     norm_alone: "norms its heads, and nothing rotates them afterwards",
@@ -328,6 +344,8 @@ MISSES: dict[Callable[..., Tensor], str] = {
     table_for_tokens_of_another_dim: "is a table [1, 1, 8]; wanted is [1, tokens, 8]",
     not_the_rest: "which is not the rest of the same heads",
     half_turned_the_other_way: "is no rotary embedding",
+    key_changes: "transpose is changed in place by something else",
+    table_changes: "mul is changed in place by something else",
     an_input_is_rotated: "may be the memory of an input",
 }
 
