@@ -9,7 +9,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -172,6 +172,8 @@ def compile_backend(
             )
     finally:
         compiler.close()
+    found = replace(built.report.cache, reason=cache.reason or "by name, torch traces each time")
+    built = replace(built, report=replace(built.report, cache=found))
     model = GraphModel(built, _Origin(torch_compat.code_being_traced(), example_inputs), sizes)
     with _models_lock:
         _models_in_order.append(weakref.ref(model))

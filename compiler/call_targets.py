@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,14 +37,12 @@ def target_as_data(target: Any) -> dict[str, str]:
         return {"op": str(target._schema.name), "overload": str(target._overloadname)}
     if isinstance(target, torch._ops.OpOverloadPacket):
         return {"packet": str(target._qualified_op_name)}
-    name = torch_compat.qualified_name(target) if callable(target) else ""
-    if name.partition(".")[0] in _MODULES and not isinstance(target, torch._ops.HigherOrderOperator):
-        try:
-            if resolve_function(name) is target:
+    if callable(target) and hasattr(target, "__name__") and not isinstance(target, torch._ops.HigherOrderOperator):
+        name = torch_compat.qualified_name(target)
+        with contextlib.suppress(ImportError, AttributeError):
+            if name.partition(".")[0] in _MODULES and resolve_function(name) is target:
                 return {"function": name}
-        except (ImportError, AttributeError):
-            pass
-    raise NotStorable(f"it calls {name or target!r}, which is no registered op and no function of torch")
+    raise NotStorable(f"it calls {target!r}, which is no registered op and no function of torch")
 
 
 def target_of(data: dict[str, str]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -40,7 +41,7 @@ def start(
     def compile_now() -> tuple[Ready, str]:
         """The model, and why it is not stored."""
         compiler = piece_compiler(config, cache)
-        try:
+        with contextlib.closing(compiler):
             cold = cold_start(
                 module,
                 args,
@@ -51,8 +52,6 @@ def start(
                 on_phase=on_phase,
                 before_compile=before_compile,
             )
-        finally:
-            compiler.close()
         if plans is None:
             return cold.ready, cache.reason
         with timed_phase(on_phase, "store"):

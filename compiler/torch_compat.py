@@ -14,6 +14,7 @@ import os
 import sys
 import tempfile
 import threading
+import time
 import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -487,6 +488,15 @@ def artifact_bytes(compiled: Any) -> bytes | None:
         return path.read_bytes()
 
 
+def import_loader() -> float:
+    """Import what `load_artifact` and every artifact import; the seconds it took. More than a second, the first time:
+    generated code reaches for its library calls through the module that holds Inductor's templates."""
+    begin = time.perf_counter()
+    importlib.import_module("torch._functorch._aot_autograd.autograd_cache")
+    importlib.import_module("torch._inductor.compile_fx")
+    return time.perf_counter() - begin
+
+
 def load_artifact(data: bytes) -> Any:
     """The piece that `artifact.save(path=..., format="binary")` wrote. Unpickles: bytes that were authenticated, or
     that a process of ours has just made. Inside `inductor_cache_dir`.
@@ -494,7 +504,6 @@ def load_artifact(data: bytes) -> Any:
     torch would compare its own sources with those it was made from, which takes most of the time of a load; whoever
     calls this knows them to be the same build.
     """
-    import torch._inductor.compile_fx
     from torch.utils._appending_byte_serializer import BytesReader
 
     artifacts = importlib.import_module("torch._inductor.standalone_compile").CacheCompiledArtifact

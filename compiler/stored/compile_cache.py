@@ -12,7 +12,6 @@ import torch
 
 from piecegraph import __version__, environment
 from piecegraph.cache.entry import Entry
-from piecegraph.cache.entry_file import MissReason
 from piecegraph.cache.single_flight import Flight, single_flight
 from piecegraph.cache.store import Loaded, NotSaved, Saved, Store
 from piecegraph.compiler.stored.machine_factors import version_of
@@ -84,10 +83,6 @@ class CompileCache:
             return
         with single_flight(self.store.layout, key) as flight:
             yield flight
-
-    def is_absent(self, key: str) -> bool:
-        """There was no entry at all."""
-        return self.misses.get(key) == MissReason.ABSENT.value
 
     @staticmethod
     def versions() -> dict[str, str]:

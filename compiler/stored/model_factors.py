@@ -14,6 +14,7 @@ import re
 import sys
 import types
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -164,12 +165,8 @@ class _Describer:
                 return str(value)
             case nn.Module():
                 return self._submodule(value, where)
-            case list() | tuple():
-                return [self.value(item, f"{where}[{number}]") for number, item in enumerate(value)]
-            case set() | frozenset():
-                return sorted(repr(self.value(item, where)) for item in value)
-            case Mapping():
-                return [[self.value(key, where), self.value(item, f"{where}[{key!r}]")] for key, item in value.items()]
+            case list() | tuple() | set() | frozenset() | Mapping():
+                return self._collection(value, where)
             case type():
                 return f"class {_class_name(value)}"
             case types.ModuleType():
@@ -184,6 +181,21 @@ class _Describer:
                 if found is not None:
                     return found
         return self._object(value, where)
+
+    def _collection(self, value: Any, where: str) -> Any:
+        """Its items; of a class derived from Python's, that and its attributes too."""
+        if isinstance(value, set | frozenset):
+            items: list[Any] = sorted((self.value(item, where) for item in value), key=repr)
+        elif isinstance(value, Mapping):
+            items = [[self.value(key, where), self.value(item, f"{where}[{key!r}]")] for key, item in value.items()]
+        else:
+            items = [self.value(item, f"{where}[{number}]") for number, item in enumerate(value)]
+        if type(value) in (list, tuple, dict, set, frozenset, OrderedDict):
+            return items
+        attributes = [
+            [name, self.value(item, f"{where}.{name}")] for name, item in getattr(value, "__dict__", {}).items()
+        ]
+        return [f"class {_class_name(type(value))}", items, attributes]
 
     def _tensor(self, tensor: torch.Tensor, where: str) -> Any:
         if tensor.device.type == "meta" or tensor.nbytes > MAX_TENSOR_BYTES:
@@ -264,7 +276,11 @@ def _is_excluded(kind: type, attribute: str) -> bool:
 def _is_of_python(kind: type) -> bool:
     """Its instances have no state but their attributes."""
     is_heap_type = bool(kind.__flags__ & (1 << 9))
-    return kind is object or dataclasses.is_dataclass(kind) or (is_heap_type and "__slots__" not in vars(kind))
+    return (
+        kind in (object, types.SimpleNamespace)
+        or dataclasses.is_dataclass(kind)
+        or (is_heap_type and "__slots__" not in vars(kind))
+    )
 
 
 def _registered(module: nn.Module, described: _Describer) -> dict[str, Any]:

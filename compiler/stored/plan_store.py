@@ -15,6 +15,7 @@ import torch
 from piecegraph.cache.entry import Entry
 from piecegraph.cache.keys import key_of, plain
 from piecegraph.cache.store import Loaded, NotSaved
+from piecegraph.compiler import torch_compat
 from piecegraph.compiler.build import BeforeCompile, Built
 from piecegraph.compiler.call_targets import NotStorable
 from piecegraph.compiler.cold_start import ColdStart
@@ -56,10 +57,12 @@ class PlanStore:
     factors: Mapping[str, Any]
     key: str | None
     reason: str = ""
+    began: float  # when making the key began, by `time.perf_counter`
 
     @classmethod
     def of(cls, cache: CompileCache, module: torch.nn.Module, call: ExampleCall, config: CompileConfig) -> PlanStore:
         """Reads no weights."""
+        began = time.perf_counter()
         factors: dict[str, Any] = {}
         key, reason = None, ""
         try:
@@ -67,7 +70,9 @@ class PlanStore:
             key = key_of(factors)
         except KeyFactorError as error:
             reason = str(error)
-        return cls(cache=cache, module=module, call=call, config=config, factors=factors, key=key, reason=reason)
+        return cls(
+            cache=cache, module=module, call=call, config=config, factors=factors, key=key, reason=reason, began=began
+        )
 
     def load(self, on_phase: OnPhase, before_compile: BeforeCompile | None) -> Ready | None:
         """The model as it was compiled before, its pieces loaded and its weights bound; None: compile it.
@@ -75,10 +80,10 @@ class PlanStore:
         Raises `PassExpectation` as the compile would have, and what `before_compile` raises.
         """
         assert self.key is not None, "there is nothing to look for"
-        begin = time.perf_counter()
         loaded = self.cache.load(self.key)
         if loaded is None:
             return None
+        import_seconds = torch_compat.import_loader()
         try:
             stored = from_document(json.loads(loaded.blobs["plan"]))
             _refuse_what_changed(stored)
@@ -95,11 +100,21 @@ class PlanStore:
         if before_compile is not None:
             before_compile(stored.split_calls)
         bound = bind(stored, members, constants)
-        seconds = time.perf_counter() - begin
-        ready = self._ready(stored, loaded, pieces, bound, seconds)
+        ready = self._ready(stored, loaded, pieces, bound)
+        seconds = time.perf_counter() - self.began - import_seconds
         detail = f"{len(stored.plan.piece_steps)} pieces, {len(stored.pieces)} unique"
+        on_phase(Phase(name="import_loader", seconds=import_seconds))
         on_phase(Phase(name="load_compiled", seconds=seconds, detail=detail))
-        return ready
+        took = sum(loaded.entry.seconds.values()) + sum(sum(each.facts.seconds.values()) for each in pieces.values())
+        report = CacheReport(
+            state="hit",
+            key=self.key,
+            loaded_pieces=len(pieces),
+            load_seconds=seconds,
+            import_seconds=import_seconds,
+            saved_seconds=max(took - seconds, 0.0),
+        )
+        return ready.with_report(replace(ready.built.report, cache=report))
 
     def _piece(self, store: PieceStore, key: str) -> StoredPiece:
         found = store.load(key)
@@ -112,9 +127,7 @@ class PlanStore:
         check_expected_run(self.config.expect, names)
         check_expected_matches(self.config.expect, report.passes)
 
-    def _ready(
-        self, stored: StoredPlan, loaded: Loaded, pieces: Mapping[str, StoredPiece], bound: Bound, seconds: float
-    ) -> Ready:
+    def _ready(self, stored: StoredPlan, loaded: Loaded, pieces: Mapping[str, StoredPiece], bound: Bound) -> Ready:
         source = generate_source(stored.plan)
         namespace = {"torch": torch, "device": torch.device, **stored.targets, **bound.tensors}
         built = Built(
@@ -135,7 +148,7 @@ class PlanStore:
             static_keys=stored.static,
             not_kept=(),
             size_conditions=stored.conditions,
-            report=self._report(stored, loaded, pieces, seconds),
+            report=_report(stored, pieces),
         )
         interface = Interface(
             call_spec=self.call.call_spec,
@@ -145,43 +158,6 @@ class PlanStore:
             read_guards=lambda: _guards(loaded.blobs["guards"]),
         )
         return Ready(interface, built, Weights(self.module, bound.watched))
-
-    def _report(
-        self, stored: StoredPlan, loaded: Loaded, pieces: Mapping[str, StoredPiece], seconds: float
-    ) -> CompileReport:
-        """The rows of the compile, and the seconds of this load."""
-        assert self.key is not None, "it was loaded"
-        of_piece = dict(enumerate(stored.pieces))
-        took = sum(loaded.entry.seconds.values()) + sum(sum(p.facts.seconds.values()) for p in pieces.values())
-        unique = [
-            replace(row, compile_seconds=pieces[of_piece[row.index]].seconds) for row in stored.report.unique_pieces
-        ]
-        static = [
-            replace(
-                row,
-                compile_seconds=pieces[stored.static[row.unique, row.size]].seconds if row.is_used else 0.0,
-                tune_seconds=0.0,
-            )
-            for row in stored.report.static_pieces
-        ]
-        return replace(
-            stored.report,
-            trace_seconds=0.0,
-            split_seconds=0.0,
-            compile_seconds=sum(row.compile_seconds for row in unique),
-            stitch_seconds=0.0,
-            static_compile_seconds=sum(row.compile_seconds for row in static),
-            static_tune_seconds=0.0,
-            unique_pieces=tuple(unique),
-            static_pieces=tuple(static),
-            cache=CacheReport(
-                state="hit",
-                key=self.key,
-                loaded_pieces=len(pieces),
-                load_seconds=seconds,
-                saved_seconds=max(took - seconds, 0.0),
-            ),
-        )
 
     def save(self, cold: ColdStart) -> str:
         """Keep what was compiled; why not, or nothing."""
@@ -250,6 +226,32 @@ class PlanStore:
             "passes": {row.name: row.matches for row in stored.report.passes},
             "pieces": sorted({*stored.pieces, *stored.static.values()}),
         }
+
+
+def _report(stored: StoredPlan, pieces: Mapping[str, StoredPiece]) -> CompileReport:
+    """The rows of the compile, with the seconds that loading took."""
+    unique = [
+        replace(row, compile_seconds=pieces[stored.pieces[row.index]].seconds) for row in stored.report.unique_pieces
+    ]
+    static = [
+        replace(
+            row,
+            compile_seconds=pieces[stored.static[row.unique, row.size]].seconds if row.is_used else 0.0,
+            tune_seconds=0.0,
+        )
+        for row in stored.report.static_pieces
+    ]
+    return replace(
+        stored.report,
+        trace_seconds=0.0,
+        split_seconds=0.0,
+        compile_seconds=sum(row.compile_seconds for row in unique),
+        stitch_seconds=0.0,
+        static_compile_seconds=sum(row.compile_seconds for row in static),
+        static_tune_seconds=0.0,
+        unique_pieces=tuple(unique),
+        static_pieces=tuple(static),
+    )
 
 
 def _refuse_what_changed(stored: StoredPlan) -> None:

@@ -1,0 +1,107 @@
+"""Which cache a compile has, and that no trouble with it is the caller's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from piecegraph.cache.entry import Entry
+from piecegraph.cache.store import NotSaved, Saved
+from piecegraph.compiler.stored.compile_cache import CompileCache
+from piecegraph.errors import ConfigError
+from tests.compiler.stored.small_models import config
+
+
+@pytest.mark.parametrize(
+    ("variable", "option", "keeps", "reason"),
+    [
+        ("on", True, True, ""),
+        (None, True, True, ""),
+        ("pieces", True, "pieces", "PIECEGRAPH_CACHE=pieces"),
+        ("off", True, False, "PIECEGRAPH_CACHE=off"),
+        ("on", "pieces", "pieces", "cache='pieces'"),
+        ("on", False, False, "cache=False"),
+        ("pieces", False, False, "cache=False"),
+        ("off", "pieces", False, "PIECEGRAPH_CACHE=off"),
+    ],
+)
+def test_the_environment_can_only_take_away(
+    variable: str | None, option: Any, keeps: Any, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PIECEGRAPH_CACHE", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("PIECEGRAPH_CACHE", variable)
+    cache = CompileCache.open(config(cache=option, cache_dir=str(tmp_path / "cache")))
+    assert (cache.keeps, cache.reason) == (keeps, reason)
+    assert cache.keeps_plans is (keeps is True)
+    assert (cache.store is None) is (keeps is False)
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_word_that_means_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIECEGRAPH_CACHE", "of")
+    with pytest.raises(ConfigError, match="PIECEGRAPH_CACHE='of'; it is one of off, pieces, on. Did you mean 'off'?"):
+        CompileCache.open(config())
+    with pytest.raises(ConfigError, match="cache='no'; it is True, False or 'pieces'"):
+        config(cache="no")
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [({"compiler": "eager"}, "eager pieces are not stored"), ({"dump_dir": "x"}, "dump_dir shows a compile")],
+)
+def test_some_compiles_have_none(whole_cache: Path, options: dict[str, Any], reason: str) -> None:
+    cache = CompileCache.open(config(**options))
+    assert (cache.store, cache.reason) == (None, reason)
+
+
+def test_a_folder_others_may_write_to_is_a_warning(whole_cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+    whole_cache.mkdir()
+    whole_cache.chmod(0o777)
+    cache = CompileCache.open(config())
+    assert cache.store is None
+    assert "chmod" in cache.reason
+    assert "nothing is loaded from the cache or kept in it" in caplog.text
+
+
+def test_a_missing_signing_key_is_a_warning(whole_cache: Path, tmp_path: Path) -> None:
+    cache = CompileCache.open(config(signing_key_file=str(tmp_path / "none")))
+    assert cache.store is None
+    assert "signing key file" in cache.reason
+
+
+def test_what_is_saved_is_loaded_and_what_is_not_has_a_reason(whole_cache: Path) -> None:
+    cache = CompileCache.open(config())
+    blobs = {"plan": b"{}"}
+    entry = Entry.of({"kind": "plan"}, blobs, created=0.0)
+    assert cache.load(entry.key) is None
+    assert cache.misses == {entry.key: "absent"}
+    with cache.flight(entry.key) as flight:
+        assert flight.held
+        assert isinstance(cache.save(entry, blobs), Saved)
+    loaded = cache.load(entry.key)
+    assert loaded is not None
+    assert loaded.blobs == blobs
+    assert not cache.misses
+    cache.reject(entry.key, "it was no good")
+    assert cache.misses == {entry.key: "it was no good"}
+
+
+def test_without_a_store_nothing_is_kept(whole_cache: Path) -> None:
+    cache = CompileCache.open(config(cache=False))
+    entry = Entry.of({"kind": "plan"}, {}, created=0.0)
+    assert cache.load(entry.key) is None
+    assert cache.save(entry, {}) == NotSaved("cache=False")
+    with cache.flight(entry.key) as flight:
+        assert not flight.held
+
+
+def test_a_disk_that_cannot_be_written_is_no_error(whole_cache: Path) -> None:
+    whole_cache.parent.joinpath("file").write_text("")
+    cache = CompileCache.open(config(cache_dir=str(whole_cache.parent / "file" / "cache")))
+    entry = Entry.of({"kind": "plan"}, {}, created=0.0)
+    with cache.flight(entry.key) as flight:
+        assert not flight.held
+        assert isinstance(cache.save(entry, {}), NotSaved)

@@ -1,0 +1,101 @@
+"""Pieces in the cache: what decides their code is their key, and what comes back runs the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import piecegraph as pg
+from piecegraph.cache.keys import key_of
+from piecegraph.cache.store import Loaded, Store
+from piecegraph.compiler.post_grad import PostGrad
+from piecegraph.compiler.stored.compile_cache import CompileCache
+from piecegraph.compiler.stored.piece_store import PieceFacts, PieceStore, piece_factors
+from piecegraph.errors import KeyFactorError
+from tests.compiler.stored.small_models import SIZE, Small, compiled, config
+from tests.compiler.user_passes import ReluToClampInInductor
+
+
+def pieces_of(root: Path) -> list[Loaded]:
+    store = Store.open(root)
+    found = [store.verify(row.key) for row in store.list()]
+    return [each for each in found if isinstance(each, Loaded) and each.entry.factors["kind"] == "piece"]
+
+
+def test_each_factor_makes_another_key() -> None:
+    (piece,) = compiled(Small(), compiler="eager").unique_pieces
+    nothing = PostGrad()
+    keys = [
+        key_of(piece_factors(piece, size, options, passes))
+        for size, options, passes in (
+            (None, {}, nothing),
+            (1, {}, nothing),
+            (2, {}, nothing),
+            (None, {"max_autotune": True}, nothing),
+            (None, {}, PostGrad((ReluToClampInInductor(),))),
+            (None, {}, PostGrad((ReluToClampInInductor(bound=2.0),))),
+        )
+    ]
+    assert len(set(keys)) == len(keys)
+    with pytest.raises(KeyFactorError, match=r"factor options\.f is"):
+        key_of(piece_factors(piece, None, {"f": print}, nothing))
+
+
+def test_equal_pieces_of_different_models_are_one_entry(whole_cache: Path) -> None:
+    compiled(Small(2))
+    deeper = compiled(Small(5))
+    assert deeper.report().cache.state == "miss"
+    assert deeper.report().cache.loaded_pieces == 1
+    assert len(pieces_of(whole_cache)) == 1
+
+
+def test_an_entry_has_all_that_a_page_says(whole_cache: Path) -> None:
+    """docs/cache.md, by role."""
+    compiled(Small(), compile_sizes=(2,))
+    found = pieces_of(whole_cache)
+    assert {each.entry.notes["size"] for each in found} == {None, 2}
+    for each in found:
+        assert {"piece", "artifact", "graph", "graph.json", "code"} <= set(each.blobs)
+        assert each.entry.seconds["compile"] > 0
+        assert "def call" in each.blobs["code"].decode()
+        assert each.entry.notes["nodes"] == 1
+        assert each.entry.versions["torch"] == torch.__version__
+
+
+def test_a_piece_that_cannot_be_loaded_is_a_miss_with_a_reason(whole_cache: Path, tmp_path: Path) -> None:
+    """Signed by us, and not what torch wrote: by a build of torch that calls itself the same, say."""
+    compiled(Small())
+    (loaded,) = pieces_of(whole_cache)
+    store = Store.open(whole_cache)
+    blobs = {**loaded.blobs, "artifact": loaded.blobs["artifact"][:-1]}
+    store.save(type(loaded.entry).of(loaded.entry.factors, blobs, created=0.0), blobs)
+    cache = CompileCache.open(config())
+    assert PieceStore(cache, tmp_path).load(loaded.entry.key) is None
+    assert cache.misses[loaded.entry.key].startswith("loading it: RuntimeError: Bytes object is corrupted")
+
+
+@pytest.mark.parametrize(("takes", "given"), [(None, (1, 2, 3)), ((1,), (2,)), ((0, 2), (1, 3))])
+def test_a_static_piece_takes_no_sizes(takes: tuple[int, ...] | None, given: tuple[int, ...]) -> None:
+    run = PieceFacts(nodes=1, kernels=1, takes=takes).adapted(lambda *inputs: inputs)
+    assert run(1, 2, 3) == given
+
+
+def test_by_name_pieces_are_shared_with_everybody(whole_cache: Path) -> None:
+    """torch traces each time, and nothing is compiled the second time."""
+    options: Any = {"split_ops": ["pgtoy::triple"], "passes": (), "compile_workers": 0}
+    reports = []
+    outputs = []
+    for _ in range(2):
+        torch._dynamo.reset()
+        model = Small().requires_grad_(False)
+        by_name = torch.compile(model, backend="piecegraph", fullgraph=True, dynamic=True, options=options)
+        outputs.append(by_name(torch.ones(3, SIZE)))
+        (graph,) = pg.compiled_models(by_name)
+        reports.append(graph.report())
+    assert [report.cache.loaded_pieces for report in reports] == [0, reports[0].num_unique_pieces]
+    for report in reports:
+        assert (report.cache.state, report.cache.reason) == ("off", "by name, torch traces each time")
+    assert torch.equal(*outputs)

@@ -1,0 +1,56 @@
+"""Files of a piece: written where nobody else writes, and nowhere else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from piecegraph.compiler import torch_compat
+from piecegraph.compiler.inductor_files import LoadedPiece, PieceFiles, load_files
+
+
+@pytest.mark.parametrize("name", ["../outside", "/etc/outside", "a/../../outside", ""])
+def test_a_path_that_leads_elsewhere_is_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="leads out of the folder"):
+        load_files(PieceFiles(artifact=b"", triton={name: b"x"}), tmp_path / "triton")
+    assert not list(tmp_path.rglob("outside"))
+
+
+def test_bytes_that_are_no_artifact_are_an_error_and_nothing_more(tmp_path: Path) -> None:
+    with pytest.raises((RuntimeError, AssertionError)):
+        load_files(PieceFiles(artifact=b"nothing that torch wrote"), tmp_path)
+
+
+def test_what_tuning_found_goes_with_its_kernels(tmp_path: Path) -> None:
+    """Choices, the kernels chosen, and launchers; not those that were tried."""
+    inductor, triton = tmp_path / "inductor", tmp_path / "triton"
+    written = {
+        inductor / "ab" / "kernel.best_config": b'{"num_warps": 4, "triton_cache_hash": "CHOSEN"}',
+        inductor / "ab" / "kernel.py": b"# a wrapper",
+        triton / "CHOSEN" / "kernel.cubin": b"chosen",
+        triton / "TRIED" / "kernel.cubin": b"tried",
+        triton / "LAUNCHER" / "launcher.so": b"launcher",
+    }
+    for path, data in written.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+    done = LoadedPiece(None, inductor, triton, PieceFiles(artifact=b"artifact", libraries={"0": b"library"}))
+    found = done.with_tuning()
+    assert set(found.inductor) == {"ab/kernel.best_config"}
+    assert found.triton == {"CHOSEN/kernel.cubin": b"chosen", "LAUNCHER/launcher.so": b"launcher"}
+    assert (found.artifact, found.libraries) == (b"artifact", {"0": b"library"})
+    assert done.code() == "# a wrapper"
+
+
+def test_a_library_is_known_by_all_it_is_built_from() -> None:
+    """Source, argument types, flags; not the function that a build is submitted to."""
+    digest = torch_compat.library_digest("Cache", (["float*"], "source"), {"extra_flags": (), "submit_fn": print})
+    same = torch_compat.library_digest("Cache", (["float*"], "source"), {"submit_fn": len, "extra_flags": ()})
+    assert digest == same
+    for args, kwargs in (
+        ((["long"], "source"), {"extra_flags": ()}),
+        ((["float*"], "other"), {"extra_flags": ()}),
+        ((["float*"], "source"), {"extra_flags": ("-O1",)}),
+    ):
+        assert torch_compat.library_digest("Cache", args, kwargs) != digest
