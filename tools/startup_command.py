@@ -140,8 +140,14 @@ def cell(spread: Spread | None) -> str:
 
 
 def piece_lines(start: Start) -> Iterator[str]:
-    """What each unique piece took, which they may do side by side."""
+    """What the cache had, or what each unique piece took, which they may do side by side."""
     report: Mapping[str, Any] = start.report
+    cache: Mapping[str, Any] = report.get("cache", {})
+    if cache.get("state") == "hit":
+        yield f"cache hit, {cache['loaded_pieces']} pieces loaded in {cache['load_seconds']:.2f} s"
+        return
+    if cache.get("reason"):
+        yield f"cache {cache['state']}: {cache['reason']}"
     for row in report.get("unique_pieces", ()):
         shared = f"shared by {row['shared_by']}" if row["shared_by"] > 1 else "of one place"
         yield f"piece {row['index']} ({shared}) compiled in {row['compile_seconds']:.2f} s"

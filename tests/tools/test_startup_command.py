@@ -46,6 +46,8 @@ def test_a_model_that_is_none_is_refused_as_everywhere(tmp_path: Path, capsys: p
 
 def a_start(caches: str, seconds: float, **phases: float) -> Start:
     pieces = [{"index": 0, "shared_by": 2, "compile_seconds": 1.5}]
+    hit = {"state": "hit", "reason": "", "loaded_pieces": 3, "load_seconds": 0.25}
+    cache = {"state": "miss", "reason": "no such entry"} if caches == COLD else hit
     return Start(
         compiler="inductor",
         caches=caches,
@@ -53,7 +55,7 @@ def a_start(caches: str, seconds: float, **phases: float) -> Start:
         phases=phases,
         unnamed=seconds - sum(phases.values()),
         spans=phases,
-        report={"unique_pieces": pieces if caches == COLD else []},
+        report={"unique_pieces": pieces, "cache": cache},
         graphs={},
         notes=("a note",),
     )
@@ -71,5 +73,9 @@ def test_the_table() -> None:
     assert cells["to the first token"] == ["11.00", "(10.00-12.00)", "2.00"]
     assert cells["of that ours"] == ["10.00", "(9.00-11.00)", "1.00"]
     assert cells["of the first column"] == ["1.00x", "0.18x"]
-    assert "inductor cold: piece 0 (shared by 2) compiled in 1.50 s" in lines
-    assert lines[-1] == "note: a note"
+    assert lines[-4:] == [
+        "inductor cold: cache miss: no such entry",
+        "inductor cold: piece 0 (shared by 2) compiled in 1.50 s",
+        "inductor warm: cache hit, 3 pieces loaded in 0.25 s",
+        "note: a note",
+    ]
