@@ -12,6 +12,8 @@ from piecegraph.cache.files import NotARegularFile, read_regular, write_atomical
 from piecegraph.cache.layout import Layout
 from piecegraph.cache.quarantine import quarantine
 
+OWNER_ONLY = 0o600
+
 
 class BlobTrouble(enum.Enum):
     MISSING = "missing"
@@ -30,8 +32,9 @@ def get_blob(layout: Layout, ref: BlobRef) -> bytes | BlobTrouble:
     return data if right else BlobTrouble.CORRUPT
 
 
-def put_blob(layout: Layout, data: bytes, mode: int = 0o600) -> bool:
-    """Store `data`; False where it was there already, which makes it fresh for `collect`. Raises OSError.
+def put_blob(layout: Layout, data: bytes, mode: int = OWNER_ONLY) -> bool:
+    """Store `data`; False where it was there already, which makes it fresh for `collect`, and readable for all that
+    `mode` says. Raises OSError.
 
     In either case its name is safe only once the folder is synced: who put it there may not have come to that.
     """
@@ -44,6 +47,8 @@ def put_blob(layout: Layout, data: bytes, mode: int = 0o600) -> bool:
     if there:
         try:
             os.utime(path)
+            if mode != OWNER_ONLY:
+                os.chmod(path, mode)
             return False
         except OSError as error:
             if error.errno != errno.ENOENT:  # collected since we looked: written again below

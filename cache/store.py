@@ -115,7 +115,8 @@ class Store:
 
         `key_file`: the user's own key, made at the first save; None: `layout.default_key_file()`.
         `signing_key_file`: a key whose entries count as well; needed to read another user's root. A public key does.
-        `publish`: save for other users, signed with that key, which must be one that signs, and readable by all.
+        `publish`: save for other users, signed with that key, which must be one that signs, and readable by all. Only
+        what that key has signed counts then: readers do not hold the user's own.
         Raises `CacheError` (which says what to do; a compiler goes on uncached), OSError.
         """
         assert not publish or signing_key_file is not None, "publish signs with the key in signing_key_file"
@@ -129,8 +130,9 @@ class Store:
         access = _check_folders(layout, has_signing_key=signing is not None)
         key_file = default_key_file() if key_file is None else key_file
         own = None
-        with contextlib.suppress(FileNotFoundError):
-            own = read_own_key(key_file)
+        if not publish:
+            with contextlib.suppress(FileNotFoundError):
+                own = read_own_key(key_file)
         return cls(layout, access, key_file, Keyring(own, signing), publish)
 
     def load(self, key: str) -> Loaded | Miss:
@@ -256,7 +258,7 @@ class Store:
     @property
     def keyring(self) -> Keyring:
         """The keys that count. Looked up anew while there is no own key: another process may have made it."""
-        if self._keyring.own is None:
+        if self._keyring.own is None and not self._publish:
             with contextlib.suppress(OSError, UntrustedCache):
                 self._keyring = replace(self._keyring, own=read_own_key(self._key_file))
         return self._keyring

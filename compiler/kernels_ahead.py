@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
 
 from piecegraph.compiler.split_ops import op_name
 from piecegraph.passes.torch_ir import value_of
@@ -31,7 +32,10 @@ def launches_ahead(
     """A call of each op of ours on a GPU, for each kind of arguments it is called with and each of `ROWS`.
 
     `bound`: the tensors of placeholders by name. What is not among them is zeros, its symbolic sizes as many rows.
+    Where they are fake, nothing will be called, and nothing is called ahead.
     """
+    if any(isinstance(tensor, FakeTensor) for tensor in bound.values()):
+        return []
     launches: dict[object, Launch] = {}
     for node in graph.nodes:
         if node.op != "call_function" or not op_name(node.target).startswith("piecegraph::") or is_split_op(node):

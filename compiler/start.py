@@ -30,13 +30,16 @@ def start(
     *,
     on_phase: OnPhase,
     before_compile: BeforeCompile | None,
+    cache: CompileCache | None = None,
 ) -> Ready:
-    """`module` compiled for calls like this one. Raises as `piecegraph.compile`; nothing that is wrong with the cache
-    is ever raised, it is in the report.
+    """`module` compiled for calls like this one, over `cache`; None: the one that `config` and the environment choose.
+    Raises as `piecegraph.compile`; nothing that is wrong with the cache is ever raised, it is in the report.
+
+    Parameters and buffers may be fake tensors: then what is compiled can be kept, and cannot be called.
 
     Of processes that need the same model at once, one compiles and the others wait.
     """
-    cache = CompileCache.open(config)
+    cache = CompileCache.open(config) if cache is None else cache
 
     def compile_now() -> tuple[Ready, str]:
         """The model, and why it is not stored."""

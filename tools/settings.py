@@ -18,7 +18,7 @@ from piecegraph.tools.options import COMPILE_FLAGS, LLM_FLAGS, SAMPLING_FLAGS
 def known_variables() -> list[str]:
     """Every `PIECEGRAPH_*` variable that something reads."""
     flags = (*LLM_FLAGS, *COMPILE_FLAGS, *SAMPLING_FLAGS)
-    return [environment.CACHE, environment.CACHE_DIR, *(flag.variable for flag in flags)]
+    return [environment.CACHE, environment.CACHE_DIR, environment.SIGNING_KEY_FILE, *(flag.variable for flag in flags)]
 
 
 def check_environment() -> None:

@@ -23,27 +23,26 @@ logger = logging.getLogger(__name__)
 
 
 class CompileCache:
-    """Made by `open`. `keeps` is what of it may be used; `reason` why that is not all of it."""
+    """Made by `open`, or over a store of the caller's. `keeps` is what of it may be used; `reason` why that is not all
+    of it. Without `reads` nothing is loaded: all is compiled anew, and takes the place of what was there."""
 
-    def __init__(self, store: Store | None, keeps: bool | str, reason: str = "") -> None:
+    def __init__(self, store: Store | None, keeps: bool | str, reason: str = "", *, reads: bool = True) -> None:
         self.store = store
         self.keeps = keeps
         self.reason = reason
+        self._reads = reads
         self.misses: dict[str, str] = {}  # key -> why there was nothing to load
 
     @classmethod
     def open(cls, config: CompileConfig) -> CompileCache:
         """The cache that `config` and the environment choose. Raises `ConfigError` for a `PIECEGRAPH_CACHE` that
         means nothing; a folder that is not to be trusted is a warning, and the compile goes on without a cache."""
-        keeps, reason = _chosen(config)
-        if config.dump_dir is not None:
-            keeps, reason = False, "dump_dir shows a compile"
-        if config.compiler == "eager":
-            keeps, reason = False, "eager pieces are not stored"
+        keeps, reason = what_is_kept(config)
         if keeps is False:
             return cls(None, False, reason)
         root = cache_root() if config.cache_dir is None else Path(config.cache_dir).expanduser().absolute()
-        signing = None if config.signing_key_file is None else Path(config.signing_key_file).expanduser()
+        key_file = config.signing_key_file or environment.read(environment.SIGNING_KEY_FILE)
+        signing = None if key_file is None else Path(key_file).expanduser()
         try:
             return cls(Store.open(root, signing_key_file=signing), keeps, reason)
         except (CacheError, OSError) as error:
@@ -58,6 +57,9 @@ class CompileCache:
     def load(self, key: str) -> Loaded | None:
         """What is under `key`, authenticated; None, and a reason in `misses`, where there is nothing to be used."""
         if self.store is None:
+            return None
+        if not self._reads:
+            self.misses[key] = "nothing was to be loaded"
             return None
         found = self.store.load(key)
         if isinstance(found, Loaded):
@@ -95,6 +97,17 @@ class CompileCache:
             "transformers": version_of("transformers"),
         }
         return {name: version for name, version in found.items() if version is not None}
+
+
+def what_is_kept(config: CompileConfig) -> tuple[bool | str, str]:
+    """How much of what `config` compiles is kept, a value of `CompileConfig.cache`, and why not all of it. Raises
+    `ConfigError` for a `PIECEGRAPH_CACHE` that means nothing."""
+    keeps = _chosen(config)
+    if config.compiler == "eager":
+        return False, "eager pieces are not stored"
+    if config.dump_dir is not None:
+        return False, "dump_dir shows a compile"
+    return keeps
 
 
 def _chosen(config: CompileConfig) -> tuple[bool | str, str]:

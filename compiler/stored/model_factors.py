@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from piecegraph.cache.keys import plain
 from piecegraph.compiler.pass_contexts import is_alone
@@ -107,7 +108,8 @@ def _weights(module: nn.Module) -> dict[str, Any]:
 
 def _tensor_text(tensor: torch.Tensor) -> str:
     kind = type(tensor)
-    subclass = "" if kind in (torch.Tensor, nn.Parameter) else f" {_class_name(kind)}"
+    is_plain = kind in (torch.Tensor, nn.Parameter, FakeTensor)  # a fake one stands for one of the others
+    subclass = "" if is_plain else f" {_class_name(kind)}"
     dtype = str(tensor.dtype).removeprefix("torch.")
     gradient = " requires_grad" if tensor.requires_grad else ""
     return f"{dtype} {tensor.device} {tuple(tensor.shape)} {tuple(tensor.stride())}{gradient}{subclass}"

@@ -102,7 +102,8 @@ class CompileConfig:
     """Folder of the cache; None: `PIECEGRAPH_CACHE_DIR`, or the user's cache directory."""
 
     signing_key_file: str | None = None
-    """A key whose entries count as well as the user's own (docs/cache.md): for a cache that another user made."""
+    """A key whose entries count as well as the user's own (docs/cache.md): for a cache that another user made. None:
+    `PIECEGRAPH_SIGNING_KEY_FILE`."""
 
     def __post_init__(self) -> None:
         if isinstance(self.split_ops, str):

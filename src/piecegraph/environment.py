@@ -18,6 +18,9 @@ CACHE_DIR = "PIECEGRAPH_CACHE_DIR"
 CACHE = "PIECEGRAPH_CACHE"
 """How much of what is compiled is kept: `on`, `pieces` or `off` (`CompileConfig.cache`)."""
 
+SIGNING_KEY_FILE = "PIECEGRAPH_SIGNING_KEY_FILE"
+"""A key whose entries count as well as the user's own (`CompileConfig.signing_key_file`)."""
+
 
 def read(name: str) -> str | None:
     """The value of `name`; None when it is unset or empty."""
