@@ -72,8 +72,9 @@ class CacheReport:
     reason: str = ""  # why it is no hit
     not_stored: str = ""  # why the next start will not find what was compiled here; empty: it will, or need not
     loaded_pieces: int = 0  # unique and static pieces that were loaded
-    load_seconds: float = 0.0  # of a hit: all it took but imports
+    load_seconds: float = 0.0  # of a hit: all it took but the two below
     import_seconds: float = 0.0  # of a hit: what torch had still to import
+    bind_seconds: float = 0.0  # of a hit: weights stored together again (`merge-projections`), if read only now
     saved_seconds: float = 0.0  # what took longer when it was compiled, less `load_seconds`
 
 
@@ -160,7 +161,7 @@ class CompileReport:
         if found.state == "hit":
             why = (
                 f": loaded in {found.load_seconds:.2f} s, imports {found.import_seconds:.2f} s, "
-                f"saved {found.saved_seconds:.2f} s"
+                f"weights {found.bind_seconds:.2f} s, saved {found.saved_seconds:.2f} s"
             )
         lines = [f"cache {found.state}{key}{why}"]
         if found.loaded_pieces and found.state != "hit":

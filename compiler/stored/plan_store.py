@@ -80,6 +80,7 @@ class PlanStore:
         Raises `PassExpectation` as the compile would have, and what `before_compile` raises.
         """
         assert self.key is not None, "there is nothing to look for"
+        started = time.perf_counter()
         loaded = self.cache.load(self.key)
         if loaded is None:
             return None
@@ -99,20 +100,25 @@ class PlanStore:
         self._check_expected(stored.report)
         if before_compile is not None:
             before_compile(stored.split_calls)
+        begin = time.perf_counter()
         bound = bind(stored, members, constants)
+        bind_seconds = time.perf_counter() - begin
         ready = self._ready(stored, loaded, pieces, bound)
-        seconds = time.perf_counter() - self.began - import_seconds
+        seconds = time.perf_counter() - started - import_seconds - bind_seconds
+        with_key = time.perf_counter() - self.began - import_seconds - bind_seconds
         detail = f"{len(stored.plan.piece_steps)} pieces, {len(stored.pieces)} unique"
         on_phase(Phase(name="import_loader", seconds=import_seconds))
         on_phase(Phase(name="load_compiled", seconds=seconds, detail=detail))
+        on_phase(Phase(name="bind_weights", seconds=bind_seconds))
         took = sum(loaded.entry.seconds.values()) + sum(sum(each.facts.seconds.values()) for each in pieces.values())
         report = CacheReport(
             state="hit",
             key=self.key,
             loaded_pieces=len(pieces),
-            load_seconds=seconds,
+            load_seconds=with_key,
             import_seconds=import_seconds,
-            saved_seconds=max(took - seconds, 0.0),
+            bind_seconds=bind_seconds,
+            saved_seconds=max(took - with_key, 0.0),
         )
         return ready.with_report(replace(ready.built.report, cache=report))
 

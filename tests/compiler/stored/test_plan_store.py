@@ -49,7 +49,7 @@ def test_a_load_is_bitwise_the_compile_and_traces_nothing(whole_cache: Path, mon
     assert [piece.text for piece in warm.unique_pieces] == [piece.text for piece in cold.unique_pieces]
     assert [piece.pieces for piece in warm.unique_pieces] == [piece.pieces for piece in cold.unique_pieces]
     assert [row.key for row in warm.report().unique_pieces] == [row.key for row in cold.report().unique_pieces]
-    assert {phase.name for phase in phases} == {"cache_key", "import_loader", "load_compiled"}
+    assert {phase.name for phase in phases} == {"cache_key", "import_loader", "load_compiled", "bind_weights"}
     found = warm.report().cache
     assert found.loaded_pieces == warm.report().num_unique_pieces
     assert found.saved_seconds > 0
