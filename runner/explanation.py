@@ -22,7 +22,7 @@ from piecegraph.passes.pipeline import default_passes, pipeline
 from piecegraph.progress import OnPhase
 from piecegraph.runner.attention.backend import AttentionBackend
 from piecegraph.runner.attention.layer import AttentionLayer, attention_layers
-from piecegraph.runner.attention.op import ATTENTION_OPS
+from piecegraph.runner.attention.op_call import ATTENTION_OPS
 from piecegraph.runner.attention.select import BackendChoice, check_backend_name, choose_backend
 from piecegraph.runner.capture_sizes import check_capture_sizes
 from piecegraph.runner.causal_lm import DYNAMIC_DIMS, CausalLMForward, example_inputs

@@ -16,7 +16,7 @@ from piecegraph.compiler.plan import CallStep, PieceStep, Plan, Step
 from piecegraph.compiler.split_ops import op_name
 from piecegraph.passes.effects import is_pure
 from piecegraph.passes.torch_ir import value_of
-from piecegraph.runner.attention.op import ATTENTION_OP
+from piecegraph.runner.attention.op_call import ATTENTION_OP
 
 ROPE_ATTENTION_OP = "piecegraph::rope_attention"
 """What `fuse-rope-kv-write` makes of it."""

@@ -25,8 +25,7 @@ from piecegraph.errors import SelfcheckFailed
 from piecegraph.passes.pipeline import pipeline
 from piecegraph.progress import OnPhase, Phase
 from piecegraph.runner.attention.kernels.reference import rotated
-from piecegraph.runner.attention.op import LAYER_ARGUMENTS, ROPE_ATTENTION_OP
-from piecegraph.runner.attention.rotary import Rotary
+from piecegraph.runner.attention.op_call import call_of
 from piecegraph.runner.causal_lm import DYNAMIC_DIMS, CausalLMForward, example_inputs
 from piecegraph.runner.engine import Engine
 from piecegraph.runner.model_runner import ModelRunner
@@ -72,29 +71,21 @@ class AttentionView:
         self._sequence = sequence
 
     def reads(self, op: str, args: Sequence[Any]) -> Mapping[str, torch.Tensor]:
-        query, key, value = args[:3]
-        if op == ROPE_ATTENTION_OP:
-            cos, sin, q_norm_weight, k_norm_weight, norm_eps, norm_offset = args[4:-LAYER_ARGUMENTS]
-            rotary = Rotary(
-                cos=cos,
-                sin=sin,
-                q_norm_weight=q_norm_weight,
-                k_norm_weight=k_norm_weight,
-                norm_eps=norm_eps,
-                norm_offset=norm_offset,
-            )
-            query, key = rotated(query, key, rotary)
-        return {"query": query, "key": key, "value": value}
+        call = call_of(op, args)
+        query, key = call.query, call.key
+        if call.rotary is not None:
+            query, key = rotated(query, key, call.rotary)
+        return {"query": query, "key": key, "value": call.value}
 
     def run(self, op: str, args: Sequence[Any]) -> None:
         found = self.reads(op, args)
-        scale, window, softcap, sinks, _unsupported, _layer = args[-LAYER_ARGUMENTS:]
-        out = self.written(op, args)
+        call = call_of(op, args)
+        out, window, softcap, sinks = call.out, call.window, call.softcap, call.sinks
         for first in range(0, out.shape[0], self._sequence):
             rows = slice(first, first + self._sequence)
             query, key, value = (found[name][rows].float().transpose(0, 1) for name in ("query", "key", "value"))
             group = query.shape[0] // key.shape[0]
-            scores = query @ key.repeat_interleave(group, 0).mT * scale
+            scores = query @ key.repeat_interleave(group, 0).mT * call.scale
             if softcap:
                 scores = softcap * torch.tanh(scores / softcap)
             length = torch.arange(scores.shape[-1], device=scores.device)
@@ -107,8 +98,7 @@ class AttentionView:
             out[rows] = (weights @ value.repeat_interleave(group, 0)).transpose(0, 1).to(out.dtype)
 
     def written(self, op: str, args: Sequence[Any]) -> torch.Tensor:
-        out: torch.Tensor = args[3]
-        return out
+        return call_of(op, args).out
 
 
 def selfcheck(

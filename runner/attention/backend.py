@@ -55,7 +55,7 @@ class AttentionImpl(Protocol):
         metadata: AttentionMetadata,
         rotary: Rotary | None = None,
     ) -> None:
-        """One layer. Writes `key` and `value` into `kv_cache` by slot, then `out`. Shapes: `op.attention`.
+        """One layer. Writes `key` and `value` into `kv_cache` by slot, then `out`. Shapes: `op_call.AttentionCall`.
 
         With `rotary`, query and key are normed and rotated on the way: the cache gets rotated keys, and rows of
         `query` may be overwritten (once a call: a row that is rotated in place is read rotated).

@@ -9,7 +9,7 @@ import torch
 
 from piecegraph.compiler.plan import SplitCall, TensorSpec
 from piecegraph.errors import UnsupportedModel
-from piecegraph.runner.attention.op import ATTENTION_OPS, LAYER_ARGUMENTS
+from piecegraph.runner.attention.op_call import ATTENTION_OPS, call_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,11 +49,10 @@ def attention_layers(calls: Sequence[SplitCall]) -> tuple[AttentionLayer, ...]:
 
 
 def _attention_layer(call: SplitCall) -> AttentionLayer:
-    query, key, value = call.args[:3]
-    scale, window, softcap, sinks, unsupported, name = call.args[-LAYER_ARGUMENTS:]
-    if unsupported:
-        raise UnsupportedModel(f"{name}: {unsupported}")
-    assert all(isinstance(spec, TensorSpec) for spec in (query, key, value)), call
+    asked = call_of(call.op, call.args)
+    query, key, value, name = *(_spec(each) for each in asked[:3]), asked.layer
+    if asked.unsupported:
+        raise UnsupportedModel(f"{name}: {asked.unsupported}")
     return AttentionLayer(
         name=name,
         num_q_heads=_static(query, 1, name),
@@ -61,11 +60,16 @@ def _attention_layer(call: SplitCall) -> AttentionLayer:
         key_dim=_static(key, 2, name),
         value_dim=_static(value, 2, name),
         dtype=key.dtype,
-        scale=float(scale),
-        window=int(window),
-        softcap=float(softcap),
-        has_sinks=sinks is not None,
+        scale=float(asked.scale),
+        window=int(asked.window),
+        softcap=float(asked.softcap),
+        has_sinks=asked.sinks is not None,
     )
+
+
+def _spec(found: object) -> TensorSpec:
+    assert isinstance(found, TensorSpec), found
+    return found
 
 
 def _static(spec: TensorSpec, dim: int, name: str) -> int:

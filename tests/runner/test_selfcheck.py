@@ -10,7 +10,7 @@ import torch
 
 from piecegraph import LLM
 from piecegraph.errors import SelfcheckFailed
-from piecegraph.runner.attention.op import ATTENTION_OP, ROPE_ATTENTION_OP
+from piecegraph.runner.attention.op_call import ATTENTION_OP, ROPE_ATTENTION_OP
 from piecegraph.runner.cudagraph_manager import CudaGraphManager
 from piecegraph.runner.selfcheck import AttentionView
 from tests.runner.tiny_models import llama_config, make_model, random_model, save

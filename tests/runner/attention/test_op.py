@@ -8,8 +8,9 @@ import torch
 from piecegraph.compiler.graphs.prepared_ops import prepared_ops
 from piecegraph.compiler.plan import SplitCall, TensorSpec
 from piecegraph.errors import UnsupportedModel
+from piecegraph.runner.attention import op as _op  # noqa: F401  (registers the ops)
 from piecegraph.runner.attention.layer import AttentionLayer, attention_layers
-from piecegraph.runner.attention.op import ATTENTION_OP, ATTENTION_OPS, ROPE_ATTENTION_OP
+from piecegraph.runner.attention.op_call import ATTENTION_OP, ATTENTION_OPS, ROPE_ATTENTION_OP
 from piecegraph.runner.attention.triton_backend import TritonBackend
 from piecegraph.runner.forward_context import ForwardContext, set_forward_context
 from tests.runner.attention.rotary_case import RotaryCase, check_rotated_cache, make_rotary_case
