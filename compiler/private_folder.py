@@ -10,6 +10,8 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from piecegraph.paths import cache_root
+
 _serial = itertools.count()
 
 
@@ -23,6 +25,16 @@ def private_folder(name: str) -> Path:
 @functools.cache
 def _root(pid: int) -> Path:
     """Of this process and not of one it was forked from."""
-    root = Path(tempfile.mkdtemp(prefix="piecegraph-"))  # 0700
+    root = Path(tempfile.mkdtemp(prefix="piecegraph-", dir=_parent()))  # 0700
     atexit.register(lambda: shutil.rmtree(root, ignore_errors=True) if os.getpid() == pid else None)
+    return root
+
+
+def _parent() -> Path:
+    """Where temporary files go; the cache's root where that is mounted so that no code runs from it."""
+    temporary = Path(tempfile.gettempdir())
+    if not os.statvfs(temporary).f_flag & os.ST_NOEXEC:
+        return temporary
+    root = cache_root()
+    root.mkdir(mode=0o700, parents=True, exist_ok=True)
     return root
