@@ -29,7 +29,7 @@ CHUNK = frozenset({torch.chunk, "chunk"})
 SPLIT = frozenset({torch.split, "split", torch.functional.split, torch.split_with_sizes, "split_with_sizes"})
 GETITEM = frozenset({operator.getitem})
 TRANSPOSE = frozenset({torch.transpose, torch.swapaxes, "transpose", "swapaxes"})
-CASTS = frozenset({"to", "type", "type_as", "float", "half", "bfloat16", "double"})
+CASTS = frozenset({"to", "type", "type_as", "float", "half", "bfloat16", "double", "int", "long"})
 """Spellings: functions, and methods by name. In-place forms are none of them."""
 
 

@@ -50,6 +50,19 @@ def test_every_layer_matches(family: str, before: tuple[GraphPass, ...], dtype: 
         assert weights.meta["example_value"].shape == ids.meta["example_value"].shape
 
 
+@pytest.mark.parametrize("family", LAYERS)
+def test_every_layer_matches_as_traced_on_a_gpu(family: str) -> None:
+    """There the count is one of int32, on a CPU one of floats."""
+    graph, context = traced_family(family, torch.bfloat16)
+    for count in named(graph, "histc"):
+        (ids,) = count.all_input_nodes
+        assert ids.op == "call_method" and ids.target == "float"
+        ids.target = "int"
+        ids.meta["example_value"] = ids.meta["example_value"].int()
+    assert FuseMoe().apply(graph, context) == PassResult(LAYERS[family])
+    assert not named(graph, "histc")
+
+
 def test_another_order_of_weights_is_read_as_a_view() -> None:
     """Stored `[experts, in, out]`, as some families have them."""
     graph, context = traced_family("mixtral", torch.bfloat16)

@@ -14,7 +14,7 @@ from piecegraph.errors import ConfigError, ModelNotFound, UsageError
 from piecegraph.runner.engine_config import DEFAULT_COMPILE_SIZES, EngineConfig
 from piecegraph.runner.explanation import Explanation, explain
 from piecegraph.runner.model_loader import ModelSource
-from tests.runner.tiny_models import llama_config, make_config
+from tests.runner.tiny_models import FAMILIES, llama_config, make_config
 
 FULL, PIECEWISE, NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: nothing is assumed")
@@ -115,6 +115,15 @@ def test_a_gpu_is_assumed(config: EngineConfig) -> None:
     assert (explained.decode[-1].first, explained.decode[-1].last, explained.decode[-1].num_tokens) == (97, 100, 100)
     assert explained.mixed[-1].num_tokens == 8192
     assert explained.slower_paths == ()
+
+
+@NO_GPU
+def test_experts_are_fused_on_an_assumed_gpu(tmp_path: Path) -> None:
+    """Transformers traces them otherwise there."""
+    FAMILIES["qwen3-moe"]().save_pretrained(str(tmp_path))
+    explained = explain(EngineConfig(source=ModelSource(model=str(tmp_path)), max_model_len=64), assume_gpu=True)
+    (moe,) = (row for row in explained.report.passes if row.name == "fuse-moe")
+    assert (moe.matches, moe.misses) == (2, ())
 
 
 @NO_GPU
