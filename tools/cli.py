@@ -19,6 +19,7 @@ from piecegraph.tools.lazy_group import LazyGroup
 
 COMMANDS = {
     "run": ("piecegraph.tools.run_command", "Stream a model's answer to a prompt."),
+    "compile": ("piecegraph.tools.compile_command", "Fill the cache with a model, from its config alone."),
     "explain": (
         "piecegraph.tools.explain_command",
         "Pieces, dispatch table, and why anything is slower than asked for.",

@@ -24,11 +24,12 @@ class Place:
     root: Path
     set_by: str  # the option or variable that decided it, or "the platform"
     signing_key_file: Path | None = None
+    publish: bool = False  # what is saved is signed with that key, and readable by others
 
     def open(self) -> Store:
         """Raises `CacheError` with what to do."""
         try:
-            return Store.open(self.root, signing_key_file=self.signing_key_file)
+            return Store.open(self.root, signing_key_file=self.signing_key_file, publish=self.publish)
         except OSError as error:
             raise CacheError(f"the cache at {self.root} (set by {self.set_by}) cannot be read: {error}") from error
 
@@ -45,6 +46,8 @@ class Place:
 
 def place(cache_dir: Path | None, signing_key_file: Path | None) -> Place:
     """The option decides, then the environment, then the platform."""
+    if signing_key_file is None and (named := environment.read(environment.SIGNING_KEY_FILE)) is not None:
+        signing_key_file = Path(named).expanduser()
     if cache_dir is not None:
         return Place(cache_dir.expanduser().absolute(), "--cache-dir", signing_key_file)
     is_set = environment.read(environment.CACHE_DIR) is not None

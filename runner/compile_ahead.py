@@ -1,0 +1,89 @@
+"""What `LLM` would compile, compiled for the cache alone: from the model's config, without weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from piecegraph.cache.store import Store
+from piecegraph.compiler.report import CompileReport
+from piecegraph.compiler.start import start
+from piecegraph.compiler.stored.compile_cache import CompileCache, what_is_kept
+from piecegraph.compiler.stored.plan_store import PlanStore
+from piecegraph.compiler.trace import ExampleCall
+from piecegraph.errors import CacheError, CompileError, ConfigError, KeyFactorError
+from piecegraph.progress import OnPhase
+from piecegraph.runner.attention.layer import attention_layers
+from piecegraph.runner.attention.select import check_backend_name
+from piecegraph.runner.causal_lm import DYNAMIC_DIMS, CausalLMForward, example_inputs
+from piecegraph.runner.engine_config import EngineConfig, static_sizes
+from piecegraph.runner.model_support import check_layers
+from piecegraph.runner.without_weights import load_without_weights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompiledAhead:
+    """A model in the cache."""
+
+    key: str  # of its plan
+    was_there: bool  # nothing had to be compiled
+    report: CompileReport
+    notes: tuple[str, ...]
+
+
+def check_can_compile_for(device: str | torch.device | None) -> None:
+    """Raise `CompileError` if code for `device` cannot be generated here."""
+    if device is None or not str(device).startswith("cuda") or torch.cuda.is_available():
+        return
+    build = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
+    raise CompileError(
+        f"device={str(device)!r}: code for an NVIDIA GPU is generated, and measured, on that GPU, and torch sees none "
+        f"here (torch {torch.__version__} is built {build}). Compile where there is one of the kind that will run the "
+        "model, with the same driver and the same CUDA build of torch; or take device='cpu' for a machine like this."
+    )
+
+
+def compile_ahead(
+    config: EngineConfig, store: Store, *, anew: bool = False, on_phase: OnPhase | None = None
+) -> CompiledAhead:
+    """Have in `store` what an `LLM` with this config, its weights and this very machine would look for.
+
+    `anew`: compile all of it again, whatever is there.
+
+    Raises what `LLM` would for the model and the config; `CompileError` for a device that is not here; `ConfigError`
+    for a config, or an environment, by which nothing is kept, and for a model of which no key can be made;
+    `CacheError` for what was compiled and could not be stored.
+    """
+    check_backend_name(config.attention_backend)
+    check_can_compile_for(config.device)
+    keeps, why_not = what_is_kept(config.compile)
+    if keeps is not True:
+        raise ConfigError(f"there is nothing to fill a cache with: {why_not}. Leave that setting out.")
+    loaded = load_without_weights(config, on_phase)
+    module = CausalLMForward(loaded.model)
+    compile = replace(config.compile, compile_sizes=static_sizes(config, is_cuda=loaded.device.type == "cuda"))
+    cache = CompileCache(store, True, reads=not anew)
+    inputs = example_inputs(loaded.device)
+    with torch.no_grad():
+        plans = PlanStore.of(cache, module, ExampleCall.of(module, inputs, {}, DYNAMIC_DIMS), compile)
+        if plans.key is None:
+            raise KeyFactorError(f"nothing of this model can be kept: {plans.reason}")
+        report = start(
+            module,
+            inputs,
+            {},
+            DYNAMIC_DIMS,
+            compile,
+            on_phase=on_phase or (lambda phase: None),
+            before_compile=lambda calls: check_layers(attention_layers(calls), loaded.config),
+            cache=cache,
+        ).built.report
+    if report.cache.not_stored:
+        raise CacheError(f"the model was compiled, and is not in the cache: {report.cache.not_stored}")
+    return CompiledAhead(
+        key=plans.key,
+        was_there=report.cache.state == "hit",
+        report=report,
+        notes=loaded.notes,
+    )
