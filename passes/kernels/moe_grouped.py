@@ -9,6 +9,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from piecegraph.passes.kernels.gated import gated
 from piecegraph.passes.kernels.moe_config import MoeConfig
+from piecegraph.passes.kernels.moe_launch import launch_product
 from piecegraph.passes.kernels.moe_route import route
 from piecegraph.passes.kernels.overlapped import OverlappedKernel
 
@@ -32,45 +33,25 @@ def moe_grouped(
     num_blocks = routed.block_expert.shape[0]
     precision = "ieee" if x.dtype == torch.float32 else "tf32"
     inner = x.new_empty(num_pairs, size)
-    _gate_up.launch(
+    sizes = {"HIDDEN": hidden, "SIZE": size}
+    rows = {"PRECISION": precision, "BLOCK_M": config.block_m}
+    launch_product(
+        _gate_up,
         (num_blocks, triton.cdiv(size, config.gate_up.block_n), 1),
         (x, *routed, gate_up, inner, num_pairs),
-        {
-            "X_STRIDE": x.stride(0),
-            "EXPERT_STRIDE": gate_up.stride(0),
-            "ROW_STRIDE": gate_up.stride(1),
-            "COLUMN_STRIDE": gate_up.stride(2),
-            "TOP_K": top_k,
-            "HIDDEN": hidden,
-            "SIZE": size,
-            "ACTIVATION": activation,
-            "PRECISION": precision,
-            "BLOCK_M": config.block_m,
-            "BLOCK_N": config.gate_up.block_n,
-            "BLOCK_K": config.gate_up.block_k,
-            "STAGES": config.gate_up.num_stages,
-        },
-        num_warps=config.gate_up.num_warps,
-        num_stages=config.gate_up.num_stages,
+        gate_up,
+        {"TOP_K": top_k, **sizes, "ACTIVATION": activation, **rows},
+        config.gate_up,
+        x_stride=x.stride(0),
     )
     results = torch.empty(num_pairs, hidden, dtype=torch.float32, device=x.device)
-    _down.launch(
+    launch_product(
+        _down,
         (num_blocks, triton.cdiv(hidden, config.down.block_n), 1),
         (inner, *routed, topk_weights, down, results, num_pairs),
-        {
-            "EXPERT_STRIDE": down.stride(0),
-            "ROW_STRIDE": down.stride(1),
-            "COLUMN_STRIDE": down.stride(2),
-            "HIDDEN": hidden,
-            "SIZE": size,
-            "PRECISION": precision,
-            "BLOCK_M": config.block_m,
-            "BLOCK_N": config.down.block_n,
-            "BLOCK_K": config.down.block_k,
-            "STAGES": config.down.num_stages,
-        },
-        num_warps=config.down.num_warps,
-        num_stages=config.down.num_stages,
+        down,
+        {**sizes, **rows},
+        config.down,
     )
     out = x.new_empty(num_tokens, hidden)
     block = min(SUM_BLOCK, triton.next_power_of_2(hidden))

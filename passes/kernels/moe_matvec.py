@@ -9,6 +9,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from piecegraph.passes.kernels.gated import gated
 from piecegraph.passes.kernels.moe_config import MoeConfig
+from piecegraph.passes.kernels.moe_launch import launch_product
 from piecegraph.passes.kernels.overlapped import OverlappedKernel
 
 
@@ -24,42 +25,24 @@ def moe_matvec(
     """See `ops.moe_experts`. Two kernels; the second sums over a token's experts in the order of its choice."""
     (num_tokens, top_k), (hidden, size) = topk_ids.shape, down.shape[1:]
     inner = x.new_empty(num_tokens * top_k, size)
-    _gate_up.launch(
+    sizes = {"TOP_K": top_k, "HIDDEN": hidden, "SIZE": size}
+    launch_product(
+        _gate_up,
         (num_tokens * top_k, triton.cdiv(size, config.gate_up.block_n), 1),
         (x, topk_ids, gate_up, inner),
-        {
-            "X_STRIDE": x.stride(0),
-            "EXPERT_STRIDE": gate_up.stride(0),
-            "ROW_STRIDE": gate_up.stride(1),
-            "COLUMN_STRIDE": gate_up.stride(2),
-            "TOP_K": top_k,
-            "HIDDEN": hidden,
-            "SIZE": size,
-            "ACTIVATION": activation,
-            "BLOCK_N": config.gate_up.block_n,
-            "BLOCK_K": config.gate_up.block_k,
-            "STAGES": config.gate_up.num_stages,
-        },
-        num_warps=config.gate_up.num_warps,
-        num_stages=config.gate_up.num_stages,
+        gate_up,
+        {**sizes, "ACTIVATION": activation},
+        config.gate_up,
+        x_stride=x.stride(0),
     )
     out = x.new_empty(num_tokens, hidden)
-    _down.launch(
+    launch_product(
+        _down,
         (triton.cdiv(hidden, config.down.block_n), num_tokens, 1),
         (inner, topk_weights, topk_ids, down, out),
-        {
-            "EXPERT_STRIDE": down.stride(0),
-            "ROW_STRIDE": down.stride(1),
-            "COLUMN_STRIDE": down.stride(2),
-            "TOP_K": top_k,
-            "HIDDEN": hidden,
-            "SIZE": size,
-            "BLOCK_N": config.down.block_n,
-            "BLOCK_K": config.down.block_k,
-            "STAGES": config.down.num_stages,
-        },
-        num_warps=config.down.num_warps,
-        num_stages=config.down.num_stages,
+        down,
+        sizes,
+        config.down,
     )
     return out
 

@@ -66,6 +66,8 @@ class OverlappedKernel:
         `constants` in the order of the kernel's parameters."""
         first = arguments[0]
         if not first.is_cuda:
+            names = list(self.kernel.arg_names)[len(arguments) :]
+            assert [*constants, "OVERLAP"] == names, f"constants are {[*constants]}, and the kernel takes {names}"
             self.kernel[grid](*arguments, **constants, OVERLAP=False)
             return
         device = first.get_device()

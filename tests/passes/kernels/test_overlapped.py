@@ -1,0 +1,34 @@
+"""How kernels that overlap are launched, as far as a machine without a GPU can tell."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from piecegraph.passes.kernels.overlapped import OverlappedKernel
+
+
+class Recorder:
+    """In the place of a kernel; keeps what it was called with."""
+
+    arg_names = ("x", "SIZE", "BLOCK", "OVERLAP")
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> Any:
+        return lambda *arguments, **constants: self.calls.append((grid, arguments, constants))
+
+
+def test_over_tensors_of_a_cpu_the_kernel_is_called_as_it_is() -> None:
+    kernel, x = Recorder(), torch.zeros(3)
+    OverlappedKernel(kernel).launch((2, 1, 1), (x,), {"SIZE": 3, "BLOCK": 4}, num_warps=1)
+    assert kernel.calls == [((2, 1, 1), (x,), {"SIZE": 3, "BLOCK": 4, "OVERLAP": False})]
+
+
+def test_constants_in_another_order_are_refused() -> None:
+    """A GPU is given them by place."""
+    with pytest.raises(AssertionError, match=r"constants are \['BLOCK', 'SIZE'\], and the kernel takes \['SIZE', "):
+        OverlappedKernel(Recorder()).launch((1, 1, 1), (torch.zeros(3),), {"BLOCK": 4, "SIZE": 3}, num_warps=1)
