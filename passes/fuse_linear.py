@@ -32,7 +32,6 @@ class FuseLinear(GraphPass):
     """
 
     name: ClassVar[str] = "fuse-linear"
-    reads: ClassVar[tuple[str, ...]] = ("piecegraph.passes.torch_ir",)
 
     max_weight_bytes: int = MAX_WEIGHT_BYTES
 

@@ -39,7 +39,6 @@ class FuseMoe(GraphPass):
     """
 
     name: ClassVar[str] = "fuse-moe"
-    reads: ClassVar[tuple[str, ...]] = ("piecegraph.passes.torch_ir",)
 
     def apply(self, graph: fx.Graph, context: PassContext) -> PassResult:
         matches, misses = 0, []

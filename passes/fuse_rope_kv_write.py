@@ -38,11 +38,6 @@ class FuseRopeKVWrite(GraphPass):
 
     name: ClassVar[str] = "fuse-rope-kv-write"
     replaces_split_ops: ClassVar[bool] = True
-    reads: ClassVar[tuple[str, ...]] = (
-        "piecegraph.passes.rotary_pattern",
-        "piecegraph.passes.effects",
-        "piecegraph.passes.torch_ir",
-    )
 
     def apply(self, graph: fx.Graph, context: PassContext) -> PassResult:
         calls = [node for node in graph.nodes if _op_name(node) == self.attention_op]
