@@ -61,27 +61,44 @@ def test_order_is_part_of_a_pipeline() -> None:
     assert len({pipeline_key(each) for each in ([], [one], [one, other], [other, one])}) == 4
 
 
-def uuid_in_a_fresh_process(folder: Path) -> str:
-    code = "import mine; print(mine.Mine().uuid())"
-    environment = {"PYTHONPATH": ":".join([str(folder), *filter(None, sys.path)]), "PYTHONDONTWRITEBYTECODE": "1"}
-    return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment
-    ).stdout.strip()
+def uuids_in_another_process(*folders: Path) -> list[str]:
+    """Of the class that each folder has; torch is imported once for all of them."""
+    code = """
+import os, sys
+import piecegraph.passes.graph_pass
+for folder in sys.argv[1:]:
+    if os.fork() == 0:
+        sys.path.insert(0, folder)
+        import mine
+        print(mine.Mine().uuid(), flush=True)
+        os._exit(0)
+    os.wait()
+"""
+    environment = {"PYTHONPATH": ":".join(filter(None, sys.path)), "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-c", code, *map(str, folders)]
+    return subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout.split()
+
+
+def folder_of(folder: Path, source: str, words: str) -> Path:
+    folder.mkdir()
+    (folder / "mine.py").write_text(source)
+    (folder / "words_of_mine.py").write_text(words)
+    return folder
 
 
 def test_source_is_part_of_it_and_the_process_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another process with the same files has the same; one line more, in the class's file or in one that it
     names in `reads`, is another pass."""
-    (tmp_path / "mine.py").write_text(SOURCE)
-    (tmp_path / "words_of_mine.py").write_text("A = 1\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
+    first = folder_of(tmp_path / "first", SOURCE, "A = 1\n")
+    second = folder_of(tmp_path / "second", SOURCE, "A = 1\n")
+    other_words = folder_of(tmp_path / "other_words", SOURCE, "A = 2\n")
+    other_source = folder_of(tmp_path / "other_source", SOURCE + "\n# another\n", "A = 1\n")
+    monkeypatch.syspath_prepend(str(first))
     mine: Any = importlib.import_module("mine")
     here = mine.Mine().uuid()
-    assert uuid_in_a_fresh_process(tmp_path) == here
-    (tmp_path / "words_of_mine.py").write_text("A = 2\n")
-    with_other_words = uuid_in_a_fresh_process(tmp_path)
-    (tmp_path / "mine.py").write_text(SOURCE + "\n# another\n")
-    assert len({here, with_other_words, uuid_in_a_fresh_process(tmp_path)}) == 3
+    same, with_other_words, with_other_source = uuids_in_another_process(second, other_words, other_source)
+    assert same == here
+    assert len({here, with_other_words, with_other_source}) == 3
 
 
 def test_a_class_without_a_file_is_itself_in_this_process_alone(monkeypatch: pytest.MonkeyPatch) -> None:

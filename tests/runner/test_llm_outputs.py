@@ -20,6 +20,7 @@ from piecegraph.runner.engine import Engine
 from piecegraph.runner.model_runner import ModelRunner
 from piecegraph.runner.outputs import RequestOutput
 from tests.runner.byte_tokenizer import byte_tokenizer
+from tests.runner.chunking_llm import chunking_llm
 from tests.runner.margin_rule import assert_same_tokens
 
 TOKENIZER = byte_tokenizer()
@@ -35,18 +36,8 @@ LETTERS = replace(RANDOM, temperature=5.0, allowed_token_ids=[A, B, C])
 
 @pytest.fixture(scope="module", params=[False, True], ids=["in-step", "ahead"])
 def llm(llama_dir: Path, request: pytest.FixtureRequest) -> Iterator[LLM]:
-    """Prompts come in chunks, and steps are scheduled before the last one's tokens are known, or not."""
-    with LLM(
-        llama_dir,
-        dtype="float32",
-        compiler="eager",
-        max_num_seqs=8,
-        num_kv_blocks=64,
-        max_num_batched_tokens=7,
-        async_scheduling=request.param,
-    ) as llm:
+    with chunking_llm(llama_dir, is_ahead=request.param) as llm:
         yield llm
-        assert not llm.engine.has_unfinished
 
 
 def ask(llm: LLM, params: SamplingParams, prompt: Sequence[int] = PROMPT) -> RequestOutput:

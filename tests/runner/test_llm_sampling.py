@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from piecegraph import LLM, SamplingParams
 from piecegraph.errors import RequestError
 from tests.runner.byte_tokenizer import byte_tokenizer
+from tests.runner.chunking_llm import chunking_llm
 
 TOKENIZER = byte_tokenizer()
 EOS = 1
@@ -29,18 +30,8 @@ NOISE = 1e-3
 
 @pytest.fixture(scope="module", params=[False, True], ids=["in-step", "ahead"])
 def llm(llama_dir: Path, request: pytest.FixtureRequest) -> Iterator[LLM]:
-    """Prompts come in chunks, and steps are scheduled before the last one's tokens are known, or not."""
-    with LLM(
-        llama_dir,
-        dtype="float32",
-        compiler="eager",
-        max_num_seqs=8,
-        num_kv_blocks=64,
-        max_num_batched_tokens=7,
-        async_scheduling=request.param,
-    ) as llm:
+    with chunking_llm(llama_dir, is_ahead=request.param) as llm:
         yield llm
-        assert not llm.engine.has_unfinished
 
 
 def answer(llm: LLM, params: SamplingParams, prompt: Sequence[int] = PROMPT) -> list[int]:
