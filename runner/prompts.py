@@ -42,7 +42,12 @@ def tokenize(prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None) -> Token
     salt = prompt.get("cache_salt", "")
     if not isinstance(salt, str):
         raise RequestError(f"cache_salt={salt!r}; it must be a string.")
-    return TokenizedPrompt(text=prompt.get("prompt"), token_ids=list(prompt["prompt_token_ids"]), cache_salt=salt)
+    token_ids, text = prompt["prompt_token_ids"], prompt.get("prompt")
+    if not isinstance(token_ids, Sequence) or isinstance(token_ids, str | bytes):
+        raise RequestError(f"prompt_token_ids={token_ids!r}; it must be a list of token ids.")
+    if text is not None and not isinstance(text, str):
+        raise RequestError(f"prompt={text!r}; beside prompt_token_ids it must be their text, or None.")
+    return TokenizedPrompt(text=text, token_ids=list(token_ids), cache_salt=salt)
 
 
 def tokenize_chat(

@@ -26,6 +26,9 @@ def test_text_and_tokens() -> None:
     [
         ({"prompt_token_ids": [5], "cache_salts": "x"}, "takes no 'cache_salts'. Did you mean 'cache_salt'"),
         ({"prompt_token_ids": [5], "multi_modal_data": {}}, "takes no 'multi_modal_data'. Known: cache_salt"),
+        ({"prompt_token_ids": None}, "prompt_token_ids=None; it must be a list of token ids"),
+        ({"prompt_token_ids": "5 6"}, "prompt_token_ids='5 6'; it must be a list of token ids"),
+        ({"prompt_token_ids": [5], "prompt": 7}, "prompt=7; beside prompt_token_ids it must be their text"),
         ({"prompt_token_ids": [5], "cache_salt": 7}, "cache_salt=7; it must be a string"),
         ({"prompt": "text"}, "not a mapping with"),
         ([5, 6], r"not \[5, 6\]"),
