@@ -130,7 +130,7 @@ class Store:
         access = _check_folders(layout, has_signing_key=signing is not None)
         key_file = default_key_file() if key_file is None else key_file
         own = None
-        if not publish:
+        if not publish and access is Access.READ_WRITE:  # nothing of ours is in another user's root
             with contextlib.suppress(FileNotFoundError):
                 own = read_own_key(key_file)
         return cls(layout, access, key_file, Keyring(own, signing), publish)

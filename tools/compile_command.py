@@ -128,7 +128,7 @@ def notes_of(compiled: CompiledAhead) -> tuple[str, ...]:
         if not row.is_used
     ]
     loaded = report.cache.loaded_pieces
-    shared = [f"{loaded} pieces were there already"] if loaded and not compiled.was_there else []
+    shared = [f"pieces that were there already: {loaded}"] if loaded and not compiled.was_there else []
     return (*compiled.notes, *shared, *unused)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from piecegraph.compiler.build import Built
 from piecegraph.compiler.call_targets import NotStorable
@@ -55,10 +56,10 @@ def bindings_of(built: Built, traced: Traced) -> tuple[dict[str, Binding], Bindi
 
 
 def _bytes_of(tensor: torch.Tensor) -> bytes:
+    if tensor.device.type == "meta" or isinstance(tensor, FakeTensor):
+        raise NotStorable("a constant has no values: it stands for one that comes of weights, which were not read")
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
         raise NotStorable(f"a constant is a {type(tensor).__name__}")
-    if tensor.device.type == "meta":
-        raise NotStorable("a constant is a meta tensor, which has no values")
     flat = tensor.detach().cpu().contiguous().flatten()
     return bytes(flat.view(torch.uint8).numpy())
 

@@ -262,7 +262,14 @@ def test_an_image_of_roots_is_read_with_the_public_key_alone(shared: Path) -> No
         with pytest.raises(PermissionError):
             Store.open(shared / "cache", key_file=shared / "no.key", signing_key_file=shared / "image.key")
 
+    def cannot_read_roots_own_key() -> None:
+        """Whose environment is still root's."""
+        store = Store.open(shared / "cache", key_file=shared / "private" / "root.key", signing_key_file=public)
+        assert loads(store, entry)
+
+    (shared / "private").mkdir(mode=0o700)
     files = sorted(shared.rglob("*"))
+    assert as_user(SOMEONE, cannot_read_roots_own_key) == 0
     for user in (SOMEONE, ANOTHER):
         assert as_user(user, read_it) == 0
         assert as_user(user, has_no_private_key) == 0

@@ -232,6 +232,20 @@ def test_another_users_root_is_refused_and_with_its_key_read(tmp_path: Path, mon
     assert (tmp_path / "cache" / "v1" / "blobs").stat().st_mode & 0o777 == 0o755
 
 
+def test_what_only_its_owner_trusts_is_not_published(tmp_path: Path) -> None:
+    """It is saved anew for others, who can read all of it."""
+    create_key_pair(tmp_path / "image.key")
+    own = saved(a_store(tmp_path))
+    publisher = a_store(tmp_path, signing_key_file=tmp_path / "image.key", publish=True)
+    assert missed(publisher, own.key) is MissReason.UNTRUSTED
+    assert saved(publisher).key == own.key
+    assert loads(publisher, own)
+    for ref in own.blobs.values():
+        assert publisher.layout.blob(ref.digest).stat().st_mode & 0o777 == 0o644
+    assert publisher.layout.entry(own.key).stat().st_mode & 0o777 == 0o644
+    assert publisher.layout.entries.stat().st_mode & 0o777 == 0o755
+
+
 def test_nothing_is_published_with_a_public_key(tmp_path: Path) -> None:
     public = create_key_pair(tmp_path / "image.key")
     with pytest.raises(CacheError, match=f"{public} is a public key.*Name the private key"):

@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from piecegraph.compiler.kernels_ahead import ROWS, launches_ahead, meanwhile
 from piecegraph.passes.ops.act_mul import ACT_MUL
@@ -55,6 +56,13 @@ def test_split_ops_and_other_devices_are_left() -> None:
         if node.op != "output":
             node.meta["example_value"] = torch.empty(3, 8)
     assert launches_ahead(graph, lambda node: False, bound) == []
+
+
+def test_where_weights_are_fake_nothing_will_run() -> None:
+    graph, bound = graph_and_weights()
+    with FakeTensorMode() as mode:
+        fake = mode.from_tensor(bound["a"])
+    assert launches_ahead(graph, lambda node: False, {**bound, "a": fake}) == []
 
 
 def test_what_runs_meanwhile_is_done_at_the_end() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from piecegraph.compiler.call_targets import NotStorable
 from piecegraph.compiler.stored.bindings import Bindings, bind, constants_of, members_of
@@ -95,6 +96,13 @@ def test_bytes_that_make_no_such_tensor_are_refused() -> None:
     for blobs in ({}, {"constant/0": b"1234"}):
         with pytest.raises(NotStorable, match="make no tensor"):
             constants_of(plan, blobs)
+
+
+def test_what_comes_of_weights_that_were_not_read_is_no_constant() -> None:
+    with FakeTensorMode():
+        fake = torch.ones(3)
+    with pytest.raises(NotStorable, match="comes of weights, which were not read"):
+        Bindings({id(fake): BoundInput("x", "constant", fake)}).binding(fake)
 
 
 @pytest.mark.parametrize("value", [nn.Linear(1, 1), torch.ones(1, device="meta"), torch.ones(2).to_sparse()])

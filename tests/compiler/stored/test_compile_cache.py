@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,28 @@ def test_a_missing_signing_key_is_a_warning(whole_cache: Path, tmp_path: Path) -
     cache = CompileCache.open(config(signing_key_file=str(tmp_path / "none")))
     assert cache.store is None
     assert "signing key file" in cache.reason
+
+
+def test_the_environment_names_a_signing_key_unless_the_config_does(
+    whole_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PIECEGRAPH_SIGNING_KEY_FILE", str(tmp_path / "none"))
+    assert str(tmp_path / "none") in CompileCache.open(config()).reason
+    assert str(tmp_path / "other") in CompileCache.open(config(signing_key_file=str(tmp_path / "other"))).reason
+
+
+def test_what_is_compiled_anew_takes_the_place_of_what_was_there(whole_cache: Path) -> None:
+    found = CompileCache.open(config())
+    blobs = {"plan": b"{}"}
+    entry = Entry.of({"kind": "plan"}, blobs, created=0.0)
+    found.save(entry, blobs)
+    anew = CompileCache(found.store, True, reads=False)
+    assert anew.load(entry.key) is None
+    assert anew.misses == {entry.key: "nothing was to be loaded"}
+    assert isinstance(anew.save(replace(entry, created=1.0), blobs), Saved)
+    loaded = found.load(entry.key)
+    assert loaded is not None
+    assert loaded.entry.created == 1.0
 
 
 def test_what_is_saved_is_loaded_and_what_is_not_has_a_reason(whole_cache: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from piecegraph.cache.keys import key_of
 from piecegraph.compiler.stored.model_factors import EXCLUDED, MAX_TENSOR_BYTES, model_factors
@@ -135,6 +136,13 @@ def test_class_attributes_are_in_the_key(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_values_of_weights_are_not() -> None:
     assert key(Small(seed=0)) == key(Small(seed=1))
+
+
+def test_a_fake_weight_stands_for_a_real_one() -> None:
+    with FakeTensorMode():
+        fake = Small()
+    assert key(fake) == key(Small())
+    assert key(Small().double()) != key(fake)
 
 
 def test_layers_are_one_row() -> None:

@@ -18,6 +18,13 @@ def test_what_decides_where_the_cache_is(tmp_path: Path, monkeypatch: pytest.Mon
     assert place(None, None).set_by == "the platform"
 
 
+def test_the_environment_names_a_signing_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert place(None, None).signing_key_file is None
+    monkeypatch.setenv("PIECEGRAPH_SIGNING_KEY_FILE", str(tmp_path / "public"))
+    assert place(None, None).signing_key_file == tmp_path / "public"
+    assert place(None, tmp_path / "other").signing_key_file == tmp_path / "other"
+
+
 def test_another_folder_is_one_option_away(store: Store, cache: CacheCommand, tmp_path: Path) -> None:
     save_piece(store, "one")
     assert len(cache.json("ls")) == 1

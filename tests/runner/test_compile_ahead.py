@@ -1,0 +1,127 @@
+"""What cannot be compiled ahead is refused, and why; what can is compared with a start in
+tests/tools/test_compile_command.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from piecegraph.cache.store import Store
+from piecegraph.compiler.stored.plan_store import PlanStore
+from piecegraph.config import CompileConfig
+from piecegraph.errors import CacheError, CompileError, ConfigError, KeyFactorError, UnsupportedModel
+from piecegraph.runner import compile_ahead as module
+from piecegraph.runner.compile_ahead import check_can_compile_for, compile_ahead
+from piecegraph.runner.engine_config import EngineConfig
+from piecegraph.runner.model_loader import ModelSource
+from piecegraph.runner.without_weights import load_without_weights
+from tests.runner.tiny_models import llama_config
+
+
+@pytest.fixture(autouse=True)
+def plans_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIECEGRAPH_CACHE", "on")
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> EngineConfig:
+    llama_config(num_hidden_layers=1).save_pretrained(str(tmp_path / "model"))
+    return EngineConfig(source=ModelSource(model=str(tmp_path / "model")), device="cpu")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store.open(tmp_path / "cache", key_file=tmp_path / "own.key")
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:1", torch.device("cuda")])
+def test_a_gpu_that_is_not_here_is_refused_with_what_is_missing(
+    device: Any, config: EngineConfig, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(CompileError, match="torch sees none here .*of the kind that will run the model.*CUDA build"):
+        compile_ahead(replace(config, device=device), store)
+
+
+@pytest.mark.parametrize("device", [None, "cpu", torch.device("cpu")])
+def test_a_device_that_is_here_is_not(device: Any) -> None:
+    check_can_compile_for(device)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "variable", "reason"),
+    [
+        (CompileConfig(compiler="eager"), "on", "eager pieces are not stored"),
+        (CompileConfig(cache=False), "on", "cache=False"),
+        (CompileConfig(), "pieces", "PIECEGRAPH_CACHE=pieces"),
+        (CompileConfig(), "off", "PIECEGRAPH_CACHE=off"),
+    ],
+)
+def test_where_nothing_is_kept_there_is_nothing_to_fill(
+    chosen: CompileConfig,
+    variable: str,
+    reason: str,
+    config: EngineConfig,
+    store: Store,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PIECEGRAPH_CACHE", variable)
+    with pytest.raises(ConfigError, match=f"nothing to fill a cache with: {reason}"):
+        compile_ahead(replace(config, compile=chosen), store)
+
+
+def nothing_compiles(*args: Any, **options: Any) -> Any:
+    raise AssertionError("it was refused before")
+
+
+def test_a_model_of_which_no_key_can_be_made_is_refused_before_it_is_compiled(
+    config: EngineConfig, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tensor that is neither parameter nor buffer would come of weights, which are not there."""
+
+    def with_a_tensor(*args: Any) -> Any:
+        loaded = load_without_weights(*args)
+        loaded.model.half_of_the_head = torch.empty(4, device="meta")
+        return loaded
+
+    monkeypatch.setattr(module, "load_without_weights", with_a_tensor)
+    monkeypatch.setattr(module, "start", nothing_compiles)
+    with pytest.raises(KeyFactorError, match="nothing of this model can be kept: .*half_of_the_head is a tensor"):
+        compile_ahead(config, store)
+
+
+def refuse(error: Exception) -> Callable[..., Any]:
+    def raises(*args: Any, **options: Any) -> Any:
+        raise error
+
+    return raises
+
+
+def test_layers_that_cannot_work_are_refused_before_anything_is_compiled(
+    config: EngineConfig, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "check_layers", refuse(UnsupportedModel("no such attention")))
+    monkeypatch.setattr("piecegraph.compiler.inductor.InductorPieceCompiler.compile", nothing_compiles)
+    with pytest.raises(UnsupportedModel, match="no such attention"):
+        compile_ahead(replace(config, compile=CompileConfig(compile_workers=0)), store)
+
+
+def test_what_was_compiled_and_not_stored_is_an_error(
+    config: EngineConfig, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever asked for it to be kept does not have it."""
+    monkeypatch.setattr("piecegraph.compiler.inductor.InductorPieceCompiler.compile", eagerly)
+    monkeypatch.setattr(PlanStore, "save", lambda plans, cold: "No space left on device")
+    with pytest.raises(CacheError, match="was compiled, and is not in the cache: No space left on device"):
+        compile_ahead(replace(config, compile=CompileConfig(compile_workers=0)), store)
+
+
+def eagerly(compiler: Any, pieces: Any, on_piece: Any, post_grad: Any) -> Any:
+    from piecegraph.compiler.eager import EagerPieceCompiler
+
+    return EagerPieceCompiler().compile(pieces, on_piece, post_grad)

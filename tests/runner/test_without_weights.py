@@ -1,0 +1,55 @@
+"""A model without weights is like the one with them, and takes no memory. (Its key is compared in
+tests/tools/cache/test_model_key.py, over every family.)"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from piecegraph.errors import ModelNotFound
+from piecegraph.runner.engine_config import EngineConfig
+from piecegraph.runner.model_loader import LoadedModel, ModelSource
+from piecegraph.runner.without_weights import load_without_weights
+from tests.runner.tiny_models import FAMILIES, llama_config
+
+
+def loaded(folder: Path, family: str = "llama", **options: object) -> LoadedModel:
+    """From a folder that has a config and nothing else."""
+    config = llama_config(**options) if options else FAMILIES[family]()
+    config.save_pretrained(str(folder))
+    return load_without_weights(EngineConfig(source=ModelSource(model=str(folder)), dtype="bfloat16", device="cpu"))
+
+
+def test_every_tensor_is_a_fake_one_on_the_device(tmp_path: Path) -> None:
+    found = loaded(tmp_path)
+    tensors = [*found.model.parameters(), *found.model.buffers()]
+    assert tensors
+    assert all(isinstance(each, FakeTensor) and each.device == torch.device("cpu") for each in tensors)
+    assert {each.dtype for each in found.model.parameters()} == {torch.bfloat16}
+    assert not any(each.requires_grad for each in found.model.parameters())
+    assert (found.dtype, found.device) == (torch.bfloat16, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_what_is_one_tensor_stays_one(tmp_path: Path, is_tied: bool) -> None:
+    model = loaded(tmp_path, tie_word_embeddings=is_tied).model
+    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
+    assert (embeddings.weight is head.weight) is is_tied
+
+
+def test_no_memory_is_set_aside(tmp_path: Path) -> None:
+    """More than any machine has."""
+    model = loaded(tmp_path, hidden_size=1 << 20, intermediate_size=1 << 22, num_hidden_layers=4).model
+    assert sum(each.numel() for each in model.parameters()) > 1 << 45
+
+
+def test_what_is_decided_at_load_is_told(tmp_path: Path) -> None:
+    assert "longrope" in " ".join(loaded(tmp_path, "phi3-longrope-long").notes)
+
+
+def test_no_such_model(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFound):
+        load_without_weights(EngineConfig(source=ModelSource(model=str(tmp_path / "none"))))
