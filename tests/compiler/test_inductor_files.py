@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,20 @@ def test_a_path_that_leads_elsewhere_is_refused(name: str, tmp_path: Path) -> No
 def test_bytes_that_are_no_artifact_are_an_error_and_nothing_more(tmp_path: Path) -> None:
     with pytest.raises((RuntimeError, AssertionError)):
         load_files(PieceFiles(artifact=b"nothing that torch wrote"), tmp_path)
+
+
+def test_a_file_of_another_piece_is_not_written_over(tmp_path: Path) -> None:
+    """It may be loaded: writing to a mapped library ends the process. The same bytes stay, others get a new file."""
+    first, second = tmp_path / "launcher.so", tmp_path / "utils.so"
+    for path in (first, second):
+        path.write_bytes(b"loaded")
+    files = PieceFiles(artifact=b"none of torch's", triton={"launcher.so": b"loaded", "utils.so": b"newer"})
+    with first.open("rb") as is_first, second.open("rb") as is_second:
+        with pytest.raises((RuntimeError, AssertionError)):
+            load_files(files, tmp_path)
+        assert (is_first.read(), is_second.read()) == (b"loaded", b"loaded")
+        assert first.stat().st_ino == os.fstat(is_first.fileno()).st_ino
+    assert second.read_bytes() == b"newer"
 
 
 def test_what_tuning_found_goes_with_its_kernels(tmp_path: Path) -> None:
