@@ -81,9 +81,10 @@ def compile_ahead(
         ).built.report
     if report.cache.not_stored:
         raise CacheError(f"the model was compiled, and is not in the cache: {report.cache.not_stored}")
+    not_done = ("selfcheck: it runs the model, which a start does",) if config.compile.selfcheck else ()
     return CompiledAhead(
         key=plans.key,
         was_there=report.cache.state == "hit",
         report=report,
-        notes=loaded.notes,
+        notes=(*loaded.notes, *not_done),
     )

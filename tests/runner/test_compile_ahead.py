@@ -121,6 +121,16 @@ def test_what_was_compiled_and_not_stored_is_an_error(
         compile_ahead(replace(config, compile=CompileConfig(compile_workers=0)), store)
 
 
+def test_what_needs_weights_is_told_to_be_left(
+    config: EngineConfig, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("piecegraph.compiler.inductor.InductorPieceCompiler.compile", eagerly)
+    monkeypatch.setattr(PlanStore, "save", lambda plans, cold: "")
+    found = compile_ahead(replace(config, compile=CompileConfig(compile_workers=0, selfcheck=True)), store)
+    assert (found.was_there, found.report.num_unique_pieces) == (False, 3)
+    assert found.notes == ("selfcheck: it runs the model, which a start does",)
+
+
 def eagerly(compiler: Any, pieces: Any, on_piece: Any, post_grad: Any) -> Any:
     from piecegraph.compiler.eager import EagerPieceCompiler
 
