@@ -252,3 +252,12 @@ def test_device_names(monkeypatch: pytest.MonkeyPatch) -> None:
         resolve_device("gpu")
     with pytest.raises(ConfigError, match="device='meta' cannot run here"):
         resolve_device("meta")
+
+
+def test_another_gpu_than_the_current_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels are launched on the current one, whatever tensors say."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    assert resolve_device("cuda:0") == resolve_device(None) == torch.device("cuda:0")
+    with pytest.raises(ConfigError, match=r"current GPU is cuda:0.*torch\.cuda\.set_device\(1\)"):
+        resolve_device("cuda:1")
