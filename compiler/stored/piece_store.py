@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from piecegraph.compiler.piece_compiler import RunPiece
 from piecegraph.compiler.post_grad import PostGrad, PostGradOutcome
 from piecegraph.compiler.stored.compile_cache import CompileCache
 from piecegraph.compiler.stored.machine_factors import build_factors, machine_factors, settings_factors
+from piecegraph.compiler.stored.piece_proof import NotRun, OutputDigest, proof_as_data, proof_from_data, prove
 
 PIECE_FORMAT = 1
 """Of a piece's blobs; part of every key."""
@@ -38,6 +39,7 @@ class PieceFacts:
     graph: str = ""  # canonical text
     graph_data: str | None = None  # as `piece_format` writes it; None: it is no plain data
     seconds: Mapping[str, float] = field(default_factory=dict)
+    proof: OutputDigest | NotRun | None = None  # None: nobody tried
 
     def adapted(self, run: RunPiece) -> RunPiece:
         """`run` for the inputs of the dynamic piece."""
@@ -101,8 +103,10 @@ class PieceStore:
         return StoredPiece(facts.adapted(done.run), facts, time.perf_counter() - begin)
 
     def save(self, factors: Mapping[str, Any], facts: PieceFacts, done: LoadedPiece) -> str | None:
-        """Keep a piece with what tuning found; why not, if not."""
-        blobs = blobs_of(facts, done.with_tuning(), done.code())
+        """Keep a piece with what tuning found, and the digest of what it computes; why not, if not."""
+        files, code = done.with_tuning(), done.code()
+        facts = replace(facts, proof=prove(done, facts.graph_data, factors["size"]))
+        blobs = blobs_of(facts, files, code)
         entry = Entry.of(
             factors,
             blobs,
@@ -123,6 +127,7 @@ def blobs_of(facts: PieceFacts, files: PieceFiles, code: str) -> dict[str, bytes
         "note": facts.note,
         "takes": facts.takes,
         "post_grad": [outcome.as_data() for outcome in facts.post_grad],
+        "proof": None if facts.proof is None else proof_as_data(facts.proof),
     }
     blobs = {
         "piece": json.dumps(described).encode(),
@@ -152,7 +157,7 @@ def facts_of(loaded: Loaded) -> PieceFacts:
     """What an entry says of its piece. Raises KeyError, ValueError, TypeError for one that says something else."""
     described = json.loads(loaded.blobs["piece"])
     takes: Sequence[int] | None = described["takes"]
-    data = loaded.blobs.get("graph.json")
+    data, proof = loaded.blobs.get("graph.json"), described.get("proof")
     return PieceFacts(
         nodes=described["nodes"],
         kernels=described["kernels"],
@@ -162,6 +167,7 @@ def facts_of(loaded: Loaded) -> PieceFacts:
         graph=loaded.blobs["graph"].decode(),
         graph_data=None if data is None else data.decode(),
         seconds=loaded.entry.seconds,
+        proof=None if proof is None else proof_from_data(proof),
     )
 
 

@@ -1,45 +1,36 @@
-"""Whether a stored piece is what compiling its graph makes, and computes what its graph says. Imports torch, compiles,
+"""Whether a stored piece is what compiling its graph makes, and computes what it did then. Imports torch, compiles,
 and runs what is stored; only entries that were authenticated come here."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
 import torch
-from torch import fx
 
 from piecegraph.cache.keys import diff_factors, plain
 from piecegraph.cache.store import Loaded
+from piecegraph.compiler import torch_compat
 from piecegraph.compiler.compile_pool import CompileFailure, CompileJob, CompilePool, CompileResult
 from piecegraph.compiler.inductor_files import LoadedPiece, PieceFiles, load_files
 from piecegraph.compiler.own_sources import OF_PIECES
-from piecegraph.compiler.piece_format import load_piece
 from piecegraph.compiler.post_grad import PostGrad
 from piecegraph.compiler.private_folder import private_folder
 from piecegraph.compiler.stored.machine_factors import build_factors, machine_factors, settings_factors
-from piecegraph.compiler.stored.piece_store import files_of
+from piecegraph.compiler.stored.piece_proof import SEED, OutputDigest, Trial, digest_of, running, sizes_of
+from piecegraph.compiler.stored.piece_store import facts_of, files_of
 from piecegraph.passes.ops.all_ops import define_all_ops
 from piecegraph.tools.cache.contents import safe_path
 from piecegraph.tools.cache.elf import loaded_sections
 
-SIZE = 8
-"""What every size of a dynamic piece is in a run."""
-
-SEED = 0
-
-_VIEWS = frozenset({"view", "reshape", "transpose", "permute", "unsqueeze", "squeeze", "flatten", "contiguous"})
-
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """What became of one check. `problem` is empty where it holds."""
+    """What became of one check. `problem` is empty where it holds; `detail` may then say how that is known."""
 
     problem: str = ""
     detail: str = ""
@@ -90,7 +81,8 @@ class Prover:
         return Proof()
 
     def run(self, loaded: Loaded) -> Proof:
-        """Run a piece on inputs from a seed, and its graph by eager torch on the same."""
+        """Run a piece on inputs from the stored seed: what comes out must have the stored digest. Without one, its
+        graph is run by eager torch on the same inputs, and `detail` says so."""
         obstacle = self._obstacle(loaded)
         if obstacle is not None:
             return obstacle
@@ -98,10 +90,17 @@ class Prover:
             done = load_files(files_of(loaded), self._triton)
         except Exception as error:  # unpickling and dlopen raise anything
             return Proof("cannot be loaded", f"{type(error).__name__}: {error}")
-        size = loaded.entry.factors["size"]
-        text = loaded.blobs["graph.json"].decode()
-        with torch.no_grad():
-            return _compared(done, text, size)
+        factors, text, stored = loaded.entry.factors, loaded.blobs["graph.json"].decode(), facts_of(loaded).proof
+        try:
+            with _settings(factors["settings"]):
+                if isinstance(stored, OutputDigest):
+                    return _same_digest(done, text, factors["size"], stored)
+                why = "it was compiled by an older version" if stored is None else stored.reason
+                return _compared(done, text, factors["size"], why)
+        except Exception as error:  # whatever a kernel raises
+            lacks_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
+            is_wrong = isinstance(stored, OutputDigest) and not lacks_memory  # it did run when it was compiled
+            return Proof("cannot be run", f"{type(error).__name__}: {error}", is_wrong)
 
     def _obstacle(self, loaded: Loaded) -> Proof | None:
         """Why nothing can be proved here."""
@@ -137,7 +136,7 @@ class Prover:
             weight=0,
             options=dict(factors["options"]),
             settings={name: value for name, value in factors["settings"].items() if name != "inductor"},
-            sizes=_sizes(loaded.blobs["graph.json"].decode(), factors["size"]),
+            sizes=None if factors["size"] is None else sizes_of(loaded.blobs["graph.json"].decode(), factors["size"]),
             post_grad=PostGrad().as_data(),
         )
         self._pool.submit([job])
@@ -161,71 +160,50 @@ def _comparable(library: bytes) -> dict[str, bytes]:
     return {name: re.sub(rb"/[^\0]*\.main\.cpp", b"", data) for name, data in loaded_sections(library).items()}
 
 
-def _sizes(text: str, size: int | None) -> dict[str, int] | None:
-    """A number for each symbol of a static piece."""
-    return None if size is None else {symbol["name"]: size for symbol in json.loads(text)["symbols"]}
+def _same_digest(done: LoadedPiece, text: str, size: int | None, stored: OutputDigest) -> Proof:
+    """Whether the piece computes what it did when it was compiled."""
+    trial = Trial(text, stored.sizes, stored.seed, is_static=size is not None)
+    digest = digest_of(done, trial)
+    if digest == stored.digest:
+        return Proof(output_digest=digest)
+    detail = f"its outputs have sha256 {digest}; when it was compiled they had {stored.digest}"
+    return Proof("computes something else", detail, is_wrong=True)
 
 
-def _compared(done: LoadedPiece, text: str, size: int | None) -> Proof:
-    number = SIZE if size is None else size
-    _, examples = load_piece(text, _sizes(text, size))
-    graph, _ = load_piece(text, _sizes(text, number))
-    inputs, again = ([_input(each, number, generator) for each in examples] for generator in (_seeded(), _seeded()))
-    outputs = list(done.run(*inputs))
-    expected = list(graph(*(each for each in again if isinstance(each, torch.Tensor))))
-    is_made = [not _is_uninitialized(node) for node in _results(graph)] + [True] * len(inputs)
-    digest = hashlib.sha256()
-    values = zip([*outputs, *inputs], [*expected, *again], is_made, strict=True)
+def _compared(done: LoadedPiece, text: str, size: int | None, why: str) -> Proof:
+    """Whether the piece computes what its graph says, `why` there being no digest."""
+    trial = Trial(text, sizes_of(text, size), SEED, is_static=size is not None)
+    with running(done, trial.device):
+        inputs, again = trial.inputs(), trial.inputs()
+        outputs = list(done.run(*inputs))
+        expected = list(trial.graph(*(each for each in again if isinstance(each, torch.Tensor))))
+        digest = trial.digest(inputs, outputs)
+    values = zip([*outputs, *inputs], [*expected, *again], [*trial.is_computed, *(True for _ in inputs)], strict=True)
     for position, (found, wanted, is_computed) in enumerate(values):
         if not isinstance(found, torch.Tensor) or not is_computed:
             continue
-        digest.update(found.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-        error = _relative_error(found, wanted)
-        allowed = _allowed(wanted.dtype)
+        error, allowed = _relative_error(found, wanted), _allowed(wanted.dtype)
         if not error <= allowed:
             detail = f"value {position} is {error:.1e} off what its graph gives; {allowed:.1e} is allowed"
             return Proof("computes something else", detail, is_wrong=True)
-    return Proof(output_digest=digest.hexdigest())
+    return Proof(
+        detail=f"no digest was stored ({why}): compared with its graph, run by eager torch", output_digest=digest
+    )
 
 
-def _results(graph: fx.GraphModule) -> list[Any]:
-    """The nodes of its results."""
-    (output,) = (node for node in graph.graph.nodes if node.op == "output")
-    results = output.args[0]
-    return list(results) if isinstance(results, tuple | list) else [results]
-
-
-def _is_uninitialized(node: Any) -> bool:
-    """Room that another piece or a split op fills, seen through views."""
-    while isinstance(node, fx.Node) and str(node.target) in _VIEWS:
-        node = node.args[0]
-    name = str(getattr(node, "target", ""))
-    return "empty" in name and isinstance(node, fx.Node) and node.op in ("call_function", "call_method")
-
-
-def _seeded() -> torch.Generator:
-    return torch.Generator().manual_seed(SEED)
-
-
-def _input(example: Any, number: int, generator: torch.Generator) -> Any:
-    """A tensor or size like `example`, in which every symbol is `number`. Whole numbers are below it: they may be
-    indices into something of that size."""
-    if not isinstance(example, torch.Tensor):
-        return _number(example, number)
-    shape, strides = ([_number(each, number) for each in sizes] for sizes in (example.shape, example.stride()))
-    if example.dtype.is_floating_point:
-        values = torch.randn(shape, generator=generator).to(example.dtype)
-    else:
-        values = torch.randint(0, 2 if example.dtype == torch.bool else number, shape, generator=generator)
-    made = torch.empty_strided(shape, strides, dtype=example.dtype, device=example.device)
-    return made.copy_(values)
-
-
-def _number(size: Any, number: int) -> int:
-    if isinstance(size, torch.SymInt):
-        expression = size.node.expr
-        return int(expression.subs(dict.fromkeys(expression.free_symbols, number)))
-    return int(size)
+@contextmanager
+def _settings(settings: Mapping[str, Any]) -> Iterator[None]:
+    """Inside this block the process is set as that one was which compiled."""
+    wanted = {name: value for name, value in settings.items() if name != "inductor"}
+    before = torch_compat.process_settings()
+    if wanted == before:
+        yield
+        return
+    torch_compat.apply_process_settings(wanted)
+    try:
+        yield
+    finally:
+        torch_compat.apply_process_settings(before)
 
 
 def _relative_error(found: torch.Tensor, wanted: torch.Tensor) -> float:

@@ -46,7 +46,7 @@ class Verified:
     key: str
     result: str  # one of RESULTS
     reason: str  # a `MissReason` or a state; "" where all is well
-    detail: str
+    detail: str  # where all is well: how that is known, if not as always
     bits: int
     recompile: str | None = None  # "ok", or why it is not; None: not asked for, or no piece
     run: str | None = None
@@ -58,7 +58,11 @@ class Verified:
 @click.option(
     "--recompile", is_flag=True, help="Compile each piece again: code and libraries must be the same, bit for bit."
 )
-@click.option("--run", is_flag=True, help="Run each piece, and its graph by eager torch, on inputs from a seed.")
+@click.option(
+    "--run",
+    is_flag=True,
+    help="Run each piece on inputs from a seed: the digest of its outputs must be the stored one.",
+)
 @cache_options
 def command(place: Place, as_json: bool, keys: tuple[str, ...], recompile: bool, run: bool) -> int:
     """Check signatures and digests, and nothing is run.
@@ -121,7 +125,7 @@ def _proved(prover: Prover, store: Store, each: Verified, *, recompile: bool, ru
         each,
         result=RESULTS[CORRUPT if bits & CORRUPT else bits],
         reason=worst.problem if worst else "",
-        detail=worst.detail if worst else "",
+        detail=worst.detail if worst else ran.detail if ran is not None else "",
         bits=bits,
         recompile=None if again is None else again.problem or "ok",
         run=None if ran is None else ran.problem or "ok",

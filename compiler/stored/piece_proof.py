@@ -1,0 +1,242 @@
+"""What a compiled piece computes on inputs made from a seed, as a digest: kept with the piece, and made again by
+`piecegraph cache verify --run`."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from piecegraph.compiler import torch_compat
+from piecegraph.compiler.errors_of_pieces import shortened
+from piecegraph.compiler.inductor_files import LoadedPiece
+from piecegraph.compiler.piece_format import load_piece, only_known_here
+from piecegraph.passes.effects import viewed, written_by
+from piecegraph.passes.torch_ir import value_of
+
+SEED = 0
+
+SIZE = 8
+"""What every size of a dynamic piece is in a run, as far as the size's range allows it."""
+
+MAX_BYTES = {"cpu": 128 * 2**20, "cuda": 4 * 2**30}
+"""Of inputs and of what is computed from them, by device type: a larger piece takes seconds to make inputs for."""
+
+_SCALE = 0.1
+"""Of floating-point inputs: sums over thousands of products stay small enough for float16."""
+
+_VIEWS = frozenset({"view", "reshape", "transpose", "permute", "unsqueeze", "squeeze", "flatten", "contiguous"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputDigest:
+    """What a run gave."""
+
+    seed: int
+    sizes: Mapping[str, int]  # by symbol of the graph
+    digest: str  # sha256 of the bytes of all that is computed, hex
+
+
+@dataclass(frozen=True, slots=True)
+class NotRun:
+    """There is no digest, and why."""
+
+    reason: str
+
+
+def proof_as_data(proof: OutputDigest | NotRun) -> dict[str, Any]:
+    if isinstance(proof, NotRun):
+        return {"reason": proof.reason}
+    return {"seed": proof.seed, "sizes": dict(proof.sizes), "digest": proof.digest}
+
+
+def proof_from_data(data: Mapping[str, Any]) -> OutputDigest | NotRun:
+    """What `proof_as_data` wrote. Raises KeyError."""
+    if "reason" in data:
+        return NotRun(data["reason"])
+    return OutputDigest(seed=data["seed"], sizes=data["sizes"], digest=data["digest"])
+
+
+class Trial:
+    """A piece's graph at given sizes, and inputs for the piece. `text` is what `dump_piece` wrote; with `is_static` the
+    piece takes tensors alone. Raises what torch raises for sizes the graph does not allow."""
+
+    def __init__(self, text: str, sizes: Mapping[str, int], seed: int, *, is_static: bool) -> None:
+        self.graph, self._examples = load_piece(text, sizes)
+        self._seed = seed
+        self._takes = _inputs_in(text, sizes, self._examples, is_static)
+        self._nodes = list(self.graph.graph.nodes)
+        tensors = [each for each in self._takes if isinstance(each, torch.Tensor)]
+        self.device = next((each.device for each in tensors if each.device.type != "cpu"), torch.device("cpu"))
+        self.writes = any(written_by(node) for node in self._nodes)
+        self.is_computed = [not _is_uninitialized(node) for node in _results(self.graph)]  # by result
+
+    @property
+    def num_bytes(self) -> int:
+        """Of inputs and of every tensor that the graph computes, at most."""
+        total = sum(_extent(each) * each.element_size() for each in self._examples)
+        made = [node for node in self._nodes if node.op in ("call_function", "call_method") and viewed(node) is None]
+        for value in (value_of(node) for node in made):
+            total += value.numel() * value.element_size() if isinstance(value, torch.Tensor) else 0
+        return int(total)
+
+    def inputs(self) -> list[Any]:
+        """Tensors and sizes, the same each time. Whole numbers may be indices, so they are below every size there
+        is."""
+        generators = {device: torch.Generator(device) for device in {each.device for each in self._examples}}
+        for generator in generators.values():
+            generator.manual_seed(self._seed)
+        below = self._least_size()
+        return [
+            _made(each, below, generators[each.device]) if isinstance(each, torch.Tensor) else each
+            for each in self._takes
+        ]
+
+    def digest(self, inputs: list[Any], outputs: list[Any]) -> str:
+        """sha256 of `outputs`, and of `inputs` too where the graph writes to tensors. Memory that nothing was
+        computed into is left out."""
+        digest = hashlib.sha256()
+        computed = [each for each, is_computed in zip(outputs, self.is_computed, strict=True) if is_computed]
+        for each in [*computed, *(inputs if self.writes else ())]:
+            if isinstance(each, torch.Tensor):
+                digest.update(each.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+        return digest.hexdigest()
+
+    def _least_size(self) -> int:
+        """Of any dim that could be indexed: those of inputs, and those of what is computed but for dims of one."""
+        taken = [int(size) for each in self._examples for size in each.shape]
+        values = [value_of(node) for node in self._nodes]
+        made = [int(size) for each in values if isinstance(each, torch.Tensor) for size in each.shape if size != 1]
+        return max(1, min([*taken, *made], default=1))
+
+
+def sizes_of(text: str, size: int | None) -> dict[str, int]:
+    """A number for each symbol of the graph: the static `size`, or `SIZE` brought into the symbol's range."""
+    found = {}
+    for symbol in json.loads(text)["symbols"]:
+        within = max(SIZE, symbol["lower"])
+        dynamic = within if symbol["upper"] is None else min(within, symbol["upper"])
+        found[symbol["name"]] = dynamic if size is None else size
+    return found
+
+
+def prove(done: LoadedPiece, text: str | None, size: int | None) -> OutputDigest | NotRun:
+    """Run a piece that was just compiled, from its graph as `dump_piece` wrote it; `size` is the static one. Never
+    raises; changes nothing but the device memory that torch holds in reserve."""
+    if text is None:
+        return NotRun("its graph is no plain data")
+    try:
+        sizes = sizes_of(text, size)
+        trial = Trial(text, sizes, SEED, is_static=size is not None)
+        obstacle = _obstacle(trial, size)
+        if obstacle is not None:
+            return NotRun(obstacle)
+        digest = digest_of(done, trial)
+        if digest_of(done, trial) != digest:
+            return NotRun("it does not compute the same twice")
+    except Exception as error:  # whatever a kernel raises
+        return NotRun(f"running it: {shortened(f'{type(error).__name__}: {error}')}")
+    return OutputDigest(seed=SEED, sizes=sizes, digest=digest)
+
+
+def digest_of(done: LoadedPiece, trial: Trial) -> str:
+    """Run a piece on the inputs of `trial`. Raises what it raises."""
+    with running(done, trial.device):
+        inputs = trial.inputs()
+        return trial.digest(inputs, list(done.run(*inputs)))
+
+
+@contextlib.contextmanager
+def running(done: LoadedPiece, device: torch.device) -> Iterator[None]:
+    """Inside this block the piece runs as it would in any process, and files that Triton writes go to the piece's
+    folders. Random number generators are as before after it."""
+    gpus = [device] if device.type == "cuda" else []
+    with (
+        torch_compat.inductor_cache_dir(done.folder, done.triton),
+        torch_compat.no_compile_workers(),
+        torch.random.fork_rng(gpus),
+        torch.autocast(device.type, enabled=False),
+        torch.no_grad(),
+    ):
+        yield
+
+
+def _obstacle(trial: Trial, size: int | None) -> str | None:
+    """Why the piece is not to be run; None where it can be."""
+    foreign = only_known_here(trial.graph)
+    if foreign is not None:
+        return f"{foreign} may do more than compute"
+    kind = trial.device.type
+    if kind not in MAX_BYTES:
+        return f"nothing is known of device {kind!r}"
+    bound = MAX_BYTES[kind]
+    if kind == "cuda":
+        if not torch.cuda.is_available():
+            return "there is no GPU here"
+        if size is None:
+            return "its kernels are measured when it first runs, and what is chosen decides how it rounds"
+        bound = min(bound, torch.cuda.mem_get_info(trial.device)[0] // 4)
+    if trial.num_bytes > bound:
+        return f"a run takes {trial.num_bytes / 2**20:.0f} MiB; at most {bound / 2**20:.0f} MiB are used for one"
+    return None
+
+
+def _inputs_in(text: str, sizes: Mapping[str, int], examples: tuple[Any, ...], is_static: bool) -> list[Any]:
+    """Example tensors, and for a dynamic piece sizes, in the order the piece takes them."""
+    tensors = iter(examples)
+    found: list[Any] = []
+    for op, _, *rest in json.loads(text)["nodes"]:
+        if op != "placeholder":
+            continue
+        if "size" not in rest[0]:
+            found.append(next(tensors))
+        elif not is_static:
+            size = rest[0]["size"]
+            found.append(size if isinstance(size, int) else int(torch_compat.evaluate_size(size, sizes)))
+    return found
+
+
+def _results(graph: fx.GraphModule) -> list[Any]:
+    """The nodes of its results."""
+    (output,) = (node for node in graph.graph.nodes if node.op == "output")
+    results = output.args[0]
+    return list(results) if isinstance(results, tuple | list) else [results]
+
+
+def _is_uninitialized(node: Any) -> bool:
+    """Room that another piece or a split op fills, seen through views."""
+    while isinstance(node, fx.Node) and str(node.target) in _VIEWS:
+        node = node.args[0]
+    name = str(getattr(node, "target", ""))
+    return "empty" in name and isinstance(node, fx.Node) and node.op in ("call_function", "call_method")
+
+
+def _made(example: torch.Tensor, below: int, generator: torch.Generator) -> torch.Tensor:
+    """A tensor like `example`, with a storage of its own."""
+    length, dtype, device = _extent(example), example.dtype, example.device
+    if dtype.is_floating_point or dtype.is_complex:
+        is_narrow = dtype.is_floating_point and dtype.itemsize == 1
+        values = torch.randn(length, generator=generator, device=device, dtype=torch.float32 if is_narrow else dtype)
+        values = values.mul_(_SCALE).to(dtype)
+    else:
+        below = 2 if dtype == torch.bool else below
+        values = torch.randint(0, below, (length,), generator=generator, device=device, dtype=dtype)
+    return values.as_strided(
+        [int(size) for size in example.shape],
+        [int(stride) for stride in example.stride()],
+        int(example.storage_offset()),
+    )
+
+
+def _extent(example: torch.Tensor) -> int:
+    """Elements of the storage that a tensor needs."""
+    if example.numel() == 0:
+        return int(example.storage_offset())
+    last = sum((int(size) - 1) * int(stride) for size, stride in zip(example.shape, example.stride(), strict=True))
+    return int(example.storage_offset()) + last + 1
