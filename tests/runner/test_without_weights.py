@@ -7,13 +7,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from piecegraph import CompileConfig, compile
+from piecegraph.compiler.compiled_model import CompiledModel
 from piecegraph.errors import ModelNotFound
+from piecegraph.runner.causal_lm import DYNAMIC_DIMS, CausalLMForward, example_inputs
 from piecegraph.runner.engine_config import EngineConfig
-from piecegraph.runner.model_loader import LoadedModel, ModelSource
+from piecegraph.runner.model_loader import LoadedModel, ModelSource, load_config, load_model
+from piecegraph.runner.rope import fix_longrope
 from piecegraph.runner.without_weights import load_without_weights
-from tests.runner.tiny_models import FAMILIES, llama_config
+from tests.runner.tiny_models import FAMILIES, MAX_LEN, llama_config, random_model, save
 
 
 def loaded(folder: Path, family: str = "llama", **options: object) -> LoadedModel:
@@ -44,6 +49,35 @@ def test_no_memory_is_set_aside(tmp_path: Path) -> None:
     """More than any machine has."""
     model = loaded(tmp_path, hidden_size=1 << 20, intermediate_size=1 << 22, num_hidden_layers=4).model
     assert sum(each.numel() for each in model.parameters()) > 1 << 45
+
+
+@pytest.mark.parametrize("family", ["gemma3", "phi3-longrope-long", "qwen3-moe"])
+def test_a_trace_of_it_is_that_of_the_model_with_weights(tmp_path: Path, family: str) -> None:
+    """Pieces, matches of passes and all."""
+    real = random_model(FAMILIES[family]())
+    save(real, tmp_path)
+    config = EngineConfig(source=ModelSource(model=str(tmp_path)), dtype="float32", device="cpu")
+    cpu = torch.device("cpu")
+    read = load_model(config.source, load_config(config.source), dtype=torch.float32, device=cpu).model
+    fix_longrope(read, MAX_LEN)
+    left, right = (compiled(model) for model in (read, load_without_weights(config).model))
+    assert left.source == right.source
+    assert left.plan == right.plan
+    assert [each.key for each in left.unique_pieces] == [each.key for each in right.unique_pieces]
+    for name in ("matches", "misses", "error"):
+        assert [getattr(row, name) for row in left.report().passes] == [
+            getattr(row, name) for row in right.report().passes
+        ]
+
+
+def compiled(model: nn.Module) -> CompiledModel:
+    with torch.no_grad():
+        return compile(
+            CausalLMForward(model),
+            CompileConfig(compiler="eager"),
+            dynamic_dims=DYNAMIC_DIMS,
+            example_inputs=example_inputs(torch.device("cpu")),
+        )
 
 
 def test_what_is_decided_at_load_is_told(tmp_path: Path) -> None:
