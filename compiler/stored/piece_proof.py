@@ -93,10 +93,13 @@ class Trial:
         for generator in generators.values():
             generator.manual_seed(self._seed)
         below = self._least_size()
-        return [
+        made = [
             _made(each, below, generators[each.device]) if isinstance(each, torch.Tensor) else each
             for each in self._takes
         ]
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # kernels may read weights before what is ahead of them has ended
+        return made
 
     def digest(self, inputs: list[Any], outputs: list[Any]) -> str:
         """sha256 of `outputs`, and of `inputs` too where the graph writes to tensors. Memory that nothing was

@@ -104,9 +104,8 @@ class PieceStore:
 
     def save(self, factors: Mapping[str, Any], facts: PieceFacts, done: LoadedPiece) -> str | None:
         """Keep a piece with what tuning found, and the digest of what it computes; why not, if not."""
-        files, code = done.with_tuning(), done.code()
         facts = replace(facts, proof=prove(done, facts.graph_data, factors["size"]))
-        blobs = blobs_of(facts, files, code)
+        blobs = blobs_of(facts, done.with_tuning(), done.code())  # what a run chose is kept: it decides the digest
         entry = Entry.of(
             factors,
             blobs,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,10 @@ import piecegraph as pg
 from piecegraph.cache.keys import key_of
 from piecegraph.cache.store import Loaded, Store
 from piecegraph.compiler.post_grad import PostGrad
+from piecegraph.compiler.stored import piece_proof
 from piecegraph.compiler.stored.compile_cache import CompileCache
-from piecegraph.compiler.stored.piece_store import PieceFacts, PieceStore, piece_factors
+from piecegraph.compiler.stored.piece_proof import OutputDigest
+from piecegraph.compiler.stored.piece_store import PieceFacts, PieceStore, facts_of, piece_factors
 from piecegraph.errors import KeyFactorError
 from tests.compiler.stored.small_models import SIZE, Small, compiled, config
 from tests.compiler.user_passes import ReluToClampInInductor
@@ -61,8 +65,20 @@ def test_an_entry_has_all_that_a_page_says(whole_cache: Path) -> None:
         assert {"piece", "artifact", "graph", "graph.json", "code"} <= set(each.blobs)
         assert each.entry.seconds["compile"] > 0
         assert "def call" in each.blobs["code"].decode()
+        proof = facts_of(each).proof
+        assert isinstance(proof, OutputDigest)
+        assert set(proof.sizes.values()) == {each.entry.notes["size"] or piece_proof.SIZE}
         assert each.entry.notes["nodes"] == 1
         assert each.entry.versions["torch"] == torch.__version__
+
+
+def test_a_blob_of_an_older_version_has_no_proof(whole_cache: Path) -> None:
+    compiled(Small())
+    (loaded,) = pieces_of(whole_cache)
+    described = json.loads(loaded.blobs["piece"])
+    del described["proof"]
+    older = Loaded(loaded.entry, {**loaded.blobs, "piece": json.dumps(described).encode()})
+    assert facts_of(older) == replace(facts_of(loaded), proof=None)
 
 
 def test_a_piece_that_cannot_be_loaded_is_a_miss_with_a_reason(whole_cache: Path, tmp_path: Path) -> None:
@@ -99,3 +115,4 @@ def test_by_name_pieces_are_shared_with_everybody(whole_cache: Path) -> None:
     for report in reports:
         assert (report.cache.state, report.cache.reason) == ("off", "by name, torch traces each time")
     assert torch.equal(*outputs)
+    assert all(isinstance(facts_of(each).proof, OutputDigest) for each in pieces_of(whole_cache))
