@@ -28,7 +28,7 @@ from piecegraph.compiler.call_targets import MethodCall, NotStorable, schema_of,
         torch.sym_max,
         MethodCall("size"),
     ],
-    ids=str,
+    ids=lambda target: getattr(target, "__name__", str(target)),
 )
 def test_it_is_the_same_again(target: Any) -> None:
     assert target_of(json.loads(json.dumps(target_as_data(target)))) == target
