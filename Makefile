@@ -25,7 +25,7 @@ run: $(READY) ## set up, then answer PROMPT with the embedded model, or MODEL
 run: export PROMPT := $(value PROMPT)
 
 test: $(READY) ## set up, then run the tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: $(READY) ## ruff, ruff format, mypy --strict over everything, the rules of the house
 	$(BIN)/ruff check .

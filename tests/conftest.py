@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 
@@ -23,8 +24,30 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+SLOWEST = (
+    "tests/compiler/test_compile_static.py",
+    "tests/runner/test_selfcheck.py",
+    "tests/tools/test_compile_command.py",
+    "tests/runner/test_engine_machine.py",
+    "tests/runner/test_smollm2.py",
+    "tests/compiler/test_start.py",
+    "tests/compiler/test_inductor.py",
+)
+"""Files that take a minute or more: they begin first, or one process would be left with one of them."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def earlier_objects_aside() -> None:
+    """Collections of garbage, those of a capture too, do not walk over what other files have left in this process:
+    after thousands of tests that is millions of objects."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked `gpu` where torch sees no GPU. torch is imported only if there are such tests."""
+    """The slowest files first. Tests marked `gpu` are skipped where torch sees no GPU; torch is imported only if there
+    are such tests."""
+    items.sort(key=lambda item: not item.nodeid.startswith(SLOWEST))
     marked = [item for item in items if item.get_closest_marker("gpu") is not None]
     if not marked:
         return

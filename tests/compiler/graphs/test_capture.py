@@ -149,7 +149,6 @@ class Fails:
         monkeypatch.setitem(namespace, "op_pgtoy_attention", attention)
 
 
-@pytest.mark.usefixtures("earlier_objects_aside")
 def test_failures_inside_a_capture_leave_that_bucket_without_graphs(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -239,17 +238,6 @@ def test_capture_stops_before_the_budget() -> None:
     assert phases[-1].seconds is not None
 
 
-@pytest.fixture
-def earlier_objects_aside() -> Iterator[None]:
-    """A capture collects garbage first. What earlier tests hold in this process is no part of it: walking over that
-    200 times took eight minutes."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
-@pytest.mark.usefixtures("earlier_objects_aside")
 def test_two_hundred_cycles_leave_nothing_behind() -> None:
     compiled = compiled_decoder()
 
