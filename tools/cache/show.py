@@ -28,7 +28,7 @@ EPILOG = """\b
 Examples:
   piecegraph cache show 3f2a91
   piecegraph cache show 3f2a91 --code | less
-  piecegraph cache show 3f2a91 --dump /tmp/look"""
+  piecegraph cache show 3f2a91 --dump look"""
 
 
 @click.command(cls=Command, epilog=EPILOG, context_settings=CONTEXT)
