@@ -6,19 +6,17 @@ Each is a command whose last line of output is a JSON object of numbers, or of o
 from __future__ import annotations
 
 import json
-import os
 import shlex
-import signal
 import statistics
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from piecegraph import environment
 from piecegraph.errors import ConfigError
+from piecegraph.tools.bench.process_group import end_group
 
 OURS = "piecegraph"
 FLOORS = "floors"
@@ -86,8 +84,7 @@ def run_peer(peer: Peer, timeout_s: float) -> PeerRun:
         except subprocess.TimeoutExpired:
             return run_of(None, f"it took longer than {timeout_s:g} s")
         finally:
-            with suppress(ProcessLookupError):  # whatever it started and left; after an interrupt, all of it
-                os.killpg(process.pid, signal.SIGKILL)
+            end_group(process.pid)  # whatever it started and left; after an interrupt, all of it
     if process.returncode != 0:
         return run_of(None, f"it ended with status {process.returncode}: {_last_line(err) or _last_line(out)}")
     record = _object_in(_last_line(out))
