@@ -172,7 +172,8 @@ def compile_backend(
             )
     finally:
         compiler.close()
-    found = replace(built.report.cache, reason=cache.reason or "by name, torch traces each time")
+    reason = cache.reason or "by name, torch traces each time"
+    found = replace(built.report.cache, reason=reason, not_stored="; ".join(built.not_kept))
     built = replace(built, report=replace(built.report, cache=found))
     model = GraphModel(built, _Origin(torch_compat.code_being_traced(), example_inputs), sizes)
     with _models_lock:

@@ -63,6 +63,7 @@ class InductorPieceCompiler:
         self._pool: CompilePool | None = None
         self._store = PieceStore(cache, self._triton) if cache is not None and cache.store is not None else None
         self._to_keep: list[_ToKeep] = []
+        self._not_kept: list[str] = []  # why pieces that were compiled are not among them
 
     def start(self) -> None:
         """Start the worker processes, so that their imports overlap with tracing."""
@@ -118,7 +119,7 @@ class InductorPieceCompiler:
                 torch.cuda.synchronize()
 
     def keep(self) -> tuple[str, ...]:
-        reasons = []
+        reasons, self._not_kept = self._not_kept, []
         for each in self._to_keep:
             assert self._store is not None, "only what has a key is to be kept"
             reason = self._store.save(each.factors, each.facts, each.done)
@@ -263,9 +264,17 @@ class InductorPieceCompiler:
     ) -> CompiledPiece:
         """A piece that was compiled, and is kept later unless something keeps it from that."""
         key = None
-        if task.factors is not None and done is not None and not any(each.outcome.error for each in facts.post_grad):
-            key = key_of(task.factors)
+        if task.factors is None:
+            why = "a piece could not be stored: its options or its passes hold what is no plain data"
+        elif done is None:
+            why = "a piece could not be stored: torch saves nothing of it"
+        elif any(each.outcome.error for each in facts.post_grad):
+            why = "a piece was not stored: a pass inside Inductor failed"
+        else:
+            key, why = key_of(task.factors), ""
             self._to_keep.append(_ToKeep(task.factors, facts, done))
+        if why and self._store is not None:
+            self._not_kept.append(why)
         return CompiledPiece(
             run=facts.adapted(run),
             seconds=seconds,

@@ -56,7 +56,7 @@ def start(
                 before_compile=before_compile,
             )
         if plans is None:
-            return cold.ready, cache.reason
+            return cold.ready, "; ".join(filter(None, (cache.reason, *cold.ready.built.not_kept)))
         with timed_phase(on_phase, "store"):
             return cold.ready, plans.save(cold)
 

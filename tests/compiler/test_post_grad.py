@@ -100,6 +100,7 @@ def test_one_that_miscounts_is_undone(workers: int, caplog: pytest.LogCaptureFix
     (record,) = caplog.records
     assert "relu-to-clamp-in-inductor" in record.message
     assert row_of(model).error.startswith("unique piece 0: it says that it matched nothing, but it changed the graph")
+    assert model.report().cache.not_stored.endswith("a piece was not stored: a pass inside Inductor failed")
     assert same_as_the_module(model)
     with pytest.raises(PassFailed, match=r"failed: unique piece 0: it says .*; passes before it: none\."):
         compiled(replace(wrong, bound=99.0), workers=workers, strict=True)

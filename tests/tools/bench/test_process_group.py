@@ -1,5 +1,6 @@
 """Tests of ending a program with all that it started."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -49,7 +50,7 @@ def test_one_that_does_not_die_is_an_error(monkeypatch: pytest.MonkeyPatch) -> N
     with parent:
         with monkeypatch.context() as patched:
             patched.setattr(process_group, "GONE_WITHIN_S", 0.05)
-            patched.setattr(process_group.os, "killpg", lambda group, number: None)
+            patched.setattr(os, "killpg", lambda group, number: None)
             with pytest.raises(TimeoutError, match=rf"processes \[.*{child}.*\] of a program"):
                 end_group(parent.pid)
         end_group(parent.pid)
