@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from piecegraph.passes.kernels.gated import gated
+from piecegraph.passes.kernels.own_kernel import own_kernel
 from piecegraph.passes.kernels.rows import evenly_spaced_rows_of
 
 BLOCK = 1024
@@ -33,6 +34,7 @@ def act_mul_on_gpu(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
     return result
 
 
+@own_kernel
 @triton.jit
 def _act_mul(  # type: ignore[no-untyped-def]  # compiled by Triton
     result,  # [num_rows, SIZE], written

@@ -5,7 +5,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from piecegraph.passes.kernels.own_kernel import own_kernel
 
+
+@own_kernel
 @triton.jit
 def gated(gate, up, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]  # compiled by Triton
     """`act(gate) * up`, all float32. `ACTIVATION`: a name in `act_mul.ACTIVATIONS`."""

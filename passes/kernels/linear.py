@@ -15,6 +15,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from piecegraph.passes.kernels.gated import gated
 from piecegraph.passes.kernels.linear_config import LinearConfig
 from piecegraph.passes.kernels.overlapped import OverlappedKernel
+from piecegraph.passes.kernels.own_kernel import own_kernel
 
 
 def linear_on_gpu(
@@ -53,6 +54,7 @@ def linear_on_gpu(
     return out
 
 
+@own_kernel
 @triton.jit
 def matvec_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     x,  # [ROWS, size]
@@ -110,6 +112,7 @@ def matvec_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     )
 
 
+@own_kernel
 @triton.jit(do_not_specialize=["num_rows"])
 def matmul_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     x,  # [num_rows, size]
@@ -167,6 +170,7 @@ def matmul_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     )
 
 
+@own_kernel
 @triton.jit
 def _prefetch(addresses):  # type: ignore[no-untyped-def]  # compiled by Triton
     """Ask for the lines at these addresses to be brought to L2; nothing waits for them."""

@@ -12,6 +12,7 @@ from piecegraph.passes.kernels.moe_config import MoeConfig
 from piecegraph.passes.kernels.moe_launch import launch_product
 from piecegraph.passes.kernels.moe_route import route
 from piecegraph.passes.kernels.overlapped import OverlappedKernel
+from piecegraph.passes.kernels.own_kernel import own_kernel
 
 SUM_BLOCK = 1024
 """Columns of a token that a program sums."""
@@ -65,6 +66,7 @@ def moe_grouped(
     return out
 
 
+@own_kernel
 @triton.jit(do_not_specialize=["num_pairs"])
 def grouped_gate_up_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     x,  # [num_tokens, HIDDEN], its rows X_STRIDE apart
@@ -118,6 +120,7 @@ def grouped_gate_up_kernel(  # type: ignore[no-untyped-def]  # compiled by Trito
     tl.store(inner + pair[:, None] * SIZE + column[None, :], result, mask=is_pair[:, None] & is_column[None, :])
 
 
+@own_kernel
 @triton.jit(do_not_specialize=["num_pairs"])
 def grouped_down_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     inner,  # [num_pairs, SIZE]
@@ -165,6 +168,7 @@ def grouped_down_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     tl.store(results + pair[:, None] * HIDDEN + column[None, :], total, mask=is_pair[:, None] & is_column[None, :])
 
 
+@own_kernel
 @triton.jit
 def sum_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     results,  # [num_tokens, TOP_K, HIDDEN] float32

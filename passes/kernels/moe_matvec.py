@@ -11,6 +11,7 @@ from piecegraph.passes.kernels.gated import gated
 from piecegraph.passes.kernels.moe_config import MoeConfig
 from piecegraph.passes.kernels.moe_launch import launch_product
 from piecegraph.passes.kernels.overlapped import OverlappedKernel
+from piecegraph.passes.kernels.own_kernel import own_kernel
 
 
 def moe_matvec(
@@ -47,6 +48,7 @@ def moe_matvec(
     return out
 
 
+@own_kernel
 @triton.jit
 def matvec_gate_up_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     x,  # [num_tokens, HIDDEN], its rows X_STRIDE apart
@@ -92,6 +94,7 @@ def matvec_gate_up_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     tl.store(inner + pair.to(tl.int64) * SIZE + column, result.to(inner.dtype.element_ty), mask=is_column)
 
 
+@own_kernel
 @triton.jit
 def matvec_down_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     inner,  # [num_tokens * TOP_K, SIZE]

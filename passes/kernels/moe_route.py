@@ -11,6 +11,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from piecegraph.passes.kernels.moe_config import num_blocks_bound
 from piecegraph.passes.kernels.overlapped import OverlappedKernel
+from piecegraph.passes.kernels.own_kernel import own_kernel
 
 CHUNK = 1024
 """Pairs a program looks at in one go."""
@@ -48,6 +49,7 @@ def route(topk_ids: torch.Tensor, num_experts: int, block_m: int) -> Routed:
     return Routed(sorted_pairs, block_expert)
 
 
+@own_kernel
 @triton.jit(do_not_specialize=["num_pairs", "num_blocks"])
 def route_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     topk_ids,  # [num_pairs] integers

@@ -10,6 +10,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from piecegraph.passes.kernels.overlapped import OverlappedKernel
+from piecegraph.passes.kernels.own_kernel import own_kernel
 from piecegraph.passes.kernels.rows import evenly_spaced_rows_of, rows_of
 from piecegraph.passes.ops.rms_norm import MAX_SIZE
 
@@ -116,6 +117,7 @@ def _launch(
 
 
 # Rows come and go from step to step: one compilation serves any number.
+@own_kernel
 @triton.jit(do_not_specialize=["num_rows"])
 def rms_norm_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     result,  # [num_rows, SIZE], written

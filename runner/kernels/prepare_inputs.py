@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from piecegraph.passes.kernels.own_kernel import own_kernel
 from piecegraph.runner.attention.metadata import PAD_SLOT_ID
 from piecegraph.runner.input_buffers import InputBuffers
 from piecegraph.runner.request_states import RequestStates
@@ -43,6 +44,7 @@ def prepare_inputs_on_gpu(
     )
 
 
+@own_kernel
 @triton.jit(do_not_specialize=["num_reqs", "num_tokens"])
 def _prepare_inputs(  # type: ignore[no-untyped-def]  # compiled by Triton
     idx_mapping,  # [num_reqs] int32

@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from piecegraph.passes.kernels.own_kernel import own_kernel
 from piecegraph.runner.input_buffers import InputBuffers
 from piecegraph.runner.request_states import RequestStates
 
@@ -31,6 +32,7 @@ def record_sampled_on_gpu(
     )
 
 
+@own_kernel
 @triton.jit(do_not_specialize=["num_reqs"])
 def _record_sampled(  # type: ignore[no-untyped-def]  # compiled by Triton
     idx_mapping,  # [num_reqs] int32

@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from piecegraph.passes.kernels.own_kernel import own_kernel
 from piecegraph.runner.attention.kernels.launch import Grid, KernelCall, KernelPreparer, PreparedKernel, current_stream
 from piecegraph.runner.staged_write import WORD_BYTES, PackedWrites
 
@@ -57,6 +58,7 @@ def _grid(packed: PackedWrites) -> Grid:
 
 
 # Nothing that changes from step to step is specialised on, so a type of tensor is compiled for once.
+@own_kernel
 @triton.jit(
     do_not_specialize=["tensor_stride", "num_writes"],
     do_not_specialize_on_alignment=["words", "contents"],

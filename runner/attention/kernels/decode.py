@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from piecegraph.passes.kernels.own_kernel import own_kernel
 from piecegraph.runner.attention.kernels.decode_config import DecodeConfig, heads_per_program, num_head_blocks
 from piecegraph.runner.attention.kernels.head_shape import HeadShape
 from piecegraph.runner.attention.kernels.launch import Grid, KernelCall
@@ -123,6 +124,7 @@ def decode_call(
     )
 
 
+@own_kernel
 @triton.jit(
     do_not_specialize=["window", "block_table_stride", "num_splits", "min_split_len"],
     do_not_specialize_on_alignment=["block_table", "seq_lens", "slot_mapping", "sinks"],
@@ -347,6 +349,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
                 )  # fmt: skip
 
 
+@own_kernel
 @triton.jit
 def _combine(  # type: ignore[no-untyped-def]  # compiled by Triton
     first_head,  # of the KV head's group, counted over all requests' heads
@@ -390,6 +393,7 @@ def _combine(  # type: ignore[no-untyped-def]  # compiled by Triton
     )
 
 
+@own_kernel
 @triton.jit
 def _add_splits(  # type: ignore[no-untyped-def]  # compiled by Triton
     heads,

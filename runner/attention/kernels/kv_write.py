@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from piecegraph.passes.kernels.own_kernel import own_kernel
 from piecegraph.runner.attention.kernels.head_shape import HeadShape
 from piecegraph.runner.attention.kernels.launch import Grid, KernelCall
 from piecegraph.runner.attention.kernels.rotate import load_rotated, rotary_constants, rotary_tensors
@@ -94,6 +95,7 @@ def kv_write_call(
     )
 
 
+@own_kernel
 @triton.jit(
     do_not_specialize=["first_row", "first_query", "num_tokens"],
     do_not_specialize_on_alignment=["slot_mapping"],

@@ -9,9 +9,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from piecegraph.passes.kernels.own_kernel import own_kernel
+
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
+@own_kernel
 @triton.jit
 def load_pages(blocks, first, end, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, ONE_PAGE: tl.constexpr):  # type: ignore[no-untyped-def]  # compiled by Triton
     """Block numbers of the tile that starts at position `first`: int32, one, or `[BLOCK_N]`.
@@ -28,6 +31,7 @@ def load_pages(blocks, first, end, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constex
     return pages
 
 
+@own_kernel
 @triton.jit
 def cache_rows(  # type: ignore[no-untyped-def]  # compiled by Triton
     pages,
@@ -47,6 +51,7 @@ def cache_rows(  # type: ignore[no-untyped-def]  # compiled by Triton
     return pages.to(tl.int64) * BLOCK_STRIDE + tokens * TOKEN_STRIDE
 
 
+@own_kernel
 @triton.jit
 def log2_scores(scores, scale, softcap, HAS_SOFTCAP: tl.constexpr):  # type: ignore[no-untyped-def]  # compiled by Triton
     """Scaled and capped scores in units of log 2, so that `exp2` gives their weights."""

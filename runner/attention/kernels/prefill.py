@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from piecegraph.passes.kernels.own_kernel import own_kernel
 from piecegraph.runner.attention.kernels.head_shape import HeadShape
 from piecegraph.runner.attention.kernels.launch import Grid, KernelCall
 from piecegraph.runner.attention.kernels.paged import LOG2E, cache_rows, load_pages, log2_scores
@@ -94,6 +95,7 @@ def prefill_call(
     )
 
 
+@own_kernel
 @triton.jit(
     do_not_specialize=["window", "block_table_stride", "first_req", "num_reqs"],
     do_not_specialize_on_alignment=["query_start_loc", "seq_lens", "block_table", "sinks"],
@@ -203,6 +205,7 @@ def prefill_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     )
 
 
+@own_kernel
 @triton.jit
 def _find_request(query_start_loc, block, first_req, num_reqs, BLOCK_Q: tl.constexpr):  # type: ignore[no-untyped-def]  # compiled by Triton
     """The request that a block of the grid belongs to, and which of that request's blocks it is.
@@ -223,6 +226,7 @@ def _find_request(query_start_loc, block, first_req, num_reqs, BLOCK_Q: tl.const
     return request, block - start
 
 
+@own_kernel
 @triton.jit
 def _attend(  # type: ignore[no-untyped-def]  # compiled by Triton
     acc,

@@ -7,6 +7,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from piecegraph.passes.kernels.own_kernel import own_kernel
 from piecegraph.runner.attention.rotary import Rotary
 
 
@@ -39,6 +40,7 @@ def rotary_constants(rotary: Rotary | None) -> dict[str, Any]:
     }
 
 
+@own_kernel
 @triton.jit
 def load_rotated(  # type: ignore[no-untyped-def]  # compiled by Triton
     heads,  # [ROWS, 1] pointers to the first number of a head

@@ -7,6 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
+from piecegraph.passes.kernels.own_kernel import own_kernel
+
 BLOCK = 4096
 """Tokens a program looks at."""
 
@@ -28,6 +30,7 @@ def apply_bitmask_on_gpu(
     )
 
 
+@own_kernel
 @triton.jit
 def _apply_bitmask(  # type: ignore[no-untyped-def]  # compiled by Triton
     logits,  # [num_reqs, vocab_size] float32, written

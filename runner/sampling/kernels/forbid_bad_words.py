@@ -7,6 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
+from piecegraph.passes.kernels.own_kernel import own_kernel
+
 
 def forbid_bad_words_on_gpu(
     logits: torch.Tensor,
@@ -33,6 +35,7 @@ def forbid_bad_words_on_gpu(
     )
 
 
+@own_kernel
 @triton.jit(do_not_specialize=["table_stride"])
 def _forbid_bad_words(  # type: ignore[no-untyped-def]  # compiled by Triton
     logits,  # [num_reqs, vocab_size] float32, written

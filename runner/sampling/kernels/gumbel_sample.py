@@ -7,6 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
+from piecegraph.passes.kernels.own_kernel import own_kernel
+
 BLOCK = 4096
 """Logits a program reads: 8 KiB of bfloat16.
 
@@ -62,6 +64,7 @@ def gumbel_sample_on_gpu(
     )
 
 
+@own_kernel
 @triton.jit
 def _best_of_blocks(  # type: ignore[no-untyped-def]  # compiled by Triton
     best,  # [num_reqs, NUM_BLOCKS] float32, written
@@ -103,6 +106,7 @@ def _best_of_blocks(  # type: ignore[no-untyped-def]  # compiled by Triton
         tl.store(tokens + at, tl.program_id(1) * BLOCK + first)
 
 
+@own_kernel
 @triton.jit
 def _best_of_rows(  # type: ignore[no-untyped-def]  # compiled by Triton
     out,  # [num_reqs] int64, written

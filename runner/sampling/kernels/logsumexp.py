@@ -7,6 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
+from piecegraph.passes.kernels.own_kernel import own_kernel
+
 BLOCK = 8192
 """Logits a program reads at a time."""
 
@@ -29,6 +31,7 @@ def logsumexp_and_ranks_on_gpu(
     )
 
 
+@own_kernel
 @triton.jit
 def _logsumexp_and_ranks(  # type: ignore[no-untyped-def]  # compiled by Triton
     logsumexp,  # [n] float32, written

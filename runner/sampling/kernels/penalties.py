@@ -7,6 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
+from piecegraph.passes.kernels.own_kernel import own_kernel
+
 COUNT_BLOCK = 1024
 """Tokens of a request that a program counts."""
 APPLY_BLOCK = 4096
@@ -55,6 +57,7 @@ def apply_penalties_on_gpu(
     )
 
 
+@own_kernel
 @triton.jit
 def _count(  # type: ignore[no-untyped-def]  # compiled by Triton
     counts,  # [num_selected, vocab_size] int32, zeros, written
@@ -82,6 +85,7 @@ def _count(  # type: ignore[no-untyped-def]  # compiled by Triton
         tl.atomic_add(count, 1, mask=(index < position) & (index >= prompt_len), sem="relaxed")
 
 
+@own_kernel
 @triton.jit
 def _apply(  # type: ignore[no-untyped-def]  # compiled by Triton
     logits,  # [num_reqs, vocab_size] float32, written

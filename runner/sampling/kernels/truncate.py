@@ -13,6 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
+from piecegraph.passes.kernels.own_kernel import own_kernel
+
 BLOCK = 4096
 """Logits a program reads at a time."""
 MAX_CANDIDATES = 4096
@@ -47,6 +49,7 @@ def truncate_on_gpu(
     )
 
 
+@own_kernel
 @triton.jit
 def _scaled(source, at, size, temperature):  # type: ignore[no-untyped-def]  # compiled by Triton
     """Logits at `at`, divided as torch divides; -inf past the end and for NaN."""
@@ -55,6 +58,7 @@ def _scaled(source, at, size, temperature):  # type: ignore[no-untyped-def]  # c
     return tl.where(x == x, x, float("-inf"))
 
 
+@own_kernel
 @triton.jit
 def _key(x):  # type: ignore[no-untyped-def]  # compiled by Triton
     """float32 numbers as int32 numbers of the same order."""
@@ -62,6 +66,7 @@ def _key(x):  # type: ignore[no-untyped-def]  # compiled by Triton
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
+@own_kernel
 @triton.jit
 def _above(source, size, temperature, top, least, by_count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Of the logits whose keys are `least` or more: their weight, and how many they are.
@@ -80,6 +85,7 @@ def _above(source, size, temperature, top, least, by_count, BLOCK: tl.constexpr)
     return tl.sum(weight), tl.sum(count)
 
 
+@own_kernel
 @triton.jit
 def _truncate(  # type: ignore[no-untyped-def]  # compiled by Triton
     logits,  # [num_reqs, vocab_size] float32, written

@@ -1,0 +1,156 @@
+"""Kernels of this package (`passes/kernels/own_kernel.py`), loaded from the cache instead of compiled at first launch.
+
+A start names the model whose kernels these are (`OwnKernels.begin`), and what is kept for it is read: one entry,
+authenticated before anything else is done with it (`kernel_store.py`). From then on Triton, where it would compile a
+kernel of ours, asks here. One that is known is written to a folder of this process's own and loaded from there; any
+other is compiled in that folder (`triton_compat.KernelFolder`), never in Triton's cache, from which nothing of ours is
+read either. What was compiled is added to the entry at the end of the start, of a capture, and of the process
+(`keep`); who is killed before loses a compile.
+
+There is one of these a process, as Triton has one compiled kernel a process, whichever model asked first: what is
+kept for a model is what the process has used when it is kept. What is compiled belongs to the model that began last.
+
+Kernels that are not ours, and ours until a model with a cache begins, are Triton's business alone.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from piecegraph.compiler.private_folder import private_folder
+from piecegraph.compiler.stored.compile_cache import CompileCache
+from piecegraph.compiler.stored.kernel_pack import KernelFiles
+from piecegraph.compiler.stored.kernel_store import KernelStore
+from piecegraph.passes.kernels.own_kernel import compile_with
+
+if TYPE_CHECKING:
+    from piecegraph.compiler.triton_compat import KernelFolder
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class KernelUse:
+    """What became of kernels since a start began, and until the next one."""
+
+    store: KernelStore
+    loaded: int = 0
+    compiled: int = 0
+    seconds: float = 0.0  # that compiling took, in all threads together
+    unsaved_seconds: float = 0.0
+    not_stored: str = ""  # why what was compiled is not kept
+    has_new: bool = False  # a kernel that is used and not kept
+    num_libraries: int = 0  # that were known when kernels were last kept
+
+
+class OwnKernels:
+    """Whose kernels are compiled now, and all that is known of any. Threads may compile at once."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._folder: KernelFolder | None = None
+        self._known: dict[str, Mapping[str, bytes]] = {}  # files by fingerprint
+        self._used: set[str] = set()  # fingerprints of those that this process has in use
+        self._use: KernelUse | None = None
+        self._pid = os.getpid()
+
+    def begin(self, cache: CompileCache, of: str, device: torch.device) -> KernelUse | None:
+        """Load what is kept for `of` (a plan's key, or `graphs_key`), and keep for it what is compiled from now on.
+
+        None where there are no kernels of ours (a CPU), or no cache: then all is as before.
+        """
+        if cache.store is None or device.type == "cpu":
+            return None
+        from piecegraph.compiler import triton_compat
+
+        with self._lock:
+            self.keep()
+            store = KernelStore(cache, of, device)
+            found = store.load()
+            if self._folder is None:
+                self._folder = triton_compat.KernelFolder(private_folder("kernels"))
+                atexit.register(self._keep_at_exit)
+            self._folder.libraries |= found.libraries
+            self._known = {**found.kernels, **self._known}
+            is_missing_some = not found and bool(self._used)
+            self._use = KernelUse(store, has_new=is_missing_some, num_libraries=len(self._folder.libraries))
+            compile_with(self.compile)
+        triton_compat.start_driver(self._folder)
+        return self._use
+
+    def compile(self, plain: Any, src: Any, **how: Any) -> Any:
+        """A compiled kernel, as `plain(src, **how)` (`triton.compile`) gives it, which is called where it is not known.
+
+        Raises as `plain`.
+        """
+        from piecegraph.compiler import triton_compat
+
+        use, folder = self._use, self._folder
+        if use is None or folder is None or triton_compat.is_looked_into():
+            return plain(src, **how)
+        key = triton_compat.fingerprint(src, how["target"], how["options"])
+        known = self._known.get(key)
+        if known is not None:
+            try:
+                kernel = triton_compat.StoredKernel(src, _written(folder.path, known), folder)
+            except Exception as error:  # whatever Triton makes of files that are not what it wrote
+                logger.warning("kernel %s of the cache cannot be loaded (%s); compiling it again", src.name, error)
+                use.store.reject(key)
+            else:
+                with self._lock:
+                    self._used.add(key)
+                    use.loaded += 1
+                return kernel
+        began = time.perf_counter()
+        with folder.used():
+            made = plain(src, **how)
+        seconds = time.perf_counter() - began
+        with self._lock:
+            self._known[key] = triton_compat.files_of(made)
+            self._used.add(key)
+            use.compiled += 1
+            use.seconds += seconds
+            use.unsaved_seconds += seconds
+            use.has_new = True
+        return triton_compat.StoredKernel(src, made.metadata_group, folder)
+
+    def keep(self) -> str:
+        """Save what was compiled since the last time; why not, or nothing. Never raises for what a disk says."""
+        with self._lock:
+            use = self._use
+            if use is None or self._folder is None:
+                return ""
+            libraries = dict(self._folder.libraries)
+            if not use.has_new and len(libraries) == use.num_libraries:
+                return ""
+            files = KernelFiles({key: self._known[key] for key in sorted(self._used)}, libraries)
+            use.not_stored = use.store.save(files, self._used, use.unsaved_seconds)
+            use.has_new, use.num_libraries, use.unsaved_seconds = False, len(libraries), 0.0
+            return use.not_stored
+
+    def _keep_at_exit(self) -> None:
+        if os.getpid() == self._pid:  # and not in one forked from it
+            self.keep()
+
+
+def _written(root: Path, files: Mapping[str, bytes]) -> dict[str, str]:
+    """Paths by name of `files`, which are in a new folder below `root` now: no other thread writes there."""
+    folder = Path(tempfile.mkdtemp(dir=root))
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+    return {name: str(folder / name) for name in files}
+
+
+OWN_KERNELS = OwnKernels()
+"""This process's."""

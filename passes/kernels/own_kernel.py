@@ -1,0 +1,50 @@
+"""Kernels of this package, so marked: who compiles them can be chosen, and nobody else's are touched.
+
+Triton keeps, for each function under `triton.jit` and each GPU, what it compiled; where it begins to, it asks the
+function for `create_binder()`, which leaves Triton's compiler at the function's `compile`. A marked function has
+ours put in its place there. This holds for Triton 3.6 to 3.9.
+
+Until somebody chooses (`compile_with`), Triton compiles them as it does others.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+Kernel = TypeVar("Kernel")
+
+CompileKernel = Callable[..., Any]
+"""As `triton.compile(src, target=..., options=..., ...)`, behind a first argument: `triton.compile` itself."""
+
+
+class _Choice:
+    """Process-wide, as what Triton has compiled is."""
+
+    compile: CompileKernel | None = None
+
+
+def own_kernel(kernel: Kernel) -> Kernel:
+    """A decorator, above `triton.jit`. What Triton's interpreter runs is left as it is."""
+    marked: Any = kernel
+    if not hasattr(marked, "create_binder"):
+        return kernel
+
+    def first_of_device() -> Any:
+        made = marked.create_binder()
+        plain = marked.compile
+
+        def compile_one(src: Any, **how: Any) -> Any:
+            return plain(src, **how) if _Choice.compile is None else _Choice.compile(plain, src, **how)
+
+        marked.compile = compile_one
+        return made
+
+    marked.device_caches = defaultdict(first_of_device)
+    return kernel
+
+
+def compile_with(chosen: CompileKernel | None) -> None:
+    """From now on `chosen` compiles marked kernels that are not compiled yet; None: Triton does."""
+    _Choice.compile = chosen

@@ -1,0 +1,206 @@
+"""What is private to Triton: keys of kernels, its folders, and kernels loaded from files. It compiles for a GPU here,
+and needs none for it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import triton
+from triton import knobs
+from triton.compiler import ASTSource, make_backend
+from triton.runtime import driver
+from triton.runtime.cache import FileCacheManager, get_cache_manager
+
+from piecegraph.compiler import triton_compat
+from piecegraph.compiler.triton_compat import KernelFolder, StoredKernel, fingerprint
+from tests.compiler.triton_without_gpu import (
+    TARGET,
+    NoGpu,
+    forget_compiled,
+    kept_by_triton,
+    no_gpu,
+    others,
+    small,
+    warm_up,
+)
+
+__all__ = ["no_gpu"]
+
+KEY = "ab" * 32  # as Triton makes them: hexadecimal
+
+
+def source(kernel: Any = small, size: int = 16, dtype: str = "*fp32", attrs: dict[Any, Any] | None = None) -> ASTSource:
+    return ASTSource(kernel, {"x": dtype, "SIZE": "constexpr"}, {(1,): size}, attrs)
+
+
+def test_each_thing_that_decides_a_binary_makes_another_fingerprint(monkeypatch: pytest.MonkeyPatch) -> None:
+    aligned = {(0,): [["tt.divisibility", 16]]}
+    found = [
+        fingerprint(source(), TARGET, {}),
+        fingerprint(source(others), TARGET, {}),
+        fingerprint(source(size=32), TARGET, {}),
+        fingerprint(source(dtype="*fp16"), TARGET, {}),
+        fingerprint(source(attrs=aligned), TARGET, {}),
+        fingerprint(source(), TARGET, {"num_warps": 8}),
+        fingerprint(source(), type(TARGET)("cuda", 80, 32), {}),
+    ]
+    for variable in ("TRITON_DISABLE_LINE_INFO", "PTXAS_OPTIONS", "DISABLE_LLVM_OPT"):
+        with monkeypatch.context() as changed:
+            changed.setenv(variable, "1")
+            found.append(fingerprint(source(), TARGET, {}))
+    assert len(set(found)) == len(found)
+    assert fingerprint(source(), TARGET, {}) == found[0]
+
+
+def test_a_ptxas_of_ones_own_is_known_by_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not by where it lies; of the one that Triton comes with, nobody asks."""
+    backend = type(make_backend(TARGET))
+    version = "one"
+    monkeypatch.setattr(backend, "hash", lambda self: version)
+    bundled = fingerprint(source(), TARGET, {})
+    version = "two"
+    assert fingerprint(source(), TARGET, {}) == bundled
+    monkeypatch.setenv("TRITON_PTXAS_PATH", "/somewhere/ptxas")
+    second = fingerprint(source(), TARGET, {})
+    monkeypatch.setenv("TRITON_PTXAS_PATH", "/elsewhere/ptxas")
+    assert fingerprint(source(), TARGET, {}) == second
+    version = "three"
+    assert len({bundled, second, fingerprint(source(), TARGET, {})}) == 3
+
+
+def test_the_folder_is_this_threads_and_settings_are_as_before(tmp_path: Path, no_gpu: NoGpu) -> None:
+    """Inside, another thread's kernels go to Triton's cache; outside, everybody's. Nothing is said to children."""
+    folder = KernelFolder(tmp_path / "ours")
+    settings, environment = dict(vars(knobs.cache)), dict(os.environ)
+
+    def elsewhere() -> None:
+        warm_up(others)
+
+    with folder.used():
+        with folder.used():
+            thread = threading.Thread(target=elsewhere)
+            thread.start()
+            thread.join()
+        warm_up(small)
+        assert os.environ == environment
+    assert kept_by_triton(tmp_path) == {"others"}
+    assert {path.stem for path in folder.path.rglob("*.cubin")} == {"small"}
+    assert vars(knobs.cache) == settings
+    with pytest.raises(ValueError, match="body"), folder.used():
+        raise ValueError("body")
+    assert vars(knobs.cache) == settings
+
+
+class TheirManager(FileCacheManager):  # type: ignore[misc]  # untyped
+    """Somebody's choice of where Triton keeps what it compiles."""
+
+
+@pytest.mark.parametrize("by_environment", [True, False])
+def test_who_keeps_kernels_by_other_means_goes_on_doing_so(
+    by_environment: bool, tmp_path: Path, no_gpu: NoGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if by_environment:
+        monkeypatch.setenv("TRITON_CACHE_MANAGER", f"{__name__}:{TheirManager.__name__}")
+    else:
+        monkeypatch.setitem(vars(knobs.cache), "manager_class", TheirManager)
+    made = []
+    with KernelFolder(tmp_path / "ours").used():
+        thread = threading.Thread(target=lambda: made.append(get_cache_manager(KEY)))
+        thread.start()
+        thread.join()
+        made.append(get_cache_manager(KEY))
+    made.append(get_cache_manager(KEY))
+    names = [type(each).__name__ for each in made]
+    assert names == ["TheirManager", "_Files", "TheirManager"]
+
+
+def test_a_choice_made_meanwhile_stays(tmp_path: Path, no_gpu: NoGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(vars(knobs.cache), "manager_class", raising=False)
+    with KernelFolder(tmp_path / "ours").used():
+        vars(knobs.cache)["manager_class"] = TheirManager
+    assert knobs.cache.manager_class is TheirManager
+    del vars(knobs.cache)["manager_class"]
+
+
+def test_libraries_that_are_known_are_found_and_those_made_are_remembered(tmp_path: Path, no_gpu: NoGpu) -> None:
+    """Launchers of Triton 3.6 are such, and its driver."""
+    folder = KernelFolder(tmp_path / "ours")
+    with folder.used():
+        files = get_cache_manager(KEY)
+        assert files.get_file("launcher.so") is None
+        made = files.put(b"code", "launcher.so", binary=True)
+        files.put(b"text", "launcher.txt")
+    assert Path(made).is_relative_to(folder.path)
+    ((name, data),) = folder.libraries.items()
+    assert (name.endswith("/launcher.so"), data) == (True, b"code")
+
+    another = KernelFolder(tmp_path / "others")
+    another.libraries |= folder.libraries
+    with another.used():
+        found = get_cache_manager(KEY).get_file("launcher.so")
+    assert found is not None
+    assert Path(found).is_relative_to(another.path)
+    assert Path(found).read_bytes() == b"code"
+
+
+def test_a_kernel_is_loaded_from_its_files(tmp_path: Path, no_gpu: NoGpu) -> None:
+    """Two of them are enough; its launcher comes from the folder."""
+    made = triton.compile(source(), target=TARGET)
+    files = triton_compat.files_of(made)
+    assert set(files) == {"small.json", "small.cubin"}
+    for name, data in files.items():
+        (tmp_path / name).write_bytes(data)
+    folder = KernelFolder(tmp_path / "ours")
+    loaded = StoredKernel(source(), {name: str(tmp_path / name) for name in files}, folder)
+    assert (loaded.hash, loaded.kernel, loaded.metadata) == (made.hash, made.kernel, made.metadata)
+    used = []
+
+    class Launcher:
+        def __init__(self, src: Any, metadata: Any) -> None:
+            used.append(get_cache_manager(KEY).cache_dir)
+
+    no_gpu.launcher_cls = Launcher  # type: ignore[misc]  # of this driver alone
+    loaded._init_handles()
+    assert [Path(each).parent for each in used] == [folder.path]
+    assert loaded.function == "small"
+
+
+def test_files_that_are_no_kernels_raise(tmp_path: Path) -> None:
+    path = tmp_path / "small.json"
+    path.write_text("{}")
+    with pytest.raises(KeyError):
+        StoredKernel(source(), {"small.json": str(path)}, KernelFolder(tmp_path))
+
+
+def test_who_looks_into_the_compiler_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not triton_compat.is_looked_into()
+    for variable in ("TRITON_ALWAYS_COMPILE", "TRITON_KERNEL_DUMP", "TRITON_KERNEL_OVERRIDE"):
+        with monkeypatch.context() as changed:
+            changed.setenv(variable, "1")
+            assert triton_compat.is_looked_into()
+    monkeypatch.setattr(knobs.runtime, "add_stages_inspection_hook", lambda *args: None)
+    assert triton_compat.is_looked_into()
+
+
+def test_a_driver_that_cannot_begin_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is no GPU; it says so at a launch. One that has begun is not asked again."""
+    forget_compiled()
+    monkeypatch.setattr(driver, "_active", None)
+    monkeypatch.setattr(driver, "_default", None)
+    asked = []
+
+    def no_driver() -> None:
+        asked.append(type(get_cache_manager(KEY)).__name__)
+        raise RuntimeError("0 active drivers")
+
+    monkeypatch.setattr(sys.modules[type(driver).__module__], "_create_driver", no_driver)
+    triton_compat.start_driver(KernelFolder(tmp_path / "ours"))
+    assert asked == ["_Files"]
+    driver.set_active(NoGpu())
+    triton_compat.start_driver(KernelFolder(tmp_path / "ours"))
+    assert len(asked) == 1
