@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from piecegraph.compiler import torch_compat
 from piecegraph.compiler.apply_passes import apply_to_graph
 from piecegraph.compiler.build import Built, NamedInputs, build, piece_compiler
+from piecegraph.compiler.dynamo import code_being_traced, compiled_by_torch
 from piecegraph.compiler.expectations import check_expected_run
 from piecegraph.compiler.guards import GuardAudit
 from piecegraph.compiler.normalize import symbol_of
@@ -175,7 +175,7 @@ def compile_backend(
     reason = cache.reason or "by name, torch traces each time"
     found = replace(built.report.cache, reason=reason, not_stored="; ".join(built.not_kept))
     built = replace(built, report=replace(built.report, cache=found))
-    model = GraphModel(built, _Origin(torch_compat.code_being_traced(), example_inputs), sizes)
+    model = GraphModel(built, _Origin(code_being_traced(), example_inputs), sizes)
     with _models_lock:
         _models_in_order.append(weakref.ref(model))
 
@@ -190,7 +190,7 @@ def graph_models_of(compiled: Callable[..., Any]) -> tuple[GraphModel, ...]:
     with _models_lock:
         models = [model for ref in _models_in_order if (model := ref()) is not None]
         _models_in_order[:] = [weakref.ref(model) for model in models]
-    module, function = torch_compat.compiled_by_torch(compiled)
+    module, function = compiled_by_torch(compiled)
     if module is None and function is None:
         raise UsageError(
             f"compiled_models takes what torch.compile(..., backend='piecegraph') returned, not {compiled!r}."

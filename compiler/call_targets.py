@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from piecegraph.compiler import torch_compat
-from piecegraph.compiler.piece_format import resolve_function
+from piecegraph.compiler.piece_format import qualified_name, resolve_function
 
 _MODULES = frozenset({"torch", "_operator", "operator", "math", "builtins"})
 """Where functions may lie that a plan names; nothing else is imported on an entry's word."""
@@ -38,7 +37,7 @@ def target_as_data(target: Any) -> dict[str, str]:
     if isinstance(target, torch._ops.OpOverloadPacket):
         return {"packet": str(target._qualified_op_name)}
     if callable(target) and hasattr(target, "__name__") and not isinstance(target, torch._ops.HigherOrderOperator):
-        name = torch_compat.qualified_name(target)
+        name = qualified_name(target)
         with contextlib.suppress(ImportError, AttributeError):
             if name.partition(".")[0] in _MODULES and resolve_function(name) is target:
                 return {"function": name}

@@ -19,9 +19,11 @@ def main() -> None:
     import torch._inductor.compile_fx
     import torch._inductor.standalone_compile  # noqa: F401  (imported now, while the parent traces)
 
-    from piecegraph.compiler import torch_compat
+    from piecegraph.compiler.cpp_libraries import cpp_libraries
+    from piecegraph.compiler.inductor_compile import generated_kernels, standalone_compile
     from piecegraph.compiler.piece_format import load_piece
     from piecegraph.compiler.post_grad import PostGrad, PostGradRun
+    from piecegraph.compiler.process_settings import apply_process_settings
     from piecegraph.passes.ops.all_ops import define_all_ops
     from piecegraph.passes.pass_data import NotData
 
@@ -30,17 +32,17 @@ def main() -> None:
         job: dict[str, Any] = json.loads(line)
         try:
             begin = time.perf_counter()
-            torch_compat.apply_process_settings(job["settings"])
+            apply_process_settings(job["settings"])
             graph_module, examples = load_piece(Path(job["graph"]).read_text(), job["sizes"])
-            kernels = torch_compat.generated_kernels()
+            kernels = generated_kernels()
             passes = PostGradRun(PostGrad.from_data(job["post_grad"]))
             options = {**job["options"], **passes.options()}
-            with torch_compat.cpp_libraries({}) as libraries:
-                artifact = torch_compat.standalone_compile(graph_module, examples, options)
+            with cpp_libraries({}) as libraries:
+                artifact = standalone_compile(graph_module, examples, options)
             artifact.save(path=job["artifact"], format="binary")
             answer: dict[str, Any] = {
                 "seconds": time.perf_counter() - begin,
-                "kernels": torch_compat.generated_kernels() - kernels,
+                "kernels": generated_kernels() - kernels,
                 "post_grad": [outcome.as_data() for outcome in passes.outcomes],
                 "libraries": {digest: str(path) for digest, path in libraries.items()},
             }

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from piecegraph.compiler import torch_compat
+from piecegraph.compiler.inductor_caches import child_environment
 from piecegraph.compiler.post_grad import PostGradOutcome
 
 
@@ -27,7 +27,7 @@ class CompileJob:
     artifact: Path  # to be written
     weight: int
     options: Mapping[str, Any]  # torch._inductor.config fields
-    settings: Mapping[str, Any]  # torch_compat.process_settings()
+    settings: Mapping[str, Any]  # process_settings()
     sizes: Mapping[str, int] | None = None  # symbol -> number: compile it for these sizes alone
     post_grad: Mapping[str, Any]  # post_grad.PostGrad.as_data()
 
@@ -51,7 +51,7 @@ class CompileResult:
     job: CompileJob
     seconds: float
     kernels: int
-    libraries: Mapping[str, Path]  # C++ kernels that were built, by `torch_compat.library_digest`
+    libraries: Mapping[str, Path]  # C++ kernels that were built, by `library_digest`
     post_grad: tuple[PostGradOutcome, ...]
 
 
@@ -73,7 +73,7 @@ class CompilePool:
     """
 
     def __init__(self, workers: int, inductor: Path, triton: Path) -> None:
-        self._environment = torch_compat.child_environment(inductor, triton)
+        self._environment = child_environment(inductor, triton)
         self._workers = workers
         self._children = [self._start_child() for _ in range(max(workers - 1, 1))]
         self._lock = threading.Lock()

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from torch import fx
 
-from piecegraph.compiler import torch_compat
 from piecegraph.compiler.piece import UniquePiece
 from piecegraph.errors import ConfigError
 
@@ -28,9 +27,9 @@ def write_pass(folder: str, name: str, before: str, after: str) -> None:
 
 def emit_pass(name: str, before: Callable[[], str], after: Callable[[], str]) -> None:
     """A graph around a pass appears in torch's structured trace."""
-    torch_compat.emit_artifact(f"piecegraph_pass_{name}_before", before)
-    torch_compat.emit_artifact(f"piecegraph_pass_{name}_after", after)
-    torch_compat.emit_artifact(f"piecegraph_pass_{name}_diff", lambda: _diff(name, before(), after()))
+    _emit_artifact(f"piecegraph_pass_{name}_before", before)
+    _emit_artifact(f"piecegraph_pass_{name}_after", after)
+    _emit_artifact(f"piecegraph_pass_{name}_diff", lambda: _diff(name, before(), after()))
 
 
 def write_graphs(folder: str, graph_module: fx.GraphModule, unique: Sequence[UniquePiece]) -> None:
@@ -54,12 +53,12 @@ def write_source(folder: str, source: str) -> None:
 def emit_graphs(unique: Sequence[UniquePiece]) -> None:
     """Unique pieces appear in torch's structured trace."""
     for piece in unique:
-        torch_compat.emit_artifact(f"piecegraph_piece_{piece.index}", partial(readable, piece.graph_module))
+        _emit_artifact(f"piecegraph_piece_{piece.index}", partial(readable, piece.graph_module))
 
 
 def emit_source(source: str) -> None:
     """The stitched source appears in torch's structured trace."""
-    torch_compat.emit_artifact("piecegraph_stitched", lambda: source)
+    _emit_artifact("piecegraph_stitched", lambda: source)
 
 
 def readable(graph_module: fx.GraphModule) -> str:
@@ -75,3 +74,10 @@ def _diff(name: str, before: str, after: str) -> str:
 
 def _cannot_write(folder: str, error: OSError) -> ConfigError:
     return ConfigError(f"dump_dir={folder!r} cannot be written: {error}. Name a folder you may write to.")
+
+
+def _emit_artifact(name: str, text: Callable[[], str]) -> None:
+    """`text()` appears under `name` in torch's structured trace (tlparse), where one is being written."""
+    from torch._logging import trace_structured
+
+    trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=text)

@@ -19,18 +19,34 @@ from typing import Any
 import torch
 
 from piecegraph.cache.keys import key_of
-from piecegraph.compiler import torch_compat
 from piecegraph.compiler.compile_pool import CompileFailure, CompileJob, CompilePool, CompileResult
+from piecegraph.compiler.cpp_libraries import cpp_libraries
 from piecegraph.compiler.errors_of_pieces import piece_failed, shortened
+from piecegraph.compiler.inductor_artifact import artifact_bytes
+from piecegraph.compiler.inductor_caches import inductor_cache_dir
+from piecegraph.compiler.inductor_compile import (
+    POST_GRAD_OPTION,
+    asks_dynamo_to_trace_again,
+    generated_kernels,
+    standalone_compile,
+)
 from piecegraph.compiler.inductor_files import LoadedPiece, PieceFiles, load_files
+from piecegraph.compiler.inductor_options import (
+    inductor_option_names,
+    is_tuned_at_compile_time,
+    no_compile_workers,
+    unknown_inductor_options,
+)
 from piecegraph.compiler.piece import UniquePiece
 from piecegraph.compiler.piece_compiler import NO_PASSES, CompiledPiece, OnPiece, RunPiece
 from piecegraph.compiler.piece_format import NotExpressible, dump_piece, load_piece, only_known_here
 from piecegraph.compiler.post_grad import PostGrad, PostGradOutcome, PostGradRun
 from piecegraph.compiler.private_folder import private_folder
+from piecegraph.compiler.process_settings import process_settings
 from piecegraph.compiler.static_piece import StaticPiece
 from piecegraph.compiler.stored.compile_cache import CompileCache
 from piecegraph.compiler.stored.piece_store import PieceFacts, PieceStore, piece_factors
+from piecegraph.compiler.torch_compat import tuned_at_first_run
 from piecegraph.errors import ConfigError, KeyFactorError, did_you_mean
 from piecegraph.passes.pass_data import NotData
 
@@ -73,15 +89,15 @@ class InductorPieceCompiler:
     def compile(
         self, pieces: Sequence[UniquePiece], on_piece: OnPiece, post_grad: PostGrad = NO_PASSES
     ) -> tuple[CompiledPiece, ...]:
-        if post_grad.passes and torch_compat.POST_GRAD_OPTION in {**self.options, **self.static_options}:
+        if post_grad.passes and POST_GRAD_OPTION in {**self.options, **self.static_options}:
             raise ConfigError(
-                f"inductor_options has {torch_compat.POST_GRAD_OPTION!r}, which {post_grad.passes[0].name!r} needs; "
+                f"inductor_options has {POST_GRAD_OPTION!r}, which {post_grad.passes[0].name!r} needs; "
                 "give that pass as a GraphPass too (docs/writing_a_pass.md)."
             )
         for field, options in (("inductor_options", self.options), ("compile_sizes_options", self.static_options)):
-            unknown = torch_compat.unknown_inductor_options(options)
+            unknown = unknown_inductor_options(options)
             if unknown:
-                hint = did_you_mean(unknown[0], torch_compat.inductor_option_names())
+                hint = did_you_mean(unknown[0], inductor_option_names())
                 raise ConfigError(f"{field} has {unknown[0]!r}, which is no torch._inductor.config field.{hint}")
         compiled: dict[int, CompiledPiece] = {}
         for index, outcome in self._compile_all([_Task(piece, self.options) for piece in pieces], post_grad):
@@ -98,13 +114,13 @@ class InductorPieceCompiler:
     ) -> tuple[CompiledPiece | str, ...]:
         """Measuring waits for `tune`, so that pieces compile side by side; where `static_options` ask for
         measurements while compiling (max_autotune), one at a time."""
-        plain = {**torch_compat.tuned_at_first_run(), **self.options}
+        plain = {**tuned_at_first_run(), **self.options}
         tuned = {**plain, **self.static_options}
         tasks = [
             _Task(static.piece, tuned if static.size <= self.static_options_up_to else plain, static)
             for static in pieces
         ]
-        at_once = 1 if any(torch_compat.is_tuned_at_compile_time(task.options) for task in tasks) else None
+        at_once = 1 if any(is_tuned_at_compile_time(task.options) for task in tasks) else None
         outcomes: dict[int, CompiledPiece | str] = {}
         for index, outcome in self._compile_all(tasks, post_grad, at_once=at_once):
             outcomes[index] = shortened(outcome.reason) if isinstance(outcome, _Failure) else outcome
@@ -112,8 +128,8 @@ class InductorPieceCompiler:
         return tuple(outcomes[index] for index in range(len(pieces)))
 
     def tune(self, run: RunPiece, inputs: Sequence[Any]) -> None:
-        folders = torch_compat.inductor_cache_dir(self._inductor, self._triton)
-        with folders, torch_compat.no_compile_workers(), torch.no_grad():
+        folders = inductor_cache_dir(self._inductor, self._triton)
+        with folders, no_compile_workers(), torch.no_grad():
             run(*inputs)
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
@@ -226,7 +242,7 @@ class InductorPieceCompiler:
         if text is None and task.static is not None:
             return _Failure(f"it cannot be made static: {note}")
         begin = time.perf_counter()
-        kernels = torch_compat.generated_kernels()
+        kernels = generated_kernels()
         passes = PostGradRun(post_grad)
         try:
             if text is not None:
@@ -234,16 +250,16 @@ class InductorPieceCompiler:
             else:
                 graph_module, examples = task.piece.graph_module, task.piece.examples
             options = {**task.options, **passes.options()}
-            folders = torch_compat.inductor_cache_dir(self._inductor, self._triton)
-            with folders, torch_compat.cpp_libraries({}) as libraries:
-                run: Any = torch_compat.standalone_compile(graph_module, examples, options)
+            folders = inductor_cache_dir(self._inductor, self._triton)
+            with folders, cpp_libraries({}) as libraries:
+                run: Any = standalone_compile(graph_module, examples, options)
         except Exception as error:
-            if torch_compat.asks_dynamo_to_trace_again(error):
+            if asks_dynamo_to_trace_again(error):
                 raise
             return _Failure(f"{type(error).__name__}: {error}", error)
-        kernels = torch_compat.generated_kernels() - kernels
+        kernels = generated_kernels() - kernels
         seconds = time.perf_counter() - begin
-        artifact = torch_compat.artifact_bytes(run)
+        artifact = artifact_bytes(run)
         done = None
         if artifact is not None:
             done = LoadedPiece(run, self._inductor, self._triton, _piece_files(artifact, libraries))
@@ -352,7 +368,7 @@ def _job(index: int, task: _Task, text: str, folder: Path, post_grad: Mapping[st
         artifact=folder / f"{index}.artifact",
         weight=task.piece.num_nodes,
         options=dict(task.options),
-        settings=torch_compat.process_settings(),
+        settings=process_settings(),
         sizes=task.sizes,
         post_grad=post_grad,
     )

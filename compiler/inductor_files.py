@@ -9,7 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from piecegraph.compiler import torch_compat
+from piecegraph.compiler.cpp_libraries import cpp_libraries
+from piecegraph.compiler.inductor_artifact import load_artifact
+from piecegraph.compiler.inductor_caches import inductor_cache_dir
+from piecegraph.compiler.inductor_options import no_compile_workers
 from piecegraph.compiler.private_folder import private_folder
 
 TRITON_FOLDER = "triton"
@@ -20,7 +23,7 @@ class PieceFiles:
     """Whoever loads these vouches for them: they are unpickled and dlopened."""
 
     artifact: bytes
-    libraries: Mapping[str, bytes] = field(default_factory=dict)  # C++ kernels by `torch_compat.library_digest`
+    libraries: Mapping[str, bytes] = field(default_factory=dict)  # C++ kernels by `library_digest`
     inductor: Mapping[str, bytes] = field(default_factory=dict)  # by path in Inductor's folder: what tuning found
     triton: Mapping[str, bytes] = field(default_factory=dict)  # by path in Triton's
 
@@ -63,11 +66,11 @@ def load_files(files: PieceFiles, triton: Path) -> LoadedPiece:
     known = {digest: folder / "library" / f"{digest}.so" for digest in files.libraries}
     _write(folder / "library", {f"{digest}.so": data for digest, data in files.libraries.items()})
     with (
-        torch_compat.inductor_cache_dir(folder, triton),
-        torch_compat.no_compile_workers(),
-        torch_compat.cpp_libraries(known),
+        inductor_cache_dir(folder, triton),
+        no_compile_workers(),
+        cpp_libraries(known),
     ):
-        run = torch_compat.load_artifact(files.artifact)
+        run = load_artifact(files.artifact)
     return LoadedPiece(run, folder, triton, files)
 
 

@@ -12,8 +12,9 @@ OF_PLANS = ("*.py", "compiler/**/*.py", "passes/**/*.py", "runner/**/*.py")
 """Patterns of what a trace, and what is made of it, depends on: all but the tools and the store."""
 
 OF_PIECES = (
-    *("compiler/compile_child.py", "compiler/inductor.py", "compiler/inductor_files.py", "compiler/piece_format.py"),
-    *("compiler/post_grad.py", "compiler/torch_compat.py", "passes/**/*.py"),
+    *("compiler/compile_child.py", "compiler/inductor*.py", "compiler/piece_format.py", "compiler/post_grad.py"),
+    *("compiler/cpp_libraries.py", "compiler/fake_values.py", "compiler/process_settings.py"),
+    *("compiler/symbolic_sizes.py", "compiler/torch_compat.py", "passes/**/*.py"),
 )
 """Patterns of what stands between a piece's graph and the code made of it."""
 

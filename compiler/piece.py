@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from piecegraph.compiler import torch_compat
 from piecegraph.compiler.split import Piece, attribute_of
 from piecegraph.compiler.split_ops import op_name
+from piecegraph.compiler.symbolic_sizes import shape_env_of, symbol_range
 from piecegraph.passes.torch_ir import value_of
 
 
@@ -71,7 +71,7 @@ class _Canonical:
         self.symbols: dict[Any, str] = {}
         self.devices: dict[tuple[str, int | None], str] = {}
         values = [value_of(node) for node in graph_module.graph.nodes]
-        self.shape_env = torch_compat.shape_env_of(values)
+        self.shape_env = shape_env_of(values)
 
     def text(self) -> str:
         lines = []
@@ -90,7 +90,7 @@ class _Canonical:
         return "\n".join([*lines, *(f"{name} in {self.range(symbol)}" for symbol, name in self.symbols.items())])
 
     def range(self, symbol: Any) -> str:
-        return torch_compat.symbol_range(self.shape_env, symbol)
+        return symbol_range(self.shape_env, symbol)
 
     def function(self, target: Any) -> str:
         name = op_name(target)

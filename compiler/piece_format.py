@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from piecegraph.compiler import torch_compat
+from piecegraph.compiler.fake_values import fake_tensor, fresh_fake_mode, propagate_fakes
+from piecegraph.compiler.symbolic_sizes import evaluate_size, make_symbols, shape_env_of, symbol_facts
 from piecegraph.passes.torch_ir import value_of
 
 _KNOWN_NAMESPACES = frozenset({"aten", "prim", "prims", "higher_order", "inductor", "piecegraph"})
@@ -46,7 +47,7 @@ def only_known_here(graph_module: fx.GraphModule) -> str | None:
     """A function of the piece that a process with torch and the ops of our passes does not know, if there is one."""
     for node in graph_module.graph.nodes:
         if node.op == "call_function":
-            name = torch_compat.qualified_name(node.target)
+            name = qualified_name(node.target)
             operators = re.match(r"torch\.ops\.(\w+)\.", name)
             if operators is not None and operators.group(1) not in _KNOWN_NAMESPACES:
                 return name
@@ -63,8 +64,8 @@ class _Writer:
 
     def piece(self) -> dict[str, Any]:
         nodes = [self.node(node) for node in self.graph.nodes]
-        shape_env = torch_compat.shape_env_of([value_of(node) for node in self.graph.nodes])
-        symbols = [torch_compat.symbol_facts(shape_env, symbol) for symbol in self.symbols]
+        shape_env = shape_env_of([value_of(node) for node in self.graph.nodes])
+        symbols = [symbol_facts(shape_env, symbol) for symbol in self.symbols]
         return {"symbols": symbols, "nodes": nodes}
 
     def node(self, node: fx.Node) -> list[Any]:
@@ -88,7 +89,7 @@ class _Writer:
         raise NotExpressible(f"it holds a subgraph ({node.target})")
 
     def function(self, target: Any) -> str:
-        name = torch_compat.qualified_name(target)
+        name = qualified_name(target)
         try:
             found = resolve_function(name)
         except (ImportError, AttributeError):
@@ -148,10 +149,10 @@ class _Writer:
 class _Reader:
     def __init__(self, data: dict[str, Any], sizes: Mapping[str, int] | None) -> None:
         self.data = data
-        self.fake_mode = torch_compat.fresh_fake_mode()
+        self.fake_mode = fresh_fake_mode()
         self.symbols: Mapping[str, torch.SymInt | int]
         if sizes is None:
-            self.symbols = torch_compat.make_symbols(self.fake_mode, data["symbols"])
+            self.symbols = make_symbols(self.fake_mode, data["symbols"])
         else:
             self.symbols = {symbol["name"]: sizes[symbol["name"]] for symbol in data["symbols"]}
         self.is_static = sizes is not None
@@ -175,13 +176,13 @@ class _Reader:
                 node = graph.create_node(op, target, self.argument(rest[1]), self.argument(rest[2]), name)
             self.nodes.append(node)
         graph_module = fx.GraphModule({}, graph)
-        torch_compat.propagate_fakes(graph_module, examples, self.fake_mode)
+        propagate_fakes(graph_module, examples, self.fake_mode)
         return graph_module, tuple(examples)
 
     def example(self, value: dict[str, Any]) -> Any:
         if "size" in value:
             return self.size(value["size"])
-        return torch_compat.fake_tensor(
+        return fake_tensor(
             self.fake_mode,
             shape=[self.size(size) for size in value["shape"]],
             stride=[self.size(stride) for stride in value["stride"]],
@@ -191,7 +192,7 @@ class _Reader:
         )
 
     def size(self, size: int | str) -> Any:
-        return size if isinstance(size, int) else torch_compat.evaluate_size(size, self.symbols)
+        return size if isinstance(size, int) else evaluate_size(size, self.symbols)
 
     def argument(self, value: Any) -> Any:
         if isinstance(value, list):
@@ -219,6 +220,15 @@ class _Reader:
             case "ellipsis":
                 return ...
         raise AssertionError(f"unknown kind of argument {kind!r}")
+
+
+def qualified_name(function: Any) -> str:
+    """The dotted name FX writes for a function: importable, where the function can be imported at all."""
+    from torch.fx.node import _get_qualified_name
+
+    if isinstance(function, torch._ops.OpOverloadPacket):
+        return f"torch.ops.{str(function._qualified_op_name).replace('::', '.')}"
+    return _get_qualified_name(function)
 
 
 def resolve_function(name: str) -> Any:

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import fx
 
-from piecegraph.compiler import torch_compat
 from piecegraph.compiler.graph_snapshot import graph_text
+from piecegraph.compiler.inductor_compile import POST_GRAD_OPTION, custom_graph_pass
 from piecegraph.compiler.pass_contexts import FixedInputs
 from piecegraph.compiler.run_pass import PassOutcome, run_pass
 from piecegraph.config import CompileConfig
@@ -73,7 +73,7 @@ class PostGradRun:
         if not passes:
             return {}
         uuid = "-".join(each.uuid() for each in passes)
-        return {torch_compat.POST_GRAD_OPTION: torch_compat.custom_graph_pass(self._run, uuid)}
+        return {POST_GRAD_OPTION: custom_graph_pass(self._run, uuid)}
 
     def _run(self, graph: fx.Graph) -> None:
         for each in self.post_grad.passes:

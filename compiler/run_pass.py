@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from piecegraph.compiler import torch_compat
+from piecegraph.compiler.fake_values import computed_value, computing_on_fakes, is_same_layout
 from piecegraph.compiler.graph_snapshot import GraphSnapshot
 from piecegraph.compiler.pass_contexts import GraphContext
 from piecegraph.compiler.source_line import source_line
@@ -105,15 +105,15 @@ def _complete(graph: fx.Graph, before: GraphSnapshot, value_key: str) -> None:
         if node not in rewired:
             return False
         now = _values((node.args, node.kwargs), value_key)
-        return not torch_compat.is_same_layout(_values(rewired[node], value_key), now)
+        return not is_same_layout(_values(rewired[node], value_key), now)
 
-    with torch_compat.computing_on_fakes([node.meta.get(value_key) for node in graph.nodes]):
+    with computing_on_fakes([node.meta.get(value_key) for node in graph.nodes]):
         for node in graph.nodes:
             if node.op not in ("call_function", "call_method") or not is_stale(node):
                 continue
-            old, new = node.meta.get(value_key), torch_compat.computed_value(node, value_key)
+            old, new = node.meta.get(value_key), computed_value(node, value_key)
             node.meta[value_key] = new
-            if old is not None and not torch_compat.is_same_layout(old, new):
+            if old is not None and not is_same_layout(old, new):
                 changed.add(node)
 
 

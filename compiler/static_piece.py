@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from piecegraph.compiler import torch_compat
 from piecegraph.compiler.normalize import symbols_of
 from piecegraph.compiler.piece import UniquePiece
 from piecegraph.compiler.size_conditions import SizeCondition
 from piecegraph.compiler.split import Piece
 from piecegraph.compiler.split_ops import op_name
+from piecegraph.compiler.symbolic_sizes import size_ranges
 from piecegraph.passes.effects import viewed
 
 
@@ -121,7 +121,7 @@ def _reason_to_refuse(
 ) -> str | None:
     if not taken <= declared.keys():
         return f"it takes {', '.join(sorted(taken - declared.keys()))}, a size that only the data tells"
-    for name, (lower, upper) in torch_compat.size_ranges(piece.examples).items():
+    for name, (lower, upper) in size_ranges(piece.examples).items():
         if size < lower or (upper is not None and size > upper):
             return f"{declared[name]} is {'at least ' if upper is None else f'at most {upper} and at least '}{lower}"
     for condition in conditions:

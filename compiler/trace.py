@@ -15,9 +15,9 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from piecegraph.compiler import torch_compat
 from piecegraph.compiler.call_spec import CallSpec, ConstantLeaf, ResultSpec, TensorLeaf
 from piecegraph.compiler.dynamic_dims import DynamicDims, bind_arguments, check_examples, declared_dims, leaf_paths
+from piecegraph.compiler.dynamo import DynamoGraph, dynamo_graph, guard_name, mark_dynamic_size
 from piecegraph.compiler.guards import GuardAudit, audit_guards
 from piecegraph.compiler.traced_globals import GlobalFact, globals_read
 from piecegraph.compiler.traced_sources import digests_of_files, files_of_code
@@ -124,7 +124,7 @@ def trace(module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any
 
     try:
         with torch.no_grad():
-            graph = torch_compat.dynamo_graph(call, (bound.args, bound.kwargs, sized))
+            graph = dynamo_graph(call, (bound.args, bound.kwargs, sized))
     except torch._dynamo.exc.TorchDynamoException as error:
         raise _trace_error(error, declared) from error
     if not graph.examples and not len(graph.graph_module.graph.nodes):
@@ -145,7 +145,7 @@ def trace(module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any
         size_symbols=symbols,
         call_spec=given.call_spec,
         result_spec=_result_spec(graph, examples),
-        guards=audit_guards([(entry.guard_type, torch_compat.guard_name(entry)) for entry in graph.guards]),
+        guards=audit_guards([(entry.guard_type, guard_name(entry)) for entry in graph.guards]),
         sources=digests_of_files({*files_of_code(graph.traced_code), *read.files}),
         globals=read.facts,
         seconds=time.perf_counter() - start,
@@ -159,12 +159,12 @@ def _marked_copy(leaf: Any, dims: Mapping[int, str]) -> Any:
     shape = [int(size) for size in leaf.shape]
     copy = torch.empty_strided(shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
     for dim, name in dims.items():
-        torch_compat.mark_dynamic_size(copy, dim, name)
+        mark_dynamic_size(copy, dim, name)
     return copy
 
 
 def _graph_inputs(
-    graph: torch_compat.DynamoGraph,
+    graph: DynamoGraph,
     module: torch.nn.Module,
     examples: Sequence[Any],
     paths: Sequence[str],
@@ -254,7 +254,7 @@ def _call_spec(
     return CallSpec(signature=signature, leaves=tuple(specs), tree=tree, is_flat=is_flat)
 
 
-def _result_spec(graph: torch_compat.DynamoGraph, examples: Sequence[Any]) -> ResultSpec:
+def _result_spec(graph: DynamoGraph, examples: Sequence[Any]) -> ResultSpec:
     output = next(iter(reversed(graph.graph_module.graph.nodes)))
     fakes = [node.meta["example_value"] if isinstance(node, fx.Node) else node for node in output.args[0]]
     index_of = {id(fake): index for index, fake in enumerate(fakes)}

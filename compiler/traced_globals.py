@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from piecegraph.compiler import torch_compat
+from piecegraph.compiler.dynamo import guard_name
 
 _GLOBAL = re.compile(r"G\['__import_(?P<module>\w+)'\](?P<path>(?:\.\w+|\[\d+\])+)")
 """What Dynamo calls a global of a module other than the one where the trace began."""
@@ -46,7 +46,7 @@ def globals_read(guards: Iterable[Any]) -> GlobalsRead:
         file = _file_of(guard.value)
         if file is not None:
             files.add(file)
-        found = _GLOBAL.fullmatch(torch_compat.guard_name(guard))
+        found = _GLOBAL.fullmatch(guard_name(guard))
         fact = _fact(guard.value)
         if found is None or fact is None or found["module"] not in modules:
             continue

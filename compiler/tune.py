@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from piecegraph.compiler import torch_compat
 from piecegraph.compiler.piece import UniquePiece
 from piecegraph.compiler.plan import Slot
 from piecegraph.compiler.static_piece import StaticPiece
+from piecegraph.compiler.symbolic_sizes import size_at
 from piecegraph.passes.effects import is_pure
 
 
@@ -34,15 +34,14 @@ def tuning_inputs(static: StaticPiece, slots: Sequence[Slot], bound: Mapping[str
     values: list[Any] = []
     for slot, example in zip(slots, static.piece.examples, strict=True):
         if not isinstance(example, torch.Tensor):
-            values.append(torch_compat.size_at(example, static.size))
+            values.append(size_at(example, static.size))
             continue
         tensor = bound.get(slot.name)
         if isinstance(tensor, torch.Tensor) and not isinstance(tensor, FakeTensor):
             values.append(tensor.detach().clone() if writes else tensor)
         else:
             shape, stride = (
-                [torch_compat.size_at(size, static.size) for size in sizes]
-                for sizes in (example.shape, example.stride())
+                [size_at(size, static.size) for size in sizes] for sizes in (example.shape, example.stride())
             )
             values.append(torch.empty_strided(shape, stride, dtype=example.dtype, device=example.device).zero_())
     return tuple(values)

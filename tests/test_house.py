@@ -168,11 +168,11 @@ MAY_RUN_BYTES = {
     ("compiler/stitch.py", "exec"): "of the stitched source, generated from a plan",
     ("compiler/stitch.py", "compile"): "of the same source",
     ("compiler/inductor_files.py", "load_artifact"): "of bytes the cache's store authenticated, or compiled just now",
-    ("compiler/torch_compat.py", "load_cache_artifacts"): "in load_artifact, of the bytes it was given",
-    ("compiler/torch_compat.py", "_load_impl"): "in load_artifact, of the same bytes",
-    ("compiler/torch_compat.py", "CppPythonBindingsCodeCache"): "its loading is led to files of ours",
-    ("compiler/torch_compat.py", "_load_library"): "inside load_artifact, of libraries that came with the same bytes",
-    ("compiler/torch_compat.py", "eval"): "of sizes that this process, or the one that started it, wrote",
+    ("compiler/inductor_artifact.py", "load_cache_artifacts"): "in load_artifact, of the bytes it was given",
+    ("compiler/inductor_artifact.py", "_load_impl"): "in load_artifact, of the same bytes",
+    ("compiler/cpp_libraries.py", "CppPythonBindingsCodeCache"): "its loading is led to files of ours",
+    ("compiler/cpp_libraries.py", "_load_library"): "inside load_artifact, of those that came with the same bytes",
+    ("compiler/symbolic_sizes.py", "eval"): "of sizes that this process, or the one that started it, wrote",
     ("tools/cache/dump.py", "compile"): "of an authenticated stitched source; its bytecode is shown, and not run",
     ("runner/cuda_memory.py", "ctypes"): "calls the driver that torch has loaded",
     ("runner/cuda_memory.py", "CDLL"): "of the driver, by the loader's own search; no path",
@@ -213,7 +213,7 @@ def test_bytes_run_where_they_were_authenticated(file: Path) -> None:
     name = str(file.relative_to(ROOT))
     found = ways_to_run_bytes(file.read_text(encoding="utf-8"))
     strays = [f"line {line} uses {what}" for line, what in found if (name, what) not in MAY_RUN_BYTES]
-    assert not strays, f"{name}: {'; '.join(strays)}: load data, or have torch_compat.load_artifact load it"
+    assert not strays, f"{name}: {'; '.join(strays)}: load data, or have inductor_artifact.load_artifact load it"
 
 
 def test_every_reason_to_run_bytes_is_still_needed() -> None:
@@ -246,6 +246,57 @@ def test_a_way_to_run_bytes_is_seen(source: str, what: str) -> None:
 @pytest.mark.parametrize("source", ["model.eval()", "piecegraph.compile(model)", "re.compile(x)", "json.load(file)"])
 def test_what_only_looks_like_one_is_not(source: str) -> None:
     assert ways_to_run_bytes(source) == []
+
+
+VERSION_OF_TORCH = re.compile(r"torch\W{0,4}2\.\d|torch\.__version__\s*[<>]|TorchVersion")
+
+
+@pytest.mark.parametrize("file", sources(), ids=lambda file: str(file.relative_to(ROOT)))
+def test_versions_of_torch_are_known_where_they_are_met(file: Path) -> None:
+    """Not even a comment elsewhere tells one torch from another."""
+    if file.name in ("torch_compat.py", "triton_compat.py"):
+        return
+    found = VERSION_OF_TORCH.findall(file.read_text(encoding="utf-8"))
+    assert not found, f"{file.relative_to(ROOT)}: {found}: let compiler/torch_compat.py meet the difference"
+
+
+PRIVATE_MODULES_OF_TORCH = {"torch._dynamo", "torch._functorch", "torch._guards", "torch._inductor", "torch._logging"}
+
+TALKS_TO_TORCH = {
+    "compiler/compile_child.py": "imports Inductor while the parent traces",
+    "compiler/cpp_libraries.py": "how C++ kernels are loaded",
+    "compiler/dump.py": "the structured trace",
+    "compiler/dynamo.py": "a graph of a call",
+    "compiler/inductor_artifact.py": "a compiled piece to bytes and back",
+    "compiler/inductor_compile.py": "one piece through Inductor",
+    "compiler/inductor_options.py": "Inductor's options",
+    "compiler/process_settings.py": "how Dynamo and Inductor are set",
+    "compiler/symbolic_sizes.py": "symbols made again",
+    "compiler/torch_compat.py": "what versions do not have alike",
+    "compiler/trace.py": "the errors Dynamo raises",
+}
+"""File -> what it needs of torch's private modules. A new torch is tried against these."""
+
+
+def private_modules_used(source: str) -> set[str]:
+    """Those of `PRIVATE_MODULES_OF_TORCH` that `source` imports or reaches for."""
+    tree = ast.parse(source)
+    names = [name for _, name in imported_names(tree)]
+    names += [ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    return {".".join(name.split(".")[:2]) for name in names} & PRIVATE_MODULES_OF_TORCH
+
+
+def test_private_modules_of_torch_are_used_where_the_table_says() -> None:
+    used = {str(file.relative_to(ROOT)) for file in sources() if private_modules_used(file.read_text(encoding="utf-8"))}
+    assert used == set(TALKS_TO_TORCH), "use what the files of TALKS_TO_TORCH offer, or put the file there"
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["import torch._dynamo", "from torch._inductor import config", "from torch import _logging", "torch._guards.x()"],
+)
+def test_a_use_of_a_private_module_is_seen(source: str) -> None:
+    assert private_modules_used(source)
 
 
 def in_a_fresh_process(code: str) -> str:

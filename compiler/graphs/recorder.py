@@ -10,7 +10,13 @@ from typing import Any, Protocol
 
 import torch
 
-from piecegraph.compiler import torch_compat
+from piecegraph.compiler.graphs.cuda_graph import (
+    abandon_capture,
+    alias_without_ownership,
+    forget_cublas_workspaces,
+    pool_bytes,
+)
+from piecegraph.compiler.torch_compat import graph_exec_of
 from piecegraph.errors import CaptureError
 
 Outputs = Sequence[Any]  # tensors, and sizes as numbers
@@ -67,27 +73,27 @@ class CudaRecorder:
 
     def record(self, run: Callable[[], Outputs], *, is_patched: bool = False) -> Recording:
         graph = torch.cuda.CUDAGraph(keep_graph=is_patched)  # its nodes have handles while it is kept
-        torch_compat.forget_cublas_workspaces()  # it is to take one from this pool, not one that eager calls share
+        forget_cublas_workspaces()  # it is to take one from this pool, not one that eager calls share
         graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
         try:
             outputs = tuple(run())
         except BaseException:
-            torch_compat.abandon_capture(graph)
+            abandon_capture(graph)
             raise
         graph.capture_end()
-        torch_compat.forget_cublas_workspaces()  # and nobody else is to keep it
+        forget_cublas_workspaces()  # and nobody else is to keep it
         if not is_patched:
             return Recording(graph.replay, outputs, graph.reset)
         graph.instantiate()
-        return Recording(graph.replay, outputs, graph.reset, torch_compat.graph_exec_of(graph))
+        return Recording(graph.replay, outputs, graph.reset, graph_exec_of(graph))
 
     def weak(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor) and value.device.type == "cuda":
-            return torch_compat.alias_without_ownership(value)
+            return alias_without_ownership(value)
         return value
 
     def used_bytes(self) -> int:
-        return torch_compat.pool_bytes(self.pool)
+        return pool_bytes(self.pool)
 
 
 class FunctionRecorder:

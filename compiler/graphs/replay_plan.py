@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from piecegraph.compiler import torch_compat
 from piecegraph.compiler.graphs.prepared_ops import Launch, Patch, PatchableLaunch, PreparedOp, ReadMetadata
 from piecegraph.compiler.graphs.recorder import Recorder, Recording
 from piecegraph.compiler.graphs.stretches import Lifetimes, Stretch, cut
@@ -281,7 +280,7 @@ def _record_split_op(
         prepared = bound.prepared_ops[step.op]
         launch(read(prepared.metadata))
         return ReplayStep(launch, step.op, "launch", prepared.metadata)
-    dispatch = partial(torch_compat.dispatcher_of(bound.functions[step.function]), *args, **kwargs)
+    dispatch = partial(_dispatcher_of(bound.functions[step.function]), *args, **kwargs)
     result = dispatch()
     if step.output is None or result is None:
         return ReplayStep(dispatch, step.op, "dispatch", note=launch)
@@ -293,6 +292,11 @@ def _record_split_op(
                 target.copy_(value)
 
     return ReplayStep(dispatch_and_copy, step.op, "dispatch + copy", note=launch)
+
+
+def _dispatcher_of(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What calling an op overload calls, without the Python frame in between; anything else as it is."""
+    return function._op if type(function) is torch._ops.OpOverload else function
 
 
 def _launch_of(

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from piecegraph import __version__
-from piecegraph.compiler import torch_compat
 from piecegraph.compiler.graphs.cuda_driver import driver_version
 from piecegraph.compiler.own_sources import digest_of_own_sources
+from piecegraph.compiler.process_settings import cpu_capability, inductor_settings_digest, process_settings
 
 
 def build_factors(sources: tuple[str, ...]) -> dict[str, Any]:
@@ -68,11 +68,11 @@ def _cpu() -> dict[str, str]:
         flags = platform.processor()
     return {
         "machine": platform.machine(),
-        "isa": torch_compat.cpu_capability(),
+        "isa": cpu_capability(),
         "flags": hashlib.sha256(flags.encode()).hexdigest()[:16],
     }
 
 
 def settings_factors() -> dict[str, Any]:
     """Settings of this process that change what is traced or generated."""
-    return {**torch_compat.process_settings(), "inductor": torch_compat.inductor_settings_digest()}
+    return {**process_settings(), "inductor": inductor_settings_digest()}

@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from piecegraph.compiler import torch_compat
 from piecegraph.compiler.errors_of_pieces import shortened
+from piecegraph.compiler.inductor_caches import inductor_cache_dir
 from piecegraph.compiler.inductor_files import LoadedPiece
+from piecegraph.compiler.inductor_options import no_compile_workers
 from piecegraph.compiler.piece_format import load_piece, only_known_here
+from piecegraph.compiler.symbolic_sizes import evaluate_size
 from piecegraph.passes.effects import viewed, written_by
 from piecegraph.passes.torch_ir import value_of
 
@@ -161,8 +163,8 @@ def running(done: LoadedPiece, device: torch.device) -> Iterator[None]:
     folders. Random number generators are as before after it."""
     gpus = [device] if device.type == "cuda" else []
     with (
-        torch_compat.inductor_cache_dir(done.folder, done.triton),
-        torch_compat.no_compile_workers(),
+        inductor_cache_dir(done.folder, done.triton),
+        no_compile_workers(),
         torch.random.fork_rng(gpus),
         torch.autocast(device.type, enabled=False),
         torch.no_grad(),
@@ -201,7 +203,7 @@ def _inputs_in(text: str, sizes: Mapping[str, int], examples: tuple[Any, ...], i
             found.append(next(tensors))
         elif not is_static:
             size = rest[0]["size"]
-            found.append(size if isinstance(size, int) else int(torch_compat.evaluate_size(size, sizes)))
+            found.append(size if isinstance(size, int) else int(evaluate_size(size, sizes)))
     return found
 
 

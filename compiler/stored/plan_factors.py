@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from piecegraph.cache.keys import EXCLUDED, config_factors
-from piecegraph.compiler import torch_compat
 from piecegraph.compiler.call_spec import ConstantLeaf, TensorLeaf
 from piecegraph.compiler.own_sources import OF_PLANS
+from piecegraph.compiler.process_settings import tracing_settings
 from piecegraph.compiler.stored.machine_factors import build_factors, machine_factors, settings_factors, version_of
 from piecegraph.compiler.stored.model_factors import model_factors
 from piecegraph.compiler.stored.plan_format import PLAN_FORMAT
@@ -32,7 +32,7 @@ def plan_factors(module: torch.nn.Module, call: ExampleCall, config: CompileConf
             "transformers": version_of("transformers") if is_of_transformers else None,
         },
         "machine": machine_factors(device_of(module)),
-        "settings": {**settings_factors(), **torch_compat.tracing_settings()},
+        "settings": {**settings_factors(), **tracing_settings()},
         "config": {
             **config_factors(config, {**EXCLUDED, "passes": "written below, by source"}),
             "passes": None if config.passes is None else [_pass_factor(each) for each in config.passes],

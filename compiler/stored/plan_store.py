@@ -15,13 +15,13 @@ import torch
 from piecegraph.cache.entry import Entry
 from piecegraph.cache.keys import key_of, plain
 from piecegraph.cache.store import Loaded, NotSaved
-from piecegraph.compiler import torch_compat
 from piecegraph.compiler.build import BeforeCompile, Built
 from piecegraph.compiler.call_targets import NotStorable
 from piecegraph.compiler.cold_start import ColdStart
 from piecegraph.compiler.expectations import check_expected_matches, check_expected_run
 from piecegraph.compiler.forwards import Forwards
 from piecegraph.compiler.guards import GuardAudit, GuardRecord
+from piecegraph.compiler.inductor_artifact import import_loader
 from piecegraph.compiler.interface import Interface
 from piecegraph.compiler.piece import UniquePiece
 from piecegraph.compiler.piece_format import load_piece
@@ -84,7 +84,7 @@ class PlanStore:
         loaded = self.cache.load(self.key)
         if loaded is None:
             return None
-        import_seconds = torch_compat.import_loader()
+        import_seconds = import_loader()
         try:
             stored = from_document(json.loads(loaded.blobs["plan"]))
             _refuse_what_changed(stored)

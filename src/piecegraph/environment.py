@@ -1,6 +1,6 @@
 """The one place that reads the process's environment.
 
-Every variable of ours begins with `PIECEGRAPH_`. `compiler/torch_compat.py` alone is excused: torch's
+Every variable of ours begins with `PIECEGRAPH_`. `compiler/inductor_caches.py` alone is excused: torch's
 own caches are steered by variables of torch's.
 """
 

@@ -48,13 +48,14 @@ TORCHS_OWN = {"_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"}
 
 def forbid_compiling() -> None:
     """Dynamo, Inductor, and every process but this one raise."""
-    from piecegraph.compiler import torch_compat
+    from piecegraph.compiler import inductor, trace
 
     def forbidden(*args: object, **kwargs: object) -> NoReturn:
         raise AssertionError("a warm start compiles nothing and starts no process")
 
     for owner, names in (
-        (torch_compat, ("dynamo_graph", "standalone_compile")),
+        (trace, ("dynamo_graph",)),
+        (inductor, ("standalone_compile",)),
         (torch._dynamo, ("optimize",)),
         (subprocess, ("Popen",)),
         (os, ("fork", "posix_spawn", "system")),

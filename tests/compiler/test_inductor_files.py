@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from piecegraph.compiler import torch_compat
 from piecegraph.compiler.inductor_files import LoadedPiece, PieceFiles, load_files
 
 
@@ -56,16 +55,3 @@ def test_what_tuning_found_goes_with_its_kernels(tmp_path: Path) -> None:
     assert found.triton == {"CHOSEN/kernel.cubin": b"chosen", "LAUNCHER/launcher.so": b"launcher"}
     assert (found.artifact, found.libraries) == (b"artifact", {"0": b"library"})
     assert done.code() == "# a wrapper"
-
-
-def test_a_library_is_known_by_all_it_is_built_from() -> None:
-    """Source, argument types, flags; not the function that a build is submitted to."""
-    digest = torch_compat.library_digest("Cache", (["float*"], "source"), {"extra_flags": (), "submit_fn": print})
-    same = torch_compat.library_digest("Cache", (["float*"], "source"), {"submit_fn": len, "extra_flags": ()})
-    assert digest == same
-    for args, kwargs in (
-        ((["long"], "source"), {"extra_flags": ()}),
-        ((["float*"], "other"), {"extra_flags": ()}),
-        ((["float*"], "source"), {"extra_flags": ("-O1",)}),
-    ):
-        assert torch_compat.library_digest("Cache", args, kwargs) != digest

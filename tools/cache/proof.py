@@ -14,12 +14,12 @@ import torch
 
 from piecegraph.cache.keys import diff_factors, plain
 from piecegraph.cache.store import Loaded
-from piecegraph.compiler import torch_compat
 from piecegraph.compiler.compile_pool import CompileFailure, CompileJob, CompilePool, CompileResult
 from piecegraph.compiler.inductor_files import LoadedPiece, PieceFiles, load_files
 from piecegraph.compiler.own_sources import OF_PIECES
 from piecegraph.compiler.post_grad import PostGrad
 from piecegraph.compiler.private_folder import private_folder
+from piecegraph.compiler.process_settings import apply_process_settings, process_settings
 from piecegraph.compiler.stored.machine_factors import build_factors, machine_factors, settings_factors
 from piecegraph.compiler.stored.piece_proof import SEED, OutputDigest, Trial, digest_of, running, sizes_of
 from piecegraph.compiler.stored.piece_store import facts_of, files_of
@@ -195,15 +195,15 @@ def _compared(done: LoadedPiece, text: str, size: int | None, why: str) -> Proof
 def _settings(settings: Mapping[str, Any]) -> Iterator[None]:
     """Inside this block the process is set as that one was which compiled."""
     wanted = {name: value for name, value in settings.items() if name != "inductor"}
-    before = torch_compat.process_settings()
+    before = process_settings()
     if wanted == before:
         yield
         return
-    torch_compat.apply_process_settings(wanted)
+    apply_process_settings(wanted)
     try:
         yield
     finally:
-        torch_compat.apply_process_settings(before)
+        apply_process_settings(before)
 
 
 def _relative_error(found: torch.Tensor, wanted: torch.Tensor) -> float:

@@ -11,7 +11,7 @@ import torch
 
 import piecegraph as pg
 from piecegraph.cache.keys import EXCLUDED, key_of
-from piecegraph.compiler import own_sources, torch_compat
+from piecegraph.compiler import own_sources
 from piecegraph.compiler.stored import machine_factors
 from piecegraph.compiler.stored.plan_factors import plan_factors
 from piecegraph.compiler.trace import ExampleCall
@@ -136,7 +136,7 @@ def test_settings_of_the_process_are_in_the_key(threads: None, monkeypatch: pyte
         (machine_factors, "digest_of_own_sources", lambda patterns: "another"),
         (torch.version, "git_version", "another"),
         (torch, "__version__", "99"),
-        (torch_compat, "cpu_capability", lambda: "AVX1024"),
+        (machine_factors, "cpu_capability", lambda: "AVX1024"),
     ],
 )
 def test_build_and_machine_are_in_the_key(owner: Any, name: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
