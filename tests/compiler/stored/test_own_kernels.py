@@ -1,0 +1,284 @@
+"""Kernels of ours come from the cache; nobody else's do; and what is wrong with a cache is a compile."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from triton.compiler import make_backend
+
+from piecegraph import environment
+from piecegraph.compiler.stored.compile_cache import CompileCache
+from piecegraph.compiler.stored.kernel_pack import KernelFiles
+from piecegraph.compiler.stored.own_kernels import KernelUse, OwnKernels
+from tests.compiler.stored.kernel_caches import GPU, OF, cache_in, gpu_machine, store_in
+from tests.compiler.triton_without_gpu import (
+    TARGET,
+    NoGpu,
+    forget_compiled,
+    kept_by_triton,
+    no_gpu,
+    others,
+    small,
+    warm_up,
+)
+
+__all__ = ["gpu_machine", "no_gpu"]
+pytestmark = pytest.mark.usefixtures("gpu_machine", "no_gpu")
+
+Process = Callable[..., tuple[OwnKernels, KernelUse]]
+
+
+@pytest.fixture
+def new_process(tmp_path: Path) -> Process:
+    """What a process has after a start has begun: nothing compiled. `of`: which model's."""
+
+    def begin(of: str = OF) -> tuple[OwnKernels, KernelUse]:
+        forget_compiled()
+        own = OwnKernels()
+        use = own.begin(cache_in(tmp_path), of, GPU)
+        assert use is not None
+        return own, use
+
+    return begin
+
+
+@pytest.fixture
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    def raises(*args: Any) -> None:
+        raise AssertionError("something is compiled")
+
+    monkeypatch.setattr(type(make_backend(TARGET)), "add_stages", raises)
+
+
+def counts(use: KernelUse) -> tuple[int, int]:
+    return use.loaded, use.compiled
+
+
+def test_a_second_process_compiles_nothing(
+    new_process: Process, no_gpu: NoGpu, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """And loads the same binary, from the cache and not from Triton's."""
+    own, use = new_process()
+    first = warm_up(small)
+    assert counts(use) == (0, 1)
+    assert own.keep() == ""
+    request.getfixturevalue("no_compiler")
+    own, use = new_process()
+    second = warm_up(small)
+    assert counts(use) == (1, 0)
+    assert (second.kernel, second.metadata, second.packed_metadata, second.hash) == (
+        first.kernel,
+        first.metadata,
+        first.packed_metadata,
+        first.hash,
+    )
+    assert no_gpu.loaded == [first.kernel, first.kernel]
+    assert kept_by_triton(tmp_path) == set()
+
+
+def test_what_is_new_is_added(new_process: Process) -> None:
+    own, _ = new_process()
+    warm_up(small, 16)
+    own.keep()
+    own, use = new_process()
+    warm_up(small, 16)
+    warm_up(small, 32)
+    assert counts(use) == (1, 1)
+    assert own.keep() == ""
+    own, use = new_process()
+    warm_up(small, 32)
+    warm_up(small, 16)
+    assert counts(use) == (2, 0)
+
+
+def test_kernels_of_others_go_where_they_went(new_process: Process, tmp_path: Path) -> None:
+    own, use = new_process()
+    warm_up(others)
+    assert counts(use) == (0, 0)
+    assert kept_by_triton(tmp_path) == {"others"}
+    own.keep()
+    assert not (tmp_path / "cache").exists()
+
+
+def test_before_a_model_begins_kernels_are_tritons(tmp_path: Path) -> None:
+    """As they are where there is no cache, and on a CPU."""
+    own = OwnKernels()
+    assert own.begin(CompileCache(None, False, "PIECEGRAPH_CACHE=off"), OF, GPU) is None
+    assert own.begin(cache_in(tmp_path), OF, torch.device("cpu")) is None
+    warm_up(small)
+    assert kept_by_triton(tmp_path) == {"small"}
+    assert own.keep() == ""
+    assert not (tmp_path / "cache").exists()
+
+
+def test_what_triton_keeps_is_not_read(new_process: Process, no_gpu: NoGpu, tmp_path: Path) -> None:
+    """Anybody may have written it."""
+    warm_up(small)
+    for binary in (tmp_path / "triton").rglob("*.cubin"):
+        binary.write_bytes(b"poison")
+    new_process()
+    warm_up(small)
+    assert b"poison" not in no_gpu.loaded
+
+
+@pytest.mark.parametrize(
+    "files", [{"small.json": b"{}", "small.cubin": b""}, {"small.cubin": b""}, {"small.json": b"\xff"}]
+)
+def test_files_that_cannot_be_loaded_are_compiled_over(
+    files: dict[str, bytes], new_process: Process, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    own, _ = new_process()
+    warm_up(small)
+    own.keep()
+    store = store_in(tmp_path)
+    (fingerprint,) = store.load().kernels
+    store.reject(fingerprint)
+    store.save(KernelFiles({fingerprint: files}), {fingerprint}, 0.0)
+
+    own, use = new_process()
+    warm_up(small)
+    assert counts(use) == (0, 1)
+    assert "kernel small of the cache cannot be loaded" in caplog.text
+    assert own.keep() == ""
+    own, use = new_process()
+    warm_up(small)
+    assert counts(use) == (1, 0)
+
+
+def test_a_corrupt_cache_is_compiled_over(new_process: Process, tmp_path: Path) -> None:
+    own, _ = new_process()
+    warm_up(small)
+    own.keep()
+    for blob in (tmp_path / "cache" / "v1" / "blobs").iterdir():
+        blob.write_bytes(b"\0" * blob.stat().st_size)
+    own, use = new_process()
+    warm_up(small)
+    assert counts(use) == (0, 1)
+    assert own.keep() == ""
+    assert len(list((tmp_path / "cache" / "v1" / "quarantine").iterdir())) == 1
+    own, use = new_process()
+    warm_up(small)
+    assert counts(use) == (1, 0)
+
+
+def test_a_full_disk_is_a_reason(new_process: Process, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    own, use = new_process()
+    warm_up(small)
+    monkeypatch.setattr("piecegraph.cache.store.put_blob", full)
+    assert "No space left" in own.keep()
+    assert "No space left" in use.not_stored
+    assert own.keep() == ""  # it is not tried again for the same kernels
+
+
+def test_a_second_model_is_kept_with_what_it_shares(new_process: Process, tmp_path: Path) -> None:
+    """Triton asks once a process for what two models need. The first model's entry stays as it is."""
+    own, _ = new_process("1" * 64)
+    warm_up(small, 16)
+    second = own.begin(cache_in(tmp_path), "2" * 64, GPU)
+    assert second is not None
+    assert second.store.key != store_in(tmp_path, "1" * 64).key
+    warm_up(small, 16)
+    warm_up(small, 32)
+    assert counts(second) == (0, 1)
+    own.keep()
+    assert len(store_in(tmp_path, "1" * 64).load().kernels) == 1
+    assert len(store_in(tmp_path, "2" * 64).load().kernels) == 2
+
+
+def test_a_model_that_comes_back_is_not_kept_again(new_process: Process, tmp_path: Path) -> None:
+    own, _ = new_process()
+    warm_up(small, 16)
+    own.keep()
+    entry = next((tmp_path / "cache" / "v1" / "entries").iterdir())
+    before = entry.read_bytes()
+    own.begin(cache_in(tmp_path), OF, GPU)
+    own.keep()
+    assert entry.read_bytes() == before
+
+
+def test_libraries_of_launchers_are_kept_too(new_process: Process, no_gpu: NoGpu, tmp_path: Path) -> None:
+    """Triton 3.6 makes one when a kernel is first launched, which may be after all else was kept."""
+    from triton.runtime.cache import get_cache_manager
+
+    compiled = []
+
+    class Launcher:
+        def __init__(self, src: Any, metadata: Any) -> None:
+            files = get_cache_manager("cd" * 32)
+            if files.get_file("launcher.so") is None:
+                compiled.append(files.put(b"so", "launcher.so"))
+
+    no_gpu.launcher_cls = Launcher  # type: ignore[misc]  # of this driver alone
+    own, _ = new_process()
+    made = small.warmup(torch.float32, SIZE=16, grid=(1,))
+    own.keep()
+    made._init_handles()
+    assert own.keep() == ""
+    own, use = new_process()
+    warm_up(small)
+    assert counts(use) == (1, 0)
+    assert len(compiled) == 1
+    assert not (tmp_path / "triton").exists()
+
+
+def test_who_looks_into_the_compiler_has_triton_alone(
+    new_process: Process, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, use = new_process()
+    monkeypatch.setenv("TRITON_ALWAYS_COMPILE", "1")
+    warm_up(small)
+    assert counts(use) == (0, 0)
+    assert kept_by_triton(tmp_path) == {"small"}
+
+
+def test_threads_compile_and_load_at_once(new_process: Process) -> None:
+    sizes = [16, 32, 64, 128, 16, 32, 64, 128]
+    for expected in ("compiled", "loaded"):
+        own, use = new_process()
+        with ThreadPoolExecutor(8) as pool:
+            kernels = list(pool.map(lambda size: warm_up(small, size), sizes))
+        assert [each.kernel for each in kernels[:4]] == [each.kernel for each in kernels[4:]]
+        assert getattr(use, expected) >= 4
+        assert sum(counts(use)) == getattr(use, expected)
+        own.keep()
+
+
+IN_A_PROCESS = """
+import sys
+from pathlib import Path
+from piecegraph.compiler.stored import kernel_store
+from tests.compiler.stored.kernel_caches import GPU, MACHINE, OF, cache_in
+from tests.compiler.triton_without_gpu import NoGpu, small, warm_up, driver
+from piecegraph.compiler.stored.own_kernels import OWN_KERNELS
+kernel_store.machine_factors = lambda device: MACHINE
+driver.set_active(NoGpu())
+use = OWN_KERNELS.begin(cache_in(Path(sys.argv[1])), OF, GPU)
+if "no_compiler" in sys.argv:
+    from triton.backends.nvidia.compiler import CUDABackend
+    CUDABackend.add_stages = None
+warm_up(small, 16)
+print(use.loaded, use.compiled)
+"""
+
+
+def test_the_end_of_a_process_keeps_what_is_new_and_the_next_loads_it(tmp_path: Path) -> None:
+    """Nobody asks for it; and in processes that are really new."""
+
+    def run(*arguments: str) -> str:
+        command = [sys.executable, "-W", "ignore", "-c", IN_A_PROCESS, str(tmp_path), *arguments]
+        child = environment.for_child({"TRITON_CACHE_DIR": str(tmp_path / "triton")})
+        return subprocess.run(command, env=child, check=True, capture_output=True, text=True).stdout.strip()
+
+    assert run() == "0 1"
+    assert run("no_compiler") == "1 0"
+    assert not (tmp_path / "triton").exists()
