@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
 from piecegraph.config import CompileConfig
 from piecegraph.errors import ConfigError, did_you_mean
-from piecegraph.runner.model_loader import ModelSource
+from piecegraph.runner.model_source import ModelSource
 
 if TYPE_CHECKING:
     import torch

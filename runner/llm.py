@@ -16,7 +16,7 @@ from piecegraph.progress import OnPhase
 from piecegraph.runner.engine import Engine
 from piecegraph.runner.engine_config import EngineConfig, compile_config, refuse_unavailable, refuse_unknown
 from piecegraph.runner.load_engine import Loaded, load_engine
-from piecegraph.runner.model_loader import ModelSource
+from piecegraph.runner.model_source import ModelSource
 from piecegraph.runner.outputs import RequestOutput
 from piecegraph.runner.progress_bar import progress_bar
 from piecegraph.runner.prompts import Message, Prompt, TokenizedPrompt, tokenize, tokenize_chat

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,13 +17,12 @@ from piecegraph.runner.attention.transformers_attention import (
     name_layers,
     register_attention,
 )
+from piecegraph.runner.model_source import ModelSource
 from piecegraph.runner.model_support import check_class, check_config
 from piecegraph.runner.quiet_transformers import quiet_transformers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-
-LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 
 DTYPES = {
     "float32": torch.float32,
@@ -32,43 +31,6 @@ DTYPES = {
     "float16": torch.float16,
     "half": torch.float16,
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelSource:
-    """Where a model comes from, and as what it is loaded."""
-
-    model: str  # a folder, a .gguf file or a hub id
-    revision: str | None = None
-    trust_remote_code: bool = False
-    load_format: str = "auto"
-    hf_overrides: Mapping[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if self.load_format not in LOAD_FORMATS:
-            known = did_you_mean(self.load_format, LOAD_FORMATS)
-            raise ConfigError(f"load_format={self.load_format!r} is unknown.{known}")
-        if self.load_format == "gguf" and not self.is_gguf:
-            raise ConfigError(f"load_format='gguf', but {self.model!r} is not a .gguf file.")
-
-    @property
-    def is_gguf(self) -> bool:
-        return self.model.endswith(".gguf")
-
-    @property
-    def location(self) -> str:
-        """What transformers calls `pretrained_model_name_or_path`."""
-        return str(Path(self.model).parent) if self.is_gguf else self.model
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """Keyword arguments that every `from_pretrained` of this model takes."""
-        options: dict[str, Any] = {"trust_remote_code": self.trust_remote_code}
-        if self.revision is not None:
-            options["revision"] = self.revision
-        if self.is_gguf:
-            options["gguf_file"] = Path(self.model).name
-        return options
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

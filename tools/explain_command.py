@@ -72,7 +72,7 @@ def command(model: str, assume_gpu: bool, as_json: bool, quiet: bool, debug: boo
 def engine_config(model: str, arguments: dict[str, Any]) -> EngineConfig:
     """The config that `LLM(model, **arguments)` would make."""
     from piecegraph.runner.engine_config import EngineConfig, compile_config
-    from piecegraph.runner.model_loader import ModelSource
+    from piecegraph.runner.model_source import ModelSource
 
     fields = dict(arguments)
     source = ModelSource(model=os.path.expanduser(model), load_format=fields.pop("load_format", "auto"))

@@ -18,7 +18,7 @@ from piecegraph.errors import CacheError, CompileError, ConfigError, KeyFactorEr
 from piecegraph.runner import compile_ahead as module
 from piecegraph.runner.compile_ahead import check_can_compile_for, compile_ahead
 from piecegraph.runner.engine_config import EngineConfig
-from piecegraph.runner.model_loader import ModelSource
+from piecegraph.runner.model_source import ModelSource
 from piecegraph.runner.without_weights import load_without_weights
 from tests.runner.tiny_models import llama_config
 
@@ -131,7 +131,7 @@ def test_what_needs_weights_is_told_to_be_left(
     assert found.notes == ("selfcheck: it runs the model, which a start does",)
 
 
-def eagerly(compiler: Any, pieces: Any, on_piece: Any, post_grad: Any) -> Any:
+def eagerly(compiler: Any, pieces: Any, on_piece: Any, post_grad: Any, *, meanwhile: Any) -> Any:
     from piecegraph.compiler.eager import EagerPieceCompiler
 
     return EagerPieceCompiler().compile(pieces, on_piece, post_grad)

@@ -13,7 +13,7 @@ from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
 from piecegraph.errors import ConfigError, ModelNotFound, UsageError
 from piecegraph.runner.engine_config import DEFAULT_COMPILE_SIZES, EngineConfig
 from piecegraph.runner.explanation import Explanation, explain
-from piecegraph.runner.model_loader import ModelSource
+from piecegraph.runner.model_source import ModelSource
 from tests.runner.tiny_models import FAMILIES, llama_config, make_config
 
 FULL, PIECEWISE, NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE

@@ -10,7 +10,7 @@ from piecegraph.config import CompileConfig
 from piecegraph.runner.engine_config import EngineConfig
 from piecegraph.runner.explanation import explain
 from piecegraph.runner.layer_view import LayerView
-from piecegraph.runner.model_loader import ModelSource
+from piecegraph.runner.model_source import ModelSource
 from tests.runner.tiny_models import llama_config
 
 

@@ -24,13 +24,13 @@ from piecegraph.errors import (
 from piecegraph.progress import Phase
 from piecegraph.runner.model_loader import (
     LoadedModel,
-    ModelSource,
     load_config,
     load_model,
     load_tokenizer,
     resolve_device,
     resolve_dtype,
 )
+from piecegraph.runner.model_source import ModelSource
 from tests.runner.tiny_models import llama_config, random_model, save
 
 CPU = torch.device("cpu")

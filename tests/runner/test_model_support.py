@@ -12,7 +12,8 @@ from transformers import PreTrainedConfig
 
 from piecegraph.errors import UnsupportedModel
 from piecegraph.runner.attention.layer import AttentionLayer
-from piecegraph.runner.model_loader import ModelSource, load_model
+from piecegraph.runner.model_loader import load_model
+from piecegraph.runner.model_source import ModelSource
 from piecegraph.runner.model_support import check_config, check_layers
 from tests.runner.tiny_models import FAMILIES, llama_config
 

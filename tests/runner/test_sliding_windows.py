@@ -17,7 +17,7 @@ from piecegraph.runner.attention.sdpa import SdpaBackend
 from piecegraph.runner.attention.triton_backend import TritonBackend
 from piecegraph.runner.engine_config import EngineConfig
 from piecegraph.runner.explanation import explain
-from piecegraph.runner.model_loader import ModelSource
+from piecegraph.runner.model_source import ModelSource
 from piecegraph.runner.scheduling.kv_cache_manager import UNREAD_BLOCK, KVCacheManager
 from tests.runner.margin_rule import assert_same_tokens
 from tests.runner.test_graphs import load

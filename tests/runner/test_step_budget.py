@@ -23,7 +23,7 @@ from piecegraph.compiler.graphs.recorder import FunctionRecorder
 from piecegraph.runner.engine import Engine
 from piecegraph.runner.engine_config import EngineConfig
 from piecegraph.runner.explanation import explain
-from piecegraph.runner.model_loader import ModelSource
+from piecegraph.runner.model_source import ModelSource
 from piecegraph.tools.bench.host_step import decoding_engine
 from piecegraph.tools.bench.shapes import model_folder
 from tests.runner.step_counts import StepCounts, counted, step_memory

@@ -15,7 +15,8 @@ from piecegraph.compiler.compiled_model import CompiledModel
 from piecegraph.errors import ModelNotFound
 from piecegraph.runner.causal_lm import DYNAMIC_DIMS, CausalLMForward, example_inputs
 from piecegraph.runner.engine_config import EngineConfig
-from piecegraph.runner.model_loader import LoadedModel, ModelSource, load_config, load_model
+from piecegraph.runner.model_loader import LoadedModel, load_config, load_model
+from piecegraph.runner.model_source import ModelSource
 from piecegraph.runner.rope import fix_longrope
 from piecegraph.runner.without_weights import load_without_weights
 from tests.runner.tiny_models import FAMILIES, MAX_LEN, llama_config, random_model, save

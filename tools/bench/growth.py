@@ -158,7 +158,8 @@ def measure_starts(
     """A cold start a depth, then a warm one a number of capture sizes over what the last of these left."""
     from piecegraph.runner.capture_sizes import default_capture_sizes
     from piecegraph.runner.engine_config import EngineConfig, batched_tokens
-    from piecegraph.runner.model_loader import ModelSource, resolve_device
+    from piecegraph.runner.model_loader import resolve_device
+    from piecegraph.runner.model_source import ModelSource
 
     started = {"compiler": "inductor", **arguments, "skip_tokenizer_init": True, "max_model_len": plan.longest}
     total = len(plan.depths) + len(plan.capture_counts)
