@@ -13,7 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from piecegraph.cache.store import Loaded, Miss, Store
+from piecegraph.compiler.stored.kernel_pack import unpack
 from piecegraph.errors import CacheError
+from piecegraph.tools.cache.entry_view import KERNELS, view
 from piecegraph.tools.cache.key_prefix import SHOWN
 from piecegraph.tools.cache.plan_pieces import plan_pieces
 
@@ -69,10 +71,13 @@ def load(store: Store, key: str) -> Loaded:
 
 
 def content_files(store: Store, loaded: Loaded) -> tuple[ContentFile, ...]:
-    """Those of the entry, then those of each piece of a plan in a folder of its own.
+    """Those of the entry, then those of each piece of a plan in a folder of its own; of kernels, the files that their
+    blobs are made of.
 
     Raises `CacheError` for a piece that cannot be loaded.
     """
+    if view(loaded.entry).kind == KERNELS:
+        return tuple(_kernel_files(loaded.blobs))
     files = _files(loaded.blobs, "")
     for piece in plan_pieces(loaded):
         files += _files(load(store, piece.key).blobs, f"{piece.name}/")
@@ -82,6 +87,21 @@ def content_files(store: Store, loaded: Loaded) -> tuple[ContentFile, ...]:
 def _files(blobs: Mapping[str, bytes], folder: str) -> list[ContentFile]:
     named = {role: _FILES.get(role, (safe_path(role), Kind.DATA)) for role in sorted(blobs) if role != NOT_FOR_PEOPLE}
     return [ContentFile(folder + path, kind, blobs[role]) for role, (path, kind) in named.items()]
+
+
+def _kernel_files(blobs: Mapping[str, bytes]) -> list[ContentFile]:
+    """In a folder each kernel, named by the first digits of its fingerprint; a blob of another version as it is."""
+    found = {}
+    for role, data in sorted(blobs.items()):
+        try:
+            files = unpack(data)
+        except ValueError:
+            found[safe_path(role)] = data
+            continue
+        for fingerprint, named in files.kernels.items():
+            found |= {safe_path(f"kernel/{fingerprint[:SHOWN]}/{name}"): each for name, each in named.items()}
+        found |= {safe_path(f"library/{path}"): each for path, each in files.libraries.items()}
+    return [ContentFile(path, Kind.DATA, data) for path, data in found.items()]
 
 
 def safe_path(role: str) -> str:

@@ -13,12 +13,12 @@ from typing import Any
 from piecegraph.cache.entry import Entry
 from piecegraph.cache.layout import is_digest
 
-PLAN, PIECE = "plan", "piece"
+PLAN, PIECE, KERNELS = "plan", "piece", "kernels"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EntryView:
-    """Plain values of one entry; those of a plan are None or empty for a piece, and the other way around."""
+    """Plain values of one entry; those of another kind are None or empty."""
 
     kind: str | None
     arch: str | None  # "sm_90 NVIDIA H200", "x86_64 AVX2"
@@ -32,6 +32,8 @@ class EntryView:
     sizes: tuple[int, ...] = ()  # static ones: of a plan all, of a piece the one it is for
     passes: Mapping[str, int]  # matches by pass
     pieces: tuple[str, ...]  # keys of the pieces a plan is made of
+    of: str | None = None  # of kernels: the key of the plan they are for, or of no entry
+    functions: Mapping[str, int]  # of kernels: how many each function has
     kernels: int | None = None
     nodes: int | None = None
 
@@ -58,18 +60,23 @@ def view(entry: Entry) -> EntryView:
         num_pieces=_count(notes.get("num_pieces")),
         num_unique_pieces=_count(notes.get("num_unique_pieces")),
         sizes=_sizes(notes),
-        passes={name: count for name, count in _mapping(notes.get("passes")).items() if _count(count) is not None},
+        passes=_counts(notes.get("passes")),
         pieces=tuple(dict.fromkeys(key for key in _list(notes.get("pieces")) if is_digest(key))),
+        of=_text(factors.get("of")),
+        functions=_counts(notes.get("functions")),
         kernels=_count(notes.get("kernels")),
         nodes=_count(notes.get("nodes")),
     )
 
 
 def is_of_the_same(left: Mapping[str, Any], right: Mapping[str, Any]) -> bool:
-    """Whether factors are of one graph, or of one class of model: entries that differ in how it was compiled."""
-    graphs, models = ([each.get(name) for each in (left, right)] for name in ("graph", "model"))
-    classes = [_mapping(model).get("class") for model in models]
-    return graphs[0] == graphs[1] and classes[0] == classes[1]
+    """Whether factors are of one graph, one class of model, or one plan's kernels: entries that differ in how it was
+    compiled."""
+    return _subject(left) == _subject(right)
+
+
+def _subject(factors: Mapping[str, Any]) -> tuple[Any, ...]:
+    return factors.get("graph"), _mapping(factors.get("model")).get("class"), factors.get("of")
 
 
 def _sizes(notes: Mapping[str, Any]) -> tuple[int, ...]:
@@ -92,6 +99,10 @@ def _text(value: Any) -> str | None:
 
 def _count(value: Any) -> int | None:
     return value if type(value) is int else None
+
+
+def _counts(value: Any) -> dict[str, int]:
+    return {name: count for name, count in _mapping(value).items() if _count(count) is not None}
 
 
 def _list(value: Any) -> list[Any]:

@@ -29,8 +29,8 @@ Examples:
 def command(place: Place, as_json: bool, file: Path, keys: tuple[str, ...], is_all: bool) -> None:
     """Write entries to one signed file.
 
-    With the pieces they are made of. Whoever imports it needs the key it is signed with, or must trust it. Of an
-    empty cache nothing is written.
+    With the pieces they are made of, and kernels. Whoever imports it needs the key it is signed with, or must trust
+    it. Of an empty cache nothing is written.
     """
     if bool(keys) == is_all:
         raise UsageError("which entries? Name their keys (`piecegraph cache ls` lists them), or give --all, not both.")

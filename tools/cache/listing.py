@@ -1,4 +1,4 @@
-"""The entries of a cache, and which pieces belong to which plans."""
+"""The entries of a cache, and which pieces and kernels belong to which plans."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from functools import cached_property
 
 from piecegraph.cache.counters import Totals
 from piecegraph.cache.store import Listed, Store
-from piecegraph.tools.cache.entry_view import EntryView, view
+from piecegraph.tools.cache.entry_view import KERNELS, EntryView, view
 
 MISSING_PIECES = "pieces missing"
 """The state of a plan that is good itself, and of whose pieces one is not there or cannot be loaded."""
@@ -53,24 +53,36 @@ class Listing:
 
     @cached_property
     def plans_of(self) -> Mapping[str, tuple[Row, ...]]:
-        """By key of a piece, the plans that are made of it."""
+        """By key of a piece, or of kernels, the plans they are part of."""
         found: dict[str, list[Row]] = {}
         for row in self.rows:
-            for key in row.view.pieces if row.view is not None else ():
+            for key in self._parts(row):
                 found.setdefault(key, []).append(row)
         return {key: tuple(rows) for key, rows in found.items()}
 
+    @cached_property
+    def _kernels_of(self) -> Mapping[str, tuple[str, ...]]:
+        """By key of a plan, the keys of its kernels: one, unless others were kept by another version."""
+        found: dict[str, list[str]] = {}
+        for row in self.rows:
+            if row.view is not None and row.view.kind == KERNELS and row.view.of is not None:
+                found.setdefault(row.view.of, []).append(row.key)
+        return {key: tuple(keys) for key, keys in found.items()}
+
+    def _parts(self, row: Row) -> tuple[str, ...]:
+        pieces = row.view.pieces if row.view is not None else ()
+        return (*pieces, *self._kernels_of.get(row.key, ()))
+
     def with_pieces(self, keys: Iterable[str]) -> list[str]:
-        """`keys`, and after each the keys of the pieces it is made of that are there; each once."""
+        """`keys`, and after each the keys of its pieces and its kernels that are there; each once."""
         found: dict[str, None] = {}
         for key in keys:
             found[key] = None
-            entry = self.by_key[key].view
-            found.update((piece, None) for piece in (entry.pieces if entry is not None else ()) if piece in self.by_key)
+            found.update((part, None) for part in self._parts(self.by_key[key]) if part in self.by_key)
         return list(found)
 
     def with_own_pieces(self, keys: Iterable[str]) -> list[str]:
-        """As `with_pieces`, without the pieces that a plan which is not in `keys` is made of too."""
+        """As `with_pieces`, without those of a plan which is not in `keys` too."""
         chosen = list(keys)
         others = {
             piece
@@ -80,14 +92,14 @@ class Listing:
         return [key for key in self.with_pieces(chosen) if key not in others]
 
     def models(self, row: Row) -> tuple[str, ...]:
-        """Titles of the models the entry is of: of a piece those of the plans made of it."""
+        """Titles of the models the entry is of: of a piece and of kernels those of the plans they are part of."""
         rows = (row, *self.plans_of.get(row.key, ()))
         titles = (each.view.title for each in rows if each.view is not None)
         return tuple(dict.fromkeys(title for title in titles if title is not None))
 
     def size_with_pieces(self, row: Row) -> int:
-        """Bytes of the entry, its pieces and their blobs, each content once."""
-        if row.view is None or not row.view.pieces:
+        """Bytes of the entry, its pieces, its kernels and their blobs, each content once."""
+        if not self._parts(row):
             return row.listed.size
         rows = [self.by_key[key] for key in self.with_pieces([row.key])]
         return sum(each.listed.file.size for each in rows) + sum(blob_sizes(rows).values())

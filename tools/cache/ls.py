@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from piecegraph.tools.cache.entry_view import PIECE
+from piecegraph.tools.cache.entry_view import KERNELS, PIECE
 from piecegraph.tools.cache.key_prefix import SHOWN
 from piecegraph.tools.cache.listing import Listing, Row, read_listing
 from piecegraph.tools.cache.output import emit_json, emit_lines, table
@@ -61,7 +61,9 @@ class Filters:
 @click.option("--torch", help="Those whose torch version begins with this.")
 @click.option("--state", help="Those in this state: complete, corrupt, untrusted, ...")
 @click.option("--unused-for", type=DURATION, help="Those that were not used for so long (30d, 12h).")
-@click.option("--pieces", is_flag=True, help="Also the pieces that listed models are made of, a row each.")
+@click.option(
+    "--pieces", is_flag=True, help="Also the pieces that listed models are made of, and their kernels, a row each."
+)
 @click.option("--sort", type=click.Choice(list(ORDERS)), default="last-used", show_default=True)
 @click.option("--reverse", is_flag=True, help="The other way around.")
 @cache_options
@@ -127,9 +129,13 @@ def _cells(row: Row, listing: Listing, now: float) -> tuple[object, ...]:
         about: tuple[object, ...] = ("-",) * 5
     else:
         pieces = "-" if said.num_pieces is None else f"{said.num_pieces}/{said.num_unique_pieces}"
-        is_piece = said.kind == PIECE
+        is_part = said.kind in (PIECE, KERNELS)
         about = (
-            f"piece of {model}" if is_piece and model != "-" else said.kind if model == "-" and said.kind else model,
+            f"{said.kind} of {model}"
+            if is_part and model != "-"
+            else said.kind
+            if model == "-" and said.kind
+            else model,
             said.arch or "-",
             said.torch or "-",
             pieces,
@@ -140,7 +146,7 @@ def _cells(row: Row, listing: Listing, now: float) -> tuple[object, ...]:
 
 
 def _is_part(row: Row, listing: Listing) -> bool:
-    """A good piece of a plan that is there; a bad one is worth a row of its own."""
+    """A good piece of a plan that is there, or its kernels; what is bad is worth a row of its own."""
     return row.key in listing.plans_of and row.is_loadable
 
 

@@ -22,14 +22,14 @@ from piecegraph.tools.options import CONTEXT, Command
 def command(place: Place, as_json: bool, keys: tuple[str, ...], yes: bool) -> int:
     """Remove entries.
 
-    With a model go the pieces that no other model is made of. Bytes written in the last ten minutes go with a
-    later `gc`: another process may be about to need them.
+    With a model go its kernels, and the pieces that no other model is made of. Bytes written in the last ten minutes
+    go with a later `gc`: another process may be about to need them.
     """
     store = place.open_to_change()
     named = find_keys(keys, store)
     found = read_listing(store).with_own_pieces(named)
-    pieces = f" and {len(found) - len(named)} pieces" if len(found) > len(named) else ""
-    if not yes and not confirmed(f"Remove {', '.join(key[:SHOWN] for key in named)}{pieces}?"):
+    parts = f" and {len(found) - len(named)} pieces and kernels of it" if len(found) > len(named) else ""
+    if not yes and not confirmed(f"Remove {', '.join(key[:SHOWN] for key in named)}{parts}?"):
         return 1
     before = usage(store.layout)
     removed = [key for key in found if store.delete(key)]

@@ -89,6 +89,7 @@ def as_record(store: Store, row: Row, listing: Listing) -> dict[str, Any]:
         "seconds": dict(entry.seconds),
         "passes": dict(row.view.passes),
         "pieces": [_piece_record(piece, listing) for piece in _pieces(store, entry)],
+        "functions": dict(row.view.functions),
         "plans": [plan.key for plan in listing.plans_of.get(row.key, ())],
         "blobs": {role: {"digest": ref.digest, "size": ref.size} for role, ref in sorted(entry.blobs.items())},
         "notes": dict(entry.notes),
@@ -149,6 +150,8 @@ def _lines(record: dict[str, Any], now: float) -> Iterator[str]:
     yield _titled("seconds", ", ".join(f"{name} {seconds_text(each)}" for name, each in record["seconds"].items()))
     if record["passes"]:
         yield _titled("passes", ", ".join(f"{name} {count}" for name, count in record["passes"].items()))
+    if record["functions"]:
+        yield _titled("kernels", ", ".join(f"{name} {count}" for name, count in record["functions"].items()))
     if record["plans"]:
         yield _titled("part of", ", ".join(key[:SHOWN] for key in record["plans"]))
     if record["pieces"]:

@@ -67,9 +67,9 @@ class Verified:
 def command(place: Place, as_json: bool, keys: tuple[str, ...], recompile: bool, run: bool) -> int:
     """Check signatures and digests, and nothing is run.
 
-    Of the entries named, with their pieces, or of all: every byte is read. Nothing is changed: bad files go to
-    quarantine when they are next looked up. With --recompile or --run also what pieces hold, on the machine they were
-    compiled for; that imports torch, and runs code only after it was authenticated.
+    Of the entries named, with their pieces and kernels, or of all: every byte is read. Nothing is changed: bad files
+    go to quarantine when they are next looked up. With --recompile or --run also what pieces hold, on the machine they
+    were compiled for; that imports torch, and runs code only after it was authenticated.
     """
     try:
         store = place.open()

@@ -20,7 +20,7 @@ def test_what_is_packed_comes_back() -> None:
 
 
 def test_equal_files_make_equal_bytes() -> None:
-    backwards = KernelFiles(dict(reversed(FILES.kernels.items())), FILES.libraries)
+    backwards = KernelFiles({key: FILES.kernels[key] for key in reversed(list(FILES.kernels))}, FILES.libraries)
     assert pack(backwards) == pack(FILES)
 
 

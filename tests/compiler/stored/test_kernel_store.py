@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import time
 from pathlib import Path
 
@@ -164,7 +165,7 @@ def test_the_build_of_triton_is_known_by_its_files(monkeypatch: pytest.MonkeyPat
 
     def digest(*lines: str) -> str | None:
         found = Distribution("\n".join(lines))
-        monkeypatch.setattr(kernel_store.importlib.metadata, "distribution", lambda name: found)
+        monkeypatch.setattr(importlib.metadata, "distribution", lambda name: found)
         triton_files.cache_clear()
         return triton_files()
 
@@ -187,7 +188,7 @@ def test_dozens_of_kernels_are_two_reads(tmp_path: Path, monkeypatch: pytest.Mon
     names = [f"{number:02}" for number in range(60)]
     store_in(tmp_path).save(some(*names), set(names), 0.0)
     read = []
-    real = kernel_store.CompileCache.load
+    real = CompileCache.load
 
     def counted(self: CompileCache, key: str) -> Loaded | None:
         found = real(self, key)

@@ -11,6 +11,7 @@ import pytest
 
 from piecegraph.cache.entry import Entry
 from piecegraph.cache.store import Saved, Store
+from piecegraph.compiler.stored.kernel_pack import KernelFiles, pack
 from piecegraph.tools.cli import main
 
 NOW = 1_800_000_000.0
@@ -91,6 +92,15 @@ def save_model(store: Store, name: str = "tiny", *, eps: float = 1e-6, layers: i
         "pieces": [piece.key for piece in pieces],
     }
     return Model(save(store, made_of, blobs, {"trace": 1.5, "split": 0.25}, notes), pieces)
+
+
+def save_kernels(store: Store, of: str, *functions: str, **factors: Any) -> Entry:
+    """Kernels for `of`, the key of a plan: one of each function, and a module for their launchers."""
+    kernels = {f"{index:064x}": {f"{name}.json": b"{}", f"{name}.cubin": b"\0"} for index, name in enumerate(functions)}
+    blobs = {"triton/0": pack(KernelFiles(kernels, {"launcher/launcher.so": b"\x7fELF"}))}
+    made_of = {"kind": "kernels", "format": 1, "of": of, "build": BUILD, "machine": H200, **factors}
+    notes = {"kernels": len(functions), "functions": dict.fromkeys(functions, 1)}
+    return save(store, made_of, blobs, {"compile": 4.0}, notes)
 
 
 def save(

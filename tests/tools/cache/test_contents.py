@@ -5,7 +5,7 @@ import pytest
 from piecegraph.cache.store import Store
 from piecegraph.errors import CacheError
 from piecegraph.tools.cache.contents import ContentFile, Kind, content_files, load, safe_path
-from tests.tools.cache.models import save_model
+from tests.tools.cache.models import save, save_kernels, save_model
 
 
 @pytest.mark.parametrize(
@@ -42,6 +42,19 @@ def test_pieces_lie_in_folders_of_their_own(store: Store) -> None:
     assert [path for path in paths if "/" not in path] == ["guards.json", "plan.json", "stitched.py"]
     assert {path.split("/")[0] for path in paths if "/" in path} == {"piece_0", "piece_0_size_8"}
     assert not [path for path in paths if "artifact" in path]
+
+
+def test_kernels_are_the_files_their_blobs_are_made_of(store: Store) -> None:
+    """A blob that is no archive, of another version perhaps, is shown as it is."""
+    kernels = save_kernels(store, "1", "add")
+    files = content_files(store, load(store, kernels.key))
+    assert [file.path for file in files] == [
+        "kernel/000000000000/add.cubin",
+        "kernel/000000000000/add.json",
+        "library/launcher/launcher.so",
+    ]
+    other = save(store, {"kind": "kernels"}, {"triton/0": b"other"}, {}, {})
+    assert [(file.path, file.data) for file in content_files(store, load(store, other.key))] == [("triton/0", b"other")]
 
 
 def test_a_piece_that_cannot_be_loaded_is_an_error_that_names_it(store: Store) -> None:

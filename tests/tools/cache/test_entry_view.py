@@ -7,7 +7,7 @@ import pytest
 from piecegraph.cache.entry import Entry
 from piecegraph.cache.store import Store
 from piecegraph.tools.cache.entry_view import is_of_the_same, view
-from tests.tools.cache.models import CPU, H200, NOW, save_model, save_piece
+from tests.tools.cache.models import CPU, H200, NOW, save_kernels, save_model, save_piece
 
 
 def test_a_plan(store: Store) -> None:
@@ -25,6 +25,13 @@ def test_a_piece(store: Store) -> None:
     assert (said.kind, said.title, said.sizes, said.kernels, said.nodes) == ("piece", None, (4,), 2, 9)
 
 
+def test_kernels(store: Store) -> None:
+    plan = save_model(store).plan.key
+    said = view(save_kernels(store, plan, "add", "mul"))
+    assert (said.kind, said.of, said.kernels, said.functions) == ("kernels", plan, 2, {"add": 1, "mul": 1})
+    assert (said.arch, said.compile_seconds, said.title) == ("sm_90 NVIDIA H200", 4.0, None)
+
+
 def test_what_differs_in_how_it_was_compiled_alone(store: Store) -> None:
     plan, other = (
         save_model(store, "First").plan.factors,
@@ -35,6 +42,9 @@ def test_what_differs_in_how_it_was_compiled_alone(store: Store) -> None:
     assert not is_of_the_same(plan, save_model(store, "Second").plan.factors)
     assert is_of_the_same(piece, later)
     assert not is_of_the_same(piece, save_piece(store, "b").factors)
+    kernels = [save_kernels(store, of, "add", machine=machine).factors for of, machine in (("1", CPU), ("1", H200))]
+    assert is_of_the_same(*kernels)
+    assert not is_of_the_same(kernels[0], save_kernels(store, "2", "add").factors)
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from piecegraph.cache.entry import BlobRef
 from piecegraph.cache.store import Loaded, Store
-from tests.tools.cache.models import CacheCommand, save_model, save_piece
+from tests.tools.cache.models import CacheCommand, save_kernels, save_model, save_piece
 
 
 @pytest.fixture
@@ -37,6 +38,18 @@ def test_ones_own_archive_comes_back(archive: Path, store: Store, cache: CacheCo
     assert (record["file"], len(record["keys"]), record["signed"]) == (str(archive), 3, True)
     assert all(isinstance(store.load(key), Loaded) for key in record["keys"])
     assert cache("import", str(archive)) == "took 3 entries, signed by a key you hold\n"
+
+
+def test_kernels_go_along(store: Store, cache: CacheCommand, tmp_path: Path) -> None:
+    model = save_model(store)
+    kernels = save_kernels(store, model.plan.key, "add")
+    keys = cache.json("export", str(tmp_path / "model.pgcache"), model.plan.key)["keys"]
+    assert keys == [model.plan.key, *(piece.key for piece in model.pieces), kernels.key]
+    cache("clear", "-y")
+    cache("import", str(tmp_path / "model.pgcache"))
+    found = store.load(kernels.key)
+    assert isinstance(found, Loaded)
+    assert {role: BlobRef.of(data) for role, data in found.blobs.items()} == kernels.blobs
 
 
 def test_a_strangers_archive_needs_trust_or_a_key(

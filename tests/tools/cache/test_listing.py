@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from piecegraph.cache.store import Store
 from piecegraph.tools.cache.listing import read_listing
-from tests.tools.cache.models import save_model, save_piece
+from tests.tools.cache.models import save_kernels, save_model, save_piece
 
 
 def test_a_model_goes_with_the_pieces_that_only_it_is_made_of(store: Store) -> None:
@@ -22,6 +22,20 @@ def test_a_model_goes_with_the_pieces_that_only_it_is_made_of(store: Store) -> N
         alone,
     ]
     assert listing.with_own_pieces([shared[0]]) == [shared[0]]
+
+
+def test_kernels_belong_to_the_plan_they_are_for(store: Store) -> None:
+    first, second = save_model(store, "First"), save_model(store, "Second")
+    kernels, other = save_kernels(store, first.plan.key, "add"), save_kernels(store, "0" * 64, "add")
+    listing = read_listing(store)
+    assert listing.with_own_pieces([first.plan.key]) == [first.plan.key, kernels.key]
+    assert kernels.key not in listing.with_pieces([second.plan.key])
+    assert listing.models(listing.by_key[kernels.key]) == ("First 134.5M bfloat16",)
+    assert listing.models(listing.by_key[other.key]) == ()
+    sizes = [listing.size_with_pieces(listing.by_key[model.plan.key]) for model in (first, second)]
+    own = listing.by_key[kernels.key].listed.size
+    plans = [listing.by_key[model.plan.key].listed.size for model in (first, second)]
+    assert sizes[0] - sizes[1] == own + plans[0] - plans[1]
 
 
 def test_pieces_that_are_not_there_are_nobodys(store: Store) -> None:

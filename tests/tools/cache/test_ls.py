@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from piecegraph.cache.store import Store
-from tests.tools.cache.models import H200, NOW, CacheCommand, Model, save_model, save_piece
+from tests.tools.cache.models import H200, NOW, CacheCommand, Model, save_kernels, save_model, save_piece
 
 
 @pytest.fixture
@@ -76,6 +76,16 @@ def test_pieces_on_request(models: tuple[Model, Model], cache: CacheCommand) -> 
     (row,) = (row for row in rows if row["key"] == models[0].pieces[1].key)
     assert (row["kind"], row["models"], row["sizes"]) == ("piece", ["SmallModel 134.5M bfloat16"], [8])
     assert "piece of SmallModel 134.5M bfloat16" in cache("ls", "--pieces")
+
+
+def test_kernels_are_a_part_of_their_model(models: tuple[Model, Model], store: Store, cache: CacheCommand) -> None:
+    """And one of those that are for no plan has a row of its own."""
+    save_kernels(store, models[0].plan.key, "add")
+    alone = save_kernels(store, "0" * 64, "add")
+    assert len(cache.json("ls", "--pieces")) == 9
+    (row,) = (row for row in cache.json("ls") if row["kind"] == "kernels")
+    assert (row["key"], row["models"], row["arch"]) == (alone.key, [], "sm_90 NVIDIA H200")
+    assert "kernels of SmallModel 134.5M bfloat16" in cache("ls", "--pieces")
 
 
 @pytest.mark.parametrize(

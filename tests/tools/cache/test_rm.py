@@ -5,7 +5,7 @@ import io
 import pytest
 
 from piecegraph.cache.store import Store
-from tests.tools.cache.models import CacheCommand, save_model, save_piece
+from tests.tools.cache.models import CacheCommand, save_kernels, save_model, save_piece
 
 
 def test_a_model_goes_with_its_pieces(store: Store, cache: CacheCommand, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,6 +24,15 @@ def test_pieces_of_others_stay(store: Store, cache: CacheCommand) -> None:
     assert cache.json("rm", model.plan.key, "-y")["removed"] == [model.plan.key]
     assert [row["state"] for row in cache.json("ls")] == ["complete"]
     assert store.exists(other.pieces[0].key)
+
+
+def test_kernels_go_with_their_model(store: Store, cache: CacheCommand, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = save_model(store)
+    kernels = save_kernels(store, model.plan.key, "add")
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
+    cache("rm", model.plan.key)
+    assert f"Remove {model.plan.key[:12]} and 3 pieces and kernels of it?" in cache.err
+    assert not store.exists(kernels.key)
 
 
 @pytest.mark.parametrize(("answer", "code", "left"), [("y\n", 0, 0), ("n\n", 1, 1), ("\n", 1, 1)])

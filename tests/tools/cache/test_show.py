@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from piecegraph.cache.store import Store
-from tests.tools.cache.models import VERSIONS, CacheCommand, save_model, save_piece
+from tests.tools.cache.models import VERSIONS, CacheCommand, save_kernels, save_model, save_piece
 from tests.tools.cache.test_ls import rewrite
 
 
@@ -59,6 +59,16 @@ def test_a_piece_names_the_plans_made_of_it(store: Store, cache: CacheCommand) -
     record = cache.json("show", model.pieces[0].key)
     assert (record["kind"], record["pieces"], record["plans"]) == ("piece", [], [model.plan.key])
     assert f"part of   {model.plan.key[:12]}" in cache("show", model.pieces[0].key).splitlines()
+
+
+def test_kernels_are_told_by_their_functions(store: Store, cache: CacheCommand, tmp_path: Path) -> None:
+    plan = save_model(store).plan.key
+    key = save_kernels(store, plan, "add", "mul").key
+    record = cache.json("show", key)
+    assert (record["kind"], record["functions"], record["plans"]) == ("kernels", {"add": 1, "mul": 1}, [plan])
+    assert "kernels   add 1, mul 1" in cache("show", key).splitlines()
+    files = cache.json("show", key, "--dump", str(tmp_path / "look"))["files"]
+    assert "kernel/000000000000/add.json" in files
 
 
 def test_generated_code(store: Store, cache: CacheCommand) -> None:
