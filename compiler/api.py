@@ -11,6 +11,7 @@ from piecegraph.compiler.backend import GraphModel, graph_models_of
 from piecegraph.compiler.build import BeforeCompile
 from piecegraph.compiler.compiled_model import CompiledModel
 from piecegraph.compiler.dynamic_dims import DynamicDims
+from piecegraph.compiler.late_weights import LoadWeights
 from piecegraph.config import CompileConfig
 from piecegraph.errors import UsageError
 from piecegraph.progress import OnPhase
@@ -24,6 +25,7 @@ def compile(
     example_inputs: Sequence[Any] | Mapping[str, Any] | None = None,
     on_phase: OnPhase | None = None,
     before_compile: BeforeCompile | None = None,
+    load_weights: LoadWeights | None = None,
 ) -> CompiledModel:
     """Compile `module` for inference, its graph cut at `config.split_ops`.
 
@@ -40,6 +42,12 @@ def compile(
     `on_phase` is told of trace, split, compile, compile_sizes, tune_sizes and stitch; `before_compile` is
     shown every call of a split op before any piece compiles, and may raise.
 
+    `load_weights`: `module` is a stand-in whose parameters and buffers are fake tensors
+    (`torch._subclasses.fake_tensor`), and this gives the same module with its weights. It is called once, in this
+    thread: while pieces compile in processes of their own, or at once where the cache has the model. What it gives is
+    what is bound, and may have its parameters become views. Without it, a module of fake tensors can be compiled for
+    the cache, and not called.
+
     Raises `GraphBreak`, `SizeSpecialized`, `UnknownGuard`, `SplitOpNotFound`, `SplitOpUnused`,
     `PieceCompileFailed`, `ConfigError` and `InputMismatch` (see `piecegraph.errors`).
     """
@@ -48,7 +56,7 @@ def compile(
             f"piecegraph.compile takes a torch.nn.Module, not {type(module).__name__}. "
             "For a function, use torch.compile(fn, backend='piecegraph')."
         )
-    model = CompiledModel(module, config or CompileConfig(), dynamic_dims or {}, on_phase, before_compile)
+    model = CompiledModel(module, config or CompileConfig(), dynamic_dims or {}, on_phase, before_compile, load_weights)
     if isinstance(example_inputs, Mapping):
         model.compile_for((), example_inputs)
     elif example_inputs is not None:

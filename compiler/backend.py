@@ -147,7 +147,7 @@ def compile_backend(
     sizes = _size_places(placeholders)
     inputs = NamedInputs(
         names=tuple(node.name for node in placeholders),
-        bound={},
+        bound=frozenset(),
         size_symbols={},
         call_sizes={symbol: symbol for symbol in sizes},
     )
@@ -169,6 +169,7 @@ def compile_backend(
                 is_split_op=is_split_op,
                 trace_seconds=0.0,
                 on_phase=lambda phase: None,
+                bind=dict,  # all are arguments
             )
     finally:
         compiler.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import keyword
 import operator
 import re
@@ -20,7 +21,6 @@ from piecegraph.compiler.call_targets import MethodCall
 from piecegraph.compiler.compile_static import compile_static
 from piecegraph.compiler.eager import EagerPieceCompiler
 from piecegraph.compiler.forwards import Forwards
-from piecegraph.compiler.kernels_ahead import Launch, meanwhile
 from piecegraph.compiler.normalize import IsSplitOp, normalize
 from piecegraph.compiler.piece import UniquePiece, unique_pieces
 from piecegraph.compiler.piece_compiler import CompiledPiece, PieceCompiler
@@ -43,13 +43,16 @@ from piecegraph.progress import OnPhase, Phase
 
 BeforeCompile = Callable[[tuple[SplitCall, ...]], None]
 
+Bind = Callable[[], Mapping[str, torch.Tensor]]
+"""Gives the tensors of the placeholders that are bound, by `NamedInputs` names."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedInputs:
     """A graph's placeholders by the names the stitched module uses, in order."""
 
     names: tuple[str, ...]
-    bound: Mapping[str, torch.Tensor]  # those that are fixed tensors; the others are arguments
+    bound: frozenset[str]  # those that are fixed tensors; the others are arguments
     size_symbols: Mapping[str, str]  # symbol -> size name, of the sizes the caller declared
     call_sizes: Mapping[str, str]  # symbol -> name, of every size that is known when the module is called
 
@@ -98,14 +101,15 @@ def build(
     is_split_op: IsSplitOp,
     trace_seconds: float,
     on_phase: OnPhase,
+    bind: Bind,
     before_compile: BeforeCompile | None = None,
-    launches: Sequence[Launch] = (),
 ) -> Built:
     """Compile a traced graph, which is normalized in place. Of `passes`, those of the traced graph have run and
-    are told of in `rows`; the others run here. `launches` run while pieces compile (`kernels_ahead.py`).
+    are told of in `rows`; the others run here. `bind` is called once, while pieces compile if processes of their own
+    do that.
 
-    Raises what `split`, passes and the piece compiler raise, and whatever `before_compile` raises for the split
-    calls it is shown.
+    Raises what `split`, passes, the piece compiler and `bind` raise, and whatever `before_compile` raises for the
+    split calls it is shown.
     """
     start = time.perf_counter()
     on_phase(Phase(name="split"))
@@ -127,18 +131,19 @@ def build(
     start = time.perf_counter()
     on_phase(Phase(name="compile", total=len(unique), detail=compiler.name))
     post_grad = PostGrad.of(passes, config)
-    with meanwhile(launches):
-        compiled = compiler.compile(
-            unique,
-            lambda done: on_phase(Phase(name="compile", done=done, total=len(unique), detail=compiler.name)),
-            post_grad,
-        )
+    bound = functools.cache(bind)
+    compiled = compiler.compile(
+        unique,
+        lambda done: on_phase(Phase(name="compile", done=done, total=len(unique), detail=compiler.name)),
+        post_grad,
+        meanwhile=bound,
+    )
     compile_seconds = time.perf_counter() - start
     on_phase(Phase(name="compile", done=len(unique), total=len(unique), seconds=compile_seconds, detail=compiler.name))
 
     rows += post_grad_rows(passes, unique, compiled, config)
 
-    plan, namespace = _plan(graph_module, inputs, constants, parts, unique)
+    plan, namespace = _plan(graph_module, inputs, constants, bound(), parts, unique)
     symbols = symbols_by_unique(unique, pieces)
     wanted, refused = static_pieces(unique, symbols, config.compile_sizes, inputs.call_sizes, conditions)
     slots_of = {step.unique: step.inputs for step in reversed(plan.piece_steps)}  # of the first piece that runs it
@@ -245,6 +250,7 @@ def _plan(
     graph_module: fx.GraphModule,
     inputs: NamedInputs,
     constants: Mapping[str, torch.Tensor],
+    bound_tensors: Mapping[str, torch.Tensor],
     parts: Sequence[Piece | Call],
     unique: Sequence[UniquePiece],
 ) -> tuple[Plan, dict[str, Any]]:
@@ -263,7 +269,7 @@ def _plan(
             if name not in inputs.bound:
                 arguments.append(names.of(node, name))
                 continue
-            tensor = inputs.bound[name]
+            tensor = bound_tensors[name]
         slot = names.of(node, name)
         bound.append(slot)
         namespace[slot.name] = tensor

@@ -13,7 +13,8 @@ from piecegraph.compiler.build import BeforeCompile, NamedInputs, build
 from piecegraph.compiler.dynamic_dims import DynamicDims
 from piecegraph.compiler.expectations import check_expected_run
 from piecegraph.compiler.interface import Interface
-from piecegraph.compiler.kernels_ahead import launches_ahead
+from piecegraph.compiler.kernels_ahead import launch_all, launches_ahead
+from piecegraph.compiler.late_weights import LateWeights, with_tensors_of
 from piecegraph.compiler.piece_compiler import PieceCompiler
 from piecegraph.compiler.ready import Ready, Weights
 from piecegraph.compiler.split_ops import split_op_matcher
@@ -41,23 +42,39 @@ def cold_start(
     *,
     on_phase: OnPhase,
     before_compile: BeforeCompile | None,
+    late: LateWeights | None = None,
 ) -> ColdStart:
-    """Trace `module(*args, **kwargs)` and compile what comes of it. Raises as `piecegraph.compile`."""
+    """Trace `module(*args, **kwargs)` and compile what comes of it. With `late`, `module` has fake tensors, and what
+    comes of it those of `late.module()`, which is called while pieces compile.
+
+    Raises as `piecegraph.compile`, and `NotAsTraced`.
+    """
     compiler.start()
     on_phase(Phase(name="trace"))
     traced = trace(module, args, kwargs, dynamic_dims)
     on_phase(Phase(name="trace", seconds=traced.seconds))
     with timed_phase(on_phase, "passes"):
-        weights = Weights(module, _bound(traced))  # as they are in the module, before passes merge some
-        device_type = next((each.tensor.device.type for each in _bound(traced)), "cpu")
+        watched = _bound(traced)  # as they are in the module, before passes merge some
+        device_type = next((each.tensor.device.type for each in watched), "cpu")
         passes = pipeline(config.passes, device_type)
         check_expected_run(config.expect, (each.name for each in passes))
         is_split_op = split_op_matcher(traced.graph_module.graph, config.split_ops)
         traced, rows = apply_passes(traced, passes, is_split_op, config)
-        launches = launches_ahead(traced.graph_module.graph, is_split_op, _bound_placeholders(traced))
+        launches = launches_ahead(traced.graph_module.graph, is_split_op)
+        placeholders = tuple(node.name for node in traced.graph_module.graph.find_nodes(op="placeholder"))
+    names = _bound_names(traced)
+
+    def bind() -> dict[str, torch.Tensor]:
+        nonlocal module, traced, watched
+        if late is not None:
+            module = late.module()
+            traced, watched = with_tensors_of(module, traced, watched)
+        launch_all(launches, _bound_placeholders(placeholders, traced))
+        return {name: each.tensor for name, each in zip(names, _bound(traced), strict=True)}
+
     built = build(
         traced.graph_module,
-        _named_inputs(traced),
+        _named_inputs(traced, names),
         config,
         compiler,
         passes,
@@ -65,34 +82,44 @@ def cold_start(
         is_split_op=is_split_op,
         trace_seconds=traced.seconds,
         on_phase=on_phase,
+        bind=bind,
         before_compile=before_compile,
-        launches=launches,
     )
-    return ColdStart(Ready(Interface.of(traced), built, weights), traced)
+    return ColdStart(Ready(Interface.of(traced), built, Weights(module, watched)), traced)
 
 
 def _bound(traced: Traced) -> list[BoundInput]:
     return [each for each in traced.inputs if isinstance(each, BoundInput)]
 
 
-def _bound_placeholders(traced: Traced) -> dict[str, torch.Tensor]:
-    placeholders = [node for node in traced.graph_module.graph.nodes if node.op == "placeholder"]
-    pairs = zip(placeholders, traced.inputs, strict=True)
-    return {node.name: bound.tensor for node, bound in pairs if isinstance(bound, BoundInput)}
+def _bound_placeholders(names: Sequence[str], traced: Traced) -> dict[str, torch.Tensor]:
+    pairs = zip(names, traced.inputs, strict=True)
+    return {name: bound.tensor for name, bound in pairs if isinstance(bound, BoundInput)}
 
 
-def _named_inputs(traced: Traced) -> NamedInputs:
+def _bound_names(traced: Traced) -> list[str]:
+    """A name each for what is bound, in order."""
+    names: dict[str, None] = {}
+    for each in _bound(traced):
+        name = each.name
+        while name in names:
+            name += "_"
+        names[name] = None
+    return list(names)
+
+
+def _named_inputs(traced: Traced, bound_names: Sequence[str]) -> NamedInputs:
     names = []
-    bound: dict[str, torch.Tensor] = {}
-    for graph_input in traced.inputs:
-        name = graph_input.name
-        if isinstance(graph_input, BoundInput):
-            while name in bound:
-                name += "_"
-            bound[name] = graph_input.tensor
-        elif isinstance(graph_input, ArgumentInput) and name in bound:
-            name = f"argument {name}"
-        names.append(name)
+    rest = iter(bound_names)
+    for each in traced.inputs:
+        if isinstance(each, BoundInput):
+            names.append(next(rest))
+        else:
+            is_taken = isinstance(each, ArgumentInput) and each.name in bound_names
+            names.append(f"argument {each.name}" if is_taken else each.name)
     return NamedInputs(
-        names=tuple(names), bound=bound, size_symbols=traced.size_symbols, call_sizes=traced.size_symbols
+        names=tuple(names),
+        bound=frozenset(bound_names),
+        size_symbols=traced.size_symbols,
+        call_sizes=traced.size_symbols,
     )

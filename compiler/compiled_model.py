@@ -10,6 +10,7 @@ import torch
 from piecegraph.compiler.build import BeforeCompile
 from piecegraph.compiler.dynamic_dims import DynamicDims
 from piecegraph.compiler.guards import GuardAudit
+from piecegraph.compiler.late_weights import LoadWeights
 from piecegraph.compiler.piece import UniquePiece
 from piecegraph.compiler.plan import Plan, SplitCall
 from piecegraph.compiler.ready import Parts, Ready
@@ -44,12 +45,14 @@ class CompiledModel:
         dynamic_dims: DynamicDims,
         on_phase: OnPhase | None = None,
         before_compile: BeforeCompile | None = None,
+        load_weights: LoadWeights | None = None,
     ) -> None:
         self._module: torch.nn.Module | None = module  # None once closed
         self._config = config
         self._dynamic_dims = dict(dynamic_dims)
         self._on_phase: OnPhase = on_phase or (lambda phase: None)
         self._before_compile = before_compile
+        self._load_weights = load_weights
         self._ready: Ready | None = None
         self._closed = False
 
@@ -68,6 +71,7 @@ class CompiledModel:
             self._config,
             on_phase=self._on_phase,
             before_compile=self._before_compile,
+            load_weights=self._load_weights,
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

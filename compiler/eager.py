@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from piecegraph.compiler.piece import UniquePiece
@@ -21,7 +21,12 @@ class EagerPieceCompiler:
         pass
 
     def compile(
-        self, pieces: Sequence[UniquePiece], on_piece: OnPiece, post_grad: PostGrad = NO_PASSES
+        self,
+        pieces: Sequence[UniquePiece],
+        on_piece: OnPiece,
+        post_grad: PostGrad = NO_PASSES,
+        *,
+        meanwhile: Callable[[], object] = lambda: None,
     ) -> tuple[CompiledPiece, ...]:
         compiled = []
         for number, piece in enumerate(pieces, start=1):

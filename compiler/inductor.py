@@ -11,7 +11,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -87,7 +87,12 @@ class InductorPieceCompiler:
             self._pool = CompilePool(self.workers, self._inductor, self._triton)
 
     def compile(
-        self, pieces: Sequence[UniquePiece], on_piece: OnPiece, post_grad: PostGrad = NO_PASSES
+        self,
+        pieces: Sequence[UniquePiece],
+        on_piece: OnPiece,
+        post_grad: PostGrad = NO_PASSES,
+        *,
+        meanwhile: Callable[[], object] = lambda: None,
     ) -> tuple[CompiledPiece, ...]:
         if post_grad.passes and POST_GRAD_OPTION in {**self.options, **self.static_options}:
             raise ConfigError(
@@ -100,7 +105,8 @@ class InductorPieceCompiler:
                 hint = did_you_mean(unknown[0], inductor_option_names())
                 raise ConfigError(f"{field} has {unknown[0]!r}, which is no torch._inductor.config field.{hint}")
         compiled: dict[int, CompiledPiece] = {}
-        for index, outcome in self._compile_all([_Task(piece, self.options) for piece in pieces], post_grad):
+        tasks = [_Task(piece, self.options) for piece in pieces]
+        for index, outcome in self._compile_all(tasks, post_grad, meanwhile=meanwhile):
             if isinstance(outcome, _Failure):
                 failed = pieces[index]
                 name = f"unique piece {failed.index}"
@@ -149,7 +155,12 @@ class InductorPieceCompiler:
             self._pool = None
 
     def _compile_all(
-        self, tasks: Sequence[_Task], post_grad: PostGrad, *, at_once: int | None = None
+        self,
+        tasks: Sequence[_Task],
+        post_grad: PostGrad,
+        *,
+        at_once: int | None = None,
+        meanwhile: Callable[[], object] = lambda: None,
     ) -> Iterator[tuple[int, CompiledPiece | _Failure]]:
         """What becomes of each task, by its number, as it is known."""
         to_compile = []
@@ -173,6 +184,7 @@ class InductorPieceCompiler:
             if self._pool is not None and elsewhere:
                 jobs = [_job(index, tasks[index], texts[index], Path(folder), passes) for index in elsewhere]
                 self._pool.submit(jobs, at_once=at_once)
+                meanwhile()
             for index in to_compile:
                 if index not in elsewhere:
                     yield index, self._compile_here(tasks[index], texts.get(index), notes[index], post_grad)

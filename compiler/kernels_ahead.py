@@ -6,7 +6,7 @@ Triton compiles a kernel when it is first launched: without this, inside the fir
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -23,19 +23,12 @@ ROWS = (1, 2, 3, 64, 256, 2048)
 
 MAX_WORKERS = 8
 
-Launch = Callable[[], object]
+Launch = Callable[[Mapping[str, torch.Tensor]], object]
+"""Takes the tensors of placeholders by name. What is not among them is zeros, its symbolic sizes as many rows."""
 
 
-def launches_ahead(
-    graph: fx.Graph, is_split_op: Callable[[fx.Node], bool], bound: Mapping[str, torch.Tensor]
-) -> list[Launch]:
-    """A call of each op of ours on a GPU, for each kind of arguments it is called with and each of `ROWS`.
-
-    `bound`: the tensors of placeholders by name. What is not among them is zeros, its symbolic sizes as many rows.
-    Where they are fake, nothing will be called, and nothing is called ahead.
-    """
-    if any(isinstance(tensor, FakeTensor) for tensor in bound.values()):
-        return []
+def launches_ahead(graph: fx.Graph, is_split_op: Callable[[fx.Node], bool]) -> list[Launch]:
+    """A call of each op of ours on a GPU, for each kind of arguments it is called with and each of `ROWS`."""
     launches: dict[object, Launch] = {}
     for node in graph.nodes:
         if node.op != "call_function" or not op_name(node.target).startswith("piecegraph::") or is_split_op(node):
@@ -46,7 +39,7 @@ def launches_ahead(
             continue
         kind = (node.target, str(fx.map_arg((node.args, node.kwargs), _kind)))
         for rows in ROWS:
-            launches.setdefault((*kind, rows), partial(_launch, node.target, node.args, node.kwargs, rows, bound))
+            launches.setdefault((*kind, rows), partial(_launch, node.target, node.args, node.kwargs, rows))
     return list(launches.values())
 
 
@@ -68,14 +61,13 @@ def _launch(op: Any, args: Any, kwargs: Any, rows: int, bound: Mapping[str, torc
     op(*fx.map_arg(args, concrete), **fx.map_arg(kwargs, concrete))
 
 
-@contextlib.contextmanager
-def meanwhile(launches: Sequence[Launch]) -> Iterator[None]:
-    """Run `launches` in threads beside the body; both are done when it ends.
+def launch_all(launches: Sequence[Launch], bound: Mapping[str, torch.Tensor]) -> None:
+    """Run `launches` in threads, and return when all are done.
 
-    One that fails is left: its op fails again where it is really called, and is reported there.
+    One that fails is left: its op fails again where it is really called, and is reported there. Where tensors are
+    fake, nothing will be called, and nothing is called ahead.
     """
-    if not launches:
-        yield
+    if not launches or any(isinstance(tensor, FakeTensor) for tensor in bound.values()):
         return
     device = torch.cuda.current_device() if torch.cuda.is_available() else None
 
@@ -83,12 +75,10 @@ def meanwhile(launches: Sequence[Launch]) -> Iterator[None]:
         with contextlib.suppress(Exception), torch.no_grad():
             if device is not None:
                 torch.cuda.set_device(device)
-            launch()
+            launch(bound)
 
     with ThreadPoolExecutor(max_workers=min(MAX_WORKERS, len(launches))) as pool:
-        pending = [pool.submit(attempt, launch) for launch in launches]
-        yield
-        for future in pending:
+        for future in [pool.submit(attempt, launch) for launch in launches]:
             future.result()
     if device is not None:
         torch.cuda.synchronize(device)

@@ -42,9 +42,15 @@ class PieceCompiler(Protocol):
         """Begin whatever can begin before the pieces are known."""
 
     def compile(
-        self, pieces: Sequence[UniquePiece], on_piece: OnPiece, post_grad: PostGrad = NO_PASSES
+        self,
+        pieces: Sequence[UniquePiece],
+        on_piece: OnPiece,
+        post_grad: PostGrad = NO_PASSES,
+        *,
+        meanwhile: Callable[[], object] = lambda: None,
     ) -> tuple[CompiledPiece, ...]:
-        """One compiled piece each, in order. Raises `PieceCompileFailed`, naming the piece."""
+        """One compiled piece each, in order. Where other processes compile, `meanwhile` is called here as soon as they
+        have begun; it is not called otherwise. Raises `PieceCompileFailed`, naming the piece, and what it raises."""
 
     def compile_static(
         self, pieces: Sequence[StaticPiece], on_piece: OnPiece, post_grad: PostGrad = NO_PASSES

@@ -98,6 +98,7 @@ class CompileReport:
     unique_pieces: tuple[UniquePieceRow, ...]
     static_pieces: tuple[StaticPieceRow, ...]
     passes: tuple[PassRow, ...] = ()
+    weights_first: str = ""  # why weights were not loaded while pieces compiled, where that was asked for
     cache: CacheReport = CacheReport(state="off")
 
     @property

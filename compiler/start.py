@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,12 +14,14 @@ import torch
 from piecegraph.compiler.build import BeforeCompile, piece_compiler
 from piecegraph.compiler.cold_start import cold_start
 from piecegraph.compiler.dynamic_dims import DynamicDims
+from piecegraph.compiler.late_weights import LateWeights, LoadWeights, NotAsTraced
 from piecegraph.compiler.ready import Ready
 from piecegraph.compiler.report import CacheReport
 from piecegraph.compiler.stored.compile_cache import CompileCache
 from piecegraph.compiler.stored.plan_store import PlanStore
 from piecegraph.compiler.trace import ExampleCall
 from piecegraph.config import CompileConfig
+from piecegraph.errors import KeyFactorError
 from piecegraph.progress import OnPhase, timed_phase
 
 
@@ -31,15 +35,56 @@ def start(
     on_phase: OnPhase,
     before_compile: BeforeCompile | None,
     cache: CompileCache | None = None,
+    load_weights: LoadWeights | None = None,
 ) -> Ready:
     """`module` compiled for calls like this one, over `cache`; None: the one that `config` and the environment choose.
     Raises as `piecegraph.compile`; nothing that is wrong with the cache is ever raised, it is in the report.
 
-    Parameters and buffers may be fake tensors: then what is compiled can be kept, and cannot be called.
+    Parameters and buffers may be fake tensors: then what is compiled can be kept, and cannot be called, unless
+    `load_weights` gives the same module with real ones. That is called once: as soon as it is known that there is
+    nothing to compile, or while pieces compile.
 
     Of processes that need the same model at once, one compiles and the others wait.
     """
-    cache = CompileCache.open(config) if cache is None else cache
+    start_of = partial(
+        _start,
+        args=args,
+        kwargs=kwargs,
+        dynamic_dims=dynamic_dims,
+        config=config,
+        on_phase=on_phase,
+        before_compile=before_compile,
+        cache=CompileCache.open(config) if cache is None else cache,
+    )
+    if load_weights is None:
+        return start_of(module)
+    load = functools.cache(load_weights)
+    try:
+        return start_of(module, late=LateWeights.of(module, load))
+    except _WeightsFirst:
+        return start_of(load())
+    except (NotAsTraced, KeyFactorError) as error:
+        ready = start_of(load())
+        return ready.with_report(replace(ready.built.report, weights_first=str(error)))
+
+
+class _WeightsFirst(Exception):
+    """There is nothing to compile, so nothing to do while weights are loaded."""
+
+
+def _start(
+    module: torch.nn.Module,
+    *,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    dynamic_dims: DynamicDims,
+    config: CompileConfig,
+    on_phase: OnPhase,
+    before_compile: BeforeCompile | None,
+    cache: CompileCache,
+    late: LateWeights | None = None,
+) -> Ready:
+    """As `start`. With `late`, raises `_WeightsFirst` where the cache has the model, and `NotAsTraced`."""
 
     def compile_now() -> tuple[Ready, str]:
         """The model, and why it is not stored."""
@@ -54,6 +99,7 @@ def start(
                 compiler,
                 on_phase=on_phase,
                 before_compile=before_compile,
+                late=late,
             )
         if plans is None:
             return cold.ready, "; ".join(filter(None, (cache.reason, *cold.ready.built.not_kept)))
@@ -69,11 +115,18 @@ def start(
         ready, why = compile_now()
         state = "off" if plans is None else "miss"
         return _reported(ready, CacheReport(state=state, reason=why, not_stored=why))
-    found = plans.load(on_phase, before_compile)
+
+    def find() -> Ready | None:
+        assert plans is not None and plans.key is not None
+        if late is not None and cache.has(plans.key):
+            raise _WeightsFirst
+        return plans.load(on_phase, before_compile)
+
+    found = find()
     if found is not None:
         return found
     with cache.flight(plans.key) as flight:
-        if flight.waited_s > 0 and (found := plans.load(on_phase, before_compile)) is not None:
+        if flight.waited_s > 0 and (found := find()) is not None:
             return found
         reason = cache.misses.get(plans.key, "")
         ready, not_stored = compile_now()

@@ -50,6 +50,11 @@ class BoundInput:
     tensor: torch.Tensor
     members: tuple[str, ...] = ()  # of a merged one: the names of the parameters, in order
 
+    @classmethod
+    def of(cls, module: torch.nn.Module, kind: str, name: str) -> BoundInput:
+        """The parameter, or buffer, of that name. Raises `AttributeError` where there is none."""
+        return cls(name, kind, module.get_buffer(name) if kind == "buffer" else module.get_parameter(name))
+
 
 GraphInput = SizeInput | ArgumentInput | BoundInput
 

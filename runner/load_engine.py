@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -31,6 +32,7 @@ from piecegraph.runner.kv_cache_groups import KVCacheLayout, kv_cache_layout
 from piecegraph.runner.model_length import model_length
 from piecegraph.runner.model_loader import (
     LoadedModel,
+    check_weight_files,
     eos_token_ids,
     load_config,
     load_model,
@@ -49,6 +51,7 @@ from piecegraph.runner.scheduling.kv_cache_group import blocks_for
 from piecegraph.runner.scheduling.kv_cache_manager import KVCacheManager
 from piecegraph.runner.scheduling.request_queue import SchedulingPolicy
 from piecegraph.runner.scheduling.scheduler import Scheduler
+from piecegraph.runner.without_weights import stand_in_for
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -86,13 +89,26 @@ def load_engine(config: EngineConfig, on_phase: OnPhase | None = None) -> Loaded
     if not config.skip_tokenizer_init:
         with timed_phase(on_phase, "tokenizer"):
             tokenizer = load_tokenizer(config.source, config.tokenizer)
-    loaded = load_model(config.source, hf_config, dtype=dtype, device=device, seed=config.seed, on_phase=on_phase)
-    notes = [*loaded.notes, *fix_longrope(loaded.model, max_model_len)]
-    for note in notes:
-        if on_phase is not None:
-            on_phase(Phase(name="load", detail=note))
-    model = _compile(loaded, config, max_model_len, max_num_tokens, on_phase)
-    plan = model.plan
+    check_weight_files(config.source)
+
+    @functools.cache
+    def load() -> LoadedModel:
+        loaded = load_model(config.source, hf_config, dtype=dtype, device=device, seed=config.seed, on_phase=on_phase)
+        loaded = replace(loaded, notes=(*loaded.notes, *fix_longrope(loaded.model, max_model_len)))
+        for note in loaded.notes:
+            if on_phase is not None:
+                on_phase(Phase(name="load", detail=note))
+        return loaded
+
+    stand_in, weights_first = None, ""
+    if config.compile.compiler != "eager":  # else nothing compiles while weights are loaded
+        with timed_phase(on_phase, "model"):
+            stand_in, weights_first = stand_in_for(
+                config.source, hf_config, dtype=dtype, device=device, max_model_len=max_model_len
+            )
+    model = _compile(stand_in, load, config, max_model_len, max_num_tokens, on_phase)
+    loaded, plan = load(), model.plan
+    weights_first = weights_first or model.compiled.report().weights_first
     vocab_size = loaded.config.get_text_config(decoder=True).vocab_size
     with timed_phase(on_phase, "buffers"):
         sampler = Sampler(
@@ -133,10 +149,11 @@ def load_engine(config: EngineConfig, on_phase: OnPhase | None = None) -> Loaded
         attention=model.attention,
         plan=plan,
         notes=(
-            *notes,
+            *loaded.notes,
             *(f"attention_backend: {reason}" for reason in model.attention.reasons if model.attention.is_fallback),
             *(f"cudagraph_mode: {reason}" for reason in plan.resolved.reasons),
             *model.layout.notes,
+            *([f"weights were loaded before anything was compiled: {weights_first}"] if weights_first else ()),
             *static_sizes_note(config),
             *([str(checked)] if checked is not None else ()),
         ),
@@ -185,14 +202,20 @@ class _Model:
 
 
 def _compile(
-    loaded: LoadedModel, config: EngineConfig, max_model_len: int, max_num_tokens: int, on_phase: OnPhase | None
+    stand_in: LoadedModel | None,
+    load: Callable[[], LoadedModel],
+    config: EngineConfig,
+    max_model_len: int,
+    max_num_tokens: int,
+    on_phase: OnPhase | None,
 ) -> _Model:
-    """Trace, decide, compile: whatever the graph shows to be impossible is refused between the first two."""
-    found: list[AttentionLayer] = []
-    decided: list[tuple[BackendChoice, GraphPlan]] = []
+    """Trace, decide, compile: whatever the graph shows to be impossible is refused between the first two. What is
+    traced is `stand_in` where there is one, and weights are loaded while it compiles."""
+    loaded = load() if stand_in is None else stand_in
+    decided: list[tuple[tuple[AttentionLayer, ...], BackendChoice, GraphPlan]] = []
 
     def decide(calls: tuple[SplitCall, ...]) -> None:
-        found.extend(attention_layers(calls))
+        found = attention_layers(calls)
         check_layers(found, loaded.config)
         choice = choose_backend(config.attention_backend, found, loaded.device, config.block_size)
         plan = plan_graphs(
@@ -206,7 +229,7 @@ def _compile(
             max_num_batched_tokens=max_num_tokens,
             strict=config.strict,
         )
-        decided.append((choice, plan))
+        decided.append((tuple(found), choice, plan))
 
     sizes = static_sizes(config, is_cuda=loaded.device.type == "cuda")
     with torch.no_grad():
@@ -217,10 +240,11 @@ def _compile(
             example_inputs=example_inputs(loaded.device),
             on_phase=on_phase,
             before_compile=decide,
+            load_weights=None if stand_in is None else lambda: CausalLMForward(load().model),
         )
-    ((choice, plan),) = decided
-    layout = kv_cache_layout(found, max_model_len=max_model_len, block_size=config.block_size)
-    return _Model(compiled=compiled, layers=tuple(found), layout=layout, attention=choice, plan=plan)
+    layers, choice, plan = decided[-1]
+    layout = kv_cache_layout(layers, max_model_len=max_model_len, block_size=config.block_size)
+    return _Model(compiled=compiled, layers=layers, layout=layout, attention=choice, plan=plan)
 
 
 def _runner(

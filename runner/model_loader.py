@@ -196,7 +196,7 @@ def _checkpoint_model(source: ModelSource, config: PreTrainedConfig, dtype: torc
     options = dict(source.options)
     if source.load_format == "safetensors":
         options["use_safetensors"] = True
-    _check_safetensors(source)
+    check_weight_files(source)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             source.location,
@@ -264,11 +264,18 @@ def _check_exists(source: ModelSource) -> None:
         raise ModelNotFound(f"no folder {source.model!r}. Give a model folder, a .gguf file or a hub id (owner/name).")
 
 
-def _check_safetensors(source: ModelSource) -> None:
-    """Open every local weight file: a truncated one fails here, by name, and costs a header's read."""
+def check_weight_files(source: ModelSource) -> None:
+    """Open every local weight file: a truncated one fails here, by name, and costs a header's read. Raises
+    `CheckpointError`, also for a folder that has none."""
     from safetensors import SafetensorError, safe_open
 
-    for file in sorted(Path(source.location).glob("*.safetensors")) if not source.is_gguf else ():
+    folder = Path(source.location)
+    if source.load_format == "dummy" or source.is_gguf or not folder.is_dir():
+        return
+    files = sorted(folder.glob("*.safetensors"))
+    if not files and not any(folder.glob("*.bin")):
+        raise CheckpointError(f"no weights to read at {source.model!r}: the folder has no .safetensors or .bin file.")
+    for file in files:
         try:
             with safe_open(str(file), framework="pt"):
                 pass

@@ -116,10 +116,8 @@ def _members(binding: Binding, module: torch.nn.Module) -> tuple[BoundInput, ...
     """The parameters or the buffer that a binding names; none for a constant."""
     if binding.kind == "constant":
         return ()
-    if binding.kind == "buffer":
-        found = [BoundInput(name, "buffer", module.get_buffer(name)) for name in binding.names]
-    else:
-        found = [BoundInput(name, "parameter", module.get_parameter(name)) for name in binding.names]
+    kind = "buffer" if binding.kind == "buffer" else "parameter"
+    found = [BoundInput.of(module, kind, name) for name in binding.names]
     if binding.kind == "merged":
         rows = sum(each.tensor.shape[0] for each in found)
         same = {(each.tensor.dtype, each.tensor.device, each.tensor.shape[1:]) for each in found}

@@ -54,6 +54,10 @@ class CompileCache:
         """Whether a trace may be taken from it."""
         return self.store is not None and self.keeps is True
 
+    def has(self, key: str) -> bool:
+        """There is something under `key` that `load` would look at."""
+        return self.store is not None and self._reads and self.store.exists(key)
+
     def load(self, key: str) -> Loaded | None:
         """What is under `key`, authenticated; None, and a reason in `misses`, where there is nothing to be used."""
         if self.store is None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import threading
 
-import pytest
 import torch
-from torch import fx, nn
+from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from piecegraph.compiler.kernels_ahead import ROWS, launches_ahead, meanwhile
+from piecegraph.compiler.kernels_ahead import ROWS, launch_all, launches_ahead
 from piecegraph.passes.ops.act_mul import ACT_MUL
 from piecegraph.passes.ops.linear import LINEAR
 
@@ -42,48 +41,44 @@ def graph_and_weights() -> tuple[fx.Graph, dict[str, torch.Tensor]]:
 def test_each_kind_of_call_at_each_size() -> None:
     """And the calls work; here they run on the CPU."""
     graph, bound = graph_and_weights()
-    launches = launches_ahead(graph, lambda node: False, bound)
+    launches = launches_ahead(graph, lambda node: False)
     assert len(launches) == 3 * len(ROWS)
     for launch in launches:
-        launch()
+        launch(bound)
 
 
 def test_split_ops_and_other_devices_are_left() -> None:
     """A split op needs a context that is not there yet; on a CPU nothing is compiled."""
-    graph, bound = graph_and_weights()
-    assert launches_ahead(graph, lambda node: True, bound) == []
+    graph, _ = graph_and_weights()
+    assert launches_ahead(graph, lambda node: True) == []
     for node in graph.nodes:
         if node.op != "output":
             node.meta["example_value"] = torch.empty(3, 8)
-    assert launches_ahead(graph, lambda node: False, bound) == []
+    assert launches_ahead(graph, lambda node: False) == []
 
 
-def test_where_weights_are_fake_nothing_will_run() -> None:
-    graph, bound = graph_and_weights()
+def test_where_weights_are_fake_nothing_runs() -> None:
+    _, bound = graph_and_weights()
     with FakeTensorMode() as mode:
         fake = mode.from_tensor(bound["a"])
-    assert launches_ahead(graph, lambda node: False, {**bound, "a": fake}) == []
+    ran: list[object] = []
+    launch_all([ran.append], {**bound, "a": fake})
+    assert not ran
+    launch_all([ran.append], bound)
+    assert ran == [bound]
 
 
-def test_what_runs_meanwhile_is_done_at_the_end() -> None:
-    """Beside the body, and a failing one is nobody's error."""
-    began, go_on, ended = threading.Event(), threading.Event(), []
+def test_all_are_done_at_the_end() -> None:
+    """Beside each other, and a failing one is nobody's error."""
+    began, ended = threading.Event(), []
 
-    def slow() -> None:
-        began.set()
-        assert go_on.wait(10)
+    def slow(bound: object) -> None:
+        assert began.wait(10)
         ended.append(1)
 
-    def failing() -> None:
+    def failing(bound: object) -> None:
+        began.set()
         raise RuntimeError("no kernel")
 
-    with meanwhile([slow, failing]):
-        assert began.wait(10)
-        assert not ended
-        go_on.set()
+    launch_all([slow, failing], {})
     assert ended == [1]
-
-
-def test_the_bodys_error_is_its_own() -> None:
-    with pytest.raises(ValueError, match="body"), meanwhile([nn.Identity]):
-        raise ValueError("body")
