@@ -1,4 +1,7 @@
-"""`LLM`: a model that answers prompts. Names and meanings follow vLLM's offline API."""
+"""`LLM`: a model that answers prompts. Names and meanings follow vLLM's offline API.
+
+Importing it imports no torch: an `LLM` does once it is made, and has its weights read from the disk meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from piecegraph.config import CompileConfig
 from piecegraph.errors import RequestError, UsageError
-from piecegraph.progress import OnPhase
-from piecegraph.runner.engine import Engine
+from piecegraph.progress import OnPhase, Phase, timed_phase
+from piecegraph.read_ahead import reading_ahead
 from piecegraph.runner.engine_config import EngineConfig, compile_config, refuse_unavailable, refuse_unknown
-from piecegraph.runner.load_engine import Loaded, load_engine
 from piecegraph.runner.model_source import ModelSource
 from piecegraph.runner.outputs import RequestOutput
 from piecegraph.runner.progress_bar import progress_bar
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from piecegraph.compiler.compiled_model import CompiledModel
+    from piecegraph.runner.engine import Engine
+    from piecegraph.runner.load_engine import Loaded
     from piecegraph.runner.model_runner import ModelRunner
     from piecegraph.runner.selfcheck import SelfcheckReport
 
@@ -115,7 +119,14 @@ class LLM:
             compile=compile_config(compiler, enforce_eager, compile_workers, compilation_config),
             seed=seed,
         )
-        self._loaded: Loaded | None = load_engine(config, on_phase)
+        with reading_ahead(config.source.weight_files) as ahead:
+            if on_phase is not None:
+                on_phase(Phase(name="import", detail="torch, transformers"))
+            with timed_phase(on_phase, "import"):
+                import transformers  # noqa: F401  here, so that its seconds are no later phase's
+
+                from piecegraph.runner.load_engine import load_engine
+            self._loaded: Loaded | None = load_engine(config, on_phase, ahead)
         self._num_requests = 0
         self._inbox: dict[str, deque[RequestOutput]] = {}  # by request: outputs not yet read, of all of its call
 

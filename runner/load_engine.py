@@ -15,6 +15,7 @@ from piecegraph.compiler.compiled_model import CompiledModel
 from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
 from piecegraph.compiler.plan import SplitCall
 from piecegraph.progress import OnPhase, Phase, timed_phase
+from piecegraph.read_ahead import ReadAhead
 from piecegraph.runner.attention.layer import AttentionLayer, attention_layers
 from piecegraph.runner.attention.select import BackendChoice, check_backend_name, choose_backend
 from piecegraph.runner.attention.step_metadata import StepMetadataBuilder
@@ -74,8 +75,9 @@ class Loaded:
     selfcheck: SelfcheckReport | None  # None: it was not asked for
 
 
-def load_engine(config: EngineConfig, on_phase: OnPhase | None = None) -> Loaded:
-    """Load, compile, give it a cache, capture. What cannot work is refused as early as it is known."""
+def load_engine(config: EngineConfig, on_phase: OnPhase | None, ahead: ReadAhead) -> Loaded:
+    """Load, compile, give it a cache, capture. What cannot work is refused as early as it is known. `ahead`, which
+    reads the files of weights, is stopped once they are loaded."""
     check_backend_name(config.attention_backend)
     device = resolve_device(config.device)
     max_num_tokens = batched_tokens(config, device.type)
@@ -94,6 +96,7 @@ def load_engine(config: EngineConfig, on_phase: OnPhase | None = None) -> Loaded
     @functools.cache
     def load() -> LoadedModel:
         loaded = load_model(config.source, hf_config, dtype=dtype, device=device, seed=config.seed, on_phase=on_phase)
+        ahead.stop(on_phase)
         loaded = replace(loaded, notes=(*loaded.notes, *fix_longrope(loaded.model, max_model_len)))
         for note in loaded.notes:
             if on_phase is not None:

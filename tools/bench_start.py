@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from piecegraph.progress import Phase
+from piecegraph.progress import OnPhase, Phase
 from piecegraph.tools.options import LLM_FLAGS, given
-from piecegraph.tools.phases import PhaseDisplay, Stopwatch
+from piecegraph.tools.phases import PhaseDisplay
+from piecegraph.tools.quiet import quiet_once_imported
 from piecegraph.tools.settings import config_option
 
 if TYPE_CHECKING:
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
     from piecegraph.tools.bench.ceilings import Ceilings
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
-
-IMPORTS = "torch, transformers"
 
 
 def output_flags(command: _Command) -> _Command:
@@ -43,30 +42,26 @@ def bench_arguments(model: str, values: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchStart:
-    """What a bench has once torch and transformers are imported."""
+    """What a bench makes its `LLM` of, before torch and transformers are imported: making it imports them."""
 
     display: PhaseDisplay
+    on_phase: OnPhase  # the display; keeps libraries quiet, unless their voices were asked for
     folder: str  # the model's, or the model as it was named
 
 
 @contextmanager
 def bench_start(model: str, *, quiet: bool, debug: bool) -> Iterator[BenchStart]:
-    """Import torch and transformers, shown as a phase, and make the folder of a `shape:`, which is gone at the end.
+    """Begin the display, and make the folder of a `shape:`, which is gone at the end.
 
     Raises `ModelError` for a shape that is none.
     """
     with PhaseDisplay(quiet=quiet) as display, tempfile.TemporaryDirectory(prefix="piecegraph-") as scratch:
-        display(Phase(name="import", detail=IMPORTS))
+        display(Phase(name="import", detail="torch, transformers"))
         display.spin()
-        watch = Stopwatch()
-        import piecegraph.runner.llm  # noqa: F401  the weight of all that follows
         from piecegraph.tools.bench.shapes import model_folder
-        from piecegraph.tools.quiet import quiet_libraries
 
-        if not debug:
-            quiet_libraries()
-        display(Phase(name="import", seconds=watch.seconds(), detail=IMPORTS))
-        yield BenchStart(display=display, folder=model_folder(model, Path(scratch)))
+        on_phase = display if debug else quiet_once_imported(display)
+        yield BenchStart(display=display, on_phase=on_phase, folder=model_folder(model, Path(scratch)))
 
 
 def about(llm: LLM, display: PhaseDisplay) -> dict[str, Any]:

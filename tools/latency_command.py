@@ -79,12 +79,13 @@ def latency(
     with bench_start(model, quiet=quiet, debug=debug) as begun:
         from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
         from piecegraph.runner.llm import LLM
-        from piecegraph.tools.bench.ceilings import measure_ceilings
-        from piecegraph.tools.bench.latency import measure_latency
         from piecegraph.tools.records import as_plain
 
         display, arguments = begun.display, with_compile_flags(arguments, values)
-        with LLM(begun.folder, skip_tokenizer_init=True, on_phase=display, **arguments) as llm:
+        with LLM(begun.folder, skip_tokenizer_init=True, on_phase=begun.on_phase, **arguments) as llm:
+            from piecegraph.tools.bench.ceilings import measure_ceilings
+            from piecegraph.tools.bench.latency import measure_latency
+
             buffers = llm.runner.step.buffers
             layer = next(iter(llm.runner.step.kv_caches.values()))
             ceilings = measure_ceilings(buffers.input_ids.device, layer.key.dtype)

@@ -75,7 +75,7 @@ def passes(
         compiler = "eager" if arguments.pop("enforce_eager", False) else arguments.pop("compiler", "inductor")
         plan = Plan(batch_sizes=batch_sizes, context=context, steps=steps, repeats=repeat, with_pieces=with_pieces)
         measured, ceilings = measure_passes(
-            begun.folder, arguments, variants(names, compiler), plan, on_phase=begun.display
+            begun.folder, arguments, variants(names, compiler), plan, on_phase=begun.on_phase
         )
         begun.display.stop()
     if as_json:

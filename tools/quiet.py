@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import warnings
 
+from piecegraph.progress import OnPhase, Phase
+
 
 def quiet_libraries() -> None:
     """Turn off progress bars, advice and warnings of torch, transformers and the hub client."""
@@ -17,3 +19,14 @@ def quiet_libraries() -> None:
     disable_progress_bars()
     for name in ("torch", "huggingface_hub", "transformers"):
         logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def quiet_once_imported(on_phase: OnPhase) -> OnPhase:
+    """`on_phase`, and silence as soon as it is told that `LLM` has imported these libraries."""
+
+    def told(phase: Phase) -> None:
+        if phase.name == "import" and phase.seconds is not None:
+            quiet_libraries()
+        on_phase(phase)
+
+    return told

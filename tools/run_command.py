@@ -16,7 +16,7 @@ from piecegraph.progress import Phase
 from piecegraph.tools.compile_flags import with_compile_flags
 from piecegraph.tools.interrupts import raise_if_interrupted
 from piecegraph.tools.options import COMPILE_FLAGS, CONTEXT, LLM_FLAGS, SAMPLING_FLAGS, Command, flags, given
-from piecegraph.tools.phases import PhaseDisplay, Stopwatch
+from piecegraph.tools.phases import PhaseDisplay
 from piecegraph.tools.settings import config_option
 
 if TYPE_CHECKING:
@@ -134,14 +134,11 @@ def command(
     with PhaseDisplay(quiet=quiet) as display:
         display(Phase(name="import", detail="torch, transformers"))
         display.spin()
-        watch = Stopwatch()
         from piecegraph.runner.llm import LLM
-        from piecegraph.tools.quiet import quiet_libraries
+        from piecegraph.tools.quiet import quiet_once_imported
 
-        if not debug:
-            quiet_libraries()
-        display(Phase(name="import", seconds=watch.seconds(), detail="torch, transformers"))
-        llm = LLM(model, on_phase=display, **with_compile_flags(arguments, values))
+        on_phase = display if debug else quiet_once_imported(display)
+        llm = LLM(model, on_phase=on_phase, **with_compile_flags(arguments, values))
         try:
             answer = answer_prompt(llm, text, sampling, chat=chat, display=display, stream=not as_json)
             if as_json:

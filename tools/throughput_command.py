@@ -82,13 +82,14 @@ def throughput(
     arguments.setdefault("max_model_len", shared_prefix + prompt_tokens[1] + output_tokens[1])
     with bench_start(model, quiet=quiet, debug=debug) as begun:
         from piecegraph.runner.llm import LLM
-        from piecegraph.tools.bench.ceilings import measure_ceilings
-        from piecegraph.tools.bench.step_profile import profile_steps
-        from piecegraph.tools.bench.throughput import WARM_UP, make_workload, measure_throughput
         from piecegraph.tools.records import as_plain
 
         display, arguments = begun.display, with_compile_flags(arguments, values)
-        with LLM(begun.folder, skip_tokenizer_init=True, on_phase=display, **arguments) as llm:
+        with LLM(begun.folder, skip_tokenizer_init=True, on_phase=begun.on_phase, **arguments) as llm:
+            from piecegraph.tools.bench.ceilings import measure_ceilings
+            from piecegraph.tools.bench.step_profile import profile_steps
+            from piecegraph.tools.bench.throughput import WARM_UP, make_workload, measure_throughput
+
             layer = next(iter(llm.runner.step.kv_caches.values()))
             ceilings = measure_ceilings(llm.runner.step.buffers.input_ids.device, layer.key.dtype)
             workload = make_workload(

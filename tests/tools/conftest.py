@@ -58,6 +58,7 @@ class FakeLLM:
             raise self.raises
         FakeLLM.made.append(self)
         assert on_phase is not None
+        on_phase(Phase(name="import", seconds=1.25))
         on_phase(Phase(name="load", seconds=0.5))
         on_phase(Phase(name="compile", done=1, total=3))
         on_phase(Phase(name="compile", seconds=4.25, detail="3 unique"))

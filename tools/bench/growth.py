@@ -220,7 +220,7 @@ def main(model: str, out: Path, **values: Any) -> None:
             from piecegraph.tools.env_command import collect
 
             in_process = {"max_num_seqs": max(plan.batch_sizes), **arguments, "max_model_len": plan.longest}
-            with LLM(begun.folder, skip_tokenizer_init=True, on_phase=begun.display, **in_process) as llm:
+            with LLM(begun.folder, skip_tokenizer_init=True, on_phase=begun.on_phase, **in_process) as llm:
                 layer = next(iter(llm.runner.step.kv_caches.values()))
                 ceilings = measure_ceilings(llm.runner.step.buffers.input_ids.device, layer.key.dtype)
                 plots = [*step_plots(llm, plan, ceilings), depth_plot(by_depth), *capture_plots(by_count)]

@@ -52,6 +52,7 @@ class PeerJob:
 def measure_as_peer(job: PeerJob) -> dict[str, Any]:
     """Everything in the module's docstring. Times begin with the first import, as the peers' do."""
     began = time.perf_counter()
+    import piecegraph.runner.load_engine  # noqa: F401  the weight of it, which making an `LLM` would import
     from piecegraph.runner.llm import LLM
     from piecegraph.tools.bench.ceilings import measure_ceilings
 

@@ -13,6 +13,7 @@ from itertools import pairwise
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from piecegraph import read_ahead
 from piecegraph.progress import Phase
 
 
@@ -32,11 +33,16 @@ class Shares:
     unnamed: float
 
 
+BESIDE = (read_ahead.PHASE,)
+"""Phases that a thread has beside the others: no moment is theirs, or what is nobody's could not be told."""
+
+
 def share_out(spans: Sequence[Span], begin: float, end: float) -> Shares:
     """Each moment from `begin` to `end` goes to the span that began last of those that run then.
 
     So what runs inside a phase is not the phase's, and no moment counts twice.
     """
+    spans = [span for span in spans if span.name not in BESIDE]
     edges = sorted({begin, end, *(edge for span in spans for edge in (span.begin, span.end) if begin < edge < end)})
     by_name = {span.name: 0.0 for span in sorted(spans, key=lambda span: span.begin)}
     unnamed = 0.0
