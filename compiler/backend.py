@@ -26,6 +26,7 @@ from piecegraph.compiler.plan import Plan, SplitCall
 from piecegraph.compiler.report import CompileReport
 from piecegraph.compiler.split_ops import split_op_matcher
 from piecegraph.compiler.stored.compile_cache import CompileCache
+from piecegraph.compiler.stored.own_kernels import OWN_KERNELS
 from piecegraph.config import CompileConfig
 from piecegraph.errors import CompileError, UsageError
 from piecegraph.passes.pipeline import pipeline
@@ -94,7 +95,7 @@ class GraphModel:
 
     def report(self) -> CompileReport:
         """Pieces, unique pieces and seconds per phase (tracing is torch's, so it counts as 0)."""
-        return self._built.report
+        return OWN_KERNELS.told_in(self._built.report)
 
     @property
     def source(self) -> str:

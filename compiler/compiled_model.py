@@ -16,6 +16,7 @@ from piecegraph.compiler.plan import Plan, SplitCall
 from piecegraph.compiler.ready import Parts, Ready
 from piecegraph.compiler.report import CompileReport
 from piecegraph.compiler.start import start
+from piecegraph.compiler.stored.own_kernels import OWN_KERNELS
 from piecegraph.config import CompileConfig
 from piecegraph.errors import CompileError, NotCompiled
 from piecegraph.progress import OnPhase
@@ -83,7 +84,7 @@ class CompiledModel:
 
     def report(self) -> CompileReport:
         """Pieces, unique pieces, seconds per phase. Raises `NotCompiled` before the first trace."""
-        return self._compiled().built.report
+        return OWN_KERNELS.told_in(self._compiled().built.report)
 
     @property
     def source(self) -> str:

@@ -45,7 +45,8 @@ from piecegraph.compiler.private_folder import private_folder
 from piecegraph.compiler.process_settings import process_settings
 from piecegraph.compiler.static_piece import StaticPiece
 from piecegraph.compiler.stored.compile_cache import CompileCache
-from piecegraph.compiler.stored.piece_store import PieceFacts, PieceStore, piece_factors
+from piecegraph.compiler.stored.own_kernels import OWN_KERNELS
+from piecegraph.compiler.stored.piece_store import PieceFacts, PieceStore, device_of_piece, piece_factors
 from piecegraph.compiler.torch_compat import tuned_at_first_run
 from piecegraph.errors import ConfigError, KeyFactorError, did_you_mean
 from piecegraph.passes.pass_data import NotData
@@ -77,6 +78,7 @@ class InductorPieceCompiler:
         self.workers = min(len(os.sched_getaffinity(0)), MOST_WORKERS) if workers is None else workers
         self._inductor, self._triton = private_folder("inductor"), private_folder("triton")
         self._pool: CompilePool | None = None
+        self._cache = cache
         self._store = PieceStore(cache, self._triton) if cache is not None and cache.store is not None else None
         self._to_keep: list[_ToKeep] = []
         self._not_kept: list[str] = []  # why pieces that were compiled are not among them
@@ -104,6 +106,8 @@ class InductorPieceCompiler:
             if unknown:
                 hint = did_you_mean(unknown[0], inductor_option_names())
                 raise ConfigError(f"{field} has {unknown[0]!r}, which is no torch._inductor.config field.{hint}")
+        if self._cache is not None and pieces:
+            OWN_KERNELS.begin_without_plan(self._cache, pieces, device_of_piece(pieces[0]))
         compiled: dict[int, CompiledPiece] = {}
         tasks = [_Task(piece, self.options) for piece in pieces]
         for index, outcome in self._compile_all(tasks, post_grad, meanwhile=meanwhile):
@@ -147,6 +151,7 @@ class InductorPieceCompiler:
             reason = self._store.save(each.factors, each.facts, each.done)
             reasons += [reason] if reason is not None else []
         self._to_keep = []
+        OWN_KERNELS.keep()
         return tuple(dict.fromkeys(reasons))
 
     def close(self) -> None:

@@ -72,6 +72,8 @@ class CacheReport:
     reason: str = ""  # why it is no hit
     not_stored: str = ""  # why the next start will not find what was compiled here; empty: it will, or need not
     loaded_pieces: int = 0  # unique and static pieces that were loaded
+    loaded_kernels: int = 0  # of this package's own (attention, ops of passes, ...), by now: loaded as they are needed
+    compiled_kernels: int = 0  # of these, what the cache did not have
     load_seconds: float = 0.0  # of a hit: all it took but the two below
     import_seconds: float = 0.0  # of a hit: what torch had still to import
     bind_seconds: float = 0.0  # of a hit: weights stored together again (`merge-projections`), if read only now
@@ -167,4 +169,6 @@ class CompileReport:
         lines = [f"cache {found.state}{key}{why}"]
         if found.loaded_pieces and found.state != "hit":
             lines.append(f" {found.loaded_pieces} pieces were loaded")
+        if found.loaded_kernels or found.compiled_kernels:
+            lines.append(f" kernels of ours: {found.loaded_kernels} loaded, {found.compiled_kernels} compiled")
         return lines + ([f" not stored: {found.not_stored}"] if found.not_stored else [])

@@ -21,6 +21,7 @@ from piecegraph.compiler.graphs.graphs import ADDRESS_CHECK_INTERVAL, CapturedGr
 from piecegraph.compiler.graphs.prepared_ops import PreparedOp, prepared_ops
 from piecegraph.compiler.graphs.recorder import Recorder, Recording, make_recorder
 from piecegraph.compiler.graphs.replay_plan import Bound, ReplayPlan, ReplayStep, record_plan, run_plan
+from piecegraph.compiler.stored.own_kernels import OWN_KERNELS
 from piecegraph.errors import CaptureError, OutOfMemory, UsageError
 from piecegraph.progress import OnPhase, Phase
 
@@ -128,6 +129,7 @@ def capture(
                     kind_of_error = OutOfMemory if isinstance(error, torch.OutOfMemoryError) else CaptureError
                     raise kind_of_error(f"capturing {descriptor} failed: {reason}") from error
                 logger.warning("%s runs without graphs: its capture failed: %s", descriptor, reason)
+    OWN_KERNELS.keep()  # those that the warm-ups were first to launch
     seconds = time.perf_counter() - started
     detail = f"{len(captured)} {mode.value} graphs, {spent / 2**20:.0f} MiB"
     notify(Phase(name="capture", done=len(ordered), total=len(ordered), seconds=seconds, detail=detail))

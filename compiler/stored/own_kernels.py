@@ -4,8 +4,8 @@ A start names the model whose kernels these are (`OwnKernels.begin`), and what i
 authenticated before anything else is done with it (`kernel_store.py`). From then on Triton, where it would compile a
 kernel of ours, asks here. One that is known is written to a folder of this process's own and loaded from there; any
 other is compiled in that folder (`triton_compat.KernelFolder`), never in Triton's cache, from which nothing of ours is
-read either. What was compiled is added to the entry at the end of the start, of a capture, and of the process
-(`keep`); who is killed before loses a compile.
+read either. What was compiled is added to the entry at the end of a compile, of a capture and of the process, and
+`KEEP_AFTER_S` after anything else (`keep`); who is killed before loses a compile.
 
 There is one of these a process, as Triton has one compiled kernel a process, whichever model asked first: what is
 kept for a model is what the process has used when it is kept. What is compiled belongs to the model that began last.
@@ -21,17 +21,19 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from piecegraph.compiler.piece import UniquePiece
 from piecegraph.compiler.private_folder import private_folder
+from piecegraph.compiler.report import CompileReport
 from piecegraph.compiler.stored.compile_cache import CompileCache
 from piecegraph.compiler.stored.kernel_pack import KernelFiles
-from piecegraph.compiler.stored.kernel_store import KernelStore
+from piecegraph.compiler.stored.kernel_store import KernelStore, graphs_key
 from piecegraph.passes.kernels.own_kernel import compile_with
 
 if TYPE_CHECKING:
@@ -39,11 +41,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+KEEP_AFTER_S = 20.0
+"""After the first of several kernels that a request is the first to need: they are saved together."""
+
 
 @dataclass(slots=True)
 class KernelUse:
     """What became of kernels since a start began, and until the next one."""
 
+    cache: CompileCache
+    of: str
     store: KernelStore
     loaded: int = 0
     compiled: int = 0
@@ -63,7 +70,9 @@ class OwnKernels:
         self._known: dict[str, Mapping[str, bytes]] = {}  # files by fingerprint
         self._used: set[str] = set()  # fingerprints of those that this process has in use
         self._use: KernelUse | None = None
+        self._uses: dict[str, KernelUse] = {}  # of each model, its last
         self._pid = os.getpid()
+        self._timer: threading.Timer | None = None  # until what was compiled is kept
 
     def begin(self, cache: CompileCache, of: str, device: torch.device) -> KernelUse | None:
         """Load what is kept for `of` (a plan's key, or `graphs_key`), and keep for it what is compiled from now on.
@@ -84,10 +93,25 @@ class OwnKernels:
             self._folder.libraries |= found.libraries
             self._known = {**found.kernels, **self._known}
             is_missing_some = not found and bool(self._used)
-            self._use = KernelUse(store, has_new=is_missing_some, num_libraries=len(self._folder.libraries))
+            self._use = KernelUse(cache, of, store, has_new=is_missing_some, num_libraries=len(self._folder.libraries))
+            self._uses[of] = self._use
             compile_with(self.compile)
         triton_compat.start_driver(self._folder)
         return self._use
+
+    def begin_without_plan(self, cache: CompileCache, pieces: Sequence[UniquePiece], device: torch.device) -> None:
+        """As `begin`, for the graphs of these pieces; nothing where the start whose cache this is has begun."""
+        if self._use is None or self._use.cache is not cache:
+            self.begin(cache, graphs_key(piece.key for piece in pieces), device)
+
+    def told_in(self, report: CompileReport) -> CompileReport:
+        """`report` with how many kernels its model has had loaded and compiled by now."""
+        use = self._uses.get(report.cache.key or graphs_key(row.key for row in report.unique_pieces))
+        if use is None:
+            return report
+        not_stored = report.cache.not_stored or (f"kernels: {use.not_stored}" if use.not_stored else "")
+        cache = replace(report.cache, loaded_kernels=use.loaded, compiled_kernels=use.compiled, not_stored=not_stored)
+        return replace(report, cache=cache)
 
     def compile(self, plain: Any, src: Any, **how: Any) -> Any:
         """A compiled kernel, as `plain(src, **how)` (`triton.compile`) gives it, which is called where it is not known.
@@ -123,6 +147,10 @@ class OwnKernels:
             use.seconds += seconds
             use.unsaved_seconds += seconds
             use.has_new = True
+            if self._timer is None or not self._timer.is_alive():
+                self._timer = threading.Timer(KEEP_AFTER_S, self.keep)
+                self._timer.daemon = True
+                self._timer.start()
         return triton_compat.StoredKernel(src, made.metadata_group, folder)
 
     def keep(self) -> str:

@@ -66,8 +66,6 @@ def piece_factors(
 ) -> dict[str, Any]:
     """All that decides what Inductor makes of a piece. `key_of` of it raises `KeyFactorError` for options that hold
     an object."""
-    devices = [value.device for value in piece.examples if isinstance(value, torch.Tensor)]
-    device = next((each for each in devices if each.type != "cpu"), torch.device("cpu"))
     return {
         "kind": "piece",
         "format": PIECE_FORMAT,
@@ -76,9 +74,15 @@ def piece_factors(
         "options": dict(options),
         "passes": [each.uuid() for each in post_grad.passes],
         "build": build_factors(OF_PIECES),
-        "machine": machine_factors(device),
+        "machine": machine_factors(device_of_piece(piece)),
         "settings": settings_factors(),
     }
+
+
+def device_of_piece(piece: UniquePiece) -> torch.device:
+    """Where it computes: what it takes from the CPU may be sizes."""
+    devices = [value.device for value in piece.examples if isinstance(value, torch.Tensor)]
+    return next((each for each in devices if each.type != "cpu"), torch.device("cpu"))
 
 
 class PieceStore:

@@ -31,6 +31,7 @@ from piecegraph.compiler.report import CacheReport, CompileReport
 from piecegraph.compiler.stitch import generate_source
 from piecegraph.compiler.stored.bindings import Bound, bind, bindings_of, constants_of, members_of
 from piecegraph.compiler.stored.compile_cache import CompileCache
+from piecegraph.compiler.stored.own_kernels import OWN_KERNELS
 from piecegraph.compiler.stored.piece_store import PieceStore, StoredPiece
 from piecegraph.compiler.stored.plan_factors import device_of, plan_factors
 from piecegraph.compiler.stored.plan_format import StoredPlan, from_document, result_spec, to_document
@@ -75,12 +76,14 @@ class PlanStore:
         )
 
     def load(self, on_phase: OnPhase, before_compile: BeforeCompile | None) -> Ready | None:
-        """The model as it was compiled before, its pieces loaded and its weights bound; None: compile it.
+        """The model as it was compiled before, its pieces loaded and its weights bound; None: compile it. Kernels of
+        ours come from the cache in either case, and go there.
 
         Raises `PassExpectation` as the compile would have, and what `before_compile` raises.
         """
         assert self.key is not None, "there is nothing to look for"
         started = time.perf_counter()
+        OWN_KERNELS.begin(self.cache, self.key, device_of(self.module))
         loaded = self.cache.load(self.key)
         if loaded is None:
             return None

@@ -14,10 +14,12 @@ import torch
 from triton.compiler import make_backend
 
 from piecegraph import environment
+from piecegraph.compiler.stored import own_kernels
 from piecegraph.compiler.stored.compile_cache import CompileCache
 from piecegraph.compiler.stored.kernel_pack import KernelFiles
 from piecegraph.compiler.stored.own_kernels import KernelUse, OwnKernels
 from tests.compiler.stored.kernel_caches import GPU, OF, cache_in, gpu_machine, store_in
+from tests.compiler.stored.small_models import Small, compiled
 from tests.compiler.triton_without_gpu import (
     TARGET,
     NoGpu,
@@ -96,6 +98,20 @@ def test_what_is_new_is_added(new_process: Process) -> None:
     warm_up(small, 32)
     warm_up(small, 16)
     assert counts(use) == (2, 0)
+
+
+def test_what_a_request_is_the_first_to_need_is_kept_a_while_later(
+    new_process: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody asks for it."""
+    monkeypatch.setattr(own_kernels, "KEEP_AFTER_S", 0.01)
+    own, _ = new_process()
+    warm_up(small)
+    assert own._timer is not None
+    own._timer.join()
+    _, use = new_process()
+    warm_up(small)
+    assert counts(use) == (1, 0)
 
 
 def test_kernels_of_others_go_where_they_went(new_process: Process, tmp_path: Path) -> None:
@@ -251,6 +267,32 @@ def test_threads_compile_and_load_at_once(new_process: Process) -> None:
         assert getattr(use, expected) >= 4
         assert sum(counts(use)) == getattr(use, expected)
         own.keep()
+
+
+def test_a_report_tells_of_kernels(new_process: Process, whole_cache: Path) -> None:
+    """Of a model by its plan; what is compiled later too."""
+    report = compiled(Small()).report()
+    own, _ = new_process(report.cache.key)
+    warm_up(small)
+    told = own.told_in(report)
+    assert (told.cache.loaded_kernels, told.cache.compiled_kernels, told.cache.not_stored) == (0, 1, "")
+    assert "kernels of ours: 0 loaded, 1 compiled" in str(told)
+    assert own.told_in(compiled(Small(), cache="pieces").report()).cache.compiled_kernels == 0
+    assert "kernels of ours" not in str(report)
+
+
+def test_without_a_plan_kernels_are_kept_for_graphs(tmp_path: Path, whole_cache: Path) -> None:
+    """And a start that has begun for its plan goes on with that."""
+    model = compiled(Small(), cache="pieces")
+    own = OwnKernels()
+    own.begin_without_plan(cache_in(tmp_path), model.unique_pieces, GPU)
+    warm_up(small)
+    assert own.told_in(model.report()).cache.compiled_kernels == 1
+    planned = cache_in(tmp_path)
+    own.begin(planned, OF, GPU)
+    own.begin_without_plan(planned, model.unique_pieces, GPU)
+    warm_up(small, 32)
+    assert own.told_in(model.report()).cache.compiled_kernels == 1
 
 
 IN_A_PROCESS = """
