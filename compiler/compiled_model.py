@@ -74,6 +74,7 @@ class CompiledModel:
             before_compile=self._before_compile,
             load_weights=self._load_weights,
         )
+        self._load_weights = None  # it may hold what it loaded
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._refuse_closed()
@@ -137,6 +138,7 @@ class CompiledModel:
         self._closed = True
         self._ready = None
         self._module = None
+        self._load_weights = None
 
     def __enter__(self) -> CompiledModel:
         return self

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -176,6 +178,19 @@ def test_an_error_of_loading_is_the_callers_and_ends_the_compile(
         loading.compile(fake(Biased), config(tmp_path, workers=2))
     assert len(closed) == 1
     assert closed[0]._pool is None
+
+
+def test_closing_lets_go_of_them(tmp_path: Path) -> None:
+    """Also of a loader that holds what it loaded."""
+    loading = Loading(Biased)
+    model = loading.compile(fake(Biased), config(tmp_path, compiler="eager"))
+    weight = weakref.ref(loading.modules[0].get_parameter("up.weight"))
+    seen = weakref.ref(loading)
+    del loading
+    model.close()
+    gc.collect()
+    assert seen() is None
+    assert weight() is None
 
 
 def test_replacing_a_parameter_later_is_seen(tmp_path: Path) -> None:
