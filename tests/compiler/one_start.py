@@ -1,7 +1,7 @@
 """One start of a model in a process of its own; prints what came of it as JSON.
 
 Arguments: a JSON object with `model` ("decoder" or a folder for `LLM`), `forbid` (compile nothing, start no process)
-and `options` of the compile.
+and `options` of the compile, or of `LLM`.
 """
 
 from __future__ import annotations

@@ -90,6 +90,22 @@ def test_an_llm_answers_the_same_from_a_warm_cache(llama_folder: Path, tmp_path:
     assert cold["matches"]["merge-projections"] > 0
 
 
+@pytest.mark.gpu
+def test_a_warm_start_on_a_gpu_compiles_no_kernel_of_ours(
+    llama_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Attention, preparation, the sampler and ops of passes are loaded, and Triton's own cache has none of them."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    cold, warm = (one_start(tmp_path / "cache", str(llama_folder), device="cuda") for _ in range(2))
+    assert (cold["cache"]["state"], warm["cache"]["state"]) == ("miss", "hit")
+    assert cold["result"] == warm["result"]
+    assert cold["cache"]["compiled_kernels"] > 0
+    assert warm["cache"]["compiled_kernels"] == 0
+    assert warm["cache"]["loaded_kernels"] > 0
+    ours = ("_prepare_inputs", "_record_sampled", "decode_kernel", "_act_mul", "rms_norm_kernel", "matvec_kernel")
+    assert not [path for path in (tmp_path / "triton").rglob("*.cubin") if path.stem in ours]
+
+
 @pytest.fixture(scope="module")
 def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.runner.byte_tokenizer import byte_tokenizer
