@@ -35,17 +35,21 @@ class ReadAhead:
         self.seconds = 0.0  # from `start` to its end; 0 before that
         self._files = tuple(files)
         self._max_bytes = max_bytes
-        self._stopping = threading.Event()
+        self.stopping = threading.Event()  # set once it shall end
         self._thread = threading.Thread(target=self._run, name="piecegraph read ahead", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
+    def wait(self) -> None:
+        """Until all is read."""
+        self._thread.join()
+
     def stop(self, on_phase: OnPhase | None = None) -> None:
         """End after the chunk it is at, wait for that, and tell what was read. Harmless once all is read, and to
         repeat."""
-        self._stopping.set()
-        self._thread.join()
+        self.stopping.set()
+        self.wait()
         if on_phase is not None and self.num_bytes:
             on_phase(Phase(name=PHASE, seconds=self.seconds, detail=f"{self.num_bytes / 1e9:.2f} GB, beside the rest"))
 
@@ -59,7 +63,7 @@ class ReadAhead:
 
     def _read(self, source: int, nowhere: int) -> None:
         offset = 0
-        while not self._stopping.is_set():
+        while not self.stopping.is_set():
             chunk = min(_CHUNK_BYTES, self._max_bytes - self.num_bytes)
             # `sendfile` to the null device has the kernel read pages and do nothing with them
             sent = os.sendfile(nowhere, source, offset, chunk) if chunk > 0 else 0

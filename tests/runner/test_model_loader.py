@@ -222,13 +222,6 @@ def test_the_tokenizer_may_come_from_elsewhere(llama_dir: Path, tmp_path: Path) 
     assert len(tokenizer) == 261
 
 
-def test_load_formats() -> None:
-    with pytest.raises(ConfigError, match=r"load_format='safetensor' is unknown\. Did you mean 'safetensors'"):
-        ModelSource(model="x", load_format="safetensor")
-    with pytest.raises(ConfigError, match=r"load_format='gguf', but 'x' is not a \.gguf file"):
-        ModelSource(model="x", load_format="gguf")
-
-
 def test_dtype_names() -> None:
     """auto: float32 on the CPU; on a GPU the checkpoint's if it has 16 bits, else bfloat16."""
     config, gpu = llama_config(), torch.device("cuda")

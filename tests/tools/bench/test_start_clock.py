@@ -38,6 +38,13 @@ def test_spans_that_reach_beyond_are_cut() -> None:
     assert shares.unnamed == 7
 
 
+def test_what_a_thread_reads_beside_the_rest_has_no_moment() -> None:
+    """Or what is nobody's would look as if it were named."""
+    shares = share_out([Span("read_ahead", 0, 6), Span("load", 4, 5)], 0, 9)
+    assert shares.by_name == {"load": 1}
+    assert shares.unnamed == 8
+
+
 def test_a_phase_that_ended_is_a_span_of_its_seconds() -> None:
     spans = PhaseSpans()
     spans(Phase(name="load"))
