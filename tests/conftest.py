@@ -8,10 +8,12 @@ import signal
 
 import pytest
 
+from tests import compiled_once
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """Tests have a cache of their own, kept from run to run, and of what is compiled pieces alone: most are about what
-    a trace comes to.
+    a trace comes to. Generated C++ that was compiled is not compiled again.
 
     A background job of a shell starts with Ctrl-C ignored, and so would every process that tests start: those that
     are about it need it.
@@ -20,6 +22,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("PIECEGRAPH_CACHE", "pieces")
     os.environ.setdefault("PIECEGRAPH_CACHE_DIR", str(kept / "cache"))
     os.environ["XDG_DATA_HOME"] = str(kept / "data")  # where the key lies that signs
+    compiled_once.install(kept / "c++")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
