@@ -1,4 +1,4 @@
-"""The only file that knows what is private to Triton: how a kernel is keyed, compiled, kept in files and loaded.
+"""What is private to Triton of how kernels are keyed, compiled, kept in files and loaded: no other file knows it.
 
 It holds for Triton 3.6 (torch 2.11) and 3.9 (torch 2.13). They differ here in one thing: 3.6 has a C compiler make a
 module for each signature of a kernel when it is first launched, which 3.9 does not need.

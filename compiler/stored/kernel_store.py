@@ -19,6 +19,7 @@ import torch
 from piecegraph.cache.entry import Entry
 from piecegraph.cache.keys import key_of
 from piecegraph.cache.store import NotSaved
+from piecegraph.cache.trust import Access
 from piecegraph.compiler.stored.compile_cache import CompileCache
 from piecegraph.compiler.stored.kernel_pack import KernelFiles, pack, unpack
 from piecegraph.compiler.stored.machine_factors import build_factors, machine_factors
@@ -79,6 +80,11 @@ class KernelStore:
         self._blobs: dict[str, bytes] = {}  # those of the entry, by role
         self._kept = KernelFiles()  # what is in them
         self._seconds = 0.0  # that compiling them took
+
+    @property
+    def is_only_read(self) -> bool:
+        """Nothing can be added: the cache is another user's."""
+        return self._cache.store is not None and self._cache.store.access is Access.READ_ONLY
 
     def load(self) -> KernelFiles:
         """What the entry has, authenticated; nothing where there is none, or none that can be used."""

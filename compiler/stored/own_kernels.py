@@ -10,7 +10,8 @@ read either. What was compiled is added to the entry at the end of a compile, of
 There is one of these a process, as Triton has one compiled kernel a process, whichever model asked first: what is
 kept for a model is what the process has used when it is kept. What is compiled belongs to the model that began last.
 
-Kernels that are not ours, and ours until a model with a cache begins, are Triton's business alone.
+Kernels that are not ours are Triton's business alone; so are ours until a model with a cache begins, and those that a
+cache lacks to which nothing can be added: they would be compiled anew in each process.
 """
 
 from __future__ import annotations
@@ -136,6 +137,8 @@ class OwnKernels:
                     self._used.add(key)
                     use.loaded += 1
                 return kernel
+        if use.store.is_only_read:
+            return plain(src, **how)
         began = time.perf_counter()
         with folder.used():
             made = plain(src, **how)

@@ -11,6 +11,7 @@ import pytest
 from piecegraph.cache.entry import Entry
 from piecegraph.cache.keys import key_of
 from piecegraph.cache.store import Loaded, Store
+from piecegraph.cache.trust import Access
 from piecegraph.compiler.stored import kernel_store
 from piecegraph.compiler.stored.compile_cache import CompileCache
 from piecegraph.compiler.stored.kernel_pack import KernelFiles
@@ -142,6 +143,16 @@ def test_a_full_disk_and_no_cache_are_reasons(tmp_path: Path, monkeypatch: pytes
     off = KernelStore(CompileCache(None, False, "PIECEGRAPH_CACHE=off"), OF, GPU)
     assert not off.load()
     assert off.save(some("b"), {"b"}, 0.0) == "PIECEGRAPH_CACHE=off"
+
+
+def test_another_users_cache_is_only_read(tmp_path: Path) -> None:
+    cache = cache_in(tmp_path)
+    assert cache.store is not None
+    assert not KernelStore(cache, OF, GPU).is_only_read
+    cache.store.access = Access.READ_ONLY
+    theirs = KernelStore(cache, OF, GPU)
+    assert theirs.is_only_read
+    assert "is only read" in theirs.save(some("a"), {"a"}, 0.0)
 
 
 def test_each_factor_makes_another_key(monkeypatch: pytest.MonkeyPatch) -> None:

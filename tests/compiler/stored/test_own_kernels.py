@@ -14,7 +14,7 @@ import torch
 from triton.compiler import make_backend
 
 from piecegraph import environment
-from piecegraph.compiler.stored import own_kernels
+from piecegraph.compiler.stored import kernel_store, own_kernels
 from piecegraph.compiler.stored.compile_cache import CompileCache
 from piecegraph.compiler.stored.kernel_pack import KernelFiles
 from piecegraph.compiler.stored.own_kernels import KernelUse, OwnKernels
@@ -194,6 +194,22 @@ def test_a_full_disk_is_a_reason(new_process: Process, monkeypatch: pytest.Monke
     assert "No space left" in own.keep()
     assert "No space left" in use.not_stored
     assert own.keep() == ""  # it is not tried again for the same kernels
+
+
+def test_what_a_cache_lacks_that_is_only_read_is_tritons(
+    new_process: Process, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it has is loaded; the rest would be compiled in every process."""
+    own, _ = new_process()
+    warm_up(small, 16)
+    own.keep()
+    monkeypatch.setattr(kernel_store.KernelStore, "is_only_read", True)
+    own, use = new_process()
+    warm_up(small, 16)
+    warm_up(small, 32)
+    assert counts(use) == (1, 0)
+    assert kept_by_triton(tmp_path) == {"small"}
+    assert own.keep() == ""
 
 
 def test_a_second_model_is_kept_with_what_it_shares(new_process: Process, tmp_path: Path) -> None:
