@@ -63,7 +63,8 @@ def startup(
     MODEL is a folder, a .gguf file, a hub id, or shape:NAME for random weights in a published shape; without it the
     embedded model. Each start is a process of its own. A cold one has empty caches, ours, Inductor's and Triton's; the
     warm one after it finds what that left. Files may be in the operating system's memory already. Each moment is
-    the innermost phase's, imports wherever they happen; what is nobody's is unnamed.
+    the innermost phase's, imports wherever they happen; what is nobody's is unnamed. What a thread did beside them is
+    in none of these sums.
     """
     arguments = with_compile_flags(bench_arguments(model or "", {**values, "compiler": None}), values)
     with PhaseDisplay(quiet=quiet) as display, tempfile.TemporaryDirectory(prefix="piecegraph-") as scratch:
@@ -122,6 +123,8 @@ def as_lines(rows: Sequence[StartupRow]) -> Iterator[str]:
     yield line("of that ours", [cell(row.own_seconds) for row in rows])
     yield line("named", [f"{row.named_share:.1%}" for row in rows])
     yield line("of the first column", [f"{row.of_first:.2f}x" for row in rows])
+    for name in dict.fromkeys(name for row in rows for name in row.beside):
+        yield line(f"beside: {name.replace('_', ' ')}", [cell(row.beside.get(name)) for row in rows])
     yield "ours: beyond the interpreter, importing torch and transformers, and reading weights"
     for row in rows:
         for text in piece_lines(row.starts[0]):

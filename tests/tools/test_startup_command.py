@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -62,17 +63,20 @@ def a_start(caches: str, seconds: float, **phases: float) -> Start:
 
 
 def test_the_table() -> None:
-    """A line a phase, a column a kind, what is unnamed, the sum, the ratio; then the pieces, and each note once."""
+    """A line a phase, a column a kind, what is unnamed, the sum, the ratio, what a thread did beside; then the pieces,
+    and each note once."""
     cold, warm = a_start(COLD, 10, load=1.0, compile=8.0), a_start(WARM, 2, load=1.0, artifact_load=0.5)
+    warm = replace(warm, spans={**warm.spans, "read_ahead": 0.75})
     again = a_start(COLD, 12, load=1.0, compile=10.0)
     lines = list(as_lines(list(startup_rows([cold, warm, again]))))
-    cells = {line[:20].strip(): line[20:].split() for line in lines[:10]}
+    cells = {line[:20].strip(): line[20:].split() for line in lines[:11]}
     assert cells["compile"] == ["9.00", "(8.00-10.00)", "-"]
     assert cells["artifact load"] == ["-", "0.50"]
     assert cells["unnamed"] == ["1.00", "0.50"]
     assert cells["to the first token"] == ["11.00", "(10.00-12.00)", "2.00"]
     assert cells["of that ours"] == ["10.00", "(9.00-11.00)", "1.00"]
     assert cells["of the first column"] == ["1.00x", "0.18x"]
+    assert cells["beside: read ahead"] == ["-", "0.75"]
     assert lines[-4:] == [
         "inductor cold: cache miss: no such entry",
         "inductor cold: piece 0 (shared by 2) compiled in 1.50 s",

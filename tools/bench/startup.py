@@ -15,7 +15,7 @@ from typing import Any
 from piecegraph import environment
 from piecegraph.errors import PiecegraphError
 from piecegraph.tools.bench.start_child import StartJob
-from piecegraph.tools.bench.start_clock import Span, share_out
+from piecegraph.tools.bench.start_clock import BESIDE, Span, share_out
 
 COLD, WARM = "cold", "warm"
 
@@ -103,6 +103,12 @@ class StartupRow:
         names = dict.fromkeys(name for start in self.starts for name in start.phases)
         return {name: Spread.of([start.phases.get(name, 0.0) for start in self.starts]) for name in names}
 
+    @property
+    def beside(self) -> dict[str, Spread]:
+        """What threads did beside these phases, by name; nothing for what no start of this kind did."""
+        did = [name for name in BESIDE if any(name in start.spans for start in self.starts)]
+        return {name: Spread.of([start.spans.get(name, 0.0) for start in self.starts]) for name in did}
+
     def as_record(self) -> dict[str, Any]:
         spreads = {name: asdict(getattr(self, name)) for name in ("seconds", "own_seconds", "unnamed")}
         return {
@@ -111,6 +117,7 @@ class StartupRow:
             "named_share": self.named_share,
             "of_first": self.of_first,
             "phases": {name: asdict(spread) for name, spread in self.phases.items()},
+            "beside": {name: asdict(spread) for name, spread in self.beside.items()},
             "starts": [asdict(start) for start in self.starts],
         }
 
