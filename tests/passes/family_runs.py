@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -93,7 +94,7 @@ def prompt(num_tokens: int) -> torch.Tensor:
     return torch.randint(VOCAB_SIZE, (num_tokens,), generator=generator)
 
 
-@lru_cache(maxsize=4)  # more would be walked over by every collection of garbage in the process
+@cache  # five files of tests ask for most families
 def _traced(name: str, dtype: torch.dtype, num_layers: int | None) -> Traced:
     register_attention()
     config = {**FAMILIES, **UNLISTED}[name]()
@@ -108,7 +109,10 @@ def _traced(name: str, dtype: torch.dtype, num_layers: int | None) -> Traced:
             nn.init.normal_(parameter, mean=float(parameter.data.float().mean()), std=0.2)
     fix_longrope(model, MAX_LEN)
     name_layers(model)
-    return trace(CausalLMForward(model), example_inputs(torch.device("cpu")), {}, DYNAMIC_DIMS)
+    traced = trace(CausalLMForward(model), example_inputs(torch.device("cpu")), {}, DYNAMIC_DIMS)
+    gc.collect()
+    gc.freeze()  # or every collection of garbage in the process would walk over it
+    return traced
 
 
 def _causal_attention(
