@@ -24,6 +24,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,8 +56,7 @@ class KernelUse:
     store: KernelStore
     loaded: int = 0
     compiled: int = 0
-    seconds: float = 0.0  # that compiling took, in all threads together
-    unsaved_seconds: float = 0.0
+    unsaved_seconds: float = 0.0  # that compiling took, in all threads together, since kernels were last kept
     not_stored: str = ""  # why what was compiled is not kept
     has_new: bool = False  # a kernel that is used and not kept
     num_libraries: int = 0  # that were known when kernels were last kept
@@ -78,12 +78,16 @@ class OwnKernels:
     def begin(self, cache: CompileCache, of: str, device: torch.device) -> KernelUse | None:
         """Load what is kept for `of` (a plan's key, or `graphs_key`), and keep for it what is compiled from now on.
 
-        None where there are no kernels of ours (a CPU), or no cache: then all is as before.
+        None where there are no kernels of ours (a CPU, no Triton), no cache, or a Triton whose parts are not where we
+        know them: then all is as before.
         """
-        if cache.store is None or device.type == "cpu":
+        if cache.store is None or device.type == "cpu" or find_spec("triton") is None:
             return None
-        from piecegraph.compiler import triton_compat
-
+        try:
+            from piecegraph.compiler import triton_compat
+        except ImportError as error:
+            logger.warning("kernels of ours are not kept in the cache: this Triton is not one we know (%s)", error)
+            return None
         with self._lock:
             self.keep()
             store = KernelStore(cache, of, device)
@@ -93,11 +97,12 @@ class OwnKernels:
                 atexit.register(self._keep_at_exit)
             self._folder.libraries |= found.libraries
             self._known = {**found.kernels, **self._known}
-            is_missing_some = not found and bool(self._used)
+            is_missing_some = not found.kernels and bool(self._used)
             self._use = KernelUse(cache, of, store, has_new=is_missing_some, num_libraries=len(self._folder.libraries))
             self._uses[of] = self._use
             compile_with(self.compile)
-        triton_compat.start_driver(self._folder)
+        if found.libraries or not store.is_only_read:  # else its module would be compiled in every process
+            triton_compat.start_driver(self._folder)
         return self._use
 
     def begin_without_plan(self, cache: CompileCache, pieces: Sequence[UniquePiece], device: torch.device) -> None:
@@ -147,7 +152,6 @@ class OwnKernels:
             self._known[key] = triton_compat.files_of(made)
             self._used.add(key)
             use.compiled += 1
-            use.seconds += seconds
             use.unsaved_seconds += seconds
             use.has_new = True
             if self._timer is None or not self._timer.is_alive():

@@ -13,13 +13,16 @@ import pytest
 import torch
 from triton.compiler import make_backend
 
+import piecegraph as pg
 from piecegraph import environment
+from piecegraph.compiler import triton_compat
 from piecegraph.compiler.stored import kernel_store, own_kernels
 from piecegraph.compiler.stored.compile_cache import CompileCache
 from piecegraph.compiler.stored.kernel_pack import KernelFiles
+from piecegraph.compiler.stored.kernel_store import graphs_key
 from piecegraph.compiler.stored.own_kernels import KernelUse, OwnKernels
 from tests.compiler.stored.kernel_caches import GPU, OF, cache_in, gpu_machine, store_in
-from tests.compiler.stored.small_models import Small, compiled
+from tests.compiler.stored.small_models import SIZE, Small, compiled
 from tests.compiler.triton_without_gpu import (
     TARGET,
     NoGpu,
@@ -132,6 +135,34 @@ def test_before_a_model_begins_kernels_are_tritons(tmp_path: Path) -> None:
     assert kept_by_triton(tmp_path) == {"small"}
     assert own.keep() == ""
     assert not (tmp_path / "cache").exists()
+
+
+def test_a_triton_that_is_not_known_goes_on_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that is not there too, of which nobody is told."""
+    monkeypatch.delattr("piecegraph.compiler.triton_compat")
+    monkeypatch.setitem(sys.modules, "piecegraph.compiler.triton_compat", None)
+    assert OwnKernels().begin(cache_in(tmp_path), OF, GPU) is None
+    assert "this Triton is not one we know" in caplog.text
+    caplog.clear()
+    monkeypatch.setattr(own_kernels, "find_spec", lambda name: None)
+    assert OwnKernels().begin(cache_in(tmp_path), OF, GPU) is None
+    assert not caplog.text
+
+
+@pytest.mark.parametrize(("is_only_read", "is_kept"), [(False, False), (True, True), (True, False)])
+def test_the_drivers_module_is_not_compiled_where_it_cannot_be_kept(
+    is_only_read: bool, is_kept: bool, new_process: Process, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is looked for in our folder only where it is there, or will be for the next process."""
+    if is_kept:
+        store_in(tmp_path).save(KernelFiles({}, {"driver/cuda_utils.so": b"so"}), set(), 0.0)
+    begun: list[object] = []
+    monkeypatch.setattr(triton_compat, "start_driver", begun.append)
+    monkeypatch.setattr(kernel_store.KernelStore, "is_only_read", is_only_read)
+    new_process()
+    assert len(begun) == (not is_only_read or is_kept)
 
 
 def test_what_triton_keeps_is_not_read(new_process: Process, no_gpu: NoGpu, tmp_path: Path) -> None:
@@ -309,6 +340,30 @@ def test_without_a_plan_kernels_are_kept_for_graphs(tmp_path: Path, whole_cache:
     own.begin_without_plan(planned, model.unique_pieces, GPU)
     warm_up(small, 32)
     assert own.told_in(model.report()).cache.compiled_kernels == 1
+
+
+def test_starts_and_captures_say_whose_kernels_are_compiled(whole_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan's before it is looked for; with pieces alone, by name too, the graphs'; what is new is kept after each."""
+    asked: list[tuple[str, str]] = []
+    monkeypatch.setattr(OwnKernels, "begin", lambda self, cache, of, device: asked.append((of, device.type)))
+    monkeypatch.setattr(OwnKernels, "keep", lambda self: asked.append(("kept", "")))
+    planned = compiled(Small())
+    key = planned.report().cache.key
+    graphs = graphs_key(row.key for row in planned.report().unique_pieces)
+    assert asked[0] == (key, "cpu")
+    assert asked[-1] == ("kept", "")
+    asked.clear()
+    pieces = compiled(Small(), cache="pieces")
+    assert asked == [(graphs, "cpu"), ("kept", "")]
+    asked.clear()
+    sizes = [pg.BatchDescriptor(num_tokens=2)]
+    with pg.capture(pieces, sizes, lambda size: (torch.ones(size.num_tokens, SIZE),), mode="FULL", kind="recorded"):
+        assert asked == [("kept", "")]
+    asked.clear()
+    options: dict[str, Any] = {"split_ops": ("pgtoy::triple",), "compile_workers": 0, "passes": ()}
+    with torch.no_grad():
+        torch.compile(Small(), backend="piecegraph", fullgraph=True, options=options)(torch.ones(3, SIZE))
+    assert [device for _, device in asked] == ["cpu", ""]
 
 
 IN_A_PROCESS = """
