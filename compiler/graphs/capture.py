@@ -30,8 +30,12 @@ logger = logging.getLogger(__name__)
 MakeInputs = Callable[[BatchDescriptor], Sequence[Any]]
 Context = Callable[[BatchDescriptor, str], AbstractContextManager[Any]]
 
-WARMUP_RUNS = 2
-"""Runs of the very ops before recording: lazily loaded kernels and autotuning must not be recorded."""
+FIRST_WARMUP_RUNS = 2
+"""Runs of the very ops before the first recording: libraries that start up at a first call, and what follows of it at
+the second, must not be recorded."""
+
+WARMUP_RUNS = 1
+"""The same before each further one: kernels that this size is the first to take are loaded, and measured, then."""
 
 
 def capture(
@@ -112,8 +116,9 @@ def capture(
                     static_inputs = tuple(make_inputs(descriptor))
                     if recorder is None:
                         recorder = make_recorder(kind, _device_of(static_inputs), pool, stream)
+                    runs = WARMUP_RUNS if captured else FIRST_WARMUP_RUNS
                     graph = _capture_one(
-                        step, descriptor, static_inputs, watched, mode, context, before, after, prepared, recorder
+                        step, descriptor, static_inputs, watched, mode, context, before, after, prepared, recorder, runs
                     )
                     captured[descriptor] = graph
                     spent += graph.nbytes
@@ -159,6 +164,7 @@ def _capture_one(
     after: Callable[[Any], Any] | None,
     prepared: Mapping[str, PreparedOp],
     recorder: Recorder,
+    warmup_runs: int,
 ) -> CapturedGraph:
     began = time.perf_counter()
     bytes_before = recorder.used_bytes()
@@ -166,7 +172,7 @@ def _capture_one(
     named += watched
     with torch.no_grad(), recorder.on_stream():
         if mode is CUDAGraphMode.FULL:
-            for _ in range(WARMUP_RUNS):
+            for _ in range(warmup_runs):
                 with context(descriptor, "warmup"):
                     step(*static_inputs)
             plan, result = _record_full(step, static_inputs, partial(context, descriptor, "capture"), recorder)
@@ -185,7 +191,7 @@ def _capture_one(
                 after=after,
             )
             patched: frozenset[int] = frozenset()
-            for _ in range(WARMUP_RUNS):
+            for _ in range(warmup_runs):
                 with context(descriptor, "warmup"):
                     patched = run_plan(bound)
             with context(descriptor, "capture"):
@@ -234,9 +240,9 @@ def _device_of(static_inputs: Sequence[Any]) -> torch.device:
 
 @contextmanager
 def _gc_frozen() -> Iterator[None]:
-    """No collection while capturing: it could free a graph, or memory, in the middle of another."""
+    """No collection while capturing: it could free a graph, or memory, in the middle of another. Nor before: to walk
+    over all that torch and transformers have made takes as long as tens of captures."""
     was_enabled = gc.isenabled()
-    gc.collect()
     gc.disable()
     try:
         yield
