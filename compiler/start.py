@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -46,8 +45,7 @@ def start(
 
     Of processes that need the same model at once, one compiles and the others wait.
     """
-    start_of = partial(
-        _start,
+    start_of = _Start(
         args=args,
         kwargs=kwargs,
         dynamic_dims=dynamic_dims,
@@ -72,65 +70,63 @@ class _WeightsFirst(Exception):
     """There is nothing to compile, so nothing to do while weights are loaded."""
 
 
-def _start(
-    module: torch.nn.Module,
-    *,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    dynamic_dims: DynamicDims,
-    config: CompileConfig,
-    on_phase: OnPhase,
-    before_compile: BeforeCompile | None,
-    cache: CompileCache,
-    late: LateWeights | None = None,
-) -> Ready:
-    """As `start`. With `late`, raises `_WeightsFirst` where the cache has the model, and `NotAsTraced`."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Start:
+    """A start of whatever module, called in one way."""
 
-    def compile_now() -> tuple[Ready, str]:
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    dynamic_dims: DynamicDims
+    config: CompileConfig
+    on_phase: OnPhase
+    before_compile: BeforeCompile | None
+    cache: CompileCache
+
+    def __call__(self, module: torch.nn.Module, late: LateWeights | None = None) -> Ready:
+        """As `start`. With `late`, raises `_WeightsFirst` where the cache has the model, and `NotAsTraced`."""
+        plans = None
+        if self.cache.keeps_plans:
+            with timed_phase(self.on_phase, "cache_key"):
+                call = ExampleCall.of(module, self.args, self.kwargs, self.dynamic_dims)
+                plans = PlanStore.of(self.cache, module, call, self.config)
+        if plans is None or plans.key is None:
+            ready, why = self._compile(module, late, plans)
+            state = "off" if plans is None else "miss"
+            return _reported(ready, CacheReport(state=state, reason=why, not_stored=why))
+        found = self._find(plans, plans.key, late)
+        if found is not None:
+            return found
+        with self.cache.flight(plans.key) as flight:
+            if flight.waited_s > 0 and (found := self._find(plans, plans.key, late)) is not None:
+                return found
+            reason = self.cache.misses.get(plans.key, "")
+            ready, not_stored = self._compile(module, late, plans)
+        return _reported(ready, CacheReport(state="miss", key=plans.key, reason=reason, not_stored=not_stored))
+
+    def _find(self, plans: PlanStore, key: str, late: LateWeights | None) -> Ready | None:
+        if late is not None and self.cache.has(key):
+            raise _WeightsFirst
+        return plans.load(self.on_phase, self.before_compile)
+
+    def _compile(self, module: torch.nn.Module, late: LateWeights | None, plans: PlanStore | None) -> tuple[Ready, str]:
         """The model, and why it is not stored."""
-        compiler = piece_compiler(config, cache)
+        compiler = piece_compiler(self.config, self.cache)
         with contextlib.closing(compiler):
             cold = cold_start(
                 module,
-                args,
-                kwargs,
-                dynamic_dims,
-                config,
+                self.args,
+                self.kwargs,
+                self.dynamic_dims,
+                self.config,
                 compiler,
-                on_phase=on_phase,
-                before_compile=before_compile,
+                on_phase=self.on_phase,
+                before_compile=self.before_compile,
                 late=late,
             )
         if plans is None:
-            return cold.ready, "; ".join(filter(None, (cache.reason, *cold.ready.built.not_kept)))
-        with timed_phase(on_phase, "store"):
+            return cold.ready, "; ".join(filter(None, (self.cache.reason, *cold.ready.built.not_kept)))
+        with timed_phase(self.on_phase, "store"):
             return cold.ready, plans.save(cold)
-
-    plans = None
-    if cache.keeps_plans:
-        with timed_phase(on_phase, "cache_key"):
-            call = ExampleCall.of(module, args, kwargs, dynamic_dims)
-            plans = PlanStore.of(cache, module, call, config)
-    if plans is None or plans.key is None:
-        ready, why = compile_now()
-        state = "off" if plans is None else "miss"
-        return _reported(ready, CacheReport(state=state, reason=why, not_stored=why))
-
-    def find() -> Ready | None:
-        assert plans is not None and plans.key is not None
-        if late is not None and cache.has(plans.key):
-            raise _WeightsFirst
-        return plans.load(on_phase, before_compile)
-
-    found = find()
-    if found is not None:
-        return found
-    with cache.flight(plans.key) as flight:
-        if flight.waited_s > 0 and (found := find()) is not None:
-            return found
-        reason = cache.misses.get(plans.key, "")
-        ready, not_stored = compile_now()
-    return _reported(ready, CacheReport(state="miss", key=plans.key, reason=reason, not_stored=not_stored))
 
 
 def _reported(ready: Ready, report: CacheReport) -> Ready:
