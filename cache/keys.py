@@ -92,7 +92,7 @@ def _plain(value: Any, path: str) -> Any:
     if isinstance(value, Mapping):
         return _plain_mapping(value, path)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {f.name: _plain(getattr(value, f.name), _join(path, f.name)) for f in dataclasses.fields(value)}
+        fields = {f.name: _plain(getattr(value, f.name), join_path(path, f.name)) for f in dataclasses.fields(value)}
         return {"$class": _class_name(type(value)), "$fields": fields}
     raise KeyFactorError(
         f"factor {path or 'itself'} is {value!r}, of type {_class_name(type(value))}; a key is made of str, int, "
@@ -119,12 +119,13 @@ def _plain_mapping(value: Mapping[Any, Any], path: str) -> dict[str, Any]:
                 f"factor {path or 'itself'} is a mapping with the key {name!r}; keys are strings that do not begin "
                 "with '$'."
             )
-        found[name] = _plain(each, _join(path, name))
+        found[name] = _plain(each, join_path(path, name))
     return found
 
 
-def _join(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
+def join_path(path: str, name: str) -> str:
+    """The path of factor `name` of the one at `path`. Attributes of modules begin with a dot of their own."""
+    return f"{path}.{name}" if path and not name.startswith(".") else f"{path}{name}"
 
 
 def _class_name(cls: type) -> str:
@@ -132,15 +133,17 @@ def _class_name(cls: type) -> str:
 
 
 def diff_factors(left: Any, right: Any) -> tuple[FactorDifference, ...]:
-    """Where two plain values differ, leaf by leaf, in the order of paths; empty if they make the same key."""
+    """Where two plain values differ, leaf by leaf, in the order of paths; empty if they make the same key.
+
+    Two mappings that have one key each, and not the same, are leaves: `{"float32": "0 1"}` and `{"float16": "0 1"}`.
+    """
     return tuple(_differences(left, right, ""))
 
 
 def _differences(left: Any, right: Any, path: str) -> list[FactorDifference]:
-    if isinstance(left, dict) and isinstance(right, dict):
-        pairs = [
-            (left.get(name, MISSING), right.get(name, MISSING), _join(path, name)) for name in sorted({*left, *right})
-        ]
+    if isinstance(left, dict) and isinstance(right, dict) and not (path and _is_one_for_another(left, right)):
+        names = sorted({*left, *right})
+        pairs = [(left.get(name, MISSING), right.get(name, MISSING), join_path(path, name)) for name in names]
     elif isinstance(left, list) and isinstance(right, list):
         both = enumerate(itertools.zip_longest(left, right, fillvalue=MISSING))
         pairs = [(a, b, f"{path}[{index}]") for index, (a, b) in both]
@@ -150,10 +153,5 @@ def _differences(left: Any, right: Any, path: str) -> list[FactorDifference]:
     return [difference for a, b, at in pairs for difference in _differences(a, b, at)]
 
 
-def nearest(factors: Mapping[str, Any], others: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
-    """The keys of `others` (key to plain factors), those first that differ from `factors` in the fewest places.
-
-    What `diff_factors` says of the first is why there was no hit.
-    """
-    distance = {key: len(diff_factors(plain(factors), other)) for key, other in others.items()}
-    return tuple(sorted(distance, key=lambda key: (distance[key], key)))
+def _is_one_for_another(left: Mapping[str, Any], right: Mapping[str, Any]) -> bool:
+    return len(left) == len(right) == 1 and left.keys() != right.keys()

@@ -19,7 +19,6 @@ from piecegraph.cache.keys import (
     config_factors,
     diff_factors,
     key_of,
-    nearest,
     plain,
 )
 from piecegraph.cache.layout import is_digest
@@ -126,6 +125,20 @@ def test_a_number_and_its_other_type_differ() -> None:
     assert diff_factors({"a": 1}, {"a": True}) == (FactorDifference("a", 1, True),)
 
 
+def test_one_name_in_place_of_another_is_one_difference() -> None:
+    """Weights are named by what they are: another dtype is not a weight less and a weight more."""
+    left, right = ({"weights": {"a.weight": {f"parameter {dtype}": "0 1"}}} for dtype in ("float32", "float16"))
+    assert diff_factors(left, right) == (
+        FactorDifference("weights.a.weight", {"parameter float32": "0 1"}, {"parameter float16": "0 1"}),
+    )
+    assert [each.path for each in diff_factors({"a": {"x": 1}}, {"a": {"x": 1, "y": 1}})] == ["a.y"]
+    assert [each.path for each in diff_factors({"a": 1}, {"b": 1})] == ["a", "b"]
+
+
+def test_attributes_have_one_dot_in_a_path() -> None:
+    assert diff_factors({"norm": {".eps": 1}}, {"norm": {".eps": 2}}) == (FactorDifference("norm.eps", 1, 2),)
+
+
 CHANGED = {
     "split_ops": ("a::b",),
     "compiler": "eager",
@@ -158,14 +171,3 @@ def test_a_changed_field_makes_another_key_unless_a_reason_excludes_it(name: str
     before = key_of(config_factors(CompileConfig()))
     after = key_of(config_factors(CompileConfig.from_options({name: CHANGED[name]})))
     assert (before == after) == (name in EXCLUDED)
-
-
-def test_the_nearest_differs_in_the_fewest_factors() -> None:
-    wanted = {"eps": 1e-6, "sizes": (1, 2), "torch": "2.13"}
-    others = {
-        "a": {"eps": 1e-5, "sizes": [1, 4], "torch": "2.13"},
-        "b": {"eps": 1e-6, "sizes": [1, 2], "torch": "2.11"},
-        "c": {},
-    }
-    assert nearest(wanted, others) == ("b", "a", "c")
-    assert nearest(wanted, {}) == ()

@@ -76,7 +76,15 @@ def is_of_the_same(left: Mapping[str, Any], right: Mapping[str, Any]) -> bool:
 
 
 def _subject(factors: Mapping[str, Any]) -> tuple[Any, ...]:
-    return factors.get("graph"), _mapping(factors.get("model")).get("class"), factors.get("of")
+    return factors.get("graph"), _classes(_mapping(factors.get("model"))), factors.get("of")
+
+
+def _classes(model: Mapping[str, Any]) -> list[Any]:
+    """Of the module that was compiled, and of those right below it: it may be a wrapper, the same for all models."""
+    below = {
+        path: _mapping(row).get("class") for path, row in _mapping(model.get("modules")).items() if "." not in path
+    }
+    return [model.get("class"), *(below[path] for path in sorted(below))]
 
 
 def _sizes(notes: Mapping[str, Any]) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from piecegraph.cache.keys import MISSING, FactorDifference
+from piecegraph.cache.keys import MISSING, FactorDifference, join_path
 from piecegraph.tools.cache.output import printable
 
 LONGEST = 100
@@ -24,7 +24,7 @@ def leaf_lines(factors: Any, path: str = "") -> Iterator[str]:
     """`config.compile_sizes[0] = 1`, a line a leaf, in the order of paths."""
     if isinstance(factors, dict) and factors:
         for name in sorted(factors):
-            yield from leaf_lines(factors[name], f"{path}.{name}" if path else name)
+            yield from leaf_lines(factors[name], join_path(path, name))
     elif isinstance(factors, list) and any(isinstance(each, dict | list) for each in factors):
         for index, each in enumerate(factors):
             yield from leaf_lines(each, f"{path}[{index}]")

@@ -41,7 +41,7 @@ class Answer:
     key: str | None  # None: a model of which nothing is kept
     reason: str  # "" for a hit, else a `MissReason`, `MISSING_PIECES`, or why nothing is kept of it
     detail: str
-    nearest: Nearest | None  # None where there is no other entry of its kind
+    nearest: Nearest | None  # None for a hit of a model, and where there is no other entry of its kind (before it)
 
 
 EPILOG = """\b
@@ -123,11 +123,10 @@ def state_of(store: Store, row: Row) -> tuple[str, str]:
 def nearest_entry(
     key: str, factors: Mapping[str, Any], listing: Listing, *, before: float | None = None
 ) -> Nearest | None:
-    """The nearest other entry of the same kind; of those made before `before`, if there are any."""
+    """The nearest other entry of the same kind, made before `before`."""
     others = [(row, row.listed.file.entry) for row in listing.rows if row.key != key]
     alikes = [(row, entry) for row, entry in others if entry and entry.factors.get("kind") == factors.get("kind")]
-    older = [(row, entry) for row, entry in alikes if before is not None and entry.created < before]
-    candidates = older or alikes
+    candidates = [(row, entry) for row, entry in alikes if before is None or entry.created < before]
     same = [(row, entry) for row, entry in candidates if is_of_the_same(factors, entry.factors)]
     rated = [(diff_factors(factors, entry.factors), row, entry.created) for row, entry in same or candidates]
     if not rated:
@@ -165,9 +164,11 @@ def _lines(answers: Sequence[Answer]) -> Iterator[str]:
         asked = f"{printable(answer.asked)}: " if not is_key(answer.asked) else ""
         yield f"{asked}{answer.key[:SHOWN]}  " + (f"miss: {why}" if answer.reason else "hit: it can be loaded")
         nearest = answer.nearest
-        if nearest is None and answer.reason == MissReason.ABSENT.value:
-            yield "  there is no entry of its kind to compare it with"
         if nearest is None:
+            if is_key(answer.asked):
+                yield "  no entry of its kind was there before it"
+            elif answer.reason == MissReason.ABSENT.value:
+                yield "  there is no entry of its kind to compare it with"
             continue
         row = nearest.row
         model = f", {printable(row.view.title)}" if row.view is not None and row.view.title else ""

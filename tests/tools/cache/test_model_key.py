@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -84,6 +85,60 @@ def test_why_a_model_has_no_hit(store: Store, cache: CacheCommand, tmp_path: Pat
     triton = now.factors["build"]["triton"]
     assert answer["nearest"]["differences"] == [{"path": "build.triton", "left": triton, "right": "2.0"}]
     assert f"{folder}: {str(now.key)[:12]}  miss: absent" in cache(*command)
+
+
+def other_epsilon(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-3}))
+
+
+def other_transformers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("piecegraph.compiler.stored.plan_factors.version_of", lambda distribution: "9.9")
+
+
+def other_threads(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 99)  # what OMP_NUM_THREADS has come to
+
+
+def nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("change", "flags", "paths"),
+    [
+        (nothing, {"--dtype": "bfloat16"}, {"model.objects.object 0.dtype", "model.weights.model.lm_head.weight"}),
+        (nothing, {"--passes": "-merge-projections"}, {"config.passes"}),
+        (other_transformers, {}, {"build.transformers"}),
+        (
+            other_epsilon,
+            {},
+            {"model.objects.object 0.rms_norm_eps", "model.modules.model.model.norm.variance_epsilon"},
+        ),
+        (other_threads, {}, {"settings.num_threads"}),
+    ],
+    ids=["dtype", "pass", "transformers", "epsilon", "threads"],
+)
+def test_what_was_changed_is_named(
+    change: Callable[[Path, pytest.MonkeyPatch], None],
+    flags: dict[str, str],
+    paths: set[str],
+    store: Store,
+    cache: CacheCommand,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And nothing else, but for what follows from it in the model."""
+    folder = tmp_path / "model"
+    before = model_key(saved_model(folder, "llama"))
+    old = save(store, before.factors, {"plan": b"{}"}, {}, {"model": "LlamaForCausalLM"}).key
+    change(folder, monkeypatch)
+    given = {"--dtype": "float32", "--device": "cpu", **flags}
+    (answer,) = cache.json("why", str(folder), *(word for pair in given.items() for word in pair))
+    assert (answer["reason"], answer["nearest"]["key"]) == ("absent", old)
+    found = {each["path"] for each in answer["nearest"]["differences"]}
+    assert paths <= found
+    assert all(path.startswith("model.") for path in found - paths)
 
 
 def test_why_a_model_has_a_hit(store: Store, cache: CacheCommand, tmp_path: Path) -> None:

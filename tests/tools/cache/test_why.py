@@ -22,6 +22,34 @@ def test_an_entry_is_compared_with_the_nearest_that_was_there_before_it(store: S
     assert far.plan.key not in cache.out
 
 
+def test_of_the_first_there_is_nothing_to_say(store: Store, cache: CacheCommand) -> None:
+    """What came later did not keep it from being hit."""
+    store.clock = lambda: NOW
+    first = save_model(store, "Llama").plan.key
+    store.clock = lambda: NOW + 60
+    save_model(store, "Llama", eps=1e-5)
+    assert cache.json("why", first)[0]["nearest"] is None
+    assert cache("why", first).splitlines() == [
+        f"{first[:12]}  hit: it can be loaded",
+        "  no entry of its kind was there before it",
+    ]
+
+
+def test_a_model_is_compared_with_one_of_its_class_whatever_wraps_it(store: Store, cache: CacheCommand) -> None:
+    """`LLM` compiles all models in one wrapper."""
+
+    def wrapped(name: str, **settings: int) -> str:
+        modules = {"": {"class": "Wrapper"}, "model": {"class": name, **settings}}
+        return save_model(store, name, model={"class": "Wrapper", "modules": modules}).plan.key
+
+    store.clock = lambda: NOW
+    llama = wrapped("Llama", layers=1, heads=1, experts=1)
+    wrapped("Qwen")
+    store.clock = lambda: NOW + 60
+    (answer,) = cache.json("why", wrapped("Llama"))
+    assert answer["nearest"]["key"] == llama
+
+
 def test_why_as_text(store: Store, cache: CacheCommand) -> None:
     store.clock = lambda: NOW
     old = save_model(store, "Llama", eps=1e-5).plan.key[:12]
