@@ -60,10 +60,11 @@ def start(
     try:
         return start_of(module, late=LateWeights.of(module, load))
     except _WeightsFirst:
-        return start_of(load())
+        why = ""
     except (NotAsTraced, KeyFactorError) as error:
-        ready = start_of(load())
-        return ready.with_report(replace(ready.built.report, weights_first=str(error)))
+        why = str(error)
+    ready = start_of(load())  # out here, where the error keeps nothing alive and is no cause of another
+    return ready.with_report(replace(ready.built.report, weights_first=why)) if why else ready
 
 
 class _WeightsFirst(Exception):

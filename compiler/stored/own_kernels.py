@@ -78,8 +78,8 @@ class OwnKernels:
     def begin(self, cache: CompileCache, of: str, device: torch.device) -> KernelUse | None:
         """Load what is kept for `of` (a plan's key, or `graphs_key`), and keep for it what is compiled from now on.
 
-        None where there are no kernels of ours (a CPU, no Triton), no cache, or a Triton whose parts are not where we
-        know them: then all is as before.
+        None where there are no kernels of ours (a CPU, no Triton), no cache, no folder to load from, or a Triton whose
+        parts are not where we know them: then all is as before.
         """
         if cache.store is None or device.type == "cpu" or find_spec("triton") is None:
             return None
@@ -90,11 +90,15 @@ class OwnKernels:
             return None
         with self._lock:
             self.keep()
+            if self._folder is None:
+                try:
+                    self._folder = triton_compat.KernelFolder(private_folder("kernels"))
+                except OSError as error:
+                    logger.warning("kernels of ours are not kept in the cache: no folder to load them from (%s)", error)
+                    return None
+                atexit.register(self._keep_at_exit)
             store = KernelStore(cache, of, device)
             found = store.load()
-            if self._folder is None:
-                self._folder = triton_compat.KernelFolder(private_folder("kernels"))
-                atexit.register(self._keep_at_exit)
             self._folder.libraries |= found.libraries
             self._known = {**found.kernels, **self._known}
             is_missing_some = not found.kernels and bool(self._used)
@@ -145,11 +149,17 @@ class OwnKernels:
         if use.store.is_only_read:
             return plain(src, **how)
         began = time.perf_counter()
-        with folder.used():
-            made = plain(src, **how)
+        try:
+            with folder.used():
+                made = plain(src, **how)
+            files = triton_compat.files_of(made)
+        except OSError as error:  # the disk our folder is on; Triton's cache may be on another
+            logger.warning("kernel %s is not kept in the cache (%s)", src.name, error)
+            return plain(src, **how)
         seconds = time.perf_counter() - began
         with self._lock:
-            self._known[key] = triton_compat.files_of(made)
+            use = self._use or use  # another model may have begun meanwhile: what it keeps is kept next
+            self._known[key] = files
             self._used.add(key)
             use.compiled += 1
             use.unsaved_seconds += seconds

@@ -21,6 +21,7 @@ from piecegraph.compiler.stored.compile_cache import CompileCache
 from piecegraph.compiler.stored.kernel_pack import KernelFiles
 from piecegraph.compiler.stored.kernel_store import graphs_key
 from piecegraph.compiler.stored.own_kernels import KernelUse, OwnKernels
+from piecegraph.passes.kernels.own_kernel import compile_with
 from tests.compiler.stored.kernel_caches import GPU, OF, cache_in, gpu_machine, store_in
 from tests.compiler.stored.small_models import SIZE, Small, compiled
 from tests.compiler.triton_without_gpu import (
@@ -216,15 +217,69 @@ def test_a_corrupt_cache_is_compiled_over(new_process: Process, tmp_path: Path) 
 
 
 def test_a_full_disk_is_a_reason(new_process: Process, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*args: object) -> None:
-        raise OSError(28, "No space left on device")
-
     own, use = new_process()
     warm_up(small)
     monkeypatch.setattr("piecegraph.cache.store.put_blob", full)
     assert "No space left" in own.keep()
     assert "No space left" in use.not_stored
     assert own.keep() == ""  # it is not tried again for the same kernels
+
+
+def full(*args: object, **options: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_no_room_for_temporary_files_leaves_kernels_to_triton(
+    is_kept: bool,
+    new_process: Process,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Those that the cache has and those that it lacks: its own cache may be elsewhere."""
+    if is_kept:
+        own, _ = new_process()
+        warm_up(small)
+        own.keep()
+    own, use = new_process()
+    with monkeypatch.context() as patch:
+        patch.setattr(triton_compat._Files, "put", full)
+        patch.setattr(own_kernels, "_written", full)
+        warm_up(small)
+    assert counts(use) == (0, 0)
+    assert kept_by_triton(tmp_path) == {"small"}
+    assert "kernel small is not kept in the cache ([Errno 28] No space left on device)" in caplog.text
+
+
+def test_no_folder_to_load_from_leaves_kernels_to_triton(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(own_kernels, "private_folder", full)
+    own = OwnKernels()
+    assert own.begin(cache_in(tmp_path), OF, GPU) is None
+    assert "no folder to load them from ([Errno 28] No space left on device)" in caplog.text
+    warm_up(small)
+    assert kept_by_triton(tmp_path) == {"small"}
+
+
+def test_what_is_compiled_while_another_model_begins_is_kept_for_that(new_process: Process, tmp_path: Path) -> None:
+    """The first model's kernels are kept when the second begins, and nobody asks for them again."""
+    own, first = new_process("1" * 64)
+
+    def compile_slowly(plain: Callable[..., Any], src: Any, **how: Any) -> Any:
+        def begins_meanwhile(src: Any, **how: Any) -> Any:
+            made = plain(src, **how)
+            own.begin(cache_in(tmp_path), "2" * 64, GPU)
+            return made
+
+        return own.compile(begins_meanwhile, src, **how)
+
+    compile_with(compile_slowly)
+    warm_up(small)
+    assert counts(first) == (0, 0)
+    assert own.keep() == ""
+    assert len(store_in(tmp_path, "2" * 64).load().kernels) == 1
 
 
 def test_what_a_cache_lacks_that_is_only_read_is_tritons(
