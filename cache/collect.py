@@ -19,7 +19,6 @@ from piecegraph.cache.layout import Layout, is_digest
 from piecegraph.cache.quarantine import remove
 from piecegraph.cache.stamps import last_used
 
-DEFAULT_MAX_BYTES = 10 << 30
 FRESH_S = 600.0
 """A save takes less, from its first blob to its entry."""
 
@@ -46,7 +45,7 @@ def collect(
     layout: Layout,
     *,
     now: float,
-    max_bytes: int | None = DEFAULT_MAX_BYTES,
+    max_bytes: int | None = None,
     older_than_s: float | None = None,
     dry_run: bool = False,
     fresh_s: float = FRESH_S,
@@ -55,8 +54,9 @@ def collect(
     longest unused until `max_bytes` are left. `now`: seconds since 1970, what stamps are compared with.
 
     Entries of other versions count like others. If an entry does not let us see which blobs it names, blobs that
-    nobody else names stay. `fresh_s=0` also takes blobs that a writer may be about to name: its entry is a miss
-    then. Raises PermissionError and the like; files that are gone already are no error.
+    nobody else names stay. Those do not count against `max_bytes`, nor do blobs that stay because they are fresh:
+    removing more entries would not make them go. `fresh_s=0` also takes blobs that a writer may be about to name: its
+    entry is a miss then. Raises PermissionError and the like; files that are gone already are no error.
     """
     found = sorted(_entries(layout, now), key=lambda each: (each.last_used, each.file.key))
     blobs = {item.name: item.stat(follow_symlinks=False) for item in _present(layout.blobs) if is_digest(item.name)}
@@ -68,16 +68,19 @@ def collect(
     opaque = any(each.file.entry is None and each.file.problem is not MissReason.CORRUPT for each in found)
     orphans = [] if opaque else [name for name in sizes if not named[name] and name not in fresh]
     left = total - sum(sizes[name] for name in orphans)
+    needed = sum(each.file.size for each in found) + sum(size for name, size in sizes.items() if named[name])
     doomed: list[_Found] = []
     dropped: list[str] = []
     for each in found:
         too_old = older_than_s is not None and now - each.last_used > older_than_s
-        too_much = max_bytes is not None and left > max_bytes
+        too_much = max_bytes is not None and needed > max_bytes
         if not too_old and not too_much:
             break  # the rest was used later
         doomed.append(each)
         named.subtract(each.digests)
-        gone = [] if opaque else [d for d in sorted(each.digests) if not named[d] and d in sizes and d not in fresh]
+        unnamed = [digest for digest in sorted(each.digests) if not named[digest] and digest in sizes]
+        needed -= each.file.size + sum(sizes[digest] for digest in unnamed)
+        gone = [] if opaque else [digest for digest in unnamed if digest not in fresh]
         dropped += gone
         left -= each.file.size + sum(sizes[digest] for digest in gone)
 
@@ -92,6 +95,13 @@ def collect(
             _remove_unless_fresh(layout, digest, now, fresh_s)
     temp_files = _sweep(layout.temp, now, dry_run)
     return Collected(tuple(each.file.key for each in doomed), removed, temp_files, total - left, left)
+
+
+def collect_if_over(layout: Layout, *, now: float, max_bytes: int) -> Collected | None:
+    """As `collect`, if entries and blobs take more than `max_bytes`; else None, after a look at their sizes."""
+    present = (*_present(layout.entries), *_present(layout.blobs))
+    taken = sum(item.stat(follow_symlinks=False).st_size for item in present)
+    return collect(layout, now=now, max_bytes=max_bytes) if taken > max_bytes else None
 
 
 def _entries(layout: Layout, now: float) -> list[_Found]:

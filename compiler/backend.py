@@ -174,6 +174,7 @@ def compile_backend(
             )
     finally:
         compiler.close()
+    cache.keep_to_size()
     reason = cache.reason or "by name, torch traces each time"
     found = replace(built.report.cache, reason=reason, not_stored="; ".join(built.not_kept))
     built = replace(built, report=replace(built.report, cache=found))

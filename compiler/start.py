@@ -125,9 +125,12 @@ class _Start:
                 late=late,
             )
         if plans is None:
+            self.cache.keep_to_size()
             return cold.ready, "; ".join(filter(None, (self.cache.reason, *cold.ready.built.not_kept)))
         with timed_phase(self.on_phase, "store"):
-            return cold.ready, plans.save(cold)
+            why = plans.save(cold)
+            self.cache.keep_to_size()
+        return cold.ready, why
 
 
 def _reported(ready: Ready, report: CacheReport) -> Ready:

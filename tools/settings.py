@@ -17,8 +17,8 @@ from piecegraph.tools.options import COMPILE_FLAGS, LLM_FLAGS, SAMPLING_FLAGS
 
 def known_variables() -> list[str]:
     """Every `PIECEGRAPH_*` variable that something reads."""
-    flags = (*LLM_FLAGS, *COMPILE_FLAGS, *SAMPLING_FLAGS)
-    return [environment.CACHE, environment.CACHE_DIR, environment.SIGNING_KEY_FILE, *(flag.variable for flag in flags)]
+    of_the_cache = (environment.CACHE, environment.CACHE_DIR, environment.CACHE_MAX_SIZE, environment.SIGNING_KEY_FILE)
+    return [*of_the_cache, *(flag.variable for flag in (*LLM_FLAGS, *COMPILE_FLAGS, *SAMPLING_FLAGS))]
 
 
 def check_environment() -> None:

@@ -11,9 +11,12 @@ from pathlib import Path
 import torch
 
 from piecegraph import __version__, environment
+from piecegraph.cache.capacity import max_cache_bytes
+from piecegraph.cache.collect import collect_if_over
 from piecegraph.cache.entry import Entry
 from piecegraph.cache.single_flight import Flight, single_flight
 from piecegraph.cache.store import Loaded, NotSaved, Saved, Store
+from piecegraph.cache.trust import Access
 from piecegraph.compiler.stored.machine_factors import version_of
 from piecegraph.config import CACHE_MODES, CompileConfig
 from piecegraph.errors import CacheError, ConfigError, did_you_mean
@@ -31,12 +34,14 @@ class CompileCache:
         self.keeps = keeps
         self.reason = reason
         self._reads = reads
+        self._max_bytes = max_cache_bytes()  # raises `ConfigError`
         self.misses: dict[str, str] = {}  # key -> why there was nothing to load
 
     @classmethod
     def open(cls, config: CompileConfig) -> CompileCache:
-        """The cache that `config` and the environment choose. Raises `ConfigError` for a `PIECEGRAPH_CACHE` that
-        means nothing; a folder that is not to be trusted is a warning, and the compile goes on without a cache."""
+        """The cache that `config` and the environment choose. Raises `ConfigError` for a `PIECEGRAPH_CACHE` or a
+        `PIECEGRAPH_CACHE_MAX_SIZE` that means nothing; a folder that is not to be trusted is a warning, and the compile
+        goes on without a cache."""
         keeps, reason = what_is_kept(config)
         if keeps is False:
             return cls(None, False, reason)
@@ -76,6 +81,23 @@ class CompileCache:
         """What `load` gave cannot be used after all."""
         logger.warning("cache entry %s is not used (%s); compiling again", key, why)
         self.misses[key] = why
+
+    def keep_to_size(self) -> None:
+        """Remove what was longest unused, where there is more than a cache may hold. For when something was added."""
+        if self.store is None or self.store.access is Access.READ_ONLY:
+            return
+        try:
+            done = collect_if_over(self.store.layout, now=self.store.clock(), max_bytes=self._max_bytes)
+        except OSError as error:
+            logger.warning("the cache is not kept to its size: %s", error)
+            return
+        if done is not None and done.entries:
+            logger.info(
+                "removed %d entries of the cache that were longest unused, %.2f GiB; %.2f GiB stay",
+                len(done.entries),
+                done.freed_bytes / 2**30,
+                done.kept_bytes / 2**30,
+            )
 
     def save(self, entry: Entry, blobs: Mapping[str, bytes]) -> Saved | NotSaved:
         """Keep it, or say why not."""

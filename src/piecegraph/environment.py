@@ -18,6 +18,9 @@ CACHE_DIR = "PIECEGRAPH_CACHE_DIR"
 CACHE = "PIECEGRAPH_CACHE"
 """How much of what is compiled is kept: `on`, `pieces` or `off` (`CompileConfig.cache`)."""
 
+CACHE_MAX_SIZE = "PIECEGRAPH_CACHE_MAX_SIZE"
+"""How much a cache may hold, `500M` or `10GiB`; past that, what was longest unused goes (`cache/capacity.py`)."""
+
 SIGNING_KEY_FILE = "PIECEGRAPH_SIGNING_KEY_FILE"
 """A key whose entries count as well as the user's own (`CompileConfig.signing_key_file`)."""
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from piecegraph.cache.canonical import canonical_json
-from piecegraph.cache.collect import FRESH_S, Collected, collect
+from piecegraph.cache.collect import FRESH_S, Collected, collect, collect_if_over
 from piecegraph.cache.entry import Entry
 from piecegraph.cache.store import Loaded, Saved, Store
 from tests.cache.cache_roots import NOW, a_store, an_entry, loads, saved
@@ -172,3 +172,42 @@ def test_an_entry_that_went_meanwhile_is_no_error(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(os, "unlink", twice)
     assert collect(store.layout, now=NOW, max_bytes=0).entries == (entry.key,)
     assert an_entry().key not in keys(store)
+
+
+def test_what_does_not_go_yet_takes_no_more_entries_with_it(tmp_path: Path) -> None:
+    """Blobs that were just written stay for a while, whatever their entries."""
+    store = a_store(tmp_path)
+    old, new = used(store, NOW - 2, "a"), used(store, NOW - 1, "b")
+    total = sum(row.size for row in store.list())
+    done = collect(store.layout, now=NOW, max_bytes=total - 1)
+    assert (done.entries, done.blobs) == ((old.key,), ())
+    assert keys(store) == {new.key}
+    assert collect(store.layout, now=NOW, max_bytes=total - 1).entries == ()
+
+
+def test_an_entry_that_cannot_be_made_out_does_not_make_others_go(tmp_path: Path) -> None:
+    """Blobs stay for its sake: that is no reason for entries to go, each time something is collected."""
+    store = a_store(tmp_path)
+    old, new = used(store, NOW - 9e4, "a"), used(store, NOW - 8e4, "b")
+    newer = store.layout.entry("0" * 64)
+    newer.write_bytes(canonical_json({"entry": {"format": 9}, "signature": None}))
+    os.utime(newer, (NOW, NOW))
+    store.layout.stamp("0" * 64).touch()
+    os.utime(store.layout.stamp("0" * 64), (NOW, NOW))
+    limit = sum(row.size for row in store.list()) - 1
+    for gone in ((old.key,), ()):
+        assert collect(store.layout, now=NOW, max_bytes=limit).entries == gone
+    assert keys(store) == {new.key, "0" * 64}
+
+
+def test_nothing_is_read_while_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = a_store(tmp_path)
+    old, new = used(store, NOW - 9e4, "a"), used(store, NOW - 8e4, "b")
+    total = sum(row.size for row in store.list())
+    with monkeypatch.context() as patch:
+        patch.setattr("piecegraph.cache.collect.read_entry_file", None)
+        assert collect_if_over(store.layout, now=NOW, max_bytes=total) is None
+    done = collect_if_over(store.layout, now=NOW, max_bytes=total - 1)
+    assert done is not None
+    assert done.entries == (old.key,)
+    assert keys(store) == {new.key}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import click
 
-from piecegraph.cache.collect import DEFAULT_MAX_BYTES
+from piecegraph.cache.capacity import max_cache_bytes
 from piecegraph.tools.cache.listing import Listing, Row, blob_sizes, read_listing
 from piecegraph.tools.cache.output import emit, table
 from piecegraph.tools.cache.place import Place, cache_options, say_if_there_is_none
@@ -42,7 +42,7 @@ def command(place: Place, as_json: bool) -> None:
     record = {
         "path": str(place.root),
         "total_bytes": found.total_bytes,
-        "max_bytes": DEFAULT_MAX_BYTES,
+        "max_bytes": max_cache_bytes(),
         **as_plain(found),
         "models": as_plain(models),
     }
@@ -77,7 +77,7 @@ def _lines(found: Usage, models: Sequence[ModelRoom]) -> Iterator[str]:
     }
     rows = [(name, room.files, bytes_text(room.bytes)) for name, room in rooms.items()]
     yield from table(("WHAT", "FILES", "SIZE"), rows, right=("FILES", "SIZE"))
-    yield f"total {bytes_text(found.total_bytes)}; `gc` keeps {bytes_text(DEFAULT_MAX_BYTES)}"
+    yield f"total {bytes_text(found.total_bytes)}; at most {bytes_text(max_cache_bytes())} are kept"
     if models:
         yield ""
         cells = [

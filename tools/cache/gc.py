@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import click
 
-from piecegraph.cache.collect import DEFAULT_MAX_BYTES, Collected, collect
+from piecegraph.cache.capacity import max_cache_bytes
+from piecegraph.cache.collect import Collected, collect
 from piecegraph.tools.cache.output import emit
 from piecegraph.tools.cache.place import Place, cache_options
 from piecegraph.tools.cache.quantities import BYTES, DURATION, bytes_text
@@ -21,19 +22,20 @@ Examples:
 @click.option(
     "--max-size",
     type=BYTES,
-    default=str(DEFAULT_MAX_BYTES),
-    show_default="10GiB",
+    show_default="PIECEGRAPH_CACHE_MAX_SIZE, or 10GiB",
     help="How much may stay; what was longest unused goes first.",
 )
 @click.option("--older-than", type=DURATION, help="Also remove what was not used for so long (30d, 12h).")
 @click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
 @cache_options
-def command(place: Place, as_json: bool, max_size: int, older_than: float | None, dry_run: bool) -> None:
+def command(place: Place, as_json: bool, max_size: int | None, older_than: float | None, dry_run: bool) -> None:
     """Remove what was longest unused.
 
-    And what killed processes left behind. Safe beside processes that read and write the cache.
+    And what killed processes left behind. Safe beside processes that read and write the cache. A process that has
+    compiled something does the same where there is more than may stay.
     """
     store = place.open() if dry_run else place.open_to_change()
+    max_size = max_cache_bytes() if max_size is None else max_size
     done = collect(store.layout, now=store.clock(), max_bytes=max_size, older_than_s=older_than, dry_run=dry_run)
     emit({**as_plain(done), "dry_run": dry_run}, [as_line(done, dry_run=dry_run)], as_json=as_json)
 

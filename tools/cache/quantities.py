@@ -7,7 +7,8 @@ from typing import Any
 
 import click
 
-_BYTES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+from piecegraph.cache.capacity import parse_bytes
+
 _SECONDS = {"s": 1, "min": 60, "h": 3600, "d": 86400, "w": 604800}
 
 
@@ -43,10 +44,10 @@ class Bytes(click.ParamType[Any]):
     name = "size"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", str(value).strip().lower())
+        found = parse_bytes(str(value))
         if found is None:
             self.fail(f"{value!r} is not a size like 500M or 10GiB.", param, ctx)
-        return int(float(found[1]) * _BYTES[found[2]])
+        return found
 
 
 class Duration(click.ParamType[Any]):

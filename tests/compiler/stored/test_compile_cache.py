@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from piecegraph.cache.entry import Entry
 from piecegraph.cache.store import NotSaved, Saved
+from piecegraph.cache.trust import Access
 from piecegraph.compiler.stored.compile_cache import CompileCache
 from piecegraph.errors import ConfigError
-from tests.compiler.stored.small_models import config
+from tests.compiler.stored.small_models import SIZE, Small, compiled, config
 
 
 @pytest.mark.parametrize(
@@ -110,6 +112,65 @@ def test_what_is_saved_is_loaded_and_what_is_not_has_a_reason(whole_cache: Path)
     assert not cache.misses
     cache.reject(entry.key, "it was no good")
     assert cache.misses == {entry.key: "it was no good"}
+
+
+def kept(cache: CompileCache) -> set[str]:
+    assert cache.store is not None
+    return {row.key for row in cache.store.list()}
+
+
+@pytest.mark.parametrize("keeps", [True, "pieces"])
+def test_what_was_longest_unused_goes_when_something_new_was_compiled(
+    keeps: bool | str, whole_cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without anybody's asking, and not while there is room."""
+    caplog.set_level("INFO", "piecegraph")
+    cache = CompileCache.open(config())
+    assert cache.store is not None
+    cache.store.clock = lambda: 1e9
+    blobs = {"plan": bytes(1 << 20)}
+    old = Entry.of({"kind": "plan"}, blobs, created=0.0)
+    cache.save(old, blobs)
+    compiled(Small(), cache=keeps)
+    assert old.key in kept(cache)
+    monkeypatch.setenv("PIECEGRAPH_CACHE_MAX_SIZE", "1M")
+    compiled(Small(num_layers=3), cache=keeps)
+    assert old.key not in kept(cache)
+    assert kept(cache)
+    assert "removed 1 entries of the cache that were longest unused" in caplog.text
+
+
+def test_by_name_too(whole_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[str] = []
+    monkeypatch.setattr(CompileCache, "keep_to_size", lambda self: called.append("keep_to_size"))
+    options: dict[str, Any] = {"split_ops": ("pgtoy::triple",), "compile_workers": 0, "passes": ()}
+    with torch.no_grad():
+        torch.compile(Small(), backend="piecegraph", fullgraph=True, options=options)(torch.ones(3, SIZE))
+    assert called == ["keep_to_size"]
+
+
+def test_a_cache_that_cannot_be_kept_to_its_size_is_a_warning(
+    whole_cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*args: object, **options: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr("piecegraph.compiler.stored.compile_cache.collect_if_over", broken)
+    CompileCache.open(config()).keep_to_size()
+    assert "the cache is not kept to its size: [Errno 5] Input/output error" in caplog.text
+    caplog.clear()
+    CompileCache(None, False).keep_to_size()
+    theirs = CompileCache.open(config())
+    assert theirs.store is not None
+    theirs.store.access = Access.READ_ONLY
+    theirs.keep_to_size()
+    assert not caplog.text
+
+
+def test_a_size_that_means_nothing_is_refused(whole_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIECEGRAPH_CACHE_MAX_SIZE", "lots")
+    with pytest.raises(ConfigError, match="PIECEGRAPH_CACHE_MAX_SIZE='lots' is not a size"):
+        CompileCache.open(config())
 
 
 def test_without_a_store_nothing_is_kept(whole_cache: Path) -> None:

@@ -31,7 +31,7 @@ def test_as_text(store: Store, cache: CacheCommand) -> None:
     assert lines[0].split() == ["WHAT", "FILES", "SIZE"]
     assert [line.split("  ")[0] for line in lines[1:6]] == ["entries", "blobs", "quarantine", "being written", "other"]
     assert lines[6].startswith("total ")
-    assert lines[6].endswith("; `gc` keeps 10.0 GiB")
+    assert lines[6].endswith("; at most 10.0 GiB are kept")
     assert lines[8].split() == ["MODEL", "ENTRIES", "SIZE", "OWN"]
     assert lines[9].startswith("First 134.5M bfloat16        3")
 

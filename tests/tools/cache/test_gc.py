@@ -46,6 +46,16 @@ def test_the_longest_unused_goes_first(old_and_new: tuple[str, str], cache: Cach
     assert [row["key"] for row in cache.json("ls")] == [old_and_new[1]]
 
 
+def test_the_environment_says_how_much_may_stay(
+    old_and_new: tuple[str, str], cache: CacheCommand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert cache.json("gc")["entries"] == []
+    monkeypatch.setenv("PIECEGRAPH_CACHE_MAX_SIZE", "0")
+    assert cache.json("du")["max_bytes"] == 0
+    assert cache("gc", "--max-size", "1G").startswith("removed 0 entries")
+    assert sorted(cache.json("gc")["entries"]) == sorted(old_and_new)
+
+
 def test_no_cache(cache: CacheCommand) -> None:
     assert cache.json("gc")["entries"] == []
 
