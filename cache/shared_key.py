@@ -37,4 +37,4 @@ class SharedKey:
         return hmac.compare_digest(self._mac(what, data).encode(), value.encode("utf-8", errors="replace"))
 
     def _mac(self, what: str, data: bytes) -> str:
-        return hmac.new(self.secret, signed_message(what, data), hashlib.sha256).hexdigest()
+        return hmac.digest(self.secret, signed_message(what, data), "sha256").hex()

@@ -84,7 +84,7 @@ def _try(path: Path) -> int | None:
 
 
 def _is_still_there(fd: int, path: Path) -> bool:
-    """The name still leads to the file we locked; `collect` may have removed it between."""
+    """The name still leads to the file we locked; somebody may have cleared the folder between."""
     with contextlib.suppress(FileNotFoundError):
         mine, there = os.fstat(fd), os.stat(path, follow_symlinks=False)
         return (mine.st_dev, mine.st_ino) == (there.st_dev, there.st_ino)

@@ -41,7 +41,8 @@ def check_folder(path: Path, *, has_signing_key: bool, is_root: bool = True) -> 
             raise UntrustedCache(f"{what} Run: {move_away(path)}")
         raise UntrustedCache(f"{what} Set PIECEGRAPH_CACHE_DIR to where it leads: {os.path.realpath(path)}")
     if not stat.S_ISDIR(status.st_mode):
-        raise UntrustedCache(f"{path} is no folder. Run: {move_away(path)}")
+        instead = "Set PIECEGRAPH_CACHE_DIR to one, or move it away. " if is_root else ""
+        raise UntrustedCache(f"{path} is no folder. {instead}Run: {move_away(path)}")
     if status.st_mode & OTHERS_WRITE:
         raise UntrustedCache(
             f"cache folder {path} has mode {stat.filemode(status.st_mode)}: others can put code there that would run "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import zipfile
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -56,7 +57,7 @@ def unpack(data: bytes) -> KernelFiles:
                     kernels.setdefault(folder, {})[name] = content
                 else:
                     libraries[f"{folder}/{name}"] = content
-    except (zipfile.BadZipFile, NotImplementedError, EOFError, RuntimeError) as error:
+    except (zipfile.BadZipFile, NotImplementedError, EOFError, RuntimeError, zlib.error) as error:
         raise ValueError(str(error)) from error
     return KernelFiles(kernels, libraries)
 

@@ -28,7 +28,7 @@ def command(place: Place, as_json: bool, keys: tuple[str, ...], yes: bool) -> in
     store = place.open_to_change()
     named = find_keys(keys, store)
     found = read_listing(store).with_own_pieces(named)
-    parts = f" and {len(found) - len(named)} pieces and kernels of it" if len(found) > len(named) else ""
+    parts = f" and {len(found) - len(named)} entries of their own pieces and kernels" if len(found) > len(named) else ""
     if not yes and not confirmed(f"Remove {', '.join(key[:SHOWN] for key in named)}{parts}?"):
         return 1
     before = usage(store.layout)

@@ -45,6 +45,16 @@ def test_a_name_that_leads_elsewhere_is_refused(name: str) -> None:
         unpack(target.getvalue())
 
 
+def test_what_claims_to_be_compressed_is_refused() -> None:
+    """One bit away from what `pack` writes."""
+    data = bytearray(pack(FILES))
+    at = data.index(b"PK\x01\x02") + 10  # the method, in the directory
+    assert data[at] == zipfile.ZIP_STORED
+    data[at] = zipfile.ZIP_DEFLATED
+    with pytest.raises(ValueError, match="decompressing"):
+        unpack(bytes(data))
+
+
 @given(st.binary(max_size=64), st.integers(0, len(pack(FILES)) - 1))
 def test_other_bytes_are_a_value_error_or_files(noise: bytes, at: int) -> None:
     whole = pack(FILES)

@@ -31,7 +31,7 @@ def test_kernels_go_with_their_model(store: Store, cache: CacheCommand, monkeypa
     kernels = save_kernels(store, model.plan.key, "add")
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
     cache("rm", model.plan.key)
-    assert f"Remove {model.plan.key[:12]} and 3 pieces and kernels of it?" in cache.err
+    assert f"Remove {model.plan.key[:12]} and 3 entries of their own pieces and kernels?" in cache.err
     assert not store.exists(kernels.key)
 
 
