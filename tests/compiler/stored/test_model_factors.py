@@ -168,7 +168,7 @@ MODELS: dict[str, tuple[Any, Any]] = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_models_that_differ_in_a_scalar_share_nothing(name: str) -> None:
+def test_models_that_differ_in_a_scalar_share_no_plan(name: str) -> None:
     left, right = (random_model(config) for config in MODELS[name])
     assert key(left) != key(right)
     assert key(left) == key(random_model(MODELS[name][0], seed=1))

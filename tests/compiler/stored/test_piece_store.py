@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,34 @@ def test_equal_pieces_of_different_models_are_one_entry(whole_cache: Path) -> No
     assert deeper.report().cache.state == "miss"
     assert deeper.report().cache.loaded_pieces == 1
     assert len(pieces_of(whole_cache)) == 1
+
+
+class Scaled(torch.nn.Module):
+    """`scale` is in the graph of its one piece, as an epsilon is."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = torch.nn.Linear(SIZE, SIZE)
+        self.scale = scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scaled = torch.addmm(self.linear.bias, x, self.linear.weight, alpha=self.scale)
+        result: torch.Tensor = torch.ops.pgtoy.triple.default(scaled)
+        return result
+
+
+@pytest.mark.parametrize("keeps", [True, "pieces"])
+def test_models_that_differ_in_a_scalar_share_no_artifact(keeps: bool | str, whole_cache: Path) -> None:
+    """However little it is; each computes what it does without a cache."""
+    scales = (1.5, math.nextafter(1.5, 2.0), 2.5)
+    x = torch.rand(3, SIZE)
+    for loaded in (0, 1):
+        for scale in scales:
+            model = compiled(Scaled(scale), cache=keeps)
+            assert model.report().cache.loaded_pieces == loaded
+            assert torch.equal(model(x), compiled(Scaled(scale), cache=False)(x))
+    assert len(pieces_of(whole_cache)) == len(scales)
 
 
 def test_an_entry_has_all_that_a_page_says(whole_cache: Path) -> None:
