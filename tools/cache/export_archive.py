@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from piecegraph.cache.archive import export_archive
-from piecegraph.errors import UsageError
+from piecegraph.errors import CacheError, UsageError
 from piecegraph.tools.cache.key_prefix import find_keys, keys_of
 from piecegraph.tools.cache.listing import read_listing
 from piecegraph.tools.cache.output import emit
@@ -37,7 +37,10 @@ def command(place: Place, as_json: bool, file: Path, keys: tuple[str, ...], is_a
     store = place.open()
     chosen = keys_of(store) if is_all else read_listing(store).with_pieces(find_keys(keys, store))
     say_if_there_is_none(place, len(chosen))
-    size = export_archive(store, file, chosen) if chosen else 0
+    try:
+        size = export_archive(store, file, chosen) if chosen else 0
+    except OSError as error:
+        raise CacheError(f"{file} cannot be written: {error}") from error
     emit(
         {"file": str(file), "keys": chosen, "bytes": size},
         [f"wrote {len(chosen)} entries, {bytes_text(size)}, to {file}"],

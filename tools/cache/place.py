@@ -55,7 +55,8 @@ def place(cache_dir: Path | None, signing_key_file: Path | None) -> Place:
 
 
 def cache_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Options of every subcommand; its function is given `place` and `as_json`."""
+    """Options of every subcommand; its function is given `place` and `as_json`. What the disk says of a file in the
+    cache, where a subcommand does not know better, is a `CacheError`."""
 
     @click.option("--cache-dir", type=click.Path(path_type=Path), help="Folder of the cache, instead of the usual one.")
     @click.option(
@@ -68,7 +69,15 @@ def cache_options(function: Callable[..., Any]) -> Callable[..., Any]:
     @click.option("--debug", is_flag=True, help="Show tracebacks.")
     @functools.wraps(function)
     def with_place(cache_dir: Path | None, signing_key_file: Path | None, debug: bool, **values: Any) -> Any:
-        return function(place=place(cache_dir, signing_key_file), **values)
+        chosen = place(cache_dir, signing_key_file)
+        try:
+            return function(place=chosen, **values)
+        except OSError as error:
+            if not isinstance(error.filename, str | Path) or not Path(error.filename).is_relative_to(chosen.root):
+                raise
+            raise CacheError(
+                f"the cache at {chosen.root} (set by {chosen.set_by}) cannot be read, or changed: {error}"
+            ) from error
 
     return with_place
 

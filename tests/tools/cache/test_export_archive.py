@@ -100,6 +100,11 @@ def test_an_entry_that_is_not_whole_is_not_exported(store: Store, cache: CacheCo
     assert not (tmp_path / "file").exists()
 
 
+def test_a_file_that_cannot_be_written(archive: Path, cache: CacheCommand, tmp_path: Path) -> None:
+    cache("export", str(tmp_path / "none" / "file"), "--all", code=1)
+    assert f"error: {tmp_path}/none/file cannot be written: [Errno 2] No such file or directory" in cache.err
+
+
 def test_of_an_empty_cache_nothing_is_written(cache: CacheCommand, tmp_path: Path) -> None:
     assert cache.json("export", str(tmp_path / "file"), "--all")["keys"] == []
     assert not (tmp_path / "file").exists()

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -59,3 +61,45 @@ def test_a_disk_that_cannot_be_read_is_named(cache_dir: Path, monkeypatch: pytes
     monkeypatch.setattr(Store, "open", fails)
     with pytest.raises(CacheError, match=r"cache at .*cache \(set by PIECEGRAPH_CACHE_DIR\) cannot be read: .*error"):
         place(None, None).open()
+
+
+@pytest.mark.parametrize(
+    ("command", "call"),
+    [
+        (["gc", "--max-size", "0"], "unlink"),
+        (["rm", "KEY", "-y"], "unlink"),
+        (["clear", "-y"], "unlink"),
+        (["ls"], "scandir"),
+        (["du"], "scandir"),
+        (["show", "KEY"], "scandir"),
+        (["quarantine", "ls"], "scandir"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value[0],
+)
+def test_a_disk_that_is_only_read_or_fails_is_an_error_of_the_cache(
+    command: list[str],
+    call: str,
+    store: Store,
+    cache: CacheCommand,
+    cache_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    key = save_piece(store, "one").key
+
+    def fails(path: Path, *rest: object, **options: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    monkeypatch.setattr(os, call, fails)
+    assert cache(*(key if word == "KEY" else word for word in command), code=1) == ""
+    assert f"error: the cache at {cache_dir} (set by PIECEGRAPH_CACHE_DIR) cannot be read, or changed: " in cache.err
+    assert "Read-only file system" in cache.err
+    assert "unexpected" not in cache.err
+
+
+def test_what_another_disk_says_is_not_the_caches(cache: CacheCommand, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: object, **options: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("piecegraph.tools.cache.path.emit", fails)
+    cache("path", code=1)
+    assert "error: OSError: [Errno 28] No space left on device" in cache.err
