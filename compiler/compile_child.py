@@ -1,4 +1,7 @@
-"""What a compile process runs: read a job a line, compile the piece, write its artifact, answer a line."""
+"""What a compile process runs: read a job a line, compile the piece, write its artifact, answer a line.
+
+Its argument is the folder of what Inductor builds once, which it shares with the process that started it.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,7 @@ def main() -> None:
     import torch._inductor.standalone_compile  # noqa: F401  (imported now, while the parent traces)
 
     from piecegraph.compiler.cpp_libraries import cpp_libraries
+    from piecegraph.compiler.inductor_caches import built_once_in
     from piecegraph.compiler.inductor_compile import generated_kernels, standalone_compile
     from piecegraph.compiler.piece_format import load_piece
     from piecegraph.compiler.post_grad import PostGrad, PostGradRun
@@ -37,7 +41,7 @@ def main() -> None:
             kernels = generated_kernels()
             passes = PostGradRun(PostGrad.from_data(job["post_grad"]))
             options = {**job["options"], **passes.options()}
-            with cpp_libraries({}) as libraries:
+            with built_once_in(Path(sys.argv[1])), cpp_libraries({}) as libraries:
                 artifact = standalone_compile(graph_module, examples, options)
             artifact.save(path=job["artifact"], format="binary")
             answer: dict[str, Any] = {

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from piecegraph.compiler.inductor_caches import child_environment
+from piecegraph.compiler.inductor_caches import child_arguments, child_environment
 from piecegraph.compiler.post_grad import PostGradOutcome
 
 
@@ -112,7 +112,7 @@ class CompilePool:
     def _start_child(self) -> _Child:
         log = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed with the child; a pipe nobody reads would fill
         process = subprocess.Popen(
-            [sys.executable, "-m", "piecegraph.compiler.compile_child"],
+            [sys.executable, "-m", "piecegraph.compiler.compile_child", *child_arguments()],
             env=self._environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 NAME = "g++"
-REMEMBERED = (".so", ".o", ".i")
-"""What outputs end in; a precompiled header is large, and Inductor keeps it itself."""
+REMEMBERED = (".so", ".o", ".i", ".gch")
+"""What outputs end in."""
 
 READ_BY_COMPILERS = ("CPATH", "CPLUS_INCLUDE_PATH", "LIBRARY_PATH", "GCC_EXEC_PREFIX")
 
@@ -43,7 +43,7 @@ def install(folder: Path) -> None:
 
 def made_of(real: str, arguments: Sequence[str]) -> tuple[str, Path] | None:
     """(digest of all that decides the output, output); None for a call that is not remembered."""
-    if arguments.count("-o") != 1 or "-x" in arguments:
+    if arguments.count("-o") != 1:
         return None
     place = arguments.index("-o") + 1
     output = Path(arguments[place])

@@ -81,12 +81,22 @@ def test_a_failure_is_not_remembered_and_has_its_status(compiler: Path, tmp_path
     assert calls(compiler) == 2
 
 
-def test_what_is_no_library_is_made_each_time(compiler: Path, tmp_path: Path) -> None:
+def test_what_is_nothing_that_inductor_builds_is_made_each_time(compiler: Path, tmp_path: Path) -> None:
     source = tmp_path / "a.h"
     source.write_text("int x;\n")
     for _ in range(2):
-        assert made(source, "-o", tmp_path / "a.h.gch") == 0
+        assert made(source, "-o", tmp_path / "a.d") == 0
     assert calls(compiler) == 2
+
+
+def test_a_precompiled_header_is_made_once(compiler: Path, tmp_path: Path) -> None:
+    for folder in (tmp_path / "one", tmp_path / "other"):
+        folder.mkdir()
+        header = folder / "a.h"
+        header.write_text("int x;\n")
+        assert made(header, "-x", "c++-header", "-o", folder / "a.h.gch") == 0
+        assert (folder / "a.h.gch").read_text() == "int x;\n1\n"
+    assert calls(compiler) == 1
 
 
 def test_installing_again_finds_the_real_one(compiler: Path, tmp_path: Path) -> None:

@@ -268,6 +268,7 @@ TALKS_TO_TORCH = {
     "compiler/dump.py": "the structured trace",
     "compiler/dynamo.py": "a graph of a call",
     "compiler/inductor_artifact.py": "a compiled piece to bytes and back",
+    "compiler/inductor_caches.py": "where headers are precompiled, and vector instructions tried out",
     "compiler/inductor_compile.py": "one piece through Inductor",
     "compiler/inductor_options.py": "Inductor's options",
     "compiler/process_settings.py": "how Dynamo and Inductor are set",
