@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from piecegraph.cache.keys import join_path
 from piecegraph.compiler.pass_contexts import stored_together
 from piecegraph.compiler.stored.model_factors import model_factors
 from piecegraph.compiler.trace import BoundInput, Traced
@@ -51,8 +52,12 @@ def with_tensors_of(
 ) -> tuple[Traced, list[BoundInput]]:
     """Both with `module`'s parameters and buffers. What was merged is merged in `module` too: parameters become views.
 
-    `watched`: what was bound before passes merged anything. Raises `NotAsTraced` for a constant that has no values.
+    `watched`: what was bound before passes merged anything. Raises `NotAsTraced` for a constant that has no values,
+    with `module` as it was.
     """
+    for each in (*watched, *traced.inputs):
+        if isinstance(each, BoundInput) and each.kind == "constant" and isinstance(each.tensor, FakeTensor):
+            raise NotAsTraced(f"{each.name} comes of weights and became a constant of the trace")
     real = {id(each.tensor): _real(each, module) for each in watched}
     for each in traced.inputs:
         if isinstance(each, BoundInput) and id(each.tensor) not in real:
@@ -68,11 +73,7 @@ def with_tensors_of(
 def _real(bound: BoundInput, module: nn.Module) -> BoundInput:
     if bound.kind == "merged":
         return stored_together([BoundInput.of(module, "parameter", name) for name in bound.members])
-    if bound.kind != "constant":
-        return BoundInput.of(module, bound.kind, bound.name)
-    if isinstance(bound.tensor, FakeTensor):
-        raise NotAsTraced(f"{bound.name} comes of weights and became a constant of the trace")
-    return bound
+    return bound if bound.kind == "constant" else BoundInput.of(module, bound.kind, bound.name)
 
 
 def _where(expected: Any, found: Any, path: str = "") -> str:
@@ -80,5 +81,5 @@ def _where(expected: Any, found: Any, path: str = "") -> str:
     if isinstance(expected, dict) and isinstance(found, dict):
         for name in {**expected, **found}:
             if expected.get(name) != found.get(name) or (name in expected) != (name in found):
-                return _where(expected.get(name), found.get(name), f"{path}.{name}" if path else str(name))
+                return _where(expected.get(name), found.get(name), join_path(path, str(name)))
     return f"{path}: {expected!r}, then {found!r}"

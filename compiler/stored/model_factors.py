@@ -200,12 +200,16 @@ class _Describer:
         return [f"class {_class_name(type(value))}", items, attributes]
 
     def _tensor(self, tensor: torch.Tensor, where: str) -> Any:
-        if tensor.device.type == "meta" or tensor.nbytes > MAX_TENSOR_BYTES:
+        if tensor.device.type == "meta" or isinstance(tensor, FakeTensor) or tensor.nbytes > MAX_TENSOR_BYTES:
             raise KeyFactorError(
                 f"{where} is a tensor of {tensor.nbytes} bytes that is neither a parameter nor a buffer, and a trace "
                 "may have its values in it; register it as a buffer."
             )
-        values = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        try:
+            values = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        except (RuntimeError, TypeError) as error:  # sparse, quantized, of a class that computes in its own way
+            kind = _class_name(type(tensor))
+            raise KeyFactorError(f"{where} is a {kind} whose values cannot be read: {error}") from None
         return [_tensor_text(tensor), hashlib.sha256(values).hexdigest()]
 
     def _submodule(self, module: nn.Module, where: str) -> Any:

@@ -158,6 +158,49 @@ def test_what_no_key_can_be_made_of_is_loaded_first(tmp_path: Path) -> None:
     assert "trace" not in {phase.name for phase in loading.before}
 
 
+class Tabled(Biased):
+    """Has a tensor that is neither parameter nor buffer: fake where its weights are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = self.get_buffer("shift") * 2
+
+    def forward(self, input_ids: torch.Tensor, logits_indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        result, shift = super().forward(input_ids, logits_indices)
+        return result + self.table, shift
+
+
+MADE: dict[str, torch.Tensor] = {}
+
+
+class Elsewhere(Biased):
+    """Keeps what it made of its weights where no key looks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        MADE["table"] = self.get_buffer("shift") * 2
+
+    def forward(self, input_ids: torch.Tensor, logits_indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        result, shift = super().forward(input_ids, logits_indices)
+        return result + MADE["table"], shift
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [(Tabled, "table is a tensor of 32 bytes that is neither"), (Elsewhere, "comes of weights and became a constant")],
+)
+def test_a_tensor_without_values_is_traced_with_them(make: type[Biased], why: str, tmp_path: Path) -> None:
+    """And the module that was loaded is traced as it was loaded: nothing of it is merged before."""
+    loading = Loading(make)
+    model = loading.compile(fake(make), config(tmp_path))
+    (module,) = loading.modules
+    check_runs(model, module)
+    assert why in model.report().weights_first
+    plain = Loading(make)
+    again = plain.compile(make().eval().requires_grad_(False), config(tmp_path))
+    assert again.report().cache.key == model.report().cache.key
+
+
 def test_an_error_of_loading_is_the_callers_and_ends_the_compile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

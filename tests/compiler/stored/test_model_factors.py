@@ -145,6 +145,16 @@ def test_a_fake_weight_stands_for_a_real_one() -> None:
     assert key(Small().double()) != key(fake)
 
 
+def test_a_tensor_whose_values_cannot_be_read_has_no_key() -> None:
+    """It is a reason not to keep the model, and no error."""
+    with pytest.raises(KeyFactorError, match=r"extra is a torch\.Tensor whose values cannot be read"):
+        key(with_attribute(torch.eye(2).to_sparse()))
+    with FakeTensorMode():
+        fake = torch.ones(2)
+    with pytest.raises(KeyFactorError, match="extra is a tensor of 8 bytes that is neither a parameter nor a buffer"):
+        key(with_attribute(fake))
+
+
 def test_layers_are_one_row() -> None:
     """An entry is read by people: what differs is by number, what does not is there once."""
     factors = model_factors(with_attribute(5))
