@@ -200,9 +200,10 @@ class _Describer:
         return [f"class {_class_name(type(value))}", items, attributes]
 
     def _tensor(self, tensor: torch.Tensor, where: str) -> Any:
-        if tensor.device.type == "meta" or isinstance(tensor, FakeTensor) or tensor.nbytes > MAX_TENSOR_BYTES:
+        num_bytes = tensor.numel() * tensor.element_size()
+        if tensor.device.type == "meta" or isinstance(tensor, FakeTensor) or num_bytes > MAX_TENSOR_BYTES:
             raise KeyFactorError(
-                f"{where} is a tensor of {tensor.nbytes} bytes that is neither a parameter nor a buffer, and a trace "
+                f"{where} is a tensor of {num_bytes} bytes that is neither a parameter nor a buffer, and a trace "
                 "may have its values in it; register it as a buffer."
             )
         try:
