@@ -85,7 +85,7 @@ def _folded(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def _weights(module: nn.Module) -> dict[str, Any]:
-    """Parameters and buffers by path, and which of them are one tensor or share memory."""
+    """Parameters and buffers by path, and which of them are one tensor or share memory. Raises `KeyFactorError`."""
     first: dict[int, str] = {}
     storages: dict[int, str] = {}
     found = {}
@@ -94,6 +94,7 @@ def _weights(module: nn.Module) -> dict[str, Any]:
         *(("buffer", name, tensor) for name, tensor in module.named_buffers(remove_duplicate=False)),
     ]
     for kind, name, tensor in named:
+        _refuse_without_strides(tensor, f"{kind} {name}")
         same = first.setdefault(id(tensor), name)
         if same != name:
             found[name] = f"{kind}, the same as {same}"
@@ -104,6 +105,13 @@ def _weights(module: nn.Module) -> dict[str, Any]:
             text += f" at {tensor.storage_offset()} of memory of its own" if shared == name else f" in that of {shared}"
         found[name] = text
     return found
+
+
+def _refuse_without_strides(tensor: torch.Tensor, where: str) -> None:
+    """What is sparse or nested has no memory that could be told by sizes and strides."""
+    if tensor.layout != torch.strided or tensor.is_nested:
+        layout = "nested" if tensor.is_nested else str(tensor.layout)
+        raise KeyFactorError(f"{where} is a tensor of layout {layout}, of which no key can be made.")
 
 
 def _tensor_text(tensor: torch.Tensor) -> str:
@@ -200,6 +208,7 @@ class _Describer:
         return [f"class {_class_name(type(value))}", items, attributes]
 
     def _tensor(self, tensor: torch.Tensor, where: str) -> Any:
+        _refuse_without_strides(tensor, where)
         num_bytes = tensor.numel() * tensor.element_size()
         if tensor.device.type == "meta" or isinstance(tensor, FakeTensor) or num_bytes > MAX_TENSOR_BYTES:
             raise KeyFactorError(
@@ -208,7 +217,7 @@ class _Describer:
             )
         try:
             values = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-        except (RuntimeError, TypeError) as error:  # sparse, quantized, of a class that computes in its own way
+        except (RuntimeError, TypeError) as error:  # conjugated, or of a class that computes in its own way
             kind = _class_name(type(tensor))
             raise KeyFactorError(f"{where} is a {kind} whose values cannot be read: {error}") from None
         return [_tensor_text(tensor), hashlib.sha256(values).hexdigest()]

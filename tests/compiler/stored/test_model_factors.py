@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from piecegraph.cache.keys import key_of
 from piecegraph.compiler.stored.model_factors import EXCLUDED, MAX_TENSOR_BYTES, model_factors
 from piecegraph.errors import KeyFactorError
-from tests.compiler.stored.small_models import Small
+from tests.compiler.stored.small_models import Small, compiled
 from tests.runner.tiny_models import llama_config, make_config, random_model
 
 
@@ -145,10 +146,30 @@ def test_a_fake_weight_stands_for_a_real_one() -> None:
     assert key(Small().double()) != key(fake)
 
 
+def test_a_tensor_without_strides_has_no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is a reason not to keep the model, and no error: nothing is wrong with the model."""
+    monkeypatch.setenv("PIECEGRAPH_CACHE", "on")
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    for layout, tensor in (("torch.sparse_coo", torch.eye(2).to_sparse()), ("nested", nested)):
+        with pytest.raises(KeyFactorError, match=f"extra is a tensor of layout {layout}, of which no key"):
+            key(with_attribute(tensor))
+        model = Small()
+        model.register_buffer("mask", tensor)
+        with pytest.raises(KeyFactorError, match=f"buffer mask is a tensor of layout {layout}, of which no key"):
+            key(model)
+        report = compiled(model, cache_dir=str(tmp_path), cache=True).report()
+        assert "buffer mask is a tensor of layout" in report.cache.not_stored
+
+
 def test_a_tensor_whose_values_cannot_be_read_has_no_key() -> None:
-    """It is a reason not to keep the model, and no error."""
-    with pytest.raises(KeyFactorError, match=r"extra is a torch\.Tensor whose values cannot be read"):
-        key(with_attribute(torch.eye(2).to_sparse()))
+    class Masked(torch.Tensor):
+        """Gives its values to nobody."""
+
+        def numpy(self, *args: Any, **options: Any) -> Any:
+            raise RuntimeError("not mine to give")
+
+    with pytest.raises(KeyFactorError, match=r"extra is a .*Masked whose values cannot be read: not mine to give"):
+        key(with_attribute(torch.ones(2).as_subclass(Masked)))
     with FakeTensorMode():
         fake = torch.ones(2)
     with pytest.raises(KeyFactorError, match="extra is a tensor of 8 bytes that is neither a parameter nor a buffer"):
