@@ -10,12 +10,16 @@ import dataclasses
 import enum
 import functools
 import hashlib
+import itertools
+import logging
 import re
+import struct
 import sys
+import threading
 import types
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -24,6 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from piecegraph.cache.keys import plain
 from piecegraph.compiler.pass_contexts import is_alone
+from piecegraph.compiler.stored.class_factors import class_facts
 from piecegraph.compiler.traced_globals import code_digest
 from piecegraph.errors import KeyFactorError
 
@@ -45,6 +50,8 @@ MARKS_OF_LOADING: Mapping[str, str] = {
 MAX_TENSOR_BYTES = 1 << 20
 """A tensor that is an attribute, neither parameter nor buffer, counts by its values up to this size."""
 
+_POINTER_BYTES = struct.calcsize("P")
+_LOCKS = (type(threading.Lock()), type(threading.RLock()))
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs")
 
@@ -52,6 +59,13 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", 
 def model_factors(module: nn.Module) -> dict[str, Any]:
     """Of `module` and all below it; no weights are read. Raises `KeyFactorError`, naming the attribute that has a
     type no key can be made of."""
+    try:
+        return _model_factors(module)
+    except RecursionError:
+        raise KeyFactorError(f"an attribute of {_class_name(type(module))} or below it contains itself.") from None
+
+
+def _model_factors(module: nn.Module) -> dict[str, Any]:
     described = _Describer(module)
     rows: dict[str, dict[str, dict[str, Any]]] = {}  # by pattern of the path and by the numbers in it
     for path, each in module.named_modules():
@@ -144,14 +158,15 @@ class _Describer:
     def __init__(self, root: nn.Module) -> None:
         self._paths = {id(each): path for path, each in root.named_modules()}
         self._weights = {id(tensor): name for name, tensor in (*root.named_parameters(), *root.named_buffers())}
+        self._inside: list[types.FunctionType] = []  # those that are being described, the outermost first
+        self._labels: dict[type, str] = {}
         self._names: dict[int, str] = {}  # of objects
         self._alive: list[Any] = []  # what `_names` has ids of
         self.objects: dict[str, Any] = {}
         self.classes: dict[str, Any] = {}
 
     def module(self, path: str, module: nn.Module) -> dict[str, Any]:
-        self._class(type(module))
-        facts: dict[str, Any] = {"class": _class_name(type(module)), "training": module.training}
+        facts: dict[str, Any] = {"class": self._class(type(module)), "training": module.training}
         for name, value in vars(module).items():
             if name not in _OF_EVERY_MODULE and not _is_excluded(type(module), name):
                 facts[f".{name}"] = self.value(value, f"{path}.{name}".lstrip("."))
@@ -178,12 +193,18 @@ class _Describer:
             case list() | tuple() | set() | frozenset() | Mapping():
                 return self._collection(value, where)
             case type():
-                return f"class {_class_name(value)}"
+                return f"class {self._class(value)}"
             case types.ModuleType():
                 return f"module {value.__name__}"
             case functools.partial():
                 inner = [self.value(part, where) for part in (value.func, value.args, value.keywords)]
                 return ["partial", *inner]
+            case re.Pattern():
+                return ["pattern", value.pattern, value.flags]
+            case logging.Logger():
+                return f"logger {value.name}"
+            case _ if isinstance(value, _LOCKS):
+                return "lock"
             case weakref.ReferenceType():
                 return ["weak", self.value(value(), where)]
             case _ if callable(value) and not hasattr(type(value), "forward"):
@@ -232,12 +253,20 @@ class _Describer:
         if isinstance(function, types.MethodType):
             return ["method", function.__name__, self.value(function.__self__, where)]
         if isinstance(function, types.FunctionType):
+            name = f"{function.__module__}.{function.__qualname__}"
+            if function in self._inside:
+                return ["function around this", self._inside.index(function)]
+            self._inside.append(function)
             closure = [self._cell(cell, where) for cell in function.__closure__ or ()]
             defaults = [self.value(each, where) for each in (function.__defaults__, function.__kwdefaults__)]
-            name = f"{function.__module__}.{function.__qualname__}"
-            return ["function", name, code_digest(function.__code__), closure, defaults]
+            attributes = {key: value for key, value in vars(function).items() if not key.startswith("__")}
+            more = [self.value(attributes, where)] if attributes else []
+            self._inside.pop()
+            return ["function", name, code_digest(function.__code__), closure, defaults, *more]
         if isinstance(function, types.BuiltinFunctionType):
-            return f"builtin {function.__module__}.{function.__qualname__}"
+            name, owner = f"builtin {function.__module__}.{function.__qualname__}", function.__self__
+            is_free = owner is None or isinstance(owner, types.ModuleType | type)
+            return name if is_free else [name, self.value(owner, where)]
         if isinstance(function, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
             return f"op {function}"
         wrapped = getattr(function, "__wrapped__", None)
@@ -258,29 +287,29 @@ class _Describer:
             raise KeyFactorError(f"{where} is a {_class_name(kind)}, of which no key can be made.")
         name = self._names[id(value)] = f"object {len(self._names)}"
         self._alive.append(value)
-        self._class(kind)
+        label = self._class(kind)
         fields = dict(getattr(value, "__dict__", {}))
         if dataclasses.is_dataclass(value):
             fields |= {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
         facts = {
             f".{key}": self.value(item, f"{where}.{key}") for key, item in fields.items() if not _is_excluded(kind, key)
         }
-        self.objects[name] = {"class": _class_name(kind), **facts}
+        self.objects[name] = {"class": label, **facts}
         return name
 
-    def _class(self, kind: type) -> None:
-        """Plain attributes of a class and its bases: a setting may be kept there."""
-        name = _class_name(kind)
-        if name in self.classes:
-            return
-        found: dict[str, Any] = {}
-        self.classes[name] = found
-        for base in reversed(kind.__mro__):
-            if base in (object, nn.Module):
-                continue
-            for key, value in vars(base).items():
-                if not key.startswith("__") and type(value) in (bool, int, float, str, type(None)):
-                    found[key] = plain(value)
+    def _class(self, kind: type) -> str:
+        """Its name, with a number where another class has it too. What there is to the class is described once."""
+        if kind not in self._labels:
+            name = _class_name(kind)
+            label = next(each for each in _numbered(name) if each not in self.classes)
+            self._labels[kind] = label
+            self.classes[label] = class_facts(kind)
+        return self._labels[kind]
+
+
+def _numbered(name: str) -> Iterator[str]:
+    yield name
+    yield from (f"{name} {number}" for number in itertools.count(2))
 
 
 def _is_excluded(kind: type, attribute: str) -> bool:
@@ -290,13 +319,21 @@ def _is_excluded(kind: type, attribute: str) -> bool:
 
 
 def _is_of_python(kind: type) -> bool:
-    """Its instances have no state but their attributes."""
-    is_heap_type = bool(kind.__flags__ & (1 << 9))
-    return (
-        kind in (object, types.SimpleNamespace)
-        or dataclasses.is_dataclass(kind)
-        or (is_heap_type and "__slots__" not in vars(kind))
+    """Its instances have no state but their attributes: what it adds to the size of its base's is where those are.
+
+    Types written in C (`operator.itemgetter`, `array.array`, what pybind11 makes) keep theirs where nobody sees it.
+    """
+    if kind in (object, types.SimpleNamespace) or dataclasses.is_dataclass(kind):
+        return True
+    base = kind.__base__
+    assert base is not None, "only object has none"
+    added = kind.__basicsize__ - base.__basicsize__
+    for_attributes = sum(
+        _POINTER_BYTES
+        for offset in ("__dictoffset__", "__weakrefoffset__")
+        if getattr(kind, offset) > 0 >= getattr(base, offset)  # not above 0: Python keeps them in front of the instance
     )
+    return not vars(kind).get("__slots__") and kind.__itemsize__ == 0 and added == for_attributes
 
 
 def _registered(module: nn.Module, described: _Describer) -> dict[str, Any]:

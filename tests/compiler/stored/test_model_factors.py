@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import functools
+import logging
+import operator
+import random
+import re
+import threading
+from abc import ABC
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import pytest
 import torch
@@ -19,6 +26,8 @@ from piecegraph.compiler.stored.model_factors import EXCLUDED, MAX_TENSOR_BYTES,
 from piecegraph.errors import KeyFactorError
 from tests.compiler.stored.small_models import Small, compiled
 from tests.runner.tiny_models import llama_config, make_config, random_model
+
+T = TypeVar("T")
 
 
 def key(module: nn.Module) -> str:
@@ -40,6 +49,10 @@ class Slotted:
 
 def scaled(by: float) -> Callable[[float], float]:
     return lambda x: x * by
+
+
+def named_alike(value: int) -> type:
+    return type("Alike", (), {"value": value})
 
 
 def with_attribute(value: Any) -> Small:
@@ -72,6 +85,12 @@ PAIRS: tuple[tuple[Any, Any], ...] = (
     (torch.relu, torch.sigmoid),
     (nn.ReLU, nn.GELU),
     (lambda x: x + 1, lambda x: x + 2),
+    (re.compile("a"), re.compile("b")),
+    (re.compile("a"), re.compile("a", re.IGNORECASE)),
+    (logging.getLogger("a"), logging.getLogger("b")),
+    ({"a": 1}.get, {"a": 2}.get),
+    (named_alike(1), named_alike(2)),
+    ([named_alike(1), named_alike(2)], [named_alike(2), named_alike(1)]),
 )
 
 
@@ -84,7 +103,10 @@ def test_attributes_that_differ_make_keys_that_differ(left: Any, right: Any) -> 
 
 @pytest.mark.parametrize(
     "value",
-    [Slotted(), torch.Generator(), iter([1]), float("nan"), torch.zeros(MAX_TENSOR_BYTES), [nn.ReLU()]],
+    [
+        *(Slotted(), torch.Generator(), iter([1]), float("nan"), torch.zeros(MAX_TENSOR_BYTES), [nn.ReLU()]),
+        *(operator.itemgetter(0), array("f", [1.0]), random.Random(0), torch._C.Graph()),  # their state is in C
+    ],
     ids=lambda value: type(value).__name__,
 )
 def test_an_attribute_of_which_no_key_can_be_made_is_named(value: Any) -> None:
@@ -93,6 +115,22 @@ def test_an_attribute_of_which_no_key_can_be_made_is_named(value: Any) -> None:
     if not isinstance(value, float | list):
         with pytest.raises(KeyFactorError, match=r"layers\.1\.extra is a "):
             key(with_attribute(value))
+
+
+def test_an_attribute_that_contains_itself_has_no_key() -> None:
+    loop: list[Any] = []
+    loop.append(loop)
+    with pytest.raises(KeyFactorError, match="or below it contains itself"):
+        key(with_attribute(loop))
+
+
+def test_locks_and_what_slots_hold_nothing_are_in_nobodys_way() -> None:
+    class Bare(Generic[T], ABC):
+        def __init__(self, value: int) -> None:
+            self.value = value
+
+    assert key(with_attribute(threading.Lock())) == key(with_attribute(threading.Lock()))
+    assert key(with_attribute(Bare(1))) != key(with_attribute(Bare(2)))
 
 
 def changed(change: Callable[[Any], object]) -> Small:
