@@ -14,7 +14,8 @@ from typing import Any
 
 from piecegraph.compiler.dynamo import guard_name
 
-_GLOBAL = re.compile(r"G\['__import_(?P<module>\w+)'\](?P<path>(?:\.\w+|\[\d+\])+)")
+_STEP = re.compile(r"\.(?P<name>\w+)|\[(?P<index>\d+)\]|\['(?P<key>[^'\\]*)'\]")
+_GLOBAL = re.compile(r"G\['__import_(?P<module>\w+)'\](?P<path>(?:\.\w+|\[\d+\]|\['[^'\\]*'\])+)")
 """What Dynamo calls a global of a module other than the one where the trace began."""
 
 
@@ -23,7 +24,7 @@ class GlobalFact:
     """One global, and as much of it as can be told again in another process."""
 
     module: str
-    path: str  # ".EPS", ".scale.__defaults__[0]"
+    path: str  # ".EPS", ".scale.__defaults__[0]", ".TABLE['key']"
     fact: str
 
 
@@ -51,6 +52,8 @@ def globals_read(guards: Iterable[Any]) -> GlobalsRead:
         if found is None or fact is None or found["module"] not in modules:
             continue
         name = modules[found["module"]]
+        if _fact_at(name, found["path"]) is None:
+            continue  # Dynamo's way to it is not ours: it would seem to have changed each time
         facts.setdefault((name, found["path"]), GlobalFact(name, found["path"], fact))
     return GlobalsRead(tuple(facts.values()), tuple(sorted(files)))
 
@@ -58,15 +61,23 @@ def globals_read(guards: Iterable[Any]) -> GlobalsRead:
 def changed_global(facts: Sequence[GlobalFact]) -> str | None:
     """The first global that is not what it was, as `module.path`; None: all are."""
     for each in facts:
-        try:
-            value: Any = importlib.import_module(each.module)
-            for part in re.findall(r"\.(\w+)|\[(\d+)\]", each.path):
-                value = getattr(value, part[0]) if part[0] else value[int(part[1])]
-        except (ImportError, AttributeError, LookupError, TypeError):
-            return each.module + each.path
-        if _fact(value) != each.fact:
+        if _fact_at(each.module, each.path) != each.fact:
             return each.module + each.path
     return None
+
+
+def _fact_at(module: str, path: str) -> str | None:
+    """What is there now; None where nothing is, or more than can be written down."""
+    try:
+        value: Any = importlib.import_module(module)
+        for step in _STEP.finditer(path):
+            if step["name"] is not None:
+                value = getattr(value, step["name"])
+            else:
+                value = value[int(step["index"]) if step["index"] is not None else step["key"]]
+    except (ImportError, AttributeError, LookupError, TypeError):
+        return None
+    return _fact(value)
 
 
 def _fact(value: Any) -> str | None:

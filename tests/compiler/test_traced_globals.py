@@ -15,7 +15,7 @@ from piecegraph.compiler.traced_globals import GlobalFact, changed_global, globa
 SOURCE = """
 EPS = 1e-5
 FLAGS = (1, True, None)
-TABLE = {"a": 1}
+TABLE = {"a": 1, "b.c": 2}
 
 def scale(x, by=2.0):
     return x * by
@@ -53,6 +53,9 @@ def facts(module: Any) -> tuple[GlobalFact, ...]:
         Guard(f"{home}.scale.__defaults__[0]", 2.0),
         Guard(f"{home}.Kind", module.Kind),
         Guard(f"{home}.TABLE", module.TABLE),  # more than can be told
+        Guard(f"{home}.TABLE['a']", module.TABLE["a"]),
+        Guard(f"{home}.TABLE['b.c']", module.TABLE["b.c"]),
+        Guard(f"{home}.TABLE.a", module.TABLE["a"]),  # a way that leads nowhere
         Guard("G['local']", 5),
         Guard("L['x']", 5),
         Guard("", None, has_value=False),
@@ -64,7 +67,8 @@ def facts(module: Any) -> tuple[GlobalFact, ...]:
 
 def test_what_can_be_told_again_is_told(module: Any) -> None:
     found = facts(module)
-    assert [each.path for each in found] == [".EPS", ".FLAGS", ".FLAGS[1]", ".scale", ".scale.__defaults__[0]", ".Kind"]
+    named = [".EPS", ".FLAGS", ".FLAGS[1]", ".scale", ".scale.__defaults__[0]", ".Kind", ".TABLE['a']", ".TABLE['b.c']"]
+    assert [each.path for each in found] == named
     assert changed_global(found) is None
 
 
@@ -76,6 +80,8 @@ def test_what_can_be_told_again_is_told(module: Any) -> None:
         ("FLAGS", (1,), ".FLAGS"),
         ("scale", lambda x, by=2.0: x * by, ".scale"),
         ("Kind", int, ".Kind"),
+        ("TABLE", {"a": 1, "b.c": 3}, ".TABLE['b.c']"),
+        ("TABLE", {"b.c": 2}, ".TABLE['a']"),
     ],
 )
 def test_a_change_is_named(module: Any, monkeypatch: pytest.MonkeyPatch, name: str, value: Any, named: str) -> None:
