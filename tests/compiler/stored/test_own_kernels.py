@@ -23,7 +23,7 @@ from piecegraph.compiler.stored.kernel_store import graphs_key
 from piecegraph.compiler.stored.own_kernels import KernelUse, OwnKernels
 from piecegraph.passes.kernels.own_kernel import compile_with
 from tests.compiler.stored.kernel_caches import GPU, OF, cache_in, gpu_machine, store_in
-from tests.compiler.stored.small_models import SIZE, Small, compiled
+from tests.compiler.stored.small_models import SIZE, Small, call_by_name, compiled
 from tests.compiler.triton_without_gpu import (
     TARGET,
     NoGpu,
@@ -415,9 +415,7 @@ def test_starts_and_captures_say_whose_kernels_are_compiled(whole_cache: Path, m
     with pg.capture(pieces, sizes, lambda size: (torch.ones(size.num_tokens, SIZE),), mode="FULL", kind="recorded"):
         assert asked == [("kept", "")]
     asked.clear()
-    options: dict[str, Any] = {"split_ops": ("pgtoy::triple",), "compile_workers": 0, "passes": ()}
-    with torch.no_grad():
-        torch.compile(Small(), backend="piecegraph", fullgraph=True, options=options)(torch.ones(3, SIZE))
+    call_by_name(Small())
     assert [device for _, device in asked] == ["cpu", ""]
 
 
