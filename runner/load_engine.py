@@ -232,7 +232,7 @@ def _compile(
             max_num_batched_tokens=max_num_tokens,
             strict=config.strict,
         )
-        decided.append((tuple(found), choice, plan))
+        decided.append((found, choice, plan))
 
     sizes = static_sizes(config, is_cuda=loaded.device.type == "cuda")
     with torch.no_grad():

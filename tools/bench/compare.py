@@ -59,7 +59,8 @@ def parse_peer(text: str) -> Peer:
 def run_peer(peer: Peer, timeout_s: float) -> PeerRun:
     """Run it to its end, in a session of its own, of which nothing is left afterwards.
 
-    A program that fails, prints no object or takes longer than `timeout_s` is a run with a reason, no error.
+    A program that fails, prints no object or takes longer than `timeout_s` is a run with a reason, no error. One that
+    cannot be ended is `end_group`'s `TimeoutError`: whatever came next would be measured beside it.
     """
     started = time.monotonic()
 
