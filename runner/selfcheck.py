@@ -199,13 +199,14 @@ class _Check:
         return check_pieces(compiled, traced, inputs, size, AttentionView(self._sequence))
 
     def culprit(self, traced: CompiledModel, row: ValueCheck, compiled: CompiledModel) -> str:
-        """A sentence that says what is to blame: the one pass without which the error is gone."""
+        """A sentence that says what is to blame: the last pass without which the error is gone. What ran before it had
+        left a right graph, though the error may need that graph."""
         passes = pipeline(self._config.passes, self._device.type)
         ran = compiled.report()
         compiler = "eager" if self._fails("eager", passes, traced, row.size) else ran.compiler
         if compiler != "eager" and self._fails(compiler, (), traced, row.size):
             return f"No pass is to blame: {compiler}'s code is wrong without any. compiler='eager' runs without it."
-        for each in passes:
+        for each in reversed(passes):
             if not self._fails(compiler, [other for other in passes if other is not each], traced, row.size):
                 return f"Without the pass {each.name!r} it does not: leave that out (--passes -{each.name})."
         return "No single pass is to blame; passes=() runs without any."

@@ -76,6 +76,12 @@ def test_a_wrong_pass_is_named_with_the_first_piece_it_spoils(folder: Path, numb
     assert "Without the pass 'scale-linear' it does not" in message
 
 
+def test_a_pass_that_made_a_right_graph_is_not_blamed_for_what_follows(folder: Path) -> None:
+    """Without `merge-projections` the error is gone too: 22 linears are not the 13 that the wrong pass waits for."""
+    with pytest.raises(SelfcheckFailed, match="Without the pass 'scale-linear' it does not"):
+        checked(folder, ("merge-projections", ScaleLinear(6, among=13)))
+
+
 def test_nothing_is_compared_with_itself(folder: Path) -> None:
     """What was replaced by eager's is no row of its own: over other kernels each row has an error of its own, but
     the embedding, which is exact."""

@@ -14,15 +14,19 @@ from piecegraph.passes.graph_pass import GraphPass, PassContext, PassResult
 
 @dataclass(frozen=True)
 class ScaleLinear(GraphPass):
-    """The result of the `number`-th linear times `factor`."""
+    """The result of the `number`-th linear times `factor`; with `among`, only in a graph of so many linears."""
 
     number: int
     factor: float = 1.01
+    among: int | None = None
 
     name: ClassVar[str] = "scale-linear"
 
     def apply(self, graph: fx.Graph, context: PassContext) -> PassResult:
-        linear = graph.find_nodes(op="call_function", target=F.linear)[self.number]
+        linears = graph.find_nodes(op="call_function", target=F.linear)
+        if self.among not in (None, len(linears)):
+            return PassResult(matches=0)
+        linear = linears[self.number]
         with graph.inserting_after(linear):
             scaled = graph.call_function(operator.mul, (linear, self.factor))
         linear.replace_all_uses_with(scaled, delete_user_cb=lambda user: user is not scaled)

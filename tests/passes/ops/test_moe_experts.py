@@ -79,8 +79,9 @@ def make_inputs(shape: torch.Size, random: torch.Generator) -> Tensors:
 
 
 def num_terms(shape: Sequence[int]) -> int:
-    """Of both products."""
-    return shape[3] + shape[4]
+    """Of the three products, two of which are multiplied with each other, and of the experts of a token."""
+    _, top_k, _, hidden, size = shape
+    return 2 * hidden + size + top_k
 
 
 def both_weights(*operands: torch.Tensor) -> tuple[MoeInputs, MoeInputs]:
