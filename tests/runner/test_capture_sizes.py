@@ -17,13 +17,27 @@ from piecegraph.runner.capture_sizes import (
     full_mixed_descriptors,
     piecewise_descriptors,
 )
+from piecegraph.runner.engine_config import DEFAULT_COMPILE_SIZES
 
 
 def test_the_default_sizes() -> None:
-    sizes = default_capture_sizes(2048)
-    assert sizes[:6] == (1, 2, 4, 8, 16, 24)
-    assert {248, 256, 272, 288, 496, 512} <= set(sizes) and not {260, 264, 504} & set(sizes)
-    assert sizes[-1] == 2048
+    small = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
+    large = (320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
+    assert default_capture_sizes(2048) == small + large
+    assert default_capture_sizes(700) == (*small, *large[:5], 700)
+    assert default_capture_sizes(40) == (*small[:7], 40)
+
+
+def test_a_start_captures_few_graphs() -> None:
+    """What an engine has by default: a decode bucket a size up to 256, and one for other batches a size."""
+    sizes = default_capture_sizes(8192)
+    assert len(piecewise_descriptors(sizes)) == 35
+    assert len(full_decode_descriptors(sizes, 256)) == 15
+
+
+def test_every_default_compile_size_is_a_bucket() -> None:
+    """A static piece runs only where a batch is padded to its very size."""
+    assert set(DEFAULT_COMPILE_SIZES) <= set(default_capture_sizes(256))
 
 
 @given(st.integers(1, 70_000))
@@ -33,11 +47,19 @@ def test_default_sizes_are_valid_and_end_at_the_prefill_chunk(max_num_batched_to
     assert sizes[-1] == max_num_batched_tokens
 
 
-@given(st.integers(513, 70_000), st.data())
-def test_padding_on_the_ladder_is_at_most_a_quarter(max_num_batched_tokens: int, data: st.DataObject) -> None:
-    num_tokens = data.draw(st.integers(513, max_num_batched_tokens))
+@given(st.integers(129, 70_000), st.data())
+def test_padding_above_128_is_at_most_a_fifth(max_num_batched_tokens: int, data: st.DataObject) -> None:
+    num_tokens = data.draw(st.integers(129, max_num_batched_tokens))
     padded = next(size for size in default_capture_sizes(max_num_batched_tokens) if size >= num_tokens)
-    assert (padded - num_tokens) / padded <= 0.24
+    assert (padded - num_tokens) / padded <= 0.2
+
+
+@given(st.integers(1, 256), st.integers(1, 256))
+def test_a_decode_batch_is_padded_by_at_most_31_rows(num_reqs: int, max_num_seqs: int) -> None:
+    num_reqs = min(num_reqs, max_num_seqs)
+    descriptors = full_decode_descriptors(default_capture_sizes(8192), max_num_seqs)
+    padded = next(d.num_tokens for d in descriptors if d.num_tokens >= num_reqs)
+    assert padded - num_reqs <= 31
 
 
 @pytest.mark.parametrize(
@@ -58,7 +80,7 @@ def test_bad_sizes_are_refused(sizes: list[int], message: str) -> None:
 
 
 def test_full_decode_has_a_bucket_for_the_fullest_batch() -> None:
-    """97 to 100 requests would find none between 96 and 104."""
+    """97 to 100 requests would find none between 96 and 128."""
     descriptors = full_decode_descriptors(default_capture_sizes(512), 100)
     assert descriptors[-1] == BatchDescriptor(num_tokens=100, num_reqs=100, uniform_token_count=1)
     assert descriptors[-2].num_reqs == 96
