@@ -7,7 +7,7 @@ alone knows how that one is called, which is the same in Triton 3.6 and 3.9.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -82,33 +82,68 @@ class KernelPreparer:
     """
 
     def __init__(self) -> None:
-        self._compiled: dict[tuple[object, ...], CompiledForLaunch] = {}  # as many as kinds of layers and layouts
+        self._forms: dict[tuple[object, ...], _Form] = {}
 
     def prepare(self, call: KernelCall, changing: Sequence[str]) -> PreparedKernel:
         """Launches nothing. `changing`: the arguments that each launch gives, in this order."""
-        names = list(call.arguments)
-        places = tuple(names.index(name) for name in changing)
-        key = (call.kernel, tuple(call.options.items()), *_kinds(call.arguments, changing))
-        if key not in self._compiled:
-            assert names == [param.name for param in call.kernel.params], (names, call.kernel)
-            compiled = call.kernel.warmup(*call.arguments.values(), grid=call.grid, **call.options)
-            run = _run_compiled(compiled)
-            self._compiled[key] = (
-                CompiledForLaunch(_run_by_name(call), "this Triton's kernels have no launcher we know")
-                if run is None
-                else CompiledForLaunch(run, node_format(compiled, names))
-            )
-        values = [x.data_ptr() if isinstance(x, torch.Tensor) else x for x in call.arguments.values()]
-        return PreparedKernel(self._compiled[key], values, places)
+        names, values = tuple(call.arguments), list(call.arguments.values())
+        types = tuple(map(type, values))
+        key = (call.kernel, names, types, tuple(changing))
+        form = self._forms.get(key)
+        if form is None:
+            assert names == tuple(param.name for param in call.kernel.params), (names, call.kernel)
+            form = self._forms[key] = _Form.of(names, types, changing)
+        kind = (*call.options.items(), *form.take_addresses(values))
+        compiled = form.compiled.get(kind)
+        if compiled is None:
+            compiled = form.compiled[kind] = _compile(call)
+        return PreparedKernel(compiled, values, form.changing)
 
 
-def _kinds(arguments: Mapping[str, Any], changing: Sequence[str]) -> Iterator[object]:
-    """What Triton may specialise a kernel on, told apart at least as finely as it does."""
-    for name, x in arguments.items():
-        if isinstance(x, torch.Tensor):
-            yield x.dtype, x.device, name in changing or x.data_ptr() % 16
-        else:
-            yield type(x), name in changing or x
+class _Form(NamedTuple):
+    """Calls of one kernel whose arguments are of the same types and that change the same of them.
+
+    A capture prepares tens of thousands of calls of a few forms: what only depends on the form is known here.
+    """
+
+    tensors: tuple[int, ...]  # places of arguments that stay as they are
+    changing_tensors: tuple[int, ...]
+    changing: tuple[int, ...]  # in the order they are given in
+    compiled: dict[tuple[object, ...], CompiledForLaunch]  # as many as kinds of layers and layouts
+
+    @classmethod
+    def of(cls, names: Sequence[str], types: Sequence[type], changing: Sequence[str]) -> _Form:
+        tensors = [place for place, kind in enumerate(types) if issubclass(kind, torch.Tensor)]
+        return cls(
+            tensors=tuple(place for place in tensors if names[place] not in changing),
+            changing_tensors=tuple(place for place in tensors if names[place] in changing),
+            changing=tuple(map(names.index, changing)),
+            compiled={},
+        )
+
+    def take_addresses(self, values: list[Any]) -> list[Any]:
+        """Tensors in `values` become addresses. Returns what Triton may specialise a kernel of this form on, told
+        apart at least as finely as it does: types are the form's."""
+        kinds = values.copy()
+        for place in self.changing:
+            kinds[place] = None
+        for place in self.tensors:
+            x = values[place]
+            values[place] = address = x.data_ptr()
+            kinds[place] = x.dtype, x.device, address % 16
+        for place in self.changing_tensors:
+            x = values[place]
+            values[place] = x.data_ptr()
+            kinds[place] = x.dtype, x.device
+        return kinds
+
+
+def _compile(call: KernelCall) -> CompiledForLaunch:
+    compiled = call.kernel.warmup(*call.arguments.values(), grid=call.grid, **call.options)
+    run = _run_compiled(compiled)
+    if run is None:
+        return CompiledForLaunch(_run_by_name(call), "this Triton's kernels have no launcher we know")
+    return CompiledForLaunch(run, node_format(compiled, list(call.arguments)))
 
 
 def current_stream(device: int) -> int:

@@ -70,6 +70,31 @@ def test_calls_of_one_kind_share_a_compiled_kernel() -> None:
         assert kernel.num_compiled == before + 1
 
 
+def test_what_equals_and_is_of_another_type_is_another_kind() -> None:
+    """Triton compiles 1.0 and 1, or True and 1, differently."""
+    kernel, preparer = Kernel("x", "n", "sinks", "BLOCK"), KernelPreparer()
+    plain = call(kernel, torch.zeros(4))
+    for number, value in enumerate((1, 1.0, True)):
+        for _ in range(2):
+            preparer.prepare(plain._replace(arguments=plain.arguments | {"BLOCK": value}), changing=("n",))
+        assert kernel.num_compiled == number + 1
+
+
+def test_a_tensor_that_changes_may_lie_anywhere() -> None:
+    """Its dtype still makes another kernel; so does which arguments change."""
+    kernel, preparer = Kernel("x", "n", "sinks", "BLOCK"), KernelPreparer()
+    aligned, shifted = torch.zeros(4), torch.zeros(5)[1:]
+    for tensor in (aligned, shifted):
+        prepared = preparer.prepare(call(kernel, tensor), changing=("x",))
+        assert kernel.num_compiled == 1
+    prepared.launch((1, 1, 1), 0, aligned.data_ptr())
+    assert kernel.launches[-1][-4] == aligned.data_ptr()
+    preparer.prepare(call(kernel, aligned.half()), changing=("x",))
+    assert kernel.num_compiled == 2
+    preparer.prepare(call(kernel, aligned), changing=("n",))
+    assert kernel.num_compiled == 3
+
+
 def test_another_triton_is_launched_the_ordinary_way() -> None:
     """If its compiled kernels cannot be called as we know: slower, and right."""
     kernel, tensor = Kernel("x", "n", "sinks", "BLOCK"), torch.zeros(4)
