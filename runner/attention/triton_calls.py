@@ -131,6 +131,7 @@ def kernel_calls(call: LayerCall, metadata: TritonMetadata) -> Iterator[KernelCa
 class _Decode(NamedTuple):
     layout: int  # which of the kernels
     grid: Grid
+    num_reqs: int
     num_splits: int
     min_split_len: int
 
@@ -157,7 +158,7 @@ def _plan(shape: HeadShape, max_num_reqs: int, max_len: int, gpu: GpuLimits) -> 
             numbers[config.compiled_for] = len(numbers)
             decode_layouts.append((num_reqs, config))
         grid = decode_grid(shape, num_reqs, config)
-        decodes.append(_Decode(numbers[config.compiled_for], grid, config.num_splits, config.min_split_len))
+        decodes.append(_Decode(numbers[config.compiled_for], grid, num_reqs, config.num_splits, config.min_split_len))
     prefills = [
         prefill_config(shape, max_query_len=max_query_len, shared_bytes=gpu.shared_bytes)
         for max_query_len in range(LONG_QUERY_LEN + 1)
@@ -227,7 +228,7 @@ class PreparedAttention:
         decode = self._plan.decodes[metadata.num_decode_reqs - 1]
         changed = (
             metadata.block_table_address, metadata.seq_lens_address, metadata.slot_mapping_address,
-            metadata.block_table_stride, decode.num_splits, decode.min_split_len,
+            metadata.block_table_stride, decode.num_reqs, decode.num_splits, decode.min_split_len,
         )  # fmt: skip
         return _Launch(self._decode_kernels[decode.layout], decode.grid, changed)
 
@@ -259,7 +260,8 @@ class PreparedAttention:
             preparer.prepare(
                 call.decode(metadata, num_reqs, config),
                 changing=(
-                    "block_table", "seq_lens", "slot_mapping", "block_table_stride", "num_splits", "min_split_len",
+                    "block_table", "seq_lens", "slot_mapping", "block_table_stride", "num_reqs", "num_splits",
+                    "min_split_len",
                 ),
             )
             for num_reqs, config in self._plan.decode_layouts

@@ -105,7 +105,7 @@ def allocate_workspace(shapes: set[HeadShape], max_num_reqs: int, num_sms: int, 
         for num_reqs in range(1, max_num_reqs + 1):
             config = decode_config(shape, num_reqs=num_reqs, max_len=None, num_sms=num_sms)
             if config.num_splits > 1:
-                partials = num_reqs * shape.num_q_heads * config.num_splits
+                partials = config.num_partials(num_reqs) * shape.num_q_heads
                 num_partials = max(num_partials, partials)
                 num_values = max(num_values, partials * shape.value_dim)
     return SplitWorkspace.allocate(

@@ -2,8 +2,9 @@
 
 Split-KV as in Flash-Decoding, with all query heads of one KV head in one tile as in FlashAttention-2's
 GQA packing. What is ours: the splits of a request meet in the same launch (the last to arrive adds them
-up), and the new token's key and value come from the arguments, so this kernel also writes them to the cache;
-query and key may come as they were projected, and are normed and rotated as they are loaded.
+up); in a batch that fills the GPU only long requests have any (`long_requests.py`); the new token's key and
+value come from the arguments, so this kernel also writes them to the cache; query and key may come as they were
+projected, and are normed and rotated as they are loaded.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from piecegraph.passes.kernels.own_kernel import own_kernel
 from piecegraph.runner.attention.kernels.decode_config import DecodeConfig, heads_per_program, num_head_blocks
 from piecegraph.runner.attention.kernels.head_shape import HeadShape
 from piecegraph.runner.attention.kernels.launch import Grid, KernelCall
+from piecegraph.runner.attention.kernels.long_requests import num_parts, part_number, parts_before
 from piecegraph.runner.attention.kernels.paged import LOG2E, cache_rows, load_pages, log2_scores
 from piecegraph.runner.attention.kernels.rotate import load_rotated, rotary_constants, rotary_tensors
 from piecegraph.runner.attention.kernels.workspace import SplitWorkspace
@@ -26,6 +28,8 @@ from piecegraph.runner.kv_cache import KVCache
 
 
 def decode_grid(shape: HeadShape, num_reqs: int, config: DecodeConfig) -> Grid:
+    if config.num_extra > 0:
+        return num_head_blocks(shape), num_reqs + config.num_extra, 1
     return num_head_blocks(shape), num_reqs, config.num_splits
 
 
@@ -55,7 +59,7 @@ def decode_call(
     shape = HeadShape.of(query, value)
     assert out.is_contiguous() and query.stride(2) == key.stride(2) == value.stride(2) == 1
     assert kv_cache.key.stride(3) == kv_cache.value.stride(3) == 1 and block_table.stride(1) == 1
-    assert config.num_splits == 1 or num_reqs * shape.num_q_heads * config.num_splits <= workspace.lse.shape[0], config
+    assert config.num_splits == 1 or config.num_partials(num_reqs) * shape.num_q_heads <= workspace.lse.shape[0], config
     splits = config.split_bound
     options: dict[str, Any] = {
         "num_warps": config.num_warps,
@@ -87,6 +91,7 @@ def decode_call(
             "softcap": float(softcap),
             "window": window,
             "block_table_stride": block_table.stride(0),
+            "num_reqs": num_reqs,
             "num_splits": config.num_splits,
             "min_split_len": config.min_split_len,
             "query_token_stride": query.stride(0),
@@ -111,6 +116,7 @@ def decode_call(
             "BLOCK_M": heads_per_program(shape.group),
             "BLOCK_N": config.block_n,
             "SPLITS": splits,
+            "HAS_EXTRA": config.num_extra > 0,
             "SPLIT_TILE": min(splits, 16),
             "COMBINE_ROWS": min(triton.next_power_of_2(shape.group), 4),
             "HAS_WINDOW": window > 0,
@@ -126,7 +132,7 @@ def decode_call(
 
 @own_kernel
 @triton.jit(
-    do_not_specialize=["window", "block_table_stride", "num_splits", "min_split_len"],
+    do_not_specialize=["window", "block_table_stride", "num_reqs", "num_splits", "min_split_len"],
     do_not_specialize_on_alignment=["block_table", "seq_lens", "slot_mapping", "sinks"],
 )
 def decode_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
@@ -148,13 +154,14 @@ def decode_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     block_table,  # [num_reqs, max_blocks] int32
     seq_lens,  # [num_reqs] int32
     slot_mapping,  # [num_reqs] int64
-    partial_out,  # [num_reqs, NUM_Q_HEADS, num_splits, VALUE_DIM] float32, written
-    partial_lse,  # [num_reqs, NUM_Q_HEADS, num_splits] float32, written
+    partial_out,  # [num_partials, NUM_Q_HEADS, VALUE_DIM] float32, written: first splits, then the others
+    partial_lse,  # [num_partials, NUM_Q_HEADS] float32, written
     arrivals,  # [num_reqs, head blocks] int32, zero before and after
     scale,
     softcap,
     window,
     block_table_stride,
+    num_reqs,
     num_splits,
     min_split_len,
     query_token_stride,
@@ -179,6 +186,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     BLOCK_M: tl.constexpr,  # query heads a program, padded
     BLOCK_N: tl.constexpr,
     SPLITS: tl.constexpr,  # num_splits, padded
+    HAS_EXTRA: tl.constexpr,  # splits but the first of a request are programs beyond `num_reqs`
     SPLIT_TILE: tl.constexpr,  # splits added up at a time
     COMBINE_ROWS: tl.constexpr,  # query heads added up at a time
     HAS_WINDOW: tl.constexpr,
@@ -189,12 +197,22 @@ def decode_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     ROTARY_DIM: tl.constexpr,  # numbers of a head that are rotated; 0: query and key come as they are used
     HAS_NORM: tl.constexpr,  # of query and key, before they are rotated
 ):
-    """Grid: (head blocks, num_reqs, num_splits). KV heads are next to each other in the cache and in the grid."""
+    """Grid: (head blocks, num_reqs, num_splits) or, with `HAS_EXTRA`, (head blocks, num_reqs and some more, 1). KV
+    heads are next to each other in the cache and in the grid."""
     HEAD_BLOCKS: tl.constexpr = (GROUP + BLOCK_M - 1) // BLOCK_M  # of one KV head
     ONE_PAGE: tl.constexpr = BLOCK_SIZE % BLOCK_N == 0
     head_block = tl.program_id(0)
-    request = tl.program_id(1).to(tl.int64)
+    place = tl.program_id(1)
     split = tl.program_id(2)
+    before = 0
+    if HAS_EXTRA:
+        if place >= num_reqs:
+            place, split, before = part_number(
+                place - num_reqs, num_reqs, seq_lens, window, num_splits, min_split_len, BLOCK_N, HAS_WINDOW
+            )
+        if place >= num_reqs:
+            return
+    request = place.to(tl.int64)
     kv_head = head_block // HEAD_BLOCKS
     rows = head_block % HEAD_BLOCKS * BLOCK_M + tl.arange(0, BLOCK_M)  # of the KV head's group
     is_row = rows < GROUP
@@ -249,11 +267,15 @@ def decode_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     if HAS_WINDOW:
         visible = tl.maximum(seq_len - window, 0)
     first_tile = visible // BLOCK_N
-    num_tiles = tl.cdiv(num_cached, BLOCK_N) - first_tile
     num_active = 1
     if SPLITS > 1:
-        wanted = tl.minimum(num_splits, tl.cdiv(num_tiles * BLOCK_N, min_split_len))
-        num_active = tl.maximum(tl.minimum(wanted, num_tiles), 1)
+        num_active = num_parts(seq_len, window, num_splits, min_split_len, BLOCK_N, HAS_WINDOW)
+    if HAS_EXTRA:
+        if num_active > 1:
+            if split == 0:
+                before = parts_before(place, seq_lens, window, num_splits, min_split_len, BLOCK_N, HAS_WINDOW)
+            num_extra = tl.num_programs(1) - num_reqs
+            num_active = tl.minimum(num_active, 1 + tl.maximum(num_extra - before, 0))
     if split >= num_active:
         return
     step = num_active * BLOCK_N
@@ -329,7 +351,14 @@ def decode_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
             mask=is_row[:, None] & is_value[None, :],
         )
     elif SPLITS > 1:
-        partial = (request * NUM_Q_HEADS + q_head) * num_splits + split  # [BLOCK_M]
+        # A request's first split has the row of its own number; where its others begin, and how far they are apart.
+        others = num_reqs + request
+        apart = num_reqs
+        if HAS_EXTRA:
+            others = (num_reqs + before).to(tl.int64)
+            apart = 1
+        partial_row = tl.where(split == 0, request, others + (split - 1) * apart)
+        partial = partial_row * NUM_Q_HEADS + q_head  # [BLOCK_M]
         tl.store(partial_lse + partial, top + tl.log2(total), mask=is_row)
         tl.store(
             partial_out + partial[:, None] * VALUE_DIM + value_at[None, :],
@@ -343,22 +372,25 @@ def decode_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
             first_row = head_block % HEAD_BLOCKS * BLOCK_M
             for row in range(first_row, tl.minimum(first_row + BLOCK_M, GROUP), COMBINE_ROWS):
                 _combine(
-                    request * NUM_Q_HEADS + kv_head * GROUP, row,
-                    num_active, num_splits, partial_out, partial_lse, out,
-                    GROUP, VALUE_DIM, VALUE_BLOCK, SPLITS, SPLIT_TILE, COMBINE_ROWS,
+                    request, kv_head * GROUP, row,
+                    num_active, others, apart, partial_out, partial_lse, out,
+                    NUM_Q_HEADS, GROUP, VALUE_DIM, VALUE_BLOCK, SPLITS, SPLIT_TILE, COMBINE_ROWS,
                 )  # fmt: skip
 
 
 @own_kernel
 @triton.jit
 def _combine(  # type: ignore[no-untyped-def]  # compiled by Triton
-    first_head,  # of the KV head's group, counted over all requests' heads
+    request,
+    first_head,  # of the KV head's group
     first_row,  # of the group
     num_active,
-    num_splits,
+    others,  # the row of the request's second split in `partial_out`
+    apart,  # rows from each split to the next, from there on
     partial_out,
     partial_lse,
     out,
+    NUM_Q_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     VALUE_BLOCK: tl.constexpr,
@@ -376,18 +408,18 @@ def _combine(  # type: ignore[no-untyped-def]  # compiled by Triton
     acc = tl.zeros([COMBINE_ROWS, VALUE_BLOCK], tl.float32)
     if SPLITS == SPLIT_TILE:
         top, total, acc = _add_splits(
-            heads, is_row, 0, num_active, num_splits, partial_out, partial_lse, top, total, acc,
-            VALUE_DIM, VALUE_BLOCK, SPLIT_TILE,
+            request, heads, is_row, 0, num_active, others, apart, partial_out, partial_lse, top, total, acc,
+            NUM_Q_HEADS, VALUE_DIM, VALUE_BLOCK, SPLIT_TILE,
         )  # fmt: skip
     else:
         for first in range(0, num_active, SPLIT_TILE):
             top, total, acc = _add_splits(
-                heads, is_row, first, num_active, num_splits, partial_out, partial_lse, top, total, acc,
-                VALUE_DIM, VALUE_BLOCK, SPLIT_TILE,
+                request, heads, is_row, first, num_active, others, apart, partial_out, partial_lse, top, total, acc,
+                NUM_Q_HEADS, VALUE_DIM, VALUE_BLOCK, SPLIT_TILE,
             )  # fmt: skip
     result = acc / total[:, None]
     tl.store(
-        out + heads[:, None] * VALUE_DIM + value_at[None, :],
+        out + (request * NUM_Q_HEADS + heads[:, None]) * VALUE_DIM + value_at[None, :],
         result.to(out.dtype.element_ty),
         mask=is_row[:, None] & (value_at < VALUE_DIM)[None, :],
     )
@@ -396,16 +428,19 @@ def _combine(  # type: ignore[no-untyped-def]  # compiled by Triton
 @own_kernel
 @triton.jit
 def _add_splits(  # type: ignore[no-untyped-def]  # compiled by Triton
+    request,
     heads,
     is_row,
     first,
     num_active,
-    num_splits,
+    others,
+    apart,
     partial_out,
     partial_lse,
     top,
     total,
     acc,
+    NUM_Q_HEADS: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     VALUE_BLOCK: tl.constexpr,
     SPLIT_TILE: tl.constexpr,
@@ -415,7 +450,8 @@ def _add_splits(  # type: ignore[no-untyped-def]  # compiled by Triton
     value_at = tl.arange(0, VALUE_BLOCK)
     splits = first + tl.arange(0, SPLIT_TILE)
     is_active = is_row[:, None] & (splits < num_active)[None, :]
-    partial = heads[:, None] * num_splits + splits[None, :]  # [COMBINE_ROWS, SPLIT_TILE]
+    rows = tl.where(splits == 0, request, others + (splits - 1) * apart)
+    partial = rows[None, :] * NUM_Q_HEADS + heads[:, None]  # [COMBINE_ROWS, SPLIT_TILE]
     lse = tl.load(partial_lse + partial, mask=is_active, other=float("-inf"), cache_modifier=".cg")
     part = tl.load(
         partial_out + partial[:, :, None] * VALUE_DIM + value_at[None, None, :],

@@ -15,15 +15,26 @@ WORKSPACE_BYTES = 32 * 2**20
 
 MAX_HEADS_PER_PROGRAM = 64
 
-OVERLAP_SHARE = 8
+OVERLAP_SHARE = 2
 """A launch starts early where its requests, unsplit, take at most this part of the GPU: it gains 0.5 of 7 us at one
-request. More of them would hold the room that the kernel ahead still needs (5 us lost of 24 at 32 requests, H200)."""
+request, 2 of 15 at 8. More of them, in several splits, would hold the room that the kernel ahead still needs (5 us
+lost of 24 at 32 requests, H200)."""
 
-LONG_SPLIT_LEN = 8192
-"""Where one split a request would fill the GPU, a request longer than this is split all the same, up to
-`LONG_SPLITS` ways, so that it does not finish long after the others."""
+LONGEST_PART = 8192
+"""Fewer requests, which are split to fill the GPU, are also split so finely, up to `MIN_LONG_SPLITS` ways."""
 
-LONG_SPLITS = 8
+MIN_LONG_SPLITS = 8
+
+LONG_SPLIT_LEN = 2048
+"""Where one split a request fills the GPU, a request longer than this is split all the same, up to `LONG_SPLITS`
+ways, so that it does not finish long after the others."""
+
+LONG_SPLITS = 16
+
+NUM_EXTRA = 32
+"""Splits of such requests together, beyond one each. In a batch of which more are long the GPU is full to the end.
+
+As splits of every request in the grid, 4 at 256 requests, they cost 24 of 183 us where nothing was long (H200)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,12 +44,18 @@ class DecodeConfig:
     num_stages: int  # of the software pipeline: tiles in flight, and the one at work
     num_splits: int  # at most so many programs share a request's keys
     min_split_len: int  # a request is split only into parts of at least so many keys
+    num_extra: int = 0  # 0: every request has `num_splits` programs; else all have one, and share so many more
     carry_pages: bool = True  # look up a tile's blocks one tile ahead, so that its loads do not wait for the lookup
     pdl: bool = False  # start before the kernel ahead in the stream has ended, and wait for it inside
 
     def __post_init__(self) -> None:
         assert 1 <= self.num_splits <= SPLIT_BOUNDS[-1], self
         assert self.block_n >= 16 and self.block_n & (self.block_n - 1) == 0, self
+        assert self.num_extra == 0 or self.num_splits > 1, self
+
+    def num_partials(self, num_reqs: int) -> int:
+        """Rows of partial results that a launch needs, of all query heads each."""
+        return num_reqs + self.num_extra if self.num_extra else num_reqs * self.num_splits
 
     @property
     def split_bound(self) -> int:
@@ -47,7 +64,8 @@ class DecodeConfig:
     @property
     def compiled_for(self) -> tuple[object, ...]:
         """Configs that agree in this share a compiled kernel."""
-        return self.block_n, self.num_warps, self.num_stages, self.split_bound, self.carry_pages, self.pdl
+        has_extra = self.num_extra > 0
+        return self.block_n, self.num_warps, self.num_stages, self.split_bound, has_extra, self.carry_pages, self.pdl
 
 
 def heads_per_program(group: int) -> int:
@@ -69,17 +87,25 @@ def decode_config(
     row_bytes = shape.padded_dim * shape.dtype.itemsize
     block_n = max(16, min(64, 16384 // row_bytes))  # a tile of keys takes 16 KiB, as does one of values
     programs = num_reqs * num_head_blocks(shape)
+    affordable = WORKSPACE_BYTES // (shape.num_q_heads * shape.value_dim * 4)  # rows of partial results
     splits = 2 * num_sms // programs  # two programs an SM
-    min_split_len = 64 if splits > 1 else LONG_SPLIT_LEN
-    longest = LONG_SPLITS * LONG_SPLIT_LEN if max_len is None else max_len
-    splits = max(splits, min(LONG_SPLITS, -(-longest // LONG_SPLIT_LEN)))
-    affordable = WORKSPACE_BYTES // (num_reqs * shape.num_q_heads * shape.value_dim * 4)
-    useful = SPLIT_BOUNDS[-1] if max_len is None else -(-max_len // block_n)
+    num_extra = 0
+    if splits > 1:
+        splits = max(splits, _parts(max_len, LONGEST_PART, MIN_LONG_SPLITS))
+        splits = min(splits, affordable // num_reqs, _parts(max_len, block_n, SPLIT_BOUNDS[-1]))
+    elif _parts(max_len, LONG_SPLIT_LEN, LONG_SPLITS) > 1 and affordable > num_reqs:
+        splits, num_extra = _parts(max_len, LONG_SPLIT_LEN, LONG_SPLITS), min(NUM_EXTRA, affordable - num_reqs)
     return DecodeConfig(
         block_n=block_n,
         num_warps=2 if shape.padded_dim <= 128 else 4,  # on an H200 two are as fast at any batch, and faster at 1
         num_stages=3,
-        num_splits=max(1, min(splits, affordable, useful, SPLIT_BOUNDS[-1])),
+        num_splits=max(splits, 1),
+        min_split_len=LONG_SPLIT_LEN if num_extra else 64,
+        num_extra=num_extra,
         pdl=can_overlap and programs <= num_sms // OVERLAP_SHARE,
-        min_split_len=min_split_len,
     )
+
+
+def _parts(length: int | None, part: int, most: int) -> int:
+    """How many parts a request has, of up to `length` tokens (None: any), but `most`."""
+    return most if length is None else min(-(-length // part), most)

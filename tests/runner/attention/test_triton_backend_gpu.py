@@ -217,11 +217,17 @@ def test_a_large_batch() -> None:
     case.check()
 
 
-def test_a_large_batch_with_one_long_request() -> None:
-    """It is split, the others are not."""
-    case = Case(LAYERS["qwen3-0.6b"], 64, 64, 2048, 6000)
-    case.forward(case.builder.build(case.fill([(32_000, 1), *[(100, 1)] * 63])))
-    case.check()
+@pytest.mark.parametrize(
+    "lens",
+    [[32_000, *[100] * 63], [*[100] * 30, 2048, 2049, 2050, 9000, *[40] * 30], [2500] * 64],
+    ids=["one", "some", "more than there are programs for"],
+)
+def test_a_large_batch_with_long_requests(lens: list[int]) -> None:
+    """They are split, the others are not; and so in a batch after it, where other requests are long."""
+    case = Case(LAYERS["qwen3-0.6b"], 64, 64, 2048, 12_000)
+    for each in (lens, lens[::-1]):
+        case.forward(case.builder.build(case.fill([(length, 1) for length in each])))
+        case.check()
 
 
 def test_a_long_prompt_and_its_chunks() -> None:

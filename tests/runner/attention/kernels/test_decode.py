@@ -11,10 +11,17 @@ from tests.runner.attention.kernels.interpreted import run_interpreted
 from tests.runner.attention.paged_case import make_case
 
 LENS = [(9, 1), (0, 1), (66, 1)]
+LONG = [(40, 1), (0, 1), (90, 1), (130, 1), (3, 1)]
 
 
 def check(
-    *, num_splits: int = 3, min_split_len: int = 16, carry_pages: bool = True, merged: bool = False, **kind: object
+    *,
+    num_splits: int = 3,
+    min_split_len: int = 16,
+    num_extra: int = 0,
+    carry_pages: bool = True,
+    merged: bool = False,
+    **kind: object,
 ) -> None:
     """Twice over the same workspace. The cache is NaN wherever nothing was written; block tables end in numbers
     that would crash whoever looks them up."""
@@ -32,7 +39,11 @@ def check(
         query, key, value = (
             x.unflatten(1, like.shape[1:]) for x, like in zip(slices, (query, key, value), strict=True)
         )
-    num_partials = batch.num_reqs * layer.num_q_heads * num_splits
+    config = DecodeConfig(
+        block_n=16, num_warps=4, num_stages=2, num_splits=num_splits, min_split_len=min_split_len,
+        num_extra=num_extra, carry_pages=carry_pages,
+    )  # fmt: skip
+    num_partials = config.num_partials(batch.num_reqs) * layer.num_q_heads
     workspace = SplitWorkspace.allocate(
         num_partials=num_partials,
         num_values=num_partials * layer.value_dim,
@@ -49,11 +60,7 @@ def check(
             query, key, value, out,
             scale=layer.scale, window=layer.window, softcap=layer.softcap, sinks=case.sinks, kv_cache=case.kv_cache,
             seq_lens=batch.seq_lens, block_table=batch.block_table, slot_mapping=batch.slot_mapping,
-            num_reqs=batch.num_reqs, workspace=workspace,
-            config=DecodeConfig(
-                block_n=16, num_warps=4, num_stages=2, num_splits=num_splits, min_split_len=min_split_len,
-                carry_pages=carry_pages,
-            ),
+            num_reqs=batch.num_reqs, workspace=workspace, config=config,
         ).launch()  # fmt: skip
         assert not workspace.arrivals.any(), "the next launch finds the counts at zero"
         torch.testing.assert_close(out[:num_rows].double(), case.expected, atol=tolerance, rtol=1e-3)
@@ -70,6 +77,14 @@ CASES = {
     "one split": partial(check, num_splits=1),
     "many splits": partial(check, num_splits=20, lens=[(290, 1)], block_size=16, num_kv_heads=1),
     "splits are long enough": partial(check, min_split_len=32),
+    "long requests are split": partial(check, num_splits=4, num_extra=8, min_split_len=32, lens=LONG),
+    "more parts than extra programs": partial(check, num_splits=4, num_extra=3, lens=LONG),
+    "one extra program": partial(check, num_splits=4, num_extra=1, lens=LONG),
+    "nothing is long": partial(check, num_splits=4, num_extra=3, min_split_len=500, lens=LONG),
+    "long requests and a window": partial(check, num_splits=4, num_extra=6, window=70, lens=LONG, has_sinks=True),
+    "long requests and padding": partial(
+        check, num_splits=20, num_extra=30, lens=[*LONG, (0, 0), (0, 0)], num_padded=2, num_q_heads=6
+    ),
     "pages looked up as they come": partial(check, carry_pages=False),
     "slices of a merged projection": partial(check, merged=True),
     "padded requests": partial(check, lens=[*LENS, (0, 0), (0, 0)], num_padded=2),

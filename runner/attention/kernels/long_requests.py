@@ -1,0 +1,66 @@
+"""How long requests of a batch that fills the GPU are split: by programs that are theirs for the taking.
+
+Every request has a program for each block of heads. Beyond those a launch has a few more, whose numbers are dealt to
+the parts of long requests in order of the requests; each program finds out by itself which part is its own, from all
+lengths of the batch. So a batch without a long request costs a handful of programs that find nothing, where a grid of
+as many splits for each request costs that many times the requests.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from piecegraph.passes.kernels.own_kernel import own_kernel
+
+LENGTHS = tl.constexpr(256)
+"""Looked at together."""
+
+
+@own_kernel
+@triton.jit
+def num_parts(seq_len, window, max_parts, min_len, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr):  # type: ignore[no-untyped-def]  # compiled by Triton
+    """How many programs should share the cached keys of requests of these lengths: int32, 1 or more. Each part gets a
+    tile of `BLOCK_N` at least, and `min_len` keys but for rounding."""
+    num_tiles = tl.cdiv(seq_len - 1, BLOCK_N)
+    if HAS_WINDOW:
+        num_tiles -= tl.maximum(seq_len - window, 0) // BLOCK_N
+    wanted = tl.minimum(tl.cdiv(num_tiles * BLOCK_N, min_len), max_parts)
+    return tl.maximum(tl.minimum(wanted, num_tiles), 1)
+
+
+@own_kernel
+@triton.jit
+def parts_before(  # type: ignore[no-untyped-def]  # compiled by Triton
+    request, seq_lens, window, max_parts, min_len, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr
+):
+    """How many parts beyond the first one requests ahead of `request` have together: int32."""
+    before = 0
+    for first in range(0, request, LENGTHS):
+        rows = first + tl.arange(0, LENGTHS)
+        seq_len = tl.load(seq_lens + rows, mask=rows < request, other=0)
+        before += tl.sum(num_parts(seq_len, window, max_parts, min_len, BLOCK_N, HAS_WINDOW) - 1)
+    return before
+
+
+@own_kernel
+@triton.jit
+def part_number(  # type: ignore[no-untyped-def]  # compiled by Triton
+    number, num_reqs, seq_lens, window, max_parts, min_len, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr
+):
+    """Of all parts beyond requests' first ones, number `number`: its request, which part of that it is (1 or more),
+    and `parts_before` the request. Where there are not so many parts, the request is `num_reqs`."""
+    request = 0
+    before = 0
+    counted = 0
+    for first in range(0, num_reqs, LENGTHS):
+        rows = first + tl.arange(0, LENGTHS)
+        is_request = rows < num_reqs
+        seq_len = tl.load(seq_lens + rows, mask=is_request, other=0)
+        more = num_parts(seq_len, window, max_parts, min_len, BLOCK_N, HAS_WINDOW) - 1
+        up_to = counted + tl.cumsum(more, 0)
+        is_ahead = is_request & (up_to <= number)
+        request += tl.sum(is_ahead.to(tl.int32))
+        before = tl.maximum(before, tl.max(tl.where(is_ahead, up_to, 0)))
+        counted += tl.sum(more)
+    return request, number - before + 1, before
