@@ -186,7 +186,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     BLOCK_M: tl.constexpr,  # query heads a program, padded
     BLOCK_N: tl.constexpr,
     SPLITS: tl.constexpr,  # num_splits, padded
-    HAS_EXTRA: tl.constexpr,  # splits but the first of a request are programs beyond `num_reqs`
+    HAS_EXTRA: tl.constexpr,  # splits but the first of a request are programs ahead of those of requests
     SPLIT_TILE: tl.constexpr,  # splits added up at a time
     COMBINE_ROWS: tl.constexpr,  # query heads added up at a time
     HAS_WINDOW: tl.constexpr,
@@ -197,7 +197,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     ROTARY_DIM: tl.constexpr,  # numbers of a head that are rotated; 0: query and key come as they are used
     HAS_NORM: tl.constexpr,  # of query and key, before they are rotated
 ):
-    """Grid: (head blocks, num_reqs, num_splits) or, with `HAS_EXTRA`, (head blocks, num_reqs and some more, 1). KV
+    """Grid: (head blocks, num_reqs, num_splits) or, with `HAS_EXTRA`, (head blocks, some more than num_reqs, 1). KV
     heads are next to each other in the cache and in the grid."""
     HEAD_BLOCKS: tl.constexpr = (GROUP + BLOCK_M - 1) // BLOCK_M  # of one KV head
     ONE_PAGE: tl.constexpr = BLOCK_SIZE % BLOCK_N == 0
@@ -205,11 +205,14 @@ def decode_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     place = tl.program_id(1)
     split = tl.program_id(2)
     before = 0
-    if HAS_EXTRA:
-        if place >= num_reqs:
+    if HAS_EXTRA:  # they are first: long requests take the longest, and those that find nothing are soon out of the way
+        num_extra = tl.num_programs(1) - num_reqs
+        if place < num_extra:
             place, split, before = part_number(
-                place - num_reqs, num_reqs, seq_lens, window, num_splits, min_split_len, BLOCK_N, HAS_WINDOW
+                place, num_reqs, seq_lens, window, num_splits, min_split_len, BLOCK_N, HAS_WINDOW
             )
+        else:
+            place -= num_extra
         if place >= num_reqs:
             return
     request = place.to(tl.int64)
@@ -274,7 +277,6 @@ def decode_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
         if num_active > 1:
             if split == 0:
                 before = parts_before(place, seq_lens, window, num_splits, min_split_len, BLOCK_N, HAS_WINDOW)
-            num_extra = tl.num_programs(1) - num_reqs
             num_active = tl.minimum(num_active, 1 + tl.maximum(num_extra - before, 0))
     if split >= num_active:
         return
