@@ -6,6 +6,8 @@ import enum
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -14,6 +16,7 @@ from piecegraph.compiler.graphs.batch_descriptor import BatchDescriptor
 from piecegraph.compiler.graphs.capture import capture
 from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
 from piecegraph.compiler.graphs.graphs import Graphs
+from piecegraph.compiler.graphs.warm_up import call_each_kind
 from piecegraph.errors import CaptureError
 from piecegraph.progress import OnPhase
 from piecegraph.runner.attention.step_metadata import StepMetadata
@@ -87,6 +90,7 @@ class CudaGraphManager:
             shared = {"pool": torch.cuda.graph_pool_handle(), "stream": torch.cuda.Stream(device)}
         spent = 0
         free_before = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
+        warm_up = replace(self._step, forward=partial(call_each_kind, self._compiled)).run_whole
         for mode, descriptors in ((CUDAGraphMode.PIECEWISE, piecewise), (CUDAGraphMode.FULL, full)):
             if not descriptors:
                 continue
@@ -99,6 +103,7 @@ class CudaGraphManager:
                 context=self._full_context if is_full else self._piecewise_context,
                 before=None if is_full else self._step.prepare_piecewise,
                 after=None if is_full else self._step.draw,
+                warm_up=warm_up if is_full else None,
                 max_bytes=None if max_bytes is None else max_bytes - spent,
                 watched=[*self._step.fixed_tensors(), *(self._compiled.bound_tensors() if is_full else ())],
                 on_phase=on_phase,

@@ -7,20 +7,24 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
 from piecegraph.compiler.compiled_model import CompiledModel
-from piecegraph.compiler.graphs.addresses import addresses_of
+from piecegraph.compiler.graphs.addresses import NamedAddress, addresses_of
 from piecegraph.compiler.graphs.batch_descriptor import BatchDescriptor
+from piecegraph.compiler.graphs.bound_plan import Bound
 from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
 from piecegraph.compiler.graphs.graphs import ADDRESS_CHECK_INTERVAL, CapturedGraph, FailedCapture, Graphs
 from piecegraph.compiler.graphs.prepared_ops import PreparedOp, prepared_ops
 from piecegraph.compiler.graphs.recorder import Recorder, Recording, make_recorder
-from piecegraph.compiler.graphs.replay_plan import Bound, ReplayPlan, ReplayStep, record_plan, run_plan
+from piecegraph.compiler.graphs.replay_plan import ReplayPlan, ReplayStep, record_plan
+from piecegraph.compiler.graphs.step_kinds import kinds_of
+from piecegraph.compiler.graphs.warm_up import call_each_kind, run_plan
 from piecegraph.compiler.stored.own_kernels import OWN_KERNELS
 from piecegraph.errors import CaptureError, OutOfMemory, UsageError
 from piecegraph.progress import OnPhase, Phase
@@ -29,13 +33,16 @@ logger = logging.getLogger(__name__)
 
 MakeInputs = Callable[[BatchDescriptor], Sequence[Any]]
 Context = Callable[[BatchDescriptor, str], AbstractContextManager[Any]]
+Inside = Callable[[str], AbstractContextManager[Any]]
+"""The same, of one bucket: takes the phase."""
 
 FIRST_WARMUP_RUNS = 2
 """Runs of the very ops before the first recording: libraries that start up at a first call, and what follows of it at
 the second, must not be recorded."""
 
 WARMUP_RUNS = 1
-"""The same before each further one: kernels that this size is the first to take are loaded, and measured, then."""
+"""The same before each further one, of each kind of step only: kernels that this size is the first to take are loaded,
+and measured, then."""
 
 
 def capture(
@@ -47,6 +54,7 @@ def capture(
     context: Context | None = None,
     before: Callable[..., object] | None = None,
     after: Callable[[Any], Any] | None = None,
+    warm_up: Callable[..., object] | None = None,
     pool: Any = None,
     stream: torch.cuda.Stream | None = None,
     kind: str = "auto",
@@ -66,6 +74,9 @@ def capture(
     `before(*static_inputs)` and `after(result) -> result` are for PIECEWISE, where `step` is the model
     alone: input preparation, and sampling or whatever else is made of the result, become part of the
     first and the last graph. A FULL `step` holds them itself.
+    `warm_up(*static_inputs)` is for FULL: run instead of `step` ahead of every graph but the first, it must launch
+    each kernel that `step` does, and need not do so in every layer: a `step` that calls a `CompiledModel` may be given
+    with `warm_up.call_each_kind` in its place. Default: `step`; for a `CompiledModel`, and under PIECEWISE, that.
     `pool` and `stream` default to new ones; `kind` is "cuda", "recorded" (no GPU needed) or "auto".
 
     A descriptor whose capture raises becomes NONE with one warning, listed in `Graphs.failed`;
@@ -76,7 +87,7 @@ def capture(
     `check_interval`: address checks on the first replay of a graph and every so many after.
 
     Raises `UsageError` for a mode a single batch cannot run under, a `step` PIECEWISE cannot cut,
-    `before` or `after` under FULL, or duplicate descriptors.
+    `before` or `after` under FULL, `warm_up` under PIECEWISE, or duplicate descriptors.
     """
     mode = CUDAGraphMode.parse(mode)
     if mode not in (CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE):
@@ -88,16 +99,28 @@ def capture(
         )
     if mode is CUDAGraphMode.FULL and (before is not None or after is not None):
         raise UsageError("before and after are for PIECEWISE; under FULL, call them in step itself.")
+    if mode is CUDAGraphMode.PIECEWISE and warm_up is not None:
+        raise UsageError("warm_up is for FULL; a CompiledModel is warmed up step by step.")
+    if warm_up is None:
+        warm_up = partial(call_each_kind, step) if isinstance(step, CompiledModel) else step
     if len(set(descriptors)) != len(descriptors):
         raise UsageError("descriptors has duplicates; one graph is captured per descriptor.")
     if check_interval < 1:
         raise UsageError(f"check_interval={check_interval}; it is a number of replays, 1 or more.")
     notify = on_phase or (lambda phase: None)
-    context = context or (lambda descriptor, phase: nullcontext())
+    job = _Job(
+        step=step,
+        mode=mode,
+        context=context or (lambda descriptor, phase: nullcontext()),
+        before=before,
+        after=after,
+        warm_up=warm_up,
+        watched=watched,
+        prepared_ops=prepared_ops(),
+    )
     ordered = sorted(descriptors, key=lambda d: (d.num_tokens, d.num_reqs or 0), reverse=True)
     captured: dict[BatchDescriptor, CapturedGraph] = {}
     failed: list[FailedCapture] = []
-    prepared = prepared_ops()
     recorder: Recorder | None = None
     started = time.perf_counter()
     spent = 0
@@ -116,10 +139,7 @@ def capture(
                     static_inputs = tuple(make_inputs(descriptor))
                     if recorder is None:
                         recorder = make_recorder(kind, _device_of(static_inputs), pool, stream)
-                    runs = WARMUP_RUNS if captured else FIRST_WARMUP_RUNS
-                    graph = _capture_one(
-                        step, descriptor, static_inputs, watched, mode, context, before, after, prepared, recorder, runs
-                    )
+                    graph = job.capture(descriptor, static_inputs, recorder, is_first=not captured)
                     captured[descriptor] = graph
                     spent += graph.nbytes
                 except (CaptureError, UsageError):
@@ -153,72 +173,83 @@ def _release(captured: Mapping[BatchDescriptor, CapturedGraph]) -> None:
         graph.release()
 
 
-def _capture_one(
-    step: Callable[..., Any],
-    descriptor: BatchDescriptor,
-    static_inputs: tuple[Any, ...],
-    watched: Sequence[tuple[str, torch.Tensor]],
-    mode: CUDAGraphMode,
-    context: Context,
-    before: Callable[..., object] | None,
-    after: Callable[[Any], Any] | None,
-    prepared: Mapping[str, PreparedOp],
-    recorder: Recorder,
-    warmup_runs: int,
-) -> CapturedGraph:
-    began = time.perf_counter()
-    bytes_before = recorder.used_bytes()
-    named = [(f"input {i} of {descriptor}", t) for i, t in enumerate(static_inputs) if isinstance(t, torch.Tensor)]
-    named += watched
-    with torch.no_grad(), recorder.on_stream():
-        if mode is CUDAGraphMode.FULL:
-            for _ in range(warmup_runs):
-                with context(descriptor, "warmup"):
-                    step(*static_inputs)
-            plan, result = _record_full(step, static_inputs, partial(context, descriptor, "capture"), recorder)
-            named += step.bound_tensors() if isinstance(step, CompiledModel) else []
-        else:
-            assert isinstance(step, CompiledModel), "checked by capture"
-            parts = step.parts(static_inputs)
-            bound = Bound(
-                plan=parts.plan,
-                pieces=parts.pieces,
-                functions=parts.namespace,
-                arguments=parts.arguments,
-                prepared_ops=prepared,
-                build=parts.build,
-                before=None if before is None else partial(before, *static_inputs),
-                after=after,
-            )
-            patched: frozenset[int] = frozenset()
-            for _ in range(warmup_runs):
-                with context(descriptor, "warmup"):
-                    patched = run_plan(bound)
-            with context(descriptor, "capture"):
-                plan, result = record_plan(bound, recorder, str(descriptor), patched)
-            named += step.bound_tensors()
-    return CapturedGraph(
-        descriptor=descriptor,
-        plan=plan,
-        static_inputs=static_inputs,
-        result=result,
-        addresses=addresses_of(named),
-        nbytes=max(recorder.used_bytes() - bytes_before, 0),
-        seconds=time.perf_counter() - began,
-    )
+@dataclass(frozen=True, kw_only=True)
+class _Job:
+    """What all buckets of one capture share."""
+
+    step: Callable[..., Any]
+    mode: CUDAGraphMode
+    context: Context
+    before: Callable[..., object] | None
+    after: Callable[[Any], Any] | None
+    warm_up: Callable[..., object]
+    watched: Sequence[tuple[str, torch.Tensor]]
+    prepared_ops: Mapping[str, PreparedOp]
+
+    @cached_property
+    def shared_addresses(self) -> tuple[NamedAddress, ...]:
+        """Of all that every bucket reads or writes; where it was when the first one was captured."""
+        bound = self.step.bound_tensors() if isinstance(self.step, CompiledModel) else []
+        return addresses_of([*self.watched, *bound])
+
+    def capture(
+        self, descriptor: BatchDescriptor, static_inputs: tuple[Any, ...], recorder: Recorder, *, is_first: bool
+    ) -> CapturedGraph:
+        """Warm up and record one bucket."""
+        began = time.perf_counter()
+        bytes_before = recorder.used_bytes()
+        inside = partial(self.context, descriptor)
+        with torch.no_grad(), recorder.on_stream():
+            if self.mode is CUDAGraphMode.FULL:
+                plan, result = self._capture_full(static_inputs, inside, recorder, is_first)
+            else:
+                plan, result = self._capture_piecewise(descriptor, static_inputs, inside, recorder, is_first)
+        named = [(f"input {i} of {descriptor}", t) for i, t in enumerate(static_inputs) if isinstance(t, torch.Tensor)]
+        return CapturedGraph(
+            descriptor=descriptor,
+            plan=plan,
+            static_inputs=static_inputs,
+            result=result,
+            addresses=addresses_of(named) + self.shared_addresses,
+            nbytes=max(recorder.used_bytes() - bytes_before, 0),
+            seconds=time.perf_counter() - began,
+        )
+
+    def _capture_full(
+        self, static_inputs: tuple[Any, ...], inside: Inside, recorder: Recorder, is_first: bool
+    ) -> tuple[ReplayPlan, Any]:
+        for _ in range(FIRST_WARMUP_RUNS if is_first else WARMUP_RUNS):
+            with inside("warmup"):
+                (self.step if is_first else self.warm_up)(*static_inputs)
+        return _record_full(self.step, static_inputs, inside, recorder)
+
+    def _capture_piecewise(
+        self,
+        descriptor: BatchDescriptor,
+        static_inputs: tuple[Any, ...],
+        inside: Inside,
+        recorder: Recorder,
+        is_first: bool,
+    ) -> tuple[ReplayPlan, Any]:
+        assert isinstance(self.step, CompiledModel), "checked by capture"
+        before = None if self.before is None else partial(self.before, *static_inputs)
+        bound = Bound.of(self.step.parts(static_inputs), self.prepared_ops, before, self.after)
+        patchable: frozenset[int] = frozenset()
+        for _ in range(FIRST_WARMUP_RUNS if is_first else WARMUP_RUNS):
+            with inside("warmup"):
+                patchable = run_plan(bound, None if is_first else kinds_of(self.prepared_ops)).patchable
+        with inside("capture"):
+            return record_plan(bound, recorder, str(descriptor), patchable)
 
 
 def _record_full(
-    step: Callable[..., Any],
-    static_inputs: tuple[Any, ...],
-    context: Callable[[], AbstractContextManager[Any]],
-    recorder: Recorder,
+    step: Callable[..., Any], static_inputs: tuple[Any, ...], inside: Inside, recorder: Recorder
 ) -> tuple[ReplayPlan, Any]:
     """One recording of the whole step; its result's tensors become views without ownership."""
     trees: list[pytree.TreeSpec] = []
 
     def run() -> list[Any]:
-        with context():
+        with inside("capture"):
             leaves, tree = pytree.tree_flatten(step(*static_inputs))
         trees.append(tree)
         return leaves

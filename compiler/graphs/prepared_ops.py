@@ -22,6 +22,9 @@ Prepare = Callable[..., Launch | str | None]
 
 ReadMetadata = Callable[[], Any]
 
+Kind = Callable[..., tuple[Any, ...]]
+"""The op's arguments to what its kernels are chosen by: tensors, and hashable values."""
+
 Patch = Callable[[int, Any], None]
 """Changes nodes of an instantiated graph (its handle) to what the metadata asks for, before a replay."""
 
@@ -51,6 +54,7 @@ class PreparedOp:
     op: str
     prepare: Prepare
     metadata: ReadMetadata
+    kind: Kind | None = None  # None: no two calls are known to take the same kernels
 
 
 class PrepareRegistration:
@@ -76,11 +80,13 @@ _lock = threading.Lock()
 _prepared_ops: dict[str, PreparedOp] = {}
 
 
-def register_prepare(op: str, prepare: Prepare, metadata: ReadMetadata) -> PrepareRegistration:
+def register_prepare(
+    op: str, prepare: Prepare, metadata: ReadMetadata, kind: Kind | None = None
+) -> PrepareRegistration:
     """Replay `op` (`"namespace::name"`) by launches prepared at capture instead of dispatching it.
 
     `prepare(*args, **kwargs) -> launch` is called with exactly the op's arguments, once per call of the
-    op when a PIECEWISE bucket is captured (and in each of its warm-up runs). The tensors are aliases at
+    op when a PIECEWISE bucket is captured (and when a warm-up runs it). The tensors are aliases at
     the addresses every replay uses: the launch may keep them, and must not rely on them keeping the
     memory. `launch(metadata)` must then do what the op does, on the current stream, as often as it is
     called. A `prepare` that returns None, or a text that says why, has this call dispatched.
@@ -92,11 +98,17 @@ def register_prepare(op: str, prepare: Prepare, metadata: ReadMetadata) -> Prepa
     A launch that is a `PatchableLaunch` becomes part of the graph around it on a GPU whose driver can
     change the kernels of a graph.
 
+    `kind(*args, **kwargs)`, called within a capture's context as `prepare` is, tells what the kernels of a call are
+    chosen by, nothing else: calls of one bucket that agree in it (of tensors: in dtype, device, shape, strides and
+    alignment) take the same kernels. Of those only the first runs in a warm-up that need not run everything, so that
+    equal layers cost a capture little. A name of the layer does not belong to it; what differs with the name does.
+    Without `kind` every call runs.
+
     Only an op that writes in place can be prepared; one that returns a tensor is dispatched. Raises
     `SplitOpNotFound` for an op that is registered nowhere, `UsageError` for one prepared already.
     """
     refuse_unregistered(op, "Define the op before you register its prepare.")
-    prepared = PreparedOp(op, prepare, metadata)
+    prepared = PreparedOp(op, prepare, metadata, kind)
     with _lock:
         if op in _prepared_ops:
             raise UsageError(

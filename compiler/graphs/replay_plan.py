@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from piecegraph.compiler.graphs.prepared_ops import Launch, Patch, PatchableLaunch, PreparedOp, ReadMetadata
+from piecegraph.compiler.graphs.bound_plan import Bound, MetadataRead, Values, arguments_of
+from piecegraph.compiler.graphs.prepared_ops import Patch, PatchableLaunch, ReadMetadata
 from piecegraph.compiler.graphs.recorder import Recorder, Recording
 from piecegraph.compiler.graphs.stretches import Lifetimes, Stretch, cut
-from piecegraph.compiler.piece_compiler import RunPiece
-from piecegraph.compiler.plan import CallStep, PieceStep, Plan, Slot, Step, slots_in, step_inputs
+from piecegraph.compiler.plan import CallStep, slots_in, step_inputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,70 +92,17 @@ def _code(source: str) -> types.CodeType:
     return compile(source, filename, "exec")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bound:
-    """A plan with everything it needs to run: what is captured for one bucket."""
-
-    plan: Plan
-    pieces: Sequence[RunPiece]
-    functions: Mapping[str, Any]  # the stitched module's namespace
-    arguments: Sequence[Any]
-    prepared_ops: Mapping[str, PreparedOp]
-    build: Callable[[tuple[Any, ...]], Any]  # from the plan's results to the caller's
-    before: Callable[[], object] | None = None  # runs first, inside the first graph
-    after: Callable[[Any], Any] | None = None  # makes of the caller's result another one, inside the last graph
-
-    def finish(self, values: Mapping[str, Any]) -> Any:
-        """The bucket's result."""
-        result = self.build(tuple(_filled(result, values) for result in self.plan.results))
-        return result if self.after is None else self.after(result)
-
-
-def run_plan(bound: Bound) -> frozenset[int]:
-    """The stitched module, step by step, split ops launched as a replay would: what a capture warms up
-    with, and what it must equal bitwise.
-
-    Returns the numbers of the split ops that can be patched; all read the same metadata.
-    """
-    patchable: set[int] = set()
-    reader: ReadMetadata | None = None
-    values = _start(bound)
-    lifetimes = Lifetimes(bound.plan)
-    read = _MetadataRead()
-    if bound.before is not None:
-        bound.before()
-    for number, step in enumerate(bound.plan.steps):
-        if isinstance(step, CallStep) and step.is_split_op:
-            args, kwargs = _arguments(step, values)
-            launch = _launch_of(step, args, kwargs, bound.prepared_ops)
-            if isinstance(launch, str):
-                _called(step, bound.functions[step.function](*args, **kwargs), values)
-            else:
-                metadata = bound.prepared_ops[step.op].metadata
-                launch(read(metadata))
-                if isinstance(launch, PatchableLaunch) and launch.unpatchable_reason() is None:
-                    reader = reader or metadata
-                    if metadata is reader:
-                        patchable.add(number)
-            del args, kwargs, launch
-        else:
-            _run_step(bound, step, values)
-        lifetimes.drop_after(number, values)
-    bound.finish(values)
-    return frozenset(patchable)
-
-
 def record_plan(bound: Bound, recorder: Recorder, title: str, patched: Collection[int] = ()) -> tuple[ReplayPlan, Any]:
     """Record every stretch between split ops, and run the split ops once, in order; the bucket's result
-    comes with it, views of the recordings' memory. `patched`: what `run_plan` returned; these split ops
+    comes with it, views of the recordings' memory. `patched`: what its warm-up found `patchable`; these split ops
     become part of the stretch they are in.
 
     Values are dropped after their last reader, as the stitched module does, so that one bucket's
     layers, and buckets captured later, use the same memory; steps keep addresses only. Raises
     whatever a piece or split op raises, with everything recorded so far released.
     """
-    values = _start(bound)
-    read = _MetadataRead()
+    values = bound.start()
+    read = MetadataRead()
     lifetimes = Lifetimes(bound.plan)
     steps: list[ReplayStep] = []
     recordings: list[Recording] = []
@@ -217,7 +164,7 @@ class _RecordedStretch:
                 assert isinstance(step, CallStep)
                 self._run_split_op(step, values)
             else:
-                _run_step(self._bound, step, values)
+                self._bound.run(step, values)
             self._lifetimes.drop_after(number, values)
         outputs = [values[name] for name in self._made]
         if self._stretch.has_after:
@@ -225,9 +172,9 @@ class _RecordedStretch:
             outputs += leaves
         return outputs
 
-    def _run_split_op(self, step: CallStep, values: dict[str, Any]) -> None:
+    def _run_split_op(self, step: CallStep, values: Values) -> None:
         """Bound to the addresses of this bucket: its kernels get new numbers before each replay."""
-        launch = _launch_of(step, *_weak_arguments(step, values, self._recorder), self._bound.prepared_ops)
+        launch = self._bound.launch_of(step, *_weak_arguments(step, values, self._recorder))
         assert isinstance(launch, PatchableLaunch), f"{step.op} was patchable in the warm-up: {launch}"
         metadata = self._bound.prepared_ops[step.op].metadata()
         if self._recorder.kind == "cuda":
@@ -254,28 +201,18 @@ def _replay_step(bound: Bound, stretch: Stretch, recording: Recording, patches: 
     return ReplayStep(replay, stretch.name, "graph", metadata=metadata, num_patched=num_patched)
 
 
-def _run_stretch(bound: Bound, stretch: Stretch, values: dict[str, Any], lifetimes: Lifetimes) -> None:
+def _run_stretch(bound: Bound, stretch: Stretch, values: Values, lifetimes: Lifetimes) -> None:
     for number, step in stretch.steps:
-        _run_step(bound, step, values)
+        bound.run(step, values)
         lifetimes.drop_after(number, values)
 
 
-def _run_step(bound: Bound, step: Step, values: dict[str, Any]) -> None:
-    """A piece; or an item of a result, or arithmetic on sizes, which are fixed in a bucket."""
-    if isinstance(step, PieceStep):
-        outputs = bound.pieces[step.unique](*(values[slot.name] for slot in step.inputs))
-        values.update(zip((slot.name for slot in step.outputs), outputs, strict=True))
-    else:
-        args, kwargs = _arguments(step, values)
-        _called(step, bound.functions[step.function](*args, **kwargs), values)
-
-
 def _record_split_op(
-    bound: Bound, step: CallStep, values: dict[str, Any], read: _MetadataRead, recorder: Recorder
+    bound: Bound, step: CallStep, values: Values, read: MetadataRead, recorder: Recorder
 ) -> ReplayStep:
     """Run a split op once, bound to the addresses of this bucket for every replay."""
     args, kwargs = _weak_arguments(step, values, recorder)
-    launch = _launch_of(step, args, kwargs, bound.prepared_ops)
+    launch = bound.launch_of(step, args, kwargs)
     if not isinstance(launch, str):
         prepared = bound.prepared_ops[step.op]
         launch(read(prepared.metadata))
@@ -299,66 +236,9 @@ def _dispatcher_of(function: Callable[..., Any]) -> Callable[..., Any]:
     return function._op if type(function) is torch._ops.OpOverload else function
 
 
-def _launch_of(
-    step: CallStep, args: Sequence[Any], kwargs: Mapping[str, Any], prepared_ops: Mapping[str, PreparedOp]
-) -> Launch | str:
-    """The launch that its `prepare` made for this call, or why the call is dispatched."""
-    prepared = prepared_ops.get(step.op)
-    if prepared is None:
-        return f"{step.op} has no prepare registered"
-    if step.output is not None:
-        return f"{step.op} returns a value, which a prepared launch could not"
-    launch = prepared.prepare(*args, **kwargs)
-    if launch is None or isinstance(launch, str):
-        return f"{step.op}: {launch or 'its prepare does not take this call'}"
-    return launch
-
-
-class _MetadataRead:
-    """Metadata of one run, each function called when it is first needed."""
-
-    def __init__(self) -> None:
-        self._values: dict[int, Any] = {}
-
-    def __call__(self, metadata: ReadMetadata) -> Any:
-        if id(metadata) not in self._values:
-            self._values[id(metadata)] = metadata()
-        return self._values[id(metadata)]
-
-
-def _start(bound: Bound) -> dict[str, Any]:
-    values = {slot.name: bound.functions[slot.name] for slot in bound.plan.bound}
-    values.update(zip((slot.name for slot in bound.plan.arguments), bound.arguments, strict=True))
-    return values
-
-
-def _arguments(step: CallStep, values: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    args = [_filled(value, values) for value in step.args]
-    return args, {name: _filled(value, values) for name, value in step.kwargs}
-
-
 def _weak_arguments(step: CallStep, values: Mapping[str, Any], recorder: Recorder) -> tuple[list[Any], dict[str, Any]]:
     """The arguments as addresses: their memory stays the recordings' to use again."""
-    return _arguments(step, {slot.name: recorder.weak(values[slot.name]) for slot in step_inputs(step)})
-
-
-def _called(step: CallStep, result: Any, values: dict[str, Any]) -> None:
-    if step.output is not None:
-        values[step.output.name] = result
-
-
-def _filled(value: Any, values: Mapping[str, Any]) -> Any:
-    """A (nested) argument with each slot replaced by its value."""
-    match value:
-        case Slot():
-            return values[value.name]
-        case tuple() | list():
-            return type(value)(_filled(item, values) for item in value)
-        case dict():
-            return {key: _filled(item, values) for key, item in value.items()}
-        case slice():
-            return slice(_filled(value.start, values), _filled(value.stop, values), _filled(value.step, values))
-    return value
+    return arguments_of(step, {slot.name: recorder.weak(values[slot.name]) for slot in step_inputs(step)})
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

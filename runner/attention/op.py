@@ -67,6 +67,15 @@ def _prepare(call: AttentionCall) -> Launch | str:
     return launch_of_group(launch, context.group_of[call.layer])
 
 
+def _kind(*args: Any) -> tuple[Any, ...]:
+    """What tells layers apart that take different kernels: all of an op's arguments but the last, the name, and what
+    is found under that."""
+    context = get_forward_context()
+    *arguments, layer = args
+    kv_cache = context.kv_caches[layer]
+    return (*arguments, kv_cache.key, kv_cache.value, context.group_of.get(layer))
+
+
 def _metadata_of_launches() -> AttentionMetadata | tuple[AttentionMetadata, ...]:
     """Read once a replay, for all layers: where there are several groups, a launch picks its own's."""
     context = get_forward_context()
@@ -86,7 +95,7 @@ def _register(op: str, schema: str, call_of: Callable[..., AttentionCall]) -> No
     _library.define(schema)
     _library.impl(op.partition("::")[2], run, "CompositeExplicitAutograd")
     torch.library.register_fake(op, lambda *args: None, lib=_library)
-    register_prepare(op, prepare, _metadata_of_launches)
+    register_prepare(op, prepare, _metadata_of_launches, _kind)
 
 
 _register(ATTENTION_OP, SCHEMAS[0], attention_call)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from piecegraph.compiler.graphs.prepared_ops import prepared_ops
+from piecegraph.compiler.graphs.step_kinds import value_kind
 from piecegraph.compiler.plan import SplitCall, TensorSpec
 from piecegraph.errors import UnsupportedModel
 from piecegraph.runner.attention import op as _op  # noqa: F401  (registers the ops)
@@ -13,6 +16,7 @@ from piecegraph.runner.attention.layer import AttentionLayer, attention_layers
 from piecegraph.runner.attention.op_call import ATTENTION_OP, ATTENTION_OPS, ROPE_ATTENTION_OP
 from piecegraph.runner.attention.triton_backend import TritonBackend
 from piecegraph.runner.forward_context import ForwardContext, set_forward_context
+from piecegraph.runner.kv_cache import KVCache
 from tests.runner.attention.rotary_case import RotaryCase, check_rotated_cache, make_rotary_case
 
 
@@ -52,6 +56,23 @@ def test_rope_attention_is_prepared_as_attention_is() -> None:
         assert callable(launch)
         launch(rope.metadata())
     torch.testing.assert_close(out.double(), case.rotated.expected, atol=5e-6, rtol=1e-4)
+
+
+def test_a_layer_of_another_name_is_of_the_same_kind() -> None:
+    """What is found under its name counts instead: the cache, and which group it is of."""
+    case = make_rotary_case(lens=[(9, 1), (0, 7)], norm="norm")
+    raw, context, name = case.raw, context_of(case), case.raw.layer.name
+    *same, _ = arguments(case, torch.empty_like(raw.query))
+    other = KVCache(raw.kv_cache.key[:2], raw.kv_cache.value[:2])
+    caches = {name: raw.kv_cache, "twin": raw.kv_cache, "smaller": other, "apart": raw.kv_cache}
+    groups = {name: 0, "twin": 0, "smaller": 0, "apart": 1}
+    kind = prepared_ops()[ROPE_ATTENTION_OP].kind
+    assert kind is not None and kind is prepared_ops()[ATTENTION_OP].kind
+    with set_forward_context(replace(context, kv_caches=caches, group_of=groups)):
+        kinds = {layer: value_kind(kind(*same, layer)) for layer in caches}
+        kinds["wider window"] = value_kind(kind(*same[:-4], 8, *same[-3:], name))
+    assert kinds[name] == kinds["twin"]
+    assert len(set(kinds.values())) == 4
 
 
 def test_the_schemas_say_what_is_written() -> None:

@@ -1,0 +1,117 @@
+"""A plan over the values of one bucket, and how each of its steps runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from piecegraph.compiler.graphs.prepared_ops import Launch, PreparedOp, ReadMetadata
+from piecegraph.compiler.piece_compiler import RunPiece
+from piecegraph.compiler.plan import CallStep, PieceStep, Plan, Slot, Step
+from piecegraph.compiler.ready import Parts
+
+Values = dict[str, Any]
+"""By slot."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bound:
+    """A plan with everything it needs to run: what is captured for one bucket."""
+
+    plan: Plan
+    pieces: Sequence[RunPiece]
+    functions: Mapping[str, Any]  # the stitched module's namespace
+    arguments: Sequence[Any]
+    prepared_ops: Mapping[str, PreparedOp]  # split ops that are launched; all others are dispatched
+    build: Callable[[tuple[Any, ...]], Any]  # from the plan's results to the caller's
+    before: Callable[[], object] | None = None  # runs first, inside the first graph
+    after: Callable[[Any], Any] | None = None  # makes of the caller's result another one, inside the last graph
+
+    @classmethod
+    def of(
+        cls,
+        parts: Parts,
+        prepared_ops: Mapping[str, PreparedOp],
+        before: Callable[[], object] | None = None,
+        after: Callable[[Any], Any] | None = None,
+    ) -> Bound:
+        return cls(
+            plan=parts.plan,
+            pieces=parts.pieces,
+            functions=parts.namespace,
+            arguments=parts.arguments,
+            prepared_ops=prepared_ops,
+            build=parts.build,
+            before=before,
+            after=after,
+        )
+
+    def start(self) -> Values:
+        """What steps begin with: bound values and arguments."""
+        values = {slot.name: self.functions[slot.name] for slot in self.plan.bound}
+        values.update(zip((slot.name for slot in self.plan.arguments), self.arguments, strict=True))
+        return values
+
+    def run(self, step: Step, values: Values) -> None:
+        """A piece; or an item of a result, or arithmetic on sizes, which are fixed in a bucket."""
+        if isinstance(step, PieceStep):
+            outputs = self.pieces[step.unique](*(values[slot.name] for slot in step.inputs))
+            values.update(zip((slot.name for slot in step.outputs), outputs, strict=True))
+        else:
+            self.call(step, *arguments_of(step, values), values)
+
+    def call(self, step: CallStep, args: Sequence[Any], kwargs: Mapping[str, Any], values: Values) -> None:
+        """As torch dispatches it."""
+        result = self.functions[step.function](*args, **kwargs)
+        if step.output is not None:
+            values[step.output.name] = result
+
+    def launch_of(self, step: CallStep, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Launch | str:
+        """The launch that its `prepare` made for this call, or why the call is dispatched."""
+        prepared = self.prepared_ops.get(step.op)
+        if prepared is None:
+            return f"{step.op} has no prepare registered"
+        if step.output is not None:
+            return f"{step.op} returns a value, which a prepared launch could not"
+        launch = prepared.prepare(*args, **kwargs)
+        if launch is None or isinstance(launch, str):
+            return f"{step.op}: {launch or 'its prepare does not take this call'}"
+        return launch
+
+    def finish(self, values: Mapping[str, Any]) -> Any:
+        """The bucket's result."""
+        result = self.build(tuple(filled(result, values) for result in self.plan.results))
+        return result if self.after is None else self.after(result)
+
+
+def arguments_of(step: CallStep, values: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Of one call, positional and by name."""
+    args = [filled(value, values) for value in step.args]
+    return args, {name: filled(value, values) for name, value in step.kwargs}
+
+
+def filled(value: Any, values: Mapping[str, Any]) -> Any:
+    """A (nested) argument with each slot replaced by its value."""
+    match value:
+        case Slot():
+            return values[value.name]
+        case tuple() | list():
+            return type(value)(filled(item, values) for item in value)
+        case dict():
+            return {key: filled(item, values) for key, item in value.items()}
+        case slice():
+            return slice(filled(value.start, values), filled(value.stop, values), filled(value.step, values))
+    return value
+
+
+class MetadataRead:
+    """Metadata of one run, each function called when it is first needed."""
+
+    def __init__(self) -> None:
+        self._values: dict[int, Any] = {}
+
+    def __call__(self, metadata: ReadMetadata) -> Any:
+        if id(metadata) not in self._values:
+            self._values[id(metadata)] = metadata()
+        return self._values[id(metadata)]
