@@ -16,6 +16,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
+import torch
 from triton import knobs
 from triton._C.libtriton import get_cache_invalidating_env_vars
 from triton.compiler.compiler import CompiledKernel, make_backend
@@ -42,27 +43,54 @@ def fingerprint(src: Any, target: Any, options: Mapping[str, Any]) -> str:
     These are the parts of Triton's own key: the function's source with that of functions it calls and constants it
     reads, signature, values of constants, what arguments are specialised on, options (the architecture, and libraries
     by their content), variables that Triton says matter. Instead of the digest over Triton's files and ptxas's version,
-    which take most of a second to find out, there are Triton's other settings, and the version of a ptxas that is not
-    the one Triton comes with.
+    which take most of a second to find out, there are Triton's other settings, and which ptxas it is.
     """
     backend = make_backend(target)
     parsed = backend.parse_options({**options, **src.parse_options()})
-    tools = backend.hash() if target.backend != "cuda" or any(map(_is_set, _TOOLS)) else ""
     parts = [
         f"{src.fn.__module__}.{src.name}",
         src.hash(),
         str(target),
         parsed.hash(),
-        tools,
+        _ptxas(backend) if target.backend == "cuda" else backend.hash(),
         sorted(get_cache_invalidating_env_vars().items()),
         _settings(),
     ]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
-def _is_set(tool: str) -> bool:
-    knob = vars(type(knobs.nvidia))[tool]
-    return tool in vars(knobs.nvidia) or knobs.getenv(knob.key) is not None
+def take_torchs_ptxas() -> None:
+    """Have Triton take the ptxas that torch comes with, if it comes with one, from now on.
+
+    Torch does so when it first loads, or compiles, a kernel of Inductor's. What was compiled before would be compiled
+    again in the next start, where Inductor's kernels are loaded first.
+    """
+    from torch._inductor.runtime import compile_tasks
+
+    compile_tasks._set_triton_ptxas_path()
+
+
+def _ptxas(backend: Any) -> str:
+    """Which one compiles: nothing for Triton's own, "torch" for the one torch comes with, whose build is in the key of
+    the entry; of any other its version, which a process has to be started for."""
+    chosen = [path for path in map(_path_of, _TOOLS) if path is not None]
+    if not chosen:
+        return ""
+    if all(path.is_relative_to(_TORCH) for path in chosen):
+        return "torch"
+    version: str = backend.hash()
+    return version
+
+
+_TORCH = Path(torch.__file__).parent
+
+
+def _path_of(tool: str) -> Path | None:
+    """Where a tool is taken from, if Triton was told; None: from Triton."""
+    if tool in vars(knobs.nvidia):
+        return Path(getattr(getattr(knobs.nvidia, tool), "path", ""))
+    told = knobs.getenv(vars(type(knobs.nvidia))[tool].key)
+    return None if told is None else Path(told)
 
 
 def _settings() -> list[tuple[str, str]]:

@@ -104,6 +104,7 @@ class OwnKernels:
             is_missing_some = not found.kernels and bool(self._used)
             self._use = KernelUse(cache, of, store, has_new=is_missing_some, num_libraries=len(self._folder.libraries))
             self._uses[of] = self._use
+            triton_compat.take_torchs_ptxas()
             compile_with(self.compile)
         if found.libraries or not store.is_only_read:  # else its module would be compiled in every process
             triton_compat.start_driver(self._folder)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._inductor.runtime import compile_tasks
 from triton.compiler import make_backend
 
 import piecegraph as pg
@@ -87,6 +88,33 @@ def test_a_second_process_compiles_nothing(
     )
     assert no_gpu.loaded == [first.kernel, first.kernel]
     assert kept_by_triton(tmp_path) == set()
+
+
+def test_torchs_ptxas_compiles_from_the_first_kernel_on(
+    new_process: Process, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Torch sets it with the first kernel of Inductor's: before ours in one start, after them in another."""
+    theirs = Path(torch.__file__).parent / "bin" / "ptxas"
+    has = [False]
+
+    def set_path() -> None:
+        if has[0]:
+            monkeypatch.setenv("TRITON_PTXAS_PATH", str(theirs))
+
+    monkeypatch.setattr(compile_tasks, "_set_triton_ptxas_path", set_path)
+    monkeypatch.setattr(type(make_backend(TARGET)), "make_cubin", lambda *args: b"binary")
+    own, use = new_process()
+    warm_up(small)
+    own.keep()
+    has[0] = True
+    own, use = new_process()
+    warm_up(small)
+    assert counts(use) == (0, 1)
+    own.keep()
+    _, use = new_process()
+    compile_tasks._set_triton_ptxas_path()
+    warm_up(small)
+    assert counts(use) == (1, 0)
 
 
 def test_what_is_new_is_added(new_process: Process) -> None:
