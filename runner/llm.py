@@ -26,7 +26,7 @@ from piecegraph.runner.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
     from piecegraph.compiler.compiled_model import CompiledModel
     from piecegraph.runner.engine import Engine
@@ -147,6 +147,11 @@ class LLM:
     def engine(self) -> Engine:
         """`add_request`, `step`, `abort`: for a server that keeps its own loop."""
         return self._open.engine
+
+    @property
+    def hf_config(self) -> PretrainedConfig:
+        """The model's own configuration, as transformers read it."""
+        return self._open.hf_config
 
     @property
     def runner(self) -> ModelRunner:

@@ -55,7 +55,7 @@ from piecegraph.runner.scheduling.scheduler import Scheduler
 from piecegraph.runner.without_weights import stand_in_for
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
     from piecegraph.runner.selfcheck import SelfcheckReport
 
@@ -64,6 +64,7 @@ if TYPE_CHECKING:
 class Loaded:
     """Everything an `LLM` holds."""
 
+    hf_config: PretrainedConfig
     engine: Engine
     runner: ModelRunner
     compiled: CompiledModel
@@ -144,6 +145,7 @@ def load_engine(config: EngineConfig, on_phase: OnPhase | None, ahead: ReadAhead
     if config.compile.selfcheck:
         checked = _selfcheck(loaded, model, config, engine, runner, max_model_len, on_phase)
     return Loaded(
+        hf_config=loaded.config,
         engine=engine,
         runner=runner,
         compiled=model.compiled,

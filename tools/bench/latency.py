@@ -20,7 +20,7 @@ from piecegraph.runner.model_runner import ModelRunner
 from piecegraph.runner.sampling_params import SamplingParams
 from piecegraph.runner.scheduling.scheduler_output import ScheduledRequest
 from piecegraph.tools.bench.ceilings import Ceilings
-from piecegraph.tools.bench.floor import ModelSize, floor_seconds
+from piecegraph.tools.bench.floor import ModelSize, RoutedExperts, floor_seconds
 
 WARMUP_STEPS = 5
 
@@ -51,7 +51,7 @@ def model_size(llm: LLM) -> ModelSize:
     """What a step reads: every parameter but an embedding that nothing multiplies by."""
     layers = attention_layers(llm.compiled.split_calls)
     tensors = {t.data_ptr(): (name, t) for name, t in llm.compiled.bound_tensors() if t.is_floating_point()}
-    params = size_bytes = logits_params = 0
+    params = size_bytes = logits_params = expert_params = expert_bytes = num_experts = 0
     is_tied = not any("lm_head" in name for name, _ in tensors.values())
     for name, tensor in tensors.values():
         if tensor.dim() < 2 or ("embed" in name and not is_tied):
@@ -60,7 +60,17 @@ def model_size(llm: LLM) -> ModelSize:
         size_bytes += tensor.numel() * tensor.element_size()
         if "lm_head" in name or ("embed" in name and is_tied):
             logits_params += tensor.numel()
-    return ModelSize(matmul_params=params, logits_params=logits_params, weight_bytes=size_bytes, layers=layers)
+        if tensor.dim() == 3:  # one matrix an expert
+            num_experts = tensor.shape[0]
+            expert_params += tensor.numel()
+            expert_bytes += tensor.numel() * tensor.element_size()
+    top_k = getattr(llm.hf_config.get_text_config(decoder=True), "num_experts_per_tok", None)
+    experts = None
+    if num_experts and top_k:
+        experts = RoutedExperts(params=expert_params, num_bytes=expert_bytes, num_experts=num_experts, top_k=top_k)
+    return ModelSize(
+        matmul_params=params, logits_params=logits_params, weight_bytes=size_bytes, layers=layers, experts=experts
+    )
 
 
 def measure_latency(

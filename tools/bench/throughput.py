@@ -91,8 +91,10 @@ def workload_floor_seconds(
     steps = max(
         max(request.output for request in requests), -(-drawn // max_num_seqs), -(-computed // max_num_batched_tokens)
     )
-    multiplied = (size.matmul_params - size.logits_params) * computed + size.logits_params * drawn
-    weights = max(steps * size.weight_bytes / ceilings.read_bytes_per_s, 2 * multiplied / ceilings.flops_per_s)
+    multiplied = size.params_a_token * computed + size.logits_params * drawn
+    weights = max(
+        steps * size.bytes_read(computed / steps) / ceilings.read_bytes_per_s, 2 * multiplied / ceilings.flops_per_s
+    )
     tokens_read = {  # by window, since layers differ in little else
         window: sum(
             min(context, window or context)

@@ -7,7 +7,7 @@ import torch
 
 from piecegraph.runner.attention.layer import AttentionLayer
 from piecegraph.tools.bench.ceilings import Ceilings
-from piecegraph.tools.bench.floor import ModelSize, cache_bytes, floor_seconds
+from piecegraph.tools.bench.floor import ModelSize, RoutedExperts, cache_bytes, floor_seconds
 
 RATES = Ceilings(read_bytes_per_s=1e9, flops_per_s=1e12)
 
@@ -33,6 +33,17 @@ def test_cached_keys_and_values_are_read_once() -> None:
 
 def test_a_window_reads_no_more_than_it_sees() -> None:
     assert cache_bytes([layer(window=10)], batch_size=1, context=100) == cache_bytes([layer()], 1, 10)
+
+
+def test_experts_that_no_token_chose_are_not_read() -> None:
+    """8 of 128 by one token, nearly all by 100; a token is multiplied by its own 8 in any batch."""
+    experts = RoutedExperts(params=96 * 10**4, num_bytes=192 * 10**4, num_experts=128, top_k=8)
+    size = ModelSize(matmul_params=10**6, logits_params=0, weight_bytes=2 * 10**6, layers=(), experts=experts)
+    assert size.bytes_read(1) == pytest.approx(8 * 10**4 + 192 * 10**4 * 8 / 128)
+    assert size.bytes_read(2) == pytest.approx(8 * 10**4 + 192 * 10**4 * (1 - (120 / 128) ** 2))
+    assert size.bytes_read(100) == pytest.approx(2 * 10**6, rel=0.002)
+    assert size.params_a_token == pytest.approx(4 * 10**4 + 96 * 10**4 * 8 / 128)
+    assert floor_seconds(size, RATES, 1, 100) == pytest.approx(0.2e-3)
 
 
 def test_weights_bound_small_batches_and_arithmetic_large_ones() -> None:
