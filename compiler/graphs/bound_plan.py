@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from piecegraph.compiler.graphs.prepared_ops import Launch, PreparedOp, ReadMetadata
+from piecegraph.compiler.graphs.stretches import Lifetimes
 from piecegraph.compiler.piece_compiler import RunPiece
 from piecegraph.compiler.plan import CallStep, PieceStep, Plan, Slot, Step
 from piecegraph.compiler.ready import Parts
@@ -20,6 +21,7 @@ class Bound:
     """A plan with everything it needs to run: what is captured for one bucket."""
 
     plan: Plan
+    lifetimes: Lifetimes  # of the plan's values
     pieces: Sequence[RunPiece]
     functions: Mapping[str, Any]  # the stitched module's namespace
     arguments: Sequence[Any]
@@ -38,6 +40,7 @@ class Bound:
     ) -> Bound:
         return cls(
             plan=parts.plan,
+            lifetimes=Lifetimes(parts.plan),
             pieces=parts.pieces,
             functions=parts.namespace,
             arguments=parts.arguments,
@@ -93,15 +96,14 @@ def arguments_of(step: CallStep, values: Mapping[str, Any]) -> tuple[list[Any], 
 
 def filled(value: Any, values: Mapping[str, Any]) -> Any:
     """A (nested) argument with each slot replaced by its value."""
-    match value:
-        case Slot():
-            return values[value.name]
-        case tuple() | list():
-            return type(value)(filled(item, values) for item in value)
-        case dict():
-            return {key: filled(item, values) for key, item in value.items()}
-        case slice():
-            return slice(filled(value.start, values), filled(value.stop, values), filled(value.step, values))
+    if isinstance(value, Slot):
+        return values[value.name]
+    if isinstance(value, tuple | list):
+        return type(value)(filled(item, values) for item in value)
+    if isinstance(value, dict):
+        return {key: filled(item, values) for key, item in value.items()}
+    if isinstance(value, slice):
+        return slice(filled(value.start, values), filled(value.stop, values), filled(value.step, values))
     return value
 
 

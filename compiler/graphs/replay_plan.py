@@ -103,7 +103,7 @@ def record_plan(bound: Bound, recorder: Recorder, title: str, patched: Collectio
     """
     values = bound.start()
     read = MetadataRead()
-    lifetimes = Lifetimes(bound.plan)
+    lifetimes = bound.lifetimes
     steps: list[ReplayStep] = []
     recordings: list[Recording] = []
     result: Any = None

@@ -9,7 +9,6 @@ from piecegraph.compiler.compiled_model import CompiledModel
 from piecegraph.compiler.graphs.bound_plan import Bound, MetadataRead, Values, arguments_of
 from piecegraph.compiler.graphs.prepared_ops import Kind, PatchableLaunch, ReadMetadata, prepared_ops
 from piecegraph.compiler.graphs.step_kinds import kinds_of, step_kind
-from piecegraph.compiler.graphs.stretches import Lifetimes
 from piecegraph.compiler.plan import CallStep, Step, step_outputs
 
 
@@ -28,7 +27,6 @@ def run_plan(bound: Bound, kinds: Mapping[str, Kind] | None = None) -> Ran:
     """
     run = _Run(bound)
     ran: dict[Hashable, tuple[int, list[Any]]] = {}  # by kind: which step, and its outputs
-    lifetimes = Lifetimes(bound.plan)
     if bound.before is not None:
         bound.before()
     for number, step in enumerate(bound.plan.steps):
@@ -43,7 +41,7 @@ def run_plan(bound: Bound, kinds: Mapping[str, Kind] | None = None) -> Ran:
             run.step(number, step)
             if kind is not None:
                 ran[kind] = number, [run.values[name] for name in names]
-        lifetimes.drop_after(number, run.values)
+        bound.lifetimes.drop_after(number, run.values)
     return Ran(bound.finish(run.values), frozenset(run.patchable))
 
 
