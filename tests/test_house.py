@@ -275,6 +275,7 @@ TALKS_TO_TORCH = {
     "compiler/symbolic_sizes.py": "symbols made again",
     "compiler/torch_compat.py": "what versions do not have alike",
     "compiler/trace.py": "the errors Dynamo raises",
+    "compiler/triton_compat.py": "which ptxas torch has Triton take",
 }
 """File -> what it needs of torch's private modules. A new torch is tried against these."""
 

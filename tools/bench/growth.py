@@ -197,7 +197,7 @@ def numbers_option(flag: str, name: str, default: tuple[int, ...], text: str) ->
 @numbers_option("--context", "contexts", (512, 1024, 2048, 4096, 8192), "Tokens before a step; batches at the first.")
 @numbers_option("--context-batch-size", "context_batch_sizes", (1, 32), "Requests for which contexts are tried.")
 @numbers_option("--depth", "depths", (4, 8, 16, 28), "Layers; each is a cold start.")
-@numbers_option("--capture-count", "capture_counts", (1, 4, 16, 63), "Capture sizes; each is a warm start.")
+@numbers_option("--capture-count", "capture_counts", (1, 4, 16, 35), "Capture sizes; each is a warm start.")
 @flags(LLM_FLAGS)
 @flags(COMPILE_FLAGS)
 def main(model: str, out: Path, **values: Any) -> None:
