@@ -81,7 +81,12 @@ class OwnKernels:
         None where there are no kernels of ours (a CPU, no Triton), no cache, no folder to load from, or a Triton whose
         parts are not where we know them: then all is as before.
         """
-        if cache.store is None or device.type == "cpu" or find_spec("triton") is None:
+        if device.type == "cpu" or find_spec("triton") is None:
+            return None
+        if cache.store is None:
+            with self._lock:
+                self.keep()
+                self._use = None  # what is compiled from now on is of no model with a cache
             return None
         try:
             from piecegraph.compiler import triton_compat

@@ -326,6 +326,17 @@ def test_what_a_cache_lacks_that_is_only_read_is_tritons(
     assert own.keep() == ""
 
 
+def test_what_a_model_without_a_cache_compiles_is_kept_for_no_other(new_process: Process, tmp_path: Path) -> None:
+    own, use = new_process()
+    warm_up(small, 16)
+    assert own.begin(CompileCache(None, True), "1" * 64, GPU) is None
+    warm_up(small, 32)
+    own.keep()
+    assert counts(use) == (0, 1)
+    assert len(store_in(tmp_path).load().kernels) == 1
+    assert kept_by_triton(tmp_path) == {"small"}
+
+
 def test_a_second_model_is_kept_with_what_it_shares(new_process: Process, tmp_path: Path) -> None:
     """Triton asks once a process for what two models need. The first model's entry stays as it is."""
     own, _ = new_process("1" * 64)
