@@ -17,6 +17,7 @@ from piecegraph.cache.files import entries_of, is_being_written, sync_folder, un
 from piecegraph.cache.keyring import Keyring
 from piecegraph.cache.layout import Layout, is_digest
 from piecegraph.cache.quarantine import remove
+from piecegraph.cache.single_flight import sweep_locks
 from piecegraph.cache.stamps import last_used
 
 FRESH_S = 600.0
@@ -94,6 +95,8 @@ def collect(
         for digest in removed:
             _remove_unless_fresh(layout, digest, now, fresh_s)
     temp_files = _sweep(layout.temp, now, dry_run)
+    if not dry_run:
+        sweep_locks(layout)
     return Collected(tuple(each.file.key for each in doomed), removed, temp_files, total - left, left)
 
 

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from piecegraph.cache.files import entries_of
 from piecegraph.cache.layout import Layout
 
 
@@ -46,8 +47,7 @@ def single_flight(
         yield flight
     finally:
         if fd is not None:
-            with contextlib.suppress(OSError):  # of a failing disk; the lock is free all the same
-                os.close(fd)  # the file stays: removing it under a waiter would let two hold "the" lock
+            _release(fd, layout.lock(key))
 
 
 def _acquire(
@@ -81,6 +81,27 @@ def _try(path: Path) -> int | None:
             raise
     os.close(fd)
     return None
+
+
+def _release(fd: int, path: Path) -> None:
+    """The file goes first: who opened it before finds, once it has the lock, that it is not there any more."""
+    with contextlib.suppress(OSError):  # of a folder that may only be read by now
+        if _is_still_there(fd, path):
+            os.unlink(path)
+    with contextlib.suppress(OSError):  # of a failing disk; the lock is free all the same
+        os.close(fd)
+
+
+def sweep_locks(layout: Layout) -> int:
+    """Remove the files of locks that nobody holds, which killed processes left. How many."""
+    swept = 0
+    for item in entries_of(layout.locks):
+        with contextlib.suppress(OSError):
+            fd = _try(Path(item.path))
+            if fd is not None:
+                _release(fd, Path(item.path))
+                swept += 1
+    return swept
 
 
 def _is_still_there(fd: int, path: Path) -> bool:

@@ -179,7 +179,7 @@ def test_whatever_lies_in_place_of_a_file_nothing_is_raised(
     """A key that is no key is refused with the command to remove it; all else is a miss, saved anew, and swept."""
     other = saved(a_store(tmp_path), eps=3.0)
     path = file_of(kind, a_store(tmp_path), entry)
-    path.unlink()
+    path.unlink(missing_ok=kind == "lock")
     REPLACEMENTS[replacement](path)
     if (refusal := refused(tmp_path)) is not None:
         assert kind == "key"

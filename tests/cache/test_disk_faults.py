@@ -147,7 +147,7 @@ def test_waiting_for_a_lock_on_a_failing_disk_is_no_error(tmp_path: Path, number
     store = a_store(tmp_path)
     entry = saved(store)
     came = []
-    for at in range(6):
+    for at in range(12):
         fault = Fault(at, number, stays)
         with failing(fault, READING), single_flight(store.layout, entry.key, timeout_s=0) as flight:
             assert flight.held or flight.reason

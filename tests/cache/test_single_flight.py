@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from piecegraph.cache.layout import Layout
-from piecegraph.cache.single_flight import Flight, single_flight
+from piecegraph.cache.single_flight import Flight, single_flight, sweep_locks
 from piecegraph.cache.store import Loaded
 from tests.cache.cache_roots import a_store, an_entry, loads, saved, start
 
@@ -49,6 +49,32 @@ def test_a_second_one_waits_until_the_first_is_done(layout: Layout) -> None:
 
     with single_flight(layout, KEY, timeout_s=9, poll_s=1, clock=lambda: now[0], sleep=sleep) as flight:
         assert flight == Flight(held=True, waited_s=3.0)
+
+
+def test_nothing_is_left_of_a_lock(layout: Layout) -> None:
+    with single_flight(layout, KEY):
+        assert [path.name for path in layout.locks.iterdir()] == [layout.lock(KEY).name]
+    assert list(layout.locks.iterdir()) == []
+
+
+def test_locks_of_the_dead_are_swept_and_those_that_are_held_stay(layout: Layout) -> None:
+    layout.lock(OTHER).touch()
+    with single_flight(layout, KEY):
+        assert sweep_locks(layout) == 1
+        assert list(layout.locks.iterdir()) == [layout.lock(KEY)]
+        with single_flight(layout, KEY, timeout_s=0) as second:
+            assert not second.held
+
+
+def test_a_lock_whose_file_was_replaced_removes_nobody_elses(layout: Layout) -> None:
+    """The cache was cleared while it was held, and another process has begun."""
+    first = single_flight(layout, KEY)
+    first.__enter__()
+    layout.lock(KEY).unlink()
+    with single_flight(layout, KEY, timeout_s=0) as second:
+        assert second.held
+        first.__exit__(None, None, None)
+        assert layout.lock(KEY).exists()
 
 
 def test_a_wait_ends_and_the_caller_compiles(layout: Layout) -> None:
