@@ -17,7 +17,7 @@ MAX_HEADS_PER_PROGRAM = 64
 
 OVERLAP_SHARE = 2
 """A launch starts early where its requests, unsplit, take at most this part of the GPU: it gains 0.5 of 7 us at one
-request, 2 of 15 at 8. More of them, in several splits, would hold the room that the kernel ahead still needs (5 us
+request, 1 of 15 at 8. More of them, in several splits, would hold the room that the kernel ahead still needs (5 us
 lost of 24 at 32 requests, H200)."""
 
 LONGEST_PART = 8192
@@ -35,7 +35,7 @@ NUM_EXTRA = 16
 """Splits of such requests together, beyond one each. In a batch of which more are long the GPU is full to the end.
 
 As splits of every request in the grid, 4 at 256 requests, they cost 24 of 183 us where nothing was long; 32 of these,
-after all others in the grid, cost 5, and as much with 32 requests (H200)."""
+after all others in the grid, cost 5, and 4 of 32 with 32 requests (H200). These have not been measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
