@@ -51,3 +51,18 @@ def load_artifact(data: bytes) -> Any:
     with torch.no_grad():
         assert torch.compiler.load_cache_artifacts(content) is not None, "an artifact that torch finds nothing in"
         return artifacts._load_impl(contextlib.nullcontext(), key)
+
+
+def kernels_in_use(folder: Path) -> set[str]:
+    """Folders in Triton's cache of the kernels that modules loaded from below Inductor's `folder` would launch.
+
+    Those an artifact was saved with are fewer: a kernel that was tuned, or whose blocks Inductor halved for the GPU it
+    found, is another than it was compiled as, and what coordinate descent chose is written down without its kernel.
+    """
+    from torch._inductor.codecache import PyCodeCache
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+    modules = [module for module in PyCodeCache.modules if Path(module.__file__ or "").is_relative_to(folder)]
+    kernels = [value for module in modules for value in vars(module).values() if isinstance(value, CachingAutotuner)]
+    hashes = {getattr(launcher, "cache_hash", None) for kernel in kernels for launcher in kernel.launchers}
+    return {each for each in hashes if each is not None}

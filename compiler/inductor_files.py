@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from piecegraph.compiler.cpp_libraries import cpp_libraries
-from piecegraph.compiler.inductor_artifact import load_artifact
+from piecegraph.compiler.inductor_artifact import kernels_in_use, load_artifact
 from piecegraph.compiler.inductor_caches import inductor_cache_dir
 from piecegraph.compiler.inductor_options import no_compile_workers
 from piecegraph.compiler.private_folder import private_folder
@@ -38,13 +36,13 @@ class LoadedPiece:
     files: PieceFiles
 
     def with_tuning(self) -> PieceFiles:
-        """Its files with what Triton built and tuning found meanwhile."""
+        """Its files with what Triton built and tuning found meanwhile, and the kernels that are in use now."""
         choices = {str(path.relative_to(self.folder)): path.read_bytes() for path in _choices(self.folder)}
-        tuned = {name for text in choices.values() if (name := _triton_name(text)) is not None}
+        used = kernels_in_use(self.folder)
         triton = {
             str(path.relative_to(self.triton)): path.read_bytes()
             for path in self.triton.rglob("*")
-            if path.is_file() and (path.suffix == ".so" or path.relative_to(self.triton).parts[0] in tuned)
+            if path.is_file() and (path.suffix == ".so" or path.relative_to(self.triton).parts[0] in used)
         }
         return PieceFiles(artifact=self.files.artifact, libraries=self.files.libraries, inductor=choices, triton=triton)
 
@@ -91,12 +89,3 @@ def _write(folder: Path, files: Mapping[str, bytes]) -> None:
 def _choices(folder: Path) -> list[Path]:
     """Files in which Inductor keeps what tuning chose."""
     return sorted(folder.rglob("*.best_config"))
-
-
-def _triton_name(choice: bytes) -> str | None:
-    """The folder in Triton's cache of the kernel that was chosen."""
-    with suppress(ValueError):
-        found = json.loads(choice)
-        name = found.get("triton_cache_hash") if isinstance(found, dict) else None
-        return name if isinstance(name, str) else None
-    return None

@@ -38,6 +38,7 @@ from piecegraph.compiler.stored.plan_format import StoredPlan, from_document, re
 from piecegraph.compiler.trace import ExampleCall
 from piecegraph.compiler.traced_globals import changed_global
 from piecegraph.compiler.traced_sources import by_module, changed_module
+from piecegraph.compiler.triton_digest import found_beside
 from piecegraph.config import CompileConfig
 from piecegraph.errors import KeyFactorError
 from piecegraph.passes.pipeline import pipeline
@@ -87,7 +88,8 @@ class PlanStore:
         loaded = self.cache.load(self.key)
         if loaded is None:
             return None
-        import_seconds = import_loader()
+        with found_beside(device_of(self.module)):
+            import_seconds = import_loader()
         try:
             stored = from_document(json.loads(loaded.blobs["plan"]))
             _refuse_what_changed(stored)

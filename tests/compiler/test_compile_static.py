@@ -285,8 +285,20 @@ class Projects(nn.Module):
         return result
 
 
-def measurements_of_a_start() -> tuple[tuple[int, ...], int, list[torch.Tensor]]:
-    """(static sizes in use, kernels measured, outputs for 1, 2 and 3 tokens) of a compile on the GPU."""
+def measurements_of_a_start() -> tuple[tuple[int, ...], int, int, list[torch.Tensor]]:
+    """(static sizes in use, kernels measured, kernels of Inductor's assembled in this process, outputs for 1, 2 and 3
+    tokens) of a compile on the GPU."""
+    from triton.backends.nvidia.compiler import CUDABackend
+
+    assembled = 0
+    make_cubin = CUDABackend.make_cubin
+
+    def counted(self: Any, src: Any, metadata: dict[str, Any], *options: Any) -> Any:
+        nonlocal assembled
+        assembled += metadata["name"].startswith("triton_")
+        return make_cubin(self, src, metadata, *options)
+
+    CUDABackend.make_cubin = counted
     model = Projects().to("cuda", torch.bfloat16)
     config = pg.CompileConfig(compile_sizes=(1, 2))
     example = torch.ones(8, 1024, device="cuda", dtype=torch.bfloat16)
@@ -299,14 +311,14 @@ def measurements_of_a_start() -> tuple[tuple[int, ...], int, list[torch.Tensor]]
         with torch.no_grad():
             outputs.append(compiled(x).cpu())
             torch.testing.assert_close(outputs[-1], model(x).cpu(), rtol=2e-2, atol=2e-2)  # bfloat16, another order
-    return compiled.report().static_sizes, measured, outputs
+    return compiled.report().static_sizes, measured, assembled, outputs
 
 
 @pytest.mark.gpu
 def test_on_a_gpu_one_token_is_tuned_once_and_found_tuned_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What one process measured, the next one finds, and computes the same to the bit.
+    """What one process measured, the next one finds, with the kernels it chose, and computes the same to the bit.
 
     A second compile in the process that measured is no such case: torch keeps its kernels there as they
     were before they were measured.
@@ -316,8 +328,8 @@ def test_on_a_gpu_one_token_is_tuned_once_and_found_tuned_later(
     for _ in range(2):
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
             starts.append(process.submit(measurements_of_a_start).result())
-    (sizes, measured, outputs), (sizes_later, measured_later, outputs_later) = starts
+    (sizes, measured, assembled, outputs), (sizes_later, measured_later, assembled_later, outputs_later) = starts
     assert sizes == sizes_later == (1, 2)
-    assert measured > 0
-    assert measured_later == 0
+    assert measured > 0 and assembled > 0
+    assert measured_later == 0 and assembled_later == 0
     assert all(map(torch.equal, outputs, outputs_later))

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
+from torch._inductor.codecache import PyCodeCache
+from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
 from piecegraph.compiler.inductor_files import LoadedPiece, PieceFiles, load_files
 
@@ -36,22 +39,44 @@ def test_a_file_of_another_piece_is_not_written_over(tmp_path: Path) -> None:
     assert second.read_bytes() == b"newer"
 
 
-def test_what_tuning_found_goes_with_its_kernels(tmp_path: Path) -> None:
-    """Choices, the kernels chosen, and launchers; not those that were tried."""
+def module_with_kernels(path: Path, **cache_hashes: str) -> ModuleType:
+    """As Inductor loads one: kernels that have run, with one launcher left."""
+    module = ModuleType("generated")
+    module.__file__ = str(path)
+    for name, cache_hash in cache_hashes.items():
+        kernel = CachingAutotuner.__new__(CachingAutotuner)
+        kernel.launchers = [SimpleNamespace(cache_hash=cache_hash)]
+        vars(module)[name] = kernel
+    return module
+
+
+def test_what_tuning_found_goes_with_the_kernels_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Choices, the kernels of this piece, and launchers; not those that were tried, nor those of other pieces."""
     inductor, triton = tmp_path / "inductor", tmp_path / "triton"
     written = {
-        inductor / "ab" / "kernel.best_config": b'{"num_warps": 4, "triton_cache_hash": "CHOSEN"}',
+        inductor / "ab" / "kernel.best_config": b'{"num_warps": 4}',
         inductor / "ab" / "kernel.py": b"# a wrapper",
-        triton / "CHOSEN" / "kernel.cubin": b"chosen",
+        triton / "ONE" / "kernel.cubin": b"one",
+        triton / "TWO" / "kernel.cubin": b"two",
         triton / "TRIED" / "kernel.cubin": b"tried",
+        triton / "ELSEWHERE" / "kernel.cubin": b"of another piece",
         triton / "LAUNCHER" / "launcher.so": b"launcher",
     }
     for path, data in written.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
+    modules = [
+        module_with_kernels(inductor / "ab" / "kernel.py", triton_poi_fused_0="ONE", triton_red_fused_1="TWO"),
+        module_with_kernels(tmp_path / "elsewhere.py", triton_poi_fused_0="ELSEWHERE"),
+    ]
+    monkeypatch.setattr(PyCodeCache, "modules", modules)
     done = LoadedPiece(None, inductor, triton, PieceFiles(artifact=b"artifact", libraries={"0": b"library"}))
     found = done.with_tuning()
     assert set(found.inductor) == {"ab/kernel.best_config"}
-    assert found.triton == {"CHOSEN/kernel.cubin": b"chosen", "LAUNCHER/launcher.so": b"launcher"}
+    assert found.triton == {
+        "ONE/kernel.cubin": b"one",
+        "TWO/kernel.cubin": b"two",
+        "LAUNCHER/launcher.so": b"launcher",
+    }
     assert (found.artifact, found.libraries) == (b"artifact", {"0": b"library"})
     assert done.code() == "# a wrapper"

@@ -9,8 +9,11 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from piecegraph.compiler.kernels_ahead import ROWS, launch_all, launches_ahead
+from piecegraph.passes.kernels.linear_config import linear_config
+from piecegraph.passes.kernels.split_linear_config import split_config
 from piecegraph.passes.ops.act_mul import ACT_MUL
 from piecegraph.passes.ops.linear import LINEAR
+from tests.gpus import H200
 
 
 class _Cuda(torch.Tensor):
@@ -45,6 +48,27 @@ def test_each_kind_of_call_at_each_size() -> None:
     assert len(launches) == 3 * len(ROWS)
     for launch in launches:
         launch(bound)
+
+
+def kernels_taken(rows: int) -> set[object]:
+    """By a layer of Qwen3-0.6B on an H200, each with what it is compiled for."""
+    taken: set[object] = set()
+    for columns, size, is_gated in ((4096, 1024, False), (1024, 2048, False), (3072, 1024, True), (1024, 3072, False)):
+        config = linear_config(rows, columns, size, is_gated=is_gated, itemsize=2, gpu=H200)
+        has_norm = size == 1024
+        parts = None if has_norm else split_config(rows, columns, size, itemsize=2, gpu=H200)
+        if parts is not None:
+            taken |= {("split", parts.block_n), ("norm of parts", parts.num_parts)}
+        else:
+            taken.add((has_norm and rows == 1, rows if config and config.block_m == 0 else 0, is_gated, config))
+    return taken
+
+
+def test_those_rows_take_every_kernel() -> None:
+    """Whatever the rows of a step: none is left to be compiled in a capture."""
+    ahead = set().union(*map(kernels_taken, ROWS))
+    for rows in range(1, 4097):
+        assert kernels_taken(rows) <= ahead, rows
 
 
 def test_split_ops_and_other_devices_are_left() -> None:
