@@ -21,8 +21,10 @@ from piecegraph.runner.attention.op_call import ATTENTION_OP
 ROPE_ATTENTION_OP = "piecegraph::rope_attention"
 """What `fuse-rope-kv-write` makes of it."""
 
-LAUNCHES: Mapping[str, int] = {"piecegraph::moe_experts": 4}
-"""Kernels that a call of an op of ours launches in a decode step, where that is not one."""
+LAUNCHES: Mapping[str, int] = {
+    "piecegraph::moe_experts": 4, "piecegraph::add_norm_linear": 2, "piecegraph::linear_add_norm_linear": 3,
+}  # fmt: skip
+"""Kernels that a call of an op of ours launches in a decode step of two requests or more, where that is not one."""
 
 SPLIT_OP_LAUNCHES: Mapping[str, Mapping[str, int]] = {
     "triton": {ATTENTION_OP: 1, ROPE_ATTENTION_OP: 1},

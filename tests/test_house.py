@@ -165,6 +165,7 @@ MAY_RUN_BYTES = {
     ("compiler/graphs/cuda_driver.py", "CDLL"): "of the driver, by the loader's own search; no path",
     ("compiler/graphs/replay_plan.py", "exec"): "a line a step, generated right there",
     ("compiler/graphs/replay_plan.py", "compile"): "of the same lines",
+    ("compiler/inductor_artifact.py", "PyCodeCache"): "lists modules that torch has loaded",
     ("compiler/stitch.py", "exec"): "of the stitched source, generated from a plan",
     ("compiler/stitch.py", "compile"): "of the same source",
     ("compiler/inductor_files.py", "load_artifact"): "of bytes the cache's store authenticated, or compiled just now",

@@ -19,7 +19,7 @@ from typing import Any
 import click
 import torch
 
-from piecegraph.runner.attention.kernels.gpu_limits import GpuLimits
+from piecegraph.passes.kernels.gpu_limits import GpuLimits
 from piecegraph.runner.attention.kernels.head_shape import HeadShape
 from piecegraph.runner.attention.kernels.prefill_config import PrefillConfig, prefill_config
 from piecegraph.runner.attention.kernels.reference import paged_attention

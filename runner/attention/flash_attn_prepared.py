@@ -8,7 +8,7 @@ from typing import Protocol
 from piecegraph.runner.attention.flash_attn_kernels import LayerTensors
 from piecegraph.runner.attention.flash_attn_metadata import FlashAttnMetadata
 from piecegraph.runner.attention.kernels.head_shape import HeadShape
-from piecegraph.runner.attention.kernels.kv_write import kv_write_call, kv_write_grid
+from piecegraph.runner.attention.kernels.kv_write import kv_write_call, kv_write_layout
 from piecegraph.runner.attention.kernels.launch import KernelPreparer, PreparedKernel, current_stream
 from piecegraph.runner.attention.metadata import AttentionMetadata
 
@@ -42,10 +42,15 @@ class PreparedFlashAttn:
         first, num_tokens = metadata.write_from, metadata.num_tokens
         if first < num_tokens:
             kv_write = self._kv_write or self._bound(metadata)
+            layout = kv_write_layout(self._shape, num_tokens - first, self._layer.rotary)
             kv_write.launch(
-                kv_write_grid(self._shape, num_tokens - first, self._layer.rotary), current_stream(self._device),
-                metadata.slot_mapping_address, first, num_tokens,
-            )  # fmt: skip
+                layout.grid,
+                current_stream(self._device),
+                metadata.slot_mapping_address,
+                first,
+                num_tokens,
+                layout.heads,
+            )
         if metadata.triton_decode is not None:
             assert self._decode is not None
             self._decode(metadata.triton_decode)
@@ -62,5 +67,5 @@ class PreparedFlashAttn:
             query=self._layer.query,
             rotary=self._layer.rotary,
         )
-        self._kv_write = self._preparer.prepare(call, changing=("slot_mapping", "first_row", "num_tokens"))
+        self._kv_write = self._preparer.prepare(call, changing=("slot_mapping", "first_row", "num_tokens", "heads"))
         return self._kv_write

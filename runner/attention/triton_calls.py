@@ -11,11 +11,11 @@ import torch
 
 from piecegraph.compiler.graphs.cuda_driver import last_captured_node, set_enabled
 from piecegraph.compiler.graphs.prepared_ops import Patch
+from piecegraph.passes.kernels.gpu_limits import GpuLimits
 from piecegraph.runner.attention.kernels.decode import decode_call, decode_grid
 from piecegraph.runner.attention.kernels.decode_config import DecodeConfig, decode_config
-from piecegraph.runner.attention.kernels.gpu_limits import GpuLimits
 from piecegraph.runner.attention.kernels.head_shape import HeadShape
-from piecegraph.runner.attention.kernels.kv_write import kv_write_call, kv_write_grid
+from piecegraph.runner.attention.kernels.kv_write import kv_write_call, kv_write_layout
 from piecegraph.runner.attention.kernels.launch import (
     Grid,
     KernelCall,
@@ -123,6 +123,7 @@ def kernel_calls(call: LayerCall, metadata: TritonMetadata) -> Iterator[KernelCa
             num_reqs=num_decode_reqs,
             max_len=metadata.max_len,
             num_sms=metadata.gpu.num_sms,
+            shared_bytes=metadata.gpu.shared_bytes,
             can_overlap=metadata.gpu.can_overlap,
         )
         yield call.decode(metadata, num_decode_reqs, config)
@@ -152,7 +153,12 @@ def _plan(shape: HeadShape, max_num_reqs: int, max_len: int, gpu: GpuLimits) -> 
     decode_layouts: list[tuple[int, DecodeConfig]] = []
     for num_reqs in range(1, max_num_reqs + 1):
         config = decode_config(
-            shape, num_reqs=num_reqs, max_len=max_len, num_sms=gpu.num_sms, can_overlap=gpu.can_overlap
+            shape,
+            num_reqs=num_reqs,
+            max_len=max_len,
+            num_sms=gpu.num_sms,
+            shared_bytes=gpu.shared_bytes,
+            can_overlap=gpu.can_overlap,
         )
         if config.compiled_for not in numbers:
             numbers[config.compiled_for] = len(numbers)
@@ -234,8 +240,9 @@ class PreparedAttention:
 
     def _kv_write(self, metadata: TritonMetadata) -> _Launch:
         num_decode_reqs, num_tokens = metadata.num_decode_reqs, metadata.num_tokens
-        grid = kv_write_grid(self._shape, num_tokens, self._rotary)
-        return _Launch(self._kv_write_kernel, grid, (metadata.slot_mapping_address, num_decode_reqs, num_tokens))
+        layout = kv_write_layout(self._shape, num_tokens, self._rotary)
+        changed = (metadata.slot_mapping_address, num_decode_reqs, num_tokens, layout.heads)
+        return _Launch(self._kv_write_kernel, layout.grid, changed)
 
     def _prefill(self, metadata: TritonMetadata) -> _Launch:
         num_decode_reqs, num_reqs = metadata.num_decode_reqs, metadata.num_reqs
@@ -268,7 +275,7 @@ class PreparedAttention:
             if num_reqs <= num_rows
         ]  # fmt: skip
         self._kv_write_kernel = preparer.prepare(
-            call.kv_write(metadata), changing=("slot_mapping", "first_query", "num_tokens")
+            call.kv_write(metadata), changing=("slot_mapping", "first_query", "num_tokens", "heads")
         )
         self._prefill_kernels = [
             preparer.prepare(

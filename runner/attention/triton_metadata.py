@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from piecegraph.passes.kernels.gpu_limits import GpuLimits
 from piecegraph.runner.attention.kernels.decode_config import decode_config, num_head_blocks
-from piecegraph.runner.attention.kernels.gpu_limits import GpuLimits
 from piecegraph.runner.attention.kernels.head_shape import HeadShape
 from piecegraph.runner.attention.kernels.workspace import SplitWorkspace
 from piecegraph.runner.attention.layer import AttentionLayer

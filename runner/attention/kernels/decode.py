@@ -20,8 +20,15 @@ from piecegraph.runner.attention.kernels.decode_config import DecodeConfig, head
 from piecegraph.runner.attention.kernels.head_shape import HeadShape
 from piecegraph.runner.attention.kernels.launch import Grid, KernelCall
 from piecegraph.runner.attention.kernels.long_requests import num_parts, part_number, parts_before
-from piecegraph.runner.attention.kernels.paged import LOG2E, cache_rows, load_pages, log2_scores
-from piecegraph.runner.attention.kernels.rotate import load_rotated, rotary_constants, rotary_tensors
+from piecegraph.runner.attention.kernels.paged import LOG2E, ask_for_first_tile, cache_rows, load_pages, log2_scores
+from piecegraph.runner.attention.kernels.rotate import (
+    load_plain,
+    load_rotated,
+    load_tables,
+    rotary_constants,
+    rotary_tensors,
+    turned,
+)
 from piecegraph.runner.attention.kernels.workspace import SplitWorkspace
 from piecegraph.runner.attention.rotary import Rotary
 from piecegraph.runner.kv_cache import KVCache
@@ -31,6 +38,12 @@ def decode_grid(shape: HeadShape, num_reqs: int, config: DecodeConfig) -> Grid:
     if config.num_extra > 0:
         return num_head_blocks(shape), num_reqs + config.num_extra, 1
     return num_head_blocks(shape), num_reqs, config.num_splits
+
+
+def padded_head(dim: int) -> int:
+    """Numbers of a head in a tile: a power of two, as many as tensor cores take."""
+    padded: int = triton.next_power_of_2(dim)
+    return max(16, padded)
 
 
 def decode_call(
@@ -110,13 +123,14 @@ def decode_call(
             "GROUP": shape.group,
             "KEY_DIM": shape.key_dim,
             "VALUE_DIM": shape.value_dim,
-            "KEY_BLOCK": max(16, triton.next_power_of_2(shape.key_dim)),
-            "VALUE_BLOCK": max(16, triton.next_power_of_2(shape.value_dim)),
+            "KEY_BLOCK": padded_head(shape.key_dim),
+            "VALUE_BLOCK": padded_head(shape.value_dim),
             "BLOCK_SIZE": kv_cache.key.shape[1],
             "BLOCK_M": heads_per_program(shape.group),
             "BLOCK_N": config.block_n,
             "SPLITS": splits,
             "HAS_EXTRA": config.num_extra > 0,
+            "FEW_SPLITS": config.few_splits,
             "SPLIT_TILE": min(splits, 16),
             "COMBINE_ROWS": min(triton.next_power_of_2(shape.group), 4),
             "HAS_WINDOW": window > 0,
@@ -124,6 +138,9 @@ def decode_call(
             "CARRY_PAGES": config.carry_pages,
             "PRECISION": "ieee" if shape.dtype == torch.float32 else "tf32",
             "PDL": config.pdl,
+            "PREFETCH": query.is_cuda,
+            "LINE": min(128 // kv_cache.key.element_size(), padded_head(shape.key_dim), padded_head(shape.value_dim)),
+            "JOINT": shape.group < heads_per_program(shape.group) and query.dtype == key.dtype == kv_cache.key.dtype,
             **rotary_constants(rotary),
         },
         options=options,
@@ -187,6 +204,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     BLOCK_N: tl.constexpr,
     SPLITS: tl.constexpr,  # num_splits, padded
     HAS_EXTRA: tl.constexpr,  # splits but the first of a request are programs ahead of those of requests
+    FEW_SPLITS: tl.constexpr,  # however short they are
     SPLIT_TILE: tl.constexpr,  # splits added up at a time
     COMBINE_ROWS: tl.constexpr,  # query heads added up at a time
     HAS_WINDOW: tl.constexpr,
@@ -194,6 +212,9 @@ def decode_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     CARRY_PAGES: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
+    PREFETCH: tl.constexpr,  # not in Triton's interpreter
+    LINE: tl.constexpr,  # numbers of a cache line, or of a head if that is shorter
+    JOINT: tl.constexpr,  # the tile of query heads has a row left for the new key
     ROTARY_DIM: tl.constexpr,  # numbers of a head that are rotated; 0: query and key come as they are used
     HAS_NORM: tl.constexpr,  # of query and key, before they are rotated
 ):
@@ -237,10 +258,35 @@ def decode_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     else:  # split s starts with tile s whatever the length, so the lookup need not wait for it
         next_pages = load_pages(blocks, split * BLOCK_N, block_table_stride * BLOCK_SIZE, BLOCK_SIZE, BLOCK_N, ONE_PAGE)
     if PDL:
+        # Keys and values of other steps are there too: the first tile is in L2 when the wait is over.
+        if PREFETCH:
+            ask_for_first_tile(
+                key_cache + kv_head * KEY_HEAD_STRIDE, value_cache + kv_head * VALUE_HEAD_STRIDE, blocks, next_pages,
+                split, seq_len, window, KEY_BLOCK_STRIDE, KEY_TOKEN_STRIDE, VALUE_BLOCK_STRIDE, VALUE_TOKEN_STRIDE,
+                KEY_BLOCK, VALUE_BLOCK, LINE, BLOCK_SIZE, BLOCK_N, ONE_PAGE, HAS_WINDOW,
+            )  # fmt: skip
         tl.extra.cuda.gdc_wait()
     query_heads = query + request * query_token_stride + q_head * query_head_stride
     key_head = key + request * key_token_stride + kv_head * key_head_stride
-    if ROTARY_DIM > 0:
+    if JOINT:  # the new key is one more row of the tile: what is done to query heads is done to it in the same go
+        is_key_row = rows == GROUP
+        no_rows = tl.zeros([BLOCK_M, 1], tl.int32)
+        heads = tl.where(is_key_row, key_head, query_heads)[:, None]
+        is_head = (is_row | is_key_row)[:, None]
+        if ROTARY_DIM > 0:
+            norm_weight = None
+            if q_norm_weight is not None:
+                norm_weight = tl.where(is_key_row[:, None], k_norm_weight + no_rows, q_norm_weight + no_rows)
+            c, s = load_tables(
+                cos + request * cos_stride + no_rows, sin + request * sin_stride + no_rows, is_head, KEY_BLOCK,
+                ROTARY_DIM,
+            )  # fmt: skip
+            x, other, factor, other_factor = load_plain(
+                heads, is_head, norm_weight, norm_offset, KEY_DIM, KEY_BLOCK, ROTARY_DIM, HAS_NORM
+            )
+        else:
+            q = tl.load(heads + key_at[None, :], mask=is_head & is_key[None, :], other=0.0)
+    elif ROTARY_DIM > 0:
         token_cos = cos + request * cos_stride
         token_sin = sin + request * sin_stride
         q = load_rotated(
@@ -260,6 +306,15 @@ def decode_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     new_value = tl.load(
         value + request * value_token_stride + kv_head * value_head_stride + value_at, mask=is_value, other=0.0
     )
+    if PREFETCH and not PDL:  # behind the loads above, ahead of what waits for them
+        ask_for_first_tile(
+            key_cache + kv_head * KEY_HEAD_STRIDE, value_cache + kv_head * VALUE_HEAD_STRIDE, blocks, next_pages,
+            split, seq_len, window, KEY_BLOCK_STRIDE, KEY_TOKEN_STRIDE, VALUE_BLOCK_STRIDE, VALUE_TOKEN_STRIDE,
+            KEY_BLOCK, VALUE_BLOCK, LINE, BLOCK_SIZE, BLOCK_N, ONE_PAGE, HAS_WINDOW,
+        )  # fmt: skip
+    if JOINT:
+        if ROTARY_DIM > 0:
+            q = turned(x, other, factor, other_factor, c, s, norm_eps, KEY_DIM, HAS_NORM).to(query.dtype.element_ty)
     if seq_len <= 0:
         return
 
@@ -272,7 +327,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     first_tile = visible // BLOCK_N
     num_active = 1
     if SPLITS > 1:
-        num_active = num_parts(seq_len, window, num_splits, min_split_len, BLOCK_N, HAS_WINDOW)
+        num_active = num_parts(seq_len, window, num_splits, min_split_len, BLOCK_N, HAS_WINDOW, FEW_SPLITS)
     if HAS_EXTRA:
         if num_active > 1:
             if split == 0:
@@ -286,7 +341,11 @@ def decode_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
 
     # The first split starts from the new token (and the sink, a key whose value is zero), the others from nothing.
     is_first = split == 0
-    new_score = tl.sum(q.to(tl.float32) * new_key.to(tl.float32)[None, :], axis=1)
+    if JOINT:
+        products = tl.dot(q, tl.trans(q), input_precision=PRECISION)
+        new_score = tl.sum(tl.where((tl.arange(0, BLOCK_M) == GROUP)[None, :], products, 0.0), axis=1)
+    else:
+        new_score = tl.sum(q.to(tl.float32) * new_key.to(tl.float32)[None, :], axis=1)
     new_score = log2_scores(new_score, scale, softcap, HAS_SOFTCAP)
     top = tl.where(is_first, new_score, float("-inf"))
     total = tl.where(is_first, tl.full([BLOCK_M], 1.0, tl.float32), 0.0)
@@ -301,11 +360,11 @@ def decode_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     if is_first & (head_block % HEAD_BLOCKS == 0) & (slot >= 0):
         block = slot // BLOCK_SIZE
         token = slot % BLOCK_SIZE
-        tl.store(
-            key_cache + block * KEY_BLOCK_STRIDE + token * KEY_TOKEN_STRIDE + kv_head * KEY_HEAD_STRIDE + key_at,
-            new_key,
-            mask=is_key,
-        )
+        to = key_cache + block * KEY_BLOCK_STRIDE + token * KEY_TOKEN_STRIDE + kv_head * KEY_HEAD_STRIDE
+        if JOINT:
+            tl.store(to + key_at[None, :] + no_rows, q, mask=is_key_row[:, None] & is_key[None, :])
+        else:
+            tl.store(to + key_at, new_key, mask=is_key)
         tl.store(
             value_cache
             + block * VALUE_BLOCK_STRIDE

@@ -20,6 +20,18 @@ OVERLAP_SHARE = 2
 request, 1 of 15 at 8. More of them, in several splits, would hold the room that the kernel ahead still needs (5 us
 lost of 24 at 32 requests, H200)."""
 
+ALONE_SHARE = 16
+"""Requests that take at most this part of the GPU, unsplit, are one of a small model: what counts is how soon the first
+tile is there, and how many parts are added up. Larger tiles, in up to `ALONE_SPLITS` parts and then parts of
+`ALONE_SPLIT_LEN`: 7.0 instead of 8.1 us at 580 tokens, 13 instead of 14 at 4096 (H200)."""
+
+ALONE_SHARED_BYTES = 2 * 3 * 32768 + 16384
+"""Of an SM: three tiles in flight, and what else a program needs."""
+
+ALONE_SPLITS = 9
+
+ALONE_SPLIT_LEN = 1024
+
 LONGEST_PART = 8192
 """Fewer requests, which are split to fill the GPU, are also split so finely, up to `MIN_LONG_SPLITS` ways."""
 
@@ -35,7 +47,7 @@ NUM_EXTRA = 16
 """Splits of such requests together, beyond one each. In a batch of which more are long the GPU is full to the end.
 
 As splits of every request in the grid, 4 at 256 requests, they cost 24 of 183 us where nothing was long; 32 of these,
-after all others in the grid, cost 5, and 4 of 32 with 32 requests (H200). These have not been measured."""
+after all others in the grid, cost 5, and 4 of 32 with 32 requests (H200); nobody has measured these apart."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +57,7 @@ class DecodeConfig:
     num_stages: int  # of the software pipeline: tiles in flight, and the one at work
     num_splits: int  # at most so many programs share a request's keys
     min_split_len: int  # a request is split only into parts of at least so many keys
+    few_splits: int = 1  # but into so many parts of any length, where there are tiles for them
     num_extra: int = 0  # 0: every request has `num_splits` programs; else all have one, and share so many more
     carry_pages: bool = True  # look up a tile's blocks one tile ahead, so that its loads do not wait for the lookup
     pdl: bool = False  # start before the kernel ahead in the stream has ended, and wait for it inside
@@ -66,7 +79,10 @@ class DecodeConfig:
     def compiled_for(self) -> tuple[object, ...]:
         """Configs that agree in this share a compiled kernel."""
         has_extra = self.num_extra > 0
-        return self.block_n, self.num_warps, self.num_stages, self.split_bound, has_extra, self.carry_pages, self.pdl
+        return (
+            self.block_n, self.num_warps, self.num_stages, self.split_bound, self.few_splits, has_extra,
+            self.carry_pages, self.pdl,
+        )  # fmt: skip
 
 
 def heads_per_program(group: int) -> int:
@@ -81,13 +97,21 @@ def num_head_blocks(shape: HeadShape) -> int:
 
 @lru_cache(maxsize=4096)
 def decode_config(
-    shape: HeadShape, *, num_reqs: int, max_len: int | None, num_sms: int, can_overlap: bool = False
+    shape: HeadShape,
+    *,
+    num_reqs: int,
+    max_len: int | None,
+    num_sms: int,
+    shared_bytes: int = 0,
+    can_overlap: bool = False,
 ) -> DecodeConfig:
     """The layout for any `num_reqs` requests of up to `max_len` tokens (None: any); nothing depends on
     actual lengths. A longer `max_len` never gives fewer splits."""
     row_bytes = shape.padded_dim * shape.dtype.itemsize
-    block_n = max(16, min(64, 16384 // row_bytes))  # a tile of keys takes 16 KiB, as does one of values
     programs = num_reqs * num_head_blocks(shape)
+    is_alone = programs <= num_sms // ALONE_SHARE and shared_bytes >= ALONE_SHARED_BYTES
+    tile_bytes = 32768 if is_alone else 16384  # of keys, and of values as much
+    block_n = max(16, min(tile_bytes // 256, tile_bytes // row_bytes))
     affordable = WORKSPACE_BYTES // (shape.num_q_heads * shape.value_dim * 4)  # rows of partial results
     splits = 2 * num_sms // programs  # two programs an SM
     num_extra = 0
@@ -98,10 +122,11 @@ def decode_config(
         splits, num_extra = _parts(max_len, LONG_SPLIT_LEN, LONG_SPLITS), min(NUM_EXTRA, affordable - num_reqs)
     return DecodeConfig(
         block_n=block_n,
-        num_warps=2 if shape.padded_dim <= 128 else 4,  # on an H200 two are as fast at any batch, and faster at 1
+        num_warps=2 if shape.padded_dim <= 128 and not is_alone else 4,  # on an H200 two are as fast at any batch
         num_stages=3,
         num_splits=max(splits, 1),
-        min_split_len=LONG_SPLIT_LEN if num_extra else 64,
+        min_split_len=LONG_SPLIT_LEN if num_extra else ALONE_SPLIT_LEN if is_alone else 64,
+        few_splits=min(ALONE_SPLITS, max(splits, 1)) if is_alone else 1,
         num_extra=num_extra,
         pdl=can_overlap and programs <= num_sms // OVERLAP_SHARE,
     )

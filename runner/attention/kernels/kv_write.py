@@ -4,7 +4,7 @@ were projected: queries in place, keys on their way to the cache.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -13,7 +13,12 @@ import triton.language as tl
 from piecegraph.passes.kernels.own_kernel import own_kernel
 from piecegraph.runner.attention.kernels.head_shape import HeadShape
 from piecegraph.runner.attention.kernels.launch import Grid, KernelCall
-from piecegraph.runner.attention.kernels.rotate import load_rotated, rotary_constants, rotary_tensors
+from piecegraph.runner.attention.kernels.rotate import (
+    load_tables,
+    load_turned,
+    rotary_constants,
+    rotary_tensors,
+)
 from piecegraph.runner.attention.rotary import Rotary
 from piecegraph.runner.kv_cache import KVCache
 
@@ -24,10 +29,25 @@ ROTATED_NUMBERS = 2048
 """Of a tile that is rotated: a program holds it several times over, as float32."""
 
 
-def kv_write_grid(shape: HeadShape, num_rows: int, rotary: Rotary | None) -> Grid:
+MAX_HEADS = 4
+"""Heads that a program rotates one after the other, where there are tokens enough: their tables are loaded once."""
+
+MIN_PROGRAMS = 2048
+"""So many are left at least where a program takes several heads."""
+
+
+class KVWriteLayout(NamedTuple):
+    grid: Grid
+    heads: int  # of a program
+
+
+def kv_write_layout(shape: HeadShape, num_rows: int, rotary: Rotary | None) -> KVWriteLayout:
+    """For `num_rows` rows; they share a compiled kernel."""
     if rotary is None:
-        return shape.num_kv_heads, -(-num_rows // BLOCK_TOKENS), 1
-    return shape.num_kv_heads + shape.num_q_heads, -(-num_rows // _block_tokens(shape.key_dim, rotary)), 1
+        return KVWriteLayout((shape.num_kv_heads, -(-num_rows // BLOCK_TOKENS), 1), 1)
+    num_heads, blocks = shape.num_kv_heads + shape.num_q_heads, -(-num_rows // _block_tokens(shape.key_dim, rotary))
+    heads = max(1, min(MAX_HEADS, num_heads * blocks // MIN_PROGRAMS))
+    return KVWriteLayout((-(-num_heads // heads), blocks, 1), heads)
 
 
 def _block_tokens(key_dim: int, rotary: Rotary | None) -> int:
@@ -54,6 +74,7 @@ def kv_write_call(
     key_dim, value_dim = key.shape[2], value.shape[2]
     assert key.stride(2) == value.stride(2) == kv_cache.key.stride(3) == kv_cache.value.stride(3) == 1
     shape, tensors = HeadShape.of(query, value), rotary_tensors(rotary, key_dim)
+    layout = kv_write_layout(shape, num_tokens - first_row, rotary)
     assert query.stride(2) == 1
     arguments: dict[str, Any] = {
         "query": query,
@@ -66,6 +87,7 @@ def kv_write_call(
         "first_row": first_row,
         "first_query": first_query,
         "num_tokens": num_tokens,
+        "heads": layout.heads,
         "query_token_stride": query.stride(0),
         "query_head_stride": query.stride(1),
         "key_token_stride": key.stride(0),
@@ -79,6 +101,7 @@ def kv_write_call(
         "VALUE_TOKEN_STRIDE": kv_cache.value.stride(1),
         "VALUE_HEAD_STRIDE": kv_cache.value.stride(2),
         "NUM_KV_HEADS": shape.num_kv_heads,
+        "NUM_HEADS": shape.num_kv_heads + (shape.num_q_heads if rotary is not None else 0),
         "KEY_DIM": key_dim,
         "VALUE_DIM": value_dim,
         "KEY_BLOCK": triton.next_power_of_2(key_dim),
@@ -89,7 +112,7 @@ def kv_write_call(
     }
     return KernelCall(
         kernel=kv_write_kernel,
-        grid=kv_write_grid(shape, num_tokens - first_row, rotary),
+        grid=layout.grid,
         arguments=arguments,
         options={"num_warps": 4, "enable_fp_fusion": True},
     )
@@ -97,7 +120,7 @@ def kv_write_call(
 
 @own_kernel
 @triton.jit(
-    do_not_specialize=["first_row", "first_query", "num_tokens"],
+    do_not_specialize=["first_row", "first_query", "num_tokens", "heads"],
     do_not_specialize_on_alignment=["slot_mapping"],
 )
 def kv_write_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
@@ -118,6 +141,7 @@ def kv_write_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     first_row,
     first_query,
     num_tokens,
+    heads,  # of a program, one after the other
     query_token_stride,
     query_head_stride,
     key_token_stride,
@@ -131,6 +155,7 @@ def kv_write_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     VALUE_TOKEN_STRIDE: tl.constexpr,
     VALUE_HEAD_STRIDE: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
+    NUM_HEADS: tl.constexpr,  # of keys, and of queries if those are rotated
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     KEY_BLOCK: tl.constexpr,  # KEY_DIM, padded to a power of two
@@ -140,49 +165,50 @@ def kv_write_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     ROTARY_DIM: tl.constexpr,  # numbers of a head that are rotated; 0: query and key come as they are used
     HAS_NORM: tl.constexpr,  # of query and key, before they are rotated
 ):
-    """Grid: (NUM_KV_HEADS, token blocks); KV heads of a token are next to each other, in and out. If anything is
+    """Grid: (blocks of heads, token blocks); KV heads of a token are next to each other, in and out. If anything is
     rotated, query heads follow the KV heads."""
-    head = tl.program_id(0)
     rows = first_row + tl.program_id(1) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     is_row = rows < num_tokens
     slots = tl.load(slot_mapping + rows, mask=is_row, other=-1)
     rows = rows.to(tl.int64)
-    at = tl.arange(0, KEY_BLOCK)[None, :]
+    is_real = (slots >= 0)[:, None]
+    is_query = (is_row & (rows >= first_query))[:, None]
+    key_to = (slots // BLOCK_SIZE * KEY_BLOCK_STRIDE + slots % BLOCK_SIZE * KEY_TOKEN_STRIDE)[:, None]
+    value_to = (slots // BLOCK_SIZE * VALUE_BLOCK_STRIDE + slots % BLOCK_SIZE * VALUE_TOKEN_STRIDE)[:, None]
+    key_at = tl.arange(0, KEY_BLOCK)[None, :]
+    value_at = tl.arange(0, VALUE_BLOCK)[None, :]
+    no_rows = tl.zeros([BLOCK_TOKENS, 1], tl.int32)
     if ROTARY_DIM > 0:
-        table_rows = tl.minimum(rows, num_tokens - 1)[:, None]
-        row_cos = cos + table_rows * cos_stride
-        row_sin = sin + table_rows * sin_stride
-        if head >= NUM_KV_HEADS:
-            is_query = (is_row & (rows >= first_query))[:, None]
-            heads = query + (head - NUM_KV_HEADS) * query_head_stride + rows[:, None] * query_token_stride
-            rotated = load_rotated(
-                heads, is_query, row_cos, row_sin, q_norm_weight, norm_eps, norm_offset,
+        tables = rows[:, None]
+        c, s = load_tables(cos + tables * cos_stride, sin + tables * sin_stride, is_row[:, None], KEY_BLOCK, ROTARY_DIM)
+    key_weights = None
+    if k_norm_weight is not None:
+        key_weights = k_norm_weight + no_rows
+    query_weights = None
+    if q_norm_weight is not None:
+        query_weights = q_norm_weight + no_rows
+    first_head = tl.program_id(0) * heads
+    for head in range(first_head, tl.minimum(first_head + heads, NUM_HEADS)):
+        if head < NUM_KV_HEADS:
+            from_heads = key + head * key_head_stride + rows[:, None] * key_token_stride
+            mask = is_real & (key_at < KEY_DIM)
+            if ROTARY_DIM > 0:
+                new_keys = load_turned(
+                    from_heads, is_real, c, s, key_weights, norm_eps, norm_offset,
+                    KEY_DIM, KEY_BLOCK, ROTARY_DIM, HAS_NORM,
+                ).to(key_cache.dtype.element_ty)  # fmt: skip
+            else:
+                new_keys = tl.load(from_heads + key_at, mask=mask)
+            tl.store(key_cache + head * KEY_HEAD_STRIDE + key_to + key_at, new_keys, mask=mask)
+            source = value + head * value_head_stride + rows[:, None] * value_token_stride + value_at
+            mask = is_real & (value_at < VALUE_DIM)
+            to = value_cache + head * VALUE_HEAD_STRIDE + value_to + value_at
+            tl.store(to, tl.load(source, mask=mask), mask=mask)
+        elif ROTARY_DIM > 0:
+            to_heads = query + (head - NUM_KV_HEADS) * query_head_stride + rows[:, None] * query_token_stride
+            rotated = load_turned(
+                to_heads, is_query, c, s, query_weights, norm_eps, norm_offset,
                 KEY_DIM, KEY_BLOCK, ROTARY_DIM, HAS_NORM,
             )  # fmt: skip
             tl.debug_barrier()  # all threads have loaded what others overwrite
-            tl.store(heads + at, rotated.to(query.dtype.element_ty), mask=is_query & (at < KEY_DIM))
-            return
-    is_real = (slots >= 0)[:, None]
-    blocks = slots // BLOCK_SIZE
-    tokens = slots % BLOCK_SIZE
-    mask = is_real & (at < KEY_DIM)
-    heads = key + head * key_head_stride + rows[:, None] * key_token_stride
-    if ROTARY_DIM > 0:
-        new_keys = load_rotated(
-            heads, is_real, row_cos, row_sin, k_norm_weight, norm_eps, norm_offset,
-            KEY_DIM, KEY_BLOCK, ROTARY_DIM, HAS_NORM,
-        ).to(key_cache.dtype.element_ty)  # fmt: skip
-    else:
-        new_keys = tl.load(heads + at, mask=mask)
-    to = key_cache + head * KEY_HEAD_STRIDE + (blocks * KEY_BLOCK_STRIDE + tokens * KEY_TOKEN_STRIDE)[:, None] + at
-    tl.store(to, new_keys, mask=mask)
-    at = tl.arange(0, VALUE_BLOCK)[None, :]
-    mask = is_real & (at < VALUE_DIM)
-    source = value + head * value_head_stride + rows[:, None] * value_token_stride + at
-    to = (
-        value_cache
-        + head * VALUE_HEAD_STRIDE
-        + (blocks * VALUE_BLOCK_STRIDE + tokens * VALUE_TOKEN_STRIDE)[:, None]
-        + at
-    )
-    tl.store(to, tl.load(source, mask=mask), mask=mask)
+            tl.store(to_heads + key_at, rotated.to(query.dtype.element_ty), mask=is_query & (key_at < KEY_DIM))

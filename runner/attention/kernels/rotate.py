@@ -45,9 +45,9 @@ def rotary_constants(rotary: Rotary | None) -> dict[str, Any]:
 def load_rotated(  # type: ignore[no-untyped-def]  # compiled by Triton
     heads,  # [ROWS, 1] pointers to the first number of a head
     is_head,  # [ROWS, 1]; the others are not read, and are 0
-    cos,  # pointers to the first number of a token's table: [ROWS, 1], or one for all rows; all may be read
+    cos,  # pointers to the first number of a token's table: [ROWS, 1], or one for all rows
     sin,
-    weight,  # [DIM] or None
+    weight,  # [DIM], pointers [ROWS, 1] to it, or None
     eps,
     offset,
     DIM: tl.constexpr,
@@ -55,8 +55,62 @@ def load_rotated(  # type: ignore[no-untyped-def]  # compiled by Triton
     ROTARY_DIM: tl.constexpr,
     HAS_NORM: tl.constexpr,
 ):
-    """Heads `[ROWS, BLOCK]` float32, normed and rotated. What a number is rotated with is loaded as well: it is in
-    L1 by then, and to swap halves between threads would take a trip through shared memory."""
+    """Heads `[ROWS, BLOCK]` float32, normed and rotated."""
+    c, s = load_tables(cos, sin, is_head, BLOCK, ROTARY_DIM)
+    return load_turned(heads, is_head, c, s, weight, eps, offset, DIM, BLOCK, ROTARY_DIM, HAS_NORM)
+
+
+@own_kernel
+@triton.jit
+def load_tables(cos, sin, is_row, BLOCK: tl.constexpr, ROTARY_DIM: tl.constexpr):  # type: ignore[no-untyped-def]  # compiled by Triton
+    """What numbers of a head are multiplied by, and what their partners are: `[ROWS, BLOCK]` in the tables' dtype.
+
+    Each row is loaded for itself, though rows may have one table: a row that all share comes in a layout of its own,
+    to which Triton then takes the whole tile, through shared memory and dozens of barriers.
+    """
+    at = tl.arange(0, BLOCK)[None, :]
+    c = tl.load(cos + at, mask=is_row & (at < ROTARY_DIM), other=1.0)
+    s = tl.load(sin + at, mask=is_row & (at < ROTARY_DIM), other=0.0)
+    return c, tl.where(at < ROTARY_DIM // 2, -s, s)
+
+
+@own_kernel
+@triton.jit
+def load_turned(  # type: ignore[no-untyped-def]  # compiled by Triton
+    heads,
+    is_head,
+    c,  # of `load_tables`
+    s,
+    weight,
+    eps,
+    offset,
+    DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+):
+    """`load_rotated` with tables that are there."""
+    x, other, factor, other_factor = load_plain(heads, is_head, weight, offset, DIM, BLOCK, ROTARY_DIM, HAS_NORM)
+    return turned(x, other, factor, other_factor, c, s, eps, DIM, HAS_NORM)
+
+
+@own_kernel
+@triton.jit
+def load_plain(  # type: ignore[no-untyped-def]  # compiled by Triton
+    heads,
+    is_head,
+    weight,
+    offset,
+    DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+):
+    """Heads as they are, each number's partner, and what the norm multiplies them by. Nothing waits for a load here.
+
+    Partners are loaded as well: they are in L1 by then, and to swap halves between threads would take a trip through
+    shared memory.
+    """
     HALF: tl.constexpr = ROTARY_DIM // 2
     number = tl.arange(0, BLOCK)
     partner = tl.where(number < HALF, number + HALF, number - HALF)
@@ -65,15 +119,25 @@ def load_rotated(  # type: ignore[no-untyped-def]  # compiled by Triton
     at = number[None, :]
     partner_at = partner[None, :]
     is_rotary = at < ROTARY_DIM
-    x = tl.load(heads + at, mask=is_head & (at < DIM), other=0.0).to(tl.float32)
-    other = tl.load(heads + partner_at, mask=is_head & is_rotary, other=0.0).to(tl.float32)
+    x = tl.load(heads + at, mask=is_head & (at < DIM), other=0.0)
+    other = tl.load(heads + partner_at, mask=is_head & is_rotary, other=0.0)
+    factor = tl.full([1, 1], 1.0, tl.float32)
+    other_factor = factor
+    if HAS_NORM:
+        if weight is not None:
+            factor = tl.load(weight + at, mask=is_head & (at < DIM), other=0.0).to(tl.float32) + offset
+            other_factor = tl.load(weight + partner_at, mask=is_head & is_rotary, other=0.0).to(tl.float32) + offset
+    return x, other, factor, other_factor
+
+
+@own_kernel
+@triton.jit
+def turned(x, other, factor, other_factor, c, s, eps, DIM: tl.constexpr, HAS_NORM: tl.constexpr):  # type: ignore[no-untyped-def]  # compiled by Triton
+    """What `load_plain` and `load_tables` gave, normed and rotated, float32."""
+    x = x.to(tl.float32)
+    other = other.to(tl.float32)
     if HAS_NORM:
         shrink = tl.rsqrt(tl.sum(x * x, axis=1) / DIM + eps)[:, None]
-        x = x * shrink
-        other = other * shrink
-        if weight is not None:
-            x = x * (tl.load(weight + at, mask=at < DIM, other=0.0).to(tl.float32) + offset)
-            other = other * (tl.load(weight + partner_at, mask=is_rotary, other=0.0).to(tl.float32) + offset)
-    c = tl.load(cos + at, mask=is_rotary, other=1.0).to(tl.float32)
-    s = tl.load(sin + at, mask=is_rotary, other=0.0).to(tl.float32)
-    return x * c + other * tl.where(at < HALF, -s, s)
+        x = x * shrink * factor
+        other = other * shrink * other_factor
+    return x * c.to(tl.float32) + other * s.to(tl.float32)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from piecegraph.passes.kernels.gpu_limits import GpuLimits
 from piecegraph.runner.attention.backend import AttentionCGSupport
-from piecegraph.runner.attention.kernels.gpu_limits import GpuLimits
 from piecegraph.runner.attention.layer import AttentionLayer
 from piecegraph.runner.attention.triton_backend import TritonBackend, layer_unsupported_reason
 from piecegraph.runner.attention.triton_metadata import TritonMetadataBuilder, allocate_workspace, head_shape

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 
+from piecegraph.runner.kv_cache import KVCache
+from tests.compiled_for_gpu import compile_for_gpu
+from tests.gpus import H200
 from tests.runner.attention.kernels.interpreted import run_interpreted
 from tests.runner.attention.paged_case import make_case
+from tests.runner.attention.rotary_case import NORMS, make_rotary
 
 LENS = [(9, 1), (0, 1), (66, 1)]
 LONG = [(40, 1), (0, 1), (90, 1), (130, 1), (3, 1)]
@@ -116,3 +121,50 @@ def outcomes() -> dict[str, str]:
 @pytest.mark.parametrize("name", CASES)
 def test_equals_naive_attention(name: str, outcomes: dict[str, str]) -> None:
     assert not outcomes[name], outcomes[name]
+
+
+@pytest.mark.parametrize("norm", ["norm", "no norm", None])
+@pytest.mark.parametrize(
+    ("num_reqs", "num_q_heads", "num_kv_heads", "dim", "dtype", "options"),
+    [
+        (1, 16, 8, 128, torch.bfloat16, {}),
+        (8, 16, 8, 128, torch.bfloat16, {}),
+        (256, 16, 8, 128, torch.bfloat16, {}),
+        (1, 16, 8, 128, torch.float32, {}),
+        (1, 8, 4, 256, torch.bfloat16, {"window": 512, "softcap": 50.0}),
+        (2, 32, 1, 80, torch.float16, {}),
+    ],
+)
+def test_it_compiles_for_a_gpu(
+    num_reqs: int,
+    num_q_heads: int,
+    num_kv_heads: int,
+    dim: int,
+    dtype: torch.dtype,
+    options: dict[str, Any],
+    norm: str | None,
+) -> None:
+    """In the layout that an H200 takes, whose memory it must fit."""
+    from piecegraph.runner.attention.kernels.decode import decode_call
+    from piecegraph.runner.attention.kernels.decode_config import decode_config
+    from piecegraph.runner.attention.kernels.head_shape import HeadShape
+    from piecegraph.runner.attention.kernels.workspace import SplitWorkspace
+
+    query = torch.zeros(num_reqs, num_q_heads, dim, dtype=dtype)
+    key, value = torch.zeros(2, num_reqs, num_kv_heads, dim, dtype=dtype)
+    config = decode_config(
+        HeadShape.of(query, value), num_reqs=num_reqs, max_len=40960, num_sms=H200.num_sms,
+        shared_bytes=H200.shared_bytes, can_overlap=True,
+    )  # fmt: skip
+    partials = config.num_partials(num_reqs) * num_q_heads
+    call = decode_call(
+        query, key, value, query.clone(), scale=1.0, sinks=None, **{"window": 0, "softcap": 0.0, **options},
+        kv_cache=KVCache(*torch.zeros(2, 4, 16, num_kv_heads, dim, dtype=dtype)),
+        seq_lens=torch.zeros(num_reqs, dtype=torch.int32), block_table=torch.zeros(num_reqs, 99, dtype=torch.int32),
+        slot_mapping=torch.zeros(num_reqs, dtype=torch.int64), num_reqs=num_reqs, config=config,
+        workspace=SplitWorkspace.allocate(
+            num_partials=partials, num_values=partials * dim, num_counts=num_reqs * num_q_heads, device=query.device
+        ),
+        rotary=None if norm is None else make_rotary(num_reqs, dim, **NORMS[norm], dtype=dtype),
+    )  # fmt: skip
+    compile_for_gpu(call.kernel, {**call.arguments, "PREFETCH": True}, call.options)

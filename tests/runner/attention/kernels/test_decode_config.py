@@ -6,6 +6,9 @@ import pytest
 import torch
 
 from piecegraph.runner.attention.kernels.decode_config import (
+    ALONE_SHARED_BYTES,
+    ALONE_SPLIT_LEN,
+    ALONE_SPLITS,
     SPLIT_BOUNDS,
     WORKSPACE_BYTES,
     decode_config,
@@ -77,3 +80,14 @@ def test_few_requests_start_early_where_the_gpu_can() -> None:
     ]
     assert early == list(range(1, len(early) + 1)) and 1 <= len(early) <= 8
     assert not decode_config(SHAPES[0], num_reqs=1, max_len=4096, num_sms=132).pdl
+
+
+def test_a_request_alone_takes_larger_tiles_in_few_parts_where_they_fit() -> None:
+    """Nine parts however short, then parts that are worth a program; smaller GPUs, and more requests, as before."""
+    shape, shared = SHAPES[0], ALONE_SHARED_BYTES
+    alone = decode_config(shape, num_reqs=1, max_len=40_960, num_sms=132, shared_bytes=shared)
+    assert (alone.block_n, alone.few_splits, alone.min_split_len) == (128, ALONE_SPLITS, ALONE_SPLIT_LEN)
+    for num_reqs, shared_bytes in ((1, shared - 1), (2, shared)):
+        other = decode_config(shape, num_reqs=num_reqs, max_len=40_960, num_sms=132, shared_bytes=shared_bytes)
+        assert (other.block_n, other.few_splits, other.min_split_len) == (64, 1, 64)
+    assert decode_config(shape, num_reqs=1, max_len=200, num_sms=132, shared_bytes=shared).few_splits == 2

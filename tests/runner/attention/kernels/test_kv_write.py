@@ -7,9 +7,12 @@ from functools import partial
 import pytest
 import torch
 
+from piecegraph.runner.attention.kernels.head_shape import HeadShape
 from piecegraph.runner.attention.kernels.reference import write_kv
 from piecegraph.runner.kv_cache import KVCache
+from tests.compiled_for_gpu import compile_for_gpu
 from tests.runner.attention.kernels.interpreted import run_interpreted
+from tests.runner.attention.rotary_case import NORMS, make_rotary
 
 
 def check(*, first_row: int = 0, num_tokens: int = 37, block_size: int = 4, dtype: torch.dtype = torch.float32) -> None:
@@ -54,6 +57,34 @@ def outcomes() -> dict[str, str]:
 @pytest.mark.parametrize("name", CASES)
 def test_equals_the_reference(name: str, outcomes: dict[str, str]) -> None:
     assert not outcomes[name], outcomes[name]
+
+
+@pytest.mark.parametrize("norm", [*NORMS, None])
+def test_it_compiles_for_a_gpu(norm: str | None) -> None:
+    """Every kind of norm, and nothing rotated."""
+    from piecegraph.runner.attention.kernels.kv_write import kv_write_call
+
+    qkv = torch.zeros(256, 32, 128, dtype=torch.bfloat16)
+    cache = KVCache(*torch.zeros(2, 4, 16, 8, 128, dtype=torch.bfloat16))
+    rotary = None if norm is None else make_rotary(256, 128, **NORMS[norm], dtype=torch.bfloat16)
+    call = kv_write_call(
+        qkv[:, 16:24], qkv[:, 24:], kv_cache=cache, slot_mapping=torch.zeros(256, dtype=torch.int64), first_row=0,
+        num_tokens=256, query=qkv[:, :16], rotary=rotary,
+    )  # fmt: skip
+    compile_for_gpu(call.kernel, call.arguments, call.options)
+
+
+def test_programs_of_a_long_batch_take_several_heads_and_none_is_left_out() -> None:
+    from piecegraph.runner.attention.kernels.kv_write import MAX_HEADS, kv_write_layout
+
+    shape = HeadShape(num_q_heads=16, num_kv_heads=8, key_dim=128, value_dim=128, dtype=torch.bfloat16)
+    rotary = make_rotary(1, 128)
+    layouts = [kv_write_layout(shape, num_rows, rotary) for num_rows in (1, 512, 4096, 16384, 100_000)]
+    heads = [layout.heads for layout in layouts]
+    assert heads == sorted(heads) and heads[0] == heads[1] == 1 and heads[-1] == MAX_HEADS
+    for layout in layouts:
+        assert (layout.grid[0] - 1) * layout.heads < 24 <= layout.grid[0] * layout.heads
+    assert kv_write_layout(shape, 100_000, None).grid[0] == 8
 
 
 def test_the_reference_writes_slots_that_are_not_negative() -> None:

@@ -62,8 +62,9 @@ def check_decode(*, num_splits: int = 2, **kind: object) -> None:
     check_rotated_cache(case)
 
 
-def check_write(*, first_row: int = 0, num_left: int = 0, **kind: object) -> None:
-    """Rows `first_row` to the last but `num_left`; padding among them is rotated and not written."""
+def check_write(*, first_row: int = 0, num_left: int = 0, heads: int = 1, **kind: object) -> None:
+    """Rows `first_row` to the last but `num_left`; padding among them is rotated and not written. `heads`: of each
+    program, which those of longer batches take."""
     from piecegraph.runner.attention.kernels.kv_write import kv_write_call
 
     case = make_rotary_case(**{"lens": [(0, 37 - first_row)], "num_padded": first_row, **kind})  # type: ignore[arg-type]
@@ -71,10 +72,13 @@ def check_write(*, first_row: int = 0, num_left: int = 0, **kind: object) -> Non
     query, key, value = merged(raw.query, raw.key, raw.value)
     num_tokens = len(query) - num_left
     raw.metadata.slot_mapping.copy_(raw.metadata.slot_mapping.roll(first_row))
-    kv_write_call(
+    call = kv_write_call(
         key, value, kv_cache=raw.kv_cache, slot_mapping=raw.metadata.slot_mapping, first_row=first_row,
         num_tokens=num_tokens, query=query, rotary=case.rotary,
-    ).launch()  # fmt: skip
+    )  # fmt: skip
+    assert call.arguments["heads"] == 1
+    grid = (-(-call.grid[0] // heads), *call.grid[1:])
+    call._replace(grid=grid, arguments={**call.arguments, "heads": heads}).launch()
     rows = slice(first_row, num_tokens)
     assert_rotated(query[rows], case.rotated.query[rows])
     assert torch.equal(query[:first_row], raw.query[:first_row])
@@ -114,6 +118,8 @@ CASES = {
     ),
     "decode: window, softcap and sinks": partial(check_decode, window=7, softcap=2.0, has_sinks=True, norm="norm"),
     "write: some rows": partial(check_write, first_row=3, num_left=2, norm="norm"),
+    "write: heads two by two": partial(check_write, heads=2, norm="norm"),
+    "write: as many heads as leave one over": partial(check_write, heads=4, num_q_heads=6, first_row=3, num_left=2),
 }
 
 

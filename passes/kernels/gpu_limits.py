@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -24,3 +25,9 @@ class GpuLimits:
             shared_bytes,
             (properties.major, properties.minor) >= MIN_OVERLAP_CAPABILITY,
         )
+
+
+@lru_cache(maxsize=64)
+def gpu_limits(index: int) -> GpuLimits:
+    """Of a device, by its index; a call costs next to nothing."""
+    return GpuLimits.of(torch.device("cuda", index))
