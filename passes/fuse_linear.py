@@ -1,4 +1,4 @@
-"""`fuse-linear`: linears of a decode step's few rows take kernels of ours, gated activations in their epilogue.
+"""`fuse-linear`: linears of a decode step's few rows take kernels of ours, with what is ahead of them and after.
 
 A decode step reads every weight once, so a linear of few rows takes as long as its weights take to arrive. Where
 they are many (`linear_config.MAX_WEIGHT_BYTES`) the library is as fast, and the linear stays torch's.
@@ -6,6 +6,7 @@ they are many (`linear_config.MAX_WEIGHT_BYTES`) the library is as fast, and the
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -18,6 +19,8 @@ from piecegraph.passes.graph_pass import GraphPass, Miss, PassContext, PassResul
 from piecegraph.passes.kernels.linear_config import MAX_WEIGHT_BYTES, SIZE_MULTIPLE
 from piecegraph.passes.ops.act_mul import ACT_MUL
 from piecegraph.passes.ops.linear import LINEAR
+from piecegraph.passes.ops.norm_linear import ADD_NORM_LINEAR, LINEAR_ADD_NORM_LINEAR, MAX_SIZE
+from piecegraph.passes.ops.rms_norm import ADD_RMS_NORM
 from piecegraph.passes.torch_ir import NoMatch
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -25,8 +28,9 @@ DTYPES = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class FuseLinear(GraphPass):
-    """Every linear of up to `max_weight_bytes` becomes `piecegraph::linear`; an `act_mul` that alone reads it
-    becomes part of it. Which kernel runs, or the library's, depends on the rows of each call.
+    """Every linear of up to `max_weight_bytes` becomes `piecegraph::linear`; an `act_mul` that alone reads it becomes
+    part of it, and an `add_rms_norm` whose norm it alone reads, with the linear that made what that adds. Which kernels
+    run, or the library's, depends on the rows of each call.
 
     Larger linears, and those that compute in float32, are no sites.
     """
@@ -88,6 +92,47 @@ def _fuse(graph: fx.Graph, node: fx.Node) -> None:
         if changed_between(node, readers[0], read) is None:
             (result,) = readers
             activation = str(result.args[1])
-    fused = ir.insert_call(graph, result, LINEAR, x, weight, bias, activation)
-    result.replace_all_uses_with(fused)
-    ir.erase_unread(graph, {node, result})
+    norm = _norm_ahead(x, result, bias)
+    if norm is None:
+        fused = ir.insert_call(graph, result, LINEAR, x, weight, bias, activation)
+        result.replace_all_uses_with(fused)
+        ir.erase_unread(graph, {node, result})
+        return
+    total = next((each for each in norm.users if each.args[1] == 1), None)
+    both = _insert_with_norm(graph, norm, weight, bias, activation)
+    result.replace_all_uses_with(ir.insert_call(graph, norm, operator.getitem, both, 0))
+    if total is not None:
+        total.replace_all_uses_with(ir.insert_call(graph, norm, operator.getitem, both, 1))
+    linears = [each for each in norm.all_input_nodes if each.target is LINEAR]
+    ir.erase_unread(graph, {node, result, norm, *norm.users, *linears})
+
+
+def _insert_with_norm(graph: fx.Graph, norm: fx.Node, weight: Any, bias: Any, activation: str) -> fx.Node:
+    """The call of a linear, the norm ahead of it, and the linear ahead of that if the norm alone reads it."""
+    one, other, *how = norm.args
+    for added, residual in ((one, other), (other, one)):
+        if isinstance(added, fx.Node) and added is not residual and _is_part_of(norm, added):
+            before = added.args[:3]
+            return ir.insert_call(
+                graph, norm, LINEAR_ADD_NORM_LINEAR, *before, residual, *how, weight, bias, activation
+            )
+    return ir.insert_call(graph, norm, ADD_NORM_LINEAR, *norm.args, weight, bias, activation)
+
+
+def _is_part_of(norm: fx.Node, linear: fx.Node) -> bool:
+    """A linear of ours without an activation that the norm alone reads, and whose inputs nothing changes before it."""
+    if linear.target is not LINEAR or linear.args[3] or set(linear.users) != {norm}:
+        return False
+    return changed_between(linear, norm, linear.all_input_nodes) is None
+
+
+def _norm_ahead(x: Any, result: fx.Node, bias: Any) -> fx.Node | None:
+    """The `add_rms_norm` whose norm `x` is, if nothing else reads that and all of the linear can run where it does."""
+    if not ir.is_call(x, ir.GETITEM) or x.args[1] != 0 or len(x.users) > 1:
+        return None
+    norm = x.args[0]
+    if not isinstance(norm, fx.Node) or norm.target is not ADD_RMS_NORM or ir.value_of(x).shape[-1] > MAX_SIZE:
+        return None
+    if bias is not None and (not is_left_alone(bias) or changed_between(norm, result, (bias,)) is not None):
+        return None
+    return norm

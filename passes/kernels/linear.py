@@ -1,7 +1,7 @@
 """Linears of few rows, at the speed weights can be read.
 
 Between two such kernels lies one launch, and with it the time until the first weights arrive: at a decode step's
-sizes as long as the reading itself. Both kernels ask for their weights before they wait for what the kernel ahead
+sizes as long as the reading itself. All kernels ask for their weights before they wait for what the kernel ahead
 computes (`overlapped.py`).
 """
 
@@ -13,9 +13,11 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from piecegraph.passes.kernels.gated import gated
-from piecegraph.passes.kernels.linear_config import LinearConfig
+from piecegraph.passes.kernels.linear_config import LinearConfig, SlicedConfig
 from piecegraph.passes.kernels.overlapped import OverlappedKernel
 from piecegraph.passes.kernels.own_kernel import own_kernel
+from piecegraph.passes.kernels.prefetch import prefetch
+from piecegraph.passes.kernels.sliced_linear import sliced_linear_on_gpu
 
 
 def linear_on_gpu(
@@ -23,9 +25,11 @@ def linear_on_gpu(
     weight: torch.Tensor,  # [num_columns, size] or, gated, [2 * num_columns, size], contiguous
     bias: torch.Tensor | None,  # as many as the weight has rows
     activation: str,  # "": none
-    config: LinearConfig,
+    config: LinearConfig | SlicedConfig,
 ) -> torch.Tensor:
     """`x @ weight.T + bias`, or with an activation `act(gate) * up` of its two halves; `[num_rows, num_columns]`."""
+    if isinstance(config, SlicedConfig):
+        return sliced_linear_on_gpu(x, weight, bias, activation, config)
     num_rows, size = x.shape
     num_columns = weight.shape[0] // (2 if activation else 1)
     out = x.new_empty((num_rows, num_columns))
@@ -142,9 +146,9 @@ def matmul_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
         line = tl.arange(0, 16) * 64  # 128 bytes
         for start in range(0, size, 1024):
             ahead = weight + first + tl.minimum(start + line, size - 1)[None, :]
-            _prefetch(ahead)
+            prefetch(ahead)
             if ACTIVATION != "":
-                _prefetch(ahead + to_other)
+                prefetch(ahead + to_other)
         gdc_wait()
     weights = weight + first + at[None, :]
     values = x + row[:, None].to(tl.int64) * size + at[None, :]
@@ -168,16 +172,6 @@ def matmul_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
         total.to(out.dtype.element_ty),
         mask=is_row[:, None] & is_column[None, :],
     )
-
-
-@own_kernel
-@triton.jit
-def _prefetch(addresses):  # type: ignore[no-untyped-def]  # compiled by Triton
-    """Ask for the lines at these addresses to be brought to L2; nothing waits for them."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1];\n\tmov.u32 $0, 0;", "=r,l", [addresses.to(tl.int64)], dtype=tl.int32,
-        is_pure=False, pack=1,
-    )  # fmt: skip
 
 
 _matvec = OverlappedKernel(matvec_kernel)

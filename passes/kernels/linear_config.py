@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+from piecegraph.passes.kernels.gpu_limits import GpuLimits
+
 MAX_WEIGHT_BYTES = 32 * 2**20
 """Larger weights go to the library: its matmuls then run at the memory's speed, and no launch is worth hiding."""
 
@@ -12,11 +14,23 @@ MATMUL_WEIGHT_BYTES = 16 * 2**20
 """The same for more than `MATVEC_ROWS` rows."""
 
 MATVEC_ROWS = 2
-"""Up to so many rows a dot product on ordinary cores reads weights as fast as they come; with four it computes
-longer than it reads."""
+"""Up to so many rows a dot product on ordinary cores is worth it; with four it computes longer than it reads."""
+
+SLICED_ROWS = 16
+"""From two up to so many rows, of weights of whole tiles, all that a program reads of a weight is on its way before
+the wait."""
 
 BLOCK_M = 64
 """Rows a program of the matmul: the tensor cores' own, also where most are padding."""
+
+NUM_SLICES = 4
+"""Warps of a program that has all rows."""
+
+SLICED_SHARED_BYTES = 96 * 2**10
+"""That such a program takes at most."""
+
+HELD_REGISTERS = 128
+"""Of a thread, for weights that it holds while it waits."""
 
 SIZE_MULTIPLE = 64
 """Numbers of a row come in whole tiles, of twice as many where that goes."""
@@ -33,21 +47,64 @@ class LinearConfig:
     num_stages: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlicedConfig:
+    """Of the kernel that gives each of its warps a slice of a tile, and one program all rows."""
+
+    block_m: int
+    block_n: int  # columns of the result a program
+    num_slices: int
+    block_k: int  # numbers of a slice; all slices of all tiles are a row
+    num_tiles: int
+    num_held: int  # tiles in registers before the wait
+
+
 @lru_cache(maxsize=4096)
 def linear_config(
-    num_rows: int, num_columns: int, size: int, *, is_gated: bool, itemsize: int, num_sms: int
-) -> LinearConfig | None:
+    num_rows: int, num_columns: int, size: int, *, is_gated: bool, itemsize: int, gpu: GpuLimits
+) -> LinearConfig | SlicedConfig | None:
     """The layout for `[num_rows, size] @ [num_columns, size].T`, twice the columns in the weight with `is_gated`;
     None where the library's matmul is at least as fast."""
     weight_bytes = num_columns * size * itemsize * (2 if is_gated else 1)
     if itemsize != 2 or size % SIZE_MULTIPLE or num_columns % 16 or weight_bytes > MAX_WEIGHT_BYTES or num_rows == 0:
         return None
+    if 1 < num_rows <= SLICED_ROWS and weight_bytes <= MATMUL_WEIGHT_BYTES:
+        sliced = _sliced_config(num_columns, size, is_gated=is_gated, gpu=gpu)
+        if sliced is not None:
+            return sliced
     if num_rows <= MATVEC_ROWS:
         block_k = 1024 if is_gated or size < 2048 else 2048
         return LinearConfig(block_m=0, block_n=4, block_k=block_k, num_warps=4, num_stages=1)
     block_n = 32 if num_columns >= 2048 else 16
     programs = -(-num_rows // BLOCK_M) * -(-num_columns // block_n)
-    if weight_bytes > MATMUL_WEIGHT_BYTES or programs > num_sms:
+    if weight_bytes > MATMUL_WEIGHT_BYTES or programs > gpu.num_sms:
         return None  # a second wave: the library's larger tiles read each weight once
     block_k = 128 if size % 128 == 0 else SIZE_MULTIPLE
-    return LinearConfig(block_m=BLOCK_M, block_n=block_n, block_k=block_k, num_warps=4, num_stages=4 if is_gated else 6)
+    stage_bytes = (BLOCK_M + block_n * (2 if is_gated else 1)) * block_k * itemsize
+    num_stages = min(4 if is_gated else 6, gpu.shared_bytes // stage_bytes)
+    if num_stages < 2:
+        return None
+    return LinearConfig(block_m=BLOCK_M, block_n=block_n, block_k=block_k, num_warps=4, num_stages=num_stages)
+
+
+def _sliced_config(num_columns: int, size: int, *, is_gated: bool, gpu: GpuLimits) -> SlicedConfig | None:
+    """One program on nearly every multiprocessor, with a quarter of its registers for weights; None where `size` is no
+    whole number of tiles, or where a program may not have the shared memory through which they reach tensor cores."""
+    if gpu.shared_bytes < SLICED_SHARED_BYTES:
+        return None
+    block_n = 8
+    while block_n < (16 if is_gated else 32) and num_columns // (2 * block_n) * 10 >= 9 * gpu.num_sms:
+        block_n *= 2
+    block_k = next((k for k in (256, 128, 64) if size % (NUM_SLICES * k) == 0 and k * block_n <= 4096), None)
+    if block_k is None:
+        return None
+    num_tiles = size // (NUM_SLICES * block_k)
+    tile_registers = block_n * (2 if is_gated else 1) * block_k // 64  # of a thread
+    return SlicedConfig(
+        block_m=SLICED_ROWS,
+        block_n=block_n,
+        num_slices=NUM_SLICES,
+        block_k=block_k,
+        num_tiles=num_tiles,
+        num_held=min(num_tiles, max(1, HELD_REGISTERS // tile_registers), 3),
+    )

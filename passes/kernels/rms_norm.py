@@ -74,6 +74,38 @@ def add_rms_norm_on_gpu(
     return result, total
 
 
+def add_rms_norm_of_parts_on_gpu(
+    parts: torch.Tensor,  # [num_parts, rows of residual, size] float32, contiguous
+    bias: torch.Tensor | None,  # [size]
+    residual: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    offset: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`add_rms_norm_on_gpu` of the parts' sum and `bias`, which is not rounded before the residual is added."""
+    result = torch.empty_like(residual, memory_format=torch.contiguous_format)
+    total = torch.empty_like(result)
+    num_parts, num_rows, size = parts.shape
+    rows = evenly_spaced_rows_of(residual)
+    _launch(
+        result,
+        parts,
+        1,
+        size,
+        0,
+        num_parts=num_parts,
+        bias=bias,
+        residual=rows.tensor,
+        residual_stride=rows.outer_stride,
+        total=total,
+        weight=weight,
+        eps=eps,
+        offset=offset,
+        num_rows=num_rows,
+    )
+    return result, total
+
+
 def _launch(
     result: torch.Tensor,
     x: torch.Tensor,
@@ -81,6 +113,8 @@ def _launch(
     outer_stride: int,
     inner_stride: int,
     *,
+    num_parts: int = 1,
+    bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     residual_stride: int = 0,
     total: torch.Tensor | None = None,
@@ -101,6 +135,7 @@ def _launch(
             result,
             total,
             x,
+            bias,
             residual,
             None if weight is None else weight.contiguous(),
             num_rows,
@@ -111,7 +146,7 @@ def _launch(
             eps,
             offset,
         ),
-        {"SIZE": size, "ROWS": tile.rows, "COLUMNS": tile.columns},
+        {"SIZE": size, "ROWS": tile.rows, "COLUMNS": tile.columns, "PARTS": num_parts},
         num_warps=tile.num_warps,
     )
 
@@ -122,7 +157,8 @@ def _launch(
 def rms_norm_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     result,  # [num_rows, SIZE], written
     total,  # [num_rows, SIZE], written; None without a residual
-    x,  # row r at (r // inner) * outer_stride + (r % inner) * inner_stride
+    x,  # row r at (r // inner) * outer_stride + (r % inner) * inner_stride; its next part num_rows * SIZE further
+    bias,  # [SIZE], or None
     residual,  # row r at r * residual_stride, or None
     weight,  # [SIZE], or None
     num_rows,
@@ -135,6 +171,7 @@ def rms_norm_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     SIZE: tl.constexpr,
     ROWS: tl.constexpr,  # of a program
     COLUMNS: tl.constexpr,  # SIZE, padded to a power of two
+    PARTS: tl.constexpr,  # of x, which are added up
     OVERLAP: tl.constexpr,
 ):
     """Grid: (blocks of ROWS rows,)."""
@@ -152,6 +189,10 @@ def rms_norm_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     if OVERLAP:
         gdc_wait()
     wide = tl.load(x + starts[:, None] + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        wide += tl.load(x + part * num_rows * SIZE + starts[:, None] + columns[None, :], mask=mask, other=0.0)
+    if bias is not None:
+        wide += tl.load(bias + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
     if residual is not None:
         more = tl.load(residual + rows.to(tl.int64)[:, None] * residual_stride + columns[None, :], mask=mask, other=0.0)
         rounded = (wide + more.to(tl.float32)).to(total.dtype.element_ty)

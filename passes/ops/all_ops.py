@@ -6,6 +6,7 @@ MODULES: tuple[str, ...] = (
     "piecegraph.passes.ops.act_mul",
     "piecegraph.passes.ops.linear",
     "piecegraph.passes.ops.moe_experts",
+    "piecegraph.passes.ops.norm_linear",
     "piecegraph.passes.ops.rms_norm",
 )
 """A line for each file of `passes/ops/` that defines an op."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 import torch.nn.functional as F
 
@@ -19,6 +17,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, act
     Returns a new contiguous `[..., num_columns]`, half as many with an activation.
     """
     if x.is_cuda:
+        from piecegraph.passes.kernels.gpu_limits import gpu_limits
         from piecegraph.passes.kernels.linear_config import linear_config
 
         num_rows, num_columns = x.numel() // x.shape[-1], weight.shape[0] // (2 if activation else 1)
@@ -28,7 +27,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, act
             x.shape[-1],
             is_gated=bool(activation),
             itemsize=x.element_size() if x.dtype == weight.dtype else 0,
-            num_sms=_num_sms(x.get_device()),
+            gpu=gpu_limits(x.get_device()),
         )
         if config is not None:
             from piecegraph.passes.kernels.linear import linear_on_gpu
@@ -37,11 +36,6 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, act
             return linear_on_gpu(rows, weight, bias, activation, config).view(*x.shape[:-1], num_columns)
     out = F.linear(x, weight, bias)
     return act_mul(out, activation) if activation else out
-
-
-@lru_cache(maxsize=64)
-def _num_sms(device: int) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def _result(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str) -> torch.Tensor:

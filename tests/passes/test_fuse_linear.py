@@ -76,6 +76,88 @@ def test_an_activation_after_its_input_has_changed_stays() -> None:
     assert spelled.calls(graph) == ["mul", "linear", "mul_", "act_mul", "getitem", "add"]
 
 
+EPS = 1e-6
+
+
+def norm_ahead(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    normed, total = torch.ops.piecegraph.add_rms_norm.default(x, residual, None, EPS, 0.0)
+    doubled = total * 2.0
+    gate_up = F.linear(normed, weight)
+    return torch.cat([torch.ops.piecegraph.act_mul.default(gate_up, "silu"), doubled, total], -1)
+
+
+def test_a_norm_that_a_linear_alone_reads_becomes_part_of_it() -> None:
+    """The sum is there as early as it was, for whoever reads it."""
+    inputs = half(3, 128), half(3, 128), half(64, 128)
+    graph = spelled.graph_of(norm_ahead, *inputs)
+    before = norm_ahead(*inputs)
+    assert FuseLinear().apply(graph, FakeContext(graph)) == PassResult(1)
+    graph.lint()
+    assert spelled.calls(graph) == ["add_norm_linear", "getitem", "getitem", "mul", "cat"]
+    torch.testing.assert_close(spelled.run(graph, *inputs), before)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_what_made_the_sum_of_such_a_norm_goes_with_it(is_first: bool) -> None:
+    """Whichever of the two it is."""
+
+    def function(
+        x: torch.Tensor, residual: torch.Tensor, down: torch.Tensor, bias: torch.Tensor, weight: torch.Tensor
+    ) -> torch.Tensor:
+        made = F.linear(x, down, bias)
+        added = (made, residual) if is_first else (residual, made)
+        normed, total = torch.ops.piecegraph.add_rms_norm.default(*added, None, EPS, 0.0)
+        return F.linear(normed, weight) + total
+
+    inputs = half(3, 192), half(3, 128), half(128, 192), half(128), half(128, 128)
+    graph = spelled.graph_of(function, *inputs)
+    before = function(*inputs)
+    assert FuseLinear().apply(graph, FakeContext(graph)) == PassResult(2)
+    graph.lint()
+    assert spelled.calls(graph) == ["linear_add_norm_linear", "getitem", "getitem", "add"]
+    torch.testing.assert_close(spelled.run(graph, *inputs), before, atol=2e-2, rtol=2e-2)
+
+
+def test_what_made_the_sum_stays_where_others_read_it_or_its_input_is_changed() -> None:
+    def read(x: torch.Tensor, residual: torch.Tensor, down: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        made = F.linear(x, down)
+        normed, total = torch.ops.piecegraph.add_rms_norm.default(made, residual, None, EPS, 0.0)
+        return F.linear(normed, weight) + total + made
+
+    def changed(x: torch.Tensor, residual: torch.Tensor, down: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        made = F.linear(x, down)
+        x.add_(1.0)
+        normed, total = torch.ops.piecegraph.add_rms_norm.default(made, residual, None, EPS, 0.0)
+        return F.linear(normed, weight) + total
+
+    for function in (read, changed):
+        inputs = half(3, 192), half(3, 128), half(128, 192), half(128, 128)
+        graph = spelled.graph_of(function, *inputs)
+        assert FuseLinear().apply(graph, FakeContext(graph)) == PassResult(2)
+        assert {"linear", "add_norm_linear"} <= set(spelled.calls(graph))
+
+
+def test_a_norm_that_others_read_too_stays() -> None:
+    def function(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        normed, total = torch.ops.piecegraph.add_rms_norm.default(x, residual, None, EPS, 0.0)
+        return F.linear(normed, weight) + normed + total
+
+    graph = spelled.graph_of(function, half(3, 128), half(3, 128), half(128, 128))
+    assert FuseLinear().apply(graph, FakeContext(graph)) == PassResult(1)
+    assert "linear" in spelled.calls(graph) and "add_rms_norm" in spelled.calls(graph)
+
+
+def test_a_norm_whose_linears_bias_is_changed_after_it_stays() -> None:
+    def function(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        normed, total = torch.ops.piecegraph.add_rms_norm.default(x, residual, None, EPS, 0.0)
+        bias.add_(1.0)
+        return F.linear(normed, weight, bias) + total
+
+    graph = spelled.graph_of(function, half(3, 128), half(3, 128), half(128, 128), half(128))
+    FuseLinear().apply(graph, FakeContext(graph))
+    assert "add_rms_norm" in spelled.calls(graph)
+
+
 def missed(function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> list[str]:
     graph = spelled.graph_of(function, *inputs)
     return [miss.reason for miss in FuseLinear().apply(graph, FakeContext(graph)).misses]

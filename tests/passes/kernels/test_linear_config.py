@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import pytest
 
-from piecegraph.passes.kernels.linear_config import BLOCK_M, LinearConfig, linear_config
-
-H200_SMS = 132
+from piecegraph.passes.kernels.gpu_limits import GpuLimits
+from piecegraph.passes.kernels.linear_config import (
+    BLOCK_M,
+    HELD_REGISTERS,
+    SLICED_ROWS,
+    LinearConfig,
+    SlicedConfig,
+    linear_config,
+)
+from tests.gpus import H200, RTX_4090
 
 
 def config(
-    num_rows: int, num_columns: int, size: int, *, is_gated: bool = False, itemsize: int = 2
-) -> LinearConfig | None:
-    return linear_config(num_rows, num_columns, size, is_gated=is_gated, itemsize=itemsize, num_sms=H200_SMS)
+    num_rows: int, num_columns: int, size: int, *, is_gated: bool = False, itemsize: int = 2, gpu: GpuLimits = H200
+) -> LinearConfig | SlicedConfig | None:
+    return linear_config(num_rows, num_columns, size, is_gated=is_gated, itemsize=itemsize, gpu=gpu)
 
 
 @pytest.mark.parametrize(
@@ -33,10 +40,32 @@ def test_few_rows_of_small_weights_are_ours(num_columns: int, size: int, is_gate
     assert ours == list(range(1, up_to + 1))
 
 
-def test_one_and_two_rows_need_no_tensor_cores() -> None:
-    for rows, block_m in ((1, 0), (2, 0), (3, BLOCK_M)):
+def test_which_kernel_depends_on_the_rows() -> None:
+    """Ordinary cores, then tensor cores with all rows in a program, then blocks of rows."""
+    for rows, block_m in ((1, 0), (2, SLICED_ROWS), (SLICED_ROWS, SLICED_ROWS), (SLICED_ROWS + 1, BLOCK_M)):
         found = config(rows, 1024, 2048)
         assert found is not None and found.block_m == block_m
+        assert isinstance(found, SlicedConfig) == (block_m == SLICED_ROWS)
+
+
+@pytest.mark.parametrize("is_gated", [False, True])
+@pytest.mark.parametrize("size", [256, 768, 1024, 1536, 2048, 3072, 8192])
+@pytest.mark.parametrize("num_columns", [16, 512, 1024, 2048, 3072, 4096])
+def test_a_sliced_layout_covers_the_weight(num_columns: int, size: int, is_gated: bool) -> None:
+    found = config(8, num_columns, size, is_gated=is_gated)
+    if not isinstance(found, SlicedConfig):
+        assert num_columns * size * (4 if is_gated else 2) > 16 * 2**20
+        return
+    assert found.num_tiles * found.num_slices * found.block_k == size
+    assert 1 <= found.num_held <= min(3, found.num_tiles)
+    registers = found.num_held * found.block_n * (2 if is_gated else 1) * found.block_k // 64
+    assert registers <= HELD_REGISTERS
+
+
+def test_a_size_of_no_whole_tiles_takes_blocks_of_rows() -> None:
+    for rows, block_m in ((2, 0), (8, BLOCK_M)):
+        found = config(rows, 1536, 576)
+        assert isinstance(found, LinearConfig) and found.block_m == block_m
 
 
 @pytest.mark.parametrize(
@@ -45,3 +74,17 @@ def test_one_and_two_rows_need_no_tensor_cores() -> None:
 )
 def test_what_the_kernels_do_not_take(num_rows: int, num_columns: int, size: int, itemsize: int) -> None:
     assert config(num_rows, num_columns, size, itemsize=itemsize) is None
+
+
+def test_a_gpu_with_less_shared_memory_has_fewer_tiles_in_flight() -> None:
+    """And takes the library where two do not fit."""
+    stages = []
+    for gpu in (H200, RTX_4090):
+        found = config(32, 1024, 2048, gpu=gpu)
+        assert isinstance(found, LinearConfig)
+        assert found.num_stages * (found.block_m + found.block_n) * found.block_k * 2 <= gpu.shared_bytes
+        stages.append(found.num_stages)
+    assert stages[0] > stages[1] >= 2
+    assert isinstance(config(8, 1024, 3072, gpu=RTX_4090), SlicedConfig)
+    small = GpuLimits(num_sms=40, shared_bytes=32 * 2**10)
+    assert config(8, 512, 1024, gpu=small) is None and config(1, 512, 1024, gpu=small) is not None

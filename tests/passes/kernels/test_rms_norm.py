@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from piecegraph.passes.kernels.rms_norm import Tile, add_rms_norm_on_gpu, pick_tile, rms_norm_on_gpu
+from piecegraph.passes.kernels.rms_norm import (
+    Tile,
+    add_rms_norm_of_parts_on_gpu,
+    add_rms_norm_on_gpu,
+    pick_tile,
+    rms_norm_on_gpu,
+)
 from piecegraph.passes.ops.rms_norm import MAX_SIZE, add_rms_norm_reference, rms_norm_reference
 from tests.interpreter import interpreted
 
@@ -38,6 +44,17 @@ def check_add(x: torch.Tensor, residual: torch.Tensor) -> None:
     assert_close(found[0], expected[0])
 
 
+def check_parts(residual: torch.Tensor, num_parts: int, *, has_bias: bool) -> None:
+    """The sum is rounded once, with the residual in it."""
+    size, device = residual.shape[-1], residual.device.type
+    parts = rows(num_parts, residual.shape[0], size, dtype=torch.float32, device=device)
+    bias, weight = (rows(size, dtype=residual.dtype, device=device) for _ in range(2))
+    normed, total = add_rms_norm_of_parts_on_gpu(parts, bias if has_bias else None, residual, weight, EPS, 0.0)
+    wide = parts.sum(0) + (bias.float() if has_bias else 0.0) + residual.float()
+    assert_close(total, wide.to(residual.dtype))
+    assert_close(normed, rms_norm_reference(total, weight, EPS, 0.0))
+
+
 def check_layouts(dtype: torch.dtype, device: str = "cpu") -> None:
     """Heads of a merged projection, in both orders; columns of it; short, odd and long rows; none."""
     projection = rows(1, 5, 512, dtype=dtype, device=device)
@@ -50,6 +67,8 @@ def check_layouts(dtype: torch.dtype, device: str = "cpu") -> None:
         x, residual = (rows(*shape[:-1], shape[-1] + 16 * i, dtype=dtype, device=device) for i in range(2))
         check_add(x, residual[..., 16:])
     check_add(heads, heads.transpose(1, 2).contiguous().transpose(1, 2))
+    check_parts(rows(7, 160, dtype=dtype, device=device)[:, 64:], 2, has_bias=True)
+    check_parts(rows(20, 1024, dtype=dtype, device=device), 4, has_bias=False)
 
 
 def check_interpreted() -> None:

@@ -8,8 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from piecegraph.passes.kernels.linear_config import MATVEC_ROWS, linear_config
+from piecegraph.passes.kernels.linear_config import MATVEC_ROWS, SlicedConfig, linear_config
 from piecegraph.passes.ops.linear import LINEAR
+from tests.gpus import H200
 from tests.passes.relative_error import Tensors, assert_no_less_exact
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -26,6 +27,12 @@ WIDE = [(rows, 4096, 64) for rows in (1, 3, 17, 64, 65, 130)]
 """Other blocks of columns, and with many rows the library's again."""
 
 LONG = [(1, 64, 2048), (1, 32, 4096)]
+SLICED = [
+    (rows, *weight)
+    for rows in (2, 8, 13, 16)
+    for weight in ((32, 256), (64, 768), (32, 1024), (64, 2048), (32, 5120), (1024, 1024), (2048, 1024), (4096, 1024))
+]  # fmt: skip
+"""Two to 16 rows of whole tiles: all block sizes, one tile and many, held or not."""
 
 
 def make_inputs(shape: torch.Size, random: torch.Generator) -> Tensors:
@@ -65,20 +72,26 @@ def test_it_is_no_less_exact_than_torch(dtype: torch.dtype) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_kernels_are_no_less_exact_than_torch(dtype: torch.dtype) -> None:
-    check_against_torch([*SHAPES, *WIDE, *LONG], dtype, "cuda")
+    check_against_torch([*SHAPES, *WIDE, *LONG, *SLICED], dtype, "cuda")
 
 
 def test_those_shapes_take_every_kernel_and_the_library() -> None:
     """So that the test before means something: on an H200, with an activation and without."""
-    taken = {"matvec": 0, "matmul": 0, "library": 0}
-    block_ns = set()
-    for rows, columns, size in [*SHAPES, *WIDE, *LONG]:
+    taken = {"matvec": 0, "sliced": 0, "matmul": 0, "library": 0}
+    block_ns: set[tuple[object, int]] = set()
+    for rows, columns, size in [*SHAPES, *WIDE, *LONG, *SLICED]:
         for is_gated in (False, True):
-            config = linear_config(rows, columns // (1 + is_gated), size, is_gated=is_gated, itemsize=2, num_sms=132)
-            taken["library" if config is None else "matvec" if rows <= MATVEC_ROWS else "matmul"] += 1
-            block_ns.add(config.block_n if config else 0)
+            config = linear_config(rows, columns // (1 + is_gated), size, is_gated=is_gated, itemsize=2, gpu=H200)
+            if config is None:
+                taken["library"] += 1
+            elif isinstance(config, SlicedConfig):
+                taken["sliced"] += 1
+                block_ns.add(("sliced", config.block_n))
+            else:
+                taken["matvec" if rows <= MATVEC_ROWS else "matmul"] += 1
+                block_ns.add((config.block_m, config.block_n))
     assert min(taken.values()) >= 30, taken
-    assert block_ns == {0, 4, 16, 32}
+    assert block_ns == {(0, 4), (64, 16), (64, 32), ("sliced", 8), ("sliced", 16), ("sliced", 32)}
 
 
 @pytest.mark.parametrize("bias", [True, False])

@@ -1,0 +1,164 @@
+"""A residual add, the norm of the sum and a linear of one row over it, in one kernel.
+
+Every program adds and norms the row by itself: that is a few kilobytes in L2, and the weights it multiplies it by are
+on their way meanwhile. So a decode step of one request waits for one launch less at each norm. With two rows the work
+that every program repeats takes longer than the launch.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from piecegraph.passes.kernels.gated import gated
+from piecegraph.passes.kernels.gpu_limits import gpu_limits
+from piecegraph.passes.kernels.linear_config import LinearConfig, SlicedConfig, linear_config
+from piecegraph.passes.kernels.overlapped import OverlappedKernel
+from piecegraph.passes.kernels.own_kernel import own_kernel
+from piecegraph.passes.ops.norm_linear import MAX_SIZE
+
+
+def norm_linear_config(x: torch.Tensor, weight: torch.Tensor, activation: str) -> LinearConfig | None:
+    """The layout of the linear where `x` is one row and our kernel takes it, else None."""
+    size = x.shape[-1]
+    if x.numel() != size or size > MAX_SIZE or x.dtype != weight.dtype:
+        return None
+    config = linear_config(
+        1,
+        weight.shape[0] // (2 if activation else 1),
+        size,
+        is_gated=bool(activation),
+        itemsize=x.element_size(),
+        gpu=gpu_limits(x.get_device()),
+    )
+    assert not isinstance(config, SlicedConfig), "one row is a matvec"
+    return config
+
+
+def add_norm_linear_on_gpu(
+    x: torch.Tensor,  # [..., size], one row
+    residual: torch.Tensor,  # the same
+    norm_weight: torch.Tensor | None,  # [size]
+    eps: float,
+    offset: float,
+    weight: torch.Tensor,  # [num_columns, size] or, gated, [2 * num_columns, size], contiguous
+    bias: torch.Tensor | None,  # as many as the weight has rows
+    activation: str,  # "": none
+    config: LinearConfig,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `ops.norm_linear.add_norm_linear`."""
+    size = x.shape[-1]
+    num_columns = weight.shape[0] // (2 if activation else 1)
+    total = x.new_empty(x.shape)
+    out = x.new_empty((*x.shape[:-1], num_columns))
+    _norm_matvec.launch(
+        (triton.cdiv(num_columns, config.block_n), 1, 1),
+        (
+            x.contiguous(),
+            residual.contiguous(),
+            None if norm_weight is None else norm_weight.contiguous(),
+            weight,
+            bias,
+            total,
+            out,
+            num_columns,
+            eps,
+            offset,
+        ),
+        {
+            "SIZE": size,
+            "COLUMNS": triton.next_power_of_2(size),
+            "BLOCK_N": config.block_n,
+            "BLOCK_K": config.block_k,
+            "ACTIVATION": activation,
+        },
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+    return out, total
+
+
+@own_kernel
+@triton.jit
+def norm_matvec_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
+    x,  # [SIZE]
+    residual,  # [SIZE]
+    norm_weight,  # [SIZE], or None
+    weight,  # [num_columns, SIZE], or twice as many rows: the gate's, then the other half's
+    bias,  # as many as weight has rows, or None
+    total,  # [SIZE], written by the first program
+    out,  # [num_columns], written
+    num_columns,
+    eps,
+    offset,
+    SIZE: tl.constexpr,
+    COLUMNS: tl.constexpr,  # SIZE, padded to a power of two
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Grid: (column blocks,). Products and sums in float32; the tile of weights ahead is on its way meanwhile."""
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    at = tl.arange(0, BLOCK_K)
+    weights = weight + column[:, None].to(tl.int64) * SIZE + at[None, :]
+    others = weights + num_columns.to(tl.int64) * SIZE
+    is_column = column < num_columns
+    if OVERLAP:
+        gdc_launch_dependents()
+    inside = is_column[:, None] & (at < SIZE)[None, :]
+    next_weights = tl.load(weights, mask=inside, other=0.0)
+    if ACTIVATION != "":
+        next_others = tl.load(others, mask=inside, other=0.0)
+    if OVERLAP:
+        gdc_wait()
+
+    # What the row is divided by. The sum is rounded before it is normed, as the one that is stored.
+    whole = tl.arange(0, COLUMNS)
+    summed = _sum_of(x, residual, whole, SIZE)
+    if tl.program_id(0) == 0:
+        tl.store(total + whole, summed, mask=whole < SIZE)
+    wide = summed.to(tl.float32)
+    shrink = tl.rsqrt(tl.sum(wide * wide, 0) / SIZE + eps)
+
+    products = tl.zeros([BLOCK_N], tl.float32)
+    other_products = tl.zeros([BLOCK_N], tl.float32)
+    for start in range(0, SIZE, BLOCK_K):
+        w = next_weights.to(tl.float32)
+        if ACTIVATION != "":
+            u = next_others.to(tl.float32)
+        ahead = start + BLOCK_K
+        if ahead < SIZE:
+            inside = is_column[:, None] & (ahead + at < SIZE)[None, :]
+            next_weights = tl.load(weights + ahead, mask=inside, other=0.0)
+            if ACTIVATION != "":
+                next_others = tl.load(others + ahead, mask=inside, other=0.0)
+        normed = _sum_of(x, residual, start + at, SIZE).to(tl.float32) * shrink
+        if norm_weight is not None:
+            factor = tl.load(norm_weight + start + at, mask=start + at < SIZE, other=0.0).to(tl.float32) + offset
+            normed = normed * factor
+        values = normed.to(out.dtype.element_ty).to(tl.float32)[None, :]
+        products += tl.sum(w * values, 1)
+        if ACTIVATION != "":
+            other_products += tl.sum(u * values, 1)
+    if bias is not None:
+        products += tl.load(bias + column, mask=is_column, other=0.0).to(tl.float32)
+        if ACTIVATION != "":
+            other_products += tl.load(bias + num_columns + column, mask=is_column, other=0.0).to(tl.float32)
+    if ACTIVATION != "":
+        products = gated(products, other_products, ACTIVATION)
+    tl.store(out + column, products.to(out.dtype.element_ty), mask=is_column)
+
+
+@own_kernel
+@triton.jit
+def _sum_of(x, residual, at, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]  # compiled by Triton
+    """The numbers `at` of a row and what is added to it, rounded to their dtype."""
+    one = tl.load(x + at, mask=at < SIZE, other=0.0).to(tl.float32)
+    other = tl.load(residual + at, mask=at < SIZE, other=0.0).to(tl.float32)
+    return (one + other).to(x.dtype.element_ty)
+
+
+_norm_matvec = OverlappedKernel(norm_matvec_kernel)
