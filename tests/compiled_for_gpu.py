@@ -19,9 +19,9 @@ _POINTERS = {
 }  # fmt: skip
 
 
-def compile_for_gpu(kernel: Any, arguments: Mapping[str, Any], options: Mapping[str, Any]) -> None:
-    """`arguments` by parameter: tensors, of which only the dtype counts, numbers, constants, None. Raises what Triton's
-    compiler raises, and AssertionError for a kernel that no program has the memory for."""
+def compile_for_gpu(kernel: Any, arguments: Mapping[str, Any], options: Mapping[str, Any]) -> str:
+    """The kernel's PTX. `arguments` by parameter: tensors, of which only the dtype counts, numbers, constants, None.
+    Raises what Triton's compiler raises, and AssertionError for a kernel that no program has the memory for."""
     signature, constants, attributes = {}, {}, {}
     assert list(arguments) == kernel.arg_names
     for index, (parameter, value) in enumerate(zip(kernel.params, arguments.values(), strict=True)):
@@ -40,3 +40,5 @@ def compile_for_gpu(kernel: Any, arguments: Mapping[str, Any], options: Mapping[
     source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
     compiled = triton.compile(source, target=HOPPER, options=dict(options))
     assert compiled.metadata.shared <= H200.shared_bytes
+    ptx: str = compiled.asm["ptx"]
+    return ptx

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 MATVEC_MAX_SHARE = 4
 """Pairs of token and expert are a product with a vector each while there are at most `num_experts / MATVEC_MAX_SHARE`
 of them: then few share an expert, and those that do find its weights in L2."""
+
+FLOAT32_BLOCK_K = 16
+"""Products of float32 numbers that sorted kernels add up one after another, before `compensated.py` sums them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +55,8 @@ def moe_config(
         64: (_tile(64, 64, 4, 4), _tile(128, 64, 4, 4)),
         128: (_tile(64, 64, 8, 4), _tile(128, 64, 8, 4)),
     }[block_m]
+    if itemsize > 2:
+        gate_up, down = (replace(tile, block_k=FLOAT32_BLOCK_K) for tile in (gate_up, down))
     return MoeConfig(
         block_m=block_m,
         gate_up=_clipped(gate_up, size, hidden, itemsize),

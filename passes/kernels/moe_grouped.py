@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from piecegraph.passes.kernels.compensated import add_dot
 from piecegraph.passes.kernels.gated import gated
 from piecegraph.passes.kernels.moe_config import MoeConfig
 from piecegraph.passes.kernels.moe_launch import launch_product
@@ -32,16 +33,14 @@ def moe_grouped(
     num_pairs = num_tokens * top_k
     routed = route(topk_ids, num_experts, config.block_m)
     num_blocks = routed.block_expert.shape[0]
-    precision = "ieee" if x.dtype == torch.float32 else "tf32"
     inner = x.new_empty(num_pairs, size)
     sizes = {"HIDDEN": hidden, "SIZE": size}
-    rows = {"PRECISION": precision, "BLOCK_M": config.block_m}
     launch_product(
         _gate_up,
         (num_blocks, triton.cdiv(size, config.gate_up.block_n), 1),
         (x, *routed, gate_up, inner, num_pairs),
         gate_up,
-        {"TOP_K": top_k, **sizes, "ACTIVATION": activation, **rows},
+        {"TOP_K": top_k, **sizes, "ACTIVATION": activation, "BLOCK_M": config.block_m},
         config.gate_up,
         x_stride=x.stride(0),
     )
@@ -51,7 +50,7 @@ def moe_grouped(
         (num_blocks, triton.cdiv(hidden, config.down.block_n), 1),
         (inner, *routed, topk_weights, down, results, num_pairs),
         down,
-        {**sizes, **rows},
+        {**sizes, "BLOCK_M": config.block_m},
         config.down,
     )
     out = x.new_empty(num_tokens, hidden)
@@ -83,7 +82,6 @@ def grouped_gate_up_kernel(  # type: ignore[no-untyped-def]  # compiled by Trito
     HIDDEN: tl.constexpr,
     SIZE: tl.constexpr,
     ACTIVATION: tl.constexpr,
-    PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -108,14 +106,16 @@ def grouped_gate_up_kernel(  # type: ignore[no-untyped-def]  # compiled by Trito
     ups = gates + SIZE * ROW_STRIDE
     gate_total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     up_total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    gate_lost = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    up_lost = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in tl.range(0, HIDDEN, BLOCK_K, num_stages=STAGES):
         k = start + at
         is_inside = (k < HIDDEN)[:, None] & is_column[None, :]
         values = tl.load(rows + k[None, :], mask=is_pair[:, None] & (k < HIDDEN)[None, :], other=0.0)
         gate = tl.load(gates + k[:, None] * COLUMN_STRIDE, mask=is_inside, other=0.0)
         up = tl.load(ups + k[:, None] * COLUMN_STRIDE, mask=is_inside, other=0.0)
-        gate_total = tl.dot(values, gate, gate_total, input_precision=PRECISION)
-        up_total = tl.dot(values, up, up_total, input_precision=PRECISION)
+        gate_total, gate_lost = add_dot(gate_total, gate_lost, values, gate)
+        up_total, up_lost = add_dot(up_total, up_lost, values, up)
     result = gated(gate_total, up_total, ACTIVATION).to(inner.dtype.element_ty)
     tl.store(inner + pair[:, None] * SIZE + column[None, :], result, mask=is_pair[:, None] & is_column[None, :])
 
@@ -135,7 +135,6 @@ def grouped_down_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     COLUMN_STRIDE: tl.constexpr,
     HIDDEN: tl.constexpr,
     SIZE: tl.constexpr,
-    PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -158,12 +157,13 @@ def grouped_down_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     rows = inner + pair[:, None] * SIZE
     weights = down + expert * EXPERT_STRIDE + column[None, :] * ROW_STRIDE
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    lost = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in tl.range(0, SIZE, BLOCK_K, num_stages=STAGES):
         k = start + at
         is_inside = (k < SIZE)[:, None] & is_column[None, :]
         values = tl.load(rows + k[None, :], mask=is_pair[:, None] & (k < SIZE)[None, :], other=0.0)
         tile = tl.load(weights + k[:, None] * COLUMN_STRIDE, mask=is_inside, other=0.0)
-        total = tl.dot(values, tile, total, input_precision=PRECISION)
+        total, lost = add_dot(total, lost, values, tile)
     total *= tl.load(topk_weights + pair, mask=is_pair, other=0.0).to(tl.float32)[:, None]
     tl.store(results + pair[:, None] * HIDDEN + column[None, :], total, mask=is_pair[:, None] & is_column[None, :])
 

@@ -48,6 +48,14 @@ def test_tiles_are_powers_of_two_that_tensor_cores_take_and_that_fit(itemsize: i
             assert tiles * tile.num_stages <= SHARED_MEMORY, layout
 
 
+def test_sorted_rows_of_float32_are_multiplied_as_exactly_as_can_be() -> None:
+    for num_tokens in (8, 64, 256, 2048):
+        for shape in (QWEN3, MIXTRAL):
+            wide, narrow = config(num_tokens, shape, itemsize=4), config(num_tokens, shape)
+            assert (wide.gate_up.block_k, wide.down.block_k) == (16, 16)
+            assert (wide.block_m, wide.gate_up.block_n) == (narrow.block_m, narrow.gate_up.block_n)
+
+
 def test_no_distribution_of_pairs_takes_more_blocks_than_the_bound_and_one_takes_as_many() -> None:
     draw = random.Random(0)
     for num_pairs, num_experts, block_m in itertools.product((1, 2, 5, 16, 33, 64), (1, 3, 8), (16, 32)):
