@@ -10,26 +10,21 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from piecegraph.compiler.api import compile as compile_module
 from piecegraph.compiler.compiled_model import CompiledModel
 from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
-from piecegraph.compiler.plan import SplitCall
 from piecegraph.progress import OnPhase, Phase, timed_phase
 from piecegraph.read_ahead import ReadAhead
-from piecegraph.runner.attention.layer import AttentionLayer, attention_layers
-from piecegraph.runner.attention.select import BackendChoice, check_backend_name, choose_backend
-from piecegraph.runner.attention.step_metadata import StepMetadataBuilder
+from piecegraph.runner.attention.select import BackendChoice, check_backend_name
+from piecegraph.runner.build_step import build_step
 from piecegraph.runner.cache_allocation import CacheAllocation, CacheSizes, allocate_given, allocate_on_gpu
 from piecegraph.runner.capture_sizes import check_capture_sizes
-from piecegraph.runner.causal_lm import DYNAMIC_DIMS, CausalLMForward, example_inputs
+from piecegraph.runner.compile_model import CompiledLM, compile_model
 from piecegraph.runner.cudagraph_manager import CudaGraphManager
 from piecegraph.runner.dispatcher import Dispatcher
 from piecegraph.runner.engine import Engine
-from piecegraph.runner.engine_config import EngineConfig, batched_tokens, runs_ahead, static_sizes, static_sizes_note
-from piecegraph.runner.graph_plan import GraphPlan, plan_graphs
-from piecegraph.runner.input_buffers import InputBuffers
+from piecegraph.runner.engine_config import EngineConfig, batched_tokens, runs_ahead, static_sizes_note
+from piecegraph.runner.graph_plan import GraphPlan
 from piecegraph.runner.kv_cache import KVCache, allocate_kv_caches, as_pages, bytes_per_block
-from piecegraph.runner.kv_cache_groups import KVCacheLayout, kv_cache_layout
 from piecegraph.runner.model_length import model_length
 from piecegraph.runner.model_loader import (
     LoadedModel,
@@ -43,12 +38,9 @@ from piecegraph.runner.model_loader import (
 )
 from piecegraph.runner.model_runner import ModelRunner
 from piecegraph.runner.model_step import ModelStep
-from piecegraph.runner.model_support import check_layers
 from piecegraph.runner.profile import peak_step_bytes
-from piecegraph.runner.request_states import RequestStates
 from piecegraph.runner.rope import fix_longrope
 from piecegraph.runner.sampling.batch_sampler import Sampler
-from piecegraph.runner.scheduling.kv_cache_group import blocks_for
 from piecegraph.runner.scheduling.kv_cache_manager import KVCacheManager
 from piecegraph.runner.scheduling.request_queue import SchedulingPolicy
 from piecegraph.runner.scheduling.scheduler import Scheduler
@@ -110,7 +102,7 @@ def load_engine(config: EngineConfig, on_phase: OnPhase | None, ahead: ReadAhead
             stand_in, weights_first = stand_in_for(
                 config.source, hf_config, dtype=dtype, device=device, max_model_len=max_model_len
             )
-    model = _compile(stand_in, load, config, max_model_len, max_num_tokens, on_phase)
+    model = compile_model(stand_in, load, config, max_model_len, max_num_tokens, on_phase)
     loaded, plan = load(), model.plan
     weights_first = weights_first or model.compiled.report().weights_first
     vocab_size = loaded.config.get_text_config(decoder=True).vocab_size
@@ -168,7 +160,7 @@ def load_engine(config: EngineConfig, on_phase: OnPhase | None, ahead: ReadAhead
 
 def _selfcheck(
     loaded: LoadedModel,
-    model: _Model,
+    model: CompiledLM,
     config: EngineConfig,
     engine: Engine,
     runner: ModelRunner,
@@ -195,65 +187,8 @@ def _selfcheck(
         raise
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Model:
-    """A compiled model, the attention found in its graph with what will run it, and the graphs to capture."""
-
-    compiled: CompiledModel
-    layers: tuple[AttentionLayer, ...]
-    layout: KVCacheLayout
-    attention: BackendChoice
-    plan: GraphPlan
-
-
-def _compile(
-    stand_in: LoadedModel | None,
-    load: Callable[[], LoadedModel],
-    config: EngineConfig,
-    max_model_len: int,
-    max_num_tokens: int,
-    on_phase: OnPhase | None,
-) -> _Model:
-    """Trace, decide, compile: whatever the graph shows to be impossible is refused between the first two. What is
-    traced is `stand_in` where there is one, and weights are loaded while it compiles."""
-    loaded = load() if stand_in is None else stand_in
-    decided: list[tuple[tuple[AttentionLayer, ...], BackendChoice, GraphPlan]] = []
-
-    def decide(calls: tuple[SplitCall, ...]) -> None:
-        found = attention_layers(calls)
-        check_layers(found, loaded.config)
-        choice = choose_backend(config.attention_backend, found, loaded.device, config.block_size)
-        plan = plan_graphs(
-            mode=CUDAGraphMode.parse(config.cudagraph_mode),
-            capture_sizes=config.cudagraph_capture_sizes,
-            backend=choice.backend,
-            device=loaded.device,
-            graph_kind=config.graph_kind,
-            can_split=bool(found),
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=max_num_tokens,
-            strict=config.strict,
-        )
-        decided.append((found, choice, plan))
-
-    sizes = static_sizes(config, is_cuda=loaded.device.type == "cuda")
-    with torch.no_grad():
-        compiled = compile_module(
-            CausalLMForward(loaded.model),
-            replace(config.compile, compile_sizes=sizes),
-            dynamic_dims=DYNAMIC_DIMS,
-            example_inputs=example_inputs(loaded.device),
-            on_phase=on_phase,
-            before_compile=decide,
-            load_weights=None if stand_in is None else lambda: CausalLMForward(load().model),
-        )
-    layers, choice, plan = decided[-1]
-    layout = kv_cache_layout(layers, max_model_len=max_model_len, block_size=config.block_size)
-    return _Model(compiled=compiled, layers=layers, layout=layout, attention=choice, plan=plan)
-
-
 def _runner(
-    model: _Model,
+    model: CompiledLM,
     plan: GraphPlan,
     config: EngineConfig,
     sampler: Sampler,
@@ -263,46 +198,23 @@ def _runner(
 ) -> tuple[ModelRunner, int]:
     """The step over fixed buffers, its graphs captured, and the number of blocks its cache then has."""
     backend = model.attention.backend
-    max_model_len = sampler.max_model_len
-    max_blocks = blocks_for(max_model_len, config.block_size)
-    block_size = backend.kernel_block_size(config.block_size)
-    assert config.block_size % block_size == 0, f"{backend.name}: {block_size} does not divide {config.block_size}"
-    pages_per_block = config.block_size // block_size
-    num_groups = len(model.layout.groups)
     with timed_phase(on_phase, "buffers"):
-        step = ModelStep(
-            forward=model.compiled,
-            impl=backend.impl(),
-            metadata_builder=StepMetadataBuilder(
-                backend.metadata_builder(model.layers, block_size, device, max_num_reqs=config.max_num_seqs)
-            ),
+        step = build_step(
+            model.compiled,
+            layers=model.layers,
             layout=model.layout,
-            kv_caches=allocate_kv_caches(model.layers, 1, block_size, device),  # until the others are sized
-            states=RequestStates(
-                max_num_reqs=config.max_num_seqs,
-                max_model_len=max_model_len,
-                max_blocks=max_blocks,
-                num_groups=num_groups,
-                pages_per_block=pages_per_block,
-                device=device,
-                keeps_host_blocks=backend.needs_host_batch,
-            ),
-            buffers=InputBuffers(
-                max_num_tokens=max(max_num_tokens, config.max_num_seqs),
-                max_num_reqs=config.max_num_seqs,
-                max_blocks=max_blocks * pages_per_block,
-                num_groups=num_groups,
-                device=device,
-            ),
+            backend=backend,
+            config=config,
             sampler=sampler,
-            block_size=block_size,
+            max_num_tokens=max_num_tokens,
+            device=device,
         )
     cache = _allocate(model, config, step, max_num_tokens, on_phase)
     step = replace(step, kv_caches=cache.kv_caches)
     graphs = CudaGraphManager(
         step=step,
         compiled=model.compiled,
-        max_model_len=max_model_len,
+        max_model_len=sampler.max_model_len,
         needs_host_batch=backend.needs_host_batch,
         kind=config.graph_kind,
         strict=config.strict,
@@ -331,7 +243,7 @@ def _runner(
 
 
 def _allocate(
-    model: _Model, config: EngineConfig, step: ModelStep, max_num_tokens: int, on_phase: OnPhase | None
+    model: CompiledLM, config: EngineConfig, step: ModelStep, max_num_tokens: int, on_phase: OnPhase | None
 ) -> CacheAllocation:
     """The cache's tensors: with all their memory if their size is given or there is no GPU, else with what the
     graphs can be captured over, to be filled after them."""

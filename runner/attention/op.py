@@ -67,6 +67,14 @@ def _prepare(call: AttentionCall) -> Launch | str:
     return launch_of_group(launch, context.group_of[call.layer])
 
 
+def launch_prepared(call: AttentionCall) -> None:
+    """Bind `call` as a capture would, and launch it once with the current metadata: its kernels are compiled then, for
+    any batch of as many rows. Nothing where the backend prepares no such call."""
+    launch = _prepare(call)
+    if not isinstance(launch, str):
+        launch(_metadata_of_launches())
+
+
 def _kind(*args: Any) -> tuple[Any, ...]:
     """What tells layers apart that take different kernels: all of an op's arguments but the last, the name, and what
     is found under that."""

@@ -181,6 +181,14 @@ class _Launch(NamedTuple):
     changed: tuple[int, ...]
 
 
+DECODE_CHANGES = (
+    "block_table", "seq_lens", "slot_mapping", "block_table_stride", "num_reqs", "num_splits", "min_split_len",
+)  # fmt: skip
+PREFILL_CHANGES = ("query_start_loc", "seq_lens", "block_table", "block_table_stride", "first_req", "num_reqs")
+KV_WRITE_CHANGES = ("slot_mapping", "first_query", "num_tokens", "heads")
+"""Arguments of each kernel that differ from batch to batch, in the order a launch gives them."""
+
+
 class PreparedAttention:
     """`kernel_calls` for tensors that stay where they are: a launch costs a few microseconds of the host.
 
@@ -197,7 +205,7 @@ class PreparedAttention:
     def __call__(self, metadata: AttentionMetadata) -> None:
         """Like `TritonImpl.forward`. Every call's metadata comes from one builder."""
         assert isinstance(metadata, TritonMetadata), type(metadata)
-        self._bind_once(metadata)
+        self.bind(metadata)
         stream = current_stream(self._device)
         for launch in self.launches(metadata):
             if launch is not None:
@@ -220,7 +228,7 @@ class PreparedAttention:
     def record(self, metadata: AttentionMetadata) -> Patch:
         """One node for each of the three kernels a batch may take."""
         assert isinstance(metadata, TritonMetadata), type(metadata)
-        self._bind_once(metadata)
+        self.bind(metadata)
         stream = current_stream(self._device)
         one_decode = replace(metadata, num_reqs=1, num_decode_reqs=1, max_query_len=1)
         one_other = replace(metadata, num_reqs=1, num_decode_reqs=0, max_query_len=1)
@@ -256,36 +264,23 @@ class PreparedAttention:
         grid = prefill_grid(self._shape, num_rows, num_reqs - num_decode_reqs, config)
         return _Launch(self._prefill_kernels[layout], grid, changed)
 
-    def _bind_once(self, metadata: TritonMetadata) -> None:
+    def bind(self, metadata: AttentionMetadata) -> None:
+        """Have every kernel compiled that a batch of as many rows may take, for the tensors at hand. The first launch
+        does, if nothing has before."""
         if self._unbound is None:
             return
+        assert isinstance(metadata, TritonMetadata), type(metadata)
         (call, preparer), self._unbound = self._unbound, None
         assert metadata.gpu is not None
+        self._plan = plan = _plan(self._shape, metadata.max_num_reqs, metadata.max_len, metadata.gpu)
         num_rows = call.query.shape[0]
-        self._plan = _plan(self._shape, metadata.max_num_reqs, metadata.max_len, metadata.gpu)
-        self._decode_kernels = [
-            preparer.prepare(
-                call.decode(metadata, num_reqs, config),
-                changing=(
-                    "block_table", "seq_lens", "slot_mapping", "block_table_stride", "num_reqs", "num_splits",
-                    "min_split_len",
-                ),
-            )
-            for num_reqs, config in self._plan.decode_layouts
-            if num_reqs <= num_rows
-        ]  # fmt: skip
-        self._kv_write_kernel = preparer.prepare(
-            call.kv_write(metadata), changing=("slot_mapping", "first_query", "num_tokens", "heads")
-        )
-        self._prefill_kernels = [
-            preparer.prepare(
-                call.prefill(metadata, config),
-                changing=(
-                    "query_start_loc", "seq_lens", "block_table", "block_table_stride", "first_req", "num_reqs",
-                ),
-            )
-            for config in self._plan.prefill_layouts
-        ]  # fmt: skip
+        layouts = [(num_reqs, config) for num_reqs, config in plan.decode_layouts if num_reqs <= num_rows]
+        decodes = [(call.decode(metadata, num_reqs, config), DECODE_CHANGES) for num_reqs, config in layouts]
+        prefills = [(call.prefill(metadata, config), PREFILL_CHANGES) for config in plan.prefill_layouts]
+        kernels = preparer.prepare_all([*decodes, *prefills, (call.kv_write(metadata), KV_WRITE_CHANGES)])
+        self._decode_kernels = kernels[: len(decodes)]
+        self._prefill_kernels = kernels[len(decodes) : -1]
+        self._kv_write_kernel = kernels[-1]
 
 
 class _Nodes:

@@ -7,6 +7,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+READ_AHEAD, STEP_KERNELS = BESIDE = ("read_ahead", "step_kernels")
+"""Phases that a thread has beside the others: their seconds are part of theirs."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phase:

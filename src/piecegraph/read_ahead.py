@@ -12,10 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from piecegraph.progress import OnPhase, Phase
-
-PHASE = "read_ahead"
-"""The phase's name. It runs beside others: its seconds are part of theirs."""
+from piecegraph.progress import READ_AHEAD, OnPhase, Phase
 
 _CHUNK_BYTES = 32 << 20
 """Between two chunks the thread waits for its turn to run Python, 5 ms while another thread has it, and may stop."""
@@ -51,7 +48,8 @@ class ReadAhead:
         self.stopping.set()
         self.wait()
         if on_phase is not None and self.num_bytes:
-            on_phase(Phase(name=PHASE, seconds=self.seconds, detail=f"{self.num_bytes / 1e9:.2f} GB, beside the rest"))
+            what = f"{self.num_bytes / 1e9:.2f} GB, beside the rest"
+            on_phase(Phase(name=READ_AHEAD, seconds=self.seconds, detail=what))
 
     def _run(self) -> None:
         started = time.perf_counter()

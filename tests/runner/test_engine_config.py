@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from piecegraph import LLM, read_ahead
+from piecegraph import LLM
 from piecegraph.errors import ConfigError, OutOfMemory, UnsupportedModel
+from piecegraph.progress import BESIDE
 
 REFUSED: list[tuple[dict[str, object], str]] = [
     ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 is not yet available; it must be 1"),
@@ -63,7 +64,7 @@ def test_enforce_eager_runs_pieces_uncompiled(llama_dir: Path) -> None:
     ) as llm:
         assert "eager" in str(llm.compiled.report())
         assert llm.notes == ()
-    in_turn = dict.fromkeys(name for name in phases if name != read_ahead.PHASE)  # that one runs beside the others
+    in_turn = dict.fromkeys(name for name in phases if name not in BESIDE)
     assert list(in_turn) == [
         *("import", "config", "load", "trace", "passes", "split", "compile", "stitch", "buffers", "kv_cache", "engine"),
     ]

@@ -13,8 +13,7 @@ from itertools import pairwise
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from piecegraph import read_ahead
-from piecegraph.progress import Phase
+from piecegraph.progress import BESIDE, Phase
 
 
 class Span(NamedTuple):
@@ -33,14 +32,11 @@ class Shares:
     unnamed: float
 
 
-BESIDE = (read_ahead.PHASE,)
-"""Phases that a thread has beside the others: no moment is theirs, or what is nobody's could not be told."""
-
-
 def share_out(spans: Sequence[Span], begin: float, end: float) -> Shares:
     """Each moment from `begin` to `end` goes to the span that began last of those that run then.
 
-    So what runs inside a phase is not the phase's, and no moment counts twice.
+    So what runs inside a phase is not the phase's, and no moment counts twice. No moment is that of a thread which runs
+    beside the others, or what is nobody's could not be told.
     """
     spans = [span for span in spans if span.name not in BESIDE]
     edges = sorted({begin, end, *(edge for span in spans for edge in (span.begin, span.end) if begin < edge < end)})

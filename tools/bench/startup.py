@@ -14,8 +14,9 @@ from typing import Any
 
 from piecegraph import environment
 from piecegraph.errors import PiecegraphError
+from piecegraph.progress import BESIDE
 from piecegraph.tools.bench.start_child import StartJob
-from piecegraph.tools.bench.start_clock import BESIDE, Span, share_out
+from piecegraph.tools.bench.start_clock import Span, share_out
 
 COLD, WARM = "cold", "warm"
 

@@ -8,6 +8,7 @@ alone knows how that one is called, which is the same in Triton 3.6 and 3.9.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,9 @@ from triton.runtime import driver
 from piecegraph.runner.attention.kernels.node_format import NodeFormat, node_format
 
 Grid = tuple[int, int, int]
+
+MAX_WORKERS = 8
+"""Kernels that are compiled at a time."""
 
 
 class KernelCall(NamedTuple):
@@ -86,6 +90,22 @@ class KernelPreparer:
 
     def prepare(self, call: KernelCall, changing: Sequence[str]) -> PreparedKernel:
         """Launches nothing. `changing`: the arguments that each launch gives, in this order."""
+        return self.prepare_all([(call, changing)])[0]
+
+    def prepare_all(self, calls: Sequence[tuple[KernelCall, Sequence[str]]]) -> list[PreparedKernel]:
+        """`prepare` of each, in order. What has to be compiled is compiled side by side."""
+        asked = [self._ask(call, changing) for call, changing in calls]
+        missing = {
+            (id(each.form), each.kind): (call, each.form)
+            for (call, _), each in zip(calls, asked, strict=True)
+            if each.kind not in each.form.compiled
+        }
+        done = _compile_all([call for call, _ in missing.values()])
+        for ((_, kind), (_, form)), compiled in zip(missing.items(), done, strict=True):
+            form.compiled[kind] = compiled
+        return [PreparedKernel(each.form.compiled[each.kind], each.values, each.form.changing) for each in asked]
+
+    def _ask(self, call: KernelCall, changing: Sequence[str]) -> _Asked:
         names, values = tuple(call.arguments), list(call.arguments.values())
         types = tuple(map(type, values))
         key = (call.kernel, names, types, tuple(changing))
@@ -93,11 +113,7 @@ class KernelPreparer:
         if form is None:
             assert names == tuple(param.name for param in call.kernel.params), (names, call.kernel)
             form = self._forms[key] = _Form.of(names, types, changing)
-        kind = (*call.options.items(), *form.take_addresses(values))
-        compiled = form.compiled.get(kind)
-        if compiled is None:
-            compiled = form.compiled[kind] = _compile(call)
-        return PreparedKernel(compiled, values, form.changing)
+        return _Asked(form, (*call.options.items(), *form.take_addresses(values)), values)
 
 
 class _Form(NamedTuple):
@@ -136,6 +152,29 @@ class _Form(NamedTuple):
             values[place] = x.data_ptr()
             kinds[place] = x.dtype, x.device
         return kinds
+
+
+class _Asked(NamedTuple):
+    """A call whose kernel is wanted."""
+
+    form: _Form
+    kind: tuple[object, ...]  # which of the form's compiled kernels
+    values: list[Any]  # of all arguments, addresses for tensors
+
+
+def _compile_all(calls: Sequence[KernelCall]) -> list[CompiledForLaunch]:
+    """In threads, if there are several: most of a compile is the work of others, who do not hold Python's lock."""
+    if len(calls) < 2:
+        return [_compile(call) for call in calls]
+    device = torch.cuda.current_device() if torch.cuda.is_available() else None
+
+    def compile_one(call: KernelCall) -> CompiledForLaunch:
+        if device is not None:
+            torch.cuda.set_device(device)  # a thread begins with the first
+        return _compile(call)
+
+    with ThreadPoolExecutor(max_workers=min(MAX_WORKERS, len(calls))) as pool:
+        return list(pool.map(compile_one, calls))
 
 
 def _compile(call: KernelCall) -> CompiledForLaunch:

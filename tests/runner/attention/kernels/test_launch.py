@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -68,6 +69,38 @@ def test_calls_of_one_kind_share_a_compiled_kernel() -> None:
         before = kernel.num_compiled
         preparer.prepare(plain._replace(arguments=plain.arguments | other), changing=("n",))
         assert kernel.num_compiled == before + 1
+
+
+def test_kernels_that_are_prepared_together_compile_side_by_side() -> None:
+    """Each once, though two calls need the same; all of them at a time."""
+    kernel, preparer = Kernel("x", "n", "sinks", "BLOCK"), KernelPreparer()
+    plain = call(kernel, torch.zeros(4))
+    all_at_once = threading.Barrier(3)
+    warmup = kernel.warmup
+
+    def met(*args: Any, **options: Any) -> Any:
+        all_at_once.wait(timeout=60)
+        return warmup(*args, **options)
+
+    kernel.warmup = met  # type: ignore[method-assign]
+    blocks = (16, 32, 64, 32)
+    calls = [(plain._replace(arguments=plain.arguments | {"BLOCK": block}), ("n",)) for block in blocks]
+    for number, prepared in enumerate(preparer.prepare_all(calls)):
+        prepared.launch((1, 1, 1), 0, number)
+    assert kernel.num_compiled == 3
+    assert [launch[-3:] for launch in kernel.launches] == [(n, None, block) for n, block in enumerate(blocks)]
+
+
+def test_a_kernel_that_does_not_compile_is_an_error_among_others_too() -> None:
+    kernel, broken = Kernel("x", "n", "sinks", "BLOCK"), Kernel("x", "n", "sinks", "BLOCK")
+
+    def fail(*args: Any, **options: Any) -> Any:
+        raise ValueError("out of registers")
+
+    broken.warmup = fail  # type: ignore[method-assign]
+    calls = [(call(each, torch.zeros(4)), ("n",)) for each in (kernel, broken)]
+    with pytest.raises(ValueError, match="out of registers"):
+        KernelPreparer().prepare_all(calls)
 
 
 def test_what_equals_and_is_of_another_type_is_another_kind() -> None:

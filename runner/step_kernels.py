@@ -1,0 +1,96 @@
+"""Kernels of a step that no piece of the model has, compiled while the pieces are: those of attention, of the inputs
+and of the sampler.
+
+Triton compiles a kernel when it is first launched: without this, one after the other, in the profile run and in the
+first capture.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
+from typing import Any
+
+import torch
+
+from piecegraph.compiler.plan import SplitCall, TensorSpec
+from piecegraph.progress import STEP_KERNELS, OnPhase, Phase
+from piecegraph.runner.attention.op import launch_prepared
+from piecegraph.runner.attention.op_call import ATTENTION_OPS, call_of
+from piecegraph.runner.model_step import ModelStep
+from piecegraph.runner.profile import run_largest_step
+
+
+def compiles_kernels(device: torch.device) -> bool:
+    """A step on `device` takes kernels of ours."""
+    return device.type == "cuda"
+
+
+class StepKernels:
+    """A thread that launches them once. What fails there fails again where it is needed, and is reported there."""
+
+    def __init__(self, launch: Callable[[], None], device: torch.device) -> None:
+        """`launch`: launches them all."""
+        self._launch = launch
+        self._device = device
+        self._seconds = 0.0  # that it took
+        self._thread = threading.Thread(target=self._run, name="piecegraph step kernels", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def wait(self, on_phase: OnPhase | None = None) -> None:
+        """Until all are compiled, and tell how long that took; nothing if it was never started."""
+        if self._thread.ident is None:
+            return
+        self._thread.join()
+        if on_phase is not None:
+            what = "attention, inputs, sampler, beside the rest"
+            on_phase(Phase(name=STEP_KERNELS, seconds=self._seconds, detail=what))
+
+    def _run(self) -> None:
+        started = time.perf_counter()
+        # a thread begins with the first GPU
+        with suppress(Exception), torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
+            self._launch()
+        self._seconds = time.perf_counter() - started
+
+
+class AttentionAlone:
+    """In a model's place in a step: one layer of each kind attends to nobody's tokens, and logits are zeros.
+
+    Heads lie as they were projected, or as a merged projection has them; kernels are compiled for either alike.
+    """
+
+    def __init__(self, calls: Sequence[SplitCall], *, vocab_size: int, dtype: torch.dtype) -> None:
+        """`calls`: of the model's graph; `dtype`: of its logits."""
+        kinds = {(call.op, call.args[:-1]): call for call in calls if call.op in ATTENTION_OPS}
+        self._calls = tuple(kinds.values())
+        self._vocab_size = vocab_size
+        self._dtype = dtype
+
+    def __call__(self, input_ids: torch.Tensor, positions: torch.Tensor, logits_indices: torch.Tensor) -> torch.Tensor:
+        """As `model_step.Forward`. Kernels are compiled as a graph would have them: for any batch of as many tokens."""
+        num_tokens = input_ids.shape[0]
+        for call in self._calls:
+            launch_prepared(call_of(call.op, [_made(each, num_tokens) for each in call.args]))
+        return torch.zeros(logits_indices.shape[0], self._vocab_size, dtype=self._dtype, device=input_ids.device)
+
+
+def _made(argument: Any, num_tokens: int) -> Any:
+    """A tensor for what is known of one, its symbolic size that of the batch."""
+    if not isinstance(argument, TensorSpec):
+        return argument
+    shape = [size if isinstance(size, int) else num_tokens for size in argument.shape]
+    return torch.zeros(shape, dtype=argument.dtype, device=argument.device)
+
+
+@torch.no_grad()
+def launch_step_kernels(step: ModelStep, *, num_tokens: int, max_model_len: int, needs_host_batch: bool) -> None:
+    """Run a step of `num_tokens` tokens whose model is `AttentionAlone`, and wait for it."""
+    run_largest_step(step, num_tokens=num_tokens, max_model_len=max_model_len, needs_host_batch=needs_host_batch)
+    device = step.buffers.input_ids.device
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
