@@ -52,7 +52,7 @@ def cold_start(
     compiler.start()
     on_phase(Phase(name="trace"))
     traced = trace(module, args, kwargs, dynamic_dims)
-    on_phase(Phase(name="trace", seconds=traced.seconds))
+    on_phase(Phase(name="trace", seconds=traced.seconds, detail=traced.note))
     with timed_phase(on_phase, "passes"):
         watched = _bound(traced)  # as they are in the module, before passes merge some
         device_type = next((each.tensor.device.type for each in watched), "cpu")
@@ -81,6 +81,7 @@ def cold_start(
         rows,
         is_split_op=is_split_op,
         trace_seconds=traced.seconds,
+        trace_note=traced.note,
         on_phase=on_phase,
         bind=bind,
         before_compile=before_compile,

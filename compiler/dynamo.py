@@ -29,7 +29,14 @@ class DynamoGraph:
     mutations: tuple[str, ...]  # Python objects that live longer than the call and were changed by it
 
 
-def dynamo_graph(function: Callable[..., Any], args: Sequence[Any]) -> DynamoGraph:
+OnGraph = Callable[[fx.Graph, Sequence[Any]], Sequence[Any]]
+"""May change a graph before anything is made of it: takes it with the examples of its placeholders, and returns those
+it has then."""
+
+
+def dynamo_graph(
+    function: Callable[..., Any], args: Sequence[Any], on_graph: OnGraph = lambda graph, examples: examples
+) -> DynamoGraph:
     """Trace `function(*args)` to exactly one graph without running any of it.
 
     The backend hands Dynamo's own bytecode the *fake* outputs of the graph, so the structure of the
@@ -43,7 +50,7 @@ def dynamo_graph(function: Callable[..., Any], args: Sequence[Any]) -> DynamoGra
     def capture(gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         assert "graph" not in captured, "fullgraph tracing called its backend twice"
         context = torch._guards.TracingContext.get()
-        captured.update(graph=gm, examples=tuple(examples), code=tuple(context.traced_code))
+        captured.update(graph=gm, examples=tuple(on_graph(gm.graph, examples)), code=tuple(context.traced_code))
         captured["mutations"] = _lasting_mutations()
         output = next(iter(reversed(gm.graph.nodes)))
         fakes = [node.meta["example_value"] if isinstance(node, Node) else node for node in output.args[0]]

@@ -100,6 +100,7 @@ class CompileReport:
     unique_pieces: tuple[UniquePieceRow, ...]
     static_pieces: tuple[StaticPieceRow, ...]
     passes: tuple[PassRow, ...] = ()
+    trace_note: str = ""  # how layers were traced
     weights_first: str = ""  # why weights were not loaded while pieces compiled, where that was asked for
     cache: CacheReport = CacheReport(state="off")
 
@@ -132,6 +133,7 @@ class CompileReport:
             f"({self.compiler})",
             f"trace {self.trace_seconds:.2f} s, split {self.split_seconds:.2f} s, "
             f"compile {self.compile_seconds:.2f} s, stitch {self.stitch_seconds:.2f} s",
+            *([f"trace: {self.trace_note}"] if self.trace_note else []),
             " unique  key           pieces  nodes  kernels  seconds",
         ]
         for row in self.unique_pieces:

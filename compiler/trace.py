@@ -7,18 +7,20 @@ import re
 import time
 import traceback
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch.utils import _pytree as pytree
 
+from piecegraph.compiler.alike_layers import lists_of_layers
 from piecegraph.compiler.call_spec import CallSpec, ConstantLeaf, ResultSpec, TensorLeaf
 from piecegraph.compiler.dynamic_dims import DynamicDims, bind_arguments, check_examples, declared_dims, leaf_paths
 from piecegraph.compiler.dynamo import DynamoGraph, dynamo_graph, guard_name, mark_dynamic_size
 from piecegraph.compiler.guards import GuardAudit, audit_guards
+from piecegraph.compiler.repeated_layers import NotRepeatable, check_what_was_read, repeat, told, traced_once
 from piecegraph.compiler.traced_globals import GlobalFact, globals_read
 from piecegraph.compiler.traced_sources import digests_of_files, files_of_code
 from piecegraph.errors import CompileError, GraphBreak, InputMismatch, SizeSpecialized
@@ -72,6 +74,7 @@ class Traced:
     sources: Mapping[str, str | None]  # file of every function traced -> sha256; None: it cannot be read
     globals: tuple[GlobalFact, ...]  # that the trace read
     seconds: float
+    note: str = ""  # how layers were traced
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +132,7 @@ def trace(module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any
 
     try:
         with torch.no_grad():
-            graph = dynamo_graph(call, (bound.args, bound.kwargs, sized))
+            graph, note = _graph(call, (bound.args, bound.kwargs, sized), module)
     except torch._dynamo.exc.TorchDynamoException as error:
         raise _trace_error(error, declared) from error
     if not graph.examples and not len(graph.graph_module.graph.nodes):
@@ -150,11 +153,51 @@ def trace(module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any
         size_symbols=symbols,
         call_spec=given.call_spec,
         result_spec=_result_spec(graph, examples),
-        guards=audit_guards([(entry.guard_type, guard_name(entry)) for entry in graph.guards]),
+        guards=_audited(graph),
         sources=digests_of_files({*files_of_code(graph.traced_code), *read.files}),
         globals=read.facts,
         seconds=time.perf_counter() - start,
+        note=note,
     )
+
+
+def _graph(call: Callable[..., Any], args: Sequence[Any], module: nn.Module) -> tuple[DynamoGraph, str]:
+    """The graph of a call of `module`, and what is to be told of its layers. Those that are alike are traced once, if
+    that gives what tracing each would."""
+    try:
+        lists = lists_of_layers(module)
+    except Exception as error:  # whatever modules do when they are looked into
+        return dynamo_graph(call, args), f"every layer was traced: {_first_line(error)}"
+    if not lists:
+        return dynamo_graph(call, args), ""
+    refused: list[NotRepeatable] = []
+
+    def on_graph(graph: fx.Graph, examples: Sequence[Any]) -> Sequence[Any]:
+        try:
+            return repeat(graph, examples, lists)
+        except NotRepeatable as error:  # Dynamo would make an error of its own of it
+            refused.append(error)
+            return examples
+
+    try:
+        with traced_once(lists):
+            graph = dynamo_graph(call, args, on_graph)
+        if refused:
+            raise refused[0]
+        check_what_was_read(map(guard_name, graph.guards), lists)
+        _audited(graph)
+    except Exception as error:  # an error of the model's own comes again
+        why = str(error) if isinstance(error, NotRepeatable) else _first_line(error)
+        return dynamo_graph(call, args), f"every layer was traced: {why}"
+    return graph, told(lists)
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+
+
+def _audited(graph: DynamoGraph) -> GuardAudit:
+    return audit_guards([(entry.guard_type, guard_name(entry)) for entry in graph.guards])
 
 
 def _marked_copy(leaf: Any, dims: Mapping[int, str]) -> Any:

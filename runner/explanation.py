@@ -196,7 +196,7 @@ def explain(config: EngineConfig, *, assume_gpu: bool = False, on_phase: OnPhase
         num_piecewise=len(plan.piecewise),
         decode=decode,
         mixed=mixed,
-        notes=(*notes, *layout.notes),
+        notes=(*notes, *layout.notes, *([f"trace: {report.trace_note}"] if report.trace_note else [])),
         slower_paths=tuple(_slower_paths(config, choice, plan, split_ops, decode, mixed)),
     )
 

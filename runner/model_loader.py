@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from piecegraph.compiler.layer_names import name_layers
 from piecegraph.errors import CheckpointError, ConfigError, ModelError, ModelNotFound, UnsupportedModel, did_you_mean
 from piecegraph.progress import OnPhase, Phase
 from piecegraph.runner.attention.transformers_attention import (
     ATTENTION_IMPLEMENTATION,
-    name_layers,
     register_attention,
 )
 from piecegraph.runner.model_source import ModelSource

@@ -9,12 +9,11 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from piecegraph.compiler.layer_names import NAME_ATTRIBUTE
 from piecegraph.runner.attention import op as _op  # noqa: F401  (registers the op)
 
 ATTENTION_IMPLEMENTATION = "piecegraph"
 """The value of `attn_implementation` under which a model is loaded."""
-
-_LAYER_NAME = "_piecegraph_layer"
 
 _HARMLESS = frozenset(
     {
@@ -36,12 +35,6 @@ def register_attention() -> None:
     from transformers import AttentionInterface
 
     AttentionInterface.register(ATTENTION_IMPLEMENTATION, transformers_attention)
-
-
-def name_layers(model: nn.Module) -> None:
-    """Tell every module its name in `model`; attention modules pass it to the op, which finds its cache by it."""
-    for name, module in model.named_modules():
-        setattr(module, _LAYER_NAME, name)
 
 
 def transformers_attention(
@@ -72,7 +65,7 @@ def transformers_attention(
         float(softcap) if softcap is not None else 0.0,
         s_aux,
         unsupported,
-        getattr(module, _LAYER_NAME),
+        getattr(module, NAME_ATTRIBUTE),
     )
     return out.unsqueeze(0), None
 

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 from transformers import AutoModelForCausalLM
 
+from piecegraph.compiler.layer_names import name_layers
 from piecegraph.compiler.normalize import normalize
 from piecegraph.compiler.pass_contexts import TracedContext
 from piecegraph.compiler.piece import UniquePiece, unique_pieces
@@ -23,7 +24,7 @@ from piecegraph.compiler.split_ops import split_op_matcher
 from piecegraph.compiler.trace import ArgumentInput, BoundInput, SizeInput, Traced, trace
 from piecegraph.config import DEFAULT_SPLIT_OPS
 from piecegraph.passes.graph_pass import GraphPass
-from piecegraph.runner.attention.transformers_attention import name_layers, register_attention
+from piecegraph.runner.attention.transformers_attention import register_attention
 from piecegraph.runner.causal_lm import DYNAMIC_DIMS, CausalLMForward, example_inputs
 from piecegraph.runner.rope import fix_longrope
 from tests.runner.tiny_models import FAMILIES, MAX_LEN, UNLISTED, VOCAB_SIZE

@@ -10,9 +10,10 @@ from torch import nn
 
 from piecegraph import CompileConfig
 from piecegraph.compiler.api import compile as compile_module
+from piecegraph.compiler.layer_names import name_layers
 from piecegraph.errors import UnsupportedModel
 from piecegraph.runner.attention.layer import AttentionLayer, attention_layers
-from piecegraph.runner.attention.transformers_attention import name_layers, transformers_attention
+from piecegraph.runner.attention.transformers_attention import transformers_attention
 
 Call = Callable[..., tuple[torch.Tensor, None]]
 

@@ -1,0 +1,147 @@
+"""Which layers of a model are alike, as far as can be told before any of it is traced.
+
+Two layers are alike when they are made of the same classes in the same places, with the same attributes, but for
+tensors, which have the same shape, dtype, strides and device, and for what tells which of the layers one is: its name,
+and numbers that are its place in the list.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from piecegraph.compiler.layer_names import NAME_ATTRIBUTE
+
+_OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
+_HOOKS = tuple(name for name in _OF_EVERY_MODULE if name.endswith("_hooks") and "state_dict" not in name)
+_PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """A layer of a list of them."""
+
+    name: str  # in the model
+    place: int  # in the list
+    module: nn.Module
+
+
+@dataclass(slots=True)
+class Kind:
+    """Layers of one list that are alike."""
+
+    first: Layer
+    others: list[Layer] = field(default_factory=list)
+    places: set[str] = field(default_factory=set)  # attributes that hold a layer's place
+
+
+@dataclass(frozen=True, slots=True)
+class LayerList:
+    """A list of layers, and their kinds; a kind may be of one."""
+
+    name: str
+    kinds: tuple[Kind, ...]
+
+    @property
+    def layers(self) -> list[tuple[Layer, Layer]]:
+        """Each in its place, and the first of its kind."""
+        pairs = [(layer, kind.first) for kind in self.kinds for layer in (kind.first, *kind.others)]
+        return sorted(pairs, key=lambda pair: pair[0].place)
+
+
+def lists_of_layers(model: nn.Module) -> tuple[LayerList, ...]:
+    """The outermost lists in `model` of which some layers are alike."""
+    found = []
+    for name, module in _outermost_lists(model, ""):
+        kinds: list[Kind] = []
+        for place, child in enumerate(module):
+            _sort_in(Layer(f"{name}.{place}" if name else str(place), place, child), kinds)
+        if any(kind.others for kind in kinds):
+            found.append(LayerList(name, tuple(kinds)))
+    return tuple(found)
+
+
+def _outermost_lists(module: nn.Module, name: str) -> Iterator[tuple[str, nn.ModuleList]]:
+    for child_name, child in module.named_children():
+        full = f"{name}.{child_name}" if name else child_name
+        if isinstance(child, nn.ModuleList):
+            yield full, child
+        else:
+            yield from _outermost_lists(child, full)
+
+
+def _sort_in(layer: Layer, kinds: list[Kind]) -> None:
+    for kind in kinds:
+        places = _places_if_alike(kind.first, layer)
+        if places is not None:
+            kind.others.append(layer)
+            kind.places |= places
+            return
+    kinds.append(Kind(layer))
+
+
+def _places_if_alike(one: Layer, other: Layer) -> set[str] | None:
+    """The attributes in which one has its place and the other its own; None: they are not alike."""
+    places: set[str] = set()
+    left, right = (dict(each.module.named_modules(remove_duplicate=False)) for each in (one, other))
+    if one.module is other.module or list(left) != list(right):
+        return None
+    for a, b in zip(left.values(), right.values(), strict=True):
+        if type(a) is not type(b) or not _same_tensors(a, b):
+            return None
+        if any(vars(each)[hooks] for each in (a, b) for hooks in _HOOKS) or "forward" in {**vars(a), **vars(b)}:
+            return None
+        ours, theirs = _attributes(a), _attributes(b)
+        if list(ours) != list(theirs):
+            return None
+        for key, value in ours.items():
+            if _same(value, theirs[key]):
+                continue
+            if type(value) is not int or (value, theirs[key]) != (one.place, other.place):
+                return None
+            places.add(key)
+    return places
+
+
+def _attributes(module: nn.Module) -> Mapping[str, Any]:
+    return {key: value for key, value in vars(module).items() if key not in _OF_EVERY_MODULE and key != NAME_ATTRIBUTE}
+
+
+def _same_tensors(a: nn.Module, b: nn.Module) -> bool:
+    return all(
+        list(left) == list(right) and all(map(_same_kind_of_tensor, left.values(), right.values()))
+        for left, right in ((a._parameters, b._parameters), (a._buffers, b._buffers))
+    )
+
+
+def _same_kind_of_tensor(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    if a is None or b is None or a.layout is not torch.strided:
+        return a is b
+    return (
+        type(a) is type(b)
+        and all(
+            getattr(a, name) == getattr(b, name) for name in ("shape", "dtype", "device", "layout", "requires_grad")
+        )
+        and a.stride() == b.stride()
+    )
+
+
+def _same(a: Any, b: Any) -> bool:
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, _PLAIN):
+        return bool(a == b)
+    if isinstance(a, functools.partial):
+        return _same((a.func, a.args, a.keywords), (b.func, b.args, b.keywords))
+    if isinstance(a, tuple | list):
+        return len(a) == len(b) and all(map(_same, a, b))
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(map(_same, a.values(), b.values()))
+    return False

@@ -1,0 +1,114 @@
+"""Layers are alike when nothing but their tensors' values, their names and their places tell them apart."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from piecegraph.compiler.alike_layers import lists_of_layers
+from piecegraph.compiler.layer_names import name_layers
+
+
+class Layer(nn.Module):
+    def __init__(self, place: int) -> None:
+        super().__init__()
+        self.layer_idx = place
+        self.scale = 0.5
+        self.sizes = (8, [8, 4])
+        self.act = functools.partial(nn.functional.gelu, approximate="tanh")
+        self.inner = nn.Linear(8, 8)
+        self.norm = nn.LayerNorm(8)
+
+
+class Model(nn.Module):
+    def __init__(self, num_layers: int = 5) -> None:
+        super().__init__()
+        self.body = nn.Module()
+        self.body.layers = nn.ModuleList(map(Layer, range(num_layers)))
+
+
+def kinds(model: nn.Module) -> list[list[int]]:
+    """The places of layers of each kind."""
+    (found,) = lists_of_layers(model)
+    return [[layer.place for layer in (kind.first, *kind.others)] for kind in found.kinds]
+
+
+def test_layers_that_differ_in_values_names_and_places_are_alike() -> None:
+    model = Model()
+    name_layers(model)
+    (found,) = lists_of_layers(model)
+    (kind,) = found.kinds
+    assert (found.name, kind.first.name, kind.places) == ("body.layers", "body.layers.0", {"layer_idx"})
+    assert [(layer.name, first.name) for layer, first in found.layers][1:3] == [
+        ("body.layers.1", "body.layers.0"),
+        ("body.layers.2", "body.layers.0"),
+    ]
+
+
+def set_on(name: str, value: Any) -> Callable[[Any], None]:
+    return lambda layer: setattr(layer, name, value)
+
+
+DIFFERENCES: dict[str, Callable[[Any], object]] = {
+    "a number": set_on("scale", 0.25),
+    "a number of another type": set_on("scale", 1),
+    "a place of another": set_on("layer_idx", 4),
+    "a number in a list": set_on("sizes", (8, [8, 5])),
+    "a partial": set_on("act", functools.partial(nn.functional.gelu, approximate="none")),
+    "a function": set_on("act", nn.functional.relu),
+    "an attribute more": set_on("window", 8),
+    "training": lambda layer: layer.eval(),
+    "a class": set_on("norm", nn.RMSNorm(8)),
+    "a module more": set_on("other", nn.Identity()),
+    "a shape": set_on("inner", nn.Linear(8, 4)),
+    "a dtype": lambda layer: layer.inner.half(),
+    "no bias": set_on("inner", nn.Linear(8, 8, bias=False)),
+    "strides": lambda layer: setattr(layer.inner.weight, "data", layer.inner.weight.data.t().contiguous().t()),
+    "no gradient": lambda layer: layer.inner.requires_grad_(False),
+    "a buffer": lambda layer: layer.register_buffer("table", torch.zeros(3)),
+    "a tensor that is no buffer": lambda layer: vars(layer).update(table=torch.zeros(3)),
+    "a hook": lambda layer: layer.inner.register_forward_hook(lambda *_: None),
+    "a forward of its own": set_on("forward", lambda x: x),
+}
+
+
+@pytest.mark.parametrize("difference", DIFFERENCES)
+def test_a_layer_that_differs_in_anything_else_is_another_kind(difference: str) -> None:
+    model: Any = Model()
+    DIFFERENCES[difference](model.body.layers[2])
+    assert kinds(model) == [[0, 1, 3, 4], [2]]
+
+
+def test_kinds_may_alternate() -> None:
+    model: Any = Model(6)
+    for place in (1, 3, 5):
+        model.body.layers[place].scale = 0.25
+    assert kinds(model) == [[0, 2, 4], [1, 3, 5]]
+
+
+def test_one_module_twice_is_not_alike_but_the_same() -> None:
+    model: Any = Model(1)
+    model.body.layers.append(model.body.layers[0])
+    assert not lists_of_layers(model)
+
+
+def test_lists_inside_of_layers_are_part_of_them() -> None:
+    """As experts are."""
+    model: Any = Model()
+    for layer in model.body.layers:
+        layer.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+    assert kinds(model) == [[0, 1, 2, 3, 4]]
+    model.body.layers[1].experts.append(nn.Linear(8, 8))
+    assert kinds(model) == [[0, 2, 3, 4], [1]]
+
+
+def test_a_list_without_equals_is_not_told_of() -> None:
+    model: Any = Model(2)
+    model.body.layers[1].scale = 0.25
+    assert not lists_of_layers(model)
+    assert not lists_of_layers(nn.Linear(2, 2))
