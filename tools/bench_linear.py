@@ -1,0 +1,251 @@
+"""Times the linears of a model's layer and its head on a GPU at sizes of a decode step, beside the library's.
+
+`python -m piecegraph.tools.bench_linear --help`. Calls of one linear follow each other in a CUDA graph, over copies of
+its weight that together exceed the GPU's L2; results are checked against torch before they are timed. The library's
+form is a matmul and, where the linear has an activation, our kernel for that.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import click
+import torch
+import torch.nn.functional as F
+
+from piecegraph.passes.kernels.gpu_limits import gpu_limits
+from piecegraph.passes.kernels.linear_config import NUM_SLICES, SLICED_ROWS, LinearConfig, SlicedConfig, linear_config
+from piecegraph.passes.ops.act_mul import act_mul
+from piecegraph.tools.bench.shapes import SHAPES
+from piecegraph.tools.bench_attention import (
+    READ_FLOOR_BYTES_PER_S,
+    compile_ahead,
+    ints,
+    microseconds,
+    short,
+    triton_version,
+)
+
+POOL_BYTES = 512 * 2**20
+"""Weights read by one replay take at least so much, several times an L2."""
+
+MIN_CALLS = 4
+MAX_CALLS = 64
+
+TOLERANCE = 1e-2
+"""Relative root mean square error above which a result is called wrong; rounding in bfloat16 takes about a quarter."""
+
+MODELS = ("qwen3-0.6b", "llama-8b")
+
+Config = LinearConfig | SlicedConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Linear:
+    """`[num_rows, size] @ [num_columns, size].T`; with an activation twice as many columns, joined by it."""
+
+    name: str
+    num_columns: int
+    size: int
+    activation: str = ""
+
+    @property
+    def num_weight_rows(self) -> int:
+        return self.num_columns * (2 if self.activation else 1)
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.num_weight_rows * self.size * 2
+
+    @property
+    def floor_us(self) -> float:
+        return self.weight_bytes / READ_FLOOR_BYTES_PER_S * 1e6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One line of the table. `us` is None if it failed; `note` says how, or what is special."""
+
+    model: str
+    linear: str
+    num_rows: int
+    kernel: str
+    setting: str
+    us: float | None
+    floor_us: float
+    error: float | None = None  # relative root mean square, to torch in float32
+    note: str = ""
+
+
+def linears_of(model: str) -> tuple[Linear, ...]:
+    """Of one layer, projections merged as the passes merge them, and the head."""
+    shape = SHAPES[model]
+    hidden, inner, head_dim = shape["hidden_size"], shape["intermediate_size"], shape["head_dim"]
+    num_q_heads, num_kv_heads = shape["num_attention_heads"], shape["num_key_value_heads"]
+    return (
+        Linear(name="qkv", num_columns=(num_q_heads + 2 * num_kv_heads) * head_dim, size=hidden),
+        Linear(name="output", num_columns=hidden, size=num_q_heads * head_dim),
+        Linear(name="gate_up", num_columns=inner, size=hidden, activation=shape["hidden_act"]),
+        Linear(name="down", num_columns=hidden, size=inner),
+        Linear(name="head", num_columns=shape["vocab_size"], size=hidden),
+    )
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
+@click.option("--model", "models", type=click.Choice(MODELS), multiple=True, default=MODELS)
+@click.option("--linear", "names", multiple=True, help="Only these: qkv, output, gate_up, down, head.")
+@click.option("--rows", default="1,8,32,128,256", help="Comma-separated numbers of rows.")
+@click.option("--sweep", is_flag=True, help="Also time a grid of other layouts, of each of our kernels that can.")
+@click.option("--jobs", default=8, help="Threads that compile a sweep's settings ahead.")
+@click.option("--top", default=6, help="Settings of a sweep that are shown, best first.")
+@click.option("--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), help="Write all rows here.")
+def main(
+    models: Sequence[str], names: Sequence[str], rows: str, sweep: bool, jobs: int, top: int, json_file: Path | None
+) -> None:
+    """Time linears; the floor is the weight, read once at 4.08 TB/s."""
+    if not torch.cuda.is_available():
+        raise click.ClickException("torch sees no NVIDIA GPU; this benchmark needs one.")
+    device = torch.device("cuda", torch.cuda.current_device())
+    click.echo(f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, {triton_version()}, bfloat16")
+    found: list[Row] = []
+    for model in models:
+        for linear in linears_of(model):
+            if names and linear.name not in names:
+                continue
+            weights = _make_weights(linear, device)
+            for num_rows in ints(rows):
+                timed = _time(model, linear, num_rows, weights, sweep, jobs)
+                found += timed
+                _show(timed, top)
+                if json_file is not None:
+                    json_file.write_text(json.dumps([dataclasses.asdict(row) for row in found], indent=1))
+            del weights
+
+
+def _make_weights(linear: Linear, device: torch.device) -> list[torch.Tensor]:
+    random = torch.Generator(device=device).manual_seed(0)
+    copies = max(2, -(-POOL_BYTES // linear.weight_bytes))
+    shape = (linear.num_weight_rows, linear.size)
+    return [
+        torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(std=linear.size**-0.5, generator=random)
+        for _ in range(copies)
+    ]
+
+
+def _time(
+    model: str, linear: Linear, num_rows: int, weights: Sequence[torch.Tensor], sweep: bool, jobs: int
+) -> list[Row]:
+    from piecegraph.passes.kernels.linear import linear_on_gpu
+
+    device = weights[0].device
+    random = torch.Generator(device=device).manual_seed(num_rows)
+    x = torch.randn(num_rows, linear.size, generator=random, device=device).to(torch.bfloat16)
+    expected = _expected(x, weights[0], linear.activation)
+
+    def ours(config: Config) -> Callable[[torch.Tensor], torch.Tensor]:
+        return lambda weight: linear_on_gpu(x, weight, None, linear.activation, config)
+
+    def library(weight: torch.Tensor) -> torch.Tensor:
+        out = F.linear(x, weight)
+        return act_mul(out, linear.activation) if linear.activation else out
+
+    default = linear_config(
+        num_rows, linear.num_columns, linear.size,
+        is_gated=bool(linear.activation), itemsize=2, gpu=gpu_limits(x.get_device()),
+    )  # fmt: skip
+    kernels: list[tuple[str, str, Callable[[torch.Tensor], torch.Tensor]]] = [("library", "", library)]
+    if default is not None:
+        kernels.append((kernel_of(default), f"default: {setting(default)}", ours(default)))
+    if sweep:
+        others = [config for config in layouts(linear, num_rows) if config != default]
+        kernels += [(kernel_of(config), setting(config), ours(config)) for config in others]
+        compile_ahead([partial(_run, call, weights[0]) for _, _, call in kernels], device, jobs)
+    num_calls = min(MAX_CALLS, max(MIN_CALLS, len(weights)))
+    rows = []
+    for kernel, text, call in kernels:
+        us, error, note = None, None, ""
+        try:
+            error = float((call(weights[0]).float() - expected).norm() / expected.norm())
+            note = "" if error < TOLERANCE else "WRONG"
+            us = microseconds([partial(_run, call, weights[number % len(weights)]) for number in range(num_calls)])
+        except Exception as failure:  # a setting that does not fit the GPU: go on
+            note = short(failure)
+        rows.append(
+            Row(
+                model=model, linear=linear.name, num_rows=num_rows, kernel=kernel, setting=text, us=us,
+                floor_us=linear.floor_us, error=error, note=note,
+            )
+        )  # fmt: skip
+    return rows
+
+
+def _run(call: Callable[[torch.Tensor], object], weight: torch.Tensor) -> None:
+    call(weight)
+
+
+def _expected(x: torch.Tensor, weight: torch.Tensor, activation: str) -> torch.Tensor:
+    out = x.float() @ weight.float().t()
+    return act_mul(out, activation) if activation else out
+
+
+def kernel_of(config: Config) -> str:
+    return "sliced" if isinstance(config, SlicedConfig) else "matvec" if config.block_m == 0 else "matmul"
+
+
+def setting(config: Config) -> str:
+    if isinstance(config, SlicedConfig):
+        return f"n={config.block_n} k={config.num_slices}x{config.block_k} held {config.num_held} of {config.num_tiles}"
+    return f"m={config.block_m} n={config.block_n} k={config.block_k} {config.num_warps}w {config.num_stages}s"
+
+
+def layouts(linear: Linear, num_rows: int) -> list[Config]:
+    """A grid of layouts of each kernel that takes so many rows, weights of any size."""
+    found: list[Config] = []
+    if num_rows in (1, 2, 4):
+        found += [
+            LinearConfig(block_m=0, block_n=block_n, block_k=block_k, num_warps=warps, num_stages=1)
+            for block_n, block_k, warps in itertools.product((1, 2, 4, 8, 16), (512, 1024, 2048), (2, 4, 8))
+            if block_n * block_k * (2 if linear.activation else 1) <= 128 * 32 * warps
+        ]
+    if num_rows <= SLICED_ROWS:
+        for block_n, block_k in itertools.product((8, 16, 32, 64), (64, 128, 256)):
+            if linear.size % (NUM_SLICES * block_k) == 0 and block_n * block_k <= 8192:
+                tiles = linear.size // (NUM_SLICES * block_k)
+                found += [
+                    SlicedConfig(
+                        block_m=SLICED_ROWS, block_n=block_n, num_slices=NUM_SLICES, block_k=block_k, num_tiles=tiles,
+                        num_held=held,
+                    )
+                    for held in (1, 2, 3)
+                    if held <= tiles
+                ]  # fmt: skip
+    if num_rows > 1:
+        blocks = itertools.product((16, 64, 128), (16, 32, 64, 128), (64, 128), (4, 8), (3, 4, 6))
+        found += [
+            LinearConfig(block_m=block_m, block_n=block_n, block_k=block_k, num_warps=warps, num_stages=stages)
+            for block_m, block_n, block_k, warps, stages in blocks
+            if block_m <= max(16, 2 * num_rows) and linear.size % block_k == 0
+        ]
+    return found
+
+
+def _show(rows: Sequence[Row], top: int) -> None:
+    """The library and the default first, then the best of a sweep."""
+    first = rows[0]
+    click.echo(f"\n{first.model} {first.linear}, {first.num_rows} rows: floor {first.floor_us:.1f} us")
+    named = [row for row in rows if row.kernel == "library" or row.setting.startswith("default")]
+    swept = sorted((row for row in rows if row not in named), key=lambda row: row.us or float("inf"))
+    for row in (*named, *swept[:top]):
+        us = "   failed" if row.us is None else f"{row.us:9.2f}"
+        error = "" if row.error is None else f"err {row.error:.1e}"
+        click.echo(f"  {us} us  {row.kernel:<8} {row.setting:<44} {error} {row.note}")
+
+
+if __name__ == "__main__":
+    main()
