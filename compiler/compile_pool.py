@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 import queue
-import subprocess
-import sys
-import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from piecegraph.compiler.inductor_caches import child_arguments, child_environment
+from piecegraph.compiler.compile_process import CompileProcess, num_at_once
 from piecegraph.compiler.post_grad import PostGradOutcome
 
 
@@ -72,10 +69,11 @@ class CompilePool:
     another takes its place. `inductor` and `triton` are the folders of their caches.
     """
 
-    def __init__(self, workers: int, inductor: Path, triton: Path) -> None:
-        self._environment = child_environment(inductor, triton)
+    def __init__(self, workers: int, inductor: Path, triton: Path, started: Sequence[CompileProcess] = ()) -> None:
+        """`started`: children there are already, over these folders; the pool's from now on."""
+        self._start = partial(CompileProcess.start, inductor, triton)
         self._workers = workers
-        self._children = [self._start_child() for _ in range(max(workers - 1, 1))]
+        self._children = [*started, *(self._start() for _ in range(num_at_once(workers) - len(started)))]
         self._lock = threading.Lock()
         self._closed = False
         self._jobs: queue.SimpleQueue[CompileJob] = queue.SimpleQueue()
@@ -90,7 +88,7 @@ class CompilePool:
         self._expected += len(jobs)
         feeders = min(self._workers, len(jobs), at_once or self._workers)
         while len(self._children) < feeders:
-            self._children.append(self._start_child())
+            self._children.append(self._start())
         for child in self._children[:feeders]:
             threading.Thread(target=self._feed, args=(child,), daemon=True).start()
 
@@ -109,71 +107,23 @@ class CompilePool:
             child.end()
         self._children = []
 
-    def _start_child(self) -> _Child:
-        log = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed with the child; a pipe nobody reads would fill
-        process = subprocess.Popen(
-            [sys.executable, "-m", "piecegraph.compiler.compile_child", *child_arguments()],
-            env=self._environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-        )
-        return _Child(process, log)
-
-    def _feed(self, child: _Child) -> None:
+    def _feed(self, child: CompileProcess) -> None:
         """Give one child, or whoever takes its place, jobs until none is left."""
         while True:
             try:
                 job = self._jobs.get_nowait()
             except queue.Empty:
                 return
-            answer = child.ask(job)
-            result = _result(job, answer) if answer else _died(job, child)
+            answer = child.ask(job.line())
+            result = _result(job, answer) if answer else CompileFailure(job=job, reason=child.last_words())
             if not answer:
                 with self._lock:
                     if self._closed:
                         return
-                    dead, child = child, self._start_child()
+                    dead, child = child, self._start()
                     self._children[self._children.index(dead)] = child
                 dead.end()
             self._results.put(result)
-
-
-@dataclass(frozen=True, slots=True)
-class _Child:
-    process: subprocess.Popen[str]
-    log: IO[str]  # what it wrote to standard error
-
-    def ask(self, job: CompileJob) -> str:
-        """Its answer to a job; empty if it died."""
-        stdin, stdout = self.process.stdin, self.process.stdout
-        assert stdin is not None and stdout is not None, "both are pipes"
-        try:
-            stdin.write(job.line())
-            stdin.flush()
-            return stdout.readline()
-        except (OSError, ValueError):
-            return ""
-
-    def end(self) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait()
-        for stream in (self.process.stdin, self.process.stdout, self.log):
-            if stream is not None:
-                with suppress(BrokenPipeError):  # a job line for a child that was dead already is in the buffer
-                    stream.close()
-
-
-def _died(job: CompileJob, child: _Child) -> CompileFailure:
-    code = child.process.wait()
-    text = ""
-    with suppress(ValueError):  # closed: the pool is being closed
-        child.log.seek(0)
-        text = child.log.read()
-    tail = " ".join(text.strip().splitlines()[-3:])
-    return CompileFailure(job=job, reason=f"the compile process ended with status {code}: {tail or 'no output'}")
 
 
 def _result(job: CompileJob, answer: str) -> CompileResult | CompileFailure:

@@ -8,7 +8,6 @@ is there is loaded. A piece that only this process can compile is compiled here,
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +19,9 @@ import torch
 
 from piecegraph.cache.keys import key_of
 from piecegraph.compiler.compile_pool import CompileFailure, CompileJob, CompilePool, CompileResult
+from piecegraph.compiler.compile_process import num_workers
 from piecegraph.compiler.cpp_libraries import cpp_libraries
+from piecegraph.compiler.early_processes import early_processes
 from piecegraph.compiler.errors_of_pieces import piece_failed, shortened
 from piecegraph.compiler.inductor_artifact import artifact_bytes
 from piecegraph.compiler.inductor_caches import inductor_cache_dir
@@ -51,12 +52,9 @@ from piecegraph.compiler.torch_compat import tuned_at_first_run
 from piecegraph.errors import ConfigError, KeyFactorError, did_you_mean
 from piecegraph.passes.pass_data import NotData
 
-MOST_WORKERS = 4
-"""Processes started unless the caller says otherwise: a decoder has at most 4 unique pieces (5 with MoE)."""
-
 
 class InductorPieceCompiler:
-    """Compiles with `workers` processes (None: one a core, at most `MOST_WORKERS`; 0 or 1: in this process).
+    """Compiles with `workers` processes (None: as `num_workers` says; 0 or 1: in this process).
 
     `options` are Inductor's, `static_options` those on top of them for static pieces of sizes
     up to `static_options_up_to`.
@@ -75,8 +73,10 @@ class InductorPieceCompiler:
         self.options = dict(options)
         self.static_options_up_to = static_options_up_to
         self.static_options = dict(static_options or {})
-        self.workers = min(len(os.sched_getaffinity(0)), MOST_WORKERS) if workers is None else workers
-        self._inductor, self._triton = private_folder("inductor"), private_folder("triton")
+        self.workers = num_workers(workers)
+        early = early_processes()
+        folders = None if early is None else early.folders()
+        self._inductor, self._triton = folders or (private_folder("inductor"), private_folder("triton"))
         self._pool: CompilePool | None = None
         self._cache = cache
         self._store = PieceStore(cache, self._triton) if cache is not None and cache.store is not None else None
@@ -84,9 +84,11 @@ class InductorPieceCompiler:
         self._not_kept: list[str] = []  # why pieces that were compiled are not among them
 
     def start(self) -> None:
-        """Start the worker processes, so that their imports overlap with tracing."""
+        """Start the worker processes, those aside that started early, so that their imports overlap with tracing."""
         if self.workers > 1 and self._pool is None and _is_data(self.options):
-            self._pool = CompilePool(self.workers, self._inductor, self._triton)
+            early = early_processes()
+            started = [] if early is None else early.take()
+            self._pool = CompilePool(self.workers, self._inductor, self._triton, started)
 
     def compile(
         self,

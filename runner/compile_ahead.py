@@ -9,7 +9,8 @@ import torch
 from piecegraph.cache.store import Store
 from piecegraph.compiler.report import CompileReport
 from piecegraph.compiler.start import start
-from piecegraph.compiler.stored.compile_cache import CompileCache, what_is_kept
+from piecegraph.compiler.stored.cache_choice import what_is_kept
+from piecegraph.compiler.stored.compile_cache import CompileCache
 from piecegraph.compiler.stored.plan_store import PlanStore
 from piecegraph.compiler.trace import ExampleCall
 from piecegraph.errors import CacheError, CompileError, ConfigError, KeyFactorError

@@ -9,10 +9,12 @@ import inspect
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from piecegraph.compiler.early_processes import started_early
 from piecegraph.config import CompileConfig
 from piecegraph.errors import RequestError, UsageError
 from piecegraph.progress import OnPhase, Phase, timed_phase
@@ -119,7 +121,8 @@ class LLM:
             compile=compile_config(compiler, enforce_eager, compile_workers, compilation_config),
             seed=seed,
         )
-        with reading_ahead(config.source.weight_files) as ahead:
+        early = started_early(config.compile.compile_workers, partial(_will_compile, config))
+        with reading_ahead(config.source.weight_files) as ahead, early:
             if on_phase is not None:
                 on_phase(Phase(name="import", detail="torch, transformers"))
             with timed_phase(on_phase, "import"):
@@ -314,3 +317,9 @@ class LLM:
 def _argument_names() -> tuple[str, ...]:
     parameters = inspect.signature(LLM.__init__).parameters
     return tuple(name for name in parameters if name not in ("self", "unknown"))
+
+
+def _will_compile(config: EngineConfig) -> bool:
+    from piecegraph.runner.compile_guess import will_compile
+
+    return will_compile(config)

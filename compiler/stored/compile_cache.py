@@ -6,21 +6,20 @@ import contextlib
 import logging
 import platform
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 
 import torch
 
-from piecegraph import __version__, environment
+from piecegraph import __version__
 from piecegraph.cache.capacity import max_cache_bytes
 from piecegraph.cache.collect import collect_if_over
 from piecegraph.cache.entry import Entry
 from piecegraph.cache.single_flight import Flight, single_flight
 from piecegraph.cache.store import Loaded, NotSaved, Saved, Store
 from piecegraph.cache.trust import Access
+from piecegraph.compiler.stored.cache_choice import open_store, what_is_kept
 from piecegraph.compiler.stored.machine_factors import version_of
-from piecegraph.config import CACHE_MODES, CompileConfig
-from piecegraph.errors import CacheError, ConfigError, did_you_mean
-from piecegraph.paths import cache_root
+from piecegraph.config import CompileConfig
+from piecegraph.errors import CacheError
 
 logger = logging.getLogger(__name__)
 
@@ -45,11 +44,8 @@ class CompileCache:
         keeps, reason = what_is_kept(config)
         if keeps is False:
             return cls(None, False, reason)
-        root = cache_root() if config.cache_dir is None else Path(config.cache_dir).expanduser().absolute()
-        key_file = config.signing_key_file or environment.read(environment.SIGNING_KEY_FILE)
-        signing = None if key_file is None else Path(key_file).expanduser()
         try:
-            return cls(Store.open(root, signing_key_file=signing), keeps, reason)
+            return cls(open_store(config), keeps, reason)
         except (CacheError, OSError) as error:
             logger.warning("nothing is loaded from the cache or kept in it: %s", error)
             return cls(None, False, str(error))
@@ -123,27 +119,3 @@ class CompileCache:
             "transformers": version_of("transformers"),
         }
         return {name: version for name, version in found.items() if version is not None}
-
-
-def what_is_kept(config: CompileConfig) -> tuple[bool | str, str]:
-    """How much of what `config` compiles is kept, a value of `CompileConfig.cache`, and why not all of it. Raises
-    `ConfigError` for a `PIECEGRAPH_CACHE` that means nothing."""
-    keeps = _chosen(config)
-    if config.compiler == "eager":
-        return False, "eager pieces are not stored"
-    if config.dump_dir is not None:
-        return False, "dump_dir shows a compile"
-    return keeps
-
-
-def _chosen(config: CompileConfig) -> tuple[bool | str, str]:
-    """The less of what the config and the environment allow, and why."""
-    text = environment.read(environment.CACHE)
-    if text is not None and text not in CACHE_MODES:
-        wanted = ", ".join(CACHE_MODES)
-        raise ConfigError(f"{environment.CACHE}={text!r}; it is one of {wanted}.{did_you_mean(text, CACHE_MODES)}")
-    by_environment = True if text is None else CACHE_MODES[text]
-    order = list(CACHE_MODES.values())
-    if order.index(by_environment) < order.index(config.cache):
-        return by_environment, f"{environment.CACHE}={text}"
-    return config.cache, "" if config.cache is True else f"cache={config.cache!r}"

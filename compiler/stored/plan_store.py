@@ -229,6 +229,7 @@ class PlanStore:
         kind = type(self.module if not type(self.module).__module__.startswith("piecegraph.") else inner)
         return {
             "model": kind.__name__,
+            "class": f"{kind.__module__}.{kind.__qualname__}",
             "num_parameters": sum(each.numel() for each in parameters),
             "dtype": ", ".join(dtypes),
             "num_pieces": stored.report.num_pieces,

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import piecegraph as pg
-from piecegraph.compiler.compile_pool import CompilePool, _Child
+from piecegraph.compiler.compile_pool import CompilePool
+from piecegraph.compiler.compile_process import CompileProcess
 from piecegraph.errors import ConfigError, PieceCompileFailed
 from piecegraph.progress import Phase
 from tests.compiler.toy import DIMS, HIDDEN, Decoder, batch
@@ -77,7 +78,7 @@ def test_a_compile_process_that_dies_is_reported(monkeypatch: pytest.MonkeyPatch
     """A child killed from outside (no memory, say): the status it ended with, not a hang."""
     feed = CompilePool._feed
 
-    def kill_then_feed(self: CompilePool, child: _Child) -> None:
+    def kill_then_feed(self: CompilePool, child: CompileProcess) -> None:
         child.process.kill()
         feed(self, child)
 

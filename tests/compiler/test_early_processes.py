@@ -1,0 +1,121 @@
+"""Compile processes that start early: for who compiles first inside the block, and gone with it otherwise."""
+
+from __future__ import annotations
+
+import subprocess
+import threading
+
+import pytest
+import torch
+
+import piecegraph as pg
+from piecegraph.compiler.compile_pool import CompilePool
+from piecegraph.compiler.compile_process import CompileProcess, num_at_once, num_workers
+from piecegraph.compiler.early_processes import EarlyProcesses, early_processes, started_early
+
+
+class Started:
+    """Processes that were started, and how many pools were made with how many of them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.processes: list[CompileProcess] = []
+        start = CompileProcess.start
+
+        def recorded(*folders: object) -> CompileProcess:
+            self.processes.append(start(*folders))  # type: ignore[arg-type]
+            return self.processes[-1]
+
+        monkeypatch.setattr(CompileProcess, "start", recorded)
+
+    @property
+    def living(self) -> int:
+        return sum(each.process.poll() is None for each in self.processes)
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> Started:
+    return Started(monkeypatch)
+
+
+def compiled() -> pg.CompiledModel:
+    config = pg.CompileConfig(compile_workers=2, cache=False)
+    return pg.compile(torch.nn.Linear(4, 4), config, example_inputs=(torch.ones(3, 4),))
+
+
+def test_who_compiles_takes_those_that_are_there(started: Started) -> None:
+    """And ends them; the piece is compiled in their folders."""
+    with started_early(2, lambda: True):
+        early = early_processes()
+        assert early is not None
+        folders = early.folders()
+        assert folders is not None and started.living == 1
+        model = compiled()
+        assert early.folders() is None  # they are taken
+        assert len(started.processes) == 1 and started.living == 0
+        assert model(torch.ones(3, 4)).shape == (3, 4)
+    assert early_processes() is None
+
+
+def test_nobody_else_gets_them(started: Started) -> None:
+    with started_early(2, lambda: True):
+        compiled()
+        compiled()
+    assert len(started.processes) == 2 and started.living == 0
+
+
+def test_those_that_nobody_took_end_with_the_block(started: Started) -> None:
+    with pytest.raises(ZeroDivisionError), started_early(3, lambda: True):
+        raise ZeroDivisionError
+    assert len(started.processes) == 2 and started.living == 0
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_where_this_process_compiles_there_are_none(workers: int, started: Started) -> None:
+    with started_early(workers, lambda: True):
+        assert early_processes() is not None
+    assert not started.processes
+
+
+def test_where_none_are_wanted_there_are_none(started: Started) -> None:
+    def fail() -> bool:
+        raise OSError("the cache cannot be read")
+
+    for are_wanted in (lambda: False, fail):
+        with started_early(2, are_wanted):
+            early = early_processes()
+            assert early is not None and early.folders() is None and early.take() == []
+    assert not started.processes
+
+
+def test_the_block_does_not_wait_for_the_guess() -> None:
+    go = threading.Event()
+    early = EarlyProcesses(0, go.wait)
+    go.set()
+    assert early.take() == []
+
+
+def test_what_cannot_be_started_is_left_to_who_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: object, **options: object) -> subprocess.Popen[str]:
+        raise OSError("no processes left")
+
+    monkeypatch.setattr(subprocess, "Popen", fail)
+    with started_early(2, lambda: True):
+        early = early_processes()
+        assert early is not None and early.folders() is None
+
+
+def test_a_pool_starts_what_it_was_not_given(started: Started) -> None:
+    from piecegraph.compiler.private_folder import private_folder
+
+    inductor, triton = private_folder("inductor"), private_folder("triton")
+    one = CompileProcess.start(inductor, triton)
+    pool = CompilePool(3, inductor, triton, [one])
+    assert len(started.processes) == num_at_once(3) == 2
+    pool.close()
+    assert started.living == 0
+
+
+def test_there_is_a_process_a_core_and_four_at_most() -> None:
+    assert 1 <= num_workers(None) <= 4
+    assert (num_workers(0), num_workers(7)) == (0, 7)
+    assert [num_at_once(workers) for workers in (1, 2, 4)] == [1, 1, 3]
