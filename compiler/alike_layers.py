@@ -137,7 +137,7 @@ def _same(a: Any, b: Any) -> bool:
     if type(a) is not type(b):
         return False
     if isinstance(a, _PLAIN):
-        return bool(a == b)
+        return repr(a) == repr(b)  # 0.0 is not -0.0
     if isinstance(a, functools.partial):
         return _same((a.func, a.args, a.keywords), (b.func, b.args, b.keywords))
     if isinstance(a, tuple | list):

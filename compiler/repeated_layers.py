@@ -258,6 +258,10 @@ def _copy(
         if new.setdefault(ours, theirs) is not theirs:
             raise NotRepeatable(f"{first.layer} takes one tensor twice, where {other.layer} takes two")
 
+    for each in (each for node in nodes for each in node.all_input_nodes if each.op == "placeholder"):
+        if each not in new and isinstance(_value(each), torch.Tensor):
+            raise NotRepeatable(f"{first.layer} reads a tensor that is not its own and that it is not given")
+
     def renamed(argument: Any) -> Any:
         return names.get(argument, argument) if isinstance(argument, str) else argument
 

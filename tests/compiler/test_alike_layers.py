@@ -19,6 +19,7 @@ class Layer(nn.Module):
         super().__init__()
         self.layer_idx = place
         self.scale = 0.5
+        self.zero = 0.0
         self.sizes = (8, [8, 4])
         self.act = functools.partial(nn.functional.gelu, approximate="tanh")
         self.inner = nn.Linear(8, 8)
@@ -57,6 +58,7 @@ def set_on(name: str, value: Any) -> Callable[[Any], None]:
 DIFFERENCES: dict[str, Callable[[Any], object]] = {
     "a number": set_on("scale", 0.25),
     "a number of another type": set_on("scale", 1),
+    "the sign of a zero": set_on("zero", -0.0),
     "a place of another": set_on("layer_idx", 4),
     "a number in a list": set_on("sizes", (8, [8, 5])),
     "a partial": set_on("act", functools.partial(nn.functional.gelu, approximate="none")),

@@ -146,6 +146,20 @@ class ByPlace(Layer):
         return super().forward(x, pair, scale) * (2.0 if self.place > 1 else 1.0)
 
 
+TABLES: dict[nn.Module, torch.Tensor] = {}
+
+
+class ReadsOfOthers(Layer):
+    """A table of its own that is not in it."""
+
+    def __init__(self, place: int) -> None:
+        super().__init__(place)
+        TABLES[self] = torch.full((8,), float(place))
+
+    def forward(self, x: torch.Tensor, pair: tuple[torch.Tensor, torch.Tensor], scale: float = 1.0) -> torch.Tensor:
+        return super().forward(x, pair, scale) + TABLES[self]
+
+
 class Narrower(Layer):
     def forward(self, x: torch.Tensor, pair: tuple[torch.Tensor, torch.Tensor], scale: float = 1.0) -> torch.Tensor:
         return super().forward(x, pair, scale).double()
@@ -200,6 +214,7 @@ class LeavesOutTheFirst(Model):
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "it reads its place": (lambda: Model(ByPlace), "layers.0 reads place, its place among the layers"),
+    "it reads what is not in it": (lambda: Model(ReadsOfOthers), "reads a tensor that is not its own"),
     "it returns another dtype": (lambda: Model(Narrower, 2), "returns another kind of tensor than it takes first"),
     "it returns two": (lambda: TakesPairs(Pair), "TorchRuntimeError"),
     "it takes an object": (lambda: TakesAnObject(Ignores), "neither a tensor nor plain"),
