@@ -8,6 +8,7 @@ and numbers that are its place in the list.
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,11 +34,24 @@ class Layer:
 
 @dataclass(slots=True)
 class Kind:
-    """Layers of one list that are alike."""
+    """Layers of one list that are alike, as they stand in it."""
 
     first: Layer
     others: list[Layer] = field(default_factory=list)
     places: set[str] = field(default_factory=set)  # attributes that hold a layer's place
+
+    @property
+    def layers(self) -> list[Layer]:
+        return [self.first, *self.others]
+
+    @property
+    def last(self) -> Layer:
+        return self.layers[-1]
+
+    @property
+    def between(self) -> list[Layer]:
+        """Those that are neither the first nor the last."""
+        return self.others[:-1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,20 +62,25 @@ class LayerList:
     kinds: tuple[Kind, ...]
 
     @property
-    def layers(self) -> list[tuple[Layer, Layer]]:
-        """Each in its place, and the first of its kind."""
-        pairs = [(layer, kind.first) for kind in self.kinds for layer in (kind.first, *kind.others)]
+    def layers(self) -> list[tuple[Layer, Kind]]:
+        """Each in its place, with its kind."""
+        pairs = [(layer, kind) for kind in self.kinds for layer in kind.layers]
         return sorted(pairs, key=lambda pair: pair[0].place)
 
 
 def lists_of_layers(model: nn.Module) -> tuple[LayerList, ...]:
-    """The outermost lists in `model` of which some layers are alike."""
+    """The outermost lists in `model` in which more than two layers are alike. A list is left out if one of its modules
+    stands anywhere else too."""
+    lists = list(_outermost_lists(model, ""))
+    times = Counter(id(module) for _, layers in lists for module in layers)
     found = []
-    for name, module in _outermost_lists(model, ""):
+    for name, layers in lists:
+        if any(times[id(module)] > 1 for module in layers):
+            continue
         kinds: list[Kind] = []
-        for place, child in enumerate(module):
+        for place, child in enumerate(layers):
             _sort_in(Layer(f"{name}.{place}" if name else str(place), place, child), kinds)
-        if any(kind.others for kind in kinds):
+        if any(kind.between for kind in kinds):
             found.append(LayerList(name, tuple(kinds)))
     return tuple(found)
 
@@ -92,7 +111,11 @@ def _places_if_alike(one: Layer, other: Layer) -> set[str] | None:
     if one.module is other.module or list(left) != list(right):
         return None
     for a, b in zip(left.values(), right.values(), strict=True):
-        if type(a) is not type(b) or not _same_tensors(a, b):
+        if type(a) is not type(b) or _has_slots(type(a)) or not _same_tensors(a, b):
+            return None
+        if [(name, each is None) for name, each in a._modules.items()] != [
+            (name, each is None) for name, each in b._modules.items()
+        ]:
             return None
         if any(vars(each)[hooks] for each in (a, b) for hooks in _HOOKS) or "forward" in {**vars(a), **vars(b)}:
             return None
@@ -112,6 +135,11 @@ def _attributes(module: nn.Module) -> Mapping[str, Any]:
     return {key: value for key, value in vars(module).items() if key not in _OF_EVERY_MODULE and key != NAME_ATTRIBUTE}
 
 
+def _has_slots(kind: type) -> bool:
+    """Attributes that `vars` does not show."""
+    return any(set(vars(each).get("__slots__", ())) - {"__dict__", "__weakref__"} for each in kind.__mro__)
+
+
 def _same_tensors(a: nn.Module, b: nn.Module) -> bool:
     return all(
         list(left) == list(right) and all(map(_same_kind_of_tensor, left.values(), right.values()))
@@ -124,6 +152,7 @@ def _same_kind_of_tensor(a: torch.Tensor | None, b: torch.Tensor | None) -> bool
         return a is b
     return (
         type(a) is type(b)
+        and (type(a) not in (torch.Tensor, nn.Parameter, nn.Buffer) or _same(vars(a), vars(b)))
         and all(
             getattr(a, name) == getattr(b, name) for name in ("shape", "dtype", "device", "layout", "requires_grad")
         )
@@ -138,10 +167,10 @@ def _same(a: Any, b: Any) -> bool:
         return False
     if isinstance(a, _PLAIN):
         return repr(a) == repr(b)  # 0.0 is not -0.0
-    if isinstance(a, functools.partial):
+    if type(a) is functools.partial:
         return _same((a.func, a.args, a.keywords), (b.func, b.args, b.keywords))
-    if isinstance(a, tuple | list):
+    if type(a) in (tuple, list):
         return len(a) == len(b) and all(map(_same, a, b))
-    if isinstance(a, dict):
+    if type(a) is dict:
         return list(a) == list(b) and all(map(_same, a.values(), b.values()))
     return False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,15 +27,16 @@ class DynamoGraph:
     guards: tuple[Any, ...]  # GuardFilterEntry
     traced_code: tuple[types.CodeType, ...]
     mutations: tuple[str, ...]  # Python objects that live longer than the call and were changed by it
+    changed: tuple[str, ...] = ()  # attributes of such objects by class, also those that end as they began
 
 
-OnGraph = Callable[[fx.Graph, Sequence[Any]], Sequence[Any]]
+OnGraph = Callable[[fx.GraphModule, Sequence[Any]], Sequence[Any]]
 """May change a graph before anything is made of it: takes it with the examples of its placeholders, and returns those
 it has then."""
 
 
 def dynamo_graph(
-    function: Callable[..., Any], args: Sequence[Any], on_graph: OnGraph = lambda graph, examples: examples
+    function: Callable[..., Any], args: Sequence[Any], on_graph: OnGraph = lambda graph_module, examples: examples
 ) -> DynamoGraph:
     """Trace `function(*args)` to exactly one graph without running any of it.
 
@@ -50,8 +51,8 @@ def dynamo_graph(
     def capture(gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         assert "graph" not in captured, "fullgraph tracing called its backend twice"
         context = torch._guards.TracingContext.get()
-        captured.update(graph=gm, examples=tuple(on_graph(gm.graph, examples)), code=tuple(context.traced_code))
-        captured["mutations"] = _lasting_mutations()
+        captured.update(graph=gm, examples=tuple(on_graph(gm, examples)), code=tuple(context.traced_code))
+        captured["mutations"], captured["changed"] = _lasting_mutations(), _changed_attributes()
         output = next(iter(reversed(gm.graph.nodes)))
         fakes = [node.meta["example_value"] if isinstance(node, Node) else node for node in output.args[0]]
         return lambda *_: fakes
@@ -95,27 +96,42 @@ def dynamo_graph(
         guards=tuple(guards),
         traced_code=captured["code"],
         mutations=captured["mutations"],
+        changed=captured["changed"],
     )
 
 
 def _lasting_mutations() -> tuple[str, ...]:
     """Objects older than the traced call whose attributes or items it changes (Dynamo would replay
     the change after the graph; we run the graph only, so the caller must refuse)."""
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-    from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
-
-    effects = InstructionTranslator.current_tx().output.side_effects
     found = []
-    for variable in effects.id_to_variable.values():
-        lasting = isinstance(variable.mutation_type, AttributeMutationExisting | ValueMutationExisting)
-        if not lasting or not effects.is_modified(variable):
-            continue
-        attributes = effects.store_attr_mutations.get(variable, {})
+    for variable, attributes in _modified():
         changed = [name for name, value in attributes.items() if not _is_restored(variable, name, value)]
         if changed or not attributes:
             where = name_of_source(variable.source) if variable.source is not None else type(variable).__name__
             found.append(f"{where} ({', '.join(changed) or 'its items'})")
     return tuple(found)
+
+
+def _changed_attributes() -> tuple[str, ...]:
+    """Each as `module.Class.name`."""
+    return tuple(
+        f"{kind.__module__}.{kind.__qualname__}.{name}"
+        for variable, attributes in _modified()
+        for kind in [type(getattr(variable, "value", variable))]
+        for name in attributes or ("its items",)
+    )
+
+
+def _modified() -> Iterator[tuple[Any, Mapping[str, Any]]]:
+    """Dynamo's variables of objects older than the traced call that it changes, and the attributes it gives them."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+    from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
+
+    effects = InstructionTranslator.current_tx().output.side_effects
+    for variable in effects.id_to_variable.values():
+        lasting = isinstance(variable.mutation_type, AttributeMutationExisting | ValueMutationExisting)
+        if lasting and effects.is_modified(variable):
+            yield variable, effects.store_attr_mutations.get(variable, {})
 
 
 def _is_restored(variable: Any, name: str, value: Any) -> bool:

@@ -1,12 +1,18 @@
-"""Layers that are alike are traced once: the others are copies of the first, over tensors of their own.
+"""Layers that are alike are traced twice, the first and the last of them: those between are copies of the first, over
+tensors of their own.
 
-While a model is traced, the first layer of a kind says in the graph where it begins and ends, and each other one is a
-single node. Afterwards that node becomes a copy of what lies between. What cannot be copied, or was traced by looking
-at what differs between layers, is `NotRepeatable`: then every layer has to be traced.
+While a model is traced, the first and the last layer of a kind say in the graph where they begin and end, and each
+other one is a single node. The last has to be what a copy of the first would be there, node by node; then the others
+become copies. What is no copy, or cannot be known to be one, is `NotRepeatable`: then every layer has to be traced.
+
+Note [what a copy cannot know]: that a layer between does what no code of its kind does at either end. Python state that
+a layer or its model changes on the way is refused where it lives longer than the call; code that tells layers apart by
+where they are has to tell the last from the first, or to read their place, to be seen.
 """
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,21 +23,24 @@ import torch
 from torch import fx, nn
 from torch.fx.node import map_aggregate
 
-from piecegraph.compiler.alike_layers import Layer, LayerList
+from piecegraph.compiler.alike_layers import Kind, Layer, LayerList
 from piecegraph.compiler.layer_names import NAME_ATTRIBUTE
 
 _library = torch.library.Library("piecegraph", "FRAGMENT")
-for _name in ("layer_begins", "layer_ends", "layer_again"):
-    _library.define(f"{_name}(Tensor x, Tensor[] tensors, str layer, str how) -> Tensor")
-    torch.library.register_fake(
-        f"piecegraph::{_name}", lambda x, *_: x.new_empty_strided(x.shape, x.stride()), lib=_library
-    )
+for _name in ("layer_begins", "layer_ends"):
+    _library.define(f"{_name}(Tensor x, Tensor[] tensors, str layer, str how) -> ()")
+    torch.library.register_fake(f"piecegraph::{_name}", lambda *_: None, lib=_library)
+_library.define("layer_again(Tensor x, Tensor[] tensors, str layer, str how) -> Tensor")
+torch.library.register_fake(
+    "piecegraph::layer_again", lambda x, *_: x.new_empty_strided(x.shape, x.stride()), lib=_library
+)
 
 _BEGINS: Any = torch.ops.piecegraph.layer_begins.default
 _ENDS: Any = torch.ops.piecegraph.layer_ends.default
 _AGAIN: Any = torch.ops.piecegraph.layer_again.default
+_MARKS = (_BEGINS, _ENDS, _AGAIN)
 """`x`: what a layer takes first, or what it returns; `tensors`: all that it takes; `how`: where those stand, and what
-it takes besides."""
+it takes besides, as it is when the layer begins or ends."""
 
 _UNKNOWN = "?"
 """Stands in `how` for what is neither a tensor nor plain."""
@@ -39,38 +48,46 @@ _UNKNOWN = "?"
 _OUR_FRAME = re.compile(rf'^  File "{re.escape(__file__)}", .*\n(?:    .*\n)*', re.MULTILINE)
 """Of a stack trace, what only a mark put there."""
 
+_MAY_CHANGE = ("transformers.utils.output_capturing.",)
+"""Objects that a trace may change, if it changes them back: transformers notes there that it is collecting nothing."""
+
 
 class NotRepeatable(Exception):
     """Layers that look alike cannot be copies of each other; its words say why."""
 
 
 @contextmanager
-def traced_once(lists: Sequence[LayerList]) -> Iterator[None]:
-    """What is traced inside this block has marks in place of all layers but the first of each kind."""
+def traced_twice(kinds: Sequence[Kind]) -> Iterator[None]:
+    """What is traced inside this block, in any thread, has marks in place of all layers but the first and the last of
+    each kind."""
     changed: list[nn.Module] = []
     try:
-        for kind in (kind for each in lists for kind in each.kinds if kind.others):
-            for layer in (kind.first, *kind.others):
-                forward = _first(type(layer.module), layer.name) if layer is kind.first else _again(layer.name)
-                vars(layer.module)["forward"] = MethodType(forward, layer.module)
+        for kind in kinds:
+            for layer in kind.layers:
+                forward = _again if layer in kind.between else _marked
+                vars(layer.module)["forward"] = MethodType(forward(type(layer.module), layer.name), layer.module)
                 changed.append(layer.module)
         yield
     finally:
         for module in changed:
-            del vars(module)["forward"]
+            vars(module).pop("forward", None)
 
 
-def _first(real: Any, name: str) -> Callable[..., Any]:
+def _marked(real: Any, name: str) -> Callable[..., Any]:
+    @functools.wraps(real.forward)
     def forward(self: nn.Module, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         tensors, how = _taken_apart(x, args, kwargs)
-        begun = torch.ops.piecegraph.layer_begins.default(x, tensors, name, how)
-        out = real.forward(self, begun, *args, **kwargs)
-        return torch.ops.piecegraph.layer_ends.default(out, [], name, "")
+        torch.ops.piecegraph.layer_begins.default(x, tensors, name, how)
+        out = real.forward(self, x, *args, **kwargs)
+        tensors, how = _taken_apart(x, args, kwargs)
+        torch.ops.piecegraph.layer_ends.default(out, tensors, name, how)
+        return out
 
     return forward
 
 
-def _again(name: str) -> Callable[..., Any]:
+def _again(real: Any, name: str) -> Callable[..., Any]:
+    @functools.wraps(real.forward)
     def forward(self: nn.Module, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         tensors, how = _taken_apart(x, args, kwargs)
         return torch.ops.piecegraph.layer_again.default(x, tensors, name, how)
@@ -90,46 +107,70 @@ def _take_apart(value: Any, tensors: list[torch.Tensor], how: list[str]) -> None
     if isinstance(value, torch.Tensor):
         tensors.append(value)
         how.append("tensor")
-    elif isinstance(value, (tuple, list)):
-        how.append("(")
+    elif type(value) is tuple or type(value) is list:
+        how.append("tuple(" if type(value) is tuple else "list(")
         for item in value:
             _take_apart(item, tensors, how)
         how.append(")")
-    elif isinstance(value, dict):
+    elif type(value) is dict:
+        how.append("dict(")
         for key in value:
-            how.append(f"{key}=")
+            _take_apart(key, tensors, how)
             _take_apart(value[key], tensors, how)
+        how.append(")")
     elif value is None or isinstance(value, (bool, int, float, str)):
         how.append(f"{value!r}")
     else:
         how.append(_UNKNOWN)
 
 
-def repeat(graph: fx.Graph, examples: Sequence[Any], lists: Sequence[LayerList]) -> tuple[Any, ...]:
-    """Put copies of layers, over tensors of their own, where `graph` has marks, and take all marks out.
+def repeat(graph_module: fx.GraphModule, examples: Sequence[Any], lists: Sequence[LayerList]) -> tuple[Any, ...]:
+    """Put copies of layers, over tensors of their own, where the graph has marks, and take all marks out.
 
     `examples`: one a placeholder, of a parameter or buffer itself; returned with those of new placeholders. Raises
     `NotRepeatable`, and then the graph is of no use.
     """
+    graph = graph_module.graph
+    _refuse_marks_inside(graph_module)
     inputs = _Inputs(graph, examples)
     regions = _regions(graph)
+    agains: dict[str, list[fx.Node]] = {}
+    for node in graph.nodes:
+        if node.target is _AGAIN:
+            agains.setdefault(_said(node).layer, []).append(node)
+    for kind in (kind for each in lists for kind in each.kinds if kind.between):
+        if kind.first.name not in regions or kind.last.name not in regions:
+            raise NotRepeatable(f"{kind.first.name} or {kind.last.name}, which are alike, does not run")
+        tensors = inputs.of_copy(kind.first, kind.last, is_traced=True)
+        _check_last(regions[kind.first.name], regions[kind.last.name], tensors, _Names(kind.first, kind.last))
     for each in lists:
-        for layer, first in each.layers:
-            if layer is first:
+        for layer, kind in each.layers:
+            if layer not in kind.between:
                 inputs.pass_by(layer)
                 continue
-            for again in [node for node in graph.nodes if node.target is _AGAIN and _said(node).layer == layer.name]:
-                if first.name not in regions:
-                    raise NotRepeatable(f"{layer.name} runs before {first.name}, which is like it, or without it")
-                _copy(graph, regions[first.name], again, inputs.of_copy(first, layer), _names(first, layer))
+            first = regions[kind.first.name]
+            for again in agains.get(layer.name, ()):
+                _copy(graph, first, again, inputs.of_copy(kind.first, layer), _Names(kind.first, layer))
     for region in regions.values():
-        for mark in (region.begin, region.end):
-            mark.replace_all_uses_with(_said(mark).x)
-            graph.erase_node(mark)
+        graph.erase_node(region.end)
+        graph.erase_node(region.begin)
     for node in graph.nodes:
         if "stack_trace" in node.meta:
             node.meta["stack_trace"] = _OUR_FRAME.sub("", node.meta["stack_trace"])
+    try:
+        graph.lint()
+    except RuntimeError as error:
+        raise NotRepeatable(f"copies do not fit: {error}") from None
     return inputs.examples()
+
+
+def _refuse_marks_inside(graph_module: fx.GraphModule) -> None:
+    """Graphs that an op runs (`torch.cond`, checkpoints) are the op's."""
+    for module in graph_module.modules():
+        if module is not graph_module and isinstance(module, fx.GraphModule):
+            for node in module.graph.nodes:
+                if node.target in _MARKS:
+                    raise NotRepeatable(f"{_said(node).layer} runs inside of an op")
 
 
 class _Inputs:
@@ -150,14 +191,17 @@ class _Inputs:
         own = [self._of_tensor[key] for key in map(id, _tensors(layer).values()) if key in self._of_tensor]
         self._last = max([*own, *filter(None, [self._last])], key=self._placeholders.index, default=None)
 
-    def of_copy(self, first: Layer, layer: Layer) -> dict[fx.Node, fx.Node]:
-        """For each placeholder that is a tensor of `first`, the one that is the same tensor of `layer`."""
+    def of_copy(self, first: Layer, layer: Layer, *, is_traced: bool = False) -> dict[fx.Node, fx.Node]:
+        """For each placeholder that is a tensor of `first`, the one that is the same tensor of `layer`: a new one if
+        need be, unless `layer` was traced."""
         found: dict[fx.Node, fx.Node] = {}
         ours, theirs = _tensors(first), _tensors(layer)
         paths = {id(tensor): path for path, tensor in reversed(ours.items())}
         for node in [each for each in self._placeholders if id(self._example[each]) in paths]:
             tensor = theirs[paths[id(self._example[node])]]
             if id(tensor) not in self._of_tensor:
+                if is_traced:
+                    raise NotRepeatable(f"{layer.name} does not read all that {first.name} does")
                 self._add(node, tensor, first, layer)
             found[node] = self._of_tensor[id(tensor)]
         for path, tensor in ours.items():
@@ -185,18 +229,48 @@ def _tensors(layer: Layer) -> dict[str, torch.Tensor]:
     return dict(named)
 
 
-def _names(first: Layer, layer: Layer) -> dict[str, str]:
-    """What modules of `layer` are called, by what the same ones of `first` are."""
-    pairs = zip(first.module.modules(), layer.module.modules(), strict=True)
-    return {
-        vars(ours)[NAME_ATTRIBUTE]: vars(theirs)[NAME_ATTRIBUTE]
-        for ours, theirs in pairs
-        if NAME_ATTRIBUTE in vars(ours)
-    }
+class _Names:
+    """What modules of a layer are called, by what the same ones of the first are."""
+
+    def __init__(self, first: Layer, layer: Layer) -> None:
+        pairs = zip(first.module.modules(), layer.module.modules(), strict=True)
+        self._first = first.name
+        self._of = {
+            vars(ours)[NAME_ATTRIBUTE]: vars(theirs)[NAME_ATTRIBUTE]
+            for ours, theirs in pairs
+            if NAME_ATTRIBUTE in vars(ours)
+        }
+
+    def in_place_of(self, argument: Any) -> Any:
+        """Raises `NotRepeatable` for a text that the name of a layer went into."""
+        if not isinstance(argument, str) or argument in self._of:
+            return self._of.get(argument, argument) if isinstance(argument, str) else argument
+        if any(name in argument for name in (*self._of, self._first)):
+            raise NotRepeatable(f"{self._first} makes {argument!r} out of its name")
+        return argument
+
+
+class _Mark(NamedTuple):
+    """What a mark says."""
+
+    x: fx.Node
+    tensors: Sequence[fx.Node]
+    layer: str
+    how: str
+
+    @property
+    def places(self) -> list[int]:
+        """Where each of the tensors stands first."""
+        return [list(self.tensors).index(each) for each in self.tensors]
+
+
+def _said(mark: fx.Node) -> _Mark:
+    arguments: Any = mark.args
+    return _Mark(*arguments)
 
 
 class _Region(NamedTuple):
-    """A first layer in a graph, its marks not included."""
+    """A layer in a graph, its marks not included."""
 
     begin: fx.Node
     nodes: tuple[fx.Node, ...]
@@ -223,105 +297,142 @@ def _regions(graph: fx.Graph) -> dict[str, _Region]:
 
 
 def _checked(region: _Region) -> _Region:
-    """`region`, if it depends on what the layer is given and on nothing else of the model's."""
+    """`region`, if it depends on what the layer is given and changes nothing but tensors."""
     begin, nodes, end = region
-    given, name = _said(begin), _said(begin).layer
+    given, left, name = _said(begin), _said(end), _said(begin).layer
     if _UNKNOWN in given.how.split():
         raise NotRepeatable(f"{name} takes something that is neither a tensor nor plain")
-    if not _alike(given.x, _said(end).x):
+    if (left.how, list(left.tensors)) != (given.how, list(given.tensors)):
+        raise NotRepeatable(f"{name} changes what it is given")
+    if not _alike(given.x, left.x):
         raise NotRepeatable(f"{name} returns another kind of tensor than it takes first")
-    known = {begin, *nodes, *given.tensors}
+    known = {begin, end, *nodes, *given.tensors}
     for node in nodes:
         if node.meta.get("unbacked_bindings"):
             raise NotRepeatable(f"{name} makes sizes out of values")
         if node.target is _AGAIN:
             raise NotRepeatable(f"a layer runs inside of {name}")
+        if node.op == "get_attr" and isinstance(_attribute(node), nn.Module):
+            raise NotRepeatable(f"{name} has an op that runs a graph")
         for each in node.all_input_nodes:
             if each not in known and each.op != "placeholder" and isinstance(_value(each), torch.Tensor):
                 raise NotRepeatable(f"{name} reads {each.name}, which it is not given")
-        is_left = any(user not in known and user is not end for user in node.users)
+        is_left = any(user not in known for user in node.users) and node is not left.x
         if is_left and not isinstance(_value(node), torch.SymInt):
             raise NotRepeatable(f"{name} leaves something behind beside what it returns")
     return region
 
 
-def _copy(
-    graph: fx.Graph, region: _Region, again: fx.Node, tensors: dict[fx.Node, fx.Node], names: dict[str, str]
-) -> None:
-    """Put `region` in the place of the mark `again`, over `tensors` and under `names` of its own."""
-    begin, nodes, end = region
-    first, other = _said(begin), _said(again)
-    if first.how != other.how or not all(map(_alike, first.tensors, other.tensors)):
-        raise NotRepeatable(f"{other.layer} is called in another way than {first.layer}, which is like it")
-    new: dict[fx.Node, fx.Node] = {**tensors, begin: other.x}
-    for ours, theirs in zip(first.tensors, other.tensors, strict=True):
-        if new.setdefault(ours, theirs) is not theirs:
-            raise NotRepeatable(f"{first.layer} takes one tensor twice, where {other.layer} takes two")
+def _attribute(node: fx.Node) -> Any:
+    owner: Any = node.graph.owning_module
+    for part in str(node.target).split("."):
+        owner = getattr(owner, part)
+    return owner
 
-    for each in (each for node in nodes for each in node.all_input_nodes if each.op == "placeholder"):
+
+def _is_shared(node: fx.Node, new: dict[fx.Node, fx.Node]) -> bool:
+    """A size of the batch, which Dynamo computes once for all layers."""
+    return isinstance(_value(node), torch.SymInt) and not any(each in new for each in node.all_input_nodes)
+
+
+def _given_instead(first: _Region, other: _Mark, tensors: dict[fx.Node, fx.Node]) -> dict[fx.Node, fx.Node]:
+    """What stands in another layer for what the first is given, and for its own `tensors`."""
+    mine = _said(first.begin)
+    is_called_alike = mine.how == other.how and mine.places == other.places
+    if not is_called_alike or not all(map(_alike, mine.tensors, other.tensors)):
+        raise NotRepeatable(f"{other.layer} is called in another way than {mine.layer}, which is like it")
+    new = {**tensors, **dict(zip(mine.tensors, other.tensors, strict=True))}
+    for each in (each for node in first.nodes for each in node.all_input_nodes if each.op == "placeholder"):
         if each not in new and isinstance(_value(each), torch.Tensor):
-            raise NotRepeatable(f"{first.layer} reads a tensor that is not its own and that it is not given")
+            raise NotRepeatable(f"{mine.layer} reads a tensor that is not its own and that it is not given")
+    return new
 
-    def renamed(argument: Any) -> Any:
-        return names.get(argument, argument) if isinstance(argument, str) else argument
 
+def _check_last(first: _Region, last: _Region, tensors: dict[fx.Node, fx.Node], names: _Names) -> None:
+    """Raises `NotRepeatable` unless `last` is what a copy of `first` would be there."""
+    new = _given_instead(first, _said(last.begin), tensors)
+    theirs = iter(last.nodes)
+    for node in first.nodes:
+        if _is_shared(node, new):
+            continue
+        other = new[node] = next(theirs, last.end)
+        made = map_aggregate((node.args, node.kwargs), lambda each: _copied(each, new, names))
+        if (node.op, node.target, str(made)) != (other.op, other.target, str((other.args, other.kwargs))) or not (
+            _alike(node, other)
+        ):
+            raise NotRepeatable(f"{_said(last.end).layer} is not what {_said(first.end).layer} is, at {other.name}")
+    result = _said(first.end).x
+    if next(theirs, None) is not None or new.get(result, result) is not _said(last.end).x:
+        raise NotRepeatable(f"{_said(last.end).layer} does not end as {_said(first.end).layer} does")
+
+
+def _copied(argument: Any, new: dict[fx.Node, fx.Node], names: _Names) -> Any:
+    return new.get(argument, argument) if isinstance(argument, fx.Node) else names.in_place_of(argument)
+
+
+def _copy(graph: fx.Graph, first: _Region, again: fx.Node, tensors: dict[fx.Node, fx.Node], names: _Names) -> None:
+    """Put `first` in the place of the mark `again`, over `tensors` and under `names` of its own."""
+    new = _given_instead(first, _said(again), tensors)
     with graph.inserting_before(again):
-        for node in nodes:
-            if isinstance(_value(node), torch.SymInt) and not any(each in new for each in node.all_input_nodes):
-                continue  # a size of the batch, which Dynamo computes once too
+        for node in first.nodes:
+            if _is_shared(node, new):
+                continue
             made = new[node] = graph.node_copy(node, lambda each: new.get(each, each))
-            made.args, made.kwargs = map_aggregate(made.args, renamed), map_aggregate(made.kwargs, renamed)
+            made.args = map_aggregate(made.args, names.in_place_of)
+            made.kwargs = map_aggregate(made.kwargs, names.in_place_of)
             made.meta.pop("nn_module_stack", None)  # it is the first layer's
-    result = new[_said(end).x]
-    if _said(end).x in nodes:
+    result = new.get(_said(first.end).x, _said(first.end).x)
+    if _said(first.end).x in first.nodes:
         result.meta["example_value"] = _value(again)  # a value of its own: the model may return it
     again.replace_all_uses_with(result)
     graph.erase_node(again)
 
 
 def _alike(a: fx.Node, b: fx.Node) -> bool:
-    left, right = _value(a), _value(b)
-    return all(
-        str(getattr(left, name)) == str(getattr(right, name)) for name in ("shape", "dtype", "device", "layout")
-    ) and str(left.stride()) == str(right.stride())
+    """Values of the same kind, and numbers that are the same."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return (
+                *(str(getattr(value, name)) for name in ("shape", "dtype", "device", "layout")),
+                str(value.stride()),
+            )
+        return str(value)
+
+    left, right = (torch.utils._pytree.tree_map(plain, _value(each)) for each in (a, b))
+    return bool(left == right)
 
 
 def _value(node: fx.Node) -> Any:
     return node.meta.get("example_value")
 
 
-class _Mark(NamedTuple):
-    """What a mark says."""
-
-    x: fx.Node
-    tensors: Sequence[fx.Node]
-    layer: str
-    how: str
-
-
-def _said(mark: fx.Node) -> _Mark:
-    arguments: Any = mark.args
-    return _Mark(*arguments)
-
-
-def check_what_was_read(guards: Iterable[str], lists: Sequence[LayerList]) -> None:
-    """Raises `NotRepeatable` if the trace of a first layer depended on its place among the layers.
+def check_what_was_read(guards: Iterable[str], kinds: Sequence[Kind]) -> None:
+    """Raises `NotRepeatable` if the trace depended on the place of a layer.
 
     `guards`: the expressions that Dynamo guarded, each of which names what was read.
     """
-    read = tuple(guards)
-    for kind in (kind for each in lists for kind in each.kinds if kind.others):
+    read = "\n".join(guards)
+    for kind in kinds:
         path = "".join(f"._modules['{part}']" for part in kind.first.name.split("."))
-        of_layer = [name.partition(path)[2] for name in read if path in name]
-        if not of_layer:
+        if path not in read:
             raise NotRepeatable(f"what of {kind.first.name} was read cannot be told")
         for place in sorted(kind.places):
-            if any(re.search(rf"\b{re.escape(place)}\b", name) for name in of_layer):
-                raise NotRepeatable(f"{kind.first.name} reads {place}, its place among the layers")
+            if re.search(rf"\b{re.escape(place)}\b", read):
+                raise NotRepeatable(f"{kind.first.name}, or what uses it, reads {place}, its place among the layers")
 
 
-def told(lists: Sequence[LayerList]) -> str:
+def check_what_was_changed(changed: Iterable[str]) -> None:
+    """Raises `NotRepeatable` if a layer may have read what another, or the model, had changed before it.
+
+    `changed`: attributes of objects older than the call, changed back ones too, with the module of their class.
+    """
+    for each in changed:
+        if not each.startswith(_MAY_CHANGE):
+            raise NotRepeatable(f"the model changes {each} on the way")
+
+
+def told(kinds: Sequence[Kind]) -> str:
     """For a report: how many layers are copies."""
-    kinds = [kind for each in lists for kind in each.kinds]
-    copies, total = sum(len(kind.others) for kind in kinds), sum(1 + len(kind.others) for kind in kinds)
-    return f"{copies} of {total} layers are traced as others were" if copies else ""
+    copies, total = sum(len(kind.between) for kind in kinds), sum(len(kind.layers) for kind in kinds)
+    return f"{copies} of {total} layers are copies of one that was traced"

@@ -20,7 +20,14 @@ from piecegraph.compiler.call_spec import CallSpec, ConstantLeaf, ResultSpec, Te
 from piecegraph.compiler.dynamic_dims import DynamicDims, bind_arguments, check_examples, declared_dims, leaf_paths
 from piecegraph.compiler.dynamo import DynamoGraph, dynamo_graph, guard_name, mark_dynamic_size
 from piecegraph.compiler.guards import GuardAudit, audit_guards
-from piecegraph.compiler.repeated_layers import NotRepeatable, check_what_was_read, repeat, told, traced_once
+from piecegraph.compiler.repeated_layers import (
+    NotRepeatable,
+    check_what_was_changed,
+    check_what_was_read,
+    repeat,
+    told,
+    traced_twice,
+)
 from piecegraph.compiler.traced_globals import GlobalFact, globals_read
 from piecegraph.compiler.traced_sources import digests_of_files, files_of_code
 from piecegraph.errors import CompileError, GraphBreak, InputMismatch, SizeSpecialized
@@ -162,34 +169,36 @@ def trace(module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any
 
 
 def _graph(call: Callable[..., Any], args: Sequence[Any], module: nn.Module) -> tuple[DynamoGraph, str]:
-    """The graph of a call of `module`, and what is to be told of its layers. Those that are alike are traced once, if
-    that gives what tracing each would."""
+    """The graph of a call of `module`, and what is to be told of its layers: most of those that are alike are copies of
+    the first (Note [what a copy cannot know])."""
     try:
         lists = lists_of_layers(module)
     except Exception as error:  # whatever modules do when they are looked into
         return dynamo_graph(call, args), f"every layer was traced: {_first_line(error)}"
-    if not lists:
+    kinds = [kind for each in lists for kind in each.kinds if kind.between]
+    if not kinds:
         return dynamo_graph(call, args), ""
     refused: list[NotRepeatable] = []
 
-    def on_graph(graph: fx.Graph, examples: Sequence[Any]) -> Sequence[Any]:
+    def on_graph(graph_module: fx.GraphModule, examples: Sequence[Any]) -> Sequence[Any]:
         try:
-            return repeat(graph, examples, lists)
+            return repeat(graph_module, examples, lists)
         except NotRepeatable as error:  # Dynamo would make an error of its own of it
             refused.append(error)
             return examples
 
     try:
-        with traced_once(lists):
+        with traced_twice(kinds):
             graph = dynamo_graph(call, args, on_graph)
         if refused:
             raise refused[0]
-        check_what_was_read(map(guard_name, graph.guards), lists)
+        check_what_was_read(map(guard_name, graph.guards), kinds)
+        check_what_was_changed(graph.changed)
         _audited(graph)
     except Exception as error:  # an error of the model's own comes again
         why = str(error) if isinstance(error, NotRepeatable) else _first_line(error)
         return dynamo_graph(call, args), f"every layer was traced: {why}"
-    return graph, told(lists)
+    return graph, told(kinds)
 
 
 def _first_line(error: Exception) -> str:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 
@@ -13,7 +11,7 @@ from piecegraph.compiler.api import compile as compile_module
 from piecegraph.compiler.compiled_model import CompiledModel
 from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
 from piecegraph.compiler.plan import SplitCall
-from piecegraph.progress import OnPhase
+from piecegraph.progress import OnPhase, Phase
 from piecegraph.runner.attention.layer import AttentionLayer, attention_layers
 from piecegraph.runner.attention.select import BackendChoice, choose_backend
 from piecegraph.runner.build_step import build_step
@@ -24,7 +22,13 @@ from piecegraph.runner.kv_cache_groups import KVCacheLayout, kv_cache_layout
 from piecegraph.runner.model_loader import LoadedModel
 from piecegraph.runner.model_support import check_layers
 from piecegraph.runner.sampling.batch_sampler import Sampler
-from piecegraph.runner.step_kernels import AttentionAlone, StepKernels, compiles_kernels, launch_step_kernels
+from piecegraph.runner.step_kernels import (
+    NUM_TOKENS,
+    AttentionAlone,
+    StepKernels,
+    compiles_kernels,
+    launch_step_kernels,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,22 +77,32 @@ def compile_model(
     kernels = StepKernels(launch_kernels, device)
 
     def load_late() -> CausalLMForward:
+        weights = load()
         if decided and compiles_kernels(device):  # else nothing compiles, or not yet
             kernels.start()
-        return CausalLMForward(load().model)
+        return CausalLMForward(weights.model)
+
+    def on_every_phase(phase: Phase) -> None:
+        if phase.name == "compile" and phase.seconds is not None:
+            kernels.wait()  # static pieces are measured next
+        if on_phase is not None:
+            on_phase(phase)
 
     sizes = static_sizes(config, is_cuda=device.type == "cuda")
-    with torch.no_grad(), contextlib.ExitStack() as stack:
-        stack.callback(partial(kernels.wait, on_phase))
-        compiled = compile_module(
-            CausalLMForward(loaded.model),
-            replace(config.compile, compile_sizes=sizes),
-            dynamic_dims=DYNAMIC_DIMS,
-            example_inputs=example_inputs(device),
-            on_phase=on_phase,
-            before_compile=decide,
-            load_weights=None if stand_in is None else load_late,
-        )
+    try:
+        with torch.no_grad():
+            compiled = compile_module(
+                CausalLMForward(loaded.model),
+                replace(config.compile, compile_sizes=sizes),
+                dynamic_dims=DYNAMIC_DIMS,
+                example_inputs=example_inputs(device),
+                on_phase=on_every_phase,
+                before_compile=decide,
+                load_weights=None if stand_in is None else load_late,
+            )
+    finally:
+        kernels.wait()
+    kernels.tell(on_phase)
     last = decided[-1]
     return CompiledLM(
         compiled=compiled, layers=last.layers, layout=last.layout, attention=last.attention, plan=last.plan
@@ -119,17 +133,17 @@ def _decide(
 def _launch_kernels(
     decided: _Decided, loaded: LoadedModel, config: EngineConfig, max_model_len: int, max_num_tokens: int
 ) -> None:
-    """Those of a step, over buffers that are dropped again."""
+    """Those of a step, over buffers of its own, which are dropped again."""
     vocab_size = loaded.config.get_text_config(decoder=True).vocab_size
     backend = decided.attention.backend
     step = build_step(
-        AttentionAlone(decided.calls, vocab_size=vocab_size, dtype=loaded.dtype),
+        AttentionAlone(decided.calls, vocab_size=vocab_size, dtype=loaded.dtype, max_num_reqs=config.max_num_seqs),
         layers=decided.layers,
         layout=decided.layout,
         backend=backend,
         config=config,
         sampler=Sampler(
-            max_num_reqs=config.max_num_seqs,
+            max_num_reqs=min(NUM_TOKENS, config.max_num_seqs),
             max_model_len=max_model_len,
             vocab_size=vocab_size,
             device=loaded.device,
@@ -137,9 +151,4 @@ def _launch_kernels(
         max_num_tokens=max_num_tokens,
         device=loaded.device,
     )
-    launch_step_kernels(
-        step,
-        num_tokens=max_num_tokens,
-        max_model_len=max_model_len,
-        needs_host_batch=backend.needs_host_batch,
-    )
+    launch_step_kernels(step, max_model_len=max_model_len, needs_host_batch=backend.needs_host_batch)

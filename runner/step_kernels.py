@@ -7,10 +7,11 @@ first capture.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -22,6 +23,11 @@ from piecegraph.runner.attention.op_call import ATTENTION_OPS, call_of
 from piecegraph.runner.model_step import ModelStep
 from piecegraph.runner.profile import run_largest_step
 
+logger = logging.getLogger(__name__)
+
+NUM_TOKENS = 16
+"""Of the step: numbers that Triton tells from others (1, and multiples of 16) are as in larger ones."""
+
 
 def compiles_kernels(device: torch.device) -> bool:
     """A step on `device` takes kernels of ours."""
@@ -29,32 +35,38 @@ def compiles_kernels(device: torch.device) -> bool:
 
 
 class StepKernels:
-    """A thread that launches them once. What fails there fails again where it is needed, and is reported there."""
+    """A thread that launches them once. What fails there is logged, and fails again where it is needed."""
 
     def __init__(self, launch: Callable[[], None], device: torch.device) -> None:
         """`launch`: launches them all."""
         self._launch = launch
         self._device = device
-        self._seconds = 0.0  # that it took
+        self._seconds: float | None = None  # that it took; None: it was never started
         self._thread = threading.Thread(target=self._run, name="piecegraph step kernels", daemon=True)
 
     def start(self) -> None:
+        self._seconds = 0.0
         self._thread.start()
 
-    def wait(self, on_phase: OnPhase | None = None) -> None:
-        """Until all are compiled, and tell how long that took; nothing if it was never started."""
-        if self._thread.ident is None:
-            return
-        self._thread.join()
-        if on_phase is not None:
+    def wait(self) -> None:
+        """Until all are compiled, if that was started. Harmless to repeat."""
+        if self._seconds is not None:
+            self._thread.join()
+
+    def tell(self, on_phase: OnPhase | None) -> None:
+        """How long it took, once it is waited for."""
+        if on_phase is not None and self._seconds is not None:
             what = "attention, inputs, sampler, beside the rest"
             on_phase(Phase(name=STEP_KERNELS, seconds=self._seconds, detail=what))
 
     def _run(self) -> None:
         started = time.perf_counter()
-        # a thread begins with the first GPU
-        with suppress(Exception), torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
-            self._launch()
+        try:
+            # a thread begins with the first GPU
+            with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
+                self._launch()
+        except Exception:
+            logger.warning("kernels of a step could not be compiled ahead", exc_info=True)
         self._seconds = time.perf_counter() - started
 
 
@@ -64,32 +76,37 @@ class AttentionAlone:
     Heads lie as they were projected, or as a merged projection has them; kernels are compiled for either alike.
     """
 
-    def __init__(self, calls: Sequence[SplitCall], *, vocab_size: int, dtype: torch.dtype) -> None:
+    def __init__(self, calls: Sequence[SplitCall], *, vocab_size: int, dtype: torch.dtype, max_num_reqs: int) -> None:
         """`calls`: of the model's graph; `dtype`: of its logits."""
         kinds = {(call.op, call.args[:-1]): call for call in calls if call.op in ATTENTION_OPS}
         self._calls = tuple(kinds.values())
         self._vocab_size = vocab_size
         self._dtype = dtype
+        self._max_num_reqs = max_num_reqs
 
     def __call__(self, input_ids: torch.Tensor, positions: torch.Tensor, logits_indices: torch.Tensor) -> torch.Tensor:
-        """As `model_step.Forward`. Kernels are compiled as a graph would have them: for any batch of as many tokens."""
-        num_tokens = input_ids.shape[0]
+        """As `model_step.Forward`."""
+        num_rows = input_ids.shape[0]
+        if input_ids.is_cuda:  # the kernels of a graph are those for any batch of as many rows
+            num_rows = max(num_rows, self._max_num_reqs)
         for call in self._calls:
-            launch_prepared(call_of(call.op, [_made(each, num_tokens) for each in call.args]))
+            launch_prepared(call_of(call.op, [_made(each, num_rows) for each in call.args]))
         return torch.zeros(logits_indices.shape[0], self._vocab_size, dtype=self._dtype, device=input_ids.device)
 
 
-def _made(argument: Any, num_tokens: int) -> Any:
+def _made(argument: Any, num_rows: int) -> Any:
     """A tensor for what is known of one, its symbolic size that of the batch."""
     if not isinstance(argument, TensorSpec):
         return argument
-    shape = [size if isinstance(size, int) else num_tokens for size in argument.shape]
+    shape = [size if isinstance(size, int) else num_rows for size in argument.shape]
     return torch.zeros(shape, dtype=argument.dtype, device=argument.device)
 
 
 @torch.no_grad()
-def launch_step_kernels(step: ModelStep, *, num_tokens: int, max_model_len: int, needs_host_batch: bool) -> None:
-    """Run a step of `num_tokens` tokens whose model is `AttentionAlone`, and wait for it."""
+def launch_step_kernels(step: ModelStep, *, max_model_len: int, needs_host_batch: bool) -> None:
+    """Run a step of a few tokens whose model is `AttentionAlone`, and wait for it. It takes little of the GPU's memory
+    and time: weights are loaded, and pieces may be measured, beside it."""
+    num_tokens = min(NUM_TOKENS, step.buffers.max_num_reqs)
     run_largest_step(step, num_tokens=num_tokens, max_model_len=max_model_len, needs_host_batch=needs_host_batch)
     device = step.buffers.input_ids.device
     if device.type == "cuda":

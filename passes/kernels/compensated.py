@@ -29,6 +29,7 @@ def add_dot(  # type: ignore[no-untyped-def]  # compiled by Triton
         part = tl.dot(a, b, input_precision="ieee") - lost
         whole = total + part
         lost = (whole - total) - part
+        lost = tl.where(tl.abs(lost) < float("inf"), lost, 0.0)  # of an overflow nothing is left to make up for
         total = whole
     else:
         total = tl.dot(a, b, total)

@@ -9,7 +9,7 @@ Until somebody chooses (`compile_with`), Triton compiles them as it does others.
 
 from __future__ import annotations
 
-from collections import defaultdict
+import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -41,8 +41,23 @@ def own_kernel(kernel: Kernel) -> Kernel:
         marked.compile = compile_one
         return made
 
-    marked.device_caches = defaultdict(first_of_device)
+    marked.device_caches = _ByDevice(first_of_device)
     return kernel
+
+
+class _ByDevice(dict[Any, Any]):
+    """What is made once for each device, though several threads ask at once."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        super().__init__()
+        self._make = make
+        self._lock = threading.Lock()
+
+    def __missing__(self, device: Any) -> Any:
+        with self._lock:
+            if device not in self:
+                self[device] = self._make()
+            return self[device]
 
 
 def compile_with(chosen: CompileKernel | None) -> None:

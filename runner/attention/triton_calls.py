@@ -270,7 +270,7 @@ class PreparedAttention:
         if self._unbound is None:
             return
         assert isinstance(metadata, TritonMetadata), type(metadata)
-        (call, preparer), self._unbound = self._unbound, None
+        call, preparer = self._unbound
         assert metadata.gpu is not None
         self._plan = plan = _plan(self._shape, metadata.max_num_reqs, metadata.max_len, metadata.gpu)
         num_rows = call.query.shape[0]
@@ -281,6 +281,7 @@ class PreparedAttention:
         self._decode_kernels = kernels[: len(decodes)]
         self._prefill_kernels = kernels[len(decodes) : -1]
         self._kv_write_kernel = kernels[-1]
+        self._unbound = None
 
 
 class _Nodes:

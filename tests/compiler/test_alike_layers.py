@@ -45,10 +45,17 @@ def test_layers_that_differ_in_values_names_and_places_are_alike() -> None:
     (found,) = lists_of_layers(model)
     (kind,) = found.kinds
     assert (found.name, kind.first.name, kind.places) == ("body.layers", "body.layers.0", {"layer_idx"})
-    assert [(layer.name, first.name) for layer, first in found.layers][1:3] == [
-        ("body.layers.1", "body.layers.0"),
-        ("body.layers.2", "body.layers.0"),
-    ]
+    assert [layer.name for layer, _ in found.layers] == [f"body.layers.{place}" for place in range(5)]
+    assert all(of is kind for _, of in found.layers)
+    assert (kind.last.place, [layer.place for layer in kind.between]) == (4, [1, 2, 3])
+
+
+class Weight(nn.Parameter):
+    pass
+
+
+class Sizes(tuple[Any, ...]):
+    pass
 
 
 def set_on(name: str, value: Any) -> Callable[[Any], None]:
@@ -74,6 +81,10 @@ DIFFERENCES: dict[str, Callable[[Any], object]] = {
     "no gradient": lambda layer: layer.inner.requires_grad_(False),
     "a buffer": lambda layer: layer.register_buffer("table", torch.zeros(3)),
     "a tensor that is no buffer": lambda layer: vars(layer).update(table=torch.zeros(3)),
+    "a parameter's attribute": lambda layer: setattr(layer.inner.weight, "gain", 2.0),
+    "a parameter of another class": lambda layer: setattr(layer.inner, "weight", Weight(torch.zeros(8, 8))),
+    "no module": lambda layer: layer.register_module("inner_too", None),
+    "a list of another class": set_on("sizes", Sizes((8, [8, 4]))),
     "a hook": lambda layer: layer.inner.register_forward_hook(lambda *_: None),
     "a forward of its own": set_on("forward", lambda x: x),
 }
@@ -93,9 +104,13 @@ def test_kinds_may_alternate() -> None:
     assert kinds(model) == [[0, 2, 4], [1, 3, 5]]
 
 
-def test_one_module_twice_is_not_alike_but_the_same() -> None:
-    model: Any = Model(1)
+def test_a_list_with_a_module_that_stands_elsewhere_too_is_left_out() -> None:
+    """Its tensors would be somebody else's."""
+    model: Any = Model()
     model.body.layers.append(model.body.layers[0])
+    assert not lists_of_layers(model)
+    model = Model()
+    model.more = nn.ModuleList([model.body.layers[1]])
     assert not lists_of_layers(model)
 
 
@@ -109,8 +124,20 @@ def test_lists_inside_of_layers_are_part_of_them() -> None:
     assert kinds(model) == [[0, 2, 3, 4], [1]]
 
 
-def test_a_list_without_equals_is_not_told_of() -> None:
-    model: Any = Model(2)
-    model.body.layers[1].scale = 0.25
+def test_a_list_in_which_no_layer_would_be_a_copy_is_not_told_of() -> None:
+    model: Any = Model(4)
+    for place in (1, 2):
+        model.body.layers[place].scale = 0.25
     assert not lists_of_layers(model)
     assert not lists_of_layers(nn.Linear(2, 2))
+
+
+class Slotted(Layer):
+    __slots__ = ("hidden",)
+
+
+def test_layers_with_slots_are_never_alike() -> None:
+    """What is in them cannot be seen."""
+    model: Any = Model()
+    model.body.layers = nn.ModuleList(map(Slotted, range(5)))
+    assert not lists_of_layers(model)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from piecegraph import CompileConfig
+import piecegraph as pg
+from piecegraph import CompileConfig, CompiledModel
+from piecegraph.compiler.eager import EagerPieceCompiler
 from piecegraph.progress import STEP_KERNELS, Phase
 from piecegraph.runner import compile_model as compiling
 from piecegraph.runner.attention.triton_backend import TritonImpl
@@ -22,12 +26,14 @@ from piecegraph.runner.without_weights import load_without_weights
 from tests.runner.tiny_models import FAMILIES, MAX_LEN, llama_config, random_model, save
 
 CPU = torch.device("cpu")
+MAX_NUM_SEQS = 4
 
 
 class Launches:
-    """What was launched of steps whose model is left out."""
+    """What was launched of steps whose model is left out; and what happened, in order."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.happened: list[str] = []
         self.steps: list[ModelStep] = []  # that ran to their end
         self.layers: list[dict[str, Any]] = []  # that attended, by how they were bound
         prepare = TritonImpl.prepare
@@ -39,24 +45,31 @@ class Launches:
         def launch(step: ModelStep, **how: Any) -> None:
             launch_step_kernels(step, **how)
             self.steps.append(step)
+            self.happened.append("launched")
 
+        compile_pieces = EagerPieceCompiler.compile
+
+        def compile_beside(compiler: EagerPieceCompiler, *pieces: Any, meanwhile: Callable[[], object]) -> Any:
+            meanwhile()  # as Inductor's processes leave time for
+            return compile_pieces(compiler, *pieces, meanwhile=meanwhile)
+
+        monkeypatch.setattr(EagerPieceCompiler, "compile", compile_beside)
         monkeypatch.setattr(TritonImpl, "prepare", prepared)
         monkeypatch.setattr(compiling, "launch_step_kernels", launch)
 
 
 def compiled(
-    folder: Path, phases: list[Phase], *, stand_in: bool = True, passes: tuple[str, ...] = ()
-) -> tuple[CompiledLM, list[str]]:
-    """And what happened, in order."""
+    folder: Path, launches: Launches | None = None, *, stand_in: bool = True, passes: tuple[str, ...] = ()
+) -> CompiledLM:
+    happened = [] if launches is None else launches.happened
     config = EngineConfig(
         source=ModelSource(model=str(folder), load_format="dummy"),
         device="cpu",
         attention_backend="triton",
-        max_num_seqs=4,
+        max_num_seqs=MAX_NUM_SEQS,
         num_kv_blocks=8,
         compile=CompileConfig(compiler="eager", passes=passes),
     )
-    happened: list[str] = []
     without_weights = load_without_weights(config)
 
     def load() -> LoadedModel:
@@ -64,11 +77,10 @@ def compiled(
         return without_weights  # of fake tensors, which compile as well
 
     def on_phase(phase: Phase) -> None:
-        phases.append(phase)
         if phase.seconds is not None:
             happened.append(phase.name)
 
-    return compile_model(without_weights if stand_in else None, load, config, MAX_LEN, 2 * MAX_LEN, on_phase), happened
+    return compile_model(without_weights if stand_in else None, load, config, MAX_LEN, 2 * MAX_LEN, on_phase)
 
 
 def config_only(family: str, folder: Path) -> Path:
@@ -81,47 +93,82 @@ def config_only(family: str, folder: Path) -> Path:
 def test_a_layer_of_each_kind_attends_once(
     family: str, passes: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To as many tokens as a step may have; then the sampler draws. The thread says how long it took."""
-    launches, phases = Launches(monkeypatch), list[Phase]()
+    """To as many tokens as there may be requests; then the sampler draws. It begins when weights are there, and is over
+    when pieces are compiled."""
+    launches = Launches(monkeypatch)
     monkeypatch.setattr(compiling, "compiles_kernels", lambda device: True)
-    model, happened = compiled(config_only(family, tmp_path), phases, passes=passes)
+    model = compiled(config_only(family, tmp_path), launches, passes=passes)
     assert len(launches.steps) == 1
     windows = {layer.window for layer in model.layers}
     assert len(model.layers) > len(windows)
     assert sorted(each["window"] for each in launches.layers) == sorted(windows)
-    assert {each["num_rows"] for each in launches.layers} == {2 * MAX_LEN}
+    assert {each["num_rows"] for each in launches.layers} == {MAX_NUM_SEQS}
     assert {each["rotary"] is not None for each in launches.layers} == {bool(passes)}
-    assert happened.index("split") < happened.index("load") < happened.index(STEP_KERNELS)
-    (phase,) = [phase for phase in phases if phase.name == STEP_KERNELS]
-    assert phase.seconds is not None and phase.seconds > 0
+    order = [each for each in launches.happened if each in ("split", "load", "launched", "compile", STEP_KERNELS)]
+    assert order == ["split", "load", "launched", "compile", STEP_KERNELS]
 
 
-def test_where_nothing_compiles_or_no_kernel_is_taken_there_is_no_thread(
+def test_where_no_kernel_is_taken_or_weights_are_there_first_there_is_no_thread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a CPU; and where weights were there first, as in a start from the cache."""
-    launches, phases = Launches(monkeypatch), list[Phase]()
-    compiled(config_only("llama", tmp_path), phases)
+    launches = Launches(monkeypatch)
+    compiled(config_only("llama", tmp_path), launches)  # on a CPU
     monkeypatch.setattr(compiling, "compiles_kernels", lambda device: True)
-    compiled(tmp_path, phases, stand_in=False)
+    compiled(tmp_path, launches, stand_in=False)
     assert not launches.layers
-    assert STEP_KERNELS not in [phase.name for phase in phases]
+    assert STEP_KERNELS not in launches.happened
 
 
-def test_what_fails_there_is_nothing_to_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_from_the_cache_has_no_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It asks for weights first, and shows the calls of the model then."""
+    launches = Launches(monkeypatch)
+    monkeypatch.setattr(compiling, "compiles_kernels", lambda device: True)
+    compile_module = pg.compile
+
+    def from_the_cache(module: nn.Module, config: CompileConfig, **how: Any) -> CompiledModel:
+        module = how.pop("load_weights")()
+        return compile_module(module, config, **how)
+
+    monkeypatch.setattr(compiling, "compile_module", from_the_cache)
+    compiled(config_only("llama", tmp_path), launches)
+    assert launches.happened.index("load") < launches.happened.index("split")
+    assert not launches.layers
+
+
+def test_what_fails_there_is_logged_and_nothing_to_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def fail(step: ModelStep, **how: Any) -> None:
         raise RuntimeError("no memory")
 
     monkeypatch.setattr(compiling, "compiles_kernels", lambda device: True)
     monkeypatch.setattr(compiling, "launch_step_kernels", fail)
-    model, _ = compiled(config_only("llama", tmp_path), [])
-    assert model.layers
+    assert compiled(config_only("llama", tmp_path)).layers
+    assert "kernels of a step could not be compiled ahead" in caplog.text and "no memory" in caplog.text
 
 
 def test_a_thread_that_was_not_started_is_not_waited_for() -> None:
     phases: list[Phase] = []
-    StepKernels(lambda: None, CPU).wait(phases.append)
+    kernels = StepKernels(lambda: None, CPU)
+    kernels.wait()
+    kernels.tell(phases.append)
     assert not phases
+
+
+def test_an_error_of_the_compile_is_the_one_that_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread is done by then."""
+    launches = Launches(monkeypatch)
+    monkeypatch.setattr(compiling, "compiles_kernels", lambda device: True)
+    compile_module = pg.compile
+
+    def fails(*arguments: Any, **how: Any) -> CompiledModel:
+        compile_module(*arguments, **how)
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(compiling, "compile_module", fails)
+    with pytest.raises(ZeroDivisionError):
+        compiled(config_only("llama", tmp_path), launches)
+    assert len(launches.steps) == 1 and STEP_KERNELS not in launches.happened
 
 
 @pytest.mark.gpu

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -27,13 +28,25 @@ def relative_error(device: str) -> float:
     return float(((out - wanted) / wanted).square().mean().sqrt())
 
 
+def check_overflow() -> None:
+    """Infinite, as it is without; a NaN stays one."""
+    from tests.passes.kernels.compensated_kernel import product
+
+    a, b, out = torch.ones(16, 64), torch.ones(64, 16), torch.empty(16, 16)
+    a[0, :2] = b[:2] = 3e38
+    a[1, 40] = float("nan")
+    product[(1,)](a, b, out, 64)
+    assert out[0].isposinf().all() and out[1].isnan().all()
+
+
 def check_interpreted() -> None:
     """Blocks of 16 added up one after another have 3.2e-7."""
     assert relative_error("cpu") < 1e-7
 
 
-def test_interpreted() -> None:
-    interpreted(check_interpreted)
+@pytest.mark.parametrize("check", [check_interpreted, check_overflow])
+def test_interpreted(check: Callable[[], None]) -> None:
+    interpreted(check)
 
 
 @pytest.mark.gpu
