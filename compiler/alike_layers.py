@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from piecegraph.compiler.layer_names import NAME_ATTRIBUTE
 
@@ -152,11 +153,11 @@ def _same_kind_of_tensor(a: torch.Tensor | None, b: torch.Tensor | None) -> bool
         return a is b
     return (
         type(a) is type(b)
-        and (type(a) not in (torch.Tensor, nn.Parameter, nn.Buffer) or _same(vars(a), vars(b)))
+        and (isinstance(a, FakeTensor) or _same(vars(a), vars(b)))
         and all(
             getattr(a, name) == getattr(b, name) for name in ("shape", "dtype", "device", "layout", "requires_grad")
         )
-        and a.stride() == b.stride()
+        and (a.stride(), a.storage_offset()) == (b.stride(), b.storage_offset())
     )
 
 

@@ -27,16 +27,23 @@ class DynamoGraph:
     guards: tuple[Any, ...]  # GuardFilterEntry
     traced_code: tuple[types.CodeType, ...]
     mutations: tuple[str, ...]  # Python objects that live longer than the call and were changed by it
-    changed: tuple[str, ...] = ()  # attributes of such objects by class, also those that end as they began
 
 
-OnGraph = Callable[[fx.GraphModule, Sequence[Any]], Sequence[Any]]
+OnGraph = Callable[[fx.GraphModule, Sequence[Any], Sequence[str]], Sequence[Any]]
 """May change a graph before anything is made of it: takes it with the examples of its placeholders, and returns those
-it has then."""
+it has then. The third are attributes, as `module.Class.name`, of objects older than the call that it changes, also
+where they end as they began. If it raises, nothing of the call happens, such changes neither; Dynamo's error is
+another."""
+
+
+def _as_it_is(graph_module: fx.GraphModule, examples: Sequence[Any], changed: Sequence[str]) -> Sequence[Any]:
+    return examples
 
 
 def dynamo_graph(
-    function: Callable[..., Any], args: Sequence[Any], on_graph: OnGraph = lambda graph_module, examples: examples
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    on_graph: OnGraph = lambda graph_module, examples, changed: examples,
 ) -> DynamoGraph:
     """Trace `function(*args)` to exactly one graph without running any of it.
 
@@ -51,8 +58,9 @@ def dynamo_graph(
     def capture(gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         assert "graph" not in captured, "fullgraph tracing called its backend twice"
         context = torch._guards.TracingContext.get()
-        captured.update(graph=gm, examples=tuple(on_graph(gm, examples)), code=tuple(context.traced_code))
-        captured["mutations"], captured["changed"] = _lasting_mutations(), _changed_attributes()
+        examples = tuple(on_graph(gm, examples, _changed_attributes()))
+        captured.update(graph=gm, examples=examples, code=tuple(context.traced_code))
+        captured["mutations"] = _lasting_mutations()
         output = next(iter(reversed(gm.graph.nodes)))
         fakes = [node.meta["example_value"] if isinstance(node, Node) else node for node in output.args[0]]
         return lambda *_: fakes
@@ -96,7 +104,6 @@ def dynamo_graph(
         guards=tuple(guards),
         traced_code=captured["code"],
         mutations=captured["mutations"],
-        changed=captured["changed"],
     )
 
 
@@ -113,7 +120,6 @@ def _lasting_mutations() -> tuple[str, ...]:
 
 
 def _changed_attributes() -> tuple[str, ...]:
-    """Each as `module.Class.name`."""
     return tuple(
         f"{kind.__module__}.{kind.__qualname__}.{name}"
         for variable, attributes in _modified()

@@ -88,7 +88,12 @@ class InductorPieceCompiler:
         if self.workers > 1 and self._pool is None and _is_data(self.options):
             early = early_processes()
             started = [] if early is None else early.take()
-            self._pool = CompilePool(self.workers, self._inductor, self._triton, started)
+            try:
+                self._pool = CompilePool(self.workers, self._inductor, self._triton, started)
+            except BaseException:
+                for process in started:
+                    process.end()
+                raise
 
     def compile(
         self,

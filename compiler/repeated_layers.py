@@ -7,13 +7,15 @@ become copies. What is no copy, or cannot be known to be one, is `NotRepeatable`
 
 Note [what a copy cannot know]: that a layer between does what no code of its kind does at either end. Python state that
 a layer or its model changes on the way is refused where it lives longer than the call; code that tells layers apart by
-where they are has to tell the last from the first, or to read their place, to be seen.
+where they are has to tell the last from the first, or to read their place, to be seen; and what a model makes of a
+layer's code (`layer.forward.__code__`), or of an attribute that it gave to the tensor it returns, is not seen.
 """
 
 from __future__ import annotations
 
 import functools
 import re
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import MethodType
@@ -45,6 +47,9 @@ it takes besides, as it is when the layer begins or ends."""
 _UNKNOWN = "?"
 """Stands in `how` for what is neither a tensor nor plain."""
 
+_GIVEN_BACK = "given back"
+"""How a layer ends that returns the very tensor it takes first."""
+
 _OUR_FRAME = re.compile(rf'^  File "{re.escape(__file__)}", .*\n(?:    .*\n)*', re.MULTILINE)
 """Of a stack trace, what only a mark put there."""
 
@@ -56,31 +61,38 @@ class NotRepeatable(Exception):
     """Layers that look alike cannot be copies of each other; its words say why."""
 
 
+_tracing = threading.RLock()
+"""One trace at a time has marks."""
+
+
 @contextmanager
 def traced_twice(kinds: Sequence[Kind]) -> Iterator[None]:
-    """What is traced inside this block, in any thread, has marks in place of all layers but the first and the last of
-    each kind."""
+    """What is traced inside this block has marks in place of all layers but the first and the last of each kind. Other
+    threads may call the layers as ever."""
     changed: list[nn.Module] = []
-    try:
-        for kind in kinds:
-            for layer in kind.layers:
-                forward = _again if layer in kind.between else _marked
-                vars(layer.module)["forward"] = MethodType(forward(type(layer.module), layer.name), layer.module)
-                changed.append(layer.module)
-        yield
-    finally:
-        for module in changed:
-            vars(module).pop("forward", None)
+    with _tracing:
+        try:
+            for kind in kinds:
+                for layer in kind.layers:
+                    forward = _again if layer in kind.between else _marked
+                    vars(layer.module)["forward"] = MethodType(forward(type(layer.module), layer.name), layer.module)
+                    changed.append(layer.module)
+            yield
+        finally:
+            for module in changed:
+                vars(module).pop("forward", None)
 
 
 def _marked(real: Any, name: str) -> Callable[..., Any]:
     @functools.wraps(real.forward)
     def forward(self: nn.Module, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_dynamo_compiling():
+            return real.forward(self, x, *args, **kwargs)
         tensors, how = _taken_apart(x, args, kwargs)
         torch.ops.piecegraph.layer_begins.default(x, tensors, name, how)
         out = real.forward(self, x, *args, **kwargs)
         tensors, how = _taken_apart(x, args, kwargs)
-        torch.ops.piecegraph.layer_ends.default(out, tensors, name, how)
+        torch.ops.piecegraph.layer_ends.default(out, tensors, name, _GIVEN_BACK if out is x else how)
         return out
 
     return forward
@@ -89,6 +101,8 @@ def _marked(real: Any, name: str) -> Callable[..., Any]:
 def _again(real: Any, name: str) -> Callable[..., Any]:
     @functools.wraps(real.forward)
     def forward(self: nn.Module, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_dynamo_compiling():
+            return real.forward(self, x, *args, **kwargs)
         tensors, how = _taken_apart(x, args, kwargs)
         return torch.ops.piecegraph.layer_again.default(x, tensors, name, how)
 
@@ -96,9 +110,11 @@ def _again(real: Any, name: str) -> Callable[..., Any]:
 
 
 def _taken_apart(*arguments: Any) -> tuple[list[torch.Tensor], str]:
-    """The tensors of a layer's arguments, and the rest of them as text. It is traced, so it is plain."""
+    """The tensors of a layer's arguments, and the rest of them, and modes that it may ask for, as text. It is traced,
+    so it is plain."""
     tensors: list[torch.Tensor] = []
-    how: list[str] = []
+    autocast = f"{torch.is_autocast_enabled('cpu')} {torch.is_autocast_enabled('cuda')}"
+    how = [f"{torch.is_grad_enabled()} {autocast} {torch.get_default_dtype()}"]
     _take_apart(arguments, tensors, how)
     return tensors, " ".join(how)
 
@@ -215,11 +231,18 @@ class _Inputs:
         was, becomes = (each.name.replace(".", "_modules_") for each in (first, layer))
         with self._graph.inserting_after(self._last):
             made = self._graph.placeholder(str(like.target).replace(was, becomes))
-        fake = like.meta["example_value"]
-        made.meta = {**like.meta, "example_value": fake.new_empty_strided(fake.shape, fake.stride())}
+        made.meta = {**like.meta, "example_value": _another(like.meta["example_value"])}
         self._placeholders.insert(self._placeholders.index(self._last) + 1, made)
         self._example[made] = tensor
         self._of_tensor[id(tensor)] = self._last = made
+
+
+def _another(fake: torch.Tensor) -> torch.Tensor:
+    """A fake tensor like `fake`, of memory of its own."""
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(fake.shape, fake.stride(), strict=True))
+    memory = fake.new_empty(fake.storage_offset() + extent if fake.numel() else 0)
+    made = memory.as_strided(fake.shape, fake.stride(), fake.storage_offset() if fake.numel() else 0)
+    return made.requires_grad_(fake.requires_grad)
 
 
 def _tensors(layer: Layer) -> dict[str, torch.Tensor]:
@@ -302,6 +325,8 @@ def _checked(region: _Region) -> _Region:
     given, left, name = _said(begin), _said(end), _said(begin).layer
     if _UNKNOWN in given.how.split():
         raise NotRepeatable(f"{name} takes something that is neither a tensor nor plain")
+    if left.how == _GIVEN_BACK:
+        raise NotRepeatable(f"{name} returns the very tensor that it takes first")
     if (left.how, list(left.tensors)) != (given.how, list(given.tensors)):
         raise NotRepeatable(f"{name} changes what it is given")
     if not _alike(given.x, left.x):
@@ -341,7 +366,10 @@ def _given_instead(first: _Region, other: _Mark, tensors: dict[fx.Node, fx.Node]
     is_called_alike = mine.how == other.how and mine.places == other.places
     if not is_called_alike or not all(map(_alike, mine.tensors, other.tensors)):
         raise NotRepeatable(f"{other.layer} is called in another way than {mine.layer}, which is like it")
-    new = {**tensors, **dict(zip(mine.tensors, other.tensors, strict=True))}
+    given = dict(zip(mine.tensors, other.tensors, strict=True))
+    if any(tensors.get(each, theirs) is not theirs for each, theirs in given.items()):
+        raise NotRepeatable(f"{mine.layer} is given a tensor of its own, and {other.layer} another")
+    new = {**tensors, **given}
     for each in (each for node in first.nodes for each in node.all_input_nodes if each.op == "placeholder"):
         if each not in new and isinstance(_value(each), torch.Tensor):
             raise NotRepeatable(f"{mine.layer} reads a tensor that is not its own and that it is not given")
@@ -425,7 +453,7 @@ def check_what_was_read(guards: Iterable[str], kinds: Sequence[Kind]) -> None:
 def check_what_was_changed(changed: Iterable[str]) -> None:
     """Raises `NotRepeatable` if a layer may have read what another, or the model, had changed before it.
 
-    `changed`: attributes of objects older than the call, changed back ones too, with the module of their class.
+    `changed`: as `dynamo.OnGraph` has them.
     """
     for each in changed:
         if not each.startswith(_MAY_CHANGE):

@@ -180,23 +180,21 @@ def _graph(call: Callable[..., Any], args: Sequence[Any], module: nn.Module) -> 
         return dynamo_graph(call, args), ""
     refused: list[NotRepeatable] = []
 
-    def on_graph(graph_module: fx.GraphModule, examples: Sequence[Any]) -> Sequence[Any]:
+    def on_graph(graph_module: fx.GraphModule, examples: Sequence[Any], changed: Sequence[str]) -> Sequence[Any]:
         try:
+            check_what_was_changed(changed)
             return repeat(graph_module, examples, lists)
-        except NotRepeatable as error:  # Dynamo would make an error of its own of it
+        except NotRepeatable as error:
             refused.append(error)
-            return examples
+            raise
 
     try:
         with traced_twice(kinds):
             graph = dynamo_graph(call, args, on_graph)
-        if refused:
-            raise refused[0]
         check_what_was_read(map(guard_name, graph.guards), kinds)
-        check_what_was_changed(graph.changed)
         _audited(graph)
     except Exception as error:  # an error of the model's own comes again
-        why = str(error) if isinstance(error, NotRepeatable) else _first_line(error)
+        why = next(map(str, refused), "") or (str(error) if isinstance(error, NotRepeatable) else _first_line(error))
         return dynamo_graph(call, args), f"every layer was traced: {why}"
     return graph, told(kinds)
 

@@ -30,6 +30,9 @@ from piecegraph.runner.step_kernels import (
     launch_step_kernels,
 )
 
+_MEASURING = ("compile_sizes", "tune_sizes")
+"""Phases in which static pieces are timed: nothing else may run on the GPU."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Decided:
@@ -83,8 +86,8 @@ def compile_model(
         return CausalLMForward(weights.model)
 
     def on_every_phase(phase: Phase) -> None:
-        if phase.name == "compile" and phase.seconds is not None:
-            kernels.wait()  # static pieces are measured next
+        if phase.name in _MEASURING or (phase.name == "compile" and phase.seconds is not None):
+            kernels.wait()
         if on_phase is not None:
             on_phase(phase)
 

@@ -36,7 +36,7 @@ POOL_BYTES = 512 * 2**20
 """Weights read by one replay take at least so much, several times an L2."""
 
 MIN_CALLS = 4
-MAX_CALLS = 64
+MAX_CALLS = 128
 
 TOLERANCE = 1e-2
 """Relative root mean square error above which a result is called wrong; rounding in bfloat16 takes about a quarter."""

@@ -12,6 +12,7 @@ import piecegraph as pg
 from piecegraph.compiler.compile_pool import CompilePool
 from piecegraph.compiler.compile_process import CompileProcess, num_at_once, num_workers
 from piecegraph.compiler.early_processes import EarlyProcesses, early_processes, started_early
+from piecegraph.compiler.inductor import InductorPieceCompiler
 
 
 class Started:
@@ -43,7 +44,7 @@ def compiled() -> pg.CompiledModel:
 
 
 def test_who_compiles_takes_those_that_are_there(started: Started) -> None:
-    """And ends them; the piece is compiled in their folders."""
+    """And ends them."""
     with started_early(2, lambda: True):
         early = early_processes()
         assert early is not None
@@ -54,6 +55,27 @@ def test_who_compiles_takes_those_that_are_there(started: Started) -> None:
         assert len(started.processes) == 1 and started.living == 0
         assert model(torch.ones(3, 4)).shape == (3, 4)
     assert early_processes() is None
+
+
+def test_what_they_compile_is_kept_where_they_keep_it(started: Started) -> None:
+    with started_early(2, lambda: True):
+        early = early_processes()
+        assert early is not None
+        compiler = InductorPieceCompiler({}, 2)
+        assert (compiler._inductor, compiler._triton) == early.folders()
+    other = InductorPieceCompiler({}, 2)
+    assert other._inductor != compiler._inductor and other._triton != compiler._triton
+
+
+def test_those_that_a_failing_start_took_end(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: object) -> None:
+        raise OSError("no processes left")
+
+    monkeypatch.setattr("piecegraph.compiler.inductor.CompilePool", fail)
+    with started_early(2, lambda: True):
+        with pytest.raises(OSError, match="no processes left"):
+            InductorPieceCompiler({}, 2).start()
+        assert len(started.processes) == 1 and started.living == 0
 
 
 def test_nobody_else_gets_them(started: Started) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.fx.node import map_aggregate
 from piecegraph.compiler import trace as tracing
 from piecegraph.compiler.layer_names import NAME_ATTRIBUTE, name_layers
 from piecegraph.compiler.trace import BoundInput, Traced, trace
-from piecegraph.errors import GraphBreak
+from piecegraph.errors import CompileError, GraphBreak
 from piecegraph.runner.attention.transformers_attention import register_attention
 from piecegraph.runner.causal_lm import DYNAMIC_DIMS, CausalLMForward, example_inputs
 from piecegraph.runner.rope import fix_longrope
@@ -273,6 +274,50 @@ class Ignores(Layer):
         return torch.relu(self.linear(x)) * pair[0]
 
 
+class Weight(nn.Parameter):
+    """With an attribute."""
+
+
+class OfWeights(Layer):
+    """A class of parameters that has attributes, which differ between."""
+
+    def __init__(self, place: int) -> None:
+        super().__init__(place)
+        self.linear.weight = Weight(self.linear.weight.data)
+        self.linear.weight.gain = 2.0 if place == 1 else 1.0  # type: ignore[attr-defined]
+
+
+class GivesBack(Layer):
+    def forward(self, x: torch.Tensor, pair: tuple[torch.Tensor, torch.Tensor], scale: float = 1.0) -> torch.Tensor:
+        return x.add_(pair[0])
+
+
+def asks_whether_it_is(number: int, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    y: torch.Tensor = layer(x, (x.sin(), x.cos()))
+    return y * 1.5 if y is x else y * 3
+
+
+def with_autocast(number: int, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu", enabled=number == 1, dtype=torch.bfloat16):
+        result: torch.Tensor = layer(x, (x.sin(), x.cos()))
+    return result.float()
+
+
+class Tied(Model):
+    """The first and the last share a bias, which all are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        first: Any = self.layers[0]
+        last: Any = self.layers[3]
+        last.linear.bias = first.linear.bias
+
+    def call(self, number: int, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        first: Any = self.layers[0]
+        result: torch.Tensor = layer(x, (first.linear.bias, x))
+        return result
+
+
 def owned() -> Model:
     OWNER[:] = [Model(IsLast)]
     model: Model = OWNER[0]
@@ -301,6 +346,9 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "state that it changes": (lambda: Calls(counted, Counts), "State.number on the way"),
     "other constants at last": (called("layer(x, (x, 1), scale=1.0 if number < 3 else 0.5)"), OTHERWISE),
     "other constants": (called("layer(x, (x, 1), scale=1.0 if number != 2 else 0.5)"), f"layers.2 {OTHERWISE}"),
+    "it gives back": (lambda: Calls(asks_whether_it_is, GivesBack), "returns the very tensor that it takes first"),
+    "autocast": (lambda: Calls(with_autocast), OTHERWISE),
+    "a tensor of its own": (Tied, "layers.0 is given a tensor of its own"),
     "a list": (called("layer(x, (x, 1) if number < 3 else [x, 1])"), OTHERWISE),
     "other keys": (called("layer(x, {0: x, 1: 2} if number < 3 else {0: x, '1': 2})"), OTHERWISE),
     "one tensor twice": (lambda: Calls(one_twice), OTHERWISE),
@@ -397,6 +445,58 @@ def test_a_name_that_something_is_made_of_is_not_known_in_a_copy(monkeypatch: py
     model = Model(Named)
     name_layers(model)
     assert "makes 'layers.0.key' out of its name" in traced(model, monkeypatch).note
+
+
+def test_attributes_of_classes_of_parameters_tell_layers_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert traced(Model(OfWeights, 5), monkeypatch).note == "2 of 4 layers are copies of one that was traced"
+
+
+def test_parameters_that_are_views_are_views_in_copies_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = Model()
+    for layer in model.layers:
+        memory = torch.randn(128)
+        layer.linear.weight = nn.Parameter(memory[64:].view(8, 8))
+    found = traced(model, monkeypatch)
+    assert "2 of 4" in found.note
+    offsets = [
+        node.meta["example_value"].storage_offset()
+        for node, each in zip(found.graph_module.graph.find_nodes(op="placeholder"), found.inputs, strict=True)
+        if isinstance(each, BoundInput) and each.name.endswith("linear.weight")
+    ]
+    assert offsets == [64] * 4
+
+
+class Remembers(Model):
+    """That it was called."""
+
+    is_first = True
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if self.is_first:
+            self.is_first = False
+            x = x * 2
+        return super().forward(x)
+
+
+def test_what_a_model_would_remember_is_refused_and_not_done() -> None:
+    model = Remembers()
+    with pytest.raises(CompileError, match=r"changes objects that outlive the call: .*\(is_first\)"), torch.no_grad():
+        trace(model, (torch.randn(3, 8),), {}, {"x": {0: "num_tokens"}})
+    assert all("forward" not in vars(layer) for layer in model.layers)
+
+
+def test_other_threads_call_a_module_that_is_traced_as_ever() -> None:
+    model = Model(num_layers=12)
+    x = torch.randn(3, 8)
+    with torch.no_grad():
+        wanted = model(x)
+        tracer = threading.Thread(target=lambda: trace(model, (x,), {}, {"x": {0: "num_tokens"}}))
+        tracer.start()
+        num_calls = 0
+        while tracer.is_alive() or not num_calls:
+            assert all(map(torch.equal, model(x), wanted))
+            num_calls += 1
+        tracer.join()
 
 
 def test_a_module_that_stands_in_a_list_twice_is_traced_and_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:

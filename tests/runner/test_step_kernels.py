@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ class Launches:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.happened: list[str] = []
+        self.delay_s = 0.0
         self.steps: list[ModelStep] = []  # that ran to their end
         self.layers: list[dict[str, Any]] = []  # that attended, by how they were bound
         prepare = TritonImpl.prepare
@@ -43,6 +45,7 @@ class Launches:
             return prepare(impl, *tensors, **how)
 
         def launch(step: ModelStep, **how: Any) -> None:
+            time.sleep(self.delay_s)
             launch_step_kernels(step, **how)
             self.steps.append(step)
             self.happened.append("launched")
@@ -159,16 +162,38 @@ def test_an_error_of_the_compile_is_the_one_that_is_raised(tmp_path: Path, monke
     """The thread is done by then."""
     launches = Launches(monkeypatch)
     monkeypatch.setattr(compiling, "compiles_kernels", lambda device: True)
-    compile_module = pg.compile
 
-    def fails(*arguments: Any, **how: Any) -> CompiledModel:
-        compile_module(*arguments, **how)
+    def fails(module: nn.Module, config: CompileConfig, **how: Any) -> CompiledModel:
+        pg.compile(module, config, **{**how, "on_phase": None})  # nobody waits
         raise ZeroDivisionError
 
     monkeypatch.setattr(compiling, "compile_module", fails)
+    launches.delay_s = 0.5
     with pytest.raises(ZeroDivisionError):
         compiled(config_only("llama", tmp_path), launches)
     assert len(launches.steps) == 1 and STEP_KERNELS not in launches.happened
+
+
+@pytest.mark.parametrize("name", ["compile_sizes", "tune_sizes"])
+def test_nothing_is_measured_before_the_thread_is_done(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where weights are loaded after the pieces are there: all came from the cache, or this process compiles."""
+    launches = Launches(monkeypatch)
+    monkeypatch.setattr(compiling, "compiles_kernels", lambda device: True)
+
+    def late(module: nn.Module, config: CompileConfig, **how: Any) -> CompiledModel:
+        load_weights, on_phase = how.pop("load_weights"), how.pop("on_phase")
+        model = pg.compile(module, config, **how)
+        load_weights()
+        on_phase(Phase(name=name))
+        launches.happened.append(name)
+        return model
+
+    monkeypatch.setattr(compiling, "compile_module", late)
+    launches.delay_s = 0.5
+    compiled(config_only("llama", tmp_path), launches)
+    assert launches.happened[-3:] == ["launched", name, STEP_KERNELS]
 
 
 @pytest.mark.gpu
