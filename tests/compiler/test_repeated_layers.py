@@ -19,7 +19,7 @@ from piecegraph.errors import CompileError, GraphBreak
 from piecegraph.runner.attention.transformers_attention import register_attention
 from piecegraph.runner.causal_lm import DYNAMIC_DIMS, CausalLMForward, example_inputs
 from piecegraph.runner.rope import fix_longrope
-from tests.runner.tiny_models import FAMILIES, MAX_LEN, random_model
+from tests.runner.tiny_models import FAMILIES, MAX_LEN, UNLISTED, random_model
 
 TIMES = 3
 """As many layers of each kind as a family's config has."""
@@ -65,12 +65,12 @@ def both(
         return repeated, trace(module, args, {}, dims)
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", sorted({**FAMILIES, **UNLISTED}))
 def test_the_graph_of_a_family_is_the_one_that_tracing_every_layer_gives(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also the tensors its inputs are, in order; kinds of layers may alternate."""
-    config = FAMILIES[family]()
+    config = {**FAMILIES, **UNLISTED}[family]()
     for name, each in config.to_dict().items():
         if isinstance(each, list) and len(each) == config.num_hidden_layers:
             setattr(config, name, each * TIMES)
