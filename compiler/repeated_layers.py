@@ -13,12 +13,8 @@ layer's code (`layer.forward.__code__`), or of an attribute that it gave to the 
 
 from __future__ import annotations
 
-import functools
 import re
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from types import MethodType
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,32 +22,18 @@ from torch import fx, nn
 from torch.fx.node import map_aggregate
 
 from piecegraph.compiler.alike_layers import Kind, Layer, LayerList
-from piecegraph.compiler.layer_names import NAME_ATTRIBUTE
-
-_library = torch.library.Library("piecegraph", "FRAGMENT")
-for _name in ("layer_begins", "layer_ends"):
-    _library.define(f"{_name}(Tensor x, Tensor[] tensors, str layer, str how) -> ()")
-    torch.library.register_fake(f"piecegraph::{_name}", lambda *_: None, lib=_library)
-_library.define("layer_again(Tensor x, Tensor[] tensors, str layer, str how) -> Tensor")
-torch.library.register_fake(
-    "piecegraph::layer_again", lambda x, *_: x.new_empty_strided(x.shape, x.stride()), lib=_library
+from piecegraph.compiler.layer_marks import (
+    AGAIN,
+    BEGINS,
+    ENDS,
+    GIVEN_BACK,
+    UNKNOWN,
+    Mark,
+    mark_inside,
+    said,
+    take_frames_out,
 )
-
-_BEGINS: Any = torch.ops.piecegraph.layer_begins.default
-_ENDS: Any = torch.ops.piecegraph.layer_ends.default
-_AGAIN: Any = torch.ops.piecegraph.layer_again.default
-_MARKS = (_BEGINS, _ENDS, _AGAIN)
-"""`x`: what a layer takes first, or what it returns; `tensors`: all that it takes; `how`: where those stand, and what
-it takes besides, as it is when the layer begins or ends."""
-
-_UNKNOWN = "?"
-"""Stands in `how` for what is neither a tensor nor plain."""
-
-_GIVEN_BACK = "given back"
-"""How a layer ends that returns the very tensor it takes first."""
-
-_OUR_FRAME = re.compile(rf'^  File "{re.escape(__file__)}", .*\n(?:    .*\n)*', re.MULTILINE)
-"""Of a stack trace, what only a mark put there."""
+from piecegraph.compiler.layer_names import NAME_ATTRIBUTE
 
 _MAY_CHANGE = ("transformers.utils.output_capturing.",)
 """Objects that a trace may change, if it changes them back: transformers notes there that it is collecting nothing."""
@@ -61,85 +43,6 @@ class NotRepeatable(Exception):
     """Layers that look alike cannot be copies of each other; its words say why."""
 
 
-_tracing = threading.RLock()
-"""One trace at a time has marks."""
-
-
-@contextmanager
-def traced_twice(kinds: Sequence[Kind]) -> Iterator[None]:
-    """What is traced inside this block has marks in place of all layers but the first and the last of each kind. Other
-    threads may call the layers as ever."""
-    changed: list[nn.Module] = []
-    with _tracing:
-        try:
-            for kind in kinds:
-                for layer in kind.layers:
-                    forward = _again if layer in kind.between else _marked
-                    vars(layer.module)["forward"] = MethodType(forward(type(layer.module), layer.name), layer.module)
-                    changed.append(layer.module)
-            yield
-        finally:
-            for module in changed:
-                vars(module).pop("forward", None)
-
-
-def _marked(real: Any, name: str) -> Callable[..., Any]:
-    @functools.wraps(real.forward)
-    def forward(self: nn.Module, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_dynamo_compiling():
-            return real.forward(self, x, *args, **kwargs)
-        tensors, how = _taken_apart(x, args, kwargs)
-        torch.ops.piecegraph.layer_begins.default(x, tensors, name, how)
-        out = real.forward(self, x, *args, **kwargs)
-        tensors, how = _taken_apart(x, args, kwargs)
-        torch.ops.piecegraph.layer_ends.default(out, tensors, name, _GIVEN_BACK if out is x else how)
-        return out
-
-    return forward
-
-
-def _again(real: Any, name: str) -> Callable[..., Any]:
-    @functools.wraps(real.forward)
-    def forward(self: nn.Module, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_dynamo_compiling():
-            return real.forward(self, x, *args, **kwargs)
-        tensors, how = _taken_apart(x, args, kwargs)
-        return torch.ops.piecegraph.layer_again.default(x, tensors, name, how)
-
-    return forward
-
-
-def _taken_apart(*arguments: Any) -> tuple[list[torch.Tensor], str]:
-    """The tensors of a layer's arguments, and the rest of them, and modes that it may ask for, as text. It is traced,
-    so it is plain."""
-    tensors: list[torch.Tensor] = []
-    autocast = f"{torch.is_autocast_enabled('cpu')} {torch.is_autocast_enabled('cuda')}"
-    how = [f"{torch.is_grad_enabled()} {autocast} {torch.get_default_dtype()}"]
-    _take_apart(arguments, tensors, how)
-    return tensors, " ".join(how)
-
-
-def _take_apart(value: Any, tensors: list[torch.Tensor], how: list[str]) -> None:
-    if isinstance(value, torch.Tensor):
-        tensors.append(value)
-        how.append("tensor")
-    elif type(value) is tuple or type(value) is list:
-        how.append("tuple(" if type(value) is tuple else "list(")
-        for item in value:
-            _take_apart(item, tensors, how)
-        how.append(")")
-    elif type(value) is dict:
-        how.append("dict(")
-        for key in value:
-            _take_apart(key, tensors, how)
-            _take_apart(value[key], tensors, how)
-        how.append(")")
-    elif value is None or isinstance(value, (bool, int, float, str)):
-        how.append(f"{value!r}")
-    else:
-        how.append(_UNKNOWN)
-
-
 def repeat(graph_module: fx.GraphModule, examples: Sequence[Any], lists: Sequence[LayerList]) -> tuple[Any, ...]:
     """Put copies of layers, over tensors of their own, where the graph has marks, and take all marks out.
 
@@ -147,13 +50,14 @@ def repeat(graph_module: fx.GraphModule, examples: Sequence[Any], lists: Sequenc
     `NotRepeatable`, and then the graph is of no use.
     """
     graph = graph_module.graph
-    _refuse_marks_inside(graph_module)
+    if inside := mark_inside(graph_module):
+        raise NotRepeatable(f"{inside} runs inside of an op")
     inputs = _Inputs(graph, examples)
     regions = _regions(graph)
     agains: dict[str, list[fx.Node]] = {}
     for node in graph.nodes:
-        if node.target is _AGAIN:
-            agains.setdefault(_said(node).layer, []).append(node)
+        if node.target is AGAIN:
+            agains.setdefault(said(node).layer, []).append(node)
     for kind in (kind for each in lists for kind in each.kinds if kind.between):
         if kind.first.name not in regions or kind.last.name not in regions:
             raise NotRepeatable(f"{kind.first.name} or {kind.last.name}, which are alike, does not run")
@@ -170,23 +74,12 @@ def repeat(graph_module: fx.GraphModule, examples: Sequence[Any], lists: Sequenc
     for region in regions.values():
         graph.erase_node(region.end)
         graph.erase_node(region.begin)
-    for node in graph.nodes:
-        if "stack_trace" in node.meta:
-            node.meta["stack_trace"] = _OUR_FRAME.sub("", node.meta["stack_trace"])
+    take_frames_out(graph)
     try:
         graph.lint()
     except RuntimeError as error:
         raise NotRepeatable(f"copies do not fit: {error}") from None
     return inputs.examples()
-
-
-def _refuse_marks_inside(graph_module: fx.GraphModule) -> None:
-    """Graphs that an op runs (`torch.cond`, checkpoints) are the op's."""
-    for module in graph_module.modules():
-        if module is not graph_module and isinstance(module, fx.GraphModule):
-            for node in module.graph.nodes:
-                if node.target in _MARKS:
-                    raise NotRepeatable(f"{_said(node).layer} runs inside of an op")
 
 
 class _Inputs:
@@ -273,25 +166,6 @@ class _Names:
         return argument
 
 
-class _Mark(NamedTuple):
-    """What a mark says."""
-
-    x: fx.Node
-    tensors: Sequence[fx.Node]
-    layer: str
-    how: str
-
-    @property
-    def places(self) -> list[int]:
-        """Where each of the tensors stands first."""
-        return [list(self.tensors).index(each) for each in self.tensors]
-
-
-def _said(mark: fx.Node) -> _Mark:
-    arguments: Any = mark.args
-    return _Mark(*arguments)
-
-
 class _Region(NamedTuple):
     """A layer in a graph, its marks not included."""
 
@@ -306,13 +180,13 @@ def _regions(graph: fx.Graph) -> dict[str, _Region]:
     begin: fx.Node | None = None
     inside: list[fx.Node] = []
     for node in graph.nodes:
-        if node.target is _BEGINS:
-            if begin is not None or _said(node).layer in found:
-                raise NotRepeatable(f"{_said(node).layer} runs twice, or inside another")
+        if node.target is BEGINS:
+            if begin is not None or said(node).layer in found:
+                raise NotRepeatable(f"{said(node).layer} runs twice, or inside another")
             begin, inside = node, []
-        elif node.target is _ENDS:
-            assert begin is not None and _said(begin).layer == _said(node).layer
-            found[_said(node).layer] = _checked(_Region(begin, tuple(inside), node))
+        elif node.target is ENDS:
+            assert begin is not None and said(begin).layer == said(node).layer
+            found[said(node).layer] = _checked(_Region(begin, tuple(inside), node))
             begin = None
         elif begin is not None and node.op != "placeholder":
             inside.append(node)
@@ -322,10 +196,10 @@ def _regions(graph: fx.Graph) -> dict[str, _Region]:
 def _checked(region: _Region) -> _Region:
     """`region`, if it depends on what the layer is given and changes nothing but tensors."""
     begin, nodes, end = region
-    given, left, name = _said(begin), _said(end), _said(begin).layer
-    if _UNKNOWN in given.how.split():
+    given, left, name = said(begin), said(end), said(begin).layer
+    if UNKNOWN in given.how.split():
         raise NotRepeatable(f"{name} takes something that is neither a tensor nor plain")
-    if left.how == _GIVEN_BACK:
+    if left.how == GIVEN_BACK:
         raise NotRepeatable(f"{name} returns the very tensor that it takes first")
     if (left.how, list(left.tensors)) != (given.how, list(given.tensors)):
         raise NotRepeatable(f"{name} changes what it is given")
@@ -335,7 +209,7 @@ def _checked(region: _Region) -> _Region:
     for node in nodes:
         if node.meta.get("unbacked_bindings"):
             raise NotRepeatable(f"{name} makes sizes out of values")
-        if node.target is _AGAIN:
+        if node.target is AGAIN:
             raise NotRepeatable(f"a layer runs inside of {name}")
         if node.op == "get_attr" and isinstance(_attribute(node), nn.Module):
             raise NotRepeatable(f"{name} has an op that runs a graph")
@@ -360,9 +234,9 @@ def _is_shared(node: fx.Node, new: dict[fx.Node, fx.Node]) -> bool:
     return isinstance(_value(node), torch.SymInt) and not any(each in new for each in node.all_input_nodes)
 
 
-def _given_instead(first: _Region, other: _Mark, tensors: dict[fx.Node, fx.Node]) -> dict[fx.Node, fx.Node]:
+def _given_instead(first: _Region, other: Mark, tensors: dict[fx.Node, fx.Node]) -> dict[fx.Node, fx.Node]:
     """What stands in another layer for what the first is given, and for its own `tensors`."""
-    mine = _said(first.begin)
+    mine = said(first.begin)
     is_called_alike = mine.how == other.how and mine.places == other.places
     if not is_called_alike or not all(map(_alike, mine.tensors, other.tensors)):
         raise NotRepeatable(f"{other.layer} is called in another way than {mine.layer}, which is like it")
@@ -378,7 +252,7 @@ def _given_instead(first: _Region, other: _Mark, tensors: dict[fx.Node, fx.Node]
 
 def _check_last(first: _Region, last: _Region, tensors: dict[fx.Node, fx.Node], names: _Names) -> None:
     """Raises `NotRepeatable` unless `last` is what a copy of `first` would be there."""
-    new = _given_instead(first, _said(last.begin), tensors)
+    new = _given_instead(first, said(last.begin), tensors)
     theirs = iter(last.nodes)
     for node in first.nodes:
         if _is_shared(node, new):
@@ -388,10 +262,10 @@ def _check_last(first: _Region, last: _Region, tensors: dict[fx.Node, fx.Node], 
         if (node.op, node.target, str(made)) != (other.op, other.target, str((other.args, other.kwargs))) or not (
             _alike(node, other)
         ):
-            raise NotRepeatable(f"{_said(last.end).layer} is not what {_said(first.end).layer} is, at {other.name}")
-    result = _said(first.end).x
-    if next(theirs, None) is not None or new.get(result, result) is not _said(last.end).x:
-        raise NotRepeatable(f"{_said(last.end).layer} does not end as {_said(first.end).layer} does")
+            raise NotRepeatable(f"{said(last.end).layer} is not what {said(first.end).layer} is, at {other.name}")
+    result = said(first.end).x
+    if next(theirs, None) is not None or new.get(result, result) is not said(last.end).x:
+        raise NotRepeatable(f"{said(last.end).layer} does not end as {said(first.end).layer} does")
 
 
 def _copied(argument: Any, new: dict[fx.Node, fx.Node], names: _Names) -> Any:
@@ -400,7 +274,7 @@ def _copied(argument: Any, new: dict[fx.Node, fx.Node], names: _Names) -> Any:
 
 def _copy(graph: fx.Graph, first: _Region, again: fx.Node, tensors: dict[fx.Node, fx.Node], names: _Names) -> None:
     """Put `first` in the place of the mark `again`, over `tensors` and under `names` of its own."""
-    new = _given_instead(first, _said(again), tensors)
+    new = _given_instead(first, said(again), tensors)
     with graph.inserting_before(again):
         for node in first.nodes:
             if _is_shared(node, new):
@@ -409,8 +283,8 @@ def _copy(graph: fx.Graph, first: _Region, again: fx.Node, tensors: dict[fx.Node
             made.args = map_aggregate(made.args, names.in_place_of)
             made.kwargs = map_aggregate(made.kwargs, names.in_place_of)
             made.meta.pop("nn_module_stack", None)  # it is the first layer's
-    result = new.get(_said(first.end).x, _said(first.end).x)
-    if _said(first.end).x in first.nodes:
+    result = new.get(said(first.end).x, said(first.end).x)
+    if said(first.end).x in first.nodes:
         result.meta["example_value"] = _value(again)  # a value of its own: the model may return it
     again.replace_all_uses_with(result)
     graph.erase_node(again)

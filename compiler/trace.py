@@ -20,13 +20,13 @@ from piecegraph.compiler.call_spec import CallSpec, ConstantLeaf, ResultSpec, Te
 from piecegraph.compiler.dynamic_dims import DynamicDims, bind_arguments, check_examples, declared_dims, leaf_paths
 from piecegraph.compiler.dynamo import DynamoGraph, dynamo_graph, guard_name, mark_dynamic_size
 from piecegraph.compiler.guards import GuardAudit, audit_guards
+from piecegraph.compiler.layer_marks import traced_twice
 from piecegraph.compiler.repeated_layers import (
     NotRepeatable,
     check_what_was_changed,
     check_what_was_read,
     repeat,
     told,
-    traced_twice,
 )
 from piecegraph.compiler.traced_globals import GlobalFact, globals_read
 from piecegraph.compiler.traced_sources import digests_of_files, files_of_code
