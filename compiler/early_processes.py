@@ -1,7 +1,7 @@
 """Compile processes that start before torch is imported here: what they import, they import beside it.
 
-A process of theirs takes three times as long to be ready as importing torch does, on a slow machine longer than a model
-takes to trace. Whether anything will be compiled is not known then: it is a guess, made by a thread.
+Such a process takes three times as long to be ready as importing torch does, which may be longer than a model takes to
+trace. Whether anything will be compiled is not known then: it is a guess, made by a thread.
 """
 
 from __future__ import annotations

@@ -159,8 +159,10 @@ class _Names:
 
     def in_place_of(self, argument: Any) -> Any:
         """Raises `NotRepeatable` for a text that the name of a layer went into."""
-        if not isinstance(argument, str) or argument in self._of:
-            return self._of.get(argument, argument) if isinstance(argument, str) else argument
+        if not isinstance(argument, str):
+            return argument
+        if argument in self._of:
+            return self._of[argument]
         if any(name in argument for name in (*self._of, self._first)):
             raise NotRepeatable(f"{self._first} makes {argument!r} out of its name")
         return argument

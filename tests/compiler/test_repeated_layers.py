@@ -384,23 +384,35 @@ def test_tensors_shared_in_another_way_are_no_copies(monkeypatch: pytest.MonkeyP
     assert "is shared in another way than" in traced(Model(Two), monkeypatch).note
 
 
-def test_names_that_layers_hand_to_ops_are_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    library = torch.library.Library("piecegraph_test_names", "DEF")
-    library.define("named(Tensor x, str name) -> Tensor")
-    torch.library.register_fake("piecegraph_test_names::named", lambda x, name: torch.empty_like(x), lib=library)
+_library = torch.library.Library("piecegraph_test_layers", "DEF")
+_library.define("named(Tensor x, str name) -> Tensor")
+torch.library.register_fake("piecegraph_test_layers::named", lambda x, name: torch.empty_like(x), lib=_library)
+
+
+def handing_on(name: Callable[[Any], str]) -> Model:
+    """A model whose layers hand an op what `name` makes of them."""
 
     class Named(Layer):
         def forward(self, x: torch.Tensor, pair: tuple[torch.Tensor, torch.Tensor], scale: float = 1.0) -> torch.Tensor:
             x = super().forward(x, pair, scale)
-            named: torch.Tensor = torch.ops.piecegraph_test_names.named(x, getattr(self.linear, NAME_ATTRIBUTE))
+            named: torch.Tensor = torch.ops.piecegraph_test_layers.named(x, name(self))
             return named
 
     model = Model(Named)
     name_layers(model)
-    found = traced(model, monkeypatch)
+    return model
+
+
+def test_names_that_layers_hand_to_ops_are_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = traced(handing_on(lambda layer: getattr(layer.linear, NAME_ATTRIBUTE)), monkeypatch)
     assert "2 of 4" in found.note
     given = [node.args[1] for node in found.graph_module.graph.nodes if "named" in str(node.target)]
     assert given == [f"layers.{number}.linear" for number in range(4)]
+
+
+def test_a_name_that_something_is_made_of_is_not_known_in_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = handing_on(lambda layer: getattr(layer, NAME_ATTRIBUTE) + ".key")
+    assert "makes 'layers.0.key' out of its name" in traced(model, monkeypatch).note
 
 
 def test_an_error_of_the_model_is_the_one_that_it_is_without_copies() -> None:
@@ -428,23 +440,6 @@ def test_two_layers_are_traced_at_any_depth(num_layers: int, monkeypatch: pytest
         trace(Model(num_layers=num_layers), (torch.randn(3, 8),), {}, {"x": {0: "num_tokens"}})
     assert traced_code.count(Layer.forward.__code__) == 2
     assert traced_code.count(Model.call.__code__) == num_layers
-
-
-def test_a_name_that_something_is_made_of_is_not_known_in_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    library = torch.library.Library("piecegraph_test_suffix", "DEF")
-    library.define("named(Tensor x, str name) -> Tensor")
-    torch.library.register_fake("piecegraph_test_suffix::named", lambda x, name: torch.empty_like(x), lib=library)
-
-    class Named(Layer):
-        def forward(self, x: torch.Tensor, pair: tuple[torch.Tensor, torch.Tensor], scale: float = 1.0) -> torch.Tensor:
-            x = super().forward(x, pair, scale)
-            name = getattr(self, NAME_ATTRIBUTE) + ".key"
-            named: torch.Tensor = torch.ops.piecegraph_test_suffix.named(x, name)
-            return named
-
-    model = Model(Named)
-    name_layers(model)
-    assert "makes 'layers.0.key' out of its name" in traced(model, monkeypatch).note
 
 
 def test_attributes_of_classes_of_parameters_tell_layers_apart(monkeypatch: pytest.MonkeyPatch) -> None:
