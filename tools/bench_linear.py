@@ -2,7 +2,8 @@
 
 `python -m piecegraph.tools.bench_linear --help`. Calls of one linear follow each other in a CUDA graph, over copies of
 its weight that together exceed the GPU's L2; results are checked against torch before they are timed. The library's
-form is a matmul and, where the linear has an activation, our kernel for that.
+form is a matmul and, where the linear has an activation, our kernel for that. One row is timed after a residual add
+and its norm too, where a layer has them ahead of the linear: "norm+", with our kernel for those in the library's form.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import torch.nn.functional as F
 from piecegraph.passes.kernels.gpu_limits import gpu_limits
 from piecegraph.passes.kernels.linear_config import NUM_SLICES, SLICED_ROWS, LinearConfig, SlicedConfig, linear_config
 from piecegraph.passes.ops.act_mul import act_mul
+from piecegraph.passes.ops.rms_norm import add_rms_norm
 from piecegraph.tools.bench.shapes import SHAPES
 from piecegraph.tools.bench_attention import (
     READ_FLOOR_BYTES_PER_S,
@@ -38,12 +40,18 @@ POOL_BYTES = 512 * 2**20
 MIN_CALLS = 4
 MAX_CALLS = 128
 
+SHARED_BYTES = 227 * 2**10
+"""Of a program's stages in a sweep, at most: what a Hopper GPU has."""
+
 TOLERANCE = 1e-2
 """Relative root mean square error above which a result is called wrong; rounding in bfloat16 takes about a quarter."""
 
 MODELS = ("qwen3-0.6b", "llama-8b")
 
 Config = LinearConfig | SlicedConfig
+
+Kernel = tuple[str, str, Callable[[torch.Tensor], torch.Tensor]]
+"""Its name, its setting, and a call of it with a weight."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +62,7 @@ class Linear:
     num_columns: int
     size: int
     activation: str = ""
+    follows_norm: bool = False  # of a residual's sum
 
     @property
     def num_weight_rows(self) -> int:
@@ -89,9 +98,9 @@ def linears_of(model: str) -> tuple[Linear, ...]:
     hidden, inner, head_dim = shape["hidden_size"], shape["intermediate_size"], shape["head_dim"]
     num_q_heads, num_kv_heads = shape["num_attention_heads"], shape["num_key_value_heads"]
     return (
-        Linear(name="qkv", num_columns=(num_q_heads + 2 * num_kv_heads) * head_dim, size=hidden),
+        Linear(name="qkv", num_columns=(num_q_heads + 2 * num_kv_heads) * head_dim, size=hidden, follows_norm=True),
         Linear(name="output", num_columns=hidden, size=num_q_heads * head_dim),
-        Linear(name="gate_up", num_columns=inner, size=hidden, activation=shape["hidden_act"]),
+        Linear(name="gate_up", num_columns=inner, size=hidden, activation=shape["hidden_act"], follows_norm=True),
         Linear(name="down", num_columns=hidden, size=inner),
         Linear(name="head", num_columns=shape["vocab_size"], size=hidden),
     )
@@ -143,29 +152,78 @@ def _time(
 ) -> list[Row]:
     from piecegraph.passes.kernels.linear import linear_on_gpu
 
-    device = weights[0].device
-    random = torch.Generator(device=device).manual_seed(num_rows)
-    x = torch.randn(num_rows, linear.size, generator=random, device=device).to(torch.bfloat16)
-    expected = _expected(x, weights[0], linear.activation)
-
-    def ours(config: Config) -> Callable[[torch.Tensor], torch.Tensor]:
-        return lambda weight: linear_on_gpu(x, weight, None, linear.activation, config)
+    x = _random(num_rows, linear.size, weights[0].device)
+    default = linear_config(
+        num_rows, linear.num_columns, linear.size,
+        is_gated=bool(linear.activation), itemsize=2, gpu=gpu_limits(x.get_device()),
+    )  # fmt: skip
+    others = [config for config in layouts(linear, num_rows) if config != default] if sweep else []
+    named = [] if default is None else [(default, f"default: {setting(default)}")]
+    settings = [*named, *((config, setting(config)) for config in others)]
 
     def library(weight: torch.Tensor) -> torch.Tensor:
         out = F.linear(x, weight)
         return act_mul(out, linear.activation) if linear.activation else out
 
-    default = linear_config(
-        num_rows, linear.num_columns, linear.size,
-        is_gated=bool(linear.activation), itemsize=2, gpu=gpu_limits(x.get_device()),
-    )  # fmt: skip
-    kernels: list[tuple[str, str, Callable[[torch.Tensor], torch.Tensor]]] = [("library", "", library)]
-    if default is not None:
-        kernels.append((kernel_of(default), f"default: {setting(default)}", ours(default)))
-    if sweep:
-        others = [config for config in layouts(linear, num_rows) if config != default]
-        kernels += [(kernel_of(config), setting(config), ours(config)) for config in others]
-        compile_ahead([partial(_run, call, weights[0]) for _, _, call in kernels], device, jobs)
+    kernels: list[Kernel] = [("library", "", library)]
+    kernels += [
+        (kernel_of(config), text, partial(linear_on_gpu, x, bias=None, activation=linear.activation, config=config))
+        for config, text in settings
+    ]
+    rows = _time_kernels(model, linear, num_rows, kernels, weights, _expected(x, weights[0], linear.activation), jobs)
+    if linear.follows_norm and num_rows == 1:
+        rows += _time_after_norm(model, linear, x, settings, weights, jobs)
+    return rows
+
+
+def _time_after_norm(
+    model: str,
+    linear: Linear,
+    x: torch.Tensor,
+    settings: Sequence[tuple[Config, str]],
+    weights: Sequence[torch.Tensor],
+    jobs: int,
+) -> list[Row]:
+    from piecegraph.passes.kernels.norm_linear import add_norm_linear_on_gpu
+
+    residual, eps = _random(2, linear.size, x.device)[1:], 1e-6
+
+    def library(weight: torch.Tensor) -> torch.Tensor:
+        normed, _ = add_rms_norm(x, residual, None, eps, 0.0)
+        out = F.linear(normed, weight)
+        return act_mul(out, linear.activation) if linear.activation else out
+
+    def ours(config: LinearConfig) -> Callable[[torch.Tensor], torch.Tensor]:
+        return lambda weight: add_norm_linear_on_gpu(
+            x, residual, None, eps, 0.0, weight, None, linear.activation, config
+        )[0]
+
+    kernels: list[Kernel] = [("norm+library", "", library)]
+    kernels += [
+        (f"norm+{kernel_of(config)}", text, ours(config))
+        for config, text in settings
+        if isinstance(config, LinearConfig) and config.block_m == 0
+    ]
+    normed, _ = add_rms_norm(x, residual, None, eps, 0.0)
+    return _time_kernels(model, linear, 1, kernels, weights, _expected(normed, weights[0], linear.activation), jobs)
+
+
+def _random(num_rows: int, size: int, device: torch.device) -> torch.Tensor:
+    random = torch.Generator(device=device).manual_seed(num_rows)
+    return torch.randn(num_rows, size, generator=random, device=device).to(torch.bfloat16)
+
+
+def _time_kernels(
+    model: str,
+    linear: Linear,
+    num_rows: int,
+    kernels: Sequence[Kernel],
+    weights: Sequence[torch.Tensor],
+    expected: torch.Tensor,
+    jobs: int,
+) -> list[Row]:
+    if len(kernels) > 2:
+        compile_ahead([partial(_run, call, weights[0]) for _, _, call in kernels], weights[0].device, jobs)
     num_calls = min(MAX_CALLS, max(MIN_CALLS, len(weights)))
     rows = []
     for kernel, text, call in kernels:
@@ -207,11 +265,13 @@ def setting(config: Config) -> str:
 def layouts(linear: Linear, num_rows: int) -> list[Config]:
     """A grid of layouts of each kernel that takes so many rows, weights of any size."""
     found: list[Config] = []
+    num_halves = 2 if linear.activation else 1
     if num_rows in (1, 2, 4):
+        tiles = itertools.product((1, 2, 4, 8, 16), (512, 1024, 2048, 4096), (1, 2, 4, 8))
         found += [
             LinearConfig(block_m=0, block_n=block_n, block_k=block_k, num_warps=warps, num_stages=1)
-            for block_n, block_k, warps in itertools.product((1, 2, 4, 8, 16), (512, 1024, 2048), (2, 4, 8))
-            if block_n * block_k * (2 if linear.activation else 1) <= 128 * 32 * warps
+            for block_n, block_k, warps in tiles
+            if block_k <= linear.size and 32 * warps * 16 <= block_n * block_k * num_halves <= 32 * warps * 128
         ]
     if num_rows <= SLICED_ROWS:
         for block_n, block_k in itertools.product((8, 16, 32, 64), (64, 128, 256)):
@@ -226,25 +286,30 @@ def layouts(linear: Linear, num_rows: int) -> list[Config]:
                     if held <= tiles
                 ]  # fmt: skip
     if num_rows > 1:
-        blocks = itertools.product((16, 64, 128), (16, 32, 64, 128), (64, 128), (4, 8), (3, 4, 6))
+        tallest = 16 if num_rows <= 16 else 64 if num_rows <= 64 else 128
+        blocks = itertools.product({tallest, min(tallest, 64)}, (16, 32, 64, 128), (64, 128), (4, 8), (3, 4, 6))
         found += [
             LinearConfig(block_m=block_m, block_n=block_n, block_k=block_k, num_warps=warps, num_stages=stages)
             for block_m, block_n, block_k, warps, stages in blocks
-            if block_m <= max(16, 2 * num_rows) and linear.size % block_k == 0
+            if linear.size % block_k == 0
+            and block_m * block_n * num_halves <= 32 * warps * 128
+            and (block_m + block_n * num_halves) * block_k * 2 * stages <= SHARED_BYTES
         ]
     return found
 
 
 def _show(rows: Sequence[Row], top: int) -> None:
-    """The library and the default first, then the best of a sweep."""
+    """The library and the default first, then the best of a sweep; what follows a norm apart."""
     first = rows[0]
     click.echo(f"\n{first.model} {first.linear}, {first.num_rows} rows: floor {first.floor_us:.1f} us")
-    named = [row for row in rows if row.kernel == "library" or row.setting.startswith("default")]
-    swept = sorted((row for row in rows if row not in named), key=lambda row: row.us or float("inf"))
-    for row in (*named, *swept[:top]):
-        us = "   failed" if row.us is None else f"{row.us:9.2f}"
-        error = "" if row.error is None else f"err {row.error:.1e}"
-        click.echo(f"  {us} us  {row.kernel:<8} {row.setting:<44} {error} {row.note}")
+    for has_norm in (False, True):
+        alike = [row for row in rows if row.kernel.startswith("norm+") is has_norm]
+        named = [row for row in alike if row.kernel.endswith("library") or row.setting.startswith("default")]
+        swept = sorted((row for row in alike if row not in named), key=lambda row: row.us or float("inf"))
+        for row in (*named, *swept[:top]):
+            us = "   failed" if row.us is None else f"{row.us:9.2f}"
+            error = "" if row.error is None else f"err {row.error:.1e}"
+            click.echo(f"  {us} us  {row.kernel:<12} {row.setting:<44} {error} {row.note}")
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import torch
 
 from piecegraph import LLM
 from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
+from piecegraph.runner.capture_sizes import default_capture_sizes
 from piecegraph.runner.dispatcher import Dispatched
 from piecegraph.tools.bench.shapes import SHAPES
 from tests.runner.test_graphs import FULL, NONE, PIECEWISE, decoding, generate, restore, snapshot, without_graphs
@@ -51,7 +52,8 @@ def test_a_replay_is_bitwise_the_pieces_at_every_size(real: LLM, mode: CUDAGraph
     runner, batch = decoding(real, 1)
     saved = snapshot(runner)
     descriptors = runner.graphs.descriptors(mode)
-    assert len(descriptors) > 30
+    captured = default_capture_sizes(2048)
+    assert {each.num_tokens for each in descriptors} == {n for n in captured if mode is PIECEWISE or n <= 256}
     for descriptor in descriptors:
         expected = without_graphs(runner, batch, descriptor)[:1].clone()
         restore(runner, saved)

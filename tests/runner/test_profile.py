@@ -13,6 +13,7 @@ import torch
 from piecegraph import LLM, SamplingParams
 from piecegraph.runner.profile import SAMPLED_LOGPROBS, peak_step_bytes, run_largest_step
 from piecegraph.runner.sampling.batch_sampler import Sampler, SamplerOutput
+from tests.runner.tiny_models import llama_config, random_model, save
 
 NUM_TOKENS = 200
 
@@ -64,11 +65,14 @@ def test_the_largest_step_leaves_no_trace(llm: LLM) -> None:
 
 
 @pytest.mark.gpu
-def test_a_larger_step_takes_more(llama_dir: Path) -> None:
-    """At least the float32 rows that the sampler works in, and the same when measured again."""
-    with LLM(llama_dir, num_kv_blocks=300, max_num_seqs=64, max_num_batched_tokens=512, enforce_eager=True) as llm:
+def test_a_larger_step_takes_more(tmp_path: Path) -> None:
+    """At least the float32 rows that the sampler works in, and the same when measured again. They are more than what
+    torch's allocator may have free in pieces that are in use."""
+    folder = save(random_model(llama_config(vocab_size=65536)), tmp_path)
+    options: dict[str, Any] = {"num_kv_blocks": 300, "max_num_seqs": 64, "max_num_batched_tokens": 512}
+    with LLM(folder, skip_tokenizer_init=True, enforce_eager=True, **options) as llm:
         sizes: dict[str, Any] = {"max_model_len": llm.max_model_len, "needs_host_batch": llm.runner._needs_host_batch}
         large = peak_step_bytes(llm.runner.step, num_tokens=512, **sizes)
         assert large == peak_step_bytes(llm.runner.step, num_tokens=512, **sizes)
-        assert large >= peak_step_bytes(llm.runner.step, num_tokens=8, **sizes)  # 0 where freed memory was enough
+        assert large >= peak_step_bytes(llm.runner.step, num_tokens=8, **sizes)
         assert large >= 64 * llm.engine.vocab_size * 4

@@ -223,7 +223,7 @@ def test_after_them_a_start_on_a_gpu_compiles_nothing_in_profile_and_capture(
         compile_with(compile)
 
     monkeypatch.setattr("piecegraph.compiler.stored.own_kernels.compile_with", counting)
-    heads = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 80}  # no other test of this process has
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 80}  # no other test of this process has
     save(random_model(llama_config(**heads)), tmp_path / "model")
     with LLM(str(tmp_path / "model"), skip_tokenizer_init=True, dtype="bfloat16", on_phase=on_phase):
         pass

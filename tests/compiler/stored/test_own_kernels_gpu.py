@@ -22,10 +22,10 @@ SIZE = 512
 
 def forget_compiled() -> None:
     """As in a new process."""
-    from piecegraph.passes.kernels import act_mul, linear
+    from piecegraph.passes.kernels import act_mul, linear, sliced_linear
 
     act_mul._act_mul.device_caches.clear()
-    for kernel in (linear._matvec, linear._matmul):
+    for kernel in (linear._matvec, linear._matmul, sliced_linear._sliced):
         kernel._compiled.clear()
         kernel.kernel.device_caches.clear()
 
