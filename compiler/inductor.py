@@ -33,6 +33,7 @@ from piecegraph.compiler.inductor_compile import (
 )
 from piecegraph.compiler.inductor_files import LoadedPiece, PieceFiles, load_files
 from piecegraph.compiler.inductor_options import (
+    NOTHING_MEASURED,
     inductor_option_names,
     is_tuned_at_compile_time,
     no_compile_workers,
@@ -116,7 +117,8 @@ class InductorPieceCompiler:
         if self._cache is not None and pieces:
             OWN_KERNELS.begin_without_plan(self._cache, pieces, device_of_piece(pieces[0]))
         compiled: dict[int, CompiledPiece] = {}
-        tasks = [_Task(piece, self.options) for piece in pieces]
+        options = {**NOTHING_MEASURED, **self.options}
+        tasks = [_Task(piece, options) for piece in pieces]
         for index, outcome in self._compile_all(tasks, post_grad, meanwhile=meanwhile):
             if isinstance(outcome, _Failure):
                 failed = pieces[index]

@@ -12,6 +12,7 @@ from piecegraph.compiler.inductor_artifact import kernels_in_use, load_artifact
 from piecegraph.compiler.inductor_caches import inductor_cache_dir
 from piecegraph.compiler.inductor_options import no_compile_workers
 from piecegraph.compiler.private_folder import private_folder
+from piecegraph.compiler.triton_groups import in_folder, without_folder
 
 TRITON_FOLDER = "triton"
 
@@ -40,7 +41,7 @@ class LoadedPiece:
         choices = {str(path.relative_to(self.folder)): path.read_bytes() for path in _choices(self.folder)}
         used = kernels_in_use(self.folder)
         triton = {
-            str(path.relative_to(self.triton)): path.read_bytes()
+            str(path.relative_to(self.triton)): without_folder(path.name, path.read_bytes())
             for path in self.triton.rglob("*")
             if path.is_file() and (path.suffix == ".so" or path.relative_to(self.triton).parts[0] in used)
         }
@@ -79,6 +80,7 @@ def _write(folder: Path, files: Mapping[str, bytes]) -> None:
             raise ValueError(f"{name!r} leads out of the folder")
         target = folder / path
         target.parent.mkdir(parents=True, exist_ok=True)
+        data = in_folder(target.name, data, target.parent)
         if target.exists():  # of another piece; it may be loaded, and what is loaded must not be written to
             if target.read_bytes() == data:
                 continue

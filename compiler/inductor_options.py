@@ -6,6 +6,10 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+NOTHING_MEASURED: Mapping[str, Any] = {"triton.autotune_pointwise": False}
+"""Of pieces for any size: else Inductor compiles each pointwise kernel in several forms and measures them when it first
+runs, in every start anew, at whatever size that is; and two starts run different kernels."""
+
 
 def unknown_inductor_options(options: Mapping[str, Any]) -> tuple[str, ...]:
     """Names in `options` that are no `torch._inductor.config` field."""

@@ -81,8 +81,8 @@ def static_pieces(
     something itself instead of calling ops of passes alone, which see each call's sizes.
 
     `symbols` is what `symbols_by_unique` returns, `declared` the symbols whose value a call tells and what
-    they are called, `conditions` what holds for every call. Refused are pieces that
-    take another symbol, and sizes no call can have.
+    they are called, `conditions` what holds for every call. Refused are pieces that take another symbol or sum over
+    nothing, and sizes no call can have.
     """
     made: list[StaticPiece] = []
     refused: list[Refused] = []
@@ -99,8 +99,28 @@ def static_pieces(
 
 
 def _leaves_sizes_to_ops(piece: UniquePiece) -> bool:
-    calls = [node for node in piece.graph_module.graph.nodes if node.op in ("call_function", "call_method")]
-    return all(map(_is_left_to_ops, calls))
+    return all(map(_is_left_to_ops, _calls(piece)))
+
+
+def _sums_over_nothing(piece: UniquePiece) -> bool:
+    """All that is not left to ops is known to be computed number by number."""
+    return all(_is_left_to_ops(node) or _name(node) in NUMBER_BY_NUMBER for node in _calls(piece))
+
+
+def _calls(piece: UniquePiece) -> list[fx.Node]:
+    return [node for node in piece.graph_module.graph.nodes if node.op in ("call_function", "call_method")]
+
+
+NUMBER_BY_NUMBER = frozenset(
+    "abs add and cat clamp clone contiguous copy_ cos detach div empty_like embedding eq exp float full_like ge gelu "
+    "getitem gt half index_select le log lt masked_fill mul ne neg new_zeros or pow reciprocal relu repeat rsqrt rsub "
+    "sigmoid silu sin softplus sqrt stack sub tanh to truediv type type_as unsqueeze where zeros_like bfloat16".split()
+)
+"""Functions and methods by name."""
+
+
+def _name(node: fx.Node) -> str:
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
 
 
 def _is_left_to_ops(node: fx.Node) -> bool:
@@ -121,6 +141,8 @@ def _reason_to_refuse(
 ) -> str | None:
     if not taken <= declared.keys():
         return f"it takes {', '.join(sorted(taken - declared.keys()))}, a size that only the data tells"
+    if _sums_over_nothing(piece):
+        return "what is computed here number by number is as fast for any size"
     for name, (lower, upper) in size_ranges(piece.examples).items():
         if size < lower or (upper is not None and size > upper):
             return f"{declared[name]} is {'at least ' if upper is None else f'at most {upper} and at least '}{lower}"

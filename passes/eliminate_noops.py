@@ -14,6 +14,7 @@ from torch import fx
 from piecegraph.passes.effects import CLONE, DIV, Memory, erase_dead, is_pure, same_stride, viewed
 from piecegraph.passes.graph_pass import GraphPass, Miss, PassContext, PassResult
 from piecegraph.passes.repeated_values import merge_repeated_values
+from piecegraph.passes.single_products import multiply_single_products
 from piecegraph.passes.torch_ir import (
     ADD,
     CASTS,
@@ -30,13 +31,14 @@ from piecegraph.passes.torch_ir import (
 
 @dataclass(frozen=True, slots=True)
 class EliminateNoops(GraphPass):
-    """Bitwise. Matches are nodes removed:
+    """Bitwise, up to the sign of a zero. Matches are nodes removed, and matmuls that became multiplications:
 
     - casts, views, slices, expands and `contiguous` that return the tensor they are given, dropout that drops
       nothing, and chains of views that end where they began;
     - copies (`clone`, `x * 1.0`, `x - 0`) of memory nobody writes to, whose own is no output;
     - calls equal to one before (`repeated_values`);
-    - pure nodes nobody reads.
+    - pure nodes nobody reads;
+    - matmuls of one column and one row (`single_products`).
 
     Sizes and strides are compared as expressions: equal for every size, or not equal.
     """
@@ -50,7 +52,8 @@ class EliminateNoops(GraphPass):
         erase_dead(graph, keep=split_ops)  # before values are compared: who reads what decides there
         misses += merge_repeated_values(graph, context)
         erase_dead(graph, keep=split_ops)
-        return PassResult(matches=before - len(graph.nodes), misses=tuple(misses))
+        removed = before - len(graph.nodes)
+        return PassResult(matches=removed + multiply_single_products(graph), misses=tuple(misses))
 
 
 def _drop_views(graph: fx.Graph) -> list[Miss]:

@@ -1,7 +1,6 @@
 """`fuse-linear`: linears of a decode step's few rows take kernels of ours, with what is ahead of them and after.
 
-A decode step reads every weight once, so a linear of few rows takes as long as its weights take to arrive. Where
-they are many (`linear_config.MAX_WEIGHT_BYTES`) the library is as fast, and the linear stays torch's.
+A decode step reads every weight once, so a linear of few rows takes as long as its weights take to arrive.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from torch import fx
 from piecegraph.passes import torch_ir as ir
 from piecegraph.passes.effects import changed_between, is_left_alone
 from piecegraph.passes.graph_pass import GraphPass, Miss, PassContext, PassResult
-from piecegraph.passes.kernels.linear_config import MAX_WEIGHT_BYTES, SIZE_MULTIPLE
+from piecegraph.passes.kernels.linear_config import SIZE_MULTIPLE
 from piecegraph.passes.ops.act_mul import ACT_MUL
 from piecegraph.passes.ops.linear import LINEAR
 from piecegraph.passes.ops.norm_linear import ADD_NORM_LINEAR, LINEAR_ADD_NORM_LINEAR, MAX_SIZE
@@ -28,21 +27,19 @@ DTYPES = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class FuseLinear(GraphPass):
-    """Every linear of up to `max_weight_bytes` becomes `piecegraph::linear`; an `act_mul` that alone reads it becomes
-    part of it, and an `add_rms_norm` whose norm it alone reads, with the linear that made what that adds. Which kernels
-    run, or the library's, depends on the rows of each call.
+    """Every linear becomes `piecegraph::linear`; an `act_mul` that alone reads it becomes part of it, and an
+    `add_rms_norm` whose norm it alone reads, with the linear that made what that adds. Which kernels run, or the
+    library's, depends on the rows of each call and the size of the weight.
 
-    Larger linears, and those that compute in float32, are no sites.
+    Linears that compute in float32 are no sites.
     """
 
     name: ClassVar[str] = "fuse-linear"
 
-    max_weight_bytes: int = MAX_WEIGHT_BYTES
-
     def apply(self, graph: fx.Graph, context: PassContext) -> PassResult:
         matches = 0
         misses = []
-        for node in [node for node in graph.nodes if self._is_site(node)]:
+        for node in [node for node in graph.nodes if _is_site(node)]:
             try:
                 _check(node)
             except NoMatch as reason:
@@ -52,11 +49,11 @@ class FuseLinear(GraphPass):
             matches += 1
         return PassResult(matches, tuple(misses))
 
-    def _is_site(self, node: fx.Node) -> bool:
-        if not ir.is_call(node, ir.LINEAR) or not ir.is_tensor(ir.argument(node, 1, "weight")):
-            return False
-        weight = ir.value_of(ir.argument(node, 1, "weight"))
-        return weight.dtype in DTYPES and weight.numel() * weight.element_size() <= self.max_weight_bytes
+
+def _is_site(node: fx.Node) -> bool:
+    if not ir.is_call(node, ir.LINEAR) or not ir.is_tensor(ir.argument(node, 1, "weight")):
+        return False
+    return ir.value_of(ir.argument(node, 1, "weight")).dtype in DTYPES
 
 
 def _check(node: fx.Node) -> None:

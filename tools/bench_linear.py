@@ -267,10 +267,10 @@ def layouts(linear: Linear, num_rows: int) -> list[Config]:
     found: list[Config] = []
     num_halves = 2 if linear.activation else 1
     if num_rows in (1, 2, 4):
-        tiles = itertools.product((1, 2, 4, 8, 16), (512, 1024, 2048, 4096), (1, 2, 4, 8))
+        shapes = itertools.product((1, 2, 4, 8, 16), (512, 1024, 2048, 4096), (1, 2, 4, 8))
         found += [
             LinearConfig(block_m=0, block_n=block_n, block_k=block_k, num_warps=warps, num_stages=1)
-            for block_n, block_k, warps in tiles
+            for block_n, block_k, warps in shapes
             if block_k <= linear.size and 32 * warps * 16 <= block_n * block_k * num_halves <= 32 * warps * 128
         ]
     if num_rows <= SLICED_ROWS:

@@ -7,11 +7,9 @@ from functools import lru_cache
 
 from piecegraph.passes.kernels.gpu_limits import GpuLimits
 
-MAX_WEIGHT_BYTES = 32 * 2**20
-"""Larger weights go to the library: its matmuls then run at the memory's speed, and no launch is worth hiding."""
-
-MATMUL_WEIGHT_BYTES = 16 * 2**20
-"""The same for more than `MATVEC_ROWS` rows."""
+SMALL_WEIGHT_BYTES = 16 * 2**20
+"""A weight that all multiprocessors together read in one wave of programs. Larger ones have a kernel of ours for one
+row alone; for more the library's matmuls run closer to the memory's speed."""
 
 MATVEC_ROWS = 2
 """Up to so many rows a dot product on ordinary cores is worth it; with four it computes longer than it reads."""
@@ -22,6 +20,10 @@ the wait."""
 
 BLOCK_M = 64
 """Rows a program of the matmul: the tensor cores' own, also where most are padding."""
+
+GATED_ROWS = 256
+"""Up to so many rows of a gated linear are ours, though the library's matmul is faster: its activation is a kernel
+more, which cannot start while the matmul runs."""
 
 NUM_SLICES = 4
 """Warps of a program that has all rows."""
@@ -66,25 +68,62 @@ def linear_config(
     """The layout for `[num_rows, size] @ [num_columns, size].T`, twice the columns in the weight with `is_gated`;
     None where the library's matmul is at least as fast."""
     weight_bytes = num_columns * size * itemsize * (2 if is_gated else 1)
-    if itemsize != 2 or size % SIZE_MULTIPLE or num_columns % 16 or weight_bytes > MAX_WEIGHT_BYTES or num_rows == 0:
+    if itemsize != 2 or size % SIZE_MULTIPLE or num_columns % 16 or num_rows == 0:
         return None
-    if 1 < num_rows <= SLICED_ROWS and weight_bytes <= MATMUL_WEIGHT_BYTES:
+    if num_rows == 1:
+        return _row_config(size, weight_bytes, is_gated=is_gated)
+    if weight_bytes > SMALL_WEIGHT_BYTES:
+        return None
+    if num_rows <= SLICED_ROWS:
         sliced = _sliced_config(num_columns, size, is_gated=is_gated, gpu=gpu)
         if sliced is not None:
             return sliced
     if num_rows <= MATVEC_ROWS:
         block_k = 1024 if is_gated or size < 2048 else 2048
         return LinearConfig(block_m=0, block_n=4, block_k=block_k, num_warps=4, num_stages=1)
-    block_n = 32 if num_columns >= 2048 else 16
-    programs = -(-num_rows // BLOCK_M) * -(-num_columns // block_n)
-    if weight_bytes > MATMUL_WEIGHT_BYTES or programs > gpu.num_sms:
+    matmul = _matmul_config(num_rows, num_columns, size, is_gated=is_gated, gpu=gpu)
+    programs = -(-num_rows // matmul.block_m) * -(-num_columns // matmul.block_n)
+    if programs > gpu.num_sms or matmul.num_stages < 2:
         return None  # a second wave: the library's larger tiles read each weight once
-    block_k = 128 if size % 128 == 0 else SIZE_MULTIPLE
-    stage_bytes = (BLOCK_M + block_n * (2 if is_gated else 1)) * block_k * itemsize
-    num_stages = min(4 if is_gated else 6, gpu.shared_bytes // stage_bytes)
-    if num_stages < 2:
-        return None
-    return LinearConfig(block_m=BLOCK_M, block_n=block_n, block_k=block_k, num_warps=4, num_stages=num_stages)
+    return matmul
+
+
+def norm_linear_config(size: int, weight_bytes: int, *, is_gated: bool) -> LinearConfig:
+    """The layout for one row that is normed in the same kernel, `size` numbers of two bytes each."""
+    if weight_bytes > SMALL_WEIGHT_BYTES:  # every program norms the row, so few programs, and the row in one tile
+        block_k = 4096 if size > 2048 else 2048
+        return LinearConfig(block_m=0, block_n=2, block_k=block_k, num_warps=4, num_stages=1)
+    block_k = 1024 if is_gated or size < 2048 else 2048
+    num_warps = 2 if is_gated and size <= 1024 else 4
+    return LinearConfig(block_m=0, block_n=4, block_k=block_k, num_warps=num_warps, num_stages=1)
+
+
+def _row_config(size: int, weight_bytes: int, *, is_gated: bool) -> LinearConfig:
+    """Of one row. A program of one warp adds up without waiting for others; a large weight is many such programs."""
+    if weight_bytes > SMALL_WEIGHT_BYTES:
+        block_n, block_k, num_warps = (4 if is_gated else 8, 512, 1) if size <= 1024 else (2, 1024, 1)
+    elif size <= 1024:
+        block_n, block_k, num_warps = (4, 512, 2) if is_gated else (4, 1024, 1)
+    elif is_gated:
+        block_n, block_k, num_warps = 4, 1024, 4
+    else:
+        block_n, block_k, num_warps = (4, 2048, 2) if size <= 2048 else (8, 2048, 8)
+    return LinearConfig(block_m=0, block_n=block_n, block_k=block_k, num_warps=num_warps, num_stages=1)
+
+
+def _matmul_config(num_rows: int, num_columns: int, size: int, *, is_gated: bool, gpu: GpuLimits) -> LinearConfig:
+    """Blocks of rows; one stage where a program may not have the shared memory of two."""
+    block_m, block_n, block_k, num_warps, most_stages = BLOCK_M, 32, 128, 4, 4 if is_gated else 6
+    if is_gated and BLOCK_M < num_rows <= GATED_ROWS:
+        block_m, block_n, block_k, num_warps = 2 * BLOCK_M, 32 if num_rows <= 2 * BLOCK_M else 64, 64, 8
+        most_stages = 6 if block_n == 32 else 4
+    elif num_columns < 2048:
+        block_n = 16
+    if size % block_k:
+        block_k = SIZE_MULTIPLE
+    stage_bytes = (block_m + block_n * (2 if is_gated else 1)) * block_k * 2
+    num_stages = max(1, min(most_stages, gpu.shared_bytes // stage_bytes))
+    return LinearConfig(block_m=block_m, block_n=block_n, block_k=block_k, num_warps=num_warps, num_stages=num_stages)
 
 
 def _sliced_config(num_columns: int, size: int, *, is_gated: bool, gpu: GpuLimits) -> SlicedConfig | None:

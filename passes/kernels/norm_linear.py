@@ -13,28 +13,21 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from piecegraph.passes.kernels.gated import gated
-from piecegraph.passes.kernels.gpu_limits import gpu_limits
-from piecegraph.passes.kernels.linear_config import LinearConfig, SlicedConfig, linear_config
+from piecegraph.passes.kernels.linear_config import SIZE_MULTIPLE, LinearConfig, norm_linear_config
 from piecegraph.passes.kernels.overlapped import OverlappedKernel
 from piecegraph.passes.kernels.own_kernel import own_kernel
 from piecegraph.passes.ops.norm_linear import MAX_SIZE
 
 
-def norm_linear_config(x: torch.Tensor, weight: torch.Tensor, activation: str) -> LinearConfig | None:
-    """The layout of the linear where `x` is one row and our kernel takes it, else None."""
+def norm_linear_layout(x: torch.Tensor, weight: torch.Tensor, activation: str) -> LinearConfig | None:
+    """The layout where `x` is one row and our kernel takes it, else None."""
     size = x.shape[-1]
-    if x.numel() != size or size > MAX_SIZE or x.dtype != weight.dtype:
+    num_columns = weight.shape[0] // (2 if activation else 1)
+    if x.numel() != size or size > MAX_SIZE or size % SIZE_MULTIPLE or num_columns % 16:
         return None
-    config = linear_config(
-        1,
-        weight.shape[0] // (2 if activation else 1),
-        size,
-        is_gated=bool(activation),
-        itemsize=x.element_size(),
-        gpu=gpu_limits(x.get_device()),
-    )
-    assert not isinstance(config, SlicedConfig), "one row is a matvec"
-    return config
+    if x.dtype != weight.dtype or x.element_size() != 2:
+        return None
+    return norm_linear_config(size, 2 * weight.numel(), is_gated=bool(activation))
 
 
 def add_norm_linear_on_gpu(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from piecegraph.passes.kernels.gpu_limits import GpuLimits
-from piecegraph.passes.kernels.linear_config import MATMUL_WEIGHT_BYTES, SLICED_ROWS
+from piecegraph.passes.kernels.linear_config import SLICED_ROWS, SMALL_WEIGHT_BYTES
 
 MAX_ROWS = 256
 """More rows are programs enough without a split."""
@@ -41,7 +41,7 @@ def split_config(num_rows: int, num_columns: int, size: int, *, itemsize: int, g
     """The layout for `[num_rows, size] @ [num_columns, size].T`; None where a linear of one part is as fast."""
     if not SLICED_ROWS < num_rows <= MAX_ROWS or itemsize != 2 or size % BLOCK_K or num_columns % 64:
         return None
-    if num_columns * size * itemsize > MATMUL_WEIGHT_BYTES:
+    if num_columns * size * itemsize > SMALL_WEIGHT_BYTES:
         return None
     tiles = size // BLOCK_K
     is_narrow = num_columns // 32 * num_rows * size * itemsize <= NARROW_BYTES

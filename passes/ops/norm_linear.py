@@ -26,13 +26,13 @@ def add_norm_linear(
     """`(linear(normed, weight, bias, activation), total)` of `normed, total = add_rms_norm(x, residual, ...)`.
 
     `x` and `residual` are `[..., size]` of one shape and dtype, `weight` `[num_columns, size]` contiguous. The norm is
-    rounded to its dtype before it is multiplied, as it is apart. One kernel on a GPU where there is one row and the
-    weight is not larger than `linear`'s kernels take; else the two ops' own. Both results are new and contiguous.
+    rounded to its dtype before it is multiplied, as it is apart. One kernel on a GPU for one row of bfloat16 or
+    float16; else the two ops' own. Both results are new and contiguous.
     """
     if x.is_cuda:
-        from piecegraph.passes.kernels.norm_linear import add_norm_linear_on_gpu, norm_linear_config
+        from piecegraph.passes.kernels.norm_linear import add_norm_linear_on_gpu, norm_linear_layout
 
-        config = norm_linear_config(x, weight, activation)
+        config = norm_linear_layout(x, weight, activation)
         if config is not None:
             return add_norm_linear_on_gpu(x, residual, norm_weight, eps, offset, weight, bias, activation, config)
     normed, total = add_rms_norm(x, residual, norm_weight, eps, offset)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -80,3 +81,29 @@ def test_what_tuning_found_goes_with_the_kernels_in_use(tmp_path: Path, monkeypa
     }
     assert (found.artifact, found.libraries) == (b"artifact", {"0": b"library"})
     assert done.code() == "# a wrapper"
+
+
+def test_a_kernel_that_was_kept_is_found_where_it_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton finds a kernel by a list of whole paths; what is kept has names alone, made paths again when loaded."""
+    from triton.runtime.cache import FileCacheManager
+
+    def triton_cache(folder: Path) -> FileCacheManager:
+        monkeypatch.setenv("TRITON_CACHE_DIR", str(folder))
+        return FileCacheManager("ONE")
+
+    inductor, tuned, later = tmp_path / "inductor", tmp_path / "tuned", tmp_path / "later"
+    inductor.mkdir()
+    cache = triton_cache(tuned)
+    path = cache.put(b"binary", "triton_poi_fused_0.cubin")
+    cache.put_group("triton_poi_fused_0.json", {"triton_poi_fused_0.cubin": path})
+    modules = [module_with_kernels(inductor / "kernel.py", triton_poi_fused_0="ONE")]
+    monkeypatch.setattr(PyCodeCache, "modules", modules)
+    kept = LoadedPiece(None, inductor, tuned, PieceFiles(artifact=b"")).with_tuning().triton
+    assert set(kept) == {"ONE/triton_poi_fused_0.cubin", "ONE/__grp__triton_poi_fused_0.json"}
+    assert not any(str(tmp_path).encode() in data for data in kept.values())
+    shutil.rmtree(tuned)
+    with pytest.raises((RuntimeError, AssertionError)):
+        load_files(PieceFiles(artifact=b"none of torch's", triton=kept), later)
+    found = triton_cache(later).get_group("triton_poi_fused_0.json")
+    assert found == {"triton_poi_fused_0.cubin": str(later / "ONE" / "triton_poi_fused_0.cubin")}
+    assert Path(found["triton_poi_fused_0.cubin"]).read_bytes() == b"binary"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
@@ -36,29 +38,44 @@ def test_one_that_failed_is_not_chosen() -> None:
     assert choose_static(SYMBOLS, available, {TOKENS: 4, LOGITS: 4}) == (None, 4, None, None)
 
 
-class Scaled(nn.Module):
-    """A norm and a linear, which passes make ops of; with `scale` something is left for Inductor."""
+class Followed(nn.Module):
+    """A norm and a linear, which passes make ops of, and what is left for Inductor after them."""
 
-    def __init__(self, scale: bool) -> None:
+    def __init__(self, then: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
-        self.scale = scale
+        self.then = then
         self.norm, self.linear = nn.RMSNorm(64, eps=1e-6).bfloat16(), nn.Linear(64, 32).bfloat16()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.linear(self.norm(x))
-        return out * 2 if self.scale else out
+        return self.then(self.linear(self.norm(x)))
 
 
-@pytest.mark.parametrize(("scale", "sizes"), [(False, ()), (True, (1, 2))])
-def test_a_piece_of_nothing_but_our_ops_is_static_nowhere(scale: bool, sizes: tuple[int, ...]) -> None:
-    """They see the sizes of each call; another compile would give the same piece."""
+NUMBER_BY_NUMBER = "what is computed here number by number is as fast for any size"
+
+
+@pytest.mark.parametrize(
+    ("then", "sizes", "notes"),
+    [
+        (lambda out: out, (), []),
+        (lambda out: torch.cat((out, out), -1).cos() * 2, (), [NUMBER_BY_NUMBER] * 2),
+        (lambda out: out.softmax(-1), (1, 2), ["", ""]),
+    ],
+    ids=["ops alone", "number by number", "sums"],
+)
+def test_a_piece_is_static_where_it_sums(
+    then: Callable[[torch.Tensor], torch.Tensor], sizes: tuple[int, ...], notes: list[str]
+) -> None:
+    """Ops see the sizes of each call, and another compile of them would give the same piece; where numbers are computed
+    one by one it would be no faster, and the report says so."""
     config = pg.CompileConfig(
         compiler="inductor", compile_workers=0, compile_sizes=(1, 2), passes=("fuse-add-rms-norm", "fuse-linear")
     )
-    module = Scaled(scale).eval().requires_grad_(False)
+    module = Followed(then).eval().requires_grad_(False)
     with pg.compile(module, config, dynamic_dims={"x": 0}, example_inputs=(torch.randn(3, 64).bfloat16(),)) as model:
-        assert [row.matches for row in model.report().passes] == [1, 1]
-        assert tuple(row.size for row in model.report().static_pieces) == sizes
+        report = model.report()
+        assert [row.matches for row in report.passes] == [1, 1]
+        assert report.static_sizes == sizes
+        assert [row.note for row in report.static_pieces] == notes
         for rows in (1, 2, 5):
             x = torch.randn(rows, 64).bfloat16()
             torch.testing.assert_close(model(x), module(x))

@@ -12,6 +12,7 @@ from piecegraph.passes.kernels.linear_config import (
     LinearConfig,
     SlicedConfig,
     linear_config,
+    norm_linear_config,
 )
 from tests.gpus import H200, RTX_4090
 
@@ -27,17 +28,41 @@ def config(
     [
         (4096, 1024, False, 64),  # query, key and value of Qwen3-0.6B
         (1024, 2048, False, 128),  # its output projection: half the programs, so twice the rows in one wave
-        (3072, 1024, True, 64),
+        (3072, 1024, True, 256),  # gate and up: the library's activation is a kernel more
         (1024, 3072, False, 128),
-        (4096, 4096, False, 2),  # Llama-8B's output projection: 32 MiB
-        (6144, 4096, False, 0),
-        (151936, 1024, False, 0),
+        (4096, 4096, False, 1),  # Llama-8B's output projection: 32 MiB
+        (14336, 4096, True, 1),
+        (151936, 1024, False, 1),
     ],
 )
 def test_few_rows_of_small_weights_are_ours(num_columns: int, size: int, is_gated: bool, up_to: int) -> None:
-    """And many rows the library's, which reads a weight once for all of them."""
+    """And one of large ones; many rows are the library's, which reads a weight once for all of them."""
     ours = [rows for rows in range(1, 513) if config(rows, num_columns, size, is_gated=is_gated) is not None]
     assert ours == list(range(1, up_to + 1))
+
+
+@pytest.mark.parametrize("is_gated", [False, True])
+@pytest.mark.parametrize("size", [192, 1024, 2048, 3072, 4096, 8192, 14336])
+@pytest.mark.parametrize("num_columns", [16, 1024, 4096, 65536])
+def test_a_program_of_one_row_holds_its_tile_in_registers(num_columns: int, size: int, is_gated: bool) -> None:
+    """Two numbers each, at most half of a thread's, with a norm ahead and without."""
+    halves = 2 if is_gated else 1
+    plain = config(1, num_columns, size, is_gated=is_gated)
+    normed = norm_linear_config(size, 2 * halves * num_columns * size, is_gated=is_gated)
+    for found in (plain, normed):
+        assert isinstance(found, LinearConfig) and found.block_m == 0
+        assert halves * found.block_n * found.block_k // (32 * found.num_warps) <= 128
+
+
+def test_many_rows_of_a_gated_linear_take_taller_blocks() -> None:
+    """In one wave of programs, where half as many rows a program would be two."""
+    for rows, layout in ((64, (64, 32, 128)), (128, (128, 32, 64)), (256, (128, 64, 64))):
+        found = config(rows, 3072, 1024, is_gated=True)
+        assert isinstance(found, LinearConfig)
+        assert (found.block_m, found.block_n, found.block_k) == layout
+        assert -(-rows // found.block_m) * -(-3072 // found.block_n) <= H200.num_sms
+    assert config(257, 3072, 1024, is_gated=True) is None
+    assert config(128, 8192, 1024, is_gated=True) is None  # two waves
 
 
 def test_which_kernel_depends_on_the_rows() -> None:

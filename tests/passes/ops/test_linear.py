@@ -27,6 +27,9 @@ WIDE = [(rows, 4096, 64) for rows in (1, 3, 17, 64, 65, 130)]
 """Other blocks of columns, and with many rows the library's again."""
 
 LONG = [(1, 64, 2048), (1, 32, 4096)]
+LARGE = [(1, 4096, 4096), (1, 16384, 1024)]
+"""Weights of several waves of programs."""
+
 SLICED = [
     (rows, *weight)
     for rows in (2, 8, 13, 16)
@@ -72,14 +75,14 @@ def test_it_is_no_less_exact_than_torch(dtype: torch.dtype) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_kernels_are_no_less_exact_than_torch(dtype: torch.dtype) -> None:
-    check_against_torch([*SHAPES, *WIDE, *LONG, *SLICED], dtype, "cuda")
+    check_against_torch([*SHAPES, *WIDE, *LONG, *LARGE, *SLICED], dtype, "cuda")
 
 
 def test_those_shapes_take_every_kernel_and_the_library() -> None:
     """So that the test before means something: on an H200, with an activation and without."""
     taken = {"matvec": 0, "sliced": 0, "matmul": 0, "library": 0}
     block_ns: set[tuple[object, int]] = set()
-    for rows, columns, size in [*SHAPES, *WIDE, *LONG, *SLICED]:
+    for rows, columns, size in [*SHAPES, *WIDE, *LONG, *LARGE, *SLICED]:
         for is_gated in (False, True):
             config = linear_config(rows, columns // (1 + is_gated), size, is_gated=is_gated, itemsize=2, gpu=H200)
             if config is None:
@@ -91,7 +94,8 @@ def test_those_shapes_take_every_kernel_and_the_library() -> None:
                 taken["matvec" if rows <= MATVEC_ROWS else "matmul"] += 1
                 block_ns.add((config.block_m, config.block_n))
     assert min(taken.values()) >= 30, taken
-    assert block_ns == {(0, 4), (64, 16), (64, 32), ("sliced", 8), ("sliced", 16), ("sliced", 32)}
+    sliced = {("sliced", block_n) for block_n in (8, 16, 32)}
+    assert block_ns == {(0, 2), (0, 4), (0, 8), (64, 16), (64, 32), (128, 32), (128, 64)} | sliced
 
 
 @pytest.mark.parametrize("bias", [True, False])

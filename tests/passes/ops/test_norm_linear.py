@@ -70,7 +70,7 @@ def test_it_is_no_less_exact_than_torch(dtype: torch.dtype) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_kernels_are_no_less_exact_than_torch(dtype: torch.dtype) -> None:
-    check_against_torch([*SHAPES, *LONG], dtype, "cuda")
+    check_against_torch([*SHAPES, *LONG, (1, 6144, 4096)], dtype, "cuda")
 
 
 def make_long_inputs(shape: torch.Size, random: torch.Generator) -> Tensors:
