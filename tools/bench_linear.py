@@ -21,7 +21,14 @@ import torch
 import torch.nn.functional as F
 
 from piecegraph.passes.kernels.gpu_limits import gpu_limits
-from piecegraph.passes.kernels.linear_config import NUM_SLICES, SLICED_ROWS, LinearConfig, SlicedConfig, linear_config
+from piecegraph.passes.kernels.linear_config import (
+    NUM_SLICES,
+    SLICED_ROWS,
+    LinearConfig,
+    RegisterConfig,
+    SlicedConfig,
+    linear_config,
+)
 from piecegraph.passes.ops.act_mul import act_mul
 from piecegraph.passes.ops.rms_norm import add_rms_norm
 from piecegraph.tools.bench.shapes import SHAPES
@@ -48,7 +55,9 @@ TOLERANCE = 1e-2
 
 MODELS = ("qwen3-0.6b", "llama-8b")
 
-Config = LinearConfig | SlicedConfig
+KERNELS = ("matvec", "sliced", "register", "matmul")
+
+Config = LinearConfig | SlicedConfig | RegisterConfig
 
 Kernel = tuple[str, str, Callable[[torch.Tensor], torch.Tensor]]
 """Its name, its setting, and a call of it with a weight."""
@@ -111,11 +120,21 @@ def linears_of(model: str) -> tuple[Linear, ...]:
 @click.option("--linear", "names", multiple=True, help="Only these: qkv, output, gate_up, down, head.")
 @click.option("--rows", default="1,8,32,128,256", help="Comma-separated numbers of rows.")
 @click.option("--sweep", is_flag=True, help="Also time a grid of other layouts, of each of our kernels that can.")
+@click.option(
+    "--kernel", "kinds", multiple=True, help="Only these kernels in a sweep: matvec, sliced, register, matmul."
+)
 @click.option("--jobs", default=8, help="Threads that compile a sweep's settings ahead.")
 @click.option("--top", default=6, help="Settings of a sweep that are shown, best first.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), help="Write all rows here.")
 def main(
-    models: Sequence[str], names: Sequence[str], rows: str, sweep: bool, jobs: int, top: int, json_file: Path | None
+    models: Sequence[str],
+    names: Sequence[str],
+    rows: str,
+    sweep: bool,
+    kinds: Sequence[str],
+    jobs: int,
+    top: int,
+    json_file: Path | None,
 ) -> None:
     """Time linears; the floor is the weight, read once at 4.08 TB/s."""
     if not torch.cuda.is_available():
@@ -129,7 +148,7 @@ def main(
                 continue
             weights = _make_weights(linear, device)
             for num_rows in ints(rows):
-                timed = _time(model, linear, num_rows, weights, sweep, jobs)
+                timed = _time(model, linear, num_rows, weights, kinds or (KERNELS if sweep else ()), jobs)
                 found += timed
                 _show(timed, top)
                 if json_file is not None:
@@ -148,7 +167,7 @@ def _make_weights(linear: Linear, device: torch.device) -> list[torch.Tensor]:
 
 
 def _time(
-    model: str, linear: Linear, num_rows: int, weights: Sequence[torch.Tensor], sweep: bool, jobs: int
+    model: str, linear: Linear, num_rows: int, weights: Sequence[torch.Tensor], swept: Sequence[str], jobs: int
 ) -> list[Row]:
     from piecegraph.passes.kernels.linear import linear_on_gpu
 
@@ -157,7 +176,7 @@ def _time(
         num_rows, linear.num_columns, linear.size,
         is_gated=bool(linear.activation), itemsize=2, gpu=gpu_limits(x.get_device()),
     )  # fmt: skip
-    others = [config for config in layouts(linear, num_rows) if config != default] if sweep else []
+    others = [config for config in layouts(linear, num_rows) if config != default and kernel_of(config) in swept]
     named = [] if default is None else [(default, f"default: {setting(default)}")]
     settings = [*named, *((config, setting(config)) for config in others)]
 
@@ -253,10 +272,14 @@ def _expected(x: torch.Tensor, weight: torch.Tensor, activation: str) -> torch.T
 
 
 def kernel_of(config: Config) -> str:
+    if isinstance(config, RegisterConfig):
+        return "register"
     return "sliced" if isinstance(config, SlicedConfig) else "matvec" if config.block_m == 0 else "matmul"
 
 
 def setting(config: Config) -> str:
+    if isinstance(config, RegisterConfig):
+        return f"rows={8 * config.row_groups} slices={config.num_slices} {config.num_warps}w"
     if isinstance(config, SlicedConfig):
         return f"n={config.block_n} k={config.num_slices}x{config.block_k} held {config.num_held} of {config.num_tiles}"
     return f"m={config.block_m} n={config.block_n} k={config.block_k} {config.num_warps}w {config.num_stages}s"
@@ -285,6 +308,12 @@ def layouts(linear: Linear, num_rows: int) -> list[Config]:
                     for held in (1, 2, 3)
                     if held <= tiles
                 ]  # fmt: skip
+    if 1 < num_rows <= 32:
+        found += [
+            RegisterConfig(row_groups=groups, num_slices=slices, num_warps=warps)
+            for groups, slices, warps in itertools.product((1, 2, 4), (1, 2, 4, 8), (1, 2, 4, 8, 16))
+            if 4 * groups < max(5, num_rows) <= 8 * groups and warps % slices == 0 and linear.size % (128 * slices) == 0
+        ]
     if num_rows > 1:
         tallest = 16 if num_rows <= 16 else 64 if num_rows <= 64 else 128
         blocks = itertools.product({tallest, min(tallest, 64)}, (16, 32, 64, 128), (64, 128), (4, 8), (3, 4, 6))

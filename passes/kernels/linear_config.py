@@ -61,6 +61,20 @@ class SlicedConfig:
     num_held: int  # tiles in registers before the wait
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegisterConfig:
+    """Of the kernel whose weights go from memory to the registers that multiply them."""
+
+    row_groups: int  # of eight rows each
+    num_slices: int  # warps among which a row's numbers are divided
+    num_warps: int  # of a program, a multiple of num_slices
+
+    def columns_of(self, is_gated: bool) -> int:
+        """Of the result, a program."""
+        weight_rows = self.num_warps // self.num_slices * (32 if self.row_groups == 1 else 16)
+        return weight_rows // (2 if is_gated else 1)
+
+
 @lru_cache(maxsize=4096)
 def linear_config(
     num_rows: int, num_columns: int, size: int, *, is_gated: bool, itemsize: int, gpu: GpuLimits
