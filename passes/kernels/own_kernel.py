@@ -11,7 +11,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any, TypeVar
+
+import triton
 
 Kernel = TypeVar("Kernel")
 
@@ -32,6 +35,7 @@ def own_kernel(kernel: Kernel) -> Kernel:
         return kernel
 
     def first_of_device() -> Any:
+        hash_functions_called(marked)
         made = marked.create_binder()
         plain = marked.compile
 
@@ -43,6 +47,33 @@ def own_kernel(kernel: Kernel) -> Kernel:
 
     marked.device_caches = _ByDevice(first_of_device)
     return kernel
+
+
+def hash_functions_called(kernel: Any) -> None:
+    """Have Triton hash all functions that a kernel calls, those first that others call.
+
+    Triton 3.6 puts constants that a called function reads into the caller's hash if that function was hashed before,
+    and leaves them out otherwise: a kernel had one hash where it was the first to be compiled, and another where
+    another kernel with the same function came first. Then neither Triton's cache nor ours finds it.
+    """
+    _hash_below(kernel, set())
+
+
+def _hash_below(function: Any, seen: set[int]) -> None:
+    seen.add(id(function))
+    for called in _called(function):
+        if id(called) not in seen:
+            _hash_below(called, seen)
+            _ = called.cache_key
+
+
+def _called(function: Any) -> list[Any]:
+    """Functions of Triton's that this one may call: names in its code, as its own and as those of modules in it."""
+    names = function.fn.__code__.co_names
+    found = [function.fn.__globals__.get(name) for name in names]
+    modules = [each for each in found if isinstance(each, ModuleType)]
+    found += [getattr(module, name, None) for module in modules for name in names]
+    return [each for each in found if isinstance(each, triton.JITFunction)]
 
 
 class _ByDevice(dict[Any, Any]):

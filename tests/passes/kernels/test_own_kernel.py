@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -61,3 +64,30 @@ def test_what_the_interpreter_runs_is_left() -> None:
     before = dict(vars(function))
     assert own_kernel(function) is function
     assert vars(function) == before
+
+
+def test_a_hash_does_not_depend_on_which_kernel_was_compiled_first() -> None:
+    """Of all kernels of attention, which share functions that read constants."""
+    found = {order: hashes_in(order) for order in ("kernels", "reversed(kernels)")}
+    assert len(found["kernels"]) >= 4
+    assert found["kernels"] == found["reversed(kernels)"]
+
+
+def hashes_in(order: str) -> dict[str, str]:
+    """In a new process, of kernels hashed one after the other."""
+    lines = (
+        "import json",
+        "from piecegraph.passes.kernels.own_kernel import hash_functions_called",
+        "from piecegraph.runner.attention.kernels import decode, kv_write, prefill",
+        "from piecegraph.passes.kernels import linear, sliced_linear",
+        "modules = (decode, kv_write, prefill, linear, sliced_linear)",
+        "kernels = [value for module in modules for name, value in vars(module).items() if name.endswith('_kernel')]",
+        "kernels = [each for each in kernels if hasattr(each, 'cache_key')]",
+        f"for each in {order}:",
+        "    hash_functions_called(each)",
+        "    each.cache_key",
+        "print(json.dumps({each.__name__: each.cache_key for each in kernels}))",
+    )
+    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=True)
+    found: dict[str, str] = json.loads(done.stdout)
+    return found
