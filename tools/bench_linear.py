@@ -308,11 +308,11 @@ def layouts(linear: Linear, num_rows: int) -> list[Config]:
                     for held in (1, 2, 3)
                     if held <= tiles
                 ]  # fmt: skip
-    if 1 < num_rows <= 32:
+    if 1 < num_rows <= 16:
         found += [
             RegisterConfig(row_groups=groups, num_slices=slices, num_warps=warps)
-            for groups, slices, warps in itertools.product((1, 2, 4), (1, 2, 4, 8), (1, 2, 4, 8, 16))
-            if 4 * groups < max(5, num_rows) <= 8 * groups and warps % slices == 0 and linear.size % (128 * slices) == 0
+            for groups, slices, warps in itertools.product((1, 2), (1, 2, 4, 8), (1, 2, 4, 8))
+            if 4 * groups < max(5, num_rows) <= 8 * groups and warps % slices == 0 and linear.size % (256 * slices) == 0
         ]
     if num_rows > 1:
         tallest = 16 if num_rows <= 16 else 64 if num_rows <= 64 else 128

@@ -71,8 +71,7 @@ class RegisterConfig:
 
     def columns_of(self, is_gated: bool) -> int:
         """Of the result, a program."""
-        weight_rows = self.num_warps // self.num_slices * (32 if self.row_groups == 1 else 16)
-        return weight_rows // (2 if is_gated else 1)
+        return self.num_warps // self.num_slices * (4 if is_gated else 8)
 
 
 @lru_cache(maxsize=4096)

@@ -1,9 +1,14 @@
-"""Linears of two to 32 rows on tensor cores, weights from memory straight to the registers that multiply them.
+"""Linears of two to 16 rows on tensor cores, weights from memory straight to the registers that multiply them.
 
-A tensor core's product of 16 rows and 8 columns is over 16 numbers of each, of which a thread of a warp holds pairs two
-here and two there. Which numbers those are does not matter to a sum, as long as both sides agree: so each thread loads
-eight in a row of a weight and of `x`, sixteen bytes, and calls them its pairs of two products. Nothing goes through
-shared memory, no warp waits for another until the sums are added at the end, and a warp has a tile ahead on its way.
+A tensor core multiplies 16 rows of a weight by eight of `x`, 16 numbers of each at a time, and a thread of the warp
+holds a few numbers of two of those rows. Which numbers does not matter to a sum, as long as both sides agree: so each
+thread loads eight in a row, sixteen bytes, and calls them its pairs of two products. Nothing goes through shared memory,
+no warp waits for another until the sums are added at the end, and a warp has tiles ahead on its way.
+
+Sixteen rows side by side would be read 64 bytes each at a time, which memory does not like: half as fast, measured. So
+what the tensor core takes for 16 rows are four rows of the weight, of each four stretches of 32 numbers, 256 bytes. It
+multiplies all of them by each of the four stretches of `x`, and of its products one in four counts. Tensor cores have
+nothing else to do.
 
 Source: the layout of `mma.m16n8k16` operands in PTX ISA, "Warp-level matrix instructions".
 """
@@ -57,11 +62,11 @@ def register_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     bias,  # as many as weight has rows, or None
     out,  # [num_rows, num_columns], written
     num_columns,
-    size,  # a multiple of SLICES * 128
+    size,  # a multiple of SLICES * 256
     num_rows,  # at most 8 * ROW_GROUPS
-    ROW_GROUPS: tl.constexpr,  # 1: a warp has 32 rows of the weight; 2 or 4: it has 16
+    ROW_GROUPS: tl.constexpr,  # one or two, of eight rows of x
     SLICES: tl.constexpr,  # warps among which a row's numbers are divided
-    WARPS: tl.constexpr,  # a multiple of SLICES: the others have other rows of the weight
+    WARPS: tl.constexpr,  # a multiple of SLICES: the others have other rows of the weight, eight each
     ACTIVATION: tl.constexpr,
     IS_HALF: tl.constexpr,  # float16, else bfloat16
     EMULATED: tl.constexpr,  # without tensor cores: for Triton's interpreter
@@ -69,74 +74,91 @@ def register_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
 ):
     """Grid: (column blocks,). Sums in float32."""
     GATED: tl.constexpr = ACTIVATION != ""
-    COLUMNS: tl.constexpr = (32 if ROW_GROUPS == 1 else 16) // (2 if GATED else 1)  # of a warp
-    CHUNK: tl.constexpr = SLICES * 128  # four tiles of each warp, side by side
-    line = tl.arange(0, WARPS * 8)[:, None]  # eight of a warp
-    warp, group = line // 8, line % 8
-    at = warp % SLICES * 128 + tl.arange(0, 32)[None, :]
-    column = (tl.program_id(0) * (WARPS // SLICES) + warp // SLICES) * COLUMNS + group
+    COLUMNS: tl.constexpr = 4 if GATED else 8  # of a warp
+    CHUNK: tl.constexpr = SLICES * 256  # twice four stretches of each warp, side by side
+    line = tl.arange(0, WARPS * 8)[:, None]  # of a warp: of four stretches, two rows each
+    warp, stretch = line // 8, line % 8 // 2
+    from_slice = warp % SLICES * 256 + tl.arange(0, 32)[None, :]
+    column = (tl.program_id(0) * (WARPS // SLICES) + warp // SLICES) * COLUMNS + line % 2
 
-    # eight rows of the weight each: the first 16 are one operand, or one with the gate's and one with the other half's
-    to_second = num_columns.to(tl.int64) * size if GATED else tl.cast(8, tl.int64) * size
+    # four times two rows of the weight; the tensor core takes the first two with the second, and the others
     last = num_columns - 1
-    first = weight + tl.minimum(column, last).to(tl.int64) * size + at
+    to_stretch = from_slice + stretch * 32
+    first = weight + tl.minimum(column, last).to(tl.int64) * size + to_stretch
+    third = weight + tl.minimum(column + COLUMNS // 2, last).to(tl.int64) * size + to_stretch
     if GATED:
-        second = first + to_second
-        third = weight + tl.minimum(column + 8, last).to(tl.int64) * size + at
-        fourth = third + to_second
+        to_other = num_columns.to(tl.int64) * size
+        second = first + to_other
+        fourth = third + to_other
     else:
-        second = weight + tl.minimum(column + 8, last).to(tl.int64) * size + at
-        third = weight + tl.minimum(column + 16, last).to(tl.int64) * size + at
-        fourth = weight + tl.minimum(column + 24, last).to(tl.int64) * size + at
-    values = x + group.to(tl.int64) * size + at
-    eight_rows = tl.cast(8, tl.int64) * size
+        second = weight + tl.minimum(column + 2, last).to(tl.int64) * size + to_stretch
+        fourth = weight + tl.minimum(column + 6, last).to(tl.int64) * size + to_stretch
+    row = line % 8
+    values = x + row.to(tl.int64) * size + from_slice
+    more_values = values + tl.cast(8, tl.int64) * size
+    is_row = row < num_rows
+    is_more = row + 8 < num_rows
 
     if OVERLAP:
         gdc_launch_dependents()
-    a0, a1, a2, a3 = _four(first)
-    b0, b1, b2, b3 = _four(second)
-    if ROW_GROUPS == 1:
-        c0, c1, c2, c3 = _four(third)
-        d0, d1, d2, d3 = _four(fourth)
+    a0, b0, c0, d0 = tl.load(first), tl.load(second), tl.load(third), tl.load(fourth)
+    a1, b1, c1, d1 = tl.load(first + 128), tl.load(second + 128), tl.load(third + 128), tl.load(fourth + 128)
     if OVERLAP:
         gdc_wait()
-    sums = tl.zeros([WARPS * 8, 32], tl.float32)
-    more_sums = tl.zeros([WARPS * 8, 32], tl.float32)
+    p0, p1, p2, p3 = _zeros(WARPS), _zeros(WARPS), _zeros(WARPS), _zeros(WARPS)  # by each stretch of x
+    q0, q1, q2, q3 = _zeros(WARPS), _zeros(WARPS), _zeros(WARPS), _zeros(WARPS)  # the same for rows from 8 on
     for start in range(0, size, CHUNK):
-        v0, v1, v2, v3 = _four_of(values + start, group < num_rows)
+        v0, v1, v2, v3 = _stretches(values + start, is_row)
+        w0, w1, w2, w3 = _stretches(values + start + 128, is_row)
         if ROW_GROUPS > 1:
-            m0, m1, m2, m3 = _four_of(values + eight_rows + start, group + 8 < num_rows)
-        if ROW_GROUPS > 2:
-            n0, n1, n2, n3 = _four_of(values + 2 * eight_rows + start, group + 16 < num_rows)
-            o0, o1, o2, o3 = _four_of(values + 3 * eight_rows + start, group + 24 < num_rows)
-        at_a0, at_a1, at_a2, at_a3, at_b0, at_b1, at_b2, at_b3 = a0, a1, a2, a3, b0, b1, b2, b3
-        if ROW_GROUPS == 1:
-            at_c0, at_c1, at_c2, at_c3, at_d0, at_d1, at_d2, at_d3 = c0, c1, c2, c3, d0, d1, d2, d3
+            m0, m1, m2, m3 = _stretches(more_values + start, is_more)
+            n0, n1, n2, n3 = _stretches(more_values + start + 128, is_more)
+        at_a0, at_b0, at_c0, at_d0, at_a1, at_b1, at_c1, at_d1 = a0, b0, c0, d0, a1, b1, c1, d1
         ahead = start + CHUNK
         if ahead < size:
-            a0, a1, a2, a3 = _four(first + ahead)
-            b0, b1, b2, b3 = _four(second + ahead)
-            if ROW_GROUPS == 1:
-                c0, c1, c2, c3 = _four(third + ahead)
-                d0, d1, d2, d3 = _four(fourth + ahead)
-        if ROW_GROUPS == 1:
-            sums = _one_group(at_a0, at_b0, at_c0, at_d0, v0, sums, IS_HALF, EMULATED)
-            sums = _one_group(at_a1, at_b1, at_c1, at_d1, v1, sums, IS_HALF, EMULATED)
-            sums = _one_group(at_a2, at_b2, at_c2, at_d2, v2, sums, IS_HALF, EMULATED)
-            sums = _one_group(at_a3, at_b3, at_c3, at_d3, v3, sums, IS_HALF, EMULATED)
-        else:
-            sums = _two_groups(at_a0, at_b0, v0, m0, sums, IS_HALF, EMULATED)
-            sums = _two_groups(at_a1, at_b1, v1, m1, sums, IS_HALF, EMULATED)
-            sums = _two_groups(at_a2, at_b2, v2, m2, sums, IS_HALF, EMULATED)
-            sums = _two_groups(at_a3, at_b3, v3, m3, sums, IS_HALF, EMULATED)
-        if ROW_GROUPS > 2:
-            more_sums = _two_groups(at_a0, at_b0, n0, o0, more_sums, IS_HALF, EMULATED)
-            more_sums = _two_groups(at_a1, at_b1, n1, o1, more_sums, IS_HALF, EMULATED)
-            more_sums = _two_groups(at_a2, at_b2, n2, o2, more_sums, IS_HALF, EMULATED)
-            more_sums = _two_groups(at_a3, at_b3, n3, o3, more_sums, IS_HALF, EMULATED)
-    _write(out, bias, sums, 0, num_rows, num_columns, ROW_GROUPS == 1, SLICES, WARPS, COLUMNS, ACTIVATION)
-    if ROW_GROUPS > 2:
-        _write(out, bias, more_sums, 16, num_rows, num_columns, False, SLICES, WARPS, COLUMNS, ACTIVATION)
+            a0, b0 = tl.load(first + ahead), tl.load(second + ahead)
+            c0, d0 = tl.load(third + ahead), tl.load(fourth + ahead)
+            a1, b1 = tl.load(first + ahead + 128), tl.load(second + ahead + 128)
+            c1, d1 = tl.load(third + ahead + 128), tl.load(fourth + ahead + 128)
+        p0 = _products(at_a0, at_b0, at_c0, at_d0, v0, p0, IS_HALF, EMULATED)
+        p1 = _products(at_a0, at_b0, at_c0, at_d0, v1, p1, IS_HALF, EMULATED)
+        p2 = _products(at_a0, at_b0, at_c0, at_d0, v2, p2, IS_HALF, EMULATED)
+        p3 = _products(at_a0, at_b0, at_c0, at_d0, v3, p3, IS_HALF, EMULATED)
+        p0 = _products(at_a1, at_b1, at_c1, at_d1, w0, p0, IS_HALF, EMULATED)
+        p1 = _products(at_a1, at_b1, at_c1, at_d1, w1, p1, IS_HALF, EMULATED)
+        p2 = _products(at_a1, at_b1, at_c1, at_d1, w2, p2, IS_HALF, EMULATED)
+        p3 = _products(at_a1, at_b1, at_c1, at_d1, w3, p3, IS_HALF, EMULATED)
+        if ROW_GROUPS > 1:
+            q0 = _products(at_a0, at_b0, at_c0, at_d0, m0, q0, IS_HALF, EMULATED)
+            q1 = _products(at_a0, at_b0, at_c0, at_d0, m1, q1, IS_HALF, EMULATED)
+            q2 = _products(at_a0, at_b0, at_c0, at_d0, m2, q2, IS_HALF, EMULATED)
+            q3 = _products(at_a0, at_b0, at_c0, at_d0, m3, q3, IS_HALF, EMULATED)
+            q0 = _products(at_a1, at_b1, at_c1, at_d1, n0, q0, IS_HALF, EMULATED)
+            q1 = _products(at_a1, at_b1, at_c1, at_d1, n1, q1, IS_HALF, EMULATED)
+            q2 = _products(at_a1, at_b1, at_c1, at_d1, n2, q2, IS_HALF, EMULATED)
+            q3 = _products(at_a1, at_b1, at_c1, at_d1, n3, q3, IS_HALF, EMULATED)
+    sums = tl.where(stretch < 2, tl.where(stretch == 0, p0, p1), tl.where(stretch == 2, p2, p3))
+    _write(out, bias, sums, 0, num_rows, num_columns, SLICES, WARPS, COLUMNS, ACTIVATION)
+    if ROW_GROUPS > 1:
+        sums = tl.where(stretch < 2, tl.where(stretch == 0, q0, q1), tl.where(stretch == 2, q2, q3))
+        _write(out, bias, sums, 8, num_rows, num_columns, SLICES, WARPS, COLUMNS, ACTIVATION)
+
+
+@own_kernel
+@triton.jit
+def _zeros(WARPS: tl.constexpr):  # type: ignore[no-untyped-def]  # compiled by Triton
+    return tl.zeros([WARPS * 8, 32], tl.float32)
+
+
+@own_kernel
+@triton.jit
+def _stretches(tiles, is_row):  # type: ignore[no-untyped-def]  # compiled by Triton
+    return (
+        tl.load(tiles, mask=is_row, other=0.0),
+        tl.load(tiles + 32, mask=is_row, other=0.0),
+        tl.load(tiles + 64, mask=is_row, other=0.0),
+        tl.load(tiles + 96, mask=is_row, other=0.0),
+    )
 
 
 @own_kernel
@@ -144,29 +166,27 @@ def register_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
 def _write(  # type: ignore[no-untyped-def]  # compiled by Triton
     out,
     bias,
-    sums,  # of each warp [8, 32]: eight rows of the weight; four times two rows of x, two products, two of its 16 rows
+    sums,  # of a warp [4, 2, 32]: stretches; two rows; four times two rows of x, first or last pairs, which of a pair
     first_row,
     num_rows,
     num_columns,
-    ONE_GROUP: tl.constexpr,
     SLICES: tl.constexpr,
     WARPS: tl.constexpr,
     COLUMNS: tl.constexpr,
     ACTIVATION: tl.constexpr,
 ):
+    """Add slices and stretches, and write eight rows of `out` from `first_row` on."""
     GATED: tl.constexpr = ACTIVATION != ""
-    SUMS: tl.constexpr = WARPS // SLICES * 128
-    total = tl.sum(tl.reshape(sums, [WARPS // SLICES, SLICES, 8, 32]), 1)
-    total = tl.reshape(total, [WARPS // SLICES, 8, 4, 2, 2, 2])
-    one, other = tl.split(tl.permute(total, [0, 1, 2, 3, 5, 4]))  # the last says which of the 16 rows
+    SUMS: tl.constexpr = WARPS // SLICES * 32
+    total = tl.sum(tl.reshape(sums, [WARPS // SLICES, SLICES * 4, 2, 32]), 1)
+    total = tl.reshape(total, [WARPS // SLICES, 2, 4, 2, 2, 2])
+    one, other = tl.split(tl.permute(total, [0, 1, 2, 3, 5, 4]))
     one, other = tl.reshape(one, [SUMS]), tl.reshape(other, [SUMS])
     index = tl.arange(0, SUMS)
-    product = index // 2 % 2
-    row = first_row + index // 4 % 4 * 2 + index % 2 + (0 if ONE_GROUP else product * 8)
-    column = (tl.program_id(0) * (WARPS // SLICES) + index // 128) * COLUMNS + index // 16 % 8
-    if ONE_GROUP:
-        column += product * (8 if GATED else 16)
-    other_column = column + (num_columns if GATED else 8)
+    row = first_row + index // 4 % 4 * 2 + index % 2
+    column = (tl.program_id(0) * (WARPS // SLICES) + index // 32) * COLUMNS + index // 16 % 2
+    column += index // 2 % 2 * (COLUMNS // 2)
+    other_column = column + (num_columns if GATED else 2)
     is_there = column < num_columns
     is_other_there = is_there if GATED else other_column < num_columns
     if bias is not None:
@@ -180,90 +200,42 @@ def _write(  # type: ignore[no-untyped-def]  # compiled by Triton
         tl.store(to + other_column, other.to(out.dtype.element_ty), mask=(row < num_rows) & is_other_there)
 
 
-@own_kernel
-@triton.jit
-def _four(tiles):  # type: ignore[no-untyped-def]  # compiled by Triton
-    return tl.load(tiles), tl.load(tiles + 32), tl.load(tiles + 64), tl.load(tiles + 96)
+def _asm(dtype: str) -> tl.constexpr:
+    """Registers 0 to 7 of the result: 16 lines by eight rows of `x`, and 16 more lines by the same. 8 to 23 hold the
+    lines, four each of which two and two are one operand, 24 to 27 the rows of `x`, 28 to 35 what is added."""
+    lines = []
+    for at, (one, other) in ((0, (8, 12)), (4, (16, 20))):
+        out = ", ".join(f"${at + i}" for i in range(4))
+        for half, added in ((0, ", ".join(f"${28 + at + i}" for i in range(4))), (2, out)):
+            operand = ", ".join(f"${register + half + i}" for i in range(2) for register in (one, other))
+            lines.append(
+                f"mma.sync.aligned.m16n8k16.row.col.f32.{dtype}.{dtype}.f32 {{{out}}}, {{{operand}}}, "
+                f"{{${24 + half}, ${25 + half}}}, {{{added}}};"
+            )
+    return tl.constexpr("\n\t".join(lines))
+
+
+_BF16, _F16 = _asm("bf16"), _asm("f16")
+_REGISTERS = tl.constexpr(",".join(["=&f"] * 8 + ["r"] * 20 + ["f"] * 8))
 
 
 @own_kernel
 @triton.jit
-def _four_of(tiles, is_row):  # type: ignore[no-untyped-def]  # compiled by Triton
-    return (
-        tl.load(tiles, mask=is_row, other=0.0),
-        tl.load(tiles + 32, mask=is_row, other=0.0),
-        tl.load(tiles + 64, mask=is_row, other=0.0),
-        tl.load(tiles + 96, mask=is_row, other=0.0),
+def _products(a, b, c, d, v, sums, IS_HALF: tl.constexpr, EMULATED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """`sums` and, of each of eight lines of `a` to `d`, its products by the eight rows of `v`."""
+    if EMULATED:
+        return sums + _emulated(a, b, c, d, v)
+    return tl.inline_asm_elementwise(
+        _F16 if IS_HALF else _BF16, _REGISTERS, [a, b, c, d, v, sums], dtype=tl.float32, is_pure=True, pack=8
     )
 
 
-_OUTPUTS = "=&f,=&f,=&f,=&f,=&f,=&f,=&f,=&f"
-_SUMS = "f,f,f,f,f,f,f,f"
-
-
-def _products(first: int, second: int, values: int, sums: int, at: int) -> str:
-    """Sums `at` to `at + 3`: 16 numbers of the 16 rows whose registers begin at `first` and `second`, and 16 more."""
-    out = ", ".join(f"${at + i}" for i in range(4))
-    before = ", ".join(f"${sums + at + i}" for i in range(4))
-    lines = []
-    for half, added in ((0, before), (2, out)):
-        rows = ", ".join(f"${register + half + i}" for i in range(2) for register in (first, second))
-        lines.append(
-            f"mma.sync.aligned.m16n8k16.row.col.f32.DTYPE.DTYPE.f32 {{{out}}}, {{{rows}}}, "
-            f"{{${values + half}, ${values + half + 1}}}, {{{added}}};"
-        )
-    return "\n\t".join(lines)
-
-
-def _asm(operands: list[tuple[int, int, int]], num_registers: int, dtype: str) -> tl.constexpr:
-    """For the first and the last four sums: the registers of 16 rows of a weight, and of eight of `x`."""
-    sums = 8 + num_registers
-    lines = [_products(*operand, sums, 4 * i) for i, operand in enumerate(operands)]
-    return tl.constexpr("\n\t".join(lines).replace("DTYPE", dtype))
-
-
-def _constraints(num_registers: int) -> tl.constexpr:
-    return tl.constexpr(",".join([_OUTPUTS, *["r"] * num_registers, _SUMS]))
-
-
-_TWO_GROUPS = [(8, 12, 16), (8, 12, 20)]
-_ONE_GROUP = [(8, 12, 24), (16, 20, 24)]
-_TWO_GROUPS_BF16, _TWO_GROUPS_F16 = _asm(_TWO_GROUPS, 16, "bf16"), _asm(_TWO_GROUPS, 16, "f16")
-_ONE_GROUP_BF16, _ONE_GROUP_F16 = _asm(_ONE_GROUP, 20, "bf16"), _asm(_ONE_GROUP, 20, "f16")
-_TWO_GROUPS_REGISTERS, _ONE_GROUP_REGISTERS = _constraints(16), _constraints(20)
-
-
 @own_kernel
 @triton.jit
-def _two_groups(a, b, v, m, sums, IS_HALF: tl.constexpr, EMULATED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """16 rows of the weight by eight of `x`, and eight more."""
-    if EMULATED:
-        return sums + _emulated(a, b, a, b, v, m)
-    return tl.inline_asm_elementwise(
-        _TWO_GROUPS_F16 if IS_HALF else _TWO_GROUPS_BF16, _TWO_GROUPS_REGISTERS, [a, b, v, m, sums],
-        dtype=tl.float32, is_pure=True, pack=8,
-    )  # fmt: skip
-
-
-@own_kernel
-@triton.jit
-def _one_group(a, b, c, d, v, sums, IS_HALF: tl.constexpr, EMULATED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """16 rows of the weight, and 16 more, by eight of `x`."""
-    if EMULATED:
-        return sums + _emulated(a, b, c, d, v, v)
-    return tl.inline_asm_elementwise(
-        _ONE_GROUP_F16 if IS_HALF else _ONE_GROUP_BF16, _ONE_GROUP_REGISTERS, [a, b, c, d, v, sums],
-        dtype=tl.float32, is_pure=True, pack=8,
-    )  # fmt: skip
-
-
-@own_kernel
-@triton.jit
-def _emulated(a, b, c, d, v, m):  # type: ignore[no-untyped-def]  # run by Triton's interpreter
-    """`[W * 8, 32]`: of each of eight rows, four times (`a`, `b` by `v`, then `c`, `d` by `m`) two sums."""
-    first = tl.join(_by(a, v), _by(b, v))
-    second = tl.join(_by(c, m), _by(d, m))
-    both = tl.reshape(tl.join(first, second), [a.shape[0], 4, 2, 2, 2])
+def _emulated(a, b, c, d, v):  # type: ignore[no-untyped-def]  # run by Triton's interpreter
+    """`[W * 8, 32]`: of each line four times (`a`, `b`, then `c`, `d`) two products."""
+    both = tl.join(tl.join(_by(a, v), _by(b, v)), tl.join(_by(c, v), _by(d, v)))
+    both = tl.reshape(both, [a.shape[0], 4, 2, 2, 2])
     return tl.reshape(tl.permute(both, [0, 1, 4, 3, 2]), [a.shape[0], 32])
 
 
