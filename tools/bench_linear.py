@@ -23,6 +23,8 @@ import torch.nn.functional as F
 from piecegraph.passes.kernels.gpu_limits import gpu_limits
 from piecegraph.passes.kernels.linear_config import (
     NUM_SLICES,
+    REGISTER_CHUNK,
+    REGISTER_ROWS,
     SLICED_ROWS,
     LinearConfig,
     RegisterConfig,
@@ -279,7 +281,7 @@ def kernel_of(config: Config) -> str:
 
 def setting(config: Config) -> str:
     if isinstance(config, RegisterConfig):
-        return f"rows={8 * config.row_groups} slices={config.num_slices} {config.num_warps}w"
+        return f"slices={config.num_slices} {config.num_warps}w"
     if isinstance(config, SlicedConfig):
         return f"n={config.block_n} k={config.num_slices}x{config.block_k} held {config.num_held} of {config.num_tiles}"
     return f"m={config.block_m} n={config.block_n} k={config.block_k} {config.num_warps}w {config.num_stages}s"
@@ -308,11 +310,11 @@ def layouts(linear: Linear, num_rows: int) -> list[Config]:
                     for held in (1, 2, 3)
                     if held <= tiles
                 ]  # fmt: skip
-    if 1 < num_rows <= 16:
+    if 1 < num_rows <= REGISTER_ROWS:
         found += [
-            RegisterConfig(row_groups=groups, num_slices=slices, num_warps=warps)
-            for groups, slices, warps in itertools.product((1, 2), (1, 2, 4, 8), (1, 2, 4, 8))
-            if 4 * groups < max(5, num_rows) <= 8 * groups and warps % slices == 0 and linear.size % (256 * slices) == 0
+            RegisterConfig(num_slices=slices, num_warps=warps)
+            for slices, warps in itertools.product((1, 2, 4, 8), (1, 2, 4, 8))
+            if warps % slices == 0 and linear.size % (REGISTER_CHUNK * slices) == 0
         ]
     if num_rows > 1:
         tallest = 16 if num_rows <= 16 else 64 if num_rows <= 64 else 128

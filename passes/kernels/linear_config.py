@@ -14,6 +14,15 @@ row alone; for more the library's matmuls run closer to the memory's speed."""
 MATVEC_ROWS = 2
 """Up to so many rows a dot product on ordinary cores is worth it; with four it computes longer than it reads."""
 
+REGISTER_ROWS = 8
+"""From two up to so many rows weights may go straight to registers: the numbers of more rows take too many."""
+
+REGISTER_CHUNK = 256
+"""Numbers of a row that a warp of that kernel reads at a time."""
+
+MIDDLE_WEIGHT_BYTES = 64 * 2**20
+"""A weight of so much that kernel still reads faster than the library."""
+
 SLICED_ROWS = 16
 """From two up to so many rows, of weights of whole tiles, all that a program reads of a weight is on its way before
 the wait."""
@@ -63,9 +72,8 @@ class SlicedConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegisterConfig:
-    """Of the kernel whose weights go from memory to the registers that multiply them."""
+    """Of the kernel whose weights go from memory to the registers that multiply them, for up to `REGISTER_ROWS`."""
 
-    row_groups: int  # of eight rows each
     num_slices: int  # warps among which a row's numbers are divided
     num_warps: int  # of a program, a multiple of num_slices
 
@@ -77,7 +85,7 @@ class RegisterConfig:
 @lru_cache(maxsize=4096)
 def linear_config(
     num_rows: int, num_columns: int, size: int, *, is_gated: bool, itemsize: int, gpu: GpuLimits
-) -> LinearConfig | SlicedConfig | None:
+) -> LinearConfig | SlicedConfig | RegisterConfig | None:
     """The layout for `[num_rows, size] @ [num_columns, size].T`, twice the columns in the weight with `is_gated`;
     None where the library's matmul is at least as fast."""
     weight_bytes = num_columns * size * itemsize * (2 if is_gated else 1)
@@ -85,6 +93,9 @@ def linear_config(
         return None
     if num_rows == 1:
         return _row_config(size, weight_bytes, is_gated=is_gated)
+    register = _register_config(num_columns, size, weight_bytes, is_gated=is_gated, gpu=gpu)
+    if num_rows <= REGISTER_ROWS and register is not None:
+        return register
     if weight_bytes > SMALL_WEIGHT_BYTES:
         return None
     if num_rows <= SLICED_ROWS:
@@ -122,6 +133,18 @@ def _row_config(size: int, weight_bytes: int, *, is_gated: bool) -> LinearConfig
     else:
         block_n, block_k, num_warps = (4, 2048, 2) if size <= 2048 else (8, 2048, 8)
     return LinearConfig(block_m=0, block_n=block_n, block_k=block_k, num_warps=num_warps, num_stages=1)
+
+
+def _register_config(
+    num_columns: int, size: int, weight_bytes: int, *, is_gated: bool, gpu: GpuLimits
+) -> RegisterConfig | None:
+    """None where the kernel of slices is faster, or the library, or where there are no tensor cores that it knows."""
+    is_small = weight_bytes <= SMALL_WEIGHT_BYTES
+    is_faster = is_small if is_gated else not is_small and weight_bytes <= MIDDLE_WEIGHT_BYTES
+    if not is_faster or not gpu.can_overlap or size % (2 * REGISTER_CHUNK):
+        return None
+    num_warps = 8 if not is_gated and num_columns // 32 <= gpu.num_sms else 2
+    return RegisterConfig(num_slices=2, num_warps=num_warps)
 
 
 def _matmul_config(num_rows: int, num_columns: int, size: int, *, is_gated: bool, gpu: GpuLimits) -> LinearConfig:

@@ -1,19 +1,21 @@
-"""Linears of two to 16 rows on tensor cores, weights from memory straight to the registers that multiply them.
+"""Linears of two to eight rows on tensor cores, weights from memory straight to the registers that multiply them.
 
 A tensor core multiplies 16 rows of a weight by eight of `x`, 16 numbers of each at a time, and a thread of the warp
 holds a few numbers of two of those rows. Which numbers does not matter to a sum, as long as both sides agree: so each
-thread loads eight in a row, sixteen bytes, and calls them its pairs of two products. Nothing goes through shared memory,
-no warp waits for another until the sums are added at the end, and a warp has tiles ahead on its way.
+thread loads eight in a row, sixteen bytes, and calls them its pairs of two products. Nothing goes through shared
+memory, no warp waits for another until the sums are added at the end, and a warp has tiles ahead on its way.
 
 Sixteen rows side by side would be read 64 bytes each at a time, which memory does not like: half as fast, measured. So
 what the tensor core takes for 16 rows are four rows of the weight, of each four stretches of 32 numbers, 256 bytes. It
 multiplies all of them by each of the four stretches of `x`, and of its products one in four counts. Tensor cores have
-nothing else to do.
+nothing else to do; the numbers of more than eight rows of `x`, which every warp reads, would take longer.
 
 Source: the layout of `mma.m16n8k16` operands in PTX ISA, "Warp-level matrix instructions".
 """
 
 from __future__ import annotations
+
+import re
 
 import torch
 import triton
@@ -27,11 +29,11 @@ from piecegraph.passes.kernels.own_kernel import own_kernel
 
 
 def register_linear_on_gpu(
-    x: torch.Tensor,  # [num_rows, size], contiguous
+    x: torch.Tensor,  # [num_rows, size], contiguous, at most eight rows
     weight: torch.Tensor,  # [num_columns, size] or, gated, [2 * num_columns, size], contiguous
     bias: torch.Tensor | None,  # as many as the weight has rows
     activation: str,  # "": none
-    config: RegisterConfig,  # for at least num_rows rows
+    config: RegisterConfig,
 ) -> torch.Tensor:
     """`x @ weight.T + bias`, or with an activation `act(gate) * up` of its two halves; `[num_rows, num_columns]`."""
     num_rows, size = x.shape
@@ -41,7 +43,6 @@ def register_linear_on_gpu(
         (triton.cdiv(num_columns, config.columns_of(bool(activation))), 1, 1),
         (x, weight, bias, out, num_columns, size, num_rows),
         {
-            "ROW_GROUPS": config.row_groups,
             "SLICES": config.num_slices,
             "WARPS": config.num_warps,
             "ACTIVATION": activation,
@@ -63,8 +64,7 @@ def register_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     out,  # [num_rows, num_columns], written
     num_columns,
     size,  # a multiple of SLICES * 256
-    num_rows,  # at most 8 * ROW_GROUPS
-    ROW_GROUPS: tl.constexpr,  # one or two, of eight rows of x
+    num_rows,  # at most eight
     SLICES: tl.constexpr,  # warps among which a row's numbers are divided
     WARPS: tl.constexpr,  # a multiple of SLICES: the others have other rows of the weight, eight each
     ACTIVATION: tl.constexpr,
@@ -95,9 +95,7 @@ def register_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
         fourth = weight + tl.minimum(column + 6, last).to(tl.int64) * size + to_stretch
     row = line % 8
     values = x + row.to(tl.int64) * size + from_slice
-    more_values = values + tl.cast(8, tl.int64) * size
     is_row = row < num_rows
-    is_more = row + 8 < num_rows
 
     if OVERLAP:
         gdc_launch_dependents()
@@ -106,13 +104,9 @@ def register_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     if OVERLAP:
         gdc_wait()
     p0, p1, p2, p3 = _zeros(WARPS), _zeros(WARPS), _zeros(WARPS), _zeros(WARPS)  # by each stretch of x
-    q0, q1, q2, q3 = _zeros(WARPS), _zeros(WARPS), _zeros(WARPS), _zeros(WARPS)  # the same for rows from 8 on
     for start in range(0, size, CHUNK):
         v0, v1, v2, v3 = _stretches(values + start, is_row)
         w0, w1, w2, w3 = _stretches(values + start + 128, is_row)
-        if ROW_GROUPS > 1:
-            m0, m1, m2, m3 = _stretches(more_values + start, is_more)
-            n0, n1, n2, n3 = _stretches(more_values + start + 128, is_more)
         at_a0, at_b0, at_c0, at_d0, at_a1, at_b1, at_c1, at_d1 = a0, b0, c0, d0, a1, b1, c1, d1
         ahead = start + CHUNK
         if ahead < size:
@@ -128,20 +122,8 @@ def register_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
         p1 = _products(at_a1, at_b1, at_c1, at_d1, w1, p1, IS_HALF, EMULATED)
         p2 = _products(at_a1, at_b1, at_c1, at_d1, w2, p2, IS_HALF, EMULATED)
         p3 = _products(at_a1, at_b1, at_c1, at_d1, w3, p3, IS_HALF, EMULATED)
-        if ROW_GROUPS > 1:
-            q0 = _products(at_a0, at_b0, at_c0, at_d0, m0, q0, IS_HALF, EMULATED)
-            q1 = _products(at_a0, at_b0, at_c0, at_d0, m1, q1, IS_HALF, EMULATED)
-            q2 = _products(at_a0, at_b0, at_c0, at_d0, m2, q2, IS_HALF, EMULATED)
-            q3 = _products(at_a0, at_b0, at_c0, at_d0, m3, q3, IS_HALF, EMULATED)
-            q0 = _products(at_a1, at_b1, at_c1, at_d1, n0, q0, IS_HALF, EMULATED)
-            q1 = _products(at_a1, at_b1, at_c1, at_d1, n1, q1, IS_HALF, EMULATED)
-            q2 = _products(at_a1, at_b1, at_c1, at_d1, n2, q2, IS_HALF, EMULATED)
-            q3 = _products(at_a1, at_b1, at_c1, at_d1, n3, q3, IS_HALF, EMULATED)
     sums = tl.where(stretch < 2, tl.where(stretch == 0, p0, p1), tl.where(stretch == 2, p2, p3))
-    _write(out, bias, sums, 0, num_rows, num_columns, SLICES, WARPS, COLUMNS, ACTIVATION)
-    if ROW_GROUPS > 1:
-        sums = tl.where(stretch < 2, tl.where(stretch == 0, q0, q1), tl.where(stretch == 2, q2, q3))
-        _write(out, bias, sums, 8, num_rows, num_columns, SLICES, WARPS, COLUMNS, ACTIVATION)
+    _write(out, bias, sums, num_rows, num_columns, SLICES, WARPS, COLUMNS, ACTIVATION)
 
 
 @own_kernel
@@ -167,7 +149,6 @@ def _write(  # type: ignore[no-untyped-def]  # compiled by Triton
     out,
     bias,
     sums,  # of a warp [4, 2, 32]: stretches; two rows; four times two rows of x, first or last pairs, which of a pair
-    first_row,
     num_rows,
     num_columns,
     SLICES: tl.constexpr,
@@ -175,7 +156,7 @@ def _write(  # type: ignore[no-untyped-def]  # compiled by Triton
     COLUMNS: tl.constexpr,
     ACTIVATION: tl.constexpr,
 ):
-    """Add slices and stretches, and write eight rows of `out` from `first_row` on."""
+    """Add slices and stretches, and write the rows of `out`."""
     GATED: tl.constexpr = ACTIVATION != ""
     SUMS: tl.constexpr = WARPS // SLICES * 32
     total = tl.sum(tl.reshape(sums, [WARPS // SLICES, SLICES * 4, 2, 32]), 1)
@@ -183,7 +164,7 @@ def _write(  # type: ignore[no-untyped-def]  # compiled by Triton
     one, other = tl.split(tl.permute(total, [0, 1, 2, 3, 5, 4]))
     one, other = tl.reshape(one, [SUMS]), tl.reshape(other, [SUMS])
     index = tl.arange(0, SUMS)
-    row = first_row + index // 4 % 4 * 2 + index % 2
+    row = index // 4 % 4 * 2 + index % 2
     column = (tl.program_id(0) * (WARPS // SLICES) + index // 32) * COLUMNS + index // 16 % 2
     column += index // 2 % 2 * (COLUMNS // 2)
     other_column = column + (num_columns if GATED else 2)
@@ -248,4 +229,21 @@ def _by(rows, others):  # type: ignore[no-untyped-def]  # run by Triton's interp
     return tl.reshape(tl.sum(rows * others, 3), [rows.shape[0] * 8, 8])
 
 
-_register = OverlappedKernel(register_kernel)
+def check_layout(ttgir: str) -> None:
+    """Raise RuntimeError unless a thread holds eight numbers in a row, and four threads a line, as tensor cores take
+    them: Triton chooses that, and may come to choose otherwise."""
+    layouts = dict(re.findall(r"^(#\w+) = #ttg\.blocked<\{(.*?)\}", ttgir, re.MULTILINE))
+    taken = {name for line in ttgir.splitlines() if "elementwise_inline_asm" in line for name in _LAYOUT.findall(line)}
+    wanted = "sizePerThread = [1, 8], threadsPerWarp = [8, 4], warpsPerCTA = ["
+    other = [layouts.get(name, name) for name in sorted(taken) if not layouts.get(name, "").startswith(wanted)]
+    if other or not taken:
+        raise RuntimeError(
+            f"a linear's kernel relies on {wanted}..., 1], and this Triton lays its tiles out as {other or 'nothing'}; "
+            "run without the pass fuse-linear (passes=-fuse-linear), and please report it."
+        )
+
+
+_LAYOUT = re.compile(r"tensor<\w+, (#\w+)>")
+"""Of a tensor in TTGIR, its layout's name; a 16-bit tensor is asked for no matter which."""
+
+_register = OverlappedKernel(register_kernel, check_layout)

@@ -9,7 +9,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from piecegraph.compiler.kernels_ahead import ROWS, launch_all, launches_ahead
-from piecegraph.passes.kernels.linear_config import linear_config
+from piecegraph.passes.kernels.linear_config import LinearConfig, linear_config
 from piecegraph.passes.kernels.split_linear_config import split_config
 from piecegraph.passes.ops.act_mul import ACT_MUL
 from piecegraph.passes.ops.linear import LINEAR
@@ -60,7 +60,14 @@ def kernels_taken(rows: int) -> set[object]:
         if parts is not None:
             taken |= {("split", parts.block_n), ("norm of parts", parts.num_parts)}
         else:
-            taken.add((has_norm and rows == 1, rows if config and config.block_m == 0 else 0, is_gated, config))
+            taken.add(
+                (
+                    has_norm and rows == 1,
+                    rows if isinstance(config, LinearConfig) and config.block_m == 0 else 0,
+                    is_gated,
+                    config,
+                )
+            )
     return taken
 
 

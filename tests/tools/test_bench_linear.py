@@ -6,7 +6,14 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from piecegraph.passes.kernels.linear_config import SLICED_ROWS, RegisterConfig, SlicedConfig, linear_config
+from piecegraph.passes.kernels.linear_config import (
+    REGISTER_CHUNK,
+    REGISTER_ROWS,
+    SLICED_ROWS,
+    RegisterConfig,
+    SlicedConfig,
+    linear_config,
+)
 from piecegraph.tools.bench_linear import (
     KERNELS,
     MODELS,
@@ -43,7 +50,7 @@ def test_a_sweep_has_layouts_of_every_kernel_that_takes_the_rows(model: str, num
         kinds = {kernel_of(each) for each in found}
         assert ("matvec" in kinds) == (num_rows in (1, 2, 4))
         assert ("sliced" in kinds) == (num_rows <= SLICED_ROWS)
-        assert ("register" in kinds) == (1 < num_rows <= 16)
+        assert ("register" in kinds) == (1 < num_rows <= REGISTER_ROWS)
         assert ("matmul" in kinds) == (num_rows > 1)
         assert kinds <= set(KERNELS)
         for each in found:
@@ -51,8 +58,7 @@ def test_a_sweep_has_layouts_of_every_kernel_that_takes_the_rows(model: str, num
                 assert each.num_slices * each.block_k * each.num_tiles == linear.size
                 assert each.num_held <= each.num_tiles and num_rows <= each.block_m
             elif isinstance(each, RegisterConfig):
-                assert linear.size % (256 * each.num_slices) == each.num_warps % each.num_slices == 0
-                assert num_rows <= 8 * each.row_groups
+                assert linear.size % (REGISTER_CHUNK * each.num_slices) == each.num_warps % each.num_slices == 0
             elif each.block_m:
                 assert linear.size % each.block_k == 0
 

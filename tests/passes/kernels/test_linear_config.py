@@ -8,8 +8,11 @@ from piecegraph.passes.kernels.gpu_limits import GpuLimits
 from piecegraph.passes.kernels.linear_config import (
     BLOCK_M,
     HELD_REGISTERS,
+    REGISTER_CHUNK,
+    REGISTER_ROWS,
     SLICED_ROWS,
     LinearConfig,
+    RegisterConfig,
     SlicedConfig,
     linear_config,
     norm_linear_config,
@@ -19,7 +22,7 @@ from tests.gpus import H200, RTX_4090
 
 def config(
     num_rows: int, num_columns: int, size: int, *, is_gated: bool = False, itemsize: int = 2, gpu: GpuLimits = H200
-) -> LinearConfig | SlicedConfig | None:
+) -> LinearConfig | SlicedConfig | RegisterConfig | None:
     return linear_config(num_rows, num_columns, size, is_gated=is_gated, itemsize=itemsize, gpu=gpu)
 
 
@@ -30,7 +33,8 @@ def config(
         (1024, 2048, False, 128),  # its output projection: half the programs, so twice the rows in one wave
         (3072, 1024, True, 256),  # gate and up: the library's activation is a kernel more
         (1024, 3072, False, 128),
-        (4096, 4096, False, 1),  # Llama-8B's output projection: 32 MiB
+        (4096, 4096, False, 8),  # Llama-8B's output projection: 32 MiB
+        (6144, 4096, False, 8),
         (14336, 4096, True, 1),
         (151936, 1024, False, 1),
     ],
@@ -69,15 +73,29 @@ def test_which_kernel_depends_on_the_rows() -> None:
     """Ordinary cores, then tensor cores with all rows in a program, then blocks of rows."""
     for rows, block_m in ((1, 0), (2, SLICED_ROWS), (SLICED_ROWS, SLICED_ROWS), (SLICED_ROWS + 1, BLOCK_M)):
         found = config(rows, 1024, 2048)
-        assert found is not None and found.block_m == block_m
+        assert isinstance(found, LinearConfig | SlicedConfig) and found.block_m == block_m
         assert isinstance(found, SlicedConfig) == (block_m == SLICED_ROWS)
+
+
+def test_up_to_eight_rows_of_gated_and_of_larger_weights_go_to_registers() -> None:
+    """On GPUs whose kernels overlap; of sizes that are whole chunks of two slices."""
+    for columns, size, is_gated in ((3072, 1024, True), (4096, 4096, False), (6144, 4096, False)):
+        for rows in range(1, 17):
+            found = config(rows, columns, size, is_gated=is_gated)
+            assert isinstance(found, RegisterConfig) == (2 <= rows <= REGISTER_ROWS)
+            if isinstance(found, RegisterConfig):
+                assert found.num_warps % found.num_slices == 0
+                assert size % (found.num_slices * REGISTER_CHUNK) == 0
+        assert not isinstance(config(8, columns, size, is_gated=is_gated, gpu=RTX_4090), RegisterConfig)
+    for columns, size, is_gated in ((4096, 1024, False), (3072, 1280, True), (14336, 4096, True), (4096, 14336, False)):
+        assert not isinstance(config(8, columns, size, is_gated=is_gated), RegisterConfig)
 
 
 @pytest.mark.parametrize("is_gated", [False, True])
 @pytest.mark.parametrize("size", [256, 768, 1024, 1536, 2048, 3072, 8192])
 @pytest.mark.parametrize("num_columns", [16, 512, 1024, 2048, 3072, 4096])
 def test_a_sliced_layout_covers_the_weight(num_columns: int, size: int, is_gated: bool) -> None:
-    found = config(8, num_columns, size, is_gated=is_gated)
+    found = config(REGISTER_ROWS + 1, num_columns, size, is_gated=is_gated)
     if not isinstance(found, SlicedConfig):
         assert num_columns * size * (4 if is_gated else 2) > 16 * 2**20
         return

@@ -55,12 +55,12 @@ def test_it_compiles_for_a_gpu(num_columns: int, size: int, activation: str, has
     from piecegraph.passes.kernels.linear_config import SlicedConfig, linear_config
     from piecegraph.passes.kernels.sliced_linear import sliced_kernel
 
-    config = linear_config(8, num_columns, size, is_gated=bool(activation), itemsize=2, gpu=H200)
+    config = linear_config(9, num_columns, size, is_gated=bool(activation), itemsize=2, gpu=H200)
     assert isinstance(config, SlicedConfig)
     short = torch.empty(0, dtype=torch.bfloat16)
     arguments = {
         "x": short, "weight": short, "bias": short if has_bias else None, "out": short,
-        "num_columns": num_columns, "size": size, "num_rows": 8,
+        "num_columns": num_columns, "size": size, "num_rows": 9,
         "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "SLICES": config.num_slices, "BLOCK_K": config.block_k,
         "TILES": config.num_tiles, "HELD": config.num_held, "ACTIVATION": activation, "OVERLAP": True,
     }  # fmt: skip

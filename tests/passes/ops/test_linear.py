@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from piecegraph.passes.kernels.linear_config import MATVEC_ROWS, SlicedConfig, linear_config
+from piecegraph.passes.kernels.linear_config import MATVEC_ROWS, RegisterConfig, SlicedConfig, linear_config
 from piecegraph.passes.ops.linear import LINEAR
 from tests.gpus import H200
 from tests.passes.relative_error import Tensors, assert_no_less_exact
@@ -29,6 +29,10 @@ WIDE = [(rows, 4096, 64) for rows in (1, 3, 17, 64, 65, 130)]
 LONG = [(1, 64, 2048), (1, 32, 4096)]
 LARGE = [(1, 4096, 4096), (1, 16384, 1024)]
 """Weights of several waves of programs."""
+
+REGISTER = [(rows, columns, size) for rows in range(2, 9) for columns, size in ((64, 512), (1024, 1024), (4096, 1536))]
+REGISTER += [(8, 4096, 4096), (5, 6144, 4096)]
+"""Two to eight rows of whole chunks, gated; and of larger weights, not gated."""
 
 SLICED = [
     (rows, *weight)
@@ -75,18 +79,21 @@ def test_it_is_no_less_exact_than_torch(dtype: torch.dtype) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_kernels_are_no_less_exact_than_torch(dtype: torch.dtype) -> None:
-    check_against_torch([*SHAPES, *WIDE, *LONG, *LARGE, *SLICED], dtype, "cuda")
+    check_against_torch([*SHAPES, *WIDE, *LONG, *LARGE, *REGISTER, *SLICED], dtype, "cuda")
 
 
 def test_those_shapes_take_every_kernel_and_the_library() -> None:
     """So that the test before means something: on an H200, with an activation and without."""
-    taken = {"matvec": 0, "sliced": 0, "matmul": 0, "library": 0}
+    taken = {"matvec": 0, "register": 0, "sliced": 0, "matmul": 0, "library": 0}
     block_ns: set[tuple[object, int]] = set()
-    for rows, columns, size in [*SHAPES, *WIDE, *LONG, *LARGE, *SLICED]:
+    for rows, columns, size in [*SHAPES, *WIDE, *LONG, *LARGE, *REGISTER, *SLICED]:
         for is_gated in (False, True):
             config = linear_config(rows, columns // (1 + is_gated), size, is_gated=is_gated, itemsize=2, gpu=H200)
             if config is None:
                 taken["library"] += 1
+            elif isinstance(config, RegisterConfig):
+                taken["register"] += 1
+                block_ns.add(("register", config.num_warps))
             elif isinstance(config, SlicedConfig):
                 taken["sliced"] += 1
                 block_ns.add(("sliced", config.block_n))
@@ -95,7 +102,8 @@ def test_those_shapes_take_every_kernel_and_the_library() -> None:
                 block_ns.add((config.block_m, config.block_n))
     assert min(taken.values()) >= 30, taken
     sliced = {("sliced", block_n) for block_n in (8, 16, 32)}
-    assert block_ns == {(0, 2), (0, 4), (0, 8), (64, 16), (64, 32), (128, 32), (128, 64)} | sliced
+    register = {("register", num_warps) for num_warps in (2, 8)}
+    assert block_ns == {(0, 2), (0, 4), (0, 8), (64, 16), (64, 32), (128, 32), (128, 64)} | sliced | register
 
 
 @pytest.mark.parametrize("bias", [True, False])
