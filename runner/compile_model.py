@@ -11,7 +11,7 @@ from piecegraph.compiler.api import compile as compile_module
 from piecegraph.compiler.compiled_model import CompiledModel
 from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
 from piecegraph.compiler.plan import SplitCall
-from piecegraph.progress import OnPhase, Phase
+from piecegraph.progress import OnPhase, Phase, timed_phase
 from piecegraph.runner.attention.layer import AttentionLayer, attention_layers
 from piecegraph.runner.attention.select import BackendChoice, choose_backend
 from piecegraph.runner.build_step import build_step
@@ -85,9 +85,14 @@ def compile_model(
             kernels.start()
         return CausalLMForward(weights.model)
 
+    def wait_for_kernels() -> None:
+        if kernels.is_running:
+            with timed_phase(on_phase, "kernels"):
+                kernels.wait()
+
     def on_every_phase(phase: Phase) -> None:
-        if phase.name in _MEASURING or (phase.name == "compile" and phase.seconds is not None):
-            kernels.wait()
+        if phase.name in _MEASURING:
+            wait_for_kernels()
         if on_phase is not None:
             on_phase(phase)
 
@@ -103,6 +108,7 @@ def compile_model(
                 before_compile=decide,
                 load_weights=None if stand_in is None else load_late,
             )
+        wait_for_kernels()
     finally:
         kernels.wait()
     kernels.tell(on_phase)

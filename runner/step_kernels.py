@@ -48,6 +48,10 @@ class StepKernels:
         self._seconds = 0.0
         self._thread.start()
 
+    @property
+    def is_running(self) -> bool:
+        return self._thread.is_alive()
+
     def wait(self) -> None:
         """Until all are compiled, if that was started. Harmless to repeat."""
         if self._seconds is not None:
