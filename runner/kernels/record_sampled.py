@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from piecegraph.passes.kernels.overlapped import OverlappedKernel
 from piecegraph.passes.kernels.own_kernel import own_kernel
 from piecegraph.runner.input_buffers import InputBuffers
 from piecegraph.runner.request_states import RequestStates
@@ -18,23 +20,26 @@ def record_sampled_on_gpu(
     states: RequestStates, buffers: InputBuffers, sampled: torch.Tensor, *, num_reqs: int
 ) -> None:
     """See `runner.record_sampled`."""
-    _record_sampled[(triton.cdiv(num_reqs, BLOCK),)](
-        buffers.idx_mapping,
-        buffers.seq_lens,
-        sampled,
-        states.prefill_lens,
-        states.num_computed_tokens,
-        states.token_ids,
-        states.token_ids.stride(0),
-        num_reqs,
-        MAX_MODEL_LEN=states.token_ids.shape[1],
-        BLOCK=BLOCK,
+    _record_sampled.launch(
+        (triton.cdiv(num_reqs, BLOCK), 1, 1),
+        (
+            buffers.idx_mapping,
+            buffers.seq_lens,
+            sampled,
+            states.prefill_lens,
+            states.num_computed_tokens,
+            states.token_ids,
+            states.token_ids.stride(0),
+            num_reqs,
+        ),
+        {"MAX_MODEL_LEN": states.token_ids.shape[1], "BLOCK": BLOCK},
+        num_warps=4,
     )
 
 
 @own_kernel
 @triton.jit(do_not_specialize=["num_reqs"])
-def _record_sampled(  # type: ignore[no-untyped-def]  # compiled by Triton
+def record_sampled_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     idx_mapping,  # [num_reqs] int32
     seq_lens,  # [num_reqs] int32
     sampled,  # [num_reqs] integers
@@ -45,7 +50,11 @@ def _record_sampled(  # type: ignore[no-untyped-def]  # compiled by Triton
     num_reqs,
     MAX_MODEL_LEN: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     request = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(idx_mapping + request, mask=request < num_reqs, other=-1).to(tl.int64)
     is_real = row >= 0
@@ -55,3 +64,6 @@ def _record_sampled(  # type: ignore[no-untyped-def]  # compiled by Triton
     is_sampled = is_real & (seq_len >= prefill_len) & (seq_len < MAX_MODEL_LEN)
     tl.store(token_ids + row * token_ids_stride + seq_len, token, mask=is_sampled)
     tl.store(num_computed_tokens + row, seq_len, mask=is_real)
+
+
+_record_sampled = OverlappedKernel(record_sampled_kernel)

@@ -1,12 +1,17 @@
 # mypy: disallow-untyped-decorators=False
-"""`gumbel_sample` as two Triton kernels: the best of each block of a row's logits, then of the blocks."""
+"""`gumbel_sample` as two Triton kernels: the best of each block of a row's logits, then of the blocks.
+
+In a graph they are launched while what is ahead of them still runs (`overlapped.py`), and wait for it first of all.
+"""
 
 from __future__ import annotations
 
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from piecegraph.passes.kernels.overlapped import OverlappedKernel
 from piecegraph.passes.kernels.own_kernel import own_kernel
 
 BLOCK = 4096
@@ -39,34 +44,23 @@ def gumbel_sample_on_gpu(
     num_blocks = triton.cdiv(vocab_size, block)
     best = torch.empty(num_reqs, num_blocks, dtype=torch.float32, device=logits.device)
     tokens = torch.empty(num_reqs, num_blocks, dtype=torch.int32, device=logits.device)
-    _best_of_blocks[(num_reqs, num_blocks)](
-        best,
-        tokens,
-        logits,
-        logits.stride(0),
-        idx_mapping,
-        temperature,
-        seeds,
-        positions,
-        vocab_size,
-        NUM_BLOCKS=num_blocks,
-        BLOCK=block,
+    _best_of_blocks.launch(
+        (num_reqs, num_blocks, 1),
+        (best, tokens, logits, logits.stride(0), idx_mapping, temperature, seeds, positions, vocab_size),
+        {"NUM_BLOCKS": num_blocks, "BLOCK": block},
         num_warps=8 if block >= 4096 else 4,
     )
-    _best_of_rows[(num_reqs,)](
-        out,
-        best,
-        tokens,
-        idx_mapping,
-        NUM_BLOCKS=num_blocks,
-        PADDED=triton.next_power_of_2(num_blocks),
+    _best_of_rows.launch(
+        (num_reqs, 1, 1),
+        (out, best, tokens, idx_mapping),
+        {"NUM_BLOCKS": num_blocks, "PADDED": triton.next_power_of_2(num_blocks)},
         num_warps=1,
     )
 
 
 @own_kernel
 @triton.jit
-def _best_of_blocks(  # type: ignore[no-untyped-def]  # compiled by Triton
+def best_of_blocks_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     best,  # [num_reqs, NUM_BLOCKS] float32, written
     tokens,  # [num_reqs, NUM_BLOCKS] int32, written
     logits,  # [num_reqs, vocab_size] any float
@@ -78,7 +72,11 @@ def _best_of_blocks(  # type: ignore[no-untyped-def]  # compiled by Triton
     vocab_size,
     NUM_BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     request = tl.program_id(0).to(tl.int64)
     row = tl.load(idx_mapping + request).to(tl.int64)
     if row >= 0:
@@ -108,14 +106,18 @@ def _best_of_blocks(  # type: ignore[no-untyped-def]  # compiled by Triton
 
 @own_kernel
 @triton.jit
-def _best_of_rows(  # type: ignore[no-untyped-def]  # compiled by Triton
+def best_of_rows_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     out,  # [num_reqs] int64, written
     best,  # [num_reqs, NUM_BLOCKS] float32
     tokens,  # [num_reqs, NUM_BLOCKS] int32
     idx_mapping,  # [num_reqs] int32
     NUM_BLOCKS: tl.constexpr,
     PADDED: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     request = tl.program_id(0).to(tl.int64)
     if tl.load(idx_mapping + request) < 0:
         tl.store(out + request, 0)
@@ -125,3 +127,7 @@ def _best_of_rows(  # type: ignore[no-untyped-def]  # compiled by Triton
         highest = tl.max(score, 0)
         first = tl.min(tl.where((score == highest) & (block < NUM_BLOCKS), block, PADDED - 1), 0)
         tl.store(out + request, tl.load(tokens + request * NUM_BLOCKS + first).to(tl.int64))
+
+
+_best_of_blocks = OverlappedKernel(best_of_blocks_kernel)
+_best_of_rows = OverlappedKernel(best_of_rows_kernel)

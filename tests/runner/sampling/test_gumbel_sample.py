@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from piecegraph.runner.sampling.gumbel_sample import gumbel_sample, gumbel_sample_reference
+from tests.compiled_for_gpu import compile_for_gpu
 from tests.interpreter import interpreted
 
 NAN, INF = float("nan"), float("inf")
@@ -138,3 +139,23 @@ def test_a_graph_draws_for_whoever_is_in_its_buffers() -> None:
         again = gumbel_sample(logits, idx_mapping=idx_mapping, positions=positions, **inputs)
         assert torch.equal(out, again)
         assert out[step] == 0
+
+
+def test_the_kernels_compile_for_a_gpu() -> None:
+    """As they overlap with what is ahead of them."""
+    from piecegraph.runner.sampling.kernels.gumbel_sample import best_of_blocks_kernel, best_of_rows_kernel
+
+    logits, scores = torch.empty(0, dtype=torch.bfloat16), torch.empty(0)
+    ints, longs = torch.empty(0, dtype=torch.int32), torch.empty(0, dtype=torch.int64)
+    blocks = {
+        "best": scores, "tokens": ints, "logits": logits, "logits_stride": 151936, "idx_mapping": ints,
+        "temperatures": scores, "seeds": longs, "positions": ints, "vocab_size": 151936,
+        "NUM_BLOCKS": 38, "BLOCK": 4096, "OVERLAP": True,
+    }  # fmt: skip
+    rows = {
+        "out": longs, "best": scores, "tokens": ints, "idx_mapping": ints,
+        "NUM_BLOCKS": 38, "PADDED": 64, "OVERLAP": True,
+    }  # fmt: skip
+    for kernel, arguments, num_warps in ((best_of_blocks_kernel, blocks, 8), (best_of_rows_kernel, rows, 1)):
+        ptx = compile_for_gpu(kernel, arguments, {"num_warps": num_warps, "launch_pdl": True})
+        assert ptx.index("griddepcontrol.wait") < ptx.index("ld.global")
