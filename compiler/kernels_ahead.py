@@ -6,6 +6,7 @@ Triton compiles a kernel when it is first launched: without this, inside the fir
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -20,6 +21,9 @@ from piecegraph.passes.torch_ir import value_of
 
 ROWS = (1, 2, 3, 16, 64, 128, 256, 2048)
 """Sizes an op is called with: each kernel that one of ours takes for some number of rows is taken for one of these."""
+
+MAX_BYTES = 256 * 2**20
+"""That a call may take for its result."""
 
 MAX_WORKERS = 8
 
@@ -39,8 +43,19 @@ def launches_ahead(graph: fx.Graph, is_split_op: Callable[[fx.Node], bool]) -> l
             continue
         kind = (node.target, str(fx.map_arg((node.args, node.kwargs), _kind)))
         for rows in ROWS:
+            if _num_bytes(node, rows) > MAX_BYTES:
+                continue  # logits: so many rows of a large weight are the library's
             launches.setdefault((*kind, rows), partial(_launch, node.target, node.args, node.kwargs, rows))
     return list(launches.values())
+
+
+def _num_bytes(node: fx.Node, rows: int) -> int:
+    """Of a call's first result."""
+    value = value_of(node)
+    value = value[0] if isinstance(value, list | tuple) else value
+    if not isinstance(value, torch.Tensor):
+        return 0
+    return math.prod(size if isinstance(size, int) else rows for size in value.shape) * value.element_size()
 
 
 def _kind(node: fx.Node) -> Any:

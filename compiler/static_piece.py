@@ -112,8 +112,8 @@ def _calls(piece: UniquePiece) -> list[fx.Node]:
 
 
 NUMBER_BY_NUMBER = frozenset(
-    "abs add and cat clamp clone contiguous copy_ cos detach div empty_like embedding eq exp float full_like ge gelu "
-    "getitem gt half index_select le log lt masked_fill mul ne neg new_zeros or pow reciprocal relu repeat rsqrt rsub "
+    "abs add and_ cat clamp clone contiguous copy_ cos detach div empty_like embedding eq exp float full_like ge gelu "
+    "getitem gt half index_select le log lt masked_fill mul ne neg new_zeros or_ pow reciprocal relu repeat rsqrt rsub "
     "sigmoid silu sin softplus sqrt stack sub tanh to truediv type type_as unsqueeze where zeros_like bfloat16".split()
 )
 """Functions and methods by name."""

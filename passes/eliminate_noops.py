@@ -31,7 +31,7 @@ from piecegraph.passes.torch_ir import (
 
 @dataclass(frozen=True, slots=True)
 class EliminateNoops(GraphPass):
-    """Bitwise, up to the sign of a zero. Matches are nodes removed, and matmuls that became multiplications:
+    """Bitwise; multiplications as `single_products` says. Matches are nodes removed, and matmuls that became such:
 
     - casts, views, slices, expands and `contiguous` that return the tensor they are given, dropout that drops
       nothing, and chains of views that end where they began;
@@ -53,7 +53,7 @@ class EliminateNoops(GraphPass):
         misses += merge_repeated_values(graph, context)
         erase_dead(graph, keep=split_ops)
         removed = before - len(graph.nodes)
-        return PassResult(matches=removed + multiply_single_products(graph), misses=tuple(misses))
+        return PassResult(matches=removed + multiply_single_products(graph, keep=split_ops), misses=tuple(misses))
 
 
 def _drop_views(graph: fx.Graph) -> list[Miss]:

@@ -7,6 +7,7 @@ which Inductor has to end its own; a product of numbers is fused with the casts,
 from __future__ import annotations
 
 import operator
+from collections.abc import Container
 
 import torch
 from torch import fx
@@ -17,15 +18,16 @@ from piecegraph.passes.torch_ir import insert_call, is_tensor, operands, same_sh
 MATMUL = frozenset({operator.matmul, torch.matmul, torch.bmm, "matmul", "bmm", "__matmul__"})
 
 
-def multiply_single_products(graph: fx.Graph) -> int:
-    """Rewrite them; how many there were. The same bits, but that a zero may have the other sign.
+def multiply_single_products(graph: fx.Graph, keep: Container[fx.Node] = ()) -> int:
+    """Rewrite them, but for those in `keep`; how many there were. The same bits where a matmul rounds as a product
+    does (not in TF32), but that a zero may have the other sign.
 
     A matmul whose result would have other strides stays.
     """
     rewritten = 0
     for node in list(graph.nodes):
         both = operands(node, MATMUL)
-        if both is None or not _is_single_product(node, *both):
+        if both is None or node in keep or not _is_single_product(node, *both):
             continue
         product = insert_call(graph, node, operator.mul, *both)
         if not _is_alike(product, node):

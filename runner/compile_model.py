@@ -11,6 +11,7 @@ from piecegraph.compiler.api import compile as compile_module
 from piecegraph.compiler.compiled_model import CompiledModel
 from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
 from piecegraph.compiler.plan import SplitCall
+from piecegraph.compiler.stored.own_kernels import OWN_KERNELS
 from piecegraph.progress import OnPhase, Phase, timed_phase
 from piecegraph.runner.attention.layer import AttentionLayer, attention_layers
 from piecegraph.runner.attention.select import BackendChoice, choose_backend
@@ -109,6 +110,7 @@ def compile_model(
                 load_weights=None if stand_in is None else load_late,
             )
         wait_for_kernels()
+        OWN_KERNELS.keep()
     finally:
         kernels.wait()
     kernels.tell(on_phase)

@@ -7,18 +7,57 @@ computes (`overlapped.py`).
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from piecegraph.passes.kernels.gated import gated
-from piecegraph.passes.kernels.linear_config import LinearConfig, RegisterConfig, SlicedConfig
+from piecegraph.passes.kernels.gpu_limits import gpu_limits
+from piecegraph.passes.kernels.linear_config import LinearConfig, RegisterConfig, SlicedConfig, linear_config
 from piecegraph.passes.kernels.overlapped import OverlappedKernel
 from piecegraph.passes.kernels.own_kernel import own_kernel
 from piecegraph.passes.kernels.prefetch import prefetch
-from piecegraph.passes.kernels.register_linear import register_linear_on_gpu
+from piecegraph.passes.kernels.register_linear import (
+    UnknownLayoutError,
+    can_go_to_registers,
+    refuse,
+    register_linear_on_gpu,
+)
 from piecegraph.passes.kernels.sliced_linear import sliced_linear_on_gpu
+
+
+def linear_of_rows_on_gpu(
+    x: torch.Tensor,  # [num_rows, size]
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str,
+) -> torch.Tensor | None:
+    """As `linear_on_gpu`, by the kernel that its shapes take; None where the library is at least as fast."""
+    num_rows, size = x.shape
+    config_of = partial(
+        linear_config,
+        num_rows,
+        weight.shape[0] // (2 if activation else 1),
+        size,
+        is_gated=bool(activation),
+        itemsize=x.element_size() if x.dtype == weight.dtype else 0,
+        gpu=gpu_limits(x.get_device()),
+    )
+    config = config_of()
+    if config is None:
+        return None
+    x = x.contiguous()
+    if isinstance(config, RegisterConfig) and can_go_to_registers(x, weight):
+        try:
+            return register_linear_on_gpu(x, weight, bias, activation, config)
+        except UnknownLayoutError as reason:
+            refuse(reason)
+    if isinstance(config, RegisterConfig):
+        config = config_of(to_registers=False)
+    return None if config is None else linear_on_gpu(x, weight, bias, activation, config)
 
 
 def linear_on_gpu(

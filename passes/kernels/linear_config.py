@@ -8,8 +8,8 @@ from functools import lru_cache
 from piecegraph.passes.kernels.gpu_limits import GpuLimits
 
 SMALL_WEIGHT_BYTES = 16 * 2**20
-"""A weight that all multiprocessors together read in one wave of programs. Larger ones have a kernel of ours for one
-row alone; for more the library's matmuls run closer to the memory's speed."""
+"""A weight that all multiprocessors together read in one wave of programs. Larger ones have kernels of ours for one
+row, and some for up to `REGISTER_ROWS`; for more the library's matmuls run closer to the memory's speed."""
 
 MATVEC_ROWS = 2
 """Up to so many rows a dot product on ordinary cores is worth it; with four it computes longer than it reads."""
@@ -84,17 +84,24 @@ class RegisterConfig:
 
 @lru_cache(maxsize=4096)
 def linear_config(
-    num_rows: int, num_columns: int, size: int, *, is_gated: bool, itemsize: int, gpu: GpuLimits
+    num_rows: int,
+    num_columns: int,
+    size: int,
+    *,
+    is_gated: bool,
+    itemsize: int,
+    gpu: GpuLimits,
+    to_registers: bool = True,
 ) -> LinearConfig | SlicedConfig | RegisterConfig | None:
     """The layout for `[num_rows, size] @ [num_columns, size].T`, twice the columns in the weight with `is_gated`;
-    None where the library's matmul is at least as fast."""
+    None where the library's matmul is at least as fast. Without `to_registers` no `RegisterConfig`."""
     weight_bytes = num_columns * size * itemsize * (2 if is_gated else 1)
     if itemsize != 2 or size % SIZE_MULTIPLE or num_columns % 16 or num_rows == 0:
         return None
     if num_rows == 1:
         return _row_config(size, weight_bytes, is_gated=is_gated)
     register = _register_config(num_columns, size, weight_bytes, is_gated=is_gated, gpu=gpu)
-    if num_rows <= REGISTER_ROWS and register is not None:
+    if to_registers and num_rows <= REGISTER_ROWS and register is not None:
         return register
     if weight_bytes > SMALL_WEIGHT_BYTES:
         return None

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -46,14 +46,10 @@ class OverlappedKernel:
     Its parameters are tensors and numbers first, then constants, the last of which is `OVERLAP`: whether the
     kernel contains the instructions. A launch costs the host a few microseconds, where `kernel[grid](...)` takes
     tens. Over tensors of the CPU the kernel is called as it is: in Triton's interpreter that works.
-
-    `check` is given what Triton made of the kernel for a GPU (TTGIR) when it is compiled, and raises if it relies on
-    something else.
     """
 
-    def __init__(self, kernel: Any, check: Callable[[str], None] | None = None) -> None:
+    def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
-        self._check = check
         self._compiled: dict[tuple[object, ...], _Compiled] = {}
         self._compiling: dict[tuple[object, ...], threading.Lock] = {}  # kernels are compiled ahead in threads
 
@@ -103,8 +99,6 @@ class OverlappedKernel:
         if overlap:
             options["launch_pdl"] = True
         compiled = self.kernel.warmup(*arguments, *constants.values(), overlap, grid=grid, **options)
-        if self._check is not None and "ttgir" in compiled.asm:  # else it was checked before it was kept
-            self._check(compiled.asm["ttgir"])
         compiled._init_handles()  # loads the binary, so that `function` is there
         ordinary = copy.copy(compiled.run)
         ordinary.launch_pdl = False

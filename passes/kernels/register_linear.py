@@ -15,6 +15,7 @@ Source: the layout of `mma.m16n8k16` operands in PTX ISA, "Warp-level matrix ins
 
 from __future__ import annotations
 
+import logging
 import re
 
 import torch
@@ -25,7 +26,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from piecegraph.passes.kernels.gated import gated
 from piecegraph.passes.kernels.linear_config import RegisterConfig
 from piecegraph.passes.kernels.overlapped import OverlappedKernel
-from piecegraph.passes.kernels.own_kernel import own_kernel
+from piecegraph.passes.kernels.own_kernel import check_with, own_kernel
+
+logger = logging.getLogger(__name__)
 
 
 def register_linear_on_gpu(
@@ -229,21 +232,44 @@ def _by(rows, others):  # type: ignore[no-untyped-def]  # run by Triton's interp
     return tl.reshape(tl.sum(rows * others, 3), [rows.shape[0] * 8, 8])
 
 
+class UnknownLayoutError(RuntimeError):
+    """Triton lays tiles out as the kernel does not expect."""
+
+
 def check_layout(ttgir: str) -> None:
-    """Raise RuntimeError unless a thread holds eight numbers in a row, and four threads a line, as tensor cores take
-    them: Triton chooses that, and may come to choose otherwise."""
+    """Raise `UnknownLayoutError` unless a thread holds eight numbers in a row, and four threads a line, as tensor cores
+    take them: Triton chooses that, and may come to choose otherwise."""
     layouts = dict(re.findall(r"^(#\w+) = #ttg\.blocked<\{(.*?)\}", ttgir, re.MULTILINE))
     taken = {name for line in ttgir.splitlines() if "elementwise_inline_asm" in line for name in _LAYOUT.findall(line)}
-    wanted = "sizePerThread = [1, 8], threadsPerWarp = [8, 4], warpsPerCTA = ["
-    other = [layouts.get(name, name) for name in sorted(taken) if not layouts.get(name, "").startswith(wanted)]
+    other = [layouts.get(name, name) for name in sorted(taken) if not _WANTED.fullmatch(layouts.get(name, ""))]
     if other or not taken:
-        raise RuntimeError(
-            f"a linear's kernel relies on {wanted}..., 1], and this Triton lays its tiles out as {other or 'nothing'}; "
-            "run without the pass fuse-linear (passes=-fuse-linear), and please report it."
-        )
+        raise UnknownLayoutError(f"this Triton lays tiles out as {other or 'nothing that can be looked at'}")
 
 
 _LAYOUT = re.compile(r"tensor<\w+, (#\w+)>")
-"""Of a tensor in TTGIR, its layout's name; a 16-bit tensor is asked for no matter which."""
+"""Of a tensor in TTGIR, its layout's name."""
 
-_register = OverlappedKernel(register_kernel, check_layout)
+_WANTED = re.compile(r"sizePerThread = \[1, 8\], threadsPerWarp = \[8, 4\], warpsPerCTA = \[\d+, 1\], order = \[1, 0\]")
+
+if hasattr(register_kernel, "create_binder"):  # not in Triton's interpreter
+    check_with(register_kernel, check_layout)
+
+_register = OverlappedKernel(register_kernel)
+
+
+class _State:
+    """Process-wide, as Triton is."""
+
+    refused = ""  # why the kernel is not taken any more
+
+
+def can_go_to_registers(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """The kernel loads sixteen bytes at a time; and it was not refused."""
+    return not _State.refused and x.data_ptr() % 16 == 0 and weight.data_ptr() % 16 == 0
+
+
+def refuse(reason: UnknownLayoutError) -> None:
+    """From now on take other kernels: slower ones, and as right."""
+    if not _State.refused:
+        logger.warning("linears of two to eight rows take slower kernels: %s", reason)
+    _State.refused = str(reason)

@@ -17,23 +17,12 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, act
     Returns a new contiguous `[..., num_columns]`, half as many with an activation.
     """
     if x.is_cuda:
-        from piecegraph.passes.kernels.gpu_limits import gpu_limits
-        from piecegraph.passes.kernels.linear_config import linear_config
+        from piecegraph.passes.kernels.linear import linear_of_rows_on_gpu
 
-        num_rows, num_columns = x.numel() // x.shape[-1], weight.shape[0] // (2 if activation else 1)
-        config = linear_config(
-            num_rows,
-            num_columns,
-            x.shape[-1],
-            is_gated=bool(activation),
-            itemsize=x.element_size() if x.dtype == weight.dtype else 0,
-            gpu=gpu_limits(x.get_device()),
-        )
-        if config is not None:
-            from piecegraph.passes.kernels.linear import linear_on_gpu
-
-            rows = x.reshape(num_rows, x.shape[-1]).contiguous()
-            return linear_on_gpu(rows, weight, bias, activation, config).view(*x.shape[:-1], num_columns)
+        num_rows = x.numel() // x.shape[-1]
+        rows = linear_of_rows_on_gpu(x.reshape(num_rows, x.shape[-1]), weight, bias, activation)
+        if rows is not None:
+            return rows.view(*x.shape[:-1], rows.shape[-1])
     out = F.linear(x, weight, bias)
     return act_mul(out, activation) if activation else out
 

@@ -90,3 +90,15 @@ def test_a_result_of_other_strides_stays() -> None:
         return torch.bmm(column, torch.ones(3, 2).t()[:, None, :])
 
     assert rewritten(outer, torch.randn(5))[:2] == (0, 1)
+
+
+def test_a_split_op_stays() -> None:
+    module = trace(
+        _Module(lambda x: torch.bmm(x[None, :, None], x[None, None, :])),
+        (torch.randn(5),),
+        {},
+        {"x": {0: "num_tokens"}},
+    ).graph_module
+    (node,) = [each for each in module.graph.nodes if is_call(each, MATMUL)]
+    assert multiply_single_products(module.graph, keep=[node]) == 0
+    assert multiply_single_products(module.graph) == 1

@@ -89,21 +89,58 @@ def test_on_a_gpu_tiles_are_laid_out_as_tensor_cores_take_them(
     assert "spill" not in ptx and "ld.local" not in ptx and "cp.async" not in ptx
 
 
-LAYOUT = "#blocked = #ttg.blocked<{sizePerThread = [1, 8], threadsPerWarp = [8, 4], warpsPerCTA = [2, 1]}>"
+LAYOUT = (
+    "#blocked = #ttg.blocked<{sizePerThread = [1, 8], threadsPerWarp = [8, 4], warpsPerCTA = [2, 1], order = [1, 0]}>"
+)
 ASM = '  %1 = tt.elementwise_inline_asm "mma" %a, %b : tensor<16x32xbf16, #blocked> -> tensor<16x32xf32, #blocked>'
 
 
 @pytest.mark.parametrize(
     ("ttgir", "found"),
     [
+        ("", "nothing"),
         (f"{LAYOUT}\n", "nothing"),
         (f"{LAYOUT.replace('[8, 4]', '[4, 8]')}\n{ASM}", r"threadsPerWarp = \[4, 8\]"),
+        (f"{LAYOUT.replace('[1, 0]', '[0, 1]')}\n{ASM}", r"order = \[0, 1\]"),
+        (f"{LAYOUT.replace('[2, 1]', '[1, 2]')}\n{ASM}", r"warpsPerCTA = \[1, 2\]"),
         (f"{LAYOUT}\n#blocked1 = #ttg.linear<{{}}>\n{ASM.replace('bf16, #blocked', 'bf16, #blocked1')}", "#blocked1"),
     ],
 )
-def test_another_layout_is_refused(ttgir: str, found: str) -> None:
-    from piecegraph.passes.kernels.register_linear import check_layout
+def test_another_layout_is_an_error(ttgir: str, found: str) -> None:
+    from piecegraph.passes.kernels.register_linear import UnknownLayoutError, check_layout
 
     check_layout(f"{LAYOUT}\n{ASM}")
-    with pytest.raises(RuntimeError, match=f"{found}.*passes=-fuse-linear"):
+    with pytest.raises(UnknownLayoutError, match=found):
         check_layout(ttgir)
+
+
+def test_where_the_layout_is_another_other_kernels_are_taken(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With one warning; and where a tensor does not begin at a multiple of sixteen bytes, without."""
+    from piecegraph.passes.kernels import linear, register_linear
+
+    taken: list[str] = []
+    x, weight = torch.randn(4, 1024).half(), torch.randn(64, 1024).half()
+    out = torch.zeros(4, 32).half()
+
+    def refused(*arguments: Any) -> torch.Tensor:
+        taken.append("register")
+        raise register_linear.UnknownLayoutError("this Triton lays tiles out as nobody expects")
+
+    def other(x: torch.Tensor, weight: torch.Tensor, bias: Any, activation: str, config: Any) -> torch.Tensor:
+        taken.append(type(config).__name__)
+        return out
+
+    monkeypatch.setattr(register_linear._State, "refused", "")
+    monkeypatch.setattr(linear, "gpu_limits", lambda device: H200)
+    monkeypatch.setattr(linear, "register_linear_on_gpu", refused)
+    monkeypatch.setattr(linear, "linear_on_gpu", other)
+    shifted = torch.randn(4 * 1024 + 1).half()[1:].view(4, 1024)
+    assert linear.linear_of_rows_on_gpu(shifted, weight, None, "silu") is out
+    assert taken == ["SlicedConfig"] and not caplog.records
+    for _ in range(2):
+        assert linear.linear_of_rows_on_gpu(x, weight, None, "silu") is out
+    assert taken == ["SlicedConfig", "register", "SlicedConfig", "SlicedConfig"]
+    (record,) = caplog.records
+    assert "slower kernels: this Triton lays tiles out as nobody expects" in record.getMessage()
