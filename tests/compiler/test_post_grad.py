@@ -31,9 +31,18 @@ def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PIECEGRAPH_CACHE_DIR", str(tmp_path / "cache"))
 
 
-def compiled(*passes: ReluToClampInInductor, workers: int = 0, **options: object) -> pg.CompiledModel:
+class SummedRelus(Relus):
+    """Numbers are summed in each piece: else it would be compiled for no size."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.cumsum(0)).cumsum(0)
+
+
+def compiled(
+    *passes: ReluToClampInInductor, workers: int = 0, model: type[Relus] = Relus, **options: object
+) -> pg.CompiledModel:
     config = pg.CompileConfig(split_ops=("pgtoy::triple",), compile_workers=workers, passes=passes, **options)  # type: ignore[arg-type]
-    return pg.compile(Relus(), config, dynamic_dims={"x": 0}, example_inputs=(torch.randn(4, 8),))
+    return pg.compile(model(), config, dynamic_dims={"x": 0}, example_inputs=(torch.randn(4, 8),))
 
 
 def row_of(model: pg.CompiledModel) -> PassRow:
@@ -107,10 +116,10 @@ def test_one_that_miscounts_is_undone(workers: int, caplog: pytest.LogCaptureFix
 
 
 def test_static_pieces_have_it_too() -> None:
-    model = compiled(ReluToClampInInductor(bound=100.0), compile_sizes=(3,))
+    model = compiled(ReluToClampInInductor(bound=100.0), compile_sizes=(3,), model=SummedRelus)
     assert model.report().static_sizes == (3,)
     x = torch.zeros(3, 8)
-    assert not torch.equal(model(x), Relus()(x))
+    assert not torch.equal(model(x), SummedRelus()(x))
 
 
 def test_without_inductor_it_does_not_run_and_says_so() -> None:
