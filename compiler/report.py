@@ -8,6 +8,9 @@ from typing import Any
 
 from piecegraph.passes.graph_pass import Miss
 
+NOTHING_TO_GAIN = "what is computed here number by number is as fast for any size"
+"""Why a piece that sums over nothing is compiled for no static size."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassRow:
@@ -106,9 +109,10 @@ class CompileReport:
 
     @property
     def static_sizes(self) -> tuple[int, ...]:
-        """The sizes for which every piece that takes sizes is static."""
-        sizes = dict.fromkeys(row.size for row in self.static_pieces)
-        return tuple(size for size in sizes if all(row.is_used for row in self.static_pieces if row.size == size))
+        """The sizes for which every piece is static that takes sizes and gains by it."""
+        rows = [row for row in self.static_pieces if row.note != NOTHING_TO_GAIN]
+        sizes = dict.fromkeys(row.size for row in rows)
+        return tuple(size for size in sizes if all(row.is_used for row in rows if row.size == size))
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""

@@ -14,6 +14,7 @@ from torch import fx
 
 from piecegraph.compiler.normalize import symbols_of
 from piecegraph.compiler.piece import UniquePiece
+from piecegraph.compiler.report import NOTHING_TO_GAIN
 from piecegraph.compiler.size_conditions import SizeCondition
 from piecegraph.compiler.split import Piece
 from piecegraph.compiler.split_ops import op_name
@@ -142,7 +143,7 @@ def _reason_to_refuse(
     if not taken <= declared.keys():
         return f"it takes {', '.join(sorted(taken - declared.keys()))}, a size that only the data tells"
     if _sums_over_nothing(piece):
-        return "what is computed here number by number is as fast for any size"
+        return NOTHING_TO_GAIN
     for name, (lower, upper) in size_ranges(piece.examples).items():
         if size < lower or (upper is not None and size > upper):
             return f"{declared[name]} is {'at least ' if upper is None else f'at most {upper} and at least '}{lower}"

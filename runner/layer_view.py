@@ -83,7 +83,7 @@ def _has_activation_apart(name: str, node: fx.Node) -> bool:
     """A linear with an activation whose weight is the library's: then that is a kernel of its own."""
     if not name.endswith("linear") or not node.args[-1]:
         return False
-    weight = value_of(node.args[-3])
+    weight: torch.Tensor = node.args[-3].meta["example_value"]  # type: ignore[union-attr]  # a node
     return bool(weight.numel() * weight.element_size() > SMALL_WEIGHT_BYTES)
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import piecegraph as pg
+from piecegraph.compiler.report import NOTHING_TO_GAIN
 from piecegraph.compiler.static_piece import choose_static
 
 TOKENS, LOGITS = "u0", "u1"
@@ -50,14 +51,11 @@ class Followed(nn.Module):
         return self.then(self.linear(self.norm(x)))
 
 
-NUMBER_BY_NUMBER = "what is computed here number by number is as fast for any size"
-
-
 @pytest.mark.parametrize(
     ("then", "sizes", "notes"),
     [
         (lambda out: out, (), []),
-        (lambda out: torch.cat((out, out), -1).cos() * 2, (), [NUMBER_BY_NUMBER] * 2),
+        (lambda out: torch.cat((out, out), -1).cos() * 2, (), [NOTHING_TO_GAIN] * 2),
         (lambda out: out.softmax(-1), (1, 2), ["", ""]),
     ],
     ids=["ops alone", "number by number", "sums"],
