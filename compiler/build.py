@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import keyword
 import operator
@@ -39,7 +40,7 @@ from piecegraph.compiler.tune import tuning_inputs
 from piecegraph.config import CompileConfig
 from piecegraph.passes.graph_pass import GraphPass
 from piecegraph.passes.torch_ir import value_of
-from piecegraph.progress import OnPhase, Phase
+from piecegraph.progress import OnPhase, Phase, timed_phase
 
 BeforeCompile = Callable[[tuple[SplitCall, ...]], None]
 
@@ -200,6 +201,8 @@ def build(
         static_pieces=static.rows,
         cache=CacheReport(state="off", loaded_pieces=sum(done.is_loaded for done in compiled) + static.num_loaded),
     )
+    with timed_phase(on_phase, "store") if compiler.keeps else contextlib.nullcontext():
+        not_kept = compiler.keep()
     return Built(
         forwards=forwards,
         plan=plan,
@@ -210,7 +213,7 @@ def build(
         symbols=symbols,
         pieces=compiled,
         static_keys=static.keys,
-        not_kept=compiler.keep(),
+        not_kept=not_kept,
         size_conditions=conditions,
         report=report,
     )

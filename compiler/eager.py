@@ -44,6 +44,10 @@ class EagerPieceCompiler:
     def tune(self, run: RunPiece, inputs: Sequence[Any]) -> None:
         pass
 
+    @property
+    def keeps(self) -> bool:
+        return False
+
     def keep(self) -> tuple[str, ...]:
         return ()
 

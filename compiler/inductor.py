@@ -153,6 +153,10 @@ class InductorPieceCompiler:
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
 
+    @property
+    def keeps(self) -> bool:
+        return self._store is not None
+
     def keep(self) -> tuple[str, ...]:
         reasons, self._not_kept = self._not_kept, []
         for each in self._to_keep:

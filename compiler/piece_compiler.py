@@ -60,6 +60,10 @@ class PieceCompiler(Protocol):
     def tune(self, run: RunPiece, inputs: Sequence[Any]) -> None:
         """Run a static piece for the first time, alone on the device, with whatever that sets off."""
 
+    @property
+    def keeps(self) -> bool:
+        """`keep` may have something to save."""
+
     def keep(self) -> tuple[str, ...]:
         """Save what was compiled and has a key, with what tuning found; why some of it could not be."""
 

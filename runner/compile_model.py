@@ -90,6 +90,7 @@ def compile_model(
         if kernels.is_running:
             with timed_phase(on_phase, "kernels"):
                 kernels.wait()
+                OWN_KERNELS.keep()  # what was compiled since the pieces were kept
 
     def on_every_phase(phase: Phase) -> None:
         if phase.name in _MEASURING:
@@ -110,7 +111,6 @@ def compile_model(
                 load_weights=None if stand_in is None else load_late,
             )
         wait_for_kernels()
-        OWN_KERNELS.keep()
     finally:
         kernels.wait()
     kernels.tell(on_phase)

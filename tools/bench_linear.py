@@ -30,6 +30,7 @@ from piecegraph.passes.kernels.linear_config import (
     RegisterConfig,
     SlicedConfig,
     linear_config,
+    norm_linear_config,
 )
 from piecegraph.passes.ops.act_mul import act_mul
 from piecegraph.passes.ops.rms_norm import add_rms_norm
@@ -193,7 +194,7 @@ def _time(
     ]
     rows = _time_kernels(model, linear, num_rows, kernels, weights, _expected(x, weights[0], linear.activation), jobs)
     if linear.follows_norm and num_rows == 1:
-        rows += _time_after_norm(model, linear, x, settings, weights, jobs)
+        rows += _time_after_norm(model, linear, x, others, weights, jobs)
     return rows
 
 
@@ -201,7 +202,7 @@ def _time_after_norm(
     model: str,
     linear: Linear,
     x: torch.Tensor,
-    settings: Sequence[tuple[Config, str]],
+    others: Sequence[Config],
     weights: Sequence[torch.Tensor],
     jobs: int,
 ) -> list[Row]:
@@ -219,12 +220,11 @@ def _time_after_norm(
             x, residual, None, eps, 0.0, weight, None, linear.activation, config
         )[0]
 
+    default = norm_linear_config(linear.size, linear.weight_bytes, is_gated=bool(linear.activation))
+    swept = [each for each in others if isinstance(each, LinearConfig) and each.block_m == 0 and each != default]
+    settings = [(default, f"default: {setting(default)}"), *((each, setting(each)) for each in swept)]
     kernels: list[Kernel] = [("norm+library", "", library)]
-    kernels += [
-        (f"norm+{kernel_of(config)}", text, ours(config))
-        for config, text in settings
-        if isinstance(config, LinearConfig) and config.block_m == 0
-    ]
+    kernels += [(f"norm+{kernel_of(config)}", text, ours(config)) for config, text in settings]
     normed, _ = add_rms_norm(x, residual, None, eps, 0.0)
     return _time_kernels(model, linear, 1, kernels, weights, _expected(normed, weights[0], linear.activation), jobs)
 

@@ -87,6 +87,7 @@ class PlanStore:
         OWN_KERNELS.begin(self.cache, self.key, device_of(self.module))
         loaded = self.cache.load(self.key)
         if loaded is None:
+            on_phase(Phase(name="look_up", seconds=time.perf_counter() - started))
             return None
         with found_beside(device_of(self.module)):
             import_seconds = import_loader()

@@ -281,7 +281,7 @@ class Projects(nn.Module):
         self.down = nn.Linear(4096, 1024, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = x + self.down(nn.functional.silu(self.up(x)))
+        result: torch.Tensor = x + self.down(self.up(x).softmax(-1))
         return result
 
 
