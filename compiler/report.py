@@ -8,7 +8,7 @@ from typing import Any
 
 from piecegraph.passes.graph_pass import Miss
 
-NOTHING_TO_GAIN = "what is computed here number by number is as fast for any size"
+NOTHING_TO_GAIN = "it sums over nothing, so a static size gains it next to nothing"
 """Why a piece that sums over nothing is compiled for no static size."""
 
 
