@@ -99,6 +99,11 @@ def static_pieces(
     return tuple(made), tuple(refused)
 
 
+def gains_by_static_size(piece: UniquePiece) -> bool:
+    """Whether `static_pieces` has one of it, at a size a call can have, if it takes sizes."""
+    return not _sums_over_nothing(piece)
+
+
 def _leaves_sizes_to_ops(piece: UniquePiece) -> bool:
     return all(map(_is_left_to_ops, _calls(piece)))
 

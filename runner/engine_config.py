@@ -88,7 +88,8 @@ class EngineConfig:
     """Padded token counts to capture, ascending; None: `default_capture_sizes`. A batch above the largest
     runs without graphs."""
     compile_sizes: tuple[int, ...] | None = None
-    """Token counts with a static compile of their own. None: `DEFAULT_COMPILE_SIZES` on a GPU."""
+    """Token counts for which pieces that gain by it have a compile of their own. None: `DEFAULT_COMPILE_SIZES` on a
+    GPU."""
     graph_kind: str = "auto"
     """"cuda"; "recorded", the same rules without a GPU and without the speed; "auto": "cuda" on a GPU, and
     on a CPU no graphs."""
@@ -154,8 +155,8 @@ def static_sizes_note(config: EngineConfig) -> tuple[str, ...]:
 
 
 def static_sizes(config: EngineConfig, *, is_cuda: bool) -> tuple[int, ...]:
-    """The sizes that get a static compile: those asked for, else on a GPU `DEFAULT_COMPILE_SIZES` as far as
-    batches can be that large. None unless Inductor compiles."""
+    """The sizes at which pieces that gain by it get a static compile: those asked for, else on a GPU
+    `DEFAULT_COMPILE_SIZES` as far as batches can be that large. None unless Inductor compiles."""
     if config.compile.compiler != "inductor":
         return ()
     if config.compile_sizes is not None:

@@ -16,6 +16,7 @@ from piecegraph.compiler.graphs.prepared_ops import prepared_ops
 from piecegraph.compiler.graphs.stretches import num_graphs
 from piecegraph.compiler.plan import CallStep, SplitCall
 from piecegraph.compiler.report import CompileReport
+from piecegraph.compiler.static_piece import gains_by_static_size
 from piecegraph.errors import ConfigError, UsageError
 from piecegraph.passes.graph_pass import Place
 from piecegraph.passes.pipeline import default_passes, pipeline
@@ -163,7 +164,8 @@ def explain(config: EngineConfig, *, assume_gpu: bool = False, on_phase: OnPhase
     layout = kv_cache_layout(layers, max_model_len=max_model_len, block_size=config.block_size)
     is_patched = choice.backend.patches_graphs and device.type == "cuda" and config.graph_kind != "recorded"
     costs = expected_costs(pieces, prepared_ops(), _refusals(choice.backend, layers), is_patched=is_patched)
-    sizes = static_sizes(config, is_cuda=device.type == "cuda")
+    gaining = any(map(gains_by_static_size, unique))
+    sizes = static_sizes(config, is_cuda=device.type == "cuda") if gaining else ()
     dispatcher = Dispatcher(full=plan.full, piecewise=plan.piecewise, resolved=plan.resolved, static_sizes=sizes)
     split_ops = _split_op_rows(costs)
     decode = decode_ranges(dispatcher, max_num_seqs=min(config.max_num_seqs, max_num_tokens))

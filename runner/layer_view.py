@@ -16,7 +16,7 @@ from piecegraph.compiler.plan import CallStep, PieceStep, Plan, Step
 from piecegraph.compiler.split_ops import op_name
 from piecegraph.passes.effects import is_pure
 from piecegraph.passes.kernels.linear_config import SMALL_WEIGHT_BYTES
-from piecegraph.passes.torch_ir import value_of
+from piecegraph.passes.torch_ir import argument, value_of
 from piecegraph.runner.attention.op_call import ATTENTION_OP
 
 ROPE_ATTENTION_OP = "piecegraph::rope_attention"
@@ -48,7 +48,8 @@ class LayerView:
 
     @property
     def launches(self) -> int:
-        """Kernels known before anything is compiled: ours, matmuls and split ops."""
+        """Kernels known before anything is compiled: ours, matmuls and split ops. A matmul of the library counts as
+        one; it may split its sum, which is one or two more."""
         return sum(self.ours.values()) + self.matmuls + sum(count or 0 for count in self.split_ops.values())
 
 
@@ -79,11 +80,16 @@ def middle_layer(plan: Plan, unique: Sequence[UniquePiece], backend: str) -> Lay
     return LayerView(unique_pieces=pieces, ours=dict(ours), matmuls=matmuls, left_to_inductor=left, split_ops=split_ops)
 
 
+_ACTIVATION_AT = {"piecegraph::linear": 3, "piecegraph::add_norm_linear": 7, "piecegraph::linear_add_norm_linear": 9}
+"""Which argument it is; two before it is the weight."""
+
+
 def _has_activation_apart(name: str, node: fx.Node) -> bool:
     """A linear with an activation whose weight is the library's: then that is a kernel of its own."""
-    if not name.endswith("linear") or not node.args[-1]:
+    at = _ACTIVATION_AT.get(name)
+    if at is None or not argument(node, at, "activation"):
         return False
-    weight: torch.Tensor = node.args[-3].meta["example_value"]  # type: ignore[union-attr]  # a node
+    weight = value_of(argument(node, at - 2, "weight"))
     return bool(weight.numel() * weight.element_size() > SMALL_WEIGHT_BYTES)
 
 

@@ -194,7 +194,7 @@ def _time(
     ]
     rows = _time_kernels(model, linear, num_rows, kernels, weights, _expected(x, weights[0], linear.activation), jobs)
     if linear.follows_norm and num_rows == 1:
-        rows += _time_after_norm(model, linear, x, others, weights, jobs)
+        rows += _time_after_norm(model, linear, x, swept, weights, jobs)
     return rows
 
 
@@ -202,7 +202,7 @@ def _time_after_norm(
     model: str,
     linear: Linear,
     x: torch.Tensor,
-    others: Sequence[Config],
+    swept: Sequence[str],
     weights: Sequence[torch.Tensor],
     jobs: int,
 ) -> list[Row]:
@@ -221,8 +221,9 @@ def _time_after_norm(
         )[0]
 
     default = norm_linear_config(linear.size, linear.weight_bytes, is_gated=bool(linear.activation))
-    swept = [each for each in others if isinstance(each, LinearConfig) and each.block_m == 0 and each != default]
-    settings = [(default, f"default: {setting(default)}"), *((each, setting(each)) for each in swept)]
+    others = [each for each in layouts(linear, 1) if isinstance(each, LinearConfig) and each != default]
+    settings = [(default, f"default: {setting(default)}")]
+    settings += [(each, setting(each)) for each in others if "matvec" in swept]
     kernels: list[Kernel] = [("norm+library", "", library)]
     kernels += [(f"norm+{kernel_of(config)}", text, ours(config)) for config, text in settings]
     normed, _ = add_rms_norm(x, residual, None, eps, 0.0)

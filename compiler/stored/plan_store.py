@@ -82,12 +82,17 @@ class PlanStore:
 
         Raises `PassExpectation` as the compile would have, and what `before_compile` raises.
         """
-        assert self.key is not None, "there is nothing to look for"
         started = time.perf_counter()
+        found = self._load(started, on_phase, before_compile)
+        if found is None:
+            on_phase(Phase(name="look_up", seconds=time.perf_counter() - started))
+        return found
+
+    def _load(self, started: float, on_phase: OnPhase, before_compile: BeforeCompile | None) -> Ready | None:
+        assert self.key is not None, "there is nothing to look for"
         OWN_KERNELS.begin(self.cache, self.key, device_of(self.module))
         loaded = self.cache.load(self.key)
         if loaded is None:
-            on_phase(Phase(name="look_up", seconds=time.perf_counter() - started))
             return None
         with found_beside(device_of(self.module)):
             import_seconds = import_loader()

@@ -14,8 +14,6 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any, TypeVar
 
-import triton
-
 Kernel = TypeVar("Kernel")
 
 CompileKernel = Callable[..., Any]
@@ -84,11 +82,13 @@ def _hash_below(function: Any, seen: set[int]) -> None:
 
 def _called(function: Any) -> list[Any]:
     """Functions of Triton's that this one may call: names in its code, as its own and as those of modules in it."""
+    from triton import JITFunction
+
     names = function.fn.__code__.co_names
     found = [function.fn.__globals__.get(name) for name in names]
     modules = [each for each in found if isinstance(each, ModuleType)]
     found += [getattr(module, name, None) for module in modules for name in names]
-    return [each for each in found if isinstance(each, triton.JITFunction)]
+    return [each for each in found if isinstance(each, JITFunction)]
 
 
 class _ByDevice(dict[Any, Any]):

@@ -10,6 +10,7 @@ import torch
 
 from piecegraph import LLM
 from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
+from piecegraph.config import CompileConfig
 from piecegraph.errors import ConfigError, ModelNotFound, UsageError
 from piecegraph.runner.engine_config import DEFAULT_COMPILE_SIZES, EngineConfig
 from piecegraph.runner.explanation import Explanation, explain
@@ -115,6 +116,18 @@ def test_a_gpu_is_assumed(config: EngineConfig) -> None:
     assert (explained.decode[-1].first, explained.decode[-1].last, explained.decode[-1].num_tokens) == (97, 100, 100)
     assert explained.mixed[-1].num_tokens == 8192
     assert explained.slower_paths == ()
+
+
+@NO_GPU
+@pytest.mark.parametrize(("passes", "sizes"), [(None, ()), (("merge-projections",), DEFAULT_COMPILE_SIZES)])
+def test_no_size_is_static_where_passes_leave_nothing_to_sum(
+    passes: tuple[str, ...] | None, sizes: tuple[int, ...], tmp_path: Path
+) -> None:
+    llama_config(hidden_size=128, intermediate_size=256, vocab_size=512).save_pretrained(str(tmp_path))
+    config = EngineConfig(
+        source=ModelSource(model=str(tmp_path)), max_model_len=64, compile=CompileConfig(passes=passes)
+    )
+    assert explain(config, assume_gpu=True).compile_sizes == sizes
 
 
 @NO_GPU

@@ -153,3 +153,9 @@ def hashes_in(order: str) -> list[str]:
     command = [sys.executable, "-c", "\n".join(lines)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
     return done.stdout.split()
+
+
+def test_where_there_is_no_triton_the_runner_imports_all_the_same() -> None:
+    """As on a machine that has none: only a launch needs it."""
+    lines = ("import sys", "sys.modules['triton'] = None", "import piecegraph.runner.compile_model")
+    subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True, cwd=ROOT)
