@@ -39,8 +39,9 @@ def compile(
     The module stays usable; with `config.passes` its parameters may become views of tensors that hold
     several of them (`merge-projections`), their values unchanged.
 
-    `on_phase` is told of trace, split, compile, compile_sizes, tune_sizes and stitch; `before_compile` is
-    shown every call of a split op before any piece compiles, and may raise.
+    `on_phase` is told of trace, passes, split, compile, compile_sizes, tune_sizes and stitch, and over a cache of
+    cache_key, look_up and store, or import_loader, load_compiled and bind_weights; `before_compile` is shown every call
+    of a split op before any piece compiles, and may raise.
 
     `load_weights`: `module` is a stand-in whose parameters and buffers are fake tensors
     (`torch._subclasses.fake_tensor`), and this gives the same module with its weights. It is called once, in this

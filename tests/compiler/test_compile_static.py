@@ -112,7 +112,7 @@ def test_the_report_tells_sizes_and_seconds_apart() -> None:
     assert "size 4: 4 of 4 pieces static" in str(report)
     assert report.as_dict()["static_pieces"][0]["size"] == 1
     names = list(dict.fromkeys(phase.name for phase in phases))
-    assert names == ["trace", "passes", "split", "compile", "compile_sizes", "stitch"]
+    assert names == ["trace", "passes", "split", "compile", "compile_sizes", "stitch", "store"]
     steps = [phase.done for phase in phases if phase.name == "compile_sizes" and phase.seconds is None]
     assert steps == list(range(2 * NUM_UNIQUE + 1))
 
