@@ -1,7 +1,7 @@
 """Matmuls of one column and one row: sums of a single product each, which multiplication gives without a sum.
 
 Rotary tables are made so, of frequencies and positions. A matmul is a kernel of the library, ahead of which and after
-which Inductor has to end its own; a product of numbers is fused with the casts, sines and cosines around it.
+which Inductor has to end its own; a product of numbers is part of one with what is around it, such as casts.
 """
 
 from __future__ import annotations

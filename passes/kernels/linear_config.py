@@ -94,7 +94,7 @@ def linear_config(
     to_registers: bool = True,
 ) -> LinearConfig | SlicedConfig | RegisterConfig | None:
     """The layout for `[num_rows, size] @ [num_columns, size].T`, twice the columns in the weight with `is_gated`;
-    None where the library's matmul is at least as fast. Without `to_registers` no `RegisterConfig`."""
+    None where the library is at least as fast in a model's graph. Without `to_registers` no `RegisterConfig`."""
     weight_bytes = num_columns * size * itemsize * (2 if is_gated else 1)
     if itemsize != 2 or size % SIZE_MULTIPLE or num_columns % 16 or num_rows == 0:
         return None
@@ -121,7 +121,7 @@ def linear_config(
 
 def norm_linear_config(size: int, weight_bytes: int, *, is_gated: bool) -> LinearConfig:
     """The layout for one row that is normed in the same kernel, `size` numbers of two bytes each."""
-    if weight_bytes > SMALL_WEIGHT_BYTES:  # every program norms the row, so few programs, and the row in one tile
+    if weight_bytes > SMALL_WEIGHT_BYTES:  # every program reads the row twice: in one tile, by four warps, at once
         block_k = 4096 if size > 2048 else 2048
         return LinearConfig(block_m=0, block_n=2, block_k=block_k, num_warps=4, num_stages=1)
     block_k = 1024 if is_gated or size < 2048 else 2048
