@@ -82,6 +82,18 @@ class RegisterConfig:
         return self.num_warps // self.num_slices * (4 if is_gated else 8)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamedConfig:
+    """Of the kernel that has the weight as the tensor cores' left operand, and all rows in one program."""
+
+    block_m: int  # rows of `x`, padded: at least eight
+    block_n: int  # columns of the result a program, a multiple of 64
+    block_k: int
+    num_stages: int
+    num_parts: int = 1  # programs among which a row's numbers are divided
+    num_warps: int = 4
+
+
 @lru_cache(maxsize=4096)
 def linear_config(
     num_rows: int,

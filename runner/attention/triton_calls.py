@@ -135,6 +135,7 @@ class _Decode(NamedTuple):
     num_reqs: int
     num_splits: int
     min_split_len: int
+    few_splits: int
 
 
 class _Plan(NamedTuple):
@@ -164,7 +165,11 @@ def _plan(shape: HeadShape, max_num_reqs: int, max_len: int, gpu: GpuLimits) -> 
             numbers[config.compiled_for] = len(numbers)
             decode_layouts.append((num_reqs, config))
         grid = decode_grid(shape, num_reqs, config)
-        decodes.append(_Decode(numbers[config.compiled_for], grid, num_reqs, config.num_splits, config.min_split_len))
+        decodes.append(
+            _Decode(
+                numbers[config.compiled_for], grid, num_reqs, config.num_splits, config.min_split_len, config.few_splits
+            )
+        )
     prefills = [
         prefill_config(shape, max_query_len=max_query_len, shared_bytes=gpu.shared_bytes)
         for max_query_len in range(LONG_QUERY_LEN + 1)
@@ -183,6 +188,7 @@ class _Launch(NamedTuple):
 
 DECODE_CHANGES = (
     "block_table", "seq_lens", "slot_mapping", "block_table_stride", "num_reqs", "num_splits", "min_split_len",
+    "few_splits",
 )  # fmt: skip
 PREFILL_CHANGES = ("query_start_loc", "seq_lens", "block_table", "block_table_stride", "first_req", "num_reqs")
 KV_WRITE_CHANGES = ("slot_mapping", "first_query", "num_tokens", "heads")
@@ -243,6 +249,7 @@ class PreparedAttention:
         changed = (
             metadata.block_table_address, metadata.seq_lens_address, metadata.slot_mapping_address,
             metadata.block_table_stride, decode.num_reqs, decode.num_splits, decode.min_split_len,
+            decode.few_splits,
         )  # fmt: skip
         return _Launch(self._decode_kernels[decode.layout], decode.grid, changed)
 

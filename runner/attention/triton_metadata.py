@@ -48,7 +48,7 @@ class TritonMetadataBuilder:
             return cls(block_size, max_num_reqs, None, None)
         gpu = GpuLimits.of(device)
         shapes = {head_shape(layer) for layer in layers}
-        return cls(block_size, max_num_reqs, gpu, allocate_workspace(shapes, max_num_reqs, gpu.num_sms, device))
+        return cls(block_size, max_num_reqs, gpu, allocate_workspace(shapes, max_num_reqs, gpu, device))
 
     def build(self, common: AttentionMetadata) -> TritonMetadata:
         """Nothing is computed or copied: the kernels read the batch from its tensors."""
@@ -97,13 +97,17 @@ def head_shape(layer: AttentionLayer) -> HeadShape:
     )
 
 
-def allocate_workspace(shapes: set[HeadShape], max_num_reqs: int, num_sms: int, device: torch.device) -> SplitWorkspace:
+def allocate_workspace(
+    shapes: set[HeadShape], max_num_reqs: int, gpu: GpuLimits, device: torch.device
+) -> SplitWorkspace:
     """Enough for any decode launch of up to `max_num_reqs` requests."""
     num_partials, num_values, num_counts = 1, 1, 1
     for shape in shapes:
         num_counts = max(num_counts, max_num_reqs * num_head_blocks(shape))
         for num_reqs in range(1, max_num_reqs + 1):
-            config = decode_config(shape, num_reqs=num_reqs, max_len=None, num_sms=num_sms)
+            config = decode_config(
+                shape, num_reqs=num_reqs, max_len=None, num_sms=gpu.num_sms, shared_bytes=gpu.shared_bytes
+            )
             if config.num_splits > 1:
                 partials = config.num_partials(num_reqs) * shape.num_q_heads
                 num_partials = max(num_partials, partials)

@@ -15,20 +15,15 @@ import torch
 import triton
 import triton.language as tl
 
+from piecegraph.passes.kernels.early_wait import wait_for_kernel_ahead
 from piecegraph.passes.kernels.own_kernel import own_kernel
 from piecegraph.runner.attention.kernels.decode_config import DecodeConfig, heads_per_program, num_head_blocks
 from piecegraph.runner.attention.kernels.head_shape import HeadShape
 from piecegraph.runner.attention.kernels.launch import Grid, KernelCall
 from piecegraph.runner.attention.kernels.long_requests import num_parts, part_number, parts_before
-from piecegraph.runner.attention.kernels.paged import LOG2E, ask_for_first_tile, cache_rows, load_pages, log2_scores
-from piecegraph.runner.attention.kernels.rotate import (
-    load_plain,
-    load_rotated,
-    load_tables,
-    rotary_constants,
-    rotary_tensors,
-    turned,
-)
+from piecegraph.runner.attention.kernels.new_token import load_new_token
+from piecegraph.runner.attention.kernels.paged import cache_rows, load_pages, log2_scores
+from piecegraph.runner.attention.kernels.rotate import rotary_constants, rotary_tensors
 from piecegraph.runner.attention.kernels.workspace import SplitWorkspace
 from piecegraph.runner.attention.rotary import Rotary
 from piecegraph.runner.kv_cache import KVCache
@@ -107,6 +102,7 @@ def decode_call(
             "num_reqs": num_reqs,
             "num_splits": config.num_splits,
             "min_split_len": config.min_split_len,
+            "few_splits": config.few_splits,
             "query_token_stride": query.stride(0),
             "query_head_stride": query.stride(1),
             "key_token_stride": key.stride(0),
@@ -130,7 +126,6 @@ def decode_call(
             "BLOCK_N": config.block_n,
             "SPLITS": splits,
             "HAS_EXTRA": config.num_extra > 0,
-            "FEW_SPLITS": config.few_splits,
             "SPLIT_TILE": min(splits, 16),
             "COMBINE_ROWS": min(triton.next_power_of_2(shape.group), 4),
             "HAS_WINDOW": window > 0,
@@ -138,8 +133,6 @@ def decode_call(
             "CARRY_PAGES": config.carry_pages,
             "PRECISION": "ieee" if shape.dtype == torch.float32 else "tf32",
             "PDL": config.pdl,
-            "PREFETCH": query.is_cuda,
-            "LINE": min(128 // kv_cache.key.element_size(), padded_head(shape.key_dim), padded_head(shape.value_dim)),
             "JOINT": shape.group < heads_per_program(shape.group) and query.dtype == key.dtype == kv_cache.key.dtype,
             **rotary_constants(rotary),
         },
@@ -149,7 +142,7 @@ def decode_call(
 
 @own_kernel
 @triton.jit(
-    do_not_specialize=["window", "block_table_stride", "num_reqs", "num_splits", "min_split_len"],
+    do_not_specialize=["window", "block_table_stride", "num_reqs", "num_splits", "min_split_len", "few_splits"],
     do_not_specialize_on_alignment=["block_table", "seq_lens", "slot_mapping", "sinks"],
 )
 def decode_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
@@ -181,6 +174,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     num_reqs,
     num_splits,
     min_split_len,
+    few_splits,  # a request is split into so many parts however short they are
     query_token_stride,
     query_head_stride,
     key_token_stride,
@@ -204,7 +198,6 @@ def decode_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     BLOCK_N: tl.constexpr,
     SPLITS: tl.constexpr,  # num_splits, padded
     HAS_EXTRA: tl.constexpr,  # splits but the first of a request are programs ahead of those of requests
-    FEW_SPLITS: tl.constexpr,  # however short they are
     SPLIT_TILE: tl.constexpr,  # splits added up at a time
     COMBINE_ROWS: tl.constexpr,  # query heads added up at a time
     HAS_WINDOW: tl.constexpr,
@@ -212,8 +205,6 @@ def decode_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     CARRY_PAGES: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
-    PREFETCH: tl.constexpr,  # not in Triton's interpreter
-    LINE: tl.constexpr,  # numbers of a cache line, or of a head if that is shorter
     JOINT: tl.constexpr,  # the tile of query heads has a row left for the new key
     ROTARY_DIM: tl.constexpr,  # numbers of a head that are rotated; 0: query and key come as they are used
     HAS_NORM: tl.constexpr,  # of query and key, before they are rotated
@@ -257,65 +248,9 @@ def decode_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
         next_pages = load_pages(blocks, 0, 0, BLOCK_SIZE, BLOCK_N, ONE_PAGE)
     else:  # split s starts with tile s whatever the length, so the lookup need not wait for it
         next_pages = load_pages(blocks, split * BLOCK_N, block_table_stride * BLOCK_SIZE, BLOCK_SIZE, BLOCK_N, ONE_PAGE)
-    if PDL:
-        # Keys and values of other steps are there too: the first tile is in L2 when the wait is over.
-        if PREFETCH:
-            ask_for_first_tile(
-                key_cache + kv_head * KEY_HEAD_STRIDE, value_cache + kv_head * VALUE_HEAD_STRIDE, blocks, next_pages,
-                split, seq_len, window, KEY_BLOCK_STRIDE, KEY_TOKEN_STRIDE, VALUE_BLOCK_STRIDE, VALUE_TOKEN_STRIDE,
-                KEY_BLOCK, VALUE_BLOCK, LINE, BLOCK_SIZE, BLOCK_N, ONE_PAGE, HAS_WINDOW,
-            )  # fmt: skip
-        tl.extra.cuda.gdc_wait()
-    query_heads = query + request * query_token_stride + q_head * query_head_stride
-    key_head = key + request * key_token_stride + kv_head * key_head_stride
-    if JOINT:  # the new key is one more row of the tile: what is done to query heads is done to it in the same go
-        is_key_row = rows == GROUP
-        no_rows = tl.zeros([BLOCK_M, 1], tl.int32)
-        heads = tl.where(is_key_row, key_head, query_heads)[:, None]
-        is_head = (is_row | is_key_row)[:, None]
-        if ROTARY_DIM > 0:
-            norm_weight = None
-            if q_norm_weight is not None:
-                norm_weight = tl.where(is_key_row[:, None], k_norm_weight + no_rows, q_norm_weight + no_rows)
-            c, s = load_tables(
-                cos + request * cos_stride + no_rows, sin + request * sin_stride + no_rows, is_head, KEY_BLOCK,
-                ROTARY_DIM,
-            )  # fmt: skip
-            x, other, factor, other_factor = load_plain(
-                heads, is_head, norm_weight, norm_offset, KEY_DIM, KEY_BLOCK, ROTARY_DIM, HAS_NORM
-            )
-        else:
-            q = tl.load(heads + key_at[None, :], mask=is_head & is_key[None, :], other=0.0)
-    elif ROTARY_DIM > 0:
-        token_cos = cos + request * cos_stride
-        token_sin = sin + request * sin_stride
-        q = load_rotated(
-            query_heads[:, None], is_row[:, None], token_cos, token_sin, q_norm_weight, norm_eps, norm_offset,
-            KEY_DIM, KEY_BLOCK, ROTARY_DIM, HAS_NORM,
-        ).to(query.dtype.element_ty)  # fmt: skip
-        one_row = tl.zeros([1, 1], tl.int32)
-        new_key = load_rotated(
-            key_head + one_row, one_row == 0, token_cos, token_sin, k_norm_weight, norm_eps, norm_offset,
-            KEY_DIM, KEY_BLOCK, ROTARY_DIM, HAS_NORM,
-        )  # fmt: skip
-        # Rounded as it will be read from the cache, so that now and later it is the same key.
-        new_key = tl.reshape(new_key, [KEY_BLOCK]).to(key_cache.dtype.element_ty)
-    else:
-        q = tl.load(query_heads[:, None] + key_at[None, :], mask=is_row[:, None] & is_key[None, :], other=0.0)
-        new_key = tl.load(key_head + key_at, mask=is_key, other=0.0)
-    new_value = tl.load(
-        value + request * value_token_stride + kv_head * value_head_stride + value_at, mask=is_value, other=0.0
-    )
-    if PREFETCH and not PDL:  # behind the loads above, ahead of what waits for them
-        ask_for_first_tile(
-            key_cache + kv_head * KEY_HEAD_STRIDE, value_cache + kv_head * VALUE_HEAD_STRIDE, blocks, next_pages,
-            split, seq_len, window, KEY_BLOCK_STRIDE, KEY_TOKEN_STRIDE, VALUE_BLOCK_STRIDE, VALUE_TOKEN_STRIDE,
-            KEY_BLOCK, VALUE_BLOCK, LINE, BLOCK_SIZE, BLOCK_N, ONE_PAGE, HAS_WINDOW,
-        )  # fmt: skip
-    if JOINT:
-        if ROTARY_DIM > 0:
-            q = turned(x, other, factor, other_factor, c, s, norm_eps, KEY_DIM, HAS_NORM).to(query.dtype.element_ty)
     if seq_len <= 0:
+        if PDL:
+            tl.extra.cuda.gdc_wait()
         return
 
     # The cache holds positions before the new one; a window hides those before `visible`. Tiles start at multiples
@@ -327,59 +262,29 @@ def decode_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     first_tile = visible // BLOCK_N
     num_active = 1
     if SPLITS > 1:
-        num_active = num_parts(seq_len, window, num_splits, min_split_len, BLOCK_N, HAS_WINDOW, FEW_SPLITS)
+        num_active = num_parts(seq_len, window, num_splits, min_split_len, BLOCK_N, HAS_WINDOW, few_splits)
     if HAS_EXTRA:
         if num_active > 1:
             if split == 0:
                 before = parts_before(place, seq_lens, window, num_splits, min_split_len, BLOCK_N, HAS_WINDOW)
             num_active = tl.minimum(num_active, 1 + tl.maximum(num_extra - before, 0))
     if split >= num_active:
+        if PDL:
+            tl.extra.cuda.gdc_wait()
         return
     step = num_active * BLOCK_N
     first = (first_tile + split) * BLOCK_N
     end = num_cached
 
-    # The first split starts from the new token (and the sink, a key whose value is zero), the others from nothing.
-    is_first = split == 0
-    if JOINT:
-        products = tl.dot(q, tl.trans(q), input_precision=PRECISION)
-        new_score = tl.sum(tl.where((tl.arange(0, BLOCK_M) == GROUP)[None, :], products, 0.0), axis=1)
-    else:
-        new_score = tl.sum(q.to(tl.float32) * new_key.to(tl.float32)[None, :], axis=1)
-    new_score = log2_scores(new_score, scale, softcap, HAS_SOFTCAP)
-    top = tl.where(is_first, new_score, float("-inf"))
-    total = tl.where(is_first, tl.full([BLOCK_M], 1.0, tl.float32), 0.0)
-    acc = tl.zeros([BLOCK_M, VALUE_BLOCK], tl.float32) + tl.where(is_first, new_value.to(tl.float32), 0.0)[None, :]
-    if sinks is not None:
-        if is_first:
-            sink = tl.load(sinks + q_head, mask=is_row, other=0.0).to(tl.float32) * LOG2E
-            top = tl.maximum(new_score, sink)
-            weight = tl.exp2(new_score - top)
-            total = weight + tl.exp2(sink - top)
-            acc = acc * weight[:, None]
-    if is_first & (head_block % HEAD_BLOCKS == 0) & (slot >= 0):
-        block = slot // BLOCK_SIZE
-        token = slot % BLOCK_SIZE
-        to = key_cache + block * KEY_BLOCK_STRIDE + token * KEY_TOKEN_STRIDE + kv_head * KEY_HEAD_STRIDE
-        if JOINT:
-            tl.store(to + key_at[None, :] + no_rows, q, mask=is_key_row[:, None] & is_key[None, :])
-        else:
-            tl.store(to + key_at, new_key, mask=is_key)
-        tl.store(
-            value_cache
-            + block * VALUE_BLOCK_STRIDE
-            + token * VALUE_TOKEN_STRIDE
-            + kv_head * VALUE_HEAD_STRIDE
-            + value_at,
-            new_value,
-            mask=is_value,
-        )
-
     keys = key_cache + kv_head * KEY_HEAD_STRIDE + key_at
     values = value_cache + kv_head * VALUE_HEAD_STRIDE + value_at
     if HAS_WINDOW:
         next_pages = load_pages(blocks, first, end, BLOCK_SIZE, BLOCK_N, ONE_PAGE)
-    for start in range(first, end, step):
+    q = tl.zeros([BLOCK_M, KEY_BLOCK], query.dtype.element_ty)
+    top = tl.zeros([BLOCK_M], tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, VALUE_BLOCK], tl.float32)
+    for start in range(first, tl.maximum(end, first + 1), step):
         start = tl.multiple_of(start, BLOCK_N)
         if CARRY_PAGES:
             pages = next_pages
@@ -394,6 +299,18 @@ def decode_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
         value_rows = cache_rows(pages, start, BLOCK_SIZE, BLOCK_N, VALUE_BLOCK_STRIDE, VALUE_TOKEN_STRIDE, ONE_PAGE)
         k = tl.load(keys[None, :] + key_rows[:, None], mask=is_visible[:, None] & is_key[None, :], other=0.0)
         v = tl.load(values[None, :] + value_rows[:, None], mask=is_visible[:, None] & is_value[None, :], other=0.0)
+        if start == first:  # the first tiles are on their way: now what the kernel ahead computes
+            if PDL:
+                wait_for_kernel_ahead()
+            q, top, total, acc = load_new_token(
+                request, head_block % HEAD_BLOCKS == 0, split == 0, slot, kv_head, q_head, rows,
+                query, key, value, cos, sin, q_norm_weight, k_norm_weight, norm_eps, norm_offset,
+                cos_stride, sin_stride, sinks, key_cache, value_cache, scale, softcap,
+                query_token_stride, query_head_stride, key_token_stride, key_head_stride, value_token_stride,
+                value_head_stride, KEY_BLOCK_STRIDE, KEY_TOKEN_STRIDE, KEY_HEAD_STRIDE, VALUE_BLOCK_STRIDE,
+                VALUE_TOKEN_STRIDE, VALUE_HEAD_STRIDE, GROUP, KEY_DIM, VALUE_DIM, KEY_BLOCK, VALUE_BLOCK, BLOCK_SIZE,
+                BLOCK_M, HAS_SOFTCAP, PRECISION, JOINT, ROTARY_DIM, HAS_NORM,
+            )  # fmt: skip
         scores = log2_scores(tl.dot(q, tl.trans(k), input_precision=PRECISION), scale, softcap, HAS_SOFTCAP)
         scores = tl.where(is_visible[None, :], scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, axis=1))

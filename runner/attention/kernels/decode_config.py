@@ -4,8 +4,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from piecegraph.runner.attention.kernels.head_shape import HeadShape
+
+
+class _Tiling(NamedTuple):
+    """How a program works, and how many an H200 has room for on each multiprocessor."""
+
+    tile_bytes: int  # of keys, and of values as much
+    num_warps: int
+    programs_per_sm: int
+
+
+TILINGS = (_Tiling(16384, 4, 2), _Tiling(8192, 4, 3), _Tiling(8192, 2, 4))
+"""A launch ends with its last wave of programs, so what counts is how well they fill their waves. A layer of Qwen3-0.6B
+(8 KV heads, H200) takes with each of these, in this order, 45, 48 and 53 us at 32 requests, 61, 53 and 56 at 48, and
+116, 115 and 110 at 128."""
 
 SPLIT_BOUNDS = (1, 16, 64, 128)
 """Numbers of splits that kernels are compiled for: few, so that few kernels are compiled."""
@@ -15,10 +30,11 @@ WORKSPACE_BYTES = 32 * 2**20
 
 MAX_HEADS_PER_PROGRAM = 64
 
-OVERLAP_SHARE = 2
-"""A launch starts early where its requests, unsplit, take at most this part of the GPU: it gains 0.5 of 7 us at one
-request, 1 of 15 at 8. More of them, in several splits, would hold the room that the kernel ahead still needs (5 us
-lost of 24 at 32 requests, H200)."""
+NUM_STAGES = 3
+"""Of the software pipeline: two tiles on their way, and the one at work."""
+
+FULL = 0.9
+"""A launch whose programs fill so much of the waves it takes is not split."""
 
 ALONE_SHARE = 16
 """Requests that take at most this part of the GPU, unsplit, are one of a small model: what counts is how soon the first
@@ -28,9 +44,14 @@ tile is there, and how many parts are added up. Larger tiles, in up to `ALONE_SP
 ALONE_SHARED_BYTES = 2 * 3 * 32768 + 16384
 """Of an SM: three tiles in flight, and what else a program needs."""
 
+ALONE_TILING = _Tiling(32768, 4, 1)
+
 ALONE_SPLITS = 9
 
 ALONE_SPLIT_LEN = 1024
+
+OTHER_SHARED_BYTES = 4608
+"""Of a program, beside its tiles."""
 
 LONGEST_PART = 8192
 """Fewer requests, which are split to fill the GPU, are also split so finely, up to `MIN_LONG_SPLITS` ways."""
@@ -80,8 +101,7 @@ class DecodeConfig:
         """Configs that agree in this share a compiled kernel."""
         has_extra = self.num_extra > 0
         return (
-            self.block_n, self.num_warps, self.num_stages, self.split_bound, self.few_splits, has_extra,
-            self.carry_pages, self.pdl,
+            self.block_n, self.num_warps, self.num_stages, self.split_bound, has_extra, self.carry_pages, self.pdl,
         )  # fmt: skip
 
 
@@ -107,29 +127,58 @@ def decode_config(
 ) -> DecodeConfig:
     """The layout for any `num_reqs` requests of up to `max_len` tokens (None: any); nothing depends on
     actual lengths. A longer `max_len` never gives fewer splits."""
-    row_bytes = shape.padded_dim * shape.dtype.itemsize
     programs = num_reqs * num_head_blocks(shape)
-    is_alone = programs <= num_sms // ALONE_SHARE and shared_bytes >= ALONE_SHARED_BYTES
-    tile_bytes = 32768 if is_alone else 16384  # of keys, and of values as much
-    block_n = max(16, min(tile_bytes // 256, tile_bytes // row_bytes))
+    if programs <= num_sms // ALONE_SHARE and shared_bytes >= ALONE_SHARED_BYTES:
+        tiling, parts = ALONE_TILING, 2 * num_sms // programs
+    else:
+        tiling, parts = _tiling(shape, programs, num_sms, shared_bytes)
+    row_bytes = shape.padded_dim * shape.dtype.itemsize
+    block_n = max(16, min(tiling.tile_bytes // 256, tiling.tile_bytes // row_bytes))
     affordable = WORKSPACE_BYTES // (shape.num_q_heads * shape.value_dim * 4)  # rows of partial results
-    splits = 2 * num_sms // programs  # two programs an SM
-    num_extra = 0
-    if splits > 1:
-        splits = max(splits, _parts(max_len, LONGEST_PART, MIN_LONG_SPLITS))
-        splits = min(splits, affordable // num_reqs, _parts(max_len, block_n, SPLIT_BOUNDS[-1]))
+    most = min(affordable // num_reqs, _parts(max_len, block_n, SPLIT_BOUNDS[-1]))
+    splits, few_splits, num_extra, min_split_len = 1, 1, 0, LONG_SPLIT_LEN
+    if tiling is ALONE_TILING:
+        splits, min_split_len = min(parts, most), ALONE_SPLIT_LEN
+        few_splits = min(ALONE_SPLITS, max(splits, 1))
+    elif parts > 1:
+        splits, min_split_len = min(max(parts, _parts(max_len, LONGEST_PART, MIN_LONG_SPLITS)), most), LONGEST_PART
+        few_splits = max(min(parts, most), 1)
     elif _parts(max_len, LONG_SPLIT_LEN, LONG_SPLITS) > 1 and affordable > num_reqs:
         splits, num_extra = _parts(max_len, LONG_SPLIT_LEN, LONG_SPLITS), min(NUM_EXTRA, affordable - num_reqs)
     return DecodeConfig(
         block_n=block_n,
-        num_warps=2 if shape.padded_dim <= 128 and not is_alone else 4,  # on an H200 two are as fast at any batch
-        num_stages=3,
+        num_warps=tiling.num_warps,
+        num_stages=NUM_STAGES,
         num_splits=max(splits, 1),
-        min_split_len=LONG_SPLIT_LEN if num_extra else ALONE_SPLIT_LEN if is_alone else 64,
-        few_splits=min(ALONE_SPLITS, max(splits, 1)) if is_alone else 1,
+        min_split_len=min_split_len,
+        few_splits=few_splits,
         num_extra=num_extra,
-        pdl=can_overlap and programs <= num_sms // OVERLAP_SHARE,
+        pdl=can_overlap,
     )
+
+
+def _tiling(shape: HeadShape, programs: int, num_sms: int, shared_bytes: int) -> tuple[_Tiling, int]:
+    """The tiling whose waves `programs` fill best, in as few waves as can be; and how many parts fill one wave where
+    whole requests would leave too much of it empty."""
+    fit = [tiling for tiling in TILINGS if tiling.num_warps == 4 or shape.padded_dim <= 128]
+    slots = {tiling: num_sms * _programs_per_sm(tiling, shared_bytes) for tiling in fit}
+
+    def fill(tiling: _Tiling, parts: int) -> tuple[float, int, int]:
+        waves = -(-programs * parts // slots[tiling])
+        return round(programs * parts / (waves * slots[tiling]), 2), -waves, -parts
+
+    whole = max(fit, key=lambda tiling: fill(tiling, 1))
+    choices = [(each, slots[each] // programs) for each in fit if each.num_warps == 4 and slots[each] // programs > 1]
+    if fill(whole, 1)[0] >= FULL or not choices:
+        return whole, 1
+    tiling, parts = max(choices, key=lambda choice: fill(*choice))
+    return (tiling, parts) if fill(tiling, parts)[0] > fill(whole, 1)[0] else (whole, 1)
+
+
+def _programs_per_sm(tiling: _Tiling, shared_bytes: int) -> int:
+    """No more than a GPU of so much shared memory has room for; 0: not known."""
+    needed = 2 * (NUM_STAGES - 1) * tiling.tile_bytes + OTHER_SHARED_BYTES
+    return max(1, min(tiling.programs_per_sm, shared_bytes // needed)) if shared_bytes else tiling.programs_per_sm
 
 
 def _parts(length: int | None, part: int, most: int) -> int:

@@ -20,14 +20,14 @@ LENGTHS = tl.constexpr(256)
 @own_kernel
 @triton.jit
 def num_parts(  # type: ignore[no-untyped-def]  # compiled by Triton
-    seq_len, window, max_parts, min_len, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr, FEW: tl.constexpr = 1
+    seq_len, window, max_parts, min_len, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr, few=1
 ):
     """How many programs should share the cached keys of requests of these lengths: int32, 1 or more. Each part gets a
-    tile of `BLOCK_N` at least and, but for the first `FEW` parts, `min_len` keys but for rounding."""
+    tile of `BLOCK_N` at least and, but for the first `few` parts, `min_len` keys but for rounding."""
     num_tiles = tl.cdiv(seq_len - 1, BLOCK_N)
     if HAS_WINDOW:
         num_tiles -= tl.maximum(seq_len - window, 0) // BLOCK_N
-    wanted = tl.minimum(tl.maximum(tl.cdiv(num_tiles * BLOCK_N, min_len), FEW), max_parts)
+    wanted = tl.minimum(tl.maximum(tl.cdiv(num_tiles * BLOCK_N, min_len), few), max_parts)
     return tl.maximum(tl.minimum(wanted, num_tiles), 1)
 
 

@@ -10,7 +10,6 @@ import triton
 import triton.language as tl
 
 from piecegraph.passes.kernels.own_kernel import own_kernel
-from piecegraph.passes.kernels.prefetch import prefetch
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -61,38 +60,3 @@ def log2_scores(scores, scale, softcap, HAS_SOFTCAP: tl.constexpr):  # type: ign
         doubled = tl.exp2(scores * (2 * scale / softcap * LOG2E))
         return (softcap * LOG2E) * (1 - 2 / (1 + doubled))
     return scores * (scale * LOG2E)
-
-
-@own_kernel
-@triton.jit
-def ask_for_first_tile(  # type: ignore[no-untyped-def]  # compiled by Triton
-    keys,  # of the KV head, from the first block on
-    values,
-    blocks,
-    pages,  # of the split's first tile, unless a window hides that
-    split,
-    seq_len,
-    window,
-    KEY_BLOCK_STRIDE: tl.constexpr,
-    KEY_TOKEN_STRIDE: tl.constexpr,
-    VALUE_BLOCK_STRIDE: tl.constexpr,
-    VALUE_TOKEN_STRIDE: tl.constexpr,
-    KEY_BLOCK: tl.constexpr,
-    VALUE_BLOCK: tl.constexpr,
-    LINE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    ONE_PAGE: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-):
-    """Have the lines of a split's first tile brought to L2."""
-    first = split * BLOCK_N
-    if HAS_WINDOW:
-        first += tl.maximum(seq_len - window, 0) // BLOCK_N * BLOCK_N
-        pages = load_pages(blocks, first, seq_len - 1, BLOCK_SIZE, BLOCK_N, ONE_PAGE)
-    if first < seq_len - 1:
-        is_there = (first + tl.arange(0, BLOCK_N) < seq_len - 1)[:, None]  # elsewhere a block may be any number
-        rows = cache_rows(pages, first, BLOCK_SIZE, BLOCK_N, KEY_BLOCK_STRIDE, KEY_TOKEN_STRIDE, ONE_PAGE)
-        prefetch(keys + (tl.arange(0, KEY_BLOCK // LINE) * LINE)[None, :] + tl.where(is_there, rows[:, None], 0))
-        rows = cache_rows(pages, first, BLOCK_SIZE, BLOCK_N, VALUE_BLOCK_STRIDE, VALUE_TOKEN_STRIDE, ONE_PAGE)
-        prefetch(values + (tl.arange(0, VALUE_BLOCK // LINE) * LINE)[None, :] + tl.where(is_there, rows[:, None], 0))

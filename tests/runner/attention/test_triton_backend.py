@@ -177,7 +177,7 @@ def check_kernels(**kind: Any) -> None:
     """The launches a GPU would get, on two steps over one builder's workspace."""
     gpu = GpuLimits(num_sms=3, shared_bytes=99 * 2**10)
     case = make_case(**kind)
-    workspace = allocate_workspace({head_shape(case.layer)}, 8, gpu.num_sms, CPU)
+    workspace = allocate_workspace({head_shape(case.layer)}, 8, gpu, CPU)
     builder = TritonMetadataBuilder(case.kv_cache.key.shape[1], 8, gpu, workspace)
     num_rows = case.expected.shape[0]
     for _ in range(2):
@@ -192,7 +192,7 @@ def check_rotary_kernels(**kind: Any) -> None:
     gpu = GpuLimits(num_sms=3, shared_bytes=99 * 2**10)
     case = make_rotary_case(**kind)
     raw = case.raw
-    workspace = allocate_workspace({head_shape(raw.layer)}, 8, gpu.num_sms, CPU)
+    workspace = allocate_workspace({head_shape(raw.layer)}, 8, gpu, CPU)
     builder = TritonMetadataBuilder(raw.kv_cache.key.shape[1], 8, gpu, workspace)
     num_rows, before = case.rotated.expected.shape[0], raw.query.clone()
     out = run_rotary(case, builder)
@@ -220,7 +220,7 @@ def kernel_names(case: RotaryCase, builder: TritonMetadataBuilder) -> list[str]:
 def check_padding_only() -> None:
     gpu = GpuLimits(num_sms=3, shared_bytes=99 * 2**10)
     case = make_case(lens=[(0, 1)], num_padded=3)
-    builder = TritonMetadataBuilder(4, 8, gpu, allocate_workspace({head_shape(case.layer)}, 8, gpu.num_sms, CPU))
+    builder = TritonMetadataBuilder(4, 8, gpu, allocate_workspace({head_shape(case.layer)}, 8, gpu, CPU))
     batch = replace(case, metadata=padding_only(case.query.shape[0], CPU))
     assert run(batch, builder).isnan().all()
     assert case.kv_cache.key.isnan().all()

@@ -9,6 +9,8 @@ from piecegraph.runner.attention.kernels.decode_config import (
     ALONE_SHARED_BYTES,
     ALONE_SPLIT_LEN,
     ALONE_SPLITS,
+    FULL,
+    LONGEST_PART,
     SPLIT_BOUNDS,
     WORKSPACE_BYTES,
     decode_config,
@@ -73,13 +75,41 @@ def test_a_long_request_is_split_in_any_batch() -> None:
     assert decode_config(SHAPES[0], num_reqs=256, max_len=2000, num_sms=132).num_extra == 0
 
 
-def test_few_requests_start_early_where_the_gpu_can() -> None:
-    """Many would take the room of the kernel ahead of them."""
-    early = [
-        n for n in range(1, 65) if decode_config(SHAPES[0], num_reqs=n, max_len=4096, num_sms=132, can_overlap=True).pdl
-    ]
-    assert early == list(range(1, len(early) + 1)) and 1 <= len(early) <= 8
-    assert not decode_config(SHAPES[0], num_reqs=1, max_len=4096, num_sms=132).pdl
+def test_all_start_early_where_the_gpu_can() -> None:
+    """What they read first nothing that may still run writes."""
+    for num_reqs in (1, 8, 64, 256):
+        for can_overlap in (True, False):
+            config = decode_config(SHAPES[0], num_reqs=num_reqs, max_len=4096, num_sms=132, can_overlap=can_overlap)
+            assert config.pdl == can_overlap
+
+
+@pytest.mark.parametrize("num_sms", [132, 128, 20])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_programs_fill_their_waves(shape: HeadShape, num_sms: int) -> None:
+    """As well as whole requests in any tiling that the heads may have, or in parts that fill one wave."""
+    for num_reqs in (2, 5, 8, 16, 24, 32, 48, 64, 96, 128, 200, 256):
+        programs = num_reqs * num_head_blocks(shape)
+        config = decode_config(shape, num_reqs=num_reqs, max_len=2000, num_sms=num_sms)
+        room = {
+            (16, 4): 2, (8, 4): 3, (8, 2): 4
+        }  # fmt: skip
+        tile = config.block_n * max(256, shape.padded_dim * shape.dtype.itemsize) // 1024
+        slots = num_sms * room[tile, config.num_warps]
+        launched = programs * config.few_splits
+        filled = launched / (-(-launched // slots) * slots)
+        whole = max(
+            programs / (-(-programs // (num_sms * each)) * num_sms * each)
+            for (_, num_warps), each in room.items()
+            if num_warps == 4 or shape.padded_dim <= 128
+        )
+        assert filled >= min(whole, FULL) - 0.006, (num_reqs, config)
+        assert config.few_splits == 1 or launched <= slots
+
+
+def test_a_long_request_of_few_has_more_parts() -> None:
+    """Two parts fill the GPU where 16 requests are short; a long one is not left to two programs."""
+    config = decode_config(SHAPES[0], num_reqs=16, max_len=40_960, num_sms=132)
+    assert (config.few_splits, config.num_splits, config.min_split_len) == (2, 5, LONGEST_PART)
 
 
 def test_a_request_alone_takes_larger_tiles_in_few_parts_where_they_fit() -> None:
@@ -89,5 +119,5 @@ def test_a_request_alone_takes_larger_tiles_in_few_parts_where_they_fit() -> Non
     assert (alone.block_n, alone.few_splits, alone.min_split_len) == (128, ALONE_SPLITS, ALONE_SPLIT_LEN)
     for num_reqs, shared_bytes in ((1, shared - 1), (2, shared)):
         other = decode_config(shape, num_reqs=num_reqs, max_len=40_960, num_sms=132, shared_bytes=shared_bytes)
-        assert (other.block_n, other.few_splits, other.min_split_len) == (64, 1, 64)
+        assert (other.block_n, other.min_split_len) == (64, LONGEST_PART)
     assert decode_config(shape, num_reqs=1, max_len=200, num_sms=132, shared_bytes=shared).few_splits == 2

@@ -1,0 +1,129 @@
+"""Linears of few rows and large weights: weights stream through shared memory into the tensor cores' left operand.
+
+A Hopper tensor core takes 64 rows of its left operand from shared memory and eight columns or more of the right one.
+So the weight stands on the left, which costs no registers and no copies, and `x`, few rows of it, on the right. As
+many tiles of the weight as fit are on their way before the kernel ahead has ended (`early_wait.py`), and all the
+time: the kernel is as fast as memory is read.
+
+Source: the shapes of `wgmma` in PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions".
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
+
+from piecegraph.passes.kernels.early_wait import wait_for_kernel_ahead
+from piecegraph.passes.kernels.gated import gated
+from piecegraph.passes.kernels.linear_config import StreamedConfig
+from piecegraph.passes.kernels.overlapped import OverlappedKernel
+from piecegraph.passes.kernels.own_kernel import own_kernel
+
+
+def streamed_linear_on_gpu(
+    x: torch.Tensor,  # [num_rows, size], contiguous
+    weight: torch.Tensor,  # [num_columns, size] or, gated, [2 * num_columns, size], contiguous
+    bias: torch.Tensor | None,  # as many as the weight has rows
+    activation: str,  # "": none
+    config: StreamedConfig,
+) -> torch.Tensor:
+    """`x @ weight.T + bias`, or with an activation `act(gate) * up` of its two halves; `[num_rows, num_columns]`."""
+    assert config.num_parts == 1
+    out = x.new_empty((x.shape[0], weight.shape[0] // (2 if activation else 1)))
+    _launch(x, weight, bias, out, activation, config)
+    return out
+
+
+def streamed_parts_on_gpu(x: torch.Tensor, weight: torch.Tensor, config: StreamedConfig) -> torch.Tensor:
+    """Float32 `[num_parts, num_rows, num_columns]`, whose sum over parts is `x @ weight.T`."""
+    parts = x.new_empty((config.num_parts, x.shape[0], weight.shape[0]), dtype=torch.float32)
+    _launch(x, weight, None, parts, "", config)
+    return parts
+
+
+def _launch(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    activation: str,
+    config: StreamedConfig,
+) -> None:
+    num_rows, size = x.shape
+    num_columns = out.shape[-1]
+    _streamed.launch(
+        (triton.cdiv(num_columns, config.block_n), config.num_parts, 1),
+        (x, weight, bias, out, num_columns, size, num_rows, triton.cdiv(size // config.block_k, config.num_parts)),
+        {
+            "BLOCK_M": config.block_m,
+            "BLOCK_N": config.block_n,
+            "BLOCK_K": config.block_k,
+            "STAGES": config.num_stages,
+            "ACTIVATION": activation,
+        },
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+
+
+@own_kernel
+@triton.jit(do_not_specialize=["num_rows", "num_tiles"])
+def streamed_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
+    x,  # [num_rows, size]
+    weight,  # [num_columns, size], or twice as many rows: the gate's, then the other half's
+    bias,  # as many as weight has rows, or None
+    out,  # [num_rows, num_columns], or float32 [parts, num_rows, num_columns]; written
+    num_columns,
+    size,  # a multiple of BLOCK_K
+    num_rows,  # at most BLOCK_M
+    num_tiles,  # of a part: BLOCK_K numbers each
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Grid: (column blocks, parts). Sums in float32."""
+    if OVERLAP:
+        gdc_launch_dependents()
+    part = tl.program_id(1)
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row = tl.arange(0, BLOCK_M)
+    at = tl.arange(0, BLOCK_K)
+    is_column = column < num_columns
+    is_row = row < num_rows
+    first = part * num_tiles * BLOCK_K
+    end = tl.minimum(first + num_tiles * BLOCK_K, size)
+    weights = weight + tl.minimum(column, num_columns - 1)[:, None].to(tl.int64) * size + at[None, :]
+    others = weights + num_columns.to(tl.int64) * size
+    values = x + row[:, None].to(tl.int64) * size + at[None, :]
+    next_values = tl.zeros([BLOCK_M, BLOCK_K], x.dtype.element_ty)
+    total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    other_total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for start in tl.range(first, end, BLOCK_K, num_stages=STAGES):
+        w = tl.load(weights + start)
+        if ACTIVATION != "":
+            u = tl.load(others + start)
+        if start == first:
+            if OVERLAP:
+                wait_for_kernel_ahead()
+            next_values = tl.load(values + start, mask=is_row[:, None], other=0.0)
+        v = tl.trans(next_values)
+        next_values = tl.load(values + start + BLOCK_K, mask=is_row[:, None] & (start + BLOCK_K < end), other=0.0)
+        total = tl.dot(w, v, total)
+        if ACTIVATION != "":
+            other_total = tl.dot(u, v, other_total)
+    if bias is not None:
+        total += tl.load(bias + column, mask=is_column, other=0.0).to(tl.float32)[:, None]
+        if ACTIVATION != "":
+            other_total += tl.load(bias + num_columns + column, mask=is_column, other=0.0).to(tl.float32)[:, None]
+    if ACTIVATION != "":
+        total = gated(total, other_total, ACTIVATION)
+    to = out + (part * num_rows + row[None, :]).to(tl.int64) * num_columns + column[:, None]
+    tl.store(to, total.to(out.dtype.element_ty), mask=is_row[None, :] & is_column[:, None])
+
+
+_streamed = OverlappedKernel(streamed_kernel)
