@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from piecegraph.compiler.split_ops import op_name
 from piecegraph.passes.torch_ir import value_of
 
-ROWS = (1, 2, 3, 16, 64, 128, 256, 2048)
+ROWS = (1, 2, 3, 16, 32, 64, 128, 256, 2048)
 """Sizes an op is called with: each kernel that one of ours takes for some number of rows is taken for one of these."""
 
 MAX_BYTES = 256 * 2**20

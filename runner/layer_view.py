@@ -15,8 +15,7 @@ from piecegraph.compiler.piece import UniquePiece
 from piecegraph.compiler.plan import CallStep, PieceStep, Plan, Step
 from piecegraph.compiler.split_ops import op_name
 from piecegraph.passes.effects import is_pure
-from piecegraph.passes.kernels.linear_config import SMALL_WEIGHT_BYTES
-from piecegraph.passes.torch_ir import argument, value_of
+from piecegraph.passes.torch_ir import value_of
 from piecegraph.runner.attention.op_call import ATTENTION_OP
 
 ROPE_ATTENTION_OP = "piecegraph::rope_attention"
@@ -67,7 +66,7 @@ def middle_layer(plan: Plan, unique: Sequence[UniquePiece], backend: str) -> Lay
     for node in (node for index in pieces for node in _computing(unique[index].graph_module.graph)):
         name = op_name(node.target) if node.op == "call_function" else str(node.target)
         if name.startswith("piecegraph::"):
-            ours[name] += LAUNCHES.get(name, 1) + _has_activation_apart(name, node)
+            ours[name] += LAUNCHES.get(name, 1)
         elif node.target in MATMULS:
             matmuls += 1
         else:
@@ -78,19 +77,6 @@ def middle_layer(plan: Plan, unique: Sequence[UniquePiece], backend: str) -> Lay
             known = SPLIT_OP_LAUNCHES.get(backend, {}).get(step.op)
             split_ops[step.op] = None if known is None else (split_ops.get(step.op) or 0) + known
     return LayerView(unique_pieces=pieces, ours=dict(ours), matmuls=matmuls, left_to_inductor=left, split_ops=split_ops)
-
-
-_ACTIVATION_AT = {"piecegraph::linear": 3, "piecegraph::add_norm_linear": 7, "piecegraph::linear_add_norm_linear": 9}
-"""Which argument it is; two before it is the weight."""
-
-
-def _has_activation_apart(name: str, node: fx.Node) -> bool:
-    """A linear with an activation whose weight is the library's: then that is a kernel of its own."""
-    at = _ACTIVATION_AT.get(name)
-    if at is None or not argument(node, at, "activation"):
-        return False
-    weight = value_of(argument(node, at - 2, "weight"))
-    return bool(weight.numel() * weight.element_size() > SMALL_WEIGHT_BYTES)
 
 
 def _middle_steps(plan: Plan) -> tuple[Step, ...]:

@@ -26,12 +26,14 @@ from piecegraph.passes.kernels.linear_config import (
     REGISTER_CHUNK,
     REGISTER_ROWS,
     SLICED_ROWS,
+    Config,
     LinearConfig,
     RegisterConfig,
     SlicedConfig,
     linear_config,
     norm_linear_config,
 )
+from piecegraph.passes.kernels.streamed_config import MOST_GATED_ROWS, StreamedConfig
 from piecegraph.passes.ops.act_mul import act_mul
 from piecegraph.passes.ops.rms_norm import add_rms_norm
 from piecegraph.tools.bench.shapes import SHAPES
@@ -58,9 +60,7 @@ TOLERANCE = 1e-2
 
 MODELS = ("qwen3-0.6b", "llama-8b")
 
-KERNELS = ("matvec", "sliced", "register", "matmul")
-
-Config = LinearConfig | SlicedConfig | RegisterConfig
+KERNELS = ("matvec", "sliced", "register", "streamed", "matmul")
 
 Kernel = tuple[str, str, Callable[[torch.Tensor], torch.Tensor]]
 """Its name, its setting, and a call of it with a weight."""
@@ -277,12 +277,16 @@ def _expected(x: torch.Tensor, weight: torch.Tensor, activation: str) -> torch.T
 def kernel_of(config: Config) -> str:
     if isinstance(config, RegisterConfig):
         return "register"
+    if isinstance(config, StreamedConfig):
+        return "streamed"
     return "sliced" if isinstance(config, SlicedConfig) else "matvec" if config.block_m == 0 else "matmul"
 
 
 def setting(config: Config) -> str:
     if isinstance(config, RegisterConfig):
         return f"slices={config.num_slices} {config.num_warps}w"
+    if isinstance(config, StreamedConfig):
+        return f"m={config.block_m} n={config.block_n} k={config.block_k} {config.num_warps}w {config.num_stages}s"
     if isinstance(config, SlicedConfig):
         return f"n={config.block_n} k={config.num_slices}x{config.block_k} held {config.num_held} of {config.num_tiles}"
     return f"m={config.block_m} n={config.block_n} k={config.block_k} {config.num_warps}w {config.num_stages}s"
@@ -316,6 +320,16 @@ def layouts(linear: Linear, num_rows: int) -> list[Config]:
             RegisterConfig(num_slices=slices, num_warps=warps)
             for slices, warps in itertools.product((1, 2, 4, 8), (1, 2, 4, 8))
             if warps % slices == 0 and linear.size % (REGISTER_CHUNK * slices) == 0
+        ]
+    if 1 < num_rows <= MOST_GATED_ROWS:
+        padded = 1 << (num_rows - 1).bit_length()
+        blocks = itertools.product({max(8, padded), max(16, padded)}, (64, 128), (64, 128, 256), (4, 8), (3, 4, 6))
+        found += [
+            StreamedConfig(block_m=block_m, block_n=block_n, block_k=block_k, num_stages=stages, num_warps=warps)
+            for block_m, block_n, block_k, warps, stages in blocks
+            if linear.size % block_k == 0
+            and block_n >= 16 * warps
+            and (block_n * num_halves * stages + block_m) * block_k * 2 <= SHARED_BYTES
         ]
     if num_rows > 1:
         tallest = 16 if num_rows <= 16 else 64 if num_rows <= 64 else 128

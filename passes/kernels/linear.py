@@ -16,7 +16,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from piecegraph.passes.kernels.gated import gated
 from piecegraph.passes.kernels.gpu_limits import gpu_limits
-from piecegraph.passes.kernels.linear_config import LinearConfig, RegisterConfig, SlicedConfig, linear_config
+from piecegraph.passes.kernels.linear_config import Config, RegisterConfig, SlicedConfig, linear_config
 from piecegraph.passes.kernels.overlapped import OverlappedKernel
 from piecegraph.passes.kernels.own_kernel import own_kernel
 from piecegraph.passes.kernels.prefetch import prefetch
@@ -27,6 +27,8 @@ from piecegraph.passes.kernels.register_linear import (
     register_linear_on_gpu,
 )
 from piecegraph.passes.kernels.sliced_linear import sliced_linear_on_gpu
+from piecegraph.passes.kernels.streamed_config import StreamedConfig
+from piecegraph.passes.kernels.streamed_linear import streamed_linear_on_gpu
 
 
 def linear_of_rows_on_gpu(
@@ -65,13 +67,15 @@ def linear_on_gpu(
     weight: torch.Tensor,  # [num_columns, size] or, gated, [2 * num_columns, size], contiguous
     bias: torch.Tensor | None,  # as many as the weight has rows
     activation: str,  # "": none
-    config: LinearConfig | SlicedConfig | RegisterConfig,
+    config: Config,
 ) -> torch.Tensor:
     """`x @ weight.T + bias`, or with an activation `act(gate) * up` of its two halves; `[num_rows, num_columns]`."""
     if isinstance(config, SlicedConfig):
         return sliced_linear_on_gpu(x, weight, bias, activation, config)
     if isinstance(config, RegisterConfig):
         return register_linear_on_gpu(x, weight, bias, activation, config)
+    if isinstance(config, StreamedConfig):
+        return streamed_linear_on_gpu(x, weight, bias, activation, config)
     num_rows, size = x.shape
     num_columns = weight.shape[0] // (2 if activation else 1)
     out = x.new_empty((num_rows, num_columns))

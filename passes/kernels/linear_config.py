@@ -6,10 +6,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from piecegraph.passes.kernels.gpu_limits import GpuLimits
-
-SMALL_WEIGHT_BYTES = 16 * 2**20
-"""A weight that all multiprocessors together read in one wave of programs. Larger ones have kernels of ours for one
-row, and some for up to `REGISTER_ROWS`; for more the library's matmuls run closer to the memory's speed."""
+from piecegraph.passes.kernels.streamed_config import StreamedConfig, streamed_config
+from piecegraph.passes.kernels.weight_sizes import MIDDLE_WEIGHT_BYTES, SMALL_WEIGHT_BYTES
 
 MATVEC_ROWS = 2
 """Up to so many rows a dot product on ordinary cores is worth it; with four it computes longer than it reads."""
@@ -19,9 +17,6 @@ REGISTER_ROWS = 8
 
 REGISTER_CHUNK = 256
 """Numbers of a row that a warp of that kernel reads at a time."""
-
-MIDDLE_WEIGHT_BYTES = 64 * 2**20
-"""A weight of so much that kernel still reads faster than the library."""
 
 SLICED_ROWS = 16
 """From two up to so many rows, of weights of whole tiles, all that a program reads of a weight is on its way before
@@ -82,16 +77,7 @@ class RegisterConfig:
         return self.num_warps // self.num_slices * (4 if is_gated else 8)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StreamedConfig:
-    """Of the kernel that has the weight as the tensor cores' left operand, and all rows in one program."""
-
-    block_m: int  # rows of `x`, padded: at least eight
-    block_n: int  # columns of the result a program, a multiple of 64
-    block_k: int
-    num_stages: int
-    num_parts: int = 1  # programs among which a row's numbers are divided
-    num_warps: int = 4
+Config = LinearConfig | SlicedConfig | RegisterConfig | StreamedConfig
 
 
 @lru_cache(maxsize=4096)
@@ -104,7 +90,7 @@ def linear_config(
     itemsize: int,
     gpu: GpuLimits,
     to_registers: bool = True,
-) -> LinearConfig | SlicedConfig | RegisterConfig | None:
+) -> Config | None:
     """The layout for `[num_rows, size] @ [num_columns, size].T`, twice the columns in the weight with `is_gated`;
     None where the library is at least as fast in a model's graph. Without `to_registers` no `RegisterConfig`."""
     weight_bytes = num_columns * size * itemsize * (2 if is_gated else 1)
@@ -112,6 +98,9 @@ def linear_config(
         return None
     if num_rows == 1:
         return _row_config(size, weight_bytes, is_gated=is_gated)
+    streamed = streamed_config(num_rows, num_columns, size, is_gated=is_gated, itemsize=itemsize, gpu=gpu)
+    if streamed is not None:
+        return streamed
     register = _register_config(num_columns, size, weight_bytes, is_gated=is_gated, gpu=gpu)
     if to_registers and num_rows <= REGISTER_ROWS and register is not None:
         return register
@@ -145,6 +134,8 @@ def _row_config(size: int, weight_bytes: int, *, is_gated: bool) -> LinearConfig
     """Of one row. A program of one warp adds up without waiting for others; a large weight is many such programs."""
     if weight_bytes > SMALL_WEIGHT_BYTES:
         block_n, block_k, num_warps = (4 if is_gated else 8, 512, 1) if size <= 1024 else (2, 1024, 1)
+        if size > 1024 and not is_gated and weight_bytes <= MIDDLE_WEIGHT_BYTES:
+            block_n = 1
     elif size <= 1024:
         block_n, block_k, num_warps = (4, 512, 2) if is_gated else (4, 1024, 1)
     elif is_gated:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from piecegraph.passes.kernels.gpu_limits import GpuLimits
-from piecegraph.passes.kernels.linear_config import SLICED_ROWS, SMALL_WEIGHT_BYTES
+from piecegraph.passes.kernels.linear_config import SLICED_ROWS
+from piecegraph.passes.kernels.weight_sizes import SMALL_WEIGHT_BYTES
 
 MAX_ROWS = 256
 """More rows are programs enough without a split."""

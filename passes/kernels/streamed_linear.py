@@ -17,9 +17,9 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from piecegraph.passes.kernels.early_wait import wait_for_kernel_ahead
 from piecegraph.passes.kernels.gated import gated
-from piecegraph.passes.kernels.linear_config import StreamedConfig
 from piecegraph.passes.kernels.overlapped import OverlappedKernel
 from piecegraph.passes.kernels.own_kernel import own_kernel
+from piecegraph.passes.kernels.streamed_config import StreamedConfig
 
 
 def streamed_linear_on_gpu(
@@ -53,9 +53,10 @@ def _launch(
 ) -> None:
     num_rows, size = x.shape
     num_columns = out.shape[-1]
+    num_tiles = triton.cdiv(size // config.block_k, config.num_parts)
     _streamed.launch(
         (triton.cdiv(num_columns, config.block_n), config.num_parts, 1),
-        (x, weight, bias, out, num_columns, size, num_rows, triton.cdiv(size // config.block_k, config.num_parts)),
+        (x, weight, bias, out, num_columns, size, num_rows, num_tiles),
         {
             "BLOCK_M": config.block_m,
             "BLOCK_N": config.block_n,
@@ -94,36 +95,37 @@ def streamed_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     row = tl.arange(0, BLOCK_M)
     at = tl.arange(0, BLOCK_K)
     is_column = column < num_columns
-    is_row = row < num_rows
     first = part * num_tiles * BLOCK_K
     end = tl.minimum(first + num_tiles * BLOCK_K, size)
     weights = weight + tl.minimum(column, num_columns - 1)[:, None].to(tl.int64) * size + at[None, :]
     others = weights + num_columns.to(tl.int64) * size
-    values = x + row[:, None].to(tl.int64) * size + at[None, :]
-    next_values = tl.zeros([BLOCK_M, BLOCK_K], x.dtype.element_ty)
-    total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    other_total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    here = row[:, None].to(tl.int64) * size + at[None, :]
+    is_row = (row < num_rows)[:, None]
+    values = tl.zeros([BLOCK_M, BLOCK_K], x.dtype.element_ty)
+    sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    other_sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for start in tl.range(first, end, BLOCK_K, num_stages=STAGES):
         w = tl.load(weights + start)
         if ACTIVATION != "":
             u = tl.load(others + start)
-        if start == first:
+        if start == first:  # the first tiles of the weight are on their way
             if OVERLAP:
                 wait_for_kernel_ahead()
-            next_values = tl.load(values + start, mask=is_row[:, None], other=0.0)
-        v = tl.trans(next_values)
-        next_values = tl.load(values + start + BLOCK_K, mask=is_row[:, None] & (start + BLOCK_K < end), other=0.0)
-        total = tl.dot(w, v, total)
+            values = tl.load(x + here + start, mask=is_row, other=0.0)
+        v = tl.trans(values)
+        num_ahead = tl.where(start + BLOCK_K < end, num_rows, 0)
+        values = tl.load(x + here + start + BLOCK_K, mask=(row < num_ahead)[:, None], other=0.0)
+        sums = tl.dot(w, v, sums)
         if ACTIVATION != "":
-            other_total = tl.dot(u, v, other_total)
+            other_sums = tl.dot(u, v, other_sums)
     if bias is not None:
-        total += tl.load(bias + column, mask=is_column, other=0.0).to(tl.float32)[:, None]
+        sums += tl.load(bias + column, mask=is_column, other=0.0).to(tl.float32)[:, None]
         if ACTIVATION != "":
-            other_total += tl.load(bias + num_columns + column, mask=is_column, other=0.0).to(tl.float32)[:, None]
+            other_sums += tl.load(bias + num_columns + column, mask=is_column, other=0.0).to(tl.float32)[:, None]
     if ACTIVATION != "":
-        total = gated(total, other_total, ACTIVATION)
+        sums = gated(sums, other_sums, ACTIVATION)
     to = out + (part * num_rows + row[None, :]).to(tl.int64) * num_columns + column[:, None]
-    tl.store(to, total.to(out.dtype.element_ty), mask=is_row[None, :] & is_column[:, None])
+    tl.store(to, sums.to(out.dtype.element_ty), mask=(row < num_rows)[None, :] & is_column[:, None])
 
 
 _streamed = OverlappedKernel(streamed_kernel)

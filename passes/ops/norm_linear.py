@@ -53,21 +53,20 @@ def linear_add_norm_linear(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`add_norm_linear(linear(x, in_weight, in_bias), residual, ...)`.
 
-    `x` is `[..., in_size]`, `residual` `[..., size]`. On a GPU, for some dozens of rows, the first linear's sum is
-    split over programs and the norm adds the parts; it is then not rounded before the residual is added.
+    `x` is `[..., in_size]`, `residual` `[..., size]`. On a GPU, where few programs would have long
+    sums, the first linear's are split and the norm adds the parts; they are then not rounded before that.
     """
     if x.is_cuda:
         from piecegraph.passes.kernels.gpu_limits import gpu_limits
-        from piecegraph.passes.kernels.split_linear_config import split_config
+        from piecegraph.passes.kernels.linear_parts import linear_parts_on_gpu, parts_config
 
         num_rows, in_size = x.numel() // x.shape[-1], x.shape[-1]
         itemsize = x.element_size() if x.dtype == in_weight.dtype == residual.dtype else 0
-        config = split_config(num_rows, in_weight.shape[0], in_size, itemsize=itemsize, gpu=gpu_limits(x.get_device()))
+        config = parts_config(num_rows, in_weight.shape[0], in_size, itemsize=itemsize, gpu=gpu_limits(x.get_device()))
         if config is not None:
             from piecegraph.passes.kernels.rms_norm import add_rms_norm_of_parts_on_gpu
-            from piecegraph.passes.kernels.split_linear import split_linear_on_gpu
 
-            parts = split_linear_on_gpu(x.reshape(num_rows, in_size).contiguous(), in_weight, config)
+            parts = linear_parts_on_gpu(x.reshape(num_rows, in_size).contiguous(), in_weight, config)
             normed, total = add_rms_norm_of_parts_on_gpu(parts, in_bias, residual, norm_weight, eps, offset)
             return linear(normed, weight, bias, activation), total
     added = linear(x, in_weight, in_bias, "")

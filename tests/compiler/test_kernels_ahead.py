@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import torch
 from torch import fx
@@ -10,7 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from piecegraph.compiler.kernels_ahead import ROWS, launch_all, launches_ahead
 from piecegraph.passes.kernels.linear_config import LinearConfig, linear_config
-from piecegraph.passes.kernels.split_linear_config import split_config
+from piecegraph.passes.kernels.linear_parts import parts_config
+from piecegraph.passes.kernels.streamed_config import StreamedConfig
 from piecegraph.passes.ops.act_mul import ACT_MUL
 from piecegraph.passes.ops.linear import LINEAR
 from tests.gpus import H200
@@ -56,8 +58,10 @@ def kernels_taken(rows: int) -> set[object]:
     for columns, size, is_gated in ((4096, 1024, False), (1024, 2048, False), (3072, 1024, True), (1024, 3072, False)):
         config = linear_config(rows, columns, size, is_gated=is_gated, itemsize=2, gpu=H200)
         has_norm = size == 1024
-        parts = None if has_norm else split_config(rows, columns, size, itemsize=2, gpu=H200)
-        if parts is not None:
+        parts = None if has_norm else parts_config(rows, columns, size, itemsize=2, gpu=H200)
+        if isinstance(parts, StreamedConfig):
+            taken |= {replace(parts, num_parts=0), ("norm of parts", parts.num_parts)}
+        elif parts is not None:
             taken |= {("split", parts.block_n), ("norm of parts", parts.num_parts)}
         else:
             taken.add(

@@ -14,6 +14,7 @@ from piecegraph.passes.kernels.linear_config import (
     SlicedConfig,
     linear_config,
 )
+from piecegraph.passes.kernels.streamed_config import MOST_GATED_ROWS, StreamedConfig
 from piecegraph.tools.bench_linear import (
     KERNELS,
     MODELS,
@@ -52,6 +53,7 @@ def test_a_sweep_has_layouts_of_every_kernel_that_takes_the_rows(model: str, num
         assert ("sliced" in kinds) == (num_rows <= SLICED_ROWS)
         assert ("register" in kinds) == (1 < num_rows <= REGISTER_ROWS)
         assert ("matmul" in kinds) == (num_rows > 1)
+        assert ("streamed" in kinds) == (1 < num_rows <= MOST_GATED_ROWS)
         assert kinds <= set(KERNELS)
         for each in found:
             if isinstance(each, SlicedConfig):
@@ -59,6 +61,8 @@ def test_a_sweep_has_layouts_of_every_kernel_that_takes_the_rows(model: str, num
                 assert each.num_held <= each.num_tiles and num_rows <= each.block_m
             elif isinstance(each, RegisterConfig):
                 assert linear.size % (REGISTER_CHUNK * each.num_slices) == each.num_warps % each.num_slices == 0
+            elif isinstance(each, StreamedConfig):
+                assert each.block_m >= num_rows and linear.size % each.block_k == 0
             elif each.block_m:
                 assert linear.size % each.block_k == 0
 

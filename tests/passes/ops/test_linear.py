@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from piecegraph.passes.kernels.linear_config import MATVEC_ROWS, RegisterConfig, SlicedConfig, linear_config
+from piecegraph.passes.kernels.streamed_config import StreamedConfig
 from piecegraph.passes.ops.linear import LINEAR
 from tests.gpus import H200
 from tests.passes.relative_error import Tensors, assert_no_less_exact
@@ -40,6 +41,11 @@ SLICED = [
     for weight in ((32, 256), (64, 768), (32, 1024), (64, 2048), (32, 5120), (1024, 1024), (2048, 1024), (4096, 1024))
 ]  # fmt: skip
 """Two to 16 rows of whole tiles: all block sizes, one tile and many, held or not."""
+
+STREAMED = [(rows, 8448, 1024) for rows in (2, 3, 5, 8, 9, 16, 17, 31, 32, 33, 48, 64)]
+STREAMED += [(rows, columns, size) for rows in (9, 13, 16) for columns in (4480, 6144) for size in (512, 768, 1024)]
+STREAMED += [(8, 17408, 2048), (32, 17408, 2048)]
+"""Gated: large weights, and small ones of 9 to 16 rows."""
 
 
 def make_inputs(shape: torch.Size, random: torch.Generator) -> Tensors:
@@ -79,14 +85,14 @@ def test_it_is_no_less_exact_than_torch(dtype: torch.dtype) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_kernels_are_no_less_exact_than_torch(dtype: torch.dtype) -> None:
-    check_against_torch([*SHAPES, *WIDE, *LONG, *LARGE, *REGISTER, *SLICED], dtype, "cuda")
+    check_against_torch([*SHAPES, *WIDE, *LONG, *LARGE, *REGISTER, *SLICED, *STREAMED], dtype, "cuda")
 
 
 def test_those_shapes_take_every_kernel_and_the_library() -> None:
     """So that the test before means something: on an H200, with an activation and without."""
-    taken = {"matvec": 0, "register": 0, "sliced": 0, "matmul": 0, "library": 0}
+    taken = {"matvec": 0, "register": 0, "sliced": 0, "streamed": 0, "matmul": 0, "library": 0}
     block_ns: set[tuple[object, int]] = set()
-    for rows, columns, size in [*SHAPES, *WIDE, *LONG, *LARGE, *REGISTER, *SLICED]:
+    for rows, columns, size in [*SHAPES, *WIDE, *LONG, *LARGE, *REGISTER, *SLICED, *STREAMED]:
         for is_gated in (False, True):
             config = linear_config(rows, columns // (1 + is_gated), size, is_gated=is_gated, itemsize=2, gpu=H200)
             if config is None:
@@ -97,13 +103,20 @@ def test_those_shapes_take_every_kernel_and_the_library() -> None:
             elif isinstance(config, SlicedConfig):
                 taken["sliced"] += 1
                 block_ns.add(("sliced", config.block_n))
+            elif isinstance(config, StreamedConfig):
+                taken["streamed"] += 1
+                block_ns.add(("streamed", config.block_m))
             else:
                 taken["matvec" if rows <= MATVEC_ROWS else "matmul"] += 1
                 block_ns.add((config.block_m, config.block_n))
     assert min(taken.values()) >= 30, taken
     sliced = {("sliced", block_n) for block_n in (8, 16, 32)}
     register = {("register", num_warps) for num_warps in (2, 8)}
-    assert block_ns == {(0, 2), (0, 4), (0, 8), (64, 16), (64, 32), (128, 32), (128, 64)} | sliced | register
+    streamed = {("streamed", block_m) for block_m in (8, 16, 32, 64)}
+    assert (
+        block_ns
+        == {(0, 1), (0, 2), (0, 4), (0, 8), (64, 16), (64, 32), (128, 32), (128, 64)} | sliced | register | streamed
+    )
 
 
 @pytest.mark.parametrize("bias", [True, False])

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from piecegraph.passes.kernels.split_linear_config import split_config
+from piecegraph.passes.kernels.linear_parts import parts_config
 from piecegraph.passes.ops.norm_linear import ADD_NORM_LINEAR, LINEAR_ADD_NORM_LINEAR
 from tests.gpus import H200
 from tests.passes.relative_error import Tensors, assert_no_less_exact
@@ -122,7 +122,8 @@ def test_with_a_linear_ahead_it_is_no_less_exact_than_torch(dtype: torch.dtype) 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_kernels_with_a_linear_ahead_are_no_less_exact_than_torch(dtype: torch.dtype) -> None:
-    real = [(rows, size, 1024, 4096) for rows in (32, 128, 256) for size in (2048, 3072)]
+    real = [(rows, size, 1024, 4096) for rows in (2, 7, 16, 17, 32, 128, 256) for size in (2048, 3072)]
+    real += [(rows, *sizes) for rows in (1, 2, 8, 16, 32) for sizes in ((4096, 4096, 1024), (14336, 2560, 1024))]
     assert_no_less_exact(
         with_linear_ahead, with_linear_ahead_unfused, with_linear_ahead_unfused, make_long_inputs,
         [*LONG_SHAPES, *real], dtype, "cuda", min_numbers=4096, num_terms=lambda shape: shape[1] + shape[2],
@@ -130,7 +131,7 @@ def test_the_kernels_with_a_linear_ahead_are_no_less_exact_than_torch(dtype: tor
 
 
 def test_those_shapes_are_split_and_not() -> None:
-    found = [split_config(rows, size, in_size, itemsize=2, gpu=H200) for rows, in_size, size, _ in LONG_SHAPES]
+    found = [parts_config(rows, size, in_size, itemsize=2, gpu=H200) for rows, in_size, size, _ in LONG_SHAPES]
     assert sum(each is None for each in found) >= 30
     assert sum(each is not None for each in found) >= 25
 

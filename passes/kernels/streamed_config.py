@@ -1,0 +1,113 @@
+"""Which linears are streamed (`streamed_linear.py`), and how: pure functions of shapes, after sweeps on an H200.
+
+They were swept within a model's layers, since what a kernel asks for before the one ahead has ended, and the room it
+leaves to the next, is half of what it is worth: layouts that were fastest in a chain of their own were not there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from piecegraph.passes.kernels.gpu_limits import GpuLimits
+from piecegraph.passes.kernels.weight_sizes import MIDDLE_WEIGHT_BYTES, SMALL_WEIGHT_BYTES
+
+MOST_ROWS = 32
+"""Of more rows, what every program reads of them takes as long as its weights."""
+
+MOST_GATED_ROWS = 64
+"""Where the library's activation is a kernel more."""
+
+FEW_ROWS = 8
+
+SMALL_GATED_ROWS = (9, 16)
+"""Of a small gated weight: fewer rows go to registers, more have tiles of their own."""
+
+LONG_SIZE = 3072
+"""For up to 16 rows of a small weight, shorter sums are left whole."""
+
+MIN_TILES = 3
+"""Of a part."""
+
+MIN_FILL = 0.45
+"""Programs, of the multiprocessors, at least."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamedConfig:
+    """The weight is the tensor cores' left operand, and one program has all rows of `x`."""
+
+    block_m: int  # rows of `x`, padded: at least eight
+    block_n: int  # columns of the result a program, a multiple of 64
+    block_k: int
+    num_stages: int
+    num_warps: int = 4
+    num_parts: int = 1  # programs among which a row's numbers are divided
+
+
+@lru_cache(maxsize=4096)
+def streamed_config(
+    num_rows: int, num_columns: int, size: int, *, is_gated: bool, itemsize: int, gpu: GpuLimits
+) -> StreamedConfig | None:
+    """The layout for a gated `[num_rows, size] @ [2 * num_columns, size].T`; None where another kernel, or the library,
+    is at least as fast in a model's graph, which is so for all that are not gated."""
+    if not is_gated or itemsize != 2 or not gpu.can_overlap or num_rows > MOST_GATED_ROWS:
+        return None
+    is_small = 2 * num_columns * size * itemsize <= SMALL_WEIGHT_BYTES
+    if is_small:
+        if not SMALL_GATED_ROWS[0] <= num_rows <= SMALL_GATED_ROWS[1]:
+            return None
+        config = StreamedConfig(block_m=16, block_n=64, block_k=128, num_stages=6)
+    elif num_rows == 1:
+        return None
+    elif num_rows <= FEW_ROWS:
+        config = StreamedConfig(block_m=8, block_n=128, block_k=128, num_stages=3)
+    elif num_rows <= MOST_ROWS:
+        config = StreamedConfig(block_m=_padded(num_rows), block_n=64, block_k=128, num_stages=3)
+    else:
+        config = StreamedConfig(block_m=64, block_n=128, block_k=128, num_stages=3, num_warps=8)
+    return config if _fits(config, num_columns, size, gpu, is_gated=True) else None
+
+
+@lru_cache(maxsize=4096)
+def streamed_parts_config(
+    num_rows: int, num_columns: int, size: int, *, itemsize: int, gpu: GpuLimits
+) -> StreamedConfig | None:
+    """The layout for `[num_rows, size] @ [num_columns, size].T` in parts that a norm adds; None where whole sums, or
+    other parts (`split_linear_config.py`), are at least as fast."""
+    weight_bytes = num_columns * size * itemsize
+    if itemsize != 2 or not gpu.can_overlap or not 1 <= num_rows <= MOST_ROWS or num_columns % 64:
+        return None
+    if weight_bytes > MIDDLE_WEIGHT_BYTES:
+        block_k, num_stages, programs = 256, 3, 2 * gpu.num_sms
+    elif num_rows == 1:
+        return None
+    elif weight_bytes > SMALL_WEIGHT_BYTES:
+        block_k, num_stages, programs = 128, 6, 2 * gpu.num_sms
+    elif num_rows <= 16 and size < LONG_SIZE:
+        return None
+    else:
+        block_k, num_stages, programs = 128, 8, gpu.num_sms
+    tiles = size // block_k
+    for parts in range(min(programs // (num_columns // 64), tiles // MIN_TILES), 1, -1):
+        if tiles % parts == 0 and parts * (num_columns // 64) >= MIN_FILL * gpu.num_sms:
+            config = StreamedConfig(
+                block_m=_padded(num_rows), block_n=64, block_k=block_k, num_stages=num_stages, num_parts=parts
+            )
+            return config if _fits(config, num_columns, size, gpu, is_gated=False) else None
+    return None
+
+
+def _padded(num_rows: int) -> int:
+    """Rows that tensor cores take: a power of two, 16 or more."""
+    return max(16, 1 << (num_rows - 1).bit_length())
+
+
+def _fits(config: StreamedConfig, num_columns: int, size: int, gpu: GpuLimits, *, is_gated: bool) -> bool:
+    """Whole tiles, columns enough for the multiprocessors, and shared memory for what is on its way."""
+    if size % config.block_k or size < MIN_TILES * config.block_k or num_columns % 16:
+        return False
+    tile_bytes = config.block_n * config.block_k * 2 * (2 if is_gated else 1)
+    programs = -(-num_columns // config.block_n) * config.num_parts
+    has_room = config.num_stages * tile_bytes + config.block_m * config.block_k * 2 <= gpu.shared_bytes
+    return has_room and (programs >= MIN_FILL * gpu.num_sms or (is_gated and programs >= gpu.num_sms // 4))

@@ -1,0 +1,73 @@
+"""Which linears are streamed, whole and in parts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from piecegraph.passes.kernels.streamed_config import (
+    MIN_TILES,
+    MOST_GATED_ROWS,
+    MOST_ROWS,
+    SMALL_GATED_ROWS,
+    StreamedConfig,
+    streamed_config,
+    streamed_parts_config,
+)
+from tests.gpus import H200, RTX_4090
+
+GATED = [(3072, 1024), (14336, 4096), (9728, 2560), (18944, 3584)]
+"""Columns and size of gate and up: Qwen3-0.6B, Llama-8B, Qwen3-4B, Qwen2-7B."""
+
+PLAIN = [(1024, 3072), (1024, 2048), (4096, 4096), (4096, 14336), (3584, 18944), (896, 4864)]
+
+
+def shared_bytes(config: StreamedConfig, halves: int) -> int:
+    return (config.num_stages * config.block_n * halves + config.block_m) * config.block_k * 2
+
+
+@pytest.mark.parametrize(("num_columns", "size"), GATED)
+def test_gated_linears(num_columns: int, size: int) -> None:
+    """Large ones from two rows on; a small one where it has no better kernel."""
+    found = {
+        rows: streamed_config(rows, num_columns, size, is_gated=True, itemsize=2, gpu=H200) for rows in range(1, 130)
+    }
+    is_small = num_columns == 3072
+    taken = [rows for rows, config in found.items() if config is not None]
+    low, high = SMALL_GATED_ROWS if is_small else (2, MOST_GATED_ROWS)
+    assert taken == list(range(low, high + 1))
+    for rows in taken:
+        config = found[rows]
+        assert config is not None and rows <= config.block_m and config.num_parts == 1
+        assert config.block_n >= 16 * config.num_warps and size % config.block_k == 0
+        assert shared_bytes(config, 2) <= H200.shared_bytes
+
+
+@pytest.mark.parametrize(("num_columns", "size"), PLAIN)
+@pytest.mark.parametrize("num_rows", [1, 2, 8, 16, 17, 32, 33])
+def test_parts_cover_a_row(num_columns: int, size: int, num_rows: int) -> None:
+    """Whole tiles, none of them empty, and at most two programs on each multiprocessor."""
+    config = streamed_parts_config(num_rows, num_columns, size, itemsize=2, gpu=H200)
+    if config is None:
+        is_short = num_rows <= 16 and size < 3072
+        is_alone = num_rows == 1 and num_columns * size * 2 <= 64 * 2**20
+        few_programs = num_columns == 896
+        assert num_rows > MOST_ROWS or is_short or is_alone or few_programs
+        return
+    assert config.num_parts > 1 and (size // config.block_k) % config.num_parts == 0
+    assert size // config.block_k // config.num_parts >= MIN_TILES and size % config.block_k == 0
+    assert num_columns // config.block_n * config.num_parts <= 2 * H200.num_sms
+    assert num_rows <= config.block_m and shared_bytes(config, 1) <= H200.shared_bytes
+
+
+def test_what_is_not_streamed() -> None:
+    """Other types, GPUs whose kernels do not overlap, columns and sizes of no whole tiles, little shared memory."""
+    assert streamed_config(4, 14336, 4096, is_gated=False, itemsize=2, gpu=H200) is None
+    small = replace(H200, shared_bytes=99 * 2**10)
+    for num_columns, size, itemsize, gpu in (
+        (14336, 4096, 4, H200), (14336, 4096, 2, RTX_4090), (14336, 4100, 2, H200), (14336, 4096, 2, small),
+    ):  # fmt: skip
+        assert streamed_config(4, num_columns, size, is_gated=True, itemsize=itemsize, gpu=gpu) is None
+        assert streamed_parts_config(4, num_columns, size, itemsize=itemsize, gpu=gpu) is None
+    assert streamed_parts_config(4, 4100, 14336, itemsize=2, gpu=H200) is None
