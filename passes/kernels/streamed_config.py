@@ -38,7 +38,9 @@ class StreamedConfig:
     """The weight is the tensor cores' left operand, and one program has all rows of `x`."""
 
     block_m: int  # rows of `x`, padded: at least eight
-    block_n: int  # columns of the result a program, a multiple of 64
+    block_n: int  # lines of the left operand, a multiple of 64
+    num_columns: int  # of the result a program: as many lines are read, and the others are zero
+    is_joined: bool = False  # gated: both halves of the weight in one tile, a line each for a column; else a tile each
     block_k: int
     num_stages: int
     num_warps: int = 4
@@ -57,15 +59,15 @@ def streamed_config(
     if is_small:
         if not SMALL_GATED_ROWS[0] <= num_rows <= SMALL_GATED_ROWS[1]:
             return None
-        config = StreamedConfig(block_m=16, block_n=64, block_k=128, num_stages=6)
+        config = StreamedConfig(block_m=16, block_n=64, num_columns=64, block_k=128, num_stages=6)
     elif num_rows == 1:
         return None
     elif num_rows <= FEW_ROWS:
-        config = StreamedConfig(block_m=8, block_n=128, block_k=128, num_stages=3)
+        config = StreamedConfig(block_m=8, block_n=128, num_columns=128, block_k=128, num_stages=3)
     elif num_rows <= MOST_ROWS:
-        config = StreamedConfig(block_m=_padded(num_rows), block_n=64, block_k=128, num_stages=3)
+        config = StreamedConfig(block_m=_padded(num_rows), block_n=64, num_columns=64, block_k=128, num_stages=3)
     else:
-        config = StreamedConfig(block_m=64, block_n=128, block_k=128, num_stages=3, num_warps=8)
+        config = StreamedConfig(block_m=64, block_n=128, num_columns=128, block_k=128, num_stages=3, num_warps=8)
     return config if _fits(config, num_columns, size, gpu, is_gated=True) else None
 
 
@@ -92,7 +94,12 @@ def streamed_parts_config(
     for parts in range(min(programs // (num_columns // 64), tiles // MIN_TILES), 1, -1):
         if tiles % parts == 0 and parts * (num_columns // 64) >= MIN_FILL * gpu.num_sms:
             config = StreamedConfig(
-                block_m=_padded(num_rows), block_n=64, block_k=block_k, num_stages=num_stages, num_parts=parts
+                block_m=_padded(num_rows),
+                block_n=64,
+                num_columns=64,
+                block_k=block_k,
+                num_stages=num_stages,
+                num_parts=parts,
             )
             return config if _fits(config, num_columns, size, gpu, is_gated=False) else None
     return None
@@ -108,6 +115,6 @@ def _fits(config: StreamedConfig, num_columns: int, size: int, gpu: GpuLimits, *
     if size % config.block_k or size < MIN_TILES * config.block_k or num_columns % 16:
         return False
     tile_bytes = config.block_n * config.block_k * 2 * (2 if is_gated else 1)
-    programs = -(-num_columns // config.block_n) * config.num_parts
+    programs = -(-num_columns // config.num_columns) * config.num_parts
     has_room = config.num_stages * tile_bytes + config.block_m * config.block_k * 2 <= gpu.shared_bytes
     return has_room and (programs >= MIN_FILL * gpu.num_sms or (is_gated and programs >= gpu.num_sms // 4))

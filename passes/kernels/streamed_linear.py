@@ -55,11 +55,13 @@ def _launch(
     num_columns = out.shape[-1]
     num_tiles = triton.cdiv(size // config.block_k, config.num_parts)
     _streamed.launch(
-        (triton.cdiv(num_columns, config.block_n), config.num_parts, 1),
+        (triton.cdiv(num_columns, config.num_columns), config.num_parts, 1),
         (x, weight, bias, out, num_columns, size, num_rows, num_tiles),
         {
             "BLOCK_M": config.block_m,
             "BLOCK_N": config.block_n,
+            "COLUMNS": config.num_columns,
+            "JOINED": config.is_joined,
             "BLOCK_K": config.block_k,
             "STAGES": config.num_stages,
             "ACTIVATION": activation,
@@ -81,7 +83,9 @@ def streamed_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     num_rows,  # at most BLOCK_M
     num_tiles,  # of a part: BLOCK_K numbers each
     BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    BLOCK_N: tl.constexpr,  # lines of the tensor cores' left operand
+    COLUMNS: tl.constexpr,  # of the result a program, and as many lines that are read; the others are zero
+    JOINED: tl.constexpr,  # half of the lines are the gate's, the others the other half's; else each has a tile
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
     ACTIVATION: tl.constexpr,
@@ -90,14 +94,20 @@ def streamed_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     """Grid: (column blocks, parts). Sums in float32."""
     if OVERLAP:
         gdc_launch_dependents()
+    GATED: tl.constexpr = ACTIVATION != ""
+    HALF: tl.constexpr = BLOCK_N // 2 if JOINED else BLOCK_N
     part = tl.program_id(1)
-    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    line = tl.arange(0, BLOCK_N)  # of the tensor cores' left operand
+    column = tl.program_id(0) * COLUMNS + line % HALF
+    is_column = (line % HALF < COLUMNS) & (column < num_columns)
+    weight_row = column
+    if JOINED:
+        weight_row += line // HALF * num_columns
     row = tl.arange(0, BLOCK_M)
     at = tl.arange(0, BLOCK_K)
-    is_column = column < num_columns
     first = part * num_tiles * BLOCK_K
     end = tl.minimum(first + num_tiles * BLOCK_K, size)
-    weights = weight + tl.minimum(column, num_columns - 1)[:, None].to(tl.int64) * size + at[None, :]
+    weights = weight + weight_row[:, None].to(tl.int64) * size + at[None, :]
     others = weights + num_columns.to(tl.int64) * size
     here = row[:, None].to(tl.int64) * size + at[None, :]
     is_row = (row < num_rows)[:, None]
@@ -105,9 +115,9 @@ def streamed_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     other_sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for start in tl.range(first, end, BLOCK_K, num_stages=STAGES):
-        w = tl.load(weights + start)
-        if ACTIVATION != "":
-            u = tl.load(others + start)
+        w = tl.load(weights + start, mask=is_column[:, None], other=0.0)
+        if GATED and not JOINED:
+            u = tl.load(others + start, mask=is_column[:, None], other=0.0)
         if start == first:  # the first tiles of the weight are on their way
             if OVERLAP:
                 wait_for_kernel_ahead()
@@ -116,13 +126,18 @@ def streamed_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
         num_ahead = tl.where(start + BLOCK_K < end, num_rows, 0)
         values = tl.load(x + here + start + BLOCK_K, mask=(row < num_ahead)[:, None], other=0.0)
         sums = tl.dot(w, v, sums)
-        if ACTIVATION != "":
+        if GATED and not JOINED:
             other_sums = tl.dot(u, v, other_sums)
     if bias is not None:
-        sums += tl.load(bias + column, mask=is_column, other=0.0).to(tl.float32)[:, None]
-        if ACTIVATION != "":
+        sums += tl.load(bias + weight_row, mask=is_column, other=0.0).to(tl.float32)[:, None]
+        if GATED and not JOINED:
             other_sums += tl.load(bias + num_columns + column, mask=is_column, other=0.0).to(tl.float32)[:, None]
-    if ACTIVATION != "":
+    if JOINED:
+        sums, other_sums = tl.split(tl.permute(tl.reshape(sums, [2, HALF, BLOCK_M]), [1, 2, 0]))
+        line = tl.arange(0, HALF)
+        column = tl.program_id(0) * COLUMNS + line
+        is_column = (line < COLUMNS) & (column < num_columns)
+    if GATED:
         sums = gated(sums, other_sums, ACTIVATION)
     to = out + (part * num_rows + row[None, :]).to(tl.int64) * num_columns + column[:, None]
     tl.store(to, sums.to(out.dtype.element_ty), mask=(row < num_rows)[None, :] & is_column[:, None])

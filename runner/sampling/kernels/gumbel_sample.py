@@ -14,15 +14,17 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from piecegraph.passes.kernels.overlapped import OverlappedKernel
 from piecegraph.passes.kernels.own_kernel import own_kernel
 
-BLOCK = 4096
-"""Logits a program reads: 8 KiB of bfloat16.
+BLOCK = 2048
+"""Logits a program reads at a time: 4 KiB of bfloat16."""
 
-The grid is (rows, blocks of the vocabulary), from shapes alone, so a graph can hold it; rows that turn out
-to be padding return at once. A vocabulary of 151,936 makes 38 blocks: one row is read by 38 programs at
-once, and the second kernel finishes it in a single load. At 256 rows they are 9,728 programs, several
-waves on any GPU; greedy rows do two comparisons a logit, so these wait for memory, while drawing costs a
-Philox call for each four logits and two logarithms a logit, and waits for arithmetic. Smaller blocks would
-spread one row further and give the second kernel more to read.
+PROGRAMS = 528
+"""About as many are launched, four on each multiprocessor of an H200, unless the rows have fewer blocks than that.
+
+The grid is (rows, programs of a row), from shapes alone, so a graph can hold it; rows that turn out to be padding
+return soon. A vocabulary of 151,936 is 75 blocks: one row is read by 75 programs at once, each row of 128 by four that
+have the block ahead on its way, and the second kernel finishes a row in a single load. Greedy rows do two comparisons a
+logit, so these wait for memory, while drawing costs a Philox call for each four logits and two logarithms a logit, and
+waits for arithmetic.
 """
 
 
@@ -35,34 +37,37 @@ def gumbel_sample_on_gpu(
     out: torch.Tensor,
     *,
     block: int = BLOCK,
+    programs: int = PROGRAMS,
 ) -> None:
     """See `runner.sampling.gumbel_sample`."""
     num_reqs, vocab_size = logits.shape
     if num_reqs == 0:
         return
     assert logits.stride(1) == 1, f"logits have strides {logits.stride()}; a row must be contiguous"
-    num_blocks = triton.cdiv(vocab_size, block)
-    best = torch.empty(num_reqs, num_blocks, dtype=torch.float32, device=logits.device)
-    tokens = torch.empty(num_reqs, num_blocks, dtype=torch.int32, device=logits.device)
+    all_blocks = triton.cdiv(vocab_size, block)
+    num_blocks = triton.cdiv(all_blocks, max(1, programs // num_reqs))  # of a program
+    num_programs = triton.cdiv(all_blocks, num_blocks)
+    best = torch.empty(num_reqs, num_programs, dtype=torch.float32, device=logits.device)
+    tokens = torch.empty(num_reqs, num_programs, dtype=torch.int32, device=logits.device)
     _best_of_blocks.launch(
-        (num_reqs, num_blocks, 1),
-        (best, tokens, logits, logits.stride(0), idx_mapping, temperature, seeds, positions, vocab_size),
-        {"NUM_BLOCKS": num_blocks, "BLOCK": block},
-        num_warps=8 if block >= 4096 else 4,
+        (num_reqs, num_programs, 1),
+        (best, tokens, logits, logits.stride(0), idx_mapping, temperature, seeds, positions, vocab_size, num_blocks),
+        {"BLOCK": block},
+        num_warps=4,
     )
     _best_of_rows.launch(
         (num_reqs, 1, 1),
-        (out, best, tokens, idx_mapping),
-        {"NUM_BLOCKS": num_blocks, "PADDED": triton.next_power_of_2(num_blocks)},
+        (out, best, tokens, idx_mapping, num_programs),
+        {"PADDED": triton.next_power_of_2(all_blocks)},
         num_warps=1,
     )
 
 
 @own_kernel
-@triton.jit
+@triton.jit(do_not_specialize=["num_blocks"])
 def best_of_blocks_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
-    best,  # [num_reqs, NUM_BLOCKS] float32, written
-    tokens,  # [num_reqs, NUM_BLOCKS] int32, written
+    best,  # [num_reqs, programs] float32, written
+    tokens,  # [num_reqs, programs] int32, written
     logits,  # [num_reqs, vocab_size] any float
     logits_stride,
     idx_mapping,  # [num_reqs] int32
@@ -70,48 +75,58 @@ def best_of_blocks_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     seeds,  # [rows] int64
     positions,  # [num_reqs] int32
     vocab_size,
-    NUM_BLOCKS: tl.constexpr,
+    num_blocks,  # of a program
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
+    """Grid: (num_reqs, programs of a row)."""
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
     request = tl.program_id(0).to(tl.int64)
+    offsets = tl.arange(0, BLOCK)
+    block = tl.program_id(1) * num_blocks
+    end = tl.minimum((block + num_blocks) * BLOCK, vocab_size)
+    scores = logits + request * logits_stride
+    token = block * BLOCK + offsets
+    ahead = tl.load(scores + token, mask=token < end, other=float("-inf"))
     row = tl.load(idx_mapping + request).to(tl.int64)
     if row >= 0:
-        offsets = tl.arange(0, BLOCK)
-        token = tl.program_id(1) * BLOCK + offsets
-        is_token = token < vocab_size
-        score = tl.load(logits + request * logits_stride + token, mask=is_token, other=float("-inf")).to(tl.float32)
-        score = tl.where(score == score, score, float("-inf"))  # NaN would not compare
         temperature = tl.load(temperatures + row)
-        highest = tl.max(score, 0)
-        if (temperature > 0) & (highest > float("-inf")):  # a block where nothing may be drawn needs no noise
-            words = tl.randint4x(tl.load(seeds + row), tl.load(positions + request))
-            high = words[0].to(tl.uint32, bitcast=True).to(tl.uint64)
-            low = words[1].to(tl.uint32, bitcast=True).to(tl.uint64)
-            four = tl.program_id(1) * (BLOCK // 4) + tl.arange(0, BLOCK // 4)
-            u0, u1, u2, u3 = tl.rand4x((high << 32) | low, four)
-            uniform = tl.interleave(tl.interleave(u0, u2), tl.interleave(u1, u3))  # u0 u1 u2 u3 u0 ...
-            noise = -tl.log(-tl.log(uniform + 1e-20) + 1e-20)
-            score = tl.div_rn(score, temperature) + noise
-            highest = tl.max(score, 0)
-        # The first of equal ones; where all are -inf that is the block's first.
-        first = tl.min(tl.where(score == highest, offsets, BLOCK - 1), 0)
-        at = request * NUM_BLOCKS + tl.program_id(1)
+        best_score = tl.full([BLOCK], float("-inf"), tl.float32)
+        best_token = token  # where all are -inf, the first of them
+        for number in range(num_blocks):
+            score = ahead.to(tl.float32)
+            next_token = token + BLOCK
+            ahead = tl.load(scores + next_token, mask=next_token < end, other=float("-inf"))
+            score = tl.where(score == score, score, float("-inf"))  # NaN would not compare
+            if temperature > 0:
+                words = tl.randint4x(tl.load(seeds + row), tl.load(positions + request))
+                high = words[0].to(tl.uint32, bitcast=True).to(tl.uint64)
+                low = words[1].to(tl.uint32, bitcast=True).to(tl.uint64)
+                four = (block + number) * (BLOCK // 4) + tl.arange(0, BLOCK // 4)
+                u0, u1, u2, u3 = tl.rand4x((high << 32) | low, four)
+                uniform = tl.interleave(tl.interleave(u0, u2), tl.interleave(u1, u3))  # u0 u1 u2 u3 u0 ...
+                noise = -tl.log(-tl.log(uniform + 1e-20) + 1e-20)
+                score = tl.div_rn(score, temperature) + noise
+            best_token = tl.where(score > best_score, token, best_token)
+            best_score = tl.maximum(score, best_score)
+            token = next_token
+        highest = tl.max(best_score, 0)
+        first = tl.min(tl.where(best_score == highest, best_token, vocab_size), 0)
+        at = request * tl.num_programs(1) + tl.program_id(1)
         tl.store(best + at, highest)
-        tl.store(tokens + at, tl.program_id(1) * BLOCK + first)
+        tl.store(tokens + at, first)
 
 
 @own_kernel
-@triton.jit
+@triton.jit(do_not_specialize=["num_programs"])
 def best_of_rows_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     out,  # [num_reqs] int64, written
-    best,  # [num_reqs, NUM_BLOCKS] float32
-    tokens,  # [num_reqs, NUM_BLOCKS] int32
+    best,  # [num_reqs, num_programs] float32
+    tokens,  # [num_reqs, num_programs] int32
     idx_mapping,  # [num_reqs] int32
-    NUM_BLOCKS: tl.constexpr,
+    num_programs,
     PADDED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -122,11 +137,12 @@ def best_of_rows_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     if tl.load(idx_mapping + request) < 0:
         tl.store(out + request, 0)
     else:
-        block = tl.arange(0, PADDED)
-        score = tl.load(best + request * NUM_BLOCKS + block, mask=block < NUM_BLOCKS, other=float("-inf"))
+        program = tl.arange(0, PADDED)
+        is_program = program < num_programs
+        score = tl.load(best + request * num_programs + program, mask=is_program, other=float("-inf"))
         highest = tl.max(score, 0)
-        first = tl.min(tl.where((score == highest) & (block < NUM_BLOCKS), block, PADDED - 1), 0)
-        tl.store(out + request, tl.load(tokens + request * NUM_BLOCKS + first).to(tl.int64))
+        first = tl.min(tl.where((score == highest) & is_program, program, PADDED - 1), 0)
+        tl.store(out + request, tl.load(tokens + request * num_programs + first).to(tl.int64))
 
 
 _best_of_blocks = OverlappedKernel(best_of_blocks_kernel)
