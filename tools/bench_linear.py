@@ -23,12 +23,9 @@ import torch.nn.functional as F
 from piecegraph.passes.kernels.gpu_limits import gpu_limits
 from piecegraph.passes.kernels.linear_config import (
     NUM_SLICES,
-    REGISTER_CHUNK,
-    REGISTER_ROWS,
     SLICED_ROWS,
     Config,
     LinearConfig,
-    RegisterConfig,
     SlicedConfig,
     linear_config,
     norm_linear_config,
@@ -60,7 +57,7 @@ TOLERANCE = 1e-2
 
 MODELS = ("qwen3-0.6b", "llama-8b")
 
-KERNELS = ("matvec", "sliced", "register", "streamed", "matmul")
+KERNELS = ("matvec", "sliced", "streamed", "matmul")
 
 Kernel = tuple[str, str, Callable[[torch.Tensor], torch.Tensor]]
 """Its name, its setting, and a call of it with a weight."""
@@ -275,18 +272,15 @@ def _expected(x: torch.Tensor, weight: torch.Tensor, activation: str) -> torch.T
 
 
 def kernel_of(config: Config) -> str:
-    if isinstance(config, RegisterConfig):
-        return "register"
     if isinstance(config, StreamedConfig):
         return "streamed"
     return "sliced" if isinstance(config, SlicedConfig) else "matvec" if config.block_m == 0 else "matmul"
 
 
 def setting(config: Config) -> str:
-    if isinstance(config, RegisterConfig):
-        return f"slices={config.num_slices} {config.num_warps}w"
     if isinstance(config, StreamedConfig):
-        return f"m={config.block_m} n={config.block_n} k={config.block_k} {config.num_warps}w {config.num_stages}s"
+        columns = f"{config.num_columns}{' joined' if config.is_joined else ''} of {config.block_n}"
+        return f"m={config.block_m} n={columns} k={config.block_k} {config.num_warps}w {config.num_stages}s"
     if isinstance(config, SlicedConfig):
         return f"n={config.block_n} k={config.num_slices}x{config.block_k} held {config.num_held} of {config.num_tiles}"
     return f"m={config.block_m} n={config.block_n} k={config.block_k} {config.num_warps}w {config.num_stages}s"
@@ -315,22 +309,8 @@ def layouts(linear: Linear, num_rows: int) -> list[Config]:
                     for held in (1, 2, 3)
                     if held <= tiles
                 ]  # fmt: skip
-    if 1 < num_rows <= REGISTER_ROWS:
-        found += [
-            RegisterConfig(num_slices=slices, num_warps=warps)
-            for slices, warps in itertools.product((1, 2, 4, 8), (1, 2, 4, 8))
-            if warps % slices == 0 and linear.size % (REGISTER_CHUNK * slices) == 0
-        ]
     if 1 < num_rows <= MOST_GATED_ROWS:
-        padded = 1 << (num_rows - 1).bit_length()
-        blocks = itertools.product({max(8, padded), max(16, padded)}, (64, 128), (64, 128, 256), (4, 8), (3, 4, 6))
-        found += [
-            StreamedConfig(block_m=block_m, block_n=block_n, block_k=block_k, num_stages=stages, num_warps=warps)
-            for block_m, block_n, block_k, warps, stages in blocks
-            if linear.size % block_k == 0
-            and block_n >= 16 * warps
-            and (block_n * num_halves * stages + block_m) * block_k * 2 <= SHARED_BYTES
-        ]
+        found += _streamed_layouts(linear, num_rows)
     if num_rows > 1:
         tallest = 16 if num_rows <= 16 else 64 if num_rows <= 64 else 128
         blocks = itertools.product({tallest, min(tallest, 64)}, (16, 32, 64, 128), (64, 128), (4, 8), (3, 4, 6))
@@ -342,6 +322,24 @@ def layouts(linear: Linear, num_rows: int) -> list[Config]:
             and (block_m + block_n * num_halves) * block_k * 2 * stages <= SHARED_BYTES
         ]
     return found
+
+
+def _streamed_layouts(linear: Linear, num_rows: int) -> list[Config]:
+    padded = 1 << (num_rows - 1).bit_length()
+    tiles = [(64, columns, False) for columns in (24, 32, 48, 64)] + [(128, 128, False)]
+    if linear.activation:
+        tiles += [(64, columns, True) for columns in (24, 32)]
+    blocks = itertools.product({max(8, padded), max(16, padded)}, tiles, (128, 256, 512), (2, 3, 4, 5, 6))
+    return [
+        StreamedConfig(
+            block_m=block_m, block_n=block_n, num_columns=columns, is_joined=is_joined, block_k=block_k,
+            num_stages=stages, num_warps=8 if num_rows > 32 and block_n == 128 else 4,
+        )
+        for block_m, (block_n, columns, is_joined), block_k, stages in blocks
+        if linear.size % block_k == 0
+        and (block_n * (2 if linear.activation and not is_joined else 1) * stages + block_m) * block_k * 2
+        <= SHARED_BYTES
+    ]  # fmt: skip
 
 
 def _show(rows: Sequence[Row], top: int) -> None:

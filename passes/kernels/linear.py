@@ -7,8 +7,6 @@ computes (`overlapped.py`).
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 import triton
 import triton.language as tl
@@ -16,16 +14,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from piecegraph.passes.kernels.gated import gated
 from piecegraph.passes.kernels.gpu_limits import gpu_limits
-from piecegraph.passes.kernels.linear_config import Config, RegisterConfig, SlicedConfig, linear_config
+from piecegraph.passes.kernels.linear_config import Config, SlicedConfig, linear_config
 from piecegraph.passes.kernels.overlapped import OverlappedKernel
 from piecegraph.passes.kernels.own_kernel import own_kernel
 from piecegraph.passes.kernels.prefetch import prefetch
-from piecegraph.passes.kernels.register_linear import (
-    UnknownLayoutError,
-    can_go_to_registers,
-    refuse,
-    register_linear_on_gpu,
-)
 from piecegraph.passes.kernels.sliced_linear import sliced_linear_on_gpu
 from piecegraph.passes.kernels.streamed_config import StreamedConfig
 from piecegraph.passes.kernels.streamed_linear import streamed_linear_on_gpu
@@ -39,8 +31,7 @@ def linear_of_rows_on_gpu(
 ) -> torch.Tensor | None:
     """As `linear_on_gpu`, by the kernel that its shapes take; None where the library is at least as fast."""
     num_rows, size = x.shape
-    config_of = partial(
-        linear_config,
+    config = linear_config(
         num_rows,
         weight.shape[0] // (2 if activation else 1),
         size,
@@ -48,18 +39,7 @@ def linear_of_rows_on_gpu(
         itemsize=x.element_size() if x.dtype == weight.dtype else 0,
         gpu=gpu_limits(x.get_device()),
     )
-    config = config_of()
-    if config is None:
-        return None
-    x = x.contiguous()
-    if isinstance(config, RegisterConfig) and can_go_to_registers(x, weight):
-        try:
-            return register_linear_on_gpu(x, weight, bias, activation, config)
-        except UnknownLayoutError as reason:
-            refuse(reason)
-    if isinstance(config, RegisterConfig):
-        config = config_of(to_registers=False)
-    return None if config is None else linear_on_gpu(x, weight, bias, activation, config)
+    return None if config is None else linear_on_gpu(x.contiguous(), weight, bias, activation, config)
 
 
 def linear_on_gpu(
@@ -72,8 +52,6 @@ def linear_on_gpu(
     """`x @ weight.T + bias`, or with an activation `act(gate) * up` of its two halves; `[num_rows, num_columns]`."""
     if isinstance(config, SlicedConfig):
         return sliced_linear_on_gpu(x, weight, bias, activation, config)
-    if isinstance(config, RegisterConfig):
-        return register_linear_on_gpu(x, weight, bias, activation, config)
     if isinstance(config, StreamedConfig):
         return streamed_linear_on_gpu(x, weight, bias, activation, config)
     num_rows, size = x.shape

@@ -26,15 +26,6 @@ class _Choice:
     compile: CompileKernel | None = None
 
 
-_CHECKS: dict[int, Callable[[str], None]] = {}
-
-
-def check_with(kernel: Any, check: Callable[[str], None]) -> None:
-    """Whenever Triton compiles this marked kernel, give `check` what it made of it for a GPU (TTGIR; nothing, where
-    Triton keeps binaries alone), before anybody keeps the kernel. What it raises, the launch raises."""
-    _CHECKS[id(kernel)] = check
-
-
 def own_kernel(kernel: Kernel) -> Kernel:
     """A decorator, above `triton.jit`. What Triton's interpreter runs is left as it is."""
     marked: Any = kernel
@@ -46,14 +37,8 @@ def own_kernel(kernel: Kernel) -> Kernel:
         made = marked.create_binder()
         plain = marked.compile
 
-        def checked(src: Any, **how: Any) -> Any:
-            compiled = plain(src, **how)
-            if id(marked) in _CHECKS:
-                _CHECKS[id(marked)](compiled.asm.get("ttgir", ""))
-            return compiled
-
         def compile_one(src: Any, **how: Any) -> Any:
-            return checked(src, **how) if _Choice.compile is None else _Choice.compile(checked, src, **how)
+            return plain(src, **how) if _Choice.compile is None else _Choice.compile(plain, src, **how)
 
         marked.compile = compile_one
         return made

@@ -16,21 +16,25 @@ MOST_ROWS = 32
 """Of more rows, what every program reads of them takes as long as its weights."""
 
 MOST_GATED_ROWS = 64
-"""Where the library's activation is a kernel more."""
+"""Of a large weight: the library's activation is a kernel more."""
 
 FEW_ROWS = 8
+"""Up to so many rows a large gated weight has tiles of 128 lines."""
 
-SMALL_GATED_ROWS = (9, 16)
-"""Of a small gated weight: fewer rows go to registers, more have tiles of their own."""
+SHORT_ROWS = 16
+"""Up to so many rows small weights are streamed whole, and long sums of them in parts."""
 
 LONG_SIZE = 3072
-"""For up to 16 rows of a small weight, shorter sums are left whole."""
+"""For up to `SHORT_ROWS` rows of a small weight, shorter sums are left whole."""
 
 MIN_TILES = 3
 """Of a part."""
 
 MIN_FILL = 0.45
 """Programs, of the multiprocessors, at least."""
+
+WIDE_FILL = 0.7
+"""The same where a weight in one part is not gated: other kernels spread it better."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,24 +55,52 @@ class StreamedConfig:
 def streamed_config(
     num_rows: int, num_columns: int, size: int, *, is_gated: bool, itemsize: int, gpu: GpuLimits
 ) -> StreamedConfig | None:
-    """The layout for a gated `[num_rows, size] @ [2 * num_columns, size].T`; None where another kernel, or the library,
-    is at least as fast in a model's graph, which is so for all that are not gated."""
-    if not is_gated or itemsize != 2 or not gpu.can_overlap or num_rows > MOST_GATED_ROWS:
+    """The layout for `[num_rows, size] @ [num_columns, size].T`, twice the columns in the weight with `is_gated`; None
+    where another kernel, or the library, is at least as fast in a model's graph."""
+    if itemsize != 2 or not gpu.can_overlap or num_rows < 2:
         return None
-    is_small = 2 * num_columns * size * itemsize <= SMALL_WEIGHT_BYTES
-    if is_small:
-        if not SMALL_GATED_ROWS[0] <= num_rows <= SMALL_GATED_ROWS[1]:
-            return None
-        config = StreamedConfig(block_m=16, block_n=64, num_columns=64, block_k=128, num_stages=6)
-    elif num_rows == 1:
+    weight_bytes = num_columns * size * itemsize * (2 if is_gated else 1)
+    choose = _gated_config if is_gated else _plain_config
+    config = choose(num_rows, num_columns, size, weight_bytes, gpu)
+    if config is None or not _fits(config, num_columns, size, gpu, is_gated=is_gated):
         return None
-    elif num_rows <= FEW_ROWS:
-        config = StreamedConfig(block_m=8, block_n=128, num_columns=128, block_k=128, num_stages=3)
-    elif num_rows <= MOST_ROWS:
-        config = StreamedConfig(block_m=_padded(num_rows), block_n=64, num_columns=64, block_k=128, num_stages=3)
-    else:
-        config = StreamedConfig(block_m=64, block_n=128, num_columns=128, block_k=128, num_stages=3, num_warps=8)
-    return config if _fits(config, num_columns, size, gpu, is_gated=True) else None
+    return config
+
+
+def _gated_config(
+    num_rows: int, num_columns: int, size: int, weight_bytes: int, gpu: GpuLimits
+) -> StreamedConfig | None:
+    """Of a large weight, a tile for each half; else both in one, and all of a small weight on its way at once."""
+    if num_rows > (MOST_GATED_ROWS if weight_bytes > MIDDLE_WEIGHT_BYTES else MOST_ROWS):
+        return None
+    block_m = _padded(num_rows)
+    if weight_bytes <= MIDDLE_WEIGHT_BYTES:
+        block_k, num_stages = _tiles(size, 5 if weight_bytes <= SMALL_WEIGHT_BYTES else 3)
+        return StreamedConfig(
+            block_m=block_m, block_n=64, num_columns=32, is_joined=True, block_k=block_k, num_stages=num_stages
+        )
+    if num_rows > MOST_ROWS:
+        return StreamedConfig(block_m=64, block_n=128, num_columns=128, block_k=128, num_stages=3, num_warps=8)
+    if num_rows <= FEW_ROWS and num_columns // 128 * 10 >= 8 * gpu.num_sms:
+        return StreamedConfig(block_m=8, block_n=128, num_columns=128, block_k=128, num_stages=3)
+    return StreamedConfig(block_m=block_m, block_n=64, num_columns=64, block_k=128, num_stages=3)
+
+
+def _plain_config(
+    num_rows: int, num_columns: int, size: int, weight_bytes: int, gpu: GpuLimits
+) -> StreamedConfig | None:
+    """One wave of programs that is as full as can be."""
+    if num_rows > (SHORT_ROWS if weight_bytes <= SMALL_WEIGHT_BYTES else MOST_ROWS):
+        return None
+    if weight_bytes > MIDDLE_WEIGHT_BYTES:
+        return None
+    columns = next((each for each in (24, 32, 48, 64) if -(-num_columns // each) <= gpu.num_sms), None)
+    if columns is None or -(-num_columns // columns) < WIDE_FILL * gpu.num_sms:
+        return None
+    block_k, num_stages = _tiles(size, 4)
+    return StreamedConfig(
+        block_m=_padded(num_rows), block_n=64, num_columns=columns, block_k=block_k, num_stages=num_stages
+    )
 
 
 @lru_cache(maxsize=4096)
@@ -86,23 +118,26 @@ def streamed_parts_config(
         return None
     elif weight_bytes > SMALL_WEIGHT_BYTES:
         block_k, num_stages, programs = 128, 6, 2 * gpu.num_sms
-    elif num_rows <= 16 and size < LONG_SIZE:
-        return None
-    else:
+    elif num_rows > SHORT_ROWS:
         block_k, num_stages, programs = 128, 8, gpu.num_sms
+    elif size >= LONG_SIZE:
+        block_k, num_stages, programs = 256, 4, gpu.num_sms
+    else:
+        return None
     tiles = size // block_k
     for parts in range(min(programs // (num_columns // 64), tiles // MIN_TILES), 1, -1):
-        if tiles % parts == 0 and parts * (num_columns // 64) >= MIN_FILL * gpu.num_sms:
+        if tiles % parts == 0:
             config = StreamedConfig(
-                block_m=_padded(num_rows),
-                block_n=64,
-                num_columns=64,
-                block_k=block_k,
-                num_stages=num_stages,
+                block_m=_padded(num_rows), block_n=64, num_columns=64, block_k=block_k, num_stages=num_stages,
                 num_parts=parts,
-            )
+            )  # fmt: skip
             return config if _fits(config, num_columns, size, gpu, is_gated=False) else None
     return None
+
+
+def _tiles(size: int, num_stages: int) -> tuple[int, int]:
+    """Numbers of a row in a tile, and stages: twice as many of half the size where that divides a row."""
+    return (256, num_stages) if size % 256 == 0 else (128, 2 * num_stages)
 
 
 def _padded(num_rows: int) -> int:
@@ -114,7 +149,6 @@ def _fits(config: StreamedConfig, num_columns: int, size: int, gpu: GpuLimits, *
     """Whole tiles, columns enough for the multiprocessors, and shared memory for what is on its way."""
     if size % config.block_k or size < MIN_TILES * config.block_k or num_columns % 16:
         return False
-    tile_bytes = config.block_n * config.block_k * 2 * (2 if is_gated else 1)
-    programs = -(-num_columns // config.num_columns) * config.num_parts
+    tile_bytes = config.block_n * config.block_k * 2 * (2 if is_gated and not config.is_joined else 1)
     has_room = config.num_stages * tile_bytes + config.block_m * config.block_k * 2 <= gpu.shared_bytes
-    return has_room and (programs >= MIN_FILL * gpu.num_sms or (is_gated and programs >= gpu.num_sms // 4))
+    return has_room and -(-num_columns // config.num_columns) * config.num_parts >= MIN_FILL * gpu.num_sms

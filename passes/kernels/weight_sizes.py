@@ -6,4 +6,4 @@ SMALL_WEIGHT_BYTES = 16 * 2**20
 """All multiprocessors together read so much in one wave of programs."""
 
 MIDDLE_WEIGHT_BYTES = 64 * 2**20
-"""Up to so much, few rows are read through registers faster than by the library (`register_linear.py`)."""
+"""Up to so much, a linear of few rows is streamed in one wave of programs; the library reads larger ones as fast."""

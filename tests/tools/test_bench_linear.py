@@ -7,10 +7,7 @@ import torch
 from click.testing import CliRunner
 
 from piecegraph.passes.kernels.linear_config import (
-    REGISTER_CHUNK,
-    REGISTER_ROWS,
     SLICED_ROWS,
-    RegisterConfig,
     SlicedConfig,
     linear_config,
 )
@@ -51,7 +48,6 @@ def test_a_sweep_has_layouts_of_every_kernel_that_takes_the_rows(model: str, num
         kinds = {kernel_of(each) for each in found}
         assert ("matvec" in kinds) == (num_rows in (1, 2, 4))
         assert ("sliced" in kinds) == (num_rows <= SLICED_ROWS)
-        assert ("register" in kinds) == (1 < num_rows <= REGISTER_ROWS)
         assert ("matmul" in kinds) == (num_rows > 1)
         assert ("streamed" in kinds) == (1 < num_rows <= MOST_GATED_ROWS)
         assert kinds <= set(KERNELS)
@@ -59,8 +55,6 @@ def test_a_sweep_has_layouts_of_every_kernel_that_takes_the_rows(model: str, num
             if isinstance(each, SlicedConfig):
                 assert each.num_slices * each.block_k * each.num_tiles == linear.size
                 assert each.num_held <= each.num_tiles and num_rows <= each.block_m
-            elif isinstance(each, RegisterConfig):
-                assert linear.size % (REGISTER_CHUNK * each.num_slices) == each.num_warps % each.num_slices == 0
             elif isinstance(each, StreamedConfig):
                 assert each.block_m >= num_rows and linear.size % each.block_k == 0
             elif each.block_m:

@@ -22,10 +22,10 @@ SIZE = 512
 
 def forget_compiled() -> None:
     """As in a new process."""
-    from piecegraph.passes.kernels import act_mul, linear, register_linear, sliced_linear
+    from piecegraph.passes.kernels import act_mul, linear, sliced_linear, streamed_linear
 
     act_mul._act_mul.device_caches.clear()
-    for kernel in (linear._matvec, linear._matmul, sliced_linear._sliced, register_linear._register):
+    for kernel in (linear._matvec, linear._matmul, sliced_linear._sliced, streamed_linear._streamed):
         kernel._compiled.clear()
         kernel.kernel.device_caches.clear()
 

@@ -14,8 +14,6 @@ import triton
 import triton.language as tl
 
 from piecegraph.passes.kernels.own_kernel import (
-    _CHECKS,
-    check_with,
     compile_with,
     hash_functions_called,
     own_kernel,
@@ -71,30 +69,6 @@ def test_what_the_interpreter_runs_is_left() -> None:
     before = dict(vars(function))
     assert own_kernel(function) is function
     assert vars(function) == before
-
-
-def test_what_is_compiled_is_checked_before_anybody_has_it(no_gpu: NoGpu, tmp_path: Path) -> None:
-    """Also by whom one chooses to compile: what a check refuses is not given to who would keep it."""
-    kept = []
-
-    def refuse(ttgir: str) -> None:
-        raise ZeroDivisionError(ttgir)
-
-    def compile_one(plain: Any, src: Any, **how: Any) -> Any:
-        kept.append(plain(src, **how))
-        return kept[-1]
-
-    check_with(small, refuse)
-    try:
-        for chosen in (None, compile_one):
-            compile_with(chosen)
-            with pytest.raises(ZeroDivisionError, match="tt.func public @small"):
-                warm_up(small, 128)
-    finally:
-        compile_with(None)
-        _CHECKS.pop(id(small))
-    assert not kept
-    warm_up(small, 128)
 
 
 def test_functions_are_hashed_before_those_that_call_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,15 +10,19 @@ from piecegraph.passes.kernels.streamed_config import (
     MIN_TILES,
     MOST_GATED_ROWS,
     MOST_ROWS,
-    SMALL_GATED_ROWS,
+    SHORT_ROWS,
     StreamedConfig,
     streamed_config,
     streamed_parts_config,
 )
+from piecegraph.passes.kernels.weight_sizes import MIDDLE_WEIGHT_BYTES
 from tests.gpus import H200, RTX_4090
 
-GATED = [(3072, 1024), (14336, 4096), (9728, 2560), (18944, 3584)]
-"""Columns and size of gate and up: Qwen3-0.6B, Llama-8B, Qwen3-4B, Qwen2-7B."""
+GATED = [(3072, 1024), (4864, 896), (14336, 4096), (9728, 2560), (18944, 3584)]
+"""Columns and size of gate and up: Qwen3-0.6B, Qwen2-0.5B, Llama-8B, Qwen3-4B, Qwen2-7B."""
+
+WHOLE = [(4096, 1024, SHORT_ROWS), (6144, 4096, MOST_ROWS), (4608, 3584, MOST_ROWS), (1024, 2048, 0), (1152, 896, 0)]
+"""Columns and size of projections that no norm follows, and up to how many rows they are streamed."""
 
 PLAIN = [(1024, 3072), (1024, 2048), (4096, 4096), (4096, 14336), (3584, 18944), (896, 4864)]
 
@@ -29,19 +33,31 @@ def shared_bytes(config: StreamedConfig, halves: int) -> int:
 
 @pytest.mark.parametrize(("num_columns", "size"), GATED)
 def test_gated_linears(num_columns: int, size: int) -> None:
-    """Large ones from two rows on; a small one where it has no better kernel."""
+    """From two rows on, small ones as large ones; more rows of large ones."""
     found = {
         rows: streamed_config(rows, num_columns, size, is_gated=True, itemsize=2, gpu=H200) for rows in range(1, 130)
     }
-    is_small = num_columns == 3072
+    is_large = 4 * num_columns * size > MIDDLE_WEIGHT_BYTES
     taken = [rows for rows, config in found.items() if config is not None]
-    low, high = SMALL_GATED_ROWS if is_small else (2, MOST_GATED_ROWS)
-    assert taken == list(range(low, high + 1))
+    assert taken == list(range(2, (MOST_GATED_ROWS if is_large else MOST_ROWS) + 1))
     for rows in taken:
         config = found[rows]
         assert config is not None and rows <= config.block_m and config.num_parts == 1
+        assert config.num_columns == config.block_n // (2 if config.is_joined else 1) and config.is_joined != is_large
         assert config.block_n >= 16 * config.num_warps and size % config.block_k == 0
-        assert shared_bytes(config, 2) <= H200.shared_bytes
+        assert shared_bytes(config, 1 if config.is_joined else 2) <= H200.shared_bytes
+
+
+@pytest.mark.parametrize(("num_columns", "size", "up_to"), WHOLE)
+def test_whole_sums_fill_one_wave(num_columns: int, size: int, up_to: int) -> None:
+    """So few columns a program that no multiprocessor has two, and most have one."""
+    for rows in range(1, 100):
+        config = streamed_config(rows, num_columns, size, is_gated=False, itemsize=2, gpu=H200)
+        assert (config is not None) == (2 <= rows <= up_to)
+        if config is not None:
+            programs = -(-num_columns // config.num_columns)
+            assert 0.7 * H200.num_sms <= programs <= H200.num_sms and config.num_columns <= config.block_n
+            assert size % config.block_k == 0 and shared_bytes(config, 1) <= H200.shared_bytes
 
 
 @pytest.mark.parametrize(("num_columns", "size"), PLAIN)
@@ -62,8 +78,8 @@ def test_parts_cover_a_row(num_columns: int, size: int, num_rows: int) -> None:
 
 
 def test_what_is_not_streamed() -> None:
-    """Other types, GPUs whose kernels do not overlap, columns and sizes of no whole tiles, little shared memory."""
-    assert streamed_config(4, 14336, 4096, is_gated=False, itemsize=2, gpu=H200) is None
+    """The head; other types, GPUs whose kernels do not overlap, columns and sizes of no whole tiles, little memory."""
+    assert streamed_config(4, 128256, 4096, is_gated=False, itemsize=2, gpu=H200) is None
     small = replace(H200, shared_bytes=99 * 2**10)
     for num_columns, size, itemsize, gpu in (
         (14336, 4096, 4, H200), (14336, 4096, 2, RTX_4090), (14336, 4100, 2, H200), (14336, 4096, 2, small),

@@ -4,6 +4,7 @@ wait. At real sizes on a GPU see `test_linear.py` and `test_norm_linear.py` of t
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -22,14 +23,16 @@ def check_interpreted() -> None:
     from piecegraph.passes.kernels.streamed_linear import streamed_linear_on_gpu, streamed_parts_on_gpu
 
     torch.manual_seed(0)
-    for num_rows, columns, tiles, num_parts, has_bias in (
-        (1, 64, 3, 1, False),
-        (8, 128, 1, 1, True),
-        (5, 80, 4, 1, True),
-        (16, 64, 6, 3, False),
+    for num_rows, columns, of_program, tiles, num_parts, has_bias in (
+        (1, 64, 64, 3, 1, False),
+        (8, 128, 32, 1, 1, True),
+        (5, 80, 24, 4, 1, True),
+        (16, 64, 64, 6, 3, False),
     ):
         x = torch.randn(num_rows, tiles * 32)
-        config = StreamedConfig(block_m=16, block_n=64, block_k=32, num_stages=3, num_parts=num_parts)
+        config = StreamedConfig(
+            block_m=16, block_n=64, num_columns=of_program, block_k=32, num_stages=3, num_parts=num_parts
+        )
         for activation in ("", "silu") if num_parts == 1 else ("",):
             weight = torch.randn(columns * (2 if activation else 1), x.shape[1]) / x.shape[1] ** 0.5
             bias = torch.randn(weight.shape[0]) if has_bias else None
@@ -41,7 +44,8 @@ def check_interpreted() -> None:
                 continue
             wanted = F.linear(x, weight, bias)
             wanted = act_mul_reference(wanted, activation) if activation else wanted
-            out = streamed_linear_on_gpu(x, weight, bias, activation, config)
+            joined = replace(config, is_joined=activation != "" and of_program <= 32)
+            out = streamed_linear_on_gpu(x, weight, bias, activation, joined)
             torch.testing.assert_close(out, wanted, atol=2e-5, rtol=2e-5)
 
 
@@ -55,7 +59,8 @@ def test_interpreted() -> None:
     ("num_rows", "num_columns", "size", "activation"),
     [
         (2, 14336, 4096, "silu"), (16, 14336, 4096, "silu"), (32, 14336, 4096, "gelu"), (64, 14336, 4096, "silu"),
-        (16, 3072, 1024, "silu"), (1, 4096, 14336, ""), (32, 4096, 4096, ""), (8, 1024, 3072, ""),
+        (16, 3072, 1024, "silu"), (32, 3072, 1024, "silu"), (4, 4864, 896, "silu"),
+        (8, 4096, 1024, ""), (32, 6144, 4096, ""), (1, 4096, 14336, ""), (32, 1024, 2048, ""), (8, 1024, 3072, ""),
     ],
 )  # fmt: skip
 def test_on_a_gpu_weights_are_asked_for_before_the_wait(
@@ -64,25 +69,25 @@ def test_on_a_gpu_weights_are_asked_for_before_the_wait(
     """All tiles but one that a program has room for; and no register is spilled."""
     from piecegraph.passes.kernels.streamed_linear import streamed_kernel
 
-    if activation:
-        config = streamed_config(num_rows, num_columns, size, is_gated=True, itemsize=2, gpu=H200)
-    else:
-        config = streamed_parts_config(num_rows, num_columns, size, itemsize=2, gpu=H200)
+    config = streamed_config(num_rows, num_columns, size, is_gated=bool(activation), itemsize=2, gpu=H200)
+    config = config or streamed_parts_config(num_rows, num_columns, size, itemsize=2, gpu=H200)
     assert config is not None
     short = torch.empty(0, dtype=dtype)
     arguments = {
-        "x": short, "weight": short, "bias": None, "out": short if activation else torch.empty(0),
+        "x": short, "weight": short, "bias": None, "out": short if config.num_parts == 1 else torch.empty(0),
         "num_columns": num_columns, "size": size, "num_rows": num_rows,
         "num_tiles": size // config.block_k // config.num_parts,
-        "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "STAGES": config.num_stages,
-        "ACTIVATION": activation, "OVERLAP": True,
+        "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "COLUMNS": config.num_columns, "JOINED": config.is_joined,
+        "BLOCK_K": config.block_k, "STAGES": config.num_stages, "ACTIVATION": activation, "OVERLAP": True,
     }  # fmt: skip
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages, "launch_pdl": True}
     ptx = compile_for_gpu(streamed_kernel, arguments, options)
     copies = [found.start() for found in re.finditer(r"cp\.async\.cg", ptx)]
     wait = ptx.index("griddepcontrol.wait")
     threads = 32 * config.num_warps
-    a_tile = config.block_n * config.block_k * (2 if activation else 1) // (8 * threads)  # 16 bytes each
+    a_tile = (
+        config.block_n * config.block_k * (2 if activation and not config.is_joined else 1) // (8 * threads)
+    )  # 16 bytes each
     assert sum(at < wait for at in copies) >= (config.num_stages - 1) * a_tile
     assert "wgmma.mma_async" in ptx or "mma.sync" in ptx
     assert "st.local" not in ptx

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from piecegraph.passes.kernels.linear_config import MATVEC_ROWS, RegisterConfig, SlicedConfig, linear_config
+from piecegraph.passes.kernels.linear_config import MATVEC_ROWS, SlicedConfig, linear_config
 from piecegraph.passes.kernels.streamed_config import StreamedConfig
 from piecegraph.passes.ops.linear import LINEAR
 from tests.gpus import H200
@@ -31,9 +31,9 @@ LONG = [(1, 64, 2048), (1, 32, 4096)]
 LARGE = [(1, 4096, 4096), (1, 16384, 1024)]
 """Weights of several waves of programs."""
 
-REGISTER = [(rows, columns, size) for rows in range(2, 9) for columns, size in ((64, 512), (1024, 1024), (4096, 1536))]
-REGISTER += [(8, 4096, 4096), (5, 6144, 4096)]
-"""Two to eight rows of whole chunks, gated; and of larger weights, not gated."""
+MIDDLE = [(rows, columns, size) for rows in range(2, 9) for columns, size in ((64, 512), (1024, 1024), (4096, 1536))]
+MIDDLE += [(8, 4096, 4096), (5, 6144, 4096), (31, 6144, 4096), (17, 4096, 2304)]
+"""Larger weights, not gated, and small ones in several tiles."""
 
 SLICED = [
     (rows, *weight)
@@ -44,8 +44,8 @@ SLICED = [
 
 STREAMED = [(rows, 8448, 1024) for rows in (2, 3, 5, 8, 9, 16, 17, 31, 32, 33, 48, 64)]
 STREAMED += [(rows, columns, size) for rows in (9, 13, 16) for columns in (4480, 6144) for size in (512, 768, 1024)]
-STREAMED += [(8, 17408, 2048), (32, 17408, 2048)]
-"""Gated: large weights, and small ones of 9 to 16 rows."""
+STREAMED += [(rows, 17408, 2048) for rows in (16, 32, 33, 64)] + [(rows, 27136, 1280) for rows in (2, 8)]
+"""Gated: large weights, and smaller ones."""
 
 
 def make_inputs(shape: torch.Size, random: torch.Generator) -> Tensors:
@@ -85,21 +85,18 @@ def test_it_is_no_less_exact_than_torch(dtype: torch.dtype) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_kernels_are_no_less_exact_than_torch(dtype: torch.dtype) -> None:
-    check_against_torch([*SHAPES, *WIDE, *LONG, *LARGE, *REGISTER, *SLICED, *STREAMED], dtype, "cuda")
+    check_against_torch([*SHAPES, *WIDE, *LONG, *LARGE, *MIDDLE, *SLICED, *STREAMED], dtype, "cuda")
 
 
 def test_those_shapes_take_every_kernel_and_the_library() -> None:
     """So that the test before means something: on an H200, with an activation and without."""
-    taken = {"matvec": 0, "register": 0, "sliced": 0, "streamed": 0, "matmul": 0, "library": 0}
+    taken = {"matvec": 0, "sliced": 0, "streamed": 0, "matmul": 0, "library": 0}
     block_ns: set[tuple[object, int]] = set()
-    for rows, columns, size in [*SHAPES, *WIDE, *LONG, *LARGE, *REGISTER, *SLICED, *STREAMED]:
+    for rows, columns, size in [*SHAPES, *WIDE, *LONG, *LARGE, *MIDDLE, *SLICED, *STREAMED]:
         for is_gated in (False, True):
             config = linear_config(rows, columns // (1 + is_gated), size, is_gated=is_gated, itemsize=2, gpu=H200)
             if config is None:
                 taken["library"] += 1
-            elif isinstance(config, RegisterConfig):
-                taken["register"] += 1
-                block_ns.add(("register", config.num_warps))
             elif isinstance(config, SlicedConfig):
                 taken["sliced"] += 1
                 block_ns.add(("sliced", config.block_n))
@@ -111,12 +108,8 @@ def test_those_shapes_take_every_kernel_and_the_library() -> None:
                 block_ns.add((config.block_m, config.block_n))
     assert min(taken.values()) >= 30, taken
     sliced = {("sliced", block_n) for block_n in (8, 16, 32)}
-    register = {("register", num_warps) for num_warps in (2, 8)}
     streamed = {("streamed", block_m) for block_m in (8, 16, 32, 64)}
-    assert (
-        block_ns
-        == {(0, 1), (0, 2), (0, 4), (0, 8), (64, 16), (64, 32), (128, 32), (128, 64)} | sliced | register | streamed
-    )
+    assert block_ns == {(0, 1), (0, 2), (0, 4), (0, 8), (64, 16), (64, 32), (128, 32), (128, 64)} | sliced | streamed
 
 
 @pytest.mark.parametrize("bias", [True, False])
