@@ -16,6 +16,7 @@ from torch import fx
 from piecegraph.passes import torch_ir as ir
 from piecegraph.passes.effects import ELEMENTWISE, Memory, viewed
 from piecegraph.passes.graph_pass import GraphPass, Miss, PassContext, PassResult
+from piecegraph.passes.repeated_halves import repeat_halves
 from piecegraph.passes.rotary_pattern import ATTENTION_LAYOUT, RotatedHeads, rotated_heads
 from piecegraph.passes.torch_ir import Columns, NoMatch
 
@@ -30,7 +31,8 @@ class FuseRopeKVWrite(GraphPass):
     `attention_op(query, key, value, out, *rest)` becomes
     `fused_op(query, key, value, out, cos, sin, q_norm_weight, k_norm_weight, norm_eps, norm_offset, *rest)`, with
     query and key `[tokens, heads, dim]` as projected, which the op may overwrite: nothing else may read that query.
-    Rounds once where the graph rounds after each step, and takes tables as they were before they were rounded.
+    Rounds once where the graph rounds after each step, and takes tables as they were before they were rounded; their
+    halves become repetitions (`repeated_halves.py`).
     """
 
     attention_op: str = "piecegraph::attention"
@@ -56,6 +58,8 @@ class FuseRopeKVWrite(GraphPass):
                 misses.append(Miss(call.name, str(reason)))
                 continue
             _fuse(graph, call, fused_op, query, key, tables)
+            for table in (query.cos, query.sin):
+                repeat_halves(graph, table)
         return PassResult(len(calls) - len(misses), tuple(misses))
 
 
