@@ -124,12 +124,12 @@ class FlashAttnImpl:
         layer = LayerTensors(query, key, value, out, scale, window, softcap, sinks, kv_cache, rotary)
         if metadata.write_from < metadata.num_tokens:
             self._write(layer, metadata)
-        if metadata.triton_decode is not None:
+        self.attend(layer, metadata)
+        if metadata.triton_decode is not None:  # last: it reads cached keys before the kernel ahead has ended
             self._triton.forward(
                 query, key, value, out, scale=scale, window=window, softcap=softcap, sinks=sinks, kv_cache=kv_cache,
                 metadata=metadata.triton_decode, rotary=rotary,
             )  # fmt: skip
-        self.attend(layer, metadata)
 
     def attend(self, layer: LayerTensors, metadata: FlashAttnMetadata) -> None:
         """What flash-attn's own kernels do of a step whose keys and values are written."""

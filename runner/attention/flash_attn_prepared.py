@@ -51,10 +51,10 @@ class PreparedFlashAttn:
                 num_tokens,
                 layout.heads,
             )
-        if metadata.triton_decode is not None:
+        self._impl.attend(self._layer, metadata)
+        if metadata.triton_decode is not None:  # last: it reads cached keys before the kernel ahead has ended
             assert self._decode is not None
             self._decode(metadata.triton_decode)
-        self._impl.attend(self._layer, metadata)
 
     def _bound(self, metadata: FlashAttnMetadata) -> PreparedKernel:
         call = kv_write_call(

@@ -106,8 +106,9 @@ def kernel_calls(call: LayerCall, metadata: TritonMetadata) -> Iterator[KernelCa
     """What the batch takes, in order. Decode requests and all others share no row of `out`.
 
     A request may read what another computes in this very step, where their tokens begin alike. So in a mixed batch
-    all keys and values are written first, and the order of the rest is free: decode comes last, because then the
-    kernel after it may start while it still works (`passes/kernels/overlapped.py`).
+    all keys and values are written first. Decode comes last: the kernel after it may start while it still works
+    (`passes/kernels/overlapped.py`), and it reads cached keys and values before the kernel ahead of it has ended,
+    which must not be the one that writes them.
     """
     assert metadata.gpu is not None
     shape, num_decode_reqs = call.shape, metadata.num_decode_reqs

@@ -222,6 +222,18 @@ def test_our_decode_kernel_writes_its_own_keys(batch: str, write_from: int) -> N
         assert metadata.triton_decode.num_reqs == metadata.triton_decode.num_decode_reqs == metadata.num_decode_reqs
 
 
+def test_our_decode_kernel_comes_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reads cached keys before the kernel ahead has ended, which must not be the one that writes them."""
+    case, impl, builder = case_of("fa4 and triton", lens=BATCHES["mixed"], num_padded=2)
+    order: list[str] = []
+    for owner, name in ((impl, "_write"), (impl, "attend"), (impl._triton, "forward")):
+        monkeypatch.setattr(owner, name, lambda *tensors, _name=name, **options: order.append(_name))
+    impl.forward(
+        case.query, case.key, case.value, output(case), **options_of(case), metadata=builder.build(case.metadata)
+    )
+    assert order == ["_write", "attend", "forward"]
+
+
 def test_views_keep_the_addresses_of_the_fixed_buffers() -> None:
     case, _, builder = case_of("fa4 and fa2", lens=BATCHES["mixed"])
     metadata = builder.init_capture(case.metadata)
