@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,8 +23,37 @@ _POINTERS = {
 
 
 def compile_for_gpu(kernel: Any, arguments: Mapping[str, Any], options: Mapping[str, Any]) -> str:
-    """The kernel's PTX. `arguments` by parameter: tensors, of which only the dtype counts, numbers, constants, None.
-    Raises what Triton's compiler raises, and AssertionError for a kernel that no program has the memory for."""
+    """The kernel's PTX, of `compiled_for_gpu`."""
+    ptx: str = compiled_for_gpu(kernel, arguments, options).asm["ptx"]
+    return ptx
+
+
+def asked_before_the_wait(compiled: Any) -> tuple[int, int]:
+    """Of a kernel that waits for the one ahead in the first turn of its loop: copies to shared memory before the loop,
+    and loads of floats before the wait, by Triton's own form of the kernel."""
+    lines = compiled.asm["ttgir"].splitlines()
+    loops = [at for at, line in enumerate(lines) if "scf.for" in line]
+    waits = [at for at, line in enumerate(lines) if "griddepcontrol.wait" in line]
+    loop = max(at for at in loops if at < max(waits))
+    wait = min(at for at in waits if at > loop)
+    copies = sum("async_copy_global_to_local" in line for line in lines[:loop])
+    floats = sum("tt.load" in line and ("f16>" in line or "bf16>" in line) for line in lines[:wait])
+    return copies, floats
+
+
+def stack_bytes(compiled: Any, folder: Path) -> int:
+    """Of a thread's registers that did not fit, by the binary's own account."""
+    binary = folder / "kernel.cubin"
+    binary.write_bytes(compiled.asm["cubin"])
+    tool = Path(triton.__path__[0], "backends", "nvidia", "bin", "cuobjdump")
+    told = subprocess.run([tool, "-res-usage", binary], capture_output=True, text=True, check=True).stdout
+    return int(re.findall(r"STACK:(\d+)", told)[-1])
+
+
+def compiled_for_gpu(kernel: Any, arguments: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
+    """What Triton makes of a kernel. `arguments` by parameter: tensors, of which only the dtype counts, numbers,
+    constants, None. Raises what Triton's compiler raises, and AssertionError for a kernel that no program has the
+    memory for."""
     signature, constants, attributes = {}, {}, {}
     assert list(arguments) == kernel.arg_names
     for index, (parameter, value) in enumerate(zip(kernel.params, arguments.values(), strict=True)):
@@ -40,5 +72,4 @@ def compile_for_gpu(kernel: Any, arguments: Mapping[str, Any], options: Mapping[
     source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
     compiled = triton.compile(source, target=HOPPER, options=dict(options))
     assert compiled.metadata.shared <= H200.shared_bytes
-    ptx: str = compiled.asm["ptx"]
-    return ptx
+    return compiled

@@ -24,6 +24,7 @@ from typing import Any
 import click
 import torch
 
+from piecegraph.passes.kernels.gpu_limits import GpuLimits
 from piecegraph.runner.attention.kernels.decode_config import (
     SPLIT_BOUNDS,
     DecodeConfig,
@@ -156,7 +157,8 @@ def main(
     if not torch.cuda.is_available():
         raise click.ClickException("torch sees no NVIDIA GPU; this benchmark needs one.")
     device = torch.device("cuda", torch.cuda.current_device())
-    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    gpu = GpuLimits.of(device)
+    num_sms = gpu.num_sms
     click.echo(f"{torch.cuda.get_device_name(device)}, {num_sms} SMs, torch {torch.__version__}, {triton_version()}")
     click.echo(f"{q_heads}/{kv_heads} heads of {head_dim}, {dtype}, blocks of {block_size}; floor at 4.08 TB/s")
     rows: list[Row] = []
@@ -165,7 +167,10 @@ def main(
             batch=batch, context=context, num_q_heads=q_heads, num_kv_heads=kv_heads, head_dim=head_dim,
             block_size=block_size, dtype=getattr(torch, dtype),
         )  # fmt: skip
-        default = decode_config(shape.heads, num_reqs=batch, max_len=context, num_sms=num_sms)
+        default = decode_config(
+            shape.heads, num_reqs=batch, max_len=context, num_sms=num_sms, shared_bytes=gpu.shared_bytes,
+            can_overlap=gpu.can_overlap,
+        )  # fmt: skip
         grid = [default]
         if not default_only:
             grid += [

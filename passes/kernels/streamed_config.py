@@ -33,6 +33,9 @@ MIN_TILES = 3
 MIN_FILL = 0.45
 """Programs, of the multiprocessors, at least."""
 
+LAST_FILL = 0.8
+"""Of several waves at least: memory is read at full speed by one that is half empty, but not by a last one of a few."""
+
 WIDE_FILL = 0.7
 """The same where a weight in one part is not gated: other kernels spread it better."""
 
@@ -81,7 +84,7 @@ def _gated_config(
         )
     if num_rows > MOST_ROWS:
         return StreamedConfig(block_m=64, block_n=128, num_columns=128, block_k=128, num_stages=3, num_warps=8)
-    if num_rows <= FEW_ROWS and num_columns // 128 * 10 >= 8 * gpu.num_sms:
+    if num_rows <= FEW_ROWS and 8 * gpu.num_sms <= num_columns // 128 * 10 <= 10 * gpu.num_sms:
         return StreamedConfig(block_m=8, block_n=128, num_columns=128, block_k=128, num_stages=3)
     return StreamedConfig(block_m=block_m, block_n=64, num_columns=64, block_k=128, num_stages=3)
 
@@ -141,14 +144,19 @@ def _tiles(size: int, num_stages: int) -> tuple[int, int]:
 
 
 def _padded(num_rows: int) -> int:
-    """Rows that tensor cores take: a power of two, 16 or more."""
+    """Rows of a program: a power of two, 16 or more. Triton 3.6 gives eight to the tensor cores of older GPUs."""
     return max(16, 1 << (num_rows - 1).bit_length())
 
 
 def _fits(config: StreamedConfig, num_columns: int, size: int, gpu: GpuLimits, *, is_gated: bool) -> bool:
-    """Whole tiles, columns enough for the multiprocessors, and shared memory for what is on its way."""
+    """Whole tiles, programs that fill their waves, and shared memory for what is on its way."""
     if size % config.block_k or size < MIN_TILES * config.block_k or num_columns % 16:
         return False
     tile_bytes = config.block_n * config.block_k * 2 * (2 if is_gated and not config.is_joined else 1)
-    has_room = config.num_stages * tile_bytes + config.block_m * config.block_k * 2 <= gpu.shared_bytes
-    return has_room and -(-num_columns // config.num_columns) * config.num_parts >= MIN_FILL * gpu.num_sms
+    shared_bytes = config.num_stages * tile_bytes + config.block_m * config.block_k * 2
+    if shared_bytes > gpu.shared_bytes:
+        return False
+    programs = -(-num_columns // config.num_columns) * config.num_parts
+    room = gpu.num_sms * (gpu.shared_bytes // shared_bytes)  # of a wave
+    waves = -(-programs // room)
+    return programs >= MIN_FILL * gpu.num_sms and (waves == 1 or programs >= LAST_FILL * waves * room)

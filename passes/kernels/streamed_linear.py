@@ -53,7 +53,8 @@ def _launch(
 ) -> None:
     num_rows, size = x.shape
     num_columns = out.shape[-1]
-    num_tiles = triton.cdiv(size // config.block_k, config.num_parts)
+    assert size % (config.block_k * config.num_parts) == 0, (size, config)  # an empty part would write and not wait
+    num_tiles = size // config.block_k // config.num_parts
     _streamed.launch(
         (triton.cdiv(num_columns, config.num_columns), config.num_parts, 1),
         (x, weight, bias, out, num_columns, size, num_rows, num_tiles),

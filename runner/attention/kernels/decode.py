@@ -63,6 +63,8 @@ def decode_call(
     """Row `r` of `query` is request `r`'s only new token. With `rotary`, query and key are normed and rotated on
     the way; both stay as they are. Writes the first `num_reqs` rows of `out`, except
     padding's, and the cache at the slots of `slot_mapping` that are not negative. Leaves `workspace.arrivals` zero.
+    With `config.pdl` lengths, blocks and what is cached are read before the kernel ahead in the stream has ended: it
+    must not be the one that writes them.
     """
     shape = HeadShape.of(query, value)
     assert out.is_contiguous() and query.stride(2) == key.stride(2) == value.stride(2) == 1

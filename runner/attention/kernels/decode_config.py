@@ -86,7 +86,8 @@ class DecodeConfig:
     def __post_init__(self) -> None:
         assert 1 <= self.num_splits <= SPLIT_BOUNDS[-1], self
         assert self.block_n >= 16 and self.block_n & (self.block_n - 1) == 0, self
-        assert self.num_extra == 0 or self.num_splits > 1, self
+        assert self.num_extra == 0 or self.num_splits > 1 == self.few_splits, self
+        assert self.few_splits <= self.num_splits, self
 
     def num_partials(self, num_reqs: int) -> int:
         """Rows of partial results that a launch needs, of all query heads each."""
@@ -128,7 +129,9 @@ def decode_config(
     """The layout for any `num_reqs` requests of up to `max_len` tokens (None: any); nothing depends on
     actual lengths. A longer `max_len` never gives fewer splits."""
     programs = num_reqs * num_head_blocks(shape)
-    if programs <= num_sms // ALONE_SHARE and shared_bytes >= ALONE_SHARED_BYTES:
+    block_m = heads_per_program(shape.group)
+    is_alone = programs <= num_sms // ALONE_SHARE and shared_bytes >= ALONE_SHARED_BYTES
+    if is_alone and shape.padded_dim <= 128 and block_m == 16:  # others have no registers for such tiles
         tiling, parts = ALONE_TILING, 2 * num_sms // programs
     else:
         tiling, parts = _tiling(shape, programs, num_sms, shared_bytes)
@@ -147,7 +150,7 @@ def decode_config(
         splits, num_extra = _parts(max_len, LONG_SPLIT_LEN, LONG_SPLITS), min(NUM_EXTRA, affordable - num_reqs)
     return DecodeConfig(
         block_n=block_n,
-        num_warps=tiling.num_warps,
+        num_warps=tiling.num_warps if block_m < MAX_HEADS_PER_PROGRAM else 8,
         num_stages=NUM_STAGES,
         num_splits=max(splits, 1),
         min_split_len=min_split_len,
@@ -161,7 +164,8 @@ def _tiling(shape: HeadShape, programs: int, num_sms: int, shared_bytes: int) ->
     """The tiling whose waves `programs` fill best, in as few waves as can be; and how many parts fill one wave where
     whole requests would leave too much of it empty."""
     fit = [tiling for tiling in TILINGS if tiling.num_warps == 4 or shape.padded_dim <= 128]
-    slots = {tiling: num_sms * _programs_per_sm(tiling, shared_bytes) for tiling in fit}
+    is_large = heads_per_program(shape.group) == MAX_HEADS_PER_PROGRAM  # its query heads take memory too
+    slots = {each: num_sms * (1 if is_large else _programs_per_sm(each, shared_bytes)) for each in fit}
 
     def fill(tiling: _Tiling, parts: int) -> tuple[float, int, int]:
         waves = -(-programs * parts // slots[tiling])

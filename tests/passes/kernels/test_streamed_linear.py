@@ -3,9 +3,9 @@ wait. At real sizes on a GPU see `test_linear.py` and `test_norm_linear.py` of t
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from piecegraph.passes.kernels.streamed_config import StreamedConfig, streamed_config, streamed_parts_config
 from piecegraph.passes.ops.act_mul import act_mul_reference
-from tests.compiled_for_gpu import compile_for_gpu
+from tests.compiled_for_gpu import asked_before_the_wait, compiled_for_gpu, stack_bytes
 from tests.gpus import H200
 from tests.graph_replays import assert_replays_equal
 from tests.interpreter import interpreted
@@ -64,9 +64,9 @@ def test_interpreted() -> None:
     ],
 )  # fmt: skip
 def test_on_a_gpu_weights_are_asked_for_before_the_wait(
-    num_rows: int, num_columns: int, size: int, activation: str, dtype: torch.dtype
+    num_rows: int, num_columns: int, size: int, activation: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    """All tiles but one that a program has room for; and no register is spilled."""
+    """All tiles but one that a program has room for, and nothing of `x`; and all registers fit."""
     from piecegraph.passes.kernels.streamed_linear import streamed_kernel
 
     config = streamed_config(num_rows, num_columns, size, is_gated=bool(activation), itemsize=2, gpu=H200)
@@ -81,16 +81,10 @@ def test_on_a_gpu_weights_are_asked_for_before_the_wait(
         "BLOCK_K": config.block_k, "STAGES": config.num_stages, "ACTIVATION": activation, "OVERLAP": True,
     }  # fmt: skip
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages, "launch_pdl": True}
-    ptx = compile_for_gpu(streamed_kernel, arguments, options)
-    copies = [found.start() for found in re.finditer(r"cp\.async\.cg", ptx)]
-    wait = ptx.index("griddepcontrol.wait")
-    threads = 32 * config.num_warps
-    a_tile = (
-        config.block_n * config.block_k * (2 if activation and not config.is_joined else 1) // (8 * threads)
-    )  # 16 bytes each
-    assert sum(at < wait for at in copies) >= (config.num_stages - 1) * a_tile
-    assert "wgmma.mma_async" in ptx or "mma.sync" in ptx
-    assert "st.local" not in ptx
+    compiled = compiled_for_gpu(streamed_kernel, arguments, options)
+    weights = 2 if activation and not config.is_joined else 1
+    assert asked_before_the_wait(compiled) == (weights * (config.num_stages - 1), 0)
+    assert stack_bytes(compiled, tmp_path) == 0
 
 
 @pytest.mark.gpu

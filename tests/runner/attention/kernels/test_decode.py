@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from piecegraph.runner.kv_cache import KVCache
-from tests.compiled_for_gpu import compile_for_gpu
+from tests.compiled_for_gpu import asked_before_the_wait, compiled_for_gpu
 from tests.gpus import H200
 from tests.runner.attention.kernels.interpreted import run_interpreted
 from tests.runner.attention.paged_case import make_case
@@ -167,4 +167,6 @@ def test_it_compiles_for_a_gpu(
         ),
         rotary=None if norm is None else make_rotary(num_reqs, dim, **NORMS[norm], dtype=dtype),
     )  # fmt: skip
-    compile_for_gpu(call.kernel, call.arguments, call.options)
+    compiled = compiled_for_gpu(call.kernel, call.arguments, call.options)
+    if dtype is not torch.float32:  # of which products are summed without tensor cores, in no pipeline
+        assert asked_before_the_wait(compiled) == (2 * (config.num_stages - 1), 0)  # keys and values
