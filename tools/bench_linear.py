@@ -121,7 +121,7 @@ def linears_of(model: str) -> tuple[Linear, ...]:
 @click.option("--rows", default="1,8,32,128,256", help="Comma-separated numbers of rows.")
 @click.option("--sweep", is_flag=True, help="Also time a grid of other layouts, of each of our kernels that can.")
 @click.option(
-    "--kernel", "kinds", multiple=True, help="Only these kernels in a sweep: matvec, sliced, register, matmul."
+    "--kernel", "kinds", multiple=True, help="Only these kernels in a sweep: matvec, sliced, streamed, matmul."
 )
 @click.option("--jobs", default=8, help="Threads that compile a sweep's settings ahead.")
 @click.option("--top", default=6, help="Settings of a sweep that are shown, best first.")
