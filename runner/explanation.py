@@ -19,6 +19,7 @@ from piecegraph.compiler.report import CompileReport
 from piecegraph.compiler.static_piece import gains_by_static_size
 from piecegraph.errors import ConfigError, UsageError
 from piecegraph.passes.graph_pass import Place
+from piecegraph.passes.kernels.gpu_limits import H200, GpuLimits
 from piecegraph.passes.pipeline import default_passes, pipeline
 from piecegraph.progress import OnPhase
 from piecegraph.runner.attention.backend import AttentionBackend
@@ -186,7 +187,7 @@ def explain(config: EngineConfig, *, assume_gpu: bool = False, on_phase: OnPhase
         compiler=config.compile.compiler,
         compile_sizes=sizes,
         report=report,
-        layer=middle_layer(pieces, unique, choice.backend.name),
+        layer=middle_layer(pieces, unique, choice.backend.name, _limits(device, is_assumed)),
         num_graphs=num_graphs(
             pieces, has_before=True, has_after=True, is_patched=all(cost.cost == "patch" for cost in costs)
         ),
@@ -201,6 +202,11 @@ def explain(config: EngineConfig, *, assume_gpu: bool = False, on_phase: OnPhase
         notes=(*notes, *layout.notes, *([f"trace: {report.trace_note}"] if report.trace_note else [])),
         slower_paths=tuple(_slower_paths(config, choice, plan, split_ops, decode, mixed)),
     )
+
+
+def _limits(device: torch.device, is_assumed: bool) -> GpuLimits:
+    """Of the GPU that is explained for."""
+    return H200 if is_assumed or device.type != "cuda" else GpuLimits.of(device)
 
 
 def _target(config: EngineConfig, assume_gpu: bool) -> tuple[torch.device, bool]:

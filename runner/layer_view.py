@@ -15,7 +15,9 @@ from piecegraph.compiler.piece import UniquePiece
 from piecegraph.compiler.plan import CallStep, PieceStep, Plan, Step
 from piecegraph.compiler.split_ops import op_name
 from piecegraph.passes.effects import is_pure
-from piecegraph.passes.torch_ir import value_of
+from piecegraph.passes.kernels.gpu_limits import GpuLimits
+from piecegraph.passes.kernels.linear_config import linear_config
+from piecegraph.passes.torch_ir import argument, value_of
 from piecegraph.runner.attention.op_call import ATTENTION_OP
 
 ROPE_ATTENTION_OP = "piecegraph::rope_attention"
@@ -52,7 +54,7 @@ class LayerView:
         return sum(self.ours.values()) + self.matmuls + sum(count or 0 for count in self.split_ops.values())
 
 
-def middle_layer(plan: Plan, unique: Sequence[UniquePiece], backend: str) -> LayerView | None:
+def middle_layer(plan: Plan, unique: Sequence[UniquePiece], backend: str, gpu: GpuLimits) -> LayerView | None:
     """The layer in the middle of the model as attention backend `backend` runs it; None: there is no attention.
 
     `unique` are the pieces the plan's steps run; their graphs are read, nothing runs.
@@ -66,7 +68,7 @@ def middle_layer(plan: Plan, unique: Sequence[UniquePiece], backend: str) -> Lay
     for node in (node for index in pieces for node in _computing(unique[index].graph_module.graph)):
         name = op_name(node.target) if node.op == "call_function" else str(node.target)
         if name.startswith("piecegraph::"):
-            ours[name] += LAUNCHES.get(name, 1)
+            ours[name] += LAUNCHES.get(name, 1) + _has_activation_apart(name, node, gpu)
         elif node.target in MATMULS:
             matmuls += 1
         else:
@@ -77,6 +79,20 @@ def middle_layer(plan: Plan, unique: Sequence[UniquePiece], backend: str) -> Lay
             known = SPLIT_OP_LAUNCHES.get(backend, {}).get(step.op)
             split_ops[step.op] = None if known is None else (split_ops.get(step.op) or 0) + known
     return LayerView(unique_pieces=pieces, ours=dict(ours), matmuls=matmuls, left_to_inductor=left, split_ops=split_ops)
+
+
+_ACTIVATION_AT = {"piecegraph::linear": 3, "piecegraph::add_norm_linear": 7, "piecegraph::linear_add_norm_linear": 9}
+"""Which argument it is; two before it is the weight."""
+
+
+def _has_activation_apart(name: str, node: fx.Node, gpu: GpuLimits) -> bool:
+    """A linear with an activation that is the library's for two rows: then that is a kernel of its own."""
+    at = _ACTIVATION_AT.get(name)
+    if at is None or not argument(node, at, "activation"):
+        return False
+    weight = value_of(argument(node, at - 2, "weight"))
+    rows, size = weight.shape
+    return linear_config(2, rows // 2, size, is_gated=True, itemsize=weight.element_size(), gpu=gpu) is None
 
 
 def _middle_steps(plan: Plan) -> tuple[Step, ...]:

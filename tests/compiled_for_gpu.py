@@ -37,7 +37,7 @@ def asked_before_the_wait(compiled: Any) -> tuple[int, int]:
     loop = max(at for at in loops if at < max(waits))
     wait = min(at for at in waits if at > loop)
     copies = sum("async_copy_global_to_local" in line for line in lines[:loop])
-    floats = sum("tt.load" in line and ("f16>" in line or "bf16>" in line) for line in lines[:wait])
+    floats = sum("tt.load" in line and re.search(r"ptr<(bf16|f16|f32)", line) is not None for line in lines[:wait])
     return copies, floats
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from piecegraph.passes.kernels.gpu_limits import GpuLimits
+from piecegraph.passes.kernels.gpu_limits import H200, GpuLimits
 
-H200 = GpuLimits(num_sms=132, shared_bytes=232448, can_overlap=True)
+__all__ = ["H200", "RTX_4090"]
+
 RTX_4090 = GpuLimits(num_sms=128, shared_bytes=99 * 2**10)

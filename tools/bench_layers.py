@@ -20,7 +20,7 @@ import torch
 from piecegraph.passes.kernels.gpu_limits import gpu_limits
 from piecegraph.passes.kernels.linear_config import Config
 from piecegraph.passes.kernels.split_linear_config import SplitConfig
-from piecegraph.passes.kernels.streamed_config import MOST_ROWS, StreamedConfig
+from piecegraph.passes.kernels.streamed_config import MOST_ROWS, StreamedConfig, padded_rows
 from piecegraph.runner.attention.kernels.decode_config import DecodeConfig, num_head_blocks
 from piecegraph.tools.bench_attention import (
     READ_FLOOR_BYTES_PER_S,
@@ -30,7 +30,7 @@ from piecegraph.tools.bench_attention import (
     short,
     triton_version,
 )
-from piecegraph.tools.bench_linear import MODELS, linears_of, setting
+from piecegraph.tools.bench_linear import MODELS, SHARED_BYTES, linears_of, setting
 from piecegraph.tools.bench_linear import layouts as layouts_of
 from piecegraph.tools.layer_chain import LayerChain, LayerShape, Layouts, is_in_parts
 
@@ -38,9 +38,6 @@ SWEPT = ("attention", "qkv", "output", "gate_up", "down")
 
 MAX_ERROR = 0.1
 """Relative difference above which a layout is called wrong. Layers carry roundings on: 0.02 is usual."""
-
-SHARED_BYTES = 227 * 2**10
-"""Of a program's stages in a sweep, at most: what a Hopper GPU has."""
 
 ATTENTION_TILES = ((32, 2, 3), (32, 4, 3), (64, 2, 3), (64, 4, 3), (64, 4, 4), (128, 4, 3), (128, 8, 3))
 """Keys, warps and stages."""
@@ -155,7 +152,7 @@ def linear_layouts(model: str, name: str, batch: int) -> list[Config | SplitConf
     found: list[Config | SplitConfig] = list(layouts_of(linear, batch))
     if linear.follows_norm or batch > MOST_ROWS:
         return found
-    padded = max(16, 1 << (batch - 1).bit_length())
+    padded = padded_rows(batch)
     for block_k, stages, parts in (
         (k, s, p) for k in (64, 128, 256, 512) for s in (2, 3, 4, 6, 8) for p in (2, 3, 4, 6, 7, 8)
     ):

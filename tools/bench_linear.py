@@ -30,7 +30,7 @@ from piecegraph.passes.kernels.linear_config import (
     linear_config,
     norm_linear_config,
 )
-from piecegraph.passes.kernels.streamed_config import MOST_GATED_ROWS, StreamedConfig
+from piecegraph.passes.kernels.streamed_config import MOST_GATED_ROWS, StreamedConfig, padded_rows
 from piecegraph.passes.ops.act_mul import act_mul
 from piecegraph.passes.ops.rms_norm import add_rms_norm
 from piecegraph.tools.bench.shapes import SHAPES
@@ -325,11 +325,12 @@ def layouts(linear: Linear, num_rows: int) -> list[Config]:
 
 
 def _streamed_layouts(linear: Linear, num_rows: int) -> list[Config]:
-    padded = 1 << (num_rows - 1).bit_length()
     tiles = [(64, columns, False) for columns in (24, 32, 48, 64)] + [(128, 128, False)]
     if linear.activation:
         tiles += [(64, columns, True) for columns in (24, 32)]
-    blocks = itertools.product({max(8, padded), max(16, padded)}, tiles, (128, 256, 512), (2, 3, 4, 5, 6))
+    blocks = itertools.product(
+        {8, 16} if num_rows <= 8 else {padded_rows(num_rows)}, tiles, (128, 256, 512), (2, 3, 4, 5, 6)
+    )
     return [
         StreamedConfig(
             block_m=block_m, block_n=block_n, num_columns=columns, is_joined=is_joined, block_k=block_k,

@@ -27,6 +27,10 @@ class GpuLimits:
         )
 
 
+H200 = GpuLimits(num_sms=132, shared_bytes=232448, can_overlap=True)
+"""The GPU that layouts were measured on, and one that is assumed where there is none."""
+
+
 @lru_cache(maxsize=64)
 def gpu_limits(index: int) -> GpuLimits:
     """Of a device, by its index; a call costs next to nothing."""

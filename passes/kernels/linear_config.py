@@ -92,7 +92,7 @@ def linear_config(
     if num_rows <= MATVEC_ROWS:
         block_k = 1024 if is_gated or size < 2048 else 2048
         return LinearConfig(block_m=0, block_n=4, block_k=block_k, num_warps=4, num_stages=1)
-    for is_tall in (is_gated, True):
+    for is_tall in (True,) if is_gated else (False, True):
         matmul = _matmul_config(num_rows, num_columns, size, is_gated=is_gated, is_tall=is_tall, gpu=gpu)
         programs = -(-num_rows // matmul.block_m) * -(-num_columns // matmul.block_n)
         is_full = is_gated or not is_tall or programs * 10 >= 7 * gpu.num_sms

@@ -76,7 +76,7 @@ def _gated_config(
     """Of a large weight, a tile for each half; else both in one, and all of a small weight on its way at once."""
     if num_rows > (MOST_GATED_ROWS if weight_bytes > MIDDLE_WEIGHT_BYTES else MOST_ROWS):
         return None
-    block_m = _padded(num_rows)
+    block_m = padded_rows(num_rows)
     if weight_bytes <= MIDDLE_WEIGHT_BYTES:
         block_k, num_stages = _tiles(size, 5 if weight_bytes <= SMALL_WEIGHT_BYTES else 3)
         return StreamedConfig(
@@ -102,7 +102,7 @@ def _plain_config(
         return None
     block_k, num_stages = _tiles(size, 4)
     return StreamedConfig(
-        block_m=_padded(num_rows), block_n=64, num_columns=columns, block_k=block_k, num_stages=num_stages
+        block_m=padded_rows(num_rows), block_n=64, num_columns=columns, block_k=block_k, num_stages=num_stages
     )
 
 
@@ -131,7 +131,7 @@ def streamed_parts_config(
     for parts in range(min(programs // (num_columns // 64), tiles // MIN_TILES), 1, -1):
         if tiles % parts == 0:
             config = StreamedConfig(
-                block_m=_padded(num_rows), block_n=64, num_columns=64, block_k=block_k, num_stages=num_stages,
+                block_m=padded_rows(num_rows), block_n=64, num_columns=64, block_k=block_k, num_stages=num_stages,
                 num_parts=parts,
             )  # fmt: skip
             return config if _fits(config, num_columns, size, gpu, is_gated=False) else None
@@ -143,7 +143,7 @@ def _tiles(size: int, num_stages: int) -> tuple[int, int]:
     return (256, num_stages) if size % 256 == 0 else (128, 2 * num_stages)
 
 
-def _padded(num_rows: int) -> int:
+def padded_rows(num_rows: int) -> int:
     """Rows of a program: a power of two, 16 or more. Triton 3.6 gives eight to the tensor cores of older GPUs."""
     return max(16, 1 << (num_rows - 1).bit_length())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from piecegraph.config import CompileConfig
 from piecegraph.runner.engine_config import EngineConfig
@@ -52,3 +53,16 @@ def test_launches_of_a_backend_that_tells_none_are_not_known(folder: Path) -> No
     layer = layer_of(folder, backend="sdpa")
     assert layer.split_ops == {"piecegraph::attention": None}
     assert layer.launches == 7
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: no H200 is assumed")
+@pytest.mark.parametrize(("inner", "launches"), [(14336, 7), (18944, 8)])
+def test_an_activation_is_a_kernel_where_its_linear_is_the_librarys(inner: int, launches: int, tmp_path: Path) -> None:
+    """On an H200: programs of the second would have a last wave of a few."""
+    llama_config(
+        num_hidden_layers=3, hidden_size=4096, intermediate_size=inner, num_attention_heads=32, num_key_value_heads=8,
+        head_dim=128, dtype="bfloat16",
+    ).save_pretrained(str(tmp_path))  # fmt: skip
+    config = EngineConfig(source=ModelSource(model=str(tmp_path)), attention_backend="triton", max_model_len=64)
+    layer = explain(config, assume_gpu=True).layer
+    assert layer is not None and layer.launches == launches
