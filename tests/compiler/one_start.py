@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -47,21 +48,28 @@ TORCHS_OWN = {"_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"}
 
 
 def forbid_compiling() -> None:
-    """Dynamo, Inductor, and every process but this one raise."""
+    """Dynamo, Inductor, and every process but this one raise. On a GPU Triton asks two programs what they are."""
     from piecegraph.compiler import inductor, trace
 
     def forbidden(*args: object, **kwargs: object) -> NoReturn:
-        raise AssertionError("a warm start compiles nothing and starts no process")
+        raise AssertionError(f"a warm start compiles nothing and starts no process: {args[:1]}")
+
+    class OnlyAsked(subprocess.Popen):  # type: ignore[type-arg]
+        def __init__(self, args: Any, *more: Any, **kwargs: Any) -> None:
+            asked = Path(args[0]).name, *args[1:]
+            if asked not in (("ptxas", "--version"), ("ldconfig", "-p")):
+                forbidden(args)
+            super().__init__(args, *more, **kwargs)
 
     for owner, names in (
         (trace, ("dynamo_graph",)),
         (inductor, ("standalone_compile",)),
         (torch._dynamo, ("optimize",)),
-        (subprocess, ("Popen",)),
         (os, ("fork", "posix_spawn", "system")),
     ):
         for name in names:
             setattr(owner, name, forbidden)
+    setattr(subprocess, "Popen", OnlyAsked)  # noqa: B010
 
 
 def decoder(options: dict[str, Any]) -> tuple[pg.CompiledModel, str]:
