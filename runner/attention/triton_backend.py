@@ -147,7 +147,8 @@ class TritonImpl:
                 rotary=rotary,
             )  # fmt: skip
         from piecegraph.runner.attention.kernels.launch import KernelPreparer
-        from piecegraph.runner.attention.triton_calls import LayerCall, PreparedAttention
+        from piecegraph.runner.attention.prepared_attention import PreparedAttention
+        from piecegraph.runner.attention.triton_calls import LayerCall
 
         if self._preparer is None:
             self._preparer = KernelPreparer()

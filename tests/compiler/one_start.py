@@ -56,8 +56,8 @@ def forbid_compiling() -> None:
 
     class OnlyAsked(subprocess.Popen):  # type: ignore[type-arg]
         def __init__(self, args: Any, *more: Any, **kwargs: Any) -> None:
-            asked = Path(args[0]).name, *args[1:]
-            if asked not in (("ptxas", "--version"), ("ldconfig", "-p")):
+            asked = Path(args[0]).name, *args[1:2]
+            if asked not in (("ptxas", "--version"), ("ldconfig", "-p"), ("file", "-b")):
                 forbidden(args)
             super().__init__(args, *more, **kwargs)
 

@@ -308,6 +308,36 @@ def test_prepared_launches_equal_ordinary_ones(name: str) -> None:
         assert torch.equal(prepared.view(torch.int16), case.out.view(torch.int16))
 
 
+@pytest.mark.parametrize("num_tokens", [16, 400], ids=["as few rows as may be all decode", "more"])
+def test_nodes_of_a_graph_become_what_a_batch_takes(num_tokens: int) -> None:
+    """Bitwise what ordinary launches give, whatever batch came before."""
+    from piecegraph.compiler.torch_compat import graph_exec_of
+    from piecegraph.runner.attention.prepared_attention import PreparedAttention
+
+    case = Case(LAYERS["qwen3-0.6b"], 16, num_tokens, 330, 1200)
+    prepare = TritonBackend().impl().prepare
+    warm, launch = (prepare(case.query, case.key, case.value, case.out, **case.options) for _ in range(2))
+    assert isinstance(warm, PreparedAttention) and isinstance(launch, PreparedAttention)
+    metadata = case.builder.build(replace(case.fill([(9, 1)]), num_reqs=1))
+    warm(metadata)
+    assert warm.unpatchable_reason() is None
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    with torch.cuda.graph(graph):
+        patch = launch.record(metadata)
+    graph.instantiate()
+    others = [MIXED, [(0, 400)]] if num_tokens == 400 else [[(30, 1), (70, 1), (0, 14)], [(20, 16)]]
+    for lens in ([(10, 1)] * 16, others[0], [(5000, 1)], others[1], [(10, 1)] * 3, [(10, 2), (9, 1)]):
+        metadata = case.builder.build(replace(case.fill(lens), num_reqs=len(lens)))
+        patch(graph_exec_of(graph), metadata)
+        graph.replay()
+        case.check()
+        replayed = case.out.clone()
+        case.out.fill_(float("nan"))
+        case.forward(metadata)
+        assert torch.equal(replayed.view(torch.int16), case.out.view(torch.int16))
+
+
 def test_nothing_compiles_after_the_first_prepared_launch() -> None:
     """Whatever number of requests, of whatever lengths, comes next."""
     from triton import knobs

@@ -1,0 +1,188 @@
+"""Attention over tensors that stay where they are: launched with next to no work on the host, or part of a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+
+import torch
+
+from piecegraph.compiler.graphs.cuda_driver import last_captured_node
+from piecegraph.compiler.graphs.prepared_ops import Patch
+from piecegraph.runner.attention.graph_nodes import AttentionNodes, Launch, Launches, Node
+from piecegraph.runner.attention.kernels.kv_write import kv_write_layout
+from piecegraph.runner.attention.kernels.launch import KernelCall, KernelPreparer, PreparedKernel, current_stream
+from piecegraph.runner.attention.kernels.prefill import prefill_grid
+from piecegraph.runner.attention.kernels.prefill_config import LONG_QUERY_LEN
+from piecegraph.runner.attention.launch_plan import LaunchPlan, launch_plan
+from piecegraph.runner.attention.metadata import AttentionMetadata
+from piecegraph.runner.attention.triton_calls import LayerCall
+from piecegraph.runner.attention.triton_metadata import TritonMetadata
+
+DECODE_CHANGES = (
+    "block_table", "seq_lens", "slot_mapping", "block_table_stride", "num_reqs", "num_splits", "min_split_len",
+    "few_splits",
+)  # fmt: skip
+PREFILL_CHANGES = ("query_start_loc", "seq_lens", "block_table", "block_table_stride", "first_req", "num_reqs")
+KV_WRITE_CHANGES = ("slot_mapping", "first_query", "num_tokens", "heads")
+"""Arguments of each kernel that differ from batch to batch, in the order a launch gives them."""
+
+
+class _Kernels:
+    """One layer's prepared kernels, each from when it is first asked for: a graph's batches take few of a dozen."""
+
+    def __init__(self, call: LayerCall, preparer: KernelPreparer, plan: LaunchPlan, metadata: TritonMetadata) -> None:
+        self._call = call
+        self._preparer = preparer
+        self._plan = plan
+        self._metadata = metadata  # any batch's: what differs is given to each launch
+        self._prepared: dict[tuple[str, int], PreparedKernel] = {}
+
+    def decode(self, layout: int) -> PreparedKernel:
+        return self._get("decode", layout)
+
+    def prefill(self, layout: int) -> PreparedKernel:
+        return self._get("prefill", layout)
+
+    def kv_write(self) -> PreparedKernel:
+        return self._get("kv_write", 0)
+
+    def prepare_all(self) -> list[PreparedKernel]:
+        """All that a batch of as many rows may take. What has to be compiled is compiled side by side."""
+        num_rows = self._call.query.shape[0]
+        names = [("decode", n) for n, (fewest, _) in enumerate(self._plan.decode_layouts) if fewest <= num_rows]
+        names += [("prefill", n) for n in range(len(self._plan.prefill_layouts))]
+        names.append(("kv_write", 0))
+        kernels = self._preparer.prepare_all([self._described(*name) for name in names])
+        self._prepared.update(zip(names, kernels, strict=True))
+        return kernels
+
+    def _get(self, kernel: str, layout: int) -> PreparedKernel:
+        prepared = self._prepared.get((kernel, layout))
+        if prepared is None:
+            prepared = self._prepared[kernel, layout] = self._preparer.prepare(*self._described(kernel, layout))
+        return prepared
+
+    def _described(self, kernel: str, layout: int) -> tuple[KernelCall, Sequence[str]]:
+        if kernel == "decode":
+            return self._call.decode(self._metadata, *self._plan.decode_layouts[layout]), DECODE_CHANGES
+        if kernel == "prefill":
+            return self._call.prefill(self._metadata, self._plan.prefill_layouts[layout]), PREFILL_CHANGES
+        return self._call.kv_write(self._metadata), KV_WRITE_CHANGES
+
+
+class PreparedAttention:
+    """`kernel_calls` for tensors that stay where they are: a launch costs a few microseconds of the host.
+
+    Everything is compiled at the first launch, for any batch of as many rows, so that none after it compiles. It can be
+    part of a graph instead (`PatchableLaunch`), where nodes of kernels that no batch at hand takes are disabled.
+    """
+
+    def __init__(self, call: LayerCall, preparer: KernelPreparer) -> None:
+        self._call = call
+        self._preparer = preparer
+        self._shape = call.shape
+        self._rotary = call.rotary
+        self._device = call.query.get_device()
+        self._plan: LaunchPlan | None = None
+        self._kernels: _Kernels | None = None
+        self._all: list[PreparedKernel] | None = None  # None: not all of them are known to be compiled
+
+    def __call__(self, metadata: AttentionMetadata) -> None:
+        """Like `TritonImpl.forward`. Every call's metadata comes from one builder."""
+        metadata = self._bind(metadata)
+        if self._all is None:
+            assert self._kernels is not None
+            self._all = self._kernels.prepare_all()
+        stream = current_stream(self._device)
+        for launch in self.launches(metadata):
+            if launch is not None:
+                launch.kernel.launch(launch.grid, stream, *launch.changed)
+
+    def launches(self, metadata: TritonMetadata) -> Launches:
+        """What this batch takes."""
+        num_decode_reqs, num_reqs = metadata.num_decode_reqs, metadata.num_reqs
+        return (
+            self._kv_write(metadata) if num_decode_reqs < num_reqs else None,
+            self._prefill(metadata) if num_decode_reqs < num_reqs else None,
+            self._decode(metadata) if num_decode_reqs > 0 else None,
+        )
+
+    def unpatchable_reason(self) -> str | None:
+        """Why its kernels cannot be part of a graph around it, or None."""
+        assert self._all is not None, "asked after the first call"
+        return next(filter(None, (kernel.unpatchable_reason for kernel in self._all)), None)
+
+    def record(self, metadata: AttentionMetadata) -> Patch:
+        """A node for each kernel that some batch takes. Calls of the same kind were launched before, so nothing is
+        compiled now, nor when a node becomes another kernel.
+
+        A batch that is all decode has a node of its own, if as few rows can be one: its neighbours are the kernels
+        ahead of attention and behind it, and only so do the three overlap (`passes/kernels/overlapped.py`). A node that
+        is disabled is waited for as if it ran. So those of all other batches are on a branch beside it.
+        """
+        metadata = self._bind(metadata)
+        one_decode = replace(metadata, num_reqs=1, num_decode_reqs=1, max_query_len=1)
+        one_other = replace(metadata, num_reqs=1, num_decode_reqs=0, max_query_len=1)
+        mixed = (self._kv_write(one_other), self._prefill(one_other), self._decode(one_decode))
+        if self._call.query.shape[0] > metadata.max_num_reqs:
+            return AttentionNodes(self.launches, [self._record(launch) for launch in mixed], None).patch
+        main, side = torch.cuda.current_stream(self._device), _side_stream(self._device)
+        side.wait_stream(main)
+        try:
+            decode = self._record(self._decode(one_decode))
+            with torch.cuda.stream(side):
+                nodes = [self._record(launch) for launch in mixed]
+        finally:
+            main.wait_stream(side)  # also where it failed: a capture cannot end while a branch is open
+        return AttentionNodes(self.launches, nodes, decode).patch
+
+    def _record(self, launch: Launch) -> Node:
+        stream = current_stream(self._device)
+        launch.kernel.launch(launch.grid, stream, *launch.changed)
+        return Node(last_captured_node(stream))
+
+    def _decode(self, metadata: TritonMetadata) -> Launch:
+        assert self._plan is not None and self._kernels is not None
+        decode = self._plan.decodes[metadata.num_decode_reqs - 1]
+        changed = (
+            metadata.block_table_address, metadata.seq_lens_address, metadata.slot_mapping_address,
+            metadata.block_table_stride, decode.num_reqs, decode.num_splits, decode.min_split_len,
+            decode.few_splits,
+        )  # fmt: skip
+        return Launch(self._kernels.decode(decode.layout), decode.grid, changed)
+
+    def _kv_write(self, metadata: TritonMetadata) -> Launch:
+        assert self._kernels is not None
+        num_decode_reqs, num_tokens = metadata.num_decode_reqs, metadata.num_tokens
+        layout = kv_write_layout(self._shape, num_tokens, self._rotary)
+        changed = (metadata.slot_mapping_address, num_decode_reqs, num_tokens, layout.heads)
+        return Launch(self._kernels.kv_write(), layout.grid, changed)
+
+    def _prefill(self, metadata: TritonMetadata) -> Launch:
+        assert self._plan is not None and self._kernels is not None
+        num_decode_reqs, num_reqs = metadata.num_decode_reqs, metadata.num_reqs
+        layout = self._plan.prefills[min(metadata.max_query_len, LONG_QUERY_LEN)]
+        config = self._plan.prefill_layouts[layout]
+        num_rows = metadata.num_tokens - num_decode_reqs
+        changed = (
+            metadata.query_start_loc_address, metadata.seq_lens_address, metadata.block_table_address,
+            metadata.block_table_stride, num_decode_reqs, num_reqs,
+        )  # fmt: skip
+        grid = prefill_grid(self._shape, num_rows, num_reqs - num_decode_reqs, config)
+        return Launch(self._kernels.prefill(layout), grid, changed)
+
+    def _bind(self, metadata: AttentionMetadata) -> TritonMetadata:
+        """Know which kernels there are, from the first batch on."""
+        assert isinstance(metadata, TritonMetadata), type(metadata)
+        if self._kernels is None:
+            assert metadata.gpu is not None
+            self._plan = launch_plan(self._shape, metadata.max_num_reqs, metadata.max_len, metadata.gpu)
+            self._kernels = _Kernels(self._call, self._preparer, self._plan, metadata)
+        return metadata
+
+
+@lru_cache(maxsize=16)
+def _side_stream(device: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
