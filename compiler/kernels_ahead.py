@@ -28,7 +28,7 @@ MAX_BYTES = 256 * 2**20
 MAX_WORKERS = 8
 
 Launch = Callable[[Mapping[str, torch.Tensor]], object]
-"""Takes the tensors of placeholders by name. What is not among them is zeros, its symbolic sizes as many rows."""
+"""Takes tensors of placeholders by name. What is not among them is zeros, its symbolic sizes as many rows."""
 
 
 def launches_ahead(graph: fx.Graph, is_split_op: Callable[[fx.Node], bool]) -> list[Launch]:
@@ -79,11 +79,12 @@ def _launch(op: Any, args: Any, kwargs: Any, rows: int, bound: Mapping[str, torc
 def launch_all(launches: Sequence[Launch], bound: Mapping[str, torch.Tensor]) -> None:
     """Run `launches` in threads, and return when all are done.
 
-    One that fails is left: its op fails again where it is really called, and is reported there. Where tensors are
-    fake, nothing will be called, and nothing is called ahead.
+    One that fails is left: its op fails again where it is really called, and is reported there. Zeros stand for tensors
+    that are fake: what is compiled for the cache alone has no weights.
     """
-    if not launches or any(isinstance(tensor, FakeTensor) for tensor in bound.values()):
+    if not launches:
         return
+    bound = {name: tensor for name, tensor in bound.items() if not isinstance(tensor, FakeTensor)}
     device = torch.cuda.current_device() if torch.cuda.is_available() else None
 
     def attempt(launch: Launch) -> None:

@@ -7,19 +7,22 @@ from dataclasses import dataclass, replace
 import torch
 
 from piecegraph.cache.store import Store
+from piecegraph.compiler.plan import SplitCall
 from piecegraph.compiler.report import CompileReport
 from piecegraph.compiler.start import start
 from piecegraph.compiler.stored.cache_choice import what_is_kept
 from piecegraph.compiler.stored.compile_cache import CompileCache
+from piecegraph.compiler.stored.own_kernels import OWN_KERNELS
 from piecegraph.compiler.stored.plan_store import PlanStore
 from piecegraph.compiler.trace import ExampleCall
 from piecegraph.errors import CacheError, CompileError, ConfigError, KeyFactorError
-from piecegraph.progress import OnPhase
-from piecegraph.runner.attention.layer import attention_layers
+from piecegraph.progress import OnPhase, timed_phase
 from piecegraph.runner.attention.select import check_backend_name
 from piecegraph.runner.causal_lm import DYNAMIC_DIMS, CausalLMForward, example_inputs
-from piecegraph.runner.engine_config import EngineConfig, static_sizes
-from piecegraph.runner.model_support import check_layers
+from piecegraph.runner.decide import Decided, compile_step_kernels, decide_for
+from piecegraph.runner.engine_config import EngineConfig, batched_tokens, static_sizes
+from piecegraph.runner.model_length import model_length
+from piecegraph.runner.step_kernels import compiles_kernels
 from piecegraph.runner.without_weights import load_without_weights
 
 
@@ -58,10 +61,17 @@ def compile_ahead(
     """
     check_backend_name(config.attention_backend)
     check_can_compile_for(config.device)
-    keeps, why_not = what_is_kept(config.compile)
+    keeps, reason = what_is_kept(config.compile)
     if keeps is not True:
-        raise ConfigError(f"there is nothing to fill a cache with: {why_not}. Leave that setting out.")
+        raise ConfigError(f"there is nothing to fill a cache with: {reason}. Leave that setting out.")
     loaded = load_without_weights(config, on_phase)
+    max_model_len = model_length(loaded.config, config.max_model_len)
+    max_num_tokens = batched_tokens(config, loaded.device.type)
+    decided: list[Decided] = []
+
+    def decide(calls: tuple[SplitCall, ...]) -> None:
+        decided.append(decide_for(calls, loaded, config, max_model_len, max_num_tokens))
+
     module = CausalLMForward(loaded.model)
     compile = replace(config.compile, compile_sizes=static_sizes(config, is_cuda=loaded.device.type == "cuda"))
     cache = CompileCache(store, True, reads=not anew)
@@ -77,9 +87,15 @@ def compile_ahead(
             DYNAMIC_DIMS,
             compile,
             on_phase=on_phase or (lambda phase: None),
-            before_compile=lambda calls: check_layers(attention_layers(calls), loaded.config),
+            before_compile=decide,
             cache=cache,
         ).built.report
+        if compiles_kernels(loaded.device):
+            with timed_phase(on_phase, "kernels"):
+                compile_step_kernels(decided[-1], loaded, config, max_model_len, max_num_tokens)
+                why_not = OWN_KERNELS.keep()
+            if why_not:
+                raise CacheError(f"the model's kernels were compiled, and are not in the cache: {why_not}")
     if report.cache.not_stored:
         raise CacheError(f"the model was compiled, and is not in the cache: {report.cache.not_stored}")
     not_done = ("selfcheck: it runs the model, which a start does",) if config.compile.selfcheck else ()

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from piecegraph.cache.store import Store
+from piecegraph.compiler.stored.own_kernels import OWN_KERNELS
 from piecegraph.compiler.stored.plan_store import PlanStore
 from piecegraph.config import CompileConfig
 from piecegraph.errors import CacheError, CompileError, ConfigError, KeyFactorError, UnsupportedModel
@@ -105,7 +106,7 @@ def refuse(error: Exception) -> Callable[..., Any]:
 def test_layers_that_cannot_work_are_refused_before_anything_is_compiled(
     config: EngineConfig, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "check_layers", refuse(UnsupportedModel("no such attention")))
+    monkeypatch.setattr("piecegraph.runner.decide.check_layers", refuse(UnsupportedModel("no such attention")))
     monkeypatch.setattr("piecegraph.compiler.inductor.InductorPieceCompiler.compile", nothing_compiles)
     with pytest.raises(UnsupportedModel, match="no such attention"):
         compile_ahead(replace(config, compile=CompileConfig(compile_workers=0)), store)
@@ -135,3 +136,21 @@ def eagerly(compiler: Any, pieces: Any, on_piece: Any, post_grad: Any, *, meanwh
     from piecegraph.compiler.eager import EagerPieceCompiler
 
     return EagerPieceCompiler().compile(pieces, on_piece, post_grad)
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_kernels_of_a_step_are_compiled_too(
+    is_kept: bool, config: EngineConfig, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or each start from a cache that is only read would compile them."""
+    compiled: list[Any] = []
+    monkeypatch.setattr(module, "compiles_kernels", lambda device: True)
+    monkeypatch.setattr(module, "compile_step_kernels", lambda decided, *rest: compiled.append(decided))
+    monkeypatch.setattr(OWN_KERNELS, "keep", lambda: "" if is_kept else "the disk is full")
+    if is_kept:
+        compile_ahead(config, store)
+    else:
+        with pytest.raises(CacheError, match="kernels were compiled, and are not in the cache: the disk is full"):
+            compile_ahead(config, store)
+    ((layer,),) = (each.layers for each in compiled)
+    assert layer.num_q_heads == 4

@@ -16,6 +16,7 @@ from piecegraph import CompileConfig, CompiledModel
 from piecegraph.compiler.eager import EagerPieceCompiler
 from piecegraph.progress import STEP_KERNELS, Phase
 from piecegraph.runner import compile_model as compiling
+from piecegraph.runner import decide
 from piecegraph.runner.attention.triton_backend import TritonImpl
 from piecegraph.runner.compile_model import CompiledLM, compile_model
 from piecegraph.runner.engine_config import EngineConfig
@@ -58,7 +59,7 @@ class Launches:
 
         monkeypatch.setattr(EagerPieceCompiler, "compile", compile_beside)
         monkeypatch.setattr(TritonImpl, "prepare", prepared)
-        monkeypatch.setattr(compiling, "launch_step_kernels", launch)
+        monkeypatch.setattr(decide, "launch_step_kernels", launch)
 
 
 def compiled(
@@ -145,7 +146,7 @@ def test_what_fails_there_is_logged_and_nothing_to_the_start(
         raise RuntimeError("no memory")
 
     monkeypatch.setattr(compiling, "compiles_kernels", lambda device: True)
-    monkeypatch.setattr(compiling, "launch_step_kernels", fail)
+    monkeypatch.setattr(decide, "launch_step_kernels", fail)
     assert compiled(config_only("llama", tmp_path)).layers
     assert "kernels of a step could not be compiled ahead" in caplog.text and "no memory" in caplog.text
 
