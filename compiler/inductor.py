@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from piecegraph.cache.keys import key_of
+from piecegraph.compiler.as_it_is import NOTE, runs_as_it_is
 from piecegraph.compiler.compile_pool import CompileFailure, CompileJob, CompilePool, CompileResult
 from piecegraph.compiler.compile_process import num_workers
 from piecegraph.compiler.cpp_libraries import cpp_libraries
@@ -187,6 +188,8 @@ class InductorPieceCompiler:
             loaded = self._from_cache(task)
             if loaded is not None:
                 yield index, loaded
+            elif task.static is None and not post_grad.passes and not self.options and task.runs_as_it_is():
+                yield index, self._as_it_is(task)
             else:
                 to_compile.append(index)
         if not to_compile:
@@ -246,6 +249,17 @@ class InductorPieceCompiler:
             key=key,
             is_loaded=True,
         )
+
+    def _as_it_is(self, task: _Task) -> CompiledPiece:
+        begin = time.perf_counter()
+        try:
+            text: str | None = dump_piece(task.piece.graph_module)
+        except NotExpressible:
+            text = None
+        done = LoadedPiece.of_graph(task.piece.graph_module)
+        seconds = time.perf_counter() - begin
+        facts = task.facts(0, NOTE, (), text, seconds)
+        return self._done(task, done.run, facts, done if text is not None else None, seconds)
 
     def _as_data(self, tasks: Mapping[int, _Task]) -> tuple[dict[int, str], dict[int, str]]:
         """Tasks by number as data another process can compile, and for each a note: why it cannot, or nothing."""
@@ -313,7 +327,8 @@ class InductorPieceCompiler:
         if task.factors is None:
             why = "a piece could not be stored: its options or its passes hold what is no plain data"
         elif done is None:
-            why = "a piece could not be stored: torch saves nothing of it"
+            lacking = "its graph is no plain data" if facts.note == NOTE else "torch saves nothing of it"
+            why = f"a piece could not be stored: {lacking}"
         elif any(each.outcome.error for each in facts.post_grad):
             why = "a piece was not stored: a pass inside Inductor failed"
         else:
@@ -363,6 +378,9 @@ class _Task:
     @property
     def sizes(self) -> dict[str, int] | None:
         return self.static.sizes if self.static is not None else None
+
+    def runs_as_it_is(self) -> bool:
+        return runs_as_it_is(self.piece.graph_module)
 
     def facts(
         self, kernels: int, note: str, post_grad: tuple[PostGradOutcome, ...], text: str | None, seconds: float

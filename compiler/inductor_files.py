@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from torch import fx
+
+from piecegraph.compiler.as_it_is import run_graph
 from piecegraph.compiler.cpp_libraries import cpp_libraries
 from piecegraph.compiler.inductor_artifact import kernels_in_use, load_artifact
 from piecegraph.compiler.inductor_caches import inductor_cache_dir
@@ -21,7 +24,7 @@ TRITON_FOLDER = "triton"
 class PieceFiles:
     """Whoever loads these vouches for them: they are unpickled and dlopened."""
 
-    artifact: bytes
+    artifact: bytes | None  # None: the piece runs as its graph (`as_it_is.py`), and there is nothing else
     libraries: Mapping[str, bytes] = field(default_factory=dict)  # C++ kernels by `library_digest`
     inductor: Mapping[str, bytes] = field(default_factory=dict)  # by path in Inductor's folder: what tuning found
     triton: Mapping[str, bytes] = field(default_factory=dict)  # by path in Triton's
@@ -35,9 +38,19 @@ class LoadedPiece:
     folder: Path  # Inductor's, of this piece alone
     triton: Path  # Triton's, which pieces loaded together share
     files: PieceFiles
+    graph: fx.GraphModule | None = None  # which it runs as
+
+    @classmethod
+    def of_graph(cls, graph: fx.GraphModule) -> LoadedPiece:
+        """A piece that runs as its graph."""
+        return cls(
+            run_graph(graph), private_folder("piece"), private_folder("triton"), PieceFiles(artifact=None), graph
+        )
 
     def with_tuning(self) -> PieceFiles:
         """Its files with what Triton built and tuning found meanwhile, and the kernels that are in use now."""
+        if self.files.artifact is None:
+            return self.files
         choices = {str(path.relative_to(self.folder)): path.read_bytes() for path in _choices(self.folder)}
         used = kernels_in_use(self.folder)
         triton = {
@@ -48,7 +61,9 @@ class LoadedPiece:
         return PieceFiles(artifact=self.files.artifact, libraries=self.files.libraries, inductor=choices, triton=triton)
 
     def code(self) -> str:
-        """The Python that Inductor generated, its kernels included."""
+        """The Python that Inductor generated, its kernels included; that of the graph, where it runs as such."""
+        if self.graph is not None:
+            return self.graph.code.strip() + "\n"
         wrappers = [path.read_text() for path in sorted(self.folder.rglob("*.py")) if "locks" not in path.parts]
         return "\n\n".join(wrappers)
 
@@ -64,6 +79,7 @@ def load_files(files: PieceFiles, triton: Path) -> LoadedPiece:
     _write(triton, files.triton)
     known = {digest: folder / "library" / f"{digest}.so" for digest in files.libraries}
     _write(folder / "library", {f"{digest}.so": data for digest, data in files.libraries.items()})
+    assert files.artifact is not None, "a piece that runs as its graph has no files"
     with (
         inductor_cache_dir(folder, triton),
         no_compile_workers(),

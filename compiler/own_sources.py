@@ -12,8 +12,8 @@ OF_PLANS = ("*.py", "compiler/**/*.py", "passes/**/*.py", "runner/**/*.py")
 """Patterns of what a trace, and what is made of it, depends on: all but the tools and the store."""
 
 OF_PIECES = (
-    *("compiler/compile_child.py", "compiler/inductor*.py", "compiler/piece_format.py", "compiler/post_grad.py"),
-    *("compiler/cpp_libraries.py", "compiler/fake_values.py", "compiler/process_settings.py"),
+    *("compiler/as_it_is.py", "compiler/compile_child.py", "compiler/cpp_libraries.py", "compiler/fake_values.py"),
+    *("compiler/inductor*.py", "compiler/piece_format.py", "compiler/post_grad.py", "compiler/process_settings.py"),
     *("compiler/symbolic_sizes.py", "compiler/torch_compat.py", "passes/**/*.py"),
 )
 """Patterns of what stands between a piece's graph and the code made of it."""

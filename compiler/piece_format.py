@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from piecegraph.compiler.fake_values import fake_tensor, fresh_fake_mode, propagate_fakes
 from piecegraph.compiler.symbolic_sizes import evaluate_size, make_symbols, shape_env_of, symbol_facts
@@ -40,7 +41,19 @@ def load_piece(text: str, sizes: Mapping[str, int] | None = None) -> tuple[fx.Gr
     With `sizes`, a number for each of its symbols, the piece is static: it has no placeholders for sizes
     (torch would make such a number a symbol again) and takes the tensors alone, in the same order.
     """
-    return _Reader(json.loads(text), sizes).piece()
+    data, fake_mode = json.loads(text), fresh_fake_mode()
+    if sizes is None:
+        return _Reader(data, make_symbols(fake_mode, data["symbols"])).piece(fake_mode)
+    numbers = {symbol["name"]: sizes[symbol["name"]] for symbol in data["symbols"]}
+    return _Reader(data, numbers, is_static=True).piece(fake_mode)
+
+
+def load_graph(text: str) -> fx.GraphModule:
+    """The graph of a dynamic piece that `dump_piece` wrote, to be run: nothing is known of its values.
+
+    Raises KeyError for one in which a symbolic size stands that no node gives.
+    """
+    return _Reader(json.loads(text), {}).graph()
 
 
 def only_known_here(graph_module: fx.GraphModule) -> str | None:
@@ -147,43 +160,47 @@ class _Writer:
 
 
 class _Reader:
-    def __init__(self, data: dict[str, Any], sizes: Mapping[str, int] | None) -> None:
+    def __init__(
+        self, data: dict[str, Any], symbols: Mapping[str, torch.SymInt | int], *, is_static: bool = False
+    ) -> None:
+        """`symbols`: what each stands for. With `is_static` those are numbers, and no placeholder takes one."""
         self.data = data
-        self.fake_mode = fresh_fake_mode()
-        self.symbols: Mapping[str, torch.SymInt | int]
-        if sizes is None:
-            self.symbols = make_symbols(self.fake_mode, data["symbols"])
-        else:
-            self.symbols = {symbol["name"]: sizes[symbol["name"]] for symbol in data["symbols"]}
-        self.is_static = sizes is not None
+        self.symbols = symbols
+        self.is_static = is_static
         self.nodes: list[fx.Node | int] = []
 
-    def piece(self) -> tuple[fx.GraphModule, tuple[Any, ...]]:
+    def piece(self, fake_mode: FakeTensorMode) -> tuple[fx.GraphModule, tuple[Any, ...]]:
+        graph_module = self.graph()
+        placeholders = graph_module.graph.find_nodes(op="placeholder")
+        described = [rest[0] for op, _, *rest in self.data["nodes"] if op == "placeholder"]
+        taken = [value for value in described if not (self.is_static and "size" in value)]
+        examples = tuple(self.example(value, fake_mode) for value in taken)
+        for node, example in zip(placeholders, examples, strict=True):
+            node.meta["example_value"] = example
+        propagate_fakes(graph_module, list(examples), fake_mode)
+        return graph_module, examples
+
+    def graph(self) -> fx.GraphModule:
         graph = fx.Graph()
-        examples = []
         for op, name, *rest in self.data["nodes"]:
             if op == "placeholder" and self.is_static and "size" in rest[0]:
                 self.nodes.append(self.size(rest[0]["size"]))
                 continue
             if op == "placeholder":
                 node = graph.placeholder(name)
-                node.meta["example_value"] = self.example(rest[0])
-                examples.append(node.meta["example_value"])
             elif op == "output":
                 node = graph.output(self.argument(rest[0]))
             else:
                 target = resolve_function(rest[0]) if op == "call_function" else rest[0]
                 node = graph.create_node(op, target, self.argument(rest[1]), self.argument(rest[2]), name)
             self.nodes.append(node)
-        graph_module = fx.GraphModule({}, graph)
-        propagate_fakes(graph_module, examples, self.fake_mode)
-        return graph_module, tuple(examples)
+        return fx.GraphModule({}, graph)
 
-    def example(self, value: dict[str, Any]) -> Any:
+    def example(self, value: dict[str, Any], fake_mode: FakeTensorMode) -> Any:
         if "size" in value:
             return self.size(value["size"])
         return fake_tensor(
-            self.fake_mode,
+            fake_mode,
             shape=[self.size(size) for size in value["shape"]],
             stride=[self.size(stride) for stride in value["stride"]],
             offset=self.size(value["offset"]),

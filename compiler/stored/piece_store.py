@@ -18,12 +18,13 @@ from piecegraph.compiler.inductor_files import LoadedPiece, PieceFiles, load_fil
 from piecegraph.compiler.own_sources import OF_PIECES
 from piecegraph.compiler.piece import UniquePiece
 from piecegraph.compiler.piece_compiler import RunPiece
+from piecegraph.compiler.piece_format import load_graph
 from piecegraph.compiler.post_grad import PostGrad, PostGradOutcome
 from piecegraph.compiler.stored.compile_cache import CompileCache
 from piecegraph.compiler.stored.machine_factors import build_factors, machine_factors, settings_factors
 from piecegraph.compiler.stored.piece_proof import NotRun, OutputDigest, proof_as_data, proof_from_data, prove
 
-PIECE_FORMAT = 1
+PIECE_FORMAT = 2
 """Of a piece's blobs; part of every key."""
 
 
@@ -94,13 +95,19 @@ class PieceStore:
 
     def load(self, key: str) -> StoredPiece | None:
         """The piece under `key`, loaded; None: compile it. What is wrong with an entry is noted in the cache."""
+        read = self.read(key)
+        return None if read is None else self.loaded(key, read)
+
+    def read(self, key: str) -> Loaded | None:
+        """What is under `key`, authenticated, and nothing done with it yet."""
+        return self._cache.load(key)
+
+    def loaded(self, key: str, loaded: Loaded) -> StoredPiece | None:
+        """What was read under `key`, as `load` gives it."""
         begin = time.perf_counter()
-        loaded = self._cache.load(key)
-        if loaded is None:
-            return None
         try:
             facts = facts_of(loaded)
-            done = load_files(files_of(loaded), self._triton)
+            done = load_stored(loaded, self._triton)
         except Exception as error:  # unpickling and dlopen raise anything
             self._cache.reject(key, f"loading it: {type(error).__name__}: {error}")
             return None
@@ -134,22 +141,36 @@ def blobs_of(facts: PieceFacts, files: PieceFiles, code: str) -> dict[str, bytes
     }
     blobs = {
         "piece": json.dumps(described).encode(),
-        "artifact": files.artifact,
         "graph": facts.graph.encode(),
         "code": code.encode(),
         **{f"library/{digest}": data for digest, data in files.libraries.items()},
         **{f"triton/{path}": data for path, data in files.triton.items()},
         **{f"inductor/{path}": data for path, data in files.inductor.items()},
     }
+    if files.artifact is not None:
+        blobs["artifact"] = files.artifact
     if facts.graph_data is not None:
         blobs["graph.json"] = facts.graph_data.encode()
     return blobs
 
 
+def has_artifact(loaded: Loaded) -> bool:
+    """Inductor compiled it; otherwise it runs as its graph."""
+    return "artifact" in loaded.blobs
+
+
+def load_stored(loaded: Loaded, triton: Path) -> LoadedPiece:
+    """The piece of an entry; files that Triton looks for go to `triton`. Raises whatever unpickling and dlopen do, and
+    KeyError for an entry that is no piece's."""
+    if has_artifact(loaded):
+        return load_files(files_of(loaded), triton)
+    return LoadedPiece.of_graph(load_graph(loaded.blobs["graph.json"].decode()))
+
+
 def files_of(loaded: Loaded) -> PieceFiles:
-    """The files of an entry. Raises KeyError for an entry that is no piece's."""
+    """The files of an entry."""
     return PieceFiles(
-        artifact=loaded.blobs["artifact"],
+        artifact=loaded.blobs.get("artifact"),
         libraries=_below("library", loaded.blobs),
         inductor=_below("inductor", loaded.blobs),
         triton=_below("triton", loaded.blobs),

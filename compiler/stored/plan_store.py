@@ -32,7 +32,7 @@ from piecegraph.compiler.stitch import generate_source
 from piecegraph.compiler.stored.bindings import Bound, bind, bindings_of, constants_of, members_of
 from piecegraph.compiler.stored.compile_cache import CompileCache
 from piecegraph.compiler.stored.own_kernels import OWN_KERNELS
-from piecegraph.compiler.stored.piece_store import PieceStore, StoredPiece
+from piecegraph.compiler.stored.piece_store import PieceStore, StoredPiece, has_artifact
 from piecegraph.compiler.stored.plan_factors import device_of, plan_factors
 from piecegraph.compiler.stored.plan_format import StoredPlan, from_document, result_spec, to_document
 from piecegraph.compiler.trace import ExampleCall
@@ -94,13 +94,13 @@ class PlanStore:
         loaded = self.cache.load(self.key)
         if loaded is None:
             return None
-        with found_beside(device_of(self.module)):
-            import_seconds = import_loader()
         try:
             stored = from_document(json.loads(loaded.blobs["plan"]))
             _refuse_what_changed(stored)
             store = PieceStore(self.cache, private_folder("triton"))
-            pieces = {key: self._piece(store, key) for key in (*stored.pieces, *stored.static.values())}
+            read = {key: self._read(store, key) for key in (*stored.pieces, *stored.static.values())}
+            import_seconds = self._import_loader() if any(map(has_artifact, read.values())) else 0.0
+            pieces = {key: self._piece(store, key, each) for key, each in read.items()}
             members, constants = members_of(stored, self.module), constants_of(stored, loaded.blobs)
         except NotStorable as error:
             self.cache.reject(self.key, str(error))
@@ -133,11 +133,22 @@ class PlanStore:
         )
         return ready.with_report(replace(ready.built.report, cache=report))
 
-    def _piece(self, store: PieceStore, key: str) -> StoredPiece:
-        found = store.load(key)
+    def _read(self, store: PieceStore, key: str) -> Loaded:
+        read = store.read(key)
+        if read is None:
+            raise NotStorable(f"a piece of it, {key[:12]}: {self.cache.misses[key]}")
+        return read
+
+    def _piece(self, store: PieceStore, key: str, read: Loaded) -> StoredPiece:
+        found = store.loaded(key, read)
         if found is None:
             raise NotStorable(f"a piece of it, {key[:12]}: {self.cache.misses[key]}")
         return found
+
+    def _import_loader(self) -> float:
+        """The seconds it took."""
+        with found_beside(device_of(self.module)):
+            return import_loader()
 
     def _check_expected(self, report: CompileReport) -> None:
         names = [each.name for each in pipeline(self.config.passes, device_of(self.module).type)]

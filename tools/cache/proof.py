@@ -14,15 +14,17 @@ import torch
 
 from piecegraph.cache.keys import diff_factors, plain
 from piecegraph.cache.store import Loaded
+from piecegraph.compiler.as_it_is import runs_as_it_is
 from piecegraph.compiler.compile_pool import CompileFailure, CompileJob, CompilePool, CompileResult
 from piecegraph.compiler.inductor_files import LoadedPiece, PieceFiles, load_files
 from piecegraph.compiler.own_sources import OF_PIECES
+from piecegraph.compiler.piece_format import load_piece
 from piecegraph.compiler.post_grad import PostGrad
 from piecegraph.compiler.private_folder import private_folder
 from piecegraph.compiler.process_settings import apply_process_settings, process_settings
 from piecegraph.compiler.stored.machine_factors import build_factors, machine_factors, settings_factors
 from piecegraph.compiler.stored.piece_proof import SEED, OutputDigest, Trial, digest_of, running, sizes_of
-from piecegraph.compiler.stored.piece_store import facts_of, files_of
+from piecegraph.compiler.stored.piece_store import facts_of, files_of, has_artifact, load_stored
 from piecegraph.passes.ops.all_ops import define_all_ops
 from piecegraph.tools.cache.contents import safe_path
 from piecegraph.tools.cache.elf import loaded_sections
@@ -62,6 +64,8 @@ class Prover:
         if obstacle is not None:
             return obstacle
         factors, stored = loaded.entry.factors, files_of(loaded)
+        if not has_artifact(loaded):
+            return self._same_graph(loaded)
         if factors["passes"]:
             return Proof("cannot be compiled again", "a pass ran inside Inductor, and is not part of the entry")
         for name, data in stored.inductor.items():
@@ -80,6 +84,15 @@ class Prover:
             return Proof("not reproducible", "the code is the same, its C++ libraries are others")
         return Proof()
 
+    def _same_graph(self, loaded: Loaded) -> Proof:
+        """A piece that runs as its graph: the code is that of the graph, and it is still one that runs so."""
+        graph, _ = load_piece(loaded.blobs["graph.json"].decode())
+        if not runs_as_it_is(graph):
+            return Proof("not reproducible", "it would be compiled now, and was kept as its graph")
+        if LoadedPiece.of_graph(graph).code() != loaded.blobs["code"].decode():
+            return Proof("not reproducible", "the code of its graph is another")
+        return Proof()
+
     def run(self, loaded: Loaded) -> Proof:
         """Run a piece on inputs from the stored seed: what comes out must have the stored digest. Without one, its
         graph is run by eager torch on the same inputs, and `detail` says so."""
@@ -87,7 +100,7 @@ class Prover:
         if obstacle is not None:
             return obstacle
         try:
-            done = load_files(files_of(loaded), self._triton)
+            done = load_stored(loaded, self._triton)
         except Exception as error:  # unpickling and dlopen raise anything
             return Proof("cannot be loaded", f"{type(error).__name__}: {error}")
         factors, text, stored = loaded.entry.factors, loaded.blobs["graph.json"].decode(), facts_of(loaded).proof

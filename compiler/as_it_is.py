@@ -1,0 +1,95 @@
+"""Pieces that have nothing for Inductor to generate: they run as the graph they are.
+
+Where passes have put kernels of ours around all that is computed, what is left of a piece are their calls, matmuls of
+the library, lookups of rows, and views. Inductor would make of it Python that calls the same, after seconds of
+compiling; each call would go through its runtime wrappers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+
+from piecegraph.compiler.split_ops import op_name
+from piecegraph.passes.effects import viewed
+from piecegraph.passes.torch_ir import GETITEM, LINEAR, argument, is_call, is_tensor, value_of
+
+NOTE = "runs as its graph: there is nothing to generate a kernel for"
+
+DEVICES = frozenset({"cuda"})
+"""Types of devices on which that is decided. On a CPU Inductor has more to do about a matmul."""
+
+_EMPTY = frozenset({torch.empty, torch.empty_like, "new_empty"})
+
+_SEVERAL_VIEWS = frozenset({torch.chunk, torch.split, torch.unbind, "chunk", "split", "unbind"})
+
+
+def runs_as_it_is(graph_module: fx.GraphModule) -> bool:
+    """Nothing in the piece would become a generated kernel, but a lookup of rows, which torch has one for too."""
+    nodes = list(graph_module.graph.nodes)
+    tensors = [value for value in map(value_of, nodes) if isinstance(value, torch.Tensor)]
+    if not tensors or any(tensor.device.type not in DEVICES for tensor in tensors):
+        return False
+    return not any(_is_generated(node) for node in nodes)
+
+
+def run_graph(graph_module: fx.GraphModule) -> Callable[..., Sequence[Any]]:
+    """The piece as a function: the same calls in the same order, without gradients, as what Inductor compiles has."""
+    graph_module.recompile()
+    forward = graph_module.forward
+
+    def run(*inputs: Any) -> Sequence[Any]:
+        if not torch.is_grad_enabled():
+            return forward(*inputs)  # type: ignore[no-any-return]
+        with torch.no_grad():
+            return forward(*inputs)  # type: ignore[no-any-return]
+
+    return run
+
+
+def _is_generated(node: fx.Node) -> bool:
+    if node.op in ("placeholder", "output"):
+        return False
+    if node.op not in ("call_function", "call_method") or _holds_a_size(node):
+        return True
+    if not isinstance(value_of(node), torch.Tensor):  # a size, or several results
+        return not (_is_ours(node) or _is_of_sizes(node) or is_call(node, _SEVERAL_VIEWS))
+    is_there = _is_ours(node) or is_call(node, LINEAR | _EMPTY) or viewed(node) is not None
+    return not (is_there or _is_lookup(node) or _is_item(node))
+
+
+def _is_item(node: fx.Node) -> bool:
+    """One of several results."""
+    return is_call(node, GETITEM) and not is_tensor(node.args[0])
+
+
+def _is_lookup(node: fx.Node) -> bool:
+    """Of rows, by their numbers. A mask is none: how many rows it takes, only the GPU knows."""
+    if is_call(node, frozenset({F.embedding})):
+        return argument(node, 3, "max_norm") is None
+    if not is_call(node, GETITEM):
+        return False
+    index: Any = node.args[1]
+    indices = index if isinstance(index, tuple) else (index,)
+    found = [value_of(each) for each in indices if isinstance(each, fx.Node) and is_tensor(each)]
+    return len(found) == 1 and found[0].dtype in (torch.int32, torch.int64)
+
+
+def _is_ours(node: fx.Node) -> bool:
+    return node.op == "call_function" and op_name(node.target).startswith("piecegraph::")
+
+
+def _is_of_sizes(node: fx.Node) -> bool:
+    """It gives a number, of numbers or of a tensor's shape."""
+    return isinstance(value_of(node), int | torch.SymInt | torch.SymBool) and node.target != "item"
+
+
+def _holds_a_size(node: fx.Node) -> bool:
+    """A symbolic size among its arguments that is no node: only a compiler knows what it is."""
+    found: list[Any] = []
+    fx.node.map_aggregate((node.args, node.kwargs), found.append)
+    return any(isinstance(each, torch.SymInt | torch.SymFloat | torch.SymBool) for each in found)
