@@ -1,4 +1,5 @@
-"""Compile processes that start before torch is imported here: what they import, they import beside it.
+"""Processes that compile pieces, and kernels, and start before torch is imported here: what they import, they import
+beside it.
 
 Such a process takes three times as long to be ready as importing torch does, which may be longer than a model takes to
 trace. Whether anything will be compiled is not known then: it is a guess, made by a thread.
@@ -15,15 +16,19 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from piecegraph.compiler.compile_process import CompileProcess
+    from piecegraph.compiler.kernel_processes import KernelProcesses
 
 
 class EarlyProcesses:
     """Started by a thread, if it finds that they will be wanted; those that nobody took end with the block that
     started them (`started_early`)."""
 
-    def __init__(self, workers: int | None, are_wanted: Callable[[], bool]) -> None:
-        """`workers`: as `compile_process.num_workers` takes it."""
+    def __init__(self, workers: int | None, are_wanted: Callable[[], bool], has_kernels: bool = False) -> None:
+        """`workers`: as `compile_process.num_workers` takes it. `has_kernels`: what starts has kernels of ours, if
+        there is a GPU."""
         self._workers = workers
+        self._has_kernels = has_kernels
+        self._kernels: KernelProcesses | None = None
         self._are_wanted = are_wanted
         self._processes: list[CompileProcess] = []
         self._folders: tuple[Path, Path] | None = None
@@ -34,6 +39,18 @@ class EarlyProcesses:
         """Where they keep what Inductor and Triton do, for who takes them; None: there are none."""
         self._thread.join()
         return self._folders if self._processes else None
+
+    def kernels(self) -> KernelProcesses | None:
+        """Those that compile kernels, until the block ends; None: there are none."""
+        self._thread.join()
+        return self._kernels
+
+    def end(self) -> None:
+        """Those that compile kernels, and those that nobody took."""
+        for process in self.take():
+            process.end()
+        if self._kernels is not None:
+            self._kernels.close()
 
     def take(self) -> list[CompileProcess]:
         """All of them, once: they are the caller's to end."""
@@ -46,11 +63,14 @@ class EarlyProcesses:
             if not self._are_wanted():
                 return
             from piecegraph.compiler.compile_process import CompileProcess, num_at_once, num_workers
+            from piecegraph.compiler.kernel_processes import KernelProcesses, num_processes
             from piecegraph.compiler.private_folder import private_folder
 
             workers = num_workers(self._workers)
             if workers < 2:
                 return
+            if self._has_kernels and (number := min(workers, num_processes())) > 0:
+                self._kernels = KernelProcesses(number)
             self._folders = inductor, triton = private_folder("inductor"), private_folder("triton")
             for _ in range(num_at_once(workers)):
                 self._processes.append(CompileProcess.start(inductor, triton))
@@ -60,17 +80,17 @@ _early: ContextVar[EarlyProcesses | None] = ContextVar("piecegraph_early_process
 
 
 @contextlib.contextmanager
-def started_early(workers: int | None, are_wanted: Callable[[], bool]) -> Iterator[None]:
+def started_early(workers: int | None, are_wanted: Callable[[], bool], *, has_kernels: bool = False) -> Iterator[None]:
     """Have processes for what compiles inside this block, in this thread, if `are_wanted()`, which another thread
-    asks. `workers`: of `CompileConfig.compile_workers`."""
-    early = EarlyProcesses(workers, are_wanted)
+    asks. `workers`: of `CompileConfig.compile_workers`; `has_kernels`: some of it are kernels of ours, where there is
+    a GPU."""
+    early = EarlyProcesses(workers, are_wanted, has_kernels)
     token = _early.set(early)
     try:
         yield
     finally:
         _early.reset(token)
-        for process in early.take():
-            process.end()
+        early.end()
 
 
 def early_processes() -> EarlyProcesses | None:

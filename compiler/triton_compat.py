@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib
 import json
 import os
+import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
@@ -19,9 +21,13 @@ from typing import Any
 import torch
 from triton import knobs
 from triton._C.libtriton import get_cache_invalidating_env_vars
-from triton.compiler.compiler import CompiledKernel, make_backend
+from triton.backends.compiler import GPUTarget
+from triton.compiler.compiler import ASTSource, CompiledKernel, make_backend
+from triton.compiler.compiler import compile as compile_with_triton
 from triton.runtime import driver
 from triton.runtime.cache import FileCacheManager
+
+from piecegraph.passes.kernels.own_kernel import hash_functions_called
 
 LIBRARY = ".so"
 
@@ -207,6 +213,50 @@ def files_of(kernel: Any) -> dict[str, bytes]:
     """What loading a compiled kernel needs, by name: what is known of it, and the binary."""
     wanted = (".json", f".{make_backend(kernel.metadata.target).binary_ext}")
     return {name: Path(path).read_bytes() for name, path in kernel.metadata_group.items() if name.endswith(wanted)}
+
+
+def said_of(src: Any, target: Any, options: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What another process needs to compile a kernel (`compile_said`), as data; None where it cannot be said."""
+    function = src.fn
+    module = sys.modules.get(function.__module__)
+    if getattr(module, src.name, None) is not function:
+        return None
+    said = {
+        "module": function.__module__,
+        "name": src.name,
+        "signature": dict(src.signature),
+        "constants": [[list(place), value] for place, value in src.constants.items()],
+        "attributes": [[list(place), value] for place, value in src.attrs.items()],
+        "target": [target.backend, target.arch, target.warp_size],
+        "options": dict(options),
+    }
+    try:
+        return said if _with_tuples(json.loads(json.dumps(said))) == _with_tuples(said) else None
+    except (TypeError, ValueError):
+        return None
+
+
+def compile_said(said: Mapping[str, Any], folder: KernelFolder) -> dict[str, str]:
+    """Paths in `folder` of the files of the kernel that `said_of` tells of, by name. Raises what Triton raises."""
+    said = _with_tuples(said)
+    function = getattr(importlib.import_module(said["module"]), said["name"])
+    hash_functions_called(function)
+    source = ASTSource(
+        function,
+        dict(said["signature"]),
+        constexprs=dict(said["constants"]),
+        attrs={place: [list(each) for each in value] for place, value in said["attributes"]},
+    )
+    with folder.used():
+        made = compile_with_triton(source, target=GPUTarget(*said["target"]), options=dict(said["options"]))
+    return {name: str(path) for name, path in made.metadata_group.items() if name in files_of(made)}
+
+
+def _with_tuples(value: Any) -> Any:
+    """With tuples for lists, as JSON knows lists alone."""
+    if isinstance(value, dict):
+        return {name: _with_tuples(each) for name, each in value.items()}
+    return tuple(map(_with_tuples, value)) if isinstance(value, list | tuple) else value
 
 
 def start_driver(folder: KernelFolder) -> None:

@@ -121,7 +121,11 @@ class LLM:
             compile=compile_config(compiler, enforce_eager, compile_workers, compilation_config),
             seed=seed,
         )
-        early = started_early(config.compile.compile_workers, partial(_will_compile, config))
+        early = started_early(
+            config.compile.compile_workers,
+            partial(_will_compile, config),
+            has_kernels=config.device is None or str(config.device).startswith("cuda"),
+        )
         with reading_ahead(config.source.weight_files) as ahead, early:
             if on_phase is not None:
                 on_phase(Phase(name="import", detail="torch, transformers"))

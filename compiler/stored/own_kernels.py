@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from piecegraph.compiler.early_processes import early_processes
 from piecegraph.compiler.piece import UniquePiece
 from piecegraph.compiler.private_folder import private_folder
 from piecegraph.compiler.report import CompileReport
@@ -39,6 +40,7 @@ from piecegraph.compiler.stored.kernel_store import KernelStore, graphs_key
 from piecegraph.passes.kernels.own_kernel import compile_with
 
 if TYPE_CHECKING:
+    from piecegraph.compiler.kernel_processes import KernelProcesses
     from piecegraph.compiler.triton_compat import KernelFolder
 
 logger = logging.getLogger(__name__)
@@ -74,6 +76,7 @@ class OwnKernels:
         self._uses: dict[str, KernelUse] = {}  # of each model, its last
         self._pid = os.getpid()
         self._timer: threading.Timer | None = None  # until what was compiled is kept
+        self.processes: KernelProcesses | None = None  # of the start at hand, which compile in place of this one
 
     def begin(self, cache: CompileCache, of: str, device: torch.device) -> KernelUse | None:
         """Load what is kept for `of` (a plan's key, or `graphs_key`), and keep for it what is compiled from now on.
@@ -109,6 +112,8 @@ class OwnKernels:
             is_missing_some = not found.kernels and bool(self._used)
             self._use = KernelUse(cache, of, store, has_new=is_missing_some, num_libraries=len(self._folder.libraries))
             self._uses[of] = self._use
+            early = early_processes()
+            self.processes = None if early is None else early.kernels()
             triton_compat.take_torchs_ptxas()
             compile_with(self.compile)
         if found.libraries or not store.is_only_read:  # else its module would be compiled in every process
@@ -156,9 +161,13 @@ class OwnKernels:
             return plain(src, **how)
         began = time.perf_counter()
         try:
-            with folder.used():
-                made = plain(src, **how)
-            files = triton_compat.files_of(made)
+            files = self._compiled_elsewhere(src, how)
+            if files is None:
+                with folder.used():
+                    made = plain(src, **how)
+                files, paths = triton_compat.files_of(made), made.metadata_group
+            else:
+                paths = _written(folder.path, files)
         except OSError as error:  # the disk our folder is on; Triton's cache may be on another
             logger.warning("kernel %s is not kept in the cache (%s)", src.name, error)
             return plain(src, **how)
@@ -174,7 +183,17 @@ class OwnKernels:
                 self._timer = threading.Timer(KEEP_AFTER_S, self.keep)
                 self._timer.daemon = True
                 self._timer.start()
-        return triton_compat.StoredKernel(src, made.metadata_group, folder)
+        return triton_compat.StoredKernel(src, paths, folder)
+
+    def _compiled_elsewhere(self, src: Any, how: Mapping[str, Any]) -> Mapping[str, bytes] | None:
+        """The files of a kernel, by one of the processes that the start has for that; None: it has none, or not for
+        this one."""
+        from piecegraph.compiler import triton_compat
+
+        if self.processes is None or set(how) - {"target", "options"}:
+            return None
+        said = triton_compat.said_of(src, how["target"], how["options"])
+        return None if said is None else self.processes.compile(said)
 
     def keep(self) -> str:
         """Save what was compiled since the last time; why not, or nothing. Never raises for what a disk says."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import threading
+from typing import ClassVar
 
 import pytest
 import torch
 
 import piecegraph as pg
+from piecegraph.compiler import kernel_processes
 from piecegraph.compiler.compile_pool import CompilePool
 from piecegraph.compiler.compile_process import CompileProcess, num_at_once, num_workers
 from piecegraph.compiler.early_processes import EarlyProcesses, early_processes, started_early
@@ -107,6 +109,39 @@ def test_where_none_are_wanted_there_are_none(started: Started) -> None:
             early = early_processes()
             assert early is not None and early.folders() is None and early.take() == []
     assert not started.processes
+
+
+class _Kernels:
+    """In place of processes that compile kernels."""
+
+    made: ClassVar[list[_Kernels]] = []
+
+    def __init__(self, number: int) -> None:
+        self.number, self.is_closed = number, False
+        self.made.append(self)
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+@pytest.mark.parametrize(
+    ("workers", "has_kernels", "most", "number"), [(2, True, 3, 2), (2, True, 0, 0), (2, False, 3, 0), (1, True, 3, 0)]
+)
+def test_kernels_have_processes_of_their_own_where_there_is_a_gpu(
+    workers: int, has_kernels: bool, most: int, number: int, monkeypatch: pytest.MonkeyPatch, started: Started
+) -> None:
+    """For as long as the block lasts, and as many as workers are allowed."""
+    monkeypatch.setattr(kernel_processes, "num_processes", lambda: most)
+    monkeypatch.setattr(kernel_processes, "KernelProcesses", _Kernels)
+    _Kernels.made.clear()
+    with started_early(workers, lambda: True, has_kernels=has_kernels):
+        early = early_processes()
+        assert early is not None
+        found: object = early.kernels()
+        assert [each.number for each in _Kernels.made] == ([number] if number else [])
+        assert found is (_Kernels.made[0] if _Kernels.made else None)
+        assert not any(each.is_closed for each in _Kernels.made)
+    assert all(each.is_closed for each in _Kernels.made) and started.living == 0
 
 
 def test_the_block_does_not_wait_for_the_guess() -> None:

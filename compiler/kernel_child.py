@@ -1,0 +1,34 @@
+"""What a process that compiles kernels of ours runs: read a kernel a line, compile it, answer with its files a line.
+
+It imports torch, since modules of kernels do, but nothing of Inductor or Dynamo.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def main() -> None:
+    """Serve kernels until standard input ends. Standard output carries answers only: whatever a library prints goes
+    to standard error."""
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+
+    from piecegraph.compiler.triton_compat import KernelFolder, compile_said, take_torchs_ptxas
+
+    folder = KernelFolder(Path(sys.argv[1]))
+    take_torchs_ptxas()
+    for line in sys.stdin:
+        try:
+            answer: dict[str, Any] = {"files": compile_said(json.loads(line), folder)}
+        except Exception as error:
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()

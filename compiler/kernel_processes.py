@@ -1,0 +1,115 @@
+"""Processes that compile kernels of ours: most of what Triton does for one is Python, one thread of which runs at a
+time.
+
+They start before torch is imported here, beside those that compile pieces (`early_processes.py`). Each takes a kernel
+at a time, as data: what cannot be said as data, and what fails there, is compiled by who asked.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from piecegraph.compiler.inductor_caches import child_environment
+from piecegraph.compiler.private_folder import private_folder
+
+logger = logging.getLogger(__name__)
+
+MOST = 8
+"""Processes: a cold start of a decoder compiles some forty kernels, a second each."""
+
+CORES_EACH = 2
+"""One process for so many, so that tracing, and compiling pieces, have theirs."""
+
+GPU = Path("/dev/nvidiactl")
+"""There where an NVIDIA driver is: known without torch."""
+
+
+def num_processes() -> int:
+    """How many a start has: none where there is no GPU, or hardly a core to spare."""
+    return min(MOST, len(os.sched_getaffinity(0)) // CORES_EACH) if GPU.exists() else 0
+
+
+class KernelProcesses:
+    """Owns the processes. Threads may ask at once; who finds all at work waits for one."""
+
+    def __init__(self, number: int) -> None:
+        self._folder = private_folder("compiled-kernels")
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed by `close`; a pipe nobody reads would fill
+        self._all = [self._start() for _ in range(number)]
+        self._idle: queue.SimpleQueue[subprocess.Popen[str] | None] = queue.SimpleQueue()
+        for process in self._all:
+            self._idle.put(process)
+        self._lock = threading.Lock()
+        self._num_alive = number
+
+    def compile(self, said: Mapping[str, Any]) -> dict[str, bytes] | None:
+        """The files of a kernel, by name. `said`: of `triton_compat.said_of`. None: it was not compiled, for a reason
+        that is logged, or that who compiles it instead will find."""
+        with self._lock:
+            if self._num_alive == 0:
+                return None
+        process = self._idle.get()
+        if process is None:  # all are dead, or ended
+            self._idle.put(None)
+            return None
+        answer = self._ask(process, json.dumps(said) + "\n")
+        if not answer:
+            self._lose_one()
+            return None
+        self._idle.put(process)
+        found = json.loads(answer)
+        if "error" in found:
+            logger.debug("a kernel was not compiled in a process of its own: %s", found["error"])
+            return None
+        return {name: Path(path).read_bytes() for name, path in found["files"].items()}
+
+    def close(self) -> None:
+        """End them, also those at work: who waits for one compiles by itself."""
+        with self._lock:
+            self._num_alive = 0
+        self._idle.put(None)
+        for process in self._all:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+        if not self._log.closed:
+            self._log.close()
+
+    def _start(self) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "piecegraph.compiler.kernel_child", str(self._folder)],
+            env=child_environment(self._folder, self._folder),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+        )
+
+    def _ask(self, process: subprocess.Popen[str], line: str) -> str:
+        """Its answer; empty if it died."""
+        assert process.stdin is not None and process.stdout is not None, "both are pipes"
+        try:
+            process.stdin.write(line)
+            process.stdin.flush()
+            return process.stdout.readline()
+        except (OSError, ValueError):
+            return ""
+
+    def _lose_one(self) -> None:
+        with self._lock:
+            if self._num_alive == 0:
+                return
+            logger.warning("a process that compiles kernels ended; the others, or this one, compile them")
+            self._num_alive -= 1
+            if self._num_alive == 0:
+                self._idle.put(None)

@@ -1,0 +1,124 @@
+"""Kernels of ours are compiled by processes as they would be here; what those cannot do is done here."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from triton.compiler import ASTSource
+
+from piecegraph.compiler import kernel_processes
+from piecegraph.compiler.early_processes import EarlyProcesses
+from piecegraph.compiler.kernel_processes import CORES_EACH, MOST, KernelProcesses, num_processes
+from piecegraph.compiler.stored import own_kernels
+from piecegraph.compiler.stored.own_kernels import OwnKernels
+from piecegraph.compiler.triton_compat import KernelFolder, compile_said, said_of
+from piecegraph.passes.kernels.sliced_linear import sliced_kernel
+from tests.compiler.stored.kernel_caches import GPU, OF, cache_in, gpu_machine
+from tests.compiler.triton_without_gpu import TARGET, NoGpu, forget_compiled, kept_by_triton, no_gpu, small, warm_up
+
+__all__ = ["gpu_machine", "no_gpu"]
+pytestmark = pytest.mark.usefixtures("gpu_machine", "no_gpu")
+
+OPTIONS = {"num_warps": 2, "num_stages": 2}
+
+
+def source(size: int = 64) -> Any:
+    return ASTSource(small, {"x": "*fp32", "SIZE": "constexpr"}, constexprs={"SIZE": size})
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[KernelProcesses]:
+    made = KernelProcesses(2)
+    yield made
+    made.close()
+
+
+def test_a_process_makes_what_is_made_here(processes: KernelProcesses, tmp_path: Path) -> None:
+    """The same binary, and all of what is known of it."""
+    said = said_of(source(), TARGET, OPTIONS)
+    assert said is not None
+    here = {name: Path(path).read_bytes() for name, path in compile_said(said, KernelFolder(tmp_path)).items()}
+    assert processes.compile(said) == here
+    assert {name.rpartition(".")[2] for name in here} == {"cubin", "json"}
+
+
+def test_many_ask_at_once(processes: KernelProcesses) -> None:
+    said = [said_of(source(16 << number), TARGET, OPTIONS) for number in range(6)]
+    with ThreadPoolExecutor(6) as pool:
+        found = list(pool.map(processes.compile, [each for each in said if each is not None]))
+    assert len(found) == 6 and all(found)
+    assert len({files["small.cubin"] for files in found if files is not None}) == 6
+
+
+def test_what_cannot_be_said_is_not() -> None:
+    """A function that its module does not have by its name, and values that are no data."""
+    local = type("Source", (), {"fn": sliced_kernel, "name": "another", "signature": {}, "constants": {}, "attrs": {}})
+    assert said_of(local, TARGET, OPTIONS) is None
+    assert said_of(source(), TARGET, {**OPTIONS, "extra": object()}) is None
+    assert said_of(source(), TARGET, {**OPTIONS, "extra": {1: 2}}) is None
+    assert said_of(source(), TARGET, {**OPTIONS, "extra": (("a", "b"),)}) is not None
+
+
+def test_what_fails_there_fails_there_alone(processes: KernelProcesses) -> None:
+    said = said_of(source(17), TARGET, OPTIONS)  # no power of two
+    assert said is not None and processes.compile(said) is None
+    good = said_of(source(128), TARGET, OPTIONS)
+    assert good is not None and processes.compile(good)
+
+
+def test_without_living_processes_nothing_is_waited_for() -> None:
+    made = KernelProcesses(1)
+    said = said_of(source(), TARGET, OPTIONS)
+    assert said is not None
+    os.kill(made._all[0].pid, signal.SIGKILL)
+    assert made.compile(said) is None and made.compile(said) is None
+    made.close()
+    closed = KernelProcesses(1)
+    closed.close()
+    closed.close()
+    assert closed.compile(said) is None
+
+
+def test_a_start_has_its_kernels_compiled_by_them(processes: KernelProcesses, tmp_path: Path, no_gpu: NoGpu) -> None:
+    """And counts and keeps them as its own; nothing of them is in Triton's cache."""
+    own = OwnKernels()
+    use = own.begin(cache_in(tmp_path), OF, GPU)
+    assert use is not None
+    own.processes = processes
+    first = warm_up(small)
+    assert (use.loaded, use.compiled) == (0, 1) and own.keep() == ""
+    assert not kept_by_triton(tmp_path)
+    forget_compiled()
+    again = OwnKernels()
+    use = again.begin(cache_in(tmp_path), OF, GPU)
+    assert use is not None
+    assert warm_up(small).asm["cubin"] == first.asm["cubin"] and (use.loaded, use.compiled) == (1, 0)
+    assert no_gpu.loaded[0] == no_gpu.loaded[1]
+
+
+def test_a_start_takes_those_that_began_early(
+    processes: KernelProcesses, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """And the next one, that has none, does without."""
+    early = EarlyProcesses(0, lambda: False)
+    monkeypatch.setattr(early, "kernels", lambda: processes)
+    monkeypatch.setattr(own_kernels, "early_processes", lambda: early)
+    own = OwnKernels()
+    assert own.begin(cache_in(tmp_path), OF, GPU) is not None and own.processes is processes
+    monkeypatch.setattr(own_kernels, "early_processes", lambda: None)
+    assert own.begin(cache_in(tmp_path), OF, GPU) is not None and own.processes is None
+
+
+def test_how_many_there_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(kernel_processes, "GPU", tmp_path)
+    for cores, number in ((2, 0), (CORES_EACH, 1), (CORES_EACH * MOST, MOST), (400, MOST)):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: set(range(cores)))
+        assert num_processes() == number
+    monkeypatch.setattr(kernel_processes, "GPU", tmp_path / "none")
+    assert num_processes() == 0
