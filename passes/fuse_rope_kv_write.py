@@ -18,6 +18,7 @@ from piecegraph.passes.effects import ELEMENTWISE, Memory, viewed
 from piecegraph.passes.graph_pass import GraphPass, Miss, PassContext, PassResult
 from piecegraph.passes.repeated_halves import repeat_halves
 from piecegraph.passes.rotary_pattern import ATTENTION_LAYOUT, RotatedHeads, rotated_heads
+from piecegraph.passes.rotary_tables import fuse_rotary_tables
 from piecegraph.passes.torch_ir import Columns, NoMatch
 
 _SIZES = frozenset({"new_empty", "size", torch.ops.aten.sym_size.int})
@@ -31,8 +32,8 @@ class FuseRopeKVWrite(GraphPass):
     `attention_op(query, key, value, out, *rest)` becomes
     `fused_op(query, key, value, out, cos, sin, q_norm_weight, k_norm_weight, norm_eps, norm_offset, *rest)`, with
     query and key `[tokens, heads, dim]` as projected, which the op may overwrite: nothing else may read that query.
-    Rounds once where the graph rounds after each step, and takes tables as they were before they were rounded; their
-    halves become repetitions (`repeated_halves.py`).
+    Rounds once where the graph rounds after each step, and takes tables as they were before they were rounded. Cosines
+    and sines become one op (`rotary_tables.py`); halves of other tables become repetitions (`repeated_halves.py`).
     """
 
     attention_op: str = "piecegraph::attention"
@@ -47,6 +48,7 @@ class FuseRopeKVWrite(GraphPass):
             return PassResult()
         fused_op, memory = _overload(self.fused_op), Memory(graph)
         tables: dict[fx.Node, fx.Node] = {}
+        pairs: dict[tuple[fx.Node, fx.Node], None] = {}
         misses = []
         for call in calls:
             try:
@@ -58,8 +60,12 @@ class FuseRopeKVWrite(GraphPass):
                 misses.append(Miss(call.name, str(reason)))
                 continue
             _fuse(graph, call, fused_op, query, key, tables)
-            for table in (query.cos, query.sin):
-                repeat_halves(graph, table)
+            pairs[query.cos, query.sin] = None
+        for cos, sin in pairs:  # behind the last call: what is looked for above is a table as models make it
+            is_only_pair = sum(cos in pair or sin in pair for pair in pairs) == 1
+            if not (is_only_pair and fuse_rotary_tables(graph, cos, sin)):
+                repeat_halves(graph, cos)
+                repeat_halves(graph, sin)
         return PassResult(len(calls) - len(misses), tuple(misses))
 
 

@@ -8,6 +8,7 @@ MODULES: tuple[str, ...] = (
     "piecegraph.passes.ops.moe_experts",
     "piecegraph.passes.ops.norm_linear",
     "piecegraph.passes.ops.rms_norm",
+    "piecegraph.passes.ops.rotary_tables",
 )
 """A line for each file of `passes/ops/` that defines an op."""
 

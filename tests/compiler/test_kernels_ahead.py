@@ -15,6 +15,7 @@ from piecegraph.passes.kernels.linear_parts import parts_config
 from piecegraph.passes.kernels.streamed_config import StreamedConfig
 from piecegraph.passes.ops.act_mul import ACT_MUL
 from piecegraph.passes.ops.linear import LINEAR
+from piecegraph.passes.ops.rotary_tables import ROTARY_TABLES
 from tests.gpus import H200
 
 
@@ -50,6 +51,21 @@ def test_each_kind_of_call_at_each_size() -> None:
     assert len(launches) == 3 * len(ROWS)
     for launch in launches:
         launch(bound)
+
+
+def test_an_op_of_two_results() -> None:
+    """Positions are bound to nothing: they are zeros."""
+    graph = fx.Graph()
+    positions, inv_freq = graph.placeholder("positions"), graph.placeholder("inv_freq")
+    positions.meta["example_value"] = torch.empty(3, dtype=torch.int64).as_subclass(_Cuda)
+    inv_freq.meta["example_value"] = torch.empty(8).as_subclass(_Cuda)
+    tables = graph.call_function(ROTARY_TABLES, (positions, inv_freq, 1.0))
+    tables.meta["example_value"] = (torch.empty(3, 16).as_subclass(_Cuda),) * 2
+    graph.output((tables,))
+    launches = launches_ahead(graph, lambda node: False)
+    assert len(launches) == len(ROWS)
+    for launch in launches:
+        launch({"inv_freq": torch.ones(8)})
 
 
 def kernels_taken(rows: int) -> set[object]:

@@ -11,7 +11,7 @@ from tests.runner.margin_rule import assert_same_tokens
 from tests.runner.tiny_models import FAMILIES, WINDOW, make_model, save
 
 PROMPTS = [[5, 17, 3], [9], [7, 7, 90, 23, 41, 2, 64, 118, 30, 55, 81, 12], list(range(20, 20 + 3 * WINDOW))]
-PASSES = ("merge-projections", "fuse-add-rms-norm", "fuse-rope-kv-write")
+PASSES = ("eliminate-noops", "merge-projections", "fuse-add-rms-norm", "fuse-rope-kv-write")
 
 ALIKE = ("llama3-rope", "mistral", "qwen2-sliding", "phi3-longrope-short", "qwen3-moe")
 """Families whose rotary embedding and norms another one of the list has too."""
