@@ -92,6 +92,10 @@ def linear_config(
     if num_rows <= MATVEC_ROWS:
         block_k = 1024 if is_gated or size < 2048 else 2048
         return LinearConfig(block_m=0, block_n=4, block_k=block_k, num_warps=4, num_stages=1)
+    if is_gated and BLOCK_M < num_rows <= 2 * BLOCK_M:
+        paired = _paired_config(num_columns, size, gpu=gpu)
+        if paired is not None and -(-num_rows // BLOCK_M) * -(-num_columns // paired.block_n) <= 2 * gpu.num_sms:
+            return paired
     for is_tall in (True,) if is_gated else (False, True):
         matmul = _matmul_config(num_rows, num_columns, size, is_gated=is_gated, is_tall=is_tall, gpu=gpu)
         programs = -(-num_rows // matmul.block_m) * -(-num_columns // matmul.block_n)
@@ -141,6 +145,14 @@ def _matmul_config(
     stage_bytes = (block_m + block_n * (2 if is_gated else 1)) * block_k * 2
     num_stages = max(1, min(most_stages, gpu.shared_bytes // stage_bytes))
     return LinearConfig(block_m=block_m, block_n=block_n, block_k=block_k, num_warps=num_warps, num_stages=num_stages)
+
+
+def _paired_config(num_columns: int, size: int, *, gpu: GpuLimits) -> LinearConfig | None:
+    """Of a gated linear: low blocks, two programs a multiprocessor, of which one loads while the other multiplies (0.4
+    of 105.7 us of a layer of Qwen3-0.6B at 128 rows)."""
+    config = LinearConfig(block_m=BLOCK_M, block_n=32, block_k=128, num_warps=4, num_stages=3)
+    bytes_of_two = 2 * (config.block_m + 2 * config.block_n) * config.block_k * 2 * config.num_stages
+    return config if size % config.block_k == 0 and bytes_of_two <= gpu.shared_bytes else None
 
 
 def _sliced_config(num_columns: int, size: int, *, is_gated: bool, gpu: GpuLimits) -> SlicedConfig | None:

@@ -58,12 +58,20 @@ def test_a_program_of_one_row_holds_its_tile_in_registers(num_columns: int, size
 
 
 def test_many_rows_take_taller_blocks() -> None:
-    """In one wave of programs, where half as many rows a program would be two. Gated ones do in any case."""
-    for rows, layout in ((64, (64, 32, 128)), (128, (128, 32, 64)), (256, (128, 64, 64))):
-        found = config(rows, 3072, 1024, is_gated=True)
+    """In one wave of programs, where half as many rows a program would be two. Of gated ones two programs share a
+    multiprocessor up to 128 rows; then they do in any case."""
+    for rows, size, layout, at_once in (
+        (64, 1024, (64, 32, 128), 1),
+        (128, 1024, (64, 32, 128), 2),
+        (128, 1088, (128, 32, 64), 1),
+        (256, 1024, (128, 64, 64), 1),
+    ):
+        found = config(rows, 3072, size, is_gated=True)
         assert isinstance(found, LinearConfig)
         assert (found.block_m, found.block_n, found.block_k) == layout
-        assert -(-rows // found.block_m) * -(-3072 // found.block_n) <= H200.num_sms
+        assert -(-rows // found.block_m) * -(-3072 // found.block_n) <= at_once * H200.num_sms
+        shared = (found.block_m + 2 * found.block_n) * found.block_k * 2 * found.num_stages
+        assert at_once * shared <= H200.shared_bytes
     assert config(257, 3072, 1024, is_gated=True) is None
     for rows, layout in ((64, (64, 32, 128)), (128, (128, 32, 64)), (256, (128, 64, 64))):
         found = config(rows, 4096, 1024)
