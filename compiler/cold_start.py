@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -69,7 +70,8 @@ def cold_start(
         if late is not None:
             module = late.module()
             traced, watched = with_tensors_of(module, traced, watched)
-        launch_all(launches, _bound_placeholders(placeholders, traced))
+        with timed_phase(on_phase, "kernels") if launches else contextlib.nullcontext():
+            launch_all(launches, _bound_placeholders(placeholders, traced))
         return {name: each.tensor for name, each in zip(names, _bound(traced), strict=True)}
 
     built = build(

@@ -74,6 +74,8 @@ class Image:
             "float32",
             "--compile-sizes",
             "4" if self.device == "cpu" else "0",
+            "--max-num-seqs",
+            "4",  # as `one_start.py` has it: kernels depend on it
         ]
         where = ["--cache-dir", str(self.cache), "--signing-key", str(self.key)]
         return [*PROGRAM, "compile", str(self.model), *options, *where, "--json", "--quiet"]

@@ -1,0 +1,11 @@
+"""A kernel that does nothing: compiling it has Triton's compiler loaded (`kernel_child.py`)."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def first_kernel(x, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]  # compiled by Triton
+    tl.store(x + tl.arange(0, SIZE), 1.0)
