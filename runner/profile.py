@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from piecegraph.runner.attention.metadata import PAD_SLOT_ID, AttentionMetadata, HostBatch
+from piecegraph.runner.attention.step_metadata import StepMetadata
 from piecegraph.runner.dummy_batch import dummy_batch
 from piecegraph.runner.model_step import ModelStep
 from piecegraph.runner.sampling_params import SamplingParams
@@ -54,13 +55,28 @@ def peak_step_bytes(step: ModelStep, *, num_tokens: int, max_model_len: int, nee
 
 def run_largest_step(step: ModelStep, *, num_tokens: int, max_model_len: int, needs_host_batch: bool) -> None:
     """The step that `peak_step_bytes` measures, of nobody's tokens, on any device."""
-    num_rows = step.num_logits(num_tokens)
+    common = prepare_step(step, num_tokens=num_tokens, max_model_len=max_model_len, needs_host_batch=needs_host_batch)
+    logits, _ = step.draw(run_model(step, common))
+    sample_every_way(step, logits)
+
+
+def prepare_step(step: ModelStep, *, num_tokens: int, max_model_len: int, needs_host_batch: bool) -> StepMetadata:
+    """The inputs of a step of nobody's tokens, and what its metadata is built of."""
     common = dummy_batch(
         step.buffers, num_tokens=num_tokens, max_model_len=max_model_len, with_host_batch=needs_host_batch
     )
-    step.prepare(num_tokens, num_rows)
-    logits, _ = step.draw(step.run_uncaptured(step.metadata_builder.build(common), num_rows))
-    rows = range(num_rows)
+    step.prepare(num_tokens, step.num_logits(num_tokens))
+    return common
+
+
+def run_model(step: ModelStep, common: StepMetadata) -> torch.Tensor:
+    """Logits `[num_rows, vocab_size]` of as many requests as the step can have."""
+    return step.run_uncaptured(step.metadata_builder.build(common), step.num_logits(common.num_tokens))
+
+
+def sample_every_way(step: ModelStep, logits: torch.Tensor) -> None:
+    """The sampler's whole way for every row of `logits` `[num_rows, vocab_size]`. No request's state changes."""
+    rows = range(logits.shape[0])
     for row in rows:
         step.sampler.add_request(row, _LARGEST_SAMPLING, seed=row, prompt_len=1, stop_token_ids=(), bad_words=())
     try:
@@ -68,8 +84,8 @@ def run_largest_step(step: ModelStep, *, num_tokens: int, max_model_len: int, ne
         step.sampler.sample(
             logits,
             rows=rows,
-            idx_mapping=torch.arange(num_rows, dtype=torch.int32, device=logits.device),
-            positions=torch.ones(num_rows, dtype=torch.int32, device=logits.device),
+            idx_mapping=torch.arange(len(rows), dtype=torch.int32, device=logits.device),
+            positions=torch.ones(len(rows), dtype=torch.int32, device=logits.device),
             token_ids=step.states.token_ids,
         )
     finally:

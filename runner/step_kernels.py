@@ -7,21 +7,27 @@ first capture.
 
 from __future__ import annotations
 
+import importlib
 import logging
+import pkgutil
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
 from piecegraph.compiler.plan import SplitCall, TensorSpec
 from piecegraph.progress import STEP_KERNELS, OnPhase, Phase
+from piecegraph.runner import kernels as step_kernels
+from piecegraph.runner.attention import kernels as attention_kernels
 from piecegraph.runner.attention.op import launch_prepared
 from piecegraph.runner.attention.op_call import ATTENTION_OPS, call_of
 from piecegraph.runner.model_step import ModelStep
-from piecegraph.runner.profile import run_largest_step
+from piecegraph.runner.profile import prepare_step, run_model, sample_every_way
+from piecegraph.runner.sampling import kernels as sampling_kernels
 
 logger = logging.getLogger(__name__)
 
@@ -66,8 +72,7 @@ class StepKernels:
     def _run(self) -> None:
         started = time.perf_counter()
         try:
-            # a thread begins with the first GPU
-            with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
+            with _on(self._device):
                 self._launch()
         except Exception:
             logger.warning("kernels of a step could not be compiled ahead", exc_info=True)
@@ -95,7 +100,11 @@ class AttentionAlone:
             num_rows = max(num_rows, self._max_num_reqs)
         for call in self._calls:
             launch_prepared(call_of(call.op, [_made(each, num_rows) for each in call.args]))
-        return torch.zeros(logits_indices.shape[0], self._vocab_size, dtype=self._dtype, device=input_ids.device)
+        return self.logits(logits_indices.shape[0], input_ids.device)
+
+    def logits(self, num_rows: int, device: torch.device) -> torch.Tensor:
+        """`[num_rows, vocab_size]`, zeros."""
+        return torch.zeros(num_rows, self._vocab_size, dtype=self._dtype, device=device)
 
 
 def _made(argument: Any, num_rows: int) -> Any:
@@ -108,10 +117,54 @@ def _made(argument: Any, num_rows: int) -> Any:
 
 @torch.no_grad()
 def launch_step_kernels(step: ModelStep, *, max_model_len: int, needs_host_batch: bool) -> None:
-    """Run a step of a few tokens whose model is `AttentionAlone`, and wait for it. It takes little of the GPU's memory
-    and time: weights are loaded, and pieces may be measured, beside it."""
+    """Run the parts of a step of a few tokens whose model is `AttentionAlone`, each in a thread, for each waits for one
+    kernel after the other; and wait for them. It takes little of the GPU's memory and time: weights are loaded, and
+    pieces may be measured, beside it. Raises what a part raises.
+
+    Mutates the buffers and the states of `step`, which is nobody's.
+    """
     num_tokens = min(NUM_TOKENS, step.buffers.max_num_reqs)
-    run_largest_step(step, num_tokens=num_tokens, max_model_len=max_model_len, needs_host_batch=needs_host_batch)
     device = step.buffers.input_ids.device
     if device.type == "cuda":
+        _import_kernels()
+    common = prepare_step(step, num_tokens=num_tokens, max_model_len=max_model_len, needs_host_batch=needs_host_batch)
+    assert isinstance(step.forward, AttentionAlone), "a model would run with others of its kind at once"
+    logits = step.forward.logits(step.num_logits(num_tokens), device)
+
+    def run(part: Callable[[], object]) -> None:
+        with torch.no_grad(), _on(device):
+            part()
+
+    parts = (
+        lambda: run_model(step, common),
+        lambda: step.draw(logits),
+        lambda: sample_every_way(step, logits),
+        lambda: _write_states(step),
+    )
+    with ThreadPoolExecutor(max_workers=len(parts)) as pool:
+        for done in [pool.submit(run, part) for part in parts]:
+            done.result()
+    if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def _write_states(step: ModelStep) -> None:
+    """A request comes and goes."""
+    states = step.states
+    states.add("nobody", [0], [[0]] * step.buffers.num_groups)
+    try:
+        states.apply_writes()
+    finally:
+        states.remove("nobody")
+
+
+def _import_kernels() -> None:
+    """Threads that import what needs each other's modules could wait for each other."""
+    for package in (attention_kernels, step_kernels, sampling_kernels):
+        for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+            importlib.import_module(module.name)
+
+
+def _on(device: torch.device) -> AbstractContextManager[object]:
+    """A thread begins with the first GPU."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
