@@ -7,6 +7,7 @@ module for each signature of a kernel when it is first launched, which 3.9 does 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import importlib
 import json
@@ -24,7 +25,7 @@ from triton._C.libtriton import get_cache_invalidating_env_vars
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import ASTSource, CompiledKernel, make_backend
 from triton.compiler.compiler import compile as compile_with_triton
-from triton.runtime import driver
+from triton.runtime import build, driver
 from triton.runtime.cache import FileCacheManager
 
 from piecegraph.passes.kernels.own_kernel import hash_functions_called
@@ -172,22 +173,30 @@ def _manager(key: str, **how: Any) -> Any:
     return (chosen or FileCacheManager)(key, **how)
 
 
+_platform_key = functools.cache(build.platform_key)
+"""Of the machine. Triton finds it out anew for each library that it looks for, by a process that looks at Python's
+binary: of a start, one for each kernel."""
+
+
 @contextlib.contextmanager
 def _asked_by_thread() -> Iterator[None]:
-    """Triton asks `_manager` inside; past the last such block its settings are as before. They are set past the
-    descriptor, which would write them to the environment too."""
+    """Triton asks `_manager` and `_platform_key` inside; past the last such block its settings are as before. They are
+    set past the descriptor, which would write them to the environment too."""
     global _blocks, _before
     settings = vars(knobs.cache)
     with _lock:
         if _blocks == 0:
             _before = (settings["manager_class"],) if "manager_class" in settings else ()
             settings["manager_class"] = _manager
+            build.platform_key = _platform_key
         _blocks += 1
     try:
         yield
     finally:
         with _lock:
             _blocks -= 1
+            if _blocks == 0 and build.platform_key is _platform_key:
+                build.platform_key = _platform_key.__wrapped__
             if _blocks == 0 and settings.get("manager_class") is _manager:
                 del settings["manager_class"]
                 if _before:

@@ -4,6 +4,7 @@ and needs none for it."""
 from __future__ import annotations
 
 import os
+import platform
 import sys
 import threading
 from pathlib import Path
@@ -204,3 +205,23 @@ def test_a_driver_that_cannot_begin_is_left(tmp_path: Path, monkeypatch: pytest.
     driver.set_active(NoGpu())
     triton_compat.start_driver(KernelFolder(tmp_path / "ours"))
     assert len(asked) == 1
+
+
+def test_what_machine_it_is_is_found_out_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's own way of asking, which starts a process, is back after it."""
+    from triton.runtime import build
+
+    theirs, architecture = build.platform_key, platform.architecture
+    asked: list[object] = []
+
+    def counted(*args: Any) -> tuple[str, str]:
+        asked.append(args)
+        return architecture(*args)
+
+    monkeypatch.setattr(platform, "architecture", counted)
+    found = set()
+    for _ in range(3):
+        with KernelFolder(tmp_path).used():
+            found.add(build.platform_key())
+    assert len(asked) <= 1 and build.platform_key is theirs
+    assert found == {theirs()}
