@@ -7,6 +7,7 @@ compiling; each call would go through its runtime wrappers.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,26 +30,34 @@ _SEVERAL_VIEWS = frozenset({torch.chunk, torch.split, torch.unbind, "chunk", "sp
 
 
 def runs_as_it_is(graph_module: fx.GraphModule) -> bool:
-    """Nothing in the piece would become a generated kernel, but a lookup of rows, which torch has one for too."""
+    """Nothing in the piece would become a generated kernel, but a lookup of rows, which torch has one for too. Under
+    autocast, whose casts are not in the graph, no piece is known to be such."""
     nodes = list(graph_module.graph.nodes)
     tensors = [value for value in map(value_of, nodes) if isinstance(value, torch.Tensor)]
-    if not tensors or any(tensor.device.type not in DEVICES for tensor in tensors):
+    if not tensors or any(tensor.device.type not in DEVICES for tensor in tensors) or _autocasts():
         return False
     return not any(_is_generated(node) for node in nodes)
 
 
 def run_graph(graph_module: fx.GraphModule) -> Callable[..., Sequence[Any]]:
-    """The piece as a function: the same calls in the same order, without gradients, as what Inductor compiles has."""
+    """The piece as a function: the same calls in the same order, without gradients and without autocast, as what
+    Inductor compiles has."""
     graph_module.recompile()
     forward = graph_module.forward
 
     def run(*inputs: Any) -> Sequence[Any]:
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() and not _autocasts():
             return forward(*inputs)  # type: ignore[no-any-return]
-        with torch.no_grad():
+        with torch.no_grad(), contextlib.ExitStack() as casts:
+            for device in DEVICES:
+                casts.enter_context(torch.autocast(device, enabled=False))
             return forward(*inputs)  # type: ignore[no-any-return]
 
     return run
+
+
+def _autocasts() -> bool:
+    return any(map(torch.is_autocast_enabled, DEVICES))
 
 
 def _is_generated(node: fx.Node) -> bool:

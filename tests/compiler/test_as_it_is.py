@@ -89,6 +89,17 @@ def test_it_makes_no_gradients() -> None:
     torch.testing.assert_close(found, F.linear(X, WEIGHT), atol=0, rtol=0)
 
 
+def test_it_is_not_cast() -> None:
+    """As what Inductor compiles of it; and what is compiled under autocast, whose casts are no nodes, is compiled."""
+    graph_module = traced(lambda x, w: (F.linear(x, w),), X, WEIGHT)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not runs_as_it_is(graph_module)
+        (found,) = run_graph(graph_module)(X, WEIGHT)
+        assert torch.is_autocast_enabled("cpu")
+    assert found.dtype == torch.float32
+    assert runs_as_it_is(graph_module)
+
+
 class LinearDecoder(nn.Module):
     """Nothing between two calls of attention but matmuls and views; `gain` is a piece of its own."""
 
