@@ -24,7 +24,10 @@ NOTE = "runs as its graph: there is nothing to generate a kernel for"
 DEVICES = frozenset({"cuda"})
 """Types of devices on which that is decided. On a CPU Inductor has more to do about a matmul."""
 
-_EMPTY = frozenset({torch.empty, torch.empty_like, "new_empty"})
+_EMPTY = frozenset({torch.empty_like, "new_empty"})
+"""Room of a dtype that is in the graph. `torch.empty` has that of the process where it names none."""
+
+_EMPTY_OF = frozenset({torch.empty})
 
 _SEVERAL_VIEWS = frozenset({torch.chunk, torch.split, torch.unbind, "chunk", "split", "unbind"})
 
@@ -67,7 +70,10 @@ def _is_generated(node: fx.Node) -> bool:
         return True
     if not isinstance(value_of(node), torch.Tensor):  # a size, or several results
         return not (_is_ours(node) or _is_of_sizes(node) or is_call(node, _SEVERAL_VIEWS))
-    is_there = _is_ours(node) or is_call(node, LINEAR | _EMPTY) or viewed(node) is not None
+    is_room = is_call(node, _EMPTY) or (is_call(node, _EMPTY_OF) and {"dtype", "device"} <= node.kwargs.keys())
+    if "out" in node.kwargs:
+        return True
+    is_there = _is_ours(node) or is_call(node, LINEAR) or is_room or viewed(node) is not None
     return not (is_there or _is_lookup(node) or _is_item(node))
 
 
@@ -77,7 +83,8 @@ def _is_item(node: fx.Node) -> bool:
 
 
 def _is_lookup(node: fx.Node) -> bool:
-    """Of rows, by their numbers. A mask is none: how many rows it takes, only the GPU knows."""
+    """Of rows, by their numbers in one tensor. A mask is none, as only the GPU knows how many rows it takes; nor is a
+    list of numbers, which torch would bring to the GPU at each call."""
     if is_call(node, frozenset({F.embedding})):
         return argument(node, 3, "max_norm") is None
     if not is_call(node, GETITEM):
@@ -85,7 +92,10 @@ def _is_lookup(node: fx.Node) -> bool:
     index: Any = node.args[1]
     indices = index if isinstance(index, tuple) else (index,)
     found = [value_of(each) for each in indices if isinstance(each, fx.Node) and is_tensor(each)]
-    return len(found) == 1 and found[0].dtype in (torch.int32, torch.int64)
+    others = [each for each in indices if not (isinstance(each, fx.Node) and is_tensor(each))]
+    if len(found) != 1 or not all(each is None or each is ... or isinstance(each, slice) for each in others):
+        return False
+    return found[0].dtype in (torch.int32, torch.int64)
 
 
 def _is_ours(node: fx.Node) -> bool:

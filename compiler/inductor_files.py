@@ -22,7 +22,8 @@ TRITON_FOLDER = "triton"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PieceFiles:
-    """Whoever loads these vouches for them: they are unpickled and dlopened."""
+    """Whoever loads these vouches for them: they are unpickled and dlopened. So does who runs a graph that was data,
+    which calls functions by their names."""
 
     artifact: bytes | None  # None: the piece runs as its graph (`as_it_is.py`), and there is nothing else
     libraries: Mapping[str, bytes] = field(default_factory=dict)  # C++ kernels by `library_digest`

@@ -21,6 +21,7 @@ FIRST: dict[str, Any] = {
     "attributes": [],
     "target": ["cuda", 90, 32],
     "options": {"num_warps": 1},
+    "fingerprint": None,
 }
 """As `triton_compat.said_of` says it: nobody launches it, for whatever GPU it is."""
 
@@ -39,7 +40,8 @@ def main() -> None:
         compile_said(FIRST, folder)
     for line in sys.stdin:
         try:
-            answer: dict[str, Any] = {"files": compile_said(json.loads(line), folder)}
+            said = json.loads(line)
+            answer: dict[str, Any] = {"fingerprint": said["fingerprint"], "files": compile_said(said, folder)}
         except Exception as error:
             answer = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(answer), file=answers, flush=True)

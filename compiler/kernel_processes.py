@@ -7,6 +7,7 @@ at a time, as data: what cannot be said as data, and what fails there, is compil
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -16,6 +17,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +37,10 @@ GPU = Path("/dev/nvidiactl")
 
 
 def num_processes() -> int:
-    """How many a start has: none where there is no GPU, or hardly a core to spare."""
-    return min(MOST, len(os.sched_getaffinity(0)) // CORES_EACH) if GPU.exists() else 0
+    """How many a start has: none where there is no GPU, no Triton, or hardly a core to spare."""
+    if not GPU.exists() or find_spec("triton") is None:
+        return 0
+    return min(MOST, len(os.sched_getaffinity(0)) // CORES_EACH)
 
 
 class KernelProcesses:
@@ -45,16 +49,25 @@ class KernelProcesses:
     def __init__(self, number: int) -> None:
         self._folder = private_folder("compiled-kernels")
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed by `close`; a pipe nobody reads would fill
-        self._all = [self._start() for _ in range(number)]
+        self._pid = os.getpid()
+        self._all: list[subprocess.Popen[str]] = []
         self._idle: queue.SimpleQueue[subprocess.Popen[str] | None] = queue.SimpleQueue()
-        for process in self._all:
-            self._idle.put(process)
         self._lock = threading.Lock()
         self._num_alive = number
+        try:
+            for _ in range(number):
+                self._all.append(self._start())
+        except BaseException:
+            self.close()
+            raise
+        for process in self._all:
+            self._idle.put(process)
 
     def compile(self, said: Mapping[str, Any]) -> dict[str, bytes] | None:
         """The files of a kernel, by name. `said`: of `triton_compat.said_of`. None: it was not compiled, for a reason
         that is logged, or that who compiles it instead will find."""
+        if os.getpid() != self._pid:  # forked: the pipes are those of the process it was forked from
+            return None
         with self._lock:
             if self._num_alive == 0:
                 return None
@@ -62,19 +75,26 @@ class KernelProcesses:
         if process is None:  # all are dead, or ended
             self._idle.put(None)
             return None
-        answer = self._ask(process, json.dumps(said) + "\n")
-        if not answer:
-            self._lose_one()
+        answer = ""
+        try:
+            answer = self._ask(process, json.dumps(said) + "\n")
+        finally:
+            if answer.endswith("\n"):
+                self._idle.put(process)
+            else:  # it died, maybe in the middle of a line; or who asks is interrupted, and its answer still to come
+                process.kill()
+                self._lose_one()
+        if not answer.endswith("\n"):
             return None
-        self._idle.put(process)
         found = json.loads(answer)
         if "error" in found:
             logger.debug("a kernel was not compiled in a process of its own: %s", found["error"])
             return None
+        assert found["fingerprint"] == said["fingerprint"], "one process answers one question at a time"
         return {name: Path(path).read_bytes() for name, path in found["files"].items()}
 
     def close(self) -> None:
-        """End them, also those at work: who waits for one compiles by itself."""
+        """End them, also those at work: who waits for one compiles by itself. Harmless to repeat."""
         with self._lock:
             self._num_alive = 0
         self._idle.put(None)
@@ -82,6 +102,10 @@ class KernelProcesses:
             if process.poll() is None:
                 process.kill()
             process.wait()
+            for pipe in (process.stdin, process.stdout):
+                with contextlib.suppress(OSError):  # what was written and not read
+                    if pipe is not None:
+                        pipe.close()
         if not self._log.closed:
             self._log.close()
 

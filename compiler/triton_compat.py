@@ -238,6 +238,7 @@ def said_of(src: Any, target: Any, options: Mapping[str, Any]) -> dict[str, Any]
         "attributes": [[list(place), value] for place, value in src.attrs.items()],
         "target": [target.backend, target.arch, target.warp_size],
         "options": dict(options),
+        "fingerprint": fingerprint(src, target, options),
     }
     try:
         return said if _with_tuples(json.loads(json.dumps(said))) == _with_tuples(said) else None
@@ -246,7 +247,11 @@ def said_of(src: Any, target: Any, options: Mapping[str, Any]) -> dict[str, Any]
 
 
 def compile_said(said: Mapping[str, Any], folder: KernelFolder) -> dict[str, str]:
-    """Paths in `folder` of the files of the kernel that `said_of` tells of, by name. Raises what Triton raises."""
+    """Paths in `folder` of the files of the kernel that `said_of` tells of, by name.
+
+    Raises what Triton raises, and ValueError where it would not be the same kernel here: of another source, or under
+    other settings.
+    """
     said = _with_tuples(said)
     function = getattr(importlib.import_module(said["module"]), said["name"])
     hash_functions_called(function)
@@ -256,8 +261,11 @@ def compile_said(said: Mapping[str, Any], folder: KernelFolder) -> dict[str, str
         constexprs=dict(said["constants"]),
         attrs={place: [list(each) for each in value] for place, value in said["attributes"]},
     )
+    target, options = GPUTarget(*said["target"]), dict(said["options"])
+    if said["fingerprint"] not in (None, fingerprint(source, target, options)):
+        raise ValueError(f"{said['name']} is another kernel, or compiled otherwise, in this process")
     with folder.used():
-        made = compile_with_triton(source, target=GPUTarget(*said["target"]), options=dict(said["options"]))
+        made = compile_with_triton(source, target=target, options=options)
     return {name: str(path) for name, path in made.metadata_group.items() if name in files_of(made)}
 
 

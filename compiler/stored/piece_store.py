@@ -67,6 +67,8 @@ def piece_factors(
 ) -> dict[str, Any]:
     """All that decides what Inductor makes of a piece. `key_of` of it raises `KeyFactorError` for options that hold
     an object."""
+    device = device_of_piece(piece)
+    casts = {"autocast": str(torch.get_autocast_dtype(device.type))} if torch.is_autocast_enabled(device.type) else {}
     return {
         "kind": "piece",
         "format": PIECE_FORMAT,
@@ -75,8 +77,9 @@ def piece_factors(
         "options": dict(options),
         "passes": [each.uuid() for each in post_grad.passes],
         "build": build_factors(OF_PIECES),
-        "machine": machine_factors(device_of_piece(piece)),
+        "machine": machine_factors(device),
         "settings": settings_factors(),
+        **casts,
     }
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -94,19 +94,20 @@ class PlanStore:
         loaded = self.cache.load(self.key)
         if loaded is None:
             return None
+        store = PieceStore(self.cache, private_folder("triton"))
+        import_seconds = 0.0
         try:
-            stored = from_document(json.loads(loaded.blobs["plan"]))
-            _refuse_what_changed(stored)
-            store = PieceStore(self.cache, private_folder("triton"))
-            read = {key: self._read(store, key) for key in (*stored.pieces, *stored.static.values())}
-            import_seconds = self._import_loader() if any(map(has_artifact, read.values())) else 0.0
-            pieces = {key: self._piece(store, key, each) for key, each in read.items()}
-            members, constants = members_of(stored, self.module), constants_of(stored, loaded.blobs)
+            with _reading():
+                stored = from_document(json.loads(loaded.blobs["plan"]))
+                _refuse_what_changed(stored)
+                read = {key: self._read(store, key) for key in (*stored.pieces, *stored.static.values())}
+            if any(map(has_artifact, read.values())):
+                import_seconds = self._import_loader()
+            with _reading():
+                pieces = {key: self._piece(store, key, each) for key, each in read.items()}
+                members, constants = members_of(stored, self.module), constants_of(stored, loaded.blobs)
         except NotStorable as error:
             self.cache.reject(self.key, str(error))
-            return None
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            self.cache.reject(self.key, f"reading its plan: {type(error).__name__}: {error}")
             return None
         self._check_expected(stored.report)
         if before_compile is not None:
@@ -255,6 +256,15 @@ class PlanStore:
             "passes": {row.name: row.matches for row in stored.report.passes},
             "pieces": sorted({*stored.pieces, *stored.static.values()}),
         }
+
+
+@contextmanager
+def _reading() -> Iterator[None]:
+    """What an entry that is no plan makes Python raise is `NotStorable`."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise NotStorable(f"reading its plan: {type(error).__name__}: {error}") from error
 
 
 def _report(stored: StoredPlan, pieces: Mapping[str, StoredPiece]) -> CompileReport:

@@ -49,6 +49,7 @@ AS_THEY_ARE: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
     "an embedding": (lambda rows, w: F.embedding(rows, w), (ROWS, WEIGHT)),
     "several views": (lambda x: x.chunk(2, -1)[1], (X,)),
     "room for a result": (lambda x: x.new_empty((3, 2)), (X,)),
+    "room of a dtype": (lambda x: (x, torch.empty(x.size(0), dtype=torch.float16, device="cpu")), (X,)),
     "nothing": (lambda x: x, (X,)),
 }
 
@@ -56,6 +57,11 @@ COMPILED: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
     "arithmetic": (lambda x, w: F.linear(x, w) * 2, (X, WEIGHT)),
     "a copy": (lambda x: x.T.reshape(-1), (X,)),
     "a cast": (lambda x: x.to(torch.float16), (X,)),
+    "a list of numbers": (lambda x, rows: x[rows, [0, 1]], (X, ROWS)),
+    "a column of rows": (lambda x, rows: x[rows, 0], (X, ROWS)),
+    "room of the process's dtype": (lambda x: (x, torch.empty(x.size(0))), (X,)),
+    "room elsewhere": (lambda x, w: torch.empty((3, 8), out=x, dtype=torch.float32, device="cpu"), (X, WEIGHT)),
+    "a write": (lambda x, w: F.linear(x, w).add_(x), (X, WEIGHT)),
     "zeros": (lambda x: x.new_zeros(3), (X,)),
     "an embedding that writes": (lambda rows, w: F.embedding(rows, w, max_norm=1.0), (ROWS, WEIGHT)),
     "a sum": (lambda x: x.sum(-1), (X,)),

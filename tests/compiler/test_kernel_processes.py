@@ -85,6 +85,51 @@ def test_without_living_processes_nothing_is_waited_for() -> None:
     assert closed.compile(said) is None
 
 
+def test_who_is_interrupted_leaves_no_answer_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor has anybody wait for the process."""
+    made = KernelProcesses(1)
+    said = said_of(source(), TARGET, OPTIONS)
+    assert said is not None
+
+    def interrupted(process: Any, line: str) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(made, "_ask", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        made.compile(said)
+    assert made.compile(said) is None
+    made._all[0].wait(10)
+    made.close()
+
+
+def test_half_an_answer_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = KernelProcesses(1)
+    said = said_of(source(), TARGET, OPTIONS)
+    assert said is not None
+    monkeypatch.setattr(made, "_ask", lambda process, line: '{"files": {"small.cub')
+    assert made.compile(said) is None and made.compile(said) is None
+    made.close()
+
+
+def test_another_kernel_there_is_none(processes: KernelProcesses, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Settings made, or sources changed, since it started."""
+    from triton import knobs
+
+    monkeypatch.setitem(vars(knobs.compilation), "disable_line_info", True)
+    said = said_of(source(), TARGET, OPTIONS)
+    assert said is not None and processes.compile(said) is None
+    monkeypatch.undo()
+    same = said_of(source(), TARGET, OPTIONS)
+    assert same is not None and same["fingerprint"] != said["fingerprint"] and processes.compile(same)
+
+
+def test_what_is_closed_holds_no_file() -> None:
+    made = KernelProcesses(2)
+    made.close()
+    pipes = [pipe for process in made._all for pipe in (process.stdin, process.stdout)]
+    assert all(pipe is not None and pipe.closed for pipe in pipes) and made._log.closed
+
+
 def test_a_start_has_its_kernels_compiled_by_them(processes: KernelProcesses, tmp_path: Path, no_gpu: NoGpu) -> None:
     """And counts and keeps them as its own; nothing of them is in Triton's cache."""
     own = OwnKernels()

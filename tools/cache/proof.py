@@ -120,6 +120,8 @@ class Prover:
         if "graph.json" not in loaded.blobs:
             return Proof("cannot be compiled again", "its graph is no plain data")
         factors = loaded.entry.factors
+        if "autocast" in factors:
+            return Proof("cannot be compiled again", "it was compiled under autocast")
         gpu = factors["machine"].get("gpu")
         if gpu is not None and not torch.cuda.is_available():
             return Proof("another machine", f"it was compiled for {gpu['name']}; there is no GPU here")
