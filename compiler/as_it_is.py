@@ -32,12 +32,16 @@ _EMPTY_OF = frozenset({torch.empty})
 _SEVERAL_VIEWS = frozenset({torch.chunk, torch.split, torch.unbind, "chunk", "split", "unbind"})
 
 
-def runs_as_it_is(graph_module: fx.GraphModule) -> bool:
+def runs_as_it_is(graph_module: fx.GraphModule, device_type: str | None = None) -> bool:
     """Nothing in the piece would become a generated kernel, but a lookup of rows, which torch has one for too. Under
-    autocast, whose casts are not in the graph, no piece is known to be such."""
+    autocast, whose casts are not in the graph, no piece is known to be such.
+
+    `device_type`: where its tensors would be; None: where they are.
+    """
     nodes = list(graph_module.graph.nodes)
     tensors = [value for value in map(value_of, nodes) if isinstance(value, torch.Tensor)]
-    if not tensors or any(tensor.device.type not in DEVICES for tensor in tensors) or _autocasts():
+    devices = {device_type or tensor.device.type for tensor in tensors}
+    if not devices or not devices <= DEVICES or _autocasts():
         return False
     return not any(_is_generated(node) for node in nodes)
 

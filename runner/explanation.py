@@ -187,7 +187,7 @@ def explain(config: EngineConfig, *, assume_gpu: bool = False, on_phase: OnPhase
         compiler=config.compile.compiler,
         compile_sizes=sizes,
         report=report,
-        layer=middle_layer(pieces, unique, choice.backend.name, _limits(device, is_assumed)),
+        layer=middle_layer(pieces, unique, choice.backend.name, _limits(device, is_assumed), device.type),
         num_graphs=num_graphs(
             pieces, has_before=True, has_after=True, is_patched=all(cost.cost == "patch" for cost in costs)
         ),

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
+from piecegraph.compiler.as_it_is import runs_as_it_is
 from piecegraph.compiler.piece import UniquePiece
 from piecegraph.compiler.plan import CallStep, PieceStep, Plan, Step
 from piecegraph.compiler.split_ops import op_name
@@ -44,7 +45,7 @@ class LayerView:
     unique_pieces: tuple[int, ...]  # that the layer runs, in order
     ours: dict[str, int]  # op that a pass put there -> kernels it launches in the layer
     matmuls: int  # calls of the library, or of a kernel Inductor makes instead
-    left_to_inductor: int  # operations that compute something, which it makes kernels of as it sees fit
+    left_to_inductor: int  # operations that compute something, in pieces that it makes kernels of as it sees fit
     split_ops: dict[str, int | None]  # split op -> kernels it launches in a decode step; None: not known
 
     @property
@@ -54,10 +55,12 @@ class LayerView:
         return sum(self.ours.values()) + self.matmuls + sum(count or 0 for count in self.split_ops.values())
 
 
-def middle_layer(plan: Plan, unique: Sequence[UniquePiece], backend: str, gpu: GpuLimits) -> LayerView | None:
+def middle_layer(
+    plan: Plan, unique: Sequence[UniquePiece], backend: str, gpu: GpuLimits, device_type: str
+) -> LayerView | None:
     """The layer in the middle of the model as attention backend `backend` runs it; None: there is no attention.
 
-    `unique` are the pieces the plan's steps run; their graphs are read, nothing runs.
+    `unique` are the pieces the plan's steps run; their graphs are read, nothing runs. `device_type`: where they would.
     """
     steps = _middle_steps(plan)
     if not steps:
@@ -65,14 +68,16 @@ def middle_layer(plan: Plan, unique: Sequence[UniquePiece], backend: str, gpu: G
     pieces = tuple(step.unique for step in steps if isinstance(step, PieceStep))
     ours: Counter[str] = Counter()
     matmuls = left = 0
-    for node in (node for index in pieces for node in _computing(unique[index].graph_module.graph)):
+    graphs = [unique[index].graph_module for index in pieces]
+    compiled = {each.graph for each in graphs if not runs_as_it_is(each, device_type)}
+    for node in (node for each in graphs for node in _computing(each.graph)):
         name = op_name(node.target) if node.op == "call_function" else str(node.target)
         if name.startswith("piecegraph::"):
             ours[name] += LAUNCHES.get(name, 1) + _has_activation_apart(name, node, gpu)
         elif node.target in MATMULS:
             matmuls += 1
         else:
-            left += 1
+            left += node.graph in compiled
     split_ops: dict[str, int | None] = {}
     for step in steps:
         if isinstance(step, CallStep) and step.is_split_op:

@@ -55,7 +55,7 @@ def layer_lines(layer: LayerView) -> list[str]:
         known.append(f"matmuls {layer.matmuls}")
     return [
         f"{layer.launches} launches known before compiling: {', '.join(known)}",
-        f"left to Inductor: {layer.left_to_inductor} operations",
+        f"left to Inductor: {layer.left_to_inductor or 'no'} operations",
     ]
 
 

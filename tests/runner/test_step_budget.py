@@ -170,8 +170,8 @@ class LayerBudget:
 
 
 LAYERS = {
-    "shape:qwen3-0.6b:3": LayerBudget(launches=7, left_to_inductor=5),
-    "shape:llama-8b:3": LayerBudget(launches=7, left_to_inductor=5),
+    "shape:qwen3-0.6b:3": LayerBudget(launches=7, left_to_inductor=0),
+    "shape:llama-8b:3": LayerBudget(launches=7, left_to_inductor=0),
 }
 """With the passes of a GPU and our attention."""
 
