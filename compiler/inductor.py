@@ -188,7 +188,12 @@ class InductorPieceCompiler:
             loaded = self._from_cache(task)
             if loaded is not None:
                 yield index, loaded
-            elif task.static is None and not post_grad.passes and not self.options and task.runs_as_it_is():
+            elif (
+                task.static is None
+                and not post_grad.passes
+                and not self.options
+                and runs_as_it_is(task.piece.graph_module)
+            ):
                 yield index, self._as_it_is(task)
             else:
                 to_compile.append(index)
@@ -327,8 +332,8 @@ class InductorPieceCompiler:
         if task.factors is None:
             why = "a piece could not be stored: its options or its passes hold what is no plain data"
         elif done is None:
-            lacking = "its graph is no plain data" if facts.note == NOTE else "torch saves nothing of it"
-            why = f"a piece could not be stored: {lacking}"
+            saved = "torch saves nothing of it" if facts.graph_data is not None else "its graph is no plain data"
+            why = f"a piece could not be stored: {saved}"
         elif any(each.outcome.error for each in facts.post_grad):
             why = "a piece was not stored: a pass inside Inductor failed"
         else:
@@ -378,9 +383,6 @@ class _Task:
     @property
     def sizes(self) -> dict[str, int] | None:
         return self.static.sizes if self.static is not None else None
-
-    def runs_as_it_is(self) -> bool:
-        return runs_as_it_is(self.piece.graph_module)
 
     def facts(
         self, kernels: int, note: str, post_grad: tuple[PostGradOutcome, ...], text: str | None, seconds: float

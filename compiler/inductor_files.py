@@ -44,9 +44,8 @@ class LoadedPiece:
     @classmethod
     def of_graph(cls, graph: fx.GraphModule) -> LoadedPiece:
         """A piece that runs as its graph."""
-        return cls(
-            run_graph(graph), private_folder("piece"), private_folder("triton"), PieceFiles(artifact=None), graph
-        )
+        folder = private_folder("piece")
+        return cls(run_graph(graph), folder, folder / TRITON_FOLDER, PieceFiles(artifact=None), graph)
 
     def with_tuning(self) -> PieceFiles:
         """Its files with what Triton built and tuning found meanwhile, and the kernels that are in use now."""

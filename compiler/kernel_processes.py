@@ -27,7 +27,7 @@ from piecegraph.compiler.private_folder import private_folder
 logger = logging.getLogger(__name__)
 
 MOST = 8
-"""Processes: a cold start of a decoder compiles some forty kernels, a second each."""
+"""Processes: a cold start of Qwen3-0.6B compiles 58 kernels, of 0.1 to 2.7 seconds."""
 
 CORES_EACH = 2
 """One process for so many, so that tracing, and compiling pieces, have theirs."""
@@ -88,7 +88,7 @@ class KernelProcesses:
             return None
         found = json.loads(answer)
         if "error" in found:
-            logger.debug("a kernel was not compiled in a process of its own: %s", found["error"])
+            logger.warning("kernel %s was not compiled in a process of its own: %s", said["name"], found["error"])
             return None
         assert found["fingerprint"] == said["fingerprint"], "one process answers one question at a time"
         return {name: Path(path).read_bytes() for name, path in found["files"].items()}

@@ -116,7 +116,7 @@ class PreparedAttention:
 
     def record(self, metadata: AttentionMetadata) -> Patch:
         """A node for each kernel that some batch takes. Calls of the same kind were launched before, so nothing is
-        compiled now, nor when a node becomes another kernel; it is prepared then, some 0.1 ms of the host a layer.
+        compiled now, nor when a node becomes another kernel; one that no batch took before is prepared then.
 
         A batch that is all decode has a node of its own, if as few rows can be one: its neighbours are the kernels
         ahead of attention and behind it, and only so do the three overlap (`passes/kernels/overlapped.py`). A node that
