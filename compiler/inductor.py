@@ -332,8 +332,8 @@ class InductorPieceCompiler:
         if task.factors is None:
             why = "a piece could not be stored: its options or its passes hold what is no plain data"
         elif done is None:
-            saved = "torch saves nothing of it" if facts.graph_data is not None else "its graph is no plain data"
-            why = f"a piece could not be stored: {saved}"
+            lacking = "its graph is no plain data" if facts.note == NOTE else "torch saves nothing of it"
+            why = f"a piece could not be stored: {lacking}"
         elif any(each.outcome.error for each in facts.post_grad):
             why = "a piece was not stored: a pass inside Inductor failed"
         else:
