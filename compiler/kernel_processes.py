@@ -22,7 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from piecegraph.compiler.inductor_caches import child_environment
+from piecegraph.compiler.kernel_child import DRIVER
 from piecegraph.compiler.private_folder import private_folder
+from piecegraph.compiler.stored.kernel_pack import KernelFiles
 
 logger = logging.getLogger(__name__)
 
@@ -62,10 +64,19 @@ class KernelProcesses:
             raise
         for process in self._all:
             self._idle.put(process)
+        self._driver: Mapping[str, bytes] = {}
+        self._asks_for_driver = threading.Thread(target=self._ask_for_driver, name="piecegraph driver", daemon=True)
+        self._asks_for_driver.start()
 
-    def compile(self, said: Mapping[str, Any]) -> dict[str, bytes] | None:
-        """The files of a kernel, by name. `said`: of `triton_compat.said_of`. None: it was not compiled, for a reason
-        that is logged, or that who compiles it instead will find."""
+    def driver(self) -> Mapping[str, bytes]:
+        """The module of Triton's driver, as `triton_compat.KernelFolder.libraries`, once it is made; nothing where it
+        could not be."""
+        self._asks_for_driver.join()
+        return self._driver
+
+    def compile(self, said: Mapping[str, Any]) -> KernelFiles | None:
+        """A kernel, and modules of launchers that were made for it. `said`: of `triton_compat.said_of`. None: it was
+        not compiled, for a reason that is logged, or that who compiles it instead will find."""
         if os.getpid() != self._pid:  # forked: the pipes are those of the process it was forked from
             return None
         with self._lock:
@@ -88,10 +99,10 @@ class KernelProcesses:
             return None
         found = json.loads(answer)
         if "error" in found:
-            logger.warning("kernel %s was not compiled in a process of its own: %s", said["name"], found["error"])
+            logger.warning("%s was not compiled in a process of its own: %s", said["name"], found["error"])
             return None
         assert found["fingerprint"] == said["fingerprint"], "one process answers one question at a time"
-        return {name: Path(path).read_bytes() for name, path in found["files"].items()}
+        return KernelFiles({said["fingerprint"]: _read(found["files"])}, _read(found["libraries"]))
 
     def close(self) -> None:
         """End them, also those at work: who waits for one compiles by itself. Harmless to repeat."""
@@ -102,12 +113,21 @@ class KernelProcesses:
             if process.poll() is None:
                 process.kill()
             process.wait()
+        if threading.current_thread() is not self._asks_for_driver:
+            self._asks_for_driver.join()  # it reads from one
+        for process in self._all:
             for pipe in (process.stdin, process.stdout):
                 with contextlib.suppress(OSError):  # what was written and not read
                     if pipe is not None:
                         pipe.close()
         if not self._log.closed:
             self._log.close()
+
+    def _ask_for_driver(self) -> None:
+        with contextlib.suppress(OSError):  # its folder is gone: so are they
+            made = self.compile(DRIVER)
+            if made is not None:
+                self._driver = made.libraries
 
     def _start(self) -> subprocess.Popen[str]:
         return subprocess.Popen(
@@ -137,3 +157,7 @@ class KernelProcesses:
             self._num_alive -= 1
             if self._num_alive == 0:
                 self._idle.put(None)
+
+
+def _read(paths: Mapping[str, str]) -> dict[str, bytes]:
+    return {name: Path(path).read_bytes() for name, path in paths.items()}

@@ -23,6 +23,7 @@ import torch
 from triton import knobs
 from triton._C.libtriton import get_cache_invalidating_env_vars
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia import driver as nvidia
 from triton.compiler.compiler import ASTSource, CompiledKernel, make_backend
 from triton.compiler.compiler import compile as compile_with_triton
 from triton.runtime import build, driver
@@ -247,7 +248,8 @@ def said_of(src: Any, target: Any, options: Mapping[str, Any]) -> dict[str, Any]
 
 
 def compile_said(said: Mapping[str, Any], folder: KernelFolder) -> dict[str, str]:
-    """Paths in `folder` of the files of the kernel that `said_of` tells of, by name.
+    """Paths in `folder` of the files of the kernel that `said_of` tells of, by name. The module of its launcher, where
+    this Triton makes one, is among `folder.libraries` then.
 
     Raises what Triton raises, and ValueError where it would not be the same kernel here: of another source, or under
     other settings.
@@ -266,6 +268,9 @@ def compile_said(said: Mapping[str, Any], folder: KernelFolder) -> dict[str, str
         raise ValueError(f"{said['name']} is another kernel, or compiled otherwise, in this process")
     with folder.used():
         made = compile_with_triton(source, target=target, options=options)
+        if hasattr(nvidia, "make_launcher"):
+            with contextlib.suppress(Exception):  # it fails again where the kernel is loaded, and is reported there
+                nvidia.CudaLauncher(source, made.metadata)
     return {name: str(path) for name, path in made.metadata_group.items() if name in files_of(made)}
 
 
@@ -274,6 +279,13 @@ def _with_tuples(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _with_tuples(each) for name, each in value.items()}
     return tuple(map(_with_tuples, value)) if isinstance(value, list | tuple) else value
+
+
+def make_driver(folder: KernelFolder) -> None:
+    """Have the module in C that Triton's driver consists of made, which is among `folder.libraries` then, and start no
+    driver: a process that has no GPU in use can. Raises what Triton raises where there is no compiler or no CUDA."""
+    with folder.used():
+        nvidia.CudaUtils()
 
 
 def start_driver(folder: KernelFolder) -> None:

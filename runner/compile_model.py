@@ -64,10 +64,9 @@ def compile_model(
     kernels = StepKernels(launch_kernels, device)
 
     def load_late() -> CausalLMForward:
-        weights = load()
         if decided and compiles_kernels(device):  # else nothing compiles, or not yet
             kernels.start()
-        return CausalLMForward(weights.model)
+        return CausalLMForward(load().model)
 
     def wait_for_kernels() -> None:
         if kernels.is_running:

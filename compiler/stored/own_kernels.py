@@ -114,6 +114,8 @@ class OwnKernels:
             self._uses[of] = self._use
             early = early_processes()
             self.processes = None if early is None else early.kernels()
+            if self.processes is not None and not found.libraries:
+                self._folder.libraries |= self.processes.driver()
             triton_compat.take_torchs_ptxas()
             compile_with(self.compile)
         if found.libraries or not store.is_only_read:  # else its module would be compiled in every process
@@ -186,14 +188,20 @@ class OwnKernels:
         return triton_compat.StoredKernel(src, paths, folder)
 
     def _compiled_elsewhere(self, src: Any, how: Mapping[str, Any]) -> Mapping[str, bytes] | None:
-        """The files of a kernel, by one of the processes that the start has for that; None: it has none, or not for
-        this one."""
+        """The files of a kernel, by one of the processes that the start has for that; modules of launchers that it made
+        are in our folder then. None: there are no processes, or none for this one."""
         from piecegraph.compiler import triton_compat
 
         if self.processes is None or set(how) - {"target", "options"}:
             return None
         said = triton_compat.said_of(src, how["target"], how["options"])
-        return None if said is None else self.processes.compile(said)
+        made = None if said is None else self.processes.compile(said)
+        if said is None or made is None:
+            return None
+        with self._lock:
+            if self._folder is not None:
+                self._folder.libraries |= made.libraries
+        return made.kernels[said["fingerprint"]]
 
     def keep(self) -> str:
         """Save what was compiled since the last time; why not, or nothing. Never raises for what a disk says."""

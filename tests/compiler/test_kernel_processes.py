@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -44,7 +46,8 @@ def test_a_process_makes_what_is_made_here(processes: KernelProcesses, tmp_path:
     said = said_of(source(), TARGET, OPTIONS)
     assert said is not None
     here = {name: Path(path).read_bytes() for name, path in compile_said(said, KernelFolder(tmp_path)).items()}
-    assert processes.compile(said) == here
+    made = processes.compile(said)
+    assert made is not None and made.kernels == {said["fingerprint"]: here}
     assert {name.rpartition(".")[2] for name in here} == {"cubin", "json"}
 
 
@@ -53,7 +56,7 @@ def test_many_ask_at_once(processes: KernelProcesses) -> None:
     with ThreadPoolExecutor(6) as pool:
         found = list(pool.map(processes.compile, [each for each in said if each is not None]))
     assert len(found) == 6 and all(found)
-    assert len({files["small.cubin"] for files in found if files is not None}) == 6
+    assert len({files["small.cubin"] for made in found if made for files in made.kernels.values()}) == 6
 
 
 def test_what_cannot_be_said_is_not() -> None:
@@ -88,6 +91,7 @@ def test_without_living_processes_nothing_is_waited_for() -> None:
 def test_who_is_interrupted_leaves_no_answer_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor has anybody wait for the process."""
     made = KernelProcesses(1)
+    made.driver()
     said = said_of(source(), TARGET, OPTIONS)
     assert said is not None
 
@@ -104,6 +108,7 @@ def test_who_is_interrupted_leaves_no_answer_to_others(monkeypatch: pytest.Monke
 
 def test_half_an_answer_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     made = KernelProcesses(1)
+    made.driver()
     said = said_of(source(), TARGET, OPTIONS)
     assert said is not None
     monkeypatch.setattr(made, "_ask", lambda process, line: '{"files": {"small.cub')
@@ -145,6 +150,44 @@ def test_a_start_has_its_kernels_compiled_by_them(processes: KernelProcesses, tm
     assert use is not None
     assert warm_up(small).asm["cubin"] == first.asm["cubin"] and (use.loaded, use.compiled) == (1, 0)
     assert no_gpu.loaded[0] == no_gpu.loaded[1]
+
+
+def test_modules_of_launchers_come_with_a_kernel(
+    processes: KernelProcesses, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """And are where Triton looks for them. So is the driver's, unless a cache has it."""
+    path = tmp_path / "launcher.so"
+    path.write_bytes(b"module")
+    ask = processes._ask
+
+    def with_launcher(process: Any, line: str) -> str:
+        return json.dumps(json.loads(ask(process, line)) | {"libraries": {"ab/launcher.so": str(path)}}) + "\n"
+
+    monkeypatch.setattr(processes, "_ask", with_launcher)
+    monkeypatch.setattr(processes, "driver", lambda: {"cd/driver.so": b"driver"})
+    monkeypatch.setattr(own_kernels, "early_processes", lambda: SimpleNamespace(kernels=lambda: processes))
+    own = OwnKernels()
+    assert own.begin(cache_in(tmp_path), OF, GPU) is not None and own._folder is not None
+    assert own._folder.libraries == {"cd/driver.so": b"driver"}
+    warm_up(small)
+    assert own._folder.libraries == {"cd/driver.so": b"driver", "ab/launcher.so": b"module"}
+    assert own.keep() == ""
+    monkeypatch.setattr(processes, "driver", lambda: pytest.fail("the cache has it"))
+    again = OwnKernels()
+    assert again.begin(cache_in(tmp_path), OF, GPU) is not None and again._folder is not None
+    assert again._folder.libraries == own._folder.libraries
+
+
+def test_the_driver_is_made_by_one_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, as soon as it can; where there is no CUDA there is none, and no process is lost."""
+    made = KernelProcesses(1)
+    assert all(path.rpartition("/")[2].startswith("cuda_utils") for path in made.driver())
+    said = said_of(source(), TARGET, OPTIONS)
+    assert said is not None and made.compile(said)
+    made.close()
+    closed = KernelProcesses(1)
+    closed.close()
+    assert closed.driver() == {}
 
 
 def test_a_start_takes_those_that_began_early(

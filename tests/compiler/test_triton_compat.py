@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import triton
 from triton import knobs
+from triton.backends.nvidia import driver as nvidia
 from triton.compiler import ASTSource, make_backend
 from triton.runtime import driver
 from triton.runtime.cache import FileCacheManager, get_cache_manager
@@ -147,6 +148,26 @@ def test_libraries_that_are_known_are_found_and_those_made_are_remembered(tmp_pa
     assert found is not None
     assert Path(found).is_relative_to(another.path)
     assert Path(found).read_bytes() == b"code"
+
+
+def test_the_module_of_a_launcher_is_made_where_a_kernel_is_compiled(
+    tmp_path: Path, no_gpu: NoGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a Triton that makes one for each signature; the kernel is good without."""
+
+    def launcher(src: Any, metadata: Any) -> None:
+        assert (src.name, metadata.num_warps) == ("small", 4)
+        get_cache_manager(KEY).put(b"code", "launcher.so")
+
+    said = triton_compat.said_of(source(), TARGET, {})
+    assert said is not None
+    monkeypatch.setattr(nvidia, "make_launcher", None, raising=False)
+    monkeypatch.setattr(nvidia, "CudaLauncher", launcher)
+    folder = KernelFolder(tmp_path / "ours")
+    files = triton_compat.compile_said(said, folder)
+    assert set(files) == {"small.json", "small.cubin"} and list(folder.libraries.values()) == [b"code"]
+    monkeypatch.setattr(nvidia, "CudaLauncher", lambda src, metadata: 1 / 0)
+    assert triton_compat.compile_said(said, KernelFolder(tmp_path / "others")).keys() == files.keys()
 
 
 def test_a_kernel_is_loaded_from_its_files(tmp_path: Path, no_gpu: NoGpu) -> None:

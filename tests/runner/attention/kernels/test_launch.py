@@ -17,6 +17,8 @@ from piecegraph.runner.attention.kernels.launch import KernelCall, KernelPrepare
 class Kernel:
     """Stands for a function under `triton.jit`: `[launches]` receives what Triton's launcher would."""
 
+    __hash__ = None  # type: ignore[assignment]  # Triton's hash their source, and those they call must have before
+
     def __init__(self, *names: str) -> None:
         self.params = [SimpleNamespace(name=name) for name in names]
         self.launches: list[tuple[Any, ...]] = []
