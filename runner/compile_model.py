@@ -64,9 +64,10 @@ def compile_model(
     kernels = StepKernels(launch_kernels, device)
 
     def load_late() -> CausalLMForward:
+        weights = load()  # first: while it loads, every thread's tensors have the model's dtype by default
         if decided and compiles_kernels(device):  # else nothing compiles, or not yet
             kernels.start()
-        return CausalLMForward(load().model)
+        return CausalLMForward(weights.model)
 
     def wait_for_kernels() -> None:
         if kernels.is_running:
