@@ -64,8 +64,8 @@ class CompileFailure:
 class CompilePool:
     """Owns up to `workers` child processes, each compiling one job at a time.
 
-    All but one start (and import torch) at once, while the model is traced on the core left for it;
-    the last starts with the jobs, if there are jobs for it. A child that dies costs the job it had:
+    Unless some have started already, all but one start (and import torch) at once, while the model is traced on the
+    core left for it; the others start with the jobs, if there are jobs for them. A child that dies costs the job it had:
     another takes its place. `inductor` and `triton` are the folders of their caches.
     """
 
@@ -73,7 +73,7 @@ class CompilePool:
         """`started`: children there are already, over these folders; the pool's from now on."""
         self._start = partial(CompileProcess.start, inductor, triton)
         self._workers = workers
-        self._children = [*started, *(self._start() for _ in range(num_at_once(workers) - len(started)))]
+        self._children = list(started) or [self._start() for _ in range(num_at_once(workers))]
         self._lock = threading.Lock()
         self._closed = False
         self._jobs: queue.SimpleQueue[CompileJob] = queue.SimpleQueue()

@@ -1,6 +1,9 @@
 """Processes that compile pieces, and kernels, and start before torch is imported here: what they import, they import
 beside it.
 
+With a GPU most models have no piece for Inductor to compile (`as_it_is.py`): one process waits for those that do, and
+others start when there is work for them.
+
 Such a process takes three times as long to be ready as importing torch does, which may be longer than a model takes to
 trace. Whether anything will be compiled is not known then: it is a guess, made by a thread.
 """
@@ -69,10 +72,12 @@ class EarlyProcesses:
             workers = num_workers(self._workers)
             if workers < 2:
                 return
-            if self._has_kernels and (number := min(workers, num_processes())) > 0:
+            at_once = num_at_once(workers)
+            if self._has_kernels and (number := num_processes(self._workers)) > 0:
                 self._kernels = KernelProcesses(number)
+                at_once = 1
             self._folders = inductor, triton = private_folder("inductor"), private_folder("triton")
-            for _ in range(num_at_once(workers)):
+            for _ in range(at_once):
                 self._processes.append(CompileProcess.start(inductor, triton))
 
 

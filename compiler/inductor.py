@@ -86,7 +86,7 @@ class InductorPieceCompiler:
         self._not_kept: list[str] = []  # why pieces that were compiled are not among them
 
     def start(self) -> None:
-        """Start the worker processes, those aside that started early, so that their imports overlap with tracing."""
+        """Start worker processes, unless some have started early, so that their imports overlap with tracing."""
         if self.workers > 1 and self._pool is None and _is_data(self.options):
             early = early_processes()
             started = [] if early is None else early.take()

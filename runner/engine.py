@@ -96,15 +96,17 @@ class Engine:
         priority: int = 0,
         cache_salt: str = "",
         is_final_only: bool = False,
+        is_checked: bool = False,
     ) -> None:
         """Queue a prompt. A lower `priority` goes first; prompts of unlike `cache_salt` share no cached prefix.
-        `is_final_only`: `step` returns it once, finished.
+        `is_final_only`: `step` returns it once, finished. `is_checked`: by `check_request`.
 
         Raises `RequestError` if it can never run; the engine is unchanged then.
         """
         if request_id in self._processor:
             raise RequestError(f"a request {request_id!r} is already running; give each its own id.")
-        self.check_request(prompt_token_ids, sampling_params)
+        if not is_checked:
+            self.check_request(prompt_token_ids, sampling_params)
         params = sampling_params
         bad_words: tuple[tuple[int, ...], ...] = ()
         if params.bad_words:
@@ -197,6 +199,8 @@ class Engine:
                 f"the prompt has {len(token_ids)} tokens; max_model_len={self._max_model_len} leaves room for at most "
                 f"{self._max_model_len - 1} and one more to generate. Shorten it, or raise max_model_len."
             )
+        if set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) < self._vocab_size:
+            return
         for token in token_ids:
             if not isinstance(token, int) or not 0 <= token < self._vocab_size:
                 raise RequestError(f"the prompt has token id {token!r}; ids go from 0 to {self._vocab_size - 1}.")

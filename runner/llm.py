@@ -295,6 +295,7 @@ class LLM:
                     prompt=prompt.text,
                     cache_salt=prompt.cache_salt,
                     is_final_only=is_final_only,
+                    is_checked=True,  # by `_requests`, all of them before any is queued
                 )
                 self._inbox[request_id] = inbox
                 running.add(request_id)

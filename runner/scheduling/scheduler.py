@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 from piecegraph.errors import RequestError
 from piecegraph.runner.scheduling.kv_cache_manager import KVCacheManager
@@ -23,6 +24,9 @@ from piecegraph.runner.scheduling.steady_decode import SteadyDecode
 REGISTRATION_INTERVAL = 64
 """Steps after which requests that decode steadily register the blocks they have filled. Nobody looks for blocks in a
 steady decode, and whatever ends it registers them first, so this only bounds what is left for that moment."""
+
+
+_num_computed = attrgetter("num_computed_tokens")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,6 +225,8 @@ class Scheduler:
 
         if not decodes and not others:
             return SchedulerOutput(step=self._num_steps)
+        # The longest first: attention's programs begin in this order, and what begins last should be soon done.
+        decodes.sort(key=_num_computed, reverse=True)
         # With budget left and nobody preempted, all that run were looked at; those left out have all their tokens.
         is_decode_only = budget and not (others or added) and self._num_preemptions == num_preemptions
         if is_decode_only and not self._can_admit and sum([item.is_sampled for item in decodes]) == len(decodes):

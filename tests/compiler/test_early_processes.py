@@ -131,7 +131,7 @@ def test_kernels_have_processes_of_their_own_where_there_is_a_gpu(
     workers: int, has_kernels: bool, most: int, number: int, monkeypatch: pytest.MonkeyPatch, started: Started
 ) -> None:
     """For as long as the block lasts, and as many as workers are allowed."""
-    monkeypatch.setattr(kernel_processes, "num_processes", lambda: most)
+    monkeypatch.setattr(kernel_processes, "num_processes", lambda asked: min(asked, most))
     monkeypatch.setattr(kernel_processes, "KernelProcesses", _Kernels)
     _Kernels.made.clear()
     with started_early(workers, lambda: True, has_kernels=has_kernels):
@@ -141,6 +141,8 @@ def test_kernels_have_processes_of_their_own_where_there_is_a_gpu(
         assert [each.number for each in _Kernels.made] == ([number] if number else [])
         assert found is (_Kernels.made[0] if _Kernels.made else None)
         assert not any(each.is_closed for each in _Kernels.made)
+        if number:
+            assert started.living == 1  # for pieces: most models have none for it
     assert all(each.is_closed for each in _Kernels.made) and started.living == 0
 
 

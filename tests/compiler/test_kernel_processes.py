@@ -207,6 +207,6 @@ def test_how_many_there_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     monkeypatch.setattr(kernel_processes, "GPU", tmp_path)
     for cores, number in ((1, 0), (CORES_EACH, 1), (CORES_EACH * MOST, MOST), (400, MOST)):
         monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: set(range(cores)))
-        assert num_processes() == number
+        assert num_processes(None) == number and num_processes(2) == min(number, 2)
     monkeypatch.setattr(kernel_processes, "GPU", tmp_path / "none")
-    assert num_processes() == 0
+    assert num_processes(None) == 0

@@ -20,7 +20,7 @@ from piecegraph.passes.kernels.own_kernel import own_kernel
 from piecegraph.runner.attention.kernels.decode_config import DecodeConfig, heads_per_program, num_head_blocks
 from piecegraph.runner.attention.kernels.head_shape import HeadShape
 from piecegraph.runner.attention.kernels.launch import Grid, KernelCall
-from piecegraph.runner.attention.kernels.long_requests import num_parts, part_number, parts_before
+from piecegraph.runner.attention.kernels.long_requests import longest, num_parts, part_number, parts_before
 from piecegraph.runner.attention.kernels.new_token import load_new_token
 from piecegraph.runner.attention.kernels.paged import cache_rows, load_pages, log2_scores
 from piecegraph.runner.attention.kernels.rotate import rotary_constants, rotary_tensors
@@ -222,6 +222,8 @@ def decode_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     if HAS_EXTRA:  # they are first: long requests take the longest, and those that find nothing are soon out of the way
         num_extra = tl.num_programs(1) - num_reqs
         if place < num_extra:
+            if longest(num_reqs, seq_lens) <= min_split_len - BLOCK_N:  # no request has parts, tiles rounded up
+                return
             place, split, before = part_number(
                 place, num_reqs, seq_lens, window, num_splits, min_split_len, BLOCK_N, HAS_WINDOW
             )

@@ -33,6 +33,17 @@ def num_parts(  # type: ignore[no-untyped-def]  # compiled by Triton
 
 @own_kernel
 @triton.jit
+def longest(num_reqs, seq_lens):  # type: ignore[no-untyped-def]  # compiled by Triton
+    """Tokens of the longest request: int32. Found out sooner than a part's number."""
+    found = 0
+    for first in range(0, num_reqs, LENGTHS):
+        rows = first + tl.arange(0, LENGTHS)
+        found = tl.maximum(found, tl.max(tl.load(seq_lens + rows, mask=rows < num_reqs, other=0)))
+    return found
+
+
+@own_kernel
+@triton.jit
 def parts_before(  # type: ignore[no-untyped-def]  # compiled by Triton
     request, seq_lens, window, max_parts, min_len, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr
 ):

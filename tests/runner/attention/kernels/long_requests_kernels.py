@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from piecegraph.runner.attention.kernels.long_requests import part_number, parts_before
+from piecegraph.runner.attention.kernels.long_requests import longest, part_number, parts_before
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -21,3 +21,8 @@ def numbered(seq_lens, out, num_reqs, window, max_parts, min_len, BLOCK_N: tl.co
 def counted(seq_lens, out, window, max_parts, min_len, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
     request = tl.program_id(0)
     tl.store(out + request, parts_before(request, seq_lens, window, max_parts, min_len, BLOCK_N, HAS_WINDOW))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def looked_at(seq_lens, out, num_reqs):  # type: ignore[no-untyped-def]
+    tl.store(out, longest(num_reqs, seq_lens))

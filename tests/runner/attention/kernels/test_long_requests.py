@@ -21,7 +21,7 @@ def parts(seq_len: int, window: int, max_parts: int, min_len: int) -> int:
 
 def check(lens: list[int], *, window: int = 0, max_parts: int = 5, min_len: int = 48) -> None:
     """Every number and every request, by the kernels' own functions and by plain arithmetic."""
-    from tests.runner.attention.kernels.long_requests_kernels import counted, numbered
+    from tests.runner.attention.kernels.long_requests_kernels import counted, looked_at, numbered
 
     seq_lens = torch.tensor(lens, dtype=torch.int32)
     more = [parts(each, window, max_parts, min_len) - 1 for each in lens]
@@ -35,6 +35,10 @@ def check(lens: list[int], *, window: int = 0, max_parts: int = 5, min_len: int 
     ahead = torch.full((len(lens),), -1, dtype=torch.int32)
     counted[(len(lens),)](seq_lens, ahead, *how)
     assert ahead.tolist() == before[:-1]
+    most = torch.full((1,), -1, dtype=torch.int32)
+    looked_at[(1,)](seq_lens, most, len(lens))
+    assert most.tolist() == [max(lens)]
+    assert max(lens) > min_len - BLOCK_N or not any(more), "who looks at the longest alone would leave its parts out"
 
 
 def lengths(count: int, seed: int, share: float = 0.1) -> list[int]:
@@ -55,6 +59,7 @@ CASES = {
     "the last is long": partial(check, [*lengths(260, 2, 0.0), 300]),
     "a window": partial(check, lengths(40, 3, 0.5), window=100),
     "a small window": partial(check, lengths(40, 4, 0.5), window=5),
+    "a part of no whole tiles": partial(check, [50, 35, 34, 51, 99], min_len=50),
     "parts of a tile": partial(check, lengths(40, 5, 0.5), min_len=1, max_parts=30),
 }
 
