@@ -65,8 +65,8 @@ class CompilePool:
     """Owns up to `workers` child processes, each compiling one job at a time.
 
     Unless some have started already, all but one start (and import torch) at once, while the model is traced on the
-    core left for it; the others start with the jobs, if there are jobs for them. A child that dies costs the job it had:
-    another takes its place. `inductor` and `triton` are the folders of their caches.
+    core left for it; the others start with the jobs, if there are jobs for them. A child that dies costs the job it
+    had: another takes its place. `inductor` and `triton` are the folders of their caches.
     """
 
     def __init__(self, workers: int, inductor: Path, triton: Path, started: Sequence[CompileProcess] = ()) -> None:

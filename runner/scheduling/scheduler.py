@@ -310,8 +310,9 @@ class Scheduler:
         steady.drop_complete()
         if not 0 < len(steady) <= self._max_num_batched_tokens:
             return None
-        places = steady.without_slot()
-        new_blocks = self._kv_cache.extend_each([steady.requests[place] for place in places]) if places else ()
+        requests = steady.requests
+        places = sorted(steady.without_slot(), key=lambda place: self._policy.key(requests[place]))  # as they run
+        new_blocks = self._kv_cache.extend_each([requests[place] for place in places]) if places else ()
         if new_blocks is None:
             return None
         steady.update_slots(places)

@@ -163,13 +163,16 @@ def test_what_cannot_be_started_is_left_to_who_compiles(monkeypatch: pytest.Monk
         assert early is not None and early.folders() is None
 
 
-def test_a_pool_starts_what_it_was_not_given(started: Started) -> None:
+def test_a_pool_that_is_given_one_starts_no_other_before_there_is_work(started: Started) -> None:
     from piecegraph.compiler.private_folder import private_folder
 
     inductor, triton = private_folder("inductor"), private_folder("triton")
     one = CompileProcess.start(inductor, triton)
     pool = CompilePool(3, inductor, triton, [one])
-    assert len(started.processes) == num_at_once(3) == 2
+    assert len(started.processes) == 1
+    pool.close()
+    pool = CompilePool(3, inductor, triton)
+    assert started.living == num_at_once(3) == 2
     pool.close()
     assert started.living == 0
 

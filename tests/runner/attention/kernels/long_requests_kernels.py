@@ -23,6 +23,6 @@ def counted(seq_lens, out, window, max_parts, min_len, BLOCK_N: tl.constexpr, HA
     tl.store(out + request, parts_before(request, seq_lens, window, max_parts, min_len, BLOCK_N, HAS_WINDOW))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def looked_at(seq_lens, out, num_reqs):  # type: ignore[no-untyped-def]
     tl.store(out, longest(num_reqs, seq_lens))
