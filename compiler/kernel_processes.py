@@ -31,8 +31,8 @@ logger = logging.getLogger(__name__)
 MOST = 16
 """Processes: a cold start of Qwen3-0.6B compiles 58 kernels, of 0.1 to 2.7 seconds."""
 
-CORES_EACH = 2
-"""One process for so many, so that tracing, and compiling pieces, have theirs."""
+CORES_LEFT = 2
+"""For what starts, and for compiling pieces."""
 
 GPU = Path("/dev/nvidiactl")
 """There where an NVIDIA driver is: known without torch."""
@@ -43,7 +43,7 @@ def num_processes(workers: int | None) -> int:
     hardly a core to spare."""
     if not GPU.exists() or find_spec("triton") is None:
         return 0
-    return min(MOST if workers is None else workers, len(os.sched_getaffinity(0)) // CORES_EACH)
+    return min(MOST if workers is None else workers, max(len(os.sched_getaffinity(0)) - CORES_LEFT, 0))
 
 
 class KernelProcesses:

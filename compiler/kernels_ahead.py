@@ -25,7 +25,8 @@ ROWS = (1, 2, 3, 16, 32, 64, 128, 256, 2048)
 MAX_BYTES = 256 * 2**20
 """That a call may take for its result."""
 
-MAX_WORKERS = 8
+MAX_WORKERS = 16
+"""Threads: nearly all of their time each waits for the process that compiles its kernel."""
 
 Launch = Callable[[Mapping[str, torch.Tensor]], object]
 """Takes tensors of placeholders by name. What is not among them is zeros, its symbolic sizes as many rows."""

@@ -132,6 +132,9 @@ class LLM:
             with timed_phase(on_phase, "import"):
                 import transformers  # noqa: F401  here, so that its seconds are no later phase's
 
+                from piecegraph.runner.lazy_sklearn import import_without_sklearn
+
+                import_without_sklearn()
                 from piecegraph.runner.load_engine import load_engine
             self._loaded: Loaded | None = load_engine(config, on_phase, ahead)
         self._num_requests = 0

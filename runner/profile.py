@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import TypedDict
+
 import torch
 
 from piecegraph.runner.attention.metadata import PAD_SLOT_ID, AttentionMetadata, HostBatch
@@ -76,18 +80,33 @@ def run_model(step: ModelStep, common: StepMetadata) -> torch.Tensor:
 
 def sample_every_way(step: ModelStep, logits: torch.Tensor) -> None:
     """The sampler's whole way for every row of `logits` `[num_rows, vocab_size]`. No request's state changes."""
-    rows = range(logits.shape[0])
+    with rows_that_ask_for_everything(step, logits.shape[0], logits.device) as rows:
+        step.sampler.sample(logits, **rows)
+
+
+class SampledRows(TypedDict):
+    """What `Sampler.sample` is told beside logits."""
+
+    rows: Sequence[int]
+    idx_mapping: torch.Tensor
+    positions: torch.Tensor
+    token_ids: torch.Tensor
+
+
+@contextlib.contextmanager
+def rows_that_ask_for_everything(step: ModelStep, num_rows: int, device: torch.device) -> Iterator[SampledRows]:
+    """The first rows of the sampler, with all that can be asked of it; they are nobody's again after the block."""
+    rows = range(num_rows)
     for row in rows:
         step.sampler.add_request(row, _LARGEST_SAMPLING, seed=row, prompt_len=1, stop_token_ids=(), bad_words=())
     try:
         step.sampler.apply_staged_writes()
-        step.sampler.sample(
-            logits,
-            rows=rows,
-            idx_mapping=torch.arange(len(rows), dtype=torch.int32, device=logits.device),
-            positions=torch.ones(len(rows), dtype=torch.int32, device=logits.device),
-            token_ids=step.states.token_ids,
-        )
+        yield {
+            "rows": rows,
+            "idx_mapping": torch.arange(num_rows, dtype=torch.int32, device=device),
+            "positions": torch.ones(num_rows, dtype=torch.int32, device=device),
+            "token_ids": step.states.token_ids,
+        }
     finally:
         for row in rows:
             step.sampler.remove_request(row)

@@ -26,7 +26,7 @@ from piecegraph.runner.attention import kernels as attention_kernels
 from piecegraph.runner.attention.op import launch_prepared
 from piecegraph.runner.attention.op_call import ATTENTION_OPS, call_of
 from piecegraph.runner.model_step import ModelStep
-from piecegraph.runner.profile import prepare_step, run_model, sample_every_way
+from piecegraph.runner.profile import prepare_step, rows_that_ask_for_everything, run_model
 from piecegraph.runner.sampling import kernels as sampling_kernels
 
 logger = logging.getLogger(__name__)
@@ -131,21 +131,26 @@ def launch_step_kernels(step: ModelStep, *, max_model_len: int, needs_host_batch
     assert isinstance(step.forward, AttentionAlone), "a model would run with others of its kind at once"
     logits = step.forward.logits(step.num_logits(num_tokens), device)
 
+    def sample() -> None:
+        with rows_that_ask_for_everything(step, logits.shape[0], device) as rows:
+            _side_by_side(step.sampler.parts(logits, **rows), device)
+
+    parts = (lambda: run_model(step, common), lambda: step.draw(logits), sample, lambda: _write_states(step))
+    _side_by_side(parts, device)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _side_by_side(parts: Sequence[Callable[[], object]], device: torch.device) -> None:
+    """Each in a thread; all have ended, and the first failure is raised."""
+
     def run(part: Callable[[], object]) -> None:
         with torch.no_grad(), _on(device):
             part()
 
-    parts = (
-        lambda: run_model(step, common),
-        lambda: step.draw(logits),
-        lambda: sample_every_way(step, logits),
-        lambda: _write_states(step),
-    )
     with ThreadPoolExecutor(max_workers=len(parts)) as pool:
         for done in [pool.submit(run, part) for part in parts]:
             done.result()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _write_states(step: ModelStep) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ import torch
 from piecegraph.runner.sampling.gumbel_sample import gumbel_sample
 from piecegraph.runner.sampling.logprobs import LogprobsTensors, gather_logprobs
 from piecegraph.runner.sampling.options import make_options
-from piecegraph.runner.sampling.sampler_option import OptionRequest, SamplingBatch
+from piecegraph.runner.sampling.sampler_option import OptionRequest, SamplerOption, SamplingBatch
 from piecegraph.runner.sampling.staged_rows import StagedRows, float_word, long_words
 from piecegraph.runner.sampling_params import SamplingParams
 
@@ -139,6 +140,40 @@ class Sampler:
         )
         k = self.num_logprobs(rows)
         return SamplerOutput(tokens, None if k is None else gather_logprobs(logits, tokens, k))
+
+    def parts(
+        self,
+        logits: torch.Tensor,
+        *,
+        rows: Sequence[int],
+        idx_mapping: torch.Tensor,
+        positions: torch.Tensor,
+        token_ids: torch.Tensor,
+    ) -> tuple[Callable[[], object], ...]:
+        """What `sample` does with these, each part for itself and over logits of its own: for who wants its kernels,
+        and no tokens. They may run side by side."""
+        batch = SamplingBatch(
+            rows=rows, idx_mapping=idx_mapping, positions=positions, token_ids=token_ids, temperature=self.temperature
+        )
+
+        def apply(option: SamplerOption) -> None:
+            option.apply(logits.to(torch.float32, copy=True), option.select(batch), batch)
+
+        def draw() -> None:
+            gumbel_sample(
+                logits.to(torch.float32, copy=True) if used else logits,
+                idx_mapping=idx_mapping,
+                temperature=self.temperature,
+                seeds=self.seeds,
+                positions=positions,
+            )
+
+        def gather(k: int) -> None:
+            gather_logprobs(logits, torch.zeros(logits.shape[0], dtype=torch.int64, device=logits.device), k)
+
+        used = [option for option in self._options if option.is_used(rows)]
+        k = self.num_logprobs(rows)
+        return (*(partial(apply, option) for option in used), draw, *([] if k is None else [partial(gather, k)]))
 
     def process(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
         """`logits` after all options but the temperature: a float32 copy if the batch uses any, else themselves."""

@@ -16,7 +16,7 @@ from triton.compiler import ASTSource
 
 from piecegraph.compiler import kernel_processes
 from piecegraph.compiler.early_processes import EarlyProcesses
-from piecegraph.compiler.kernel_processes import CORES_EACH, MOST, KernelProcesses, num_processes
+from piecegraph.compiler.kernel_processes import CORES_LEFT, MOST, KernelProcesses, num_processes
 from piecegraph.compiler.stored import own_kernels
 from piecegraph.compiler.stored.own_kernels import OwnKernels
 from piecegraph.compiler.triton_compat import KernelFolder, compile_said, said_of
@@ -205,7 +205,7 @@ def test_a_start_takes_those_that_began_early(
 
 def test_how_many_there_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(kernel_processes, "GPU", tmp_path)
-    for cores, number in ((1, 0), (CORES_EACH, 1), (CORES_EACH * MOST, MOST), (400, MOST)):
+    for cores, number in ((1, 0), (CORES_LEFT, 0), (CORES_LEFT + 1, 1), (CORES_LEFT + MOST, MOST), (400, MOST)):
         monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: set(range(cores)))
         assert num_processes(None) == number and num_processes(2) == min(number, 2)
     monkeypatch.setattr(kernel_processes, "GPU", tmp_path / "none")
