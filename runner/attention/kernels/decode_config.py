@@ -15,12 +15,26 @@ class _Tiling(NamedTuple):
     tile_bytes: int  # of keys, and of values as much
     num_warps: int
     programs_per_sm: int
+    speed: float = 1.0  # while its programs fill the GPU
 
 
-TILINGS = (_Tiling(16384, 4, 2), _Tiling(8192, 4, 3), _Tiling(8192, 2, 4))
-"""A launch ends with its last wave of programs, so what counts is how well they fill their waves. A layer of Qwen3-0.6B
-(8 KV heads, H200) takes with each of these, in this order, 45, 48 and 53 us at 32 requests, 61, 53 and 56 at 48, and
-116, 115 and 110 at 128."""
+TILINGS = (_Tiling(16384, 4, 2, 0.94), _Tiling(8192, 4, 3, 0.97), _Tiling(8192, 2, 4))
+"""Which one is taken follows from its speed and from how well programs fill their waves: see `_share_of_speed`.
+
+Attention of a layer of Qwen3-0.6B (8 KV heads, H200), microseconds, with each of these in this order. 48 requests of
+580 tokens: 38, 30 and 33; 64 of them: 41, 48 and 37. Lengths as in the middle of an offline workload, the longest
+first: 75, 83 and 86 for 55 requests in 64 rows, 107, 101 and 106 for 80 in 96, 146, 147 and 140 for 127 in 128, 161,
+150 and 165 for 144 in 160, 175, 169 and 164 for 182 in 192, 179, 177 and 175 for 203 in 224, 174, 171 and 162 for 256.
+"""
+
+LAST_WAVE = 0.4
+"""Of a wave's time, that the last one takes however few its programs are; the rest goes by their number."""
+
+ONE_WAVE = 0.9
+"""Of its speed, where all programs run at once: lengths differ, and all wait for the longest."""
+
+BATCHES = (0.8, 0.9, 1.0)
+"""Of a launch's rows, that batches fill which take it."""
 
 SPLIT_BOUNDS = (1, 16, 64, 128)
 """Numbers of splits that kernels are compiled for: few, so that few kernels are compiled."""
@@ -161,8 +175,8 @@ def decode_config(
 
 
 def _tiling(shape: HeadShape, programs: int, num_sms: int, shared_bytes: int) -> tuple[_Tiling, int]:
-    """The tiling whose waves `programs` fill best, in as few waves as can be; and how many parts fill one wave where
-    whole requests would leave too much of it empty."""
+    """The tiling that `programs` should be fastest with; and how many parts fill one wave where whole requests would
+    leave too much of it empty."""
     fit = [tiling for tiling in TILINGS if tiling.num_warps == 4 or shape.padded_dim <= 128]
     is_large = heads_per_program(shape.group) == MAX_HEADS_PER_PROGRAM  # its query heads take memory too
     slots = {each: num_sms * (1 if is_large else _programs_per_sm(each, shared_bytes)) for each in fit}
@@ -171,12 +185,21 @@ def _tiling(shape: HeadShape, programs: int, num_sms: int, shared_bytes: int) ->
         waves = -(-programs * parts // slots[tiling])
         return round(programs * parts / (waves * slots[tiling]), 2), -waves, -parts
 
-    whole = max(fit, key=lambda tiling: fill(tiling, 1))
+    whole = max(
+        fit, key=lambda tiling: sum(_share_of_speed(tiling, part * programs / slots[tiling]) for part in BATCHES)
+    )
     choices = [(each, slots[each] // programs) for each in fit if each.num_warps == 4 and slots[each] // programs > 1]
     if fill(whole, 1)[0] >= FULL or not choices:
         return whole, 1
     tiling, parts = max(choices, key=lambda choice: fill(*choice))
     return (tiling, parts) if fill(tiling, parts)[0] > fill(whole, 1)[0] else (whole, 1)
+
+
+def _share_of_speed(tiling: _Tiling, waves: float) -> float:
+    """Of the GPU's, with programs for so many waves: what they would take if all waves were full, of what they take."""
+    full, last = divmod(waves, 1)
+    took = full + (LAST_WAVE + (1 - LAST_WAVE) * last if last else 0)
+    return tiling.speed * waves / took * (ONE_WAVE if waves <= 1 else 1)
 
 
 def _programs_per_sm(tiling: _Tiling, shared_bytes: int) -> int:

@@ -87,7 +87,7 @@ def test_all_start_early_where_the_gpu_can() -> None:
 @pytest.mark.parametrize("num_sms", [132, 128, 20])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_programs_fill_their_waves(shape: HeadShape, num_sms: int) -> None:
-    """As well as whole requests in any tiling that the heads may have, or in parts that fill one wave."""
+    """Not much worse than whole requests in any tiling that the heads may have, or in parts that fill one wave."""
     for num_reqs in (2, 5, 8, 16, 24, 32, 48, 64, 96, 128, 200, 256):
         programs = num_reqs * num_head_blocks(shape)
         config = decode_config(shape, num_reqs=num_reqs, max_len=2000, num_sms=num_sms)
@@ -106,8 +106,25 @@ def test_programs_fill_their_waves(shape: HeadShape, num_sms: int) -> None:
             for (_, num_warps), each in room.items()
             if (each == 1 if is_large else num_warps == 4 or shape.padded_dim <= 128)
         )
-        assert filled >= min(whole, FULL) - 0.006, (num_reqs, config)
+        assert filled >= 0.7 * min(whole, FULL), (num_reqs, config)
         assert config.few_splits == 1 or launched <= slots
+
+
+def test_whole_requests_take_the_tiling_that_was_fastest() -> None:
+    """As measured: `TILINGS`."""
+    fastest = {
+        32: (64, 4),
+        48: (32, 4),
+        64: (64, 4),
+        96: (32, 4),
+        128: (32, 2),
+        192: (32, 2),
+        224: (32, 2),
+        256: (32, 2),
+    }
+    for num_reqs, tiling in fastest.items():
+        config = decode_config(SHAPES[0], num_reqs=num_reqs, max_len=4096, num_sms=132, shared_bytes=232_448)
+        assert (config.block_n, config.num_warps) == tiling and config.few_splits == 1, num_reqs
 
 
 def test_a_long_request_of_few_has_more_parts() -> None:
