@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from piecegraph.compiler.early_processes import started_early
 from piecegraph.config import CompileConfig
 from piecegraph.errors import RequestError, UsageError
+from piecegraph.paused_gc import paused_gc
 from piecegraph.progress import OnPhase, Phase, timed_phase
 from piecegraph.read_ahead import reading_ahead
 from piecegraph.runner.engine_config import EngineConfig, compile_config, refuse_unavailable, refuse_unknown
@@ -126,7 +127,7 @@ class LLM:
             partial(_will_compile, config),
             has_kernels=config.device is None or str(config.device).startswith("cuda"),
         )
-        with reading_ahead(config.source.weight_files) as ahead, early:
+        with paused_gc(), reading_ahead(config.source.weight_files) as ahead, early:
             if on_phase is not None:
                 on_phase(Phase(name="import", detail="torch, transformers"))
             with timed_phase(on_phase, "import"):

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -27,6 +26,7 @@ from piecegraph.compiler.graphs.step_kinds import kinds_of
 from piecegraph.compiler.graphs.warm_up import call_each_kind, run_plan
 from piecegraph.compiler.stored.own_kernels import OWN_KERNELS
 from piecegraph.errors import CaptureError, OutOfMemory, UsageError
+from piecegraph.paused_gc import paused_gc
 from piecegraph.progress import OnPhase, Phase
 
 logger = logging.getLogger(__name__)
@@ -124,7 +124,7 @@ def capture(
     recorder: Recorder | None = None
     started = time.perf_counter()
     spent = 0
-    with _gc_frozen():
+    with paused_gc():  # a collection could free a graph, or memory, in the middle of another
         for number, descriptor in enumerate(ordered):
             notify(
                 Phase(name="capture", done=number, total=len(ordered), detail=f"{mode.value} {descriptor.num_tokens}")
@@ -267,16 +267,3 @@ def _device_of(static_inputs: Sequence[Any]) -> torch.device:
     if len(cuda) > 1:
         raise CaptureError(f"the static inputs are on several devices, {sorted(map(str, cuda))}; a graph runs on one.")
     return next(iter(cuda or devices), torch.device("cpu"))
-
-
-@contextmanager
-def _gc_frozen() -> Iterator[None]:
-    """No collection while capturing: it could free a graph, or memory, in the middle of another. Nor before: to walk
-    over all that torch and transformers have made takes as long as tens of captures."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
