@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from piecegraph.runner.sampling import batch_sampler
 from piecegraph.runner.sampling.batch_sampler import Sampler
 from piecegraph.runner.sampling.sampler_option import SamplingBatch
 from piecegraph.runner.sampling_params import SamplingParams
@@ -227,6 +228,44 @@ def test_log_probabilities_are_those_of_the_model() -> None:
     sampler, inputs = make_sampler([everything] * 3, [0, 1, 2], vocab_size=VOCAB)
     full = sampler.sample(logits, **inputs).logprobs
     assert full is not None and full.token_ids.shape == (3, VOCAB + 1)
+
+
+@pytest.mark.parametrize("is_plain", [False, True])
+def test_its_parts_are_what_it_runs(is_plain: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same options, draw and log probabilities over the same dtypes, in any order; logits stay as they are."""
+    params = (
+        SamplingParams(temperature=0.7)
+        if is_plain
+        else SamplingParams(
+            temperature=0.7, top_k=3, min_p=0.1, repetition_penalty=1.3, logit_bias={4: 9.0}, logprobs=2
+        )
+    )
+    sampler, inputs = make_sampler([Case(params=params)] * 2, [1, 0], vocab_size=VOCAB)
+    logits = logits_of(2).to(torch.bfloat16)
+    before = logits.clone()
+    ran: list[tuple[Any, ...]] = []
+
+    def recorded(name: str, run: Any, *numbers: int) -> Any:
+        """`run`, which leaves its name, the dtype of its logits and arguments of these numbers."""
+
+        def recording(x: torch.Tensor, *rest: Any, **how: Any) -> Any:
+            ran.append((name, x.dtype, *(rest[number] for number in numbers)))
+            return run(x, *rest, **how)
+
+        return recording
+
+    for option in sampler._options:
+        monkeypatch.setattr(option, "apply", recorded(type(option).__name__, option.apply))
+    monkeypatch.setattr(batch_sampler, "gumbel_sample", recorded("draw", batch_sampler.gumbel_sample))
+    gather = recorded("log probabilities", batch_sampler.gather_logprobs, 1)
+    monkeypatch.setattr(batch_sampler, "gather_logprobs", gather)
+    sampler.sample(logits, **inputs)
+    whole = sorted(ran, key=str)
+    ran.clear()
+    for part in reversed(sampler.parts(logits, **inputs)):
+        part()
+    assert sorted(ran, key=str) == whole and len(whole) == (1 if is_plain else 5)
+    assert torch.equal(logits, before)
 
 
 def test_addresses_for_graphs_never_change() -> None:
