@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 
 from piecegraph.runner.sampling import batch_sampler
 from piecegraph.runner.sampling.batch_sampler import Sampler
+from piecegraph.runner.sampling.gumbel_sample import gumbel_sample
+from piecegraph.runner.sampling.logprobs import gather_logprobs
 from piecegraph.runner.sampling.sampler_option import SamplingBatch
 from piecegraph.runner.sampling_params import SamplingParams
 from tests.runner.sampling.sampling_case import Case, make_sampler, plain_logits, plain_token
@@ -256,8 +258,8 @@ def test_its_parts_are_what_it_runs(is_plain: bool, monkeypatch: pytest.MonkeyPa
 
     for option in sampler._options:
         monkeypatch.setattr(option, "apply", recorded(type(option).__name__, option.apply))
-    monkeypatch.setattr(batch_sampler, "gumbel_sample", recorded("draw", batch_sampler.gumbel_sample))
-    gather = recorded("log probabilities", batch_sampler.gather_logprobs, 1)
+    monkeypatch.setattr(batch_sampler, "gumbel_sample", recorded("draw", gumbel_sample))
+    gather = recorded("log probabilities", gather_logprobs, 1)
     monkeypatch.setattr(batch_sampler, "gather_logprobs", gather)
     sampler.sample(logits, **inputs)
     whole = sorted(ran, key=str)
