@@ -43,7 +43,8 @@ def num_processes(workers: int | None) -> int:
     hardly a core to spare."""
     if not GPU.exists() or find_spec("triton") is None:
         return 0
-    return min(MOST if workers is None else workers, max(len(os.sched_getaffinity(0)) - CORES_LEFT, 0))
+    most = MOST if workers is None else min(MOST, workers)
+    return min(most, max(len(os.sched_getaffinity(0)) - CORES_LEFT, 0))
 
 
 class KernelProcesses:
@@ -57,17 +58,17 @@ class KernelProcesses:
         self._idle: queue.SimpleQueue[subprocess.Popen[str] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._num_alive = number
+        self._driver: Mapping[str, bytes] = {}
+        self._asks_for_driver = threading.Thread(target=self._ask_for_driver, name="piecegraph driver", daemon=True)
         try:
             for _ in range(number):
                 self._all.append(self._start())
+            for process in self._all:
+                self._idle.put(process)
+            self._asks_for_driver.start()
         except BaseException:
             self.close()
             raise
-        for process in self._all:
-            self._idle.put(process)
-        self._driver: Mapping[str, bytes] = {}
-        self._asks_for_driver = threading.Thread(target=self._ask_for_driver, name="piecegraph driver", daemon=True)
-        self._asks_for_driver.start()
 
     def driver(self) -> Mapping[str, bytes]:
         """The module of Triton's driver, as `triton_compat.KernelFolder.libraries`, once it is made; nothing where it
@@ -114,7 +115,7 @@ class KernelProcesses:
             if process.poll() is None:
                 process.kill()
             process.wait()
-        if threading.current_thread() is not self._asks_for_driver:
+        if self._asks_for_driver.ident is not None:
             self._asks_for_driver.join()  # it reads from one
         for process in self._all:
             for pipe in (process.stdin, process.stdout):

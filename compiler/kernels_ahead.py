@@ -26,7 +26,7 @@ MAX_BYTES = 256 * 2**20
 """That a call may take for its result."""
 
 MAX_WORKERS = 16
-"""Threads: nearly all of their time each waits for the process that compiles its kernel."""
+"""Threads. Where processes compile kernels, each waits for one nearly all of its time."""
 
 Launch = Callable[[Mapping[str, torch.Tensor]], object]
 """Takes tensors of placeholders by name. What is not among them is zeros, its symbolic sizes as many rows."""

@@ -150,6 +150,8 @@ class _Files(FileCacheManager):  # type: ignore[misc]  # untyped
         if known is not None and not self.has_file(filename):
             super().put(known, filename)
         found: str | None = super().get_file(filename)
+        if known is None and found is not None and filename.endswith(LIBRARY):  # by another process in this folder
+            self._folder.libraries[f"{self.key}/{filename}"] = Path(found).read_bytes()
         return found
 
     def put(self, data: Any, filename: str, binary: bool = True) -> str:
@@ -288,11 +290,16 @@ def make_driver(folder: KernelFolder) -> None:
         nvidia.CudaUtils()
 
 
+def has_driver() -> bool:
+    """Whether Triton's driver has begun."""
+    return driver._default is not None or driver._active is not None
+
+
 def start_driver(folder: KernelFolder) -> None:
     """Have Triton's driver begin, if it has not: the module in C that it consists of is then looked for in `folder`.
 
     Where that fails, it fails again at the first launch of a kernel, and is reported there.
     """
-    if driver._default is None and driver._active is None:
+    if not has_driver():
         with contextlib.suppress(Exception), folder.used():
             driver.active  # noqa: B018  # made when it is first asked for

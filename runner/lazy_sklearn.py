@@ -29,6 +29,10 @@ def import_without_sklearn() -> None:
     utils.is_sklearn_available = lambda: False
     try:
         module = importlib.import_module(MODULE)
+    except ModuleNotFoundError as error:
+        if error.name != MODULE:
+            raise
+        return
     finally:
         utils.is_sklearn_available = is_available
     module.is_sklearn_available = is_available  # type: ignore[attr-defined]

@@ -5,8 +5,10 @@ Importing it imports no torch: an `LLM` does once it is made, and has its weight
 
 from __future__ import annotations
 
+import gc
 import inspect
 import os
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -127,6 +129,8 @@ class LLM:
             partial(_will_compile, config),
             has_kernels=config.device is None or str(config.device).startswith("cuda"),
         )
+        if "torch" in sys.modules:  # a model before this one may be garbage, and its memory wanted
+            gc.collect()
         with paused_gc(), reading_ahead(config.source.weight_files) as ahead, early:
             if on_phase is not None:
                 on_phase(Phase(name="import", detail="torch, transformers"))

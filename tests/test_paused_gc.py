@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import threading
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -44,14 +46,47 @@ def test_who_has_it_off_has_it_off_after() -> None:
 @pytest.mark.usefixtures("nothing_frozen")
 def test_what_was_made_is_old() -> None:
     """So the next collection of young objects walks over few; and garbage among them is found by a full one."""
+
+    class Circle:
+        itself: Circle
+
     with paused_gc():
         many: list[list[object]] = [[] for _ in range(20_000)]
-        circle: list[object] = []
-        circle.append(circle)
+        circle = Circle()
+        circle.itself = circle
+        is_there = weakref.ref(circle)
         del circle
     assert gc.get_count()[0] < 1000 and gc.get_freeze_count() == 0
-    assert gc.collect() >= 1
-    assert len(many) == 20_000
+    gc.collect(1)
+    assert is_there() is not None
+    gc.collect()
+    assert is_there() is None and len(many) == 20_000
+
+
+def test_threads_that_overlap_are_one_pause() -> None:
+    """Who began first does not end it for who is in the middle of something."""
+    first_began, second_began, first_ended = threading.Event(), threading.Event(), threading.Event()
+    seen: list[bool] = []
+
+    def first() -> None:
+        with paused_gc():
+            first_began.set()
+            second_began.wait(10)
+        first_ended.set()
+
+    def second() -> None:
+        first_began.wait(10)
+        with paused_gc():
+            second_began.set()
+            first_ended.wait(10)
+            seen.append(gc.isenabled())
+
+    threads = [threading.Thread(target=each) for each in (first, second)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert seen == [False] and gc.isenabled()
 
 
 def test_what_the_program_froze_stays_frozen() -> None:

@@ -114,11 +114,11 @@ class OwnKernels:
             self._uses[of] = self._use
             early = early_processes()
             self.processes = None if early is None else early.kernels()
-            if self.processes is not None and not found.libraries:
-                self._folder.libraries |= self.processes.driver()
             triton_compat.take_torchs_ptxas()
             compile_with(self.compile)
         if found.libraries or not store.is_only_read:  # else its module would be compiled in every process
+            if self.processes is not None and not found.libraries and not triton_compat.has_driver():
+                self._folder.libraries |= self.processes.driver()
             triton_compat.start_driver(self._folder)
         return self._use
 

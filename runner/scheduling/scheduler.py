@@ -5,7 +5,6 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 
 from piecegraph.errors import RequestError
 from piecegraph.runner.scheduling.kv_cache_manager import KVCacheManager
@@ -24,9 +23,6 @@ from piecegraph.runner.scheduling.steady_decode import SteadyDecode
 REGISTRATION_INTERVAL = 64
 """Steps after which requests that decode steadily register the blocks they have filled. Nobody looks for blocks in a
 steady decode, and whatever ends it registers them first, so this only bounds what is left for that moment."""
-
-
-_num_computed = attrgetter("num_computed_tokens")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,11 +222,13 @@ class Scheduler:
         if not decodes and not others:
             return SchedulerOutput(step=self._num_steps)
         # The longest first: attention's programs begin in this order, and what begins last should be soon done.
-        decodes.sort(key=_num_computed, reverse=True)
+        lengths = [item.num_computed_tokens for item in decodes]
+        ranks = sorted(range(len(decodes)), key=lengths.__getitem__, reverse=True)
+        decodes = [decodes[rank] for rank in ranks]
         # With budget left and nobody preempted, all that run were looked at; those left out have all their tokens.
         is_decode_only = budget and not (others or added) and self._num_preemptions == num_preemptions
         if is_decode_only and not self._can_admit and sum([item.is_sampled for item in decodes]) == len(decodes):
-            self._steady = SteadyDecode([self._requests[item.request_id] for item in decodes])
+            self._steady = SteadyDecode([self._requests[item.request_id] for item in decodes], ranks)
         return self._output((*decodes, *others), added=tuple(added), new_blocks=tuple(new_blocks))
 
     def complete_step(self, output: SchedulerOutput, sampled: Mapping[str, int]) -> Sequence[Request]:
@@ -310,9 +308,8 @@ class Scheduler:
         steady.drop_complete()
         if not 0 < len(steady) <= self._max_num_batched_tokens:
             return None
-        requests = steady.requests
-        places = sorted(steady.without_slot(), key=lambda place: self._policy.key(requests[place]))  # as they run
-        new_blocks = self._kv_cache.extend_each([requests[place] for place in places]) if places else ()
+        places = steady.without_slot()
+        new_blocks = self._kv_cache.extend_each([steady.requests[place] for place in places]) if places else ()
         if new_blocks is None:
             return None
         steady.update_slots(places)

@@ -20,14 +20,16 @@ class SteadyDecode:
     Nor does it change the requests: see Note [late counts]. Whoever lets go of this calls `dissolve`.
     """
 
-    def __init__(self, requests: Sequence[Request]) -> None:
-        """`requests`, one or more in their order: all but the last of their tokens, known or pending, is computed."""
+    def __init__(self, requests: Sequence[Request], ranks: Sequence[int]) -> None:
+        """`requests`, one or more in the order they are computed in: all but the last of their tokens, known or
+        pending, is computed. `ranks`: which of them is the first, second, ... to be given what is asked for."""
         self._num_unsettled = 0  # steps scheduled since `settle`
         self._columns: list[Sequence[int]] = []  # tokens of steps told since then
         self._set_requests(list(requests))
         self._num_computed = np.array([request.settled_num_computed_tokens for request in requests])
         self._num_slots = np.array([request.num_slots for request in requests])
         self._max_total = np.array([request.max_total_tokens for request in requests])
+        self._ranks = np.array(ranks)
         self._set_steps_left()
 
     def __len__(self) -> int:
@@ -65,9 +67,10 @@ class SteadyDecode:
             self._keep(self._num_computed + 1 < self._max_total)
 
     def without_slot(self) -> list[int]:
-        """Places in `requests` of those that hold no block for their next token."""
-        places: list[int] = (self._num_computed >= self._num_slots).nonzero()[0].tolist()
-        return places
+        """Places in `requests` of those that hold no block for their next token, by rank."""
+        places = (self._num_computed >= self._num_slots).nonzero()[0]
+        by_rank: list[int] = places[self._ranks[places].argsort()].tolist()
+        return by_rank
 
     def update_slots(self, places: Sequence[int]) -> None:
         """Take note that requests have got blocks."""
@@ -93,6 +96,7 @@ class SteadyDecode:
         self._num_computed = self._num_computed[is_kept]
         self._num_slots = self._num_slots[is_kept]
         self._max_total = self._max_total[is_kept]
+        self._ranks = self._ranks[is_kept]
         self._set_steps_left()
 
     def _set_requests(self, requests: list[Request]) -> None:

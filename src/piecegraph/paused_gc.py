@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+
+class _Pauses:
+    """Of all threads together: the collector is the process's."""
+
+    lock = threading.Lock()
+    number = 0  # of blocks that are open, while the first found the collector on
 
 
 @contextmanager
@@ -13,17 +21,27 @@ def paused_gc() -> Iterator[None]:
     start, and happens again and again while objects are made.
 
     What is made in here counts as old afterwards, so that the first collection does not walk over all of it (unless
-    the program itself has frozen objects, which `gc.freeze` counts with these). Inside another such block, and where
-    the collector is off, nothing is done.
+    the program itself has frozen objects, which `gc.freeze` counts with these). The last of several blocks that
+    overlap, in whatever threads, ends the pause; where the collector is off before, nothing is done. Garbage from
+    before stays where it is: who needs its memory collects it first.
     """
-    if not gc.isenabled():
-        yield
-        return
-    gc.disable()
+    with _Pauses.lock:
+        is_paused = _Pauses.number > 0 or gc.isenabled()
+        if is_paused:
+            _Pauses.number += 1
+            gc.disable()
     try:
         yield
     finally:
-        if gc.get_freeze_count() == 0:
-            gc.freeze()
-            gc.unfreeze()
-        gc.enable()
+        if is_paused:
+            _end()
+
+
+def _end() -> None:
+    with _Pauses.lock:
+        _Pauses.number -= 1
+        if _Pauses.number == 0:
+            if gc.get_freeze_count() == 0:
+                gc.freeze()
+                gc.unfreeze()
+            gc.enable()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,12 +16,13 @@ from typing import Any
 import pytest
 from triton.compiler import ASTSource
 
-from piecegraph.compiler import kernel_processes
+from piecegraph.compiler import kernel_child, kernel_processes, triton_compat
 from piecegraph.compiler.early_processes import EarlyProcesses
 from piecegraph.compiler.kernel_processes import CORES_LEFT, MOST, KernelProcesses, num_processes
 from piecegraph.compiler.stored import own_kernels
 from piecegraph.compiler.stored.own_kernels import OwnKernels
 from piecegraph.compiler.triton_compat import KernelFolder, compile_said, said_of
+from piecegraph.environment import for_child
 from piecegraph.passes.kernels.sliced_linear import sliced_kernel
 from tests.compiler.stored.kernel_caches import GPU, OF, cache_in, gpu_machine
 from tests.compiler.triton_without_gpu import TARGET, NoGpu, forget_compiled, kept_by_triton, no_gpu, small, warm_up
@@ -165,6 +168,8 @@ def test_modules_of_launchers_come_with_a_kernel(
 
     monkeypatch.setattr(processes, "_ask", with_launcher)
     monkeypatch.setattr(processes, "driver", lambda: {"cd/driver.so": b"driver"})
+    monkeypatch.setattr(triton_compat, "has_driver", lambda: False)
+    monkeypatch.setattr(triton_compat, "start_driver", lambda folder: None)
     monkeypatch.setattr(own_kernels, "early_processes", lambda: SimpleNamespace(kernels=lambda: processes))
     own = OwnKernels()
     assert own.begin(cache_in(tmp_path), OF, GPU) is not None and own._folder is not None
@@ -172,10 +177,49 @@ def test_modules_of_launchers_come_with_a_kernel(
     warm_up(small)
     assert own._folder.libraries == {"cd/driver.so": b"driver", "ab/launcher.so": b"module"}
     assert own.keep() == ""
-    monkeypatch.setattr(processes, "driver", lambda: pytest.fail("the cache has it"))
+    monkeypatch.setattr(processes, "driver", lambda: pytest.fail("the cache has it, or it runs"))
     again = OwnKernels()
     assert again.begin(cache_in(tmp_path), OF, GPU) is not None and again._folder is not None
     assert again._folder.libraries == own._folder.libraries
+    monkeypatch.setattr(triton_compat, "has_driver", lambda: True)
+    third = OwnKernels()
+    assert third.begin(cache_in(tmp_path / "another"), OF, GPU) is not None
+
+
+def test_the_driver_is_asked_for_by_name(tmp_path: Path) -> None:
+    """And answered with what was made for it, by whoever can make it."""
+    code = (
+        "import sys; from pathlib import Path; from piecegraph.compiler import kernel_child, triton_compat\n"
+        "def make(folder):\n"
+        "    with folder.used(): triton_compat._Files('ab' * 32, folder).put(b'driver', 'cuda_utils.so')\n"
+        "triton_compat.make_driver = make; kernel_child.main()"
+    )
+    lines = json.dumps(kernel_child.DRIVER) + "\n" + json.dumps(kernel_child.DRIVER) + "\n"
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], env=for_child({}), input=lines, capture_output=True, text=True,
+        check=True,
+    )  # fmt: skip
+    first, again = map(json.loads, done.stdout.splitlines())
+    ((name, path),) = first["libraries"].items()
+    assert name.endswith("/cuda_utils.so") and Path(path).read_bytes() == b"driver"
+    assert (first["fingerprint"], first["files"], again["libraries"]) == (None, {}, {})
+
+
+def test_what_cannot_be_started_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first has begun when the second fails, and the reason is what is told."""
+    begun: list[Any] = []
+    start = KernelProcesses._start
+
+    def start_one(processes: KernelProcesses) -> Any:
+        if begun:
+            raise OSError("no processes left")
+        begun.append(start(processes))
+        return begun[0]
+
+    monkeypatch.setattr(KernelProcesses, "_start", start_one)
+    with pytest.raises(OSError, match="no processes left"):
+        KernelProcesses(2)
+    assert begun[0].poll() is not None and begun[0].stdin.closed and begun[0].stdout.closed
 
 
 def test_the_driver_is_made_by_one_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,6 +251,6 @@ def test_how_many_there_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     monkeypatch.setattr(kernel_processes, "GPU", tmp_path)
     for cores, number in ((1, 0), (CORES_LEFT, 0), (CORES_LEFT + 1, 1), (CORES_LEFT + MOST, MOST), (400, MOST)):
         monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: set(range(cores)))
-        assert num_processes(None) == number and num_processes(2) == min(number, 2)
+        assert num_processes(None) == num_processes(1000) == number and num_processes(2) == min(number, 2)
     monkeypatch.setattr(kernel_processes, "GPU", tmp_path / "none")
     assert num_processes(None) == 0

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from piecegraph.environment import for_child
+
 
 @pytest.fixture
 def installed(tmp_path: Path) -> dict[str, str]:
@@ -17,7 +19,8 @@ def installed(tmp_path: Path) -> dict[str, str]:
     package.mkdir()
     (package / "__init__.py").write_text("__version__ = '1.5.0'\n")
     (package / "metrics.py").write_text("def roc_curve(matches, probs):\n    return 'curve', matches, probs\n")
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
+    environment = for_child({})
+    return {**environment, "PYTHONPATH": os.pathsep.join([str(tmp_path), environment.get("PYTHONPATH", "")])}
 
 
 def printed(code: str, environment: dict[str, str]) -> list[str]:
@@ -50,8 +53,17 @@ def test_it_is_imported_when_it_is_called(first: str, is_imported: str, installe
 def test_where_it_is_not_installed_nothing_is_done() -> None:
     look = "import transformers.generation.candidate_generator as module; print(hasattr(module, 'roc_curve'))"
     hidden = "import sys; sys.modules['sklearn'] = None\n"
-    plain = printed(hidden + look, dict(os.environ))
-    assert printed(f"{hidden}{OURS}\n{look}", dict(os.environ)) == plain == ["False"]
+    plain = printed(hidden + look, for_child({}))
+    assert printed(f"{hidden}{OURS}\n{look}", for_child({})) == plain == ["False"]
+
+
+def test_where_transformers_has_no_such_module_nothing_is_done(installed: dict[str, str]) -> None:
+    code = (
+        "import piecegraph.runner.lazy_sklearn as ours; ours.MODULE = 'transformers.generation.elsewhere'\n"
+        "from transformers import utils; before = utils.is_sklearn_available\n"
+        "ours.import_without_sklearn(); print(utils.is_sklearn_available is before)"
+    )
+    assert printed(code, installed) == ["True"]
 
 
 def test_a_start_imports_it_without(installed: dict[str, str], tmp_path: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
+import weakref
 from itertools import islice, pairwise
 from pathlib import Path
 
@@ -211,3 +213,29 @@ def test_an_aborted_request_keeps_what_it_has(llm: LLM) -> None:
     assert (output.finished, output.outputs[0].finish_reason, len(output.outputs[0].token_ids)) == (True, "abort", 2)
     assert engine.abort("mine") is None
     assert engine.step() == []
+
+
+def test_a_model_before_is_gone_when_the_next_one_is_loaded(llama_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its parts hold each other, so only the collector frees it, which rests while one is loaded."""
+    from piecegraph.runner import load_engine
+
+    llm = LLM(str(llama_dir), compiler="eager", num_kv_blocks=8, device="cpu")
+    weights = [weakref.ref(tensor) for _, tensor in llm.compiled.bound_tensors()]
+    seen: list[int] = []
+
+    def count(*args: object) -> None:
+        seen.append(sum(weight() is not None for weight in weights))
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(load_engine, "load_engine", count)
+    gc.disable()
+    try:
+        llm.close()
+        del llm
+        seen.append(sum(weight() is not None for weight in weights))
+        gc.enable()
+        with pytest.raises(ZeroDivisionError):
+            LLM(str(llama_dir))
+    finally:
+        gc.enable()
+    assert seen[1] < seen[0] == len(weights)  # the others torch has, as inputs of what it traced

@@ -185,9 +185,11 @@ def _tiling(shape: HeadShape, programs: int, num_sms: int, shared_bytes: int) ->
         waves = -(-programs * parts // slots[tiling])
         return round(programs * parts / (waves * slots[tiling]), 2), -waves, -parts
 
-    whole = max(
-        fit, key=lambda tiling: sum(_share_of_speed(tiling, part * programs / slots[tiling]) for part in BATCHES)
-    )
+    def speed(tiling: _Tiling) -> float:
+        alike = 1.0 if is_large else tiling.speed  # those were measured with several programs a multiprocessor
+        return alike * sum(_share_of_speed(part * programs / slots[tiling]) for part in BATCHES)
+
+    whole = max(fit, key=speed)
     choices = [(each, slots[each] // programs) for each in fit if each.num_warps == 4 and slots[each] // programs > 1]
     if fill(whole, 1)[0] >= FULL or not choices:
         return whole, 1
@@ -195,11 +197,11 @@ def _tiling(shape: HeadShape, programs: int, num_sms: int, shared_bytes: int) ->
     return (tiling, parts) if fill(tiling, parts)[0] > fill(whole, 1)[0] else (whole, 1)
 
 
-def _share_of_speed(tiling: _Tiling, waves: float) -> float:
+def _share_of_speed(waves: float) -> float:
     """Of the GPU's, with programs for so many waves: what they would take if all waves were full, of what they take."""
     full, last = divmod(waves, 1)
     took = full + (LAST_WAVE + (1 - LAST_WAVE) * last if last else 0)
-    return tiling.speed * waves / took * (ONE_WAVE if waves <= 1 else 1)
+    return waves / took * (ONE_WAVE if waves <= 1 else 1)
 
 
 def _programs_per_sm(tiling: _Tiling, shared_bytes: int) -> int:

@@ -113,7 +113,7 @@ class KernelPreparer:
         form = self._forms.get(key)
         if form is None:
             assert names == tuple(param.name for param in call.kernel.params), (names, call.kernel)
-            form = self._forms[key] = _Form.of(names, types, changing)
+            form = self._forms[key] = _Form.of(call.kernel, names, types, changing)
         return _Asked(form, (*call.options.items(), *form.take_addresses(values)), values)
 
 
@@ -123,15 +123,17 @@ class _Form(NamedTuple):
     A capture prepares tens of thousands of calls of a few forms: what only depends on the form is known here.
     """
 
+    kernel: object  # kept, so that no other has its id
     tensors: tuple[int, ...]  # places of arguments that stay as they are
     changing_tensors: tuple[int, ...]
     changing: tuple[int, ...]  # in the order they are given in
     compiled: dict[tuple[object, ...], CompiledForLaunch]  # as many as kinds of layers and layouts
 
     @classmethod
-    def of(cls, names: Sequence[str], types: Sequence[type], changing: Sequence[str]) -> _Form:
+    def of(cls, kernel: object, names: Sequence[str], types: Sequence[type], changing: Sequence[str]) -> _Form:
         tensors = [place for place, kind in enumerate(types) if issubclass(kind, torch.Tensor)]
         return cls(
+            kernel=kernel,
             tensors=tuple(place for place in tensors if names[place] not in changing),
             changing_tensors=tuple(place for place in tensors if names[place] in changing),
             changing=tuple(map(names.index, changing)),

@@ -127,6 +127,13 @@ def test_whole_requests_take_the_tiling_that_was_fastest() -> None:
         assert (config.block_n, config.num_warps) == tiling and config.few_splits == 1, num_reqs
 
 
+def test_heads_that_fill_a_multiprocessor_keep_the_first_tiling() -> None:
+    """One program is all it has room for, whatever the tile: nobody measured smaller ones there."""
+    for num_reqs in (32, 64, 100, 128, 256):
+        config = decode_config(SHAPES[2], num_reqs=num_reqs, max_len=4096, num_sms=132, shared_bytes=232_448)
+        assert (config.block_n, config.num_warps) == (64, 8), num_reqs
+
+
 def test_a_long_request_of_few_has_more_parts() -> None:
     """Two parts fill the GPU where 16 requests are short; a long one is not left to two programs."""
     config = decode_config(SHAPES[0], num_reqs=16, max_len=40_960, num_sms=132)
