@@ -72,12 +72,10 @@ class EarlyProcesses:
             workers = num_workers(self._workers)
             if workers < 2:
                 return
-            at_once = num_at_once(workers)
             if self._has_kernels and (number := num_processes(self._workers)) > 0:
                 self._kernels = KernelProcesses(number)
-                at_once = 1
             self._folders = inductor, triton = private_folder("inductor"), private_folder("triton")
-            for _ in range(at_once):
+            for _ in range(num_at_once(workers) if self._kernels is None else 1):
                 self._processes.append(CompileProcess.start(inductor, triton))
 
 

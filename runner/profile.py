@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from typing import TypedDict
+from collections.abc import Iterator
 
 import torch
 
@@ -12,6 +11,7 @@ from piecegraph.runner.attention.metadata import PAD_SLOT_ID, AttentionMetadata,
 from piecegraph.runner.attention.step_metadata import StepMetadata
 from piecegraph.runner.dummy_batch import dummy_batch
 from piecegraph.runner.model_step import ModelStep
+from piecegraph.runner.sampling.sampler_option import SamplingBatch
 from piecegraph.runner.sampling_params import SamplingParams
 
 SAMPLED_LOGPROBS = 20
@@ -80,33 +80,31 @@ def run_model(step: ModelStep, common: StepMetadata) -> torch.Tensor:
 
 def sample_every_way(step: ModelStep, logits: torch.Tensor) -> None:
     """The sampler's whole way for every row of `logits` `[num_rows, vocab_size]`. No request's state changes."""
-    with rows_that_ask_for_everything(step, logits.shape[0], logits.device) as rows:
-        step.sampler.sample(logits, **rows)
-
-
-class SampledRows(TypedDict):
-    """What `Sampler.sample` is told beside logits."""
-
-    rows: Sequence[int]
-    idx_mapping: torch.Tensor
-    positions: torch.Tensor
-    token_ids: torch.Tensor
+    with rows_that_ask_for_everything(step, logits.shape[0], logits.device) as batch:
+        step.sampler.sample(
+            logits,
+            rows=batch.rows,
+            idx_mapping=batch.idx_mapping,
+            positions=batch.positions,
+            token_ids=batch.token_ids,
+        )
 
 
 @contextlib.contextmanager
-def rows_that_ask_for_everything(step: ModelStep, num_rows: int, device: torch.device) -> Iterator[SampledRows]:
+def rows_that_ask_for_everything(step: ModelStep, num_rows: int, device: torch.device) -> Iterator[SamplingBatch]:
     """The first rows of the sampler, with all that can be asked of it; they are nobody's again after the block."""
     rows = range(num_rows)
     for row in rows:
         step.sampler.add_request(row, _LARGEST_SAMPLING, seed=row, prompt_len=1, stop_token_ids=(), bad_words=())
     try:
         step.sampler.apply_staged_writes()
-        yield {
-            "rows": rows,
-            "idx_mapping": torch.arange(num_rows, dtype=torch.int32, device=device),
-            "positions": torch.ones(num_rows, dtype=torch.int32, device=device),
-            "token_ids": step.states.token_ids,
-        }
+        yield SamplingBatch(
+            rows=rows,
+            idx_mapping=torch.arange(num_rows, dtype=torch.int32, device=device),
+            positions=torch.ones(num_rows, dtype=torch.int32, device=device),
+            token_ids=step.states.token_ids,
+            temperature=step.sampler.temperature,
+        )
     finally:
         for row in rows:
             step.sampler.remove_request(row)

@@ -132,8 +132,8 @@ def launch_step_kernels(step: ModelStep, *, max_model_len: int, needs_host_batch
     logits = step.forward.logits(step.num_logits(num_tokens), device)
 
     def sample() -> None:
-        with rows_that_ask_for_everything(step, logits.shape[0], device) as rows:
-            _side_by_side(step.sampler.parts(logits, **rows), device)
+        with rows_that_ask_for_everything(step, logits.shape[0], device) as batch:
+            _side_by_side(step.sampler.parts(logits, batch), device)
 
     parts = (lambda: run_model(step, common), lambda: step.draw(logits), sample, lambda: _write_states(step))
     _side_by_side(parts, device)

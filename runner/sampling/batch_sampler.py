@@ -141,20 +141,9 @@ class Sampler:
         k = self.num_logprobs(rows)
         return SamplerOutput(tokens, None if k is None else gather_logprobs(logits, tokens, k))
 
-    def parts(
-        self,
-        logits: torch.Tensor,
-        *,
-        rows: Sequence[int],
-        idx_mapping: torch.Tensor,
-        positions: torch.Tensor,
-        token_ids: torch.Tensor,
-    ) -> tuple[Callable[[], object], ...]:
+    def parts(self, logits: torch.Tensor, batch: SamplingBatch) -> tuple[Callable[[], object], ...]:
         """What `sample` does with these, each part for itself and over logits of its own: for who wants its kernels,
         and no tokens. They may run side by side."""
-        batch = SamplingBatch(
-            rows=rows, idx_mapping=idx_mapping, positions=positions, token_ids=token_ids, temperature=self.temperature
-        )
 
         def apply(option: SamplerOption) -> None:
             option.apply(logits.to(torch.float32, copy=True), option.select(batch), batch)
@@ -162,17 +151,17 @@ class Sampler:
         def draw() -> None:
             gumbel_sample(
                 logits.to(torch.float32, copy=True) if used else logits,
-                idx_mapping=idx_mapping,
-                temperature=self.temperature,
+                idx_mapping=batch.idx_mapping,
+                temperature=batch.temperature,
                 seeds=self.seeds,
-                positions=positions,
+                positions=batch.positions,
             )
 
         def gather(k: int) -> None:
             gather_logprobs(logits, torch.zeros(logits.shape[0], dtype=torch.int64, device=logits.device), k)
 
-        used = [option for option in self._options if option.is_used(rows)]
-        k = self.num_logprobs(rows)
+        used = [option for option in self._options if option.is_used(batch.rows)]
+        k = self.num_logprobs(batch.rows)
         return (*(partial(apply, option) for option in used), draw, *([] if k is None else [partial(gather, k)]))
 
     def process(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:

@@ -264,7 +264,7 @@ def test_its_parts_are_what_it_runs(is_plain: bool, monkeypatch: pytest.MonkeyPa
     sampler.sample(logits, **inputs)
     whole = sorted(ran, key=str)
     ran.clear()
-    for part in reversed(sampler.parts(logits, **inputs)):
+    for part in reversed(sampler.parts(logits, SamplingBatch(temperature=sampler.temperature, **inputs))):
         part()
     assert sorted(ran, key=str) == whole and len(whole) == (1 if is_plain else 5)
     assert torch.equal(logits, before)
