@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import fx
+from torch.fx.graph import CodeGen
 
 from piecegraph.compiler.split_ops import op_name
 from piecegraph.passes.effects import viewed
@@ -46,21 +47,41 @@ def runs_as_it_is(graph_module: fx.GraphModule, device_type: str | None = None) 
     return not any(_is_generated(node) for node in nodes)
 
 
-def run_graph(graph_module: fx.GraphModule) -> Callable[..., Sequence[Any]]:
+def run_graph(graph_module: fx.GraphModule) -> _GraphPiece:
     """The piece as a function: the same calls in the same order, without gradients and without autocast, as what
     Inductor compiles has."""
-    graph_module.recompile()
-    forward = graph_module.forward
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(graph_module.graph, {}))
+    graph.set_codegen(_OfAList())
+    return _GraphPiece(fx.GraphModule(graph_module, graph).forward)
 
-    def run(*inputs: Any) -> Sequence[Any]:
+
+class _GraphPiece:
+    """A piece whose code takes its inputs as a list."""
+
+    def __init__(self, forward: Callable[[list[Any]], Sequence[Any]]) -> None:
+        self._forward = forward
+
+    def __call__(self, *inputs: Any) -> Sequence[Any]:
+        return self.boxed(list(inputs))
+
+    def boxed(self, inputs: list[Any]) -> Sequence[Any]:
+        """Empties the list, and lets go of each input as soon as nothing more is computed of it."""
         if not torch.is_grad_enabled() and not _autocasts():
-            return forward(*inputs)  # type: ignore[no-any-return]
+            return self._forward(inputs)
         with torch.no_grad(), contextlib.ExitStack() as casts:
             for device in DEVICES:
                 casts.enter_context(torch.autocast(device, enabled=False))
-            return forward(*inputs)  # type: ignore[no-any-return]
+            return self._forward(inputs)
 
-    return run
+
+class _OfAList(CodeGen):
+    """Code that takes a list, and empties it: what calls a function keeps what it gives it one by one."""
+
+    def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, **options: Any) -> str:
+        names = [each.partition(":")[0].partition("=")[0].strip() for each in free_vars if each != "self"]
+        lines = [f"def forward(self, inputs){maybe_return_annotation}:"]
+        return "\n    ".join([*lines, f"[{', '.join(names)}] = inputs", "inputs.clear()"])
 
 
 def _autocasts() -> bool:

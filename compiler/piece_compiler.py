@@ -16,6 +16,17 @@ RunPiece = Callable[..., Sequence[Any]]
 """Inputs in the order of the piece's placeholders to a sequence of its outputs."""
 
 
+def run_boxed(run: RunPiece, inputs: list[Any]) -> Sequence[Any]:
+    """`run(*inputs)` of a list that is emptied: a piece that has a form for it (`boxed`) lets go of each input after
+    its last use."""
+    boxed = getattr(run, "boxed", None)
+    if boxed is not None:
+        return boxed(inputs)  # type: ignore[no-any-return]
+    outputs = run(*inputs)
+    inputs.clear()
+    return outputs
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompiledPiece:
     """A unique piece that can run, and what it took."""

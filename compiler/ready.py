@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from piecegraph.compiler.build import Built
+from piecegraph.compiler.graphs.stretches import Lifetimes
 from piecegraph.compiler.interface import Interface
 from piecegraph.compiler.piece_compiler import RunPiece
 from piecegraph.compiler.plan import Plan
+from piecegraph.compiler.repeated_steps import Repeat, find_repeat
 from piecegraph.compiler.report import CompileReport
 from piecegraph.compiler.stitch import Forward
 from piecegraph.compiler.trace import BoundInput, SizeInput
@@ -33,6 +36,8 @@ class Parts:
     namespace: Mapping[str, Any]
     arguments: tuple[Any, ...]
     build: Callable[[Sequence[Any]], Any]  # the plan's results to the model's result
+    lifetimes: Lifetimes  # of the plan's values
+    repeat: Repeat | None  # of the plan's steps
 
 
 class Ready:
@@ -77,7 +82,17 @@ class Ready:
             namespace=self.built.namespace,
             arguments=self._arguments(values, sizes),
             build=lambda results: self._result_spec.build(results, values),
+            lifetimes=self._lifetimes,
+            repeat=self._repeat,
         )
+
+    @cached_property
+    def _lifetimes(self) -> Lifetimes:
+        return Lifetimes(self.built.plan)
+
+    @cached_property
+    def _repeat(self) -> Repeat | None:
+        return find_repeat(self.built.plan)
 
     def _by_symbol(self, sizes: Mapping[str, int]) -> dict[str, int]:
         return {symbol: sizes[name] for symbol, name in self._size_symbols.items()}

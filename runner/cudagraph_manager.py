@@ -14,6 +14,7 @@ import torch
 from piecegraph.compiler.compiled_model import CompiledModel
 from piecegraph.compiler.graphs.batch_descriptor import BatchDescriptor
 from piecegraph.compiler.graphs.capture import capture
+from piecegraph.compiler.graphs.copied_steps import call_with_copies
 from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
 from piecegraph.compiler.graphs.graphs import Graphs
 from piecegraph.compiler.graphs.warm_up import call_each_kind
@@ -91,6 +92,7 @@ class CudaGraphManager:
         spent = 0
         free_before = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
         warm_up = replace(self._step, forward=partial(call_each_kind, self._compiled)).run_whole
+        record = replace(self._step, forward=partial(call_with_copies, self._compiled)).run_whole
         for mode, descriptors in ((CUDAGraphMode.PIECEWISE, piecewise), (CUDAGraphMode.FULL, full)):
             if not descriptors:
                 continue
@@ -104,6 +106,7 @@ class CudaGraphManager:
                 before=None if is_full else self._step.prepare_piecewise,
                 after=None if is_full else self._step.draw,
                 warm_up=warm_up if is_full else None,
+                record=record if is_full else None,
                 max_bytes=None if max_bytes is None else max_bytes - spent,
                 watched=[*self._step.fixed_tensors(), *(self._compiled.bound_tensors() if is_full else ())],
                 on_phase=on_phase,

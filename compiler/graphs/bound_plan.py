@@ -8,9 +8,10 @@ from typing import Any
 
 from piecegraph.compiler.graphs.prepared_ops import Launch, PreparedOp, ReadMetadata
 from piecegraph.compiler.graphs.stretches import Lifetimes
-from piecegraph.compiler.piece_compiler import RunPiece
-from piecegraph.compiler.plan import CallStep, PieceStep, Plan, Slot, Step
+from piecegraph.compiler.piece_compiler import RunPiece, run_boxed
+from piecegraph.compiler.plan import CallStep, PieceStep, Plan, Slot, Step, step_outputs
 from piecegraph.compiler.ready import Parts
+from piecegraph.compiler.repeated_steps import Repeat
 
 Values = dict[str, Any]
 """By slot."""
@@ -27,6 +28,7 @@ class Bound:
     arguments: Sequence[Any]
     prepared_ops: Mapping[str, PreparedOp]  # split ops that are launched; all others are dispatched
     build: Callable[[tuple[Any, ...]], Any]  # from the plan's results to the caller's
+    repeat: Repeat | None  # of the plan's steps
     before: Callable[[], object] | None = None  # runs first, inside the first graph
     after: Callable[[Any], Any] | None = None  # makes of the caller's result another one, inside the last graph
 
@@ -40,12 +42,13 @@ class Bound:
     ) -> Bound:
         return cls(
             plan=parts.plan,
-            lifetimes=Lifetimes(parts.plan),
+            lifetimes=parts.lifetimes,
             pieces=parts.pieces,
             functions=parts.namespace,
             arguments=parts.arguments,
             prepared_ops=prepared_ops,
             build=parts.build,
+            repeat=parts.repeat,
             before=before,
             after=after,
         )
@@ -56,10 +59,30 @@ class Bound:
         values.update(zip((slot.name for slot in self.plan.arguments), self.arguments, strict=True))
         return values
 
-    def run(self, step: Step, values: Values) -> None:
-        """A piece; or an item of a result, or arithmetic on sizes, which are fixed in a bucket."""
+    def block(self, number: int) -> Sequence[Step]:
+        """The steps of one block of `repeat`."""
+        assert self.repeat is not None
+        begin = self.repeat.first + number * self.repeat.period
+        return self.plan.steps[begin : begin + self.repeat.period]
+
+    def skip_blocks(self, ran: int, last: int, values: Values) -> None:
+        """As if the blocks behind `ran` up to `last` had run, `last` to the values that `ran` made."""
+        assert self.repeat is not None
+        for step, its in zip(self.block(last), self.block(ran), strict=True):
+            for slot, old in zip(step_outputs(step), step_outputs(its), strict=True):
+                if old.name in values:
+                    values[slot.name] = values[old.name]
+        first, period = self.repeat.first, self.repeat.period
+        for number in range(first + (ran + 1) * period, first + (last + 1) * period):
+            self.lifetimes.drop_after(number, values)
+
+    def run(self, number: int, step: Step, values: Values) -> None:
+        """A piece; or an item of a result, or arithmetic on sizes, which are fixed in a bucket. `values` lose what no
+        step after a piece reads as early as the piece does."""
         if isinstance(step, PieceStep):
-            outputs = self.pieces[step.unique](*(values[slot.name] for slot in step.inputs))
+            inputs = [values[slot.name] for slot in step.inputs]
+            self.lifetimes.drop_after(number, values)
+            outputs = run_boxed(self.pieces[step.unique], inputs)
             values.update(zip((slot.name for slot in step.outputs), outputs, strict=True))
         else:
             self.call(step, *arguments_of(step, values), values)

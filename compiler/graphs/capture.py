@@ -17,8 +17,10 @@ from piecegraph.compiler.compiled_model import CompiledModel
 from piecegraph.compiler.graphs.addresses import NamedAddress, addresses_of
 from piecegraph.compiler.graphs.batch_descriptor import BatchDescriptor
 from piecegraph.compiler.graphs.bound_plan import Bound
+from piecegraph.compiler.graphs.copied_steps import call_with_copies
 from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
 from piecegraph.compiler.graphs.graphs import ADDRESS_CHECK_INTERVAL, CapturedGraph, FailedCapture, Graphs
+from piecegraph.compiler.graphs.known_blocks import KnownBlocks
 from piecegraph.compiler.graphs.prepared_ops import PreparedOp, prepared_ops
 from piecegraph.compiler.graphs.recorder import Recorder, Recording, make_recorder
 from piecegraph.compiler.graphs.replay_plan import ReplayPlan, ReplayStep, record_plan
@@ -55,6 +57,7 @@ def capture(
     before: Callable[..., object] | None = None,
     after: Callable[[Any], Any] | None = None,
     warm_up: Callable[..., object] | None = None,
+    record: Callable[..., Any] | None = None,
     pool: Any = None,
     stream: torch.cuda.Stream | None = None,
     kind: str = "auto",
@@ -77,6 +80,11 @@ def capture(
     `warm_up(*static_inputs)` is for FULL: run instead of `step` ahead of every graph but the first, it must launch
     each kernel that `step` does, and need not do so in every layer: a `step` that calls a `CompiledModel` may be given
     with `warm_up.call_each_kind` in its place. Default: `step`; for a `CompiledModel`, and under PIECEWISE, that.
+    `record(*static_inputs)` is for FULL too: recorded instead of `step`, it must launch what `step` does and return the
+    same. A `step` that calls a `CompiledModel` may be given with `copied_steps.call_with_copies` in its place: of
+    layers that are alike a few then run, and their nodes in the graph are copied for the others, where that is shown
+    to give the same (`CapturedGraph.copied`). Default: `step`; for a `CompiledModel`, that. PIECEWISE does so where a
+    bucket is one graph.
     `pool` and `stream` default to new ones; `kind` is "cuda", "recorded" (no GPU needed) or "auto".
 
     A descriptor whose capture raises becomes NONE with one warning, listed in `Graphs.failed`;
@@ -87,7 +95,7 @@ def capture(
     `check_interval`: address checks on the first replay of a graph and every so many after.
 
     Raises `UsageError` for a mode a single batch cannot run under, a `step` PIECEWISE cannot cut,
-    `before` or `after` under FULL, `warm_up` under PIECEWISE, or duplicate descriptors.
+    `before` or `after` under FULL, `warm_up` or `record` under PIECEWISE, or duplicate descriptors.
     """
     mode = CUDAGraphMode.parse(mode)
     if mode not in (CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE):
@@ -99,10 +107,12 @@ def capture(
         )
     if mode is CUDAGraphMode.FULL and (before is not None or after is not None):
         raise UsageError("before and after are for PIECEWISE; under FULL, call them in step itself.")
-    if mode is CUDAGraphMode.PIECEWISE and warm_up is not None:
-        raise UsageError("warm_up is for FULL; a CompiledModel is warmed up step by step.")
+    if mode is CUDAGraphMode.PIECEWISE and (warm_up is not None or record is not None):
+        raise UsageError("warm_up and record are for FULL; a CompiledModel is warmed up and recorded step by step.")
     if warm_up is None:
         warm_up = partial(call_each_kind, step) if isinstance(step, CompiledModel) else step
+    if record is None:
+        record = partial(call_with_copies, step) if isinstance(step, CompiledModel) else step
     if len(set(descriptors)) != len(descriptors):
         raise UsageError("descriptors has duplicates; one graph is captured per descriptor.")
     if check_interval < 1:
@@ -115,8 +125,10 @@ def capture(
         before=before,
         after=after,
         warm_up=warm_up,
+        record=record,
         watched=watched,
         prepared_ops=prepared_ops(),
+        known=KnownBlocks(),
     )
     ordered = sorted(descriptors, key=lambda d: (d.num_tokens, d.num_reqs or 0), reverse=True)
     captured: dict[BatchDescriptor, CapturedGraph] = {}
@@ -183,8 +195,10 @@ class _Job:
     before: Callable[..., object] | None
     after: Callable[[Any], Any] | None
     warm_up: Callable[..., object]
+    record: Callable[..., Any]
     watched: Sequence[tuple[str, torch.Tensor]]
     prepared_ops: Mapping[str, PreparedOp]
+    known: KnownBlocks
 
     @cached_property
     def shared_addresses(self) -> tuple[NamedAddress, ...]:
@@ -199,7 +213,7 @@ class _Job:
         began = time.perf_counter()
         bytes_before = recorder.used_bytes()
         inside = partial(self.context, descriptor)
-        with torch.no_grad(), recorder.on_stream():
+        with torch.no_grad(), recorder.on_stream(), self.known.used():
             if self.mode is CUDAGraphMode.FULL:
                 plan, result = self._capture_full(static_inputs, inside, recorder, is_first)
             else:
@@ -213,15 +227,17 @@ class _Job:
             addresses=addresses_of(named) + self.shared_addresses,
             nbytes=max(recorder.used_bytes() - bytes_before, 0),
             seconds=time.perf_counter() - began,
+            copied=tuple(self.known.told),
         )
 
     def _capture_full(
         self, static_inputs: tuple[Any, ...], inside: Inside, recorder: Recorder, is_first: bool
     ) -> tuple[ReplayPlan, Any]:
-        for _ in range(FIRST_WARMUP_RUNS if is_first else WARMUP_RUNS):
-            with inside("warmup"):
-                (self.step if is_first else self.warm_up)(*static_inputs)
-        return _record_full(self.step, static_inputs, inside, recorder)
+        with recorder.sized() if is_first else nullcontext():
+            for _ in range(FIRST_WARMUP_RUNS if is_first else WARMUP_RUNS):
+                with inside("warmup"):
+                    (self.step if is_first else self.warm_up)(*static_inputs)
+        return _record_full(self.record, static_inputs, inside, recorder)
 
     def _capture_piecewise(
         self,
@@ -235,22 +251,23 @@ class _Job:
         before = None if self.before is None else partial(self.before, *static_inputs)
         bound = Bound.of(self.step.parts(static_inputs), self.prepared_ops, before, self.after)
         patchable: frozenset[int] = frozenset()
-        for _ in range(FIRST_WARMUP_RUNS if is_first else WARMUP_RUNS):
-            with inside("warmup"):
-                patchable = run_plan(bound, None if is_first else kinds_of(self.prepared_ops)).patchable
+        with recorder.sized() if is_first else nullcontext():
+            for _ in range(FIRST_WARMUP_RUNS if is_first else WARMUP_RUNS):
+                with inside("warmup"):
+                    patchable = run_plan(bound, None if is_first else kinds_of(self.prepared_ops)).patchable
         with inside("capture"):
             return record_plan(bound, recorder, str(descriptor), patchable)
 
 
 def _record_full(
-    step: Callable[..., Any], static_inputs: tuple[Any, ...], inside: Inside, recorder: Recorder
+    record: Callable[..., Any], static_inputs: tuple[Any, ...], inside: Inside, recorder: Recorder
 ) -> tuple[ReplayPlan, Any]:
     """One recording of the whole step; its result's tensors become views without ownership."""
     trees: list[pytree.TreeSpec] = []
 
     def run() -> list[Any]:
         with inside("capture"):
-            leaves, tree = pytree.tree_flatten(step(*static_inputs))
+            leaves, tree = pytree.tree_flatten(record(*static_inputs))
         trees.append(tree)
         return leaves
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from piecegraph.errors import CaptureError
 
 _INVALID_VALUE = 1  # CUDA_ERROR_INVALID_VALUE: a parameter index past the last
-_BUFFER_POINTER, _BUFFER_SIZE, _END = 1, 2, 0  # CU_LAUNCH_PARAM_*
+BUFFER_POINTER, BUFFER_SIZE, END = 1, 2, 0  # CU_LAUNCH_PARAM_*
 _SYMBOLS = (
     "cuStreamGetCaptureInfo_v3",
     "cuFuncGetParamInfo",
@@ -52,17 +52,17 @@ class KernelParameter(NamedTuple):
 def unavailable_reason() -> str | None:
     """Why kernels in a graph cannot be changed here, or None."""
     try:
-        library = _library()
+        driver = library()
     except OSError:
         return "no CUDA driver is installed"
-    missing = [symbol for symbol in _SYMBOLS if not hasattr(library, symbol)]
+    missing = [symbol for symbol in _SYMBOLS if not hasattr(driver, symbol)]
     return f"the CUDA driver lacks {', '.join(missing)}" if missing else None
 
 
 def driver_version() -> int:
     """As CUDA counts: 13000 for 13.0. Raises OSError where there is no driver."""
     version = ctypes.c_int()
-    _check("cuDriverGetVersion", _library().cuDriverGetVersion(ctypes.byref(version)))
+    check("cuDriverGetVersion", library().cuDriverGetVersion(ctypes.byref(version)))
     return version.value
 
 
@@ -73,9 +73,9 @@ def last_captured_node(stream: int) -> int:
     """
     status, count = ctypes.c_int(), ctypes.c_size_t()
     nodes = ctypes.POINTER(ctypes.c_void_p)()
-    _check(
+    check(
         "cuStreamGetCaptureInfo",
-        _library().cuStreamGetCaptureInfo_v3(
+        library().cuStreamGetCaptureInfo_v3(
             ctypes.c_void_p(stream), ctypes.byref(status), None, None, ctypes.byref(nodes), None, ctypes.byref(count)
         ),
     )
@@ -86,17 +86,18 @@ def last_captured_node(stream: int) -> int:
     return int(node)
 
 
-def kernel_parameters(function: int) -> tuple[KernelParameter, ...]:
-    """The parameters of a loaded kernel (a CUfunction's handle), in order."""
+def kernel_parameters(function: int, kernel: int = 0) -> tuple[KernelParameter, ...]:
+    """The parameters of a loaded kernel, in order: of a CUfunction's handle or, where that is 0, a CUkernel's."""
     found: list[KernelParameter] = []
     offset, size = ctypes.c_size_t(), ctypes.c_size_t()
+    tell = library().cuFuncGetParamInfo if function else library().cuKernelGetParamInfo
     while True:
-        result = _library().cuFuncGetParamInfo(
-            ctypes.c_void_p(function), ctypes.c_size_t(len(found)), ctypes.byref(offset), ctypes.byref(size)
+        result = tell(
+            ctypes.c_void_p(function or kernel), ctypes.c_size_t(len(found)), ctypes.byref(offset), ctypes.byref(size)
         )
         if result == _INVALID_VALUE:
             return tuple(found)
-        _check("cuFuncGetParamInfo", result)
+        check("cuFuncGetParamInfo", result)
         found.append(KernelParameter(offset.value, size.value))
 
 
@@ -107,7 +108,7 @@ class KernelNodeUpdate:
         self.parameters = ctypes.create_string_buffer(parameter_bytes)
         self._size = ctypes.c_size_t(parameter_bytes)
         self._extra = (ctypes.c_void_p * 5)(
-            _BUFFER_POINTER, ctypes.addressof(self.parameters), _BUFFER_SIZE, ctypes.addressof(self._size), _END
+            BUFFER_POINTER, ctypes.addressof(self.parameters), BUFFER_SIZE, ctypes.addressof(self._size), END
         )
         self._params = KernelNodeParams(
             function=function,
@@ -118,17 +119,17 @@ class KernelNodeUpdate:
             extra=ctypes.addressof(self._extra),
         )
         self._reference = ctypes.byref(self._params)
-        self._set_params = _library().cuGraphExecKernelNodeSetParams_v2
+        self._set_params = library().cuGraphExecKernelNodeSetParams_v2
 
     def apply(self, graph_exec: int, node: int, grid: tuple[int, int, int]) -> None:
         """Change `node` of an instantiated graph for replays from now on; those under way are not affected."""
         self._params.grid_x, self._params.grid_y, self._params.grid_z = grid
-        _check("cuGraphExecKernelNodeSetParams", self._set_params(graph_exec, node, self._reference))
+        check("cuGraphExecKernelNodeSetParams", self._set_params(graph_exec, node, self._reference))
 
 
 def set_enabled(graph_exec: int, node: int, is_enabled: bool) -> None:
     """Whether replays from now on run `node`."""
-    _check("cuGraphNodeSetEnabled", _library().cuGraphNodeSetEnabled(graph_exec, node, int(is_enabled)))
+    check("cuGraphNodeSetEnabled", library().cuGraphNodeSetEnabled(graph_exec, node, int(is_enabled)))
 
 
 class TwoCopies(NamedTuple):
@@ -144,20 +145,21 @@ class TwoCopies(NamedTuple):
 
     def start(self, source: int, num_bytes: int, stream: int) -> None:
         """`source` may be written again by what comes next on `stream`."""
-        library = _library()
+        driver = library()
         failed = (
-            library.cuMemcpyAsync(self.kept, source, num_bytes, stream)
-            or library.cuEventRecord(self.is_kept, stream)
-            or library.cuStreamWaitEvent(self.copy_stream, self.is_kept, 0)
-            or library.cuMemcpyAsync(self.host, self.kept, num_bytes, self.copy_stream)
-            or library.cuEventRecord(self.is_copied, self.copy_stream)
+            driver.cuMemcpyAsync(self.kept, source, num_bytes, stream)
+            or driver.cuEventRecord(self.is_kept, stream)
+            or driver.cuStreamWaitEvent(self.copy_stream, self.is_kept, 0)
+            or driver.cuMemcpyAsync(self.host, self.kept, num_bytes, self.copy_stream)
+            or driver.cuEventRecord(self.is_copied, self.copy_stream)
         )
-        _check("a copy to the host by calls", failed)
+        check("a copy to the host by calls", failed)
 
 
 @lru_cache(maxsize=1)
-def _library() -> ctypes.CDLL:
-    library = ctypes.CDLL("libcuda.so.1")
+def library() -> ctypes.CDLL:
+    """The driver's. Raises OSError where there is none."""
+    driver = ctypes.CDLL("libcuda.so.1")
     handle, number = ctypes.c_void_p, ctypes.c_uint
     for name, arguments in (
         ("cuGraphExecKernelNodeSetParams_v2", [handle, handle, ctypes.c_void_p]),
@@ -166,11 +168,11 @@ def _library() -> ctypes.CDLL:
         ("cuEventRecord", [handle, handle]),
         ("cuStreamWaitEvent", [handle, handle, number]),
     ):
-        if hasattr(library, name):
-            getattr(library, name).argtypes = arguments
-    return library
+        if hasattr(driver, name):
+            getattr(driver, name).argtypes = arguments
+    return driver
 
 
-def _check(call: str, result: int) -> None:
+def check(call: str, result: int) -> None:
     if result != 0:
         raise CaptureError(f"{call} of the CUDA driver failed with error {result}.")

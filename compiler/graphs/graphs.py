@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 from piecegraph.compiler.graphs.addresses import NamedAddress, check_addresses
 from piecegraph.compiler.graphs.batch_descriptor import BatchDescriptor
 from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
+from piecegraph.compiler.graphs.known_blocks import Copied
 from piecegraph.compiler.graphs.replay_plan import ReplayPlan
 from piecegraph.compiler.graphs.static_inputs import fill_static_inputs
 from piecegraph.errors import CaptureError, GraphNotCaptured, InputMismatch
@@ -31,6 +32,7 @@ class CapturedGraph:
     addresses: tuple[NamedAddress, ...]
     nbytes: int  # by which the pool grew for it
     seconds: float
+    copied: tuple[Copied, ...] = ()  # of each recording in which layers repeat
 
     def release(self) -> None:
         """Free its recordings; harmless when repeated."""

@@ -30,6 +30,17 @@ Patch = Callable[[int, Any], None]
 
 
 @runtime_checkable
+class MovablePatch(Protocol):
+    """A patch that can do the same for nodes that are copies of its own."""
+
+    def __call__(self, graph_exec: int, metadata: Any) -> None: ...
+
+    def moved(self, nodes: Mapping[int, int], move: Callable[[int], int]) -> Patch:
+        """`nodes`: the copy of each node, by handle. `move`: of an address its kernels are given, the copy's; any other
+        number stays as it is."""
+
+
+@runtime_checkable
 class PatchableLaunch(Protocol):
     """A launch that may be part of a graph: its kernels are changed there instead of being launched.
 
@@ -102,7 +113,8 @@ def register_prepare(
     chosen by, nothing else: calls of one bucket that agree in it (of tensors: in dtype, device, shape, strides and
     alignment) take the same kernels. Of those only the first runs in a warm-up that need not run everything, so that
     equal layers cost a capture little. A name of the layer does not belong to it; what differs with the name does.
-    Without `kind` every call runs.
+    Among what it returns is every tensor that a call reads or writes besides the metadata's: where layers repeat, those
+    of one are put in place of another's in copies of its kernels. Without `kind` every call runs.
 
     Only an op that writes in place can be prepared; one that returns a tensor is dispatched. Raises
     `SplitOpNotFound` for an op that is registered nowhere, `UsageError` for one prepared already.

@@ -3,8 +3,8 @@ as the function itself with the same rules."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,6 +18,9 @@ from piecegraph.compiler.graphs.cuda_graph import (
 )
 from piecegraph.compiler.torch_compat import graph_exec_of
 from piecegraph.errors import CaptureError
+
+ROOM = 1.25
+"""Of what a run takes at its peak: an allocator that fills gaps needs some more for all to fit."""
 
 Outputs = Sequence[Any]  # tensors, and sizes as numbers
 
@@ -50,6 +53,11 @@ class Recorder(Protocol):
         `is_patched`: nodes of it will be changed before replays.
         """
 
+    def sized(self) -> AbstractContextManager[None]:
+        """The pool begins, with the next recording, as one stretch of a little more memory than what runs in here
+        takes at its peak. In one stretch layers that are alike are soon given the same memory (`copied_steps.py`), and
+        the gaps between others take none of the GPU's. Resets torch's peak memory statistics."""
+
     def weak(self, value: Any) -> Any:
         """The same memory without keeping it: it stays the recording's to reuse."""
 
@@ -66,6 +74,15 @@ class CudaRecorder:
         self.device = device
         self.pool = torch.cuda.graph_pool_handle() if pool is None else pool
         self.stream = torch.cuda.Stream(device) if stream is None else stream
+        self._reserved = 0
+
+    @contextmanager
+    def sized(self) -> Iterator[None]:
+        before = torch.cuda.memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        yield
+        taken = torch.cuda.max_memory_allocated(self.device) - before
+        self._reserved = max(int(taken * ROOM) - self.used_bytes(), 0)
 
     def on_stream(self) -> AbstractContextManager[Any]:
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -76,6 +93,9 @@ class CudaRecorder:
         forget_cublas_workspaces()  # it is to take one from this pool, not one that eager calls share
         graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
         try:
+            if self._reserved:
+                torch.empty(self._reserved, dtype=torch.uint8, device=self.device)  # let go at once
+                self._reserved = 0
             outputs = tuple(run())
         except BaseException:
             abandon_capture(graph)
@@ -128,6 +148,10 @@ class FunctionRecorder:
             released = True
 
         return Recording(replay, outputs, release)
+
+    def sized(self) -> AbstractContextManager[None]:
+        """It has no pool."""
+        return nullcontext()
 
     def weak(self, value: Any) -> Any:
         return value

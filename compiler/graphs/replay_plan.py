@@ -15,10 +15,11 @@ import torch
 from torch.utils import _pytree as pytree
 
 from piecegraph.compiler.graphs.bound_plan import Bound, MetadataRead, Values, arguments_of
+from piecegraph.compiler.graphs.copied_steps import copies_of, run_steps
 from piecegraph.compiler.graphs.prepared_ops import Patch, PatchableLaunch, ReadMetadata
 from piecegraph.compiler.graphs.recorder import Recorder, Recording
 from piecegraph.compiler.graphs.stretches import Lifetimes, Stretch, cut
-from piecegraph.compiler.plan import CallStep, slots_in, step_inputs
+from piecegraph.compiler.plan import CallStep, Step, slots_in, step_inputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +152,7 @@ class _RecordedStretch:
         self._made = lifetimes.outputs(stretch)
         self._split_ops = frozenset(stretch.split_ops)
         self.tree: Any = None  # of the bucket's result, if the stretch makes it
-        self.patches: list[Patch] = []  # one a split op, where a CUDA graph was recorded
+        self.patches: Sequence[Patch] = ()  # one a split op, where a CUDA graph was recorded
 
     def run(self) -> list[Any]:
         """What the stretch leaves to those after it, then the leaves of the bucket's result."""
@@ -159,28 +160,27 @@ class _RecordedStretch:
         if self._stretch.has_before:
             assert self._bound.before is not None
             self._bound.before()
-        for number, step in self._stretch.steps:
-            if number in self._split_ops:
-                assert isinstance(step, CallStep)
-                self._run_split_op(step, values)
-            else:
-                self._bound.run(step, values)
-            self._lifetimes.drop_after(number, values)
+        copies = copies_of(self._bound, self._stretch.steps) if self._recorder.kind == "cuda" else None
+        self.patches = run_steps(self._bound, self._stretch.steps, values, self._run_step, copies)
         outputs = [values[name] for name in self._made]
         if self._stretch.has_after:
             leaves, self.tree = pytree.tree_flatten(self._bound.finish(values))
             outputs += leaves
         return outputs
 
-    def _run_split_op(self, step: CallStep, values: Values) -> None:
-        """Bound to the addresses of this bucket: its kernels get new numbers before each replay."""
+    def _run_step(self, number: int, step: Step, values: Values) -> Patch | None:
+        """A split op is bound to the addresses of this bucket: its kernels get new numbers before each replay."""
+        if number not in self._split_ops:
+            self._bound.run(number, step, values)
+            return None
+        assert isinstance(step, CallStep)
         launch = self._bound.launch_of(step, *_weak_arguments(step, values, self._recorder))
         assert isinstance(launch, PatchableLaunch), f"{step.op} was patchable in the warm-up: {launch}"
         metadata = self._bound.prepared_ops[step.op].metadata()
         if self._recorder.kind == "cuda":
-            self.patches.append(launch.record(metadata))
-        else:  # run again at each replay, over that one's metadata
-            launch(metadata)
+            return launch.record(metadata)
+        launch(metadata)  # run again at each replay, over that one's metadata
+        return None
 
 
 def _replay_step(bound: Bound, stretch: Stretch, recording: Recording, patches: Sequence[Patch]) -> ReplayStep:
@@ -203,7 +203,7 @@ def _replay_step(bound: Bound, stretch: Stretch, recording: Recording, patches: 
 
 def _run_stretch(bound: Bound, stretch: Stretch, values: Values, lifetimes: Lifetimes) -> None:
     for number, step in stretch.steps:
-        bound.run(step, values)
+        bound.run(number, step, values)
         lifetimes.drop_after(number, values)
 
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from piecegraph.compiler.compiled_model import CompiledModel
 from piecegraph.compiler.graphs.bound_plan import Bound, MetadataRead, Values, arguments_of
+from piecegraph.compiler.graphs.known_blocks import known_blocks
 from piecegraph.compiler.graphs.prepared_ops import Kind, PatchableLaunch, ReadMetadata, prepared_ops
 from piecegraph.compiler.graphs.step_kinds import kinds_of, step_kind
 from piecegraph.compiler.plan import CallStep, Step, step_outputs
@@ -27,9 +28,14 @@ def run_plan(bound: Bound, kinds: Mapping[str, Kind] | None = None) -> Ran:
     """
     run = _Run(bound)
     ran: dict[Hashable, tuple[int, list[Any]]] = {}  # by kind: which step, and its outputs
+    skipped = _alike_steps(bound) if kinds is not None else range(0)
     if bound.before is not None:
         bound.before()
     for number, step in enumerate(bound.plan.steps):
+        if number in skipped:
+            if number == skipped.start:
+                run.skip_blocks(skipped)
+            continue
         names = [slot.name for slot in step_outputs(step)]
         kind = None if kinds is None else step_kind(step, run.values, kinds)
         if kind is not None and kind in ran:
@@ -51,6 +57,14 @@ def call_each_kind(compiled: CompiledModel, *args: Any) -> Any:
     return run_plan(Bound.of(compiled.parts(args), prepared_ops={}), kinds_of(prepared_ops())).result
 
 
+def _alike_steps(bound: Bound) -> range:
+    """Steps of blocks that take the kernels of the one ahead of them, as a recording before this one found."""
+    repeat = bound.repeat
+    if repeat is None or repeat.count < 3 or not known_blocks().are_alike:
+        return range(0)
+    return range(repeat.first + 2 * repeat.period, repeat.end)
+
+
 class _Run:
     """One run's values, and what was seen of its split ops."""
 
@@ -65,7 +79,15 @@ class _Run:
         if isinstance(step, CallStep) and step.is_split_op:
             self._split_op(number, step)
         else:
-            self._bound.run(step, self.values)
+            self._bound.run(number, step, self.values)
+
+    def skip_blocks(self, steps: range) -> None:
+        """All blocks from the third on, which are like the second."""
+        repeat = self._bound.repeat
+        assert repeat is not None
+        self._bound.skip_blocks(1, repeat.count - 1, self.values)
+        second = repeat.first + repeat.period
+        self.patchable.update(n for n in steps if second + (n - second) % repeat.period in self.patchable)
 
     def _split_op(self, number: int, step: CallStep) -> None:
         args, kwargs = arguments_of(step, self.values)

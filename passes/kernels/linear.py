@@ -28,6 +28,8 @@ def linear_of_rows_on_gpu(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     activation: str,
+    *,
+    is_normed: bool = False,
 ) -> torch.Tensor | None:
     """As `linear_on_gpu`, by the kernel that its shapes take; None where the library is at least as fast."""
     num_rows, size = x.shape
@@ -38,6 +40,7 @@ def linear_of_rows_on_gpu(
         is_gated=bool(activation),
         itemsize=x.element_size() if x.dtype == weight.dtype else 0,
         gpu=gpu_limits(x.get_device()),
+        is_normed=is_normed,
     )
     return None if config is None else linear_on_gpu(x.contiguous(), weight, bias, activation, config)
 

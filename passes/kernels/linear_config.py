@@ -72,15 +72,19 @@ def linear_config(
     is_gated: bool,
     itemsize: int,
     gpu: GpuLimits,
+    is_normed: bool = False,
 ) -> Config | None:
     """The layout for `[num_rows, size] @ [num_columns, size].T`, twice the columns in the weight with `is_gated`;
-    None where the library is at least as fast in a model's graph."""
+    None where the library is at least as fast in a model's graph. `is_normed`: a norm is the kernel ahead."""
     weight_bytes = num_columns * size * itemsize * (2 if is_gated else 1)
     if itemsize != 2 or size % SIZE_MULTIPLE or num_columns % 16 or num_rows == 0:
         return None
-    if num_rows == 1:
+    is_middle = not is_gated and SMALL_WEIGHT_BYTES < weight_bytes <= MIDDLE_WEIGHT_BYTES
+    if num_rows == 1 and not (is_normed and is_middle):
         return _row_config(size, weight_bytes, is_gated=is_gated)
     streamed = streamed_config(num_rows, num_columns, size, is_gated=is_gated, itemsize=itemsize, gpu=gpu)
+    if num_rows == 1:
+        return streamed or _row_config(size, weight_bytes, is_gated=is_gated)
     if streamed is not None:
         return streamed
     if weight_bytes > SMALL_WEIGHT_BYTES:

@@ -60,7 +60,7 @@ def streamed_config(
 ) -> StreamedConfig | None:
     """The layout for `[num_rows, size] @ [num_columns, size].T`, twice the columns in the weight with `is_gated`; None
     where another kernel, or the library, is at least as fast in a model's graph."""
-    if itemsize != 2 or not gpu.can_overlap or num_rows < 2:
+    if itemsize != 2 or not gpu.can_overlap or num_rows == 0:
         return None
     weight_bytes = num_columns * size * itemsize * (2 if is_gated else 1)
     choose = _gated_config if is_gated else _plain_config

@@ -9,18 +9,21 @@ from piecegraph.passes.ops.act_mul import act_mul
 from piecegraph.passes.ops.library import define_op
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str) -> torch.Tensor:
+def linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str, *, is_normed: bool = False
+) -> torch.Tensor:
     """`x @ weight.T + bias`; with an activation (`act_mul.ACTIVATIONS`, `""` for none) `act_mul` of that.
 
     `x` is `[..., size]`, `weight` `[num_columns, size]` contiguous, `bias` `[num_columns]`. Accumulates in float32;
     the activation is applied before anything is rounded where our kernel runs, after it where the library's does.
+    `is_normed`: a norm just made `x`, which decides between kernels for one row.
     Returns a new contiguous `[..., num_columns]`, half as many with an activation.
     """
     if x.is_cuda:
         from piecegraph.passes.kernels.linear import linear_of_rows_on_gpu
 
         num_rows = x.numel() // x.shape[-1]
-        rows = linear_of_rows_on_gpu(x.reshape(num_rows, x.shape[-1]), weight, bias, activation)
+        rows = linear_of_rows_on_gpu(x.reshape(num_rows, x.shape[-1]), weight, bias, activation, is_normed=is_normed)
         if rows is not None:
             return rows.view(*x.shape[:-1], rows.shape[-1])
     out = F.linear(x, weight, bias)

@@ -27,7 +27,7 @@ def add_norm_linear(
 
     `x` and `residual` are `[..., size]` of one shape and dtype, `weight` `[num_columns, size]` contiguous. The norm is
     rounded to its dtype before it is multiplied, as it is apart. One kernel on a GPU for one row of bfloat16 or
-    float16; else the two ops' own. Both results are new and contiguous.
+    float16, unless the weight is streamed faster apart; else the two ops' own. Both results are new and contiguous.
     """
     if x.is_cuda:
         from piecegraph.passes.kernels.norm_linear import add_norm_linear_on_gpu, norm_linear_layout
@@ -36,7 +36,7 @@ def add_norm_linear(
         if config is not None:
             return add_norm_linear_on_gpu(x, residual, norm_weight, eps, offset, weight, bias, activation, config)
     normed, total = add_rms_norm(x, residual, norm_weight, eps, offset)
-    return linear(normed, weight, bias, activation), total
+    return linear(normed, weight, bias, activation, is_normed=True), total
 
 
 def linear_add_norm_linear(
@@ -68,7 +68,7 @@ def linear_add_norm_linear(
 
             parts = linear_parts_on_gpu(x.reshape(num_rows, in_size).contiguous(), in_weight, config)
             normed, total = add_rms_norm_of_parts_on_gpu(parts, in_bias, residual, norm_weight, eps, offset)
-            return linear(normed, weight, bias, activation), total
+            return linear(normed, weight, bias, activation, is_normed=True), total
     added = linear(x, in_weight, in_bias, "")
     return add_norm_linear(added, residual, norm_weight, eps, offset, weight, bias, activation)
 

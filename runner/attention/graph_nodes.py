@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -39,23 +39,51 @@ class Node:
 Launches = tuple[Launch | None, Launch | None, Launch | None]
 """Of one batch, K/V write, prefill and decode, as they follow each other; None where no request takes it."""
 
+LaunchesOf = Callable[[TritonMetadata], Launches]
+"""A batch's."""
+
+
+class MovedLaunches:
+    """A layer's launches over the tensors of another: `move` takes an address to the other's."""
+
+    def __init__(self, launches: LaunchesOf, move: Callable[[int], int]) -> None:
+        self._launches = launches
+        self._move = move
+        self._kernels: dict[PreparedKernel, PreparedKernel] = {}
+
+    def __call__(self, metadata: TritonMetadata) -> Launches:
+        kv_write, prefill, decode = self._launches(metadata)
+        return self._moved(kv_write), self._moved(prefill), self._moved(decode)
+
+    def _moved(self, launch: Launch | None) -> Launch | None:
+        if launch is None:
+            return None
+        kernel = self._kernels.get(launch.kernel)
+        if kernel is None:
+            kernel = self._kernels[launch.kernel] = launch.kernel.moved(self._move)
+        return Launch(kernel, launch.grid, launch.changed)
+
 
 class AttentionNodes:
-    """A layer's kernels in a graph.
+    """A layer's kernels in a graph, changed before a replay (`MovablePatch`).
 
     `mixed`: nodes of the three kernels. `decode`: where there is one, of batches that take nothing else; then the
     three are switched off.
     """
 
-    def __init__(
-        self, launches: Callable[[TritonMetadata], Launches], mixed: Sequence[Node], decode: Node | None
-    ) -> None:
+    def __init__(self, launches: LaunchesOf, mixed: Sequence[Node], decode: Node | None) -> None:
         self._launches = launches
         self._mixed = tuple(mixed)
         self._decode = decode
         self._patched_for: tuple[int, ...] | None = None
 
-    def patch(self, graph_exec: int, metadata: AttentionMetadata) -> None:
+    def moved(self, nodes: Mapping[int, int], move: Callable[[int], int]) -> AttentionNodes:
+        """Of a layer whose nodes are copies of these, all enabled."""
+        decode = None if self._decode is None else Node(nodes[self._decode.handle])
+        mixed = [Node(nodes[node.handle]) for node in self._mixed]
+        return AttentionNodes(MovedLaunches(self._launches, move), mixed, decode)
+
+    def __call__(self, graph_exec: int, metadata: AttentionMetadata) -> None:
         """Have the graph launch what this batch takes. Costs the host next to nothing for one like the one before."""
         assert isinstance(metadata, TritonMetadata), type(metadata)
         if metadata.launch_key == self._patched_for:

@@ -88,6 +88,8 @@ class PreparedAttention:
         self._plan: LaunchPlan | None = None
         self._kernels: _Kernels | None = None
         self._all: list[PreparedKernel] | None = None  # None: not all of them are known to be compiled
+        self._launches_key: tuple[int, ...] | None = None
+        self._launches: Launches = (None, None, None)  # of that batch
 
     def __call__(self, metadata: AttentionMetadata) -> None:
         """Like `TritonImpl.forward`. Every call's metadata comes from one builder."""
@@ -101,7 +103,13 @@ class PreparedAttention:
                 launch.kernel.launch(launch.grid, stream, *launch.changed)
 
     def launches(self, metadata: TritonMetadata) -> Launches:
-        """What this batch takes."""
+        """What this batch takes. Asked again for the same batch by each layer whose nodes are copies of this one's."""
+        if metadata.launch_key != self._launches_key:
+            self._launches = self._launches_of(metadata)
+            self._launches_key = metadata.launch_key
+        return self._launches
+
+    def _launches_of(self, metadata: TritonMetadata) -> Launches:
         num_decode_reqs, num_reqs = metadata.num_decode_reqs, metadata.num_reqs
         return (
             self._kv_write(metadata) if num_decode_reqs < num_reqs else None,
@@ -127,7 +135,7 @@ class PreparedAttention:
         one_other = replace(metadata, num_reqs=1, num_decode_reqs=0, max_query_len=1)
         mixed = (self._kv_write(one_other), self._prefill(one_other), self._decode(one_decode))
         if self._call.query.shape[0] > metadata.max_num_reqs:
-            return AttentionNodes(self.launches, [self._record(launch) for launch in mixed], None).patch
+            return AttentionNodes(self.launches, [self._record(launch) for launch in mixed], None)
         main = torch.cuda.current_stream(self._device)
         side = next(stream for stream in _side_streams(self._device) if stream != main)
         side.wait_stream(main)
@@ -137,7 +145,7 @@ class PreparedAttention:
                 nodes = [self._record(launch) for launch in mixed]
         finally:
             main.wait_stream(side)  # also where it failed: a capture cannot end while a branch is open
-        return AttentionNodes(self.launches, nodes, decode).patch
+        return AttentionNodes(self.launches, nodes, decode)
 
     def _record(self, launch: Launch) -> Node:
         stream = current_stream(self._device)

@@ -50,11 +50,15 @@ class CompiledForLaunch(NamedTuple):
 class PreparedKernel:
     """A compiled kernel and its arguments, some of which a launch replaces. Made by `KernelPreparer`."""
 
-    def __init__(self, compiled: CompiledForLaunch, values: list[Any], places: tuple[int, ...]) -> None:
+    def __init__(
+        self, compiled: CompiledForLaunch, values: list[Any], places: tuple[int, ...], tensors: tuple[int, ...]
+    ) -> None:
+        self._compiled = compiled
         self._run = compiled.run
         self._node = compiled.node
         self._values = values
-        self._places = places
+        self._places = places  # of what a launch replaces
+        self._tensors = tensors  # places of addresses that stay
 
     def launch(self, grid: Grid, stream: int, *changed: int) -> None:
         """`stream`: the CUDA stream's handle. `changed`: as `changing` named them."""
@@ -62,6 +66,13 @@ class PreparedKernel:
         for place, value in zip(self._places, changed, strict=True):
             values[place] = value
         self._run(grid, stream, values)
+
+    def moved(self, move: Callable[[int], int]) -> PreparedKernel:
+        """The same over other tensors, each aligned as its own is: `move` takes an address to the other's."""
+        values = self._values.copy()
+        for place in self._tensors:
+            values[place] = move(values[place])
+        return PreparedKernel(self._compiled, values, self._places, self._tensors)
 
     @property
     def unpatchable_reason(self) -> str | None:
@@ -103,7 +114,10 @@ class KernelPreparer:
         done = _compile_all([call for call, _ in missing.values()])
         for ((_, kind), (_, form)), compiled in zip(missing.items(), done, strict=True):
             form.compiled[kind] = compiled
-        return [PreparedKernel(each.form.compiled[each.kind], each.values, each.form.changing) for each in asked]
+        return [
+            PreparedKernel(each.form.compiled[each.kind], each.values, each.form.changing, each.form.tensors)
+            for each in asked
+        ]
 
     def _ask(self, call: KernelCall, changing: Sequence[str]) -> _Asked:
         names, values = tuple(call.arguments), list(call.arguments.values())

@@ -171,5 +171,5 @@ def test_a_step_of_ones_own_says_how_it_is_warmed_up() -> None:
     assert shapes == [(2, 32)] * (3 + 2 * 3)
     inputs = batch(4, 2, seed=9)
     assert torch.equal(graphs.replay(DESCRIPTORS[2], *inputs), compiled(*inputs).argmax(-1))
-    with pytest.raises(UsageError, match="warm_up is for FULL"):
+    with pytest.raises(UsageError, match="warm_up and record are for FULL"):
         compiled.capture(DESCRIPTORS, StaticInputs(), mode=PIECEWISE, warm_up=compiled)

@@ -90,7 +90,7 @@ def test_a_batch_that_is_all_decode_has_its_own_node(graph: Graph) -> None:
         ((6, 6), {ALL_DECODE: ("decode", 6)}),
     ]
     for counts, expected in steps:
-        nodes.patch(EXEC, batch(*counts))
+        nodes(EXEC, batch(*counts))
         assert graph.runs() == expected
 
 
@@ -101,16 +101,16 @@ def test_without_one_decode_follows_the_others(graph: Graph) -> None:
         ((4, 4), {DECODE: ("decode", 4)}),
         ((5, 3), {KV_WRITE: ("kv_write", 2), PREFILL: ("prefill", 2), DECODE: ("decode", 3)}),
     ):
-        nodes.patch(EXEC, batch(*counts))
+        nodes(EXEC, batch(*counts))
         assert graph.runs() == expected
 
 
 def test_a_batch_like_the_one_before_costs_no_call(graph: Graph) -> None:
     nodes = AttentionNodes(graph.launches, [Node(KV_WRITE), Node(PREFILL), Node(DECODE)], Node(ALL_DECODE))
     metadata = batch(4, 4)
-    nodes.patch(EXEC, metadata)
+    nodes(EXEC, metadata)
     calls = graph.calls
-    nodes.patch(EXEC, metadata)
+    nodes(EXEC, metadata)
     assert graph.calls == calls
 
 
@@ -124,7 +124,7 @@ def test_what_failed_is_done_again(graph: Graph, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(graph_nodes, "set_enabled", fails)
     with pytest.raises(RuntimeError, match="the driver"):
-        nodes.patch(EXEC, metadata)
+        nodes(EXEC, metadata)
     monkeypatch.setattr(graph_nodes, "set_enabled", works)
-    nodes.patch(EXEC, metadata)
+    nodes(EXEC, metadata)
     assert graph.runs() == {KV_WRITE: ("kv_write", 2), PREFILL: ("prefill", 2), DECODE: ("decode", 3)}

@@ -1,0 +1,68 @@
+"""What the captures of one call of `capture` tell each other of the blocks that repeat, and tell its caller."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import torch
+
+from piecegraph.compiler.graphs.copied_nodes import Memory
+from piecegraph.compiler.graphs.step_kinds import value_kind
+
+
+class Copied(NamedTuple):
+    """What became of the blocks of one recording."""
+
+    num_blocks: int  # that were copied
+    num_alike: int
+    reason: str | None  # why none was
+
+
+class Described(NamedTuple):
+    """A value that a block has of its own."""
+
+    kind: Hashable  # `value_kind`
+    memory: Memory | None  # of a tensor
+
+
+class KnownBlocks:
+    """Of one model: its weights stay where they are while it lives."""
+
+    def __init__(self) -> None:
+        self.are_alike = False
+        """Every block from the second on takes the kernels of the second."""
+        self.told: list[Copied] = []
+        """What the bucket that is captured now copied; its recordings add to it."""
+        self._described: dict[int, tuple[Any, Described]] = {}  # by id, with the value, which so keeps it
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """`known_blocks` are these, and nothing is told yet."""
+        self.told = []
+        token = _known.set(self)
+        try:
+            yield
+        finally:
+            _known.reset(token)
+
+    def describe(self, value: Any, *, stays: bool) -> Described:
+        """`stays`: the value is there in all captures, in the same place, so that it need not be looked at again."""
+        found = self._described.get(id(value))
+        if found is not None:
+            return found[1]
+        memory = Memory.of(value) if isinstance(value, torch.Tensor) else None
+        described = Described(value_kind(value), memory)
+        if stays:
+            self._described[id(value)] = (value, described)
+        return described
+
+
+_known: ContextVar[KnownBlocks | None] = ContextVar("known_blocks", default=None)
+
+
+def known_blocks() -> KnownBlocks:
+    """Those of the capture that runs; outside of one nothing is known."""
+    return _known.get() or KnownBlocks()

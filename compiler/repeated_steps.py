@@ -1,0 +1,124 @@
+"""Where the steps of a plan repeat: the layers of a model that are alike, one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from piecegraph.compiler.plan import PieceStep, Plan, Slot, Step, slots_in, step_inputs, step_outputs
+
+MAX_PERIOD = 64
+"""Steps of a block, at most: a model whose layers are of several kinds in turns repeats all of these together."""
+
+OUTSIDE = ("outside", 0, 0)
+"""What a step reads that no block made: it may be another value in each block, as a layer's weights are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Repeat:
+    """`count` blocks of `period` steps each, from step `first` of the plan on. They run the same pieces and ops, and
+    a step reads of its own block, and of the one ahead, what the step at its place in another block reads of those."""
+
+    first: int
+    period: int
+    count: int
+
+    @property
+    def end(self) -> int:
+        """The step after the last block."""
+        return self.first + self.period * self.count
+
+    def block_at(self, number: int) -> int | None:
+        """The block that begins with step `number`, or `count` for the step after the last; None for any other."""
+        block, rest = divmod(number - self.first, self.period)
+        return block if rest == 0 and 0 <= block <= self.count else None
+
+
+def find_repeat(plan: Plan) -> Repeat | None:
+    """The repeat with most steps, of the shortest blocks; None where no two blocks are alike."""
+    wiring = _Wiring(plan)
+    kinds = [_kind(step) for step in plan.steps]
+    best: Repeat | None = None
+    for period in range(1, min(MAX_PERIOD, len(kinds) // 2) + 1):
+        begin = 0
+        for number in range(period, len(kinds) + 1):
+            if number < len(kinds) and kinds[number] == kinds[number - period]:
+                continue
+            for first in range(begin, min(begin + period, number)):
+                most = (number - first) // period
+                if most > 1 and (best is None or most * period > best.period * best.count):
+                    count = wiring.count_alike(first, period, most)
+                    if count > 1 and (best is None or count * period > best.period * best.count):
+                        best = Repeat(first, period, count)
+            begin = number - period + 1
+    return best
+
+
+class _Wiring:
+    """Which step made what a step reads, and which is the last to read it."""
+
+    def __init__(self, plan: Plan) -> None:
+        made_by: dict[str, tuple[int, int]] = {}
+        for number, step in enumerate(plan.steps):
+            made_by.update((slot.name, (number, output)) for output, slot in enumerate(step_outputs(step)))
+        self._inputs = [[made_by.get(slot.name) for slot in step_inputs(step)] for step in plan.steps]
+        self._last_reader = [-1] * len(plan.steps)  # of anything the step made
+        inputs = [
+            *enumerate(self._inputs),
+            (len(plan.steps), [made_by.get(slot.name) for slot in slots_in(plan.results)]),
+        ]
+        for reader, makers in inputs:
+            for maker in filter(None, makers):
+                self._last_reader[maker[0]] = reader
+
+    def count_alike(self, first: int, period: int, most: int) -> int:
+        """Of `most` blocks from step `first` on, how many are wired like those ahead of them."""
+        ahead = self._reads(first, first, period)
+        for block in range(1, most):
+            begin = first + block * period
+            if max(self._last_reader[begin - period : begin]) >= begin + period:
+                return block  # what the block ahead made is needed for longer than such a block leaves it
+            reads = self._reads(begin, first, period)
+            is_like = all(
+                mine == its or (block == 1 and its == OUTSIDE and mine[0] == "ahead")  # of the first nothing is ahead
+                for mine, its in zip(reads, ahead, strict=True)
+            )
+            if not is_like:
+                return block
+            ahead = reads
+        return most
+
+    def _reads(self, begin: int, first: int, period: int) -> list[tuple[str, int, int]]:
+        """What the steps of the block that begins there read, told by where in a block it was made."""
+        found: list[tuple[str, int, int]] = []
+        for number in range(begin, begin + period):
+            for maker in self._inputs[number]:
+                if maker is None or maker[0] < first:
+                    found.append(OUTSIDE)
+                elif maker[0] >= begin:
+                    found.append(("own", maker[0] - begin, maker[1]))
+                elif maker[0] >= begin - period:
+                    found.append(("ahead", maker[0] - begin + period, maker[1]))
+                else:
+                    found.append(("further", number, 0))  # equal to no other's
+        return found
+
+
+def _kind(step: Step) -> Hashable:
+    """What steps of different blocks must agree in. Names that a split op is given may differ."""
+    if isinstance(step, PieceStep):
+        return step.unique, len(step.inputs), len(step.outputs)
+    return step.op, step.is_split_op, _form((step.args, step.kwargs), step.is_split_op), step.output is None
+
+
+def _form(value: Any, may_differ: bool) -> Hashable:
+    if isinstance(value, Slot):
+        return Slot
+    if isinstance(value, tuple | list):
+        return type(value), tuple(_form(item, may_differ) for item in value)
+    if isinstance(value, Mapping):
+        return dict, tuple((key, _form(item, may_differ)) for key, item in value.items())
+    if isinstance(value, slice):
+        return slice, _form((value.start, value.stop, value.step), may_differ)
+    return str if may_differ and isinstance(value, str) else (type(value), value)
