@@ -35,6 +35,26 @@ class Repeat:
         return block if rest == 0 and 0 <= block <= self.count else None
 
 
+class BlockInputs:
+    """What the steps of a plan's blocks read."""
+
+    def __init__(self, plan: Plan, repeat: Repeat) -> None:
+        numbers = range(repeat.first, repeat.end)
+        self._first = repeat.first
+        self.made = frozenset(slot.name for number in numbers for slot in step_outputs(plan.steps[number]))
+        """Names of what blocks make."""
+        self._all = [tuple(slot.name for slot in step_inputs(plan.steps[number])) for number in numbers]
+        self._given = [tuple(name for name in names if name not in self.made) for names in self._all]
+
+    def all(self, number: int) -> tuple[str, ...]:
+        """What step `number` of the plan reads, in order."""
+        return self._all[number - self._first]
+
+    def given(self, number: int) -> tuple[str, ...]:
+        """What of it no block made: weights, and what is computed once for all."""
+        return self._given[number - self._first]
+
+
 def find_repeat(plan: Plan) -> Repeat | None:
     """The repeat with most steps, of the shortest blocks; None where no two blocks are alike."""
     wiring = _Wiring(plan)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from piecegraph.compiler.early_processes import started_early
 from piecegraph.config import CompileConfig
+from piecegraph.context_ahead import making_context
 from piecegraph.errors import RequestError, UsageError
 from piecegraph.paused_gc import paused_gc
 from piecegraph.progress import OnPhase, Phase, timed_phase
@@ -131,7 +132,7 @@ class LLM:
         )
         if "torch" in sys.modules:  # a model before this one may be garbage, and its memory wanted
             gc.collect()
-        with paused_gc(), reading_ahead(config.source.weight_files) as ahead, early:
+        with paused_gc(), making_context(config.device), reading_ahead(config.source.weight_files) as ahead, early:
             if on_phase is not None:
                 on_phase(Phase(name="import", detail="torch, transformers"))
             with timed_phase(on_phase, "import"):

@@ -72,7 +72,8 @@ def load_engine(config: EngineConfig, on_phase: OnPhase | None, ahead: ReadAhead
     """Load, compile, give it a cache, capture. What cannot work is refused as early as it is known. `ahead`, which
     reads the files of weights, is stopped once they are loaded."""
     check_backend_name(config.attention_backend)
-    device = resolve_device(config.device)
+    with timed_phase(on_phase, "device"):  # torch's first look at it, for which the context has to be there
+        device = resolve_device(config.device)
     max_num_tokens = batched_tokens(config, device.type)
     if config.cudagraph_capture_sizes is not None:
         check_capture_sizes(config.cudagraph_capture_sizes, max_num_tokens)

@@ -163,6 +163,9 @@ RUNNING_MODULES = {
 MAY_RUN_BYTES = {
     ("compiler/graphs/cuda_driver.py", "ctypes"): "calls the driver that torch has loaded",
     ("compiler/graphs/cuda_driver.py", "CDLL"): "of the driver, by the loader's own search; no path",
+    ("compiler/graphs/graph_editor.py", "ctypes"): "structures of the same driver's calls",
+    ("src/piecegraph/context_ahead.py", "ctypes"): "calls the driver that torch will load",
+    ("src/piecegraph/context_ahead.py", "CDLL"): "of the driver, by the loader's own search; no path",
     ("compiler/graphs/replay_plan.py", "exec"): "a line a step, generated right there",
     ("compiler/graphs/replay_plan.py", "compile"): "of the same lines",
     ("compiler/inductor_artifact.py", "PyCodeCache"): "lists modules that torch has loaded",

@@ -38,13 +38,12 @@ Context = Callable[[BatchDescriptor, str], AbstractContextManager[Any]]
 Inside = Callable[[str], AbstractContextManager[Any]]
 """The same, of one bucket: takes the phase."""
 
-FIRST_WARMUP_RUNS = 2
-"""Runs of the very ops before the first recording: libraries that start up at a first call, and what follows of it at
-the second, must not be recorded."""
+WARMUPS_OF_FIRST = (True, False)
+"""Runs of the very ops before the first recording, of all steps or of each kind of step only: libraries that start up
+at a first call, and what follows of it at the second, must not be recorded."""
 
-WARMUP_RUNS = 1
-"""The same before each further one, of each kind of step only: kernels that this size is the first to take are loaded,
-and measured, then."""
+WARMUPS = (False,)
+"""The same before each further one: kernels that this size is the first to take are loaded, and measured, then."""
 
 
 def capture(
@@ -233,10 +232,9 @@ class _Job:
     def _capture_full(
         self, static_inputs: tuple[Any, ...], inside: Inside, recorder: Recorder, is_first: bool
     ) -> tuple[ReplayPlan, Any]:
-        with recorder.sized() if is_first else nullcontext():
-            for _ in range(FIRST_WARMUP_RUNS if is_first else WARMUP_RUNS):
-                with inside("warmup"):
-                    (self.step if is_first else self.warm_up)(*static_inputs)
+        for is_whole in WARMUPS_OF_FIRST if is_first else WARMUPS:
+            with recorder.sized() if is_whole else nullcontext(), inside("warmup"):
+                (self.step if is_whole else self.warm_up)(*static_inputs)
         return _record_full(self.record, static_inputs, inside, recorder)
 
     def _capture_piecewise(
@@ -251,10 +249,9 @@ class _Job:
         before = None if self.before is None else partial(self.before, *static_inputs)
         bound = Bound.of(self.step.parts(static_inputs), self.prepared_ops, before, self.after)
         patchable: frozenset[int] = frozenset()
-        with recorder.sized() if is_first else nullcontext():
-            for _ in range(FIRST_WARMUP_RUNS if is_first else WARMUP_RUNS):
-                with inside("warmup"):
-                    patchable = run_plan(bound, None if is_first else kinds_of(self.prepared_ops)).patchable
+        for is_whole in WARMUPS_OF_FIRST if is_first else WARMUPS:
+            with recorder.sized() if is_whole else nullcontext(), inside("warmup"):
+                patchable = run_plan(bound, None if is_whole else kinds_of(self.prepared_ops)).patchable
         with inside("capture"):
             return record_plan(bound, recorder, str(descriptor), patchable)
 

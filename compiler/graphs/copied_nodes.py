@@ -184,9 +184,7 @@ class Template:
         copy = BlockNodes.read(editor, handles, ahead)
         wanted = tuple(map(self._moved, self.nodes.contents, self.pointers, [moves.shifts] * len(handles)))
         if (copy.contents, copy.waits, copy.frontier) != (wanted, self.nodes.waits, self.nodes.frontier):
-            raise CaptureError(
-                "the CUDA driver made other nodes of copies than it was asked for. Capture with copies=False."
-            )
+            raise CaptureError("the driver made other nodes than it was asked to copy. Capture with copy_layers=False.")
 
     @staticmethod
     def _moved(content: Content, pointers: Sequence[_Pointer], shifts: Sequence[int]) -> Content:

@@ -31,7 +31,7 @@ from piecegraph.compiler.graphs.graph_editor import (
 from piecegraph.compiler.graphs.known_blocks import Copied, Described, known_blocks
 from piecegraph.compiler.graphs.prepared_ops import Kind, MovablePatch, Patch, prepared_ops
 from piecegraph.compiler.graphs.step_kinds import kinds_of
-from piecegraph.compiler.plan import CallStep, Step, step_inputs, step_outputs
+from piecegraph.compiler.plan import CallStep, Step
 from piecegraph.compiler.repeated_steps import Repeat
 
 MAX_DISTANCE = 2
@@ -60,7 +60,13 @@ def call_with_copies(compiled: CompiledModel, *args: Any) -> Any:
 def copies_of(bound: Bound, steps: Sequence[tuple[int, Step]]) -> Copies | None:
     """Of the blocks that repeat among these steps, on the current stream, which captures; None where none do."""
     repeat = bound.repeat
-    if repeat is None or not steps or repeat.first < steps[0][0] or repeat.end > steps[-1][0] + 1:
+    if (
+        repeat is None
+        or not known_blocks().may_copy
+        or not steps
+        or repeat.first < steps[0][0]
+        or repeat.end > steps[-1][0] + 1
+    ):
         return None
     reason = editing_unavailable_reason()
     editor = None if reason else CapturedGraphEditor(torch.cuda.current_stream().cuda_stream)
@@ -129,9 +135,10 @@ class Copies:
         self._blocks: list[_Block] = []
         self._num_patches = 0
         self._nodes: Sequence[int] = ()
-        steps = bound.plan.steps[repeat.first : repeat.end]
-        self._inside = {slot.name for step in steps for slot in step_outputs(step)}
+        self._inputs = self._known.inputs(bound.plan, repeat)
+        self._given: dict[str, Described] = {}  # by name
         self._aliases: dict[str, Any] = {}  # of what blocks made and a split op reads: memory that nobody keeps
+        self._aliased: dict[int, Described] = {}  # of those, by id
 
     def copy_from(self, number: int, values: Values, patches: list[Patch]) -> int:
         """The step to go on with: `number`, or that behind the blocks that were copied."""
@@ -156,16 +163,17 @@ class Copies:
 
     def note(self, number: int, step: Step, values: Values) -> None:
         """A step is about to run."""
-        if not self._is_done and self._repeat.first <= number < self._repeat.end:
-            self._aliases.update(
-                (slot.name, _alias(values[slot.name]))
-                for slot in step_inputs(step)
-                if isinstance(step, CallStep) and slot.name in self._inside
-            )
-            try:
-                self._describe(self._blocks[-1], step, ChainMap(self._aliases, values))
-            except NotCopied as error:
-                self._is_done, self._reason = True, str(error)
+        if self._is_done or not self._repeat.first <= number < self._repeat.end:
+            return
+        if isinstance(step, CallStep):
+            for name in self._inputs.all(number):
+                if name in self._inputs.made:
+                    alias = self._aliases[name] = _alias(values[name])
+                    self._aliased[id(alias)] = Described.of(alias)
+        try:
+            self._describe(self._blocks[-1], number, step, ChainMap(self._aliases, values))
+        except NotCopied as error:
+            self._is_done, self._reason = True, str(error)
 
     def tell(self) -> None:
         """How it went, to whoever asked (`told_copies`)."""
@@ -241,23 +249,28 @@ class Copies:
     def _described(self, number: int, ran: int, values: Values) -> _Block:
         """A block that does not run. What its steps read of blocks is where the block `ran` had it."""
         block = _Block([], [])
-        for step, its in zip(self._bound.block(number), self._bound.block(ran), strict=True):
-            names = zip(step_inputs(step), step_inputs(its), strict=True)
-            aliases = {mine.name: self._aliases[old.name] for mine, old in names if old.name in self._aliases}
-            self._describe(block, step, ChainMap(aliases, values))
+        first, period = self._repeat.first, self._repeat.period
+        for at in range(first + number * period, first + (number + 1) * period):
+            step, aliases = self._bound.plan.steps[at], {}
+            if isinstance(step, CallStep):
+                names = zip(self._inputs.all(at), self._inputs.all(at + (ran - number) * period), strict=True)
+                aliases = {mine: self._aliases[old] for mine, old in names if old in self._aliases}
+            self._describe(block, at, step, ChainMap(aliases, values))
         return block
 
-    def _describe(self, block: _Block, step: Step, values: Mapping[str, Any]) -> None:
+    def _describe(self, block: _Block, number: int, step: Step, values: Mapping[str, Any]) -> None:
         """What of a step differs from block to block."""
-        for slot in step_inputs(step):
-            if slot.name not in self._inside:
-                block.add(self._known.describe(values[slot.name], stays=slot.name in self._bound_names))
-        if isinstance(step, CallStep) and step.is_split_op:
-            if step.op not in self._kinds:
-                raise NotCopied(f"{step.op} was registered without a kind, by which its tensors are known")
-            args, kwargs = arguments_of(step, values)
-            for value in _leaves(self._kinds[step.op](*args, **kwargs)):
-                block.add(self._known.describe(value, stays=False))
+        if not isinstance(step, CallStep) or not step.is_split_op:
+            for name in self._inputs.given(number):
+                if name not in self._given:
+                    self._given[name] = self._known.describe(values[name], stays=name in self._bound_names)
+                block.add(self._given[name])
+            return
+        if step.op not in self._kinds:
+            raise NotCopied(f"{step.op} was registered without a kind, by which its tensors are known")
+        args, kwargs = arguments_of(step, values)
+        for value in _leaves(self._kinds[step.op](*args, **kwargs)):
+            block.add(self._aliased.get(id(value)) or self._known.describe(value))
 
 
 def _alias(value: Any) -> Any:

@@ -11,6 +11,8 @@ import torch
 
 from piecegraph.compiler.graphs.copied_nodes import Memory
 from piecegraph.compiler.graphs.step_kinds import value_kind
+from piecegraph.compiler.plan import Plan
+from piecegraph.compiler.repeated_steps import BlockInputs, Repeat
 
 
 class Copied(NamedTuple):
@@ -27,15 +29,21 @@ class Described(NamedTuple):
     kind: Hashable  # `value_kind`
     memory: Memory | None  # of a tensor
 
+    @classmethod
+    def of(cls, value: Any) -> Described:
+        return cls(value_kind(value), Memory.of(value) if isinstance(value, torch.Tensor) else None)
+
 
 class KnownBlocks:
     """Of one model: its weights stay where they are while it lives."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, may_copy: bool = True) -> None:
+        self.may_copy = may_copy
         self.are_alike = False
         """Every block from the second on takes the kernels of the second."""
         self.told: list[Copied] = []
         """What the bucket that is captured now copied; its recordings add to it."""
+        self._inputs: tuple[Plan, BlockInputs] | None = None
         self._described: dict[int, tuple[Any, Described]] = {}  # by id, with the value, which so keeps it
 
     @contextmanager
@@ -48,16 +56,21 @@ class KnownBlocks:
         finally:
             _known.reset(token)
 
-    def describe(self, value: Any, *, stays: bool) -> Described:
+    def describe(self, value: Any, *, stays: bool = False) -> Described:
         """`stays`: the value is there in all captures, in the same place, so that it need not be looked at again."""
         found = self._described.get(id(value))
         if found is not None:
             return found[1]
-        memory = Memory.of(value) if isinstance(value, torch.Tensor) else None
-        described = Described(value_kind(value), memory)
+        described = Described.of(value)
         if stays:
             self._described[id(value)] = (value, described)
         return described
+
+    def inputs(self, plan: Plan, repeat: Repeat) -> BlockInputs:
+        """Of the same plan each time."""
+        if self._inputs is None or self._inputs[0] is not plan:
+            self._inputs = (plan, BlockInputs(plan, repeat))
+        return self._inputs[1]
 
 
 _known: ContextVar[KnownBlocks | None] = ContextVar("known_blocks", default=None)

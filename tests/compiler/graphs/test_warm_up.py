@@ -90,7 +90,7 @@ def layers(count: Counter[str]) -> dict[str, int]:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_warm_up_costs_the_same_at_any_depth(mode: pg.CUDAGraphMode) -> None:
-    """After the first, which runs everything twice. What is run in it is all that a recording takes."""
+    """After the first, which runs everything once, and each kind of step again. What is run in it is all that a recording takes."""
     attention = Attention()
     with pg.register_prepare(OP, attention.prepare, attention.metadata, attention.kind):
         shallow, deep = (work_of(compiled_decoder(depth), mode, attention) for depth in (3, 8))
@@ -98,7 +98,7 @@ def test_a_warm_up_costs_the_same_at_any_depth(mode: pg.CUDAGraphMode) -> None:
         assert shallow[size, "warmup"] == deep[size, "warmup"]
         assert layers(deep[size, "warmup"]) == {"layer.0": 1}
         assert set(deep[size, "warmup"]) | set(layers(deep[size, "capture"])) == set(deep[size, "capture"])
-    assert layers(deep[8, "warmup"]) == {f"layer.{layer}": 2 for layer in range(8)}
+    assert layers(deep[8, "warmup"]) == {f"layer.{layer}": 1 + (layer == 0) for layer in range(8)}
     assert all(layers(deep[size, "capture"]) == {f"layer.{layer}": 1 for layer in range(8)} for size in (8, 4, 2, 1))
     assert attention.is_finite
 
