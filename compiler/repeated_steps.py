@@ -66,13 +66,18 @@ def find_repeat(plan: Plan) -> Repeat | None:
             if number < len(kinds) and kinds[number] == kinds[number - period]:
                 continue
             for first in range(begin, min(begin + period, number)):
-                most = (number - first) // period
-                if most > 1 and (best is None or most * period > best.period * best.count):
-                    count = wiring.count_alike(first, period, most)
-                    if count > 1 and (best is None or count * period > best.period * best.count):
-                        best = Repeat(first, period, count)
+                while (most := (number - first) // period) > 1 and most * period > _size(best):
+                    found = Repeat(first, period, wiring.count_alike(first, period, most))
+                    if found.count > 1 and _size(found) > _size(best):
+                        best = found
+                    first = found.end
             begin = number - period + 1
     return best
+
+
+def _size(repeat: Repeat | None) -> int:
+    """In steps."""
+    return 0 if repeat is None else repeat.period * repeat.count
 
 
 class _Wiring:

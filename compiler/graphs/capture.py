@@ -64,6 +64,7 @@ def capture(
     check_interval: int = ADDRESS_CHECK_INTERVAL,
     max_bytes: int | None = None,
     watched: Sequence[tuple[str, torch.Tensor]] = (),
+    copy_layers: bool = True,
     on_phase: OnPhase | None = None,
 ) -> Graphs:
     """Capture one graph (FULL) or one chain of graphs (PIECEWISE) per descriptor, largest first.
@@ -91,6 +92,7 @@ def capture(
     capture stops before the pool outgrows it, by the bytes of the graph before (they descend).
     `watched`: named tensors, besides the static inputs and a `CompiledModel`'s own, that the step reads or
     writes at fixed addresses; the address checks include them.
+    `copy_layers=False` has every layer recorded by running it.
     `check_interval`: address checks on the first replay of a graph and every so many after.
 
     Raises `UsageError` for a mode a single batch cannot run under, a `step` PIECEWISE cannot cut,
@@ -127,7 +129,7 @@ def capture(
         record=record,
         watched=watched,
         prepared_ops=prepared_ops(),
-        known=KnownBlocks(),
+        known=KnownBlocks(may_copy=copy_layers),
     )
     ordered = sorted(descriptors, key=lambda d: (d.num_tokens, d.num_reqs or 0), reverse=True)
     captured: dict[BatchDescriptor, CapturedGraph] = {}

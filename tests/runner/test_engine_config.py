@@ -66,7 +66,8 @@ def test_enforce_eager_runs_pieces_uncompiled(llama_dir: Path) -> None:
         assert llm.notes == ()
     in_turn = dict.fromkeys(name for name in phases if name not in BESIDE)
     assert list(in_turn) == [
-        *("import", "config", "load", "trace", "passes", "split", "compile", "stitch", "buffers", "kv_cache", "engine"),
+        *("import", "device", "config", "load", "trace", "passes", "split", "compile", "stitch", "buffers", "kv_cache"),
+        "engine",
     ]
 
 

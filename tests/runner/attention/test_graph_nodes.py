@@ -128,3 +128,39 @@ def test_what_failed_is_done_again(graph: Graph, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(graph_nodes, "set_enabled", works)
     nodes(EXEC, metadata)
     assert graph.runs() == {KV_WRITE: ("kv_write", 2), PREFILL: ("prefill", 2), DECODE: ("decode", 3)}
+
+
+def test_a_layer_whose_nodes_are_copies(graph: Graph) -> None:
+    """Its kernels are those of the layer it is a copy of, over its own tensors, each made once; which of its nodes run
+    is its own."""
+    made: list[str] = []
+
+    class Moving(Kernel):
+        def moved(self, move: Any) -> Kernel:
+            made.append(f"{self.name} at {move(100)}")
+            return Kernel(made[-1], self.graph)
+
+    kernels = {name: Moving(name, graph) for name in ("kv_write", "prefill", "decode")}
+
+    def moving(launch: Launch | None) -> Launch | None:
+        if launch is None:
+            return None
+        return launch._replace(kernel=cast(PreparedKernel, kernels[cast(Kernel, launch.kernel).name]))
+
+    def launches(metadata: TritonMetadata) -> Launches:
+        kv_write, prefill, decode = graph.launches(metadata)
+        return moving(kv_write), moving(prefill), moving(decode)
+
+    first = AttentionNodes(launches, [Node(KV_WRITE), Node(PREFILL), Node(DECODE)], Node(ALL_DECODE))
+    first(EXEC, batch(4, 4))
+    graph.enabled.update(dict.fromkeys((11, 12, 13, 14), True))
+    second = first.moved({KV_WRITE: 11, PREFILL: 12, DECODE: 13, ALL_DECODE: 14}, lambda address: address + 1)
+    for counts in ((5, 3), (5, 3), (4, 4), (5, 3)):
+        second(EXEC, batch(*counts))
+    assert made == ["kv_write at 101", "prefill at 101", "decode at 101"]
+    assert graph.runs() == {
+        ALL_DECODE: ("decode", 4),
+        11: ("kv_write at 101", 2),
+        12: ("prefill at 101", 2),
+        13: ("decode at 101", 3),
+    }

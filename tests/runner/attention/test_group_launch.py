@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from piecegraph.compiler.graphs.prepared_ops import PatchableLaunch
-from piecegraph.runner.attention.group_launch import launch_of_group
+from piecegraph.compiler.graphs.prepared_ops import MovablePatch, PatchableLaunch
+from piecegraph.runner.attention.group_launch import launch_of_group, patch_of_group
 
 
 class Recorded:
@@ -43,6 +43,30 @@ def test_a_patchable_one_stays_patchable() -> None:
     patch = launch.record(("c", "d"))
     patch(7, ("e", "f"))
     assert inner.seen == [("launch", "b"), ("record", "d"), (7, "f")]
+
+
+class Moved:
+    """A patch that notes what it is given, and where it was moved to."""
+
+    def __init__(self, seen: list[object], at: object = "here") -> None:
+        self.seen, self.at = seen, at
+
+    def __call__(self, graph_exec: int, metadata: Any) -> None:
+        self.seen.append((graph_exec, metadata, self.at))
+
+    def moved(self, nodes: Mapping[int, int], move: Callable[[int], int]) -> Moved:
+        return Moved(self.seen, (nodes[1], move(8)))
+
+
+def test_a_patch_that_can_be_moved_still_can() -> None:
+    seen: list[object] = []
+    patch = patch_of_group(Moved(seen), 1)
+    assert isinstance(patch, MovablePatch)
+    there = patch.moved({1: 2}, lambda address: address + 1)
+    patch(7, ("a", "b"))
+    there(7, ("c", "d"))
+    assert seen == [(7, "b", "here"), (7, "d", (2, 9))]
+    assert isinstance(there, MovablePatch) and not isinstance(patch_of_group(lambda *args: None, 1), MovablePatch)
 
 
 def test_why_it_cannot_be_in_a_graph_is_passed_on() -> None:

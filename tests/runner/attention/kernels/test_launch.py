@@ -51,6 +51,20 @@ def test_tensors_become_addresses() -> None:
     assert kernel.launches == [(7, 1, 1, 99, "function", "metadata", None, None, None, tensor.data_ptr(), 6, None, 16)]
 
 
+def test_the_same_kernel_over_other_tensors() -> None:
+    """Of numbers only those are moved that are addresses, and none that a launch gives."""
+    kernel, tensor = Kernel("x", "n", "sinks", "BLOCK"), torch.zeros(4)
+    prepared = KernelPreparer().prepare(call(kernel, tensor), changing=("n",))
+    moved = prepared.moved(lambda address: address + 4096)
+    moved.launch((7, 1, 1), 99, 6)
+    prepared.launch((7, 1, 1), 99, 7)
+    assert [launch[-4:] for launch in kernel.launches] == [
+        (tensor.data_ptr() + 4096, 6, None, 16),
+        (tensor.data_ptr(), 7, None, 16),
+    ]
+    assert kernel.num_compiled == 1
+
+
 def test_changing_arguments_are_given_in_the_order_they_were_named() -> None:
     kernel, tensor = Kernel("x", "n", "sinks", "BLOCK"), torch.zeros(4)
     prepared = KernelPreparer().prepare(call(kernel, tensor), changing=("n", "x"))
