@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from piecegraph.compiler.plan import PieceStep, Plan, Slot, Step, slots_in, step_inputs, step_outputs
+from piecegraph.compiler.plan import CallStep, PieceStep, Plan, Slot, Step, slots_in, step_inputs, step_outputs
 
 MAX_PERIOD = 64
 """Steps of a block, at most: a model whose layers are of several kinds in turns repeats all of these together."""
@@ -40,7 +40,12 @@ class BlockInputs:
 
     def __init__(self, plan: Plan, repeat: Repeat) -> None:
         numbers = range(repeat.first, repeat.end)
-        self._first = repeat.first
+        self._repeat = repeat
+        self._split_ops = [
+            number
+            for number in range(repeat.period)
+            if isinstance(step := plan.steps[repeat.first + number], CallStep) and step.is_split_op
+        ]
         self.made = frozenset(slot.name for number in numbers for slot in step_outputs(plan.steps[number]))
         """Names of what blocks make."""
         self._all = [tuple(slot.name for slot in step_inputs(plan.steps[number])) for number in numbers]
@@ -48,11 +53,17 @@ class BlockInputs:
 
     def all(self, number: int) -> tuple[str, ...]:
         """What step `number` of the plan reads, in order."""
-        return self._all[number - self._first]
+        return self._all[number - self._repeat.first]
 
     def given(self, number: int) -> tuple[str, ...]:
         """What of it no block made: weights, and what is computed once for all."""
-        return self._given[number - self._first]
+        return self._given[number - self._repeat.first]
+
+    def of_split_ops(self, block: int, other: int) -> Iterator[tuple[str, str]]:
+        """What split ops of a block read, and what those at the same places of another do."""
+        period = self._repeat.period
+        for number in self._split_ops:
+            yield from zip(self._all[block * period + number], self._all[other * period + number], strict=True)
 
 
 def find_repeat(plan: Plan) -> Repeat | None:

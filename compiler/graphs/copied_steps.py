@@ -28,7 +28,7 @@ from piecegraph.compiler.graphs.graph_editor import (
     NotCopied,
     editing_unavailable_reason,
 )
-from piecegraph.compiler.graphs.known_blocks import Copied, Described, known_blocks
+from piecegraph.compiler.graphs.known_blocks import Copied, Described, Fact, known_blocks
 from piecegraph.compiler.graphs.prepared_ops import Kind, MovablePatch, Patch, prepared_ops
 from piecegraph.compiler.graphs.step_kinds import kinds_of
 from piecegraph.compiler.plan import CallStep, Step
@@ -136,7 +136,7 @@ class Copies:
         self._num_patches = 0
         self._nodes: Sequence[int] = ()
         self._inputs = self._known.inputs(bound.plan, repeat)
-        self._given: dict[str, Described] = {}  # by name
+        self._computed: dict[str, Described] = {}  # by name: ahead of all blocks, for this bucket
         self._aliases: dict[str, Any] = {}  # of what blocks made and a split op reads: memory that nobody keeps
         self._aliased: dict[int, Described] = {}  # of those, by id
 
@@ -171,7 +171,9 @@ class Copies:
                     alias = self._aliases[name] = _alias(values[name])
                     self._aliased[id(alias)] = Described.of(alias)
         try:
-            self._describe(self._blocks[-1], number, step, ChainMap(self._aliases, values))
+            described = self._block(self._facts(number, step, self._aliases, values), self._aliases, values)
+            self._blocks[-1].kinds += described.kinds
+            self._blocks[-1].memories += described.memories
         except NotCopied as error:
             self._is_done, self._reason = True, str(error)
 
@@ -225,7 +227,7 @@ class Copies:
         """The blocks from `begin` on, each of the one that ran as it would."""
         distance = len(templates)
         ran = self._blocks[-distance:]
-        described = [self._described(begin + n, begin - distance + n % distance, values) for n in range(num_blocks)]
+        described = self._described(begin, num_blocks, distance, values)
         for n, block in enumerate(described):
             if block.kinds != ran[n % distance].kinds:
                 raise NotCopied("the weights of two layers differ in how they lie in memory")
@@ -246,31 +248,62 @@ class Copies:
             ahead = handles
         self._bound.skip_blocks(begin - 1, begin + num_blocks - 1, values)
 
-    def _described(self, number: int, ran: int, values: Values) -> _Block:
-        """A block that does not run. What its steps read of blocks is where the block `ran` had it."""
-        block = _Block([], [])
-        first, period = self._repeat.first, self._repeat.period
-        for at in range(first + number * period, first + (number + 1) * period):
-            step, aliases = self._bound.plan.steps[at], {}
-            if isinstance(step, CallStep):
-                names = zip(self._inputs.all(at), self._inputs.all(at + (ran - number) * period), strict=True)
-                aliases = {mine: self._aliases[old] for mine, old in names if old in self._aliases}
-            self._describe(block, at, step, ChainMap(aliases, values))
-        return block
+    def _described(self, begin: int, num_blocks: int, distance: int, values: Values) -> list[_Block]:
+        """The blocks from `begin` on, which do not run. What their steps read of blocks is where those that ran had it.
 
-    def _describe(self, block: _Block, number: int, step: Step, values: Mapping[str, Any]) -> None:
+        What a recording before this one found of them is taken, if it is still so for the last of them.
+        """
+        rans = [begin - distance + n % distance for n in range(num_blocks)]
+        last = begin + num_blocks - 1
+        if self._known.blocks.get(last) != self._facts_of(last, rans[-1], values):
+            self._known.blocks.clear()
+        blocks = []
+        for number, ran in zip(range(begin, begin + num_blocks), rans, strict=True):
+            facts = self._known.blocks.get(number)
+            if facts is None:
+                facts = self._known.blocks[number] = self._facts_of(number, ran, values)
+            blocks.append(self._block(facts, self._aliases_in(number, ran), values))
+        return blocks
+
+    def _aliases_in(self, number: int, ran: int) -> dict[str, Any]:
+        """Of what block `number` reads of blocks, by its names."""
+        return {
+            mine: self._aliases[its] for mine, its in self._inputs.of_split_ops(number, ran) if its in self._aliases
+        }
+
+    def _facts_of(self, number: int, ran: int, values: Values) -> list[Fact]:
+        first, period = self._repeat.first, self._repeat.period
+        aliases = self._aliases_in(number, ran)
+        steps = range(first + number * period, first + (number + 1) * period)
+        return [fact for at in steps for fact in self._facts(at, self._bound.plan.steps[at], aliases, values)]
+
+    def _facts(self, number: int, step: Step, aliases: Mapping[str, Any], values: Values) -> list[Fact]:
         """What of a step differs from block to block."""
         if not isinstance(step, CallStep) or not step.is_split_op:
-            for name in self._inputs.given(number):
-                if name not in self._given:
-                    self._given[name] = self._known.describe(values[name], stays=name in self._bound_names)
-                block.add(self._given[name])
-            return
+            return [
+                self._known.describe(values[name], stays=True) if name in self._bound_names else name
+                for name in self._inputs.given(number)
+            ]
         if step.op not in self._kinds:
             raise NotCopied(f"{step.op} was registered without a kind, by which its tensors are known")
-        args, kwargs = arguments_of(step, values)
-        for value in _leaves(self._kinds[step.op](*args, **kwargs)):
-            block.add(self._aliased.get(id(value)) or self._known.describe(value))
+        args, kwargs = arguments_of(step, ChainMap(dict(aliases), values))
+        computed = {name: values[name] for name in self._inputs.given(number) if name not in self._bound_names}
+        names = {id(x): name for name, x in (*aliases.items(), *computed.items()) if isinstance(x, torch.Tensor)}
+        leaves = _leaves(self._kinds[step.op](*args, **kwargs))
+        return [names[id(leaf)] if id(leaf) in names else self._known.describe(leaf) for leaf in leaves]
+
+    def _block(self, facts: Sequence[Fact], aliases: Mapping[str, Any], values: Values) -> _Block:
+        block = _Block([], [])
+        for fact in facts:
+            if isinstance(fact, str) and fact in aliases:
+                block.add(self._aliased[id(aliases[fact])])
+            elif isinstance(fact, str):
+                if fact not in self._computed:
+                    self._computed[fact] = Described.of(values[fact])
+                block.add(self._computed[fact])
+            else:
+                block.add(fact)
+        return block
 
 
 def _alias(value: Any) -> Any:

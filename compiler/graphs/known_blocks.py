@@ -34,6 +34,10 @@ class Described(NamedTuple):
         return cls(value_kind(value), Memory.of(value) if isinstance(value, torch.Tensor) else None)
 
 
+Fact = Described | str
+"""Of a block: a value that it has in every bucket, or the name of one that differs from bucket to bucket."""
+
+
 class KnownBlocks:
     """Of one model: its weights stay where they are while it lives."""
 
@@ -43,6 +47,8 @@ class KnownBlocks:
         """Every block from the second on takes the kernels of the second."""
         self.told: list[Copied] = []
         """What the bucket that is captured now copied; its recordings add to it."""
+        self.blocks: dict[int, list[Fact]] = {}
+        """What differs from block to block, of each that was copied."""
         self._inputs: tuple[Plan, BlockInputs] | None = None
         self._described: dict[int, tuple[Any, Described]] = {}  # by id, with the value, which so keeps it
 

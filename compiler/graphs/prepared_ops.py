@@ -114,7 +114,8 @@ def register_prepare(
     alignment) take the same kernels. Of those only the first runs in a warm-up that need not run everything, so that
     equal layers cost a capture little. A name of the layer does not belong to it; what differs with the name does.
     Among what it returns is every tensor that a call reads or writes besides the metadata's: where layers repeat, those
-    of one are put in place of another's in copies of its kernels. Without `kind` every call runs.
+    of one are put in place of another's in copies of its kernels. All that it returns but arguments of the call is the
+    same in every bucket. Without `kind` every call runs.
 
     Only an op that writes in place can be prepared; one that returns a tensor is dispatched. Raises
     `SplitOpNotFound` for an op that is registered nowhere, `UsageError` for one prepared already.
