@@ -34,10 +34,10 @@ from piecegraph.compiler.graphs.step_kinds import kinds_of
 from piecegraph.compiler.plan import CallStep, Step
 from piecegraph.compiler.repeated_steps import Repeat
 
-MAX_DISTANCE = 2
+MAX_DISTANCE = 3
 """Blocks after which memory is handed out alike again: one layer's results may be where the one before last had its."""
 
-MAX_RUN = 7
+MAX_RUN = 8
 """Blocks that run in vain, at most. In a pool that begins as one stretch two to five do before one is like another."""
 
 RunStep = Callable[[int, Step, Values], Patch | None]
