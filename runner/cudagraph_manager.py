@@ -19,7 +19,7 @@ from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
 from piecegraph.compiler.graphs.graphs import Graphs
 from piecegraph.compiler.graphs.warm_up import call_each_kind
 from piecegraph.errors import CaptureError
-from piecegraph.progress import OnPhase
+from piecegraph.progress import OnPhase, timed_phase
 from piecegraph.runner.attention.step_metadata import StepMetadata
 from piecegraph.runner.dummy_batch import dummy_batch
 from piecegraph.runner.forward_context import set_forward_context
@@ -116,8 +116,9 @@ class CudaGraphManager:
             self._graphs[mode] = graphs
             spent += sum(graphs.ledger().values())
         if device.type == "cuda":
-            torch.cuda.synchronize(device)
-            torch.cuda.empty_cache()  # of what the warm-ups used
+            with timed_phase(on_phase, "settle"):
+                torch.cuda.synchronize(device)
+                torch.cuda.empty_cache()  # of what the warm-ups used
             self.device_bytes = max(free_before - torch.cuda.mem_get_info(device)[0], 0)
         self._state = _State.READY
         logger.info(

@@ -36,8 +36,8 @@ def peak_step_bytes(step: ModelStep, *, num_tokens: int, max_model_len: int, nee
     Counted: the model on `num_tokens` tokens of requests as long as can be, attention included; logits of as many
     requests as a step can have (`step.num_logits`); the draw; then the sampler's whole way for all of them, with
     penalties, truncation and `SAMPLED_LOGPROBS` log probabilities each. In whole pieces of torch's allocator, the
-    gaps between tensors included: that is what the device has to have free. What stays allocated after the step, as
-    workspaces do, is not counted here but is in use from then on.
+    gaps between tensors included: that is what the device has to have free. What stays allocated after a first
+    such step, as workspaces do, is not counted here but is in use from then on.
 
     Not counted: log probabilities of prompts or of the whole vocabulary, and steps over graphs, whose memory is
     the graphs' own.
@@ -45,13 +45,16 @@ def peak_step_bytes(step: ModelStep, *, num_tokens: int, max_model_len: int, nee
     Mutates the input buffers and the sampler's rows; nothing is cached and no request's state changes.
     """
     device = step.buffers.input_ids.device
-    torch.cuda.empty_cache()  # of what the start used before
+    run_largest_step(step, num_tokens=num_tokens, max_model_len=max_model_len, needs_host_batch=needs_host_batch)
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved(device)
     torch.cuda.reset_peak_memory_stats(device)
     run_largest_step(step, num_tokens=num_tokens, max_model_len=max_model_len, needs_host_batch=needs_host_batch)
     torch.cuda.synchronize(device)
-    peak = torch.cuda.max_memory_reserved(device)
+    peak = torch.cuda.max_memory_reserved(device) - before
     torch.cuda.empty_cache()
-    return peak - torch.cuda.memory_reserved(device)
+    return peak
 
 
 def run_largest_step(step: ModelStep, *, num_tokens: int, max_model_len: int, needs_host_batch: bool) -> None:
