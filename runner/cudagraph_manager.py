@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -143,13 +144,20 @@ class CudaGraphManager:
             for failed in graphs.failed
         }
 
+    def not_copied(self) -> dict[str, int]:
+        """Why layers that are alike ran in Python for a graph instead of being copied, and for how many."""
+        every = (graphs[descriptor] for graphs in self._graphs.values() for descriptor in graphs.descriptors)
+        return dict(Counter(each.reason for graph in every for each in graph.copied if each.reason is not None))
+
     def summary(self) -> dict[str, dict[str, float]]:
-        """Per mode: graphs captured, seconds they took, bytes of the pool they hold."""
+        """Per mode: graphs captured, seconds they took, bytes of the pool they hold, and in how many of them layers are
+        copies of others."""
         return {
             mode.value: {
                 "graphs": len(graphs.descriptors),
                 "seconds": sum(graphs[descriptor].seconds for descriptor in graphs.descriptors),
                 "bytes": sum(graphs.ledger().values()),
+                "with_copies": sum(any(c.num_blocks for c in graphs[each].copied) for each in graphs.descriptors),
             }
             for mode, graphs in self._graphs.items()
         }

@@ -169,7 +169,8 @@ def capture(
                 logger.warning("%s runs without graphs: its capture failed: %s", descriptor, reason)
     OWN_KERNELS.keep()  # those that the warm-ups were first to launch
     seconds = time.perf_counter() - started
-    detail = f"{len(captured)} {mode.value} graphs, {spent / 2**20:.0f} MiB"
+    num_copied = sum(any(each.num_blocks for each in graph.copied) for graph in captured.values())
+    detail = f"{len(captured)} {mode.value} graphs, {spent / 2**20:.0f} MiB, layers copied in {num_copied}"
     notify(Phase(name="capture", done=len(ordered), total=len(ordered), seconds=seconds, detail=detail))
     return Graphs(
         captured,
