@@ -79,14 +79,13 @@ def linear_config(
     weight_bytes = num_columns * size * itemsize * (2 if is_gated else 1)
     if itemsize != 2 or size % SIZE_MULTIPLE or num_columns % 16 or num_rows == 0:
         return None
-    is_middle = not is_gated and SMALL_WEIGHT_BYTES < weight_bytes <= MIDDLE_WEIGHT_BYTES
-    if num_rows == 1 and not (is_normed and is_middle):
-        return _row_config(size, weight_bytes, is_gated=is_gated)
-    streamed = streamed_config(num_rows, num_columns, size, is_gated=is_gated, itemsize=itemsize, gpu=gpu)
-    if num_rows == 1:
-        return streamed or _row_config(size, weight_bytes, is_gated=is_gated)
+    streamed = streamed_config(
+        num_rows, num_columns, size, is_gated=is_gated, itemsize=itemsize, gpu=gpu, is_normed=is_normed
+    )
     if streamed is not None:
         return streamed
+    if num_rows == 1:
+        return _row_config(size, weight_bytes, is_gated=is_gated)
     if weight_bytes > SMALL_WEIGHT_BYTES:
         return None
     if num_rows <= SLICED_ROWS:

@@ -56,13 +56,23 @@ class StreamedConfig:
 
 @lru_cache(maxsize=4096)
 def streamed_config(
-    num_rows: int, num_columns: int, size: int, *, is_gated: bool, itemsize: int, gpu: GpuLimits
+    num_rows: int,
+    num_columns: int,
+    size: int,
+    *,
+    is_gated: bool,
+    itemsize: int,
+    gpu: GpuLimits,
+    is_normed: bool = False,
 ) -> StreamedConfig | None:
     """The layout for `[num_rows, size] @ [num_columns, size].T`, twice the columns in the weight with `is_gated`; None
-    where another kernel, or the library, is at least as fast in a model's graph."""
+    where another kernel, or the library, is at least as fast in a model's graph. One row is streamed where a norm is
+    the kernel ahead (`is_normed`), if the weight is neither small nor gated."""
     if itemsize != 2 or not gpu.can_overlap or num_rows == 0:
         return None
     weight_bytes = num_columns * size * itemsize * (2 if is_gated else 1)
+    if num_rows == 1 and (is_gated or not is_normed or weight_bytes <= SMALL_WEIGHT_BYTES):
+        return None
     choose = _gated_config if is_gated else _plain_config
     config = choose(num_rows, num_columns, size, weight_bytes, gpu)
     if config is None or not _fits(config, num_columns, size, gpu, is_gated=is_gated):

@@ -63,6 +63,13 @@ def test_a_replay_is_bitwise_the_pieces_at_every_size(real: LLM, mode: CUDAGraph
     real.engine.abort("r0")
 
 
+def test_layers_are_copies_at_most_sizes(real: LLM) -> None:
+    """Else what is compared above would not be them."""
+    for graphs in real.runner.graphs.graphs.values():
+        copied = [any(each.num_blocks for each in graphs[descriptor].copied) for descriptor in graphs.descriptors]
+        assert sum(copied) > len(copied) / 2, real.runner.graphs.not_copied()
+
+
 def test_full_and_piecewise_give_the_same_tokens(real: LLM) -> None:
     """At one padded shape they run the same pieces; NONE runs another shape, so near ties may differ there."""
     assert generate(real, FULL) == generate(real, PIECEWISE)

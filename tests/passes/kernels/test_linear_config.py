@@ -57,6 +57,27 @@ def test_a_program_of_one_row_holds_its_tile_in_registers(num_columns: int, size
         assert halves * found.block_n * found.block_k // (32 * found.num_warps) <= 128
 
 
+@pytest.mark.parametrize(
+    ("num_columns", "size", "is_gated", "is_streamed"),
+    [
+        (6144, 4096, False, True),  # query, key and value of Llama-8B
+        (4096, 1024, False, False),  # of Qwen3-0.6B: small
+        (7168, 5120, False, False),  # of Qwen3-14B: too large for one wave
+        (14336, 4096, True, False),  # gate and up
+    ],
+)
+def test_one_row_is_streamed_behind_a_norm(num_columns: int, size: int, is_gated: bool, is_streamed: bool) -> None:
+    """With two rows' layout, and a GPU on which kernels overlap; what no norm is ahead of is not."""
+    found = linear_config(1, num_columns, size, is_gated=is_gated, itemsize=2, gpu=H200, is_normed=True)
+    assert isinstance(found, StreamedConfig) == is_streamed
+    if is_streamed:
+        assert found == config(2, num_columns, size)
+    plain = config(1, num_columns, size, is_gated=is_gated)
+    assert isinstance(plain, LinearConfig) and (is_streamed or found == plain)
+    older = linear_config(1, num_columns, size, is_gated=is_gated, itemsize=2, gpu=RTX_4090, is_normed=True)
+    assert isinstance(older, LinearConfig)
+
+
 def test_many_rows_take_taller_blocks() -> None:
     """In one wave of programs, where half as many rows a program would be two. Of gated ones two programs share a
     multiprocessor up to 128 rows; then they do in any case."""
