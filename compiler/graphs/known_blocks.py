@@ -44,7 +44,7 @@ class KnownBlocks:
     def __init__(self, *, may_copy: bool = True) -> None:
         self.may_copy = may_copy
         self.are_alike = False
-        """Every block from the second on takes the kernels of the second."""
+        """Every block from the second on takes the kernels of the second: in the plan that `inputs` was asked for."""
         self.told: list[Copied] = []
         """What the bucket that is captured now copied; its recordings add to it."""
         self.blocks: dict[int, list[Fact]] = {}
@@ -73,10 +73,16 @@ class KnownBlocks:
         return described
 
     def inputs(self, plan: Plan, repeat: Repeat) -> BlockInputs:
-        """Of the same plan each time."""
+        """What is known is of one plan: asked for another's, as of a second model in one step, it is forgotten."""
         if self._inputs is None or self._inputs[0] is not plan:
             self._inputs = (plan, BlockInputs(plan, repeat))
+            self.are_alike = False
+            self.blocks.clear()
         return self._inputs[1]
+
+    def knows_alike(self, plan: Plan) -> bool:
+        """`are_alike`, of this plan."""
+        return self.are_alike and self._inputs is not None and self._inputs[0] is plan
 
 
 _known: ContextVar[KnownBlocks | None] = ContextVar("known_blocks", default=None)

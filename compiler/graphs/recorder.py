@@ -3,6 +3,7 @@ as the function itself with the same rules."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -93,9 +94,10 @@ class CudaRecorder:
         forget_cublas_workspaces()  # it is to take one from this pool, not one that eager calls share
         graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
         try:
-            if self._reserved:
-                torch.empty(self._reserved, dtype=torch.uint8, device=self.device)  # let go at once
-                self._reserved = 0
+            reserved, self._reserved = self._reserved, 0
+            if reserved:
+                with contextlib.suppress(torch.OutOfMemoryError):  # then it begins as it comes
+                    torch.empty(reserved, dtype=torch.uint8, device=self.device)  # let go at once
             outputs = tuple(run())
         except BaseException:
             abandon_capture(graph)

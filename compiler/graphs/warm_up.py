@@ -60,7 +60,7 @@ def call_each_kind(compiled: CompiledModel, *args: Any) -> Any:
 def _alike_steps(bound: Bound) -> range:
     """Steps of blocks that take the kernels of the one ahead of them, as a recording before this one found."""
     repeat = bound.repeat
-    if repeat is None or repeat.count < 3 or not known_blocks().are_alike:
+    if repeat is None or repeat.count < 3 or not known_blocks().knows_alike(bound.plan):
         return range(0)
     return range(repeat.first + 2 * repeat.period, repeat.end)
 

@@ -108,6 +108,19 @@ def test_a_recording_after_it_knows_the_blocks(compiled: pg.CompiledModel) -> No
     assert second.ran == first.ran and known.told[0].num_blocks > 0
 
 
+def test_what_is_known_is_of_one_model(compiled: pg.CompiledModel) -> None:
+    """A step may hold two."""
+    known, other = KnownBlocks(), compiled_decoder(NUM_LAYERS)
+    first, second = Recording(compiled), Recording(other)
+    whole = Recording(other, second.caches)
+    first.record(known)
+    assert known.knows_alike(first.bound.plan) and not known.knows_alike(second.bound.plan)
+    second.record(known)
+    whole.record(None)
+    assert known.knows_alike(second.bound.plan) and not known.knows_alike(first.bound.plan)
+    assert second.graph.whole() == whole.graph.whole()
+
+
 @pytest.mark.parametrize("what", ["no kind", "not movable", "unreadable", "an odd cache"])
 def test_where_a_layer_cannot_be_copied_all_run(compiled: pg.CompiledModel, what: str) -> None:
     recording, known = Recording(compiled), KnownBlocks()
