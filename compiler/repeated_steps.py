@@ -100,16 +100,27 @@ class _Wiring:
             made_by.update((slot.name, (number, output)) for output, slot in enumerate(step_outputs(step)))
         self._inputs = [[made_by.get(slot.name) for slot in step_inputs(step)] for step in plan.steps]
         self._last_reader = [-1] * len(plan.steps)  # of anything the step made
+        self._last_reader_of: dict[tuple[int, int], int] = {}  # of one of its outputs
         inputs = [
             *enumerate(self._inputs),
             (len(plan.steps), [made_by.get(slot.name) for slot in slots_in(plan.results)]),
         ]
         for reader, makers in inputs:
             for maker in filter(None, makers):
-                self._last_reader[maker[0]] = reader
+                self._last_reader[maker[0]] = self._last_reader_of[maker] = reader
 
     def count_alike(self, first: int, period: int, most: int) -> int:
-        """Of `most` blocks from step `first` on, how many are wired like those ahead of them."""
+        """Of `most` blocks from step `first` on, how many are wired like those ahead of them, and leave behind what
+        those leave to the next one."""
+        count = self._count_wired_alike(first, period, most)
+        end = first + count * period
+        for (maker, output), reader in self._last_reader_of.items():
+            is_left = end - period <= maker < end <= reader  # by the last block, to what comes behind it
+            if is_left and self._last_reader_of.get((maker - period, output), -1) < end - period:
+                return max(count - 1, 1)
+        return count
+
+    def _count_wired_alike(self, first: int, period: int, most: int) -> int:
         ahead = self._reads(first, first, period)
         for block in range(1, most):
             begin = first + block * period

@@ -19,6 +19,7 @@ from piecegraph.compiler.graphs.batch_descriptor import BatchDescriptor
 from piecegraph.compiler.graphs.bound_plan import Bound
 from piecegraph.compiler.graphs.copied_steps import call_with_copies
 from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
+from piecegraph.compiler.graphs.graph_editor import CopyFailed
 from piecegraph.compiler.graphs.graphs import ADDRESS_CHECK_INTERVAL, CapturedGraph, FailedCapture, Graphs
 from piecegraph.compiler.graphs.known_blocks import KnownBlocks
 from piecegraph.compiler.graphs.prepared_ops import PreparedOp, prepared_ops
@@ -77,7 +78,8 @@ def capture(
     `before(*static_inputs)` and `after(result) -> result` are for PIECEWISE, where `step` is the model
     alone: input preparation, and sampling or whatever else is made of the result, become part of the
     first and the last graph. A FULL `step` holds them itself.
-    `warm_up(*static_inputs)` is for FULL: run instead of `step` ahead of every graph but the first, it must launch
+    `warm_up(*static_inputs)` is for FULL: run after `step` ahead of the first graph, and instead of it ahead of each
+    other, it must launch
     each kernel that `step` does, and need not do so in every layer: a `step` that calls a `CompiledModel` may be given
     with `warm_up.call_each_kind` in its place. Default: `step`; for a `CompiledModel`, and under PIECEWISE, that.
     `record(*static_inputs)` is for FULL too: recorded instead of `step`, it must launch what `step` does and return the
@@ -93,6 +95,7 @@ def capture(
     `watched`: named tensors, besides the static inputs and a `CompiledModel`'s own, that the step reads or
     writes at fixed addresses; the address checks include them.
     `copy_layers=False` has every layer recorded by running it.
+    Resets torch's peak memory statistics: the first warm-up's peak is what a new pool begins with.
     `check_interval`: address checks on the first replay of a graph and every so many after.
 
     Raises `UsageError` for a mode a single batch cannot run under, a `step` PIECEWISE cannot cut,
@@ -216,10 +219,12 @@ class _Job:
         bytes_before = recorder.used_bytes()
         inside = partial(self.context, descriptor)
         with torch.no_grad(), recorder.on_stream(), self.known.used():
-            if self.mode is CUDAGraphMode.FULL:
-                plan, result = self._capture_full(static_inputs, inside, recorder, is_first)
-            else:
-                plan, result = self._capture_piecewise(descriptor, static_inputs, inside, recorder, is_first)
+            try:
+                plan, result = self._captured(descriptor, static_inputs, inside, recorder, is_first)
+            except CopyFailed as error:
+                logger.warning("all layers run in every recording from now on: %s", error)
+                self.known.may_copy = False
+                plan, result = self._captured(descriptor, static_inputs, inside, recorder, is_first)
         named = [(f"input {i} of {descriptor}", t) for i, t in enumerate(static_inputs) if isinstance(t, torch.Tensor)]
         return CapturedGraph(
             descriptor=descriptor,
@@ -231,6 +236,18 @@ class _Job:
             seconds=time.perf_counter() - began,
             copied=tuple(self.known.told),
         )
+
+    def _captured(
+        self,
+        descriptor: BatchDescriptor,
+        static_inputs: tuple[Any, ...],
+        inside: Inside,
+        recorder: Recorder,
+        is_first: bool,
+    ) -> tuple[ReplayPlan, Any]:
+        if self.mode is CUDAGraphMode.FULL:
+            return self._capture_full(static_inputs, inside, recorder, is_first)
+        return self._capture_piecewise(descriptor, static_inputs, inside, recorder, is_first)
 
     def _capture_full(
         self, static_inputs: tuple[Any, ...], inside: Inside, recorder: Recorder, is_first: bool

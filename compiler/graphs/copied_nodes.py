@@ -10,8 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from piecegraph.compiler.graphs.graph_editor import Content, Edge, GraphEditor, MemsetContent, NotCopied
-from piecegraph.errors import CaptureError
+from piecegraph.compiler.graphs.graph_editor import Content, CopyFailed, Edge, GraphEditor, MemsetContent, NotCopied
 
 _WORD = struct.Struct("<Q")
 
@@ -180,11 +179,11 @@ class Template:
         return handles
 
     def check_copy(self, editor: GraphEditor, handles: Sequence[int], ahead: Sequence[int], moves: Moves) -> None:
-        """Raises `CaptureError` if the graph does not have the copy as it was asked for."""
+        """Raises `CopyFailed` if the graph does not have the copy as it was asked for."""
         copy = BlockNodes.read(editor, handles, ahead)
         wanted = tuple(map(self._moved, self.nodes.contents, self.pointers, [moves.shifts] * len(handles)))
         if (copy.contents, copy.waits, copy.frontier) != (wanted, self.nodes.waits, self.nodes.frontier):
-            raise CaptureError("the driver made other nodes than it was asked to copy. Capture with copy_layers=False.")
+            raise CopyFailed("the driver made other nodes than it was asked to copy")
 
     @staticmethod
     def _moved(content: Content, pointers: Sequence[_Pointer], shifts: Sequence[int]) -> Content:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import ChainMap
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from piecegraph.compiler.graphs.copied_nodes import Block, BlockNodes, Memory, T
 from piecegraph.compiler.graphs.cuda_graph import alias_without_ownership
 from piecegraph.compiler.graphs.graph_editor import (
     CapturedGraphEditor,
+    CopyFailed,
     GraphEditor,
     NotCopied,
     editing_unavailable_reason,
@@ -33,6 +34,7 @@ from piecegraph.compiler.graphs.prepared_ops import Kind, MovablePatch, Patch, p
 from piecegraph.compiler.graphs.step_kinds import kinds_of
 from piecegraph.compiler.plan import CallStep, Step
 from piecegraph.compiler.repeated_steps import Repeat
+from piecegraph.errors import CaptureError
 
 MAX_DISTANCE = 3
 """Blocks after which memory is handed out alike again: one layer's results may be where the one before last had its."""
@@ -68,9 +70,14 @@ def copies_of(bound: Bound, steps: Sequence[tuple[int, Step]]) -> Copies | None:
         or repeat.end > steps[-1][0] + 1
     ):
         return None
-    reason = editing_unavailable_reason()
-    editor = None if reason else CapturedGraphEditor(torch.cuda.current_stream().cuda_stream)
-    return Copies(bound, repeat, editor, kinds_of(prepared_ops()), reason)
+    reason, editor = editing_unavailable_reason(), None
+    if reason is None:
+        try:
+            editor = CapturedGraphEditor(torch.cuda.current_stream().cuda_stream)
+        except CaptureError as error:
+            reason = str(error)
+    complete = {op: prepared for op, prepared in prepared_ops().items() if prepared.may_copy}
+    return Copies(bound, repeat, editor, kinds_of(complete), reason)
 
 
 def run_steps(
@@ -105,6 +112,7 @@ class _Block:
     memories: list[Memory]  # of the tensors among that
     nodes: BlockNodes | None = None
     patches: Sequence[Patch] = ()
+    made: list[Memory] = field(default_factory=list)  # of what blocks made and a split op of this one reads
 
     def add(self, value: Described) -> None:
         self.kinds.append(value.kind)
@@ -157,7 +165,9 @@ class Copies:
             if num_blocks:
                 self._copy(self._editor, block, templates, num_blocks, values, patches)
                 self._num_copied = num_blocks
-        except NotCopied as error:
+        except CopyFailed:
+            raise
+        except (NotCopied, CaptureError) as error:  # the driver's, where it only read
             self._is_done, self._reason = True, str(error)
         return number + self._num_copied * self._repeat.period
 
@@ -174,6 +184,7 @@ class Copies:
             described = self._block(self._facts(number, step, self._aliases, values), self._aliases, values)
             self._blocks[-1].kinds += described.kinds
             self._blocks[-1].memories += described.memories
+            self._blocks[-1].made += described.made
         except NotCopied as error:
             self._is_done, self._reason = True, str(error)
 
@@ -208,6 +219,9 @@ class Copies:
         if earlier.kinds != later.kinds:
             self._reason = "the weights of two layers differ in how they lie in memory"
             return None
+        if earlier.made != later.made:
+            self._reason = "what one layer made for the next is not where another's is"
+            return None
         assert earlier.nodes is not None and later.nodes is not None
         found = Template.of(Block(earlier.nodes, earlier.memories), Block(later.nodes, later.memories))
         if isinstance(found, str):
@@ -238,14 +252,19 @@ class Copies:
         if not all(isinstance(patch, MovablePatch) for patch in movable):
             raise NotCopied("a split op's nodes cannot be changed in a copy")
         ahead: Sequence[int] = templates[-1].nodes.handles
-        for n, moved in enumerate(moves):  # nothing is refused from here on
-            template, block = templates[n % distance], ran[n % distance]
-            handles = template.add_copy(editor, moved, ahead)
-            if n < distance:
-                template.check_copy(editor, handles, ahead, moved)
-            nodes = dict(zip(template.nodes.handles, handles, strict=True))
-            patches += [patch.moved(nodes, moved) for patch in block.patches if isinstance(patch, MovablePatch)]
-            ahead = handles
+        try:
+            for n, moved in enumerate(moves):
+                template, block = templates[n % distance], ran[n % distance]
+                handles = template.add_copy(editor, moved, ahead)
+                if n < distance:
+                    template.check_copy(editor, handles, ahead, moved)
+                nodes = dict(zip(template.nodes.handles, handles, strict=True))
+                patches += [patch.moved(nodes, moved) for patch in block.patches if isinstance(patch, MovablePatch)]
+                ahead = handles
+        except CopyFailed:
+            raise
+        except (NotCopied, CaptureError) as error:  # too late to run these blocks
+            raise CopyFailed(str(error)) from error
         self._bound.skip_blocks(begin - 1, begin + num_blocks - 1, values)
 
     def _described(self, begin: int, num_blocks: int, distance: int, values: Values) -> list[_Block]:
@@ -285,7 +304,7 @@ class Copies:
                 for name in self._inputs.given(number)
             ]
         if step.op not in self._kinds:
-            raise NotCopied(f"{step.op} was registered without a kind, by which its tensors are known")
+            raise NotCopied(f"{step.op} was registered without a kind that tells its tensors and numbers (may_copy)")
         args, kwargs = arguments_of(step, ChainMap(dict(aliases), values))
         computed = {name: values[name] for name in self._inputs.given(number) if name not in self._bound_names}
         names = {id(x): name for name, x in (*aliases.items(), *computed.items()) if isinstance(x, torch.Tensor)}
@@ -296,7 +315,9 @@ class Copies:
         block = _Block([], [])
         for fact in facts:
             if isinstance(fact, str) and fact in aliases:
-                block.add(self._aliased[id(aliases[fact])])
+                alias = self._aliased[id(aliases[fact])]
+                block.add(alias)
+                block.made += [] if alias.memory is None else [alias.memory]
             elif isinstance(fact, str):
                 if fact not in self._computed:
                     self._computed[fact] = Described.of(values[fact])

@@ -38,6 +38,7 @@ _SYMBOLS = (
     "cuGraphMemsetNodeGetParams",
     "cuGraphAddMemsetNode",
     "cuFuncGetParamInfo",
+    "cuKernelGetParamInfo",
 )
 
 
@@ -71,6 +72,10 @@ Edge = tuple[int, bytes]
 
 class NotCopied(Exception):
     """A node that is not to be copied, and why."""
+
+
+class CopyFailed(CaptureError):
+    """Copies were begun, and are not what was asked for: the recording they are in is to be made without any."""
 
 
 class GraphEditor(Protocol):

@@ -14,6 +14,9 @@ from piecegraph.compiler.graphs.step_kinds import value_kind
 from piecegraph.compiler.plan import Plan
 from piecegraph.compiler.repeated_steps import BlockInputs, Repeat
 
+LIBRARY_ALIGNMENT = 256
+"""Bytes: of more of an address no matmul of the library is chosen by. To warm one up less is enough (`step_kinds`)."""
+
 
 class Copied(NamedTuple):
     """What became of the blocks of one recording."""
@@ -26,12 +29,17 @@ class Copied(NamedTuple):
 class Described(NamedTuple):
     """A value that a block has of its own."""
 
-    kind: Hashable  # `value_kind`
+    kind: Hashable  # `value_kind`, and of a tensor its alignment as a library may ask for it
     memory: Memory | None  # of a tensor
 
     @classmethod
     def of(cls, value: Any) -> Described:
-        return cls(value_kind(value), Memory.of(value) if isinstance(value, torch.Tensor) else None)
+        if not isinstance(value, torch.Tensor):
+            return cls(value_kind(value), None)
+        if value.device.type != "cuda":
+            return cls(value_kind(value), Memory.of(value))
+        address = value.data_ptr() | LIBRARY_ALIGNMENT
+        return cls((value_kind(value), address & -address), Memory.of(value))
 
 
 Fact = Described | str

@@ -66,6 +66,7 @@ class PreparedOp:
     prepare: Prepare
     metadata: ReadMetadata
     kind: Kind | None = None  # None: no two calls are known to take the same kernels
+    may_copy: bool = False  # calls whose kinds agree launch the same over other tensors of their kind
 
 
 class PrepareRegistration:
@@ -92,7 +93,7 @@ _prepared_ops: dict[str, PreparedOp] = {}
 
 
 def register_prepare(
-    op: str, prepare: Prepare, metadata: ReadMetadata, kind: Kind | None = None
+    op: str, prepare: Prepare, metadata: ReadMetadata, kind: Kind | None = None, *, may_copy: bool = False
 ) -> PrepareRegistration:
     """Replay `op` (`"namespace::name"`) by launches prepared at capture instead of dispatching it.
 
@@ -113,15 +114,19 @@ def register_prepare(
     chosen by, nothing else: calls of one bucket that agree in it (of tensors: in dtype, device, shape, strides and
     alignment) take the same kernels. Of those only the first runs in a warm-up that need not run everything, so that
     equal layers cost a capture little. A name of the layer does not belong to it; what differs with the name does.
-    Among what it returns is every tensor that a call reads or writes besides the metadata's: where layers repeat, those
-    of one are put in place of another's in copies of its kernels. All that it returns but arguments of the call is the
-    same in every bucket. Without `kind` every call runs.
+    Without `kind` every call runs.
+
+    `may_copy`: `kind` tells more, so that where layers repeat copies of one's nodes in a graph may stand for another's:
+    it returns every tensor that a call reads or writes besides the metadata's, and every number that a call gives its
+    kernels, or finds under its name, and that another layer's may have otherwise. Calls that agree in it launch the
+    same kernels with the same numbers over those tensors. All that it returns but arguments of the call is the same in
+    every bucket.
 
     Only an op that writes in place can be prepared; one that returns a tensor is dispatched. Raises
     `SplitOpNotFound` for an op that is registered nowhere, `UsageError` for one prepared already.
     """
     refuse_unregistered(op, "Define the op before you register its prepare.")
-    prepared = PreparedOp(op, prepare, metadata, kind)
+    prepared = PreparedOp(op, prepare, metadata, kind, may_copy)
     with _lock:
         if op in _prepared_ops:
             raise UsageError(

@@ -76,8 +76,8 @@ def launch_prepared(call: AttentionCall) -> None:
 
 
 def _kind(*args: Any) -> tuple[Any, ...]:
-    """What tells layers apart that take different kernels: all of an op's arguments but the last, the name, and what
-    is found under that."""
+    """What tells layers apart that take different kernels, or give them other numbers or tensors: all of an op's
+    arguments but the last, the name, and what is found under that."""
     context = get_forward_context()
     *arguments, layer = args
     kv_cache = context.kv_caches[layer]
@@ -103,7 +103,7 @@ def _register(op: str, schema: str, call_of: Callable[..., AttentionCall]) -> No
     _library.define(schema)
     _library.impl(op.partition("::")[2], run, "CompositeExplicitAutograd")
     torch.library.register_fake(op, lambda *args: None, lib=_library)
-    register_prepare(op, prepare, _metadata_of_launches, _kind)
+    register_prepare(op, prepare, _metadata_of_launches, _kind, may_copy=True)
 
 
 _register(ATTENTION_OP, SCHEMAS[0], attention_call)

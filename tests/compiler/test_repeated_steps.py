@@ -63,6 +63,28 @@ def test_what_is_needed_for_longer_ends_them() -> None:
     assert later is not None and not later.first <= 3 < later.first + 2 * (later.count - 1)
 
 
+def test_what_a_layer_keeps_to_itself_and_the_last_one_leaves_behind() -> None:
+    """What others make for their own attention alone is gone when they are done: the last is none of them."""
+    inner = PieceStep(index=0, unique=5, inputs=(Slot("ids"),), outputs=tuple(map(Slot, ("hidden0", "tables"))))
+
+    def steps(layer: int) -> list[Step]:
+        first = PieceStep(
+            index=0, unique=1, inputs=(Slot(f"hidden{layer}"),), outputs=(Slot(f"q{layer}"), Slot(f"out{layer}"))
+        )
+        last = PieceStep(index=0, unique=2, inputs=(Slot(f"out{layer}"),), outputs=(Slot(f"hidden{layer + 1}"),))
+        return [first, attention(layer), last]
+
+    middle = [step for layer in range(6) for step in steps(layer)]
+
+    def ending(*names: str) -> Plan:
+        tail = PieceStep(index=0, unique=9, inputs=tuple(map(Slot, names)), outputs=(Slot("logits"),))
+        return Plan(arguments=(Slot("ids"),), bound=(), steps=(inner, *middle, tail), results=(Slot("logits"),))
+
+    assert find_repeat(ending("hidden6")) == Repeat(1, 3, 6)
+    found = find_repeat(ending("hidden6", "q5"))
+    assert found is not None and found.period == 3 and found.end <= 18
+
+
 def test_layers_that_read_two_back_are_not_alike() -> None:
     found = find_repeat(plan(6, piece=lambda layer: layer_piece(layer, 1, f"q{max(layer - 1, 0)}")))
     assert found is None or found.period > 2 or found.count < 3

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from piecegraph.compiler.graphs.copied_nodes import Block, BlockNodes, Memory, Spans, Template
-from piecegraph.compiler.graphs.graph_editor import KernelContent, MemsetContent, NotCopied
-from piecegraph.errors import CaptureError
+from piecegraph.compiler.graphs.graph_editor import CopyFailed, KernelContent, MemsetContent, NotCopied
 from tests.compiler.graphs.fake_graph import EARLY, PLAIN, FakeGraph, kernel
 
 STATE, SCRATCH = 0x9000_0000, 0x9100_0000
@@ -163,7 +162,7 @@ def test_a_driver_that_adds_other_edges_is_told_on() -> None:
     moves = template.moves_to(weights_of(3))
     handles = template.add_copy(graph, moves, later.nodes.handles)
     assert graph.edges[handles[0]][0][1] == EARLY
-    with pytest.raises(CaptureError, match="copy_layers=False"):
+    with pytest.raises(CopyFailed, match="other nodes than it was asked"):
         template.check_copy(graph, handles, later.nodes.handles, moves)
 
 

@@ -10,12 +10,17 @@ import pytest
 import torch
 
 import piecegraph as pg
+from piecegraph.compiler.graphs import capture as capture_module
+from piecegraph.compiler.graphs import copied_steps, replay_plan
 from piecegraph.compiler.graphs.bound_plan import Bound, Values, arguments_of
 from piecegraph.compiler.graphs.copied_steps import Copies, run_steps
-from piecegraph.compiler.graphs.known_blocks import Copied, KnownBlocks
+from piecegraph.compiler.graphs.graph_editor import CopyFailed
+from piecegraph.compiler.graphs.known_blocks import Copied, KnownBlocks, known_blocks
 from piecegraph.compiler.graphs.prepared_ops import Patch
 from piecegraph.compiler.plan import CallStep, Step, step_inputs
+from piecegraph.errors import CaptureError
 from tests.compiler.graphs.fake_graph import FakeGraph, kernel
+from tests.compiler.graphs.test_capture import DESCRIPTORS, StaticInputs
 from tests.compiler.graphs.test_prepared_ops import OP
 from tests.compiler.graphs.test_warm_up import compiled_decoder
 from tests.compiler.toy import batch
@@ -79,6 +84,17 @@ class Recording:
         return patches, self.bound.finish(values)
 
 
+@pytest.fixture(autouse=True)
+def memory_that_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one layer's attention reads is where another's does, as in a pool of a GPU's memory."""
+    places: dict[tuple[object, ...], torch.Tensor] = {}
+
+    def alias(x: torch.Tensor) -> torch.Tensor:
+        return places.setdefault((x.shape, x.stride(), x.storage_offset()), torch.empty_strided(x.shape, x.stride()))
+
+    monkeypatch.setattr(copied_steps, "_alias", alias)
+
+
 @pytest.fixture(scope="module")
 def compiled() -> pg.CompiledModel:
     return compiled_decoder(NUM_LAYERS)
@@ -119,6 +135,14 @@ def test_what_is_known_is_of_one_model(compiled: pg.CompiledModel) -> None:
     whole.record(None)
     assert known.knows_alike(second.bound.plan) and not known.knows_alike(first.bound.plan)
     assert second.graph.whole() == whole.graph.whole()
+
+
+def test_what_blocks_made_has_to_lie_where_it_lay(compiled: pg.CompiledModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where kernels are given it as far away as it is: the next layer would read it where the last one had it."""
+    monkeypatch.setattr(copied_steps, "_alias", torch.clone)
+    recording, known = Recording(compiled), KnownBlocks()
+    recording.record(known)
+    assert known.told == [Copied(0, NUM_LAYERS - 1, "what one layer made for the next is not where another's is")]
 
 
 @pytest.mark.parametrize("what", ["no kind", "not movable", "unreadable", "an odd cache"])
@@ -165,3 +189,50 @@ def test_in_turns_every_other_layer_may_be_alike(compiled: pg.CompiledModel) -> 
         if known is not None:
             assert known.told == [Copied(2, NUM_LAYERS - 1, None)]  # five ran, two were copied, one was left
     assert graphs[0] == graphs[1]
+
+
+def test_copies_that_fail_are_made_without(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """The bucket they failed in, and all after it."""
+    compiled = compiled_decoder(3)
+    tried: list[int] = []
+    original = replay_plan.record_plan
+
+    def record_plan(bound: Bound, recorder: Any, title: str, patched: Any = ()) -> Any:
+        tried.append(int(known_blocks().may_copy))
+        if known_blocks().may_copy and len(tried) == 2:
+            raise CopyFailed("the driver made other nodes")
+        return original(bound, recorder, title, patched)
+
+    monkeypatch.setattr(capture_module, "record_plan", record_plan)
+    graphs = compiled.capture(DESCRIPTORS, StaticInputs(), mode="PIECEWISE")
+    assert set(graphs.descriptors) == set(DESCRIPTORS)
+    assert tried == [1, 1, 0, *[0] * (len(DESCRIPTORS) - 2)]
+    assert "the driver made other nodes" in caplog.text
+
+
+def test_a_driver_that_does_not_tell_is_no_failure(compiled: pg.CompiledModel) -> None:
+    recording, known = Recording(compiled), KnownBlocks()
+
+    def read(node: int) -> Any:
+        raise CaptureError("cuFuncGetParamInfo of the CUDA driver failed with error 801.")
+
+    recording.graph.read = read  # type: ignore[method-assign]
+    recording.record(known)
+    assert "error 801" in str(known.told[0].reason)
+    assert recording.ran == list(range(len(recording.bound.plan.steps)))
+
+
+def test_after_the_first_copy_nothing_is_run_instead(compiled: pg.CompiledModel) -> None:
+    recording = Recording(compiled)
+    added: list[int] = []
+    original = recording.graph.add
+
+    def add(content: Any, like: int) -> int:
+        added.append(like)
+        if len(added) > 3:
+            raise CaptureError("cuGraphAddKernelNode of the CUDA driver failed with error 2.")
+        return original(content, like)
+
+    recording.graph.add = add  # type: ignore[method-assign]
+    with pytest.raises(CopyFailed, match="error 2"):
+        recording.record(KnownBlocks())
