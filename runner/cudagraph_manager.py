@@ -125,6 +125,8 @@ class CudaGraphManager:
         logger.info(
             "captured %d graphs, %.2f GiB", sum(len(g.descriptors) for g in self._graphs.values()), spent / 2**30
         )
+        for reason, count in self.not_copied().items():
+            logger.info("of %d graphs every layer ran: %s", count, reason)
 
     @property
     def graphs(self) -> Mapping[CUDAGraphMode, Graphs]:

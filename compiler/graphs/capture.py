@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils import _pytree as pytree
@@ -38,6 +38,8 @@ MakeInputs = Callable[[BatchDescriptor], Sequence[Any]]
 Context = Callable[[BatchDescriptor, str], AbstractContextManager[Any]]
 Inside = Callable[[str], AbstractContextManager[Any]]
 """The same, of one bucket: takes the phase."""
+
+Warmed = TypeVar("Warmed")
 
 WARMUPS_OF_FIRST = (True, False)
 """Runs of the very ops before the first recording, of all steps or of each kind of step only: libraries that start up
@@ -79,9 +81,9 @@ def capture(
     alone: input preparation, and sampling or whatever else is made of the result, become part of the
     first and the last graph. A FULL `step` holds them itself.
     `warm_up(*static_inputs)` is for FULL: run after `step` ahead of the first graph, and instead of it ahead of each
-    other, it must launch
-    each kernel that `step` does, and need not do so in every layer: a `step` that calls a `CompiledModel` may be given
-    with `warm_up.call_each_kind` in its place. Default: `step`; for a `CompiledModel`, and under PIECEWISE, that.
+    other, it must launch each kernel that `step` does, and need not do so in every layer: a `step` that calls a
+    `CompiledModel` may be given with `warm_up.call_each_kind` in its place. Default: `step`; for a `CompiledModel`, and
+    under PIECEWISE, that.
     `record(*static_inputs)` is for FULL too: recorded instead of `step`, it must launch what `step` does and return the
     same. A `step` that calls a `CompiledModel` may be given with `copied_steps.call_with_copies` in its place: of
     layers that are alike a few then run, and their nodes in the graph are copied for the others, where that is shown
@@ -252,9 +254,7 @@ class _Job:
     def _capture_full(
         self, static_inputs: tuple[Any, ...], inside: Inside, recorder: Recorder, is_first: bool
     ) -> tuple[ReplayPlan, Any]:
-        for is_whole in WARMUPS_OF_FIRST if is_first else WARMUPS:
-            with recorder.sized() if is_whole else nullcontext(), inside("warmup"):
-                (self.step if is_whole else self.warm_up)(*static_inputs)
+        _warm_up(lambda is_whole: (self.step if is_whole else self.warm_up)(*static_inputs), inside, recorder, is_first)
         return _record_full(self.record, static_inputs, inside, recorder)
 
     def _capture_piecewise(
@@ -268,12 +268,18 @@ class _Job:
         assert isinstance(self.step, CompiledModel), "checked by capture"
         before = None if self.before is None else partial(self.before, *static_inputs)
         bound = Bound.of(self.step.parts(static_inputs), self.prepared_ops, before, self.after)
-        patchable: frozenset[int] = frozenset()
-        for is_whole in WARMUPS_OF_FIRST if is_first else WARMUPS:
-            with recorder.sized() if is_whole else nullcontext(), inside("warmup"):
-                patchable = run_plan(bound, None if is_whole else kinds_of(self.prepared_ops)).patchable
+        kinds = kinds_of(self.prepared_ops)
+        warmed = _warm_up(lambda is_whole: run_plan(bound, None if is_whole else kinds), inside, recorder, is_first)
         with inside("capture"):
-            return record_plan(bound, recorder, str(descriptor), patchable)
+            return record_plan(bound, recorder, str(descriptor), warmed.patchable)
+
+
+def _warm_up(run: Callable[[bool], Warmed], inside: Inside, recorder: Recorder, is_first: bool) -> Warmed:
+    """What the last run gives. `run` takes whether every step is to run."""
+    for is_whole in WARMUPS_OF_FIRST if is_first else WARMUPS:
+        with recorder.sized() if is_whole else nullcontext(), inside("warmup"):
+            warmed = run(is_whole)
+    return warmed
 
 
 def _record_full(

@@ -62,13 +62,9 @@ def call_with_copies(compiled: CompiledModel, *args: Any) -> Any:
 def copies_of(bound: Bound, steps: Sequence[tuple[int, Step]]) -> Copies | None:
     """Of the blocks that repeat among these steps, on the current stream, which captures; None where none do."""
     repeat = bound.repeat
-    if (
-        repeat is None
-        or not known_blocks().may_copy
-        or not steps
-        or repeat.first < steps[0][0]
-        or repeat.end > steps[-1][0] + 1
-    ):
+    if repeat is None or not steps or not known_blocks().may_copy:
+        return None
+    if not steps[0][0] <= repeat.first < repeat.end <= steps[-1][0] + 1:
         return None
     reason, editor = editing_unavailable_reason(), None
     if reason is None:
@@ -93,7 +89,6 @@ def run_steps(
             copied_to = copies.copy_from(number, values, patches)
             if number < copied_to:
                 continue
-        if copies is not None:
             copies.note(number, step, values)
         patch = run(number, step, values)
         if patch is not None:
@@ -189,7 +184,7 @@ class Copies:
             self._is_done, self._reason = True, str(error)
 
     def tell(self) -> None:
-        """How it went, to whoever asked (`told_copies`)."""
+        """How it went, to the capture that this is part of (`KnownBlocks.told`)."""
         reason = None if self._num_copied else self._reason
         self._known.told.append(Copied(self._num_copied, self._repeat.count, reason))
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from piecegraph.compiler.graphs.graphs import CapturedGraph
+from piecegraph.compiler.graphs.known_blocks import Copied
 from piecegraph.runner.attention.triton_backend import TritonImpl
 from tests.runner.test_graphs import SIZES, load
 from tests.runner.tiny_models import WINDOW, make_config, random_model, save
@@ -56,3 +58,16 @@ def test_sliding_and_full_layers_are_of_two_kinds(tmp_path: Path, monkeypatch: p
     )
     counts = attended_by_bucket(save(random_model(config), tmp_path), monkeypatch)
     assert counts[1] == counts[-2] == Counter({WINDOW: 3 + 1, 0: 3 + 1})
+
+
+def test_why_layers_all_ran_is_told_by_reason(tmp_path: Path) -> None:
+    """With how many graphs it holds for; not for one that has copies."""
+    with load(save(random_model(make_config("Qwen3Config", head_dim=16)), tmp_path)) as llm:
+        manager = llm.runner.graphs
+        assert manager.not_copied() == {}  # on a CPU there are no nodes
+        (mode, graphs), *_ = manager.graphs.items()
+        for descriptor, told in zip(graphs.descriptors, ((0, "few"), (0, "few"), (3, None)), strict=False):
+            replayed = graphs._find(descriptor)
+            replayed.graph = replace(replayed.graph, copied=(Copied(told[0], 5, told[1]),))
+        assert manager.not_copied() == {"few": 2}
+        assert manager.summary()[mode.value]["with_copies"] == 1

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -61,8 +62,12 @@ def start(job: StartJob, ready: float) -> StartRecord:
                 spans=[Span("interpreter", job.began, ready), *phases.spans, *imports.spans],
                 report=llm.compiled.report().as_dict(),
                 graphs={**llm.runner.graphs.summary(), "device_bytes": llm.runner.graphs.device_bytes},
-                notes=list(llm.notes),
+                notes=[*llm.notes, *_layers_that_ran(llm.runner.graphs.not_copied())],
             )
+
+
+def _layers_that_ran(reasons: Mapping[str, int]) -> list[str]:
+    return [f"every layer ran for {count} of the graphs, none is a copy: {why}" for why, count in reasons.items()]
 
 
 def main() -> int:
