@@ -54,7 +54,7 @@ def a_start(caches: str, seconds: float, **phases: float) -> Start:
         caches=caches,
         seconds=seconds,
         phases=phases,
-        unnamed=seconds - sum(phases.values()),
+        unnamed_after={"load": seconds - sum(phases.values())},
         spans=phases,
         report={"unique_pieces": pieces, "cache": cache},
         graphs={},
@@ -69,10 +69,11 @@ def test_the_table() -> None:
     warm = replace(warm, spans={**warm.spans, "read_ahead": 0.75})
     again = a_start(COLD, 12, load=1.0, compile=10.0)
     lines = list(as_lines(list(startup_rows([cold, warm, again]))))
-    cells = {line[:20].strip(): line[20:].split() for line in lines[:11]}
+    cells = {line[:20].strip(): line[20:].split() for line in lines[:12]}
     assert cells["compile"] == ["9.00", "(8.00-10.00)", "-"]
     assert cells["artifact load"] == ["-", "0.50"]
     assert cells["unnamed"] == ["1.00", "0.50"]
+    assert cells["- after load"] == cells["unnamed"]
     assert cells["to the first token"] == ["11.00", "(10.00-12.00)", "2.00"]
     assert cells["of that ours"] == ["10.00", "(9.00-11.00)", "1.00"]
     assert cells["of the first column"] == ["1.00x", "0.18x"]

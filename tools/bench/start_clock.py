@@ -29,7 +29,11 @@ class Shares:
     """A stretch of time handed out: `by_name` and `unnamed` add up to it."""
 
     by_name: dict[str, float]  # seconds, in the order the names first ran
-    unnamed: float
+    unnamed_after: dict[str, float]  # seconds that are nobody's, by whose moment came before ("" where none did)
+
+    @property
+    def unnamed(self) -> float:
+        return sum(self.unnamed_after.values())
 
 
 def share_out(spans: Sequence[Span], begin: float, end: float) -> Shares:
@@ -41,15 +45,16 @@ def share_out(spans: Sequence[Span], begin: float, end: float) -> Shares:
     spans = [span for span in spans if span.name not in BESIDE]
     edges = sorted({begin, end, *(edge for span in spans for edge in (span.begin, span.end) if begin < edge < end)})
     by_name = {span.name: 0.0 for span in sorted(spans, key=lambda span: span.begin)}
-    unnamed = 0.0
+    unnamed_after: dict[str, float] = {}
+    last = ""
     for left, right in pairwise(edges):
         running = [span for span in spans if span.begin <= left and span.end >= right]
         if running:
-            innermost = max(running, key=lambda span: (span.begin, -span.end))
-            by_name[innermost.name] += right - left
+            last = max(running, key=lambda span: (span.begin, -span.end)).name
+            by_name[last] += right - left
         else:
-            unnamed += right - left
-    return Shares({name: seconds for name, seconds in by_name.items() if seconds > 0}, unnamed)
+            unnamed_after[last] = unnamed_after.get(last, 0.0) + right - left
+    return Shares({name: seconds for name, seconds in by_name.items() if seconds > 0}, unnamed_after)
 
 
 class PhaseSpans:

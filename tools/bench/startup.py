@@ -40,7 +40,7 @@ class Start:
     caches: str  # COLD: empty ones; WARM: those that a start before it filled
     seconds: float
     phases: Mapping[str, float]  # each moment is its innermost phase's: these and `unnamed` add up to `seconds`
-    unnamed: float
+    unnamed_after: Mapping[str, float]  # what is nobody's, by the phase it came after
     spans: Mapping[str, float]  # seconds of each phase as it ran, with whatever ran beside or inside it
     report: Mapping[str, Any]  # the compile report, with a row a piece
     graphs: Mapping[str, Any]  # by mode, and `device_bytes`
@@ -49,6 +49,10 @@ class Start:
     @property
     def name(self) -> str:
         return f"{self.compiler} {self.caches}"
+
+    @property
+    def unnamed(self) -> float:
+        return sum(self.unnamed_after.values())
 
     @property
     def named_share(self) -> float:
@@ -105,6 +109,13 @@ class StartupRow:
         return {name: Spread.of([start.phases.get(name, 0.0) for start in self.starts]) for name in names}
 
     @property
+    def unnamed_after(self) -> dict[str, Spread]:
+        """What is nobody's, by the phase it came after, most first."""
+        names = {name for start in self.starts for name in start.unnamed_after}
+        found = {name: Spread.of([start.unnamed_after.get(name, 0.0) for start in self.starts]) for name in names}
+        return dict(sorted(found.items(), key=lambda item: -item[1].median))
+
+    @property
     def beside(self) -> dict[str, Spread]:
         """What threads did beside these phases, by name; nothing for what no start of this kind did."""
         did = [name for name in BESIDE if any(name in start.spans for start in self.starts)]
@@ -118,8 +129,9 @@ class StartupRow:
             "named_share": self.named_share,
             "of_first": self.of_first,
             "phases": {name: asdict(spread) for name, spread in self.phases.items()},
+            "unnamed_after": {name: asdict(spread) for name, spread in self.unnamed_after.items()},
             "beside": {name: asdict(spread) for name, spread in self.beside.items()},
-            "starts": [asdict(start) for start in self.starts],
+            "starts": [{**asdict(start), "unnamed": start.unnamed} for start in self.starts],
         }
 
 
@@ -198,7 +210,7 @@ def as_start(record: Mapping[str, Any], compiler: str, caches: str) -> Start:
         caches=caches,
         seconds=record["end"] - record["begin"],
         phases=shares.by_name,
-        unnamed=shares.unnamed,
+        unnamed_after=shares.unnamed_after,
         spans=whole,
         report=record["report"],
         graphs=record["graphs"],

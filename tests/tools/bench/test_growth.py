@@ -21,7 +21,7 @@ def a_start(graphs: dict[str, Any], **spans: float) -> Start:
         caches=COLD,
         seconds=20,
         phases=spans,
-        unnamed=0,
+        unnamed_after={},
         spans=spans,
         report={},
         graphs=graphs,

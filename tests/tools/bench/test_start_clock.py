@@ -18,6 +18,7 @@ def test_phases_one_after_the_other_and_what_is_nobodys() -> None:
     shares = share_out([Span("load", 1, 4), Span("trace", 5, 6), Span("load", 7, 8)], 0, 10)
     assert shares.by_name == {"load": 4, "trace": 1}
     assert shares.unnamed == 5
+    assert shares.unnamed_after == {"": 1, "load": 3, "trace": 1}
 
 
 def test_what_runs_inside_a_phase_is_not_the_phases() -> None:
