@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from piecegraph import paused_gc as paused_gc_module
 from piecegraph.paused_gc import paused_gc
 
 
@@ -61,6 +62,18 @@ def test_what_was_made_is_old() -> None:
     assert is_there() is not None
     gc.collect()
     assert is_there() is None and len(many) == 20_000
+
+
+@pytest.mark.parametrize(("num_frozen", "is_thawed"), [(375, True), (paused_gc_module.FROZEN_BY_PYTHON, False)])
+def test_what_python_froze_does_not_count(monkeypatch: pytest.MonkeyPatch, num_frozen: int, is_thawed: bool) -> None:
+    """It has when it begins, in 3.12, where each start then ended with a walk over all that it had made."""
+    calls: list[str] = []
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: num_frozen)
+    monkeypatch.setattr(gc, "freeze", lambda: calls.append("freeze"))
+    monkeypatch.setattr(gc, "unfreeze", lambda: calls.append("unfreeze"))
+    with paused_gc():
+        pass
+    assert calls == (["freeze", "unfreeze"] if is_thawed else [])
 
 
 def test_threads_that_overlap_are_one_pause() -> None:

@@ -119,7 +119,9 @@ def as_lines(rows: Sequence[StartupRow]) -> Iterator[str]:
     for name in names:
         yield line(name.replace("_", " "), [cell(each.get(name)) for each in phases])
     yield line("unnamed", [cell(row.unnamed) for row in rows])
-    for name in dict.fromkeys(name for row in rows for name, spread in row.unnamed_after.items() if spread.most >= 0.05):
+    for name in dict.fromkeys(
+        name for row in rows for name, spread in row.unnamed_after.items() if spread.most >= 0.05
+    ):
         yield line(f"- after {name.replace('_', ' ')}", [cell(row.unnamed_after.get(name)) for row in rows])
     yield line("to the first token", [cell(row.seconds) for row in rows])
     yield line("of that ours", [cell(row.own_seconds) for row in rows])
