@@ -7,7 +7,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-
 FROZEN_BY_PYTHON = 2000
 """Python 3.12 begins with some hundreds of frozen objects. A program that freezes what it has made has many more."""
 
@@ -25,9 +24,9 @@ def paused_gc() -> Iterator[None]:
     start, and happens again and again while objects are made.
 
     What is made in here counts as old afterwards, so that the first collection does not walk over all of it (unless
-    the program itself has frozen objects, `FROZEN_BY_PYTHON` and more: they would be thawed with these). The last of several blocks that
-    overlap, in whatever threads, ends the pause; where the collector is off before, nothing is done. Garbage from
-    before stays where it is: who needs its memory collects it first.
+    the program itself has frozen objects, `FROZEN_BY_PYTHON` and more: they would be thawed with these). The last of
+    several blocks that overlap, in whatever threads, ends the pause; where the collector is off before, nothing is
+    done. Garbage from before stays where it is: who needs its memory collects it first.
     """
     with _Pauses.lock:
         is_paused = _Pauses.number > 0 or gc.isenabled()
