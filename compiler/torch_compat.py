@@ -7,6 +7,7 @@ version of torch. Private modules of torch that both have alike are used where t
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -46,3 +47,12 @@ def graph_exec_of(graph: torch.cuda.CUDAGraph) -> int:
     """The handle of an instantiated graph (torch 2.11 has the method, its stubs do not)."""
     handle: int = graph.raw_cuda_graph_exec()  # type: ignore[attr-defined,unused-ignore]
     return handle
+
+
+def allocator_settings() -> str:
+    """What torch's allocator was last told, by the program or the environment. A torch that does not tell is taken to
+    be set by the environment."""
+    ask = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
+    if ask is not None:
+        return str(ask() or "")
+    return os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""

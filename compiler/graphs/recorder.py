@@ -17,6 +17,7 @@ from piecegraph.compiler.graphs.cuda_graph import (
     forget_cublas_workspaces,
     pool_bytes,
 )
+from piecegraph.compiler.graphs.growing_segments import growing_segments
 from piecegraph.compiler.torch_compat import graph_exec_of
 from piecegraph.errors import CaptureError
 
@@ -90,6 +91,10 @@ class CudaRecorder:
         return torch.cuda.stream(self.stream)
 
     def record(self, run: Callable[[], Outputs], *, is_patched: bool = False) -> Recording:
+        with growing_segments():
+            return self._record(run, is_patched)
+
+    def _record(self, run: Callable[[], Outputs], is_patched: bool) -> Recording:
         graph = torch.cuda.CUDAGraph(keep_graph=is_patched)  # its nodes have handles while it is kept
         forget_cublas_workspaces()  # it is to take one from this pool, not one that eager calls share
         graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
