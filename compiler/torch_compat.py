@@ -7,11 +7,12 @@ version of torch. Private modules of torch that both have alike are used where t
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from piecegraph import environment
 
 
 def name_of_source(source: Any) -> str:
@@ -55,4 +56,4 @@ def allocator_settings() -> str:
     ask = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
     if ask is not None:
         return str(ask() or "")
-    return os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+    return environment.read("PYTORCH_ALLOC_CONF") or environment.read("PYTORCH_CUDA_ALLOC_CONF") or ""

@@ -1,7 +1,7 @@
 """The one place that reads the process's environment.
 
 Every variable of ours begins with `PIECEGRAPH_`. `compiler/inductor_caches.py` alone is excused: torch's
-own caches are steered by variables of torch's.
+own caches are steered by variables of torch's. Of torch's, `compiler/torch_compat.py` asks how its allocator is set.
 """
 
 from __future__ import annotations
