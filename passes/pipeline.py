@@ -8,10 +8,12 @@ from piecegraph.passes.eliminate_noops import EliminateNoops
 from piecegraph.passes.fuse_act_mul import FuseActMul
 from piecegraph.passes.fuse_add_rms_norm import FuseAddRMSNorm
 from piecegraph.passes.fuse_linear import FuseLinear
+from piecegraph.passes.fuse_lookups import FuseLookups
 from piecegraph.passes.fuse_moe import FuseMoe
 from piecegraph.passes.fuse_rope_kv_write import FuseRopeKVWrite
 from piecegraph.passes.graph_pass import GraphPass
 from piecegraph.passes.merge_projections import MergeProjections
+from piecegraph.passes.tail import Tail
 
 
 def all_passes() -> tuple[GraphPass, ...]:
@@ -22,8 +24,10 @@ def all_passes() -> tuple[GraphPass, ...]:
         FuseAddRMSNorm(),
         FuseActMul(),
         FuseRopeKVWrite(),
+        Tail(),
         FuseLinear(),
         FuseMoe(),
+        FuseLookups(),
     )
 
 
@@ -32,7 +36,9 @@ def default_passes(device_type: str) -> tuple[GraphPass, ...]:
     return tuple(each for each in all_passes() if device_type == "cuda" or each.name not in ON_A_GPU)
 
 
-ON_A_GPU = frozenset({"fuse-add-rms-norm", "fuse-act-mul", "fuse-rope-kv-write", "fuse-linear", "fuse-moe"})
+ON_A_GPU = frozenset(
+    {"fuse-add-rms-norm", "fuse-act-mul", "fuse-rope-kv-write", "fuse-linear", "fuse-moe", "fuse-lookups"}
+)
 """Passes that make calls of Triton kernels. Their references in plain torch run on a CPU, where Inductor's own
 code is faster: there they run if they are named."""
 

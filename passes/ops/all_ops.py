@@ -9,6 +9,7 @@ MODULES: tuple[str, ...] = (
     "piecegraph.passes.ops.norm_linear",
     "piecegraph.passes.ops.rms_norm",
     "piecegraph.passes.ops.rotary_tables",
+    "piecegraph.passes.ops.take_rows",
 )
 """A line for each file of `passes/ops/` that defines an op."""
 

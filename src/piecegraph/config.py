@@ -24,8 +24,10 @@ PASSES = (
     "fuse-add-rms-norm",
     "fuse-act-mul",
     "fuse-rope-kv-write",
+    "tail",
     "fuse-linear",
     "fuse-moe",
+    "fuse-lookups",
 )
 """Every pass there is, in the order they run."""
 

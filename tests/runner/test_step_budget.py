@@ -148,16 +148,16 @@ def start_counts(folder: Path, **options: Any) -> tuple[Counter[str], LLM]:
 
 
 @pytest.mark.parametrize("num_layers", [3, 6])
-def test_a_start_compiles_four_pieces_and_captures_each_bucket_once(num_layers: int, tmp_path: Path) -> None:
-    """Compiles are flat in depth: before the first attention, between two, after the last, the logits. A FULL bucket is
-    one recording, a PIECEWISE one a stretch of pieces each."""
+def test_a_start_compiles_three_pieces_and_captures_each_bucket_once(num_layers: int, tmp_path: Path) -> None:
+    """Compiles are flat in depth: before the first attention, between two, after the last. A FULL bucket is one
+    recording, a PIECEWISE one a stretch of pieces each."""
     llama_config(num_hidden_layers=num_layers).save_pretrained(str(tmp_path))
     counts, llm = start_counts(tmp_path)
     with llm:
         report = llm.compiled.report()
-        assert (report.num_pieces, report.num_unique_pieces) == (num_layers + 2, 4)
-        assert counts["compiled"] == 4
-        assert [row.shared_by for row in report.unique_pieces] == [1, num_layers - 1, 1, 1]
+        assert (report.num_pieces, report.num_unique_pieces) == (num_layers + 1, 3)
+        assert counts["compiled"] == 3
+        assert [row.shared_by for row in report.unique_pieces] == [1, num_layers - 1, 1]
         captured = {mode: len(graphs.descriptors) for mode, graphs in llm.runner.graphs.graphs.items()}
         assert captured == {CUDAGraphMode.PIECEWISE: len(SIZES), CUDAGraphMode.FULL: 4}  # 1, 2, 4 and 6 requests
         assert counts["recorded"] == len(SIZES) * (num_layers + 1) + 4

@@ -1,0 +1,144 @@
+"""`fuse-lookups`: embeddings, and rows that are taken by their numbers, become one kernel of ours.
+
+Torch's own are several kernels, by how many rows are taken; each is loaded when it is first launched, one of them in
+63 ms, and none starts before the kernel ahead has ended. Rows of several tensors by the same numbers are taken at once.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+
+from piecegraph.passes.effects import changed_between, is_left_alone
+from piecegraph.passes.graph_pass import GraphPass, Miss, PassContext, PassResult
+from piecegraph.passes.ops.take_rows import TAKE_ROWS
+from piecegraph.passes.torch_ir import GETITEM, NoMatch, argument, is_call, is_tensor, shape_of, value_of
+
+_EMBEDDING = frozenset({F.embedding, torch.embedding})
+_INDEX_SELECT = frozenset({torch.index_select, "index_select"})
+_NUMBERS = (torch.int64, torch.int32)
+
+LEAST_SIZE = 32
+"""Numbers of a row that a program of ours is worth."""
+
+
+@dataclass(frozen=True, slots=True)
+class FuseLookups(GraphPass):
+    """A site: an embedding, or a tensor indexed by an input, of whole numbers, along a dim ahead of which all are of
+    size 1. Exact; a number outside of the source is an error no more, but NaN (`ops/take_rows.py`)."""
+
+    name: ClassVar[str] = "fuse-lookups"
+
+    def apply(self, graph: fx.Graph, context: PassContext) -> PassResult:
+        found: list[_Lookup] = []
+        misses = []
+        for node in graph.nodes:
+            if not is_call(node, _EMBEDDING | _INDEX_SELECT | GETITEM):
+                continue
+            try:
+                lookup = _lookup(node)
+            except NoMatch as reason:
+                misses.append(Miss(node.name, str(reason)))
+                continue
+            if lookup is not None:
+                found.append(lookup)
+        left = list(found)
+        while left:
+            together = _together(left)
+            _take(together)
+            left = [lookup for lookup in left if lookup not in together]
+        return PassResult(len(found), tuple(misses))
+
+
+@dataclass(frozen=True, slots=True)
+class _Lookup:
+    """`source[:, index]`."""
+
+    node: fx.Node
+    source: fx.Node
+    index: fx.Node
+    dim: int
+
+
+def _lookup(node: fx.Node) -> _Lookup | None:
+    """What a call looks up; None for one that is no site. Raises `NoMatch` for a site that no kernel of ours takes."""
+    if is_call(node, _EMBEDDING):
+        index, source, dim = argument(node, 0, "input"), argument(node, 1, "weight"), 0
+    elif is_call(node, _INDEX_SELECT):
+        source, dim, index = (argument(node, at, name) for at, name in enumerate(("input", "dim", "index")))
+    else:
+        source = node.args[0]
+        place = _indexed_dim(node)
+        if place is None:
+            return None
+        dim, index = place
+    if not (is_tensor(source) and is_tensor(index) and isinstance(dim, int)):
+        return None
+    if value_of(index).dtype not in _NUMBERS:
+        return None  # a mask, of which only the GPU knows how many rows it takes
+    if not is_call(node, _EMBEDDING) and not is_left_alone(index):
+        return None  # by numbers that a layer computes, as experts are: Inductor makes it part of what reads the rows
+    if is_call(node, _EMBEDDING) and argument(node, 3, "max_norm") is not None:
+        raise NoMatch("max_norm changes the table in place")
+    dim %= len(shape_of(source))
+    if not all(isinstance(size, int) and size == 1 for size in shape_of(source)[:dim]):
+        raise NoMatch(f"there are other dims ahead of dim {dim}")
+    if value_of(source).dtype.is_complex or value_of(source).dtype is torch.bool:
+        raise NoMatch(f"the rows are {str(value_of(source).dtype).removeprefix('torch.')}")
+    behind = shape_of(source)[dim + 1 :]
+    if not all(isinstance(size, int) for size in behind) or math.prod(behind) < LEAST_SIZE:
+        return None  # single numbers are what Inductor's own kernels look up well
+    return _Lookup(node, source, index, dim)
+
+
+def _indexed_dim(node: fx.Node) -> tuple[int, fx.Node] | None:
+    """The dim that one tensor indexes, where nothing else does anything."""
+    source, index = node.args
+    if not is_tensor(source):
+        return None
+    parts: tuple[Any, ...] = index if isinstance(index, tuple) else (index,)
+    tensors = [part for part in parts if isinstance(part, fx.Node)]
+    others = [part for part in parts if not isinstance(part, fx.Node)]
+    if len(tensors) != 1 or not all(part is Ellipsis or part == slice(None) for part in others):
+        return None
+    dim = parts.index(tensors[0])
+    if Ellipsis in parts[:dim]:
+        dim += len(shape_of(source)) - len(parts)
+    return dim, tensors[0]
+
+
+def _together(left: list[_Lookup]) -> list[_Lookup]:
+    """The first lookup, and those behind it by the same numbers whose sources are there when it runs."""
+    first = left[0]
+    order = {node: number for number, node in enumerate(first.node.graph.nodes)}
+    return [
+        first,
+        *(
+            each
+            for each in left[1:]
+            if (each.index, each.dim) == (first.index, first.dim)
+            and order[each.source] < order[first.node]
+            and changed_between(first.node, each.node, (each.source, each.index)) is None
+        ),
+    ]
+
+
+def _take(together: list[_Lookup]) -> None:
+    first = together[0]
+    graph = first.node.graph
+    with graph.inserting_before(first.node):
+        sources = [lookup.source for lookup in together]
+        taken = graph.call_function(TAKE_ROWS, (sources, first.index, first.dim))
+        taken.meta["example_value"] = TAKE_ROWS([value_of(each) for each in sources], value_of(first.index), first.dim)
+        for number, lookup in enumerate(together):
+            rows = graph.call_function(operator.getitem, (taken, number))
+            rows.meta["example_value"] = taken.meta["example_value"][number]
+            lookup.node.replace_all_uses_with(rows)
+    for lookup in together:
+        graph.erase_node(lookup.node)
