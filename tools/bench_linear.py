@@ -219,7 +219,7 @@ def _time_after_norm(
 
     default = norm_linear_config(linear.size, linear.weight_bytes, is_gated=bool(linear.activation))
     others = [each for each in layouts(linear, 1) if isinstance(each, LinearConfig) and each != default]
-    settings = [(default, f"default: {setting(default)}")]
+    settings = [] if default is None else [(default, f"default: {setting(default)}")]
     settings += [(each, setting(each)) for each in others if "matvec" in swept]
     kernels: list[Kernel] = [("norm+library", "", library)]
     kernels += [(f"norm+{kernel_of(config)}", text, ours(config)) for config, text in settings]

@@ -33,6 +33,10 @@ SLICED_SHARED_BYTES = 96 * 2**10
 HELD_REGISTERS = 128
 """Of a thread, for weights that it holds while it waits."""
 
+NORMED_WEIGHT_BYTES = 128 * 2**20
+"""Of a weight without a gate, up to which one row is normed by each program: a head has tens of thousands of them, and
+took 35 us longer for it (Qwen3-0.6B)."""
+
 SIZE_MULTIPLE = 64
 """Numbers of a row come in whole tiles, of twice as many where that goes."""
 
@@ -108,8 +112,11 @@ def linear_config(
     return None  # a second wave: the library's larger tiles read each weight once
 
 
-def norm_linear_config(size: int, weight_bytes: int, *, is_gated: bool) -> LinearConfig:
-    """The layout for one row that is normed in the same kernel, `size` numbers of two bytes each."""
+def norm_linear_config(size: int, weight_bytes: int, *, is_gated: bool) -> LinearConfig | None:
+    """The layout for one row that is normed in the same kernel, `size` numbers of two bytes each; None where every
+    program's doing so takes longer than a norm apart, as in a head of many programs of few columns."""
+    if weight_bytes > NORMED_WEIGHT_BYTES and not is_gated:
+        return None
     if weight_bytes > SMALL_WEIGHT_BYTES:  # every program reads the row twice: in one tile, by four warps, at once
         block_k = 4096 if size > 2048 else 2048
         return LinearConfig(block_m=0, block_n=2, block_k=block_k, num_warps=4, num_stages=1)

@@ -52,9 +52,26 @@ def test_a_program_of_one_row_holds_its_tile_in_registers(num_columns: int, size
     halves = 2 if is_gated else 1
     plain = config(1, num_columns, size, is_gated=is_gated)
     normed = norm_linear_config(size, 2 * halves * num_columns * size, is_gated=is_gated)
-    for found in (plain, normed):
+    if normed is None:
+        assert num_columns == 65536 and not is_gated, "a head, behind a norm apart"
+    for found in (plain, plain if normed is None else normed):
         assert isinstance(found, LinearConfig) and found.block_m == 0
         assert halves * found.block_n * found.block_k // (32 * found.num_warps) <= 128
+
+
+@pytest.mark.parametrize(
+    ("num_columns", "size", "is_gated", "is_apart"),
+    [
+        (151936, 1024, False, True),  # the head of Qwen3-0.6B
+        (128256, 4096, False, True),  # of Llama-8B
+        (4096, 1024, False, False),  # query, key and value
+        (7168, 5120, False, False),  # of Qwen3-14B
+        (14336, 4096, True, False),  # gate and up
+    ],
+)
+def test_a_head_is_behind_a_norm_apart(num_columns: int, size: int, is_gated: bool, is_apart: bool) -> None:
+    weight_bytes = 2 * (2 if is_gated else 1) * num_columns * size
+    assert (norm_linear_config(size, weight_bytes, is_gated=is_gated) is None) == is_apart
 
 
 @pytest.mark.parametrize(
