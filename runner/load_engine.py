@@ -12,6 +12,7 @@ import torch
 
 from piecegraph.compiler.compiled_model import CompiledModel
 from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
+from piecegraph.compiler.stored.compile_cache import CompileCache
 from piecegraph.progress import OnPhase, Phase, timed_phase
 from piecegraph.read_ahead import ReadAhead
 from piecegraph.runner.attention.select import BackendChoice, check_backend_name
@@ -38,12 +39,13 @@ from piecegraph.runner.model_loader import (
 )
 from piecegraph.runner.model_runner import ModelRunner
 from piecegraph.runner.model_step import ModelStep
-from piecegraph.runner.profile import peak_step_bytes
+from piecegraph.runner.profile import measure_step
 from piecegraph.runner.rope import fix_longrope
 from piecegraph.runner.sampling.batch_sampler import Sampler
 from piecegraph.runner.scheduling.kv_cache_manager import KVCacheManager
 from piecegraph.runner.scheduling.request_queue import SchedulingPolicy
 from piecegraph.runner.scheduling.scheduler import Scheduler
+from piecegraph.runner.step_memory import KeptStepMemory, kept_or_measured
 from piecegraph.runner.without_weights import stand_in_for
 
 if TYPE_CHECKING:
@@ -275,13 +277,14 @@ def _allocate(
             has_graphs=has_graphs,
         )
     else:
-        with timed_phase(on_phase, "profile"):
-            step_bytes = peak_step_bytes(
-                step,
-                num_tokens=max_num_tokens,
-                max_model_len=max_model_len,
-                needs_host_batch=model.attention.backend.needs_host_batch,
-            )
+        measure = functools.partial(
+            measure_step,
+            step,
+            num_tokens=max_num_tokens,
+            max_model_len=max_model_len,
+            needs_host_batch=model.attention.backend.needs_host_batch,
+        )
+        step_bytes = kept_or_measured(_kept_step(model, config, step, max_num_tokens), measure, on_phase)
         cache = allocate_on_gpu(
             allocate,
             sizes,
@@ -293,6 +296,22 @@ def _allocate(
     if on_phase is not None and not cache.is_growing:
         on_phase(Phase(name="kv_cache", seconds=time.monotonic() - started, detail=str(cache)))
     return cache
+
+
+def _kept_step(model: CompiledLM, config: EngineConfig, step: ModelStep, max_num_tokens: int) -> KeptStepMemory | None:
+    """Where what the largest step takes is kept; None where nothing of the model is."""
+    key = model.compiled.report().cache.key
+    if key is None:
+        return None
+    sizes = {
+        "max_num_tokens": max_num_tokens,
+        "max_model_len": step.sampler.max_model_len,
+        "max_num_seqs": config.max_num_seqs,
+        "block_size": step.block_size,
+        "attention_backend": model.attention.backend.name,
+        "graphs": model.plan.has_graphs,
+    }
+    return KeptStepMemory(CompileCache.open(config.compile), key, step.buffers.input_ids.device, sizes)
 
 
 def _fill(cache: CacheAllocation, graph_bytes: int, device: torch.device, on_phase: OnPhase | None) -> int:

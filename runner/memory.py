@@ -37,7 +37,7 @@ class MemoryBudget:
     utilization: float  # above 0, at most 1: the share of `total_bytes` that all of this may take
     other_bytes: int  # in use, and not by torch: other processes, CUDA's context, loaded kernels
     model_bytes: int  # held by torch for good: weights, requests' states, input buffers, workspaces
-    step_bytes: int  # held only while a step runs without graphs, at its largest; `peak_step_bytes`
+    step_bytes: int  # held only while a step runs without graphs, at its largest; `measure_step`
     graph_bytes: int  # the graphs, and the pool they keep their activations in
 
     @property

@@ -13,6 +13,7 @@ from piecegraph.runner.dummy_batch import dummy_batch
 from piecegraph.runner.model_step import ModelStep
 from piecegraph.runner.sampling.sampler_option import SamplingBatch
 from piecegraph.runner.sampling_params import SamplingParams
+from piecegraph.runner.step_memory import StepMemory
 
 SAMPLED_LOGPROBS = 20
 """Log probabilities each request of the largest step asks for: what vLLM allows at most by default."""
@@ -30,14 +31,14 @@ _LARGEST_SAMPLING = SamplingParams(
 
 
 @torch.no_grad()
-def peak_step_bytes(step: ModelStep, *, num_tokens: int, max_model_len: int, needs_host_batch: bool) -> int:
-    """What the GPU's memory in use grows by, at most, while the largest step without graphs runs.
+def measure_step(step: ModelStep, *, num_tokens: int, max_model_len: int, needs_host_batch: bool) -> StepMemory:
+    """What the GPU's memory in use grows by, at most, while the largest step without graphs runs, and for good.
 
     Counted: the model on `num_tokens` tokens of requests as long as can be, attention included; logits of as many
     requests as a step can have (`step.num_logits`); the draw; then the sampler's whole way for all of them, with
     penalties, truncation and `SAMPLED_LOGPROBS` log probabilities each. In whole pieces of torch's allocator, the
     gaps between tensors included: that is what the device has to have free. What stays allocated after a first
-    such step, as workspaces do, is not counted here but is in use from then on.
+    such step, as workspaces do, is told apart: it is in use from then on.
 
     Not counted: log probabilities of prompts or of the whole vocabulary, and steps over graphs, whose memory is
     the graphs' own.
@@ -45,6 +46,8 @@ def peak_step_bytes(step: ModelStep, *, num_tokens: int, max_model_len: int, nee
     Mutates the input buffers and the sampler's rows; nothing is cached and no request's state changes.
     """
     device = step.buffers.input_ids.device
+    torch.cuda.empty_cache()
+    before_first = torch.cuda.memory_reserved(device)
     run_largest_step(step, num_tokens=num_tokens, max_model_len=max_model_len, needs_host_batch=needs_host_batch)
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
@@ -54,11 +57,11 @@ def peak_step_bytes(step: ModelStep, *, num_tokens: int, max_model_len: int, nee
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_reserved(device) - before
     torch.cuda.empty_cache()
-    return peak
+    return StepMemory(peak_bytes=peak, stays_bytes=max(before - before_first, 0))
 
 
 def run_largest_step(step: ModelStep, *, num_tokens: int, max_model_len: int, needs_host_batch: bool) -> None:
-    """The step that `peak_step_bytes` measures, of nobody's tokens, on any device."""
+    """The step that `measure_step` measures, of nobody's tokens, on any device."""
     common = prepare_step(step, num_tokens=num_tokens, max_model_len=max_model_len, needs_host_batch=needs_host_batch)
     logits, _ = step.draw(run_model(step, common))
     sample_every_way(step, logits)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from piecegraph import LLM, SamplingParams
-from piecegraph.runner.profile import SAMPLED_LOGPROBS, peak_step_bytes, run_largest_step
+from piecegraph.runner.profile import SAMPLED_LOGPROBS, measure_step, run_largest_step
 from piecegraph.runner.sampling.batch_sampler import Sampler, SamplerOutput
 from tests.runner.tiny_models import llama_config, random_model, save
 
@@ -72,7 +72,8 @@ def test_a_larger_step_takes_more(tmp_path: Path) -> None:
     options: dict[str, Any] = {"num_kv_blocks": 300, "max_num_seqs": 64, "max_num_batched_tokens": 512}
     with LLM(folder, skip_tokenizer_init=True, enforce_eager=True, **options) as llm:
         sizes: dict[str, Any] = {"max_model_len": llm.max_model_len, "needs_host_batch": llm.runner._needs_host_batch}
-        large = peak_step_bytes(llm.runner.step, num_tokens=512, **sizes)
-        assert large == peak_step_bytes(llm.runner.step, num_tokens=512, **sizes)
-        assert large >= peak_step_bytes(llm.runner.step, num_tokens=8, **sizes)
+        large = measure_step(llm.runner.step, num_tokens=512, **sizes).peak_bytes
+        again = measure_step(llm.runner.step, num_tokens=512, **sizes)
+        assert (again.peak_bytes, again.stays_bytes) == (large, 0)
+        assert large >= measure_step(llm.runner.step, num_tokens=8, **sizes).peak_bytes
         assert large >= 64 * llm.engine.vocab_size * 4

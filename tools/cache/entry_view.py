@@ -13,7 +13,10 @@ from typing import Any
 from piecegraph.cache.entry import Entry
 from piecegraph.cache.layout import is_digest
 
-PLAN, PIECE, KERNELS = "plan", "piece", "kernels"
+PLAN, PIECE, KERNELS, STEP = "plan", "piece", "kernels", "step"
+
+FOR_A_PLAN = (KERNELS, STEP)
+"""Kinds that name the plan they are for, and are part of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +35,7 @@ class EntryView:
     sizes: tuple[int, ...] = ()  # static ones: of a plan all, of a piece the one it is for
     passes: Mapping[str, int]  # matches by pass
     pieces: tuple[str, ...]  # keys of the pieces a plan is made of
-    of: str | None = None  # of kernels: the key of the plan they are for, or of no entry
+    of: str | None = None  # of kernels and of a step: the key of the plan they are for, or of no entry
     functions: Mapping[str, int]  # of kernels: how many each function has
     kernels: int | None = None
     nodes: int | None = None

@@ -10,7 +10,7 @@ from functools import cached_property
 
 from piecegraph.cache.counters import Totals
 from piecegraph.cache.store import Listed, Store
-from piecegraph.tools.cache.entry_view import KERNELS, EntryView, view
+from piecegraph.tools.cache.entry_view import FOR_A_PLAN, EntryView, view
 
 MISSING_PIECES = "pieces missing"
 """The state of a plan that is good itself, and of whose pieces one is not there or cannot be loaded."""
@@ -53,7 +53,7 @@ class Listing:
 
     @cached_property
     def plans_of(self) -> Mapping[str, tuple[Row, ...]]:
-        """By key of a piece, or of kernels, the plans they are part of."""
+        """By key of a piece, of kernels or of a step, the plans they are part of."""
         found: dict[str, list[Row]] = {}
         for row in self.rows:
             for key in self._parts(row):
@@ -61,20 +61,21 @@ class Listing:
         return {key: tuple(rows) for key, rows in found.items()}
 
     @cached_property
-    def _kernels_of(self) -> Mapping[str, tuple[str, ...]]:
-        """By key of a plan, the keys of its kernels: one, unless others were kept by another version."""
+    def _kept_for(self) -> Mapping[str, tuple[str, ...]]:
+        """By key of a plan, the keys of its kernels and steps: of kernels one, unless others were kept by another
+        version."""
         found: dict[str, list[str]] = {}
         for row in self.rows:
-            if row.view is not None and row.view.kind == KERNELS and row.view.of is not None:
+            if row.view is not None and row.view.kind in FOR_A_PLAN and row.view.of is not None:
                 found.setdefault(row.view.of, []).append(row.key)
         return {key: tuple(keys) for key, keys in found.items()}
 
     def _parts(self, row: Row) -> tuple[str, ...]:
         pieces = row.view.pieces if row.view is not None else ()
-        return (*pieces, *self._kernels_of.get(row.key, ()))
+        return (*pieces, *self._kept_for.get(row.key, ()))
 
     def with_pieces(self, keys: Iterable[str]) -> list[str]:
-        """`keys`, and after each the keys of its pieces and its kernels that are there; each once."""
+        """`keys`, and after each the keys of its pieces, kernels and steps that are there; each once."""
         found: dict[str, None] = {}
         for key in keys:
             found[key] = None
@@ -92,13 +93,13 @@ class Listing:
         return [key for key in self.with_pieces(chosen) if key not in others]
 
     def models(self, row: Row) -> tuple[str, ...]:
-        """Titles of the models the entry is of: of a piece and of kernels those of the plans they are part of."""
+        """Titles of the models the entry is of: of its parts those of the plans they are part of."""
         rows = (row, *self.plans_of.get(row.key, ()))
         titles = (each.view.title for each in rows if each.view is not None)
         return tuple(dict.fromkeys(title for title in titles if title is not None))
 
     def size_with_pieces(self, row: Row) -> int:
-        """Bytes of the entry, its pieces, its kernels and their blobs, each content once."""
+        """Bytes of the entry, its parts and their blobs, each content once."""
         if not self._parts(row):
             return row.listed.size
         rows = [self.by_key[key] for key in self.with_pieces([row.key])]

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from piecegraph.tools.cache.entry_view import KERNELS, PIECE
+from piecegraph.tools.cache.entry_view import FOR_A_PLAN, PIECE
 from piecegraph.tools.cache.key_prefix import SHOWN
 from piecegraph.tools.cache.listing import Listing, Row, read_listing
 from piecegraph.tools.cache.output import emit_json, emit_lines, table
@@ -62,7 +62,9 @@ class Filters:
 @click.option("--state", help="Those in this state: complete, corrupt, untrusted, ...")
 @click.option("--unused-for", type=DURATION, help="Those that were not used for so long (30d, 12h).")
 @click.option(
-    "--pieces", is_flag=True, help="Also the pieces that listed models are made of, and their kernels, a row each."
+    "--pieces",
+    is_flag=True,
+    help="Also what listed models are made of: pieces, kernels and steps, a row each.",
 )
 @click.option("--sort", type=click.Choice(list(ORDERS)), default="last-used", show_default=True)
 @click.option("--reverse", is_flag=True, help="The other way around.")
@@ -129,7 +131,7 @@ def _cells(row: Row, listing: Listing, now: float) -> tuple[object, ...]:
         about: tuple[object, ...] = ("-",) * 5
     else:
         pieces = "-" if said.num_pieces is None else f"{said.num_pieces}/{said.num_unique_pieces}"
-        is_part = said.kind in (PIECE, KERNELS)
+        is_part = said.kind in (PIECE, *FOR_A_PLAN)
         about = (
             f"{said.kind} of {model}"
             if is_part and model != "-"

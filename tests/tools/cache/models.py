@@ -103,6 +103,13 @@ def save_kernels(store: Store, of: str, *functions: str, **factors: Any) -> Entr
     return save(store, made_of, blobs, {"compile": 4.0}, notes)
 
 
+def save_step(store: Store, of: str, **sizes: int) -> Entry:
+    """What the largest step of the model of a plan takes."""
+    blobs = {"step": json.dumps({"peak_bytes": 2**30, "stays_bytes": 2**20}).encode()}
+    made_of = {"kind": "step", "format": 1, "of": of, "build": BUILD, "machine": H200, "step": sizes}
+    return save(store, made_of, blobs, {"profile": 0.5}, {"peak_bytes": 2**30, "stays_bytes": 2**20})
+
+
 def save(
     store: Store,
     factors: Mapping[str, Any],

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from piecegraph.cache.store import Store
-from tests.tools.cache.models import H200, NOW, CacheCommand, Model, save_kernels, save_model, save_piece
+from tests.tools.cache.models import H200, NOW, CacheCommand, Model, save_kernels, save_model, save_piece, save_step
 
 
 @pytest.fixture
@@ -86,6 +86,17 @@ def test_kernels_are_a_part_of_their_model(models: tuple[Model, Model], store: S
     (row,) = (row for row in cache.json("ls") if row["kind"] == "kernels")
     assert (row["key"], row["models"], row["arch"]) == (alone.key, [], "sm_90 NVIDIA H200")
     assert "kernels of SmallModel 134.5M bfloat16" in cache("ls", "--pieces")
+
+
+def test_a_step_is_a_part_of_its_model(models: tuple[Model, Model], store: Store, cache: CacheCommand) -> None:
+    """Of which there is one for each length, and as many as there are go with it."""
+    steps = {save_step(store, models[0].plan.key, max_model_len=length).key for length in (1024, 4096)}
+    rows = [row for row in cache.json("ls", "--pieces") if row["kind"] == "step"]
+    assert {row["key"] for row in rows} == steps
+    assert {tuple(row["models"]) for row in rows} == {("SmallModel 134.5M bfloat16",)}
+    assert not [row for row in cache.json("ls") if row["kind"] == "step"]
+    assert "step of SmallModel 134.5M bfloat16" in cache("ls", "--pieces")
+    assert steps <= set(cache.json("rm", "-y", models[0].plan.key)["removed"])
 
 
 @pytest.mark.parametrize(

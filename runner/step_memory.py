@@ -1,0 +1,112 @@
+"""What the largest step takes of the GPU's memory: measured by the first start, and kept in the cache for others.
+
+Measuring it runs the step twice, which loads every kernel that any option of sampling takes: a third of a second of a
+start from the cache, most of it for requests that may never come.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from piecegraph.cache.entry import Entry
+from piecegraph.cache.keys import key_of
+from piecegraph.compiler.own_sources import OF_PLANS
+from piecegraph.compiler.stored.compile_cache import CompileCache
+from piecegraph.compiler.stored.machine_factors import build_factors, machine_factors
+from piecegraph.compiler.torch_compat import allocator_settings
+from piecegraph.progress import OnPhase, Phase
+
+STEP_FORMAT = 1
+"""Of the blob; part of every key."""
+
+ROLE = "step"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMemory:
+    """Bytes of the device, in whole pieces of torch's allocator."""
+
+    peak_bytes: int  # held while the largest step runs without graphs
+    stays_bytes: int  # that the first step leaves allocated, such as workspaces
+
+    @property
+    def total_bytes(self) -> int:
+        """What must be left free by who has not run a step yet."""
+        return self.peak_bytes + self.stays_bytes
+
+
+def step_factors(of: str, device: torch.device, step: Mapping[str, Any]) -> dict[str, Any]:
+    """`of`: the key of the model's plan; `step`: what else its largest step depends on."""
+    return {
+        "kind": "step",
+        "format": STEP_FORMAT,
+        "of": of,
+        "build": build_factors(OF_PLANS),
+        "machine": machine_factors(device),
+        "allocator": allocator_settings(),
+        "step": dict(step),
+    }
+
+
+class KeptStepMemory:
+    """The entry of one step, over one cache. Nothing here raises for what a disk says."""
+
+    def __init__(self, cache: CompileCache, of: str, device: torch.device, step: Mapping[str, Any]) -> None:
+        self._cache = cache
+        self._factors = step_factors(of, device, step)
+        self.key = key_of(self._factors)
+
+    def load(self) -> StepMemory | None:
+        """What was measured; None where nothing is kept, or nothing that can be used."""
+        loaded = self._cache.load(self.key) if self._cache.has(self.key) else None
+        if loaded is None:
+            return None
+        try:
+            said = json.loads(loaded.blobs[ROLE])
+            found = StepMemory(peak_bytes=said["peak_bytes"], stays_bytes=said["stays_bytes"])
+        except (ValueError, KeyError, TypeError) as error:
+            self._cache.reject(self.key, f"reading its bytes: {error!r}")
+            return None
+        if not all(type(each) is int and each >= 0 for each in asdict(found).values()):
+            self._cache.reject(self.key, f"it has {found}")
+            return None
+        return found
+
+    def save(self, measured: StepMemory, seconds: float) -> None:
+        """Keep it, where that goes. `seconds`: what measuring it took."""
+        blobs = {ROLE: json.dumps(asdict(measured)).encode()}
+        entry = Entry.of(
+            self._factors,
+            blobs,
+            created=time.time(),
+            seconds={"profile": seconds},
+            versions=self._cache.versions(),
+            notes={**asdict(measured)},
+        )
+        self._cache.save(entry, blobs)
+
+
+def kept_or_measured(kept: KeptStepMemory | None, measure: Callable[[], StepMemory], on_phase: OnPhase | None) -> int:
+    """Bytes that must be free for the largest step, as the phase `profile`. `kept`: None where no cache is used.
+
+    What was measured just now leaves its workspaces in use; what an earlier process has measured counts them.
+    """
+    began = time.perf_counter()
+    found = None if kept is None else kept.load()
+    if found is None:
+        measured = measure()
+        if kept is not None:
+            kept.save(measured, time.perf_counter() - began)
+        num_bytes, whence = measured.peak_bytes, "measured"
+    else:
+        num_bytes, whence = found.total_bytes, "measured by an earlier start"
+    if on_phase is not None:
+        detail = f"{num_bytes / 2**20:.0f} MiB for the largest step, {whence}"
+        on_phase(Phase(name="profile", seconds=time.perf_counter() - began, detail=detail))
+    return num_bytes
