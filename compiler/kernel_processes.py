@@ -114,6 +114,7 @@ class KernelProcesses:
         for process in self._all:
             if process.poll() is None:
                 process.kill()
+        for process in self._all:  # what they had is freed by all at once
             process.wait()
         if self._asks_for_driver.ident is not None:
             self._asks_for_driver.join()  # it reads from one
