@@ -26,6 +26,7 @@ from piecegraph.runner.engine import Engine
 from piecegraph.runner.engine_config import EngineConfig, batched_tokens, runs_ahead, static_sizes_note
 from piecegraph.runner.graph_plan import GraphPlan
 from piecegraph.runner.kv_cache import KVCache, allocate_kv_caches, as_pages, bytes_per_block
+from piecegraph.runner.library_ahead import LibraryAhead
 from piecegraph.runner.model_length import model_length
 from piecegraph.runner.model_loader import (
     LoadedModel,
@@ -76,6 +77,8 @@ def load_engine(config: EngineConfig, on_phase: OnPhase | None, ahead: ReadAhead
     check_backend_name(config.attention_backend)
     with timed_phase(on_phase, "device"):  # torch's first look at it, for which the context has to be there
         device = resolve_device(config.device)
+    library = LibraryAhead(device)
+    library.start()
     max_num_tokens = batched_tokens(config, device.type)
     if config.cudagraph_capture_sizes is not None:
         check_capture_sizes(config.cudagraph_capture_sizes, max_num_tokens)
@@ -113,6 +116,7 @@ def load_engine(config: EngineConfig, on_phase: OnPhase | None, ahead: ReadAhead
         sampler = Sampler(
             max_num_reqs=config.max_num_seqs, max_model_len=max_model_len, vocab_size=vocab_size, device=device
         )
+    library.wait()
     runner, num_blocks = _runner(model, plan, config, sampler, max_num_tokens, device, on_phase)
     with timed_phase(on_phase, "engine"):
         engine = Engine(
