@@ -20,7 +20,7 @@ from piecegraph.passes.graph_pass import GraphPass, Miss, PassContext, PassResul
 from piecegraph.passes.ops.take_rows import TAKE_ROWS
 from piecegraph.passes.torch_ir import GETITEM, NoMatch, argument, is_call, is_tensor, shape_of, value_of
 
-_EMBEDDING = frozenset({F.embedding, torch.embedding})
+_EMBEDDING = frozenset({F.embedding})
 _INDEX_SELECT = frozenset({torch.index_select, "index_select"})
 _NUMBERS = (torch.int64, torch.int32)
 
@@ -36,23 +36,22 @@ class FuseLookups(GraphPass):
     name: ClassVar[str] = "fuse-lookups"
 
     def apply(self, graph: fx.Graph, context: PassContext) -> PassResult:
-        found: list[_Lookup] = []
+        found: list[fx.Node] = []
         misses = []
         for node in graph.nodes:
             if not is_call(node, _EMBEDDING | _INDEX_SELECT | GETITEM):
                 continue
             try:
-                lookup = _lookup(node)
+                if _lookup(node) is not None:
+                    found.append(node)
             except NoMatch as reason:
                 misses.append(Miss(node.name, str(reason)))
-                continue
-            if lookup is not None:
-                found.append(lookup)
         left = list(found)
-        while left:
-            together = _together(left)
+        while left:  # what is looked up in a lookup has another source once that one is taken
+            together = _together([lookup for lookup in map(_lookup, left) if lookup is not None])
+            taken = {lookup.node for lookup in together}
             _take(together)
-            left = [lookup for lookup in left if lookup not in together]
+            left = [node for node in left if node not in taken]
         return PassResult(len(found), tuple(misses))
 
 
@@ -64,6 +63,7 @@ class _Lookup:
     source: fx.Node
     index: fx.Node
     dim: int
+    wraps: bool  # a negative number counts from the end
 
 
 def _lookup(node: fx.Node) -> _Lookup | None:
@@ -80,6 +80,8 @@ def _lookup(node: fx.Node) -> _Lookup | None:
         dim, index = place
     if not (is_tensor(source) and is_tensor(index) and isinstance(dim, int)):
         return None
+    if is_call(node, _INDEX_SELECT) and value_of(index).dim() != 1:
+        return None  # one number, whose dim stays
     if value_of(index).dtype not in _NUMBERS:
         return None  # a mask, of which only the GPU knows how many rows it takes
     if not is_call(node, _EMBEDDING) and not is_left_alone(index):
@@ -94,7 +96,7 @@ def _lookup(node: fx.Node) -> _Lookup | None:
     behind = shape_of(source)[dim + 1 :]
     if not all(isinstance(size, int) for size in behind) or math.prod(behind) < LEAST_SIZE:
         return None  # single numbers are what Inductor's own kernels look up well
-    return _Lookup(node, source, index, dim)
+    return _Lookup(node, source, index, dim, wraps=is_call(node, GETITEM))
 
 
 def _indexed_dim(node: fx.Node) -> tuple[int, fx.Node] | None:
@@ -122,7 +124,7 @@ def _together(left: list[_Lookup]) -> list[_Lookup]:
         *(
             each
             for each in left[1:]
-            if (each.index, each.dim) == (first.index, first.dim)
+            if (each.index, each.dim, each.wraps) == (first.index, first.dim, first.wraps)
             and order[each.source] < order[first.node]
             and changed_between(first.node, each.node, (each.source, each.index)) is None
         ),
@@ -134,8 +136,9 @@ def _take(together: list[_Lookup]) -> None:
     graph = first.node.graph
     with graph.inserting_before(first.node):
         sources = [lookup.source for lookup in together]
-        taken = graph.call_function(TAKE_ROWS, (sources, first.index, first.dim))
-        taken.meta["example_value"] = TAKE_ROWS([value_of(each) for each in sources], value_of(first.index), first.dim)
+        taken = graph.call_function(TAKE_ROWS, (sources, first.index, first.dim, first.wraps))
+        values = [value_of(each) for each in sources]
+        taken.meta["example_value"] = TAKE_ROWS(values, value_of(first.index), first.dim, first.wraps)
         for number, lookup in enumerate(together):
             rows = graph.call_function(operator.getitem, (taken, number))
             rows.meta["example_value"] = taken.meta["example_value"][number]

@@ -48,6 +48,7 @@ MATMULS = LINEAR | MATMUL | ADDMM
 SIZED_VIEWS = (VIEW | RESHAPE) - {"view_as", "reshape_as", "flatten", torch.flatten}
 """Views that are told the sizes of their result."""
 
+_VARIANCE = frozenset({torch.var, "var"})
 REDUCTIONS = MEAN | {torch.sum, torch.amax, torch.amin, torch.var, "sum", "amax", "amin", "var"}
 _SOFTMAX = frozenset({F.softmax, torch.softmax, F.log_softmax, torch.log_softmax, "softmax", "log_softmax"})
 _LAYER_NORM = frozenset({F.layer_norm, torch.layer_norm}) | RMS_NORM
@@ -185,7 +186,8 @@ def _reduction(node: fx.Node, dim: int) -> Rows:
         raise _refuse(node, "reduces over every dim")
     ndim = _ndim(source)
     reduced = {each % ndim for each in over}
-    kept = [each for each in range(ndim) if argument(node, 2, "keepdim", False) or each not in reduced]
+    is_kept = argument(node, 3 if node.target in _VARIANCE else 2, "keepdim", False)
+    kept = [each for each in range(ndim) if is_kept or each not in reduced]
     if kept[dim] in reduced:
         raise _refuse(node, "reduces over the rows")
     return {source: kept[dim]}

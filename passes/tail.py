@@ -61,6 +61,8 @@ class Tail(GraphPass):
             if choice is None:
                 continue
             since = _Since.last_split_op(choice, context)
+            if not context.is_split_op(since.start):
+                continue  # no layers, but a graph of somebody's, in which more rows may be chosen than there are
             try:
                 rows = _region(choice, since, self.through_matmuls)
             except NoMatch as reason:

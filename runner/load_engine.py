@@ -79,6 +79,16 @@ def load_engine(config: EngineConfig, on_phase: OnPhase | None, ahead: ReadAhead
         device = resolve_device(config.device)
     library = LibraryAhead(device)
     library.start()
+    try:
+        return _load_on(device, library, config, on_phase, ahead)
+    finally:
+        library.wait()  # nothing of it may run while the process ends
+
+
+def _load_on(
+    device: torch.device, library: LibraryAhead, config: EngineConfig, on_phase: OnPhase | None, ahead: ReadAhead
+) -> Loaded:
+    """`load_engine`, once the device is known."""
     max_num_tokens = batched_tokens(config, device.type)
     if config.cudagraph_capture_sizes is not None:
         check_capture_sizes(config.cudagraph_capture_sizes, max_num_tokens)
@@ -303,16 +313,16 @@ def _allocate(
 
 
 def _kept_step(model: CompiledLM, config: EngineConfig, step: ModelStep, max_num_tokens: int) -> KeptStepMemory | None:
-    """Where what the largest step takes is kept; None where nothing of the model is."""
+    """Where what the largest step takes is kept; None where nothing of the model is, or where attention is by packages
+    of others, whose versions no key has."""
     key = model.compiled.report().cache.key
-    if key is None:
+    if key is None or model.attention.backend.name != "triton":
         return None
     sizes = {
         "max_num_tokens": max_num_tokens,
         "max_model_len": step.sampler.max_model_len,
         "max_num_seqs": config.max_num_seqs,
         "block_size": step.block_size,
-        "attention_backend": model.attention.backend.name,
         "graphs": model.plan.has_graphs,
     }
     return KeptStepMemory(CompileCache.open(config.compile), key, step.buffers.input_ids.device, sizes)

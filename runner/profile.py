@@ -18,6 +18,9 @@ from piecegraph.runner.step_memory import StepMemory
 SAMPLED_LOGPROBS = 20
 """Log probabilities each request of the largest step asks for: what vLLM allows at most by default."""
 
+MOST_OUTSIDE_BYTES = 2**29
+"""That kernels which a step loads may take; more is what other processes took meanwhile."""
+
 _LARGEST_SAMPLING = SamplingParams(
     temperature=0.7,
     top_k=50,
@@ -38,7 +41,7 @@ def measure_step(step: ModelStep, *, num_tokens: int, max_model_len: int, needs_
     requests as a step can have (`step.num_logits`); the draw; then the sampler's whole way for all of them, with
     penalties, truncation and `SAMPLED_LOGPROBS` log probabilities each. In whole pieces of torch's allocator, the
     gaps between tensors included: that is what the device has to have free. What stays allocated after a first
-    such step, as workspaces do, is told apart: it is in use from then on.
+    such step, as workspaces and loaded kernels do, is told apart: it is in use from then on.
 
     Not counted: log probabilities of prompts or of the whole vocabulary, and steps over graphs, whose memory is
     the graphs' own.
@@ -47,7 +50,7 @@ def measure_step(step: ModelStep, *, num_tokens: int, max_model_len: int, needs_
     """
     device = step.buffers.input_ids.device
     torch.cuda.empty_cache()
-    before_first = torch.cuda.memory_reserved(device)
+    before_first, outside_first = torch.cuda.memory_reserved(device), _outside_bytes(device)
     run_largest_step(step, num_tokens=num_tokens, max_model_len=max_model_len, needs_host_batch=needs_host_batch)
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
@@ -57,7 +60,14 @@ def measure_step(step: ModelStep, *, num_tokens: int, max_model_len: int, needs_
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_reserved(device) - before
     torch.cuda.empty_cache()
-    return StepMemory(peak_bytes=peak, stays_bytes=max(before - before_first, 0))
+    outside = min(max(_outside_bytes(device) - outside_first, 0), MOST_OUTSIDE_BYTES)
+    return StepMemory(peak_bytes=peak, stays_bytes=max(before - before_first, 0) + outside)
+
+
+def _outside_bytes(device: torch.device) -> int:
+    """What is in use of the device, by anybody, that torch's allocator does not hold."""
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    return total_bytes - free_bytes - torch.cuda.memory_reserved(device)
 
 
 def run_largest_step(step: ModelStep, *, num_tokens: int, max_model_len: int, needs_host_batch: bool) -> None:

@@ -14,8 +14,10 @@ from typing import Any
 
 import torch
 
+from piecegraph import environment
 from piecegraph.cache.entry import Entry
 from piecegraph.cache.keys import key_of
+from piecegraph.compiler.graphs.growing_segments import as_the_program_set_it
 from piecegraph.compiler.own_sources import OF_PLANS
 from piecegraph.compiler.stored.compile_cache import CompileCache
 from piecegraph.compiler.stored.machine_factors import build_factors, machine_factors
@@ -27,18 +29,24 @@ STEP_FORMAT = 1
 
 ROLE = "step"
 
+GAPS_BYTES = 32 * 2**20
+"""That a step may have found in gaps of what was in use where it was measured, and not elsewhere."""
+
+_VARIABLES = ("CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE", "PYTORCH_NO_CUDA_MEMORY_CACHING")
+"""Of the environment, that change what libraries and torch allocate."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMemory:
     """Bytes of the device, in whole pieces of torch's allocator."""
 
     peak_bytes: int  # held while the largest step runs without graphs
-    stays_bytes: int  # that the first step leaves allocated, such as workspaces
+    stays_bytes: int  # that the first step leaves in use: workspaces, and kernels that it loads
 
     @property
     def total_bytes(self) -> int:
         """What must be left free by who has not run a step yet."""
-        return self.peak_bytes + self.stays_bytes
+        return self.peak_bytes + self.stays_bytes + GAPS_BYTES
 
 
 def step_factors(of: str, device: torch.device, step: Mapping[str, Any]) -> dict[str, Any]:
@@ -49,7 +57,8 @@ def step_factors(of: str, device: torch.device, step: Mapping[str, Any]) -> dict
         "of": of,
         "build": build_factors(OF_PLANS),
         "machine": machine_factors(device),
-        "allocator": allocator_settings(),
+        "allocator": as_the_program_set_it(allocator_settings()),
+        "variables": {name: environment.read(name) for name in _VARIABLES},
         "step": dict(step),
     }
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from piecegraph.errors import CaptureError
 
 _INVALID_VALUE = 1  # CUDA_ERROR_INVALID_VALUE: a parameter index past the last
+_SUPPORTS_VIRTUAL_MEMORY = 102  # CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
 BUFFER_POINTER, BUFFER_SIZE, END = 1, 2, 0  # CU_LAUNCH_PARAM_*
 _SYMBOLS = (
     "cuStreamGetCaptureInfo_v3",
@@ -64,6 +65,16 @@ def driver_version() -> int:
     version = ctypes.c_int()
     check("cuDriverGetVersion", library().cuDriverGetVersion(ctypes.byref(version)))
     return version.value
+
+
+@lru_cache(maxsize=64)
+def has_virtual_memory(index: int) -> bool:
+    """GPU `index` can have memory mapped to addresses that were reserved before (cuMemMap)."""
+    device, is_supported = ctypes.c_int(), ctypes.c_int()
+    check("cuDeviceGet", library().cuDeviceGet(ctypes.byref(device), index))
+    told = library().cuDeviceGetAttribute(ctypes.byref(is_supported), _SUPPORTS_VIRTUAL_MEMORY, device)
+    check("cuDeviceGetAttribute", told)
+    return bool(is_supported.value)
 
 
 def last_captured_node(stream: int) -> int:

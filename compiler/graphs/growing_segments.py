@@ -7,24 +7,27 @@ from contextlib import contextmanager
 
 import torch
 
+from piecegraph.compiler.graphs.cuda_driver import has_virtual_memory
 from piecegraph.compiler.torch_compat import allocator_settings
 
 _OPTION = "expandable_segments"
 
 
 @contextmanager
-def growing_segments() -> Iterator[None]:
+def growing_segments(device: torch.device) -> Iterator[None]:
     """What torch's allocator asks the GPU for in here, for any thread, becomes part of segments that grow in place
     (`expandable_segments`); afterwards it is set as before.
 
     Otherwise blocks of up to 1 MiB come from segments of 2 MiB each, and a layer whose memory takes more than one of
     them finds other gaps than the layer ahead of it did, again and again, so that none is a copy of another. Nothing
-    happens where the program has them on already, or an allocator other than torch's own.
+    happens where the program has them on already, or an allocator other than torch's own, nor on a GPU that cannot map
+    memory to addresses.
 
     Source: torch's notes on CUDA semantics, "Optimizing memory usage with PYTORCH_CUDA_ALLOC_CONF".
     """
     before = allocator_settings()
-    if is_on(before) or torch.cuda.get_allocator_backend() != "native":
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    if is_on(before) or torch.cuda.get_allocator_backend() != "native" or not has_virtual_memory(index):
         yield
         return
     torch._C._accelerator_setAllocatorSettings(turned(before, on=True))
@@ -32,6 +35,11 @@ def growing_segments() -> Iterator[None]:
         yield
     finally:
         torch._C._accelerator_setAllocatorSettings(turned(before, on=False))
+
+
+def as_the_program_set_it(settings: str) -> str:
+    """`settings` without what `growing_segments` leaves in them."""
+    return settings if is_on(settings) else turned(settings, on=False).rpartition(f"{_OPTION}:False")[0].rstrip(",")
 
 
 def is_on(settings: str) -> bool:

@@ -91,7 +91,7 @@ class CudaRecorder:
         return torch.cuda.stream(self.stream)
 
     def record(self, run: Callable[[], Outputs], *, is_patched: bool = False) -> Recording:
-        with growing_segments():
+        with growing_segments(self.device):
             return self._record(run, is_patched)
 
     def _record(self, run: Callable[[], Outputs], is_patched: bool) -> Recording:

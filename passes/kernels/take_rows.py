@@ -18,17 +18,17 @@ BLOCK = 1024
 """Columns of a program: in the short types a thread of its four warps loads 16 bytes at once."""
 
 
-def take_rows_on_gpu(sources: Sequence[torch.Tensor], index: torch.Tensor, dim: int) -> list[torch.Tensor]:
+def take_rows_on_gpu(sources: Sequence[torch.Tensor], index: torch.Tensor, dim: int, wraps: bool) -> list[torch.Tensor]:
     """See `ops.take_rows.take_rows`: a launch for each two sources."""
     results = [source.new_empty(result_shape(source, index, dim)) for source in sources]
     numbers = index.reshape(-1).contiguous()
     for at in range(0, len(sources), 2):
-        _take_two(sources[at : at + 2], results[at : at + 2], numbers, dim)
+        _take_two(sources[at : at + 2], results[at : at + 2], numbers, dim, wraps)
     return results
 
 
 def _take_two(
-    sources: Sequence[torch.Tensor], results: Sequence[torch.Tensor], numbers: torch.Tensor, dim: int
+    sources: Sequence[torch.Tensor], results: Sequence[torch.Tensor], numbers: torch.Tensor, dim: int, wraps: bool
 ) -> None:
     """Of one or two sources, in one launch."""
     sizes = [math.prod(source.shape[dim + 1 :]) for source in sources]
@@ -50,7 +50,7 @@ def _take_two(
             rows[0].stride(0),
             0 if second is None else second.stride(0),
         ),
-        {"SIZE": sizes[0], "OTHER_SIZE": size, "BLOCK": block},
+        {"SIZE": sizes[0], "OTHER_SIZE": size, "BLOCK": block, "WRAPS": wraps},
         num_warps=max(block // 256, 1),
     )
 
@@ -80,6 +80,7 @@ def take_rows_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     SIZE: tl.constexpr,
     OTHER_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
+    WRAPS: tl.constexpr,  # a negative number counts from the end
     OVERLAP: tl.constexpr,
 ):
     """Grid: (taken rows, blocks of columns of the one source and then of the other)."""
@@ -91,22 +92,35 @@ def take_rows_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
         gdc_wait()
     number = tl.load(numbers + at).to(tl.int64)
     if other is None:
-        _take(result, source, at, number, num_rows, row_stride, block, SIZE, BLOCK)
+        _take(result, source, at, number, num_rows, row_stride, block, SIZE, BLOCK, WRAPS)
     else:
         if block < BLOCKS:
-            _take(result, source, at, number, num_rows, row_stride, block, SIZE, BLOCK)
+            _take(result, source, at, number, num_rows, row_stride, block, SIZE, BLOCK, WRAPS)
         else:
-            _take(other_result, other, at, number, other_num_rows, other_row_stride, block - BLOCKS, OTHER_SIZE, BLOCK)
+            block -= BLOCKS
+            _take(other_result, other, at, number, other_num_rows, other_row_stride, block, OTHER_SIZE, BLOCK, WRAPS)
 
 
 @own_kernel
 @triton.jit
-def _take(result, source, at, number, num_rows, row_stride, block, SIZE: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # compiled by Triton
+def _take(  # type: ignore[no-untyped-def]  # compiled by Triton
+    result,
+    source,
+    at,
+    number,
+    num_rows,
+    row_stride,
+    block,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WRAPS: tl.constexpr,
+):
     """One block of columns of row `number`, NaN where there is no such row."""
     columns = block * BLOCK + tl.arange(0, BLOCK)
     is_column = columns < SIZE
     rows = tl.zeros([BLOCK], tl.int64) + number
-    rows = tl.where(rows < 0, rows + num_rows, rows)
+    if WRAPS:
+        rows = tl.where(rows < 0, rows + num_rows, rows)
     is_there = (rows >= 0) & (rows < num_rows)
     missing: tl.constexpr = float("nan") if source.dtype.element_ty.is_floating() else 0
     taken = tl.load(source + rows * row_stride + columns, mask=is_column & is_there, other=missing)

@@ -1,7 +1,8 @@
 """The one place that reads the process's environment.
 
 Every variable of ours begins with `PIECEGRAPH_`. `compiler/inductor_caches.py` alone is excused: torch's
-own caches are steered by variables of torch's. Of torch's, `compiler/torch_compat.py` asks how its allocator is set.
+own caches are steered by variables of torch's. Of those of others, `compiler/torch_compat.py` asks how torch's
+allocator is set, and `runner/step_memory.py` what libraries allocate.
 """
 
 from __future__ import annotations

@@ -10,9 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
+from piecegraph.passes.eliminate_noops import EliminateNoops
 from piecegraph.passes.fuse_lookups import FuseLookups
 from piecegraph.passes.graph_pass import PassResult
 from piecegraph.passes.ops.take_rows import TAKE_ROWS
+from piecegraph.passes.tail import Tail
+from tests.passes.family_runs import family, prompt
 from tests.passes.pass_context import FakeContext
 from tests.passes.spelled import calls, graph_of, run
 from tests.passes.traced_family import traced_family
@@ -70,6 +73,29 @@ def test_one_kernel_takes_the_rows_of_several_tensors() -> None:
         assert torch.equal(one, other)
 
 
+def test_a_lookup_in_what_was_looked_up() -> None:
+    """As the rows that sample are of a model of one layer, whose residual is the embedding."""
+
+    def function(x: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return F.embedding(i, x)[j][j].index_select(0, j)
+
+    inputs = (TABLE, INDEX, torch.tensor([2, 0, -1]) % 3)
+    graph = graph_of(function, *inputs)
+    expected = run(graph, *inputs)
+    assert fuse(graph).matches == 4
+    assert calls(graph).count("take_rows") == 4
+    assert torch.equal(run(graph, *inputs), expected)
+
+
+def test_a_model_of_one_layer() -> None:
+    model = family("llama", torch.float32, 1)
+    expected = model.logits(prompt(6), [5, 0])
+    for outcome in model.apply(EliminateNoops(), Tail(), FuseLookups()):
+        assert not outcome.error, outcome
+    assert outcome.matches == 3
+    torch.testing.assert_close(model.logits(prompt(6), [5, 0]), expected, rtol=1e-4, atol=1e-4)
+
+
 def test_what_is_changed_between_is_taken_by_itself() -> None:
     def function(x: Tensor, y: Tensor, i: Tensor) -> Any:
         one = x[i]
@@ -103,6 +129,7 @@ NO_SITES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "columns": lambda x, i: x[:, 2:40],
     "an item": lambda x, i: x.chunk(2, -1)[0],
     "single numbers": lambda x, i: x[:, 0][i],
+    "one row, whose dim stays": lambda x, i: torch.index_select(x, 0, i[0]),
     "numbers that are computed": lambda x, i: x[i + 1],
 }
 

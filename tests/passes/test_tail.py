@@ -148,6 +148,15 @@ def test_a_choice_by_the_callers_index_only() -> None:
     assert (outcome.matches, outcome.misses) == (0, ())
 
 
+def test_a_graph_without_layers_is_nobodys_tail() -> None:
+    """Of a graph of nodes and edges more rows may be chosen than there are: what is moved would be done for each."""
+    x, index = torch.randn(5, 4), torch.tensor([3, 0, 3] * 10)
+    module = _Module(lambda h, i: h.exp()[i])
+    traced = trace(module, (x, index), {}, {"x": {0: "num_tokens"}, "index": {0: "num_rows"}})
+    outcome = run_pass(Tail(), traced.graph_module.graph, FixedInputs(lambda node: False))
+    assert (outcome.matches, outcome.misses) == (0, ())
+
+
 def test_matmuls_can_stay_on_all_rows() -> None:
     weight = torch.ones(4, 4)
     for through in (True, False):

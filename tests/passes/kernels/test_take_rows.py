@@ -15,7 +15,11 @@ Tensor = torch.Tensor
 
 
 def check(sources: list[Tensor], index: Tensor, dim: int) -> None:
-    found, expected = take_rows_on_gpu(sources, index, dim), take_rows_reference(sources, index, dim)
+    """A negative number counts from the end; where none is, that makes no difference."""
+    found, expected = take_rows_on_gpu(sources, index, dim, True), take_rows_reference(sources, index, dim, True)
+    if not (index < 0).any():
+        found += take_rows_on_gpu(sources, index, dim, False)
+        expected += take_rows_reference(sources, index, dim, False)
     for one, other in zip(found, expected, strict=True):
         assert one.is_contiguous() and one.dtype == other.dtype
         assert torch.equal(one, other)
@@ -36,6 +40,7 @@ def check_shapes(device: str = "cpu") -> None:
     check([one, other], index, 1)
     check([one, other, tensor(1, 20, 7)], index.int(), 1)
     check([tensor(9, 64)], index.view(2, 3), 0)
+    check([one, tensor(1, 9, 33)], index.abs() % 9, 1)
     check([tensor(9, 64)], index[:0], 0)
     check([tensor(9, 300)[:, 100:164], tensor(9, 64, 2)[..., 0]], index, 0)
     check([tensor(9, 64)], torch.stack([index, index], 1)[:, 0], 0)
@@ -48,10 +53,12 @@ def test_the_kernel_equals_the_reference() -> None:
 def check_outside(device: str = "cpu") -> None:
     """Nothing outside is read: what is taken there is NaN, or 0."""
     table = torch.arange(12.0, device=device).view(3, 4)
-    (found,) = take_rows_on_gpu([table], torch.tensor([2, 3, -4, 0], device=device), 0)
+    (found,) = take_rows_on_gpu([table], torch.tensor([2, 3, -4, 0], device=device), 0, True)
     assert torch.equal(found[[0, 3]], table[[2, 0]]) and found[[1, 2]].isnan().all()
-    (whole,) = take_rows_on_gpu([table.long()], torch.tensor([3, 1], device=device), 0)
+    (whole,) = take_rows_on_gpu([table.long()], torch.tensor([3, 1], device=device), 0, True)
     assert whole.tolist() == [[0, 0, 0, 0], [4, 5, 6, 7]]
+    (found,) = take_rows_on_gpu([table], torch.tensor([-1, 2], device=device), 0, False)
+    assert found[0].isnan().all() and torch.equal(found[1], table[2])
 
 
 def test_a_row_that_is_not_there_is_told() -> None:
@@ -82,8 +89,8 @@ def test_a_chain_in_a_graph_is_what_it_is_outside() -> None:
         found: list[Tensor] = []
         rows, other, order = one, one, index
         for _ in range(8):
-            rows, other = take_rows_on_gpu([rows, other], order, 0)
-            (order,) = (taken[:, 0] for taken in take_rows_on_gpu([order[:, None]], order, 0))
+            rows, other = take_rows_on_gpu([rows, other], order, 0, True)
+            (order,) = (taken[:, 0] for taken in take_rows_on_gpu([order[:, None]], order, 0, True))
             found += [rows, other, order]
         return found
 
@@ -97,7 +104,7 @@ def test_it_compiles_for_a_gpu(is_of_two: bool) -> None:
         "result": table, "source": table, "other_result": table if is_of_two else none,
         "other": table if is_of_two else none, "numbers": torch.empty(0, dtype=torch.int64), "num_rows": 300,
         "other_num_rows": 300, "row_stride": 1024, "other_row_stride": 2048, "SIZE": 1024, "OTHER_SIZE": 2048,
-        "BLOCK": 1024, "OVERLAP": True,
+        "BLOCK": 1024, "WRAPS": True, "OVERLAP": True,
     }  # fmt: skip
     ptx = compile_for_gpu(take_rows_kernel, arguments, {"num_warps": 4, "launch_pdl": True})
     assert "griddepcontrol.wait" in ptx and "griddepcontrol.launch_dependents" in ptx
