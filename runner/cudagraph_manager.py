@@ -91,7 +91,10 @@ class CudaGraphManager:
         if device.type == "cuda" and self._options["kind"] != "recorded":
             shared = {"pool": torch.cuda.graph_pool_handle(), "stream": torch.cuda.Stream(device)}
         spent = 0
-        free_before = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
+        free_before = 0
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # what is unused now would be taken off what graphs take
+            free_before = torch.cuda.mem_get_info(device)[0]
         warm_up = replace(self._step, forward=partial(call_each_kind, self._compiled)).run_whole
         record = replace(self._step, forward=partial(call_with_copies, self._compiled)).run_whole
         for mode, descriptors in ((CUDAGraphMode.PIECEWISE, piecewise), (CUDAGraphMode.FULL, full)):
