@@ -37,7 +37,7 @@ from piecegraph.compiler.report import CompileReport
 from piecegraph.compiler.stored.compile_cache import CompileCache
 from piecegraph.compiler.stored.kernel_pack import KernelFiles
 from piecegraph.compiler.stored.kernel_store import KernelStore, graphs_key
-from piecegraph.passes.kernels.own_kernel import compile_with
+from piecegraph.passes.kernels.own_kernel import compile_with, refuse_to_compile
 
 if TYPE_CHECKING:
     from piecegraph.compiler.kernel_processes import KernelProcesses
@@ -139,12 +139,13 @@ class OwnKernels:
     def compile(self, plain: Any, src: Any, **how: Any) -> Any:
         """A compiled kernel, as `plain(src, **how)` (`triton.compile`) gives it, which is called where it is not known.
 
-        Raises as `plain`.
+        Raises as `plain`, and `NotKept` instead of compiling inside `loading_only`.
         """
         from piecegraph.compiler import triton_compat
 
         use, folder = self._use, self._folder
         if use is None or folder is None or triton_compat.is_looked_into():
+            refuse_to_compile(src)
             return plain(src, **how)
         key = triton_compat.fingerprint(src, how["target"], how["options"])
         known = self._known.get(key)
@@ -159,6 +160,7 @@ class OwnKernels:
                     self._used.add(key)
                     use.loaded += 1
                 return kernel
+        refuse_to_compile(src)
         if use.store.is_only_read:
             return plain(src, **how)
         began = time.perf_counter()

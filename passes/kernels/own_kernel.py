@@ -9,8 +9,10 @@ Until somebody chooses (`compile_with`), Triton compiles them as it does others.
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -18,6 +20,13 @@ Kernel = TypeVar("Kernel")
 
 CompileKernel = Callable[..., Any]
 """As `triton.compile(src, target=..., options=..., ...)`, behind a first argument: `triton.compile` itself."""
+
+
+class NotKept(Exception):
+    """A kernel would have to be compiled, inside `loading_only`."""
+
+
+_loads_only: ContextVar[bool] = ContextVar("loads_only", default=False)
 
 
 class _Choice:
@@ -38,13 +47,38 @@ def own_kernel(kernel: Kernel) -> Kernel:
         plain = marked.compile
 
         def compile_one(src: Any, **how: Any) -> Any:
-            return plain(src, **how) if _Choice.compile is None else _Choice.compile(plain, src, **how)
+            if _Choice.compile is not None:
+                return _Choice.compile(plain, src, **how)
+            refuse_to_compile(src)
+            return plain(src, **how)
 
         marked.compile = compile_one
         return made
 
     marked.device_caches = _ByDevice(first_of_device)
     return kernel
+
+
+@contextlib.contextmanager
+def loading_only() -> Iterator[None]:
+    """In this thread a marked kernel that has to be compiled raises `NotKept` instead. Who has many can so load those
+    that are kept, which is Python's work, before threads compile the others, which is not."""
+    token = _loads_only.set(True)
+    try:
+        yield
+    finally:
+        _loads_only.reset(token)
+
+
+def refuse_to_compile(src: Any) -> None:
+    """For who compiles, ahead of doing so: raises `NotKept` inside `loading_only`."""
+    if _loads_only.get():
+        raise NotKept(src.name)
+
+
+def may_be_kept(kernel: object) -> bool:
+    """Whether it is marked, and somebody chose how it is compiled."""
+    return _Choice.compile is not None and isinstance(getattr(kernel, "device_caches", None), _ByDevice)
 
 
 def hash_functions_called(kernel: Any) -> None:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from triton.runtime import driver
 
+from piecegraph.passes.kernels.own_kernel import NotKept, loading_only, may_be_kept
 from piecegraph.runner.attention.kernels.node_format import NodeFormat, node_format
 
 Grid = tuple[int, int, int]
@@ -180,7 +181,26 @@ class _Asked(NamedTuple):
 
 
 def _compile_all(calls: Sequence[KernelCall]) -> list[CompiledForLaunch]:
-    """In threads, if there are several: most of a compile is the work of others, who do not hold Python's lock."""
+    """Those that are kept are loaded one after the other, which is Python's work: threads would wait for each other.
+    Others are compiled in threads, if there are several, for most of that is not."""
+    loaded = [_load(call) for call in calls]
+    missing = [call for call, compiled in zip(calls, loaded, strict=True) if compiled is None]
+    done = iter(_compile_side_by_side(missing))
+    return [next(done) if compiled is None else compiled for compiled in loaded]
+
+
+def _load(call: KernelCall) -> CompiledForLaunch | None:
+    """None: it is to be compiled."""
+    if not may_be_kept(call.kernel):
+        return None
+    try:
+        with loading_only():
+            return _compile(call)
+    except NotKept:
+        return None
+
+
+def _compile_side_by_side(calls: Sequence[KernelCall]) -> list[CompiledForLaunch]:
     if len(calls) < 2:
         return [_compile(call) for call in calls]
     device = torch.cuda.current_device() if torch.cuda.is_available() else None

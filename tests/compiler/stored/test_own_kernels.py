@@ -22,7 +22,7 @@ from piecegraph.compiler.stored.compile_cache import CompileCache
 from piecegraph.compiler.stored.kernel_pack import KernelFiles
 from piecegraph.compiler.stored.kernel_store import graphs_key
 from piecegraph.compiler.stored.own_kernels import KernelUse, OwnKernels
-from piecegraph.passes.kernels.own_kernel import compile_with
+from piecegraph.passes.kernels.own_kernel import NotKept, compile_with, loading_only
 from tests.compiler.stored.kernel_caches import GPU, OF, cache_in, gpu_machine, store_in
 from tests.compiler.stored.small_models import SIZE, Small, call_by_name, compiled
 from tests.compiler.triton_without_gpu import (
@@ -88,6 +88,20 @@ def test_a_second_process_compiles_nothing(
     )
     assert no_gpu.loaded == [first.kernel, first.kernel]
     assert kept_by_triton(tmp_path) == set()
+
+
+def test_what_is_kept_can_be_loaded_without_a_compile(new_process: Process) -> None:
+    """Or it is said that it is not there, and nothing was done."""
+    own, use = new_process()
+    with loading_only(), pytest.raises(NotKept, match="small"):
+        warm_up(small)
+    assert counts(use) == (0, 0)
+    warm_up(small)
+    own.keep()
+    _, use = new_process()
+    with loading_only():
+        warm_up(small)
+    assert counts(use) == (1, 0)
 
 
 def test_torchs_ptxas_compiles_from_the_first_kernel_on(

@@ -14,8 +14,11 @@ import triton
 import triton.language as tl
 
 from piecegraph.passes.kernels.own_kernel import (
+    NotKept,
     compile_with,
     hash_functions_called,
+    loading_only,
+    may_be_kept,
     own_kernel,
 )
 from tests.compiler.triton_without_gpu import NoGpu, kept_by_triton, no_gpu, others, small, warm_up
@@ -60,6 +63,23 @@ def test_whom_one_chooses_compiles_what_is_marked(no_gpu: NoGpu, tmp_path: Path)
     warm_up(small, 64)
     assert asked == [("small", no_gpu.get_current_target())]
     assert kept_by_triton(tmp_path) == {"small", "others"}
+
+
+def test_a_kernel_is_not_compiled_where_it_is_only_to_be_loaded(no_gpu: NoGpu, tmp_path: Path) -> None:
+    """But one that is not ours is; and behind the block all are."""
+    with loading_only():
+        with pytest.raises(NotKept, match="small"):
+            warm_up(small)
+        warm_up(others)
+    assert kept_by_triton(tmp_path) == {"others"}
+    warm_up(small)
+    assert kept_by_triton(tmp_path) == {"small", "others"}
+
+
+def test_what_may_be_kept_is_marked_and_has_somebody_who_keeps_it(no_gpu: NoGpu) -> None:
+    assert not may_be_kept(small) and not may_be_kept(others)
+    compile_with(lambda plain, src, **how: plain(src, **how))
+    assert may_be_kept(small) and not may_be_kept(others)
 
 
 def test_what_the_interpreter_runs_is_left() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +13,8 @@ import torch
 
 pytest.importorskip("triton")
 
+from piecegraph.passes.kernels.own_kernel import NotKept
+from piecegraph.runner.attention.kernels import launch
 from piecegraph.runner.attention.kernels.launch import KernelCall, KernelPreparer
 
 
@@ -105,6 +109,37 @@ def test_kernels_that_are_prepared_together_compile_side_by_side() -> None:
         prepared.launch((1, 1, 1), 0, number)
     assert kernel.num_compiled == 3
     assert [launch[-3:] for launch in kernel.launches] == [(n, None, block) for n, block in enumerate(blocks)]
+
+
+def test_those_that_are_kept_are_loaded_one_by_one_and_others_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results come in the order that was asked for."""
+    kernel, preparer = Kernel("x", "n", "sinks", "BLOCK"), KernelPreparer()
+    plain = call(kernel, torch.zeros(4))
+    kept, threads, is_loading = {16, 64}, [], [False]
+    warmup = kernel.warmup
+
+    @contextlib.contextmanager
+    def loading() -> Iterator[None]:
+        is_loading[0] = True
+        yield
+        is_loading[0] = False
+
+    def load_or_compile(*args: Any, **options: Any) -> Any:
+        if is_loading[0] and args[-1] not in kept:
+            is_loading[0] = False
+            raise NotKept("it is not")
+        threads.append((args[-1], threading.current_thread() is threading.main_thread()))
+        return warmup(*args, **options)
+
+    kernel.warmup = load_or_compile  # type: ignore[method-assign]
+    monkeypatch.setattr(launch, "may_be_kept", lambda each: each is kernel)
+    monkeypatch.setattr(launch, "loading_only", loading)
+    blocks = (16, 32, 64, 128)
+    calls = [(plain._replace(arguments=plain.arguments | {"BLOCK": block}), ("n",)) for block in blocks]
+    for number, prepared in enumerate(preparer.prepare_all(calls)):
+        prepared.launch((1, 1, 1), 0, number)
+    assert sorted(threads) == [(16, True), (32, False), (64, True), (128, False)]
+    assert [each[-3:] for each in kernel.launches] == [(n, None, block) for n, block in enumerate(blocks)]
 
 
 def test_a_kernel_that_does_not_compile_is_an_error_among_others_too() -> None:
