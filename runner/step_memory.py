@@ -6,7 +6,6 @@ start from the cache, most of it for requests that may never come.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -15,11 +14,10 @@ from typing import Any
 import torch
 
 from piecegraph import environment
-from piecegraph.cache.entry import Entry
-from piecegraph.cache.keys import key_of
 from piecegraph.compiler.graphs.growing_segments import as_the_program_set_it
 from piecegraph.compiler.own_sources import OF_PLANS
 from piecegraph.compiler.stored.compile_cache import CompileCache
+from piecegraph.compiler.stored.kept_json import KeptJson
 from piecegraph.compiler.stored.machine_factors import build_factors, machine_factors
 from piecegraph.compiler.torch_compat import allocator_settings
 from piecegraph.progress import OnPhase, Phase
@@ -67,38 +65,22 @@ class KeptStepMemory:
     """The entry of one step, over one cache. Nothing here raises for what a disk says."""
 
     def __init__(self, cache: CompileCache, of: str, device: torch.device, step: Mapping[str, Any]) -> None:
-        self._cache = cache
-        self._factors = step_factors(of, device, step)
-        self.key = key_of(self._factors)
+        self._kept = KeptJson(cache, step_factors(of, device, step), ROLE)
 
     def load(self) -> StepMemory | None:
         """What was measured; None where nothing is kept, or nothing that can be used."""
-        loaded = self._cache.load(self.key) if self._cache.has(self.key) else None
-        if loaded is None:
-            return None
-        try:
-            said = json.loads(loaded.blobs[ROLE])
-            found = StepMemory(peak_bytes=said["peak_bytes"], stays_bytes=said["stays_bytes"])
-        except (ValueError, KeyError, TypeError) as error:
-            self._cache.reject(self.key, f"reading its bytes: {error!r}")
-            return None
-        if not all(type(each) is int and each >= 0 for each in asdict(found).values()):
-            self._cache.reject(self.key, f"it has {found}")
-            return None
-        return found
+        return self._kept.load(_step_memory)
 
     def save(self, measured: StepMemory, seconds: float) -> None:
         """Keep it, where that goes. `seconds`: what measuring it took."""
-        blobs = {ROLE: json.dumps(asdict(measured)).encode()}
-        entry = Entry.of(
-            self._factors,
-            blobs,
-            created=time.time(),
-            seconds={"profile": seconds},
-            versions=self._cache.versions(),
-            notes={**asdict(measured)},
-        )
-        self._cache.save(entry, blobs)
+        self._kept.save(asdict(measured), seconds={"profile": seconds}, notes=asdict(measured))
+
+
+def _step_memory(said: Any) -> StepMemory:
+    found = StepMemory(peak_bytes=said["peak_bytes"], stays_bytes=said["stays_bytes"])
+    if not all(type(each) is int and each >= 0 for each in asdict(found).values()):
+        raise ValueError(f"it has {found}")
+    return found
 
 
 def kept_or_measured(kept: KeptStepMemory | None, measure: Callable[[], StepMemory], on_phase: OnPhase | None) -> int:

@@ -13,7 +13,7 @@ from piecegraph.cache.entry import Entry
 from piecegraph.compiler.stored.compile_cache import CompileCache
 from piecegraph.progress import Phase
 from piecegraph.runner import step_memory
-from piecegraph.runner.step_memory import KeptStepMemory, StepMemory, kept_or_measured
+from piecegraph.runner.step_memory import KeptStepMemory, StepMemory, kept_or_measured, step_factors
 from tests.compiler.stored.kernel_caches import OF, cache_in
 from tests.runner.tiny_models import llama_config, random_model, save
 
@@ -72,9 +72,8 @@ def test_without_a_cache_it_is_measured_each_time() -> None:
 @pytest.mark.parametrize("blob", [b"", b"[]", b"{}", b'{"peak_bytes": 1}', b'{"peak_bytes": -1, "stays_bytes": 0}'])
 def test_what_makes_no_sense_is_measured_again(tmp_path: Path, blob: bytes, caplog: pytest.LogCaptureFixture) -> None:
     """And the next start finds what that came to."""
-    of = kept(tmp_path)
-    entry = Entry.of(of._factors, {"step": blob}, created=1.0)
-    of._cache.save(entry, {"step": blob})
+    entry = Entry.of(step_factors(OF, CPU, SIZES), {"step": blob}, created=1.0)
+    cache_in(tmp_path).save(entry, {"step": blob})
     assert start(kept(tmp_path))[2]
     assert "is not used" in caplog.text
     assert not start(kept(tmp_path))[2]
