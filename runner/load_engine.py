@@ -13,6 +13,7 @@ import torch
 from piecegraph.compiler.compiled_model import CompiledModel
 from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
 from piecegraph.compiler.stored.compile_cache import CompileCache
+from piecegraph.passes.library_products import noting_products
 from piecegraph.progress import OnPhase, Phase, timed_phase
 from piecegraph.read_ahead import ReadAhead
 from piecegraph.runner.attention.select import BackendChoice, check_backend_name
@@ -25,6 +26,7 @@ from piecegraph.runner.dispatcher import Dispatcher
 from piecegraph.runner.engine import Engine
 from piecegraph.runner.engine_config import EngineConfig, batched_tokens, runs_ahead, static_sizes_note
 from piecegraph.runner.graph_plan import GraphPlan
+from piecegraph.runner.kept_products import KeptProducts
 from piecegraph.runner.kv_cache import KVCache, allocate_kv_caches, as_pages, bytes_per_block
 from piecegraph.runner.library_ahead import LibraryAhead
 from piecegraph.runner.model_length import model_length
@@ -77,18 +79,6 @@ def load_engine(config: EngineConfig, on_phase: OnPhase | None, ahead: ReadAhead
     check_backend_name(config.attention_backend)
     with timed_phase(on_phase, "device"):  # torch's first look at it, for which the context has to be there
         device = resolve_device(config.device)
-    library = LibraryAhead(device)
-    library.start()
-    try:
-        return _load_on(device, library, config, on_phase, ahead)
-    finally:
-        library.wait()  # nothing of it may run while the process ends
-
-
-def _load_on(
-    device: torch.device, library: LibraryAhead, config: EngineConfig, on_phase: OnPhase | None, ahead: ReadAhead
-) -> Loaded:
-    """`load_engine`, once the device is known."""
     max_num_tokens = batched_tokens(config, device.type)
     if config.cudagraph_capture_sizes is not None:
         check_capture_sizes(config.cudagraph_capture_sizes, max_num_tokens)
@@ -96,6 +86,38 @@ def _load_on(
         hf_config = load_config(config.source)
         dtype = resolve_dtype(config.dtype, hf_config, device)
         max_model_len = model_length(hf_config, config.max_model_len)
+        products = KeptProducts.open(config, hf_config, dtype, device)
+    asked = _Asked(device, hf_config, dtype, max_model_len, max_num_tokens)
+    library = LibraryAhead(device) if products is None else LibraryAhead(device, products.load)
+    library.start()
+    try:
+        return _load(asked, library, products, config, on_phase, ahead)
+    finally:
+        library.wait()  # nothing of it may run while the process ends
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What is known of an engine before its model is made."""
+
+    device: torch.device
+    hf_config: PretrainedConfig
+    dtype: torch.dtype
+    max_model_len: int
+    max_num_tokens: int  # of a step
+
+
+def _load(
+    asked: _Asked,
+    library: LibraryAhead,
+    products: KeptProducts | None,
+    config: EngineConfig,
+    on_phase: OnPhase | None,
+    ahead: ReadAhead,
+) -> Loaded:
+    """`load_engine`, from there."""
+    device, hf_config, dtype = asked.device, asked.hf_config, asked.dtype
+    max_model_len, max_num_tokens = asked.max_model_len, asked.max_num_tokens
     tokenizer = None
     if not config.skip_tokenizer_init:
         with timed_phase(on_phase, "tokenizer"):
@@ -127,7 +149,11 @@ def _load_on(
             max_num_reqs=config.max_num_seqs, max_model_len=max_model_len, vocab_size=vocab_size, device=device
         )
     library.wait()
-    runner, num_blocks = _runner(model, plan, config, sampler, max_num_tokens, device, on_phase)
+    with noting_products() as noted:
+        runner, num_blocks = _runner(model, plan, config, sampler, max_num_tokens, device, on_phase)
+    key = model.compiled.report().cache.key
+    if products is not None and key is not None:
+        products.keep(noted, key)
     with timed_phase(on_phase, "engine"):
         engine = Engine(
             scheduler=Scheduler(

@@ -178,6 +178,7 @@ MAY_RUN_BYTES = {
     ("compiler/cpp_libraries.py", "_load_library"): "inside load_artifact, of those that came with the same bytes",
     ("compiler/symbolic_sizes.py", "eval"): "of sizes that this process, or the one that started it, wrote",
     ("tools/cache/dump.py", "compile"): "of an authenticated stitched source; its bytecode is shown, and not run",
+    ("runner/borrowed_memory.py", "ctypes"): "calls the same driver: memory for a moment",
     ("runner/cuda_memory.py", "ctypes"): "calls the driver that torch has loaded",
     ("runner/cuda_memory.py", "CDLL"): "of the driver, by the loader's own search; no path",
     ("tools/bench/start_clock.py", "SourceFileLoader"): "only to time what Python itself imports",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from piecegraph.passes.library_products import note_product
 from piecegraph.passes.ops.act_mul import act_mul
 from piecegraph.passes.ops.library import define_op
 
@@ -26,6 +27,7 @@ def linear(
         rows = linear_of_rows_on_gpu(x.reshape(num_rows, x.shape[-1]), weight, bias, activation, is_normed=is_normed)
         if rows is not None:
             return rows.view(*x.shape[:-1], rows.shape[-1])
+        note_product(x, weight, bias)
     out = F.linear(x, weight, bias)
     return act_mul(out, activation) if activation else out
 

@@ -13,9 +13,9 @@ from typing import Any
 from piecegraph.cache.entry import Entry
 from piecegraph.cache.layout import is_digest
 
-PLAN, PIECE, KERNELS, STEP = "plan", "piece", "kernels", "step"
+PLAN, PIECE, KERNELS, STEP, PRODUCTS = "plan", "piece", "kernels", "step", "products"
 
-FOR_A_PLAN = (KERNELS, STEP)
+FOR_A_PLAN = (KERNELS, STEP, PRODUCTS)
 """Kinds that name the plan they are for, and are part of it."""
 
 
@@ -35,7 +35,7 @@ class EntryView:
     sizes: tuple[int, ...] = ()  # static ones: of a plan all, of a piece the one it is for
     passes: Mapping[str, int]  # matches by pass
     pieces: tuple[str, ...]  # keys of the pieces a plan is made of
-    of: str | None = None  # of kernels and of a step: the key of the plan they are for, or of no entry
+    of: str | None = None  # of kernels, a step, products: the key of the plan they are for, or of no entry
     functions: Mapping[str, int]  # of kernels: how many each function has
     kernels: int | None = None
     nodes: int | None = None
@@ -65,7 +65,7 @@ def view(entry: Entry) -> EntryView:
         sizes=_sizes(notes),
         passes=_counts(notes.get("passes")),
         pieces=tuple(dict.fromkeys(key for key in _list(notes.get("pieces")) if is_digest(key))),
-        of=_text(factors.get("of")),
+        of=_text(notes.get("of")) or _text(factors.get("of")),
         functions=_counts(notes.get("functions")),
         kernels=_count(notes.get("kernels")),
         nodes=_count(notes.get("nodes")),

@@ -8,7 +8,17 @@ from typing import Any
 import pytest
 
 from piecegraph.cache.store import Store
-from tests.tools.cache.models import H200, NOW, CacheCommand, Model, save_kernels, save_model, save_piece, save_step
+from tests.tools.cache.models import (
+    H200,
+    NOW,
+    CacheCommand,
+    Model,
+    save_kernels,
+    save_model,
+    save_piece,
+    save_products,
+    save_step,
+)
 
 
 @pytest.fixture
@@ -97,6 +107,16 @@ def test_a_step_is_a_part_of_its_model(models: tuple[Model, Model], store: Store
     assert not [row for row in cache.json("ls") if row["kind"] == "step"]
     assert "step of SmallModel 134.5M bfloat16" in cache("ls", "--pieces")
     assert steps <= set(cache.json("rm", "-y", models[0].plan.key)["removed"])
+
+
+def test_products_are_a_part_of_the_model_that_a_note_names(
+    models: tuple[Model, Model], store: Store, cache: CacheCommand
+) -> None:
+    products = save_products(store, models[0].plan.key)
+    (row,) = [row for row in cache.json("ls", "--pieces") if row["kind"] == "products"]
+    assert row["key"] == products.key and row["models"] == ["SmallModel 134.5M bfloat16"]
+    assert not [row for row in cache.json("ls") if row["kind"] == "products"]
+    assert products.key in cache.json("rm", "-y", models[0].plan.key)["removed"]
 
 
 @pytest.mark.parametrize(
