@@ -16,7 +16,6 @@ from piecegraph.runner.dispatch_counters import DispatchCounters, refuse_downgra
 from piecegraph.runner.dispatcher import Dispatched, Dispatcher, uniform_token_count
 from piecegraph.runner.model_step import ModelStep, StepOutput
 from piecegraph.runner.prompt_logprobs import PromptLogprobsBatch, PromptLogprobsStates
-from piecegraph.runner.record_sampled import record_sampled
 from piecegraph.runner.sampling.grammar import GrammarOutput, apply_grammar
 from piecegraph.runner.sampling.logprobs import LogprobsTensors
 from piecegraph.runner.scheduling.scheduler_output import (
@@ -170,8 +169,8 @@ class ModelRunner:
                     idx_mapping=step.buffers.idx_mapping[:num_reqs],
                     positions=step.buffers.seq_lens[:num_reqs],
                     token_ids=step.states.token_ids,
+                    record=step.states.token_record,
                 )
-                record_sampled(step.states, step.buffers, token_ids, num_reqs=num_reqs)
         return AsyncOutput(
             self._outputs,
             request_ids=request_ids,

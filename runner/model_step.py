@@ -15,7 +15,6 @@ from piecegraph.runner.input_buffers import InputBuffers
 from piecegraph.runner.kv_cache import KVCache
 from piecegraph.runner.kv_cache_groups import KVCacheLayout
 from piecegraph.runner.prepare_inputs import prepare_inputs
-from piecegraph.runner.record_sampled import record_sampled
 from piecegraph.runner.request_states import RequestStates
 from piecegraph.runner.sampling.batch_sampler import Sampler
 from piecegraph.runner.sampling.gumbel_sample import gumbel_sample
@@ -108,8 +107,8 @@ class ModelStep:
             temperature=self.sampler.temperature,
             seeds=self.sampler.seeds,
             positions=buffers.seq_lens[:num_reqs],
+            record=self.states.token_record,
         )
-        record_sampled(self.states, buffers, token_ids, num_reqs=num_reqs)
         return StepOutput(logits, token_ids)
 
     def run_whole(

@@ -8,6 +8,7 @@ import torch
 
 from piecegraph.runner.scheduling.scheduler_output import NewBlocks
 from piecegraph.runner.staged_write import StagedWriteTensor
+from piecegraph.runner.token_record import TokenRecord
 
 
 class RequestStates:
@@ -63,6 +64,11 @@ class RequestStates:
     def num_computed_tokens(self) -> torch.Tensor:
         """`[rows]` int32: tokens whose key and value are cached."""
         return self._numbers.gpu[1]
+
+    @property
+    def token_record(self) -> TokenRecord:
+        """Where a draw leaves its tokens."""
+        return TokenRecord(self.token_ids, self.prefill_lens, self.num_computed_tokens)
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
         """All of them, by name. They never move."""

@@ -14,6 +14,7 @@ from piecegraph.runner.sampling.options import make_options
 from piecegraph.runner.sampling.sampler_option import OptionRequest, SamplerOption, SamplingBatch
 from piecegraph.runner.sampling.staged_rows import StagedRows, float_word, long_words
 from piecegraph.runner.sampling_params import SamplingParams
+from piecegraph.runner.token_record import TokenRecord
 
 
 class SamplerOutput(NamedTuple):
@@ -112,6 +113,7 @@ class Sampler:
         idx_mapping: torch.Tensor,
         positions: torch.Tensor,
         token_ids: torch.Tensor,
+        record: TokenRecord | None = None,
     ) -> SamplerOutput:
         """Draw a token for each row of `logits` `[num_reqs, vocab_size]`, of any float dtype; they stay unchanged.
 
@@ -121,6 +123,7 @@ class Sampler:
             positions: `[num_reqs]` int32, where the drawn tokens will stand.
             token_ids: `[max_num_reqs, max_model_len]` int32 by state row: the prompt, then the output, up to
                 `positions - 1`.
+            record: requests' states, to which the tokens are added (`record_tokens`); mutated.
 
         Log probabilities are those of `logits`, before any option. Waits for nothing on a GPU.
         """
@@ -137,6 +140,7 @@ class Sampler:
             temperature=self.temperature,
             seeds=self.seeds,
             positions=positions,
+            record=record,
         )
         k = self.num_logprobs(rows)
         return SamplerOutput(tokens, None if k is None else gather_logprobs(logits, tokens, k))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from piecegraph.runner.sampling.gumbel import gumbel_noise
+from piecegraph.runner.token_record import TokenRecord, record_tokens
 
 
 def gumbel_sample(
@@ -15,6 +16,7 @@ def gumbel_sample(
     seeds: torch.Tensor,
     positions: torch.Tensor,
     out: torch.Tensor | None = None,
+    record: TokenRecord | None = None,
 ) -> torch.Tensor:
     """One token a row of `logits`: argmax(logits / temperature + Gumbel noise), or argmax(logits) where greedy.
 
@@ -29,6 +31,7 @@ def gumbel_sample(
         seeds: `[max_num_reqs]` int64 by state row.
         positions: `[num_reqs]` int32, where the tokens will stand.
         out: `[num_reqs]` int64, written and returned; without it a new tensor is.
+        record: requests' states, to which the tokens are added (`record_tokens`); mutated.
 
     On a GPU it waits for nothing and can be captured: what is launched depends on shapes only.
     """
@@ -37,9 +40,11 @@ def gumbel_sample(
     if logits.device.type == "cuda":
         from piecegraph.runner.sampling.kernels.gumbel_sample import gumbel_sample_on_gpu
 
-        gumbel_sample_on_gpu(logits, idx_mapping.contiguous(), temperature, seeds, positions.contiguous(), out)
+        gumbel_sample_on_gpu(logits, idx_mapping.contiguous(), temperature, seeds, positions.contiguous(), out, record)
     else:
         gumbel_sample_reference(logits, idx_mapping, temperature, seeds, positions, out)
+        if record is not None:
+            record_tokens(record, out, idx_mapping=idx_mapping, positions=positions)
     return out
 
 
@@ -51,7 +56,7 @@ def gumbel_sample_reference(
     positions: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    """What the kernel does, in torch. Writes `out`."""
+    """What the kernel draws, in torch. Writes `out`."""
     row = idx_mapping.long()
     is_real = row >= 0
     row = row.clamp(min=0)

@@ -103,7 +103,7 @@ def test_a_warm_start_on_a_gpu_compiles_no_kernel_of_ours(
     assert warm["cache"]["compiled_kernels"] == 0
     assert warm["cache"]["loaded_kernels"] > 0
     ours = (
-        "_prepare_inputs", "record_sampled_kernel", "decode_kernel", "_act_mul", "rms_norm_kernel", "matvec_kernel",
+        "_prepare_inputs", "best_of_rows_kernel", "decode_kernel", "_act_mul", "rms_norm_kernel", "matvec_kernel",
         "rotary_tables_kernel",
     )  # fmt: skip
     assert not [path for path in (tmp_path / "triton").rglob("*.cubin") if path.stem in ours]

@@ -1,5 +1,6 @@
 # mypy: disallow-untyped-decorators=False
 """`gumbel_sample` as two Triton kernels: the best of each block of a row's logits, then of the blocks.
+The second one also tells requests' states what was drawn: a kernel of its own for that ended each step.
 
 In a graph they are launched while what is ahead of them still runs (`overlapped.py`), and wait for it first of all.
 """
@@ -13,6 +14,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from piecegraph.passes.kernels.overlapped import OverlappedKernel
 from piecegraph.passes.kernels.own_kernel import own_kernel
+from piecegraph.runner.token_record import TokenRecord
 
 BLOCK = 2048
 """Logits a program reads at a time: 4 KiB of bfloat16."""
@@ -35,6 +37,7 @@ def gumbel_sample_on_gpu(
     seeds: torch.Tensor,
     positions: torch.Tensor,
     out: torch.Tensor,
+    record: TokenRecord | None = None,
     *,
     block: int = BLOCK,
     programs: int = PROGRAMS,
@@ -57,10 +60,18 @@ def gumbel_sample_on_gpu(
     )
     _best_of_rows.launch(
         (num_reqs, 1, 1),
-        (out, best, tokens, idx_mapping, num_programs),
+        (
+            *(out, best, tokens, idx_mapping, num_programs, positions),
+            *((None, None, None, 0, 0) if record is None else (*record, *_stride_and_len(record.token_ids))),
+        ),
         {"PADDED": triton.next_power_of_2(all_blocks)},
         num_warps=1,
     )
+
+
+def _stride_and_len(token_ids: torch.Tensor) -> tuple[int, int]:
+    assert token_ids.stride(1) == 1, f"tokens have strides {token_ids.stride()}; a row must be contiguous"
+    return token_ids.stride(0), token_ids.shape[1]
 
 
 @own_kernel
@@ -120,21 +131,29 @@ def best_of_blocks_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
 
 
 @own_kernel
-@triton.jit(do_not_specialize=["num_programs"])
+@triton.jit(do_not_specialize=["num_programs", "token_ids_stride", "max_model_len"])
 def best_of_rows_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     out,  # [num_reqs] int64, written
     best,  # [num_reqs, num_programs] float32
     tokens,  # [num_reqs, num_programs] int32
     idx_mapping,  # [num_reqs] int32
     num_programs,
+    positions,  # [num_reqs] int32
+    token_ids,  # [rows, max_model_len] int32, written; None: nothing is recorded
+    prefill_lens,  # [rows] int32
+    num_computed_tokens,  # [rows] int32, written
+    token_ids_stride,
+    max_model_len,
     PADDED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
+    """Grid: (num_reqs,)."""
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
     request = tl.program_id(0).to(tl.int64)
-    if tl.load(idx_mapping + request) < 0:
+    row = tl.load(idx_mapping + request).to(tl.int64)
+    if row < 0:
         tl.store(out + request, 0)
     else:
         program = tl.arange(0, PADDED)
@@ -142,7 +161,13 @@ def best_of_rows_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
         score = tl.load(best + request * num_programs + program, mask=is_program, other=float("-inf"))
         highest = tl.max(score, 0)
         first = tl.min(tl.where((score == highest) & is_program, program, PADDED - 1), 0)
-        tl.store(out + request, tl.load(tokens + request * num_programs + first).to(tl.int64))
+        token = tl.load(tokens + request * num_programs + first)
+        tl.store(out + request, token.to(tl.int64))
+        if token_ids is not None:
+            position = tl.load(positions + request)
+            is_drawn = (position >= tl.load(prefill_lens + row)) & (position < max_model_len)
+            tl.store(token_ids + row * token_ids_stride + position, token, mask=is_drawn)
+            tl.store(num_computed_tokens + row, position)
 
 
 _best_of_blocks = OverlappedKernel(best_of_blocks_kernel)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypedDict
+
 import pytest
 import torch
 
@@ -12,7 +14,12 @@ from tests.interpreter import interpreted
 NAN, INF = float("nan"), float("inf")
 
 
-def state(num_rows: int, device: str = "cpu") -> dict[str, torch.Tensor]:
+class State(TypedDict):
+    temperature: torch.Tensor
+    seeds: torch.Tensor
+
+
+def state(num_rows: int, device: str = "cpu") -> State:
     """Every third row is greedy."""
     temperature = torch.tensor([0.0, 0.7, 1.3]).repeat(num_rows)[:num_rows]
     seeds = torch.arange(num_rows) * (2**40 + 12345) + 2**33
@@ -35,7 +42,8 @@ def awkward_logits() -> torch.Tensor:
 def check_kernel(device: str = "cpu") -> None:
     from piecegraph.runner.sampling.kernels.gumbel_sample import gumbel_sample_on_gpu
 
-    temperature, seeds = state(9, device).values()
+    made = state(9, device)
+    temperature, seeds = made["temperature"], made["seeds"]
     idx_mapping = torch.tensor([3, 1, -1, 0, 2, 4, 6, 8, 7], dtype=torch.int32, device=device)
     positions = torch.arange(9, dtype=torch.int32, device=device) * 2**27
     for dtype in (torch.float32, torch.float16):
@@ -102,7 +110,7 @@ def test_a_large_batch_on_the_gpu(dtype: torch.dtype) -> None:
     """Greedy rows are argmax exactly; others are the reference's, but for near ties, which logarithms may decide."""
     logits = (3 * torch.randn(256, VOCAB, device="cuda")).to(dtype)
     inputs = state(256, "cuda")
-    temperature, seeds = inputs.values()
+    temperature, seeds = inputs["temperature"], inputs["seeds"]
     idx_mapping = torch.randperm(256, device="cuda").int()
     idx_mapping[100] = -1
     positions = torch.randint(0, 2**20, (256,), device="cuda", dtype=torch.int32)
@@ -154,8 +162,15 @@ def test_the_kernels_compile_for_a_gpu() -> None:
     }  # fmt: skip
     rows = {
         "out": longs, "best": scores, "tokens": ints, "idx_mapping": ints,
-        "num_programs": 4, "PADDED": 128, "OVERLAP": True,
+        "num_programs": 4, "positions": ints, "token_ids": ints, "prefill_lens": ints, "num_computed_tokens": ints,
+        "token_ids_stride": 40960, "max_model_len": 40960, "PADDED": 128, "OVERLAP": True,
     }  # fmt: skip
-    for kernel, arguments, num_warps in ((best_of_blocks_kernel, blocks, 4), (best_of_rows_kernel, rows, 1)):
+    nothing = dict.fromkeys(("token_ids", "prefill_lens", "num_computed_tokens"))
+    kernels = (
+        (best_of_blocks_kernel, blocks, 4),
+        (best_of_rows_kernel, rows, 1),
+        (best_of_rows_kernel, {**rows, **nothing}, 1),
+    )
+    for kernel, arguments, num_warps in kernels:
         ptx = compile_for_gpu(kernel, arguments, {"num_warps": num_warps, "launch_pdl": True})
         assert ptx.index("griddepcontrol.wait") < ptx.index("ld.global")
