@@ -162,22 +162,6 @@ class Template:
             raise NotCopied("two layers share a tensor, and another has one of its own")
         return moves
 
-    def add_copy(self, editor: GraphEditor, moves: Moves, ahead: Sequence[int]) -> tuple[int, ...]:
-        """The nodes once more, behind those of the block `ahead`: their handles. What the stream captures next waits
-        for them."""
-        nodes = self.nodes
-        contents = map(self._moved, nodes.contents, self.pointers, [moves.shifts] * len(nodes.contents))
-        handles = tuple(editor.add(content, like) for content, like in zip(contents, nodes.handles, strict=True))
-        found = {0: handles, 1: ahead}
-
-        def edges(waits: Sequence[Wait]) -> list[Edge]:
-            return [(wait.node if wait.block < 0 else found[wait.block][wait.node], wait.kind) for wait in waits]
-
-        wanted = {handle: edges(waits) for handle, waits in zip(handles, nodes.waits, strict=True)}
-        editor.connect(wanted)
-        editor.set_frontier(edges(nodes.frontier))
-        return handles
-
     def check_copy(self, editor: GraphEditor, handles: Sequence[int], ahead: Sequence[int], moves: Moves) -> None:
         """Raises `CopyFailed` if the graph does not have the copy as it was asked for."""
         copy = BlockNodes.read(editor, handles, ahead)
@@ -194,6 +178,49 @@ class Template:
         for offset, address, span in pointers:
             _WORD.pack_into(parameters, offset, address + shifts[span])
         return content._replace(parameters=bytes(parameters))
+
+
+class Copier:
+    """Adds a template's nodes to their graph, once for each block that is to be a copy."""
+
+    def __init__(self, template: Template, editor: GraphEditor) -> None:
+        nodes = template.nodes
+        self._editor = editor
+        self._makers = tuple(
+            (editor.maker(content, like), pointers)
+            for content, like, pointers in zip(nodes.contents, nodes.handles, template.pointers, strict=True)
+        )
+        by_kind: dict[bytes, list[tuple[Wait, int]]] = {}
+        for place, waits in enumerate(nodes.waits):
+            for wait in waits:
+                by_kind.setdefault(wait.kind, []).append((wait, place))
+        self._edges = tuple(
+            (kind, [wait for wait, _ in each], [place for _, place in each]) for kind, each in by_kind.items()
+        )
+        self._frontier = nodes.frontier
+
+    def add(self, moves: Moves, ahead: Sequence[int]) -> tuple[int, ...]:
+        """The nodes once more, over memory that is moved, behind those of the block `ahead`: their handles. What the
+        stream captures next waits for them."""
+        shifts = moves.shifts
+        handles = tuple(
+            [
+                maker.add([(offset, address + shifts[span]) for offset, address, span in pointers])
+                for maker, pointers in self._makers
+            ]
+        )
+        found = (handles, ahead)
+        for kind, waits, places in self._edges:
+            self._editor.connect(kind, _waited_for(waits, found), [handles[place] for place in places])
+        frontier = self._frontier
+        kinds = [wait.kind for wait in frontier]
+        self._editor.set_frontier(list(zip(_waited_for(frontier, found), kinds, strict=True)))
+        return handles
+
+
+def _waited_for(waits: Sequence[Wait], blocks: tuple[Sequence[int], Sequence[int]]) -> list[int]:
+    """Handles. `blocks`: of a block's own nodes, and of those of the block ahead."""
+    return [node if block < 0 else blocks[block][node] for block, node, _ in waits]
 
 
 def _pointers(old: Content, new: Content, back: Moves) -> list[_Pointer] | None:

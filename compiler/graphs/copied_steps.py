@@ -20,7 +20,7 @@ import torch
 
 from piecegraph.compiler.compiled_model import CompiledModel
 from piecegraph.compiler.graphs.bound_plan import Bound, Values, arguments_of
-from piecegraph.compiler.graphs.copied_nodes import Block, BlockNodes, Memory, Template
+from piecegraph.compiler.graphs.copied_nodes import Block, BlockNodes, Copier, Memory, Template
 from piecegraph.compiler.graphs.cuda_graph import alias_without_ownership
 from piecegraph.compiler.graphs.graph_editor import (
     CapturedGraphEditor,
@@ -248,9 +248,10 @@ class Copies:
             raise NotCopied("a split op's nodes cannot be changed in a copy")
         ahead: Sequence[int] = templates[-1].nodes.handles
         try:
+            copiers = [Copier(template, editor) for template in templates]
             for n, moved in enumerate(moves):
                 template, block = templates[n % distance], ran[n % distance]
-                handles = template.add_copy(editor, moved, ahead)
+                handles = copiers[n % distance].add(moved, ahead)
                 if n < distance:
                     template.check_copy(editor, handles, ahead, moved)
                 nodes = dict(zip(template.nodes.handles, handles, strict=True))

@@ -175,6 +175,9 @@ def library() -> ctypes.CDLL:
     for name, arguments in (
         ("cuGraphExecKernelNodeSetParams_v2", [handle, handle, ctypes.c_void_p]),
         ("cuGraphNodeSetEnabled", [handle, handle, number]),
+        ("cuGraphAddKernelNode_v2", [handle, handle, handle, ctypes.c_size_t, handle]),
+        ("cuGraphKernelNodeCopyAttributes", [handle, handle]),
+        ("cuGraphAddDependencies_v2", [handle, handle, handle, ctypes.c_char_p, ctypes.c_size_t]),
         ("cuMemcpyAsync", [handle, handle, ctypes.c_size_t, handle]),
         ("cuEventRecord", [handle, handle]),
         ("cuStreamWaitEvent", [handle, handle, number]),

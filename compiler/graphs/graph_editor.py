@@ -7,7 +7,8 @@ the stream captures next follows the nodes that cuStreamUpdateCaptureDependencie
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Mapping, Sequence
+import struct
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 from piecegraph.compiler.graphs.cuda_driver import (
@@ -25,6 +26,7 @@ from piecegraph.errors import CaptureError
 _KERNEL, _MEMSET = 0, 2  # CU_GRAPH_NODE_TYPE_*
 _SET_DEPENDENCIES = 1  # CU_STREAM_SET_CAPTURE_DEPENDENCIES
 _EDGE_BYTES = 8  # of a CUgraphEdgeData
+_WORD = struct.Struct("<Q")
 _SYMBOLS = (
     "cuStreamGetCaptureInfo_v3",
     "cuStreamUpdateCaptureDependencies_v2",
@@ -78,6 +80,14 @@ class CopyFailed(CaptureError):
     """Copies were begun, and are not what was asked for: the recording they are in is to be made without any."""
 
 
+class NodeMaker(Protocol):
+    """Adds one node again and again, over other memory: what of a call of the driver stays is prepared once."""
+
+    def add(self, words: Iterable[tuple[int, int]]) -> int:
+        """A node that waits for nothing yet. `words`: offsets in bytes, the same in each call, and what of eight bytes
+        is there in a kernel's parameters; of a memset the one at 0 is its address."""
+
+
 class GraphEditor(Protocol):
     """What a copy of nodes needs of the graph that is being captured. Nodes are handles."""
 
@@ -92,11 +102,12 @@ class GraphEditor(Protocol):
     def frontier(self) -> Sequence[Edge]:
         """What the next node of the stream is to wait for."""
 
-    def add(self, content: Content, like: int) -> int:
-        """A node that waits for nothing yet; a kernel's other attributes are those of the node `like`."""
+    def maker(self, content: Content, like: int) -> NodeMaker:
+        """Of nodes with this content; a kernel's other attributes are those of the node `like`."""
 
-    def connect(self, edges: Mapping[int, Sequence[Edge]]) -> None:
-        """Each of these nodes is to wait for others."""
+    def connect(self, kind: bytes, ahead: Sequence[int], nodes: Sequence[int]) -> None:
+        """Each of these `nodes` is to wait for the one `ahead` in its place, in that way. One kind a call: the driver
+        makes all edges of a call the first one's kind."""
 
     def set_frontier(self, edges: Sequence[Edge]) -> None: ...
 
@@ -168,50 +179,19 @@ class CapturedGraphEditor:
     def frontier(self) -> Sequence[Edge]:
         return self._capture()[1]
 
-    def add(self, content: Content, like: int) -> int:
-        node = ctypes.c_void_p()
+    def maker(self, content: Content, like: int) -> NodeMaker:
         if isinstance(content, MemsetContent):
-            memset = _MemsetParams(*content)
-            added = library().cuGraphAddMemsetNode(
-                ctypes.byref(node), self._graph, None, ctypes.c_size_t(0), ctypes.byref(memset), self._context
-            )
-            check("cuGraphAddMemsetNode", added)
-            return int(node.value or 0)
-        parameters = ctypes.create_string_buffer(content.parameters, len(content.parameters))
-        size = ctypes.c_size_t(len(content.parameters))
-        extra = (ctypes.c_void_p * 5)(
-            BUFFER_POINTER, ctypes.addressof(parameters), BUFFER_SIZE, ctypes.addressof(size), END
-        )
-        params = KernelNodeParams(
-            content.function,
-            *content.grid,
-            *content.block,
-            content.shared_bytes,
-            None,
-            ctypes.addressof(extra),
-            content.kernel,
-        )
-        added = library().cuGraphAddKernelNode_v2(
-            ctypes.byref(node), self._graph, None, ctypes.c_size_t(0), ctypes.byref(params)
-        )
-        check("cuGraphAddKernelNode", added)
-        copied = library().cuGraphKernelNodeCopyAttributes(node, ctypes.c_void_p(like))
-        check("cuGraphKernelNodeCopyAttributes", copied)
-        return int(node.value or 0)
+            return _MemsetMaker(self._graph, content, self._context)
+        return _KernelMaker(self._graph, content, like)
 
-    def connect(self, edges: Mapping[int, Sequence[Edge]]) -> None:
-        by_kind: dict[bytes, list[tuple[int, int]]] = {}
-        for node, waited in edges.items():
-            for ahead, kind in waited:
-                by_kind.setdefault(kind, []).append((ahead, node))
-        call = library().cuGraphAddDependencies_v2
-        for kind, each in by_kind.items():  # in one call all would be of the first one's kind
-            froms, tos = _handles(ahead for ahead, _ in each), _handles(node for _, node in each)
-            added = call(self._graph, froms, tos, kind * len(each), ctypes.c_size_t(len(each)))
-            check("cuGraphAddDependencies", added)
+    def connect(self, kind: bytes, ahead: Sequence[int], nodes: Sequence[int]) -> None:
+        added = library().cuGraphAddDependencies_v2(
+            self._graph, _handles(ahead), _handles(nodes), kind * len(nodes), len(nodes)
+        )
+        check("cuGraphAddDependencies", added)
 
     def set_frontier(self, edges: Sequence[Edge]) -> None:
-        nodes, kinds = _handles(node for node, _ in edges), b"".join(kind for _, kind in edges)
+        nodes, kinds = _handles([node for node, _ in edges]), b"".join(kind for _, kind in edges)
         call = library().cuStreamUpdateCaptureDependencies_v2
         status = call(
             ctypes.c_void_p(self._stream), nodes, kinds, ctypes.c_size_t(len(edges)), ctypes.c_uint(_SET_DEPENDENCIES)
@@ -262,6 +242,51 @@ class CapturedGraphEditor:
         return graph, _edges(nodes, ctypes.string_at(kinds.value, size) if kinds.value else bytes(size), count.value)
 
 
+class _KernelMaker:
+    def __init__(self, graph: ctypes.c_void_p, content: KernelContent, like: int) -> None:
+        num_bytes = len(content.parameters)
+        self._parameters = ctypes.create_string_buffer(content.parameters, num_bytes)
+        self._num_bytes = ctypes.c_size_t(num_bytes)
+        self._extra = (ctypes.c_void_p * 5)(
+            BUFFER_POINTER, ctypes.addressof(self._parameters), BUFFER_SIZE, ctypes.addressof(self._num_bytes), END
+        )
+        params = KernelNodeParams(
+            content.function,
+            *content.grid,
+            *content.block,
+            content.shared_bytes,
+            None,
+            ctypes.addressof(self._extra),
+            content.kernel,
+        )
+        self._graph, self._like, self._node = graph, like, ctypes.c_void_p()
+        self._to_node, self._params = ctypes.byref(self._node), ctypes.byref(params)
+        self._add, self._copy = library().cuGraphAddKernelNode_v2, library().cuGraphKernelNodeCopyAttributes
+
+    def add(self, words: Iterable[tuple[int, int]]) -> int:
+        for offset, word in words:
+            _WORD.pack_into(self._parameters, offset, word)
+        check("cuGraphAddKernelNode", self._add(self._to_node, self._graph, None, 0, self._params))
+        node = self._node.value or 0
+        check("cuGraphKernelNodeCopyAttributes", self._copy(node, self._like))
+        return node
+
+
+class _MemsetMaker:
+    def __init__(self, graph: ctypes.c_void_p, content: MemsetContent, context: ctypes.c_void_p) -> None:
+        self._graph, self._context, self._params = graph, context, _MemsetParams(*content)
+
+    def add(self, words: Iterable[tuple[int, int]]) -> int:
+        for _, address in words:
+            self._params.address = address
+        node = ctypes.c_void_p()
+        added = library().cuGraphAddMemsetNode(
+            ctypes.byref(node), self._graph, None, ctypes.c_size_t(0), ctypes.byref(self._params), self._context
+        )
+        check("cuGraphAddMemsetNode", added)
+        return node.value or 0
+
+
 def _buffer_of(extra: int) -> bytes:
     """The parameters of a kernel that was launched with all of them in one buffer."""
     found: dict[int, int] = {}
@@ -276,6 +301,5 @@ def _edges(nodes: object, kinds: bytes, count: int) -> list[Edge]:
     return [(int(nodes[n]), kinds[_EDGE_BYTES * n : _EDGE_BYTES * (n + 1)]) for n in range(count)]  # type: ignore[index]
 
 
-def _handles(nodes: Iterable[int]) -> object:
-    listed = list(nodes)
-    return (ctypes.c_uint64 * len(listed))(*listed)
+def _handles(nodes: Sequence[int]) -> object:
+    return (ctypes.c_uint64 * len(nodes))(*nodes)

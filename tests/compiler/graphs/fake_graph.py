@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
-from piecegraph.compiler.graphs.graph_editor import Content, Edge, KernelContent, NotCopied
+from piecegraph.compiler.graphs.graph_editor import Content, Edge, KernelContent, MemsetContent, NotCopied
+from piecegraph.errors import CaptureError
 
 PLAIN, EARLY = bytes(8), bytes([1, 0, 1, 0, 0, 0, 0, 0])
 """Edges: the whole kernel is waited for, or its trigger."""
@@ -26,6 +27,7 @@ class FakeGraph:
         self.other: set[int] = set()
         self.copies: dict[int, int] = {}  # whose attributes a node has
         self.lies = False
+        self.room: int | None = None  # copies that can be made; None: any number
 
     def launch(self, content: Content, kind: bytes = EARLY) -> int:
         """As a stream does: behind what it launched before."""
@@ -53,15 +55,12 @@ class FakeGraph:
     def frontier(self) -> Sequence[Edge]:
         return self.front
 
-    def add(self, content: Content, like: int) -> int:
-        handle = self._make(content)
-        self.copies[handle] = like
-        self.edges[handle] = []
-        return handle
+    def maker(self, content: Content, like: int) -> _Maker:
+        return _Maker(self, content, like)
 
-    def connect(self, edges: Mapping[int, Sequence[Edge]]) -> None:
-        for node, waited in edges.items():
-            self.edges[node] += [(ahead, EARLY) for ahead, _ in waited] if self.lies else waited
+    def connect(self, kind: bytes, ahead: Sequence[int], nodes: Sequence[int]) -> None:
+        for waited, node in zip(ahead, nodes, strict=True):
+            self.edges[node].append((waited, EARLY if self.lies else kind))
 
     def set_frontier(self, edges: Sequence[Edge]) -> None:
         self.front = list(edges)
@@ -69,4 +68,26 @@ class FakeGraph:
     def _make(self, content: Content) -> int:
         handle = 1000 + len(self.contents)
         self.contents[handle] = content
+        return handle
+
+
+class _Maker:
+    def __init__(self, graph: FakeGraph, content: Content, like: int) -> None:
+        self._graph, self._content, self._like = graph, content, like
+
+    def add(self, words: Iterable[tuple[int, int]]) -> int:
+        content = self._content
+        for offset, word in words:
+            if isinstance(content, MemsetContent):
+                assert offset == 0
+                content = content._replace(address=word)
+            else:
+                parameters = bytearray(content.parameters)
+                struct.pack_into("<Q", parameters, offset, word)
+                content = content._replace(parameters=bytes(parameters))
+        if self._graph.room is not None and len(self._graph.copies) >= self._graph.room:
+            raise CaptureError("cuGraphAddKernelNode of the CUDA driver failed with error 2.")
+        handle = self._graph._make(content)
+        self._graph.copies[handle] = self._like
+        self._graph.edges[handle] = []
         return handle

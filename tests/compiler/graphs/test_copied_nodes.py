@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from piecegraph.compiler.graphs.copied_nodes import Block, BlockNodes, Memory, Spans, Template
+from piecegraph.compiler.graphs.copied_nodes import Block, BlockNodes, Copier, Memory, Spans, Template
 from piecegraph.compiler.graphs.graph_editor import CopyFailed, KernelContent, MemsetContent, NotCopied
 from tests.compiler.graphs.fake_graph import EARLY, PLAIN, FakeGraph, kernel
 
@@ -57,10 +57,11 @@ def test_copies_are_what_recording_would_have_given() -> None:
     blocks_of(recorded, 7)
     blocks = blocks_of(copied, 3)
     template = template_of(*blocks[1:])
+    copier = Copier(template, copied)
     ahead = blocks[2].nodes.handles
     for layer in range(3, 7):
         moves = template.moves_to(weights_of(layer))
-        handles = template.add_copy(copied, moves, ahead)
+        handles = copier.add(moves, ahead)
         template.check_copy(copied, handles, ahead, moves)
         assert [copied.copies[handle] for handle in handles] == list(blocks[2].nodes.handles)
         ahead = handles
@@ -131,7 +132,7 @@ def test_a_number_that_looks_like_an_address_stays() -> None:
     handles = launch_layer(graph, memories)
     last = Block(BlockNodes.read(graph, handles, blocks[1].nodes.handles), memories)
     template = template_of(blocks[1], last)
-    copy = template.add_copy(graph, template.moves_to(weights_of(5)), handles)
+    copy = Copier(template, graph).add(template.moves_to(weights_of(5)), handles)
     assert graph.contents[copy[1]] == kernel(weights_of(5)[0].begin + 0x10, STATE, LOOKS_LIKE_AN_ADDRESS, SCRATCH)
 
 
@@ -160,7 +161,7 @@ def test_a_driver_that_adds_other_edges_is_told_on() -> None:
     template = template_of(earlier, later)
     graph.lies = True
     moves = template.moves_to(weights_of(3))
-    handles = template.add_copy(graph, moves, later.nodes.handles)
+    handles = Copier(template, graph).add(moves, later.nodes.handles)
     assert graph.edges[handles[0]][0][1] == EARLY
     with pytest.raises(CopyFailed, match="other nodes than it was asked"):
         template.check_copy(graph, handles, later.nodes.handles, moves)
