@@ -112,3 +112,5 @@ def test_rows_are_freed_and_taken_again() -> None:
     assert "prompt" not in made
     made.remove("never there")
     assert made.add("new", [1, 2], [[0]]) == row
+    made.apply_writes()
+    assert made.num_computed_tokens[row] == 0 and made.prefill_lens[row] == 2
