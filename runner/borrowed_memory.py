@@ -12,13 +12,7 @@ from collections.abc import Iterator
 import torch
 
 from piecegraph.compiler.graphs.cuda_driver import check, library
-
-
-class _DriverMemory:
-    """As torch takes another library's memory (the CUDA array interface, version 3)."""
-
-    def __init__(self, address: int, size: int) -> None:
-        self.__cuda_array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 3}
+from piecegraph.runner.cuda_memory import DeviceBytes
 
 
 @contextlib.contextmanager
@@ -32,7 +26,7 @@ def borrowed(device: torch.device, size: int) -> Iterator[torch.Tensor]:
     address = ctypes.c_void_p()
     check("cuMemAlloc", library().cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(size)))
     try:
-        yield torch.as_tensor(_DriverMemory(address.value or 0, size), device=device)
+        yield torch.as_tensor(DeviceBytes(address.value or 0, size, keeps=None), device=device)
     finally:
         torch.cuda.synchronize(device)
         check("cuMemFree", library().cuMemFree_v2(address))

@@ -110,7 +110,7 @@ class CudaMemoryDriver:
         torch.cuda.synchronize(self._device)
 
     def bytes_at(self, address: int, num_bytes: int, keeps: object) -> torch.Tensor:
-        view = torch.as_tensor(_DeviceBytes(address, num_bytes, keeps), device=self._device)
+        view = torch.as_tensor(DeviceBytes(address, num_bytes, keeps), device=self._device)
         assert view.data_ptr() == address, f"torch copied the memory at {address:#x} instead of viewing it"
         return view
 
@@ -158,8 +158,9 @@ class _Access(ctypes.Structure):
     _fields_ = (("location", _Location), ("flags", ctypes.c_int))
 
 
-class _DeviceBytes:
-    """Tells torch of bytes on the GPU. A tensor made from it keeps it, and so `keeps`."""
+class DeviceBytes:
+    """Tells torch of bytes on the GPU (CUDA array interface, version 3). A tensor made from it keeps it, and so
+    `keeps`."""
 
     def __init__(self, address: int, num_bytes: int, keeps: object) -> None:
         self._keeps = keeps

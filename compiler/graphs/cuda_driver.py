@@ -112,22 +112,35 @@ def kernel_parameters(function: int, kernel: int = 0) -> tuple[KernelParameter, 
         found.append(KernelParameter(offset.value, size.value))
 
 
+class ParameterBuffer:
+    """All parameters of a kernel in one buffer, which the driver copies in each call that is given `extra`."""
+
+    def __init__(self, content: bytes) -> None:
+        self.content = ctypes.create_string_buffer(content, len(content))
+        self._num_bytes = ctypes.c_size_t(len(content))
+        self._extra = (ctypes.c_void_p * 5)(
+            BUFFER_POINTER, ctypes.addressof(self.content), BUFFER_SIZE, ctypes.addressof(self._num_bytes), END
+        )
+
+    @property
+    def extra(self) -> int:
+        """The address of what describes it, as a node's `extra`; no longer than this object lives."""
+        return ctypes.addressof(self._extra)
+
+
 class KernelNodeUpdate:
     """What a kernel node is changed to. The driver copies it when `apply` is called, so one serves many nodes."""
 
     def __init__(self, function: int, *, num_threads: int, shared_bytes: int, parameter_bytes: int) -> None:
-        self.parameters = ctypes.create_string_buffer(parameter_bytes)
-        self._size = ctypes.c_size_t(parameter_bytes)
-        self._extra = (ctypes.c_void_p * 5)(
-            BUFFER_POINTER, ctypes.addressof(self.parameters), BUFFER_SIZE, ctypes.addressof(self._size), END
-        )
+        self._buffer = ParameterBuffer(bytes(parameter_bytes))
+        self.parameters = self._buffer.content
         self._params = KernelNodeParams(
             function=function,
             block_x=num_threads,
             block_y=1,
             block_z=1,
             shared_bytes=shared_bytes,
-            extra=ctypes.addressof(self._extra),
+            extra=self._buffer.extra,
         )
         self._reference = ctypes.byref(self._params)
         self._set_params = library().cuGraphExecKernelNodeSetParams_v2

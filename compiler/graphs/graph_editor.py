@@ -17,6 +17,7 @@ from piecegraph.compiler.graphs.cuda_driver import (
     END,
     KernelNodeParams,
     KernelParameter,
+    ParameterBuffer,
     check,
     kernel_parameters,
     library,
@@ -244,19 +245,14 @@ class CapturedGraphEditor:
 
 class _KernelMaker:
     def __init__(self, graph: ctypes.c_void_p, content: KernelContent, like: int) -> None:
-        num_bytes = len(content.parameters)
-        self._parameters = ctypes.create_string_buffer(content.parameters, num_bytes)
-        self._num_bytes = ctypes.c_size_t(num_bytes)
-        self._extra = (ctypes.c_void_p * 5)(
-            BUFFER_POINTER, ctypes.addressof(self._parameters), BUFFER_SIZE, ctypes.addressof(self._num_bytes), END
-        )
+        self._buffer = ParameterBuffer(content.parameters)
         params = KernelNodeParams(
             content.function,
             *content.grid,
             *content.block,
             content.shared_bytes,
             None,
-            ctypes.addressof(self._extra),
+            self._buffer.extra,
             content.kernel,
         )
         self._graph, self._like, self._node = graph, like, ctypes.c_void_p()
@@ -265,7 +261,7 @@ class _KernelMaker:
 
     def add(self, words: Iterable[tuple[int, int]]) -> int:
         for offset, word in words:
-            _WORD.pack_into(self._parameters, offset, word)
+            _WORD.pack_into(self._buffer.content, offset, word)
         check("cuGraphAddKernelNode", self._add(self._to_node, self._graph, None, 0, self._params))
         node = self._node.value or 0
         check("cuGraphKernelNodeCopyAttributes", self._copy(node, self._like))
