@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from piecegraph import LLM
-from piecegraph.tools.bench.latency import model_size
+from piecegraph.tools.bench.latency import mean_of_steps, model_size, time_steps
 from tests.runner.tiny_models import FAMILIES, llama_config, random_model, save
 
 
@@ -35,3 +38,20 @@ def test_a_model_without_routes_reads_all_of_it(tmp_path: Path) -> None:
     assert size.experts is None
     assert size.bytes_read(1) == size.weight_bytes
     assert size.params_a_token == size.matmul_params - size.logits_params
+
+
+@pytest.mark.parametrize("measure", [mean_of_steps, time_steps])
+def test_every_step_that_is_asked_for_is_run(measure: Callable[..., object]) -> None:
+    ran: list[int] = []
+    measure(lambda: ran.append(1), 7, torch.device("cpu"))
+    assert len(ran) == 7
+
+
+def test_a_mean_is_of_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+
+    def run() -> None:
+        clock[0] += 0.25 if clock[0] else 1.0
+
+    assert mean_of_steps(run, 4, torch.device("cpu")) == (1.0 + 3 * 0.25) / 4
