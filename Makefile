@@ -8,12 +8,13 @@ ARGS =
 BIN := .venv/bin
 READY := .venv/.ready
 TEST_JOBS ?= 2
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help run test lint format setup clean
+.PHONY: help run test test-slow lint format setup clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo
 	@echo 'make run  PROMPT="..."  asks something else; MODEL=folder|file.gguf|org/name asks another model;'
 	@echo '          ARGS="--max-tokens 64 --compiler eager" goes to `piecegraph run`.'
@@ -24,14 +25,17 @@ run: $(READY) ## set up, then answer PROMPT with the embedded model, or MODEL
 	@printf '%s' "$$PROMPT" | $(BIN)/piecegraph run $(ARGS) $(if $(MODEL),'$(MODEL)') -
 run: export PROMPT := $(value PROMPT)
 
-test: $(READY) ## set up, then run the tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
+test: $(READY) ## set up, then run the tests but the slow ones
+	$(PYTEST) -m 'not slow' $(ARGS)
+
+test-slow: $(READY) ## set up, then run the slow tests: long random schedules, families one by one
+	$(PYTEST) -m slow $(ARGS)
 
 lint: $(READY) ## ruff, ruff format, mypy --strict over everything, the rules of the house
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q tests/test_house.py
+	$(BIN)/python -m pytest -q tests/test_house.py tests/test_rooms.py
 
 format: $(READY) ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix .

@@ -1,4 +1,4 @@
-"""The compiler's front door: `piecegraph.compile`, and the models behind `torch.compile`."""
+"""The compiler's entry points: `piecegraph.compile`, and the models that `torch.compile` made through the backend."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from piecegraph.compiler.backend import GraphModel, graph_models_of
-from piecegraph.compiler.build import BeforeCompile
+from piecegraph.compiler.building.build import BeforeCompile
+from piecegraph.compiler.building.deferred_weights import LoadWeights
 from piecegraph.compiler.compiled_model import CompiledModel
-from piecegraph.compiler.dynamic_dims import DynamicDims
-from piecegraph.compiler.late_weights import LoadWeights
+from piecegraph.compiler.tracing.dynamic_dims import DynamicDims
 from piecegraph.config import CompileConfig
 from piecegraph.errors import UsageError
 from piecegraph.progress import OnPhase
@@ -29,25 +29,24 @@ def compile(
 ) -> CompiledModel:
     """Compile `module` for inference, its graph cut at `config.split_ops`.
 
-    `dynamic_dims`: argument name (a nested one by path, `"xs[0]"`) to `{dim: size name}`; dims of one
-    name are equal in every call, different names vary freely; `{"x": 0}` is short for
-    `{"x": {0: "num_tokens"}}`. A dim not named is fixed to its example's size.
+    `dynamic_dims` maps an argument name (a nested argument by path, `"xs[0]"`) to `{dim: size name}`. Dims of one
+    size name are equal in every call; different size names vary independently. `{"x": 0}` is short for
+    `{"x": {0: "num_tokens"}}`. A dim without a size name is fixed to the example's size.
 
-    `example_inputs`: positional arguments as a sequence, or keyword arguments as a mapping. Shapes,
-    dtypes and devices are read, values are not. Without them, tracing waits for the first call.
+    `example_inputs` holds positional arguments as a sequence, or keyword arguments as a mapping. Their shapes, dtypes
+    and devices are read, their values are not. Without `example_inputs`, the first call traces and compiles.
 
-    The module stays usable; with `config.passes` its parameters may become views of tensors that hold
-    several of them (`merge-projections`), their values unchanged.
+    The module stays usable. With `config.passes` its parameters may become views of larger tensors that hold several
+    parameters (`merge-projections`); the parameters' values do not change.
 
-    `on_phase` is told of trace, passes, split, compile, compile_sizes, tune_sizes and stitch, and over a cache of
-    cache_key, look_up and store, or import_loader, load_compiled and bind_weights; `before_compile` is shown every call
-    of a split op before any piece compiles, and may raise.
+    `on_phase` is called for the phases trace, passes, split, compile, compile_sizes, tune_sizes and stitch, and, with a
+    cache, for cache_key, look_up and store, or import_loader, load_compiled and bind_weights. `before_compile` receives
+    every call of a split op before any piece is compiled, and may raise.
 
-    `load_weights`: `module` is a stand-in whose parameters and buffers are fake tensors
-    (`torch._subclasses.fake_tensor`), and this gives the same module with its weights. It is called once, in this
-    thread: while pieces compile in processes of their own, or at once where the cache has the model. What it gives is
-    what is bound, and may have its parameters become views. Without it, a module of fake tensors can be compiled for
-    the cache, and not called.
+    `load_weights` is for a `module` whose parameters and buffers are fake tensors (`torch._subclasses.fake_tensor`): it
+    returns the same module with its weights. It is called once, in this thread: while child processes compile pieces,
+    or at once where the cache has the model. The returned module is the one that is bound, and its parameters may
+    become views. Without `load_weights`, a module of fake tensors can be compiled into the cache but not called.
 
     Raises `GraphBreak`, `SizeSpecialized`, `UnknownGuard`, `SplitOpNotFound`, `SplitOpUnused`,
     `PieceCompileFailed`, `ConfigError` and `InputMismatch` (see `piecegraph.errors`).
@@ -66,8 +65,9 @@ def compile(
 
 
 def compiled_models(function: Callable[..., Any] | torch.nn.Module) -> tuple[GraphModel, ...]:
-    """What `torch.compile(..., backend="piecegraph")` compiled for `function`, oldest first.
+    """Return the models that `torch.compile(..., backend="piecegraph")` compiled for `function`, oldest first.
 
-    `function` is what `torch.compile` returned. Empty before the first call.
+    `function` is the object that `torch.compile` returned. The result is empty before the first call. Raises
+    `UsageError` for any other object.
     """
     return graph_models_of(function)

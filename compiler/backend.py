@@ -1,6 +1,6 @@
-"""`torch.compile(model, backend="piecegraph")`: our compiler by name, under torch's own guards.
+"""The backend of `torch.compile(model, backend="piecegraph")`, which runs under torch's own guards.
 
-torch finds `compile_backend` by entry point; nothing of ours need be imported by the caller.
+torch finds `compile_backend` by its entry point, so the caller need not import piecegraph.
 """
 
 from __future__ import annotations
@@ -15,40 +15,42 @@ from typing import Any
 import torch
 from torch import fx
 
-from piecegraph.compiler.apply_passes import apply_to_graph
-from piecegraph.compiler.build import Built, NamedInputs, build, piece_compiler
-from piecegraph.compiler.dynamo import code_being_traced, compiled_by_torch
-from piecegraph.compiler.expectations import check_expected_run
-from piecegraph.compiler.guards import GuardAudit
-from piecegraph.compiler.normalize import symbol_of
-from piecegraph.compiler.pass_contexts import FixedInputs
-from piecegraph.compiler.plan import Plan, SplitCall
-from piecegraph.compiler.report import CompileReport
-from piecegraph.compiler.split_ops import split_op_matcher
-from piecegraph.compiler.stored.compile_cache import CompileCache
-from piecegraph.compiler.stored.own_kernels import OWN_KERNELS
+from piecegraph.compiler.building.build import BuildResult, build, piece_compiler
+from piecegraph.compiler.building.make_plan import NamedInputs
+from piecegraph.compiler.common.report import CompileReport
+from piecegraph.compiler.common.split_ops import split_op_matcher
+from piecegraph.compiler.own_kernels.registry import OWN_KERNELS
+from piecegraph.compiler.rewriting.apply_passes import apply_to_graph
+from piecegraph.compiler.rewriting.expectations import check_expected_run
+from piecegraph.compiler.rewriting.pass_contexts import FixedInputs
+from piecegraph.compiler.splitting.normalize import symbol_of
+from piecegraph.compiler.splitting.overlaps import OverlapCheck
+from piecegraph.compiler.splitting.plan import Plan, SplitCall
+from piecegraph.compiler.store.compile_cache import CompileCache
+from piecegraph.compiler.tracing.dynamo import code_being_traced, compiled_by_torch
+from piecegraph.compiler.tracing.guards import GuardAudit
 from piecegraph.config import CompileConfig
 from piecegraph.errors import CompileError, UsageError
+from piecegraph.passes.matching.torch_ir import value_of
 from piecegraph.passes.pipeline import pipeline
-from piecegraph.passes.torch_ir import value_of
 
-_GUARDS_KEPT = GuardAudit(
+_TORCH_GUARDS = GuardAudit(
     (), note="torch.compile keeps and checks its own guards on every call; piecegraph drops none of them."
 )
 
 
 class _Origin:
-    """Where a graph came from: the code traced, outermost first, and the tensors it was traced with."""
+    """The origin of a graph: the traced code objects, outermost first, and the tensors of the traced call."""
 
     def __init__(self, code: tuple[types.CodeType, ...], inputs: Sequence[Any]) -> None:
         self._code = code
         self._tensors = [weakref.ref(value) for value in inputs if isinstance(value, torch.Tensor)]
 
-    def is_of_function(self, function: Callable[..., Any]) -> bool:
+    def matches_function(self, function: Callable[..., Any]) -> bool:
         return bool(self._code) and self._code[0] is getattr(function, "__code__", None)
 
-    def is_of_module(self, module: torch.nn.Module) -> bool:
-        """It reads a weight of `module`; of a module without weights, it ran the forward."""
+    def matches_module(self, module: torch.nn.Module) -> bool:
+        """Return whether the graph reads a weight of `module`, or ran its forward where `module` has no weights."""
         weights = {id(t) for t in (*module.parameters(), *module.buffers())}
         if weights:
             return any((tensor := ref()) is not None and id(tensor) in weights for ref in self._tensors)
@@ -57,7 +59,7 @@ class _Origin:
 
 @dataclass(frozen=True, slots=True)
 class _SizePlace:
-    """Where a call tells the value of a symbol: an argument, or a dim of one."""
+    """The place in a call from which a symbol's value is read: an argument, or a dim of an argument."""
 
     position: int
     dim: int | None
@@ -67,7 +69,7 @@ class _SizePlace:
 
 
 def _size_places(placeholders: Sequence[fx.Node]) -> dict[str, _SizePlace]:
-    """A place for every symbol that is, alone, a placeholder or a dim of one."""
+    """Return a place for every symbol that is by itself a placeholder or a dim of a placeholder."""
     places: dict[str, _SizePlace] = {}
     for position, node in enumerate(placeholders):
         value = value_of(node)
@@ -81,45 +83,58 @@ def _size_places(placeholders: Sequence[fx.Node]) -> dict[str, _SizePlace]:
 
 
 class GraphModel:
-    """One graph that `torch.compile` handed us, compiled: Dynamo calls it with every input of the graph."""
+    """A compiled graph of `torch.compile`, which Dynamo calls with every input of the graph."""
 
-    def __init__(self, built: Built, origin: _Origin, sizes: Mapping[str, _SizePlace]) -> None:
+    def __init__(self, built: BuildResult, origin: _Origin, sizes: Mapping[str, _SizePlace]) -> None:
         self._built = built
         self._origin = origin
         self._sizes = {} if built.forwards.is_one else sizes
+        overlaps = OverlapCheck(built.plan, built.namespace)
+        self._overlaps = overlaps if overlaps.is_needed else None
+        self._checked_sizes: set[tuple[int, ...]] = set()  # sizes at which the pieces have run without a failed check
 
     def __call__(self, *args: Any) -> tuple[Any, ...]:
-        forward = self._built.forwards.at({symbol: place.read(args) for symbol, place in self._sizes.items()})
+        """Run the graph on all its inputs. Raises `InputMismatch` if a written input overlaps another one."""
+        sizes = {symbol: place.read(args) for symbol, place in self._sizes.items()}
+        key = tuple(sizes.values())
+        forwards = self._built.forwards
+        if self._overlaps is not None:
+            self._overlaps.check(args)
+        if key in self._checked_sizes:
+            with torch.no_grad():
+                return forwards.at(sizes)(*args)
         with torch.no_grad():
-            return forward(*args)
+            outputs = forwards.watched_at(sizes)(*args)
+        self._checked_sizes.add(key)
+        return outputs
 
     def report(self) -> CompileReport:
-        """Pieces, unique pieces and seconds per phase (tracing is torch's, so it counts as 0)."""
-        return OWN_KERNELS.told_in(self._built.report)
+        """Return pieces, unique pieces and seconds per phase. torch traces, so the tracing time is 0."""
+        return OWN_KERNELS.with_kernel_counts(self._built.forwards.with_failures(self._built.report))
 
     @property
     def source(self) -> str:
-        """The stitched module's source."""
+        """The Python source of the stitched module."""
         return self._built.source
 
     @property
     def plan(self) -> Plan:
-        """The stitched module as data."""
+        """The plan of the stitched module, as data."""
         return self._built.plan
 
     @property
     def split_calls(self) -> tuple[SplitCall, ...]:
-        """Every call of a split op, in order."""
+        """All calls of split ops, in execution order."""
         return self._built.split_calls
 
     @property
     def guards(self) -> GuardAudit:
-        """Says that torch keeps its guards."""
-        return _GUARDS_KEPT
+        """An audit without records, which says that torch checks its own guards."""
+        return _TORCH_GUARDS
 
 
 def _device_type(placeholders: Sequence[fx.Node]) -> str:
-    """Where the graph's tensors are: those on the CPU may be sizes and tables of a model that is elsewhere."""
+    """Return the device type of the graph: one other than "cpu" if any tensor has one."""
     values = map(value_of, placeholders)
     types = {value.device.type for value in values if isinstance(value, torch.Tensor)}
     return next((kind for kind in sorted(types) if kind != "cpu"), "cpu")
@@ -132,11 +147,11 @@ _models_lock = threading.Lock()
 def compile_backend(
     gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None
 ) -> Callable[..., tuple[Any, ...]]:
-    """The `torch_dynamo_backends` entry point; `options` are `CompileConfig` fields.
+    """Compile a graph for Dynamo: the `torch_dynamo_backends` entry point. `options` are `CompileConfig` fields.
 
-    Returns a plain function, as tools that look into Dynamo's cache (depyf) expect.
+    Returns a plain function, as tools that read Dynamo's cache (depyf) expect.
 
-    Raises `CompileError` where gradients would be wanted: piecegraph compiles for inference.
+    Raises `CompileError` where gradients are enabled and an input requires them: piecegraph compiles for inference.
     """
     config = CompileConfig.from_options(options)
     if torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in example_inputs):
@@ -170,26 +185,26 @@ def compile_backend(
                 is_split_op=is_split_op,
                 trace_seconds=0.0,
                 on_phase=lambda phase: None,
-                bind=dict,  # all are arguments
+                bind=dict,  # every placeholder is an argument, so nothing is bound
             )
     finally:
         compiler.close()
-    cache.keep_to_size()
-    reason = cache.reason or "by name, torch traces each time"
-    found = replace(built.report.cache, reason=reason, not_stored="; ".join(built.not_kept))
+    cache.enforce_max_size()
+    reason = cache.reason or "under torch.compile, torch traces each time"
+    found = replace(built.report.cache, reason=reason, not_stored="; ".join(built.not_saved))
     built = replace(built, report=replace(built.report, cache=found))
     model = GraphModel(built, _Origin(code_being_traced(), example_inputs), sizes)
     with _models_lock:
         _models_in_order.append(weakref.ref(model))
 
-    def run_graph(*args: Any) -> tuple[Any, ...]:
+    def build_graph_runner(*args: Any) -> tuple[Any, ...]:
         return model(*args)
 
-    return run_graph
+    return build_graph_runner
 
 
 def graph_models_of(compiled: Callable[..., Any]) -> tuple[GraphModel, ...]:
-    """The models made for what `torch.compile` returned, oldest first. Raises `UsageError` for anything else."""
+    """Return the models of what `torch.compile` returned, oldest first. Raises `UsageError` for any other object."""
     with _models_lock:
         models = [model for ref in _models_in_order if (model := ref()) is not None]
         _models_in_order[:] = [weakref.ref(model) for model in models]
@@ -199,6 +214,6 @@ def graph_models_of(compiled: Callable[..., Any]) -> tuple[GraphModel, ...]:
             f"compiled_models takes what torch.compile(..., backend='piecegraph') returned, not {compiled!r}."
         )
     if module is not None:
-        return tuple(model for model in models if model._origin.is_of_module(module))
+        return tuple(model for model in models if model._origin.matches_module(module))
     assert function is not None
-    return tuple(model for model in models if model._origin.is_of_function(function))
+    return tuple(model for model in models if model._origin.matches_function(function))

@@ -7,16 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from piecegraph.compiler.build import BeforeCompile
-from piecegraph.compiler.dynamic_dims import DynamicDims
-from piecegraph.compiler.guards import GuardAudit
-from piecegraph.compiler.late_weights import LoadWeights
-from piecegraph.compiler.piece import UniquePiece
-from piecegraph.compiler.plan import Plan, SplitCall
-from piecegraph.compiler.ready import Parts, Ready
-from piecegraph.compiler.report import CompileReport
-from piecegraph.compiler.start import start
-from piecegraph.compiler.stored.own_kernels import OWN_KERNELS
+from piecegraph.compiler.building.build import BeforeCompile
+from piecegraph.compiler.building.capturable import CapturableModel
+from piecegraph.compiler.building.deferred_weights import LoadWeights
+from piecegraph.compiler.building.ready import Parts, ReadyModel
+from piecegraph.compiler.common.report import CompileReport
+from piecegraph.compiler.load_or_compile import load_or_compile
+from piecegraph.compiler.own_kernels.registry import OWN_KERNELS
+from piecegraph.compiler.splitting.piece import UniquePiece
+from piecegraph.compiler.splitting.plan import Plan, SplitCall
+from piecegraph.compiler.tracing.dynamic_dims import DynamicDims
+from piecegraph.compiler.tracing.guards import GuardAudit
 from piecegraph.config import CompileConfig
 from piecegraph.errors import CompileError, NotCompiled
 from piecegraph.progress import OnPhase
@@ -27,16 +28,21 @@ if TYPE_CHECKING:
     from piecegraph.compiler.graphs.graphs import Graphs
 
 
-class CompiledModel:
-    """What `piecegraph.compile` returns.
+class CompiledModel(CapturableModel):
+    """A compiled module: the result of `piecegraph.compile`, called like the module.
 
-    Calling it runs the compiled pieces, for inference (no gradients), with any sizes of the declared
-    dims; nothing is ever traced or compiled again. An argument that does not fit what was traced
-    raises `InputMismatch`. Without example inputs, the first call traces and compiles.
+    A call runs the compiled pieces for inference (no gradients), with any sizes of the declared dims; nothing is
+    traced or compiled again. An argument that does not match the traced call raises `InputMismatch`. Without example
+    inputs, the first call traces and compiles.
 
-    The module must be in its final state: parameters are bound as they are. Changing one's values in
-    place is seen; replacing one raises `InputMismatch` at the next check (first call, and every
-    1024th).
+    The module must be in its final state, because its parameters and buffers are bound as they are. In-place changes
+    of their values take effect. So does assigning other memory (`parameter.data = ...`), unless a graph was captured or
+    the parameter was merged with others. Any other change, such as replacing a parameter, raises `InputMismatch` at the
+    next call; `refresh_weights` adopts the new values.
+
+    Everything else that the forward method reads is a constant of the compile: plain attributes (numbers, strings,
+    tensors that are neither parameters nor buffers), hooks, and the methods themselves. A later change of one of them
+    has no effect; compile the module again.
     """
 
     def __init__(
@@ -54,17 +60,19 @@ class CompiledModel:
         self._on_phase: OnPhase = on_phase or (lambda phase: None)
         self._before_compile = before_compile
         self._load_weights = load_weights
-        self._ready: Ready | None = None
+        self._ready: ReadyModel | None = None
         self._closed = False
 
     def compile_for(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Trace with these example arguments and compile, or load what that came to in an earlier process. Their
-        tensors' values are not read."""
+        """Trace with these example arguments and compile, or load the result of an earlier process from the cache.
+
+        The values of tensor arguments are not read.
+        """
         self._refuse_closed()
         if self._ready is not None:
             raise CompileError("this CompiledModel is compiled already; make another with piecegraph.compile.")
         assert self._module is not None, "only a closed model has none"
-        self._ready = start(
+        self._ready = load_or_compile(
             self._module,
             args,
             kwargs,
@@ -74,9 +82,10 @@ class CompiledModel:
             before_compile=self._before_compile,
             load_weights=self._load_weights,
         )
-        self._load_weights = None  # it may hold what it loaded
+        self._load_weights = None  # the function may hold the loaded weights
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the compiled pieces; the first call compiles where there were no example inputs."""
         self._refuse_closed()
         if self._ready is None:
             self.compile_for(args, kwargs)
@@ -84,42 +93,43 @@ class CompiledModel:
         return self._ready.run(args, kwargs)
 
     def report(self) -> CompileReport:
-        """Pieces, unique pieces, seconds per phase. Raises `NotCompiled` before the first trace."""
-        return OWN_KERNELS.told_in(self._compiled().built.report)
+        """Return pieces, unique pieces and seconds per phase. Raises `NotCompiled` before the first trace."""
+        built = self._compiled().built
+        return OWN_KERNELS.with_kernel_counts(built.forwards.with_failures(built.report))
 
     @property
     def source(self) -> str:
-        """The stitched module's source."""
+        """The Python source of the stitched module."""
         return self._compiled().built.source
 
     @property
     def plan(self) -> Plan:
-        """The stitched module as data."""
+        """The plan of the stitched module, as data."""
         return self._compiled().built.plan
 
     @property
     def unique_pieces(self) -> tuple[UniquePiece, ...]:
-        """The graph of each unique piece, as passes left it. To read; the compiled pieces are made of them."""
+        """The graph of each unique piece after all passes. Read only: the compiled pieces are made of these graphs."""
         return self._compiled().built.read_unique()
 
     @property
     def split_calls(self) -> tuple[SplitCall, ...]:
-        """Every call of a split op, in order."""
+        """All calls of split ops, in execution order."""
         return self._compiled().built.split_calls
 
     @property
     def guards(self) -> GuardAudit:
-        """What Dynamo guarded on, and why each guard needs no check per call. Printable."""
+        """The guards of Dynamo, and why each guard needs no check per call. Printable."""
         return self._compiled().interface.read_guards()
 
     def capture(self, descriptors: Sequence[BatchDescriptor], make_inputs: MakeInputs, **options: Any) -> Graphs:
-        """Short for `piecegraph.capture(self, descriptors, make_inputs, ...)`."""
+        """Call `piecegraph.capture(self, descriptors, make_inputs, **options)`."""
         from piecegraph.compiler.graphs.capture import capture
 
         return capture(self, descriptors, make_inputs, **options)
 
     def parts(self, args: Sequence[Any]) -> Parts:
-        """The stitched module taken apart over these arguments, for whoever replays it step by step.
+        """Return the plan, the pieces and the bound values for these arguments, for a caller that runs step by step.
 
         Traces and compiles first if that has not happened. Raises `InputMismatch` as a call would.
         """
@@ -129,12 +139,25 @@ class CompiledModel:
         return self._compiled().parts(args)
 
     def bound_tensors(self) -> list[tuple[str, torch.Tensor]]:
-        """Every parameter, buffer and constant the pieces read, by name."""
+        """Return every parameter, buffer and constant that the pieces read, by name."""
         return self._compiled().bound_tensors()
 
+    def refresh_weights(self) -> int:
+        """Adopt the values of the module's parameters and buffers that were replaced or given other memory.
+
+        Returns the number of adopted tensors. Where graphs were captured, and where several parameters are stored as
+        one (merge-projections), values are copied into the memory that the pieces read, and the module's tensors become
+        views of that memory: addresses stay, so graphs remain valid. Otherwise the pieces read the new tensors from now
+        on, and nothing is copied. In-place changes need no refresh.
+
+        Raises `InputMismatch`, with nothing changed, where a tensor is missing or its shape, dtype or device is not
+        that of the compiled model, where two names of one tensor now have different values, or where a submodule was
+        replaced; `NotCompiled` before the first trace.
+        """
+        return self._compiled().weights.refresh()
+
     def close(self) -> None:
-        """Let go of the module, its weights and the compiled pieces; further calls raise `CompileError`.
-        Harmless when repeated."""
+        """Release the module, its weights and the compiled pieces; further calls raise `CompileError`. Idempotent."""
         self._closed = True
         self._ready = None
         self._module = None
@@ -146,7 +169,7 @@ class CompiledModel:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def _compiled(self) -> Ready:
+    def _compiled(self) -> ReadyModel:
         self._refuse_closed()
         if self._ready is None:
             raise NotCompiled(

@@ -1,6 +1,6 @@
-"""`eliminate-noops`: what returns its input, and what was computed before, leaves the graph. Runs first.
+"""`eliminate-noops`: remove calls that return their input or repeat an earlier call. Runs first.
 
-The passes after it meet fewer spellings of one thing, a piece has fewer inputs, and eager pieces fewer calls.
+The passes after it meet fewer spellings of one thing, a piece has fewer inputs, and eager pieces have fewer calls.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import ClassVar
 
 from torch import fx
 
-from piecegraph.passes.effects import CLONE, DIV, Memory, erase_dead, is_pure, same_stride, viewed
-from piecegraph.passes.graph_pass import GraphPass, Miss, PassContext, PassResult
-from piecegraph.passes.repeated_values import merge_repeated_values
-from piecegraph.passes.single_products import multiply_single_products
-from piecegraph.passes.torch_ir import (
+from piecegraph.passes.matching.effects import CLONE, DIV, Memory, erase_dead, is_pure, same_stride, view_source
+from piecegraph.passes.matching.graph_pass import GraphPass, Miss, PassContext, PassResult
+from piecegraph.passes.matching.repeated_values import merge_repeated_values
+from piecegraph.passes.matching.single_products import multiply_single_products
+from piecegraph.passes.matching.torch_ir import (
     ADD,
     CASTS,
     MUL,
@@ -31,14 +31,16 @@ from piecegraph.passes.torch_ir import (
 
 @dataclass(frozen=True, slots=True)
 class EliminateNoops(GraphPass):
-    """Bitwise; multiplications as `single_products` says. Matches are nodes removed, and matmuls that became such:
+    """A pass that removes calls without effect. A match is a node that is removed, or a matmul that is replaced.
+
+    The result is the same bit for bit; `single_products` has the exception for multiplications. Removed are:
 
     - casts, views, slices, expands and `contiguous` that return the tensor they are given, dropout that drops
       nothing, and chains of views that end where they began;
-    - copies (`clone`, `x * 1.0`, `x - 0`) of memory nobody writes to, whose own is no output;
-    - calls equal to one before (`repeated_values`);
-    - pure nodes nobody reads;
-    - matmuls of one column and one row (`single_products`).
+    - copies (`clone`, `x * 1.0`, `x - 0`) of memory that no call writes to, unless the copy is an output;
+    - calls equal to an earlier one (`repeated_values`);
+    - pure nodes that no call reads;
+    - matmuls of one column and one row, which become multiplications (`single_products`).
 
     Sizes and strides are compared as expressions: equal for every size, or not equal.
     """
@@ -57,15 +59,18 @@ class EliminateNoops(GraphPass):
 
 
 def _drop_views(graph: fx.Graph) -> list[Miss]:
-    """Memory is shared either way, so what is written where does not matter."""
+    """Replace views by the tensor they equal.
+
+    The view and the tensor share memory either way, so writes in place do not matter.
+    """
     misses = []
     for node in graph.nodes:
         found = None
-        source = viewed(node)
+        source = view_source(node)
         while source is not None:
             if _is_same_tensor(node, source) and value_of(node).storage_offset() == value_of(source).storage_offset():
                 found = source
-            source = viewed(source)
+            source = view_source(source)
         if found is None or not node.users or not is_pure(node):
             continue
         if _is_output(node) and (found.op == "placeholder" or _is_output(found)):
@@ -92,7 +97,7 @@ def _drop_copies(graph: fx.Graph) -> list[Miss]:
 
 
 def _copied(node: fx.Node) -> fx.Node | None:
-    """The tensor with whose numbers a call fills new memory."""
+    """Return the tensor whose numbers a call copies into new memory, or None."""
     if not is_tensor(node):
         return None
     if is_call(node, CLONE) or (is_call(node, CASTS) and (node.kwargs.get("copy") or True in node.args)):
@@ -111,7 +116,7 @@ def _is_one(x: float) -> bool:
 
 
 def _other_than(node: fx.Node, spellings: frozenset[object], is_neutral: object, commutes: bool) -> fx.Node | None:
-    """The operand of a call whose other operand is a number that changes nothing."""
+    """Return the operand of a call whose other operand is a neutral number, or None."""
     both = operands(node, spellings)
     if both is None:
         return None
@@ -123,7 +128,7 @@ def _other_than(node: fx.Node, spellings: frozenset[object], is_neutral: object,
 
 
 def _is_same_tensor(node: fx.Node, source: fx.Node) -> bool:
-    """Dtype, device, sizes and strides agree, whatever symbols stand for."""
+    """Return whether dtype, device, sizes and strides agree for all values of the symbols."""
     one, other = value_of(node), value_of(source)
     return (
         (one.dtype, one.device, one.layout, type(one) is type(other)) == (other.dtype, other.device, other.layout, True)
@@ -134,7 +139,7 @@ def _is_same_tensor(node: fx.Node, source: fx.Node) -> bool:
 
 
 def _same_step(size: object, one: object, other: object) -> bool:
-    """Two strides of a dim of `size` agree; that of a dim of one is never used."""
+    """Return whether two strides of a dim of `size` agree. The stride of a dim of one is never used."""
     return (isinstance(size, int) and size == 1) or same_stride(one, other)
 
 

@@ -1,6 +1,6 @@
-"""`fuse-act-mul`: the gated activation of an MLP, `act(gate) * up`, becomes one op over the merged projection.
+"""`fuse-act-mul`: fuse the gated activation of an MLP, `act(gate) * up`, into one op over the merged projection.
 
-Works on what `merge-projections` leaves, or on a model that stores gate and up as one (Phi-3).
+The pass works on the output of `merge-projections`, or on a model that stores gate and up as one weight (Phi-3).
 """
 
 from __future__ import annotations
@@ -10,19 +10,21 @@ from typing import Any, ClassVar
 
 from torch import fx
 
-from piecegraph.passes import torch_ir as ir
-from piecegraph.passes.effects import changed_between
-from piecegraph.passes.graph_pass import GraphPass, Miss, PassContext, PassResult
+from piecegraph.passes.matching import torch_ir as ir
+from piecegraph.passes.matching.effects import changed_between
+from piecegraph.passes.matching.graph_pass import GraphPass, Miss, PassContext, PassResult
+from piecegraph.passes.matching.torch_ir import NoMatch
 from piecegraph.passes.ops.act_mul import ACT_MUL
-from piecegraph.passes.torch_ir import NoMatch
 
 
 @dataclass(frozen=True)
 class FuseActMul(GraphPass):
-    """`silu` or `gelu` of columns `[a, a + n)` of a tensor, times its columns `[a + n, a + 2n)`, becomes
-    `piecegraph::act_mul`. An activation that multiplies no tensor of its shape gates nothing and is no site.
+    """A pass that replaces `act(gate) * up` by `piecegraph::act_mul`.
 
-    Rounds once where torch rounds the activation too, so results differ in their last bit.
+    A site is `silu` or `gelu` of columns `[a, a + n)` of a tensor, times columns `[a + n, a + 2n)` of the same tensor.
+    An activation that multiplies no tensor of its shape is no site.
+
+    The fused op rounds once where torch rounds the activation too, so results differ in their last bit.
     """
 
     name: ClassVar[str] = "fuse-act-mul"
@@ -43,7 +45,7 @@ class FuseActMul(GraphPass):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Gated:
-    """`result = activation(gate) * up`, the halves of `both`."""
+    """A match: `result = activation(gate) * up`, where gate and up are the halves of `both`."""
 
     activation: str
     both: ir.Columns
@@ -56,7 +58,7 @@ def _is_gate(node: fx.Node) -> bool:
 
 
 def _product_with(act: fx.Node) -> Any:
-    """Whether a reader multiplies it by a tensor of its shape."""
+    """Return a predicate that is true for readers of `act` that multiply it by a tensor of its shape."""
 
     def is_product(reader: fx.Node) -> bool:
         up = ir.other_operand(reader, ir.MUL, act)
@@ -86,7 +88,7 @@ def _gated_by(act: fx.Node) -> _Gated:
 
 
 def _activation(act: fx.Node) -> str:
-    """A name in `ACTIVATIONS`."""
+    """Return the activation's name in `ACTIVATIONS`. Raises `NoMatch` if there is none."""
     if ir.is_call(act, ir.SILU):
         if ir.argument(act, 1, "inplace", False):
             raise NoMatch("it works in place")
@@ -98,10 +100,10 @@ def _activation(act: fx.Node) -> str:
 
 
 def _halves(gate: Any, up: Any) -> ir.Columns:
-    """The columns that are `gate` and, right after it, `up`."""
+    """Return the columns that hold `gate` and, right after it, `up`. Raises `NoMatch`."""
     first, second = ir.columns_of(gate), ir.columns_of(up)
     if first is None or second is None or first.source is not second.source:
-        raise NoMatch(f"gate {gate} and up {up} are no slices of one tensor: are their projections merged?")
+        raise NoMatch(f"gate {gate} and up {up} are not slices of one tensor: are their projections merged?")
     where = f"gate is columns {first.start}:{first.stop} of {first.source}, up is {second.start}:{second.stop}"
     if second.stop == first.start:
         raise NoMatch(f"{where}; wanted is gate first")
@@ -111,7 +113,7 @@ def _halves(gate: Any, up: Any) -> ir.Columns:
 
 
 def _parts(half: Any) -> list[fx.Node]:
-    """A half, and the chunk or split it is an item of."""
+    """Return the nodes of one half: the half, and the chunk or split that it is an item of."""
     source = half.args[0]
     return [half] if ir.is_tensor(source) else [half, source]
 

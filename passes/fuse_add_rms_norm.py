@@ -1,7 +1,7 @@
-"""`fuse-add-rms-norm`: an RMS norm, and the residual add right before it, become one op.
+"""`fuse-add-rms-norm`: fuse an RMS norm, and the residual add right before it, into one op.
 
-However a model spells it: Llama's float32 in the middle, Gemma's `1 + weight`, no weight, over the hidden size or a
-head's. A reciprocal square root is where a norm is found, so none is passed over in silence.
+All spellings match: Llama's float32 in the middle, Gemma's `1 + weight`, no weight, over the hidden size or over a
+head. Every reciprocal square root is a site, so each norm that does not match is reported as a miss.
 """
 
 from __future__ import annotations
@@ -13,20 +13,23 @@ from typing import Any, ClassVar
 
 from torch import fx
 
-from piecegraph.passes import torch_ir as ir
-from piecegraph.passes.effects import changed_between, is_left_alone
-from piecegraph.passes.graph_pass import GraphPass, Miss, PassContext, PassResult
-from piecegraph.passes.ops.rms_norm import ADD_RMS_NORM, MAX_SIZE, RMS_NORM
-from piecegraph.passes.torch_ir import NoMatch
+from piecegraph.passes.kernels.common.gpu_limits import MAX_NORM_SIZE
+from piecegraph.passes.matching import torch_ir as ir
+from piecegraph.passes.matching.effects import changed_between, is_unmodified_input
+from piecegraph.passes.matching.graph_pass import GraphPass, Miss, PassContext, PassResult
+from piecegraph.passes.matching.torch_ir import NoMatch
+from piecegraph.passes.ops.rms_norm import ADD_RMS_NORM, RMS_NORM
 
 
 @dataclass(frozen=True)
 class FuseAddRMSNorm(GraphPass):
-    """`x / rms(x) * (offset + weight)` over the last dim becomes `piecegraph::rms_norm`; where `x` is the sum of two
-    tensors of its shape and dtype that nothing reads before the norm is done, `piecegraph::add_rms_norm`. A weight that
-    the graph computes is no weight here: its product stays a call of its own, since the kernel reads weights early.
+    """A pass that replaces `x / rms(x) * (offset + weight)` over the last dim by `piecegraph::rms_norm`.
 
-    Rounds once where most models round twice, so results differ in their last bit.
+    Where `x` is the sum of two tensors of its shape and dtype that nothing reads before the norm is done, the call
+    becomes `piecegraph::add_rms_norm`. A weight that the graph computes stays a multiplication of its own, because the
+    kernel reads weights early.
+
+    The fused op rounds once where most models round twice, so results differ in their last bit.
     """
 
     name: ClassVar[str] = "fuse-add-rms-norm"
@@ -47,14 +50,14 @@ class FuseAddRMSNorm(GraphPass):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Norm:
-    """`result = x / rms(x) * (offset + weight)`, of `x`'s dtype."""
+    """A matched norm: `result = x / rms(x) * (offset + weight)`, of `x`'s dtype."""
 
     x: fx.Node
     weight: fx.Node | None
     eps: float
     offset: float
     result: fx.Node
-    inner: tuple[fx.Node, ...]  # what computes it, and nothing else if nothing else reads it
+    inner: tuple[fx.Node, ...]  # the nodes that compute it; erased unless something else reads them
 
 
 def _is_anchor(node: fx.Node) -> bool:
@@ -71,14 +74,14 @@ def _norm_at(anchor: fx.Node) -> _Norm:
 
 
 def _norm_of_call(call: fx.Node) -> _Norm:
-    """`F.rms_norm(x, normalized_shape, weight, eps)`."""
+    """Match `F.rms_norm(x, normalized_shape, weight, eps)`. Raises `NoMatch`."""
     x, shape = call.args[0], ir.argument(call, 1, "normalized_shape")
     weight, eps = ir.argument(call, 2, "weight"), ir.argument(call, 3, "eps")
     if not ir.is_tensor(x) or not isinstance(shape, tuple | list) or len(shape) != 1:
         raise NoMatch(f"it norms over the dims {shape}; wanted is the last alone")
     if (constant := ir.number(eps)) is None:
-        raise NoMatch(f"its epsilon is no constant but {eps}")
-    if weight is not None and not is_left_alone(weight):
+        raise NoMatch(f"its epsilon is not a constant but {eps}")
+    if weight is not None and not is_unmodified_input(weight):
         raise NoMatch(f"its weight {weight} is computed here; wanted is an input that nothing changes")
     narrow = ir.strip_widening(x)
     inner = [call, *_casts(x, narrow)]
@@ -87,7 +90,7 @@ def _norm_of_call(call: fx.Node) -> _Norm:
 
 
 def _norm_around(root: fx.Node) -> _Norm:
-    """`x * root(mean(x ** 2) + eps)`, then perhaps a factor, with casts between."""
+    """Match `x * root(mean(x ** 2) + eps)`, an optional factor, and casts between them. Raises `NoMatch`."""
     total: Any = root.args[0]
     mean, eps = _mean_and_eps(total)
     square: Any = mean.args[0]
@@ -125,7 +128,7 @@ def _mean_and_eps(total: Any) -> tuple[fx.Node, float]:
     eps = both[1] if both[0] is mean else both[0]
     constant = ir.number(eps)
     if constant is None:
-        raise NoMatch(f"its epsilon is no constant but {eps}")
+        raise NoMatch(f"its epsilon is not a constant but {eps}")
     return mean, constant
 
 
@@ -146,15 +149,15 @@ def _squared(square: Any) -> fx.Node:
 def _factor(
     scaled: fx.Node, x: fx.Node, inner: list[fx.Node], weight: fx.Node | None = None
 ) -> tuple[fx.Node, fx.Node | None, float]:
-    """(result, weight, offset): follow what `x / rms(x)` becomes, as long as it is a weight's product or a narrowing.
+    """Follow the uses of `x / rms(x)` through a product with a weight and narrowing casts.
 
-    Adds what it passes to `inner`.
+    Returns (result, weight, offset) and adds the nodes on the way to `inner`.
     """
     result, offset = scaled, 0.0
     while len(result.users) == 1:
         reader = next(iter(result.users))
         if ir.cast_source(reader) is result and ir.is_widening(ir.dtype_of(reader), ir.dtype_of(result)):
-            # Narrower than x is another tensor's dtype, not this norm's.
+            # A cast to a dtype narrower than that of x is not part of the norm.
             if not ir.is_widening(ir.dtype_of(x), ir.dtype_of(reader)):
                 break
         elif weight is None and (found := _weight_in(reader, result)) is not None:
@@ -168,7 +171,7 @@ def _factor(
 
 
 def _weight_in(product: fx.Node, normed: fx.Node) -> tuple[fx.Node, float, list[fx.Node]] | None:
-    """(weight, offset, the nodes that compute offset + weight) if `product` multiplies by them."""
+    """Return (weight, offset, nodes that compute offset + weight) if `product` multiplies by them, else None."""
     factor = ir.other_operand(product, ir.MUL, normed)
     if not ir.is_tensor(factor) or not _is_weight(factor, normed):
         return None
@@ -180,17 +183,17 @@ def _weight_in(product: fx.Node, normed: fx.Node) -> tuple[fx.Node, float, list[
         if len(constants) == len(tensors) == 1:
             weight, offset = tensors[0], constants[0]
     weight = ir.strip_widening(weight)
-    return (weight, offset, _between(factor, weight)) if is_left_alone(weight) else None
+    return (weight, offset, _between(factor, weight)) if is_unmodified_input(weight) else None
 
 
 def _is_weight(factor: fx.Node, normed: fx.Node) -> bool:
-    """`[size]` for a norm over `size`."""
+    """Return whether `factor` has the shape `[size]` of a weight for a norm over `size`."""
     shape = ir.shape_of(factor)
     return len(shape) == 1 and ir.same_size(shape[0], ir.shape_of(normed)[-1]) and ir.dtype_of(factor).is_floating_point
 
 
 def _between(last: fx.Node, first: fx.Node) -> list[fx.Node]:
-    """From `last` back to `first`, without it, along what each is made of."""
+    """Return the nodes from `last` back to `first`, without `first`."""
     nodes = []
     while last is not first:
         nodes.append(last)
@@ -199,7 +202,7 @@ def _between(last: fx.Node, first: fx.Node) -> list[fx.Node]:
 
 
 def _casts(wide: fx.Node, narrow: fx.Node) -> Iterator[fx.Node]:
-    """The casts that make `wide` of `narrow`."""
+    """Yield the casts that turn `narrow` into `wide`."""
     while wide is not narrow:
         yield wide
         source = ir.cast_source(wide)
@@ -216,7 +219,11 @@ def _of_one_dtype(
     offset: float,
     inner: list[fx.Node],
 ) -> _Norm:
-    """The op gives the dtype it takes: it reads that of `sources`, all of the same values, which has the result's."""
+    """Return the norm that reads the one of `sources` which has the result's dtype.
+
+    The op returns the dtype that it takes, and all `sources` have the same values. Raises `NoMatch` if there is none,
+    or if the kernel does not support it.
+    """
     dtype = ir.dtype_of(result)
     x = next((each for each in sources if ir.dtype_of(each) == dtype), None)
     if x is None:
@@ -224,8 +231,8 @@ def _of_one_dtype(
     if not dtype.is_floating_point or dtype.itemsize > 4:
         raise NoMatch(f"it is computed in {dtype}; wanted is float32 or shorter")
     size = ir.last_dim(x)
-    if size is None or size > MAX_SIZE:
-        raise NoMatch(f"rows of {x} have {ir.shape_of(x)[-1]} numbers; the kernel takes up to {MAX_SIZE}")
+    if size is None or size > MAX_NORM_SIZE:
+        raise NoMatch(f"rows of {x} have {ir.shape_of(x)[-1]} numbers; the kernel takes up to {MAX_NORM_SIZE}")
     first = next(node for node in result.graph.nodes if node in inner)
     if (changed := changed_between(first, result, sources)) is not None:
         raise NoMatch(f"{changed[0]} is changed in place by {changed[1]}, before {result} is there")
@@ -249,7 +256,7 @@ def _fuse(graph: fx.Graph, norm: _Norm, context: PassContext) -> None:
 
 
 def _summands(norm: _Norm, context: PassContext) -> tuple[fx.Node, fx.Node] | None:
-    """What `norm.x` is the sum of, if the norm can compute that too: in time for all who read the sum."""
+    """Return the two summands of `norm.x`, or None if the sum is read before the fused norm would compute it."""
     both = ir.operands(norm.x, ir.ADD)
     if both is None or not ir.is_tensor(both[0]) or not ir.is_tensor(both[1]):
         return None
@@ -261,7 +268,7 @@ def _summands(norm: _Norm, context: PassContext) -> tuple[fx.Node, fx.Node] | No
         if context.is_split_op(node):  # the norm's result would have to cross the cut
             return None
         if node in own:
-            if not own.issuperset(node.users):  # the sum's cast, say: it stays, and so does the sum
+            if not own.issuperset(node.users):  # such as a cast of the sum: it stays, so the sum stays
                 return None
         elif norm.x in node.all_input_nodes:
             return None
@@ -270,7 +277,10 @@ def _summands(norm: _Norm, context: PassContext) -> tuple[fx.Node, fx.Node] | No
 
 
 def _swap_of_rows(x: fx.Node) -> tuple[fx.Node, int, int] | None:
-    """(source, dim, dim) if `x` swaps dims that are not normed over. Rows normed in their first order stay where
-    views find them: heads beside their token."""
+    """Return (source, dim, dim) if `x` swaps dims that are not normed over, else None.
+
+    The norm then runs on the rows in their original order, in which the heads of a token are adjacent, so that views
+    of the result need no copy.
+    """
     swap = ir.swapped_dims(x)
     return swap if swap is not None and len(ir.shape_of(x)) - 1 not in swap[1:] else None

@@ -1,4 +1,4 @@
-"""`fuse-linear`: linears of a decode step's few rows take kernels of ours, with what is ahead of them and after.
+"""`fuse-linear`: run linears of few rows with our kernels, fused with the norm and the activation around them.
 
 A decode step reads every weight once, so a linear of few rows takes as long as its weights take to arrive.
 """
@@ -12,26 +12,27 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from piecegraph.passes import torch_ir as ir
-from piecegraph.passes.effects import changed_between, is_left_alone
-from piecegraph.passes.graph_pass import GraphPass, Miss, PassContext, PassResult
-from piecegraph.passes.kernels.linear_config import SIZE_MULTIPLE
+from piecegraph.passes.kernels.common.gpu_limits import MAX_NORM_LINEAR_SIZE
+from piecegraph.passes.kernels.linear.linear_config import SIZE_MULTIPLE
+from piecegraph.passes.matching import torch_ir as ir
+from piecegraph.passes.matching.effects import changed_between, is_unmodified_input
+from piecegraph.passes.matching.graph_pass import GraphPass, Miss, PassContext, PassResult
+from piecegraph.passes.matching.torch_ir import NoMatch
 from piecegraph.passes.ops.act_mul import ACT_MUL
 from piecegraph.passes.ops.linear import LINEAR
-from piecegraph.passes.ops.norm_linear import ADD_NORM_LINEAR, LINEAR_ADD_NORM_LINEAR, MAX_SIZE
+from piecegraph.passes.ops.norm_linear import ADD_NORM_LINEAR, LINEAR_ADD_NORM_LINEAR
 from piecegraph.passes.ops.rms_norm import ADD_RMS_NORM
-from piecegraph.passes.torch_ir import NoMatch
 
 DTYPES = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
 class FuseLinear(GraphPass):
-    """Every linear becomes `piecegraph::linear`; an `act_mul` that alone reads it becomes part of it, and an
-    `add_rms_norm` whose norm it alone reads, with the linear that made what that adds. Which kernels run, or the
-    library's, depends on the rows of each call and the size of the weight.
+    """A pass that replaces every linear by `piecegraph::linear`.
 
-    Linears that compute in float32 are no sites.
+    An `act_mul` that is the linear's only reader becomes part of it. An `add_rms_norm` whose norm only this linear
+    reads becomes part of it too, with the linear that produced the summand. The kernel (ours or the library's) is
+    chosen by the rows of each call and the size of the weight. Linears that compute in float32 are no sites.
     """
 
     name: ClassVar[str] = "fuse-linear"
@@ -57,10 +58,10 @@ def _is_site(node: fx.Node) -> bool:
 
 
 def _check(node: fx.Node) -> None:
-    """Raises `NoMatch` where no kernel of ours could ever run."""
+    """Raise `NoMatch` if none of our kernels could ever run this linear."""
     x, weight_node, bias = _operands(node)
     weight = ir.value_of(weight_node)
-    if not is_left_alone(weight_node):
+    if not is_unmodified_input(weight_node):
         raise NoMatch(f"its weight {weight_node} is computed here; wanted is an input that nothing changes")
     if weight.ndim != 2:
         raise NoMatch(f"its weight has {weight.ndim} dims; wanted are 2")
@@ -76,7 +77,7 @@ def _check(node: fx.Node) -> None:
 
 
 def _operands(node: fx.Node) -> tuple[Any, Any, Any]:
-    """Input, weight and bias of a linear."""
+    """Return the input, weight and bias of a linear."""
     return ir.argument(node, 0, "input"), ir.argument(node, 1, "weight"), ir.argument(node, 2, "bias")
 
 
@@ -89,7 +90,7 @@ def _fuse(graph: fx.Graph, node: fx.Node) -> None:
         if changed_between(node, readers[0], read) is None:
             (result,) = readers
             activation = str(result.args[1])
-    norm = _norm_ahead(x, result, bias)
+    norm = _preceding_norm(x, result, bias)
     if norm is None:
         fused = ir.insert_call(graph, result, LINEAR, x, weight, bias, activation)
         result.replace_all_uses_with(fused)
@@ -105,7 +106,7 @@ def _fuse(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _insert_with_norm(graph: fx.Graph, norm: fx.Node, weight: Any, bias: Any, activation: str) -> fx.Node:
-    """The call of a linear, the norm ahead of it, and the linear ahead of that if the norm alone reads it."""
+    """Insert the linear's call with the preceding norm, and with the linear before that if only the norm reads it."""
     one, other, *how = norm.args
     for added, residual in ((one, other), (other, one)):
         if isinstance(added, fx.Node) and added is not residual and _is_part_of(norm, added):
@@ -117,19 +118,25 @@ def _insert_with_norm(graph: fx.Graph, norm: fx.Node, weight: Any, bias: Any, ac
 
 
 def _is_part_of(norm: fx.Node, linear: fx.Node) -> bool:
-    """A linear of ours without an activation that the norm alone reads, and whose inputs nothing changes before it."""
+    """Return whether `linear` is a `piecegraph::linear` without an activation, read by `norm` alone, whose inputs
+    nothing changes before `norm`."""
     if linear.target is not LINEAR or linear.args[3] or set(linear.users) != {norm}:
         return False
     return changed_between(linear, norm, linear.all_input_nodes) is None
 
 
-def _norm_ahead(x: Any, result: fx.Node, bias: Any) -> fx.Node | None:
-    """The `add_rms_norm` whose norm `x` is, if nothing else reads that and all of the linear can run where it does."""
+def _preceding_norm(x: Any, result: fx.Node, bias: Any) -> fx.Node | None:
+    """Return the `add_rms_norm` whose norm is `x`, if nothing else reads that norm and all of the linear can run in its
+    place; else None."""
     if not ir.is_call(x, ir.GETITEM) or x.args[1] != 0 or len(x.users) > 1:
         return None
     norm = x.args[0]
-    if not isinstance(norm, fx.Node) or norm.target is not ADD_RMS_NORM or ir.value_of(x).shape[-1] > MAX_SIZE:
+    if (
+        not isinstance(norm, fx.Node)
+        or norm.target is not ADD_RMS_NORM
+        or ir.value_of(x).shape[-1] > MAX_NORM_LINEAR_SIZE
+    ):
         return None
-    if bias is not None and (not is_left_alone(bias) or changed_between(norm, result, (bias,)) is not None):
+    if bias is not None and (not is_unmodified_input(bias) or changed_between(norm, result, (bias,)) is not None):
         return None
     return norm

@@ -1,7 +1,8 @@
-"""`fuse-lookups`: embeddings, and rows that are taken by their numbers, become one kernel of ours.
+"""`fuse-lookups`: run embeddings, and other selections of rows by index, with one kernel of ours.
 
-Torch's own are several kernels, by how many rows are taken; each is loaded when it is first launched, one of them in
-63 ms, and none starts before the kernel ahead has ended. Rows of several tensors by the same numbers are taken at once.
+Torch has several kernels for this, chosen by how many rows are taken. Each is loaded when it is first launched (one of
+them takes 63 ms), and none starts before the preceding kernel has ended. Rows of several tensors by the same indices
+are taken at once.
 """
 
 from __future__ import annotations
@@ -15,23 +16,26 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from piecegraph.passes.effects import changed_between, is_left_alone
-from piecegraph.passes.graph_pass import GraphPass, Miss, PassContext, PassResult
+from piecegraph.passes.matching.effects import changed_between, is_unmodified_input
+from piecegraph.passes.matching.graph_pass import GraphPass, Miss, PassContext, PassResult
+from piecegraph.passes.matching.torch_ir import GETITEM, NoMatch, argument, is_call, is_tensor, shape_of, value_of
 from piecegraph.passes.ops.take_rows import TAKE_ROWS
-from piecegraph.passes.torch_ir import GETITEM, NoMatch, argument, is_call, is_tensor, shape_of, value_of
 
 _EMBEDDING = frozenset({F.embedding})
 _INDEX_SELECT = frozenset({torch.index_select, "index_select"})
 _NUMBERS = (torch.int64, torch.int32)
 
-LEAST_SIZE = 32
-"""Numbers of a row that a program of ours is worth."""
+MIN_SIZE = 32
+"""The fewest numbers in a row for which our kernel is used."""
 
 
 @dataclass(frozen=True, slots=True)
 class FuseLookups(GraphPass):
-    """A site: an embedding, or a tensor indexed by an input, of whole numbers, along a dim ahead of which all are of
-    size 1. Exact; a number outside of the source is an error no more, but NaN (`ops/take_rows.py`)."""
+    """A pass that replaces lookups of rows by `piecegraph::take_rows`.
+
+    A site is an embedding, or a tensor indexed by an input of integers along a dim before which all dims have size 1.
+    The result is exact, but an index out of range gives NaN instead of an error (`ops/take_rows.py`).
+    """
 
     name: ClassVar[str] = "fuse-lookups"
 
@@ -57,7 +61,7 @@ class FuseLookups(GraphPass):
 
 @dataclass(frozen=True, slots=True)
 class _Lookup:
-    """`source[:, index]`."""
+    """A lookup: `source[:, index]`."""
 
     node: fx.Node
     source: fx.Node
@@ -67,7 +71,8 @@ class _Lookup:
 
 
 def _lookup(node: fx.Node) -> _Lookup | None:
-    """What a call looks up; None for one that is no site. Raises `NoMatch` for a site that no kernel of ours takes."""
+    """Return the lookup of a call, or None if the call is no site. Raises `NoMatch` for a site that our kernel does not
+    support."""
     if is_call(node, _EMBEDDING):
         index, source, dim = argument(node, 0, "input"), argument(node, 1, "weight"), 0
     elif is_call(node, _INDEX_SELECT):
@@ -84,7 +89,7 @@ def _lookup(node: fx.Node) -> _Lookup | None:
         return None  # one number, whose dim stays
     if value_of(index).dtype not in _NUMBERS:
         return None  # a mask, of which only the GPU knows how many rows it takes
-    if not is_call(node, _EMBEDDING) and not is_left_alone(index):
+    if not is_call(node, _EMBEDDING) and not is_unmodified_input(index):
         return None  # by numbers that a layer computes, as experts are: Inductor makes it part of what reads the rows
     if is_call(node, _EMBEDDING) and argument(node, 3, "max_norm") is not None:
         raise NoMatch("max_norm changes the table in place")
@@ -94,13 +99,13 @@ def _lookup(node: fx.Node) -> _Lookup | None:
     if value_of(source).dtype.is_complex or value_of(source).dtype is torch.bool:
         raise NoMatch(f"the rows are {str(value_of(source).dtype).removeprefix('torch.')}")
     behind = shape_of(source)[dim + 1 :]
-    if not all(isinstance(size, int) for size in behind) or math.prod(behind) < LEAST_SIZE:
+    if not all(isinstance(size, int) for size in behind) or math.prod(behind) < MIN_SIZE:
         return None  # single numbers are what Inductor's own kernels look up well
     return _Lookup(node, source, index, dim, wraps=is_call(node, GETITEM))
 
 
 def _indexed_dim(node: fx.Node) -> tuple[int, fx.Node] | None:
-    """The dim that one tensor indexes, where nothing else does anything."""
+    """Return the dim that is indexed by exactly one tensor, and that tensor; None if the index does anything else."""
     source, index = node.args
     if not is_tensor(source):
         return None
@@ -116,7 +121,7 @@ def _indexed_dim(node: fx.Node) -> tuple[int, fx.Node] | None:
 
 
 def _together(left: list[_Lookup]) -> list[_Lookup]:
-    """The first lookup, and those behind it by the same numbers whose sources are there when it runs."""
+    """Return the first lookup, and the following ones by the same index whose sources exist when the first one runs."""
     first = left[0]
     order = {node: number for number, node in enumerate(first.node.graph.nodes)}
     return [

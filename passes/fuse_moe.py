@@ -1,7 +1,7 @@
-"""`fuse-moe`: the routed experts of a mixture become one op, in the place of a sort and two grouped matmuls.
+"""`fuse-moe`: replace a sort and two grouped matmuls, the routed experts of a mixture, by one op.
 
-What is looked for is transformers' `grouped_mm` form of experts, which sorts pairs of token and expert, multiplies
-groups of rows, and puts the products back in order. Routing itself (softmax, topk, normalising) stays in the graph.
+The pass matches transformers' `grouped_mm` form of experts, which sorts pairs of token and expert, multiplies groups of
+rows, and restores the order of the products. Routing (softmax, topk, normalization) stays in the graph.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from piecegraph.passes import torch_ir as ir
-from piecegraph.passes.effects import changed_between
-from piecegraph.passes.graph_pass import GraphPass, Miss, PassContext, PassResult
+from piecegraph.passes.matching import torch_ir as ir
+from piecegraph.passes.matching.effects import changed_between
+from piecegraph.passes.matching.graph_pass import GraphPass, Miss, PassContext, PassResult
+from piecegraph.passes.matching.torch_ir import NoMatch
 from piecegraph.passes.ops.act_mul import ACT_MUL
 from piecegraph.passes.ops.moe_experts import MOE_EXPERTS
-from piecegraph.passes.torch_ir import NoMatch
 
 GROUPED_MM = frozenset({"_grouped_mm", "grouped_mm", "grouped_mm_fallback", "grouped_mm_fallback.default"})
-"""Names of functions: torch's private and public one, and transformers' op where torch has none for a dtype."""
+"""The names of grouped matmuls: torch's private and public function, and transformers' op for dtypes torch lacks."""
 
 MASKED_FILL = frozenset({"masked_fill", "masked_fill_"})
 FLATTEN = frozenset({"reshape", "view", "flatten", torch.reshape, torch.flatten})
@@ -33,9 +33,10 @@ SUM = frozenset({"sum", torch.sum})
 
 @dataclass(frozen=True, slots=True)
 class FuseMoe(GraphPass):
-    """Experts gated by an activation in `act_mul.ACTIVATIONS`, without biases, chosen by `topk` over all of them.
+    """A pass that replaces routed experts by `piecegraph::moe_experts`.
 
-    Rounds less often than what it replaces. Every grouped matmul is part of a match or of a miss.
+    The experts are gated by an activation in `act_mul.ACTIVATIONS`, have no biases, and are chosen by `topk` over all
+    of them. The op rounds less often than the calls it replaces. Every grouped matmul is part of a match or of a miss.
     """
 
     name: ClassVar[str] = "fuse-moe"
@@ -55,7 +56,7 @@ class FuseMoe(GraphPass):
 
 @dataclass(frozen=True, slots=True)
 class _Routing:
-    """Which token chose which experts, and how the graph sorts the pairs."""
+    """The token's choice of experts, and the sort of the pairs of token and expert."""
 
     topk_ids: fx.Node  # [num_tokens, top_k]
     sort: fx.Node  # of all pairs, by expert
@@ -66,7 +67,7 @@ class _Routing:
         return ir.last_dim(self.topk_ids)
 
     def is_permutation(self, node: Any) -> bool:
-        """`node` says which pair stands where in the sorted order."""
+        """Return whether `node` is the index of each pair in the sorted order."""
         return ir.is_call(node, ir.GETITEM) and node.args == (self.sort, 1)
 
     def is_sorted_ids(self, node: Any) -> bool:
@@ -75,7 +76,7 @@ class _Routing:
 
 @dataclass(frozen=True, slots=True)
 class _Experts:
-    """The operands of `moe_experts`, and what it takes the place of."""
+    """The operands of `moe_experts`, and the nodes that it replaces."""
 
     x: fx.Node
     topk_weights: fx.Node
@@ -88,7 +89,7 @@ class _Experts:
 
 
 def _sites(graph: fx.Graph) -> list[tuple[fx.Node, ...]]:
-    """Grouped matmuls over the same groups, together."""
+    """Return the grouped matmuls, those over the same groups together."""
     sites: dict[object, list[fx.Node]] = {}
     for node in graph.nodes:
         if node.op == "call_function" and _name(node) in GROUPED_MM:
@@ -97,7 +98,7 @@ def _sites(graph: fx.Graph) -> list[tuple[fx.Node, ...]]:
 
 
 def _match(products: tuple[fx.Node, ...]) -> _Experts:
-    """Raises `NoMatch`."""
+    """Return the experts of two grouped matmuls. Raises `NoMatch`."""
     if len(products) != 2:
         raise NoMatch(f"grouped matmuls over the same groups: {len(products)}, not 2, gate/up and down")
     first, second = products
@@ -125,7 +126,7 @@ def _match(products: tuple[fx.Node, ...]) -> _Experts:
 
 
 def _routing(offsets: Any) -> _Routing:
-    """From `cumsum(histc(ids, ...))`, where every group ends, to the ids and their sort."""
+    """Return the routing whose groups end at `offsets`, `cumsum(histc(ids, ...))`. Raises `NoMatch`."""
     counts = _first(offsets) if ir.is_call(offsets, frozenset({torch.cumsum, "cumsum"})) else None
     if not ir.is_call(counts, frozenset({torch.histc, "histc"})):
         raise NoMatch("groups do not end where a sum over a count of sorted expert ids says")
@@ -139,21 +140,21 @@ def _routing(offsets: Any) -> _Routing:
     routing = _Routing(topk_ids, sort, num_experts)
     if routing.top_k is None or not _is_choice_of_topk(topk_ids, num_experts):
         raise NoMatch(
-            f"{topk_ids.name} is no choice of topk among the {num_experts} experts whose weights are here: "
+            f"{topk_ids.name} is not a choice of topk among the {num_experts} experts whose weights are here: "
             "an id might name none of them (experts of several devices)"
         )
     return routing
 
 
 def _flattened(node: Any) -> fx.Node:
-    """`[num_tokens, top_k]` of what is seen as `[num_tokens * top_k]`."""
+    """Return the `[num_tokens, top_k]` tensor that `node` views as `[num_tokens * top_k]`. Raises `NoMatch`."""
     if (
         ir.is_call(node, FLATTEN)
         and ir.is_tensor(node.args[0])
         and len(ir.shape_of(node.args[0])) == 2 == len(ir.shape_of(node)) + 1
     ):
         return node.args[0]
-    raise NoMatch(f"{node} is no flat view of something for each token and expert")
+    raise NoMatch(f"{node} is not a flat view of something for each token and expert")
 
 
 def _is_choice_of_topk(topk_ids: fx.Node, num_experts: int) -> bool:
@@ -163,7 +164,7 @@ def _is_choice_of_topk(topk_ids: fx.Node, num_experts: int) -> bool:
 
 
 def _indexed(node: Any) -> tuple[Any, Any]:
-    """`(source, index)` of `source[index]`, or twice None."""
+    """Return `(source, index)` of `source[index]`, or (None, None)."""
     return (node.args[0], node.args[1]) if ir.is_call(node, ir.GETITEM) else (None, None)
 
 
@@ -172,12 +173,13 @@ def _first(node: fx.Node) -> Any:
 
 
 def _name(node: Any) -> Any:
-    """Of what a node calls, however it is spelt: an operator, a function or a method."""
+    """Return the name of the operator, function or method that a node calls."""
     return getattr(node.target, "__name__", node.target) if isinstance(node, fx.Node) else None
 
 
 def _unmasked(node: Any, routing: _Routing) -> fx.Node:
-    """`node` before casts to the dtype it has, and before rows of no expert were set to 0: there are none."""
+    """Return `node` without casts to its own dtype and without the masking of rows of no expert, of which there are
+    none."""
     while True:
         source = ir.cast_source(node)
         if source is not None and ir.dtype_of(source) == ir.dtype_of(node):
@@ -190,7 +192,8 @@ def _unmasked(node: Any, routing: _Routing) -> fx.Node:
 
 
 def _is_no_expert(mask: Any, routing: _Routing) -> bool:
-    """`(sorted_ids >= num_experts).unsqueeze(-1)`, which is false: ids are a choice of topk."""
+    """Return whether `mask` is `(sorted_ids >= num_experts).unsqueeze(-1)`, which is false because ids are a choice of
+    topk."""
     compared: Any = _first(mask) if ir.is_call(mask, UNSQUEEZE) else None
     if _name(compared) != "ge":
         return False
@@ -198,7 +201,7 @@ def _is_no_expert(mask: Any, routing: _Routing) -> bool:
 
 
 def _gathered_input(product: fx.Node, routing: _Routing) -> fx.Node:
-    """`x` of `x[permutation // top_k]`."""
+    """Return `x` of `x[permutation // top_k]`. Raises `NoMatch`."""
     x, index = _indexed(_unmasked(product.args[0], routing))
     is_token = (
         _name(index) in ("floordiv", "floor_divide")
@@ -213,7 +216,8 @@ def _gathered_input(product: fx.Node, routing: _Routing) -> fx.Node:
 
 
 def _gated(node: fx.Node) -> tuple[str, fx.Node]:
-    """The activation, and what it reads: `act(gate) * up` of the halves of one tensor, or `act_mul`."""
+    """Return the activation's name and its input: `act(gate) * up` of the halves of one tensor, or `act_mul`. Raises
+    `NoMatch`."""
     if ir.is_call(node, frozenset({ACT_MUL})):
         gate_up: Any
         activation: Any
@@ -237,7 +241,7 @@ def _both_ways(pair: tuple[Any, Any] | None) -> tuple[tuple[Any, Any], ...]:
 
 
 def _activation(node: Any) -> str | None:
-    """A name in `act_mul.ACTIVATIONS`."""
+    """Return the activation's name in `act_mul.ACTIVATIONS`, or None."""
     if ir.is_call(node, ir.SILU):
         return "silu"
     if ir.is_call(node, ir.GELU):
@@ -246,7 +250,10 @@ def _activation(node: Any) -> str | None:
 
 
 def _weighted_sum(product: fx.Node, routing: _Routing, dtype: torch.dtype) -> tuple[fx.Node, fx.Node]:
-    """From the second product to the sum over each token's experts; and the weights, `[num_tokens, top_k]`."""
+    """Return the sum over each token's experts, and the weights `[num_tokens, top_k]`, starting at the second product.
+
+    Raises `NoMatch`.
+    """
     node = product
     topk_weights: fx.Node | None = None
     is_in_order = is_split = False
@@ -262,7 +269,7 @@ def _weighted_sum(product: fx.Node, routing: _Routing, dtype: torch.dtype) -> tu
             is_split = True
         elif topk_weights is not None and is_split and ir.is_call(reader, SUM):
             if ir.argument(reader, 1, "dim") != 1 or ir.argument(reader, 2, "keepdim", False):
-                raise NoMatch(f"{reader.name} is no sum over a token's experts")
+                raise NoMatch(f"{reader.name} is not a sum over a token's experts")
             return _in_dtype(reader, dtype), topk_weights
         else:
             raise NoMatch(f"{reader.name} does not belong to a weighted sum over a token's experts {_biased(product)}")
@@ -270,7 +277,10 @@ def _weighted_sum(product: fx.Node, routing: _Routing, dtype: torch.dtype) -> tu
 
 
 def _only_reader(node: fx.Node, routing: _Routing) -> fx.Node:
-    """Fills in place of rows of no expert read nothing that is passed on."""
+    """Return the only reader of `node`. Raises `NoMatch` if there are several.
+
+    In-place fills of rows of no expert do not count: nothing reads their result.
+    """
     readers = [
         user
         for user in node.users
@@ -283,12 +293,12 @@ def _only_reader(node: fx.Node, routing: _Routing) -> fx.Node:
 
 
 def _biased(product: fx.Node) -> str:
-    """The likeliest reason, if it is one."""
+    """Return the likeliest reason for a miss, or an empty string."""
     return "(experts have biases)" if any(user.target == "add_" for user in product.users) else ""
 
 
 def _weights(reader: fx.Node, node: fx.Node, routing: _Routing) -> fx.Node | None:
-    """`topk_weights` of `node * topk_weights.reshape(-1)[permutation].unsqueeze(-1)`; None if it is no such thing."""
+    """Return `topk_weights` of `node * topk_weights.reshape(-1)[permutation].unsqueeze(-1)`, or None."""
     for factor, weight in _both_ways(ir.operands(reader, ir.MUL)):
         if factor is not node or not ir.is_call(weight, UNSQUEEZE):
             continue
@@ -300,7 +310,7 @@ def _weights(reader: fx.Node, node: fx.Node, routing: _Routing) -> fx.Node | Non
 
 
 def _is_inverse(index: Any, routing: _Routing) -> bool:
-    """`inverse[permutation] = arange(n)`, in a new tensor like `permutation`."""
+    """Return whether `index` is filled by `inverse[permutation] = arange(n)`, in a new tensor like `permutation`."""
     if not ir.is_call(index, frozenset({torch.empty_like})) or not routing.is_permutation(index.args[0]):
         return False
     writers = [user for user in index.users if _name(user) == "setitem"]
@@ -317,7 +327,7 @@ def _is_by_token(view: fx.Node, routing: _Routing) -> bool:
 
 
 def _in_dtype(node: fx.Node, dtype: torch.dtype) -> fx.Node:
-    """The sum in the tokens' dtype: itself, or its cast."""
+    """Return the sum in the tokens' dtype: the node itself or its cast. Raises `NoMatch`."""
     readers = list(node.users)
     if len(readers) == 1 and ir.cast_source(readers[0]) is node and ir.dtype_of(readers[0]) == dtype:
         return readers[0]
@@ -327,7 +337,8 @@ def _in_dtype(node: fx.Node, dtype: torch.dtype) -> fx.Node:
 
 
 def _closed_region(result: fx.Node, operands: set[fx.Node]) -> tuple[fx.Node, ...]:
-    """All nodes on the way from `operands` to `result`; nothing but the result may be read from outside."""
+    """Return all nodes between `operands` and `result`. Raises `NoMatch` if anything but the result is read from
+    outside."""
     region: dict[fx.Node, None] = {}
     left = [result]
     while left:
@@ -345,7 +356,7 @@ def _closed_region(result: fx.Node, operands: set[fx.Node]) -> tuple[fx.Node, ..
 
 
 def _is_shared(node: fx.Node) -> bool:
-    """Sizes, and tensors made of nothing but sizes, may serve any part of the graph."""
+    """Return whether a node may serve any part of the graph: a size, or a tensor made of nothing but sizes."""
     if isinstance(ir.value_of(node), int | torch.SymInt):
         return True
     return (
@@ -385,7 +396,7 @@ def _replace(graph: fx.Graph, experts: _Experts) -> None:
 
 
 def _transposed(graph: fx.Graph, weight: fx.Node) -> fx.Node:
-    """`[num_experts, out, in]` as a view; what a transpose read, rather than its transpose again."""
+    """Return the weight as a view `[num_experts, out, in]`; if it is a transpose, return its source."""
     swapped = ir.swapped_dims(weight)
     if swapped is not None and {*swapped[1:]} == {1, 2}:
         return swapped[0]

@@ -1,7 +1,7 @@
-"""`fuse-rope-kv-write`: norm and rotary embedding of query and key become part of attention, which writes the cache.
+"""`fuse-rope-kv-write`: move the norm and rotary embedding of query and key into attention, which writes the cache.
 
-It crosses the cut on purpose: attention is widened to an op that is given what was projected and the tables. Every
-attention call is a site, so none is passed over in silence.
+The pass crosses the cut on purpose: attention becomes an op that takes the projected query and key, and the tables.
+Every attention call is a site, so each that does not match is reported as a miss.
 """
 
 from __future__ import annotations
@@ -13,27 +13,30 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from piecegraph.passes import torch_ir as ir
-from piecegraph.passes.effects import ELEMENTWISE, Memory, viewed
-from piecegraph.passes.graph_pass import GraphPass, Miss, PassContext, PassResult
-from piecegraph.passes.repeated_halves import repeat_halves
-from piecegraph.passes.rotary_pattern import ATTENTION_LAYOUT, RotatedHeads, rotated_heads
+from piecegraph.passes.matching import torch_ir as ir
+from piecegraph.passes.matching.effects import ELEMENTWISE, Memory, view_source
+from piecegraph.passes.matching.graph_pass import GraphPass, Miss, PassContext, PassResult
+from piecegraph.passes.matching.repeated_halves import repeat_halves
+from piecegraph.passes.matching.rotary_pattern import ATTENTION_LAYOUT, RotatedHeads, rotated_heads
+from piecegraph.passes.matching.torch_ir import Columns, NoMatch
 from piecegraph.passes.rotary_tables import fuse_rotary_tables
-from piecegraph.passes.torch_ir import Columns, NoMatch
 
 _SIZES = frozenset({"new_empty", "size", torch.ops.aten.sym_size.int})
-"""What may read a tensor that is rotated besides attention: it looks at no number of it."""
+"""Calls besides attention that may read a rotated tensor, because they read none of its numbers."""
 
 
 @dataclass(frozen=True)
 class FuseRopeKVWrite(GraphPass):
-    """Half-against-half rotary over the first numbers of a head, or over all, after an RMS norm of each head or none.
+    """A pass that fuses rotary embedding into attention.
 
-    `attention_op(query, key, value, out, *rest)` becomes
-    `fused_op(query, key, value, out, cos, sin, q_norm_weight, k_norm_weight, norm_eps, norm_offset, *rest)`, with
-    query and key `[tokens, heads, dim]` as projected, which the op may overwrite: nothing else may read that query.
-    Rounds once where the graph rounds after each step, and takes tables as they were before they were rounded. Cosines
-    and sines become one op (`rotary_tables.py`); halves of other tables become repetitions (`repeated_halves.py`).
+    The rotary embedding is half against half, over the first numbers of a head or over all, after an RMS norm of each
+    head or none. `attention_op(query, key, value, out, *rest)` becomes `fused_op(query, key, value, out, cos, sin,
+    q_norm_weight, k_norm_weight, norm_eps, norm_offset, *rest)`, with query and key `[tokens, heads, dim]` as
+    projected. The op may overwrite the query: nothing else may read it.
+
+    The op rounds once where the graph rounds after each step, and takes tables as they were before they were rounded.
+    Cosines and sines become one op (`rotary_tables.py`); halves of other tables become repetitions
+    (`repeated_halves.py`).
     """
 
     attention_op: str = "piecegraph::attention"
@@ -54,7 +57,7 @@ class FuseRopeKVWrite(GraphPass):
             try:
                 query, key = (_argument(call, position) for position in range(2))
                 _check_together(query, key)
-                _check_own(query, memory)
+                _check_query_is_private(query, memory)
                 _check_unchanged(query, key, memory)
             except NoMatch as reason:
                 misses.append(Miss(call.name, str(reason)))
@@ -92,8 +95,8 @@ def _argument(call: fx.Node, position: int) -> RotatedHeads:
 
 
 def _check_readers(call: fx.Node, found: RotatedHeads) -> None:
-    """What is computed on the way is computed for this call alone; but tables are everyone's."""
-    tables = _made_of(found.cos, found.sin, found.inner)
+    """Raise `NoMatch` if another call reads nodes between projection and attention. Tables may be shared."""
+    tables = _derived_from_tables(found.cos, found.sin, found.inner)
     for node in found.inner:
         if node in tables:
             continue
@@ -103,7 +106,7 @@ def _check_readers(call: fx.Node, found: RotatedHeads) -> None:
 
 
 def _readers(node: fx.Node) -> Iterator[fx.Node]:
-    """Who reads a tensor; where it is cut into parts, who takes them."""
+    """Yield the readers of a tensor; for a chunk or a split, the readers of its parts."""
     for reader in node.users:
         if ir.is_call(reader, ir.CHUNK | ir.SPLIT):
             yield from reader.users
@@ -111,8 +114,8 @@ def _readers(node: fx.Node) -> Iterator[fx.Node]:
             yield reader
 
 
-def _made_of(cos: fx.Node, sin: fx.Node, nodes: tuple[fx.Node, ...]) -> set[fx.Node]:
-    """Those of `nodes` that are nothing but a table, cast or with another dim."""
+def _derived_from_tables(cos: fx.Node, sin: fx.Node, nodes: tuple[fx.Node, ...]) -> set[fx.Node]:
+    """Return the `nodes` that are only a table, cast or with another dim."""
     found = {cos, sin}
     while more := {node for node in nodes if node not in found and found.issuperset(node.all_input_nodes)}:
         found |= more
@@ -120,7 +123,7 @@ def _made_of(cos: fx.Node, sin: fx.Node, nodes: tuple[fx.Node, ...]) -> set[fx.N
 
 
 def _check_together(query: RotatedHeads, key: RotatedHeads) -> None:
-    """One call norms and rotates both alike."""
+    """Raise `NoMatch` unless query and key are normed and rotated alike, since one call does both."""
     if (query.cos, query.sin) != (key.cos, key.sin):
         raise NoMatch(
             f"query is rotated by {query.cos} and {query.sin}, key by {key.cos} and {key.sin}; wanted are the same"
@@ -133,8 +136,8 @@ def _check_together(query: RotatedHeads, key: RotatedHeads) -> None:
             raise NoMatch(f"query is normed with (epsilon, offset) {one}, key with {other}; wanted are the same")
 
 
-def _check_own(query: RotatedHeads, memory: Memory) -> None:
-    """Nothing but this call sees it if the rows of the projected query change."""
+def _check_query_is_private(query: RotatedHeads, memory: Memory) -> None:
+    """Raise `NoMatch` unless the rows of the projected query may change without another reader noticing."""
     node = query.read.source
     if memory.is_written(node):
         raise NoMatch(f"query: {node} is changed in place by something else")
@@ -145,9 +148,9 @@ def _check_own(query: RotatedHeads, memory: Memory) -> None:
     while True:
         for reader in _readers(node):
             if reader not in below and not ir.is_call(reader, _SIZES):
-                _check_apart(reader, node, columns)
+                _check_disjoint(reader, node, columns)
         columns, below = ir.columns_of(node), {node}
-        source = columns.source if columns is not None else viewed(node) or ir.cast_source(node)
+        source = columns.source if columns is not None else view_source(node) or ir.cast_source(node)
         if source is None:
             break
         node = source
@@ -160,15 +163,18 @@ def _check_own(query: RotatedHeads, memory: Memory) -> None:
 
 
 def _check_unchanged(query: RotatedHeads, key: RotatedHeads, memory: Memory) -> None:
-    """What the op reads later than it was read is then what it was; for the query, `_check_own` has seen to that."""
+    """Raise `NoMatch` if anything writes in place to a tensor that the op reads later than the graph did.
+
+    The query is checked by `_check_query_is_private`.
+    """
     weights = [heads.norm.weight for heads in (query, key) if heads.norm is not None and heads.norm.weight is not None]
     for node in (key.read.source, key.cos, key.sin, *weights):
         if memory.is_written(node):
             raise NoMatch(f"{node} is changed in place by something else")
 
 
-def _check_apart(reader: fx.Node, source: fx.Node, columns: Columns | None) -> None:
-    """`reader` reads other columns of `source` than `columns`."""
+def _check_disjoint(reader: fx.Node, source: fx.Node, columns: Columns | None) -> None:
+    """Raise `NoMatch` unless `reader` reads only columns of `source` other than `columns`."""
     read = ir.columns_of(reader)
     if columns is None or read is None or not (read.stop <= columns.start or columns.stop <= read.start):
         raise NoMatch(f"query: {source} has a second reader: {reader}")
@@ -199,7 +205,7 @@ def _fuse(
 
 
 def _projected(graph: fx.Graph, before: fx.Node, found: RotatedHeads) -> fx.Node:
-    """The heads as they were projected, `[tokens, heads, dim]`, ahead of `before`."""
+    """Insert and return the heads as projected, `[tokens, heads, dim]`, before `before`."""
     node, layout = ir.insert_columns(graph, before, found.heads), list(found.layout)
     while "one" in layout:
         node = ir.insert_call(graph, before, "squeeze", node, layout.index("one"))
@@ -210,7 +216,7 @@ def _projected(graph: fx.Graph, before: fx.Node, found: RotatedHeads) -> fx.Node
 
 
 def _table(graph: fx.Graph, node: fx.Node, tables: dict[fx.Node, fx.Node]) -> fx.Node:
-    """`[tokens, rotary_dim]`: one for all layers, made where the table is."""
+    """Return the table as `[tokens, rotary_dim]`, made once for all layers, right after the table itself."""
     if len(ir.shape_of(node)) == 2:
         return node
     if node not in tables:

@@ -1,7 +1,7 @@
-"""`merge-projections`: linears that read the same tensor become one matmul over one stored weight.
+"""`merge-projections`: merge linears that read the same tensor into one matmul over one stored weight.
 
-Query, key and value of an attention layer, gate and up of an MLP: one larger matmul reads the same bytes
-with fewer launches and fuller tiles. Works on the traced graph, before it is cut.
+The linears are query, key and value of an attention layer, or gate and up of an MLP. One larger matmul reads the same
+bytes with fewer launches and fuller tiles. The pass works on the traced graph, before it is cut.
 """
 
 from __future__ import annotations
@@ -14,20 +14,21 @@ from typing import Any, ClassVar
 import torch.nn.functional as F
 from torch import fx
 
-from piecegraph.passes import torch_ir as ir
-from piecegraph.passes.effects import changed_between
-from piecegraph.passes.foreign_ops import relies_on_strides
-from piecegraph.passes.graph_pass import GraphPass, Miss, PassContext, PassResult
-from piecegraph.passes.torch_ir import NoMatch
+from piecegraph.passes.matching import torch_ir as ir
+from piecegraph.passes.matching.effects import changed_between
+from piecegraph.passes.matching.foreign_ops import relies_on_strides
+from piecegraph.passes.matching.graph_pass import GraphPass, Miss, PassContext, PassResult
+from piecegraph.passes.matching.torch_ir import NoMatch
 
 
 @dataclass(frozen=True, slots=True)
 class MergeProjections(GraphPass):
-    """A group: two linears or more over the same input with no split op between them, whose weights `[out, in]`
-    are weights (`PassContext.is_weight`) nothing else reads, of one dtype and device; their biases alike, or none.
+    """A pass that merges groups of linears over the same input.
 
-    What a linear gave is then columns of what the merged one gives: a view, and a contiguous copy of it where an op
-    that is not torch's reads it and may rely on strides (`foreign_ops`).
+    A group is two linears or more with no split op between them. Their weights `[out, in]` are weights
+    (`PassContext.is_weight`) that nothing else reads, of one dtype and device; all have a bias or none has. Each
+    linear's output becomes columns of the merged output: a view, or a contiguous copy of it if an op that is not
+    torch's reads it and may rely on strides (`foreign_ops`).
     """
 
     name: ClassVar[str] = "merge-projections"
@@ -41,7 +42,7 @@ class MergeProjections(GraphPass):
 
 @dataclass(frozen=True, slots=True)
 class _Linear:
-    """`node = linear(x, weight, bias)`."""
+    """A linear: `node = linear(x, weight, bias)`."""
 
     node: fx.Node
     x: Any
@@ -53,11 +54,11 @@ class _Linear:
         return cls(node, *(ir.argument(node, at, name) for at, name in enumerate(("input", "weight", "bias"))))
 
     def kind(self, context: PassContext) -> tuple[object, ...]:
-        """Equal for linears that can be merged. Raises `NoMatch` where none can be merged with this one."""
+        """Return a value that is equal for linears that can be merged. Raises `NoMatch` if this one cannot."""
         own = {"weight": self.weight} if self.bias is None else {"weight": self.weight, "bias": self.bias}
         for what, node in own.items():
             if not isinstance(node, fx.Node) or not context.is_weight(node):
-                raise NoMatch(f"its {what} {node} is no parameter with memory to itself")
+                raise NoMatch(f"its {what} {node} is not a parameter that owns its memory")
             if list(node.users) != [self.node]:
                 readers = ", ".join(user.name for user in node.users)
                 raise NoMatch(f"its {what} {node} has more than one reader: {readers}")
@@ -87,7 +88,7 @@ def _groups(graph: fx.Graph, context: PassContext) -> tuple[list[tuple[_Linear, 
 
 
 def _sites(graph: fx.Graph, context: PassContext) -> Iterable[list[_Linear]]:
-    """Linears that read the same tensor between two split ops, where they are several."""
+    """Return the groups of two linears or more that read the same tensor between two split ops."""
     sites: dict[object, list[_Linear]] = {}
     segment = 0
     for node in graph.nodes:

@@ -1,4 +1,4 @@
-"""Which passes run, and in which order: all of it on one screen."""
+"""The passes and the order they run in."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from piecegraph.passes.fuse_linear import FuseLinear
 from piecegraph.passes.fuse_lookups import FuseLookups
 from piecegraph.passes.fuse_moe import FuseMoe
 from piecegraph.passes.fuse_rope_kv_write import FuseRopeKVWrite
-from piecegraph.passes.graph_pass import GraphPass
+from piecegraph.passes.matching.graph_pass import GraphPass
 from piecegraph.passes.merge_projections import MergeProjections
-from piecegraph.passes.tail import Tail
+from piecegraph.passes.select_rows_early import SelectRowsEarly
 
 
 def all_passes() -> tuple[GraphPass, ...]:
-    """Every pass of ours, in the order they run. Their names are `config.PASSES`."""
+    """Return every built-in pass, in the order they run. Their names are `config.PASSES`."""
     return (
         EliminateNoops(),
         MergeProjections(),
         FuseAddRMSNorm(),
         FuseActMul(),
         FuseRopeKVWrite(),
-        Tail(),
+        SelectRowsEarly(),
         FuseLinear(),
         FuseMoe(),
         FuseLookups(),
@@ -32,19 +32,23 @@ def all_passes() -> tuple[GraphPass, ...]:
 
 
 def default_passes(device_type: str) -> tuple[GraphPass, ...]:
-    """The passes that pay on a device (`"cpu"`, `"cuda"`), where the user names none."""
+    """Return the passes that run by default on a device type (`"cpu"`, `"cuda"`)."""
     return tuple(each for each in all_passes() if device_type == "cuda" or each.name not in ON_A_GPU)
 
 
 ON_A_GPU = frozenset(
     {"fuse-add-rms-norm", "fuse-act-mul", "fuse-rope-kv-write", "fuse-linear", "fuse-moe", "fuse-lookups"}
 )
-"""Passes that make calls of Triton kernels. Their references in plain torch run on a CPU, where Inductor's own
-code is faster: there they run if they are named."""
+"""The passes that insert calls of Triton kernels. On a CPU the reference of such an op in plain torch would run, and
+Inductor's own code is faster: these passes run there only if they are named."""
 
 
 def pipeline(passes: Sequence[str | GraphPass] | None, device_type: str) -> tuple[GraphPass, ...]:
-    """What `CompileConfig.passes` means on a device: names of ours in any order, then the user's own as given."""
+    """Return the passes of `CompileConfig.passes` for a device type.
+
+    Built-in passes are given by name and run in their own order; the user's passes follow in the order given. None
+    means the default passes.
+    """
     if passes is None:
         return default_passes(device_type)
     named = [each for each in all_passes() if each.name in passes]

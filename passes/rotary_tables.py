@@ -1,6 +1,6 @@
-"""Rotary tables, cosines and sines of positions times frequencies, become two results of one op.
+"""Compute rotary tables, the cosines and sines of positions times frequencies, as two results of one op.
 
-Left alone they are kernels of Inductor's, which wait for all that is ahead of them to end before they start.
+Inductor's kernels for the tables would wait for all preceding kernels to end before they start.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from piecegraph.passes import torch_ir as ir
-from piecegraph.passes.effects import SQUEEZE, UNSQUEEZE, VIEWS, Memory, viewed
+from piecegraph.passes.matching import torch_ir as ir
+from piecegraph.passes.matching.effects import SQUEEZE, UNSQUEEZE, VIEWS, Memory, view_source
 from piecegraph.passes.ops.rotary_tables import ROTARY_TABLES
 
 COS = frozenset({torch.cos, "cos"})
@@ -24,7 +24,7 @@ REPEAT = frozenset({"repeat"})
 
 @dataclass(frozen=True, slots=True)
 class _Angles:
-    """What one table is made of: `function(positions * inv_freq) * scaling`, its halves the same numbers."""
+    """The source of one table: `function(positions * inv_freq) * scaling`, with equal halves."""
 
     positions: fx.Node  # [num_tokens] int64
     inv_freq: fx.Node  # [dim / 2] float32
@@ -32,8 +32,11 @@ class _Angles:
 
 
 def fuse_rotary_tables(graph: fx.Graph, cos: fx.Node, sin: fx.Node) -> bool:
-    """Where `cos` and `sin`, `[1, num_tokens, dim]` or without the first dim, are float32 and made in this way of the
-    same positions and frequencies, one op makes both. The bits of torch's own calls. Whether they were."""
+    """Replace `cos` and `sin` by one op if both are computed from the same positions and frequencies.
+
+    `cos` and `sin` are float32, `[1, num_tokens, dim]` or without the first dim. The op returns the bits of torch's own
+    calls. Returns whether they were replaced.
+    """
     found = _angles(cos, COS)
     if found is None or found != _angles(sin, SIN):
         return False
@@ -51,7 +54,7 @@ def fuse_rotary_tables(graph: fx.Graph, cos: fx.Node, sin: fx.Node) -> bool:
 
 
 def _replace(graph: fx.Graph, table: fx.Node, output: fx.Node) -> None:
-    """Have readers of `table` read `output`, `[num_tokens, dim]`, in the layout they had."""
+    """Make the readers of `table` read `output`, `[num_tokens, dim]`, in the layout that they read before."""
     if len(ir.shape_of(table)) == 3:
         for reader in list(table.users):
             if ir.is_call(reader, SQUEEZE) and ir.argument(reader, 1, "dim") in (0, -3):
@@ -63,7 +66,7 @@ def _replace(graph: fx.Graph, table: fx.Node, output: fx.Node) -> None:
 
 
 def _between(tables: Iterable[fx.Node], sources: Iterable[fx.Node]) -> list[fx.Node]:
-    """From `tables` back to `sources`, without these."""
+    """Return the nodes from `tables` back to `sources`, without the sources."""
     found, ends = list(tables), set(sources)
     for node in found:
         found += [each for each in node.all_input_nodes if each not in ends and each not in found]
@@ -71,7 +74,7 @@ def _between(tables: Iterable[fx.Node], sources: Iterable[fx.Node]) -> list[fx.N
 
 
 def _angles(table: fx.Node, function: frozenset[Any]) -> _Angles | None:
-    """None where `table` is made in another way."""
+    """Return the source of `table`, or None if the table is made in another way."""
     node, scaling = table, 1.0
     while not ir.is_call(node, function):
         if ir.dtype_of(node) != torch.float32:
@@ -82,12 +85,12 @@ def _angles(table: fx.Node, function: frozenset[Any]) -> _Angles | None:
             if not ir.is_tensor(node) or scaling != 1.0 or (constant := ir.number(factor)) is None:
                 return None
             scaling = constant
-        elif (source := _of_one_less_or_more(node)) is not None:
+        elif (source := _source_of_same_shape(node)) is not None:
             node = source
         else:
             return None
     repeated = node.args[0] if len(node.args) == 1 and not node.kwargs else None
-    if not ir.is_tensor(repeated) or (half := _half(repeated)) is None:
+    if not ir.is_tensor(repeated) or (half := _repeated_half(repeated)) is None:
         return None
     swap = ir.swapped_dims(half)
     product = half if swap is None else swap[0]
@@ -108,9 +111,9 @@ def _angles(table: fx.Node, function: frozenset[Any]) -> _Angles | None:
     return None
 
 
-def _of_one_less_or_more(node: fx.Node) -> fx.Node | None:
-    """What a node is without its first dim of 1, or with one, or cast to the dtype it has."""
-    source = viewed(node)
+def _source_of_same_shape(node: fx.Node) -> fx.Node | None:
+    """Return the source of a node that only drops or adds a first dim of 1, or casts to the dtype it has; else None."""
+    source = view_source(node)
     if source is None or ir.is_call(node, VIEWS - SQUEEZE - UNSQUEEZE):
         return None
     one, other = (list(ir.shape_of(each)) for each in (node, source))
@@ -122,8 +125,8 @@ def _of_one_less_or_more(node: fx.Node) -> fx.Node | None:
     return source if is_same and ir.dtype_of(source) == ir.dtype_of(node) else None
 
 
-def _half(node: fx.Node) -> fx.Node | None:
-    """What lies beside itself in the last dim of a node."""
+def _repeated_half(node: fx.Node) -> fx.Node | None:
+    """Return the tensor that a node repeats twice in its last dim, or None."""
     if ir.is_call(node, ir.CAT):
         parts = ir.argument(node, 0, "tensors")
         if not isinstance(parts, list | tuple) or len(parts) != 2 or parts[0] is not parts[1]:
@@ -136,14 +139,14 @@ def _half(node: fx.Node) -> fx.Node | None:
 
 
 def _vector(node: fx.Node, ndim: int, dim: int, dtype: torch.dtype) -> fx.Node | None:
-    """The one-dimensional tensor of `dtype` whose numbers, perhaps cast to float32, lie along `dim` of a factor of a
-    product of `ndim` dims; None if there is none."""
+    """Return the one-dimensional tensor of `dtype` whose numbers, perhaps cast to float32, lie along `dim` of a factor
+    of a product of `ndim` dims; None if there is none."""
     shape = [1] * (ndim - len(ir.shape_of(node))) + list(ir.shape_of(node))
     size = shape.pop(dim)
     if ir.dtype_of(node) != torch.float32 or not all(map(_is_one, shape)):
         return None
     while len(ir.shape_of(node)) != 1 or ir.dtype_of(node) != dtype:
-        source = viewed(node)
+        source = view_source(node)
         if source is None or ir.dtype_of(source) != ir.dtype_of(node):
             source = ir.cast_source(node)
             if source is None or (ir.dtype_of(source), ir.dtype_of(node)) != (dtype, torch.float32):
@@ -156,12 +159,12 @@ def _vector(node: fx.Node, ndim: int, dim: int, dtype: torch.dtype) -> fx.Node |
 
 
 def _is_one(size: Any) -> bool:
-    """For every call, not only the traced one."""
+    """Return whether the size is 1 for every call, not only for the traced one."""
     return isinstance(size, int) and size == 1
 
 
 def _fits(table: fx.Node, positions: fx.Node, inv_freq: fx.Node) -> bool:
-    """The op's results are `table`'s, but for a first dim of 1, on its device."""
+    """Return whether the op's results equal `table`, except for a first dim of 1, and are on its device."""
     shape = list(ir.shape_of(table))
     if len(shape) == 3 and _is_one(shape[0]):
         shape = shape[1:]

@@ -1,56 +1,74 @@
-"""`LLM`: a model that answers prompts. Names and meanings follow vLLM's offline API.
+"""`LLM`, the offline entry point: a model that generates text. Names and meanings follow vLLM's offline API.
 
-Importing it imports no torch: an `LLM` does once it is made, and has its weights read from the disk meanwhile.
+Importing this module does not import torch; constructing an `LLM` does.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import inspect
+import itertools
 import os
 import sys
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from piecegraph.compiler.early_processes import started_early
+from piecegraph.compiler.workers.prestart import started_early
 from piecegraph.config import CompileConfig
-from piecegraph.context_ahead import making_context
-from piecegraph.errors import RequestError, UsageError
+from piecegraph.errors import ConfigError, RequestError, UsageError, translate_out_of_memory
 from piecegraph.paused_gc import paused_gc
 from piecegraph.progress import OnPhase, Phase, timed_phase
-from piecegraph.read_ahead import reading_ahead
-from piecegraph.runner.engine_config import EngineConfig, compile_config, refuse_unavailable, refuse_unknown
-from piecegraph.runner.model_source import ModelSource
-from piecegraph.runner.outputs import RequestOutput
-from piecegraph.runner.progress_bar import progress_bar
-from piecegraph.runner.prompts import Message, Prompt, TokenizedPrompt, tokenize, tokenize_chat
-from piecegraph.runner.sampling_params import SamplingParams
+from piecegraph.runner.common.engine_config import EngineConfig, compile_config, refuse_unavailable, refuse_unknown
+from piecegraph.runner.common.logits_processor import LogitsProcessor, logits_processor_classes
+from piecegraph.runner.common.logprobs_mode import LogprobsMode
+from piecegraph.runner.common.model_source import ModelSource
+from piecegraph.runner.common.outputs import RequestOutput
+from piecegraph.runner.common.sampling_params import SamplingParams
+from piecegraph.runner.common.vllm_interface import OLDER_METHODS, UNAVAILABLE_METHODS
+from piecegraph.runner.engine.metrics import Metric
+from piecegraph.runner.engine.vllm_engine import LLMEngine, ModelConfig
+from piecegraph.runner.models.generation_defaults import GenerationDefaults, default_sampling_params
+from piecegraph.runner.output.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
+from piecegraph.runner.output.outbox import Outbox
+from piecegraph.runner.prompts.chat import (
+    ChatOptions,
+    Message,
+    conversation_sequence,
+    read_chat_template,
+    tokenize_chat,
+)
+from piecegraph.runner.prompts.request_options import per_request_priority, refuse_lora, refuse_unknown_options
+from piecegraph.runner.prompts.tokenize import Prompts, TokenizedPrompt, prompt_sequence, tokenize
+from piecegraph.runner.startup.compilation_options import compilation_options
+from piecegraph.runner.startup.progress_bar import progress_bar
+from piecegraph.weight_files import prefetch
 
 if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
     from piecegraph.compiler.compiled_model import CompiledModel
-    from piecegraph.runner.engine import Engine
-    from piecegraph.runner.load_engine import Loaded
-    from piecegraph.runner.model_runner import ModelRunner
-    from piecegraph.runner.selfcheck import SelfcheckReport
+    from piecegraph.runner.engine.engine import Engine
+    from piecegraph.runner.engine.model_runner import ModelRunner
+    from piecegraph.runner.inspect.selfcheck import SelfcheckReport
+    from piecegraph.runner.startup.load_engine import Loaded
+    from piecegraph.runner.startup.reload_weights import NewWeights
 
 
 class LLM:
-    """Loads and compiles a model, then generates.
+    """A language model that is loaded and compiled on construction, and then generates text.
 
     `model`: a folder, a .gguf file or a hub id; None is the embedded default, SmolLM2-135M-Instruct.
-    `enforce_eager` means neither compiling nor graphs.
-    `on_phase` is told what happens while it loads. Usable as a context manager; `close` frees it.
+    `enforce_eager` disables both compilation and CUDA graphs. `on_phase` is called with every phase of loading.
+    An `LLM` is a context manager; `close` frees the model and its cache.
 
-    Raises `ConfigError` on an argument out of range, unknown, or not available in this version (each by
-    name), `ModelError` and its kin on a model that cannot be read or run, `OutOfMemory` when the cache
-    does not fit, `CompileError` and its kin when compiling fails.
+    Raises `ConfigError` for an argument that is out of range, unknown or not available in this version (by
+    name), `ModelError` or a subclass for a model that cannot be read or run, `OutOfMemory` when the cache
+    does not fit, and `CompileError` or a subclass when compilation fails.
     """
 
     def __init__(
@@ -59,175 +77,265 @@ class LLM:
         *,
         tokenizer: str | None = None,
         skip_tokenizer_init: bool = False,
+        chat_template: str | Path | None = None,
+        enable_prompt_embeds: bool = False,
+        generation_config: str = "auto",
+        override_generation_config: Mapping[str, Any] | None = None,
         revision: str | None = None,
         trust_remote_code: bool = False,
         dtype: str | torch.dtype = "auto",
         device: str | torch.device | None = None,
         load_format: str = "auto",
         max_model_len: int | None = None,
-        max_num_seqs: int = 256,
+        max_num_seqs: int | None = None,
         max_num_batched_tokens: int | None = None,
         block_size: int | None = None,
         num_kv_blocks: int | None = None,
         kv_cache_memory_bytes: int | None = None,
         gpu_memory_utilization: float = 0.9,
-        enable_prefix_caching: bool = True,
+        enable_prefix_caching: bool | None = True,
         async_scheduling: bool | None = None,
-        attention_backend: str = "auto",
+        attention_backend: str | None = "auto",
         compiler: str | None = None,
         cudagraph_mode: str = "FULL_AND_PIECEWISE",
         cudagraph_capture_sizes: Sequence[int] | None = None,
         compile_sizes: Sequence[int] | None = None,
         graph_kind: str = "auto",
-        compilation_config: CompileConfig | Mapping[str, Any] | None = None,
+        compilation_config: CompileConfig | Mapping[str, Any] | int | None = None,
         enforce_eager: bool = False,
         strict: bool = False,
         tensor_parallel_size: int = 1,
         hf_overrides: Mapping[str, Any] | None = None,
+        max_logprobs: int = -1,
+        logprobs_mode: str = "raw_logprobs",
+        logits_processors: Sequence[str | type[LogitsProcessor]] | None = None,
         seed: int = 0,
         compile_workers: int | None = None,
         on_phase: OnPhase | None = None,
         **unknown: object,
     ) -> None:
+        arguments = dict(locals())  # every parameter by name: nothing else is assigned yet
         refuse_unknown(unknown, _argument_names())
         refuse_unavailable(tensor_parallel_size=tensor_parallel_size)
-        if model is None:
-            from piecegraph.runner.embedded_model import embedded_model_dir
-
-            model = embedded_model_dir(on_phase)
-        config = EngineConfig(
-            source=ModelSource(
-                model=os.path.expanduser(model),
-                revision=revision,
-                trust_remote_code=trust_remote_code,
-                load_format=load_format,
-                hf_overrides=dict(hf_overrides or {}),
-            ),
-            tokenizer=tokenizer,
-            skip_tokenizer_init=skip_tokenizer_init,
-            dtype=dtype,
-            device=device,
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            block_size=16 if block_size is None else block_size,
-            num_kv_blocks=num_kv_blocks,
-            kv_cache_memory_bytes=kv_cache_memory_bytes,
-            gpu_memory_utilization=gpu_memory_utilization,
-            enable_prefix_caching=enable_prefix_caching,
-            async_scheduling=async_scheduling,
-            attention_backend=attention_backend,
-            cudagraph_mode="NONE" if enforce_eager else cudagraph_mode,
-            cudagraph_capture_sizes=None if cudagraph_capture_sizes is None else tuple(cudagraph_capture_sizes),
-            compile_sizes=None if compile_sizes is None else tuple(compile_sizes),
-            graph_kind=graph_kind,
-            strict=strict,
-            compile=compile_config(compiler, enforce_eager, compile_workers, compilation_config),
-            seed=seed,
-        )
-        early = started_early(
-            config.compile.compile_workers,
-            partial(_will_compile, config),
-            has_kernels=config.device is None or str(config.device).startswith("cuda"),
-        )
-        if "torch" in sys.modules:  # a model before this one may be garbage, and its memory wanted
-            gc.collect()
-        with paused_gc(), making_context(config.device), reading_ahead(config.source.weight_files) as ahead, early:
-            if on_phase is not None:
-                on_phase(Phase(name="import", detail="torch, transformers"))
-            with timed_phase(on_phase, "import"):
-                import transformers  # noqa: F401  here, so that its seconds are no later phase's
-
-                from piecegraph.runner.lazy_sklearn import import_without_sklearn
-
-                import_without_sklearn()
-                from piecegraph.runner.load_engine import load_engine
-            self._loaded: Loaded | None = load_engine(config, on_phase, ahead)
+        self._chat_template = read_chat_template(chat_template)
+        self._generation = GenerationDefaults(kind=generation_config, override=override_generation_config)
+        config = _engine_config(arguments)
+        self._loaded: Loaded | None = _load(config, on_phase)
+        self._model, self._seed = config.source.model, config.seed
+        self._logprobs_mode = LogprobsMode.parse(config.logprobs_mode)
         self._num_requests = 0
-        self._inbox: dict[str, deque[RequestOutput]] = {}  # by request: outputs not yet read, of all of its call
 
     @property
     def compiled(self) -> CompiledModel:
-        """The compiled model: `.report()`, `.source`, `.guards`."""
+        """The compiled model; see its `report()`, `source` and `guards`."""
         return self._open.compiled
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """The tokenizer, or None with `skip_tokenizer_init`."""
         return self._open.tokenizer
 
     @property
     def max_model_len(self) -> int:
+        """The largest number of tokens of a prompt and its output together."""
         return self._open.max_model_len
 
     @property
     def engine(self) -> Engine:
-        """`add_request`, `step`, `abort`: for a server that keeps its own loop."""
+        """The engine, for a server with a loop of its own: `add_request`, `step` and `abort`."""
         return self._open.engine
 
     @property
+    def llm_engine(self) -> LLMEngine:
+        """The engine behind the interface of vLLM's `LLMEngine`."""
+        return LLMEngine(
+            engine=self.engine,
+            tokenizer=self.tokenizer,
+            model_config=self.model_config,
+            default_sampling_params=self.get_default_sampling_params,
+        )
+
+    @property
+    def model_config(self) -> ModelConfig:
+        """The configuration of the model that runs, under vLLM's names."""
+        return ModelConfig(
+            model=self._model,
+            hf_config=self.hf_config,
+            dtype=next(iter(self.runner.step.kv_caches.values())).key.dtype,
+            max_model_len=self.max_model_len,
+            vocab_size=self.engine.vocab_size,
+            seed=self._seed,
+        )
+
+    @property
     def hf_config(self) -> PretrainedConfig:
-        """The model's own configuration, as transformers read it."""
+        """The model's own configuration, as transformers has read the model's config file."""
         return self._open.hf_config
 
     @property
     def runner(self) -> ModelRunner:
-        """The model runner: `.graphs`, `.dispatcher`, `.counters`."""
+        """The model runner; see its `graphs`, `dispatcher` and `counters`."""
         return self._open.runner
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Decisions taken at load that a caller may want to know of."""
+        """Decisions taken while loading that a caller may want to know about, one sentence each."""
         return self._open.notes
 
     @property
     def selfcheck(self) -> SelfcheckReport | None:
-        """What `compilation_config={"selfcheck": True}` compared at start; None without it."""
+        """The result of the comparison that `compilation_config={"selfcheck": True}` runs at start, else None."""
         return self._open.selfcheck
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompts = None,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        use_tqdm: bool = True,
+        use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: object = None,
+        priority: int | Sequence[int] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+        **unknown: object,
     ) -> list[RequestOutput]:
-        """One finished output a prompt, in their order. Raises `RequestError` before running any."""
-        return self._generate(self._tokenize(prompts), sampling_params, use_tqdm)
+        """Return one finished output for each prompt, in the order of the prompts.
+
+        `sampling_params` and `priority` (lower values are scheduled first) are one for all prompts or one per prompt.
+        `use_tqdm`: False for no progress bar, or a callable that makes one, called like `tqdm.tqdm`.
+        `tokenization_kwargs` are passed to the tokenizer.
+
+        Raises `RequestError`, before any prompt runs, if one of the prompts or parameters is refused.
+        """
+        refuse_unknown_options("generate", unknown, mm_processor_kwargs=mm_processor_kwargs)
+        refuse_lora(lora_request)
+        return self._generate(self._tokenize(prompts, tokenization_kwargs), sampling_params, use_tqdm, priority)
 
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        use_tqdm: bool = True,
+        use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: object = None,
+        priority: int | Sequence[int] | None = None,
         chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+        **unknown: object,
     ) -> list[RequestOutput]:
-        """Like `generate`, for one conversation or several, through the model's chat template."""
-        conversations = [messages] if not messages or isinstance(messages[0], Mapping) else messages
-        prompts = [
-            tokenize_chat(
-                conversation,  # type: ignore[arg-type]  # told apart by its first item, above
-                self.tokenizer,
-                chat_template=chat_template,
-                add_generation_prompt=add_generation_prompt,
-            )
-            for conversation in conversations
-        ]
-        return self._generate(prompts, sampling_params, use_tqdm)
+        """Return what `generate` returns, for one conversation or several rendered with a chat template.
+
+        The template is `chat_template`, the `LLM`'s or the model's own. `ChatOptions` documents the other options.
+        """
+        refuse_unknown_options("chat", unknown, mm_processor_kwargs=mm_processor_kwargs)
+        refuse_lora(lora_request)
+        options = ChatOptions(
+            chat_template=chat_template if chat_template is not None else self._chat_template,
+            chat_template_content_format=chat_template_content_format,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            chat_template_kwargs={} if chat_template_kwargs is None else chat_template_kwargs,
+            tokenization_kwargs=tokenization_kwargs,
+        )
+        conversations = conversation_sequence(messages)
+        prompts = [tokenize_chat(conversation, self.tokenizer, options) for conversation in conversations]
+        return self._generate(prompts, sampling_params, use_tqdm, priority)
 
     def stream(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompts,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: int | Sequence[int] | None = None,
     ) -> Iterator[RequestOutput]:
-        """Outputs as tokens come: each holds all of its request's text so far. `request_id`s ascend with
-        the prompts. Ending the iteration early aborts what still runs.
+        """Yield outputs as tokens arrive, each with all of its request's text so far unless `output_kind` differs.
+
+        The `request_id`s ascend in the order of the prompts. Ending the iteration early aborts the prompts that
+        still run.
         """
-        return self._run(self._requests(self._tokenize(prompts), sampling_params))
+        return self._run(self._requests(self._tokenize(prompts), sampling_params, priority))
+
+    def beam_search(
+        self,
+        prompts: Prompts,
+        params: BeamSearchParams,
+        lora_request: object = None,
+        use_tqdm: bool = False,
+        concurrency_limit: int | None = None,
+        priority: int | Sequence[int] | None = None,
+    ) -> list[BeamSearchOutput]:
+        """Return the likeliest continuations of each prompt, searching `concurrency_limit` prompts at a time.
+
+        No progress bar is shown. Raises `RequestError` if the `LLM` has a `logprobs_mode` other than the default.
+        """
+        refuse_lora(lora_request)
+        if self._logprobs_mode is not LogprobsMode.RAW_LOGPROBS:
+            raise RequestError(
+                "beam search adds up the model's own log probabilities, and "
+                f"logprobs_mode={self._logprobs_mode.value!r} returns other values; make an LLM without it."
+            )
+        tokenized = self._tokenize(prompts)
+        tokenizer = self.tokenizer
+
+        def decode(tokens: Sequence[int]) -> str:
+            assert tokenizer is not None
+            return str(tokenizer.decode(list(tokens), skip_special_tokens=params.skip_special_tokens))
+
+        return beam_search(
+            tokenized,
+            params,
+            lambda beams, one_token, priorities: self._generate(beams, one_token, False, priorities),
+            priorities=per_request_priority(priority, len(tokenized)),
+            eos_token_ids=self.engine.eos_token_ids,
+            max_model_len=self.max_model_len,
+            decode=None if tokenizer is None else decode,
+            concurrency_limit=concurrency_limit,
+        )
+
+    def reload_weights(self, weights: NewWeights | None = None) -> int:
+        """Replace the model's weights in place and return how many tensors were written.
+
+        Nothing is compiled or captured again. `weights`: None reads the model's own files again; a path or hub id
+        names another version of the model with the same config; a mapping, or an iterable of pairs, holds tensors
+        under the names of the model's `state_dict`, with the model's shapes and any floating-point dtype and device,
+        and may cover only some of the names. The contents of the prefix cache are discarded.
+
+        Raises `UsageError` while requests are unfinished, `ConfigError` if the other model's config differs, and
+        `CheckpointError` for names or tensors that do not fit. Nothing has been written then, except that with an
+        iterable the tensors before the faulty one have been.
+        """
+        from piecegraph.runner.startup.reload_weights import reload_weights
+
+        return reload_weights(self._open, weights)
+
+    def get_tokenizer(self) -> PreTrainedTokenizerBase:
+        """Return the tokenizer. Raises `UsageError` if there is none."""
+        return self.llm_engine.get_tokenizer()
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """Discard all cached prefixes and return True; see `LLMEngine.reset_prefix_cache`."""
+        return self.llm_engine.reset_prefix_cache(reset_running_requests, reset_connector)
+
+    def get_metrics(self) -> list[Metric]:
+        """Return counters since the start and current gauges, under vLLM's names."""
+        return self.llm_engine.get_metrics()
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return the parameters that `sampling_params=None` stands for, as a new object that may be changed.
+
+        The values of the model's generation_config.json replace the defaults. Raises `RequestError` if one of these
+        values is out of range.
+        """
+        return default_sampling_params(self._generation.over(self._open.sampling_defaults))
 
     def close(self) -> None:
-        """Free the model and its cache. Harmless to repeat; anything else afterwards is an error."""
+        """Free the model and its cache. Idempotent; any other call afterwards raises `UsageError`."""
         if self._loaded is not None:
             self._loaded.runner.close()  # graphs first: they read the model's memory
             self._loaded.compiled.close()
@@ -247,17 +355,27 @@ class LLM:
             raise UsageError("this LLM is closed; make a new one.")
         return self._loaded
 
-    def _tokenize(self, prompts: Prompt | Sequence[Prompt]) -> list[TokenizedPrompt]:
-        several = [prompts] if isinstance(prompts, str | Mapping) else prompts
-        return [tokenize(prompt, self.tokenizer) for prompt in several]
+    if not TYPE_CHECKING:  # a type checker has to find a name that does not exist
+
+        def __getattr__(self, name: str) -> object:
+            instead = UNAVAILABLE_METHODS.get(name) or OLDER_METHODS.get(name)
+            if instead is not None:
+                raise AttributeError(f"LLM has no {name}, unlike vLLM's LLM: {instead}.")
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def _tokenize(
+        self, prompts: Prompts, tokenization_kwargs: Mapping[str, Any] | None = None
+    ) -> list[TokenizedPrompt]:
+        return [tokenize(prompt, self.tokenizer, tokenization_kwargs) for prompt in prompt_sequence(prompts)]
 
     def _generate(
         self,
         prompts: Sequence[TokenizedPrompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        use_tqdm: bool,
+        use_tqdm: bool | Callable[..., Any],
+        priority: int | Sequence[int] | None,
     ) -> list[RequestOutput]:
-        requests = self._requests(prompts, sampling_params)
+        requests = self._requests(prompts, sampling_params, priority)
         finished: dict[str, RequestOutput] = {}
         with progress_bar(len(requests), self.engine, shown=use_tqdm) as advance:
             for output in self._run(requests, is_final_only=True, on_step=advance):
@@ -268,64 +386,89 @@ class LLM:
         self,
         prompts: Sequence[TokenizedPrompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-    ) -> dict[str, tuple[TokenizedPrompt, SamplingParams]]:
-        """Prompts and their parameters by new request ids, each checked, none queued yet."""
-        params = sampling_params if sampling_params is not None else SamplingParams()
-        per_prompt = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        priority: int | Sequence[int] | None,
+    ) -> dict[str, tuple[TokenizedPrompt, SamplingParams, int]]:
+        """Return the prompts, their parameters and priorities by new request ids, all checked and none queued yet."""
+        params = sampling_params if sampling_params is not None else self.get_default_sampling_params()
+        if isinstance(params, SamplingParams):
+            per_prompt = [params] * len(prompts)
+        elif isinstance(params, Sequence) and not isinstance(params, str | bytes):
+            per_prompt = list(params)
+        else:
+            raise RequestError(f"sampling_params={params!r}; it must be SamplingParams, one or one per prompt.")
         if len(per_prompt) != len(prompts):
             raise RequestError(
-                f"{len(prompts)} prompts, but {len(per_prompt)} sampling_params; give one, or one a prompt."
+                f"{len(prompts)} prompts, but {len(per_prompt)} sampling_params; give one, or one per prompt."
             )
+        per_prompt = _snapshots(per_prompt)
         for prompt, one in zip(prompts, per_prompt, strict=True):
-            self.engine.check_request(prompt.token_ids, one)
-        first_id = self._num_requests
-        self._num_requests += len(prompts)
-        return {str(first_id + i): pair for i, pair in enumerate(zip(prompts, per_prompt, strict=True))}
+            self.engine.check_request(prompt.token_ids, one, prompt.embeds)
+        priorities = per_request_priority(priority, len(prompts))
+        first_id = self._first_free_id(len(prompts))
+        self._num_requests = first_id + len(prompts)
+        return {str(first_id + i): each for i, each in enumerate(zip(prompts, per_prompt, priorities, strict=True))}
+
+    def _first_free_id(self, count: int) -> int:
+        """Return the first of `count` consecutive ids that no request added directly to the engine has."""
+        first = self._num_requests
+        for number in itertools.count(first):
+            if number == first + count:
+                return first
+            if str(number) in self.engine:
+                first = number + 1
+        raise AssertionError("unreachable: itertools.count is infinite")
 
     def _run(
         self,
-        requests: Mapping[str, tuple[TokenizedPrompt, SamplingParams]],
+        requests: Mapping[str, tuple[TokenizedPrompt, SamplingParams, int]],
         *,
         is_final_only: bool = False,
         on_step: Callable[[Sequence[RequestOutput]], None] = lambda outputs: None,
     ) -> Iterator[RequestOutput]:
-        """Queue `requests` and yield their outputs until all are finished; aborts what runs if left early.
+        """Queue `requests` and yield their outputs until all are finished; abort those that run if closed early.
 
-        Several of these may be read in turns: a step's outputs wait in the inbox of the call they are for.
+        Several such iterators may be read in turns, and other callers may drive the engine meanwhile: a step's outputs
+        wait in the outbox of the call that they belong to.
         """
         running: set[str] = set()
-        inbox: deque[RequestOutput] = deque()
+        outbox = Outbox()
         try:
-            for request_id, (prompt, params) in requests.items():
+            for request_id, (prompt, params, one_priority) in requests.items():
                 self.engine.add_request(
                     request_id,
                     prompt.token_ids,
                     params,
                     prompt=prompt.text,
+                    priority=one_priority,
                     cache_salt=prompt.cache_salt,
+                    prompt_embeds=prompt.embeds,
                     is_final_only=is_final_only,
                     is_checked=True,  # by `_requests`, all of them before any is queued
+                    outbox=outbox,
                 )
-                self._inbox[request_id] = inbox
                 running.add(request_id)
             while running:
-                while inbox:
-                    output = inbox.popleft()
+                outputs = self.engine.collect(outbox) if outbox else self.engine.step(outbox)
+                on_step(outputs)
+                for output in outputs:
                     if output.finished:
                         running.discard(output.request_id)
                     yield output
-                if running:
-                    outputs = self.engine.step()
-                    on_step(outputs)
-                    for output in outputs:
-                        if output.request_id in self._inbox:
-                            self._inbox[output.request_id].append(output)
         finally:
-            for request_id in requests:
-                self._inbox.pop(request_id, None)
             for request_id in running:
                 if self._loaded is not None:
                     self._loaded.engine.abort(request_id)
+
+
+def _snapshots(params: Sequence[SamplingParams]) -> list[SamplingParams]:
+    """Return a snapshot of each, shared where `params` repeats an object. Raises `RequestError`."""
+    taken: dict[int, SamplingParams] = {}
+    for one in params:
+        if not isinstance(one, SamplingParams):
+            raise RequestError(f"sampling_params has {one!r}; it must be SamplingParams, one or one per prompt.")
+        if id(one) not in taken:
+            taken[id(one)] = one.snapshot()
+    return [taken[id(one)] for one in params]
 
 
 def _argument_names() -> tuple[str, ...]:
@@ -333,7 +476,69 @@ def _argument_names() -> tuple[str, ...]:
     return tuple(name for name in parameters if name not in ("self", "unknown"))
 
 
+def _engine_config(arguments: Mapping[str, Any]) -> EngineConfig:
+    """Return the `EngineConfig` for the arguments of `LLM`, given by name. Raises `ConfigError`.
+
+    An argument with the name of a field is passed on unchanged, unless it is converted below.
+    """
+    compilation = compilation_options(arguments["compilation_config"])
+    graphs, enforce_eager = compilation.graphs, arguments["enforce_eager"]
+    capture_sizes = graphs.get("cudagraph_capture_sizes", arguments["cudagraph_capture_sizes"])
+    compile_sizes, block_size, backend = (
+        arguments[name] for name in ("compile_sizes", "block_size", "attention_backend")
+    )
+    model = arguments["model"]
+    if model is None:
+        from piecegraph.runner.models.embedded_model import embedded_model_dir
+
+        model = embedded_model_dir(arguments["on_phase"])
+    if not isinstance(model, str | Path):
+        raise ConfigError(f"model={model!r}; it must be a folder, a .gguf file or a hub id, as a string or a path.")
+    source = ModelSource(
+        model=os.path.expanduser(model),
+        revision=arguments["revision"],
+        trust_remote_code=arguments["trust_remote_code"],
+        load_format=arguments["load_format"],
+        hf_overrides={} if arguments["hf_overrides"] is None else arguments["hf_overrides"],
+    )
+    fields = {field.name for field in dataclasses.fields(EngineConfig)}
+    converted = {
+        "source": source,
+        "block_size": 16 if block_size is None else block_size,
+        "attention_backend": "auto" if backend is None else backend,
+        "cudagraph_mode": "NONE" if enforce_eager else graphs.get("cudagraph_mode", arguments["cudagraph_mode"]),
+        "cudagraph_capture_sizes": None if capture_sizes is None else tuple(capture_sizes),
+        "compile_sizes": None if compile_sizes is None else tuple(compile_sizes),
+        "compile": compile_config(
+            arguments["compiler"], enforce_eager, arguments["compile_workers"], compilation.compile
+        ),
+        "logits_processors": logits_processor_classes(arguments["logits_processors"]),
+    }
+    return EngineConfig(**{**{name: arguments[name] for name in arguments if name in fields}, **converted})
+
+
+def _load(config: EngineConfig, on_phase: OnPhase | None) -> Loaded:
+    """Import torch and transformers, then load the engine. Compile workers and weight files are started on before."""
+    early = started_early(
+        config.compile.compile_workers,
+        partial(_will_compile, config),
+        has_kernels=config.device is None or str(config.device).startswith("cuda"),
+    )
+    if "torch" in sys.modules:  # an earlier model may be garbage whose memory is needed
+        gc.collect()
+    prefetch(config.source.weight_files)
+    with paused_gc(), early:
+        if on_phase is not None:
+            on_phase(Phase(name="import", detail="torch, transformers"))
+        with timed_phase(on_phase, "import"):
+            import transformers  # noqa: F401  here, so that no later phase is charged for the import
+
+            from piecegraph.runner.startup.load_engine import load_engine
+        with translate_out_of_memory():
+            return load_engine(config, on_phase)
+
+
 def _will_compile(config: EngineConfig) -> bool:
-    from piecegraph.runner.compile_guess import will_compile
+    from piecegraph.runner.startup.compile_guess import will_compile
 
     return will_compile(config)

@@ -28,13 +28,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 SLOWEST = (
-    "tests/compiler/test_compile_static.py",
-    "tests/runner/test_selfcheck.py",
-    "tests/tools/test_compile_command.py",
-    "tests/runner/test_engine_machine.py",
+    "tests/compiler/piece_compilers/test_compile_static.py",
+    "tests/runner/inspect/test_selfcheck.py",
+    "tests/tools/commands/test_compile.py",
+    "tests/runner/engine/test_engine_machine.py",
     "tests/runner/test_smollm2.py",
-    "tests/compiler/test_start.py",
-    "tests/compiler/test_inductor.py",
+    "tests/compiler/test_load_or_compile.py",
+    "tests/compiler/building/test_inductor_pieces.py",
 )
 """Files that take a minute or more: they begin first, or one process would be left with one of them."""
 

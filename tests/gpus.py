@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from piecegraph.passes.kernels.gpu_limits import H200, GpuLimits
+from piecegraph.passes.kernels.common.gpu_limits import H200, GpuLimits
 
 __all__ = ["H200", "RTX_4090"]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
 import weakref
 from collections.abc import Iterator
 
@@ -21,7 +20,7 @@ def nothing_frozen() -> Iterator[None]:
     gc.freeze()
 
 
-def test_it_is_off_inside_and_on_after() -> None:
+def test_collections_are_off_inside_and_on_after() -> None:
     def fail() -> None:
         with paused_gc():
             with paused_gc():
@@ -34,7 +33,7 @@ def test_it_is_off_inside_and_on_after() -> None:
     assert gc.isenabled()
 
 
-def test_who_has_it_off_has_it_off_after() -> None:
+def test_a_collector_that_was_off_stays_off() -> None:
     gc.disable()
     try:
         with paused_gc():
@@ -45,8 +44,8 @@ def test_who_has_it_off_has_it_off_after() -> None:
 
 
 @pytest.mark.usefixtures("nothing_frozen")
-def test_what_was_made_is_old() -> None:
-    """So the next collection of young objects walks over few; and garbage among them is found by a full one."""
+def test_objects_made_inside_count_as_old() -> None:
+    """The next collection of young objects visits few; a full collection finds garbage among the old."""
 
     class Circle:
         itself: Circle
@@ -65,7 +64,9 @@ def test_what_was_made_is_old() -> None:
 
 
 @pytest.mark.parametrize(("num_frozen", "is_thawed"), [(375, True), (paused_gc_module.FROZEN_BY_PYTHON, False)])
-def test_what_python_froze_does_not_count(monkeypatch: pytest.MonkeyPatch, num_frozen: int, is_thawed: bool) -> None:
+def test_objects_that_the_program_froze_stay_frozen(
+    monkeypatch: pytest.MonkeyPatch, num_frozen: int, is_thawed: bool
+) -> None:
     """It has when it begins, in 3.12, where each start then ended with a walk over all that it had made."""
     calls: list[str] = []
     monkeypatch.setattr(gc, "get_freeze_count", lambda: num_frozen)
@@ -74,37 +75,3 @@ def test_what_python_froze_does_not_count(monkeypatch: pytest.MonkeyPatch, num_f
     with paused_gc():
         pass
     assert calls == (["freeze", "unfreeze"] if is_thawed else [])
-
-
-def test_threads_that_overlap_are_one_pause() -> None:
-    """Who began first does not end it for who is in the middle of something."""
-    first_began, second_began, first_ended = threading.Event(), threading.Event(), threading.Event()
-    seen: list[bool] = []
-
-    def first() -> None:
-        with paused_gc():
-            first_began.set()
-            second_began.wait(10)
-        first_ended.set()
-
-    def second() -> None:
-        first_began.wait(10)
-        with paused_gc():
-            second_began.set()
-            first_ended.wait(10)
-            seen.append(gc.isenabled())
-
-    threads = [threading.Thread(target=each) for each in (first, second)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert seen == [False] and gc.isenabled()
-
-
-def test_what_the_program_froze_stays_frozen() -> None:
-    gc.freeze()
-    frozen = gc.get_freeze_count()
-    with paused_gc():
-        kept: list[list[int]] = [[] for _ in range(100)]
-    assert gc.get_freeze_count() == frozen > 0 and kept

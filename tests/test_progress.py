@@ -1,4 +1,4 @@
-"""A phase that is timed is told of when it has ended."""
+"""A timed phase is reported when it has ended."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from piecegraph.progress import Phase, timed_phase
 
 
-def test_a_timed_phase_is_told_once_with_its_seconds() -> None:
+def test_a_timed_phase_is_reported_once_with_its_seconds() -> None:
     phases: list[Phase] = []
     with timed_phase(phases.append, "config"):
         assert not phases
@@ -16,13 +16,13 @@ def test_a_timed_phase_is_told_once_with_its_seconds() -> None:
     assert phase.seconds is not None and 0 <= phase.seconds < 60
 
 
-def test_one_that_raises_is_not_told_of() -> None:
+def test_a_phase_that_raises_is_not_reported() -> None:
     phases: list[Phase] = []
     with pytest.raises(KeyError), timed_phase(phases.append, "config"):
         raise KeyError
     assert not phases
 
 
-def test_nobody_needs_to_listen() -> None:
+def test_a_phase_without_a_listener_runs() -> None:
     with timed_phase(None, "config"):
         pass

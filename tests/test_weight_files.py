@@ -1,14 +1,15 @@
-"""Which files hold a model's weights, found without asking anything of what loads them."""
+"""The files that hold a model's weights are found without importing what loads them."""
 
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 from huggingface_hub import constants
 
-from piecegraph.weight_files import weight_files
+from piecegraph.weight_files import prefetch, weight_files
 
 
 @pytest.fixture
@@ -32,7 +33,7 @@ def shard(folder: Path, *names: str) -> None:
 
 
 def test_one_file(folder: Path) -> None:
-    """What else lies there is not read, whatever it is called."""
+    """Other files in the folder are not read, whatever their names."""
     write(folder / "model.safetensors", folder / "consolidated.safetensors", folder / "tokenizer.json")
     assert weight_files(str(folder)) == (folder / "model.safetensors",)
 
@@ -43,7 +44,7 @@ def test_the_files_of_an_index_each_once_in_order(folder: Path) -> None:
 
 
 def test_one_file_goes_before_an_index(folder: Path) -> None:
-    """As transformers has it."""
+    """The order is that of transformers."""
     shard(folder, "a.safetensors")
     write(folder / "model.safetensors")
     assert weight_files(str(folder)) == (folder / "model.safetensors",)
@@ -65,7 +66,7 @@ def test_an_index_that_is_none(folder: Path, index: str) -> None:
     assert weight_files(str(folder)) == ()
 
 
-def test_what_is_no_model_has_none(tmp_path: Path) -> None:
+def test_a_path_without_a_model_has_no_weight_files(tmp_path: Path) -> None:
     write(tmp_path / "model.safetensors")  # and no config.json
     assert weight_files(str(tmp_path)) == ()
     assert weight_files(str(tmp_path / "nowhere")) == ()
@@ -87,3 +88,20 @@ def test_a_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert weight_files("owner/name", revision) == (repository / "snapshots" / commit / "model.safetensors",)
     assert weight_files("owner/name", "v3") == ()
     assert weight_files("owner/other") == ()
+
+
+def test_prefetch_reads_what_is_there_and_leaves_out_the_rest(tmp_path: Path) -> None:
+    """A missing file, or a system without the call, is no reason to fail: loading reports what is wrong."""
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(bytes(1 << 16))
+    prefetch([file, tmp_path / "missing.safetensors"])
+    assert file.read_bytes() == bytes(1 << 16)
+
+
+def test_prefetch_tells_the_system_of_the_whole_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    advised: list[tuple[int, int, int]] = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda _, offset, length, advice: advised.append((offset, length, advice)))
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(b"0")
+    prefetch([file])
+    assert advised == [(0, 0, os.POSIX_FADV_WILLNEED)]

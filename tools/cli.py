@@ -1,7 +1,7 @@
-"""The command line, `piecegraph`: which commands there are, and how a run of one ends.
+"""The command line, `piecegraph`: its commands, and how a run of one ends.
 
-A command is one file and one line in `COMMANDS`; its module is imported when it is asked for, so that
-`--help` imports no torch. Data goes to stdout, everything else to stderr.
+A command is one file and one line in `COMMANDS`; its module is imported when it is asked for, so that `--help` imports
+no torch. Data goes to stdout, everything else to stderr.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from collections.abc import Sequence
 import click
 
 from piecegraph import __version__
-from piecegraph.tools.failures import USAGE, exit_code_of, show
-from piecegraph.tools.interrupts import INTERRUPTED, remembered_interrupts
-from piecegraph.tools.lazy_group import LazyGroup
+from piecegraph.tools.command_line.failures import USAGE, exit_code_of, show
+from piecegraph.tools.command_line.interrupts import INTERRUPTED, remembered_interrupts
+from piecegraph.tools.command_line.lazy_group import LazyGroup
 
 COMMANDS = {
-    "run": ("piecegraph.tools.run_command", "Stream a model's answer to a prompt."),
-    "compile": ("piecegraph.tools.compile_command", "Fill the cache with a model, from its config alone."),
+    "run": ("piecegraph.tools.commands.run", "Stream a model's answer to a prompt."),
+    "compile": ("piecegraph.tools.commands.compile", "Fill the cache with a model, from its config alone."),
     "explain": (
-        "piecegraph.tools.explain_command",
-        "Pieces, dispatch table, and why anything is slower than asked for.",
+        "piecegraph.tools.commands.explain",
+        "Show pieces, dispatch table, and why anything is slower than asked for.",
     ),
-    "bench": ("piecegraph.tools.bench_command", "Measure: milliseconds per decode step, next to the roofline."),
-    "cache": ("piecegraph.tools.cache_command", "What is kept of compiled models: list, explain, verify, carry."),
-    "env": ("piecegraph.tools.env_command", "Versions, devices, compilers and folders a bug report needs."),
+    "bench": ("piecegraph.tools.commands.bench", "Measure decode steps, workloads, starts, passes and other programs."),
+    "cache": ("piecegraph.tools.commands.cache", "List, explain, verify and carry the cache of compiled models."),
+    "env": ("piecegraph.tools.commands.env", "Show versions, devices, compilers and folders for a bug report."),
 }
 """Name -> the module whose `command` it is, and its line in `piecegraph --help`."""
 
@@ -44,7 +44,7 @@ def piecegraph() -> None:
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Run the command line; the exit code. Shows one line for an error, a traceback only with --debug."""
+    """Run the command line and return the exit code. Shows one line for an error, a traceback only with --debug."""
     arguments = list(sys.argv[1:] if args is None else args)
     with remembered_interrupts() as interrupts:
         try:

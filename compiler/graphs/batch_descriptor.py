@@ -1,4 +1,4 @@
-"""What a captured graph is known by."""
+"""The key of a captured graph."""
 
 from __future__ import annotations
 

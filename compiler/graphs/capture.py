@@ -1,4 +1,4 @@
-"""`piecegraph.capture`: warm up and record every graph that will be replayed."""
+"""`piecegraph.capture`, which warms up and records every graph that will be replayed."""
 
 from __future__ import annotations
 
@@ -6,28 +6,26 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import torch
 from torch.utils import _pytree as pytree
 
-from piecegraph.compiler.compiled_model import CompiledModel
+from piecegraph.compiler.building.capturable import CapturableModel
+from piecegraph.compiler.building.captured_models import CapturedModel, collecting_models
 from piecegraph.compiler.graphs.addresses import NamedAddress, addresses_of
 from piecegraph.compiler.graphs.batch_descriptor import BatchDescriptor
-from piecegraph.compiler.graphs.bound_plan import Bound
-from piecegraph.compiler.graphs.copied_steps import call_with_copies
 from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
-from piecegraph.compiler.graphs.graph_editor import CopyFailed
 from piecegraph.compiler.graphs.graphs import ADDRESS_CHECK_INTERVAL, CapturedGraph, FailedCapture, Graphs
-from piecegraph.compiler.graphs.known_blocks import KnownBlocks
-from piecegraph.compiler.graphs.prepared_ops import PreparedOp, prepared_ops
-from piecegraph.compiler.graphs.recorder import Recorder, Recording, make_recorder
-from piecegraph.compiler.graphs.replay_plan import ReplayPlan, ReplayStep, record_plan
-from piecegraph.compiler.graphs.step_kinds import kinds_of
+from piecegraph.compiler.graphs.recording.recorder import Recorder, Recording, make_recorder
+from piecegraph.compiler.graphs.replay.bound_plan import BoundPlan
+from piecegraph.compiler.graphs.replay.prepared_ops import PreparedOp, prepared_ops
+from piecegraph.compiler.graphs.replay.replay_plan import ReplayPlan, ReplayStep, record_plan
+from piecegraph.compiler.graphs.replay.step_kinds import kinds_of
 from piecegraph.compiler.graphs.warm_up import call_each_kind, run_plan
-from piecegraph.compiler.stored.own_kernels import OWN_KERNELS
+from piecegraph.compiler.own_kernels.registry import OWN_KERNELS
 from piecegraph.errors import CaptureError, OutOfMemory, UsageError
 from piecegraph.paused_gc import paused_gc
 from piecegraph.progress import OnPhase, Phase
@@ -35,18 +33,23 @@ from piecegraph.progress import OnPhase, Phase
 logger = logging.getLogger(__name__)
 
 MakeInputs = Callable[[BatchDescriptor], Sequence[Any]]
-Context = Callable[[BatchDescriptor, str], AbstractContextManager[Any]]
-Inside = Callable[[str], AbstractContextManager[Any]]
-"""The same, of one bucket: takes the phase."""
+"""Returns the positional arguments of the step for a descriptor; the tensors are its static inputs."""
 
-Warmed = TypeVar("Warmed")
+Context = Callable[[BatchDescriptor, str], AbstractContextManager[Any]]
+"""Takes a descriptor and the phase, "warmup" or "capture"; returns a context for one run of the step."""
+
+BucketContext = Callable[[str], AbstractContextManager[Any]]
+"""A `Context` of one descriptor: takes the phase."""
+
+WarmUp = TypeVar("WarmUp")
 
 WARMUPS_OF_FIRST = (True, False)
-"""Runs of the very ops before the first recording, of all steps or of each kind of step only: libraries that start up
-at a first call, and what follows of it at the second, must not be recorded."""
+"""The warm-up runs before the first recording, in order: True runs all steps, False runs one step of each kind. There
+are two runs because what libraries do in their first call, and what they do once in their second, must not be recorded.
+"""
 
 WARMUPS = (False,)
-"""The same before each further one: kernels that this size is the first to take are loaded, and measured, then."""
+"""The warm-up run before each further recording. It loads and tunes the kernels that only this size uses."""
 
 
 def capture(
@@ -59,7 +62,6 @@ def capture(
     before: Callable[..., object] | None = None,
     after: Callable[[Any], Any] | None = None,
     warm_up: Callable[..., object] | None = None,
-    record: Callable[..., Any] | None = None,
     pool: Any = None,
     stream: torch.cuda.Stream | None = None,
     kind: str = "auto",
@@ -67,124 +69,166 @@ def capture(
     check_interval: int = ADDRESS_CHECK_INTERVAL,
     max_bytes: int | None = None,
     watched: Sequence[tuple[str, torch.Tensor]] = (),
-    copy_layers: bool = True,
     on_phase: OnPhase | None = None,
 ) -> Graphs:
     """Capture one graph (FULL) or one chain of graphs (PIECEWISE) per descriptor, largest first.
 
-    `step`: for FULL any callable (it may hold input preparation, logits and sampling); for PIECEWISE
-    a `CompiledModel`. `make_inputs(descriptor)` gives its positional arguments: these tensors are the
-    static inputs and stay the caller's. `context(descriptor, phase)`, phase "warmup" or "capture", is
-    entered around each run; metadata that kernels read must be persistent buffers of the caller. A split
-    op with a prepare (`register_prepare`) is launched at replay; `Graphs.costs` tells what each costs.
-    `before(*static_inputs)` and `after(result) -> result` are for PIECEWISE, where `step` is the model
-    alone: input preparation, and sampling or whatever else is made of the result, become part of the
-    first and the last graph. A FULL `step` holds them itself.
-    `warm_up(*static_inputs)` is for FULL: run after `step` ahead of the first graph, and instead of it ahead of each
-    other, it must launch each kernel that `step` does, and need not do so in every layer: a `step` that calls a
-    `CompiledModel` may be given with `warm_up.call_each_kind` in its place. Default: `step`; for a `CompiledModel`, and
-    under PIECEWISE, that.
-    `record(*static_inputs)` is for FULL too: recorded instead of `step`, it must launch what `step` does and return the
-    same. A `step` that calls a `CompiledModel` may be given with `copied_steps.call_with_copies` in its place: of
-    layers that are alike a few then run, and their nodes in the graph are copied for the others, where that is shown
-    to give the same (`CapturedGraph.copied`). Default: `step`; for a `CompiledModel`, that. PIECEWISE does so where a
-    bucket is one graph.
-    `pool` and `stream` default to new ones; `kind` is "cuda", "recorded" (no GPU needed) or "auto".
+    `step` is any callable under FULL (it may hold input preparation, logits and sampling), and a `CompiledModel` under
+    PIECEWISE. `make_inputs(descriptor)` returns its positional arguments: these tensors are the static inputs and stay
+    the caller's. `context(descriptor, phase)` is entered around each run, with phase "warmup" or "capture"; metadata
+    that kernels read must be in persistent buffers of the caller.
 
-    A descriptor whose capture raises becomes NONE with one warning, listed in `Graphs.failed`;
-    `strict` raises `CaptureError` instead, with everything captured so far freed. With `max_bytes`,
-    capture stops before the pool outgrows it, by the bytes of the graph before (they descend).
-    `watched`: named tensors, besides the static inputs and a `CompiledModel`'s own, that the step reads or
-    writes at fixed addresses; the address checks include them.
-    `copy_layers=False` has every layer recorded by running it.
-    Resets torch's peak memory statistics: the first warm-up's peak is what a new pool begins with.
-    `check_interval`: address checks on the first replay of a graph and every so many after.
+    `before(*static_inputs)` and `after(result) -> result` are for PIECEWISE. `before`, such as input preparation, is
+    recorded in the first graph; `after`, such as sampling, is recorded in the last one. `warm_up(*static_inputs)` is
+    for FULL: it runs after `step` before the first recording, and instead of `step` before each further one. It must
+    launch every kernel of `step`, but not in every layer (`call_each_kind`). The default is `step` itself, or
+    `call_each_kind` of a `CompiledModel`.
 
-    Raises `UsageError` for a mode a single batch cannot run under, a `step` PIECEWISE cannot cut,
-    `before` or `after` under FULL, `warm_up` or `record` under PIECEWISE, or duplicate descriptors.
+    `pool` and `stream` default to new ones; `kind` is "cuda", "recorded" (needs no GPU) or "auto". A descriptor whose
+    capture raises is left out with a warning and listed in `Graphs.failed`; under `strict`, `CaptureError` is raised
+    instead and everything captured is freed. With `max_bytes`, capture stops before the pool exceeds it, estimated by
+    the size of the previous graph. `watched` names further tensors that the step reads or writes at fixed addresses.
+    Every replay checks addresses and the weights of each `CompiledModel` in the step; the first replay of a graph, and
+    one in `check_interval` after it, also checks sizes, strides and dtypes.
+
+    Raises `UsageError` for a mode that a single batch cannot run under, a `step` that PIECEWISE cannot cut, `before` or
+    `after` under FULL, `warm_up` under PIECEWISE, duplicate descriptors, and a `check_interval` below 1.
     """
-    mode = CUDAGraphMode.parse(mode)
-    if mode not in (CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE):
-        raise UsageError(f"capture takes mode FULL or PIECEWISE, not {mode.value}; call it once for each.")
-    if mode is CUDAGraphMode.PIECEWISE and not isinstance(step, CompiledModel):
-        raise UsageError(
-            f"PIECEWISE captures the pieces of a CompiledModel, and step is {type(step).__name__}. "
-            "Compile it with piecegraph.compile, or capture it with mode FULL."
-        )
-    if mode is CUDAGraphMode.FULL and (before is not None or after is not None):
-        raise UsageError("before and after are for PIECEWISE; under FULL, call them in step itself.")
-    if mode is CUDAGraphMode.PIECEWISE and (warm_up is not None or record is not None):
-        raise UsageError("warm_up and record are for FULL; a CompiledModel is warmed up and recorded step by step.")
-    if warm_up is None:
-        warm_up = partial(call_each_kind, step) if isinstance(step, CompiledModel) else step
-    if record is None:
-        record = partial(call_with_copies, step) if isinstance(step, CompiledModel) else step
-    if len(set(descriptors)) != len(descriptors):
-        raise UsageError("descriptors has duplicates; one graph is captured per descriptor.")
-    if check_interval < 1:
-        raise UsageError(f"check_interval={check_interval}; it is a number of replays, 1 or more.")
-    notify = on_phase or (lambda phase: None)
-    job = _Job(
+    options = _Options(
         step=step,
-        mode=mode,
+        make_inputs=make_inputs,
+        mode=CUDAGraphMode.parse(mode),
         context=context or (lambda descriptor, phase: nullcontext()),
         before=before,
         after=after,
         warm_up=warm_up,
-        record=record,
+        pool=pool,
+        stream=stream,
+        kind=kind,
+        strict=strict,
+        check_interval=check_interval,
+        max_bytes=max_bytes,
         watched=watched,
-        prepared_ops=prepared_ops(),
-        known=KnownBlocks(may_copy=copy_layers),
+        notify=on_phase or (lambda phase: None),
     )
+    options.check(descriptors)
+    return _capture_all(options, descriptors)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Options:
+    """The arguments of one `capture`."""
+
+    step: Callable[..., Any]
+    make_inputs: MakeInputs
+    mode: CUDAGraphMode
+    context: Context
+    before: Callable[..., object] | None
+    after: Callable[[Any], Any] | None
+    warm_up: Callable[..., object] | None
+    pool: Any
+    stream: torch.cuda.Stream | None
+    kind: str
+    strict: bool
+    check_interval: int
+    max_bytes: int | None
+    watched: Sequence[tuple[str, torch.Tensor]]
+    notify: OnPhase
+
+    def check(self, descriptors: Sequence[BatchDescriptor]) -> None:
+        """Raise `UsageError` for arguments that do not fit together."""
+        mode = self.mode
+        if mode not in (CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE):
+            raise UsageError(f"capture takes mode FULL or PIECEWISE, not {mode.value}; call it once for each.")
+        if mode is CUDAGraphMode.PIECEWISE and not isinstance(self.step, CapturableModel):
+            raise UsageError(
+                f"PIECEWISE captures the pieces of a CompiledModel, and step is {type(self.step).__name__}. "
+                "Compile it with piecegraph.compile, or capture it with mode FULL."
+            )
+        if mode is CUDAGraphMode.FULL and (self.before is not None or self.after is not None):
+            raise UsageError("before and after are for PIECEWISE; under FULL, call them in step itself.")
+        if mode is CUDAGraphMode.PIECEWISE and self.warm_up is not None:
+            raise UsageError("warm_up is for FULL; a CompiledModel is warmed up step by step.")
+        if len(set(descriptors)) != len(descriptors):
+            raise UsageError("descriptors has duplicates; one graph is captured per descriptor.")
+        if self.check_interval < 1:
+            raise UsageError(f"check_interval={self.check_interval}; it is a number of replays, 1 or more.")
+
+    def run_warm_up(self, static_inputs: Sequence[Any], *, is_whole: bool) -> object:
+        """Run the FULL step, or with `is_whole=False` the callable that launches all its kernels."""
+        if is_whole:
+            return self.step(*static_inputs)
+        if self.warm_up is not None:
+            return self.warm_up(*static_inputs)
+        if isinstance(self.step, CapturableModel):
+            return call_each_kind(self.step, *static_inputs)
+        return self.step(*static_inputs)
+
+
+def _capture_all(options: _Options, descriptors: Sequence[BatchDescriptor]) -> Graphs:
+    """Capture the descriptors, save kernels that the warm-ups compiled, and return the graphs."""
+    started = time.perf_counter()
     ordered = sorted(descriptors, key=lambda d: (d.num_tokens, d.num_reqs or 0), reverse=True)
+    with paused_gc():  # a collection could free a graph, or memory, in the middle of a capture
+        captured, failed, recorder = _capture_buckets(options, ordered)
+    OWN_KERNELS.save()
+    seconds = time.perf_counter() - started
+    num_bytes = sum(graph.nbytes for graph in captured.values())
+    detail = f"{len(captured)} {options.mode.value} graphs, {num_bytes / 2**20:.0f} MiB"
+    options.notify(Phase(name="capture", done=len(ordered), total=len(ordered), seconds=seconds, detail=detail))
+    return Graphs(
+        captured,
+        mode=options.mode,
+        kind=recorder.kind if recorder is not None else options.kind,
+        pool=getattr(recorder, "pool", None),
+        failed=failed,
+        check_interval=options.check_interval,
+    )
+
+
+def _capture_buckets(
+    options: _Options, ordered: Sequence[BatchDescriptor]
+) -> tuple[dict[BatchDescriptor, CapturedGraph], list[FailedCapture], Recorder | None]:
+    """Capture one bucket after the other; return the graphs, the failures, and the recorder if one was made."""
+    job = _Job(options=options, prepared_ops=prepared_ops())
     captured: dict[BatchDescriptor, CapturedGraph] = {}
     failed: list[FailedCapture] = []
     recorder: Recorder | None = None
-    started = time.perf_counter()
-    spent = 0
-    with paused_gc():  # a collection could free a graph, or memory, in the middle of another
-        for number, descriptor in enumerate(ordered):
-            notify(
-                Phase(name="capture", done=number, total=len(ordered), detail=f"{mode.value} {descriptor.num_tokens}")
-            )
-            reason: str | None = None
-            error: BaseException | None = None
-            last = next(reversed(captured.values()), None)
-            if max_bytes is not None and last is not None and spent + last.nbytes > max_bytes:
-                reason = f"{spent} bytes of graphs so far and {last.nbytes} more would pass max_bytes={max_bytes}"
-            else:
-                try:
-                    static_inputs = tuple(make_inputs(descriptor))
-                    if recorder is None:
-                        recorder = make_recorder(kind, _device_of(static_inputs), pool, stream)
-                    graph = job.capture(descriptor, static_inputs, recorder, is_first=not captured)
-                    captured[descriptor] = graph
-                    spent += graph.nbytes
-                except (CaptureError, UsageError):
-                    _release(captured)
-                    raise
-                except Exception as raised:
-                    error, reason = raised, f"{type(raised).__name__}: {raised}"
-            if reason is not None:
-                failed.append(FailedCapture(descriptor, reason))
-                if strict:
-                    _release(captured)
-                    kind_of_error = OutOfMemory if isinstance(error, torch.OutOfMemoryError) else CaptureError
-                    raise kind_of_error(f"capturing {descriptor} failed: {reason}") from error
-                logger.warning("%s runs without graphs: its capture failed: %s", descriptor, reason)
-    OWN_KERNELS.keep()  # those that the warm-ups were first to launch
-    seconds = time.perf_counter() - started
-    num_copied = sum(any(each.num_blocks for each in graph.copied) for graph in captured.values())
-    detail = f"{len(captured)} {mode.value} graphs, {spent / 2**20:.0f} MiB, layers copied in {num_copied}"
-    notify(Phase(name="capture", done=len(ordered), total=len(ordered), seconds=seconds, detail=detail))
-    return Graphs(
-        captured,
-        mode=mode,
-        kind=recorder.kind if recorder is not None else kind,
-        pool=getattr(recorder, "pool", None),
-        failed=failed,
-        check_interval=check_interval,
-    )
+    for number, descriptor in enumerate(ordered):
+        detail = f"{options.mode.value} {descriptor.num_tokens}"
+        options.notify(Phase(name="capture", done=number, total=len(ordered), detail=detail))
+        error: BaseException | None = None
+        reason = _exceeds_budget(captured, options.max_bytes)
+        if not reason:
+            try:
+                static_inputs = tuple(options.make_inputs(descriptor))
+                if recorder is None:
+                    recorder = make_recorder(options.kind, _device_of(static_inputs), options.pool, options.stream)
+                captured[descriptor] = job.capture(descriptor, static_inputs, recorder, is_first=not captured)
+            except (CaptureError, UsageError):
+                _release(captured)
+                raise
+            except Exception as raised:
+                error, reason = raised, f"{type(raised).__name__}: {raised}"
+        if reason:
+            failed.append(FailedCapture(descriptor, reason))
+            if options.strict:
+                _release(captured)
+                kind_of_error = OutOfMemory if isinstance(error, torch.OutOfMemoryError) else CaptureError
+                raise kind_of_error(f"capturing {descriptor} failed: {reason}") from error
+            logger.warning("%s runs without graphs: its capture failed: %s", descriptor, reason)
+    return captured, failed, recorder
+
+
+def _exceeds_budget(captured: Mapping[BatchDescriptor, CapturedGraph], max_bytes: int | None) -> str:
+    """Return why another graph of the size of the last one would exceed `max_bytes`, or ""."""
+    if max_bytes is None or not captured:
+        return ""
+    spent = sum(graph.nbytes for graph in captured.values())
+    last = list(captured.values())[-1].nbytes
+    if spent + last <= max_bytes:
+        return ""
+    return f"{spent} bytes of graphs so far and {last} more would pass max_bytes={max_bytes}"
 
 
 def _release(captured: Mapping[BatchDescriptor, CapturedGraph]) -> None:
@@ -194,24 +238,21 @@ def _release(captured: Mapping[BatchDescriptor, CapturedGraph]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Job:
-    """What all buckets of one capture share."""
+    """The state that all buckets of one capture share."""
 
-    step: Callable[..., Any]
-    mode: CUDAGraphMode
-    context: Context
-    before: Callable[..., object] | None
-    after: Callable[[Any], Any] | None
-    warm_up: Callable[..., object]
-    record: Callable[..., Any]
-    watched: Sequence[tuple[str, torch.Tensor]]
+    options: _Options
     prepared_ops: Mapping[str, PreparedOp]
-    known: KnownBlocks
+    models: dict[int, CapturedModel] = field(default_factory=dict)  # models that ran, by id; filled as buckets run
 
     @cached_property
-    def shared_addresses(self) -> tuple[NamedAddress, ...]:
-        """Of all that every bucket reads or writes; where it was when the first one was captured."""
-        bound = self.step.bound_tensors() if isinstance(self.step, CompiledModel) else []
-        return addresses_of([*self.watched, *bound])
+    def watched_addresses(self) -> tuple[NamedAddress, ...]:
+        """The addresses, at the first capture, of the caller's tensors that every bucket reads or writes."""
+        return addresses_of(self.options.watched)
+
+    @cached_property
+    def bound_addresses(self) -> tuple[NamedAddress, ...]:
+        """The addresses of the tensors that the models of the step read, known after the first bucket has run."""
+        return addresses_of([named for model in self.models.values() for named in model.bound_tensors()])
 
     def capture(
         self, descriptor: BatchDescriptor, static_inputs: tuple[Any, ...], recorder: Recorder, *, is_first: bool
@@ -219,77 +260,66 @@ class _Job:
         """Warm up and record one bucket."""
         began = time.perf_counter()
         bytes_before = recorder.used_bytes()
-        inside = partial(self.context, descriptor)
-        with torch.no_grad(), recorder.on_stream(), self.known.used():
-            try:
-                plan, result = self._captured(descriptor, static_inputs, inside, recorder, is_first)
-            except CopyFailed as error:
-                logger.warning("all layers run in every recording from now on: %s", error)
-                self.known.may_copy = False
-                plan, result = self._captured(descriptor, static_inputs, inside, recorder, is_first)
+        context = partial(self.options.context, descriptor)
+        with torch.no_grad(), recorder.on_stream(), collecting_models(self.models):
+            if self.options.mode is CUDAGraphMode.FULL:
+                plan, result = self._capture_full(static_inputs, context, recorder, is_first)
+            else:
+                plan, result = self._capture_piecewise(descriptor, static_inputs, context, recorder, is_first)
         named = [(f"input {i} of {descriptor}", t) for i, t in enumerate(static_inputs) if isinstance(t, torch.Tensor)]
         return CapturedGraph(
             descriptor=descriptor,
             plan=plan,
             static_inputs=static_inputs,
             result=result,
-            addresses=addresses_of(named) + self.shared_addresses,
+            inputs=addresses_of(named),
+            watched=self.watched_addresses,
+            bound=self.bound_addresses,
+            weights=tuple(model.weights for model in self.models.values()),
             nbytes=max(recorder.used_bytes() - bytes_before, 0),
             seconds=time.perf_counter() - began,
-            copied=tuple(self.known.told),
         )
 
-    def _captured(
-        self,
-        descriptor: BatchDescriptor,
-        static_inputs: tuple[Any, ...],
-        inside: Inside,
-        recorder: Recorder,
-        is_first: bool,
-    ) -> tuple[ReplayPlan, Any]:
-        if self.mode is CUDAGraphMode.FULL:
-            return self._capture_full(static_inputs, inside, recorder, is_first)
-        return self._capture_piecewise(descriptor, static_inputs, inside, recorder, is_first)
-
     def _capture_full(
-        self, static_inputs: tuple[Any, ...], inside: Inside, recorder: Recorder, is_first: bool
+        self, static_inputs: tuple[Any, ...], context: BucketContext, recorder: Recorder, is_first: bool
     ) -> tuple[ReplayPlan, Any]:
-        _warm_up(lambda is_whole: (self.step if is_whole else self.warm_up)(*static_inputs), inside, recorder, is_first)
-        return _record_full(self.record, static_inputs, inside, recorder)
+        _warm_up(lambda is_whole: self.options.run_warm_up(static_inputs, is_whole=is_whole), context, is_first)
+        return _record_full(self.options.step, static_inputs, context, recorder)
 
     def _capture_piecewise(
         self,
         descriptor: BatchDescriptor,
         static_inputs: tuple[Any, ...],
-        inside: Inside,
+        context: BucketContext,
         recorder: Recorder,
         is_first: bool,
     ) -> tuple[ReplayPlan, Any]:
-        assert isinstance(self.step, CompiledModel), "checked by capture"
-        before = None if self.before is None else partial(self.before, *static_inputs)
-        bound = Bound.of(self.step.parts(static_inputs), self.prepared_ops, before, self.after)
+        options = self.options
+        assert isinstance(options.step, CapturableModel), "checked by `_Options.check`"
+        before = None if options.before is None else partial(options.before, *static_inputs)
+        bound = BoundPlan.of(options.step.parts(static_inputs), self.prepared_ops, before, options.after)
         kinds = kinds_of(self.prepared_ops)
-        warmed = _warm_up(lambda is_whole: run_plan(bound, None if is_whole else kinds), inside, recorder, is_first)
-        with inside("capture"):
+        warmed = _warm_up(lambda is_whole: run_plan(bound, None if is_whole else kinds), context, is_first)
+        with context("capture"):
             return record_plan(bound, recorder, str(descriptor), warmed.patchable)
 
 
-def _warm_up(run: Callable[[bool], Warmed], inside: Inside, recorder: Recorder, is_first: bool) -> Warmed:
-    """What the last run gives. `run` takes whether every step is to run."""
+def _warm_up(run: Callable[[bool], WarmUp], context: BucketContext, is_first: bool) -> WarmUp:
+    """Return the result of the last warm-up run. `run` takes whether all steps run, or one of each kind."""
     for is_whole in WARMUPS_OF_FIRST if is_first else WARMUPS:
-        with recorder.sized() if is_whole else nullcontext(), inside("warmup"):
+        with context("warmup"):
             warmed = run(is_whole)
     return warmed
 
 
 def _record_full(
-    record: Callable[..., Any], static_inputs: tuple[Any, ...], inside: Inside, recorder: Recorder
+    record: Callable[..., Any], static_inputs: tuple[Any, ...], context: BucketContext, recorder: Recorder
 ) -> tuple[ReplayPlan, Any]:
-    """One recording of the whole step; its result's tensors become views without ownership."""
+    """Record the whole step once; the tensors of its result become views without ownership."""
     trees: list[pytree.TreeSpec] = []
 
     def run() -> list[Any]:
-        with inside("capture"):
+        with context("capture"):
             leaves, tree = pytree.tree_flatten(record(*static_inputs))
         trees.append(tree)
         return leaves

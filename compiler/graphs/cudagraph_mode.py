@@ -1,4 +1,4 @@
-"""How a batch runs: without graphs, piece by piece, or as one graph."""
+"""The modes in which a batch runs: without graphs, with graphs of pieces, or as one graph."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from piecegraph.errors import ConfigError, did_you_mean
 
 
 class CUDAGraphMode(enum.Enum):
-    """NONE, PIECEWISE and FULL are what a batch runs under. The other two are configured only: they
-    give one mode to uniform-decode batches (`decode_mode`) and another to the rest (`mixed_mode`)."""
+    """The CUDA graph mode of a batch (NONE, PIECEWISE or FULL), or of a configuration.
+
+    The other two members are for configurations: they stand for one mode for uniform-decode batches (`decode_mode`) and
+    another one for all other batches (`mixed_mode`).
+    """
 
     NONE = "NONE"
     PIECEWISE = "PIECEWISE"
@@ -21,7 +24,7 @@ class CUDAGraphMode(enum.Enum):
 
     @classmethod
     def parse(cls, name: str | CUDAGraphMode) -> CUDAGraphMode:
-        """The mode of that name, in any case. Raises `ConfigError`."""
+        """Return the mode called `name`, in upper or lower case. Raises `ConfigError` for an unknown name."""
         if isinstance(name, CUDAGraphMode):
             return name
         mode = cls.__members__.get(str(name).upper())
@@ -31,18 +34,18 @@ class CUDAGraphMode(enum.Enum):
 
     @property
     def decode_mode(self) -> CUDAGraphMode:
-        """What uniform-decode batches run under."""
+        """The mode of uniform-decode batches."""
         combined = (CUDAGraphMode.FULL_DECODE_ONLY, CUDAGraphMode.FULL_AND_PIECEWISE)
         return CUDAGraphMode.FULL if self in combined else self
 
     @property
     def mixed_mode(self) -> CUDAGraphMode:
-        """What every other batch runs under."""
+        """The mode of all batches other than uniform decodes."""
         if self is CUDAGraphMode.FULL_DECODE_ONLY:
             return CUDAGraphMode.NONE
         return CUDAGraphMode.PIECEWISE if self is CUDAGraphMode.FULL_AND_PIECEWISE else self
 
     @property
     def is_runtime(self) -> bool:
-        """A single batch can run under it."""
+        """True if a single batch can run under this mode."""
         return self in (CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL)

@@ -1,4 +1,4 @@
-"""Captured graphs: replay by descriptor, never capture."""
+"""Captured graphs, which are replayed by descriptor."""
 
 from __future__ import annotations
 
@@ -9,33 +9,40 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from piecegraph.compiler.graphs.addresses import NamedAddress, check_addresses
+from piecegraph.compiler.building.bound_weights import BoundWeights
+from piecegraph.compiler.graphs.addresses import Addresses, NamedAddress, check_addresses
 from piecegraph.compiler.graphs.batch_descriptor import BatchDescriptor
 from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
-from piecegraph.compiler.graphs.known_blocks import Copied
-from piecegraph.compiler.graphs.replay_plan import ReplayPlan
+from piecegraph.compiler.graphs.replay.replay_plan import ReplayPlan
 from piecegraph.compiler.graphs.static_inputs import fill_static_inputs
 from piecegraph.errors import CaptureError, GraphNotCaptured, InputMismatch
 
 ADDRESS_CHECK_INTERVAL = 1024
-"""Replays of one graph between two address checks, unless `capture` was told otherwise."""
+"""The default number of replays of one graph between two complete checks of all addresses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapturedGraph:
-    """One bucket: its steps, its static inputs (the caller's) and how its result is put together."""
+    """A captured bucket: its replay plan, its static inputs (the caller's) and its result."""
 
     descriptor: BatchDescriptor
     plan: ReplayPlan
     static_inputs: tuple[Any, ...]
-    result: Any  # what a replay returns: views of the graph's memory
-    addresses: tuple[NamedAddress, ...]
-    nbytes: int  # by which the pool grew for it
+    result: Any  # the result of a replay: views of the graph's memory
+    inputs: tuple[NamedAddress, ...]  # the static inputs
+    watched: tuple[NamedAddress, ...]  # the caller's tensors that all buckets read or write
+    bound: tuple[NamedAddress, ...]  # tensors that pieces of its models read
+    weights: tuple[BoundWeights, ...]  # of its models
+    nbytes: int  # growth of the pool
     seconds: float
-    copied: tuple[Copied, ...] = ()  # of each recording in which layers repeat
+
+    @property
+    def addresses(self) -> tuple[NamedAddress, ...]:
+        """The captured addresses of everything that the graph reads or writes."""
+        return (*self.inputs, *self.watched, *self.bound)
 
     def release(self) -> None:
-        """Free its recordings; harmless when repeated."""
+        """Free the recordings. Idempotent."""
         for recording in self.plan.recordings:
             recording.release()
 
@@ -49,7 +56,7 @@ class FailedCapture:
 
 
 class Graphs:
-    """What `piecegraph.capture` returns: owns the graphs and their share of the pool until `close`."""
+    """The result of `piecegraph.capture`, which owns the graphs and their share of the pool until `close`."""
 
     def __init__(
         self,
@@ -66,7 +73,13 @@ class Graphs:
         self.pool = pool
         self.failed = tuple(failed)
         self._captured = {descriptor: _Replayed(graph) for descriptor, graph in captured.items()}
+        self._weights = tuple({id(each): each for graph in captured.values() for each in graph.weights}.values())
+        for each in self._weights:
+            each.pin()
+        places = {id(place): place for graph in captured.values() for place in graph.watched}
+        self._watched = Addresses(tuple(places.values()))
         self._check_interval = check_interval
+        self._runs_beside = kind == "cuda"  # the host continues while a replay runs
         self._closed = False
 
     def __contains__(self, descriptor: BatchDescriptor) -> bool:
@@ -74,57 +87,73 @@ class Graphs:
 
     @property
     def descriptors(self) -> tuple[BatchDescriptor, ...]:
-        """What was captured, in order of capture."""
+        """The captured descriptors, in order of capture."""
         return tuple(self._captured)
 
     def __getitem__(self, descriptor: BatchDescriptor) -> CapturedGraph:
-        """The captured bucket. Raises `GraphNotCaptured`."""
+        """Return the captured bucket. Raises `GraphNotCaptured`."""
         return self._find(descriptor).graph
 
     def costs(self, descriptor: BatchDescriptor) -> dict[str, int]:
-        """What a replay of it is made of, e.g. `{"graph": 29, "launch": 28}`; see `ReplayStep.cost`."""
+        """Return the number of steps of a replay by cost, such as `{"graph": 29, "launch": 28}` (`ReplayStep.cost`)."""
         return self._find(descriptor).graph.plan.costs()
 
     def notes(self, descriptor: BatchDescriptor) -> dict[str, int]:
-        """Why split ops of it cost more than a launch, and how many do."""
+        """Return the reasons why split ops cost more than a launch, with the number of split ops of each."""
         return self._find(descriptor).graph.plan.notes()
 
     def replay(self, descriptor: BatchDescriptor, *args: Any, out: Any = None) -> Any:
-        """Run the graph of `descriptor` and return its outputs: views, valid until the next replay in
-        this pool. Never captures.
+        """Run the graph of `descriptor` and return its outputs, which are views valid until the pool's next replay.
 
-        Without `args` it runs over the static inputs as they are. With `args` each is checked for
-        shape, dtype and device, and copied into its static input unless it is in place already.
-        `out`, nested as the result, receives a copy and is returned instead.
+        Without `args` the graph runs over the current static inputs. With `args`, the shape, dtype and device of each
+        argument are checked, and the argument is copied into its static input, unless it is that very tensor. `out`,
+        nested like the result, receives a copy of the result and is returned instead. A replay never captures.
 
-        Raises `GraphNotCaptured` (listing what was captured), `InputMismatch`, and `CaptureError` if
-        a captured tensor moved or the graphs are closed.
+        Raises `GraphNotCaptured` (listing the captured sizes), `InputMismatch`, and `CaptureError` if a captured tensor
+        moved, a weight was replaced, or the graphs are closed.
+
+        Every replay checks the static inputs before it launches the graph, and the other tensors while the GPU runs.
+        The late check is safe: the memory of those tensors is kept alive, so the graph never reads another tensor's
+        memory, and after an error no result is returned. Once in `check_interval` replays, the complete check runs
+        before the launch.
         """
         replayed = self._captured.get(descriptor) or self._find(descriptor)
         graph = replayed.graph
+        replayed.inputs.check()
         if args:
             fill_static_inputs(descriptor, graph.static_inputs, args)
         if replayed.until_check == 0:
-            check_addresses(graph.addresses)
+            self._check_weights(closely=True)  # first, because its error says what to do
+            check_addresses((*graph.watched, *graph.bound))
             replayed.until_check = self._check_interval
         replayed.until_check -= 1
+        if not self._runs_beside:
+            self._check()
         if torch.is_grad_enabled():
             with torch.no_grad():
                 graph.plan.run()
-        else:  # entering no_grad costs as much as 20 steps
+        else:  # entering no_grad costs as much as 20 replay steps
             graph.plan.run()
+        if self._runs_beside:  # Note [checked while the GPU runs]: the GPU has its work, so the check delays nothing
+            self._check()
         return graph.result if out is None else _copied_to(graph.result, out)
 
     def ledger(self) -> dict[BatchDescriptor, int]:
-        """Bytes by which the pool grew for each graph."""
+        """Return the bytes by which the pool grew for each graph."""
         return {descriptor: replayed.graph.nbytes for descriptor, replayed in self._captured.items()}
 
     def close(self) -> None:
-        """Free every graph and let go of the pool; harmless when repeated. Call it before process
-        groups go away. Note [graphs before process groups]: a graph that holds collectives must not
-        outlive their communicator."""
+        """Free every graph and release the pool. Idempotent.
+
+        Note [graphs before process groups]: close graphs before process groups are destroyed, because a graph that
+        holds collectives must not outlive their communicator.
+        """
         for replayed in self._captured.values():
             replayed.graph.release()
+        for each in self._weights:
+            each.unpin()
+        self._weights = ()
+        self._watched = Addresses(())
         self._captured = {}
         self._closed = True
         self.pool = None
@@ -134,6 +163,16 @@ class Graphs:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+    def _check(self) -> None:
+        """Check addresses and weights, as every replay does besides checking its static inputs."""
+        self._watched.check()
+        self._check_weights()
+
+    def _check_weights(self, *, closely: bool = False) -> None:
+        for each in self._weights:
+            if (closely or not each.are_unchanged()) and (problem := each.describe_changes()):
+                raise CaptureError(f"the graphs read weights that the module no longer has: {problem}")
 
     def _find(self, descriptor: BatchDescriptor) -> _Replayed:
         if self._closed:
@@ -152,12 +191,13 @@ class Graphs:
 
 
 class _Replayed:
-    """A captured graph, and when its addresses are checked next."""
+    """A captured graph, the addresses of its static inputs, and the number of replays until the next complete check."""
 
-    __slots__ = ("graph", "until_check")
+    __slots__ = ("graph", "inputs", "until_check")
 
     def __init__(self, graph: CapturedGraph) -> None:
         self.graph = graph
+        self.inputs = Addresses(graph.inputs)
         self.until_check = 0
 
 

@@ -1,4 +1,4 @@
-"""The caller's static inputs of one captured graph: checked and filled before a replay."""
+"""The checking and filling of a graph's static inputs before a replay."""
 
 from __future__ import annotations
 
@@ -45,5 +45,5 @@ def fill_static_inputs(descriptor: BatchDescriptor, static: Sequence[Any], given
 
 
 def is_in_place(target: torch.Tensor, value: torch.Tensor) -> bool:
-    """`value` is the static input itself, or a view of exactly its memory."""
+    """Return whether `value` is the static input itself, or a view of exactly its memory."""
     return value is target or (value.data_ptr() == target.data_ptr() and value.stride() == target.stride())

@@ -3,7 +3,7 @@
     python docs/examples/engine_loop.py [MODEL]
 
 One thread, the one in `serve`, touches the engine; all others send it messages. Requests join and leave a batch
-between any two steps. tests/runner/test_engine_loop.py runs all of this.
+between any two steps. tests/runner/engine/test_engine_loop.py runs all of this.
 """
 
 from __future__ import annotations

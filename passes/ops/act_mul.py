@@ -1,4 +1,4 @@
-"""`piecegraph::act_mul`: the gated activation of an MLP whose gate and up projection are one."""
+"""The op `piecegraph::act_mul`: the gated activation of an MLP whose gate and up projection are one."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
 }
-"""What `activation` may be."""
+"""The activations, by the name that the op takes."""
 
 
 def act_mul(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-    """`act(gate_up[..., :size]) * gate_up[..., size:]`, computed in float32 and rounded once.
+    """Return `act(gate_up[..., :size]) * gate_up[..., size:]`, computed in float32 and rounded once.
 
-    `gate_up` is `[..., 2 * size]`, its last dim without gaps; `activation` is a name in `ACTIVATIONS`. Returns a
-    new contiguous `[..., size]` of the same dtype.
+    `gate_up` is `[..., 2 * size]`, its last dim without gaps; `activation` is a name in `ACTIVATIONS`. The result is a
+    new contiguous tensor `[..., size]` of the same dtype.
     """
     if gate_up.is_cuda:
-        from piecegraph.passes.kernels.act_mul import act_mul_on_gpu
+        from piecegraph.passes.kernels.elementwise.act_mul import act_mul_on_gpu
 
         return act_mul_on_gpu(gate_up, activation)
     return act_mul_reference(gate_up, activation)
 
 
 def act_mul_reference(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-    """What the kernel does, in torch."""
+    """Return what the kernel computes, in plain torch."""
     gate, up = gate_up.to(torch.promote_types(gate_up.dtype, torch.float32)).chunk(2, -1)
     return (ACTIVATIONS[activation](gate) * up).to(gate_up.dtype)
 

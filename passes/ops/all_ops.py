@@ -1,4 +1,4 @@
-"""Importing this defines every op that passes put into graphs: processes that compile pieces do."""
+"""The list of modules that define the ops that passes insert. Processes that compile pieces import them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ MODULES: tuple[str, ...] = (
     "piecegraph.passes.ops.rotary_tables",
     "piecegraph.passes.ops.take_rows",
 )
-"""A line for each file of `passes/ops/` that defines an op."""
+"""The modules of `passes/ops/` that define an op."""
 
 
 def define_all_ops() -> None:
-    """Harmless to repeat."""
+    """Define every op that passes insert. Idempotent."""
     import importlib
 
     for module in MODULES:

@@ -1,7 +1,7 @@
-"""Where passes define the ops they put into graphs: `piecegraph::name`, called as `.default`.
+"""The definition of the ops that passes insert: `piecegraph::name`, called as `.default`.
 
-Through `torch.library.Library` (a call costs 3-4 us, `custom_op` 23-40). An op runs its Triton kernels on a
-GPU and its reference in plain torch anywhere else; `passes/kernels/` has the kernels.
+Ops are defined through `torch.library.Library`, whose calls cost 3-4 us (those of `custom_op` cost 23-40). An op runs
+its Triton kernels on a GPU and its reference in plain torch on other devices; `passes/kernels/` has the kernels.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ _library = torch.library.Library("piecegraph", "FRAGMENT")
 
 
 def define_op(schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> torch._ops.OpOverload:
-    """Define `piecegraph::` + `schema` and return its overload, which is what a graph calls.
+    """Define the op `piecegraph::` + `schema`, and return its overload, which is what a graph calls.
 
-    `implementation` serves every device; `fake` makes its results out of shapes alone (sizes may be symbols).
+    `implementation` runs on every device; `fake` makes its results from shapes alone (sizes may be symbols).
     """
     name = schema.partition("(")[0]
     _library.define(schema)

@@ -1,11 +1,10 @@
-"""`piecegraph::linear`: a linear, or one whose two halves a gated activation joins, for any number of rows."""
+"""The op `piecegraph::linear`: a linear, or one whose two halves a gated activation joins, for any number of rows."""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
 
-from piecegraph.passes.library_products import note_product
 from piecegraph.passes.ops.act_mul import act_mul
 from piecegraph.passes.ops.library import define_op
 
@@ -13,21 +12,20 @@ from piecegraph.passes.ops.library import define_op
 def linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str, *, is_normed: bool = False
 ) -> torch.Tensor:
-    """`x @ weight.T + bias`; with an activation (`act_mul.ACTIVATIONS`, `""` for none) `act_mul` of that.
+    """Return `x @ weight.T + bias`; with an activation (a name in `act_mul.ACTIVATIONS`, or `""`), `act_mul` of that.
 
-    `x` is `[..., size]`, `weight` `[num_columns, size]` contiguous, `bias` `[num_columns]`. Accumulates in float32;
-    the activation is applied before anything is rounded where our kernel runs, after it where the library's does.
-    `is_normed`: a norm just made `x`, which decides between kernels for one row.
-    Returns a new contiguous `[..., num_columns]`, half as many with an activation.
+    `x` is `[..., size]`, `weight` `[num_columns, size]` contiguous, `bias` `[num_columns]`. Sums accumulate in float32;
+    the activation is applied before anything is rounded where our kernel runs, and after that where the library's does.
+    `is_normed` says that a norm just made `x`, which decides between kernels for one row. The result is a new
+    contiguous tensor `[..., num_columns]`, with half as many columns if there is an activation.
     """
     if x.is_cuda:
-        from piecegraph.passes.kernels.linear import linear_of_rows_on_gpu
+        from piecegraph.passes.kernels.linear.linear import linear_of_rows_on_gpu
 
         num_rows = x.numel() // x.shape[-1]
         rows = linear_of_rows_on_gpu(x.reshape(num_rows, x.shape[-1]), weight, bias, activation, is_normed=is_normed)
         if rows is not None:
             return rows.view(*x.shape[:-1], rows.shape[-1])
-        note_product(x, weight, bias)
     out = F.linear(x, weight, bias)
     return act_mul(out, activation) if activation else out
 

@@ -1,4 +1,4 @@
-"""`piecegraph::moe_experts`: the routed experts of a mixture, from a token's choice of experts to its result."""
+"""The op `piecegraph::moe_experts`: the routed experts of a mixture, from a token's choice of experts to its result."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ def moe_experts(
     down: torch.Tensor,
     activation: str,
 ) -> torch.Tensor:
-    """The sum over a token's experts `e` of `weight * down[e] @ (act(gate_e @ x) * up_e @ x)`.
+    """Return the sum over each token's experts `e` of `weight * down[e] @ (act(gate_e @ x) * up_e @ x)`.
 
     `x` is `[num_tokens, hidden]`; `topk_weights` (floats) and `topk_ids` (integers below `num_experts`, as `topk`
-    gives them) are `[num_tokens, top_k]`; `gate_up` is `[num_experts, 2 * size, hidden]`, gate rows first, and `down`
-    `[num_experts, hidden, size]`, both of `x`'s dtype and strided as they like; `activation` is a name in
-    `act_mul.ACTIVATIONS`. Sums run in float32; what the second product reads is rounded to `x`'s dtype, and so is
-    the result, once, weights and sum over experts included. Returns a new contiguous tensor like `x`.
+    returns them) are `[num_tokens, top_k]`; `gate_up` is `[num_experts, 2 * size, hidden]`, gate rows first, and `down`
+    `[num_experts, hidden, size]`, both of `x`'s dtype with any strides; `activation` is a name in
+    `act_mul.ACTIVATIONS`. Sums accumulate in float32. The input of the second product is rounded to `x`'s dtype, and so
+    is the result, once, after weights and the sum over experts. The result is a new contiguous tensor like `x`.
 
-    No shape depends on who chose what, and nothing waits for the device: it can be captured in a CUDA graph.
+    No shape depends on the choice of experts, and nothing waits for the device, so the op can be captured in a CUDA
+    graph.
     """
     if x.is_cuda:
-        from piecegraph.passes.kernels.moe_experts import moe_experts_on_gpu
+        from piecegraph.passes.kernels.moe.experts import moe_experts_on_gpu
 
         return moe_experts_on_gpu(x, topk_weights, topk_ids, gate_up, down, activation)
     return moe_experts_reference(x, topk_weights, topk_ids, gate_up, down, activation)
@@ -41,7 +42,8 @@ def moe_experts_reference(
     down: torch.Tensor,
     activation: str,
 ) -> torch.Tensor:
-    """What the kernels do, in torch: every expert sees every token, and those not chosen count for nothing."""
+    """Return what the kernels compute, in plain torch: every expert sees every token, and unchosen ones count for
+    nothing."""
     wide = torch.promote_types(x.dtype, torch.float32)
     result = torch.zeros(x.shape, dtype=wide, device=x.device)
     for expert in range(gate_up.shape[0]):

@@ -1,5 +1,8 @@
-"""`piecegraph::add_norm_linear` and `piecegraph::linear_add_norm_linear`: a residual add, the norm of the sum, and a
-linear over it; and with the linear that made what is added."""
+"""The ops `piecegraph::add_norm_linear` and `piecegraph::linear_add_norm_linear`.
+
+The first is a residual add, the norm of the sum, and a linear over the norm. The second starts with the linear that
+produces the summand.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,6 @@ import torch
 from piecegraph.passes.ops.library import define_op
 from piecegraph.passes.ops.linear import linear
 from piecegraph.passes.ops.rms_norm import add_rms_norm
-
-MAX_SIZE = 8192
-"""Numbers of a row, at most: a program of the kernel holds one at a time."""
 
 
 def add_norm_linear(
@@ -23,14 +23,15 @@ def add_norm_linear(
     bias: torch.Tensor | None,
     activation: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`(linear(normed, weight, bias, activation), total)` of `normed, total = add_rms_norm(x, residual, ...)`.
+    """Return `(linear(normed, weight, bias, activation), total)` of `normed, total = add_rms_norm(x, residual, ...)`.
 
-    `x` and `residual` are `[..., size]` of one shape and dtype, `weight` `[num_columns, size]` contiguous. The norm is
-    rounded to its dtype before it is multiplied, as it is apart. One kernel on a GPU for one row of bfloat16 or
-    float16, unless the weight is streamed faster apart; else the two ops' own. Both results are new and contiguous.
+    `x` and `residual` are `[..., size]` of one shape and dtype, `weight` is `[num_columns, size]` contiguous. The norm
+    is rounded to its dtype before it is multiplied, as by the separate ops. One row of bfloat16 or float16 on a GPU
+    takes one kernel, unless the weight is streamed faster by a kernel of its own; otherwise the two ops' kernels run.
+    Both results are new and contiguous.
     """
     if x.is_cuda:
-        from piecegraph.passes.kernels.norm_linear import add_norm_linear_on_gpu, norm_linear_layout
+        from piecegraph.passes.kernels.norm.norm_linear import add_norm_linear_on_gpu, norm_linear_layout
 
         config = norm_linear_layout(x, weight, activation)
         if config is not None:
@@ -51,20 +52,20 @@ def linear_add_norm_linear(
     bias: torch.Tensor | None,
     activation: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`add_norm_linear(linear(x, in_weight, in_bias), residual, ...)`.
+    """Return `add_norm_linear(linear(x, in_weight, in_bias), residual, ...)`.
 
-    `x` is `[..., in_size]`, `residual` `[..., size]`. On a GPU, where few programs would have long
-    sums, the first linear's are split and the norm adds the parts; they are then not rounded before that.
+    `x` is `[..., in_size]`, `residual` `[..., size]`. On a GPU, where few programs would have long sums, the sums of
+    the first linear are split and the norm adds the parts, which are not rounded before that.
     """
     if x.is_cuda:
-        from piecegraph.passes.kernels.gpu_limits import gpu_limits
-        from piecegraph.passes.kernels.linear_parts import linear_parts_on_gpu, parts_config
+        from piecegraph.passes.kernels.common.gpu_limits import gpu_limits
+        from piecegraph.passes.kernels.linear.linear_parts import linear_parts_on_gpu, parts_config
 
         num_rows, in_size = x.numel() // x.shape[-1], x.shape[-1]
         itemsize = x.element_size() if x.dtype == in_weight.dtype == residual.dtype else 0
         config = parts_config(num_rows, in_weight.shape[0], in_size, itemsize=itemsize, gpu=gpu_limits(x.get_device()))
         if config is not None:
-            from piecegraph.passes.kernels.rms_norm import add_rms_norm_of_parts_on_gpu
+            from piecegraph.passes.kernels.norm.rms_norm import add_rms_norm_of_parts_on_gpu
 
             parts = linear_parts_on_gpu(x.reshape(num_rows, in_size).contiguous(), in_weight, config)
             normed, total = add_rms_norm_of_parts_on_gpu(parts, in_bias, residual, norm_weight, eps, offset)

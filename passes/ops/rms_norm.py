@@ -1,4 +1,5 @@
-"""`piecegraph::rms_norm` and `piecegraph::add_rms_norm`: a norm over the last dim, alone or after a residual add."""
+"""The ops `piecegraph::rms_norm` and `piecegraph::add_rms_norm`: a norm over the last dim, alone or after a residual
+add."""
 
 from __future__ import annotations
 
@@ -6,20 +7,17 @@ import torch
 
 from piecegraph.passes.ops.library import define_op
 
-MAX_SIZE = 16384
-"""Numbers of a row, at most: a longer one does not fit in the registers of the kernel's program."""
-
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float) -> torch.Tensor:
-    """`x / rms(x) * (offset + weight)`, where `rms(x) = sqrt(mean(x * x) + eps)` over the last dim.
+    """Return `x / rms(x) * (offset + weight)`, where `rms(x) = sqrt(mean(x * x) + eps)` over the last dim.
 
-    `x` is `[..., size]`, strided as it likes; `weight` is `[size]` of any float dtype, or None for no factor. On a GPU
-    `size` is `MAX_SIZE` at most, and in a CUDA graph no kernel of that graph may write `weight`: it is read before the
-    kernel ahead has ended. Computed in float32 and rounded once. Returns a new contiguous tensor of
-    `x`'s shape and dtype.
+    `x` is `[..., size]` with any strides; `weight` is `[size]` of any float dtype, or None for no factor. On a GPU
+    `size` is at most `MAX_NORM_SIZE` (`kernels/common/gpu_limits.py`), and in a CUDA graph no kernel of that graph may
+    write `weight`, which is read before the preceding kernel has ended. The norm is computed in float32 and rounded
+    once. The result is a new contiguous tensor of `x`'s shape and dtype.
     """
     if x.is_cuda:
-        from piecegraph.passes.kernels.rms_norm import rms_norm_on_gpu
+        from piecegraph.passes.kernels.norm.rms_norm import rms_norm_on_gpu
 
         return rms_norm_on_gpu(x, weight, eps, offset)
     return rms_norm_reference(x, weight, eps, offset)
@@ -28,19 +26,19 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: f
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`(rms_norm(total), total)` with `total = x + residual`, rounded to their dtype before it is normalised.
+    """Return `(rms_norm(total), total)` with `total = x + residual`, rounded to its dtype before it is normed.
 
     `x` and `residual` are of one shape and dtype; both results are new and contiguous.
     """
     if x.is_cuda:
-        from piecegraph.passes.kernels.rms_norm import add_rms_norm_on_gpu
+        from piecegraph.passes.kernels.norm.rms_norm import add_rms_norm_on_gpu
 
         return add_rms_norm_on_gpu(x, residual, weight, eps, offset)
     return add_rms_norm_reference(x, residual, weight, eps, offset)
 
 
 def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float) -> torch.Tensor:
-    """What the kernel does, in torch."""
+    """Return what the kernel computes, in plain torch."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     if weight is not None:
@@ -51,7 +49,7 @@ def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor | None, eps: float,
 def add_rms_norm_reference(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the kernel does, in torch."""
+    """Return what the kernel computes, in plain torch."""
     total = (x + residual).contiguous()
     return rms_norm_reference(total, weight, eps, offset), total
 

@@ -1,4 +1,4 @@
-"""Attention through torch's `scaled_dot_product_attention`: the CPU's backend, and right on any device.
+"""Attention through torch's `scaled_dot_product_attention`: the backend for CPUs, correct on any device.
 
 Keys and values of a call are gathered from the cache into one dense tensor, so this backend copies
 what a paged kernel would read in place. It is the reference that faster backends are tested against.
@@ -14,17 +14,17 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 
-from piecegraph.runner.attention.backend import AttentionBackend, AttentionCGSupport
-from piecegraph.runner.attention.kernels.reference import rotated
-from piecegraph.runner.attention.layer import AttentionLayer
-from piecegraph.runner.attention.metadata import PAD_SLOT_ID, AttentionMetadata, HostBatch
-from piecegraph.runner.attention.rotary import Rotary
-from piecegraph.runner.kv_cache import KVCache
+from piecegraph.runner.attention.interface.backend import AttentionBackend, AttentionCGSupport
+from piecegraph.runner.attention.interface.kv_cache import KVCache
+from piecegraph.runner.attention.interface.layer import AttentionLayer
+from piecegraph.runner.attention.interface.metadata import PAD_SLOT_ID, AttentionMetadata, HostBatch
+from piecegraph.runner.attention.interface.op_call import AttentionCall
+from piecegraph.runner.attention.triton.reference import rotated
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyView:
-    """Which keys a call gathers, and which of them each query sees."""
+    """The keys that a call gathers, and which of them each query sees."""
 
     slots: torch.Tensor  # [num_reqs, num_keys] int64; past a request's end, its last key again
     mask: torch.Tensor | None  # [num_reqs, 1, query_len, num_keys] bool; None: all, or `is_causal`
@@ -33,7 +33,7 @@ class KeyView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SdpaCall:
-    """Requests next to each other, with equally many query rows each, answered by one call."""
+    """Adjacent requests with equally many query rows each, computed by one call."""
 
     first_row: int
     last_row: int  # exclusive
@@ -44,6 +44,8 @@ class SdpaCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SdpaMetadata(AttentionMetadata):
+    """A step's batch as a list of calls, planned on the host."""
+
     calls: tuple[SdpaCall, ...]
     num_real_rows: int  # rows of requests; those after are padding
     write_rows: torch.Tensor | None  # rows whose key and value are written; None: all
@@ -51,33 +53,41 @@ class SdpaMetadata(AttentionMetadata):
 
 
 class SdpaBackend(AttentionBackend):
+    """The backend over torch's `scaled_dot_product_attention`."""
+
     name: ClassVar[str] = "sdpa"
     cudagraph_support: AttentionCGSupport = AttentionCGSupport.NEVER  # calls depend on lengths
     needs_host_batch: ClassVar[bool] = True
 
     def layers_unsupported_reason(self, layers: Sequence[AttentionLayer], block_size: int) -> str | None:
+        """Return None: any layer can run."""
         return None
 
     def unsupported_reason(self, layers: Sequence[AttentionLayer], device: torch.device, block_size: int) -> str | None:
+        """Return None: any layer can run on any device."""
         return None
 
     def metadata_builder(
         self, layers: Sequence[AttentionLayer], block_size: int, device: torch.device, *, max_num_reqs: int
     ) -> SdpaMetadataBuilder:
+        """Return the builder of the calls of a step; it allocates nothing."""
         return SdpaMetadataBuilder(frozenset(layer.window for layer in layers), block_size, device)
 
     def impl(self) -> SdpaImpl:
+        """Return an impl that serves all layers."""
         return SdpaImpl()
 
 
 @dataclass(frozen=True, slots=True)
 class SdpaMetadataBuilder:
+    """A builder that plans the calls of a step on the host."""
+
     windows: frozenset[int]  # every window some layer has
     block_size: int
     device: torch.device
 
     def build(self, common: AttentionMetadata) -> SdpaMetadata:
-        """Everything on the host, then copied: nothing waits for the device."""
+        """Plan the calls of this step on the host and copy the result: nothing waits for the device."""
         host = common.host
         assert host is not None, "sdpa plans its calls on the host"
         is_real = host.slot_mapping != PAD_SLOT_ID
@@ -85,16 +95,18 @@ class SdpaMetadataBuilder:
         write_slots = host.slot_mapping if write_rows is None else host.slot_mapping[write_rows]
         return SdpaMetadata(
             **{name: getattr(common, name) for name in AttentionMetadata.__dataclass_fields__},
-            calls=tuple(self._call(host, reqs) for reqs in _calls(host.query_lens)),
+            calls=tuple(self._call(host, reqs) for reqs in _batched_requests(host.query_lens)),
             num_real_rows=host.query_start_loc[common.num_reqs],
             write_rows=write_rows if write_rows is None else write_rows.to(self.device, non_blocking=True),
             write_slots=write_slots.to(self.device, non_blocking=True),
         )
 
     def init_capture(self, common: AttentionMetadata) -> AttentionMetadata:
+        """Raise: calls depend on lengths, so no FULL graph holds them."""
         raise AssertionError("sdpa's calls depend on the lengths of a batch: it is NEVER inside a full graph")
 
     def prepare_for_replay(self, captured: AttentionMetadata) -> None:
+        """Raise: there is never a capture."""
         raise AssertionError("sdpa was never captured")
 
     def _call(self, host: HostBatch, reqs: range) -> SdpaCall:
@@ -125,8 +137,8 @@ class SdpaMetadataBuilder:
         return KeyView(slots=slots, mask=mask, is_causal=is_causal)
 
 
-def _calls(query_lens: Sequence[int]) -> list[range]:
-    """Requests to answer together: neighbours with one row each; any other request alone."""
+def _batched_requests(query_lens: Sequence[int]) -> list[range]:
+    """Return the requests of each call: adjacent requests with one row each together, any other request alone."""
     calls: list[range] = []
     first = 0
     for query_len, group in groupby(query_lens):
@@ -137,45 +149,36 @@ def _calls(query_lens: Sequence[int]) -> list[range]:
 
 
 class SdpaImpl:
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        out: torch.Tensor,
-        *,
-        scale: float,
-        window: int,
-        softcap: float,
-        sinks: torch.Tensor | None,
-        kv_cache: KVCache,
-        metadata: AttentionMetadata,
-        rotary: Rotary | None = None,
-    ) -> None:
+    """One layer by dense attention over gathered keys and values."""
+
+    def forward(self, call: AttentionCall, kv_cache: KVCache, metadata: AttentionMetadata) -> None:
+        """Run one layer as `AttentionImpl.forward` does; rows of padding in `call.out` become zero."""
         assert isinstance(metadata, SdpaMetadata), type(metadata)
-        if rotary is not None:
-            query, key = rotated(query, key, rotary)
+        query, key, value, out = call.query, call.key, call.value, call.out
+        if call.rotary is not None:
+            query, key = rotated(query, key, call.rotary)
         cached_key, cached_value = kv_cache.key.flatten(0, 1), kv_cache.value.flatten(0, 1)  # [num_slots, heads, dim]
         if metadata.write_rows is not None:
             key, value = key[metadata.write_rows], value[metadata.write_rows]
         cached_key.index_copy_(0, metadata.write_slots, key.to(cached_key.dtype))
         cached_value.index_copy_(0, metadata.write_slots, value.to(cached_value.dtype))
-        for call in metadata.calls:
-            view = call.key_views[window]
-            rows = query[call.first_row : call.last_row]
+        for batched in metadata.calls:
+            view = batched.key_views[call.window]
+            rows = query[batched.first_row : batched.last_row]
             attended = attend(
-                rows.unflatten(0, (call.num_reqs, call.query_len)).transpose(1, 2),
+                rows.unflatten(0, (batched.num_reqs, batched.query_len)).transpose(1, 2),
                 cached_key[view.slots].transpose(1, 2),
                 cached_value[view.slots].transpose(1, 2),
                 view,
-                scale=scale,
-                softcap=softcap,
-                sinks=sinks,
+                scale=call.scale,
+                softcap=call.softcap,
+                sinks=call.sinks,
             )
-            out[call.first_row : call.last_row].copy_(attended.transpose(1, 2).flatten(0, 1))
+            out[batched.first_row : batched.last_row].copy_(attended.transpose(1, 2).flatten(0, 1))
         out[metadata.num_real_rows :].zero_()
 
-    def prepare(self, *args: object, **kwargs: object) -> str:
+    def prepare(self, call: AttentionCall, kv_cache: KVCache) -> str:
+        """Return why no call can be prepared."""
         return "sdpa plans its calls anew for each batch"
 
 
@@ -189,7 +192,7 @@ def attend(
     softcap: float,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention over dense keys, `[num_reqs, num_q_heads, query_len, value_dim]`."""
+    """Return attention over dense keys, `[num_reqs, num_q_heads, query_len, value_dim]`."""
     groups = query.shape[1] // key.shape[1]
     if not softcap and sinks is None:
         return F.scaled_dot_product_attention(

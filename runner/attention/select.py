@@ -1,4 +1,4 @@
-"""Which attention backend runs: the caller's word, or the best there is, with the reason."""
+"""The choice of the attention backend: the one the caller names or the best there is, with the reason."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from importlib import import_module
 import torch
 
 from piecegraph.errors import ConfigError, UnsupportedModel, did_you_mean
-from piecegraph.runner.attention.backend import AttentionBackend
-from piecegraph.runner.attention.layer import AttentionLayer
+from piecegraph.runner.attention.interface.backend import AttentionBackend
+from piecegraph.runner.attention.interface.layer import AttentionLayer
 
 BACKENDS = {
-    "triton": "piecegraph.runner.attention.triton_backend:TritonBackend",
-    "flash_attn": "piecegraph.runner.attention.flash_attn_backend:FlashAttnBackend",
+    "triton": "piecegraph.runner.attention.triton.backend:TritonBackend",
+    "flash_attn": "piecegraph.runner.attention.flash_attn.backend:FlashAttnBackend",
     "sdpa": "piecegraph.runner.attention.sdpa:SdpaBackend",
 }
-"""A new backend is one file, and one entry here: its name, and where its class is (imported when it is wanted)."""
+"""The module and class of each backend, by name; imported when needed. A new backend is a file and an entry here."""
 
 AUTO = {"cuda": ("triton", "sdpa"), "cpu": ("sdpa",)}
-"""What `auto` tries on a kind of device, best first."""
+"""The backends that `auto` tries on a kind of device, best first."""
 
 WHY = {
     ("triton", "cuda"): "reads the paged cache in place, its kernels fit any CUDA graph, and it decodes faster than "
@@ -28,19 +28,19 @@ WHY = {
     ("sdpa", "cuda"): "the fallback: it copies the keys and values of every step, and cannot be part of a CUDA graph",
     ("sdpa", "cpu"): "torch's own attention is the fastest there is on a CPU",
 }
-"""Why `auto` may choose a backend on a kind of device."""
+"""The reason for which `auto` chooses a backend on a kind of device."""
 
 
 @dataclass(frozen=True, slots=True)
 class BackendChoice:
-    """The backend that runs, and how that came about."""
+    """The backend that runs, and the reasons for the choice."""
 
     backend: AttentionBackend
-    reasons: tuple[str, ...]
+    reasons: tuple[str, ...]  # why not each better one, then why this one
 
     @property
     def is_fallback(self) -> bool:
-        """`auto` would have taken a better one."""
+        """True if `auto` prefers another backend, which cannot run."""
         return len(self.reasons) > 1
 
 
@@ -51,7 +51,7 @@ def check_backend_name(name: str) -> None:
 
 
 def load_backend(name: str) -> AttentionBackend:
-    """The backend called `name`. Raises `ConfigError` for a name that is none."""
+    """Return the backend called `name`. Raises `ConfigError` for an unknown name."""
     check_backend_name(name)
     module, _, attribute = BACKENDS[name].partition(":")
     backend: AttentionBackend = getattr(import_module(module), attribute)()
@@ -61,11 +61,11 @@ def load_backend(name: str) -> AttentionBackend:
 def choose_backend(
     name: str, layers: Sequence[AttentionLayer], device: torch.device, block_size: int, *, is_assumed: bool = False
 ) -> BackendChoice:
-    """The backend for these layers: the one named, or for `"auto"` the best that can run them.
+    """Return the backend for these layers: the one named, or for `"auto"` the best that can run them.
 
-    `is_assumed`: there is no such device here to be asked; only the layers and `block_size`, the tokens of a
-    block of the cache, can stand in a backend's way. Raises `ConfigError` for an unknown name,
-    `UnsupportedModel` if the named one cannot run the layers.
+    `block_size`: tokens of a block of the cache. `is_assumed`: the machine has no such device, so the backend only
+    checks the layers and the block size. Raises `ConfigError` for an unknown name, `UnsupportedModel` if the named
+    backend cannot run the layers.
     """
     check_backend_name(name)
     reasons: list[str] = []

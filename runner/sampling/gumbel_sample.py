@@ -1,11 +1,29 @@
-"""Draws a token a row, or takes the likeliest one, straight from logits."""
+"""The draw of one token a row directly from logits, by Gumbel noise; greedy rows take the likeliest token.
+
+The noise is a function of (request seed, position, token): the same in any batch, on any run.
+"""
 
 from __future__ import annotations
 
 import torch
 
-from piecegraph.runner.sampling.gumbel import gumbel_noise
-from piecegraph.runner.token_record import TokenRecord, record_tokens
+from piecegraph.runner.common.token_record import TokenRecord, record_tokens
+from piecegraph.runner.sampling.philox import rand4x, randint4x
+
+_TINY = 1e-20  # keeps log(0) away; below float32's smallest step of a uniform
+
+
+def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Return noise `[num_reqs, vocab_size]` float32 for `seeds` and `positions`, both `[num_reqs]` int64.
+
+    argmax(log p + noise) is a draw from p. A position's own 64-bit seed comes first
+    (`randint4x(seed, position)`), then four numbers for each four tokens, `rand4x(position's seed, token // 4)`.
+    """
+    words = randint4x(seeds, positions)
+    position_seeds = (words[0] << 32) | words[1]
+    fours = torch.arange((vocab_size + 3) // 4, dtype=torch.int64, device=seeds.device)
+    uniform = torch.stack(rand4x(position_seeds.unsqueeze(1), fours.unsqueeze(0)), dim=-1).flatten(1)[:, :vocab_size]
+    return -torch.log(-torch.log(uniform + _TINY) + _TINY)
 
 
 def gumbel_sample(
@@ -18,22 +36,22 @@ def gumbel_sample(
     out: torch.Tensor | None = None,
     record: TokenRecord | None = None,
 ) -> torch.Tensor:
-    """One token a row of `logits`: argmax(logits / temperature + Gumbel noise), or argmax(logits) where greedy.
+    """Return one token a row of `logits`: argmax(logits / temperature + Gumbel noise), or argmax(logits) if greedy.
 
-    That is a draw from softmax(logits / temperature), which is never built. The noise depends on a row's
-    seed and position and the token only, so neither neighbours nor the order of rows matter. Of equal
-    tokens the first wins; -inf and NaN are never drawn, unless a row has nothing else: that gives 0.
+    That is a draw from softmax(logits / temperature), which is never materialized. The noise depends on a row's
+    seed and position and the token only, so neither neighbours nor the order of rows matter. Among equal
+    tokens the first wins; -inf and NaN are never drawn, unless a row has nothing else: then the token is 0.
 
     Args:
-        logits: `[num_reqs, vocab_size]` float32, float16 or bfloat16, a row's numbers next to each other.
-        idx_mapping: `[num_reqs]` int32, the state row of each row; -1 is padding, which gives 0.
+        logits: `[num_reqs, vocab_size]` float32, float16 or bfloat16, each row contiguous.
+        idx_mapping: `[num_reqs]` int32, the state row of each row; -1 is padding, whose token is 0.
         temperature: `[max_num_reqs]` float32 by state row; 0 is greedy and draws no noise.
         seeds: `[max_num_reqs]` int64 by state row.
-        positions: `[num_reqs]` int32, where the tokens will stand.
-        out: `[num_reqs]` int64, written and returned; without it a new tensor is.
+        positions: `[num_reqs]` int32, the positions of the drawn tokens.
+        out: `[num_reqs]` int64, written and returned; None: a new tensor is.
         record: requests' states, to which the tokens are added (`record_tokens`); mutated.
 
-    On a GPU it waits for nothing and can be captured: what is launched depends on shapes only.
+    On a GPU the draw waits for nothing and can be captured: the launches depend on shapes only.
     """
     if out is None:
         out = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
@@ -56,7 +74,7 @@ def gumbel_sample_reference(
     positions: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    """What the kernel draws, in torch. Writes `out`."""
+    """Draw what the kernel draws, in torch. Writes `out`."""
     row = idx_mapping.long()
     is_real = row >= 0
     row = row.clamp(min=0)

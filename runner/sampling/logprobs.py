@@ -1,4 +1,4 @@
-"""Log probabilities of a token and of the likeliest ones, without those of the whole vocabulary."""
+"""Log probabilities of a token and of the likeliest tokens, without those of the whole vocabulary."""
 
 from __future__ import annotations
 
@@ -8,19 +8,26 @@ import torch
 
 
 class LogprobsTensors(NamedTuple):
-    """A row a token, on the device."""
+    """Log probabilities with one row a token, on the device."""
 
-    token_ids: torch.Tensor  # [n, k + 1] int32: the token, then the k likeliest ones, likeliest first
+    token_ids: torch.Tensor  # [n, k + 1] int32: the token, then the k likeliest tokens, likeliest first
     logprobs: torch.Tensor  # [n, k + 1] float32
     ranks: torch.Tensor  # [n] int32: how many tokens are at least as likely as the token, itself included
 
 
-def gather_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, k: int) -> LogprobsTensors:
-    """Log probabilities under softmax(`logits`) of `token_ids` `[n]` int64, and of the `k` likeliest tokens.
+def gather_logprobs(
+    logits: torch.Tensor, token_ids: torch.Tensor, k: int, *, is_normalized: bool = True
+) -> LogprobsTensors:
+    """Return log probabilities under softmax(`logits`) of `token_ids` and of the `k` likeliest tokens.
 
-    `logits` `[n, vocab_size]` of any float dtype are read as they are; sums are in float32. `k` above the
-    vocabulary's size means all of it. The likeliest are picked from logits, whose order is that of
-    probabilities. For prompts too: one row a prompt token. On a GPU it waits for nothing.
+    On a GPU the host does not wait. Prompts use this function too, with one row a prompt token.
+
+    Args:
+        logits: `[n, vocab_size]` of any float dtype, read as they are; sums are in float32.
+        token_ids: `[n]` int64.
+        k: how many of the likeliest tokens; above the vocabulary's size means all. They are picked by logits, whose
+            order is that of probabilities.
+        is_normalized: False returns the logits themselves instead.
     """
     token_ids = token_ids.unsqueeze(1)
     chosen = token_ids
@@ -34,7 +41,9 @@ def gather_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, k: int) -> Lo
         logsumexp_and_ranks_on_gpu(logits, token_ids, logsumexp, ranks)
     else:
         logsumexp_and_ranks_reference(logits, token_ids, logsumexp, ranks)
-    logprobs = logits.gather(1, chosen).float() - logsumexp.unsqueeze(1)
+    logprobs = logits.gather(1, chosen).float()
+    if is_normalized:
+        logprobs -= logsumexp.unsqueeze(1)
     return LogprobsTensors(chosen.int(), logprobs, ranks)
 
 

@@ -1,7 +1,7 @@
 """Philox4x32-10: random numbers as a pure function of a key and a counter.
 
-The same numbers as Triton's `tl.rand` and `tl.randint4x`, so that noise does not depend on where it is
-drawn. Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC11), and Random123.
+The numbers equal those of Triton's `tl.rand` and `tl.randint4x`, so that noise does not depend on the device.
+Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC11), and Random123.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Words = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def philox4x32(counter: Words, key: tuple[torch.Tensor, torch.Tensor]) -> Words:
-    """Four random words for each counter. All are int64 tensors that hold 32-bit words and broadcast."""
+    """Return four random words for each counter. All are int64 tensors that hold 32-bit words and broadcast."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(_NUM_ROUNDS):
@@ -30,13 +30,13 @@ def philox4x32(counter: Words, key: tuple[torch.Tensor, torch.Tensor]) -> Words:
 
 
 def randint4x(seed: torch.Tensor, offset: torch.Tensor) -> Words:
-    """`tl.randint4x(seed, offset)` for 64-bit seeds and 32-bit offsets (int64 tensors that broadcast)."""
+    """Return `tl.randint4x(seed, offset)` for 64-bit seeds and 32-bit offsets (int64 tensors that broadcast)."""
     zero = torch.zeros_like(offset)
     return philox4x32((offset & _WORD, zero, zero, zero), (seed & _WORD, _high(seed)))
 
 
 def rand4x(seed: torch.Tensor, offset: torch.Tensor) -> Words:
-    """`tl.rand4x(seed, offset)`: four of float32 in [0, 1)."""
+    """Return `tl.rand4x(seed, offset)`: four tensors of float32 in [0, 1)."""
     first, second, third, fourth = map(_uniform, randint4x(seed, offset))
     return first, second, third, fourth
 

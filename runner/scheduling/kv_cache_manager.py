@@ -1,4 +1,4 @@
-"""Which blocks each request holds, and which prefixes can be shared."""
+"""The blocks that each request holds, and the prefixes that requests can share."""
 
 from __future__ import annotations
 
@@ -12,34 +12,33 @@ from piecegraph.runner.scheduling.request import NEVER, Request
 from piecegraph.runner.scheduling.scheduler_output import NewBlocks
 
 UNREAD_BLOCK = 0
-"""Stands in a device table for a block whose window has passed: a valid number that attention never reads."""
+"""The entry of a device table for a block before the window: a valid number that attention never reads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixHit:
-    """A prefix that all groups hold. It takes no reference: use it before anything else changes the pool."""
+    """A cached prefix that all groups hold. It takes no reference: use it before anything else changes the pool."""
 
-    num_tokens: int  # whole blocks
-    tables: tuple[tuple[int | None, ...], ...]  # per group, a block for each of those; None: outside the window
+    num_tokens: int  # a multiple of the block size
+    tables: tuple[tuple[int | None, ...], ...]  # per group, the prefix's blocks; None: outside the window
 
 
 @dataclass(slots=True)
 class _Holding:
-    """What a request holds. Tables of all groups are equally long; entries of passed windows are None."""
+    """The blocks of a request. Tables of all groups are equally long; entries before a window are None."""
 
     tables: list[list[int | None]]  # per group
     num_passed: list[int]  # per group: leading entries that are None
     num_registered: int  # leading blocks whose contents are named, or were when they were held
-    is_shareable: bool = True  # False: it builds on what `reset_prefix_cache` has declared void
+    is_shareable: bool = True  # False: the request builds on a prefix from before `reset_prefix_cache`
 
 
 class KVCacheManager:
-    """Blocks of requests, for each group of layers, out of one pool.
+    """The blocks of requests, for each group of layers, out of one pool.
 
-    With prefix caching, full blocks of known tokens are named by a chained digest, and stay to be found after
-    their request has let go of them, until the pool needs them. Blocks are given back the moment they are let go
-    of, even if a step in flight still reads or writes them: whoever gets them uses them in a later step of the
-    same stream.
+    With prefix caching, full blocks of known tokens are named by a chained digest, and can be found after
+    their request has released them, until the pool needs them. A released block is free at once, even if a step in
+    flight still reads or writes it: its next owner uses it in a later step of the same stream.
     """
 
     def __init__(
@@ -62,37 +61,40 @@ class KVCacheManager:
 
     @property
     def num_blocks(self) -> int:
+        """The number of blocks of the pool."""
         return self._pool.num_blocks
 
     @property
     def num_free_blocks(self) -> int:
+        """The number of free blocks, those with cached prefixes included."""
         return self._pool.num_free
 
     @property
     def pool(self) -> BlockPool:
-        """To look at; blocks are taken and released through the manager."""
+        """The pool, read-only for callers; blocks are taken and released through the manager."""
         return self._pool
 
     def table(self, request_id: str, group: int = 0) -> tuple[int | None, ...]:
-        """A copy of the block table of a request that holds blocks."""
+        """Return a copy of the block table of a request that holds blocks."""
         return tuple(self._holdings[request_id].tables[group])
 
     def block_ids(self, request: Request) -> tuple[tuple[int, ...], ...]:
-        """Its block tables as a device needs them, per group: UNREAD_BLOCK for None."""
+        """Return a request's block tables as the device needs them, per group, with UNREAD_BLOCK for None."""
         tables = self._holdings[request.request_id].tables
         return tuple(tuple([UNREAD_BLOCK if block is None else block for block in table]) for table in tables)
 
     def blocks_needed(self, num_tokens: int) -> int:
-        """Blocks that a request of `num_tokens` holds at any one time, at most, over all groups."""
+        """Return the most blocks that a request of `num_tokens` holds at any one time, over all groups."""
         return sum(self._max_blocks(group, num_tokens) for group in self.groups)
 
     def can_ever_fit(self, num_tokens: int) -> bool:
-        """Whether a request of `num_tokens` in all can run to its end when it is alone."""
+        """Return True if a request of `num_tokens` in total can run to its end when it is alone."""
         return self.blocks_needed(num_tokens) <= self.num_blocks
 
     def find_prefix(self, request: Request) -> PrefixHit:
-        """The longest cached prefix of its known tokens that all groups hold and that leaves one token to compute,
-        since only a computed token gives logits.
+        """Return the longest cached prefix of a request's known tokens that all groups hold.
+
+        The prefix leaves at least one token to compute, since only a computed token has logits.
         """
         tables: tuple[tuple[int | None, ...], ...] = tuple(() for _ in self.groups)
         if not self._enable_prefix_caching or request.wants_prompt_logprobs:  # its logits need every prompt token
@@ -117,10 +119,9 @@ class KVCacheManager:
         return PrefixHit(num_tokens=num_tokens, tables=tables)
 
     def admit(self, request: Request, hit: PrefixHit, num_tokens: int, *, num_spared_blocks: int = 0) -> bool:
-        """Give `request`, which holds nothing, the blocks of `hit` and of `num_tokens` more.
+        """Give `request`, which holds no block, the blocks of `hit` and of `num_tokens` more.
 
-        Only if all its known tokens would fit now and leave `num_spared_blocks` free; else changes nothing and
-        returns False.
+        Returns False and changes nothing unless all its known tokens fit now and leave `num_spared_blocks` free.
         """
         assert request.request_id not in self._holdings, f"{request.request_id!r} holds blocks already"
         num_hit_blocks = hit.num_tokens // self.block_size
@@ -146,8 +147,10 @@ class KVCacheManager:
         return True
 
     def extend(self, request: Request, num_tokens: int) -> list[NewBlocks] | None:
-        """Blocks for `num_tokens` after its computed ones: what was added to its tables, or None if too few are
-        free. Blocks that its windows have passed are released first, in either case.
+        """Allocate blocks for `num_tokens` after a request's computed tokens.
+
+        Returns the blocks that were added to its tables, or None if too few are free. Blocks before its windows are
+        released first, in either case.
         """
         holding = self._holdings[request.request_id]
         if self._has_windows:
@@ -165,16 +168,18 @@ class KVCacheManager:
         return added
 
     def extend_each(self, requests: Sequence[Request]) -> list[NewBlocks] | None:
-        """A block in each group for every one of `requests`, whose blocks are full and which compute one token: what
-        was added to their tables. None, and nothing is changed, if too few are free."""
+        """Allocate a block in each group for every one of `requests`, whose blocks are full and which compute a token.
+
+        Returns the blocks that were added to their tables. If too few are free, changes nothing and returns None.
+        """
         if len(requests) * len(self.groups) > self._pool.num_free:
             return None
-        if self._has_windows:  # what one of them releases the next may get
+        if self._has_windows:  # a block that one request releases may go to the next
             return [added for request in requests for added in self.extend(request, 1) or ()]
         blocks = self._pool.allocate(len(requests) * len(self.groups))
         blocks.reverse()
         added = []
-        holdings, block_size, make = self._holdings, self.block_size, tuple.__new__  # what NewBlocks(...) ends in
+        holdings, block_size, make = self._holdings, self.block_size, tuple.__new__  # faster than NewBlocks(...)
         for request in requests:
             request_id = request.request_id
             tables = holdings[request_id].tables
@@ -187,8 +192,9 @@ class KVCacheManager:
         return added
 
     def register(self, request: Request, num_tokens: int) -> None:
-        """Name the full blocks of its first `num_tokens`, which are known and whose computation is scheduled, in
-        this step at the latest, so that others can find them.
+        """Name the full blocks of a request's first `num_tokens`, so that other requests can find them.
+
+        These tokens are known, and their computation is scheduled in this step at the latest.
         """
         if num_tokens < request.next_registration:
             return
@@ -207,19 +213,24 @@ class KVCacheManager:
         request.next_registration = (num_blocks + 1) * self.block_size
 
     def free(self, request: Request) -> None:
-        """Let go of all its blocks. The last go first, so that what is reused last is the prefix others may share."""
+        """Release all blocks of a request, the last first, so that the prefix others may share is reused last."""
         holding = self._holdings.pop(request.request_id)
         request.num_slots = 0
         request.next_registration = NEVER
         self._pool.release(_tail_first(holding.tables))
 
     def reset_prefix_cache(self) -> None:
-        """No prefix computed so far is found again, nor any that a request now holding blocks computes: its
-        blocks build on those.
+        """Forget all prefixes computed so far, and share none that a request now holding blocks computes: its
+        blocks build on the forgotten ones.
         """
         self._pool.forget_names()
         for holding in self._holdings.values():
             holding.is_shareable = False
+
+    def start_over(self) -> None:
+        """Release all blocks and forget all prefixes, whatever state an interrupted call has left."""
+        self._pool = BlockPool(self._pool.num_blocks)
+        self._holdings = {}
 
     def _max_blocks(self, group: KVCacheGroup, num_tokens: int) -> int:
         return group.max_blocks(num_tokens, self.block_size, self._max_step_tokens)
@@ -228,7 +239,7 @@ class KVCacheManager:
         return [group.num_passed_blocks(num_computed_tokens, self.block_size) for group in self.groups]
 
     def _num_hits(self, number: int, group: KVCacheGroup, digests: Sequence[bytes], num_blocks: int) -> int:
-        """Blocks of the longest prefix, `num_blocks` at most, that this group can go on from."""
+        """Return the blocks of the longest prefix, `num_blocks` at most, from which this group can continue."""
         find = self._pool.find
         if group.sliding_window is None:
             for index in range(num_blocks):
@@ -244,7 +255,7 @@ class KVCacheManager:
         return num_blocks
 
     def _extend_digests(self, request: Request, num_blocks: int) -> None:
-        """Digests of its first `num_blocks` full blocks; each is made once in the life of a request."""
+        """Compute the digests of a request's first `num_blocks` full blocks, each once in the life of the request."""
         digests = request.block_digests
         assert num_blocks * self.block_size <= request.num_tokens, "a block of tokens that are not all known"
         if len(digests) < num_blocks:
@@ -258,7 +269,7 @@ class KVCacheManager:
             if num_passed <= first:
                 continue
             if holding.num_registered < num_passed:
-                # Their step is not completed yet, but scheduled: whoever finds them runs after it. Without this a
+                # Their step is scheduled but not completed: a request that finds them runs after it. Without this a
                 # chunk longer than the window would leave nothing to find.
                 self.register(request, min(request.num_computed_tokens, request.num_tokens))
             table = holding.tables[group]
@@ -269,7 +280,7 @@ class KVCacheManager:
 
 
 def _tail_first(tables: Sequence[Sequence[int | None]]) -> Iterator[int]:
-    """All blocks, the highest index of all groups first: a prefix is of use only while all groups hold it."""
+    """Yield all blocks, the highest index of all groups first: a prefix is useful only while all groups hold it."""
     for row in zip(*(reversed(table) for table in tables), strict=True):
         for block in row:
             if block is not None:

@@ -1,4 +1,4 @@
-"""Requests that wait for their turn."""
+"""The queue of waiting requests."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ OrderKey = tuple[int, int, str]
 
 
 class SchedulingPolicy(enum.Enum):
-    """Who goes first; with `PRIORITY`, equal priorities go by arrival."""
+    """The order in which requests run; with `PRIORITY`, requests of equal priority run by arrival."""
 
     FCFS = "fcfs"
     PRIORITY = "priority"
 
     def key(self, request: Request) -> OrderKey:
-        """Smaller goes first, and is preempted last."""
+        """Return a request's key: smaller keys run first, and are preempted last."""
         priority = request.priority if self is SchedulingPolicy.PRIORITY else 0
         return priority, request.arrival, request.request_id
 
@@ -26,7 +26,7 @@ class SchedulingPolicy(enum.Enum):
 class RequestQueue:
     """Waiting requests in the order of `policy`.
 
-    A preempted request comes back with its old key, hence before all that were behind it when it was admitted.
+    A preempted request returns with its old key, hence before all that followed it when it was admitted.
     Adding and popping take O(log n), removing and peeking O(1) (amortised).
     """
 
@@ -34,7 +34,7 @@ class RequestQueue:
         self._policy = policy
         self._heap: list[tuple[OrderKey, int, Request]] = []
         self._count = itertools.count()  # decides between equal keys: an id may be used again after an abort
-        self._waiting: dict[str, Request] = {}  # those not removed; the heap drops the others when they come up
+        self._waiting: dict[str, Request] = {}  # not removed; the heap drops removed requests when they are its first
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -43,23 +43,25 @@ class RequestQueue:
         return self._waiting.get(request.request_id) is request
 
     def add(self, request: Request) -> None:
+        """Add a request, which is not waiting."""
         assert request.request_id not in self._waiting, f"{request.request_id!r} is waiting already"
         self._waiting[request.request_id] = request
         heapq.heappush(self._heap, (self._policy.key(request), next(self._count), request))
 
     def peek(self) -> Request:
-        """The next; the caller has checked that there is one."""
+        """Return the first request; the caller has checked that there is one."""
         while self._heap[0][-1] not in self:
             heapq.heappop(self._heap)
         return self._heap[0][-1]
 
     def pop(self) -> Request:
+        """Remove and return the first request; the caller has checked that there is one."""
         request = self.peek()
         heapq.heappop(self._heap)
         del self._waiting[request.request_id]
         return request
 
     def remove(self, request: Request) -> None:
-        """Take off `request`, which is waiting and will not wait again."""
+        """Remove `request`, which is waiting and will not wait again."""
         assert request in self, f"{request.request_id!r} is not waiting"
         del self._waiting[request.request_id]

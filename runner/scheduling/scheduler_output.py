@@ -1,4 +1,4 @@
-"""One step's work, as the scheduler tells it to the model runner. Plain frozen values, no tensors."""
+"""One step's work, as the scheduler passes it to the model runner: plain frozen values."""
 
 from __future__ import annotations
 
@@ -6,35 +6,40 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
-from typing import NamedTuple, overload
+from typing import TYPE_CHECKING, NamedTuple, overload
 
 import numpy as np
 import numpy.typing as npt
 
-from piecegraph.runner.sampling_params import SamplingParams
+from piecegraph.runner.common.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    import torch
 
 
 class ScheduledRequest(NamedTuple):
-    """One request's part of a step. A named tuple, not a dataclass: one is made for each request and step, and a
-    frozen dataclass takes several times as long to make.
+    """One request's part of a step.
+
+    This is a named tuple, not a dataclass: one is made for each request and step, and a frozen dataclass takes several
+    times as long to make.
     """
 
     request_id: str
     num_tokens: int  # to compute in this step, 1 or more
     num_computed_tokens: int  # before this step
-    is_sampled: bool  # its last token runs, so a next one is drawn
-    epoch: int  # of its admission; the scheduler's own, to know stale steps by
+    is_sampled: bool  # True: its last token is computed, so the next one is drawn
+    epoch: int  # number of its admission, by which the scheduler recognizes stale steps
 
 
 _make_scheduled = partial(tuple.__new__, ScheduledRequest)
-"""From its fields, without a Python call for each."""
+"""A constructor from the fields, without a Python call for each."""
 
 
 class ScheduledDecodes(Sequence[ScheduledRequest]):
-    """The parts of requests that all compute one token and draw the next, in columns: most steps are such, and make
-    nothing for each request. Equal to any sequence of the same parts. Not to be changed.
+    """The parts of requests that all compute one token and draw the next, in columns; immutable.
 
-    Steps of the same requests share `request_ids`, so whoever keeps something for them may know them by identity.
+    Most steps are of this kind, and make no object for each request. An instance equals any sequence of the same parts.
+    Steps of the same requests share `request_ids`, so the batch can be recognized by identity.
     """
 
     __slots__ = ("_epochs", "num_computed", "request_ids")
@@ -71,7 +76,7 @@ class ScheduledDecodes(Sequence[ScheduledRequest]):
 
 
 class SampledTokens(Mapping[str, int]):
-    """The tokens of a step by request id, in columns: `token_ids[i]` is that of `request_ids[i]`."""
+    """The tokens of a step by request id, in columns: `token_ids[i]` is the token of `request_ids[i]`."""
 
     __slots__ = ("_by_id", "request_ids", "token_ids")
 
@@ -94,7 +99,7 @@ class SampledTokens(Mapping[str, int]):
         return repr(self.as_dict())
 
     def as_dict(self) -> dict[str, int]:
-        """The same, not to be changed; made when first asked for, which a steady decode does not."""
+        """Return the same mapping as a dictionary, read-only for callers. Made at the first call."""
         if self._by_id is None:
             self._by_id = dict(zip(self.request_ids, self.token_ids, strict=True))
         return self._by_id
@@ -102,21 +107,22 @@ class SampledTokens(Mapping[str, int]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AddedRequest:
-    """A request that enters the running set in this step, new or resumed; all the device needs of it."""
+    """A request that enters the running set in this step, new or resumed, with everything the device needs."""
 
     request_id: str
-    token_ids: Sequence[int]  # all known tokens: prompt, and output if it ran before; not to be changed
+    token_ids: Sequence[int]  # all known tokens: prompt, and output if it ran before; read-only
     num_prompt_tokens: int
     num_computed_tokens: int  # of a cached prefix; its blocks come first in `block_ids`
-    block_ids: tuple[tuple[int, ...], ...]  # per group; UNREAD_BLOCK where a window has passed
+    block_ids: tuple[tuple[int, ...], ...]  # per group; UNREAD_BLOCK before a window
     sampling_params: SamplingParams
     seed: int
     stop_token_ids: frozenset[int] = frozenset()
     bad_words: tuple[tuple[int, ...], ...] = ()
+    prompt_embeds: torch.Tensor | None = None  # [num_prompt_tokens, size] on the CPU; None: the prompt is token ids
 
 
 class NewBlocks(NamedTuple):
-    """Blocks to append to the table of a request that ran before this step. A named tuple for the same reason."""
+    """Blocks to append to the table of a request that ran before this step. A named tuple for speed."""
 
     request_id: str
     group: int
@@ -126,13 +132,13 @@ class NewBlocks(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerOutput:
-    """One step's work: requests with one token first, so that decodes are neighbours.
+    """One step's work: requests with one token first, so that decodes are adjacent.
 
     The runner applies `removed`, then `added` (a request may be in both), then `new_blocks`. An output that
-    schedules nothing is wholly empty; what it would have removed comes with the next that is not.
+    schedules nothing has no other content either; its removals come with the next output that is not empty.
     """
 
-    step: int  # counts outputs that schedule something, from 1; an empty one repeats the last number
+    step: int  # counts outputs that schedule something, from 1; an empty output repeats the last number
     scheduled: Sequence[ScheduledRequest] = ()  # a tuple, or ScheduledDecodes
     added: tuple[AddedRequest, ...] = ()
     new_blocks: tuple[NewBlocks, ...] = ()
@@ -140,15 +146,17 @@ class SchedulerOutput:
 
     @property
     def is_empty(self) -> bool:
+        """True if the step schedules no request."""
         return not self.scheduled
 
     @property
     def num_tokens(self) -> int:
+        """The number of tokens that the step computes."""
         if isinstance(self.scheduled, ScheduledDecodes):
             return len(self.scheduled)
         return sum([item.num_tokens for item in self.scheduled])
 
     @property
     def sampled(self) -> tuple[ScheduledRequest, ...]:
-        """Those a token is drawn for, in the order of `scheduled`."""
+        """The requests for which a token is drawn, in the order of `scheduled`."""
         return tuple([item for item in self.scheduled if item.is_sampled])

@@ -16,40 +16,71 @@ if TYPE_CHECKING:
     from piecegraph.compiler.graphs.capture import capture
     from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
     from piecegraph.compiler.graphs.graphs import Graphs
-    from piecegraph.compiler.graphs.prepared_ops import register_prepare
+    from piecegraph.compiler.graphs.replay.prepared_ops import register_prepare
     from piecegraph.config import CompileConfig
+    from piecegraph.runner.common.logits_processor import (
+        AdapterLogitsProcessor,
+        BatchUpdate,
+        LogitsProcessor,
+        MoveDirectionality,
+    )
+    from piecegraph.runner.common.logprobs import FlatLogprobs, Logprob
+    from piecegraph.runner.common.outputs import CompletionOutput, RequestOutput
+    from piecegraph.runner.common.sampling_params import RequestOutputKind, SamplingParams
     from piecegraph.runner.llm import LLM
-    from piecegraph.runner.outputs import CompletionOutput, RequestOutput
-    from piecegraph.runner.sampling_params import SamplingParams
+    from piecegraph.runner.output.beam_search import BeamSearchParams
+    from piecegraph.runner.prompts.tokenize import EmbedsPrompt, TextPrompt, TokensPrompt
 
 __version__ = "0.1.0"
 
 _HOME = {
+    "BeamSearchParams": "piecegraph.runner.output.beam_search",
+    "EmbedsPrompt": "piecegraph.runner.prompts.tokenize",
+    "TextPrompt": "piecegraph.runner.prompts.tokenize",
+    "TokensPrompt": "piecegraph.runner.prompts.tokenize",
     "capture": "piecegraph.compiler.graphs.capture",
     "Graphs": "piecegraph.compiler.graphs.graphs",
     "CUDAGraphMode": "piecegraph.compiler.graphs.cudagraph_mode",
     "BatchDescriptor": "piecegraph.compiler.graphs.batch_descriptor",
     "CompileConfig": "piecegraph.config",
     "CompiledModel": "piecegraph.compiler.compiled_model",
-    "CompletionOutput": "piecegraph.runner.outputs",
+    "CompletionOutput": "piecegraph.runner.common.outputs",
+    "AdapterLogitsProcessor": "piecegraph.runner.common.logits_processor",
+    "BatchUpdate": "piecegraph.runner.common.logits_processor",
+    "LogitsProcessor": "piecegraph.runner.common.logits_processor",
+    "MoveDirectionality": "piecegraph.runner.common.logits_processor",
+    "FlatLogprobs": "piecegraph.runner.common.logprobs",
+    "Logprob": "piecegraph.runner.common.logprobs",
+    "RequestOutputKind": "piecegraph.runner.common.sampling_params",
     "LLM": "piecegraph.runner.llm",
-    "RequestOutput": "piecegraph.runner.outputs",
-    "SamplingParams": "piecegraph.runner.sampling_params",
+    "RequestOutput": "piecegraph.runner.common.outputs",
+    "SamplingParams": "piecegraph.runner.common.sampling_params",
     "compile": "piecegraph.compiler.api",
     "compiled_models": "piecegraph.compiler.api",
-    "register_prepare": "piecegraph.compiler.graphs.prepared_ops",
+    "register_prepare": "piecegraph.compiler.graphs.replay.prepared_ops",
 }
 
 __all__ = [
     "LLM",
+    "AdapterLogitsProcessor",
     "BatchDescriptor",
+    "BatchUpdate",
+    "BeamSearchParams",
     "CUDAGraphMode",
     "CompileConfig",
     "CompiledModel",
     "CompletionOutput",
+    "EmbedsPrompt",
+    "FlatLogprobs",
     "Graphs",
+    "LogitsProcessor",
+    "Logprob",
+    "MoveDirectionality",
     "RequestOutput",
+    "RequestOutputKind",
     "SamplingParams",
+    "TextPrompt",
+    "TokensPrompt",
     "capture",
     "compile",
     "compiled_models",

@@ -1,4 +1,4 @@
-"""What a caller may choose about compiling: one frozen value, checked when it is made."""
+"""The compiler's configuration: one frozen value that checks itself when it is made."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DEFAULT_SPLIT_OPS = (
     "aten::scaled_dot_product_attention",
     "higher_order::flex_attention",
 )
-"""Ops a graph is cut at unless the caller names others; each may be absent from a graph."""
+"""The ops that a graph is cut at unless the caller names others. Each may be absent from a graph."""
 
 PASSES = (
     "eliminate-noops",
@@ -24,87 +24,101 @@ PASSES = (
     "fuse-add-rms-norm",
     "fuse-act-mul",
     "fuse-rope-kv-write",
-    "tail",
+    "select-rows-early",
     "fuse-linear",
     "fuse-moe",
     "fuse-lookups",
 )
-"""Every pass there is, in the order they run."""
+"""The names of all built-in passes, in the order they run."""
+
+RENAMED_PASSES: Mapping[str, str] = {"tail": "select-rows-early"}
+"""The former names of passes, each with the name that replaces it. A former name is refused."""
 
 COMPILERS = ("inductor", "eager")
 
 CACHE_MODES: Mapping[str, bool | str] = {"off": False, "pieces": "pieces", "on": True}
-"""What `PIECEGRAPH_CACHE` may be, and the value of `CompileConfig.cache` it stands for; each keeps more than the
-one before."""
+"""The values that `PIECEGRAPH_CACHE` may have, each with the value of `CompileConfig.cache` it stands for, in ascending
+order of what is kept."""
 
 COMPILE_SIZES_OPTIONS: Mapping[str, Any] = {"coordinate_descent_tuning": True}
-"""Inductor options for static sizes unless the caller gives others. docs/decisions/001-static-sizes.md says why."""
+"""The Inductor options for static sizes unless the caller gives others (docs/decisions/001-static-sizes.md)."""
+
+MAX_COMPILE_WORKERS = 1024
+"""The largest number of processes that may compile at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompileConfig:
-    """How a graph is cut and its pieces are compiled. Every field is also an `options` key by name."""
+    """A choice of how a graph is cut and its pieces are compiled.
+
+    Every field is also a key of `torch.compile(..., options=...)`. Raises `ConfigError` for a field that is no valid
+    choice.
+    """
 
     split_ops: tuple[str, ...] = DEFAULT_SPLIT_OPS
-    """Ops to cut at, as `"namespace::name"`. A named op must appear in the graph; the default ones
+    """The ops to cut at, as `"namespace::name"`. A named op must appear in the graph; the default ones
     (`DEFAULT_SPLIT_OPS`) may be absent."""
 
     compiler: str = "inductor"
-    """What compiles a piece: `"inductor"`, or `"eager"` (runs the piece's graph as it is)."""
+    """The compiler of a piece: `"inductor"`, or `"eager"`, which runs the piece's graph as it is."""
 
     compile_workers: int | None = None
-    """Processes that compile unique pieces. None: one a core, at most 4 (a decoder has about as many unique
-    pieces). 0 or 1: compile in this process."""
+    """The number of processes that compile unique pieces. None: one a core, at most 4 (a decoder has about as many
+    unique pieces). 0 or 1: compile in this process."""
 
     inductor_options: Mapping[str, Any] = field(default_factory=dict)
-    """`torch._inductor.config` fields to set for our pieces only, e.g. `{"max_autotune": True}`."""
+    """The `torch._inductor.config` fields to set for our pieces only, e.g. `{"max_autotune": True}`."""
 
     compile_sizes: tuple[int, ...] = ()
-    """Sizes, ascending, for which every piece is compiled once more with all its dynamic sizes fixed to
-    that number. A call whose sizes match runs those pieces; any other runs the dynamic ones. Takes compile
-    time for each size (reported apart), and pays at a decode batch of a few tokens. No effect with
-    `compiler="eager"`."""
+    """The sizes, ascending, for which every piece is compiled once more with all its dynamic sizes fixed to that
+    number. A call whose sizes match runs those pieces; any other runs the dynamic ones. Each size takes compile time
+    (reported separately) and pays off at a decode batch of a few tokens. Has no effect with `compiler="eager"`."""
 
     compile_sizes_options: Mapping[str, Any] = field(default_factory=lambda: dict(COMPILE_SIZES_OPTIONS))
-    """`torch._inductor.config` fields for the pieces of `compile_sizes`, on top of `inductor_options`. What
-    they have tuned is measured while nothing else of ours runs on the GPU."""
+    """The `torch._inductor.config` fields for the pieces of `compile_sizes`, on top of `inductor_options`. Candidates
+    are timed while nothing else of ours runs on the GPU."""
 
     compile_sizes_options_up_to: int = 32
-    """The largest size that takes `compile_sizes_options`; larger ones take `inductor_options` alone. Tuning
-    pays where a step is bound by reading weights: at 64 to 256 tokens it gained 1 % for 5 s a size (H200)."""
+    """The largest size that takes `compile_sizes_options`; larger ones take `inductor_options` alone. Tuning pays
+    where a step is bound by reading weights: at 64 to 256 tokens it gained 1 % for 5 s a size (H200)."""
 
     passes: tuple[Any, ...] | None = None
-    """Passes that rewrite the graph: names (`PASSES`, which is also their order) and `GraphPass` objects of the
-    caller's, which run after ours. None: those that pay on the device. `merge-projections`: linears over one
-    input become one matmul (by name, through `torch.compile`, weights are the caller's arguments and none can
-    be merged)."""
+    """The passes that rewrite the graph: names (`PASSES`, which is also their order) and the caller's `GraphPass`
+    objects, which run after ours. None: the passes that pay off on the device. `merge-projections` makes linears over
+    one input one matmul (through `torch.compile` by name, weights are the caller's arguments and none can be
+    merged)."""
 
     expect: Mapping[str, int | str] = field(default_factory=dict)
-    """How often passes must match, by name: a number, or `"all"`: at least once, and no site that looks like a
-    match is left. Anything else raises `PassExpectation`, which says what stood in the way."""
+    """The number of matches that a pass must have, by its name: a number, or `"all"` for at least one match and no
+    miss. Anything else raises `PassExpectation`, which lists the misses with their reasons."""
 
     strict: bool = False
-    """A pass that raises, breaks the graph or miscounts raises `PassFailed`. Without it the model runs without
-    that pass, a warning is logged and the pass's row in the report has the error."""
+    """If True, a failure is an error: `PassFailed` for a pass that raises, breaks the graph or miscounts,
+    `PieceCompileFailed` for a piece that Inductor cannot compile, and the original exception for a compiled piece that
+    raises when it runs. If False, the model runs without that pass and runs that piece as its graph; a warning is
+    logged and the row in the report has the error."""
 
     selfcheck: bool = False
-    """`LLM` compares, at start, each piece at each captured size with the graph as it was traced, and a replay with
-    the pieces it was made of; a difference raises `SelfcheckFailed`, which names the first piece and the pass.
-    Takes about as long as a few steps of the model in float64 for each size. No effect on `piecegraph.compile`."""
+    """If True, `LLM` compares at start each piece at each captured size with the graph as it was traced, and a replay
+    with the pieces it was made of. A difference raises `SelfcheckFailed`, which names the first piece and the pass. The
+    check takes about as long as a few steps of the model in float64 for each size. Has no effect on
+    `piecegraph.compile`."""
 
     dump_dir: str | None = None
-    """Folder that receives the traced graph, every unique piece and the stitched source as text, and the graph
-    before and after every pass that matched. Nothing is loaded from the cache then: it shows a compile."""
+    """The directory that receives the traced graph, every unique piece and the stitched source as text, and the graph
+    before and after every pass that matched. Nothing is loaded from the cache then, so that a compile is shown."""
 
     cache: bool | str = True
-    """Keep what is compiled, and load it instead of compiling again. `"pieces"`: trace the model each time, and keep
-    compiled pieces alone. False: neither. `PIECEGRAPH_CACHE` (`on`, `pieces`, `off`) can only take away from it."""
+    """True: keep what is compiled, and load it instead of compiling again. `"pieces"`: trace the model each time, and
+    keep compiled pieces only. False: keep and load nothing. `PIECEGRAPH_CACHE` (`on`, `pieces`, `off`) can only reduce
+    what is kept."""
 
     cache_dir: str | None = None
-    """Folder of the cache; None: `PIECEGRAPH_CACHE_DIR`, or the user's cache directory."""
+    """The directory of the cache. None: `PIECEGRAPH_CACHE_DIR`, or the user's cache directory."""
 
     signing_key_file: str | None = None
-    """A key whose entries count as well as the user's own (docs/cache.md): for a cache that another user made. None:
+    """The keys whose entries are trusted besides those of the user's own key, for a cache that another user made
+    (docs/cache.md): a file, a directory of files, or several of either, joined by `os.pathsep`. None:
     `PIECEGRAPH_SIGNING_KEY_FILE`."""
 
     def __post_init__(self) -> None:
@@ -129,9 +143,11 @@ class CompileConfig:
                 raise ConfigError(f"{name}={getattr(self, name)!r}; it is True or False.")
         if self.compiler not in COMPILERS:
             raise ConfigError(f"compiler={self.compiler!r} is unknown.{did_you_mean(str(self.compiler), COMPILERS)}")
-        if self.compile_workers is not None and self.compile_workers < 0:
+        workers = self.compile_workers
+        is_number = isinstance(workers, int) and not isinstance(workers, bool)
+        if workers is not None and not (is_number and 0 <= workers <= MAX_COMPILE_WORKERS):
             raise ConfigError(
-                f"compile_workers={self.compile_workers}; it is a number of processes, 0 or more, or None."
+                f"compile_workers={workers!r}; it is a number of processes from 0 to {MAX_COMPILE_WORKERS}, or None."
             )
         object.__setattr__(self, "compile_sizes", _checked_sizes(self.compile_sizes))
         most = self.compile_sizes_options_up_to
@@ -140,7 +156,7 @@ class CompileConfig:
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any] | None) -> CompileConfig:
-        """The config that `torch.compile(..., options=...)` means. Raises `ConfigError` on an unknown name."""
+        """Return the config for `torch.compile(..., options=...)`. Raises `ConfigError` for an unknown name."""
         options = dict(options or {})
         known = [f.name for f in dataclasses.fields(cls)]
         for name in options:
@@ -150,7 +166,7 @@ class CompileConfig:
 
 
 def _checked_sizes(sizes: Any) -> tuple[int, ...]:
-    """`compile_sizes` as a tuple. Raises `ConfigError`."""
+    """Return `compile_sizes` as a tuple. Raises `ConfigError`."""
     if isinstance(sizes, str | int) or not isinstance(sizes, Iterable):
         raise ConfigError(f"compile_sizes is {sizes!r}; give a tuple of sizes, e.g. (1, 2, 4), or () for none.")
     found: tuple[Any, ...] = tuple(sizes)
@@ -164,12 +180,13 @@ def _checked_sizes(sizes: Any) -> tuple[int, ...]:
 
 
 def _checked_passes(passes: Any) -> tuple[Any, ...]:
-    """`passes` as a tuple of known names and of objects that are passes. Raises `ConfigError`."""
+    """Return `passes` as a tuple of known names and of pass objects. Raises `ConfigError`."""
     if isinstance(passes, str) or not isinstance(passes, Iterable):
         raise ConfigError(f"passes is {passes!r}; give a tuple of names and passes, e.g. {PASSES[:1]}, or ().")
     found = tuple(passes)
     for each in found:
         if isinstance(each, str):
+            _check_not_renamed(each)
             if each not in PASSES:
                 raise ConfigError(f"passes has {each!r}, which is unknown.{did_you_mean(each, PASSES)}")
         else:
@@ -181,15 +198,22 @@ def _checked_passes(passes: Any) -> tuple[Any, ...]:
     return found
 
 
+def _check_not_renamed(name: str) -> None:
+    """Raise `ConfigError` with the new name if `name` is the former name of a pass."""
+    if name in RENAMED_PASSES:
+        raise ConfigError(f"pass {name!r} is named {RENAMED_PASSES[name]!r} now.")
+
+
 def _check_pass(each: Any) -> None:
-    """Raise `ConfigError` unless `each` is what `passes.graph_pass.GraphPass` says (which imports torch: not here)."""
+    """Raise `ConfigError` unless `each` has the attributes of `GraphPass`, a class that this file cannot import because
+    its module imports torch."""
     if isinstance(each, type):
         raise ConfigError(f"passes has the class {each.__name__}; give an object of it: {each.__name__}().")
     missing = [name for name in ("name", "place", "apply", "uuid") if not hasattr(each, name)]
     if missing:
         raise ConfigError(
             f"passes has {each!r}, which has no {missing[0]}; give names ({', '.join(PASSES)}) and objects of "
-            "subclasses of piecegraph.passes.graph_pass.GraphPass (docs/writing_a_pass.md)."
+            "subclasses of piecegraph.passes.matching.graph_pass.GraphPass (docs/writing_a_pass.md)."
         )
     if not isinstance(each.name, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", each.name):
         raise ConfigError(f"passes has one named {each.name!r}; a name is of letters, digits, '-', '_' and '.'.")
@@ -200,7 +224,7 @@ def _check_pass(each: Any) -> None:
         )
     if not dataclasses.is_dataclass(each) or not getattr(each, "__dataclass_params__").frozen:  # noqa: B009
         raise ConfigError(
-            f"passes has {each!r}, which is no frozen dataclass; put @dataclass(frozen=True) on "
+            f"passes has {each!r}, which is not a frozen dataclass; put @dataclass(frozen=True) on "
             f"{type(each).__name__}: its options are part of cache keys."
         )
     try:
@@ -210,12 +234,13 @@ def _check_pass(each: Any) -> None:
 
 
 def _checked_expect(expect: Any, passes: Sequence[Any] | None) -> Mapping[str, int | str]:
-    """`expect` with the names of passes that may run. Raises `ConfigError`."""
+    """Return `expect` as a mapping whose keys are names of passes that may run. Raises `ConfigError`."""
     if not isinstance(expect, Mapping):
         raise ConfigError(f"expect is {expect!r}; give a mapping of pass to matches, e.g. {{'{PASSES[0]}': 'all'}}.")
     known = PASSES if passes is None else tuple(each if isinstance(each, str) else each.name for each in passes)
     for name, wanted in expect.items():
         if name not in known:
+            _check_not_renamed(name)
             raise ConfigError(f"expect has {name!r}, which is not among the passes.{did_you_mean(str(name), known)}")
         if wanted != "all" and (not isinstance(wanted, int) or isinstance(wanted, bool) or wanted < 0):
             raise ConfigError(f"expect has {name!r}: {wanted!r}; give a number of matches, 0 or more, or 'all'.")

@@ -1,8 +1,7 @@
-"""The one place that reads the process's environment.
+"""The process's environment, read in this one place.
 
-Every variable of ours begins with `PIECEGRAPH_`. `compiler/inductor_caches.py` alone is excused: torch's
-own caches are steered by variables of torch's. Of those of others, `compiler/torch_compat.py` asks how torch's
-allocator is set, and `runner/step_memory.py` what libraries allocate.
+Every variable of ours begins with `PIECEGRAPH_`. Only `compiler/inductor/caches.py` is exempt: torch's own caches are
+controlled by torch's variables.
 """
 
 from __future__ import annotations
@@ -14,29 +13,36 @@ from collections.abc import Mapping
 PREFIX = "PIECEGRAPH_"
 
 CACHE_DIR = "PIECEGRAPH_CACHE_DIR"
-"""Folder that holds what piecegraph keeps between runs; instead of the user's cache directory."""
+"""The directory of what piecegraph keeps between runs, instead of the user's cache directory."""
 
 CACHE = "PIECEGRAPH_CACHE"
-"""How much of what is compiled is kept: `on`, `pieces` or `off` (`CompileConfig.cache`)."""
+"""The part of compiled code that is kept: `on`, `pieces` or `off` (`CompileConfig.cache`)."""
 
 CACHE_MAX_SIZE = "PIECEGRAPH_CACHE_MAX_SIZE"
-"""How much a cache may hold, `500M` or `10GiB`; past that, what was longest unused goes (`cache/capacity.py`)."""
+"""The size that a cache may have, such as `500M` or `10GiB`; beyond that, the least recently used entries are removed
+(`cache/upkeep/capacity.py`)."""
 
 SIGNING_KEY_FILE = "PIECEGRAPH_SIGNING_KEY_FILE"
-"""A key whose entries count as well as the user's own (`CompileConfig.signing_key_file`)."""
+"""The keys that are trusted besides the user's own: files and folders, joined by `:`
+(`CompileConfig.signing_key_file`)."""
 
 
 def read(name: str) -> str | None:
-    """The value of `name`; None when it is unset or empty."""
+    """Return the value of `name`, or None if it is unset or empty."""
     return os.environ.get(name) or None
 
 
-def ours() -> dict[str, str]:
-    """Every variable that begins with `PIECEGRAPH_`, known or not, by name."""
+def piecegraph_variables() -> dict[str, str]:
+    """Return every variable that begins with `PIECEGRAPH_`, known or not, by name."""
     return {name: value for name, value in sorted(os.environ.items()) if name.startswith(PREFIX)}
 
 
-def for_child(changes: Mapping[str, str]) -> dict[str, str]:
-    """This process's environment and import path, with `changes`, for a Python process that it starts."""
+def child_environment(changes: Mapping[str, str]) -> dict[str, str]:
+    """Return this process's environment and import path, with `changes`, for a Python process that it starts."""
     path = os.pathsep.join(entry for entry in sys.path if entry)
     return {**os.environ, "PYTHONPATH": path, **changes}
+
+
+def is_environ_data(mapping: object) -> bool:
+    """Return whether `mapping` is the mapping inside `os.environ`, which a trace of a lookup reaches."""
+    return mapping is getattr(os.environ, "_data", None)

@@ -1,46 +1,48 @@
-"""Every exception piecegraph raises on bad input or a failed phase.
+"""The exceptions that piecegraph raises on bad input or a failed phase.
 
 PiecegraphError
-├── UsageError                 a call that cannot mean anything (exit code 2)
+├── UsageError                 a call with arguments that exclude each other (exit code 2)
 ├── ConfigError                a bad value, or an unknown name (exit code 3)
 │   ├── SplitOpNotFound        no such op is registered
 │   ├── SplitOpUnused          the op exists, but not in this graph
-│   └── KeyFactorError         a factor of a cache key that has no canonical form; names its path
+│   └── KeyFactorError         a factor of a cache key has no canonical form; names its path
 ├── ModelError                 a model that cannot be loaded or run (exit code 3)
 │   ├── ModelNotFound
 │   ├── CheckpointError        corrupt, missing or unexpected tensors
-│   └── UnsupportedModel       says which part of the model cannot work
+│   └── UnsupportedModel       names the part of the model that is not supported
 ├── RequestError               a prompt or sampling parameter out of range (exit code 3)
 ├── OutOfMemory                (exit code 4)
 ├── CompileError               (exit code 5)
-│   ├── GraphBreak             the model is not one graph; names the line
-│   ├── SizeSpecialized        a dynamic dim became a constant; says by what
-│   ├── UnknownGuard           Dynamo guarded on something we cannot vouch for
+│   ├── GraphBreak             the model does not trace to one graph; names the line
+│   ├── SizeSpecialized        a dynamic dim became a constant; names the cause
+│   ├── UnknownGuard           Dynamo guarded on something that we cannot check
 │   ├── PassFailed             a pass raised or broke the graph, under strict
 │   ├── PassExpectation        a pass matched more or less often than `expect` says
 │   ├── PieceCompileFailed     Inductor (or its C++ compiler) failed on a piece
 │   ├── InputMismatch          a call does not fit what was traced
-│   └── NotCompiled            asked for a report before anything was traced
+│   └── NotCompiled            a report was requested before anything was traced
 ├── CaptureError               (exit code 5)
 │   └── GraphNotCaptured
 ├── VerificationError          (exit code 6)
-│   └── SelfcheckFailed        a piece, or a replay, computes what the model does not
-└── CacheError                 the cache cannot do what was asked; a compiler goes on uncached (exit code 1)
-    ├── UntrustedCache         a folder or key file others could have written; says what mends it
-    └── ArchiveRefused         an archive that is damaged, unsigned, or says what none of ours says
+│   └── SelfcheckFailed        a piece or a replay differs from the model
+└── CacheError                 the cache cannot do what was requested; compiling goes on uncached (exit code 1)
+    ├── UntrustedCache         others could have written a folder or key file; has the command that fixes it
+    └── ArchiveRefused         an archive that is damaged, unsigned, or malformed
 
-Bad bytes in a cache that is to be trusted are no error: they are a miss, and what they held is compiled again.
-An invariant of ours is an `assert` with a message, never one of these.
+Bad bytes in a trusted cache are not an error but a miss, and what they held is compiled again. An internal invariant is
+an `assert` with a message, never one of these exceptions.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 
 class PiecegraphError(Exception):
-    """Base of all; `exit_code` is what the command line returns for it."""
+    """The base of all our errors. The command line exits with `exit_code`."""
 
     exit_code = 1
 
@@ -155,9 +157,40 @@ class ArchiveRefused(CacheError):
 
 
 def did_you_mean(unknown: str, known: Iterable[str]) -> str:
-    """`" Did you mean 'x'?"` for the nearest known name, else the known names, sorted, while they are few."""
+    """Return `" Did you mean 'x'?"` for the nearest known name, else the sorted known names while they are few."""
     names = sorted(known)
     near = difflib.get_close_matches(unknown, names, n=1)
     if near:
         return f" Did you mean {near[0]!r}?"
     return f" Known: {', '.join(names)}." if 0 < len(names) <= 40 else ""
+
+
+def shorten(text: str, limit: int = 80) -> str:
+    """Return `text`, or its beginning and its end where it has more than `limit` characters: for messages."""
+    return text if len(text) <= limit else f"{text[: limit // 2]}...{text[-(limit // 4) :]}"
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether the error means that memory ran out, on any device. torch is asked only if it was imported."""
+    if isinstance(error, MemoryError):
+        return True
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(error, torch.OutOfMemoryError):
+        return True
+    # The CPU allocator raises a plain RuntimeError.
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
+
+
+@contextmanager
+def translate_out_of_memory() -> Iterator[None]:
+    """Raise `OutOfMemory` for an allocation that fails inside the block, on the CPU or a GPU."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, PiecegraphError) or not is_out_of_memory(error):
+            raise
+        first_line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise OutOfMemory(
+            f"out of memory ({first_line}). Lower max_model_len, max_num_batched_tokens or gpu_memory_utilization, or "
+            "take a smaller model or dtype."
+        ) from error

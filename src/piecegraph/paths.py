@@ -1,4 +1,4 @@
-"""Where piecegraph keeps what it may lose: converted models now, compiled pieces later."""
+"""The location of files that piecegraph keeps between runs and could recreate: converted models and compiled pieces."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from piecegraph import environment
 
 
 def cache_root() -> Path:
-    """The folder under which every cache of ours lies; it need not exist yet.
+    """Return the directory under which all our caches lie. The directory need not exist.
 
-    `PIECEGRAPH_CACHE_DIR` decides if it is set, else the user's cache directory of the platform.
+    It is `PIECEGRAPH_CACHE_DIR` if that is set, else the platform's user cache directory.
     """
     chosen = environment.read(environment.CACHE_DIR)
     if chosen is not None:

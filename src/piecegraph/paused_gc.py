@@ -1,50 +1,31 @@
-"""Python's garbage collector, paused while very much is made that stays."""
+"""A pause of Python's garbage collector, for code that makes very many objects that stay."""
 
 from __future__ import annotations
 
 import gc
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 FROZEN_BY_PYTHON = 2000
-"""Python 3.12 begins with some hundreds of frozen objects. A program that freezes what it has made has many more."""
-
-
-class _Pauses:
-    """Of all threads together: the collector is the process's."""
-
-    lock = threading.Lock()
-    number = 0  # of blocks that are open, while the first found the collector on
+"""Python 3.12 starts with some hundreds of frozen objects. A program that freezes its own objects has many more."""
 
 
 @contextmanager
 def paused_gc() -> Iterator[None]:
-    """No collection in here: to walk over all that torch and transformers have made takes longer than many a step of a
-    start, and happens again and again while objects are made.
+    """Turn automatic collections off inside the block, and on again after it if they were on before.
 
-    What is made in here counts as old afterwards, so that the first collection does not walk over all of it (unless
-    the program itself has frozen objects, `FROZEN_BY_PYTHON` and more: they would be thawed with these). The last of
-    several blocks that overlap, in whatever threads, ends the pause; where the collector is off before, nothing is
-    done. Garbage from before stays where it is: who needs its memory collects it first.
+    Objects made inside the block count as old afterwards, so that the next collection of young objects does not walk
+    over all of them. Objects that the program itself has frozen stay frozen: where there are `FROZEN_BY_PYTHON` or
+    more, ages are left alone, because moving them would thaw the program's objects too.
     """
-    with _Pauses.lock:
-        is_paused = _Pauses.number > 0 or gc.isenabled()
-        if is_paused:
-            _Pauses.number += 1
-            gc.disable()
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
     try:
         yield
     finally:
-        if is_paused:
-            _end()
-
-
-def _end() -> None:
-    with _Pauses.lock:
-        _Pauses.number -= 1
-        if _Pauses.number == 0:
-            if gc.get_freeze_count() < FROZEN_BY_PYTHON:
-                gc.freeze()
-                gc.unfreeze()
-            gc.enable()
+        if gc.get_freeze_count() < FROZEN_BY_PYTHON:
+            gc.freeze()
+            gc.unfreeze()
+        gc.enable()

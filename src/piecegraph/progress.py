@@ -1,4 +1,4 @@
-"""What a long phase tells whoever watches: plain values, passed to a function the caller gives."""
+"""Progress reports of long phases: plain values, passed to a function that the caller gives."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-READ_AHEAD, STEP_KERNELS = BESIDE = ("read_ahead", "step_kernels")
-"""Phases that a thread has beside the others: their seconds are part of theirs."""
+STEP_KERNELS = "step_kernels"
+CONCURRENT_PHASES = (STEP_KERNELS,)
+"""The phases that run in a thread beside the others, whose seconds include theirs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phase:
-    """One thing that happened in a phase: it began, moved on, or (with `seconds`) ended."""
+    """An event of a phase: the phase began, advanced, or (with `seconds`) ended."""
 
     name: str  # "config", "load", "trace", "compile", "kv_cache", "capture", ...
     done: int = 0  # of `total`, e.g. unique pieces compiled
@@ -27,7 +28,7 @@ OnPhase = Callable[[Phase], None]
 
 @contextmanager
 def timed_phase(on_phase: OnPhase | None, name: str) -> Iterator[None]:
-    """Tell of a phase once it has ended, with the seconds this was entered; of one that raises, nothing."""
+    """Report a phase when it has ended, with its seconds. A phase that raises is not reported."""
     started = time.perf_counter()
     yield
     if on_phase is not None:

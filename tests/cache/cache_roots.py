@@ -11,8 +11,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from piecegraph.cache.entry import Entry
-from piecegraph.cache.store import Loaded, Saved, Store
+from piecegraph.cache.store.entry import Entry
+from piecegraph.cache.store.store import Loaded, Saved, Store
 
 FULL = os.environ.get("CACHE_TESTS") == "full"
 """Take the time the longest tests are meant to take."""
@@ -31,7 +31,7 @@ ANY_JSON: st.SearchStrategy[Any] = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=6,
 )
-"""What an attacker may write in place of anything."""
+"""The contents that an attacker may write in place of any file."""
 
 
 @st.composite

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from piecegraph.cache.collect import collect
-from piecegraph.cache.entry_file import MissReason
-from piecegraph.cache.store import Loaded, Store
+from piecegraph.cache.store.entry_file import MissReason
+from piecegraph.cache.store.store import Loaded, Store
+from piecegraph.cache.upkeep.collect import collect
 from tests.cache.cache_roots import NOW, a_store, an_entry, saved, start
 
 ROOT = Path(__file__).resolve().parent.parent.parent

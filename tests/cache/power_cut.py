@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 Tree = Mapping[str, bytes | None]
-"""What lies under a folder, by relative path; None is a folder."""
+"""The content of a folder by relative path; None is a folder."""
 
 
 class Killed(BaseException):
@@ -170,17 +170,18 @@ class Recorder:
         """Times may be lost; nothing depends on them but the order of collection."""
 
     def _after_fchmod(self, *_: Any) -> None:
-        """Nor are modes part of the model."""
+        """Modes are not part of the model."""
 
 
 def tree_of(root: Path) -> dict[str, bytes | None]:
-    """What really lies there, parents first."""
+    """Return the real content, parents first."""
     paths = sorted(root.rglob("*"))
     return {str(path.relative_to(root)): None if path.is_dir() else path.read_bytes() for path in paths}
 
 
 def after_power_cut(steps: Sequence[Step], chance: random.Random, samples: int = 8) -> Iterator[Tree]:
-    """What may be left of `steps`: as little as may be, as much as may be with each state of the bytes, and samples."""
+    """Yield the states that a power cut may leave of `steps`: the least, the most with each state of the bytes, and
+    samples."""
     yield _left(steps, lambda: False, lambda data: b"")
     fates = (_all, _none, _half, _zeros)
     for fate in fates:

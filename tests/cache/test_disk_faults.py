@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from piecegraph.cache.archive import export_archive, import_archive
-from piecegraph.cache.collect import collect
-from piecegraph.cache.entry_file import MissReason
-from piecegraph.cache.single_flight import single_flight
-from piecegraph.cache.store import Loaded, Miss, NotSaved, Saved, Store
+from piecegraph.cache.store.entry_file import MissReason
+from piecegraph.cache.store.single_flight import Patience, single_flight
+from piecegraph.cache.store.store import Loaded, Miss, NotSaved, Saved, Store
+from piecegraph.cache.upkeep.archive import export_archive, import_archive
+from piecegraph.cache.upkeep.collect import collect
 from piecegraph.errors import CacheError
 from tests.cache.cache_roots import BLOBS, NOW, a_store, an_entry, loads, saved
 
@@ -117,7 +117,7 @@ def test_a_save_on_a_failing_disk_costs_one_warning_and_no_other_entry(
 def test_a_load_on_a_failing_disk_is_right_or_a_miss_and_throws_nothing_away(
     tmp_path: Path, number: int, stays: bool, names: tuple[str, ...]
 ) -> None:
-    """What cannot be read now may be read tomorrow."""
+    """A file that cannot be read now may be readable tomorrow."""
     entry = saved(a_store(tmp_path))
     for fault in each_fault(number, stays):
         store = a_store(tmp_path)
@@ -149,10 +149,10 @@ def test_waiting_for_a_lock_on_a_failing_disk_is_no_error(tmp_path: Path, number
     came = []
     for at in range(12):
         fault = Fault(at, number, stays)
-        with failing(fault, READING), single_flight(store.layout, entry.key, timeout_s=0) as flight:
+        with failing(fault, READING), single_flight(store.layout, entry.key, Patience(timeout_s=0)) as flight:
             assert flight.held or flight.reason
         came.append(fault.came)
-        with single_flight(store.layout, entry.key, timeout_s=0) as flight:
+        with single_flight(store.layout, entry.key, Patience(timeout_s=0)) as flight:
             assert flight.held
     assert came[0]
     assert not came[-1]

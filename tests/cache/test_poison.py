@@ -17,14 +17,14 @@ from typing import Any
 
 import pytest
 
-from piecegraph.cache.archive import export_archive, import_archive
-from piecegraph.cache.canonical import canonical_json, parse_canonical
-from piecegraph.cache.collect import collect
-from piecegraph.cache.entry import BlobRef, Entry
-from piecegraph.cache.key_files import create_key_pair
-from piecegraph.cache.keyring import Signer
-from piecegraph.cache.shared_key import SharedKey
-from piecegraph.cache.store import Loaded, Miss, Store
+from piecegraph.cache.disk.canonical import canonical_json, parse_canonical
+from piecegraph.cache.store.entry import BlobRef, Entry
+from piecegraph.cache.store.store import Loaded, Miss, Store
+from piecegraph.cache.trust.key_files import create_key_pair
+from piecegraph.cache.trust.keyring import Signer
+from piecegraph.cache.trust.shared_key import SharedKey
+from piecegraph.cache.upkeep.archive import export_archive, import_archive
+from piecegraph.cache.upkeep.collect import collect
 from piecegraph.errors import ArchiveRefused
 from tests.cache.cache_roots import NOW, a_store, an_entry, saved
 
@@ -70,7 +70,7 @@ def marks(tmp_path: Path, library: tuple[bytes, Path]) -> int:
 
 
 def use(store: Store, key: str, folder: Path) -> bool:
-    """As a compiler uses an entry: what it is given, it runs."""
+    """Use an entry as a compiler does: run what it loads."""
     found = store.load(key)
     if isinstance(found, Miss):
         return False
@@ -81,7 +81,7 @@ def use(store: Store, key: str, folder: Path) -> bool:
 
 
 def test_the_poison_works(tmp_path: Path, poison: dict[str, bytes], library: tuple[bytes, Path]) -> None:
-    """Else the tests below would show nothing."""
+    """Otherwise the tests below would show nothing."""
     store = a_store(tmp_path)
     assert use(store, saved(store, poison).key, tmp_path)
     assert marks(tmp_path, library) == 2
@@ -101,7 +101,7 @@ FORGERIES: dict[str, Callable[[Signer, bytes], Any]] = {
 
 
 def plant(store: Store, blobs: dict[str, bytes], signature: Callable[[Signer, bytes], Any]) -> Entry:
-    """What somebody with write access puts there: blobs under their digests, and an entry that names them."""
+    """Plant what somebody with write access can: blobs under their digests, and an entry that names them."""
     entry = saved(store, blobs)
     document = parse_canonical(store.layout.entry(entry.key).read_bytes())["entry"]
     forged = {"entry": document, "signature": signature(store.signer, canonical_json(document))}
@@ -113,7 +113,7 @@ def plant(store: Store, blobs: dict[str, bytes], signature: Callable[[Signer, by
 def test_an_entry_that_we_have_not_signed_runs_nothing(
     tmp_path: Path, poison: dict[str, bytes], library: tuple[bytes, Path], forgery: str
 ) -> None:
-    """Nor does anything else that looks at it: listing, verifying, collecting, exporting."""
+    """Nothing else that reads the cache runs it: listing, verifying, collecting, exporting."""
     store = a_store(tmp_path)
     entry = plant(store, poison, FORGERIES[forgery])
     for digest in (ref.digest for ref in entry.blobs.values()):
@@ -130,7 +130,7 @@ def test_an_entry_that_we_have_not_signed_runs_nothing(
 def test_an_entry_in_an_image_that_its_private_key_has_not_signed_runs_nothing(
     tmp_path: Path, poison: dict[str, bytes], library: tuple[bytes, Path], forgery: str
 ) -> None:
-    """As above, for a reader who has the public key; forgeries are of what the private key has signed."""
+    """A reader who has the public key is safe too; forgeries are of what the private key has signed."""
     public = create_key_pair(tmp_path / "image.key")
     entry = plant(a_store(tmp_path, signing_key_file=tmp_path / "image.key", publish=True), poison, FORGERIES[forgery])
     reader = a_store(tmp_path, signing_key_file=public)

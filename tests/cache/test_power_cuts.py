@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from piecegraph.cache.archive import export_archive, import_archive
-from piecegraph.cache.collect import collect
-from piecegraph.cache.entry_file import MissReason
-from piecegraph.cache.key_files import load_or_create_own_key
-from piecegraph.cache.store import Loaded, Miss, Saved, Store
+from piecegraph.cache.store.entry_file import MissReason
+from piecegraph.cache.store.store import Loaded, Miss, Saved, Store
+from piecegraph.cache.trust.key_files import load_or_create_own_key
+from piecegraph.cache.upkeep.archive import export_archive, import_archive
+from piecegraph.cache.upkeep.collect import collect
 from tests.cache.cache_roots import BLOBS, NOW, a_store, an_entry, loads, saved
 from tests.cache.power_cut import FileSynced, FolderSynced, Recorder, Step, after_power_cut, lay_out
 
@@ -52,7 +52,7 @@ def cuts(root: Path, write: Callable[[], object], forgotten: type[Step] | None =
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What stands on the disk that loses power."""
+    """The state of the disk that loses power."""
     monkeypatch.setattr(os, "fsync", lambda _: None)  # the real disk is not what is tested
     (tmp_path / "disk").mkdir(mode=0o700)
     return tmp_path / "disk"
@@ -123,7 +123,7 @@ def test_what_a_killed_writer_left_unsynced_is_synced_by_the_next(root: Path) ->
 
 
 def test_a_collection_loses_what_it_removes_and_nothing_else(root: Path) -> None:
-    """Nor does an entry come back without its blobs."""
+    """An entry does not come back without its blobs."""
     store = a_store(root)
     store.clock = lambda: NOW - 9e4
     old = saved(store, OLD)

@@ -49,7 +49,8 @@ TORCHS_OWN = {"_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"}
 
 def forbid_compiling() -> None:
     """Dynamo, Inductor, and every process but this one raise. On a GPU Triton asks two programs what they are."""
-    from piecegraph.compiler import inductor, trace
+    from piecegraph.compiler.building import inductor_pieces as inductor
+    from piecegraph.compiler.tracing import trace
 
     def forbidden(*args: object, **kwargs: object) -> NoReturn:
         raise AssertionError(f"a warm start compiles nothing and starts no process: {args[:1]}")

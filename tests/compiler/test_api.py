@@ -12,8 +12,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import piecegraph as pg
-from piecegraph.compiler.dynamic_dims import DynamicDims
-from piecegraph.compiler.plan import SplitCall, TensorSpec
+from piecegraph.compiler.splitting.plan import SplitCall, TensorSpec
+from piecegraph.compiler.tracing.dynamic_dims import DynamicDims
 from piecegraph.errors import (
     CompileError,
     ConfigError,
@@ -269,6 +269,39 @@ def test_what_cannot_be_one_graph_names_the_line(module: nn.Module, error: type[
         pg.compile(module, EAGER_ANY, dynamic_dims={"x": 0}, example_inputs=(torch.ones(9),))
 
 
+def attend(x: torch.Tensor) -> torch.Tensor:
+    out = torch.empty_like(x)
+    torch.ops.pgtoy.attention.default(x, x, x, out, "layer")
+    return out
+
+
+class AttendsInAutocast(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return attend(x + 1) + 1
+
+
+class ReturnsItsWeight(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.weight, attend(x)
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        (AttendsInAutocast(), "a split op lies inside a `with` block of forward"),
+        (ReturnsItsWeight(), r"forward returns a tensor of shape \(2,\) that its graph does not compute"),
+    ],
+)
+def test_what_cannot_be_cut_or_returned_is_refused_in_plain_words(module: nn.Module, message: str) -> None:
+    with pytest.raises(CompileError, match=message):
+        pg.compile(module, EAGER, dynamic_dims={"x": 0}, example_inputs=(torch.ones(3, 2, 4),))
+
+
 def test_buffers_changed_in_place_change() -> None:
     """State that lives in a buffer works as in eager."""
 
@@ -303,7 +336,7 @@ def test_split_ops_that_do_not_exist_or_appear() -> None:
 
 def test_wrong_dynamic_dims_say_what_is_right() -> None:
     wrong: list[tuple[DynamicDims, str]] = [
-        ({"inputs_ids": 0}, r"'inputs_ids', which is no argument. Did you mean 'input_ids'\?"),
+        ({"inputs_ids": 0}, r"'inputs_ids', which is not an argument. Did you mean 'input_ids'\?"),
         ({"input_ids": 1}, r"has dim 1, but the tensor has 1 dims"),
         ({"input_ids": {0: "num tokens"}}, r"a size name is an identifier"),
     ]

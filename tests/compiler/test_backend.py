@@ -23,7 +23,7 @@ def _fresh_dynamo() -> None:
     torch._dynamo.reset()
 
 
-def test_by_name_equals_the_module_at_several_sizes() -> None:
+def test_torch_compile_equals_the_module_at_several_sizes() -> None:
     model = Decoder().requires_grad_(False)
     compiled = torch.compile(model, backend="piecegraph", fullgraph=True, dynamic=True, options=OPTIONS)
     for num_tokens in (9, 5, 64):

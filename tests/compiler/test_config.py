@@ -29,6 +29,12 @@ def test_compile_sizes_that_mean_nothing_are_refused(sizes: Any, message: str) -
         pg.CompileConfig(compile_sizes=sizes)
 
 
+@pytest.mark.parametrize("options", [{"passes": ("tail",)}, {"expect": {"tail": 1}}])
+def test_the_former_name_of_a_pass_is_refused_with_the_new_one(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="pass 'tail' is named 'select-rows-early' now"):
+        pg.CompileConfig(**options)
+
+
 def test_compile_sizes_by_name_may_be_a_list() -> None:
     """Options come from `torch.compile(options=...)` and from files, where sequences are lists."""
     config = pg.CompileConfig.from_options({"compile_sizes": [1, 2, 8]})

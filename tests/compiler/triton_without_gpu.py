@@ -16,8 +16,8 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from piecegraph.passes.kernels import own_kernel as chosen
-from piecegraph.passes.kernels.own_kernel import compile_with, own_kernel
+from piecegraph.passes.kernels.common import own_kernel as chosen
+from piecegraph.passes.kernels.common.own_kernel import compile_with, own_kernel
 
 TARGET = GPUTarget("cuda", 90, 32)
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from piecegraph.passes.graph_pass import GraphPass, Miss, PassContext, PassResult, Place
+from piecegraph.passes.matching.graph_pass import GraphPass, Miss, PassContext, PassResult, Place
 
 
 def _relus(graph: fx.Graph) -> list[fx.Node]:

@@ -14,19 +14,20 @@ import torch.nn.functional as F
 from torch import fx, nn
 from transformers import AutoModelForCausalLM
 
-from piecegraph.compiler.layer_names import name_layers
-from piecegraph.compiler.normalize import normalize
-from piecegraph.compiler.pass_contexts import TracedContext
-from piecegraph.compiler.piece import UniquePiece, unique_pieces
-from piecegraph.compiler.run_pass import PassOutcome, run_pass
-from piecegraph.compiler.split import Piece, split
-from piecegraph.compiler.split_ops import split_op_matcher
-from piecegraph.compiler.trace import ArgumentInput, BoundInput, SizeInput, Traced, trace
+from piecegraph.compiler.common.split_ops import split_op_matcher
+from piecegraph.compiler.repeated_layers.find import name_layers
+from piecegraph.compiler.rewriting.pass_contexts import TracedContext
+from piecegraph.compiler.rewriting.run_pass import PassOutcome, run_pass
+from piecegraph.compiler.splitting.normalize import normalize
+from piecegraph.compiler.splitting.piece import UniquePiece, unique_pieces
+from piecegraph.compiler.splitting.split import Piece, split
+from piecegraph.compiler.tracing.signature import ArgumentInput, BoundInput, SizeInput
+from piecegraph.compiler.tracing.trace import Traced, trace
 from piecegraph.config import DEFAULT_SPLIT_OPS
-from piecegraph.passes.graph_pass import GraphPass
-from piecegraph.runner.attention.transformers_attention import register_attention
-from piecegraph.runner.causal_lm import DYNAMIC_DIMS, CausalLMForward, example_inputs
-from piecegraph.runner.rope import fix_longrope
+from piecegraph.passes.matching.graph_pass import GraphPass
+from piecegraph.runner.attention.interface.transformers_attention import register_attention
+from piecegraph.runner.models.causal_lm import DYNAMIC_DIMS, CausalLMForward, example_inputs
+from piecegraph.runner.models.rope import fix_longrope
 from tests.runner.tiny_models import FAMILIES, MAX_LEN, UNLISTED, VOCAB_SIZE
 
 
@@ -51,7 +52,7 @@ class Family:
         return nodes[max(i for i, node in enumerate(nodes) if is_split_op(node)) + 1 :]
 
     def unique_pieces(self) -> tuple[UniquePiece, ...]:
-        """What would be compiled."""
+        """Return the unique pieces that would be compiled."""
         graph_module = fx.GraphModule(nn.Module(), copy.deepcopy(self.graph))
         is_split_op = split_op_matcher(graph_module.graph, DEFAULT_SPLIT_OPS)
         normalize(graph_module, is_split_op, frozenset(self.traced.size_symbols))
@@ -59,7 +60,7 @@ class Family:
 
     @torch.no_grad()
     def logits(self, input_ids: torch.Tensor, logits_indices: Sequence[int]) -> torch.Tensor:
-        """Of one request, all of whose tokens are given. Eager."""
+        """Return the logits of one request, all of whose tokens are given, computed eagerly."""
         graph = copy.deepcopy(self.graph)
         for node in graph.nodes:
             if node.op == "call_function" and node.target is torch.ops.piecegraph.attention.default:
@@ -71,7 +72,7 @@ class Family:
 
 
 def graph_inputs(traced: Traced, arguments: Sequence[torch.Tensor]) -> list[Any]:
-    """What the placeholders of a traced graph are given when the module is called with `arguments`."""
+    """Return the values of a traced graph's placeholders when the module is called with `arguments`."""
     inputs: list[Any] = []
     for each in traced.inputs:
         match each:

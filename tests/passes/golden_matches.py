@@ -1,6 +1,6 @@
-"""How often each pass matches and misses in each family: what is committed, and how it is made anew.
+"""The number of matches and misses of each pass in each family: the committed table, and its generator.
 
-python -m tests.passes.golden_matches
+Run `python -m tests.passes.golden_matches` to write the table.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from tests.runner.tiny_models import FAMILIES, UNLISTED
 TABLE = Path(__file__).with_name("golden_matches.json")
 COMMAND = "python -m tests.passes.golden_matches"
 DTYPE = torch.bfloat16
-"""What models are served in: its graphs have the casts that float32 ones lack."""
+"""The dtype that models are served in, whose graphs have casts that float32 graphs lack."""
 
 Matches = dict[str, dict[str, int]]  # pass -> {"matches": n, "misses": n}
 
 
 def found_matches(name: str) -> Matches:
-    """What every pass of ours finds in traced family `name`. None may fail."""
+    """Return what every built-in pass finds in traced family `name`. No pass may fail."""
     passes = all_passes()
     outcomes = family(name, DTYPE).apply(*passes)
     return {

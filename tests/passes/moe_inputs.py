@@ -67,7 +67,7 @@ def moe_inputs(
 
 
 def exact(inputs: MoeInputs) -> torch.Tensor:
-    """In float64, nothing rounded in between."""
+    """Return the result in float64, with nothing rounded in between."""
     return unfused(inputs.to(torch.float64))
 
 

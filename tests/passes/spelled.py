@@ -26,7 +26,7 @@ def run(graph: fx.Graph, *inputs: torch.Tensor) -> Any:
 
 
 def calls(graph: fx.Graph) -> list[str]:
-    """What a graph calls, in order; our ops without their namespace."""
+    """Return the calls of a graph in order; our ops without their namespace."""
     return [_called(node) for node in graph.nodes if node.op.startswith("call_")]
 
 

@@ -1,4 +1,4 @@
-"""What returns its input leaves the graph, bit for bit; what only looks so stays."""
+"""Calls that return their input leave the graph, bit for bit; calls that only seem to do so stay."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from piecegraph.compiler.pass_contexts import FixedInputs
-from piecegraph.compiler.run_pass import PassOutcome, run_pass
-from piecegraph.compiler.trace import trace
+from piecegraph.compiler.rewriting.pass_contexts import FixedInputs
+from piecegraph.compiler.rewriting.run_pass import PassOutcome, run_pass
+from piecegraph.compiler.tracing.trace import trace
 from piecegraph.passes.eliminate_noops import EliminateNoops
-from piecegraph.passes.single_products import MATMUL
-from piecegraph.passes.torch_ir import is_call
+from piecegraph.passes.matching.single_products import MATMUL
+from piecegraph.passes.matching.torch_ir import is_call
 from tests.passes.family_runs import family, prompt
 from tests.runner.tiny_models import FAMILIES, UNLISTED
 
@@ -32,7 +32,7 @@ class _Module(nn.Module):
 
 
 def graph_of(function: Function, dtype: torch.dtype = torch.float32) -> fx.Graph:
-    """As Dynamo writes `function` of a tensor `[num_tokens, 4]`."""
+    """Return the graph that Dynamo writes for `function` of a tensor `[num_tokens, 4]`."""
     x = torch.zeros(3, 4).to(dtype)
     return trace(_Module(function), (x,), {}, {"x": {0: "num_tokens"}}).graph_module.graph
 
@@ -81,7 +81,7 @@ NOOPS: dict[str, Function] = {
 
 
 @pytest.mark.parametrize("name", NOOPS)
-def test_what_changes_nothing_goes(name: str) -> None:
+def test_calls_that_change_nothing_are_removed(name: str) -> None:
     graph = graph_of(NOOPS[name])
     before = len(calls(graph))
     outcome = eliminate(graph)
@@ -107,7 +107,7 @@ STAYS: dict[str, Function] = {
 
 
 @pytest.mark.parametrize("name", STAYS)
-def test_what_changes_something_stays(name: str) -> None:
+def test_calls_that_change_something_stay(name: str) -> None:
     graph = graph_of(STAYS[name])
     before = calls(graph)
     assert len(before) >= 3

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from piecegraph.passes.fuse_act_mul import FuseActMul
-from piecegraph.passes.graph_pass import PassResult
+from piecegraph.passes.matching.graph_pass import PassResult
 from piecegraph.passes.ops.act_mul import ACT_MUL
 from tests.passes.pass_context import FakeContext
 from tests.passes.spelled import calls, graph_of, run, text
@@ -146,8 +146,8 @@ def in_float64(y: Tensor) -> Tensor:
     [
         (up_first, "gate is columns 8:16 of y, up is 0:8; wanted is gate first"),
         (gap, "gate is columns 0:6 of y, up is 8:14; wanted are halves side by side"),
-        (interleaved, "gate getitem and up getitem_1 are no slices of one tensor: are their projections merged?"),
-        (two_tensors, "gate neg and up y are no slices of one tensor: are their projections merged?"),
+        (interleaved, "gate getitem and up getitem_1 are not slices of one tensor: are their projections merged?"),
+        (two_tensors, "gate neg and up y are not slices of one tensor: are their projections merged?"),
         (second_reader, "it has a second reader: mul, output"),
         (two_dtypes, "silu is torch.float32 and double is torch.float64; wanted is one dtype"),
         (in_place, "it works in place"),
@@ -174,7 +174,7 @@ GATES = {
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_gates_of_a_family(name: str) -> None:
+def test_every_gate_of_a_model_family_matches(name: str) -> None:
     graph, context = merged_family(name, torch.bfloat16)
     result = FuseActMul().apply(graph, context)
     graph.lint()

@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import fx
 
 from piecegraph.passes.fuse_add_rms_norm import FuseAddRMSNorm
-from piecegraph.passes.graph_pass import PassResult
-from piecegraph.passes.ops.rms_norm import ADD_RMS_NORM, MAX_SIZE, RMS_NORM
+from piecegraph.passes.kernels.common.gpu_limits import MAX_NORM_SIZE
+from piecegraph.passes.matching.graph_pass import PassResult
+from piecegraph.passes.ops.rms_norm import ADD_RMS_NORM, RMS_NORM
 from tests.passes.pass_context import FakeContext
 from tests.passes.spelled import calls, graph_of, run, text
 from tests.passes.traced_family import merged_family
@@ -113,7 +114,7 @@ def test_every_spelling_is_one_op(spelling: Callable[..., Tensor], dtype: torch.
     assert_close(run(graph, x, weight), spelling(x, weight))
 
 
-def test_a_norm_that_stays_in_float32_does() -> None:
+def test_a_norm_in_float32_stays_in_float32() -> None:
     x, weight = inputs(torch.bfloat16)
     graph = graph_of(stays_wide, x, weight)
     assert fuse(graph).matches == 1
@@ -306,7 +307,7 @@ def written_weight(x: Tensor, weight: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("function", "reason"),
     [
-        (epsilon_is_a_tensor, "its epsilon is no constant but weight"),
+        (epsilon_is_a_tensor, "its epsilon is not a constant but weight"),
         (no_mean, "it is the root of a sum of sum_1 and 1e-05; wanted is a mean of squares and an epsilon"),
         (no_epsilon, "it is the root of mean; wanted is a mean of squares plus an epsilon"),
         (over_rows, "mean is a mean over dim 0; wanted is the last alone"),
@@ -314,7 +315,7 @@ def written_weight(x: Tensor, weight: Tensor) -> Tensor:
         (second_reader, "rsqrt has a second reader: mul, output"),
         (scales_another, "mul scales weight, but what was squared is x"),
         (layer_norm, "what is squared is a difference, sub: a norm that takes the mean off (LayerNorm)"),
-        (default_epsilon, "its epsilon is no constant but None"),
+        (default_epsilon, "its epsilon is not a constant but None"),
         (over_two_dims, "it norms over the dims (3, 16); wanted is the last alone"),
         (written_between, "mul is changed in place by add_, before mul_1 is there"),
         (computed_weight, "its weight mul is computed here; wanted is an input that nothing changes"),
@@ -333,17 +334,17 @@ def test_a_miss_says_why(function: Callable[..., Any], reason: str) -> None:
 
 
 def test_rows_too_long_for_the_kernel_are_a_miss() -> None:
-    """Not an error when the model runs."""
-    for size, matches in ((MAX_SIZE, 1), (MAX_SIZE + 1, 0)):
+    """The pass reports a miss, instead of an error when the model runs."""
+    for size, matches in ((MAX_NORM_SIZE, 1), (MAX_NORM_SIZE + 1, 0)):
         graph = graph_of(lambda x: x * inverse(x), torch.ones(2, size))
         result = fuse(graph)
         assert result.matches == matches
-        reasons = [f"rows of x have {size} numbers; the kernel takes up to {MAX_SIZE}"] * (1 - matches)
+        reasons = [f"rows of x have {size} numbers; the kernel takes up to {MAX_NORM_SIZE}"] * (1 - matches)
         assert [miss.reason for miss in result.misses] == reasons
 
 
 def test_a_weight_that_the_graph_computes_multiplies_after_the_op() -> None:
-    """The kernel reads weights before the one ahead of it is done."""
+    """The kernel reads weights before the preceding kernel has ended."""
     x, weight = inputs(torch.float32)
     graph = graph_of(lambda x, weight: llama(x, weight * 2.0), x, weight)
     assert fuse(graph).matches == 1
@@ -381,7 +382,7 @@ def assert_norms(name: str, dtype: torch.dtype, expected: tuple[int, int]) -> No
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_norms_of_a_family(name: str) -> None:
+def test_every_norm_of_a_model_family_matches(name: str) -> None:
     assert_norms(name, torch.bfloat16, NORMS[name])
 
 

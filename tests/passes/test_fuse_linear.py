@@ -1,4 +1,4 @@
-"""Which linears take our op, and which stay torch's."""
+"""The linears that take our op, and those that stay torch's."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from piecegraph.passes.fuse_linear import FuseLinear
-from piecegraph.passes.graph_pass import PassResult
+from piecegraph.passes.matching.graph_pass import PassResult
 from piecegraph.passes.ops.act_mul import ACT_MUL
 from piecegraph.passes.ops.linear import LINEAR
 from tests.passes import spelled
@@ -54,7 +54,7 @@ def half(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, dtype=torch.bfloat16) / 16
 
 
-def test_a_linear_becomes_ours() -> None:
+def test_a_linear_becomes_the_op_of_ours() -> None:
     assert fused(graph_of(half(32, 128), half(32))) == (PassResult(1), [LINEAR])
 
 
@@ -98,7 +98,7 @@ def test_a_norm_that_a_linear_alone_reads_becomes_part_of_it() -> None:
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_what_made_the_sum_of_such_a_norm_goes_with_it(is_first: bool) -> None:
+def test_the_linear_before_a_fused_norm_joins_it(is_first: bool) -> None:
     """Whichever of the two it is."""
 
     def function(
@@ -118,7 +118,7 @@ def test_what_made_the_sum_of_such_a_norm_goes_with_it(is_first: bool) -> None:
     torch.testing.assert_close(spelled.run(graph, *inputs), before, atol=2e-2, rtol=2e-2)
 
 
-def test_what_made_the_sum_stays_where_others_read_it_or_its_input_is_changed() -> None:
+def test_the_linear_before_a_norm_stays_if_others_read_it_or_its_input_changes() -> None:
     def read(x: torch.Tensor, residual: torch.Tensor, down: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         made = F.linear(x, down)
         normed, total = torch.ops.piecegraph.add_rms_norm.default(made, residual, None, EPS, 0.0)
@@ -163,7 +163,7 @@ def missed(function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> list
     return [miss.reason for miss in FuseLinear().apply(graph, FakeContext(graph)).misses]
 
 
-def test_what_the_kernels_cannot_read_is_a_miss() -> None:
+def test_operands_that_the_kernels_cannot_read_are_a_miss() -> None:
     x, weight = half(3, 128), half(32, 128)
     computed = "its weight mul is computed here; wanted is an input that nothing changes"
     assert missed(lambda x, weight: F.linear(x, weight * 2.0), x, weight) == [computed]

@@ -12,9 +12,9 @@ from torch import fx
 
 from piecegraph.passes.eliminate_noops import EliminateNoops
 from piecegraph.passes.fuse_lookups import FuseLookups
-from piecegraph.passes.graph_pass import PassResult
+from piecegraph.passes.matching.graph_pass import PassResult
 from piecegraph.passes.ops.take_rows import TAKE_ROWS
-from piecegraph.passes.tail import Tail
+from piecegraph.passes.select_rows_early import SelectRowsEarly
 from tests.passes.family_runs import family, prompt
 from tests.passes.pass_context import FakeContext
 from tests.passes.spelled import calls, graph_of, run
@@ -47,7 +47,7 @@ SPELLINGS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", SPELLINGS)
-def test_however_it_is_spelled(name: str) -> None:
+def test_a_lookup_matches_however_it_is_spelled(name: str) -> None:
     function, source = SPELLINGS[name]
     graph = graph_of(function, source, INDEX)
     expected = run(graph, source, INDEX)
@@ -56,7 +56,7 @@ def test_however_it_is_spelled(name: str) -> None:
     assert torch.equal(run(graph, source, INDEX), expected)
 
 
-def test_one_kernel_takes_the_rows_of_several_tensors() -> None:
+def test_one_call_takes_the_same_rows_of_several_tensors() -> None:
     """Their sources must be there when the first is taken; others follow by themselves."""
 
     def function(x: Tensor, y: Tensor, i: Tensor) -> Any:
@@ -74,7 +74,7 @@ def test_one_kernel_takes_the_rows_of_several_tensors() -> None:
 
 
 def test_a_lookup_in_what_was_looked_up() -> None:
-    """As the rows that sample are of a model of one layer, whose residual is the embedding."""
+    """The sampled rows of a model of one layer, whose residual is the embedding, are such a lookup."""
 
     def function(x: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return F.embedding(i, x)[j][j].index_select(0, j)
@@ -90,7 +90,7 @@ def test_a_lookup_in_what_was_looked_up() -> None:
 def test_a_model_of_one_layer() -> None:
     model = family("llama", torch.float32, 1)
     expected = model.logits(prompt(6), [5, 0])
-    for outcome in model.apply(EliminateNoops(), Tail(), FuseLookups()):
+    for outcome in model.apply(EliminateNoops(), SelectRowsEarly(), FuseLookups()):
         assert not outcome.error, outcome
     assert outcome.matches == 3
     torch.testing.assert_close(model.logits(prompt(6), [5, 0]), expected, rtol=1e-4, atol=1e-4)
@@ -116,7 +116,7 @@ REFUSED: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Tensor, str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_no_kernel_takes_says_why(name: str) -> None:
+def test_a_linear_that_no_kernel_takes_is_a_miss_with_a_reason(name: str) -> None:
     function, source, reason = REFUSED[name]
     result = fuse(graph_of(function, source, INDEX))
     assert result.matches == 0
@@ -135,12 +135,12 @@ NO_SITES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", NO_SITES)
-def test_what_is_no_lookup_is_no_miss(name: str) -> None:
+def test_calls_that_are_not_lookups_are_not_misses(name: str) -> None:
     assert fuse(graph_of(NO_SITES[name], TABLE, INDEX)) == PassResult()
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_of_a_model_its_embedding_and_the_rows_that_sample(name: str) -> None:
+def test_the_embedding_and_the_sampled_rows_of_a_model_match(name: str) -> None:
     graph, context = traced_family(name, torch.bfloat16)
     result = FuseLookups().apply(graph, context)
     graph.lint()

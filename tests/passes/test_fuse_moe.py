@@ -13,7 +13,7 @@ from torch import fx
 from piecegraph import LLM, SamplingParams
 from piecegraph.passes.fuse_act_mul import FuseActMul
 from piecegraph.passes.fuse_moe import GROUPED_MM, FuseMoe
-from piecegraph.passes.graph_pass import GraphPass, PassResult
+from piecegraph.passes.matching.graph_pass import GraphPass, PassResult
 from tests.passes.traced_family import traced_family
 from tests.runner.margin_rule import assert_same_tokens
 from tests.runner.tiny_models import make_model, save
@@ -171,7 +171,7 @@ def _mean(graph: fx.Graph) -> None:
         (_read_inside, "is also read by output"),
         (_other_activation, "gated by something other than act(gate) * up, at proj_out_1"),
         (_up_first, "not its first and its second half"),
-        (_experts_elsewhere, "router_indices is no choice of topk among the 4 experts whose weights are here"),
+        (_experts_elsewhere, "router_indices is not a choice of topk among the 4 experts whose weights are here"),
         (_descending, "does not count expert ids sorted upwards"),
         (_other_dtype, "tokens and weights are torch.bfloat16, torch.float16; wanted is one dtype"),
         (_written, "is changed in place by mul_, before"),
@@ -189,7 +189,7 @@ def test_a_miss_says_why_and_other_layers_match(change: Callable[[fx.Graph], Non
 
 
 @pytest.mark.parametrize(("family", "compiler"), [*((family, "eager") for family in LAYERS), ("qwen3-moe", "inductor")])
-def test_tokens_are_transformers(family: str, compiler: str, tmp_path: Path) -> None:
+def test_tokens_equal_those_of_transformers(family: str, compiler: str, tmp_path: Path) -> None:
     """Through the whole runner, greedy, in float32."""
     model = make_model(family)
     prompts = [[5, 17, 3], [9], [7, 7, 90, 23, 41, 2, 64, 118, 30, 55, 81, 12]]

@@ -12,9 +12,10 @@ from torch import fx
 from piecegraph.passes.eliminate_noops import EliminateNoops
 from piecegraph.passes.fuse_add_rms_norm import FuseAddRMSNorm
 from piecegraph.passes.fuse_rope_kv_write import FuseRopeKVWrite
-from piecegraph.passes.graph_pass import PassResult
+from piecegraph.passes.matching.graph_pass import PassResult
 from piecegraph.passes.ops.rms_norm import RMS_NORM
-from piecegraph.runner.attention import op as _op  # noqa: F401  (registers the ops the pass knows by name)
+from piecegraph.runner.attention.interface import op as _op  # noqa: F401  (registers the ops the pass knows by name)
+from piecegraph.runner.attention.interface.op_call import AttentionCall
 from tests.passes.family_runs import family
 from tests.passes.pass_context import FakeContext
 from tests.passes.spelled import calls, graph_of, text
@@ -29,7 +30,7 @@ DIM, EPS = 8, 1e-6
 @pytest.fixture(autouse=True)
 def _attention_of_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs are recorded by running them; there is no cache here."""
-    monkeypatch.setattr("piecegraph.runner.attention.op.get_forward_context", NoContext)
+    monkeypatch.setattr("piecegraph.runner.attention.interface.op.get_forward_context", NoContext)
 
 
 class NoContext:
@@ -43,8 +44,8 @@ class NoContext:
     def impl(self) -> NoContext:
         return self
 
-    def forward(self, *tensors: Tensor, **options: Any) -> None:
-        tensors[3].zero_()
+    def forward(self, call: AttentionCall, *where: object) -> None:
+        call.out.zero_()
 
 
 def rotate_half(x: Tensor) -> Tensor:
@@ -149,7 +150,7 @@ def arguments_of(call: fx.Node) -> Any:
 
 
 def inlined(graph: fx.Graph, call: fx.Node) -> fx.Graph:
-    """As Dynamo records it: `attend` written out, its op without a result that is read."""
+    """Return attention as Dynamo records it: `attend` written out, its op without a result that is read."""
     arguments = arguments_of(call)
     with graph.inserting_before(call):
         parts = [graph.call_method("squeeze", (graph.call_method("transpose", (x, 1, 2)), 0)) for x in arguments]
@@ -332,7 +333,7 @@ def table_changes(x: Tensor, qkv: Tensor, weight: Tensor, cos: Tensor, sin: Tens
 
 
 MISSES: dict[Callable[..., Tensor], str] = {
-    no_rotary: "is no rotary embedding",
+    no_rotary: "is not a rotary embedding",
     norm_alone: "norms its heads, and nothing rotates them afterwards",
     interleaved: "rotates numbers next to each other (interleaved); wanted is half against half",
     other_sine: "query is rotated by cos and sin, key by cos and cos; wanted are the same",
@@ -343,7 +344,7 @@ MISSES: dict[Callable[..., Tensor], str] = {
     value_is_the_query: "has a second reader: ",
     table_for_tokens_of_another_dim: "is a table [1, 1, 8]; wanted is [1, tokens, 8]",
     not_the_rest: "which is not the rest of the same heads",
-    half_turned_the_other_way: "is no rotary embedding",
+    half_turned_the_other_way: "is not a rotary embedding",
     key_changes: "transpose is changed in place by something else",
     table_changes: "mul is changed in place by something else",
     an_input_is_rotated: "may be the memory of an input",
@@ -367,7 +368,7 @@ def test_a_graph_without_attention_is_no_site() -> None:
     assert fuse(graph) == PassResult()
 
 
-def test_its_ops_are_fields() -> None:
+def test_the_names_of_its_ops_are_options_of_the_pass() -> None:
     """A runner with ops of its own names them; the pass knows no runner."""
     graph = traced(plain)
     result = FuseRopeKVWrite(attention_op="other::attention").apply(graph, FakeContext(graph))
@@ -387,14 +388,14 @@ LAYERS = {  # attention calls that fuse; the others of a family are misses
     "smollm3": 1,
 }
 WHY_NOT = {
-    "opt": "is no rotary embedding",
-    "gpt2": "is no rotary embedding",
-    "smollm3": "is no rotary embedding",
+    "opt": "is not a rotary embedding",
+    "gpt2": "is not a rotary embedding",
+    "smollm3": "is not a rotary embedding",
     "cohere": "(interleaved)",
     "glm4": "(interleaved)",
     "ernie4.5": "(interleaved)",
-    "gpt-oss": "is no rotary embedding",
-    "deepseek-v3": "is no rotary embedding",
+    "gpt-oss": "is not a rotary embedding",
+    "deepseek-v3": "is not a rotary embedding",
 }
 
 
@@ -402,7 +403,7 @@ WHY_NOT = {
     ("name", "dtype"),
     [*((name, torch.bfloat16) for name in (*FAMILIES, *UNLISTED)), ("qwen3", torch.float32), ("phi3", torch.float16)],
 )
-def test_layers_of_a_family(name: str, dtype: torch.dtype) -> None:
+def test_every_layer_of_a_model_family_matches(name: str, dtype: torch.dtype) -> None:
     """Every one fuses or says why not; norms of heads are gone from the pieces, and tables are there once."""
     run = family(name, dtype)
     *_, outcome = run.apply(EliminateNoops(), FuseAddRMSNorm(), FuseRopeKVWrite())

@@ -114,7 +114,7 @@ def test_a_weight_read_elsewhere_stays() -> None:
     assert merge(graph) == [("weight_0", "weight_2")]
 
 
-def test_dtypes_do_not_mix() -> None:
+def test_linears_of_other_dtypes_are_not_merged() -> None:
     graph = Projections().graph()
     (weight,) = [node for node in graph.nodes if node.name == "weight_1"]
     weight.meta["example_value"] = weight.meta["example_value"].half()
@@ -205,7 +205,7 @@ def make_inputs(shape: torch.Size, random: torch.Generator) -> Tensors:
 
 
 def size_of(shape: Sequence[int]) -> int:
-    """As many products are added up, by one matmul maybe in another order than by several."""
+    """Return the number of products in a sum, which one matmul may add in another order than several."""
     return shape[1]
 
 
@@ -220,7 +220,7 @@ def separate(x: torch.Tensor, *tensors: torch.Tensor) -> Tensors:
 
 
 def merged(x: torch.Tensor, *tensors: torch.Tensor) -> Tensors:
-    """What the pass makes of them."""
+    """Return the results of linears that the pass merged."""
     weights, biases = halves(tensors)
     columns = tuple(len(each) for each in weights)
     whole, whole_bias = torch.cat(weights), torch.cat(biases)

@@ -1,4 +1,4 @@
-"""Which passes run, and in which order."""
+"""The passes that run, and their order."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch import fx
 
 from piecegraph.config import PASSES
-from piecegraph.passes.graph_pass import GraphPass, PassContext, PassResult
+from piecegraph.passes.matching.graph_pass import GraphPass, PassContext, PassResult
 from piecegraph.passes.pipeline import ON_A_GPU, all_passes, default_passes, pipeline
 
 
@@ -34,7 +34,7 @@ def test_every_pass_is_a_value() -> None:
     assert len({each.uuid() for each in all_passes()}) == len(PASSES)
 
 
-def test_by_default_those_run_that_pay_on_the_device() -> None:
+def test_the_default_passes_are_those_that_pay_off_on_the_device() -> None:
     assert pipeline(None, "cuda") == default_passes("cuda") == all_passes()
     assert names(pipeline(None, "cpu")) == [name for name in PASSES if name not in ON_A_GPU]
     assert set(PASSES) >= ON_A_GPU

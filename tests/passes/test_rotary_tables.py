@@ -126,7 +126,7 @@ def the_other_way_round(positions: Tensor, inv_freq: Tensor) -> Tables:
 
 
 def tokens_and_numbers_swapped(positions: Tensor, inv_freq: Tensor) -> Tables:
-    """As many of the one as of the other."""
+    """Return transposed tables, of as many tokens as numbers."""
     cos, sin = plain(positions, inv_freq)
     return cos.squeeze(0).t(), sin.squeeze(0).t()
 
@@ -165,7 +165,7 @@ def fuse(graph: fx.Graph) -> bool:
 
 @pytest.mark.parametrize("function", MATCHES)
 def test_every_spelling_becomes_one_op(function: Function) -> None:
-    """With the same bits, for these numbers of tokens and frequencies, and one of either."""
+    """The bits are the same for these numbers of tokens and frequencies, and for one of either."""
     for given in (inputs(), inputs(1), inputs(half=1), inputs(1, 1)):
         graph = graph_of(function, *given)
         assert fuse(graph)
@@ -178,7 +178,7 @@ def test_every_spelling_becomes_one_op(function: Function) -> None:
 
 
 def test_the_graph_before_and_after() -> None:
-    """Who reads a table without its first dim reads the op's."""
+    """A reader of a table without its first dim reads the op's result."""
 
     def with_readers(positions: Tensor, inv_freq: Tensor) -> tuple[Tensor, ...]:
         cos, sin = plain(positions, inv_freq)
@@ -200,7 +200,7 @@ def test_the_graph_before_and_after() -> None:
 
 
 @pytest.mark.parametrize("function", OTHERS)
-def test_what_stays(function: Function) -> None:
+def test_calls_that_must_stay_are_not_rewritten(function: Function) -> None:
     for given in (inputs(4), inputs(8)):
         graph = graph_of(function, *given)
         before = str(graph)
@@ -213,8 +213,8 @@ MADE_OF = {"cos", "sin", "mul", "cat", "repeat"}
 
 
 @pytest.mark.parametrize(("name", "num_ops"), [("llama", 1), ("qwen3", 1), ("gemma3", 2)])
-def test_of_a_familys_tables_the_op_is_left(name: str, num_ops: int) -> None:
-    """In its first piece, one for each kind of frequencies."""
+def test_the_tables_of_a_family_become_one_op(name: str, num_ops: int) -> None:
+    """The first piece has one op for each kind of frequencies."""
     whole = family(name, torch.bfloat16)
     whole.apply(*all_passes())
     first = calls(whole.unique_pieces()[0].graph_module.graph)
@@ -235,7 +235,7 @@ def test_a_family_whose_halves_are_not_repeated_keeps_its_tables(name: str) -> N
 
 @pytest.mark.parametrize("name", ["llama", "llama-yarn", "gemma3", "phi3-longrope-long", "phi", "gpt-neox"])
 def test_attention_is_given_the_same_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of every table, for partial rotary embedding, frequencies of several kinds and a scaling too."""
+    """The bits agree for every table: for partial rotary embedding, several kinds of frequencies and a scaling too."""
     fused = tables_given(name)
     monkeypatch.setattr(fuse_rope_kv_write, "fuse_rotary_tables", lambda graph, cos, sin: False)
     kept = tables_given(name)

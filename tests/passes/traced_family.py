@@ -7,8 +7,8 @@ import copy
 import torch
 from torch import fx
 
-from piecegraph.compiler.split_ops import split_op_matcher
-from piecegraph.compiler.trace import BoundInput
+from piecegraph.compiler.common.split_ops import split_op_matcher
+from piecegraph.compiler.tracing.signature import BoundInput
 from piecegraph.config import DEFAULT_SPLIT_OPS
 from piecegraph.passes.merge_projections import MergeProjections
 from tests.passes.family_runs import family

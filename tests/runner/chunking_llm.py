@@ -16,7 +16,7 @@ def chunking_llm(folder: Path, *, is_ahead: bool) -> Iterator[LLM]:
         folder,
         dtype="float32",
         compiler="eager",
-        max_num_seqs=8,
+        max_num_seqs=7,
         num_kv_blocks=64,
         max_num_batched_tokens=7,
         async_scheduling=is_ahead,

@@ -29,7 +29,7 @@ def llama_dir(llama: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.fixture(scope="session")
 def llm(llama_dir: Path) -> Iterator[LLM]:
-    """That model, loaded. Leave nothing running in it."""
+    """Return that model, loaded. A test must leave no request running in it."""
     with LLM(llama_dir, dtype="float32", compiler="eager", max_num_seqs=8, num_kv_blocks=48) as llm:
         yield llm
         assert not llm.engine.has_unfinished

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from piecegraph.runner.input_buffers import InputBuffers
-from piecegraph.runner.request_states import RequestStates
+from piecegraph.runner.step.state.input_buffers import InputBuffers
+from piecegraph.runner.step.state.request_states import RequestStates
 
 MAX_MODEL_LEN, BLOCK_SIZE, MAX_BLOCKS = 24, 4, 6
 POISON = 0x7F7F7F7F

@@ -15,8 +15,10 @@ from functools import lru_cache
 import torch
 from transformers import PreTrainedModel
 
-from piecegraph.runner.sampling.gumbel import gumbel_noise
-from piecegraph.runner.sampling_params import SamplingParams
+from piecegraph.runner.common.logprobs import Logprob
+from piecegraph.runner.common.sampling_params import SamplingParams
+from piecegraph.runner.sampling.gumbel_sample import gumbel_noise
+from tests.runner.logprob_values import values_of
 from tests.runner.margin_rule import FLOAT32_NOISE
 
 LOG_STEP = 2.0**-22
@@ -29,7 +31,7 @@ class AloneModel:
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
         self.logits = lru_cache(maxsize=512)(self._logits)
-        """Of the token after each of a tuple of tokens: `[num_tokens, vocab_size]` float64."""
+        """A function from tokens to the logits of the token after each, `[num_tokens, vocab_size]` float64."""
 
     @torch.no_grad()
     def _logits(self, token_ids: tuple[int, ...]) -> torch.Tensor:
@@ -95,17 +97,18 @@ def assert_ends_where_it_must(
         assert is_stopped or len(output) == max_tokens
 
 
-def assert_logprobs(raw: torch.Tensor, token: int, found: Mapping[int, float], wanted: int) -> None:
+def assert_logprobs(raw: torch.Tensor, token: int, found: Mapping[int, Logprob], wanted: int) -> None:
     """`found` is of the token itself and the `wanted` likeliest, -1 all, by logits `[vocab_size]` before options."""
     error = 2 * FLOAT32_NOISE * max(1.0, float(raw.abs().max()))
     expected = raw.log_softmax(-1)
     num_likeliest = len(raw) if wanted == -1 else wanted
     assert next(iter(found)) == token and len(found) in (num_likeliest, num_likeliest + 1)
-    for one, value in found.items():
+    values = values_of(found)
+    for one, value in values.items():
         assert abs(float(expected[one]) - value) <= error, f"{one}: {value}, not {float(expected[one])}"
     if num_likeliest:
         least = float(expected.topk(num_likeliest).values[-1])
-        others = [value for one, value in found.items() if one != token]
+        others = [value for one, value in values.items() if one != token]
         assert min(others, default=least) >= least - error, "others are likelier"
 
 
@@ -132,7 +135,7 @@ def _changed(
 
 
 def _kept(scores: torch.Tensor, error: float, params: SamplingParams) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which tokens the options keep: surely, and perhaps. `scores` are off by up to `error`."""
+    """Return the tokens that the options surely keep and possibly keep, if `scores` are off by up to `error`."""
     surely = torch.isfinite(scores)
     maybe = surely.clone()
     if params.min_p > 0:

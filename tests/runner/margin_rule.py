@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 FLOAT32_NOISE = 1e-4
-"""Of a logit of magnitude one; measured differences on these models stay ten times below."""
+"""The error of a logit of magnitude one; measured differences on these models are ten times smaller."""
 
 
 def generate_alone(model: PreTrainedModel, prompt: Sequence[int], num_tokens: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""What steps of an engine cost, counted and not timed."""
+"""The cost of an engine's steps, counted and not timed."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from piecegraph.compiler.graphs.graphs import Graphs
-from piecegraph.runner import staged_write
-from piecegraph.runner.uva_ring import UvaRing
+from piecegraph.runner.device_memory import staged_write
+from piecegraph.runner.device_memory.host_memory.uva import UvaRing
 
 
 @dataclass
@@ -34,7 +34,7 @@ class StepCounts:
 
     @property
     def launches(self) -> int:
-        """What a GPU would be told to run."""
+        """The number of launches that a GPU would make."""
         return self.graphs + self.staged_writes + sum(self.writes.values()) + sum(self.allocations.values())
 
 
@@ -110,7 +110,7 @@ class StepMemory:
 
 
 def step_memory(step: Callable[[], object], num_steps: int) -> StepMemory:
-    """What `step` allocates in Python, without the collector."""
+    """Return what `step` allocates in Python, with the garbage collector off."""
     gc.collect()
     gc.disable()
     tracemalloc.start()

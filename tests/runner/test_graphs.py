@@ -15,9 +15,9 @@ from piecegraph import LLM, SamplingParams
 from piecegraph.compiler.graphs.batch_descriptor import BatchDescriptor
 from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
 from piecegraph.errors import CaptureError, ConfigError
-from piecegraph.runner.batch import Batch
-from piecegraph.runner.dispatcher import Dispatched
-from piecegraph.runner.model_runner import ModelRunner
+from piecegraph.runner.cudagraphs.dispatcher import Dispatched
+from piecegraph.runner.engine.model_runner import ModelRunner
+from piecegraph.runner.step.batch import Batch
 from tests.runner.margin_rule import assert_same_tokens
 
 FULL, PIECEWISE, NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
@@ -100,7 +100,7 @@ def restore(runner: ModelRunner, saved: list[torch.Tensor]) -> None:
 
 
 def caches(runner: ModelRunner) -> list[torch.Tensor]:
-    """As bytes: what was never written may hold NaN, which equals nothing."""
+    """Return copies as bytes, because memory that was never written may hold NaN."""
     return [tensor.clone() for tensor in _cache_tensors(runner)]
 
 
@@ -242,7 +242,7 @@ def test_above_the_largest_size_runs_without_graphs_and_says_so(llama_dir: Path)
 
 def test_a_bucket_that_cannot_be_captured_becomes_none(llama_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Its capture fails; the process serves on, and the reason is counted. Strict refuses to start."""
-    from piecegraph.runner.cudagraph_manager import CudaGraphManager
+    from piecegraph.runner.cudagraphs.manager import CudaGraphManager
 
     inputs = CudaGraphManager._piecewise_inputs
 
@@ -306,13 +306,13 @@ def test_memory_that_moved_is_named_before_it_is_read(llama_dir: Path, mode: CUD
 
 
 def test_a_size_no_batch_can_fill_is_captured_all_the_same(llama_dir: Path) -> None:
-    """One request of 32 tokens at most, and a bucket of 64: the rest of it is padding."""
+    """A request has at most 32 tokens, so the rest of a bucket of 64 is padding."""
     sizes = {"cudagraph_capture_sizes": [1, 64], "max_num_seqs": 1, "max_num_batched_tokens": 64, "max_model_len": 32}
     with load(llama_dir, **sizes) as llm:
         assert llm.runner.graphs.failed() == {}
         assert [d.num_tokens for d in llm.runner.graphs.descriptors(PIECEWISE)] == [64, 1]
 
 
-def test_static_sizes_that_cannot_be_had_are_told(llama_dir: Path) -> None:
+def test_a_note_says_that_static_sizes_have_no_effect(llama_dir: Path) -> None:
     with load(llama_dir, compile_sizes=[1], cudagraph_mode="NONE") as llm:
         assert "compile_sizes: eager pieces are not compiled, so no size is static" in llm.notes

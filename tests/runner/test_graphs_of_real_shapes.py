@@ -13,11 +13,9 @@ import torch
 
 from piecegraph import LLM
 from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
-from piecegraph.compiler.graphs.growing_segments import is_on
-from piecegraph.compiler.torch_compat import allocator_settings
-from piecegraph.runner.capture_sizes import default_capture_sizes
-from piecegraph.runner.dispatcher import Dispatched
-from piecegraph.tools.bench.shapes import SHAPES
+from piecegraph.runner.cudagraphs.capture_sizes import default_capture_sizes
+from piecegraph.runner.cudagraphs.dispatcher import Dispatched
+from piecegraph.tools.command_line.shapes import SHAPES
 from tests.runner.test_graphs import FULL, NONE, PIECEWISE, decoding, generate, restore, snapshot, without_graphs
 
 SMOLLM2: dict[str, Any] = {
@@ -65,24 +63,7 @@ def test_a_replay_is_bitwise_the_pieces_at_every_size(real: LLM, mode: CUDAGraph
     real.engine.abort("r0")
 
 
-def test_layers_are_copies_at_every_size(real: LLM) -> None:
-    """Else what is compared above would not be them."""
-    for graphs in real.runner.graphs.graphs.values():
-        copied = [any(each.num_blocks for each in graphs[descriptor].copied) for descriptor in graphs.descriptors]
-        assert all(copied), real.runner.graphs.not_copied()
-
-
-def test_the_allocator_is_set_as_before(real: LLM) -> None:
-    """Graphs take their memory from segments that grow, and nothing else does."""
-    assert not is_on(allocator_settings())
-    kept = torch.empty(2**28, dtype=torch.uint8, device="cuda")
-    segments = torch.cuda.memory_snapshot()
-    assert any(segment["is_expandable"] for segment in segments)
-    (its,) = [s for s in segments if s["address"] <= kept.data_ptr() < s["address"] + s["total_size"]]
-    assert not its["is_expandable"]
-
-
 def test_full_and_piecewise_give_the_same_tokens(real: LLM) -> None:
-    """At one padded shape they run the same pieces; NONE runs another shape, so near ties may differ there."""
+    """Both modes run the same pieces at one padded shape; NONE runs another shape, so near ties may differ."""
     assert generate(real, FULL) == generate(real, PIECEWISE)
     assert [len(tokens) for tokens in generate(real, NONE)] == [8, 8, 8, 8]

@@ -10,9 +10,9 @@ import torch
 from piecegraph import LLM, SamplingParams
 from piecegraph.errors import OutOfMemory
 from piecegraph.progress import Phase
-from piecegraph.runner import load_engine
-from piecegraph.runner.cache_allocation import AllocateCaches, CacheAllocation, CacheSizes, reserve
-from piecegraph.runner.memory import MemoryBudget
+from piecegraph.runner.kv_cache.allocation import AllocateCaches, CacheAllocation, CacheSizes, reserve
+from piecegraph.runner.kv_cache.budget import MemoryBudget
+from piecegraph.runner.startup import load_engine
 from tests.runner.fake_memory_driver import FakeMemoryDriver
 
 TOTAL_BYTES, USED_BYTES = 4_000_000, 1_000_000
@@ -22,7 +22,7 @@ PROMPTS = ["one", "two, which is longer", "three"]
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> FakeMemoryDriver:
-    """What the next `LLM` on the CPU takes its cache from, as on a GPU."""
+    """Let the next `LLM` on the CPU take its cache from this driver, as on a GPU."""
     driver = FakeMemoryDriver(TOTAL_BYTES, granularity=1024)
 
     def allocate(allocate: AllocateCaches, sizes: CacheSizes, device: torch.device, **given: object) -> CacheAllocation:
@@ -39,7 +39,9 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> FakeMemoryDriver:
     return driver
 
 
-def test_it_answers_as_over_a_fixed_cache(llm: LLM, llama_dir: Path, driver: FakeMemoryDriver) -> None:
+def test_an_llm_over_a_growing_cache_answers_like_one_over_a_fixed_cache(
+    llm: LLM, llama_dir: Path, driver: FakeMemoryDriver
+) -> None:
     """The cache comes after the graphs, the scheduler has all of its blocks, and close gives all of it back."""
     expected = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, PARAMS, use_tqdm=False)]
     phases: list[Phase] = []
@@ -61,7 +63,7 @@ def test_it_answers_as_over_a_fixed_cache(llm: LLM, llama_dir: Path, driver: Fak
     assert not driver.mapped and not driver.reserved
 
 
-def test_too_little_is_refused_and_given_back(
+def test_too_little_memory_is_refused_and_freed(
     llama_dir: Path, driver: FakeMemoryDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Graphs took what one request needs: nothing of the cache is left behind."""

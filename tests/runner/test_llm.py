@@ -91,7 +91,7 @@ def test_eos_ends_a_text_unless_ignored(llama: PreTrainedModel, llama_dir: Path,
 
 
 def test_stream_gives_the_text_so_far(llm: LLM) -> None:
-    """One output a token, each longer than the last, the last as `generate` has it."""
+    """There is one output per token, each longer than the preceding one; the last equals that of `generate`."""
     seen = [output.outputs[0] for output in llm.stream("the first", GREEDY)]
     (whole,) = llm.generate("the first", GREEDY)
     assert [len(completion.token_ids) for completion in seen] == list(range(1, 11))
@@ -143,14 +143,14 @@ def test_chat_uses_the_template(llm: LLM) -> None:
         ({"prompt_token_ids": [5] * 96}, "the prompt has 96 tokens; max_model_len=96 leaves room for at most 95"),
         ({"prompt_token_ids": [261]}, "token id 261; ids go from 0 to 260"),
         ({"prompt_token_ids": [-1]}, "token id -1; ids go from 0 to 260"),
-        ({"prompt": "text"}, r"a prompt is a string or .*prompt_token_ids.*, not a mapping with \['prompt'\]"),
-        (7, "a prompt is a string or .*, not 7"),
+        ({"text": "text"}, "a prompt takes no 'text'. Known: cache_salt, prompt, "),
+        (7, "a prompt is a string, .*, not 7"),
     ],
 )
 def test_a_prompt_that_cannot_run_is_refused(llm: LLM, prompt: object, message: str) -> None:
     """Before anything runs: the good prompts beside it are not started either."""
     with pytest.raises(RequestError, match=message):
-        llm.generate(["good", prompt], GREEDY)  # type: ignore[list-item]
+        llm.generate(["good", prompt], GREEDY)
     assert not llm.engine.has_unfinished
 
 
@@ -215,9 +215,9 @@ def test_an_aborted_request_keeps_what_it_has(llm: LLM) -> None:
     assert engine.step() == []
 
 
-def test_a_model_before_is_gone_when_the_next_one_is_loaded(llama_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_earlier_model_is_freed_before_the_next_one_loads(llama_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its parts hold each other, so only the collector frees it, which rests while one is loaded."""
-    from piecegraph.runner import load_engine
+    from piecegraph.runner.startup import load_engine
 
     llm = LLM(str(llama_dir), compiler="eager", num_kv_blocks=8, device="cpu")
     weights = [weakref.ref(tensor) for _, tensor in llm.compiled.bound_tensors()]

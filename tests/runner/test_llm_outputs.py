@@ -1,4 +1,4 @@
-"""What comes back: completions, log probabilities, text as it grows, why it ended; and what errors leave behind."""
+"""Outputs have completions, log probabilities, growing text and finish reasons, and survive errors."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import PreTrainedModel
 
-from piecegraph import LLM, SamplingParams
+from piecegraph import LLM, RequestOutputKind, SamplingParams
 from piecegraph.errors import RequestError
-from piecegraph.runner.async_output import AsyncOutput
-from piecegraph.runner.engine import Engine
-from piecegraph.runner.model_runner import ModelRunner
-from piecegraph.runner.outputs import RequestOutput
+from piecegraph.runner.common.logprobs import Logprob, PromptLogprobs
+from piecegraph.runner.common.outputs import RequestOutput
+from piecegraph.runner.engine.engine import Engine
+from piecegraph.runner.engine.model_runner import ModelRunner
+from piecegraph.runner.output.async_output import AsyncOutput
 from tests.runner.byte_tokenizer import byte_tokenizer
 from tests.runner.chunking_llm import chunking_llm
 from tests.runner.margin_rule import assert_same_tokens
@@ -61,13 +63,17 @@ def reference_logprobs(model: PreTrainedModel, tokens: Sequence[int]) -> torch.T
     return logits.float().log_softmax(-1)
 
 
-def assert_logprobs(found: dict[int, float], reference: torch.Tensor, token: int, wanted: int) -> None:
-    """`found` holds `token` first and the `wanted` likeliest (-1: all), with the values of `reference`."""
+def assert_logprobs(found: dict[int, Logprob], reference: torch.Tensor, token: int, wanted: int) -> None:
+    """`found` holds `token` first and the `wanted` likeliest (-1: all), with the values of `reference`, their ranks
+    and texts."""
     assert next(iter(found)) == token
     num_likeliest = len(reference) if wanted == -1 else wanted
     assert {*found} == {token, *reference.topk(num_likeliest).indices.tolist()}
     for one, value in found.items():
-        assert value == pytest.approx(float(reference[one]), abs=1e-4)
+        assert value.logprob == pytest.approx(float(reference[one]), abs=1e-4)
+        assert value.decoded_token == TOKENIZER.decode([one])
+        at_least = [int((reference >= reference[one] + offset).sum()) for offset in (1e-3, -1e-3)]
+        assert value.rank is not None and at_least[0] < value.rank <= at_least[1]
 
 
 @pytest.mark.parametrize("wanted", [0, 3, -1])
@@ -79,7 +85,7 @@ def test_logprobs_are_those_of_the_model(llm: LLM, llama: PreTrainedModel, wante
     reference = reference_logprobs(llama, [*PROMPT, *completion.token_ids])[len(PROMPT) - 1 :]
     for step, (token, found) in enumerate(zip(completion.token_ids, completion.logprobs, strict=True)):
         assert_logprobs(found, reference[step], token, wanted)
-    own = sum(found[token] for token, found in zip(completion.token_ids, completion.logprobs, strict=True))
+    own = sum(found[token].logprob for token, found in zip(completion.token_ids, completion.logprobs, strict=True))
     assert completion.cumulative_logprob == pytest.approx(own)
 
 
@@ -110,7 +116,7 @@ def test_no_logprobs_unless_asked_for(llm: LLM) -> None:
 
 
 def test_several_completions_are_one_output(llm: LLM) -> None:
-    """Each with its index, its tokens, text, log probabilities and end; as `generate` and as the stream's last."""
+    """Each completion has its index, tokens, text, log probabilities and end, in `generate` and in a stream."""
     params = replace(RANDOM, n=3, logprobs=1, prompt_logprobs=0)
     output = ask(llm, params)
     assert [completion.index for completion in output.outputs] == [0, 1, 2]
@@ -125,7 +131,7 @@ def test_several_completions_are_one_output(llm: LLM) -> None:
 
 
 def test_completions_end_one_by_one(llm: LLM) -> None:
-    """One that has ended stays as it is while the others go on; the output is finished with the last."""
+    """A finished completion does not change while the others continue; the output finishes with the last one."""
     params = replace(LETTERS, n=3, stop="cab", max_tokens=40)
     ended: dict[int, Any] = {}
     for output in llm.stream({"prompt_token_ids": PROMPT}, params):
@@ -174,7 +180,7 @@ def test_no_stop_string_counts_before_min_tokens(llm: LLM) -> None:
 
 @pytest.mark.parametrize("include", [False, True])
 def test_a_stop_tokens_text_is_hidden_unless_asked_for(llm: LLM, include: bool) -> None:
-    """As `generate` makes it at the end, and as it streams. EOS writes nothing in either case."""
+    """The text is the same from `generate` and from a stream. EOS writes nothing in either case."""
     free = ask(llm, LETTERS).outputs[0]
     end = free.token_ids.index(C)
     params = replace(LETTERS, stop_token_ids=[C], include_stop_str_in_output=include)
@@ -215,7 +221,7 @@ def test_special_tokens_are_skipped_unless_asked_for(llm: LLM) -> None:
 
 
 def test_aborting_ends_every_completion(llm: LLM) -> None:
-    """With what it has; those that had ended keep their reason. Their blocks are free, others lose nothing."""
+    """An aborted completion keeps its tokens, and a finished one its reason. Blocks are freed; others lose nothing."""
     engine = llm.engine
     free = engine.stats.num_free_blocks
     engine.add_request("mine", PROMPT, replace(LETTERS, n=3, stop_token_ids=[C], max_tokens=60))
@@ -238,7 +244,7 @@ def test_aborting_ends_every_completion(llm: LLM) -> None:
 
 
 def test_an_id_may_be_used_again_after_its_end(llm: LLM) -> None:
-    """At once, though a step in flight may still compute a token for the first."""
+    """The id is free at once, though a step in flight may still compute a token for the first request."""
     engine = llm.engine
     engine.add_request("mine", PROMPT, GREEDY)
     for _ in range(4):
@@ -268,6 +274,7 @@ def test_an_id_in_use_is_refused(llm: LLM) -> None:
         ([5] * 96, "the prompt has 96 tokens; max_model_len=96 leaves room for at most 95 and one more to generate"),
         ([5, 261], "the prompt has token id 261; ids go from 0 to 260"),
         ([5, 2.0], "the prompt has token id 2.0"),
+        ([5, True], "the prompt has token id True; ids are whole numbers"),
     ],
 )
 def test_a_request_that_can_never_run_is_refused(llm: LLM, prompt: list[int], message: str) -> None:
@@ -276,13 +283,23 @@ def test_a_request_that_can_never_run_is_refused(llm: LLM, prompt: list[int], me
     assert not llm.engine.has_unfinished
 
 
+def test_tokens_may_be_numbers_of_numpy_and_torch(llm: LLM) -> None:
+    """Such tokens are answered like plain integers, and are returned as plain integers."""
+    expected = ask(llm, GREEDY)
+    for kind, tokens in (("array", np.array(PROMPT)), ("tensor", torch.tensor(PROMPT)), ("items", [*np.array(PROMPT)])):
+        llm.engine.add_request(kind, tokens, GREEDY)  # type: ignore[arg-type]
+        output = drive(llm.engine)[kind][-1]
+        assert (output.prompt_token_ids, output.outputs) == (PROMPT, expected.outputs)
+        assert {type(token) for token in output.prompt_token_ids} == {int}
+
+
 def test_the_longest_prompt_gets_one_token(llm: LLM) -> None:
     completion = ask(llm, replace(GREEDY, max_tokens=None), [5] * 95).outputs[0]
     assert (len(completion.token_ids), completion.finish_reason) == (1, "length")
 
 
 def test_lower_priorities_go_first(llama_dir: Path) -> None:
-    """Of those that wait; equal ones as they came."""
+    """The lowest of the waiting priorities goes first; equal ones go in order of arrival."""
     with LLM(
         llama_dir, dtype="float32", compiler="eager", max_num_seqs=1, num_kv_blocks=16, async_scheduling=False
     ) as llm:
@@ -339,7 +356,7 @@ def test_an_error_in_a_step_loses_no_token(
 
 
 def test_an_error_in_generate_ends_its_requests(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody could read their outputs; what a server runs in the same engine goes on."""
+    """The requests end, since nobody could read their outputs; a server's requests in the same engine continue."""
     llm.engine.add_request("mine", PROMPT, GREEDY)
     with monkeypatch.context() as patch:
         patch.setattr(ModelRunner, "execute_model", _interrupt)
@@ -395,3 +412,53 @@ def test_progress_is_shown_on_a_terminal(llm: LLM, monkeypatch: pytest.MonkeyPat
 def test_no_progress_without_a_terminal(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     llm.generate("x", GREEDY)
     assert capsys.readouterr() == ("", "")
+
+
+def test_deltas_of_a_stream_are_the_whole(llm: LLM) -> None:
+    """Deltas of several completions with a stop string add up in tokens, text and log probabilities."""
+    params = replace(LETTERS, n=2, stop="cab", logprobs=1, prompt_logprobs=0, max_tokens=20)
+    whole = ask(llm, params)
+    texts = ["", ""]
+    tokens: list[list[int]] = [[], []]
+    rows: list[list[list[int]]] = [[], []]
+    prompts: list[PromptLogprobs | None] = []
+    params.output_kind = RequestOutputKind.DELTA
+    for output in llm.stream({"prompt_token_ids": PROMPT}, params):
+        prompts.append(output.prompt_logprobs)
+        for one in output.outputs:
+            texts[one.index] += one.text
+            tokens[one.index] += one.token_ids
+            rows[one.index] += [list(row) for row in one.logprobs or ()]
+    assert texts == [one.text for one in whole.outputs]
+    assert tokens == [one.token_ids for one in whole.outputs]
+    assert rows == [[list(row) for row in one.logprobs or ()] for one in whole.outputs]
+    assert [len(found) for found in prompts if found is not None] == [len(PROMPT)]
+    params.output_kind = RequestOutputKind.FINAL_ONLY
+    (last,) = llm.stream({"prompt_token_ids": PROMPT}, params)
+    assert [one.token_ids for one in last.outputs] == tokens
+
+
+def test_a_request_keeps_the_parameters_it_was_given(llm: LLM) -> None:
+    params = replace(GREEDY)
+    stream = llm.stream({"prompt_token_ids": PROMPT}, params)
+    params.max_tokens, params.temperature = 1, 2.0
+    assert [*stream][-1].outputs == ask(llm, GREEDY).outputs
+
+
+def test_a_prompt_is_cut_at_its_start(llm: LLM) -> None:
+    """To as many tokens as asked for, or as many as fit."""
+    cut = ask(llm, replace(GREEDY, truncate_prompt_tokens=4))
+    assert (cut.prompt_token_ids, cut.outputs) == (PROMPT[-4:], ask(llm, GREEDY, PROMPT[-4:]).outputs)
+    assert len(ask(llm, replace(GREEDY, truncate_prompt_tokens=-1), [5] * 300).prompt_token_ids) == 95
+
+
+@pytest.mark.parametrize("params", [5, "x", {"temperature": 0}, [None], [{}]])
+def test_values_that_are_not_parameters_are_refused(llm: LLM, params: Any) -> None:
+    with pytest.raises(RequestError, match=r"sampling_params.* must be SamplingParams, one or one per prompt"):
+        llm.generate({"prompt_token_ids": PROMPT}, params)
+
+
+@pytest.mark.parametrize(("name", "value"), [("logprobs", 262), ("prompt_logprobs", 10**20)])
+def test_no_more_logprobs_than_there_are_tokens(llm: LLM, name: str, value: int) -> None:
+    with pytest.raises(RequestError, match=f"{name}={value}; it must be at most max_logprobs=261"):
+        ask(llm, replace(GREEDY, **{name: value}))  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ import pytest
 from transformers import PreTrainedModel
 
 from piecegraph import LLM, SamplingParams
-from piecegraph.runner.outputs import RequestOutput
+from piecegraph.runner.common.outputs import RequestOutput
 from piecegraph.runner.scheduling.scheduler_output import SchedulerOutput
 from tests.runner.margin_rule import assert_same_tokens
 
@@ -63,7 +63,7 @@ def max_num_batched_tokens(request: pytest.FixtureRequest) -> int:
 
 
 def test_a_shared_prefix_costs_one_prefill(counted: Counted, llama: PreTrainedModel) -> None:
-    """Of 16 prompts that arrive together, and then of one more; whether or not a step holds it whole."""
+    """16 prompts that arrive together, and one more later, share the prefix, whether or not a step holds all of it."""
     tails, decodes = sum(len(prompt) - 64 for prompt in PROMPTS), 3 * len(PROMPTS)
     outputs, num_tokens = counted.generate(PROMPTS)
     assert num_tokens == 64 + tails + decodes
@@ -85,7 +85,7 @@ def test_completions_of_one_prompt_share_it(counted: Counted) -> None:
     assert counted.num_tokens - before == 64 + 4 * (1 + 2)
 
 
-def test_salts_share_nothing(counted: Counted) -> None:
+def test_different_salts_share_no_prefix(counted: Counted) -> None:
     """A prompt's answer takes as long as if nobody had asked it before, for all but who has the same salt."""
     whole = 67 + 3
     (first,), num_tokens = counted.generate(PROMPTS[:1])

@@ -87,7 +87,7 @@ def changed(logits: torch.Tensor, params: SamplingParams, prompt: Sequence[int],
     ),
 )
 def test_greedy_choice_follows_the_definitions(llm: LLM, llama: PreTrainedModel, params: SamplingParams) -> None:
-    """Each token is the likeliest of transformers' logits after the options; and not all are the plain ones."""
+    """Each token is the likeliest of transformers' logits after the options, and some differ from the plain ones."""
     tokens = answer(llm, params)
     for step, token in enumerate(tokens):
         wanted = changed(logits_after(llama, [*PROMPT, *tokens[:step]]), params, PROMPT, tokens[:step])
@@ -114,7 +114,7 @@ def test_all_options_in_one_batch(llm: LLM) -> None:
 
 
 def test_a_bias_forces_and_forbids_a_token(llm: LLM) -> None:
-    """At any temperature."""
+    """The bias holds at every temperature."""
     assert answer(llm, replace(RANDOM, logit_bias={77: 1e4})) == [77] * 40
     plain = answer(llm, GREEDY)
     assert not {plain[0]} & set(answer(llm, replace(GREEDY, logit_bias={plain[0]: -1e4})))
@@ -150,7 +150,7 @@ def test_only_kept_tokens_are_drawn(llm: LLM, llama: PreTrainedModel, option: st
 
 
 def test_bad_words_are_never_written(llm: LLM) -> None:
-    """Of one token and of several, at the start and after others; without the option they are."""
+    """Bad words of one and of several tokens are not written, at the start or later; without the option they are."""
     params = replace(RANDOM, temperature=5.0, allowed_token_ids=[A, B, C, D], max_tokens=60, seed=1)
     bad = ["c", "ab", "bda"]
     (free,) = llm.generate("x", params)
@@ -162,7 +162,7 @@ def test_bad_words_are_never_written(llm: LLM) -> None:
 
 
 def test_a_bad_word_may_begin_in_no_prompt(llm: LLM) -> None:
-    """What the prompt ends with does not make the answer's first token part of a word, as in vLLM."""
+    """The end of the prompt does not make the answer's first token part of a bad word, as in vLLM."""
     params = replace(GREEDY, bad_words=["ab"], logit_bias={B: 1e4}, max_tokens=2)
     assert answer(llm, params, [*PROMPT, A]) == [B, B]
 
@@ -180,7 +180,7 @@ def test_no_eos_before_min_tokens(llm: LLM) -> None:
 
 
 def test_seeds_repeat_alone_and_in_company(llm: LLM) -> None:
-    """With `n`, too; completions of one prompt differ among themselves, and other seeds from these."""
+    """Seeds repeat with `n`, too; completions of one prompt differ, and so do other seeds."""
     params = [replace(RANDOM, n=3, seed=seed) for seed in (1, 50)]
     prompts = [{"prompt_token_ids": PROMPT}] * 2
     together = [[one.token_ids for one in output.outputs] for output in llm.generate(prompts, params)]
@@ -195,7 +195,7 @@ def test_requests_without_a_seed_differ(llm: LLM) -> None:
 
 
 def test_the_models_seed_makes_unseeded_requests_repeat(llama_dir: Path) -> None:
-    """The same `seed` of `LLM` and the same calls give the same answers; another does not."""
+    """The same `seed` of `LLM` and the same calls give the same answers; another seed gives others."""
 
     def tokens(seed: int) -> list[list[int]]:
         with LLM(llama_dir, dtype="float32", compiler="eager", num_kv_blocks=16, max_num_seqs=2, seed=seed) as llm:
@@ -220,7 +220,7 @@ def test_tokens_the_model_does_not_have_are_refused(llm: LLM, params: SamplingPa
 
 
 def test_a_bad_word_without_tokens_leaves_nothing_queued(llm: LLM) -> None:
-    """It is found when its request is added: those before it are taken back."""
+    """The error occurs when the request is added, and the requests before it are removed."""
     params = [GREEDY, SamplingParams(bad_words=[" "])]
     with pytest.raises(RequestError, match="bad_words=' '; it must be text that makes a token"):
         llm.generate(["x", "x"], params)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from piecegraph.runner.sampling_params import SamplingParams
+from piecegraph.runner.common.sampling_params import SamplingParams
 from tests.runner.test_graphs import load
 
 pytestmark = pytest.mark.gpu

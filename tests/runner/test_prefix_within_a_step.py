@@ -13,10 +13,10 @@ from tests.runner.test_graphs import GREEDY, load
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("num_more", [1, 3], ids=["one token of its own", "three tokens of its own"])
-def test_what_one_prompt_writes_the_next_one_reads(
+def test_a_prompt_reads_the_prefix_that_an_earlier_one_wrote(
     llama_dir: Path, llama: PreTrainedModel, device: str, num_more: int
 ) -> None:
-    """With one token left to compute a prompt is a decode, which attends before others' chunks do."""
+    """A prompt with one token left is a decode, which attends before the chunks of other prompts."""
     prompts = [[*range(10, 18), *range(30 + i, 30 + i + num_more)] for i in range(4)]
     with load(llama_dir, device=device, block_size=4, max_num_batched_tokens=24, num_kv_blocks=64) as llm:
         for i, prompt in enumerate(prompts):

@@ -14,10 +14,10 @@ from transformers import PreTrainedModel
 from piecegraph import LLM, SamplingParams
 from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
 from piecegraph.runner.attention.sdpa import SdpaBackend
-from piecegraph.runner.attention.triton_backend import TritonBackend
-from piecegraph.runner.engine_config import EngineConfig
-from piecegraph.runner.explanation import explain
-from piecegraph.runner.model_source import ModelSource
+from piecegraph.runner.attention.triton.backend import TritonBackend
+from piecegraph.runner.common.engine_config import EngineConfig
+from piecegraph.runner.common.model_source import ModelSource
+from piecegraph.runner.inspect.explanation import explain
 from piecegraph.runner.scheduling.kv_cache_manager import UNREAD_BLOCK, KVCacheManager
 from tests.runner.margin_rule import assert_same_tokens
 from tests.runner.test_graphs import load
@@ -92,7 +92,7 @@ def check_tokens(model: PreTrainedModel, tokens: list[list[int]]) -> None:
 
 
 @pytest.mark.parametrize("options", BACKENDS)
-def test_tokens_are_transformers(family: tuple[PreTrainedModel, Path], options: dict[str, Any]) -> None:
+def test_tokens_equal_those_of_transformers(family: tuple[PreTrainedModel, Path], options: dict[str, Any]) -> None:
     """In every mode, in chunks of 16 tokens at most, and again with what the prefix cache kept. All blocks are free
     in the end."""
     model, folder = family
@@ -224,7 +224,7 @@ def test_a_preempted_request_comes_back_with_its_windows(gemma3: tuple[PreTraine
         assert_same_tokens(model, prompt, output.outputs[0].token_ids)
 
 
-def test_notes_and_explain_tell_the_groups(gemma3: tuple[PreTrainedModel, Path]) -> None:
+def test_notes_and_explain_show_the_groups(gemma3: tuple[PreTrainedModel, Path]) -> None:
     _, folder = gemma3
     note = (
         "kv cache groups: 2 x window of 8 tokens, 1 x full attention: 3 groups of up to 1 layers; while it decodes, a "

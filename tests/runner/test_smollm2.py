@@ -29,7 +29,7 @@ def test_64_greedy_tokens_of_8_prompts() -> None:
             pytest.skip(f"{package} is not installed")
     from transformers import AutoModelForCausalLM, PreTrainedModel
 
-    from piecegraph.runner.embedded_model import embedded_model_dir
+    from piecegraph.runner.models.embedded_model import embedded_model_dir
 
     with LLM(max_model_len=256, max_num_seqs=8, dtype="float32", device="cpu") as llm:
         assert llm.compiled.report().num_unique_pieces <= 4

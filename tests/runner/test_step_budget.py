@@ -1,4 +1,4 @@
-"""What a decode step, a layer and a start may cost, counted and not timed: a change that makes one dearer fails here.
+"""The budgets of a decode step, a layer and a start, counted and not timed: a costlier change fails here.
 
 On a CPU by graphs that are recorded, whose rules are those of CUDA graphs; the `gpu` tests count with torch's profiler.
 Whoever lowers a figure lowers it here too. Whoever raises one says in the commit what for.
@@ -17,15 +17,15 @@ import pytest
 import torch
 
 from piecegraph import LLM, SamplingParams
-from piecegraph.compiler.eager import EagerPieceCompiler
 from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
-from piecegraph.compiler.graphs.recorder import FunctionRecorder
-from piecegraph.runner.engine import Engine
-from piecegraph.runner.engine_config import EngineConfig
-from piecegraph.runner.explanation import explain
-from piecegraph.runner.model_source import ModelSource
+from piecegraph.compiler.graphs.recording.recorder import FunctionRecorder
+from piecegraph.compiler.piece_compilers.eager import EagerPieceCompiler
+from piecegraph.runner.common.engine_config import EngineConfig
+from piecegraph.runner.common.model_source import ModelSource
+from piecegraph.runner.engine.engine import Engine
+from piecegraph.runner.inspect.explanation import explain
 from piecegraph.tools.bench.host_step import decoding_engine
-from piecegraph.tools.bench.shapes import model_folder
+from piecegraph.tools.command_line.shapes import model_folder
 from tests.runner.step_counts import StepCounts, counted, step_memory
 from tests.runner.test_graphs import SIZES, load
 from tests.runner.tiny_models import llama_config
@@ -97,7 +97,7 @@ def test_a_step_in_which_requests_get_blocks_costs_one_kernel_more(recorded: LLM
 
 
 def test_a_piecewise_step_launches_its_plan_and_no_more(llama_dir: Path) -> None:
-    """A graph a stretch of pieces, a launch a layer between them; the step's metadata are views."""
+    """A graph a segment of pieces, a launch a layer between them; the step's metadata are views."""
     with load(llama_dir, max_num_batched_tokens=128, cudagraph_mode="PIECEWISE") as llm:
         graphs = llm.runner.graphs.graphs[CUDAGraphMode.PIECEWISE]
         num_layers = len(llm.compiled.split_calls)
@@ -150,7 +150,7 @@ def start_counts(folder: Path, **options: Any) -> tuple[Counter[str], LLM]:
 @pytest.mark.parametrize("num_layers", [3, 6])
 def test_a_start_compiles_three_pieces_and_captures_each_bucket_once(num_layers: int, tmp_path: Path) -> None:
     """Compiles are flat in depth: before the first attention, between two, after the last. A FULL bucket is one
-    recording, a PIECEWISE one a stretch of pieces each."""
+    recording, a PIECEWISE one a segment of pieces each."""
     llama_config(num_hidden_layers=num_layers).save_pretrained(str(tmp_path))
     counts, llm = start_counts(tmp_path)
     with llm:
@@ -173,12 +173,12 @@ LAYERS = {
     "shape:qwen3-0.6b:3": LayerBudget(launches=7, left_to_inductor=0),
     "shape:llama-8b:3": LayerBudget(launches=7, left_to_inductor=0),
 }
-"""With the passes of a GPU and our attention."""
+"""The number of kernels of a layer with the passes of a GPU and our attention."""
 
 
 @pytest.mark.parametrize("shape", LAYERS)
 def test_a_layer_launches_as_many_kernels_as_the_passes_leave(shape: str, tmp_path: Path) -> None:
-    """As `explain` counts them."""
+    """Count the kernels as `explain` does."""
     config = EngineConfig(
         source=ModelSource(model=model_folder(shape, tmp_path)), attention_backend="triton", max_model_len=256
     )
@@ -189,7 +189,8 @@ def test_a_layer_launches_as_many_kernels_as_the_passes_leave(shape: str, tmp_pa
 
 
 KERNELS_OF_A_PIECE = 16
-"""That Inductor may write for a layer of a small Llama on a CPU, libraries' matmuls aside. It writes 14."""
+"""The largest number of kernels that Inductor may write for a layer of a small Llama on a CPU, besides matmuls of
+libraries. It writes 14."""
 
 
 def test_inductor_fuses_what_is_between_the_matmuls_of_a_layer(tmp_path: Path) -> None:
@@ -233,7 +234,7 @@ def named(events: Counter[str], *starts: str) -> int:
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_reqs", [1, 6])
 def test_a_steady_decode_step_is_one_graph_launch_on_a_gpu(on_gpu: LLM, num_reqs: int) -> None:
-    """No kernel beside the graph, and no byte from the host."""
+    """A step launches no kernel beside the graph, and copies no byte from the host."""
     decode_steadily(on_gpu.engine, num_reqs)
     events = profiled_steps(on_gpu.engine, STEADY_STEPS)
     assert named(events, "cudaGraphLaunch", "cuGraphLaunch") == STEADY_STEPS, events

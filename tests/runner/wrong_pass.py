@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch.nn.functional as F
 from torch import fx
 
-from piecegraph.passes.graph_pass import GraphPass, PassContext, PassResult
+from piecegraph.passes.matching.graph_pass import GraphPass, PassContext, PassResult
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 import pytest
 
 from piecegraph.progress import OnPhase, Phase
-from piecegraph.runner.outputs import CompletionOutput, RequestOutput
-from piecegraph.runner.sampling_params import SamplingParams
+from piecegraph.runner.common.outputs import CompletionOutput, RequestOutput
+from piecegraph.runner.common.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,9 @@ class FakeCompiled:
 class FakeTokenizer:
     chat_template: str | None = "a template"
 
+    def get_chat_template(self, chat_template: str | None = None, tools: object = None) -> str | None:
+        return chat_template or self.chat_template
+
     def apply_chat_template(self, messages: list[dict[str, str]], **options: Any) -> str:
         return "".join(f"<user>{message['content']}" for message in messages)
 
@@ -39,7 +42,7 @@ class FakeTokenizer:
 
 
 class FakeLLM:
-    """Answers "Paris is nice." in three steps; remembers how it was made and what it was asked."""
+    """A stand-in for `LLM` that answers "Paris is nice." in three steps and remembers its arguments and requests."""
 
     made: ClassVar[list[FakeLLM]] = []
     words: ClassVar[tuple[str, ...]] = ("Paris", " is", " nice.")
@@ -85,19 +88,19 @@ class FakeLLM:
 
 @pytest.fixture
 def fake_llm(monkeypatch: pytest.MonkeyPatch) -> type[FakeLLM]:
-    """`piecegraph.runner.llm.LLM` is a FakeLLM; nothing heavy is imported."""
+    """A replacement of `piecegraph.runner.llm.LLM` by `FakeLLM`; nothing heavy is imported."""
     module = types.ModuleType("piecegraph.runner.llm")
     module.LLM = FakeLLM  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "piecegraph.runner.llm", module)
-    monkeypatch.setattr("piecegraph.tools.quiet.quiet_libraries", lambda: None)
+    monkeypatch.setattr("piecegraph.tools.command_line.quiet.quiet_libraries", lambda: None)
     monkeypatch.setattr(FakeLLM, "made", [])
     return FakeLLM
 
 
 @pytest.fixture(autouse=True)
 def no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The environment of whoever runs the tests sets nothing of ours."""
+    """Remove our settings from the environment that the tests run in."""
     from piecegraph import environment
 
-    for name in environment.ours():
+    for name in environment.piecegraph_variables():
         monkeypatch.delenv(name)

@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from piecegraph.compiler import traced_sources
+from piecegraph.compiler.tracing import traced_sources
 from tests.compiler.one_start import forbid_compiling, llm
 
 
@@ -70,7 +70,7 @@ def start(asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def files(root: Path) -> dict[str, tuple[int, int, int]]:
-    """Mode, bytes and last change of everything in a cache."""
+    """Return the mode, the bytes and the last change of everything in a cache."""
     found = {str(path): path.stat() for path in sorted(root.rglob("*"))}
     return {path: (status.st_mode, status.st_size, status.st_mtime_ns) for path, status in found.items()}
 

@@ -61,7 +61,7 @@ def test_a_mistyped_option_is_refused_with_the_nearest(
 
 
 def test_help_imports_nothing_heavy() -> None:
-    """What makes --help slow is what it imports; seconds are for benchmarks."""
+    """The test checks imports, which make --help slow; seconds are for benchmarks."""
     program = (
         "import sys\n"
         "from piecegraph.tools.cli import main\n"
@@ -75,7 +75,7 @@ def test_help_imports_nothing_heavy() -> None:
 
 
 def test_a_reader_that_has_seen_enough_ends_a_command_quietly() -> None:
-    """`| head`: no traceback, and no complaint of Python's at the end."""
+    """A pipe into `head` causes no traceback, and no complaint of Python's at the end."""
     program = "import sys; from piecegraph.tools.cli import main; sys.exit(main(['--help']))"
     process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout is not None and process.stderr is not None
@@ -92,6 +92,6 @@ def test_an_interrupted_command_ends_in_one_line(
         raise KeyboardInterrupt
 
     monkeypatch.setattr("signal.signal", lambda *args: None)
-    monkeypatch.setattr("piecegraph.tools.env_command.collect", interrupted)
+    monkeypatch.setattr("piecegraph.tools.commands.env.machine_facts", interrupted)
     assert main(["env"]) == 130
     assert capsys.readouterr().err.strip() == "interrupted"

@@ -1,8 +1,8 @@
-"""Host time of a decode step, part by part, on any machine: the real engine and runner, over a device that is done at
-once.
+"""Measure the host time of a decode step, part by part, on any machine.
 
-`python -m piecegraph.tools.bench.host_step` prints a table. What a GPU's driver takes for launches and copies is not in
-it; `piecegraph bench throughput --profile` measures that too.
+The engine and the runner are the real ones, over a device that finishes at once. `python -m
+piecegraph.tools.bench.host_step` prints a table. The time that a GPU's driver takes for launches and copies is not
+included; `piecegraph bench throughput --profile` measures that too.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ import torch
 
 from piecegraph.compiler.graphs.batch_descriptor import BatchDescriptor
 from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
-from piecegraph.runner import staged_write
-from piecegraph.runner.cudagraph_policy import ResolvedMode
-from piecegraph.runner.dispatcher import Dispatcher
-from piecegraph.runner.engine import Engine
-from piecegraph.runner.input_buffers import InputBuffers
+from piecegraph.runner.common.sampling_params import SamplingParams
+from piecegraph.runner.cudagraphs.dispatcher import Dispatcher
+from piecegraph.runner.cudagraphs.policy import ResolvedMode
+from piecegraph.runner.device_memory import staged_write
+from piecegraph.runner.engine.engine import Engine
+from piecegraph.runner.engine.model_runner import ModelRunner
 from piecegraph.runner.llm import LLM
-from piecegraph.runner.model_runner import ModelRunner
-from piecegraph.runner.model_step import ModelStep, StepOutput
-from piecegraph.runner.request_states import RequestStates
 from piecegraph.runner.sampling.batch_sampler import Sampler
-from piecegraph.runner.sampling_params import SamplingParams
 from piecegraph.runner.scheduling.kv_cache_group import blocks_for
 from piecegraph.runner.scheduling.kv_cache_manager import KVCacheManager
 from piecegraph.runner.scheduling.scheduler import Scheduler
+from piecegraph.runner.step.model_step import ModelStep, StepOutput
+from piecegraph.runner.step.state.input_buffers import InputBuffers
+from piecegraph.runner.step.state.request_states import RequestStates
 from piecegraph.tools.bench.step_profile import PARTS, StepClock
 
 TOKEN = 5
-"""What the device draws, always; it ends nothing."""
+"""The token that the device always draws; it ends no request."""
 
 VOCAB_SIZE = 1000
 WARM_UP_STEPS = 20
 
 
 class InstantGraphs:
-    """In place of a `CudaGraphManager`: a replay costs nothing, and draws `TOKEN` for every request."""
+    """A stand-in for `CudaGraphManager` whose replay costs nothing and draws `TOKEN` for every request."""
 
     def __init__(self, max_num_reqs: int, device: torch.device) -> None:
         token_ids = torch.full((max_num_reqs,), TOKEN, dtype=torch.int64, device=device)
@@ -57,7 +57,7 @@ class InstantGraphs:
         return self._output
 
     def close(self) -> None:
-        """There is nothing to free."""
+        """Do nothing, because there is nothing to free."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,8 +81,10 @@ def decoding_engine(
     device: str = "cpu",
     seed: int = 0,
 ) -> tuple[Engine, ModelRunner]:
-    """An engine with `num_reqs` requests that have just begun to decode, at unlike places in their blocks, and go on
-    for `num_steps` and longer."""
+    """Return an engine whose `num_reqs` requests have just begun to decode.
+
+    The requests are at different places in their blocks, and decode for at least `num_steps` steps.
+    """
     random = Random(seed)
     max_len = 8 * block_size + num_steps + 64
     max_blocks = blocks_for(max_len, block_size)
@@ -132,7 +134,7 @@ def decoding_engine(
 
 
 def measure_host_step(num_reqs: int = 256, num_steps: int = 400, **options: Any) -> HostStep:
-    """Time `num_steps` decode steps of `num_reqs` requests, warmed up. `options`: those of `decoding_engine`."""
+    """Time `num_steps` decode steps of `num_reqs` requests, after a warm-up. `options` go to `decoding_engine`."""
     engine, runner = decoding_engine(num_reqs, num_steps=num_steps + WARM_UP_STEPS, **options)
     for _ in range(WARM_UP_STEPS):
         engine.step()
@@ -162,7 +164,7 @@ def _deciles(values: Sequence[float]) -> list[float]:
 
 @contextmanager
 def _without_gc() -> Iterator[None]:
-    """A collection in one step of hundreds says nothing of the others."""
+    """Turn garbage collection off inside the block: a collection in one step of hundreds distorts that step."""
     gc.collect()
     gc.disable()
     try:
@@ -173,7 +175,10 @@ def _without_gc() -> Iterator[None]:
 
 @contextmanager
 def _without_device_writes() -> Iterator[None]:
-    """What a kernel does is no time of the host's; its stand-in on a CPU takes longer than all else in a step."""
+    """Replace kernels that write on the device by no-ops inside the block.
+
+    The time of a kernel is not host time; on a CPU its stand-in takes longer than everything else in a step.
+    """
     kept = staged_write.apply_writes_reference
     staged_write.apply_writes_reference = lambda tensor, packed: None
     try:
@@ -189,7 +194,7 @@ def _without_device_writes() -> Iterator[None]:
 @click.option("--streams", is_flag=True, help="Callers read every token; else the end only, as LLM.generate does.")
 @click.option("--device", default="cpu", show_default=True)
 def main(num_reqs: int, num_steps: int, block_size: int, streams: bool, device: str) -> None:
-    """Host milliseconds of a decode step, by part."""
+    """Print host milliseconds of a decode step, by part."""
     found = measure_host_step(num_reqs, num_steps, block_size=block_size, is_final_only=not streams, device=device)
     click.echo(f"{found.num_reqs} requests, {found.steps} steps, block_size {block_size}: milliseconds")
     for name, median in found.median_ms.items():

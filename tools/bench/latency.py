@@ -1,4 +1,4 @@
-"""Milliseconds of a step, by batch size and mode, next to the least it could take."""
+"""Measure milliseconds of a step, by batch size and mode, beside the floor."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import torch
 
 from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
 from piecegraph.errors import ConfigError
-from piecegraph.runner.attention.layer import attention_layers
-from piecegraph.runner.batch import Batch
-from piecegraph.runner.dispatcher import Dispatched
+from piecegraph.runner.attention.interface.layer import attention_layers
+from piecegraph.runner.common.sampling_params import SamplingParams
+from piecegraph.runner.cudagraphs.dispatcher import Dispatched
+from piecegraph.runner.engine.model_runner import ModelRunner
 from piecegraph.runner.llm import LLM
-from piecegraph.runner.model_runner import ModelRunner
-from piecegraph.runner.sampling_params import SamplingParams
 from piecegraph.runner.scheduling.scheduler_output import ScheduledRequest
-from piecegraph.tools.bench.ceilings import Ceilings
-from piecegraph.tools.bench.floor import ModelSize, RoutedExperts, floor_seconds
+from piecegraph.runner.step.batch import Batch
+from piecegraph.tools.bench.measure.ceilings import Ceilings
+from piecegraph.tools.bench.measure.floor import ModelSize, RoutedExperts, floor_seconds
 
 WARMUP_STEPS = 5
 
@@ -48,7 +48,7 @@ class LatencyRow:
 
 
 def model_size(llm: LLM) -> ModelSize:
-    """What a step reads: every parameter but an embedding that nothing multiplies by."""
+    """Return what a step reads: every parameter except an embedding that no matmul uses."""
     layers = attention_layers(llm.compiled.split_calls)
     tensors = {t.data_ptr(): (name, t) for name, t in llm.compiled.bound_tensors() if t.is_floating_point()}
     params = size_bytes = logits_params = expert_params = expert_bytes = num_experts = 0
@@ -84,12 +84,11 @@ def measure_latency(
     prefill_tokens: int = 0,
     on_row: Callable[[LatencyRow], None] = lambda row: None,
 ) -> list[LatencyRow]:
-    """Time `steps` steps for each batch size under each mode, in which every request decodes, from `context`
-    tokens on.
+    """Time `steps` decode steps for each batch size under each mode, from `context` tokens on.
 
-    With `prefill_tokens` each step is a mixed one: it computes that many tokens of one more request's prompt
-    besides, and the context stays. A step is input preparation, model, logits and the draw of a token; nothing
-    is copied to the host in between. Raises `ConfigError` if the requests do not fit.
+    With `prefill_tokens` each step is a mixed one: it also computes that many tokens of one more request's prompt, and
+    the context stays. A step is input preparation, model, logits and the draw of a token; nothing is copied to the
+    host in between. Raises `ConfigError` if the requests do not fit.
     """
     size = model_size(llm)
     rows: list[LatencyRow] = []
@@ -104,8 +103,11 @@ def measure_latency(
 
 
 class DecodeBatch:
-    """Requests whose prompts are long enough for every step that is timed, and computed: steps are then driven
-    without the scheduler, from `context` tokens on, over the blocks and tokens they have."""
+    """A batch of requests whose prompts are computed, and long enough for every step that is timed.
+
+    Steps are driven without the scheduler, from `context` tokens on, over the blocks and tokens that the requests
+    have.
+    """
 
     def __init__(self, llm: LLM, batch_size: int, context: int, steps: int, prefill_tokens: int) -> None:
         self._llm, self._batch_size, self._context = llm, batch_size, context
@@ -186,14 +188,14 @@ class DecodeBatch:
         )
 
     def run_once(self, mode: CUDAGraphMode) -> None:
-        """One step, from `context` tokens on."""
+        """Run one step, from `context` tokens on."""
         with torch.no_grad():
             start, _, run = self._prepared(mode)
             self._runner.step.states.num_computed_tokens.copy_(start)
             run()
 
     def _prepared(self, mode: CUDAGraphMode) -> tuple[torch.Tensor, Dispatched, Callable[[], None]]:
-        """Each row's computed tokens at the first step, how steps run, and what runs one."""
+        """Return each row's computed tokens at the first step, how steps run, and the function that runs one."""
         batch, num_computed = self._batch, self._runner.step.states.num_computed_tokens
         start = torch.full_like(num_computed, self._context)
         if self._prefill_tokens:
@@ -213,7 +215,7 @@ class DecodeBatch:
 
 
 def time_steps(run: Callable[[], None], steps: int, device: torch.device) -> list[float]:
-    """Seconds of each of `steps` runs, back to back: between CUDA events on a GPU, by the clock on a CPU."""
+    """Return the seconds of each of `steps` runs, back to back: by CUDA events on a GPU, by the clock on a CPU."""
     if device.type != "cuda":
         seconds = []
         for _ in range(steps):
@@ -232,7 +234,10 @@ def time_steps(run: Callable[[], None], steps: int, device: torch.device) -> lis
 
 
 def mean_of_steps(run: Callable[[], None], steps: int, device: torch.device) -> float:
-    """Seconds of one of `steps` runs, back to back, with nothing between them: between two events, or by the clock."""
+    """Return the mean seconds of `steps` runs, back to back, with no event between them.
+
+    The time is that between two CUDA events on a GPU, and by the clock on a CPU.
+    """
     if device.type != "cuda":
         started = time.perf_counter()
         for _ in range(steps):
@@ -253,7 +258,7 @@ LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch", "cudaMemcpy
 
 
 def count_launches(run: Callable[[], None], device: torch.device) -> tuple[int | None, int | None]:
-    """(what the host launched, kernels the device ran) in one run, by torch's profiler; None on a CPU."""
+    """Return (host launches, kernels that the device ran) in one run, by torch's profiler; None on a CPU."""
     if device.type != "cuda":
         return None, None
     from torch.profiler import ProfilerActivity, profile

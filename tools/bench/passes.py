@@ -1,4 +1,4 @@
-"""What each pass is worth: the same decode step with and without it, and next to what compiling is worth."""
+"""Measure what each pass saves: the same decode step with and without it, beside what compiling saves."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import torch
 
 from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
 from piecegraph.progress import OnPhase
-from piecegraph.runner.attention.layer import attention_layers
-from piecegraph.runner.engine_config import DEFAULT_COMPILE_SIZES
+from piecegraph.runner.attention.interface.layer import attention_layers
+from piecegraph.runner.common.engine_config import DEFAULT_COMPILE_SIZES
 from piecegraph.runner.llm import LLM
-from piecegraph.tools.bench.ceilings import Ceilings, measure_ceilings
 from piecegraph.tools.bench.latency import LatencyRow, measure_latency
+from piecegraph.tools.bench.measure.ceilings import Ceilings, measure_ceilings
 from piecegraph.tools.bench.pieces import PieceTime, measure_pieces
 
 ALL, AGAIN, NONE, EAGER = "all passes", "all, again", "no passes", "eager pieces"
@@ -52,7 +52,7 @@ class StepTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """A variant, timed."""
+    """A variant and its times."""
 
     variant: Variant
     num_layers: int
@@ -66,7 +66,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saving:
-    """What all passes together save over a variant, at one batch size."""
+    """The time that all passes together save over a variant, at one batch size."""
 
     batch_size: int
     us_a_layer: float
@@ -79,7 +79,7 @@ class Saving:
 
 
 def variants(names: Sequence[str], compiler: str) -> tuple[Variant, ...]:
-    """All passes first and last: the machine's drift shows in the difference."""
+    """Return the variants, with all passes first and last: the difference of the two shows the machine's drift."""
     passes = tuple(names)
     found = [Variant(name=ALL, compiler=compiler, passes=passes)]
     found += [
@@ -94,7 +94,7 @@ def variants(names: Sequence[str], compiler: str) -> tuple[Variant, ...]:
 
 
 def saving(variant: Measured, everything: Measured, batch_size: int) -> Saving:
-    """What `everything`, the variant with all passes, saves over another."""
+    """Return what `everything`, the variant with all passes, saves over another variant."""
     slow, fast = variant.at(batch_size), everything.at(batch_size)
     return Saving(
         batch_size=batch_size,
@@ -105,15 +105,19 @@ def saving(variant: Measured, everything: Measured, batch_size: int) -> Saving:
 
 
 def pays(variant: Measured, everything: Measured) -> bool | None:
-    """Whether the pass that `variant` leaves out pays at one batch size or more; None: it leaves out none."""
+    """Return whether the pass that `variant` leaves out saves time at one batch size or more; None if it leaves out
+    none.
+    """
     if variant.variant.without is None:
         return None
     return any(saving(variant, everything, step.batch_size).pays for step in variant.steps)
 
 
 def lost_with(variant: Measured, everything: Measured) -> dict[str, int]:
-    """Passes that are on and match less often than with all on, and how much less: they need what the one that
-    is off makes."""
+    """Return the passes that match less often than with all passes on, and how much less.
+
+    These passes need what the pass that is off makes.
+    """
     return {
         name: everything.matches[name] - count
         for name, count in variant.matches.items()
@@ -122,7 +126,7 @@ def lost_with(variant: Measured, everything: Measured) -> dict[str, int]:
 
 
 def note(variant: Measured, everything: Measured) -> str:
-    """What a reader of the variant's figures has to know."""
+    """Return what a reader of the variant's figures has to know."""
     lost = [f"{name} loses {count} matches with it" for name, count in lost_with(variant, everything).items()]
     off = variant.variant.without
     if off is not None and everything.matches.get(off) == 0:
@@ -133,7 +137,7 @@ def note(variant: Measured, everything: Measured) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """How every variant is measured."""
+    """The settings with which every variant is measured."""
 
     batch_sizes: tuple[int, ...]
     context: int  # tokens a request has before the first step
@@ -151,8 +155,11 @@ def measure_passes(
     on_phase: OnPhase | None = None,
     on_measured: Callable[[Measured], None] = lambda measured: None,
 ) -> tuple[list[Measured], Ceilings]:
-    """Time every variant in this process, one engine after the other with the same weights: random ones come of
-    one seed. `arguments`: those of `LLM`, without `compiler`; passes in its `compilation_config` are not read."""
+    """Time every variant in this process, one engine after the other with the same weights.
+
+    Random weights come from one seed. `arguments` are those of `LLM`, without `compiler`; passes in its
+    `compilation_config` are not read.
+    """
     ceilings: Ceilings | None = None
     found = []
     for variant in chosen:
@@ -171,8 +178,10 @@ def measure_passes(
 
 
 def engine_arguments(arguments: Mapping[str, Any], variant: Variant, plan: Plan) -> dict[str, Any]:
-    """`LLM`'s arguments for a variant: graphs for the batch sizes that are timed, no others, and static pieces for
-    those among them that have some by default."""
+    """Return `LLM`'s arguments for a variant.
+
+    Graphs are captured for the timed batch sizes only, and static pieces for those of them that have some by default.
+    """
     sizes = tuple(sorted(set(plan.batch_sizes)))
     defaults: dict[str, Any] = {
         "skip_tokenizer_init": True,
@@ -216,7 +225,7 @@ def _measured(llm: LLM, variant: Variant, plan: Plan, ceilings: Ceilings) -> Mea
 
 
 def step_time(rows: Sequence[LatencyRow]) -> StepTime:
-    """The repeats of one batch size as one row."""
+    """Return the repeats of one batch size as one row."""
     each = [row.ms for row in rows]
     return StepTime(
         batch_size=rows[0].batch_size,

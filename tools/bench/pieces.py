@@ -1,4 +1,4 @@
-"""Each unique piece alone: microseconds of a call, as a decode step makes it."""
+"""Measure each unique piece alone: microseconds per call, with the arguments of a decode step."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 import torch
 
 from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
-from piecegraph.compiler.graphs.recorder import make_recorder
-from piecegraph.compiler.piece_compiler import RunPiece
-from piecegraph.compiler.plan import PieceStep
-from piecegraph.compiler.walk import walk
+from piecegraph.compiler.graphs.recording.recorder import make_recorder
+from piecegraph.compiler.piece_compilers.protocol import RunPiece
+from piecegraph.compiler.splitting.plan import PieceStep
+from piecegraph.compiler.verify.walk import walk
 from piecegraph.runner.llm import LLM
 from piecegraph.tools.bench.latency import DecodeBatch, time_steps
 
 WARMUP_RUNS = 2
-"""Before recording: kernels that are loaded or tuned at their first launch must not be recorded."""
+"""Runs before recording: a first launch, which loads or tunes a kernel, must not be recorded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +59,7 @@ def measure_pieces(llm: LLM, batch_size: int, *, context: int, runs: int) -> lis
 
 
 def _calls(llm: LLM, batch: DecodeBatch) -> dict[PieceStep, _Call]:
-    """What each piece is called with in one step, which is run without graphs."""
+    """Return the arguments of each piece in one step, which is run without graphs."""
     calls: dict[PieceStep, _Call] = {}
 
     def on_piece(step: PieceStep, run: RunPiece, inputs: tuple[Any, ...]) -> Sequence[Any]:

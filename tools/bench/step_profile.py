@@ -1,4 +1,4 @@
-"""Where a decode step's time goes: the host's parts, and how much of it the GPU is idle."""
+"""Measure where a decode step's time goes: the host's parts, and how much of the time the GPU is idle."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from piecegraph.runner.async_output import AsyncOutput
+from piecegraph.runner.common.outputs import RequestOutput
 from piecegraph.runner.llm import LLM
-from piecegraph.runner.outputs import RequestOutput
+from piecegraph.runner.output.async_output import AsyncOutput
 from piecegraph.runner.scheduling.scheduler_output import ScheduledDecodes, ScheduledRequest, SchedulerOutput
-from piecegraph.tools.bench.ceilings import Ceilings
-from piecegraph.tools.bench.floor import floor_seconds
 from piecegraph.tools.bench.latency import model_size
+from piecegraph.tools.bench.measure.ceilings import Ceilings
+from piecegraph.tools.bench.measure.floor import floor_seconds
 from piecegraph.tools.bench.throughput import Workload, generate
 
 WINDOW_STEPS = 50
@@ -26,12 +26,12 @@ MARGIN_STEPS = 5  # on each side of the window, which the profiler's start and e
 PROFILED_STEPS = WINDOW_STEPS + 2 * MARGIN_STEPS
 
 LAUNCH_GAP_S = 5e-6
-"""Between two kernels of one graph the device pauses for less; a longer pause waited for the host."""
+"""A bound of the pause between two kernels of one graph; in a longer pause the device waited for the host."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """Milliseconds of several steps."""
+    """The milliseconds of several steps."""
 
     mean: float
     p90: float
@@ -39,7 +39,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimes:
-    """Seconds of the host in one step of the engine, and what the step was."""
+    """The seconds of the host in one step of the engine, and the step's batch."""
 
     batch_size: int
     is_decode: bool  # one token a request
@@ -59,7 +59,7 @@ PARTS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuIdle:
-    """How much of a window of steady decode steps the GPU ran no kernel; copies do not count as running."""
+    """The share of a window of steady decode steps in which the GPU ran no kernel; copies do not count as running."""
 
     steps: int
     window_ms: float
@@ -69,7 +69,7 @@ class GpuIdle:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepProfile:
-    """Where the time of a decode step goes at the largest batch that only decodes, at one temperature."""
+    """The parts of a decode step's time at the largest batch that only decodes, at one temperature."""
 
     temperature: float
     batch_size: int
@@ -84,10 +84,10 @@ class StepProfile:
 def profile_steps(
     llm: LLM, workload: Workload, temperatures: Sequence[float], *, ceilings: Ceilings
 ) -> list[StepProfile]:
-    """Run the workload again at each temperature, with a clock around the engine's parts; on a GPU once more under
-    torch's profiler, which is not free and so gives no times of the host.
+    """Run the workload again at each temperature, with a clock around the engine's parts.
 
-    After `warm_up`, or `measure_throughput`. A temperature at which no step only decodes has no profile.
+    On a GPU the workload runs once more under torch's profiler, which slows the host and so gives no host times. Call
+    this after `warm_up` or `measure_throughput`. A temperature at which no step only decodes has no profile.
     """
     profiles = []
     for temperature in temperatures:
@@ -114,7 +114,7 @@ def profile_steps(
 
 
 def steady_steps(steps: Sequence[StepTimes]) -> list[StepTimes]:
-    """Those that only decode, at the largest batch that does."""
+    """Return the steps that only decode, at the largest batch that does."""
     decodes = [step for step in steps if step.is_decode]
     largest = max((step.batch_size for step in decodes), default=0)
     return [step for step in decodes if step.batch_size == largest]
@@ -132,9 +132,9 @@ def spread(seconds: Sequence[float]) -> Spread:
 
 
 class StepClock:
-    """While entered, a clock runs around the parts of an engine's step; what runs stays the same.
+    """A context manager that runs a clock around the parts of an engine's step; what runs stays the same.
 
-    `on_step` is told of each step when it ends; its own time is no step's.
+    `on_step` is called with each step when it ends; the time of that call belongs to no step.
     """
 
     def __init__(self, llm: LLM, on_step: Callable[[StepTimes], None] = lambda step: None) -> None:
@@ -162,10 +162,10 @@ class StepClock:
         for owner, name, _ in self._timed:
             delattr(owner, name)
 
-    def _step(self) -> list[RequestOutput]:
+    def _step(self, *args: Any) -> list[RequestOutput]:
         started = time.perf_counter()
         self._spent = dict.fromkeys(PARTS, 0.0)
-        outputs: list[RequestOutput] = self._run["step"]()
+        outputs: list[RequestOutput] = self._run["step"](*args)
         seconds = time.perf_counter() - started
         if self._output is not None and not self._output.is_empty:
             spent = self._spent
@@ -221,7 +221,7 @@ def _gpu_idle(llm: LLM, workload: Workload, temperature: float, batch_size: int)
 
 
 class _ProfiledWindow:
-    """Profiles the first steps in a row that only decode at `batch_size`, once."""
+    """A profile of the first consecutive steps that only decode at `batch_size`, taken once."""
 
     def __init__(self, batch_size: int, device: torch.device) -> None:
         self._batch_size, self._device = batch_size, device
@@ -230,7 +230,7 @@ class _ProfiledWindow:
         self._num_steps = 0  # launched in it
 
     def take(self, step: StepTimes) -> None:
-        """A step has been launched."""
+        """Record that a step has been launched."""
         is_steady = step.is_decode and step.batch_size == self._batch_size
         if self._profile is None and is_steady:
             self._profile = profile(activities=[ProfilerActivity.CUDA])
@@ -242,14 +242,14 @@ class _ProfiledWindow:
                 self.stop()
 
     def stop(self) -> None:
-        """Harmless to repeat."""
+        """Stop the profiler. Idempotent."""
         if self._profile is not None and self._is_running:
             torch.cuda.synchronize(self._device)
             self._profile.stop()
             self._is_running = False
 
     def result(self) -> GpuIdle | None:
-        """None if too few steps followed one another."""
+        """Return the profile; None if too few steps followed one another."""
         if self._profile is None or self._num_steps < PROFILED_STEPS:
             return None
         kernels = [
@@ -261,7 +261,9 @@ class _ProfiledWindow:
 
 
 def gpu_idle(kernels: Sequence[tuple[float, float]]) -> GpuIdle:
-    """Of `PROFILED_STEPS` steps' kernels, (start, end) in seconds, without the margins."""
+    """Return the GPU's idle time over the kernels of `PROFILED_STEPS` steps, (start, end) in seconds, without the
+    margins.
+    """
     first, last = min(start for start, _ in kernels), max(end for _, end in kernels)
     margin = (last - first) * MARGIN_STEPS / PROFILED_STEPS
     window_s = last - first - 2 * margin
@@ -275,8 +277,10 @@ def gpu_idle(kernels: Sequence[tuple[float, float]]) -> GpuIdle:
 
 
 def pauses(busy: Iterable[tuple[float, float]], begin: float, end: float) -> list[float]:
-    """Lengths of the stretches of `begin` to `end` outside the union of `busy`: (start, end) each, in any order,
-    overlapping or reaching beyond."""
+    """Return the lengths of the intervals from `begin` to `end` that no interval of `busy` covers.
+
+    The intervals of `busy` are (start, end) in any order; they may overlap and reach beyond `begin` and `end`.
+    """
     found = []
     covered = begin
     for start, stop in sorted(busy):

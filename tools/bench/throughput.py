@@ -1,7 +1,7 @@
-"""Tokens a second of an offline workload, next to the least it could take, and where a step's time goes.
+"""Measure tokens per second of an offline workload, beside the floor, and where a step's time goes.
 
-The workload is that of nano-vllm's bench.py: random token ids, lengths of prompts and outputs uniform in a
-range, nothing ends early. The same seed gives the same prompts and lengths as there.
+The workload is that of nano-vllm's bench.py: random token ids, lengths of prompts and outputs uniform in a range, and
+no request ends early. The same seed gives the same prompts and lengths as there.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from random import Random
 from typing import NamedTuple
 
 from piecegraph.errors import ConfigError
+from piecegraph.runner.common.sampling_params import SamplingParams
 from piecegraph.runner.llm import LLM
-from piecegraph.runner.sampling_params import SamplingParams
-from piecegraph.tools.bench.ceilings import Ceilings
-from piecegraph.tools.bench.floor import ModelSize, cache_bytes
 from piecegraph.tools.bench.latency import model_size
+from piecegraph.tools.bench.measure.ceilings import Ceilings
+from piecegraph.tools.bench.measure.floor import ModelSize, cache_bytes
 
 LARGEST_TOKEN_ID = 10_000  # of a prompt, if the vocabulary has it; nano-vllm's
 
@@ -29,7 +29,7 @@ WARM_UP = (
 
 
 class Lengths(NamedTuple):
-    """Tokens of one request."""
+    """The numbers of tokens of one request."""
 
     prompt: int
     output: int
@@ -37,7 +37,7 @@ class Lengths(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """Requests that all arrive at once."""
+    """A set of requests that all arrive at once."""
 
     prompts: tuple[list[int], ...]  # token ids
     output_lens: tuple[int, ...]
@@ -59,7 +59,7 @@ def make_workload(
     vocab_size: int,
     seed: int,
 ) -> Workload:
-    """Random prompts and output lengths; ranges include both ends. `shared_prefix` comes on top of a prompt's."""
+    """Return random prompts and output lengths; ranges include both ends. `shared_prefix` is added to each prompt."""
     random = Random(seed)
     largest = min(LARGEST_TOKEN_ID, vocab_size - 1)
     prompts = [[random.randint(0, largest) for _ in range(random.randint(*prompt_tokens))] for _ in range(num_requests)]
@@ -79,11 +79,11 @@ def workload_floor_seconds(
     max_num_batched_tokens: int,
     shared_prefix: int = 0,
 ) -> float:
-    """Less than any schedule of `requests` can take: weights, and then the cache.
+    """Return a lower bound of the seconds that any schedule of `requests` takes: weights, and then the cache.
 
-    Weights are read once in each of the fewest possible steps, or multiplied by every token (the logits' by drawn
-    ones only), whichever takes longer in all. Each step that decodes reads the keys and values of all the tokens
-    before it. `shared_prefix` tokens are computed once. A prompt's attention to itself counts as nothing.
+    Weights are read once in each of the fewest possible steps, or multiplied by every token (the logits' by drawn ones
+    only), whichever takes longer in all. Each step that decodes reads the keys and values of all the tokens before it.
+    `shared_prefix` tokens are computed once. A prompt's attention to itself counts as nothing.
     """
     drawn = sum(request.output for request in requests)
     # The last token of an output is drawn and not computed.
@@ -109,7 +109,7 @@ def workload_floor_seconds(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThroughputRun:
-    """The whole workload, once."""
+    """One run of the whole workload."""
 
     seconds: float  # of `LLM.generate`, from the first request queued to the last token on the host
     steps: int
@@ -121,7 +121,7 @@ class ThroughputRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThroughputRow:
-    """The runs at one temperature; figures are of the median one by time."""
+    """The runs at one temperature; figures are those of the median run by time."""
 
     temperature: float
     prompt_tokens: int
@@ -134,7 +134,7 @@ class ThroughputRow:
         return sorted(self.runs, key=lambda run: run.seconds)[(len(self.runs) - 1) // 2]
 
     def as_record(self) -> dict[str, object]:
-        """Everything by name, what is derived included."""
+        """Return every field by name, derived values included."""
         run, seconds = self.median, [run.seconds for run in self.runs]
         return {
             "temperature": self.temperature,
@@ -195,7 +195,7 @@ def measure_throughput(
 
 
 def warm_up(llm: LLM, workload: Workload, temperatures: Sequence[float]) -> None:
-    """See `WARM_UP`. Raises `ConfigError` if a request does not fit `max_model_len`."""
+    """Run the warm-up that `WARM_UP` describes. Raises `ConfigError` if a request does not fit `max_model_len`."""
     longest = max(map(sum, workload.lengths))
     if longest > llm.max_model_len:
         raise ConfigError(
@@ -208,7 +208,7 @@ def warm_up(llm: LLM, workload: Workload, temperatures: Sequence[float]) -> None
 
 
 def generate(llm: LLM, workload: Workload, temperature: float, output_lens: Sequence[int] | None = None) -> float:
-    """Seconds of the workload, with no prefix cached before it."""
+    """Return the seconds of the workload, with no prefix cached before it."""
     output_lens = workload.output_lens if output_lens is None else output_lens
     prompts = [{"prompt_token_ids": prompt} for prompt in workload.prompts]
     params = [

@@ -1,1 +1,1 @@
-"""The subcommands of `piecegraph cache`, one a file, and what they share."""
+"""The subcommands of `piecegraph cache`, one per file, and the code they share."""

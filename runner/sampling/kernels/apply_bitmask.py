@@ -1,5 +1,5 @@
 # mypy: disallow-untyped-decorators=False
-"""A bitmask a request over the logits, as one Triton kernel."""
+"""The Triton kernel that masks logits by one bitmask a request."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import torch
 import triton
 import triton.language as tl
 
-from piecegraph.passes.kernels.own_kernel import own_kernel
+from piecegraph.passes.kernels.common.own_kernel import own_kernel
 
 BLOCK = 4096
-"""Tokens a program looks at."""
+"""Tokens that a program reads."""
 
 
 def apply_bitmask_on_gpu(
     logits: torch.Tensor, selected: torch.Tensor, idx_mapping: torch.Tensor, bitmask: torch.Tensor
 ) -> None:
-    """See `allowed_token_ids.apply_bitmask_reference`; only words with a 0 among their bits cost a write."""
+    """Mask `logits` as `allowed_token_ids.apply_bitmask_reference` does; only masked tokens are written."""
     vocab_size = logits.shape[1]
     _apply_bitmask[(selected.shape[0], triton.cdiv(vocab_size, BLOCK))](
         logits,

@@ -1,5 +1,5 @@
 # mypy: disallow-untyped-decorators=False
-"""Bad words as one Triton kernel: a program a word."""
+"""The Triton kernel that masks tokens which complete a bad word, with one program a word."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from piecegraph.passes.kernels.own_kernel import own_kernel
+from piecegraph.passes.kernels.common.own_kernel import own_kernel
 
 
 def forbid_bad_words_on_gpu(
@@ -20,7 +20,7 @@ def forbid_bad_words_on_gpu(
     *,
     max_num_words: int,
 ) -> None:
-    """See `bad_words.forbid_bad_words_reference`. `max_num_words`: no request has more."""
+    """Mask `logits` as `bad_words.forbid_bad_words_reference` does. `max_num_words`: the most words of a request."""
     _forbid_bad_words[(selected.shape[0], max_num_words)](
         logits,
         logits.stride(0),

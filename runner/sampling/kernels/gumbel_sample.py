@@ -1,8 +1,8 @@
 # mypy: disallow-untyped-decorators=False
-"""`gumbel_sample` as two Triton kernels: the best of each block of a row's logits, then of the blocks.
-The second one also tells requests' states what was drawn: a kernel of its own for that ended each step.
+"""The two Triton kernels of `gumbel_sample`: the best of each block of a row's logits, then of the blocks.
 
-In a graph they are launched while what is ahead of them still runs (`overlapped.py`), and wait for it first of all.
+The second one also records the drawn tokens in the requests' states, which saves a kernel at the end of each step. In
+a graph both are launched while the preceding kernel still runs (`overlapped.py`), and wait for it first of all.
 """
 
 from __future__ import annotations
@@ -12,21 +12,20 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from piecegraph.passes.kernels.overlapped import OverlappedKernel
-from piecegraph.passes.kernels.own_kernel import own_kernel
-from piecegraph.runner.token_record import TokenRecord
+from piecegraph.passes.kernels.common.overlapped import OverlappedKernel
+from piecegraph.passes.kernels.common.own_kernel import own_kernel
+from piecegraph.runner.common.token_record import TokenRecord
 
 BLOCK = 2048
 """Logits a program reads at a time: 4 KiB of bfloat16."""
 
 PROGRAMS = 528
-"""About as many are launched, four on each multiprocessor of an H200, unless the rows have fewer blocks than that.
+"""The approximate number of programs, four on each multiprocessor of an H200, unless the rows have fewer blocks.
 
-The grid is (rows, programs of a row), from shapes alone, so a graph can hold it; rows that turn out to be padding
-return soon. A vocabulary of 151,936 is 75 blocks: one row is read by 75 programs at once, each row of 128 by four that
-have the block ahead on its way, and the second kernel finishes a row in a single load. Greedy rows do two comparisons a
-logit, so these wait for memory, while drawing costs a Philox call for each four logits and two logarithms a logit, and
-waits for arithmetic.
+The grid is (rows, programs of a row), from shapes alone, so a graph can hold it; programs of padding return soon. A
+vocabulary of 151,936 is 75 blocks: one row is read by 75 programs at once, each of 128 rows by four that load the next
+block early, and the second kernel finishes a row in a single load. Greedy rows do two comparisons a logit and are bound
+by memory, while a draw takes a Philox call for each four logits and two logarithms a logit and is bound by arithmetic.
 """
 
 
@@ -42,7 +41,7 @@ def gumbel_sample_on_gpu(
     block: int = BLOCK,
     programs: int = PROGRAMS,
 ) -> None:
-    """See `runner.sampling.gumbel_sample`."""
+    """Draw as `runner.sampling.gumbel_sample` does. Writes `out`."""
     num_reqs, vocab_size = logits.shape
     if num_reqs == 0:
         return
@@ -90,7 +89,7 @@ def best_of_blocks_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Grid: (num_reqs, programs of a row)."""
+    """Find the best token of each program's blocks. Grid: (num_reqs, programs of a row)."""
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
@@ -147,7 +146,7 @@ def best_of_rows_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     PADDED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Grid: (num_reqs,)."""
+    """Find the best token of each row and record it. Grid: (num_reqs,)."""
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()

@@ -1,5 +1,5 @@
 # mypy: disallow-untyped-decorators=False
-"""log(sum(exp(logits))) and a token's rank, in one pass of one Triton kernel: a program a row."""
+"""The Triton kernel of log(sum(exp(logits))) and a token's rank, in one pass, with one program a row."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from piecegraph.passes.kernels.own_kernel import own_kernel
+from piecegraph.passes.kernels.common.own_kernel import own_kernel
 
 BLOCK = 8192
 """Logits a program reads at a time."""
@@ -16,7 +16,7 @@ BLOCK = 8192
 def logsumexp_and_ranks_on_gpu(
     logits: torch.Tensor, token_ids: torch.Tensor, logsumexp: torch.Tensor, ranks: torch.Tensor, *, block: int = BLOCK
 ) -> None:
-    """See `logprobs.logsumexp_and_ranks_reference`."""
+    """Write what `logprobs.logsumexp_and_ranks_reference` writes."""
     if logits.shape[0] == 0:
         return
     _logsumexp_and_ranks[(logits.shape[0],)](
@@ -45,7 +45,7 @@ def _logsumexp_and_ranks(  # type: ignore[no-untyped-def]  # compiled by Triton
     row = tl.program_id(0).to(tl.int64)
     source = logits + row * logits_stride
     logit = tl.load(source + tl.load(token_ids + row)).to(tl.float32)
-    # Each lane keeps its own maximum and sum; they are brought together at the end.
+    # Each lane keeps its own maximum and sum; they are combined at the end.
     top = tl.full([BLOCK], float("-inf"), dtype=tl.float32)
     total = tl.zeros([BLOCK], dtype=tl.float32)
     rank = tl.zeros([BLOCK], dtype=tl.int32)
@@ -53,7 +53,7 @@ def _logsumexp_and_ranks(  # type: ignore[no-untyped-def]  # compiled by Triton
         at = first + tl.arange(0, BLOCK)
         x = tl.load(source + at, mask=at < vocab_size, other=float("-inf")).to(tl.float32)
         higher = tl.maximum(top, x)
-        is_any = higher > float("-inf")  # -inf less -inf is no number
+        is_any = higher > float("-inf")  # -inf - -inf is NaN
         total = tl.where(is_any, total * tl.exp(top - higher) + tl.exp(x - higher), 0.0)
         top = higher
         rank += ((x >= logit) & (at < vocab_size)).to(tl.int32)

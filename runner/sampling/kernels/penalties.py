@@ -1,5 +1,5 @@
 # mypy: disallow-untyped-decorators=False
-"""Penalties as two Triton kernels: what was there before is counted, then the logits are changed."""
+"""The two Triton kernels of the penalties: one counts earlier tokens, one changes the logits."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import torch
 import triton
 import triton.language as tl
 
-from piecegraph.passes.kernels.own_kernel import own_kernel
+from piecegraph.passes.kernels.common.own_kernel import own_kernel
 
 COUNT_BLOCK = 1024
 """Tokens of a request that a program counts."""
 APPLY_BLOCK = 4096
 """Logits that a program changes."""
 IN_PROMPT = 1 << 30
-"""This bit of a token's count is set if the prompt has it; the bits below count it in the output."""
+"""The bit of a token's count that is set if the prompt has the token; the bits below count it in the output."""
 
 
 def apply_penalties_on_gpu(
@@ -25,10 +25,10 @@ def apply_penalties_on_gpu(
     token_ids: torch.Tensor,
     table: torch.Tensor,
 ) -> None:
-    """See `penalties.apply_penalties_reference`. Takes memory for the counts of the selected rows only.
+    """Penalise `logits` as `penalties.apply_penalties_reference` does; allocates counts of the selected rows only.
 
-    The grid spans the longest request there could be: how long they are is known on the device alone,
-    and a program past the end of its request returns at once.
+    The grid spans the longest possible request, because lengths are known on the device only; a program past the end
+    of its request returns at once.
     """
     num_selected, vocab_size = selected.shape[0], logits.shape[1]
     counts = torch.zeros(num_selected, vocab_size, dtype=torch.int32, device=logits.device)
@@ -80,7 +80,7 @@ def _count(  # type: ignore[no-untyped-def]  # compiled by Triton
         index = first + tl.arange(0, BLOCK)
         token = tl.load(token_ids + row * token_ids_stride + index, mask=index < position, other=0)
         count = counts + tl.program_id(0).to(tl.int64) * vocab_size + token
-        # Two operations that would not mix on one bit pattern do, because neither touches the other's bits.
+        # The two atomic operations may mix, because neither changes the bits of the other.
         tl.atomic_or(count, IN_PROMPT, mask=(index < position) & (index < prompt_len), sem="relaxed")
         tl.atomic_add(count, 1, mask=(index < position) & (index >= prompt_len), sem="relaxed")
 
@@ -106,7 +106,7 @@ def _apply(  # type: ignore[no-untyped-def]  # compiled by Triton
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_token = token < vocab_size
     count = tl.load(counts + tl.program_id(0).to(tl.int64) * vocab_size + token, mask=is_token, other=0)
-    is_seen = is_token & (count != 0)  # few are: only their logits are read and written
+    is_seen = is_token & (count != 0)  # few tokens are: only their logits are read and written
     in_output = count & (IN_PROMPT - 1)
     logit = tl.load(logits + at * logits_stride + token, mask=is_seen, other=0.0)
     logit = tl.where(logit > 0, tl.div_rn(logit, repetition), logit * repetition)

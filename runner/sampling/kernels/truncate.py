@@ -1,9 +1,9 @@
 # mypy: disallow-untyped-decorators=False
-"""min_p, top_k and top_p as one Triton kernel without a sort: a program a row finds the row's threshold.
+"""The Triton kernel of min_p, top_k and top_p, which needs no sort: one program a row finds the row's threshold.
 
-What stays is a set {x >= threshold}, so the kernel bisects for the threshold over the order of float32
+The tokens that stay are a set {x >= threshold}, so the kernel bisects for the threshold over the order of float32
 numbers, as integers. Two passes find the maximum and, at a few distances below it, how many tokens and
-how much probability lie above; a few tokens are then copied together, and bisecting goes on over these.
+how much probability lie above; a few tokens are then copied to one place, and bisection continues over these.
 Only flat distributions, whose nucleus is longer than the copy, are bisected in whole passes.
 """
 
@@ -13,12 +13,12 @@ import torch
 import triton
 import triton.language as tl
 
-from piecegraph.passes.kernels.own_kernel import own_kernel
+from piecegraph.passes.kernels.common.own_kernel import own_kernel
 
 BLOCK = 4096
 """Logits a program reads at a time."""
 MAX_CANDIDATES = 4096
-"""Tokens that are copied together at most, for each row."""
+"""The most tokens of a row that are copied."""
 
 
 def truncate_on_gpu(
@@ -31,7 +31,7 @@ def truncate_on_gpu(
     block: int = BLOCK,
     max_candidates: int = MAX_CANDIDATES,
 ) -> None:
-    """See `truncation.truncate_reference`. What stays is the same up to the rounding of probabilities' sums."""
+    """Mask `logits` as `truncation.truncate_reference` does, up to the rounding of sums of probabilities."""
     num_selected, vocab_size = selected.shape[0], logits.shape[1]
     candidates = torch.empty(num_selected, max_candidates, dtype=torch.float32, device=logits.device)
     _truncate[(num_selected,)](
@@ -52,7 +52,7 @@ def truncate_on_gpu(
 @own_kernel
 @triton.jit
 def _scaled(source, at, size, temperature):  # type: ignore[no-untyped-def]  # compiled by Triton
-    """Logits at `at`, divided as torch divides; -inf past the end and for NaN."""
+    """Load logits at `at`, divided as torch divides; -inf past the end and for NaN."""
     x = tl.load(source + at, mask=at < size, other=float("-inf"))
     x = tl.div_rn(x, temperature)
     return tl.where(x == x, x, float("-inf"))
@@ -61,7 +61,7 @@ def _scaled(source, at, size, temperature):  # type: ignore[no-untyped-def]  # c
 @own_kernel
 @triton.jit
 def _key(x):  # type: ignore[no-untyped-def]  # compiled by Triton
-    """float32 numbers as int32 numbers of the same order."""
+    """Return float32 numbers as int32 numbers of the same order."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)  # -0 and 0 become one number
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
@@ -69,10 +69,10 @@ def _key(x):  # type: ignore[no-untyped-def]  # compiled by Triton
 @own_kernel
 @triton.jit
 def _above(source, size, temperature, top, least, by_count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of the logits whose keys are `least` or more: their weight, and how many they are.
+    """Return the weight and the number of the logits whose keys are `least` or more.
 
     The weight is the number itself if `by_count`, else the sum of exp(x - top). Sums are taken in an order
-    that does not depend on `least`, so they never fall when it does.
+    that does not depend on `least`, so a smaller `least` never gives a smaller sum.
     """
     weight = tl.zeros([BLOCK], dtype=tl.float32)
     count = tl.zeros([BLOCK], dtype=tl.int32)
@@ -112,7 +112,7 @@ def _truncate(  # type: ignore[no-untyped-def]  # compiled by Triton
     for first in range(0, vocab_size, BLOCK):
         largest = tl.maximum(largest, _scaled(out, first + offsets, vocab_size, temperature))
     top = tl.max(largest)
-    if top > float("-inf"):  # else all are out already
+    if top > float("-inf"):  # else all are masked already
         least = top + log_min_p
         threshold = _key(least).to(tl.int64)
         ties_kept = 2147483647.0  # of the tokens at the threshold, in their order
@@ -240,5 +240,5 @@ def _truncate(  # type: ignore[no-untyped-def]  # compiled by Triton
                 before = num_ties + tl.cumsum(is_tie.to(tl.int32), 0) - 1
                 is_kept |= is_tie & (before.to(tl.float32) < ties_kept)
                 num_ties += n
-            is_kept &= x > float("-inf")  # a NaN is out, whatever the threshold
+            is_kept &= x > float("-inf")  # a NaN is masked, whatever the threshold
             tl.store(out + at, float("-inf"), mask=(at < vocab_size) & (is_kept == 0))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from piecegraph.compiler.graphs.stretches import Lifetimes, Stretch, cut, num_graphs
-from piecegraph.compiler.plan import CallStep
+from piecegraph.compiler.splitting.plan import CallStep
+from piecegraph.compiler.splitting.segments import Lifetimes, Segment, num_graphs, split_into_segments
 from piecegraph.errors import UsageError
 from tests.compiler.graphs.test_capture import DESCRIPTORS, DEVICES, StaticInputs, compiled_decoder
 from tests.compiler.toy import batch
@@ -47,16 +47,16 @@ def test_a_step_holds_its_own_under_full() -> None:
 def test_one_graph_between_two_split_ops() -> None:
     """The pieces on either side of a cut that is no split op share a graph."""
     plan = compiled_decoder().plan
-    parts = cut(plan, has_before=True, has_after=True)
-    split_ops = [part for part in parts if not isinstance(part, Stretch)]
-    stretches = [part for part in parts if isinstance(part, Stretch)]
+    parts = split_into_segments(plan, has_before=True, has_after=True)
+    split_ops = [part for part in parts if not isinstance(part, Segment)]
+    segments = [part for part in parts if isinstance(part, Segment)]
     assert [step for _, step in split_ops] == list(plan.split_steps)
-    assert len(stretches) == len(split_ops) + 1 == num_graphs(plan, has_before=False, has_after=False)
-    assert len(plan.piece_steps) > len(stretches)
-    assert [stretch.has_before for stretch in stretches] == [True, False, False, False]
-    assert [stretch.has_after for stretch in stretches] == [False, False, False, True]
-    assert stretches[-1].name == "pieces 3-4, after"
-    steps = sorted(pair for part in parts for pair in (part.steps if isinstance(part, Stretch) else (part,)))
+    assert len(segments) == len(split_ops) + 1 == num_graphs(plan, has_before=False, has_after=False)
+    assert len(plan.piece_steps) > len(segments)
+    assert [segment.has_before for segment in segments] == [True, False, False, False]
+    assert [segment.has_after for segment in segments] == [False, False, False, True]
+    assert segments[-1].name == "pieces 3-4, after"
+    steps = sorted(pair for part in parts for pair in (part.steps if isinstance(part, Segment) else (part,)))
     assert steps == list(enumerate(plan.steps))
 
 
@@ -64,8 +64,8 @@ def test_every_value_a_stretch_reads_was_left_to_it() -> None:
     plan = compiled_decoder().plan
     lifetimes = Lifetimes(plan)
     known = {slot.name for slot in (*plan.arguments, *plan.bound)}
-    for part in cut(plan, has_before=False, has_after=True):
-        if isinstance(part, Stretch):
+    for part in split_into_segments(plan, has_before=False, has_after=True):
+        if isinstance(part, Segment):
             assert lifetimes.inputs(plan, part) <= known
             known |= set(lifetimes.outputs(part))
         else:

@@ -91,7 +91,7 @@ def test_every_step_is_bitwise_the_pieces_without_graphs(runner: Runner) -> None
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_compiled_pieces_too(device: str) -> None:
+def test_compiled_pieces_give_the_same_bits(device: str) -> None:
     runner = Runner(device=device, compiler="inductor")
     runner.capture()
     serve(runner)
@@ -116,7 +116,7 @@ def test_a_replay_is_one_graph_or_pieces_and_launches(runner: Runner) -> None:
         assert runner.piecewise.costs(descriptor) == {"graph": NUM_LAYERS + 1, "launch": NUM_LAYERS}
 
 
-def test_capturing_and_padding_cache_nothing(runner: Runner) -> None:
+def test_capturing_and_padding_write_no_kv_cache_slots(runner: Runner) -> None:
     """Only slots of the requests' own blocks are written."""
     assert all(not tensor.any() for tensor in contents(runner))
     everyone, _ = serve(runner)

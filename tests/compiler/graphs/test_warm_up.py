@@ -1,4 +1,4 @@
-"""Before a bucket after the first is recorded, each kind of step runs once: every kernel, at no cost of depth."""
+"""The warm-up of every bucket but the first runs each kind of step once: every kernel, at a cost without depth."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import piecegraph as pg
 from piecegraph.compiler.graphs.warm_up import call_each_kind
 from piecegraph.errors import UsageError
+from tests.compiler.graphs.replay.test_patched_ops import Scaled
+from tests.compiler.graphs.replay.test_prepared_ops import OP
 from tests.compiler.graphs.test_capture import DESCRIPTORS, DEVICES, MODES, StaticInputs
-from tests.compiler.graphs.test_patched_ops import Scaled
-from tests.compiler.graphs.test_prepared_ops import OP
 from tests.compiler.toy import DIMS, SPLIT_OPS, Decoder, batch
 
 FULL, PIECEWISE = MODES
@@ -90,7 +90,7 @@ def layers(count: Counter[str]) -> dict[str, int]:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_warm_up_costs_the_same_at_any_depth(mode: pg.CUDAGraphMode) -> None:
-    """After the first, which runs everything once, and each kind of step again. It runs all that a recording takes."""
+    """The first warm-up runs everything once, and each kind again. Later ones run all kernels of the recording."""
     attention = Attention()
     with pg.register_prepare(OP, attention.prepare, attention.metadata, attention.kind):
         shallow, deep = (work_of(compiled_decoder(depth), mode, attention) for depth in (3, 8))
@@ -113,7 +113,7 @@ def test_layers_of_two_kinds_both_run(mode: pg.CUDAGraphMode) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_split_op_of_unknown_kind_always_runs(mode: pg.CUDAGraphMode) -> None:
-    """Over the outputs of pieces that ran."""
+    """It receives the outputs of pieces that ran."""
     attention = Attention()
     with pg.register_prepare(OP, attention.prepare, attention.metadata):
         work = work_of(compiled_decoder(5), mode, attention)
@@ -134,8 +134,8 @@ def test_replays_are_bitwise_the_compiled_model(mode: pg.CUDAGraphMode, device: 
             assert torch.equal(graphs.replay(descriptor, *inputs), compiled(*inputs))
 
 
-def test_what_did_not_run_is_patched_as_what_did() -> None:
-    """One graph a bucket all the same."""
+def test_steps_that_did_not_run_are_patched_too() -> None:
+    """The bucket is still one graph."""
     attention = Scaled()
 
     def kind(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor, layer: str) -> Any:
@@ -146,8 +146,8 @@ def test_what_did_not_run_is_patched_as_what_did() -> None:
     assert [graphs.costs(descriptor) for descriptor in DESCRIPTORS] == [{"graph": 1, "patch": 4}] * len(DESCRIPTORS)
 
 
-def test_a_step_of_ones_own_says_how_it_is_warmed_up() -> None:
-    """What it has around the model runs as well, over a result of the right shape."""
+def test_a_full_step_may_bring_its_own_warm_up() -> None:
+    """The code around the model runs as well, over a result of the right shape."""
     compiled, attention = compiled_decoder(4), Attention()
     shapes: list[tuple[int, ...]] = []
 
@@ -171,5 +171,5 @@ def test_a_step_of_ones_own_says_how_it_is_warmed_up() -> None:
     assert shapes == [(2, 32)] * (3 + 2 * 3)
     inputs = batch(4, 2, seed=9)
     assert torch.equal(graphs.replay(DESCRIPTORS[2], *inputs), compiled(*inputs).argmax(-1))
-    with pytest.raises(UsageError, match="warm_up and record are for FULL"):
+    with pytest.raises(UsageError, match="warm_up is for FULL"):
         compiled.capture(DESCRIPTORS, StaticInputs(), mode=PIECEWISE, warm_up=compiled)

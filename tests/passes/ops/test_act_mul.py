@@ -42,7 +42,7 @@ def test_the_kernel_is_no_less_exact_than_torch(activation: str, dtype: torch.dt
     check_against_torch(activation, dtype, "cuda")
 
 
-def test_gate_comes_first() -> None:
+def test_gate_is_the_first_half() -> None:
     gate_up = torch.tensor([[1.0, 2.0, 10.0, 100.0]])
     expected = torch.nn.functional.silu(gate_up[:, :2]) * gate_up[:, 2:]
     torch.testing.assert_close(ACT_MUL(gate_up, "silu"), expected)

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from piecegraph.passes.kernels.linear_config import MATVEC_ROWS, SlicedConfig, linear_config
-from piecegraph.passes.kernels.streamed_config import StreamedConfig
+from piecegraph.passes.kernels.linear.linear_config import MATVEC_ROWS, SlicedConfig, linear_config
+from piecegraph.passes.kernels.linear.streamed_config import StreamedConfig
 from piecegraph.passes.ops.linear import LINEAR
 from tests.gpus import H200
 from tests.passes.relative_error import Tensors, assert_no_less_exact
@@ -89,7 +89,7 @@ def test_the_kernels_are_no_less_exact_than_torch(dtype: torch.dtype) -> None:
 
 
 def test_those_shapes_take_every_kernel_and_the_library() -> None:
-    """So that the test before means something: on an H200, with an activation and without."""
+    """The shapes of the tests before cover every kernel and the library: on an H200, with an activation and without."""
     taken = {"matvec": 0, "sliced": 0, "streamed": 0, "matmul": 0, "library": 0}
     block_ns: set[tuple[object, int]] = set()
     for rows, columns, size in [*SHAPES, *WIDE, *LONG, *LARGE, *MIDDLE, *SLICED, *STREAMED]:

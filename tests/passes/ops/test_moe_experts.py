@@ -49,8 +49,8 @@ def transformers_experts(inputs: MoeInputs, kind: type[torch.nn.Module]) -> torc
 
 @pytest.mark.parametrize("kind", [Qwen3MoeExperts, MixtralExperts])
 @pytest.mark.parametrize("sizes", SIZES)
-def test_it_is_transformers_experts(sizes: tuple[int, int, int], kind: type[torch.nn.Module]) -> None:
-    """For random choices, and where some experts get no token."""
+def test_results_equal_transformers_experts(sizes: tuple[int, int, int], kind: type[torch.nn.Module]) -> None:
+    """Choices are random, or leave some experts without tokens."""
     for seed, among in ((0, None), (1, range(sizes[1]))):
         inputs = moe_inputs(*sizes, 24, 16, seed=seed, among=among)
         torch.testing.assert_close(MOE_EXPERTS(*inputs.args), transformers_experts(inputs, kind))

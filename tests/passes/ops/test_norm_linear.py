@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from piecegraph.passes.kernels.linear_parts import parts_config
+from piecegraph.passes.kernels.linear.linear_parts import parts_config
 from piecegraph.passes.ops.norm_linear import ADD_NORM_LINEAR, LINEAR_ADD_NORM_LINEAR
 from tests.gpus import H200
 from tests.passes.relative_error import Tensors, assert_no_less_exact
@@ -46,7 +46,10 @@ def fused(
 def unfused(
     x: torch.Tensor, residual: torch.Tensor, norm: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
 ) -> Tensors:
-    """As transformers spells them; its norms round before they multiply by their weight, but Gemma's."""
+    """Return norm and linear as transformers spells them.
+
+    Except for Gemma's, its norms round before they multiply by their weight.
+    """
     total = x + residual
     wide = total.to(torch.promote_types(x.dtype, torch.float32))
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPS)
@@ -74,7 +77,7 @@ def test_the_kernels_are_no_less_exact_than_torch(dtype: torch.dtype) -> None:
 
 
 def make_long_inputs(shape: torch.Size, random: torch.Generator) -> Tensors:
-    """Of a linear ahead as well: rows, its size, the norm's, columns."""
+    """Return inputs with a preceding linear for a shape of rows, its size, the norm's size, columns."""
     rows, in_size, size, columns = shape
     x, residual = torch.randn(rows, in_size, generator=random), torch.randn(rows, size, generator=random)
     before = torch.randn(size, in_size, generator=random) / in_size**0.5
@@ -130,7 +133,7 @@ def test_the_kernels_with_a_linear_ahead_are_no_less_exact_than_torch(dtype: tor
     )  # fmt: skip
 
 
-def test_those_shapes_are_split_and_not() -> None:
+def test_which_shapes_are_split() -> None:
     found = [parts_config(rows, size, in_size, itemsize=2, gpu=H200) for rows, in_size, size, _ in LONG_SHAPES]
     assert sum(each is None for each in found) >= 30
     assert sum(each is not None for each in found) >= 25

@@ -18,14 +18,14 @@ SHAPES += [(1, rows, heads, size) for rows in (1, 2, 5, 8) for heads in (1, 2, 8
 
 
 def llama_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """As transformers' LlamaRMSNorm spells it."""
+    """Return the norm as transformers' LlamaRMSNorm spells it."""
     wide = x.to(torch.float32)
     variance = wide.pow(2).mean(-1, keepdim=True)
     return weight * (wide * torch.rsqrt(variance + EPS)).to(x.dtype)
 
 
 def gemma_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """As transformers' Gemma3RMSNorm spells it."""
+    """Return the norm as transformers' Gemma3RMSNorm spells it."""
     wide = x.float()
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS)
     return (normed * (1.0 + weight.float())).type_as(x)
@@ -84,7 +84,7 @@ def test_a_weight_is_optional_and_may_be_wider() -> None:
 
 
 def test_the_sum_is_rounded_before_it_is_normalised() -> None:
-    """So that both results say the same of the residual stream."""
+    """Both results then agree on the residual stream."""
     x, residual, weight = (torch.randn(4, 64).bfloat16(), torch.randn(4, 64).bfloat16(), torch.randn(64).bfloat16())
     normed, total = ADD_RMS_NORM(x, residual, weight, EPS, 0.0)
     assert torch.equal(total, x + residual)

@@ -27,7 +27,7 @@ def make_inputs(shape: torch.Size, random: torch.Generator) -> Tensors:
 
 
 def by_model(positions: torch.Tensor, inv_freq: torch.Tensor) -> Tensors:
-    """As transformers' LlamaRotaryEmbedding spells it."""
+    """Return the tables as transformers' LlamaRotaryEmbedding spells them."""
     frequencies = (inv_freq[None, :, None] @ positions[None, None, :].to(inv_freq.dtype)).transpose(1, 2)
     angles = torch.cat((frequencies, frequencies), dim=-1)
     return (angles.cos() * SCALING).squeeze(0), (angles.sin() * SCALING).squeeze(0)
@@ -44,7 +44,7 @@ def check_against_model(
 
 def check_interpreted() -> None:
     """Few, for the interpreter is slow."""
-    from piecegraph.passes.kernels.rotary_tables import rotary_tables_on_gpu
+    from piecegraph.passes.kernels.elementwise.rotary_tables import rotary_tables_on_gpu
 
     check_against_model("cpu", rotary_tables_on_gpu, ((1, 32), (7, 96), (300, 64), (7, 256)))
 
@@ -81,7 +81,7 @@ def test_the_op_is_what_torch_wants_of_an_op() -> None:
 
 
 def test_a_number_of_tokens_may_be_unknown() -> None:
-    """Not even whether there are any."""
+    """The number of tokens may even be zero."""
     shapes = ShapeEnv()
     with FakeTensorMode(shape_env=shapes):
         num_tokens = shapes.create_unbacked_symint()

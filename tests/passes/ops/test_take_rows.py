@@ -10,7 +10,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from piecegraph.passes.ops.take_rows import TAKE_ROWS
 
 
-def test_on_a_cpu_it_is_indexing() -> None:
+def test_the_op_equals_indexing_on_a_cpu() -> None:
     one, other, index = torch.randn(1, 5, 8)[..., ::2], torch.randn(1, 5, 2, 3), torch.tensor([4, 0, -1, 4])
     first, second = TAKE_ROWS([one, other], index, 1, True)
     assert torch.equal(first, one[:, index]) and torch.equal(second, other[:, index])
@@ -32,7 +32,7 @@ def test_the_op_is_what_torch_wants_of_an_op() -> None:
 
 
 def test_a_number_of_rows_may_be_unknown() -> None:
-    """Not even whether there are any."""
+    """The number of rows may even be zero."""
     shapes = ShapeEnv()
     with FakeTensorMode(shape_env=shapes):
         num_rows, num_taken = shapes.create_unbacked_symint(), shapes.create_unbacked_symint()

@@ -8,9 +8,11 @@ from itertools import takewhile
 
 import torch
 
-from piecegraph.runner.attention.layer import AttentionLayer
-from piecegraph.runner.attention.metadata import PAD_SLOT_ID, AttentionMetadata, HostBatch
-from piecegraph.runner.kv_cache import KVCache
+from piecegraph.runner.attention.interface.kv_cache import KVCache
+from piecegraph.runner.attention.interface.layer import AttentionLayer
+from piecegraph.runner.attention.interface.metadata import PAD_SLOT_ID, AttentionMetadata, HostBatch
+from piecegraph.runner.attention.interface.op_call import AttentionCall
+from piecegraph.runner.attention.interface.rotary import Rotary
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +25,15 @@ class PagedCase:
     value: torch.Tensor
     sinks: torch.Tensor | None
     expected: torch.Tensor  # [real rows, num_q_heads, value_dim]
+
+    def call(self, out: torch.Tensor | None = None, rotary: Rotary | None = None) -> AttentionCall:
+        """Return the layer's call over the whole batch, with a result of NaN unless `out` is given."""
+        if out is None:
+            out = self.query.new_full((*self.query.shape[:2], self.value.shape[2]), float("nan"))
+        layer = self.layer
+        return AttentionCall(
+            self.query, self.key, self.value, out, layer.scale, layer.window, layer.softcap, self.sinks, rotary=rotary
+        )
 
 
 def make_case(

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from piecegraph.runner.attention.rotary import Rotary
+from piecegraph.runner.attention.interface.rotary import Rotary
 from tests.runner.attention.paged_case import PagedCase, make_case, naive_attention
 
 NORMS: dict[str, dict[str, Any]] = {

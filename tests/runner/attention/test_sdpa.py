@@ -38,20 +38,10 @@ KINDS: dict[str, dict[str, object]] = {
 def run(case: PagedCase) -> torch.Tensor:
     backend, device = SdpaBackend(), torch.device("cpu")
     block_size = case.kv_cache.key.shape[1]
-    out = torch.full((case.query.shape[0], case.query.shape[1], case.value.shape[2]), float("nan"))
-    backend.impl().forward(
-        case.query,
-        case.key,
-        case.value,
-        out,
-        scale=case.layer.scale,
-        window=case.layer.window,
-        softcap=case.layer.softcap,
-        sinks=case.sinks,
-        kv_cache=case.kv_cache,
-        metadata=backend.metadata_builder([case.layer], block_size, device, max_num_reqs=8).build(case.metadata),
-    )
-    return out
+    builder = backend.metadata_builder([case.layer], block_size, device, max_num_reqs=8)
+    call = case.call()
+    backend.impl().forward(call, case.kv_cache, builder.build(case.metadata))
+    return call.out
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -72,10 +62,7 @@ def test_query_and_key_are_rotated_on_the_way(batch: str, norm: str) -> None:
     before = raw.query.clone()
     out = torch.empty_like(raw.query)
     builder = backend.metadata_builder([raw.layer], raw.kv_cache.key.shape[1], raw.query.device, max_num_reqs=8)
-    backend.impl().forward(
-        raw.query, raw.key, raw.value, out, scale=raw.layer.scale, window=0, softcap=0.0, sinks=None,
-        kv_cache=raw.kv_cache, metadata=builder.build(raw.metadata), rotary=case.rotary,
-    )  # fmt: skip
+    backend.impl().forward(raw.call(out, case.rotary), raw.kv_cache, builder.build(raw.metadata))
     num_rows = case.rotated.expected.shape[0]
     torch.testing.assert_close(out[:num_rows].double(), case.rotated.expected, atol=5e-6, rtol=1e-4)
     check_rotated_cache(case)
@@ -105,16 +92,13 @@ def test_padding_changes_nothing() -> None:
 def test_a_batch_of_padding_only_runs() -> None:
     case = make_case(lens=[(0, 1)], num_padded=3)
     before = case.kv_cache.key.clone()
-    from piecegraph.runner.profile import padding_only
+    from piecegraph.runner.startup.profile import padding_only
 
     backend = SdpaBackend()
     metadata = backend.metadata_builder([case.layer], 4, torch.device("cpu"), max_num_reqs=8).build(
         padding_only(case.query.shape[0], torch.device("cpu"))
     )
-    out = torch.full((case.query.shape[0], 4, 8), float("nan"))
-    backend.impl().forward(
-        case.query, case.key, case.value, out,
-        scale=1.0, window=0, softcap=0.0, sinks=None, kv_cache=case.kv_cache, metadata=metadata,
-    )  # fmt: skip
-    assert not out.any()
+    call = case.call()
+    backend.impl().forward(call, case.kv_cache, metadata)
+    assert not call.out.any()
     assert torch.equal(case.kv_cache.key.view(torch.int32), before.view(torch.int32))

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from piecegraph.errors import ConfigError, UnsupportedModel
-from piecegraph.runner.attention.backend import AttentionCGSupport
+from piecegraph.runner.attention.interface.backend import AttentionCGSupport
 from piecegraph.runner.attention.select import AUTO, BACKENDS, WHY, choose_backend, load_backend
-from piecegraph.runner.attention.triton_backend import TritonBackend
+from piecegraph.runner.attention.triton.backend import TritonBackend
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

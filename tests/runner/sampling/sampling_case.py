@@ -1,4 +1,4 @@
-"""Requests for the sampler, and what each asks for worked out the plain way: one row, one option after the other."""
+"""Requests for the sampler, and a plain reference of it: one row, one option after the other."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from piecegraph.runner.common.sampling_params import SamplingParams
 from piecegraph.runner.sampling.batch_sampler import Sampler
-from piecegraph.runner.sampling.gumbel import gumbel_noise
-from piecegraph.runner.sampling_params import SamplingParams
+from piecegraph.runner.sampling.gumbel_sample import gumbel_noise
 
 MAX_MODEL_LEN = 32
 
@@ -68,7 +68,7 @@ def make_sampler(
 
 
 def plain_logits(logits: torch.Tensor, case: Case) -> np.ndarray:
-    """What is drawn from, `[vocab_size]` float64: one request's logits after every option, one by one."""
+    """Return the logits that are drawn from, `[vocab_size]` float64: one request's after every option, one by one."""
     params = case.params
     x = logits.double().numpy().copy()
     if params.allowed_token_ids is not None:
@@ -103,7 +103,7 @@ def plain_logits(logits: torch.Tensor, case: Case) -> np.ndarray:
 
 
 def plain_token(logits: torch.Tensor, case: Case) -> tuple[int, float]:
-    """The token of the same noise, and how far the next one is behind."""
+    """Return the token of the same noise, and its lead over the second best."""
     scores = plain_logits(logits, case)
     if not np.isfinite(scores).any():
         return 0, np.inf

@@ -12,12 +12,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from piecegraph.runner.common.sampling_params import SamplingParams
 from piecegraph.runner.sampling import batch_sampler
 from piecegraph.runner.sampling.batch_sampler import Sampler
 from piecegraph.runner.sampling.gumbel_sample import gumbel_sample
 from piecegraph.runner.sampling.logprobs import gather_logprobs
-from piecegraph.runner.sampling.sampler_option import SamplingBatch
-from piecegraph.runner.sampling_params import SamplingParams
+from piecegraph.runner.sampling.options.protocol import SamplingBatch
 from tests.runner.sampling.sampling_case import Case, make_sampler, plain_logits, plain_token
 
 VOCAB = 23
@@ -188,7 +188,7 @@ def test_seeds_and_positions_draw_differently() -> None:
     assert len(set(tokens.tolist())) > 55
 
 
-def test_what_nobody_uses_costs_nothing() -> None:
+def test_a_batch_without_options_draws_from_the_models_own_logits() -> None:
     """Without options the model's own logits go to the draw, of whatever dtype; with some, a float32 copy does."""
     plain = [Case(params=SamplingParams(temperature=t)) for t in (0.0, 0.7)]
     greedy = Case(params=SamplingParams(temperature=0.0, top_k=3, top_p=0.5, min_p=0.1))
@@ -233,7 +233,7 @@ def test_log_probabilities_are_those_of_the_model() -> None:
 
 
 @pytest.mark.parametrize("is_plain", [False, True])
-def test_its_parts_are_what_it_runs(is_plain: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_run_the_same_kernels_as_sample(is_plain: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same options, draw and log probabilities over the same dtypes, in any order; logits stay as they are."""
     params = (
         SamplingParams(temperature=0.7)

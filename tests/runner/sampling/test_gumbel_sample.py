@@ -74,8 +74,8 @@ def test_the_kernel_equals_the_reference_on_the_gpu() -> None:
     check_kernel("cuda")
 
 
-def test_infinities_and_nans() -> None:
-    """Neither is drawn if there is anything else; a row of nothing gives token 0, as padding does."""
+def test_infinities_and_nans_are_not_drawn() -> None:
+    """Unless a row has nothing else: then the token is 0, as that of padding."""
     logits = awkward_logits()
     inputs = state(9)
     idx_mapping = torch.tensor([0, 1, -1, 0, 2, 4, 6, 8, 7], dtype=torch.int32)
@@ -94,7 +94,7 @@ def test_infinities_and_nans() -> None:
     assert all(tokens[3] == int(logits[3].nan_to_num(-INF).argmax()) for tokens in drawn)
 
 
-def test_it_writes_into_what_it_is_given() -> None:
+def test_the_tokens_are_written_into_out() -> None:
     logits, out = torch.randn(2, 30), torch.empty(2, dtype=torch.int64)
     at = torch.tensor([0, 3], dtype=torch.int32)  # both greedy
     assert gumbel_sample(logits, idx_mapping=at, positions=at, out=out, **state(4)) is out
@@ -150,7 +150,7 @@ def test_a_graph_draws_for_whoever_is_in_its_buffers() -> None:
 
 
 def test_the_kernels_compile_for_a_gpu() -> None:
-    """As they overlap with what is ahead of them."""
+    """In the form that overlaps with the preceding kernel."""
     from piecegraph.runner.sampling.kernels.gumbel_sample import best_of_blocks_kernel, best_of_rows_kernel
 
     logits, scores = torch.empty(0, dtype=torch.bfloat16), torch.empty(0)

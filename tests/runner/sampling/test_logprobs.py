@@ -20,7 +20,7 @@ def logits_of(num_rows: int, vocab_size: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("k", [0, 1, 5, 40, 100])
-def test_they_are_those_of_log_softmax(k: int) -> None:
+def test_log_probabilities_equal_those_of_log_softmax(k: int) -> None:
     """The token first, then the likeliest in order; `k` above the vocabulary's size is all of it."""
     logits = logits_of(4, 40)
     tokens = torch.tensor([1, 30, 7, 0])

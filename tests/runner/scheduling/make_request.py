@@ -4,18 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from piecegraph.runner.sampling_params import SamplingParams
+from piecegraph.runner.common.sampling_params import SamplingParams
 from piecegraph.runner.scheduling.request import Request
-
-
-@dataclass(frozen=True)
-class PromptLogprobs(SamplingParams):
-    """Sampling parameters that ask for logprobs of the prompt, whether or not the field exists yet."""
-
-    prompt_logprobs: int | None = 1
-
 
 _arrivals = itertools.count()
 
@@ -35,7 +26,7 @@ def make_request(
     return Request(
         request_id=request_id,
         prompt_token_ids=tokens,
-        sampling_params=PromptLogprobs() if prompt_logprobs else SamplingParams(),
+        sampling_params=SamplingParams(prompt_logprobs=1 if prompt_logprobs else None),
         seed=0,
         max_total_tokens=len(tokens) + num_output,
         arrival=arrival,

@@ -29,7 +29,7 @@ def test_equal_blocks_have_equal_digests_of_32_bytes() -> None:
     ],
     ids=["token", "order", "length", "extra key", "parent", "token as extra key"],
 )
-def test_whatever_differs_shows(other: bytes) -> None:
+def test_different_blocks_have_different_digests(other: bytes) -> None:
     assert other != hash_block(ROOT_DIGEST, [1, 2, 3])
 
 
@@ -45,7 +45,7 @@ def test_digests_are_the_same_in_every_process() -> None:
     assert done.stdout.strip() == hash_block(ROOT_DIGEST, [1, 2], b"x").hex()
 
 
-def test_a_token_that_is_no_int32_is_refused() -> None:
+def test_a_token_outside_int32_is_refused() -> None:
     with pytest.raises(OverflowError):
         hash_block(ROOT_DIGEST, [2**31])
 

@@ -86,7 +86,7 @@ def test_forgotten_names_are_not_found_and_can_be_given_again() -> None:
     assert pool.allocate(1) == [free]
 
 
-def test_misuse_is_told() -> None:
+def test_misuse_raises() -> None:
     """Each of these would hand one block to two requests, or name what somebody still writes."""
     pool = BlockPool(1)
     with pytest.raises(AssertionError, match="2 blocks asked for, 1 free"):

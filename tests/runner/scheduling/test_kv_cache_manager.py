@@ -172,7 +172,7 @@ def test_prompt_logprobs_and_a_switched_off_cache_find_nothing() -> None:
     assert num_hits(manager, [*range(8), 9]) == 0 and manager.pool.num_named == 0
 
 
-def test_what_is_not_registered_is_not_found() -> None:
+def test_a_block_that_is_not_registered_is_not_found() -> None:
     """Computed is not enough: the caller says up to where tokens are known and scheduled earlier."""
     manager = make_manager()
     request = make_request("a", list(range(12)))
@@ -192,7 +192,7 @@ def test_outputs_are_found_like_prompts() -> None:
     assert num_hits(manager, [1, 2, 3, 0, 1, 2, 3, 4, 99]) == 8
 
 
-def test_a_window_lets_go_of_what_it_has_passed() -> None:
+def test_blocks_before_a_window_are_released() -> None:
     """Window 6, 13 tokens computed: the next sees from 8 on, so blocks 0 and 1 go, and stay to be found."""
     manager = make_manager(window(6))
     request = make_request("a", 13)
@@ -267,7 +267,7 @@ def _forget(manager: KVCacheManager, request: Request, names: list[tuple[int, by
     manager.pool.allocate(manager.num_free_blocks)
 
 
-def test_a_chunk_longer_than_the_window_leaves_its_prefix() -> None:
+def test_a_chunk_longer_than_the_window_can_be_found_as_a_prefix() -> None:
     """Its first blocks are let go before its step is completed; others still find them."""
     manager = make_manager(FULL, window(4))
     request = make_request("a", list(range(16)))

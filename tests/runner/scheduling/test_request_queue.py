@@ -27,7 +27,7 @@ def test_each_policy_has_its_order(policy: SchedulingPolicy, order: list[str]) -
     assert drained(queue) == order
 
 
-def test_one_that_comes_back_is_first_again() -> None:
+def test_a_preempted_request_returns_to_its_old_place() -> None:
     queue = RequestQueue(SchedulingPolicy.FCFS)
     for name in "abc":
         queue.add(make_request(name, 1))

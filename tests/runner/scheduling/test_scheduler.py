@@ -92,7 +92,7 @@ def test_decodes_come_first_and_prompts_get_the_rest() -> None:
     assert list(shares(step(scheduler)).items()) == [("a", 1), ("b", 7)]
 
 
-def test_requests_of_one_token_are_neighbours() -> None:
+def test_requests_of_one_token_are_adjacent() -> None:
     """A chunk in the middle of its prompt may come before a decode in turn, but not in the batch."""
     scheduler = make_scheduler(budget=8, policy=SchedulingPolicy.PRIORITY)
     add(scheduler, make_request("late", 3, priority=1))
@@ -129,7 +129,7 @@ def test_nobody_overtakes_a_request_that_waits_for_blocks() -> None:
     assert list(shares(step(scheduler))) == ["small", "big"]  # one token, hence first in the batch
 
 
-def test_admission_spares_blocks_for_those_that_run() -> None:
+def test_admission_spares_blocks_for_running_requests() -> None:
     """Unless none does: then a request may have all."""
     scheduler = make_scheduler(num_blocks=4, watermark=0.5, budget=16)
     add(scheduler, make_request("a", 4, 1), make_request("b", 7, 1))
@@ -168,7 +168,7 @@ def test_tokens_in_flight_of_a_finished_request_are_dropped() -> None:
     assert request.output_token_ids == [5] and not scheduler.has_unfinished
 
 
-def test_a_step_in_flight_tells_nothing_to_a_new_request_of_an_old_id() -> None:
+def test_a_step_in_flight_gives_no_token_to_a_new_request_with_an_old_id() -> None:
     """Neither while it waits nor when it runs."""
     scheduler = make_scheduler()
     add(scheduler, make_request("a", 3))
@@ -230,7 +230,7 @@ def out_of_blocks(
 
 
 @pytest.mark.parametrize(("priorities", "stays"), [((0, 0), "a"), ((1, 0), "b"), ((0, 1), "a")])
-def test_the_last_in_order_gives_way(priorities: tuple[int, int], stays: str) -> None:
+def test_the_last_in_order_is_preempted(priorities: tuple[int, int], stays: str) -> None:
     """The latest, or the one of the largest priority; even if it is the one that needs the block."""
     scheduler, requests = out_of_blocks(SchedulingPolicy.PRIORITY, *priorities)
     step(scheduler)
@@ -242,7 +242,7 @@ def test_the_last_in_order_gives_way(priorities: tuple[int, int], stays: str) ->
     assert (scheduler.num_running, scheduler.num_waiting) == (1, 1)
 
 
-def test_a_late_request_of_a_smaller_priority_value_does_not_give_way() -> None:
+def test_a_late_request_of_a_smaller_priority_value_is_not_preempted() -> None:
     """Nor do those before it: it is the order that counts, not who was admitted last."""
     scheduler = make_scheduler(num_blocks=4, budget=16, policy=SchedulingPolicy.PRIORITY)
     add(scheduler, make_request("early", 7, 9, priority=1))
@@ -263,7 +263,7 @@ def test_nobody_is_admitted_in_a_step_that_preempted() -> None:
     assert [added.request_id for added in step(scheduler).added] == ["urgent"]
 
 
-def test_who_comes_last_gives_way_itself() -> None:
+def test_the_last_request_is_preempted_itself() -> None:
     """It asks for a block when the one before it has what it needs."""
     scheduler = make_scheduler(num_blocks=4, budget=16)
     first, last = make_request("first", 5, 7), make_request("last", 8, 4)
@@ -373,8 +373,48 @@ def test_steps_complete_in_order() -> None:
     assert first.step == 1
 
 
-def test_what_can_never_fit_is_the_engines_to_refuse() -> None:
+def test_a_request_that_can_never_fit_is_not_accepted() -> None:
     scheduler = make_scheduler(num_blocks=2)
     assert scheduler.can_ever_fit(8) and not scheduler.can_ever_fit(9)
     with pytest.raises(AssertionError, match="the engine refuses such requests"):
         scheduler.add(make_request("a", 5, 4))
+
+
+def test_priority_takes_no_tokens_from_running_requests() -> None:
+    """However many prompts of a higher priority come, who decodes goes on; they begin as soon as they have a place."""
+    scheduler = make_scheduler(budget=4, max_num_seqs=2, policy=SchedulingPolicy.PRIORITY)
+    add(scheduler, make_request("low", 2, 30, priority=9))
+    step(scheduler)
+    for number in range(6):
+        add(scheduler, make_request(f"high {number}", 9, 1, priority=-number))
+    for number in range(12):
+        found = shares(step(scheduler))
+        assert found["low"] == 1, f"it had no turn in step {number}"
+        assert sum(found.values()) == 4, "the rest of the budget is for prompts"
+        for name in [name for name, request in scheduler._requests.items() if request.output_token_ids]:
+            if name != "low":
+                scheduler.finish(name, "length")
+    assert scheduler.stats.num_preemptions == 0
+
+
+def test_priority_orders_the_queue_and_takes_no_place_from_running_requests() -> None:
+    scheduler = make_scheduler(max_num_seqs=2, policy=SchedulingPolicy.PRIORITY)
+    add(scheduler, make_request("a", 2, priority=5), make_request("b", 2, priority=6))
+    step(scheduler)
+    add(scheduler, make_request("c", 2, priority=1), make_request("d", 2, priority=0))
+    assert all(shares(step(scheduler)) == {"a": 1, "b": 1} for _ in range(3))
+    scheduler.finish("a", "stop")
+    assert shares(step(scheduler)) == {"b": 1, "d": 2}
+
+
+def test_priority_decides_which_request_is_preempted() -> None:
+    """The one that came first, if its priority is the lowest; it is next again."""
+    scheduler = make_scheduler(num_blocks=4, policy=SchedulingPolicy.PRIORITY)
+    low, high = make_request("low", 4, 12, priority=1), make_request("high", 4, 12, priority=0)
+    add(scheduler, low)
+    step(scheduler)
+    add(scheduler, high)
+    while not scheduler.stats.num_preemptions:
+        output = step(scheduler)
+    assert (low.num_preemptions, high.num_preemptions) == (1, 0)
+    assert shares(output) == {"high": 1} and scheduler.num_waiting == 1

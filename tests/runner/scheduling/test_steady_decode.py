@@ -48,7 +48,7 @@ def make(kind: type[Scheduler], *, num_blocks: int = 200, budget: int = 16, grou
     return kind(kv_cache=kv_cache, max_num_seqs=5, max_num_batched_tokens=budget)
 
 
-def told(output: SchedulerOutput, tokens: Sequence[int]) -> Mapping[str, int]:
+def tokens_of(output: SchedulerOutput, tokens: Sequence[int]) -> Mapping[str, int]:
     scheduled = output.scheduled
     if isinstance(scheduled, ScheduledDecodes):
         return SampledTokens(scheduled.request_ids, tokens)
@@ -58,14 +58,14 @@ def told(output: SchedulerOutput, tokens: Sequence[int]) -> Mapping[str, int]:
 def life(
     scheduler: Scheduler, asks: Sequence[tuple[int, int]], events: Sequence[Event | None], ahead: int
 ) -> list[object]:
-    """Everything that is scheduled and told, step by step."""
+    """Return everything that is scheduled and completed, step by step."""
     seen: list[object] = []
     in_flight: deque[SchedulerOutput] = deque()
     live: dict[str, Request] = {}
 
     def complete() -> None:
         output = in_flight.popleft()
-        took = scheduler.complete_step(output, told(output, range(len(output.sampled))))
+        took = scheduler.complete_step(output, tokens_of(output, range(len(output.sampled))))
         seen.append([(request.request_id, list(request.output_token_ids)) for request in took])
         for request in list(took):
             if request.num_tokens == request.max_total_tokens:
@@ -115,7 +115,7 @@ def life(
     budget=st.sampled_from([4, 16]),
 )
 @settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.too_slow])
-def test_it_is_what_looking_at_each_gives(
+def test_a_steady_decode_equals_a_loop_over_requests(
     asks: list[tuple[int, int]],
     events: list[Event | None],
     ahead: int,
@@ -138,8 +138,8 @@ def decoding(num_outputs: Sequence[int]) -> tuple[Scheduler, list[Request]]:
     requests = [make_request(str(i), [i + 1] * 2, num_output) for i, num_output in enumerate(num_outputs)]
     for request in requests:
         scheduler.add(request)
-    scheduler.complete_step(first := scheduler.schedule(), told(first, range(len(requests))))
-    scheduler.complete_step(second := scheduler.schedule(), told(second, range(len(requests))))
+    scheduler.complete_step(first := scheduler.schedule(), tokens_of(first, range(len(requests))))
+    scheduler.complete_step(second := scheduler.schedule(), tokens_of(second, range(len(requests))))
     return scheduler, requests
 
 
@@ -147,10 +147,10 @@ def step(scheduler: Scheduler) -> tuple[ScheduledDecodes, Sequence[Request]]:
     """One that must be steady."""
     output = scheduler.schedule()
     assert isinstance(output.scheduled, ScheduledDecodes)
-    return output.scheduled, scheduler.complete_step(output, told(output, range(len(output.scheduled))))
+    return output.scheduled, scheduler.complete_step(output, tokens_of(output, range(len(output.scheduled))))
 
 
-def test_steps_of_the_same_requests_share_what_names_them() -> None:
+def test_steps_of_the_same_requests_share_their_request_ids() -> None:
     """Ids and the list of who took a token are the very objects of the step before; an end makes new ones."""
     scheduler, requests = decoding([20, 20, 20])
     first, took_first = step(scheduler)
@@ -162,13 +162,13 @@ def test_steps_of_the_same_requests_share_what_names_them() -> None:
     assert took_second == requests
 
 
-def test_one_who_has_all_tokens_is_left_out_and_the_others_go_on() -> None:
+def test_a_complete_request_is_removed_and_the_others_continue() -> None:
     scheduler, requests = decoding([4, 20])
     assert [step(scheduler)[0].request_ids for _ in range(3)] == [("0", "1"), ("0", "1"), ("1",)]
     assert requests[0].num_tokens == requests[0].max_total_tokens
 
 
-def test_somebody_who_waits_and_has_a_place_ends_it() -> None:
+def test_a_request_that_can_be_admitted_ends_a_steady_decode() -> None:
     scheduler, _ = decoding([20, 20])
     step(scheduler)
     scheduler.add(make_request("new", [9, 9], 5))
@@ -192,7 +192,7 @@ def test_sampled_tokens_are_a_mapping() -> None:
         tokens["c"]
 
 
-def test_steps_leave_requests_alone_until_somebody_looks() -> None:
+def test_steps_change_no_request_until_it_is_read() -> None:
     """Tokens and counts are always right to whoever reads them, however many steps were kept together."""
     scheduler, requests = decoding([30, 30])
     for _ in range(5):
@@ -205,7 +205,7 @@ def test_steps_leave_requests_alone_until_somebody_looks() -> None:
     assert [len(request.output_token_ids) for request in requests] == [8, 8]
 
 
-def test_counts_of_a_steady_request_are_its_steps_to_change() -> None:
+def test_counts_of_a_steady_request_cannot_be_set() -> None:
     scheduler, requests = decoding([30, 30])
     step(scheduler)
     with pytest.raises(AssertionError, match="'0' decodes steadily"):
@@ -215,7 +215,7 @@ def test_counts_of_a_steady_request_are_its_steps_to_change() -> None:
 
 
 @pytest.mark.parametrize("how", ["finish", "add"])
-def test_what_a_steady_decode_filled_is_found_when_it_ends(how: str) -> None:
+def test_blocks_that_a_steady_decode_filled_are_found_after_it(how: str) -> None:
     """By a request that begins as the prompt and the output of one that left, or that still runs."""
     scheduler, requests = decoding([30, 30])
     for _ in range(11):
@@ -228,12 +228,12 @@ def test_what_a_steady_decode_filled_is_found_when_it_ends(how: str) -> None:
     assert added.num_computed_tokens == (len(tokens) - 1) // BLOCK_SIZE * BLOCK_SIZE == 12
 
 
-def test_a_long_steady_decode_registers_what_it_fills_now_and_then() -> None:
+def test_a_long_steady_decode_registers_filled_blocks_at_intervals() -> None:
     """So that little is left for the moment it ends."""
     kv_cache = KVCacheManager(num_blocks=200, block_size=BLOCK_SIZE, max_num_batched_tokens=16)
     scheduler = Scheduler(kv_cache=kv_cache, max_num_seqs=5, max_num_batched_tokens=16)
     scheduler.add(make_request("a", [1, 2], 300))
     for number in range(2 * REGISTRATION_INTERVAL):
         output = scheduler.schedule()
-        scheduler.complete_step(output, told(output, [number]))
+        scheduler.complete_step(output, tokens_of(output, [number]))
     assert kv_cache.pool.num_named == (2 * REGISTRATION_INTERVAL + 1) // BLOCK_SIZE

@@ -1,4 +1,4 @@
-"""The bench of the host's time runs what it says, and a step in which nobody needs a block sends nothing."""
+"""Tests of the bench of the host's time: the steps it runs, and that a step without a new block sends nothing."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from typing import NoReturn
 
 import pytest
 
-from piecegraph.runner import input_buffers, staged_write
-from piecegraph.runner.sampling import staged_rows
+from piecegraph.runner.device_memory import staged_write
+from piecegraph.runner.sampling.options import staged_rows
 from piecegraph.runner.scheduling.scheduler_output import ScheduledDecodes, SchedulerOutput
+from piecegraph.runner.step.state import input_buffers
 from piecegraph.tools.bench.host_step import TOKEN, decoding_engine, measure_host_step
 
 
@@ -28,7 +29,7 @@ def test_it_measures_every_part_of_decode_steps() -> None:
 
 
 def test_a_step_in_which_nobody_needs_a_block_sends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No copy to the device and no kernel but the replay's."""
+    """The step copies nothing to the device and launches no kernel but the replay's."""
     engine, runner = decoding_engine(3, num_steps=40, block_size=32)
     outputs: list[SchedulerOutput] = []
     execute = runner.execute_model

@@ -1,4 +1,4 @@
-"""What a step reads, of models as they are served."""
+"""Tests of the bytes that a step reads, for models as they are served."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def test_each_pass_is_off_once_and_all_are_on_first_and_last() -> None:
 
 
 def test_without_the_only_pass_is_without_passes() -> None:
-    """Measured once; and over eager pieces there is no other eager variant."""
+    """The variant is measured once; and over eager pieces there is no other eager variant."""
     found = variants(["a"], "eager")
     assert [(each.name, each.without) for each in found] == [
         ("all passes", None),
@@ -86,11 +86,11 @@ def test_a_pass_pays_at_one_batch_size_or_more(without_ms: tuple[float, float], 
 
 
 def test_a_share_of_a_short_step_pays_too() -> None:
-    """0.5 us a layer of a step of 0.1 ms is 5 %."""
+    """A saving of 0.5 us a layer in a step of 0.1 ms is 5 %."""
     assert pays(measured(step(1, 0.1), off="a"), measured(step(1, 0.095))) is True
 
 
-def test_who_leaves_out_nothing_pays_nothing() -> None:
+def test_a_variant_that_leaves_out_no_pass_has_no_verdict() -> None:
     assert pays(measured(step(1, 2.0)), measured(step(1, 1.0))) is None
 
 

@@ -1,4 +1,4 @@
-"""The workload is repeatable, the floor is below any schedule, and the clock changes nothing it looks at."""
+"""Tests that the workload is repeatable, the floor below any schedule, and the clock without side effects."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from piecegraph.errors import ConfigError
-from piecegraph.runner.attention.layer import AttentionLayer
+from piecegraph.runner.attention.interface.layer import AttentionLayer
 from piecegraph.runner.llm import LLM
-from piecegraph.tools.bench.ceilings import Ceilings
-from piecegraph.tools.bench.floor import ModelSize
+from piecegraph.tools.bench.measure.ceilings import Ceilings
+from piecegraph.tools.bench.measure.floor import ModelSize
 from piecegraph.tools.bench.step_profile import (
     LAUNCH_GAP_S,
     PARTS,
@@ -44,7 +44,7 @@ RATES = Ceilings(read_bytes_per_s=1e3, flops_per_s=1e6)
 
 
 def layer(window: int = 0) -> AttentionLayer:
-    """4 bytes a token."""
+    """Return a layer's cache with 4 bytes a token."""
     return AttentionLayer(
         name="attention",
         num_q_heads=1,
@@ -139,7 +139,7 @@ class TestPauses:
 
 
 def test_gpu_idle_is_of_the_window_without_its_margins() -> None:
-    """Steps of 1 ms: a kernel of 0.8 ms, a pause as between a graph's kernels, a short one, and the rest a pause."""
+    """Steps take 1 ms: a kernel of 0.8 ms, a pause as between a graph's kernels, a short kernel, and a pause."""
     tiny = LAUNCH_GAP_S / 2
     kernels = []
     for step in range(PROFILED_STEPS):
@@ -213,7 +213,7 @@ def llm(folder: Path) -> Iterator[LLM]:
 
 @pytest.fixture(scope="module")
 def llm_ahead(folder: Path) -> Iterator[LLM]:
-    """As on a GPU, it launches a step while the one before runs."""
+    """An `LLM` that launches a step while the preceding one runs, as on a GPU."""
     with open_llm(folder, async_scheduling=True) as llm:
         yield llm
 
@@ -238,7 +238,7 @@ def test_a_run_computes_every_token_once_and_repeats(llm: LLM, workload: Workloa
 
 
 def test_a_shared_prefix_is_found(llm: LLM) -> None:
-    """Two blocks of 16 tokens; those who come once they are computed do not compute them again."""
+    """The prefix has two blocks of 16 tokens; requests that come after they are computed do not compute them again."""
     shared = make_workload(6, (4, 8), (5, 12), shared_prefix=32, vocab_size=VOCAB_SIZE, seed=0)
     (row,) = measure_throughput(llm, shared, [0.0], ceilings=RATES)
     everything = sum(request.prompt + request.output - 1 for request in shared.lengths)

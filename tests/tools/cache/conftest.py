@@ -1,4 +1,4 @@
-"""A cache and a user of this test's own."""
+"""A cache directory and a user for each test."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from piecegraph.cache.store import Store
+from piecegraph.cache.store.store import Store
 from tests.tools.cache.models import CacheCommand
 
 
 @pytest.fixture(autouse=True)
 def cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where `PIECEGRAPH_CACHE_DIR` leads; nothing is there yet."""
+    """The folder that `PIECEGRAPH_CACHE_DIR` names, which does not exist yet."""
     monkeypatch.setenv("PIECEGRAPH_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
     return tmp_path / "cache"
@@ -20,7 +20,7 @@ def cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def store(cache_dir: Path) -> Store:
-    """As a compiler would open it."""
+    """A store as a compiler would open it."""
     return Store.open(cache_dir)
 
 

@@ -1,4 +1,4 @@
-"""Entries as the compiler writes them (docs/cache.md), without compiling anything, and the command line beside them."""
+"""Entries as the compiler writes them (docs/cache_format.md), made without compiling, and the command line on them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from piecegraph.cache.entry import Entry
-from piecegraph.cache.store import Saved, Store
-from piecegraph.compiler.stored.kernel_pack import KernelFiles, pack
+from piecegraph.cache.store.entry import Entry
+from piecegraph.cache.store.store import Saved, Store
+from piecegraph.compiler.triton.kernel_pack import KernelFiles, pack
 from piecegraph.tools.cli import main
 
 NOW = 1_800_000_000.0
@@ -31,7 +31,7 @@ class Model:
 
 
 def save_piece(store: Store, name: str, size: int | None = None, **factors: Any) -> Entry:
-    """A piece; `name` is its graph."""
+    """Save a piece; `name` is its graph."""
     blobs = {
         "piece": json.dumps({"kernels": 2, "nodes": 9, "note": "", "post_grad": []}).encode(),
         "artifact": b"\x80\x04 what torch unpickles \x00" + name.encode(),
@@ -55,7 +55,7 @@ def save_piece(store: Store, name: str, size: int | None = None, **factors: Any)
 
 
 def save_model(store: Store, name: str = "tiny", *, eps: float = 1e-6, layers: int = 3, **factors: Any) -> Model:
-    """A decoder of three unique pieces' shape, here one and its static twin; pieces depend on `eps` alone."""
+    """Save a decoder, whose pieces are here one and its static twin and depend on `eps` alone."""
     pieces = (save_piece(store, f"layer eps={eps}"), save_piece(store, f"layer eps={eps}", size=8))
     steps: list[dict[str, Any]] = []
     for index in range(layers):
@@ -76,7 +76,7 @@ def save_model(store: Store, name: str = "tiny", *, eps: float = 1e-6, layers: i
         "format": 1,
         "build": {**BUILD, "transformers": "5.17.0"},
         "machine": CPU,
-        "config": {"compile_sizes": [8], "passes": ["tail"]},
+        "config": {"compile_sizes": [8], "passes": ["select-rows-early"]},
         "dynamic_dims": {"input_ids": {"0": "num_tokens"}},
         "model": {"class": name, "modules": modules},
         **factors,
@@ -88,33 +88,19 @@ def save_model(store: Store, name: str = "tiny", *, eps: float = 1e-6, layers: i
         "num_parameters": 134_500_000,
         "dtype": "bfloat16",
         "sizes": [8],
-        "passes": {"tail": 1, "fuse-act-mul": layers},
+        "passes": {"select-rows-early": 1, "fuse-act-mul": layers},
         "pieces": [piece.key for piece in pieces],
     }
     return Model(save(store, made_of, blobs, {"trace": 1.5, "split": 0.25}, notes), pieces)
 
 
 def save_kernels(store: Store, of: str, *functions: str, **factors: Any) -> Entry:
-    """Kernels for `of`, the key of a plan: one of each function, and a module for their launchers."""
+    """Save kernels for `of`, the key of a plan: one of each function, and a module for their launchers."""
     kernels = {f"{index:064x}": {f"{name}.json": b"{}", f"{name}.cubin": b"\0"} for index, name in enumerate(functions)}
     blobs = {"triton/0": pack(KernelFiles(kernels, {"launcher/launcher.so": b"\x7fELF"}))}
     made_of = {"kind": "kernels", "format": 1, "of": of, "build": BUILD, "machine": H200, **factors}
     notes = {"kernels": len(functions), "functions": dict.fromkeys(functions, 1)}
     return save(store, made_of, blobs, {"compile": 4.0}, notes)
-
-
-def save_step(store: Store, of: str, **sizes: int) -> Entry:
-    """What the largest step of the model of a plan takes."""
-    blobs = {"step": json.dumps({"peak_bytes": 2**30, "stays_bytes": 2**20}).encode()}
-    made_of = {"kind": "step", "format": 1, "of": of, "build": BUILD, "machine": H200, "step": sizes}
-    return save(store, made_of, blobs, {"profile": 0.5}, {"peak_bytes": 2**30, "stays_bytes": 2**20})
-
-
-def save_products(store: Store, of: str) -> Entry:
-    """What the library runs for the model of a plan: asked for before that plan is known, so that a note names it."""
-    blobs = {"products": json.dumps({"plan": of, "products": [[8, 64, 32, "bfloat16", False]]}).encode()}
-    made_of = {"kind": "products", "format": 1, "of": "c" * 64, "build": BUILD, "machine": H200}
-    return save(store, made_of, blobs, {}, {"of": of, "products": 1})
 
 
 def save(
@@ -125,7 +111,7 @@ def save(
     notes: Mapping[str, Any],
     **changed: Any,
 ) -> Entry:
-    """An entry made at the store's time; `changed` are fields of `Entry`."""
+    """Save an entry made at the store's time; `changed` are fields of `Entry`."""
     entry = Entry.of(factors, blobs, created=store.clock(), seconds=seconds, versions=VERSIONS, notes=notes)
     entry = replace(entry, **changed)
     assert isinstance(store.save(entry, blobs), Saved)
@@ -133,7 +119,7 @@ def save(
 
 
 class CacheCommand:
-    """`piecegraph cache ...`, and what came out."""
+    """A runner of `piecegraph cache ...` that keeps its output."""
 
     def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
         self._capsys = capsys
@@ -142,7 +128,7 @@ class CacheCommand:
         self.err = ""
 
     def __call__(self, *args: str, code: int = 0) -> str:
-        """Run it; stdout. Fails unless it ends with `code`."""
+        """Run the command and return its stdout. Fails unless it ends with `code`."""
         self._capsys.readouterr()
         self.code = main(["cache", *args])
         self.out, self.err = self._capsys.readouterr()
@@ -150,5 +136,5 @@ class CacheCommand:
         return self.out
 
     def json(self, *args: str, code: int = 0) -> Any:
-        """The one JSON value it prints."""
+        """Run the command and return the one JSON value it prints."""
         return json.loads(self(*args, "--json", code=code))

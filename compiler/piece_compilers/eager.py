@@ -1,0 +1,59 @@
+"""The eager piece compiler, which runs each piece as its graph: for debugging, comparison and fast starts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from piecegraph.compiler.piece_compilers.protocol import NO_PASSES, CompiledPiece, OnPiece, RunPiece
+from piecegraph.compiler.piece_compilers.static_piece import StaticPiece
+from piecegraph.compiler.rewriting.post_grad import PostGrad
+from piecegraph.compiler.splitting.piece import UniquePiece
+
+
+class EagerPieceCompiler:
+    """A piece compiler whose pieces make the module's torch calls in the same order, bitwise equal to the module."""
+
+    name = "eager"
+
+    def start(self) -> None:
+        """Do nothing."""
+
+    def compile(
+        self,
+        pieces: Sequence[UniquePiece],
+        on_piece: OnPiece,
+        post_grad: PostGrad = NO_PASSES,
+        *,
+        meanwhile: Callable[[], object] = lambda: None,
+    ) -> tuple[CompiledPiece, ...]:
+        """Return each piece as its graph."""
+        compiled = []
+        for number, piece in enumerate(pieces, start=1):
+            begin = time.perf_counter()
+            piece.graph_module.recompile()
+            compiled.append(CompiledPiece(run=piece.graph_module.forward, seconds=time.perf_counter() - begin))
+            on_piece(number)
+        return tuple(compiled)
+
+    def compile_static(
+        self, pieces: Sequence[StaticPiece], on_piece: OnPiece, post_grad: PostGrad = NO_PASSES
+    ) -> tuple[CompiledPiece | str, ...]:
+        """Return, for each piece, the reason why it stays dynamic."""
+        return ("compile_sizes has no effect with compiler='eager'",) * len(pieces)
+
+    def tune(self, run: RunPiece, inputs: Sequence[Any]) -> None:
+        """Do nothing."""
+
+    @property
+    def can_save(self) -> bool:
+        """False: eager pieces are not stored."""
+        return False
+
+    def save_pending(self) -> tuple[str, ...]:
+        """Return no reasons: there is nothing to save."""
+        return ()
+
+    def close(self) -> None:
+        """Do nothing."""

@@ -1,0 +1,92 @@
+"""The check at every call that no argument overlaps in memory with one that the graph writes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from piecegraph.compiler.splitting.plan import Plan
+from piecegraph.errors import InputMismatch
+
+
+class OverlapCheck:
+    """A check that the arguments and bound tensors that a plan writes overlap with no other input.
+
+    Compiled pieces assume that their inputs do not overlap, so such a call would compute something else than the
+    module.
+    """
+
+    def __init__(self, plan: Plan, namespace: Mapping[str, Any]) -> None:
+        written = {slot.name for slot in plan.written}
+        self._names = tuple(slot.name for slot in plan.arguments)
+        self._written = tuple(number for number, name in enumerate(self._names) if name in written)
+        self._bound = tuple(
+            (slot.name, namespace[slot.name], slot.name in written)
+            for slot in plan.bound
+            if isinstance(namespace[slot.name], torch.Tensor)
+        )
+        self._writes_bound = any(is_written for _, _, is_written in self._bound)
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether the plan writes an argument or a bound tensor."""
+        return bool(self._written) or self._writes_bound
+
+    def check(self, arguments: Sequence[Any]) -> None:
+        """Raise `InputMismatch` if a tensor that is written overlaps with another input."""
+        places: dict[int, list[tuple[str, torch.Tensor, bool]]] = {}
+        given = [
+            (name, value, number in self._written)
+            for number, (name, value) in enumerate(zip(self._names, arguments, strict=True))
+            if isinstance(value, torch.Tensor)
+        ]
+        for name, value, is_written in given:
+            places.setdefault(value.untyped_storage().data_ptr(), []).append((name, value, is_written))
+        for name, value, is_written in self._bound:
+            others = places.get(value.untyped_storage().data_ptr())
+            if others is not None:
+                _compare([(name, value, is_written)], others)
+        for together in places.values():
+            for number in range(1, len(together)):
+                _compare(together[:number], together[number : number + 1])
+
+
+Place = tuple[str, torch.Tensor, bool]
+
+
+def _compare(ones: Sequence[Place], others: Sequence[Place]) -> None:
+    for name, value, is_written in ones:
+        for other, its, its_is_written in others:
+            if (is_written or its_is_written) and may_overlap(value, its):
+                changed, read = (name, other) if is_written else (other, name)
+                raise InputMismatch(
+                    f"{changed} and {read} lie in the same memory, and the model changes {changed} in place; it was "
+                    f"compiled for inputs that lie apart. Pass a copy of one (.clone()), or call the module itself."
+                )
+
+
+def may_overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return False for tensors of one storage that are known to share no byte, else True.
+
+    Tensors share no byte if one ends before the other begins, or if they are different columns of rows with the same
+    stride.
+    """
+    if not one.numel() or not other.numel():
+        return False
+    first, second = (one, other) if one.data_ptr() <= other.data_ptr() else (other, one)
+    apart = second.data_ptr() - first.data_ptr()
+    if apart >= _extent(first, 0):
+        return False
+    if first.stride() != second.stride() or first.ndim < 2:
+        return True
+    row = first.stride(0) * first.element_size()
+    column = apart % row if row else 0
+    return not (row and _extent(first, 1) <= column and column + _extent(second, 1) <= row)
+
+
+def _extent(value: torch.Tensor, dim: int) -> int:
+    """Return the bytes from the first element to the end of the last, over the dims from `dim` on."""
+    sizes, strides = value.shape[dim:], value.stride()[dim:]
+    return (1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))) * value.element_size()

@@ -1,0 +1,115 @@
+"""The segments of a PIECEWISE bucket, which is cut only at split ops that cannot be part of a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+from piecegraph.compiler.splitting.plan import (
+    CallStep,
+    PieceStep,
+    Plan,
+    Slot,
+    Step,
+    slots_in,
+    step_inputs,
+    step_outputs,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """All steps between two cuts, with the caller's work at either end of the plan: one graph."""
+
+    steps: tuple[tuple[int, Step], ...]  # with their numbers in the plan; split ops among them are patched
+    has_before: bool  # the caller's preparation comes first
+    has_after: bool  # the caller's work on the results comes last
+
+    @property
+    def is_graph(self) -> bool:
+        """Whether the segment launches kernels; arithmetic on sizes and items of results are fixed in a bucket."""
+        return self.has_before or self.has_after or any(isinstance(step, PieceStep) for _, step in self.steps)
+
+    @property
+    def split_ops(self) -> tuple[int, ...]:
+        """The numbers of the split ops within the segment."""
+        return tuple(number for number, step in self.steps if isinstance(step, CallStep) and step.is_split_op)
+
+    @property
+    def name(self) -> str:
+        """The name of the segment for reports, such as "before, pieces 0-3"."""
+        pieces = [step.index for _, step in self.steps if isinstance(step, PieceStep)]
+        names = [f"piece {pieces[0]}" if len(pieces) == 1 else f"pieces {pieces[0]}-{pieces[-1]}"] if pieces else []
+        return ", ".join([*["before"] * self.has_before, *names, *["after"] * self.has_after])
+
+
+def split_into_segments(
+    plan: Plan, *, has_before: bool, has_after: bool, patched: Collection[int] = ()
+) -> tuple[Segment | tuple[int, CallStep], ...]:
+    """Return the segments of a plan and, between them, split ops with their numbers.
+
+    `patched`: the numbers of split ops that become part of a segment.
+    """
+    parts: list[Segment | tuple[int, CallStep]] = []
+    steps: list[tuple[int, Step]] = []
+    starts_with_before = has_before
+
+    def end(*, has_after: bool) -> None:
+        nonlocal starts_with_before
+        if steps or starts_with_before or has_after:
+            parts.append(Segment(steps=tuple(steps), has_before=starts_with_before, has_after=has_after))
+        steps.clear()
+        starts_with_before = False
+
+    for number, step in enumerate(plan.steps):
+        if isinstance(step, CallStep) and step.is_split_op and number not in patched:
+            end(has_after=False)
+            parts.append((number, step))
+        else:
+            steps.append((number, step))
+    end(has_after=has_after)
+    return tuple(parts)
+
+
+def num_graphs(plan: Plan, *, has_before: bool, has_after: bool, is_patched: bool = False) -> int:
+    """Return the number of graphs of a PIECEWISE bucket. `is_patched`: all split ops are patched into graphs."""
+    patched = range(len(plan.steps)) if is_patched else ()
+    parts = split_into_segments(plan, has_before=has_before, has_after=has_after, patched=patched)
+    return sum(isinstance(part, Segment) and part.is_graph for part in parts)
+
+
+class Lifetimes:
+    """The last step that reads each value of a plan, so that the memory of one layer is reused by the next."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._kept = {slot.name for slot in (*plan.arguments, *plan.bound)}
+        self._kept |= {result.name for result in plan.results if isinstance(result, Slot)}
+        self._last: dict[str, int] = {}
+        for number, step in enumerate(plan.steps):
+            self._last.update((slot.name, number) for slot in (*step_inputs(step), *step_outputs(step)))
+        self._ending: dict[int, list[str]] = {}
+        for name, number in self._last.items():
+            if name not in self._kept:
+                self._ending.setdefault(number, []).append(name)
+
+    def drop_after(self, number: int, values: dict[str, object]) -> None:
+        """Remove from `values` those that step `number` is the last to read or write."""
+        for name in self._ending.get(number, ()):
+            values.pop(name, None)
+
+    def inputs(self, plan: Plan, segment: Segment) -> set[str]:
+        """Return the names of the values a segment reads that were made before it."""
+        read = {slot.name for _, step in segment.steps for slot in step_inputs(step)}
+        if segment.has_after:
+            read |= {slot.name for slot in slots_in(plan.results)}
+        return read - set(self._made(segment))
+
+    def outputs(self, segment: Segment) -> tuple[str, ...]:
+        """Return the names of the values a segment makes that are read after it, in order."""
+        if not segment.steps:
+            return ()
+        end = segment.steps[-1][0]
+        return tuple(name for name in self._made(segment) if name in self._kept or self._last[name] > end)
+
+    def _made(self, segment: Segment) -> Iterator[str]:
+        return (slot.name for _, step in segment.steps for slot in step_outputs(step))

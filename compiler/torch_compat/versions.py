@@ -1,0 +1,121 @@
+"""Differences between the supported versions of torch (2.11 to 2.15), and what hides them.
+
+The rule: a name, an option or a fault that only some versions of torch have is handled here, and no other file names
+a version of torch. Private modules that all versions share are used where their concept lies: `dynamo.py`,
+`symbolic_sizes.py`, `inductor_*.py`, `cpp_libraries.py`, `process_settings.py`, `graphs/cuda_graph.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+_patching = threading.RLock()
+
+
+def source_name(source: Any) -> str:
+    """Return the expression by which Dynamo found a value. Before torch 2.12 `Source.name` is a method."""
+    name = source.name
+    return str(name() if callable(name) else name)
+
+
+def attribute_guard(source: Any) -> tuple[str, str] | None:
+    """Return the owner's expression and the attribute of a HASATTR guard whose source is the attribute itself.
+
+    torch 2.11 puts the guard on the attribute; later versions put it on the owner and name the attribute in the guard's
+    details, for which the result is None.
+    """
+    base, member = getattr(source, "base", None), getattr(source, "member", None)
+    return (source_name(base), member) if base is not None and isinstance(member, str) else None
+
+
+@contextlib.contextmanager
+def guard_standard_library() -> Iterator[None]:
+    """Make Dynamo guard reads of the standard library's modules inside this block.
+
+    Dynamo leaves them out otherwise, because it assumes that they never change; `os.environ` is in one of them.
+    """
+    from torch._dynamo import symbolic_convert
+
+    is_stdlib = getattr(symbolic_convert, "is_stdlib", None)
+    if is_stdlib is None:
+        yield
+        return
+    with _patching:
+        setattr(symbolic_convert, "is_stdlib", lambda module: False)  # noqa: B010
+        try:
+            yield
+        finally:
+            setattr(symbolic_convert, "is_stdlib", is_stdlib)  # noqa: B010
+
+
+def symbol_hint(shape_env: ShapeEnv, symbol: Any) -> int:
+    """Return the hint of a backed symbol: the number it was made from. torch 2.11 calls the mapping `var_to_val`."""
+    examples = shape_env.backed_var_to_val if hasattr(shape_env, "backed_var_to_val") else shape_env.var_to_val
+    return int(examples[symbol])
+
+
+@contextlib.contextmanager
+def allow_unbacked_layouts() -> Iterator[None]:
+    """Let Inductor order the dims of a buffer with a flexible layout also where a stride has an unbacked size.
+
+    Outside this block torch 2.11 to 2.15 ask for a hint there and raise `GuardOnDataDependentSymNode`, for a tensor
+    that is both contiguous and channels-last (of one KV head, say). Any order is a valid layout for every size, so a
+    guess is enough.
+    """
+    from torch._inductor.ir import FlexibleLayout
+    from torch._inductor.virtualized import V
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    original = FlexibleLayout.same_ordered
+
+    def same_ordered(sizes: Sequence[Any], stride: Sequence[Any]) -> Any:
+        try:
+            return original(sizes, stride)
+        except GuardOnDataDependentSymNode:
+            guessed = _guessed_sizes(V.graph.sizevars, stride)
+            return FlexibleLayout.fill_ordered(sizes, sorted(range(len(guessed)), key=guessed.__getitem__))
+
+    layout: Any = FlexibleLayout
+    layout.same_ordered = staticmethod(same_ordered)
+    try:
+        yield
+    finally:
+        layout.same_ordered = staticmethod(original)
+
+
+def _guessed_sizes(sizevars: Any, sizes: Sequence[Any]) -> Sequence[int]:
+    """Return guessed numbers for `sizes`, for choices that are right either way. torch 2.11 calls this `size_hints`."""
+    from torch._inductor import config
+
+    guess = sizevars.optimization_hints if hasattr(sizevars, "optimization_hints") else sizevars.size_hints
+    guessed: Sequence[int] = guess(sizes, fallback=config.unbacked_symint_fallback)
+    return guessed
+
+
+_TUNED_AT_FIRST_RUN = {
+    # standalone_compile would measure kernels while it compiles, on random inputs, in processes side by side.
+    "triton.autotune_at_compile_time": False,
+    # torch 2.11 bundles such a kernel with the configuration it had before it was tuned and, where that was the
+    # only one, never looks for what tuning found: every process would tune again.
+    "use_static_cuda_launcher": False,
+}
+
+
+def first_run_tuning_options() -> dict[str, Any]:
+    """Return Inductor options under which kernels are tuned when they first run, and loaded tuned after that."""
+    from torch._inductor import config
+
+    known = config.get_config_copy()
+    return {name: value for name, value in _TUNED_AT_FIRST_RUN.items() if name in known}
+
+
+def graph_exec_handle(graph: torch.cuda.CUDAGraph) -> int:
+    """Return the handle of an instantiated graph (torch 2.11 has the method, but its stubs lack it)."""
+    handle: int = graph.raw_cuda_graph_exec()  # type: ignore[attr-defined,unused-ignore]
+    return handle

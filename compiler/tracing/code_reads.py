@@ -1,0 +1,161 @@
+"""What the bytecode of traced functions reads by name: the reads that Dynamo puts no guard on, because they failed, or
+found something that nobody is supposed to change, are found here.
+"""
+
+from __future__ import annotations
+
+import builtins
+import dis
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from piecegraph.compiler.tracing.read_facts import class_name, code_digest, is_library_module, value_fact
+
+_ATTRIBUTE = frozenset({"LOAD_ATTR", "LOAD_METHOD"})
+_NO_CODE = frozenset({"EXTENDED_ARG", "CACHE"})
+
+
+def global_chains(code: types.CodeType) -> tuple[tuple[str, ...], ...]:
+    """Return the globals that `code` reads, each with the attributes that are read right after it: `a.b.c` is
+    ("a", "b", "c")."""
+    found: dict[tuple[str, ...], None] = {}
+    chain: list[str] = []
+    for each in dis.get_instructions(code):
+        if each.opname in _NO_CODE:
+            continue
+        if each.opname in _ATTRIBUTE and chain:
+            chain.append(each.argval)
+            continue
+        if chain:
+            found[tuple(chain)] = None
+        chain = [each.argval] if each.opname in ("LOAD_GLOBAL", "LOAD_NAME") else []
+    return tuple(found)
+
+
+def imported_modules(code: types.CodeType) -> tuple[str, ...]:
+    """Return the names of the modules that `code` imports by absolute names."""
+    names = [each.argval for each in dis.get_instructions(code) if each.opname == "IMPORT_NAME"]
+    return tuple(dict.fromkeys(name for name in names if name))
+
+
+def first_absent(home: Mapping[str, Any], chain: tuple[str, ...]) -> int | None:
+    """Return the index of the first name of `chain` that nothing has, `home` being the globals; None where all are
+    there, or where finding out would run code of the objects."""
+    if chain[0] not in home:
+        return 0
+    value = home[chain[0]]
+    for index, name in enumerate(chain[1:], 1):
+        own = _own_attributes(value)
+        if name in own:
+            value = own[name]
+            continue
+        if any(name in vars(each) for each in _classes(value)):
+            return None
+        lookup = type(value).__getattribute__
+        is_plain = not isinstance(lookup, types.FunctionType) and not hasattr(type(value), "__getattr__")
+        if isinstance(value, types.ModuleType) and "__getattr__" in own:
+            is_plain = False
+        return index if is_plain else None
+    return None
+
+
+def classes_in(home: Mapping[str, Any], chain: tuple[str, ...]) -> Iterator[int]:
+    """Yield the indices of the names of `chain` that stand for classes written outside libraries."""
+    value: Any = types.SimpleNamespace(**{chain[0]: home[chain[0]]}) if chain[0] in home else None
+    for index, name in enumerate(chain):
+        own = _own_attributes(value)
+        if name not in own:
+            return
+        value = own[name]
+        if isinstance(value, type) and not is_library_module(value.__module__):
+            yield index
+
+
+def _own_attributes(value: Any) -> Mapping[str, Any]:
+    try:
+        own: Mapping[str, Any] = vars(value)
+    except TypeError:  # it has none
+        return {}
+    return own
+
+
+def _classes(value: Any) -> tuple[type, ...]:
+    return (*(value.__mro__ if isinstance(value, type) else ()), *type(value).__mro__)
+
+
+def has_own_instance_check(kind: type) -> bool:
+    """Return whether code outside libraries decides what is an instance or a subclass of `kind`."""
+    return bool(_instance_checks(kind))
+
+
+def instance_checks_fact(value: Any, detail: Any = None) -> str:
+    """Describe the functions that decide what is an instance of the class `value`, and what they read by name.
+
+    Raises `NotComparable` where that cannot be written down.
+    """
+    return repr([function_with_globals(each) for each in _instance_checks(value)])
+
+
+def _instance_checks(kind: type) -> list[types.FunctionType]:
+    metaclasses = type.mro(type(kind))
+    places: list[tuple[Sequence[type], str]] = [
+        (metaclasses, "__instancecheck__"),
+        (metaclasses, "__subclasscheck__"),
+        (kind.__mro__, "__subclasshook__"),
+    ]
+    found = []
+    for classes, name in places:
+        for each in classes:
+            function = vars(each).get(name)
+            function = getattr(function, "__func__", function)
+            if isinstance(function, types.FunctionType) and not is_library_module(function.__module__ or ""):
+                found.append(function)
+    return found
+
+
+def function_with_globals(function: types.FunctionType, inside: tuple[types.FunctionType, ...] = ()) -> list[Any]:
+    """Describe a function by its code, its closure, its defaults and the globals that it names, with the functions
+    among them described alike. Raises `NotComparable` for a value that cannot be written down."""
+    if function in inside:
+        return ["function around this", inside.index(function)]
+    around = (*inside, function)
+    read: dict[str, Any] = {}
+    for code in codes_within(function.__code__):
+        for chain in global_chains(code):
+            read[".".join(chain)] = _global(function.__globals__, chain, around)
+    cells = [cell.cell_contents for cell in function.__closure__ or ()]
+    held = [_described(each, around) for each in (*cells, function.__defaults__, function.__kwdefaults__)]
+    return [
+        f"{function.__module__}.{function.__qualname__}",
+        code_digest(function.__code__),
+        held,
+        sorted(read.items()),
+    ]
+
+
+def codes_within(code: types.CodeType) -> Iterator[types.CodeType]:
+    """Yield `code` and the code of every function and class that is written inside it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from codes_within(constant)
+
+
+def _global(home: Mapping[str, Any], chain: tuple[str, ...], inside: tuple[types.FunctionType, ...]) -> Any:
+    if chain[0] not in home:
+        return ["builtin", _described(getattr(builtins, chain[0], "absent"), inside)]
+    value = home[chain[0]]
+    for name in chain[1:]:  # of a module outside libraries what is read is what counts
+        if not isinstance(value, types.ModuleType) or is_library_module(value.__name__):
+            break
+        value = vars(value).get(name, "absent")
+    return _described(value, inside)
+
+
+def _described(value: Any, inside: tuple[types.FunctionType, ...]) -> Any:
+    if isinstance(value, types.FunctionType) and not is_library_module(value.__module__ or ""):
+        return function_with_globals(value, inside)
+    if isinstance(value, type):
+        return class_name(value)
+    return value_fact(value)

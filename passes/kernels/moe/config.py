@@ -1,0 +1,93 @@
+"""The layouts of the routed experts' kernels: a pure function of what the host knows, not of the choice of experts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+MATVEC_MAX_SHARE = 4
+"""The divisor of `num_experts` that bounds the pairs of token and expert that are multiplied as vectors.
+
+Up to `num_experts / MATVEC_MAX_SHARE` pairs, few share an expert, and those that do find its weights in L2.
+"""
+
+FLOAT32_BLOCK_K = 16
+"""The products of float32 numbers that sorted kernels add one after another before `compensated.py` sums them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tile:
+    """The tile of one product. All fields are powers of two, except for the stages."""
+
+    block_n: int  # columns of the result a program computes; of the first product, columns of gate and of up each
+    block_k: int  # what it adds up at a time
+    num_warps: int
+    num_stages: int  # tiles of weights on their way, and the one at work
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoeConfig:
+    block_m: int  # rows of one expert a program multiplies; 1: products with a vector, nothing is sorted
+    gate_up: Tile
+    down: Tile
+
+    @property
+    def is_sorted(self) -> bool:
+        return self.block_m > 1
+
+
+@lru_cache(maxsize=4096)
+def moe_config(
+    *, num_tokens: int, top_k: int, num_experts: int, hidden: int, size: int, itemsize: int = 2
+) -> MoeConfig:
+    """Return the layout for `num_tokens` tokens that choose `top_k` of `num_experts` experts.
+
+    All arguments are at least 1.
+    """
+    num_pairs = num_tokens * top_k
+    if num_tokens == 1 or num_pairs * MATVEC_MAX_SHARE <= num_experts:
+        return MoeConfig(
+            block_m=1,
+            gate_up=_clipped(Tile(block_n=8, block_k=512, num_warps=4, num_stages=4), size, hidden, itemsize),
+            down=_clipped(Tile(block_n=8, block_k=512, num_warps=4, num_stages=4), hidden, size, itemsize),
+        )
+    # Half as many rows again as an expert has on average: most experts then fit into one block.
+    rows = -(-3 * num_pairs // (2 * min(num_pairs, num_experts)))
+    block_m = next((block for block in (16, 32, 64) if block >= rows), 128)
+    gate_up, down = {
+        16: (_tile(32, 128, 4, 4), _tile(64, 128, 4, 4)),
+        32: (_tile(32, 128, 4, 4), _tile(64, 128, 4, 4)),
+        64: (_tile(64, 64, 4, 4), _tile(128, 64, 4, 4)),
+        128: (_tile(64, 64, 8, 4), _tile(128, 64, 8, 4)),
+    }[block_m]
+    if itemsize > 2:
+        gate_up, down = (replace(tile, block_k=FLOAT32_BLOCK_K) for tile in (gate_up, down))
+    return MoeConfig(
+        block_m=block_m,
+        gate_up=_clipped(gate_up, size, hidden, itemsize),
+        down=_clipped(down, hidden, size, itemsize),
+    )
+
+
+def num_blocks_bound(*, num_pairs: int, num_experts: int, block_m: int) -> int:
+    """Return the most blocks of rows, however pairs fall on experts: each expert's last block may be partly empty."""
+    return (num_pairs + min(num_pairs, num_experts) * (block_m - 1)) // block_m
+
+
+def _tile(block_n: int, block_k: int, num_warps: int, num_stages: int) -> Tile:
+    return Tile(block_n=block_n, block_k=block_k, num_warps=num_warps, num_stages=num_stages)
+
+
+def _clipped(tile: Tile, columns: int, depth: int, itemsize: int) -> Tile:
+    """Return the tile clipped to the product's size and to its bytes, but at least the 16 that a tensor core takes."""
+    block_k = tile.block_k * 2 // max(itemsize, 2)
+    return Tile(
+        block_n=min(tile.block_n, max(16, _power_of_two(columns))),
+        block_k=max(16, min(block_k, _power_of_two(depth))),
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+
+
+def _power_of_two(size: int) -> int:
+    return 1 << (size - 1).bit_length()

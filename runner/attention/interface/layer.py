@@ -1,0 +1,79 @@
+"""A model's attention layers, read from the traced graph: no model family's config is consulted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from piecegraph.compiler.splitting.plan import SplitCall, TensorSpec
+from piecegraph.errors import UnsupportedModel
+from piecegraph.runner.attention.interface.op_call import ATTENTION_OPS, call_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionLayer:
+    """The shape and the options of one attention module."""
+
+    name: str  # the module's name in the model, e.g. "model.layers.3.self_attn"
+    num_q_heads: int
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    dtype: torch.dtype
+    scale: float
+    window: int  # keys a query sees, itself included; 0: all before it
+    softcap: float  # 0.0: none
+    has_sinks: bool
+
+
+def attention_layers(calls: Sequence[SplitCall]) -> tuple[AttentionLayer, ...]:
+    """Return the attention layers of a graph's split calls, in the order the model runs them.
+
+    Raises `UnsupportedModel` if a layer asks for what our attention cannot do, or runs twice a step
+    (its second call would overwrite the keys of its first).
+    """
+    layers: dict[str, AttentionLayer] = {}
+    for call in calls:
+        if call.op not in ATTENTION_OPS:
+            continue
+        layer = _attention_layer(call)
+        if layer.name in layers:
+            raise UnsupportedModel(
+                f"{layer.name} runs more than once in a forward pass; its second call would overwrite the keys and "
+                "values of its first. Models that share one attention module between layers cannot run here."
+            )
+        layers[layer.name] = layer
+    return tuple(layers.values())
+
+
+def _attention_layer(call: SplitCall) -> AttentionLayer:
+    arguments = call_of(call.op, call.args)
+    query, key, value, name = *(_spec(each) for each in arguments[:3]), arguments.layer
+    if arguments.unsupported:
+        raise UnsupportedModel(f"{name}: {arguments.unsupported}")
+    return AttentionLayer(
+        name=name,
+        num_q_heads=_static(query, 1, name),
+        num_kv_heads=_static(key, 1, name),
+        key_dim=_static(key, 2, name),
+        value_dim=_static(value, 2, name),
+        dtype=key.dtype,
+        scale=float(arguments.scale),
+        window=int(arguments.window),
+        softcap=float(arguments.softcap),
+        has_sinks=arguments.sinks is not None,
+    )
+
+
+def _spec(found: object) -> TensorSpec:
+    assert isinstance(found, TensorSpec), found
+    return found
+
+
+def _static(spec: TensorSpec, dim: int, name: str) -> int:
+    size = spec.shape[dim]
+    if not isinstance(size, int):
+        raise UnsupportedModel(f"{name}: its number of heads or head size varies with the batch ({spec.shape}).")
+    return size

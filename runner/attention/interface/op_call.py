@@ -1,0 +1,71 @@
+"""One call of an attention op with its arguments by name, for both forms of the op."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from piecegraph.runner.attention.interface.rotary import Rotary
+
+ATTENTION_OP = "piecegraph::attention"
+ROPE_ATTENTION_OP = "piecegraph::rope_attention"
+ATTENTION_OPS = (ATTENTION_OP, ROPE_ATTENTION_OP)
+
+_LAYER_ARGUMENTS = "float scale, int window, float softcap, Tensor? sinks, str? unsupported, str layer"
+# `layer` is the only argument in which equal layers differ. It stays the last, and `unsupported` carries
+# the reason a layer cannot run, as data: an exception raised while Dynamo traces would lose its type.
+SCHEMAS = (
+    f"attention(Tensor query, Tensor key, Tensor value, Tensor(a!) out, {_LAYER_ARGUMENTS}) -> ()",
+    "rope_attention(Tensor(a!) query, Tensor key, Tensor value, Tensor(b!) out, Tensor cos, Tensor sin, "
+    f"Tensor? q_norm_weight, Tensor? k_norm_weight, float? norm_eps, float norm_offset, {_LAYER_ARGUMENTS}) -> ()",
+)
+
+
+class AttentionCall(NamedTuple):
+    """Causal attention of one layer, without its cache and its batch: the arguments of either op.
+
+    Running a call mutates `out` and the layer's cache. Key `j` is visible from query `i` iff `j <= i` and, with a
+    window, `j > i - window` (transformers' meaning). With `rotary` the cache gets rotated keys, and rows of `query`
+    may be overwritten. In a call that is read from a traced graph, each tensor is its `TensorSpec`.
+    """
+
+    query: torch.Tensor  # [num_tokens, num_q_heads, key_dim]; a head's numbers are adjacent, heads may lie anywhere
+    key: torch.Tensor  # [num_tokens, num_kv_heads, key_dim]
+    value: torch.Tensor  # [num_tokens, num_kv_heads, value_dim]
+    out: torch.Tensor  # [num_tokens, num_q_heads, value_dim], contiguous, written
+    scale: float
+    window: int = 0  # keys a query sees, itself included; 0: no window
+    softcap: float = 0.0  # 0.0: none
+    sinks: torch.Tensor | None = None  # [num_q_heads]
+    unsupported: str | None = None  # the reason the layer cannot run, or None
+    layer: str = ""  # the layer's name
+    rotary: Rotary | None = None  # what query and key still need; None: nothing
+
+
+def attention_call(*args: Any) -> AttentionCall:
+    """Return the call with the arguments of `piecegraph::attention`."""
+    return AttentionCall(*args)
+
+
+def rope_attention_call(*args: Any) -> AttentionCall:
+    """Return the call with the arguments of `piecegraph::rope_attention`.
+
+    The arguments of the rotary embedding, and of the norm before it unless `norm_eps` is None, stand in the middle.
+    """
+    query, key, value, out, cos, sin, q_norm_weight, k_norm_weight, norm_eps, norm_offset, *rest = args
+    rotary = Rotary(
+        cos=cos,
+        sin=sin,
+        q_norm_weight=q_norm_weight,
+        k_norm_weight=k_norm_weight,
+        norm_eps=norm_eps,
+        norm_offset=norm_offset,
+    )
+    return attention_call(query, key, value, out, *rest, rotary)
+
+
+def call_of(op: str, args: Sequence[Any]) -> AttentionCall:
+    """Return the call with the arguments of the op named `op`, one of `ATTENTION_OPS`."""
+    return rope_attention_call(*args) if op == ROPE_ATTENTION_OP else attention_call(*args)

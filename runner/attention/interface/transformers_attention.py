@@ -1,0 +1,89 @@
+"""Our attention in transformers' `AttentionInterface`: the function that every model class calls instead of its own.
+
+No mask function is registered under our name: transformers then builds no mask at all and passes
+`attention_mask=None`; the kernels apply causality and windows.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from piecegraph.compiler.repeated_layers.find import NAME_ATTRIBUTE
+from piecegraph.runner.attention.interface import op as _op  # noqa: F401  (registers the op)
+
+ATTENTION_IMPLEMENTATION = "piecegraph"
+"""The value of `attn_implementation` under which a model is loaded."""
+
+_HARMLESS = frozenset(
+    {
+        "position_ids",  # rotary embeddings are applied by now
+        "cache_position",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "return_dict",
+        "use_cache",
+        "deterministic",
+    }
+)
+"""Keyword arguments models pass along that do not change what attention computes."""
+
+
+def register_attention() -> None:
+    """Register `attn_implementation="piecegraph"` with transformers. Idempotent."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(ATTENTION_IMPLEMENTATION, transformers_attention)
+
+
+def transformers_attention(
+    module: nn.Module,
+    query: torch.Tensor,  # [1, num_q_heads, num_tokens, key_dim]
+    key: torch.Tensor,  # [1, num_kv_heads, num_tokens, key_dim]
+    value: torch.Tensor,  # [1, num_kv_heads, num_tokens, value_dim]
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    is_causal: bool | None = None,
+    **kwargs: object,
+) -> tuple[torch.Tensor, None]:
+    """Call `piecegraph::attention`, which tracing puts into the graph as one node.
+
+    Returns `[1, num_tokens, num_q_heads, value_dim]`, and None for the attention weights.
+    """
+    unsupported = _unsupported(module, attention_mask is not None, dropout, is_causal, kwargs)
+    query, key, value = (x.transpose(1, 2).squeeze(0) for x in (query, key, value))
+    out = query.new_empty((query.shape[0], query.shape[1], value.shape[2]))
+    torch.ops.piecegraph.attention.default(
+        query,
+        key,
+        value,
+        out,
+        float(scaling) if scaling is not None else query.shape[-1] ** -0.5,
+        int(sliding_window) if sliding_window is not None else 0,
+        float(softcap) if softcap is not None else 0.0,
+        s_aux,
+        unsupported,
+        getattr(module, NAME_ATTRIBUTE),
+    )
+    return out.unsqueeze(0), None
+
+
+def _unsupported(
+    module: nn.Module, has_mask: bool, dropout: float, is_causal: bool | None, kwargs: dict[str, object]
+) -> str | None:
+    """Return why this call cannot be served, or None."""
+    if has_mask:
+        return "passes an attention mask of its own; only causal and sliding-window attention can run here."
+    if not (is_causal if is_causal is not None else getattr(module, "is_causal", True)):
+        return "is not causal (is_causal=False); only decoders that look back can run here."
+    if dropout > 0.0:
+        return "applies dropout to its attention although the model is in eval mode."
+    for name, argument in kwargs.items():
+        if argument is not None and argument is not False and name not in _HARMLESS:
+            return f"passes {name!r} to its attention, which we do not know and therefore cannot honour."
+    return None

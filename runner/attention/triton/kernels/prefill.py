@@ -1,0 +1,293 @@
+"""Attention of requests with any number of new tokens, over the paged cache that holds those too.
+
+The loop is FlashAttention-2's. As in vLLM's unified Triton attention, a tile of rows is a few query tokens of
+one request with all query heads of one KV head, and a program finds its request from `query_start_loc`,
+so that the grid depends on the number of rows and requests alone and fits any batch at replay.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from piecegraph.passes.kernels.common.own_kernel import own_kernel
+from piecegraph.runner.attention.interface.kv_cache import KVCache
+from piecegraph.runner.attention.interface.op_call import AttentionCall
+from piecegraph.runner.attention.triton.kernels.launch import Grid, KernelCall
+from piecegraph.runner.attention.triton.kernels.paged import LOG2E, cache_rows, cache_strides, load_pages, log2_scores
+from piecegraph.runner.attention.triton.layouts.head_shape import HeadShape
+from piecegraph.runner.attention.triton.layouts.prefill_config import PrefillConfig
+
+
+def prefill_grid(shape: HeadShape, num_rows: int, num_reqs: int, config: PrefillConfig) -> Grid:
+    """Return a grid with enough programs for `num_reqs` requests of `num_rows` rows together, however shared."""
+    return shape.num_kv_heads, num_rows // config.block_q(shape.group) + num_reqs, 1
+
+
+def prefill_call(
+    call: AttentionCall,
+    kv_cache: KVCache,
+    *,
+    query_start_loc: torch.Tensor,  # [num_reqs + 1] int32
+    seq_lens: torch.Tensor,  # [num_reqs] int32, the new tokens included
+    block_table: torch.Tensor,  # [num_reqs, max_blocks] int32
+    first_req: int,
+    num_reqs: int,
+    num_rows: int,  # of requests from `first_req` on, or more
+    config: PrefillConfig,
+) -> KernelCall:
+    """Return the launch that writes the rows of `call.out` that belong to requests `first_req:num_reqs`.
+
+    Their keys and values are in the cache already, and `call.query` is rotated; `call.key`, `call.value` and
+    `call.rotary` are not read. Requests before `first_req` have one row each.
+    """
+    query = call.query
+    shape = HeadShape.of(query, kv_cache.value[0])
+    assert shape.group <= config.block_m, (shape, config)
+    assert call.out.is_contiguous() and query.stride(2) == 1 and block_table.stride(1) == 1
+    assert kv_cache.key.stride(3) == kv_cache.value.stride(3) == 1
+    arguments: dict[str, Any] = {
+        "query": query,
+        "out": call.out,
+        "sinks": call.sinks,
+        "key_cache": kv_cache.key,
+        "value_cache": kv_cache.value,
+        "query_start_loc": query_start_loc,
+        "seq_lens": seq_lens,
+        "block_table": block_table,
+        "scale": float(call.scale),
+        "softcap": float(call.softcap),
+        "window": call.window,
+        "block_table_stride": block_table.stride(0),
+        "first_req": first_req,
+        "num_reqs": num_reqs,
+        "query_token_stride": query.stride(0),
+        "query_head_stride": query.stride(1),
+        **cache_strides(kv_cache),
+        "NUM_Q_HEADS": shape.num_q_heads,
+        "GROUP": shape.group,
+        "KEY_DIM": shape.key_dim,
+        "VALUE_DIM": shape.value_dim,
+        "KEY_BLOCK": max(16, triton.next_power_of_2(shape.key_dim)),
+        "VALUE_BLOCK": max(16, triton.next_power_of_2(shape.value_dim)),
+        "BLOCK_SIZE": kv_cache.key.shape[1],
+        "BLOCK_M": config.block_m,
+        "BLOCK_Q": config.block_q(shape.group),
+        "BLOCK_N": config.block_n,
+        "HAS_WINDOW": call.window > 0,
+        "HAS_SOFTCAP": call.softcap > 0.0,
+        "PRECISION": "ieee" if shape.dtype == torch.float32 else "tf32",
+    }
+    return KernelCall(
+        kernel=prefill_kernel,
+        grid=prefill_grid(shape, num_rows, num_reqs - first_req, config),
+        arguments=arguments,
+        options={"num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": True},
+    )
+
+
+@own_kernel
+@triton.jit(
+    do_not_specialize=["window", "block_table_stride", "first_req", "num_reqs"],
+    do_not_specialize_on_alignment=["query_start_loc", "seq_lens", "block_table", "sinks"],
+)
+def prefill_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
+    query,  # [num_tokens, NUM_Q_HEADS, KEY_DIM]
+    out,  # [num_tokens, NUM_Q_HEADS, VALUE_DIM], written
+    sinks,  # [NUM_Q_HEADS] or None
+    key_cache,  # [num_blocks, BLOCK_SIZE, num_kv_heads, KEY_DIM]
+    value_cache,  # [num_blocks, BLOCK_SIZE, num_kv_heads, VALUE_DIM]
+    query_start_loc,  # [num_reqs + 1] int32
+    seq_lens,  # [num_reqs] int32
+    block_table,  # [num_reqs, max_blocks] int32
+    scale,
+    softcap,
+    window,
+    block_table_stride,
+    first_req,
+    num_reqs,
+    query_token_stride,
+    query_head_stride,
+    KEY_BLOCK_STRIDE: tl.constexpr,
+    KEY_TOKEN_STRIDE: tl.constexpr,
+    KEY_HEAD_STRIDE: tl.constexpr,
+    VALUE_BLOCK_STRIDE: tl.constexpr,
+    VALUE_TOKEN_STRIDE: tl.constexpr,
+    VALUE_HEAD_STRIDE: tl.constexpr,
+    NUM_Q_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,  # query heads a KV head
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    KEY_BLOCK: tl.constexpr,  # KEY_DIM, padded to a power of two
+    VALUE_BLOCK: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,  # rows a tile, at least BLOCK_Q * GROUP
+    BLOCK_Q: tl.constexpr,  # query tokens a tile
+    BLOCK_N: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Grid: (num_kv_heads, query blocks). The last blocks of a request see most keys, so blocks start from the end."""
+    kv_head = tl.program_id(0)
+    block = tl.num_programs(1) - 1 - tl.program_id(1)
+    request, block = _find_request(query_start_loc, block, first_req, num_reqs, BLOCK_Q)
+    start = tl.load(query_start_loc + request)
+    query_len = tl.load(query_start_loc + request + 1) - start
+    first_token = block * BLOCK_Q  # of the request's new ones
+    if first_token >= query_len:
+        return
+    num_before = tl.load(seq_lens + request) - query_len
+
+    rows = tl.arange(0, BLOCK_M)
+    tokens = first_token + rows // GROUP
+    is_row = (rows < BLOCK_Q * GROUP) & (tokens < query_len)
+    q_head = kv_head * GROUP + rows % GROUP
+    key_at = tl.arange(0, KEY_BLOCK)
+    value_at = tl.arange(0, VALUE_BLOCK)
+    out_rows = (start + tokens).to(tl.int64)
+    q = tl.load(
+        query + (out_rows * query_token_stride + q_head * query_head_stride)[:, None] + key_at[None, :],
+        mask=is_row[:, None] & (key_at < KEY_DIM)[None, :],
+        other=0.0,
+    )
+
+    # A row that saw no key yet has a finite top: a tile that its window hides altogether then adds zeros to it.
+    top = tl.full([BLOCK_M], -1e30, tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    if sinks is not None:  # one more key, whose value is zero
+        top = tl.load(sinks + q_head, mask=is_row, other=0.0).to(tl.float32) * LOG2E
+        total += 1.0
+    acc = tl.zeros([BLOCK_M, VALUE_BLOCK], tl.float32)
+
+    # Keys in order: tiles that the window hides from some rows, tiles that all rows see, and the causal edge.
+    positions = num_before + tokens
+    first_position = num_before + first_token
+    last_position = num_before + tl.minimum(first_token + BLOCK_Q, query_len) - 1
+    end = last_position + 1
+    edge = (first_position + 1) // BLOCK_N * BLOCK_N
+    begin = 0
+    blocks = block_table + request.to(tl.int64) * block_table_stride
+    keys = key_cache + kv_head * KEY_HEAD_STRIDE + key_at
+    values = value_cache + kv_head * VALUE_HEAD_STRIDE + value_at
+    if HAS_WINDOW:
+        first = tl.maximum(first_position - window + 1, 0) // BLOCK_N * BLOCK_N
+        begin = tl.cdiv(tl.maximum(last_position - window + 1, 0), BLOCK_N) * BLOCK_N
+        begin = tl.minimum(begin, edge)
+        acc, total, top = _attend(
+            acc, total, top, q, positions, blocks, keys, values, first, begin, end, scale, softcap, window,
+            KEY_BLOCK_STRIDE, KEY_TOKEN_STRIDE, VALUE_BLOCK_STRIDE, VALUE_TOKEN_STRIDE, KEY_DIM, VALUE_DIM,
+            KEY_BLOCK, VALUE_BLOCK, BLOCK_SIZE, BLOCK_N, True, HAS_WINDOW, HAS_SOFTCAP, PRECISION,
+        )  # fmt: skip
+    acc, total, top = _attend(
+        acc, total, top, q, positions, blocks, keys, values, begin, edge, end, scale, softcap, window,
+        KEY_BLOCK_STRIDE, KEY_TOKEN_STRIDE, VALUE_BLOCK_STRIDE, VALUE_TOKEN_STRIDE, KEY_DIM, VALUE_DIM,
+        KEY_BLOCK, VALUE_BLOCK, BLOCK_SIZE, BLOCK_N, False, HAS_WINDOW, HAS_SOFTCAP, PRECISION,
+    )  # fmt: skip
+    acc, total, top = _attend(
+        acc, total, top, q, positions, blocks, keys, values, edge, end, end, scale, softcap, window,
+        KEY_BLOCK_STRIDE, KEY_TOKEN_STRIDE, VALUE_BLOCK_STRIDE, VALUE_TOKEN_STRIDE, KEY_DIM, VALUE_DIM,
+        KEY_BLOCK, VALUE_BLOCK, BLOCK_SIZE, BLOCK_N, True, HAS_WINDOW, HAS_SOFTCAP, PRECISION,
+    )  # fmt: skip
+    tl.store(
+        out + ((out_rows * NUM_Q_HEADS + q_head) * VALUE_DIM)[:, None] + value_at[None, :],
+        (acc / total[:, None]).to(out.dtype.element_ty),
+        mask=is_row[:, None] & (value_at < VALUE_DIM)[None, :],
+    )
+
+
+@own_kernel
+@triton.jit
+def _find_request(query_start_loc, block, first_req, num_reqs, BLOCK_Q: tl.constexpr):  # type: ignore[no-untyped-def]  # compiled by Triton
+    """Return the request that a block of the grid belongs to, and which of that request's blocks it is.
+
+    Request `r` starts at block `rows before it // BLOCK_Q + requests before it`, which leaves room for its
+    last block to be partly filled. All starts are compared at once: a search would wait for each step's load.
+    """
+    CHUNK: tl.constexpr = 256
+    base = tl.load(query_start_loc + first_req)
+    num_started = 0
+    for first in range(first_req, num_reqs, CHUNK):
+        requests = first + tl.arange(0, CHUNK)
+        starts = tl.load(query_start_loc + requests, mask=requests < num_reqs, other=0)
+        starts = (starts - base) // BLOCK_Q + requests - first_req
+        num_started += tl.sum(((starts <= block) & (requests < num_reqs)).to(tl.int32), axis=0)
+    request = first_req + num_started - 1
+    start = (tl.load(query_start_loc + request) - base) // BLOCK_Q + num_started - 1
+    return request, block - start
+
+
+@own_kernel
+@triton.jit
+def _attend(  # type: ignore[no-untyped-def]  # compiled by Triton
+    acc,
+    total,
+    top,
+    q,
+    query_positions,
+    blocks,
+    keys,
+    values,
+    first,
+    last,
+    end,
+    scale,
+    softcap,
+    window,
+    KEY_BLOCK_STRIDE: tl.constexpr,
+    KEY_TOKEN_STRIDE: tl.constexpr,
+    VALUE_BLOCK_STRIDE: tl.constexpr,
+    VALUE_TOKEN_STRIDE: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    KEY_BLOCK: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    MASKED: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Continue over the tiles from `first`, a multiple of BLOCK_N, to `last`.
+
+    Unless `MASKED`, every row sees all of their keys. No key at `end` or after is read.
+    """
+    ONE_PAGE: tl.constexpr = BLOCK_SIZE % BLOCK_N == 0
+    is_key = (tl.arange(0, KEY_BLOCK) < KEY_DIM)[None, :]
+    is_value = (tl.arange(0, VALUE_BLOCK) < VALUE_DIM)[None, :]
+    next_pages = load_pages(blocks, first, end, BLOCK_SIZE, BLOCK_N, ONE_PAGE)
+    for start in range(first, last, BLOCK_N):
+        start = tl.multiple_of(start, BLOCK_N)
+        pages = next_pages
+        next_pages = load_pages(blocks, start + BLOCK_N, end, BLOCK_SIZE, BLOCK_N, ONE_PAGE)
+        key_rows = cache_rows(pages, start, BLOCK_SIZE, BLOCK_N, KEY_BLOCK_STRIDE, KEY_TOKEN_STRIDE, ONE_PAGE)
+        value_rows = cache_rows(pages, start, BLOCK_SIZE, BLOCK_N, VALUE_BLOCK_STRIDE, VALUE_TOKEN_STRIDE, ONE_PAGE)
+        positions = start + tl.arange(0, BLOCK_N)
+        if MASKED:
+            is_there = positions < end
+            if HAS_WINDOW:  # what no row sees may be another request's by now, or NaN, which a weight of 0 keeps
+                is_there = is_there & (positions > tl.min(query_positions, axis=0) - window)
+            is_there = is_there[:, None]
+            k = tl.load(keys[None, :] + key_rows[:, None], mask=is_there & is_key, other=0.0)
+            v = tl.load(values[None, :] + value_rows[:, None], mask=is_there & is_value, other=0.0)
+        else:
+            k = tl.load(keys[None, :] + key_rows[:, None], mask=is_key, other=0.0)
+            v = tl.load(values[None, :] + value_rows[:, None], mask=is_value, other=0.0)
+        scores = log2_scores(tl.dot(q, tl.trans(k), input_precision=PRECISION), scale, softcap, HAS_SOFTCAP)
+        if MASKED:
+            is_visible = positions[None, :] <= query_positions[:, None]
+            if HAS_WINDOW:
+                is_visible = is_visible & (positions[None, :] > query_positions[:, None] - window)
+            scores = tl.where(is_visible, scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, axis=1))
+        weights = tl.exp2(scores - new_top[:, None])
+        shrink = tl.exp2(top - new_top)
+        total = total * shrink + tl.sum(weights, axis=1)
+        acc = acc * shrink[:, None]
+        acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
+        top = new_top
+    return acc, total, top

@@ -1,0 +1,253 @@
+"""`EngineConfig`, the checked and frozen form of `LLM`'s arguments, which the rest of the runner only reads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
+from piecegraph.config import CompileConfig
+from piecegraph.errors import ConfigError, did_you_mean
+from piecegraph.runner.common.logits_processor import LogitsProcessors
+from piecegraph.runner.common.logprobs_mode import LogprobsMode
+from piecegraph.runner.common.model_source import ModelSource
+from piecegraph.runner.common.vllm_interface import OLDER_ARGUMENTS, UNAVAILABLE_ARGUMENTS
+
+if TYPE_CHECKING:
+    import torch
+
+GRAPH_KINDS = ("auto", "cuda", "recorded")
+
+DEFAULT_MAX_NUM_SEQS = 256
+
+DEFAULT_COMPILE_SIZES = (1, 2, 4, 8)
+"""Sizes compiled statically on a GPU unless the caller names others: the smallest decode batches, where what Inductor
+makes for one size reads large weights faster. docs/decisions/001-static-sizes.md says what more of them gain."""
+
+VLLM_BACKENDS: Mapping[str, str] = {"FLASH_ATTN": "flash_attn", "TRITON_ATTN": "triton", "TORCH_SDPA": "sdpa"}
+"""Our names of attention backends by vLLM's names."""
+
+MAX_COUNTS: Mapping[str, int] = {
+    "max_num_seqs": 65_536,
+    "block_size": 65_536,
+    "max_model_len": 1 << 28,
+    "max_num_batched_tokens": 1 << 22,
+    "num_kv_blocks": 2**31 - 1,
+    "kv_cache_memory_bytes": 1 << 50,
+}
+"""The largest value of each count, so that a typing error is refused before memory is allocated for it. Block numbers
+are int32."""
+
+MAX_SEED = 2**64 - 1
+"""The largest seed that `torch.manual_seed` accepts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """The configuration of an engine, resolved as far as possible without a device.
+
+    Raises `ConfigError` for a value that is out of range or a feature that is not available yet.
+    """
+
+    source: ModelSource
+    tokenizer: str | None = None
+    skip_tokenizer_init: bool = False
+    enable_prompt_embeds: bool = False
+    """Whether prompts may be given as embeddings."""
+    dtype: str | torch.dtype = "auto"
+    device: str | torch.device | None = None
+    max_model_len: int | None = None
+    """The largest number of tokens of prompt and output together; None: what the model's config allows."""
+    max_num_seqs: int = None  # type: ignore[assignment]  # an int from `__post_init__` on
+    """The largest number of requests that run at once; None: the smaller of `DEFAULT_MAX_NUM_SEQS` and
+    `max_num_batched_tokens`."""
+    max_num_batched_tokens: int | None = None
+    """The largest number of tokens that a step computes, at least `max_num_seqs`; None: the larger of `max_num_seqs`
+    and 2048 on the CPU or 8192 on a GPU."""
+    block_size: int = 16
+    """The number of tokens in a block of the KV cache, a power of two."""
+    num_kv_blocks: int | None = None
+    kv_cache_memory_bytes: int | None = None
+    gpu_memory_utilization: float = 0.9
+    enable_prefix_caching: bool | None = True
+    """Whether prompts reuse the keys and values of prefixes that they share with earlier prompts; None: True."""
+    async_scheduling: bool | None = None
+    """Whether a step is scheduled and launched while the preceding step runs; None: only on a GPU."""
+    attention_backend: str = "auto"
+    """The name of an attention backend; vLLM's names are accepted (`VLLM_BACKENDS`)."""
+    cudagraph_mode: CUDAGraphMode | str = CUDAGraphMode.FULL_AND_PIECEWISE
+    """The graphs under which uniform decode batches and all other batches run; resolved once against what the
+    attention backend supports."""
+    cudagraph_capture_sizes: tuple[int, ...] | None = None
+    """The padded token counts to capture, ascending; None: `default_capture_sizes`. A batch above the largest size
+    runs without graphs."""
+    compile_sizes: tuple[int, ...] | None = None
+    """The token counts for which pieces that become faster are compiled with static shapes. None:
+    `DEFAULT_COMPILE_SIZES` on a GPU."""
+    graph_kind: str = "auto"
+    """The kind of graph: "cuda"; "recorded", which follows the same rules without a GPU and without the speed; or
+    "auto", which is "cuda" on a GPU and no graphs on a CPU."""
+    strict: bool = False
+    """Whether a batch that cannot run under the requested mode, or a pass that fails (`CompileConfig.strict`), is an
+    error. A batch with `prompt_logprobs`, which no graph can return, still runs without graphs and is counted."""
+    compile: CompileConfig = field(default_factory=CompileConfig)
+    max_logprobs: int = -1
+    """The largest number of log probabilities that a request may ask for; -1: the whole vocabulary."""
+    logprobs_mode: LogprobsMode | str = LogprobsMode.RAW_LOGPROBS
+    """The values that are returned as log probabilities of output tokens."""
+    logits_processors: LogitsProcessors = ()
+    """Classes that change logits before tokens are sampled. With any of them, no step is launched before the tokens
+    of the preceding step are known, because the processors read these tokens."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.enable_prefix_caching is None:  # as vLLM: the default
+            object.__setattr__(self, "enable_prefix_caching", True)
+        for name in ("skip_tokenizer_init", "enable_prompt_embeds", "enable_prefix_caching", "strict"):
+            check_boolean(name, getattr(self, name))
+        if self.async_scheduling is not None:
+            check_boolean("async_scheduling", self.async_scheduling, "True, False or None (on a GPU)")
+        check_boolean("trust_remote_code", self.source.trust_remote_code)
+        object.__setattr__(self, "logprobs_mode", LogprobsMode.parse(self.logprobs_mode))
+        if type(self.max_logprobs) is not int or self.max_logprobs < -1:
+            raise ConfigError(
+                f"max_logprobs={self.max_logprobs!r}; it must be 0 or more, or -1 (the whole vocabulary)."
+            )
+        if self.logits_processors and self.async_scheduling:
+            raise ConfigError(
+                "async_scheduling=True launches a step before the tokens of the preceding step are known, and "
+                "logits_processors read these tokens; give one of the two arguments."
+            )
+        for name, largest in MAX_COUNTS.items():
+            if getattr(self, name) is not None or name == "block_size":
+                _check_count(name, getattr(self, name), largest)
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed <= MAX_SEED:
+            raise ConfigError(f"seed={self.seed!r}; it must be a whole number from 0 to {MAX_SEED}.")
+        if self.tokenizer is not None and (not isinstance(self.tokenizer, str) or "\0" in self.tokenizer):
+            raise ConfigError(f"tokenizer={self.tokenizer!r}; it must be a folder or a hub id, or None (the model's).")
+        for name in ("attention_backend", "graph_kind"):
+            if not isinstance(getattr(self, name), str):
+                raise ConfigError(f"{name}={getattr(self, name)!r}; it must be a string.")
+        most_tokens = self.max_num_batched_tokens
+        if self.max_num_seqs is None:
+            seqs = DEFAULT_MAX_NUM_SEQS if most_tokens is None else min(DEFAULT_MAX_NUM_SEQS, most_tokens)
+            object.__setattr__(self, "max_num_seqs", seqs)
+        elif most_tokens is not None and most_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens={most_tokens} is less than max_num_seqs={self.max_num_seqs}: a step computes "
+                "one token or more for each running request, so some requests would never be scheduled. Raise the "
+                "first, or lower the second."
+            )
+        backend = VLLM_BACKENDS.get(self.attention_backend, self.attention_backend)
+        object.__setattr__(self, "attention_backend", backend)
+        share = self.gpu_memory_utilization
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
+            raise ConfigError(f"gpu_memory_utilization={share!r}; it must be above 0, at most 1.")
+        object.__setattr__(self, "cudagraph_mode", CUDAGraphMode.parse(self.cudagraph_mode))
+        if self.graph_kind not in GRAPH_KINDS:
+            raise ConfigError(f"graph_kind={self.graph_kind!r} is unknown.{did_you_mean(self.graph_kind, GRAPH_KINDS)}")
+        for name in ("cudagraph_capture_sizes", "compile_sizes"):
+            sizes = getattr(self, name)
+            if sizes is not None:
+                object.__setattr__(self, name, tuple(sizes))
+        for size in self.compile_sizes or ():
+            _check_count("compile_sizes", size, MAX_COUNTS["max_num_batched_tokens"])
+        if self.strict and not self.compile.strict:
+            object.__setattr__(self, "compile", replace(self.compile, strict=True))
+        if self.max_model_len is not None and self.max_model_len < 2:
+            raise ConfigError("max_model_len=1 leaves no room for an answer; it must be 2 or more.")
+
+
+def compile_config(
+    compiler: str | None,
+    enforce_eager: bool,
+    compile_workers: int | None,
+    config: CompileConfig,
+) -> CompileConfig:
+    """Return the compile config for `LLM`'s arguments; `compiler` and `compile_workers` override `config`.
+
+    Raises `ConfigError` if `enforce_eager` and `compiler` contradict each other.
+    """
+    check_boolean("enforce_eager", enforce_eager)
+    if enforce_eager:
+        if compiler == "inductor":
+            raise ConfigError("enforce_eager=True and compiler='inductor' contradict each other; give one of them.")
+        compiler = "eager"
+    if compiler is not None:
+        config = replace(config, compiler=compiler)
+    return config if compile_workers is None else replace(config, compile_workers=compile_workers)
+
+
+def batched_tokens(config: EngineConfig, device_type: str) -> int:
+    """Return the largest number of tokens that a step computes."""
+    return config.max_num_batched_tokens or max(config.max_num_seqs, 2048 if device_type == "cpu" else 8192)
+
+
+def runs_ahead(config: EngineConfig, device_type: str) -> bool:
+    """Return whether a step is launched while the preceding step runs, which pays only on an asynchronous device."""
+    if config.logits_processors:
+        return False
+    return device_type != "cpu" if config.async_scheduling is None else config.async_scheduling
+
+
+def static_sizes_note(config: EngineConfig) -> tuple[str, ...]:
+    """Return a note if `compile_sizes` were requested and have no effect, else nothing."""
+    if not config.compile_sizes or config.compile.compiler == "inductor":
+        return ()
+    return (f"compile_sizes: {config.compile.compiler} pieces are not compiled, so no size is static",)
+
+
+def static_sizes(config: EngineConfig, *, is_cuda: bool) -> tuple[int, ...]:
+    """Return the sizes at which pieces that become faster are compiled with static shapes.
+
+    These are the requested sizes, else on a GPU those of `DEFAULT_COMPILE_SIZES` that a batch can reach; none unless
+    Inductor compiles.
+    """
+    if config.compile.compiler != "inductor":
+        return ()
+    if config.compile_sizes is not None:
+        return config.compile_sizes
+    smallest = tuple(size for size in DEFAULT_COMPILE_SIZES if size <= config.max_num_seqs)
+    return config.compile.compile_sizes or (smallest if is_cuda else ())
+
+
+def refuse_unavailable(*, tensor_parallel_size: int) -> None:
+    """Raise `ConfigError` for an argument value that this version does not support."""
+    if tensor_parallel_size != 1:
+        raise ConfigError(f"tensor_parallel_size={tensor_parallel_size} is not yet available; it must be 1.")
+
+
+def refuse_unknown(arguments: Mapping[str, object], known: tuple[str, ...]) -> None:
+    """Raise `ConfigError` for an argument that `LLM` does not have, by name.
+
+    An argument of vLLM's is accepted if its value asks for what happens anyway.
+    """
+    for name, value in arguments.items():
+        unavailable = UNAVAILABLE_ARGUMENTS.get(name) or OLDER_ARGUMENTS.get(name)
+        if unavailable is None:
+            raise ConfigError(f"LLM has no argument {name!r}.{did_you_mean(name, known)}")
+        if not (unavailable.accepts_any or any(_is_same(value, one) for one in unavailable.accepted)):
+            raise ConfigError(f"{name}={value!r} is not available here: {unavailable.instead}")
+
+
+def _is_same(value: object, accepted: object) -> bool:
+    """Return whether two values are equal; a value whose comparison is not a single bool is equal to nothing."""
+    try:
+        return value is accepted or bool(value == accepted)
+    except (TypeError, ValueError, RuntimeError):
+        return False
+
+
+def check_boolean(name: str, value: object, wanted: str = "True or False") -> None:
+    """Raise `ConfigError` unless `value` is a bool."""
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name}={value!r}; it must be {wanted}.")
+
+
+def _check_count(name: str, value: object, largest: int) -> None:
+    """Raise `ConfigError` unless `value` is a whole number from 1 to `largest`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{name}={value!r}; it must be a whole number, 1 or more.")
+    if value > largest:
+        raise ConfigError(f"{name}={value}; it must be at most {largest}.")

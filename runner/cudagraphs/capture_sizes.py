@@ -1,0 +1,78 @@
+"""The choice of batch sizes to capture, and the batch descriptors of each kind of graph."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from piecegraph.compiler.graphs.batch_descriptor import BatchDescriptor
+from piecegraph.errors import ConfigError
+
+SMALL_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96)
+"""Sizes at which a matmul takes about as long as reading its weights, so that padding between them costs little."""
+
+
+def default_capture_sizes(max_num_batched_tokens: int) -> tuple[int, ...]:
+    """Return `SMALL_SIZES`, then 128, 160, 192, 224, 256, 320, … (four per power of two) up to the prefill chunk.
+
+    There are few sizes, because each costs every start a warm-up and a capture: 35 up to 8192 tokens, 15 of them up
+    to 256. Above 128 padding is at most a fifth of the computed rows, and a decode batch has at most 31 padded rows,
+    which attend to nothing.
+    """
+    sizes = list(SMALL_SIZES)
+    power = 128
+    while power < max_num_batched_tokens:
+        sizes += [power * quarters // 4 for quarters in (4, 5, 6, 7)]
+        power *= 2
+    fitting = [size for size in sizes if size < max_num_batched_tokens]
+    return (*fitting, max_num_batched_tokens)
+
+
+def check_capture_sizes(sizes: Sequence[int], max_num_batched_tokens: int) -> None:
+    """Raise `ConfigError` unless `sizes` ascend, start at 1 or more and end at `max_num_batched_tokens` or below."""
+    for size in sizes:
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ConfigError(f"cudagraph_capture_sizes has {size!r}; sizes are whole numbers of tokens, 1 or more.")
+    if not sizes:
+        raise ConfigError(
+            "cudagraph_capture_sizes is empty; name sizes, or turn graphs off with cudagraph_mode='NONE'."
+        )
+    wanted = sorted(set(sizes))
+    if list(sizes) != wanted:
+        fault = "has duplicates" if len(wanted) != len(sizes) else "does not ascend"
+        raise ConfigError(f"cudagraph_capture_sizes {fault}: {list(sizes)}. Give {wanted}.")
+    if sizes[-1] > max_num_batched_tokens:
+        raise ConfigError(
+            f"cudagraph_capture_sizes ends at {sizes[-1]}, but a step computes at most max_num_batched_tokens="
+            f"{max_num_batched_tokens} tokens; leave larger sizes out, or raise max_num_batched_tokens."
+        )
+
+
+def full_decode_descriptors(
+    sizes: Sequence[int], max_num_seqs: int, uniform_token_count: int = 1
+) -> tuple[BatchDescriptor, ...]:
+    """Return the descriptors of uniform decode under FULL.
+
+    These are the sizes that requests of `uniform_token_count` tokens fill exactly, and the size of `max_num_seqs`
+    requests if it is at most the largest size, so that every decode batch has a graph.
+    """
+    counts = {
+        size // uniform_token_count
+        for size in sizes
+        if size % uniform_token_count == 0 and size // uniform_token_count <= max_num_seqs
+    }
+    if sizes and max_num_seqs * uniform_token_count <= sizes[-1]:
+        counts.add(max_num_seqs)
+    return tuple(
+        BatchDescriptor(num_tokens=count * uniform_token_count, num_reqs=count, uniform_token_count=uniform_token_count)
+        for count in sorted(counts)
+    )
+
+
+def full_mixed_descriptors(sizes: Sequence[int], max_num_seqs: int) -> tuple[BatchDescriptor, ...]:
+    """Return the descriptors of mixed batches under FULL, with as many requests as the tokens allow."""
+    return tuple(BatchDescriptor(num_tokens=size, num_reqs=min(size, max_num_seqs)) for size in sizes)
+
+
+def piecewise_descriptors(sizes: Sequence[int]) -> tuple[BatchDescriptor, ...]:
+    """Return the descriptors under PIECEWISE, which pads tokens only."""
+    return tuple(BatchDescriptor(num_tokens=size) for size in sizes)

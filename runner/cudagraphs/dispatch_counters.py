@@ -1,0 +1,62 @@
+"""Counters of the modes, padded sizes and downgrade reasons of batches, for `explain` and for monitoring."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
+from piecegraph.errors import GraphNotCaptured
+from piecegraph.runner.cudagraphs.dispatcher import Dispatched
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DispatchRow:
+    """The batches that ran under the same mode with the same padded size, for the same reason."""
+
+    mode: CUDAGraphMode
+    num_tokens: int  # padded
+    reason: str | None  # for a downgrade
+    batches: int
+    real_tokens: int  # of all batches, without padding
+
+    @property
+    def padded_tokens(self) -> int:
+        """The number of tokens of all batches, with padding."""
+        return self.batches * self.num_tokens
+
+
+class DispatchCounters:
+    """The mutable counters of one runner."""
+
+    def __init__(self) -> None:
+        self._counts: dict[tuple[CUDAGraphMode, int, str | None], list[int]] = {}  # -> [batches, tokens]
+
+    def record(self, dispatched: Dispatched, num_tokens: int) -> None:
+        """Count a batch of `num_tokens` tokens before padding."""
+        counts = self._counts.setdefault((dispatched.mode, dispatched.descriptor.num_tokens, dispatched.reason), [0, 0])
+        counts[0] += 1
+        counts[1] += num_tokens
+
+    def rows(self) -> list[DispatchRow]:
+        """Return all counters, most frequent first."""
+        rows = [
+            DispatchRow(mode=mode, num_tokens=num_tokens, reason=reason, batches=batches, real_tokens=real_tokens)
+            for (mode, num_tokens, reason), (batches, real_tokens) in self._counts.items()
+        ]
+        return sorted(rows, key=lambda row: -row.batches)
+
+    def by_mode(self) -> dict[CUDAGraphMode, int]:
+        """Return the number of batches by mode."""
+        counts: dict[CUDAGraphMode, int] = {}
+        for (mode, _, _), (batches, _) in self._counts.items():
+            counts[mode] = counts.get(mode, 0) + batches
+        return counts
+
+
+def refuse_downgrade(dispatched: Dispatched, strict: bool) -> None:
+    """Raise `GraphNotCaptured` if `strict` and the batch is downgraded."""
+    if strict and dispatched.reason is not None:
+        raise GraphNotCaptured(
+            f"strict=True, and a batch of {dispatched.descriptor.num_tokens} tokens would run "
+            f"{dispatched.mode.value}: {dispatched.reason}. Capture a size that holds it, or leave strict out."
+        )

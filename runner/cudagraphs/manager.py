@@ -1,0 +1,221 @@
+"""`CudaGraphManager`, the owner of the runner's CUDA graphs, their pool and their stream, from capture to close."""
+
+from __future__ import annotations
+
+import enum
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from piecegraph.compiler.compiled_model import CompiledModel
+from piecegraph.compiler.graphs.batch_descriptor import BatchDescriptor
+from piecegraph.compiler.graphs.capture import capture
+from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
+from piecegraph.compiler.graphs.graphs import Graphs
+from piecegraph.compiler.graphs.warm_up import call_each_kind
+from piecegraph.errors import CaptureError
+from piecegraph.progress import OnPhase, timed_phase
+from piecegraph.runner.attention.interface.forward_context import set_forward_context
+from piecegraph.runner.attention.interface.step_metadata import StepMetadata
+from piecegraph.runner.step.model_step import ModelStep, StepOutput
+from piecegraph.runner.step.state.input_buffers import dummy_batch
+
+logger = logging.getLogger(__name__)
+
+
+class _State(enum.Enum):
+    NEW = "new"
+    READY = "ready"
+    CLOSED = "closed"
+
+
+class CudaGraphManager:
+    """The owner of every graph that the dispatcher may choose: captures all of them once, and then only replays.
+
+    Both modes share one memory pool and one stream, because only one graph runs at a time.
+
+    Nobody else keeps a `Graphs`: `replay_full` and `replay_piecewise` look it up by mode in every step, so the manager
+    may replace it between two steps. The metadata of FULL buckets belongs to the captured graphs and is replaced with
+    them; a dispatcher has to be made again from `descriptors` if the captured buckets change.
+    """
+
+    def __init__(
+        self,
+        *,
+        step: ModelStep,
+        compiled: CompiledModel,
+        max_model_len: int,
+        needs_host_batch: bool = False,
+        kind: str = "auto",
+        strict: bool = False,
+        check_interval: int | None = None,
+    ) -> None:
+        self._step = step
+        self._compiled = compiled
+        self._max_model_len = max_model_len
+        self._needs_host_batch = needs_host_batch
+        self._options = {"kind": kind, "strict": strict}
+        if check_interval is not None:
+            self._options["check_interval"] = check_interval
+        self._full_metadata: dict[BatchDescriptor, StepMetadata] = {}
+        self._graphs: dict[CUDAGraphMode, Graphs] = {}
+        self._state = _State.NEW
+        self.device_bytes = 0
+        """The GPU memory that the graphs and their pool take, in bytes."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether `capture` has finished, after which nothing more may be captured."""
+        return self._state is _State.READY
+
+    def capture(
+        self,
+        *,
+        full: Sequence[BatchDescriptor],
+        piecewise: Sequence[BatchDescriptor],
+        max_bytes: int | None = None,
+        on_phase: OnPhase | None = None,
+    ) -> None:
+        """Capture the graphs of both modes, PIECEWISE first, within `max_bytes` of graph memory.
+
+        Overwrites the input buffers. Raises `CaptureError` if called again, and, if strict, for a bucket that cannot
+        be captured; otherwise such a bucket is listed in `failed`.
+        """
+        if self._state is not _State.NEW:
+            raise CaptureError(
+                f"the graph manager is {self._state.value}: graphs are captured once, at start. A capture while "
+                "serving would stall every request; name all sizes in cudagraph_capture_sizes."
+            )
+        device = self._step.buffers.input_ids.device
+        shared: dict[str, object] = {}
+        if device.type == "cuda" and self._options["kind"] != "recorded":
+            shared = {"pool": torch.cuda.graph_pool_handle(), "stream": torch.cuda.Stream(device)}
+        spent = 0
+        free_before = 0
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # unused memory must not reduce the measured memory of the graphs
+            free_before = torch.cuda.mem_get_info(device)[0]
+        warm_up = replace(self._step, forward=partial(call_each_kind, self._compiled)).run_whole
+        for mode, descriptors in ((CUDAGraphMode.PIECEWISE, piecewise), (CUDAGraphMode.FULL, full)):
+            if not descriptors:
+                continue
+            is_full = mode is CUDAGraphMode.FULL
+            graphs = capture(
+                self._step.run_whole if is_full else self._compiled,
+                descriptors,
+                self._full_inputs if is_full else self._piecewise_inputs,
+                mode=mode,
+                context=self._full_context if is_full else self._piecewise_context,
+                before=None if is_full else self._step.prepare_piecewise,
+                after=None if is_full else self._step.draw,
+                warm_up=warm_up if is_full else None,
+                max_bytes=None if max_bytes is None else max_bytes - spent,
+                watched=self._step.fixed_tensors(),
+                on_phase=on_phase,
+                **self._options,  # type: ignore[arg-type]  # values by name
+                **shared,  # type: ignore[arg-type]  # values by name
+            )
+            self._graphs[mode] = graphs
+            spent += sum(graphs.ledger().values())
+        if device.type == "cuda":
+            with timed_phase(on_phase, "settle"):
+                torch.cuda.synchronize(device)
+                torch.cuda.empty_cache()  # free the memory of the warm-ups
+            self.device_bytes = max(free_before - torch.cuda.mem_get_info(device)[0], 0)
+        self._state = _State.READY
+        logger.info(
+            "captured %d graphs, %.2f GiB", sum(len(g.descriptors) for g in self._graphs.values()), spent / 2**30
+        )
+
+    @property
+    def graphs(self) -> Mapping[CUDAGraphMode, Graphs]:
+        """The captured graphs by mode."""
+        return self._graphs
+
+    def descriptors(self, mode: CUDAGraphMode) -> tuple[BatchDescriptor, ...]:
+        """Return the buckets that can be replayed under `mode`."""
+        graphs = self._graphs.get(mode)
+        return graphs.descriptors if graphs is not None else ()
+
+    def failed(self) -> dict[tuple[CUDAGraphMode, BatchDescriptor], str]:
+        """Return the reasons for which requested buckets have no graph, by mode and bucket."""
+        return {
+            (mode, failed.descriptor): failed.reason
+            for mode, graphs in self._graphs.items()
+            for failed in graphs.failed
+        }
+
+    def summary(self) -> dict[str, dict[str, float]]:
+        """Return, by mode, how many graphs were captured, the seconds they took and the bytes of the pool they hold."""
+        return {
+            mode.value: {
+                "graphs": len(graphs.descriptors),
+                "seconds": sum(graphs[descriptor].seconds for descriptor in graphs.descriptors),
+                "bytes": sum(graphs.ledger().values()),
+            }
+            for mode, graphs in self._graphs.items()
+        }
+
+    def replay_full(self, descriptor: BatchDescriptor) -> StepOutput:
+        """Run a whole step of the rows in `idx_mapping`. The output is valid until the next replay."""
+        self._step.metadata_builder.prepare_for_replay(self._full_metadata[descriptor])
+        output: StepOutput = self._graphs[CUDAGraphMode.FULL].replay(descriptor)
+        return output
+
+    def replay_piecewise(self, descriptor: BatchDescriptor, metadata: StepMetadata) -> StepOutput:
+        """Run a whole step of the rows in `idx_mapping`, with attention between the graphs over `metadata`.
+
+        The output has as many rows as the bucket has logits, the batch's requests first, and is valid until the next
+        replay.
+        """
+        with set_forward_context(self._step.context(metadata, "PIECEWISE", descriptor)):
+            output: StepOutput = self._graphs[CUDAGraphMode.PIECEWISE].replay(descriptor)
+        return output
+
+    def close(self) -> None:
+        """Free all graphs. Idempotent; must precede freeing the model and the KV cache."""
+        for graphs in self._graphs.values():
+            graphs.close()
+        self._graphs = {}
+        self._full_metadata = {}
+        self._state = _State.CLOSED
+
+    def _full_inputs(self, descriptor: BatchDescriptor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        assert descriptor.num_reqs is not None, descriptor
+        buffers = self._step.buffers
+        return (
+            buffers.idx_mapping[: descriptor.num_reqs],
+            buffers.query_start_loc[: descriptor.num_reqs + 1],
+            buffers.input_ids[: descriptor.num_tokens],
+        )
+
+    def _full_context(self, descriptor: BatchDescriptor, phase: str) -> AbstractContextManager[None]:
+        if descriptor not in self._full_metadata:
+            self._step.buffers.fill((), ())  # only padding, so that capture writes no keys, values or tokens
+            assert descriptor.num_reqs is not None, descriptor
+            is_decode = descriptor.uniform_token_count == 1
+            common = self._step.buffers.metadata(
+                num_tokens=descriptor.num_tokens,
+                num_reqs=descriptor.num_reqs,
+                max_query_len=descriptor.uniform_token_count or descriptor.num_tokens,
+                num_decode_reqs=descriptor.num_reqs if is_decode else 0,
+            )
+            self._full_metadata[descriptor] = self._step.metadata_builder.init_capture(common)
+        return set_forward_context(self._step.context(self._full_metadata[descriptor], "FULL", descriptor))
+
+    def _piecewise_inputs(self, descriptor: BatchDescriptor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self._step.model_inputs(descriptor.num_tokens, self._step.num_logits(descriptor.num_tokens))
+
+    def _piecewise_context(self, descriptor: BatchDescriptor, phase: str) -> AbstractContextManager[None]:
+        common = dummy_batch(
+            self._step.buffers,
+            num_tokens=descriptor.num_tokens,
+            max_model_len=self._max_model_len,
+            with_host_batch=self._needs_host_batch,
+        )
+        metadata = self._step.metadata_builder.build(common)
+        return set_forward_context(self._step.context(metadata, "PIECEWISE", descriptor))

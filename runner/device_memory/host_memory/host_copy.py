@@ -1,0 +1,18 @@
+"""Asynchronous copies from the host to the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+def to_device(values: Sequence[int] | Sequence[float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return `values` as a tensor on `device`, without waiting for the copy.
+
+    For a GPU the values go through fresh pinned memory, which torch's caching host allocator keeps until the stream
+    has executed the copy, so the caller neither waits nor keeps a buffer.
+    """
+    if device.type != "cuda":
+        return torch.tensor(values, dtype=dtype, device=device)
+    return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)

@@ -1,0 +1,478 @@
+"""`Engine`, which takes requests and returns outputs one step at a time, driven by `LLM` or another server."""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Mapping, Sequence
+from inspect import unwrap
+from random import Random
+from types import CodeType, FrameType
+from typing import TYPE_CHECKING
+
+from piecegraph.errors import RequestError, UsageError
+from piecegraph.runner.common.logits_processor import PROCESSOR_ERRORS, LogitsProcessors
+from piecegraph.runner.common.outputs import RequestOutput
+from piecegraph.runner.common.sampling_params import SamplingParams
+from piecegraph.runner.common.token_ids import as_token_ids
+from piecegraph.runner.common.without_grad import without_grad
+from piecegraph.runner.engine.model_runner import ModelRunner
+from piecegraph.runner.output.async_output import AsyncOutput, ModelRunnerOutput, PromptLogprobs
+from piecegraph.runner.output.outbox import Outbox, PendingOutput
+from piecegraph.runner.output.output_processor import (
+    Delivered,
+    Finish,
+    OutputProcessor,
+    PromptState,
+    describe_error,
+    failed,
+    output_of_failed,
+)
+from piecegraph.runner.prompts.request_options import check_request_fields
+from piecegraph.runner.sampling.options.bad_word_tokens import bad_words_token_ids
+from piecegraph.runner.scheduling.request import Request
+from piecegraph.runner.scheduling.scheduler import Scheduler, SchedulerStats
+from piecegraph.runner.scheduling.scheduler_output import SchedulerOutput
+from piecegraph.runner.step.prompt_embeds import check_prompt_embeds
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedTokenizerBase
+
+
+class Engine:
+    """A loop that schedules, runs and finishes requests. It is not thread-safe: one caller drives it.
+
+    With `steps_ahead` 1 a step is scheduled and launched while the preceding step still runs: the tokens that the
+    preceding step samples stay on the device, and the host receives them later. A request that ends with a token the
+    host has not received yet has then been computed one token too far; that token is dropped.
+
+    Note [a step is a transaction]: the result of a step reaches every part of the engine or is computed again. Any
+    exception, an interrupt included, may occur at any point of any method. `_is_dirty` is set while a method changes
+    state. The next call that finds it set first rebuilds all state from what survives (see Note [what survives an
+    exception]), including the tokens of `_received`, which a step has received and may have distributed only in part.
+
+    Note [calls from inside a step]: a step runs code of the caller's, its logits processors, which may call the engine.
+    The state is then dirty although no exception has occurred. `_recover` refuses such calls with `UsageError`; `abort`
+    is put off to the end of the step. The stack says whether a call comes from inside a step: a flag could be left set
+    by an interrupt.
+    """
+
+    def __init__(
+        self,
+        *,
+        scheduler: Scheduler,
+        runner: ModelRunner,
+        tokenizer: PreTrainedTokenizerBase | None,
+        eos_token_ids: Sequence[int],
+        max_model_len: int,
+        vocab_size: int,
+        seed: int,
+        steps_ahead: int = 0,
+        embedding_size: int | None = None,
+        max_logprobs: int = -1,
+        logits_processors: LogitsProcessors = (),
+    ) -> None:
+        """Store the parts of the engine.
+
+        `max_logprobs`: the largest number of log probabilities that a request may ask for; -1: the whole vocabulary.
+        `logits_processors`: the classes of the runner's sampler, which also validate parameters here.
+        """
+        self._scheduler = scheduler
+        self._runner = runner
+        self._tokenizer = tokenizer
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._max_model_len = max_model_len
+        self._vocab_size = vocab_size
+        self._random = Random(seed)  # draws the seeds of requests without a seed
+        self._steps_ahead = steps_ahead
+        self._embedding_size = embedding_size  # the row size of prompt embeddings; None: not enabled
+        self._max_logprobs = vocab_size if max_logprobs == -1 else max_logprobs
+        self._logits_processors = logits_processors
+        self._processor = OutputProcessor(tokenizer, eos_token_ids)
+        self._requests: dict[str, Request] = {}  # the scheduler's requests, by id
+        self._in_flight: deque[tuple[SchedulerOutput, AsyncOutput]] = deque()
+        # The step being distributed: its schedule, its result, and the number of tokens generated before it.
+        self._received: tuple[SchedulerOutput, ModelRunnerOutput, int] | None = None
+        self._is_dirty = False
+        self._deferred_aborts: list[str] = []  # ids of prompts that code inside a step has aborted
+        self._outbox = Outbox()  # for callers of `step` without an outbox
+        self._num_arrived = 0
+        self._num_output_tokens = 0
+
+    def __contains__(self, request_id: str) -> bool:
+        """Return whether a prompt with that id is unfinished."""
+        if not self._is_inside_step():
+            self._recover()
+        return request_id in self._processor
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether `step` has anything to compute or, called without an outbox, to return."""
+        return bool(self._requests or self._outbox or (self._is_dirty and len(self._processor)))
+
+    @property
+    def requests(self) -> Mapping[str, Request]:
+        """The unfinished requests by id, one for each completion of a prompt; read only."""
+        return self._requests
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of token ids, which go from 0 to `vocab_size - 1`."""
+        return self._vocab_size
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """The tokens that end a text unless its request has `ignore_eos`."""
+        return self._eos_token_ids
+
+    @property
+    def num_output_tokens(self) -> int:
+        """The number of tokens generated since the start."""
+        return self._num_output_tokens
+
+    @property
+    def stats(self) -> SchedulerStats:
+        """The current numbers of requests, blocks, prefix-cache hits and preemptions."""
+        return self._scheduler.stats
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """The scheduler, for benchmarks that drive the runner without this engine's bookkeeping."""
+        return self._scheduler
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        sampling_params: SamplingParams,
+        *,
+        prompt: str | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
+        prompt_embeds: torch.Tensor | None = None,
+        is_final_only: bool = False,
+        is_checked: bool = False,
+        outbox: Outbox | None = None,
+    ) -> None:
+        """Queue a prompt.
+
+        Prompts with a lower `priority` are scheduled first; prompts with different `cache_salt` share no cached
+        prefix. `is_final_only`: `step` returns the prompt once, when it has finished. `is_checked`: `check_request`
+        has been called. `outbox`: the only receiver of the prompt's outputs; None: the caller of `step` without an
+        outbox receives them.
+
+        Raises `RequestError` if the prompt can never run. The engine is then unchanged, also after an interrupt.
+        """
+        self._recover()
+        check_request_fields(
+            request_id=request_id,
+            prompt=prompt,
+            sampling_params=sampling_params,
+            priority=priority,
+            cache_salt=cache_salt,
+        )
+        assert outbox is None or isinstance(outbox, Outbox), f"outbox={outbox!r}; it must be an Outbox"
+        if request_id in self._processor:
+            raise RequestError(f"a request {request_id!r} is already running; give each its own id.")
+        params = sampling_params.snapshot()
+        if not is_checked:
+            self.check_request(prompt_token_ids, params, prompt_embeds)
+        bad_words = self._tokenize_bad_words(params)
+        seed = params.seed if params.seed is not None else self._random.getrandbits(63)
+        tokens = self._prompt_tokens(prompt_token_ids, params)
+        num_prompt = len(tokens)
+        requests = [
+            Request(
+                request_id=request_id if params.n == 1 else f"{request_id}/{index}",
+                prompt_token_ids=tokens,
+                sampling_params=params,
+                seed=(seed + index) % 2**63,
+                max_total_tokens=min(self._max_model_len, num_prompt + (params.max_tokens or self._max_model_len)),
+                arrival=self._num_arrived,
+                priority=priority,
+                stop_token_ids=frozenset(params.stop_token_ids or ())
+                | (frozenset() if params.ignore_eos else self._eos_token_ids),
+                bad_words=bad_words,
+                cache_salt=cache_salt,
+                prompt_embeds=prompt_embeds,
+            )
+            for index in range(params.n)
+        ]
+        for request in requests:
+            if request.request_id in self._requests:
+                raise RequestError(f"a request {request.request_id!r} is already running; give each its own id.")
+        self._runner.step.sampler.check_request(
+            params, prompt_len=num_prompt, stop_token_ids=requests[0].stop_token_ids, bad_words=bad_words
+        )
+        state = self._processor.prompt_state(
+            request_id, prompt, requests, is_final_only=is_final_only, outbox=self._outbox if outbox is None else outbox
+        )
+        self._is_dirty = True
+        try:
+            for request in requests:
+                request.arrival = self._num_arrived
+                self._num_arrived += 1
+                self._requests[request.request_id] = request
+                self._scheduler.add(request)
+            self._processor.add(state)
+            self._is_dirty = False
+        except BaseException:
+            self._processor.drop(state)
+            raise
+
+    def step(self, outbox: Outbox | None = None) -> list[RequestOutput]:
+        """Run one step and return the outputs of `outbox` that have changed.
+
+        These are the prompts that received a token, and outputs that earlier calls could not return. Outputs for
+        other outboxes wait for their callers. With `steps_ahead` the returned outputs are those of the preceding
+        step, so the first call returns nothing; continue while `has_unfinished`. After an exception, an interrupt
+        included, simply continue: lost results are computed again, and unreturned outputs are returned.
+        """
+        self._recover()
+        self._advance()
+        return self.collect(outbox)
+
+    def collect(self, outbox: Outbox | None = None) -> list[RequestOutput]:
+        """Return the outputs that `step` would return, without running a step."""
+        if outbox is None:
+            outbox = self._outbox
+        if outbox.news:
+            self._make_outputs(outbox)
+        return outbox.hand_over()
+
+    def abort(self, request_id: str) -> RequestOutput | None:
+        """End a prompt's completions now and return its output so far, or None if the prompt is not running.
+
+        A caller with its own outbox receives the end there, too. Called from inside a step, by a logits processor, the
+        method returns None; the prompt ends after the step, which returns its output. Raises `RequestError` if
+        `request_id` is not a string.
+        """
+        if not isinstance(request_id, str):
+            raise RequestError(f"request_id={request_id!r}; it must be a string, the id of one prompt.")
+        if self._is_inside_step():
+            self._deferred_aborts.append(request_id)
+            return None
+        self._recover()
+        if request_id not in self._processor:
+            return None
+        prompt = self._processor.prompt(request_id)
+        self._is_dirty = True
+        self._finish_prompt(request_id, Finish("abort"))
+        result = self._output(prompt, prompt.outbox.delivered(prompt))
+        if prompt.outbox is self._outbox:
+            self._outbox.news.pop(prompt, None)
+        self._is_dirty = False
+        return None if result is None else result.output
+
+    def check_request(
+        self, token_ids: Sequence[int], params: SamplingParams, prompt_embeds: torch.Tensor | None = None
+    ) -> None:
+        """Raise `RequestError` if such a request can never run here."""
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"sampling_params={params!r}; it must be SamplingParams.")
+        params = params.snapshot()
+        if prompt_embeds is not None:
+            check_prompt_embeds(prompt_embeds, params, self._embedding_size)
+        if self._tokenizer is None:
+            for name, value in (("stop strings", params.stop_strings), ("bad_words", params.bad_words)):
+                if value:
+                    raise RequestError(
+                        f"{name} need a tokenizer, and there is none (skip_tokenizer_init); use "
+                        f"{'stop_token_ids' if name == 'stop strings' else 'logit_bias'}."
+                    )
+        params.check_vocabulary(self._vocab_size)
+        for name, wanted in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
+            if wanted is not None and (self._vocab_size if wanted == -1 else wanted) > self._max_logprobs:
+                raise RequestError(
+                    f"{name}={wanted}; it must be at most max_logprobs={self._max_logprobs}. Ask for fewer, or make "
+                    "the LLM with a larger max_logprobs."
+                )
+        for processor in self._logits_processors:
+            try:
+                processor.validate_params(params)
+            except ValueError as error:
+                raise RequestError(f"{processor.__name__} refuses the sampling parameters: {error}") from error
+            except PROCESSOR_ERRORS as error:
+                raise RequestError(
+                    f"{processor.__name__} refuses the sampling parameters: {describe_error(error)}"
+                ) from error
+        token_ids = self._prompt_tokens(token_ids, params)
+        if not token_ids:
+            raise RequestError("the prompt is empty; give at least one token.")
+        if len(token_ids) >= self._max_model_len:
+            raise RequestError(
+                f"the prompt has {len(token_ids)} tokens; max_model_len={self._max_model_len} leaves room for at most "
+                f"{self._max_model_len - 1} and one more to generate. Shorten it, or raise max_model_len."
+            )
+        if min(token_ids) >= 0 and max(token_ids) < self._vocab_size:
+            return
+        for token in token_ids:
+            if not 0 <= token < self._vocab_size:
+                raise RequestError(f"the prompt has token id {token!r}; ids go from 0 to {self._vocab_size - 1}.")
+
+    def _prompt_tokens(self, token_ids: Sequence[int], params: SamplingParams) -> list[int]:
+        """Return the prompt's tokens, without those that `truncate_prompt_tokens` removes at its start."""
+        tokens, kept = as_token_ids("the prompt", token_ids), params.truncate_prompt_tokens
+        return tokens if kept is None else tokens[-(self._max_model_len - 1 if kept == -1 else kept) :]
+
+    def _tokenize_bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """Return the token ids of the bad words. Raises `RequestError` if the tokenizer refuses them."""
+        if not params.bad_words:
+            return ()
+        assert self._tokenizer is not None, "checked by check_request"
+        try:
+            return bad_words_token_ids(self._tokenizer, params.bad_words)
+        except (TypeError, ValueError) as error:  # tokenizers raise either
+            raise RequestError(f"bad_words={params.bad_words}; the tokenizer refused them: {error}") from error
+
+    def _take_prompt_logprobs(self, done: SchedulerOutput, found: Mapping[str, PromptLogprobs]) -> None:
+        """Pass the prompt log probabilities of a step to the output processor.
+
+        Those of a request that was preempted since are skipped, because it computes them again, and so are those of
+        a finished request, whose id another request may have by now.
+        """
+        for item in done.scheduled:
+            request = self._requests.get(item.request_id)
+            if item.request_id in found and request is not None and request.epoch == item.epoch:
+                self._processor.take_prompt_logprobs(item.request_id, found[item.request_id])
+
+    def _finish_prompt(self, request_id: str, finish: Finish) -> None:
+        for completion in self._processor.request_ids(request_id):
+            self._finish(completion, finish)
+
+    def _finish_failed(self, errors: Mapping[str, BaseException]) -> None:
+        """End the requests of `errors` that are unfinished."""
+        for request_id, error in errors.items():
+            if request_id in self._requests:
+                self._finish(request_id, failed(self._requests[request_id], error))
+
+    def _finish(self, request_id: str, finish: Finish) -> None:
+        request = self._requests[request_id]
+        self._processor.finish(request, finish)
+        assert request.finish_reason is not None
+        self._scheduler.finish(request_id, request.finish_reason, request.stop_reason)
+        del self._requests[request_id]
+        self._processor.forget(request)
+
+    @without_grad
+    def _advance(self) -> None:
+        """Run one step and distribute the tokens of the oldest step in flight."""
+        self._is_dirty = True
+        output = self._scheduler.schedule()
+        if not output.is_empty:
+            self._runner.execute_model(output)
+            self._in_flight.append((output, self._runner.sample_tokens()))
+        if self._in_flight and (output.is_empty or len(self._in_flight) > self._steps_ahead):
+            done, result = self._in_flight.popleft()
+            self._received = (done, result.get(), self._num_output_tokens)  # from here on it is not computed again
+            self._distribute(*self._received)
+            self._received = None
+        if self._deferred_aborts:
+            self._abort_deferred()
+        self._is_dirty = False
+
+    def _abort_deferred(self) -> None:
+        """End the prompts that code inside the step has aborted; their outputs wait in their outboxes."""
+        while self._deferred_aborts:
+            if self._deferred_aborts[0] in self._processor:
+                self._finish_prompt(self._deferred_aborts[0], Finish("abort"))
+            del self._deferred_aborts[0]
+
+    def _is_inside_step(self) -> bool:
+        """Return whether the caller is called by a step; see Note [calls from inside a step]."""
+        if not self._is_dirty:
+            return False
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and not (frame.f_code is _CODE_OF_STEP and frame.f_locals.get("self") is self):
+            frame = frame.f_back
+        return frame is not None
+
+    def _distribute(self, done: SchedulerOutput, found: ModelRunnerOutput, num_before: int) -> None:
+        """Pass the result of a step to the scheduler and the output processor, and finish requests that ended."""
+        if found.prompt_logprobs:
+            self._take_prompt_logprobs(done, found.prompt_logprobs)
+        if found.errors:
+            self._finish_failed(found.errors)
+        took = self._scheduler.complete_step(done, found.token_ids)
+        self._num_output_tokens = num_before + len(took)
+        # Equal lengths mean that no request was dropped, so the orders match.
+        tokens = found.token_ids.token_ids if len(took) == len(found.token_ids) else None
+        ended, _ = self._processor.take_tokens(took, found.logprobs, tokens)
+        for request, finish in ended:
+            self._finish(request.request_id, finish)
+
+    def _recover(self) -> None:
+        """Rebuild all state if an exception has interrupted a call; see Note [a step is a transaction].
+
+        May itself be interrupted, and is then called again.
+        """
+        if not self._is_dirty:
+            return
+        if self._is_inside_step():
+            raise UsageError(
+                "a step is already running; logits processors, which run inside a step, may only call abort."
+            )
+        self._in_flight.clear()
+        self._runner.reset()
+        unfinished = self._processor.unfinished
+        self._requests = {request.request_id: request for request in unfinished}
+        self._processor.settle()
+        if self._received is not None:
+            self._distribute_again(*self._received)
+        self._scheduler.start_over(unfinished)
+        received = {} if self._received is None else self._received[1].logprobs
+        for request, finish in self._processor.start_over(received):
+            self._finish(request.request_id, finish)
+        if self._received is not None and self._received[1].errors:
+            self._finish_failed(self._received[1].errors)
+        self._abort_deferred()
+        self._received = None
+        self._is_dirty = False
+
+    def _distribute_again(self, done: SchedulerOutput, found: ModelRunnerOutput, num_before: int) -> None:
+        """Do the work of `_distribute` for tokens that some requests have already; their positions tell which."""
+        if found.prompt_logprobs:
+            self._take_prompt_logprobs(done, found.prompt_logprobs)
+        num_received, errors = 0, found.errors or {}
+        for item in done.sampled:
+            request = self._requests.get(item.request_id)
+            if request is None or request.epoch != item.epoch or item.request_id in errors:
+                continue
+            output = request.output_token_ids
+            if len(output) == item.num_computed_tokens + item.num_tokens - request.num_prompt_tokens:
+                output.append(found.token_ids[item.request_id])
+            num_received += 1
+            self._processor.notify(item.request_id)
+        if self._num_output_tokens == num_before:  # else the tokens were counted, and some requests may have ended
+            self._num_output_tokens += num_received
+
+    def _make_outputs(self, outbox: Outbox) -> None:
+        self._recover()
+        self._is_dirty = True
+        results = [self._output(prompt, outbox.delivered(prompt)) for prompt in tuple(outbox.news)]
+        # After an interrupt between the two, the same news make no second delta: `delivered` includes what is ready.
+        outbox.ready, outbox.news = [*outbox.ready, *(one for one in results if one is not None)], {}
+        self._is_dirty = False
+
+    def _output(self, prompt: PromptState, delivered: Delivered) -> PendingOutput | None:
+        """Return a prompt's output, or a failure that ends it if making the output raises; None if nothing is new.
+
+        A prompt whose output can be made is not changed.
+        """
+        try:
+            return self._processor.output(prompt, delivered)
+        except MemoryError:
+            raise
+        except Exception as error:
+            for completion in prompt.completions:
+                request = completion.request
+                if request.finish_reason is None:
+                    self._finish(request.request_id, failed(request, error))
+                else:
+                    finish = failed(request, error)
+                    request.finish_reason, request.error = finish.reason, finish.error
+            return PendingOutput(prompt, output_of_failed(prompt), delivered)
+
+
+_CODE_OF_STEP: CodeType = unwrap(Engine._advance).__code__

@@ -1,0 +1,329 @@
+"""The explanation of what would run, and why: every decision about a model, without its weights and without the GPU."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+
+from piecegraph.compiler.api import compile as compile_module
+from piecegraph.compiler.common.report import CompileReport
+from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
+from piecegraph.compiler.graphs.replay.expected_cost import SplitOpCost, expected_costs
+from piecegraph.compiler.graphs.replay.prepared_ops import prepared_ops
+from piecegraph.compiler.piece_compilers.static_piece import gains_by_static_size
+from piecegraph.compiler.splitting.piece import UniquePiece
+from piecegraph.compiler.splitting.plan import CallStep, Plan, SplitCall
+from piecegraph.compiler.splitting.segments import num_graphs
+from piecegraph.errors import ConfigError, UsageError
+from piecegraph.passes.kernels.common.gpu_limits import H200, GpuLimits
+from piecegraph.passes.matching.graph_pass import Place
+from piecegraph.passes.pipeline import default_passes, pipeline
+from piecegraph.progress import OnPhase
+from piecegraph.runner.attention.interface.backend import AttentionBackend
+from piecegraph.runner.attention.interface.kv_cache import allocate_kv_caches, bytes_per_block
+from piecegraph.runner.attention.interface.layer import AttentionLayer, attention_layers
+from piecegraph.runner.attention.interface.op_call import ATTENTION_OPS, AttentionCall
+from piecegraph.runner.attention.select import BackendChoice, check_backend_name, choose_backend
+from piecegraph.runner.common.engine_config import EngineConfig, batched_tokens, static_sizes, static_sizes_note
+from piecegraph.runner.cudagraphs.capture_sizes import check_capture_sizes
+from piecegraph.runner.cudagraphs.dispatch_table import DispatchRange, decode_ranges, mixed_ranges
+from piecegraph.runner.cudagraphs.dispatcher import Dispatcher
+from piecegraph.runner.cudagraphs.graph_plan import GraphPlan, plan_graphs
+from piecegraph.runner.inspect.layer_view import LayerView, middle_layer
+from piecegraph.runner.kv_cache.groups import kv_cache_layout
+from piecegraph.runner.models.causal_lm import DYNAMIC_DIMS, CausalLMForward, example_inputs
+from piecegraph.runner.models.first_position import first_position
+from piecegraph.runner.models.length import model_length
+from piecegraph.runner.models.load import LoadedModel, load_config, load_model, resolve_device, resolve_dtype
+from piecegraph.runner.models.rope import fix_longrope
+from piecegraph.runner.models.support import check_layers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionRow:
+    """Attention layers that differ in their name only."""
+
+    layers: int
+    num_q_heads: int
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    window: int  # keys a query sees; 0: all before it
+    softcap: float
+    has_sinks: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitOpRow:
+    """Calls of a split op that cost the same in a PIECEWISE replay."""
+
+    op: str
+    calls: int
+    cost: str
+    note: str  # why the call costs more than a launch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """All decisions for a model and a config. Captures are as planned: one that fails, also for lack of memory, is
+    known only when it is made."""
+
+    model_class: str
+    num_parameters: int
+    dtype: torch.dtype
+    device: torch.device
+    is_assumed: bool  # True: the machine has no such device
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    attention: tuple[AttentionRow, ...]
+    cache_bytes_per_token: int
+    backend: str
+    backend_reasons: tuple[str, ...]
+    compiler: str
+    compile_sizes: tuple[int, ...]
+    report: CompileReport  # of eager pieces: the effects of a piece compiler are not known
+    layer: LayerView | None  # the middle one; None: the model has no attention
+    num_graphs: int  # of a PIECEWISE bucket
+    split_ops: tuple[SplitOpRow, ...]
+    configured_mode: CUDAGraphMode
+    decode_mode: CUDAGraphMode
+    mixed_mode: CUDAGraphMode
+    num_full: int  # graphs to capture
+    num_piecewise: int
+    decode: tuple[DispatchRange, ...]
+    mixed: tuple[DispatchRange, ...]
+    notes: tuple[str, ...]
+    slower_paths: tuple[str, ...]  # every reason for something slower than what was asked for
+
+    @property
+    def replay_costs(self) -> dict[str, int]:
+        """The parts of a PIECEWISE replay, as `Graphs.costs` will report them."""
+        costs = Counter({"graph": self.num_graphs})
+        for row in self.split_ops:
+            costs[row.cost] += row.calls
+        return dict(costs)
+
+
+def explain(config: EngineConfig, *, assume_gpu: bool = False, on_phase: OnPhase | None = None) -> Explanation:
+    """Trace the model as `LLM` would and take its decisions.
+
+    Reads the model's config and no weights, compiles and captures nothing, and needs no memory for parameters: they
+    are meta tensors.
+
+    `assume_gpu`: where there is no GPU, decide as on an NVIDIA GPU that has all our kernels need.
+
+    Raises what `LLM` would for this config: `ConfigError` (also for a strict downgrade), `ModelError`,
+    `CompileError` and their subclasses; `UsageError` if `assume_gpu` and a device contradict each other.
+    """
+    check_backend_name(config.attention_backend)
+    device, is_assumed = _target(config, assume_gpu)
+    max_num_tokens = batched_tokens(config, device.type)
+    if config.cudagraph_capture_sizes is not None:
+        check_capture_sizes(config.cudagraph_capture_sizes, max_num_tokens)
+    hf_config = load_config(config.source)
+    dtype = resolve_dtype(config.dtype, hf_config, device)
+    max_model_len = model_length(hf_config, config.max_model_len, first_position(config.source, hf_config).value)
+    meta = torch.device("meta")
+    source = replace(config.source, load_format="dummy")
+    loaded = load_model(source, hf_config, dtype=dtype, device=meta, on_phase=on_phase)
+    notes = (*loaded.notes, *fix_longrope(loaded.model, max_model_len))
+    traced = _trace(config, loaded, device, is_assumed, max_num_tokens, on_phase)
+    layers, choice, plan, pieces = traced.layers, traced.choice, traced.graph_plan, traced.plan
+    layout = kv_cache_layout(layers, max_model_len=max_model_len, block_size=config.block_size)
+    is_patched = choice.backend.patches_graphs and device.type == "cuda" and config.graph_kind != "recorded"
+    costs = expected_costs(pieces, prepared_ops(), _refusals(choice.backend, layers), is_patched=is_patched)
+    gaining = any(map(gains_by_static_size, traced.unique))
+    sizes = static_sizes(config, is_cuda=device.type == "cuda") if gaining else ()
+    dispatcher = Dispatcher(full=plan.full, piecewise=plan.piecewise, resolved=plan.resolved, static_sizes=sizes)
+    split_ops = _split_op_rows(costs)
+    decode = decode_ranges(dispatcher, max_num_seqs=min(config.max_num_seqs, max_num_tokens))
+    mixed = mixed_ranges(dispatcher, max_num_seqs=config.max_num_seqs, max_num_tokens=max_num_tokens)
+    return Explanation(
+        model_class=type(loaded.model).__name__,
+        num_parameters=sum(parameter.numel() for parameter in loaded.model.parameters()),
+        dtype=dtype,
+        device=device,
+        is_assumed=is_assumed,
+        max_model_len=max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=max_num_tokens,
+        attention=_attention_rows(layers),
+        cache_bytes_per_token=bytes_per_block(layers, 1),
+        backend=choice.backend.name,
+        backend_reasons=choice.reasons,
+        compiler=config.compile.compiler,
+        compile_sizes=sizes,
+        report=traced.report,
+        layer=middle_layer(pieces, traced.unique, choice.backend.name, _limits(device, is_assumed), device.type),
+        num_graphs=num_graphs(
+            pieces, has_before=True, has_after=True, is_patched=all(cost.cost == "patch" for cost in costs)
+        ),
+        split_ops=split_ops,
+        configured_mode=CUDAGraphMode.parse(config.cudagraph_mode),
+        decode_mode=plan.resolved.decode_mode,
+        mixed_mode=plan.resolved.mixed_mode,
+        num_full=len(plan.full),
+        num_piecewise=len(plan.piecewise),
+        decode=decode,
+        mixed=mixed,
+        notes=(*notes, *layout.notes, *([f"trace: {traced.report.trace_note}"] if traced.report.trace_note else [])),
+        slower_paths=tuple(_slower_paths(config, choice, plan, split_ops, decode, mixed)),
+    )
+
+
+class _Traced(NamedTuple):
+    """The traced model, and the decisions that its attention layers lead to."""
+
+    layers: tuple[AttentionLayer, ...]
+    choice: BackendChoice
+    graph_plan: GraphPlan
+    report: CompileReport
+    plan: Plan
+    unique: Sequence[UniquePiece]
+
+
+def _trace(
+    config: EngineConfig,
+    loaded: LoadedModel,
+    device: torch.device,
+    is_assumed: bool,
+    max_num_tokens: int,
+    on_phase: OnPhase | None,
+) -> _Traced:
+    """Trace the model over meta tensors, and decide on its attention layers before pieces are made, as `LLM` does."""
+    decided: list[tuple[tuple[AttentionLayer, ...], BackendChoice, GraphPlan]] = []
+
+    def decide(calls: tuple[SplitCall, ...]) -> None:
+        layers = attention_layers(calls)
+        check_layers(layers, loaded.config)
+        choice = choose_backend(config.attention_backend, layers, device, config.block_size, is_assumed=is_assumed)
+        plan = plan_graphs(
+            mode=CUDAGraphMode.parse(config.cudagraph_mode),
+            capture_sizes=config.cudagraph_capture_sizes,
+            backend=choice.backend,
+            device=device,
+            graph_kind=config.graph_kind,
+            can_split=bool(layers),
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=max_num_tokens,
+            strict=config.strict,
+        )
+        decided.append((layers, choice, plan))
+
+    with (
+        torch.no_grad(),
+        compile_module(
+            CausalLMForward(loaded.model, loaded.first_position),
+            replace(
+                config.compile, compiler="eager", passes=_passes(config, device), expect=_expected_here(config, device)
+            ),
+            dynamic_dims=DYNAMIC_DIMS,
+            example_inputs=example_inputs(torch.device("meta")),
+            on_phase=on_phase,
+            before_compile=decide,
+        ) as compiled,
+    ):
+        ((layers, choice, graph_plan),) = decided
+        return _Traced(layers, choice, graph_plan, compiled.report(), compiled.plan, compiled.unique_pieces)
+
+
+def _limits(device: torch.device, is_assumed: bool) -> GpuLimits:
+    """Return the limits of the GPU for which decisions are explained."""
+    return H200 if is_assumed or device.type != "cuda" else GpuLimits.of(device)
+
+
+def _target(config: EngineConfig, assume_gpu: bool) -> tuple[torch.device, bool]:
+    """Return the device for which decisions are explained, and whether it is only assumed."""
+    wanted = None if config.device is None else str(config.device)
+    wants_gpu = wanted is not None and wanted.startswith("cuda")
+    if assume_gpu and wanted is not None and not wants_gpu:
+        raise UsageError(f"device={wanted!r} is not a GPU to assume; leave one of the two out.")
+    if assume_gpu and not torch.cuda.is_available():
+        return torch.device(wanted or "cuda"), True
+    if wants_gpu and not torch.cuda.is_available():
+        raise ConfigError(
+            f"device={wanted!r}, but torch sees no NVIDIA GPU here. Assume one (--assume-gpu), or use device='cpu'."
+        )
+    return resolve_device(config.device), False
+
+
+def _passes(config: EngineConfig, device: torch.device) -> tuple[Any, ...]:
+    """Return the passes for the explained device; the traced parameters, meta tensors, are on no device."""
+    if config.compile.passes is not None:
+        return config.compile.passes
+    return tuple(each.name for each in default_passes(device.type))
+
+
+def _expected_here(config: EngineConfig, device: torch.device) -> dict[str, int | str]:
+    """Return the expected counts of passes that need no Inductor."""
+    inside = {each.name for each in pipeline(config.compile.passes, device.type) if each.place is Place.POST_GRAD}
+    return {name: wanted for name, wanted in config.compile.expect.items() if name not in inside}
+
+
+def _refusals(backend: AttentionBackend, layers: Sequence[AttentionLayer]) -> Callable[[CallStep], str | None]:
+    """Return a function from an attention step to why the backend does not prepare it, or None.
+
+    The function prepares a call of one token on the CPU.
+    """
+    cpu = torch.device("cpu")
+    by_name = {layer.name: layer for layer in layers}
+    impl = backend.impl()
+
+    def refusal(step: CallStep) -> str | None:
+        if step.op not in ATTENTION_OPS:
+            return None
+        layer = by_name[step.args[-1]]
+        call = AttentionCall(
+            query=torch.empty(1, layer.num_q_heads, layer.key_dim, dtype=layer.dtype),
+            key=torch.empty(1, layer.num_kv_heads, layer.key_dim, dtype=layer.dtype),
+            value=torch.empty(1, layer.num_kv_heads, layer.value_dim, dtype=layer.dtype),
+            out=torch.empty(1, layer.num_q_heads, layer.value_dim, dtype=layer.dtype),
+            scale=layer.scale,
+            window=layer.window,
+            softcap=layer.softcap,
+            sinks=torch.empty(layer.num_q_heads) if layer.has_sinks else None,
+        )
+        prepared = impl.prepare(call, allocate_kv_caches([layer], 1, 1, cpu)[layer.name])
+        return prepared if isinstance(prepared, str) else None
+
+    return refusal
+
+
+def _split_op_rows(costs: Sequence[SplitOpCost]) -> tuple[SplitOpRow, ...]:
+    counts = Counter(costs)
+    return tuple(SplitOpRow(op=cost.op, calls=count, cost=cost.cost, note=cost.note) for cost, count in counts.items())
+
+
+def _attention_rows(layers: Sequence[AttentionLayer]) -> tuple[AttentionRow, ...]:
+    names = [name for name in AttentionRow.__dataclass_fields__ if name != "layers"]
+    counts = Counter(tuple(getattr(layer, name) for name in names) for layer in layers)
+    return tuple(AttentionRow(layers=count, **dict(zip(names, kind, strict=True))) for kind, count in counts.items())
+
+
+def _slower_paths(
+    config: EngineConfig,
+    choice: BackendChoice,
+    plan: GraphPlan,
+    split_ops: Sequence[SplitOpRow],
+    decode: Sequence[DispatchRange],
+    mixed: Sequence[DispatchRange],
+) -> list[str]:
+    """Return every reason for something slower than what was asked for, each once."""
+    found = [f"attention_backend: {reason}" for reason in choice.reasons[:-1]]
+    found += [f"cudagraph_mode: {reason}" for reason in plan.resolved.reasons]
+    found += static_sizes_note(config)
+    if plan.piecewise:
+        found += [f"split ops: {row.calls} x {row.cost}: {row.note}" for row in split_ops if row.note]
+    for what, ranges in (("decode of", decode), ("other batches of", mixed)):
+        unit = "requests" if ranges is decode else "tokens"
+        found += [
+            f"dispatch: {what} {row.first} to {row.last} {unit} run {row.mode.value}: {row.reason}"
+            for row in ranges
+            if row.reason is not None
+        ]
+    return found

@@ -1,0 +1,49 @@
+"""The module that is compiled: a transformers causal language model on a flattened batch."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+DYNAMIC_DIMS = {
+    "input_ids": {0: "num_tokens"},
+    "positions": {0: "num_tokens"},
+    "logits_indices": {0: "num_logits"},
+}
+
+
+class CausalLMForward(nn.Module):
+    """A causal language model over the flattened tokens of all requests, with logits only for selected rows.
+
+    Attention finds the request of each row through the forward context. The model counts positions from
+    `first_position` on.
+    """
+
+    def __init__(self, model: nn.Module, first_position: int = 0) -> None:
+        super().__init__()
+        self.model = model
+        self.first_position = first_position
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,  # [num_tokens] int64
+        positions: torch.Tensor,  # [num_tokens] int64
+        logits_indices: torch.Tensor,  # [num_logits] int64
+    ) -> torch.Tensor:
+        """Return logits `[num_logits, vocab_size]`. `positions` count from 0 in each request."""
+        if self.first_position:
+            positions = positions + self.first_position
+        output = self.model(
+            input_ids=input_ids[None],
+            position_ids=positions[None],
+            use_cache=False,
+            logits_to_keep=logits_indices,
+        )
+        logits: torch.Tensor = output.logits[0]
+        return logits
+
+
+def example_inputs(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return inputs to trace with; the trace does not depend on their sizes."""
+    positions = torch.arange(8, device=device)
+    return torch.zeros_like(positions), positions, torch.tensor([2, 4, 7], device=device)

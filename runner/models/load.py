@@ -1,0 +1,397 @@
+"""Loading of a model from a folder, a GGUF file or a hub id through transformers."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from piecegraph.compiler.repeated_layers.find import name_layers
+from piecegraph.errors import (
+    CheckpointError,
+    ConfigError,
+    ModelError,
+    ModelNotFound,
+    PiecegraphError,
+    UnsupportedModel,
+    did_you_mean,
+    is_out_of_memory,
+    shorten,
+)
+from piecegraph.progress import OnPhase, Phase
+from piecegraph.runner.attention.interface.transformers_attention import (
+    ATTENTION_IMPLEMENTATION,
+    register_attention,
+)
+from piecegraph.runner.common.model_source import ModelSource
+from piecegraph.runner.models.first_position import first_position
+from piecegraph.runner.models.quiet_transformers import quiet_transformers
+from piecegraph.runner.models.support import check_class, check_config, check_model_sizes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+DTYPES = {
+    "float32": torch.float32,
+    "float": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "half": torch.float16,
+}
+
+
+_CONSTRUCTOR_ERRORS = (KeyError, TypeError, AttributeError, ZeroDivisionError, IndexError)
+"""The errors that a model's constructor raises for an inconsistent config; reading weights raises other errors."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    """A transformers model on its device, in eval mode and without gradients, with its config."""
+
+    model: PreTrainedModel
+    config: PreTrainedConfig
+    dtype: torch.dtype
+    device: torch.device
+    first_position: int  # the position of a text's first token in the model's own forward
+    notes: tuple[str, ...]
+
+
+def load_config(source: ModelSource) -> PreTrainedConfig:
+    """Return the model's config, checked. Raises `ModelNotFound`, `ModelError` or `UnsupportedModel`."""
+    from transformers import AutoConfig, PreTrainedConfig
+
+    _check_exists(source)
+    _check_generation_config(source)
+    with quiet_transformers():
+        try:
+            written = None
+            if not source.is_gguf:
+                written, _ = PreTrainedConfig.get_config_dict(source.location, **source.options)
+                written.update(source.hf_overrides)
+            config: Any = AutoConfig.from_pretrained(source.location, **source.options)
+            if source.hf_overrides:  # from_pretrained would drop fields that the class does not have
+                config = _overridden(config, written, source.hf_overrides)
+        except ValueError as error:
+            raise ModelError(f"{source.model!r}: {_first_line(error)}") from error
+        except OSError as error:
+            if Path(source.location).is_dir():  # the folder exists, but cannot be read
+                raise ModelError(f"the config of {source.model!r} cannot be read: {_first_line(error)}") from error
+            raise ModelNotFound(_not_found(source, error)) from error
+        except Exception as error:  # config classes check their fields with their own error types
+            raise ModelError(f"the config of {source.model!r} is not valid: {_first_line(error)}") from error
+    assert isinstance(config, PreTrainedConfig), type(config)
+    if source.is_gguf and hasattr(config, "quantization_config"):
+        del config.quantization_config  # read into plain floats by transformers
+    check_model_sizes(config)
+    check_config(config, written)
+    return config
+
+
+def resolve_device(device: str | torch.device | None) -> torch.device:
+    """Return `device`, or for None the GPU if there is one, else the CPU. Raises `ConfigError`."""
+    if device is None:
+        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    try:
+        if not isinstance(device, str | torch.device):
+            raise TypeError
+        resolved = torch.device(device)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ConfigError(f"device={device!r} is not a device; e.g. 'cpu' or 'cuda'.") from error
+    if resolved.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            f"device={device!r}, but torch sees no NVIDIA GPU. Use device='cpu', or install a CUDA build."
+        )
+    if resolved.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device={device!r} cannot run here; use 'cpu' or 'cuda'.")
+    if resolved.type == "cuda" and resolved.index not in (None, current := torch.cuda.current_device()):
+        raise ConfigError(
+            f"device={device!r}, but this process's current GPU is cuda:{current}, where kernels are launched. Call "
+            f"torch.cuda.set_device({resolved.index}) first, or show the process that GPU alone: "
+            f"CUDA_VISIBLE_DEVICES={resolved.index}."
+        )
+    return resolved
+
+
+def resolve_dtype(dtype: str | torch.dtype, config: PreTrainedConfig, device: torch.device) -> torch.dtype:
+    """Return the dtype that weights are loaded as. Raises `ConfigError` for an unknown name.
+
+    `"auto"` is float32 on the CPU; on a GPU it is the checkpoint's dtype if that has 16 bits, else bfloat16.
+    """
+    if isinstance(dtype, torch.dtype):
+        if dtype not in DTYPES.values():
+            raise ConfigError(f"dtype={dtype} cannot run here; use float32, bfloat16 or float16.")
+        return dtype
+    if dtype == "auto":
+        stored = getattr(config.get_text_config(decoder=True), "dtype", None) or config.dtype
+        if device.type == "cpu":
+            return torch.float32
+        return stored if stored in (torch.bfloat16, torch.float16) else torch.bfloat16
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise ConfigError(f"dtype={dtype!r} is unknown.{did_you_mean(str(dtype), ['auto', *DTYPES])}")
+    return DTYPES[dtype]
+
+
+def load_model(
+    source: ModelSource,
+    config: PreTrainedConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    seed: int = 0,
+    on_phase: OnPhase | None = None,
+) -> LoadedModel:
+    """Return the model with our attention, with the weights of `source`, or with random weights for format `dummy`.
+
+    Raises:
+        UnsupportedModel: the model's class is not supported; no weights were read.
+        CheckpointError: files are missing or corrupt, or tensors are missing, unexpected or of another shape.
+    """
+    from transformers import PreTrainedModel
+
+    started = time.monotonic()
+    if on_phase is not None:
+        on_phase(Phase(name="load", detail=source.model))
+
+    def on_weights(done: int, total: int) -> None:
+        if on_phase is not None:
+            on_phase(Phase(name="load", done=done, total=total, detail=source.model))
+
+    register_attention()
+    known_class = _known_class(config)
+    if known_class is not None:
+        check_class(known_class)
+    with quiet_transformers(on_weights), _construction_errors(source):
+        if source.load_format == "dummy":
+            model = _random_model(source, config, dtype, device, seed)
+        else:
+            model = _checkpoint_model(source, config, dtype)
+    assert isinstance(model, PreTrainedModel), type(model)
+    check_class(type(model))
+    model = model.to(device).eval().requires_grad_(False)  # type: ignore[arg-type]  # transformers decorates .to
+    name_layers(model)
+    if on_phase is not None:
+        num_parameters = sum(parameter.numel() for parameter in model.parameters())
+        detail = f"{type(model).__name__}, {num_parameters / 1e6:.1f}M parameters, {dtype} on {device}"
+        on_phase(Phase(name="load", seconds=time.monotonic() - started, detail=detail.replace("torch.", "")))
+    first = first_position(source, config)
+    return LoadedModel(
+        model=model,
+        config=model.config,
+        dtype=dtype,
+        device=device,
+        first_position=first.value,
+        notes=(first.note,) if first.note else (),
+    )
+
+
+def load_tokenizer(source: ModelSource, tokenizer: str | None = None) -> PreTrainedTokenizerBase:
+    """Return the model's tokenizer, or the one at `tokenizer`. Raises `ModelError` if there is none."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+    options = source.options if tokenizer is None else {"trust_remote_code": source.trust_remote_code}
+    with quiet_transformers():
+        try:
+            loaded = AutoTokenizer.from_pretrained(tokenizer or source.location, **options)
+        except Exception as error:  # whatever transformers raises for a broken or missing tokenizer
+            raise ModelError(
+                f"no usable tokenizer at {tokenizer or source.model!r} ({_first_line(error)}). "
+                "Name one with tokenizer=..., or pass token ids with skip_tokenizer_init=True."
+            ) from error
+    assert isinstance(loaded, PreTrainedTokenizerBase), type(loaded)
+    return loaded
+
+
+@contextmanager
+def _construction_errors(source: ModelSource) -> Iterator[None]:
+    """Convert what a model's constructor raises about its config, such as an unknown activation, to `ModelError`."""
+    try:
+        yield
+    except (*_CONSTRUCTOR_ERRORS, ValueError) as error:
+        if isinstance(error, PiecegraphError):
+            raise
+        raise ModelError(
+            f"no model can be made from the config of {source.model!r}: {type(error).__name__}: {_first_line(error)}. "
+            "Check config.json and hf_overrides."
+        ) from error
+
+
+def _overridden(
+    config: PreTrainedConfig, written: Mapping[str, Any] | None, overrides: Mapping[str, Any]
+) -> PreTrainedConfig:
+    """Return the config rebuilt with `overrides`, each of which replaces a whole field."""
+    fields = config.to_dict() if written is None else dict(written)
+    return type(config).from_dict({**fields, **overrides})
+
+
+def _checkpoint_model(source: ModelSource, config: PreTrainedConfig, dtype: torch.dtype) -> Any:
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM
+
+    options = dict(source.options)
+    if source.load_format == "safetensors":
+        options["use_safetensors"] = True
+    check_weight_files(source)
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            source.location,
+            config=config,
+            dtype=dtype,
+            attn_implementation=ATTENTION_IMPLEMENTATION,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # refused below, together with missing and unexpected tensors
+            **options,
+        )
+    except (SafetensorError, EOFError) as error:
+        raise CheckpointError(f"a weight file of {source.model!r} is corrupt: {_first_line(error)}") from error
+    except OSError as error:
+        raise CheckpointError(f"no weights to read at {source.model!r}: {_first_line(error)}") from error
+    except Exception as error:  # a damaged file, for instance a pickled one, may raise anything
+        if is_out_of_memory(error) or isinstance(error, (PiecegraphError, *_CONSTRUCTOR_ERRORS)):
+            raise
+        raise CheckpointError(f"the weights of {source.model!r} cannot be read: {_first_line(error)}") from error
+    model, info = loaded
+    _check_loading_info(source, info)
+    return model
+
+
+def _random_model(
+    source: ModelSource, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, seed: int
+) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices), device:
+        torch.manual_seed(seed)
+        return AutoModelForCausalLM.from_config(
+            config,
+            dtype=dtype,
+            attn_implementation=ATTENTION_IMPLEMENTATION,
+            trust_remote_code=source.trust_remote_code,
+        )
+
+
+def _known_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
+    """Return the class that transformers would construct; None if only the model's own code knows it."""
+    from transformers import PreTrainedModel
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        if hasattr(config, "auto_map"):
+            return None
+        raise UnsupportedModel(
+            f"{type(config).__name__} (model_type {config.model_type!r}) has no causal language model in transformers."
+        )
+    known = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    return known if isinstance(known, type) and issubclass(known, PreTrainedModel) else None
+
+
+def _check_exists(source: ModelSource) -> None:
+    path = Path(source.model)
+    try:
+        is_folder = path.is_dir()
+    except OSError as error:  # the path is too long, or in a folder that cannot be read
+        raise ModelNotFound(f"no model {shorten(source.model)!r}: {error.strerror}.") from error
+    if source.is_gguf:
+        if path.exists() and not path.is_file():  # opening a named pipe would block
+            raise ModelNotFound(f"{source.model!r} is not a regular file.")
+        if not path.is_file():
+            raise ModelNotFound(f"no file {source.model!r}.")
+        with path.open("rb") as stream:
+            if stream.read(4) != b"GGUF":
+                raise CheckpointError(f"{source.model!r} is not a GGUF file (it does not begin with 'GGUF').")
+    elif is_folder:
+        for file in sorted((*path.glob("*.json"), *path.glob("*.jinja"))):
+            if file.exists() and not file.is_file() and not file.is_dir():  # opening a named pipe would block
+                raise ModelError(f"{str(file)!r} is not a regular file. Remove it, or replace it by the model's file.")
+        if not (path / "config.json").is_file():
+            raise ModelNotFound(f"the folder {source.model!r} has no config.json, so it is not a model.")
+    elif path.is_absolute() or source.model.startswith((".", "~")) or source.model.count("/") > 1:
+        raise ModelNotFound(f"no folder {source.model!r}. Give a model folder, a .gguf file or a hub id (owner/name).")
+
+
+def _check_generation_config(source: ModelSource) -> None:
+    """Raise `ModelError` for a local generation_config.json that transformers could not read."""
+    file = Path(source.location) / "generation_config.json"
+    if source.is_gguf or not file.is_file():
+        return
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError, OSError) as error:
+        raise ModelError(f"{file} is not valid JSON ({_first_line(error)}). Correct it, or remove it.") from error
+    if not isinstance(found, dict):
+        raise ModelError(f"{file} holds a {type(found).__name__}; an object is needed. Correct it, or remove it.")
+    eos = found.get("eos_token_id")
+    ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
+        raise ModelError(f"{file} has eos_token_id={eos!r}; it must be a token id, or a list of them.")
+
+
+def check_weight_files(source: ModelSource) -> None:
+    """Open every local weight file, so that a truncated one is found by reading its header alone.
+
+    Raises `CheckpointError`, which names the file, also for a folder without weight files.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    folder = Path(source.location)
+    if source.load_format == "dummy" or source.is_gguf or not folder.is_dir():
+        return
+    files, pickled = sorted(folder.glob("*.safetensors")), sorted(folder.glob("*.bin"))
+    if not files and not pickled:
+        raise CheckpointError(f"no weights to read at {source.model!r}: the folder has no .safetensors or .bin file.")
+    for file in (*files, *pickled):
+        if not file.is_file():  # opening a named pipe would block
+            raise CheckpointError(f"{file} is not a regular file, so no weights can be read from it.")
+    for file in files:
+        try:
+            with safe_open(str(file), framework="pt"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(
+                f"{file} is corrupt or truncated ({_first_line(error)}). Copy or download the file again."
+            ) from error
+
+
+def _check_loading_info(source: ModelSource, info: Mapping[str, Any]) -> None:
+    missing = sorted(info["missing_keys"])
+    unexpected = sorted(info["unexpected_keys"])
+    mismatched = sorted(
+        f"{name} (checkpoint {tuple(found)}, model {tuple(wanted)})" for name, found, wanted in info["mismatched_keys"]
+    )
+    problems = [
+        f"{len(names)} {what}: {_shorten(names)}"
+        for what, names in (("missing", missing), ("unexpected", unexpected), ("of another shape", mismatched))
+        if names
+    ]
+    if problems:
+        raise CheckpointError(
+            f"the weights of {source.model!r} do not fit its config; tensors {'; '.join(problems)}. "
+            "Check that config.json belongs to these weights."
+        )
+
+
+def _shorten(names: list[str], limit: int = 20) -> str:
+    more = f", ... and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
+
+
+def _not_found(source: ModelSource, error: OSError) -> str:
+    return (
+        f"no model {source.model!r}: there is no such folder, and the hub returned none ({_first_line(error)}). "
+        "Check the name; offline (HF_HUB_OFFLINE) only models already downloaded are found."
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    """Return the first line of a message, and the second if the first ends in a colon, because it has the reason."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    is_heading = lines[0].endswith(":") and len(lines) > 1
+    return (f"{lines[0]} {lines[1]}" if is_heading else lines[0]).rstrip(".")

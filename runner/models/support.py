@@ -1,0 +1,153 @@
+"""Checks for unsupported models, made before weights are read or anything is compiled.
+
+Every check concerns a mechanism (state, masks, quantisation), not the name of a model family.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from piecegraph.errors import ModelError, UnsupportedModel
+from piecegraph.runner.attention.interface.layer import AttentionLayer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "attention", "dense", "sparse", "moe"})
+"""The kinds of layers that have an ordinary KV cache; the last three only describe the MLP."""
+
+MAX_SIZES: Mapping[str, int] = {
+    "num_hidden_layers": 10_000,
+    "num_attention_heads": 65_536,
+    "num_key_value_heads": 65_536,
+    "head_dim": 1 << 20,
+    "hidden_size": 1 << 20,
+    "intermediate_size": 1 << 24,
+    "vocab_size": 1 << 26,
+    "max_position_embeddings": 1 << 30,
+}
+"""The largest value of each size, far above that of any model, so that a larger value means a damaged config; the
+smallest value is 1."""
+
+
+def check_model_sizes(config: PreTrainedConfig) -> None:
+    """Raise `ModelError` for a config whose sizes are not whole numbers, exceed `MAX_SIZES`, or do not divide.
+
+    The message names the field, its value and what is expected.
+    """
+    text_config = config.get_text_config(decoder=True)
+    sizes: dict[str, int] = {}
+    for name, largest in MAX_SIZES.items():
+        value = getattr(text_config, name, None)
+        if value is None or isinstance(value, list | tuple):  # absent, or a value per layer, which is not checked
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= largest:
+            raise ModelError(f"the config has {name}={value!r}; it must be a whole number from 1 to {largest}.")
+        sizes[name] = value
+    heads, kv_heads = sizes.get("num_attention_heads"), sizes.get("num_key_value_heads")
+    if heads is not None and kv_heads is not None and heads % kv_heads:
+        raise ModelError(
+            f"the config has num_attention_heads={heads} and num_key_value_heads={kv_heads}; the first must be a "
+            "multiple of the second."
+        )
+
+
+def check_config(config: PreTrainedConfig, written: Mapping[str, Any] | None = None) -> None:
+    """Check that a model with this config is supported.
+
+    Args:
+        config: the config as transformers has read it, with defaults.
+        written: the contents of the model's config.json; None if there is none (GGUF).
+
+    Raises:
+        UnsupportedModel: a mechanism of the model is not supported; the message names the mechanism.
+        ModelError: the config has no number of attention heads.
+    """
+    text_config = config.get_text_config(decoder=True)
+    kind = f"{type(config).__name__} (model_type {config.model_type!r})"
+    if config.is_encoder_decoder:
+        raise UnsupportedModel(f"{kind} is an encoder-decoder; only decoder-only models can run here.")
+    foreign = sorted(set(getattr(text_config, "layer_types", None) or ()) - _LAYER_TYPES)
+    if foreign:
+        raise UnsupportedModel(
+            f"{kind} has layers of type {', '.join(foreign)}; layers can be full_attention or sliding_attention here "
+            "(chunked, linear and state-space layers have no paged key/value cache)."
+        )
+    if "dynamic" in _rope_types(text_config):
+        raise UnsupportedModel(
+            f"{kind} uses 'dynamic' rotary embeddings, whose frequencies change with the longest text in a batch. "
+            'Give a fixed kind: hf_overrides={"rope_parameters": {"rope_type": "yarn", "factor": ...}}.'
+        )
+    if written is not None:
+        _check_heads(config, text_config, written)
+    quantization = getattr(config, "quantization_config", None)
+    if quantization is not None:
+        method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization.quant_method
+        raise UnsupportedModel(
+            f"the weights are quantised with {str(getattr(method, 'value', method))!r}, which cannot be read here. "
+            "Use an unquantised checkpoint of the model, or a GGUF file."
+        )
+
+
+def check_class(model_class: type[PreTrainedModel]) -> None:
+    """Raise `UnsupportedModel` if the model's class lacks what the runner needs."""
+    name = model_class.__name__
+    if model_class._is_stateful:
+        raise UnsupportedModel(f"{name} keeps a recurrent state between tokens; only attention layers can run here.")
+    if not model_class._supports_attention_backend:
+        raise UnsupportedModel(
+            f"{name} computes its attention itself (it has no pluggable attention), so ours cannot run."
+        )
+    parameters = inspect.signature(model_class.forward).parameters
+    for wanted in ("position_ids", "logits_to_keep"):
+        if wanted not in parameters:
+            raise UnsupportedModel(
+                f"{name}.forward takes no {wanted}, without which it cannot run on a flattened batch."
+            )
+
+
+def check_layers(layers: Sequence[AttentionLayer], config: PreTrainedConfig) -> None:
+    """Raise `UnsupportedModel` if a model's traced attention contradicts its config.
+
+    A model that passes its sliding window only to its mask would silently attend to all tokens, because the runner
+    builds no masks.
+    """
+    text_config = config.get_text_config(decoder=True)
+    num_layers = text_config.num_hidden_layers
+    if len(layers) < num_layers:
+        raise UnsupportedModel(
+            f"only {len(layers)} of {num_layers} layers call attention; the others work in a way that cannot run here."
+        )
+    layer_types = getattr(text_config, "layer_types", None)
+    if layer_types and len(layer_types) == len(layers):
+        for layer, layer_type in zip(layers, layer_types, strict=True):
+            wants_window = {"sliding_attention": True, "full_attention": False}.get(layer_type)
+            if wants_window is not None and wants_window != bool(layer.window):
+                raise UnsupportedModel(
+                    f"{layer.name} is {layer_type} by the config, but its attention was called with "
+                    + (f"a window of {layer.window}." if layer.window else "no window.")
+                )
+    declares_window = not layer_types and hasattr(type(text_config), "sliding_window")
+    if declares_window and text_config.sliding_window and not any(layer.window for layer in layers):
+        raise UnsupportedModel(
+            f"the config has sliding_window={text_config.sliding_window}, but no layer calls attention with a window."
+        )
+
+
+def _rope_types(text_config: PreTrainedConfig) -> Iterator[str]:
+    parameters = getattr(text_config, "rope_parameters", None) or {}
+    for entry in (parameters, *parameters.values()):
+        if isinstance(entry, Mapping) and isinstance(entry.get("rope_type"), str):
+            yield entry["rope_type"]
+
+
+def _check_heads(config: PreTrainedConfig, text_config: PreTrainedConfig, written: Mapping[str, Any]) -> None:
+    names = {"num_attention_heads", text_config.attribute_map.get("num_attention_heads", "num_attention_heads")}
+    sections = [written, *(section for section in written.values() if isinstance(section, Mapping))]
+    if not any(name in section for name in names for section in sections):
+        raise ModelError(
+            f"the model's config.json has no {' or '.join(sorted(names))}, so the shape of its attention is unknown. "
+            'Complete it, or give the value: hf_overrides={"num_attention_heads": ...}.'
+        )

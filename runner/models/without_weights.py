@@ -1,0 +1,98 @@
+"""Construction of the model that `LLM` would run with fake tensors in place of its weights."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from piecegraph.errors import PiecegraphError
+from piecegraph.progress import OnPhase
+from piecegraph.runner.common.engine_config import EngineConfig
+from piecegraph.runner.common.model_source import ModelSource
+from piecegraph.runner.models.first_position import first_position
+from piecegraph.runner.models.length import model_length
+from piecegraph.runner.models.load import (
+    LoadedModel,
+    load_config,
+    load_model,
+    resolve_device,
+    resolve_dtype,
+)
+from piecegraph.runner.models.rope import fix_longrope
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+
+def load_without_weights(config: EngineConfig, on_phase: OnPhase | None = None) -> LoadedModel:
+    """Return the model that `LLM` with this config would run, from the model's config alone.
+
+    No weight file is read, and no memory is allocated for weights. The model can be traced and compiled, but not
+    called. Raises what `LLM` raises for the model and the config.
+    """
+    device = resolve_device(config.device)
+    hf_config = load_config(config.source)
+    dtype = resolve_dtype(config.dtype, hf_config, device)
+    max_model_len = model_length(hf_config, config.max_model_len, first_position(config.source, hf_config).value)
+    return model_without_weights(
+        config.source, hf_config, dtype=dtype, device=device, max_model_len=max_model_len, on_phase=on_phase
+    )
+
+
+def model_without_weights(
+    source: ModelSource,
+    config: PreTrainedConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_model_len: int,
+    on_phase: OnPhase | None = None,
+) -> LoadedModel:
+    """Return the model that `load_model` and `fix_longrope` would make, with fake tensors."""
+    dummy = replace(source, load_format="dummy")
+    loaded = load_model(dummy, config, dtype=dtype, device=torch.device("meta"), on_phase=on_phase)
+    notes = fix_longrope(loaded.model, max_model_len)
+    _make_fake(loaded.model, device)
+    if source.load_format != "dummy":
+        model: Any = loaded.model
+        model._use_kernels = False  # the value after loading a checkpoint with transformers
+    return replace(loaded, device=device, notes=(*loaded.notes, *notes))
+
+
+def stand_in_for(
+    source: ModelSource, config: PreTrainedConfig, *, dtype: torch.dtype, device: torch.device, max_model_len: int
+) -> tuple[LoadedModel | None, str]:
+    """Return the model without weights and "", or None and the reason if it cannot be constructed.
+
+    A constructor that computes with values cannot run on fake tensors. Raises errors in the model or the config.
+    """
+    try:
+        return model_without_weights(source, config, dtype=dtype, device=device, max_model_len=max_model_len), ""
+    except PiecegraphError:
+        raise
+    except Exception as error:
+        return None, f"the model cannot be constructed without values: {type(error).__name__}: {error}"
+
+
+def _make_fake(model: Any, device: torch.device) -> None:
+    """Replace meta tensors by fake tensors on `device`; shared tensors stay shared.
+
+    Each fake tensor wraps the existing meta tensor, because making it by an operation, as `Module._apply` would, takes
+    ten times as long.
+    """
+    mode = FakeTensorMode()
+    made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # with the old tensor, which must live to keep its id
+
+    def on_device(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in made:
+            fake: Any = mode.fake_tensor_converter.from_meta_and_device(mode, tensor.detach(), device)
+            fake._is_param = isinstance(tensor, torch.nn.Parameter)
+            made[id(tensor)] = tensor, fake
+        return made[id(tensor)][1]
+
+    for module in model.modules():
+        for registry in (module._parameters, module._buffers):
+            registry.update({name: on_device(tensor) for name, tensor in registry.items() if tensor is not None})

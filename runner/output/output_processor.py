@@ -1,0 +1,553 @@
+"""The output processor: from sampled tokens to text, log probabilities and finish reasons."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from piecegraph.runner.common.logprobs import PromptLogprobs as CallersPromptLogprobs
+from piecegraph.runner.common.outputs import CompletionOutput, RequestOutput, RequestStateStats
+from piecegraph.runner.common.sampling_params import RequestOutputKind, SamplingParams
+from piecegraph.runner.output.async_output import PromptLogprobs, TokenLogprobs
+from piecegraph.runner.output.detokenizer import Detokenizer, token_decoder
+from piecegraph.runner.output.logprob_rows import LogprobRows, flat_positions, one_position, truncate_row
+from piecegraph.runner.output.outbox import Outbox, PendingOutput
+from piecegraph.runner.scheduling.request import Request
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+logger = logging.getLogger(__name__)
+
+_TOUCHED = -1
+"""The value of `_Completion.num_taken` while the completion's text is being changed."""
+
+
+class Finish(NamedTuple):
+    """The reason why a completion ends."""
+
+    reason: str  # "stop", "length", "abort" or "error"
+    stop_reason: int | str | None = None  # the stop token or string; None for EOS and all other reasons
+    error: str | None = None  # the exception, for "error"
+
+
+class Delivered(NamedTuple):
+    """The part of a prompt's outputs that its caller has, where outputs are deltas."""
+
+    ends: tuple[tuple[int, int, bool], ...] = ()  # per completion: tokens, characters, and whether it has ended
+    has_prompt_logprobs: bool = False
+
+
+NOTHING_DELIVERED = Delivered()
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class PromptState:
+    """A prompt and its completions, as the caller sees them."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    is_final_only: bool
+    is_delta: bool
+    prompt_logprobs: list[TokenLogprobs | None] | None
+    outbox: Outbox  # of the caller
+    arrival_time: float  # by the wall clock
+    queued_ts: float  # monotonic
+    delivered: Delivered = NOTHING_DELIVERED  # by outputs that were handed over
+    made_prompt_logprobs: CallersPromptLogprobs | None = None  # from `prompt_logprobs`, until more of them come
+    completions: list[_Completion] = field(default_factory=list)
+
+    @property
+    def is_finished(self) -> bool:
+        """True if all completions have ended."""
+        return all(completion.request.finish_reason is not None for completion in self.completions)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Completion:
+    """One of a prompt's completions."""
+
+    prompt: PromptState
+    index: int
+    request: Request
+    detokenizer: Detokenizer | None
+    is_text_late: bool  # the text is read at the end only, so it is made there
+    logprobs: LogprobRows | None
+    cumulative_logprob: float | None
+    is_quiet: bool  # no token before the last needs any processing
+    max_output: int  # tokens
+    first_token_ts: float = 0.0  # monotonic; 0.0: none yet
+    last_token_ts: float = 0.0  # of a token that is read, or that ended the completion
+    num_taken: int = 0  # output tokens that are in all of the above, unless it is quiet; or _TOUCHED
+    finish: Finish | None = None  # set by the last token that was processed
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _QuietBatch:
+    """Requests whose tokens need no processing before their ends, and that step together."""
+
+    requests: Sequence[Request]
+    stop_token_ids: frozenset[int]  # of any of them
+    steps_left: int  # until the first reaches its maximum length
+
+
+class OutputProcessor:
+    """The owner of what callers see of the unfinished requests; the scheduler owns the requests.
+
+    Note [what survives an exception]: a prompt is unfinished while the processor holds it, a completion while its
+    request has no `finish_reason`; its tokens and their log probabilities are lists that only grow. All other state, of
+    this class, the scheduler and the runner, follows from these, and is rebuilt from them when an exception has
+    interrupted a call (`start_over`). So each of them is changed by one assignment or one append, after everything that
+    can fail.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, eos_token_ids: Collection[int]) -> None:
+        self._tokenizer = tokenizer
+        self._decode = None if tokenizer is None else token_decoder(tokenizer)
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._prompts: dict[str, PromptState] = {}
+        self._completions: dict[str, _Completion] = {}  # by the id of the scheduler's request
+        self._last_requests: Sequence[Request] = ()
+        self._quiet: _QuietBatch | None = None  # of `_last_requests`
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._prompts
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def prompt_state(
+        self, request_id: str, prompt: str | None, requests: Sequence[Request], *, is_final_only: bool, outbox: Outbox
+    ) -> PromptState:
+        """Return the state of a new prompt whose completions are `requests`, all with the same prompt tokens.
+
+        Changes nothing; raises what the tokenizer raises about the prompt.
+        """
+        first = requests[0]
+        params = first.sampling_params
+        is_final_only = is_final_only or params.output_kind is RequestOutputKind.FINAL_ONLY
+        made = PromptState(
+            request_id=request_id,
+            prompt=prompt,
+            prompt_token_ids=first.prompt_token_ids,
+            is_final_only=is_final_only,
+            is_delta=params.output_kind is RequestOutputKind.DELTA,
+            arrival_time=time.time(),
+            queued_ts=time.monotonic(),
+            prompt_logprobs=None if params.prompt_logprobs is None else [None] * first.num_prompt_tokens,
+            outbox=outbox,
+        )
+        made.completions += [
+            _Completion(
+                prompt=made,
+                index=index,
+                request=request,
+                detokenizer=self._detokenizer(first.prompt_token_ids, params),
+                is_text_late=is_final_only and not params.stop_strings,
+                logprobs=self._logprob_rows(params),
+                cumulative_logprob=None if params.logprobs is None else 0.0,
+                is_quiet=is_final_only and params.logprobs is None and not params.stop_strings,
+                max_output=request.max_total_tokens - request.num_prompt_tokens,
+            )
+            for index, request in enumerate(requests)
+        ]
+        return made
+
+    def add(self, prompt: PromptState) -> None:
+        """Add a prompt, whose requests' tokens are processed from now on."""
+        self._completions.update({one.request.request_id: one for one in prompt.completions})
+        self._prompts[prompt.request_id] = prompt  # last, see Note [what survives an exception]
+
+    def drop(self, prompt: PromptState) -> None:
+        """Undo an `add` that was interrupted, even before its start. `start_over` does the rest."""
+        self._prompts.pop(prompt.request_id, None)
+
+    def request_ids(self, request_id: str) -> tuple[str, ...]:
+        """Return the scheduler's ids of a prompt's unfinished completions."""
+        prompt = self._prompts[request_id]
+        return tuple(c.request.request_id for c in prompt.completions if c.request.finish_reason is None)
+
+    def prompt(self, request_id: str) -> PromptState:
+        """Return an unfinished prompt."""
+        return self._prompts[request_id]
+
+    @property
+    def unfinished(self) -> tuple[Request, ...]:
+        """The scheduler's unfinished requests, in order of arrival."""
+        prompts = self._prompts.values()
+        return tuple(c.request for prompt in prompts for c in prompt.completions if c.request.finish_reason is None)
+
+    def take_tokens(
+        self,
+        requests: Sequence[Request],
+        logprobs: Mapping[str, TokenLogprobs],
+        tokens: Sequence[int] | None = None,
+    ) -> tuple[list[tuple[Request, Finish]], list[str]]:
+        """Call `take_token` for every request to which a step gave a token.
+
+        Returns the requests that end, and the ids of prompts with news, which are also added to the callers' outboxes
+        unless the caller wants the final output only. A request whose processing raises ends with that error; a
+        MemoryError is raised.
+
+        `tokens`: the same tokens in order, if the caller has them as a list. For the same list object of requests,
+        which must then hold the same requests, a step that ends none and whose tokens need no processing costs no loop.
+        """
+        is_same = requests is self._last_requests
+        if is_same and self._is_quiet(tokens):
+            return [], []
+        ended: list[tuple[Request, Finish]] = []
+        news: dict[str, None] = {}
+        completions, now = self._completions, time.monotonic()
+        for request in requests:
+            completion = completions[request.request_id]
+            output = request.output_token_ids
+            if not completion.first_token_ts:
+                completion.first_token_ts = now
+            if completion.is_quiet and len(output) < completion.max_output and output[-1] not in request.stop_token_ids:
+                continue  # the common case of a large batch
+            completion.last_token_ts = now
+            prompt = completion.prompt
+            news[prompt.request_id] = None
+            if not prompt.is_final_only:
+                prompt.outbox.news[prompt] = None
+            try:
+                finish = self.take_token(request, logprobs.get(request.request_id))
+            except MemoryError:
+                raise
+            except Exception as error:
+                finish = failed(request, error)
+            if finish is not None:
+                ended.append((request, finish))
+        if not is_same:
+            self._last_requests, self._quiet = requests, None
+        elif self._quiet is None:
+            self._quiet = self._quiet_batch(requests)
+        return ended, list(news)
+
+    def _is_quiet(self, tokens: Sequence[int] | None) -> bool:
+        """Return True if `tokens`, the next of each of the last requests, end none and need no processing."""
+        quiet = self._quiet
+        if quiet is None:
+            return False
+        quiet.steps_left -= 1
+        return quiet.steps_left > 0 and tokens is not None and quiet.stop_token_ids.isdisjoint(tokens)
+
+    def _quiet_batch(self, requests: Sequence[Request]) -> _QuietBatch | None:
+        """Return the requests as a quiet batch, or None if a token of one of them needs processing."""
+        completions = [self._completions[request.request_id] for request in requests]
+        if not completions or not all(completion.is_quiet for completion in completions):
+            return None
+        return _QuietBatch(
+            requests=requests,
+            stop_token_ids=frozenset().union(*[request.stop_token_ids for request in requests]),
+            steps_left=min([one.max_output - len(one.request.output_token_ids) for one in completions]),
+        )
+
+    def take_token(self, request: Request, logprobs: TokenLogprobs | None) -> Finish | None:
+        """Process the last of a request's `output_token_ids`; returns the reason if the completion ends with it.
+
+        `min_tokens` needs no check here: the sampler does not draw tokens that would end the completion too early.
+        """
+        completion = self._completions[request.request_id]
+        output = request.output_token_ids
+        completion.num_taken = _TOUCHED
+        if completion.logprobs is not None:
+            assert logprobs is not None and completion.cumulative_logprob is not None
+            completion.logprobs.append(logprobs)
+            completion.cumulative_logprob += logprobs.logprobs[0]
+        completion.finish = self._take_text(completion, output[-1], len(output))
+        completion.num_taken = len(output)
+        return completion.finish
+
+    def _take_text(self, completion: _Completion, token: int, num_output: int) -> Finish | None:
+        """Add the text of a token, the last of `num_output`; returns the reason if the completion ends with it."""
+        params = completion.request.sampling_params
+        is_eos = token in self._eos_token_ids and not params.ignore_eos
+        is_stop = token in (params.stop_token_ids or ())
+        is_text = not (is_eos or is_stop) or params.include_stop_str_in_output
+        if completion.detokenizer is not None and is_text and not completion.is_text_late:
+            stop_string = completion.detokenizer.append(token)
+            if stop_string is not None:
+                return Finish("stop", stop_string)
+        if is_eos or is_stop:
+            return Finish("stop", None if is_eos else token)
+        return Finish("length") if num_output >= completion.max_output else None
+
+    def take_prompt_logprobs(self, request_id: str, found: PromptLogprobs) -> None:
+        """Add log probabilities of a part of a request's prompt; those of a repeated chunk replace the first."""
+        completion = self._completions.get(request_id)
+        if completion is None or completion.prompt.prompt_logprobs is None:
+            return  # the request has ended meanwhile
+        wanted = completion.request.sampling_params.prompt_logprobs
+        assert wanted is not None, "log probabilities of a prompt that asks for none"
+        rows = [truncate_row(row, wanted) for row in found.positions]
+        completion.prompt.made_prompt_logprobs = None
+        completion.prompt.prompt_logprobs[found.start : found.start + len(rows)] = rows
+
+    def finish(self, request: Request, finish: Finish) -> None:
+        """End a request: make the rest of its text, and set its `finish_reason`. `forget` must follow.
+
+        If the text cannot be made, the request ends with that error.
+        """
+        completion = self._completions[request.request_id]
+        completion.num_taken = _TOUCHED
+        try:
+            if finish.reason != "error":
+                _finish_text(completion, finish)
+        except MemoryError:
+            raise
+        except Exception as error:
+            finish = failed(request, error)
+        request.stop_reason, request.error = finish.stop_reason, finish.error
+        request.finish_reason = finish.reason  # last: this ends the request
+
+    def forget(self, request: Request) -> None:
+        """Remove a request that has ended, and its prompt if it was the last: then the caller's outbox gets news."""
+        prompt = self._completions[request.request_id].prompt
+        del self._completions[request.request_id]
+        if prompt.is_finished:
+            self._remove(prompt)
+
+    def start_over(self, logprobs: Mapping[str, TokenLogprobs]) -> list[tuple[Request, Finish]]:
+        """Rebuild all state from the tokens of the unfinished requests, after an exception in any call.
+
+        Returns the requests that end with these tokens. `logprobs`: those of the last tokens, where they may not have
+        been processed.
+        """
+        self._last_requests, self._quiet = (), None
+        for prompt in tuple(self._prompts.values()):
+            if prompt.is_finished:
+                self._remove(prompt)
+        self._completions = {
+            completion.request.request_id: completion
+            for prompt in self._prompts.values()
+            for completion in prompt.completions
+            if completion.request.finish_reason is None
+        }
+        ended = []
+        for request_id, completion in self._completions.items():
+            finish = self._take_again_twice(completion, logprobs.get(request_id))
+            if finish is not None:
+                ended.append((completion.request, finish))
+        return ended
+
+    def _take_again_twice(self, completion: _Completion, logprobs: TokenLogprobs | None) -> Finish | None:
+        """Return the result of `_take_again`, or the end with its error if it raises twice.
+
+        An error that does not occur again is not the request's.
+        """
+        try:
+            return self._take_again(completion, logprobs)
+        except MemoryError:
+            raise
+        except Exception:
+            logger.warning("request %r: its tokens are processed once more", completion.request.request_id)
+        try:
+            return self._take_again(completion, logprobs)
+        except MemoryError:
+            raise
+        except Exception as error:
+            return failed(completion.request, error)
+
+    def _take_again(self, completion: _Completion, logprobs: TokenLogprobs | None) -> Finish | None:
+        """Process the request's tokens that were not processed, or not completely."""
+        request, output = completion.request, completion.request.output_token_ids
+        if completion.num_taken == len(output) or not output:
+            return completion.finish
+        if completion.num_taken == _TOUCHED or not completion.is_text_late:
+            completion.num_taken = _TOUCHED
+            completion.detokenizer = self._detokenizer(request.prompt_token_ids, request.sampling_params)
+        if completion.logprobs is not None:
+            if len(completion.logprobs) < len(output):
+                assert logprobs is not None, f"{request.request_id!r} has a token without its log probability"
+                completion.logprobs.append(logprobs)
+            assert len(completion.logprobs) == len(output), "each token has a row"
+            completion.cumulative_logprob = 0.0
+            for row in completion.logprobs.rows:
+                completion.cumulative_logprob += row.logprobs[0]
+        finish = None
+        first = len(output) - 1 if completion.is_text_late else 0
+        for at in range(first, len(output)):
+            finish = self._take_text(completion, output[at], at + 1)
+        completion.finish = finish
+        completion.num_taken = len(output)
+        return finish
+
+    def settle(self) -> None:
+        """Give every request of an unfinished prompt its tokens, and release it from any batch (`Settles`)."""
+        for prompt in self._prompts.values():
+            for completion in prompt.completions:
+                request = completion.request
+                if request.batched_by is not None:
+                    request.batched_by.settle()
+                    request.batched_by = None
+
+    def notify(self, request_id: str) -> None:
+        """Report news of the prompt of an unfinished request of the scheduler, unless only its end is wanted."""
+        prompt = self._completions[request_id].prompt
+        if not prompt.is_final_only:
+            prompt.outbox.news[prompt] = None
+
+    def _remove(self, prompt: PromptState) -> None:
+        prompt.outbox.news[prompt] = None
+        del self._prompts[prompt.request_id]
+
+    def output(self, prompt: PromptState, delivered: Delivered) -> PendingOutput | None:
+        """Return a prompt's whole output or, where its caller wants deltas, the news since `delivered`, or None."""
+        texts = [_text(completion) for completion in prompt.completions]
+        ends = delivered.ends or ((0, 0, False),) * len(texts)
+        now_delivered = NOTHING_DELIVERED
+        has_prompt_logprobs = prompt.prompt_logprobs is not None and not delivered.has_prompt_logprobs
+        if prompt.is_delta:
+            now_delivered = Delivered(tuple(map(_end, prompt.completions, texts)), True)
+            if now_delivered == delivered:
+                return None
+        first = prompt.completions[0]
+        output = RequestOutput(
+            request_id=prompt.request_id,
+            prompt=prompt.prompt,
+            prompt_token_ids=prompt.prompt_token_ids,
+            prompt_logprobs=self._prompt_logprobs(prompt) if has_prompt_logprobs else None,
+            finished=prompt.is_finished,
+            outputs=[
+                _completion_output(completion, text[num_chars:], num_tokens)
+                for completion, text, (num_tokens, num_chars, has_ended) in zip(
+                    prompt.completions, texts, ends, strict=True
+                )
+                if not (prompt.is_delta and _end(completion, text) == (num_tokens, num_chars, has_ended))
+            ],
+            num_cached_tokens=first.request.num_cached_tokens,
+            metrics=_metrics(first),
+        )
+        return PendingOutput(prompt, output, now_delivered)
+
+    def _prompt_logprobs(self, prompt: PromptState) -> CallersPromptLogprobs:
+        """Return the prompt's log probabilities so far in the caller's form, made once."""
+        if prompt.made_prompt_logprobs is None:
+            assert prompt.prompt_logprobs is not None, "the prompt asks for no log probabilities"
+            params = prompt.completions[0].request.sampling_params
+            decode = self._decode if params.detokenize else None
+            if params.flat_logprobs:
+                prompt.made_prompt_logprobs = flat_positions(prompt.prompt_logprobs, decode)
+            else:
+                rows = prompt.prompt_logprobs
+                prompt.made_prompt_logprobs = [None if row is None else one_position(row, decode) for row in rows]
+        return prompt.made_prompt_logprobs
+
+    def _logprob_rows(self, params: SamplingParams) -> LogprobRows | None:
+        if params.logprobs is None:
+            return None
+        decode = self._decode if params.detokenize else None
+        return LogprobRows(params.logprobs, decode, is_flat=params.flat_logprobs)
+
+    def _detokenizer(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> Detokenizer | None:
+        if self._tokenizer is None or not params.detokenize:
+            return None
+        return Detokenizer(
+            self._tokenizer,
+            prompt_token_ids,
+            skip_special_tokens=params.skip_special_tokens,
+            stop_strings=params.stop_strings,
+            include_stop_string=params.include_stop_str_in_output,
+            min_tokens=params.min_tokens,
+        )
+
+
+def failed(request: Request, error: BaseException) -> Finish:
+    """Return the end of a request whose own processing raised `error`, and log the traceback."""
+    logger.error("request %r ends with an error of its own", request.request_id, exc_info=error)
+    return Finish("error", error=describe_error(error))
+
+
+def describe_error(error: BaseException) -> str:
+    """Return the class and the text of an exception, also of one whose `__str__` raises."""
+    try:
+        text = str(error)
+    except (Exception, SystemExit, GeneratorExit):
+        text = "(an exception without a text: its __str__ raises)"
+    return f"{type(error).__name__}: {text}"
+
+
+def output_of_failed(prompt: PromptState) -> RequestOutput:
+    """Return an output with tokens only, for a finished prompt whose processing failed."""
+    requests = [completion.request for completion in prompt.completions]
+    return RequestOutput(
+        request_id=prompt.request_id,
+        prompt=prompt.prompt,
+        prompt_token_ids=prompt.prompt_token_ids,
+        finished=True,
+        outputs=[
+            CompletionOutput(
+                index=index,
+                text="",
+                token_ids=list(request.output_token_ids),
+                finish_reason=request.finish_reason,
+                stop_reason=request.stop_reason,
+                error=request.error,
+            )
+            for index, request in enumerate(requests)
+        ],
+    )
+
+
+def _finish_text(completion: _Completion, finish: Finish) -> None:
+    request, detokenizer = completion.request, completion.detokenizer
+    if detokenizer is None:
+        return
+    if completion.is_text_late:
+        tokens = request.output_token_ids
+        hides_last = finish.reason == "stop" and not request.sampling_params.include_stop_str_in_output
+        detokenizer.add_unread(tokens[:-1] if hides_last else tokens)
+    if not isinstance(finish.stop_reason, str):
+        detokenizer.finish()
+
+
+def _text(completion: _Completion) -> str:
+    """Return the part of a completion's text that its caller may see."""
+    detokenizer = completion.detokenizer
+    if detokenizer is None:
+        return ""
+    return detokenizer.text if completion.request.finish_reason is not None else detokenizer.settled_text()
+
+
+def _end(completion: _Completion, text: str) -> tuple[int, int, bool]:
+    """Return what has been delivered of a completion once its caller has this text."""
+    request = completion.request
+    return len(request.output_token_ids), len(text), request.finish_reason is not None
+
+
+def _completion_output(completion: _Completion, text: str, num_delivered: int) -> CompletionOutput:
+    """Return a completion with its tokens from `num_delivered` on, which are copied when they are read."""
+    request, rows = completion.request, completion.logprobs
+    tokens = request.output_token_ids
+    lazy_fields: dict[str, tuple[Any, int, int]] = {"token_ids": (tokens, num_delivered, len(tokens))}
+    if rows is not None:
+        lazy_fields["logprobs"] = (rows, num_delivered, len(rows))
+    return CompletionOutput.with_lazy_fields(
+        lazy_fields=lazy_fields,
+        index=completion.index,
+        text=text,
+        cumulative_logprob=completion.cumulative_logprob,
+        finish_reason=request.finish_reason,
+        stop_reason=request.stop_reason,
+        error=request.error,
+    )
+
+
+def _metrics(completion: _Completion) -> RequestStateStats:
+    request, prompt = completion.request, completion.prompt
+    first = completion.first_token_ts
+    return RequestStateStats(
+        num_generation_tokens=len(request.output_token_ids),
+        arrival_time=prompt.arrival_time,
+        queued_ts=prompt.queued_ts,
+        scheduled_ts=request.scheduled_ts,
+        first_token_ts=first,
+        last_token_ts=completion.last_token_ts,
+        first_token_latency=first - prompt.queued_ts if first else 0.0,
+    )

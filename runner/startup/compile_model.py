@@ -1,0 +1,105 @@
+"""Compilation of a language model for the runner: trace it, derive what follows from its graph, compile it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from piecegraph.compiler.api import compile as compile_module
+from piecegraph.compiler.compiled_model import CompiledModel
+from piecegraph.compiler.own_kernels.registry import OWN_KERNELS
+from piecegraph.compiler.splitting.plan import SplitCall
+from piecegraph.progress import OnPhase, Phase, timed_phase
+from piecegraph.runner.attention.interface.layer import AttentionLayer
+from piecegraph.runner.attention.select import BackendChoice
+from piecegraph.runner.common.engine_config import EngineConfig, static_sizes
+from piecegraph.runner.cudagraphs.graph_plan import GraphPlan
+from piecegraph.runner.kv_cache.groups import KVCacheLayout
+from piecegraph.runner.models.causal_lm import DYNAMIC_DIMS, CausalLMForward, example_inputs
+from piecegraph.runner.models.load import LoadedModel
+from piecegraph.runner.startup.decide import Decided, compile_step_kernels, decide_for
+from piecegraph.runner.startup.step_kernels import (
+    StepKernels,
+    compiles_kernels,
+)
+
+_MEASURING = ("compile_sizes", "tune_sizes")
+"""Phases in which static pieces are timed, so that nothing else may run on the GPU."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompiledLM:
+    """A compiled model with the attention layers in its graph, their backend, and the CUDA graphs to capture."""
+
+    compiled: CompiledModel
+    layers: tuple[AttentionLayer, ...]
+    layout: KVCacheLayout
+    attention: BackendChoice
+    plan: GraphPlan
+
+
+def compile_model(
+    stand_in: LoadedModel | None,
+    load: Callable[[], LoadedModel],
+    config: EngineConfig,
+    max_model_len: int,
+    max_num_tokens: int,
+    on_phase: OnPhase | None,
+) -> CompiledLM:
+    """Trace and compile the model, and return it with everything that follows from its graph.
+
+    A graph that cannot be served is refused before anything is compiled. If `stand_in` is given, it is traced instead
+    of the model, and `load` loads the weights while the pieces compile; the kernels of a step are compiled then, too.
+    """
+    loaded = load() if stand_in is None else stand_in
+    device = loaded.device
+    decided: list[Decided] = []
+
+    def decide(calls: tuple[SplitCall, ...]) -> None:
+        decided.append(decide_for(calls, loaded, config, max_model_len, max_num_tokens))
+
+    def launch_kernels() -> None:
+        compile_step_kernels(decided[-1], loaded, config, max_model_len, max_num_tokens)
+
+    kernels = StepKernels(launch_kernels, device)
+
+    def load_late() -> CausalLMForward:
+        weights = load()  # before the kernels: loading changes the default dtype of every thread
+        if decided and compiles_kernels(device):  # else nothing is compiled, or not yet
+            kernels.start()
+        return CausalLMForward(weights.model, weights.first_position)
+
+    def wait_for_kernels() -> None:
+        if kernels.is_running:
+            with timed_phase(on_phase, "kernels"):
+                kernels.wait()
+                OWN_KERNELS.save()  # the kernels compiled since the pieces were stored
+
+    def on_every_phase(phase: Phase) -> None:
+        if phase.name in _MEASURING:
+            wait_for_kernels()
+        if on_phase is not None:
+            on_phase(phase)
+
+    sizes = static_sizes(config, is_cuda=device.type == "cuda")
+    try:
+        with torch.no_grad():
+            compiled = compile_module(
+                CausalLMForward(loaded.model, loaded.first_position),
+                replace(config.compile, compile_sizes=sizes),
+                dynamic_dims=DYNAMIC_DIMS,
+                example_inputs=example_inputs(device),
+                on_phase=on_every_phase,
+                before_compile=decide,
+                load_weights=None if stand_in is None else load_late,
+            )
+        wait_for_kernels()
+    finally:
+        kernels.wait()
+    kernels.report(on_phase)
+    last = decided[-1]
+    return CompiledLM(
+        compiled=compiled, layers=last.layers, layout=last.layout, attention=last.attention, plan=last.plan
+    )

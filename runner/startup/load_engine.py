@@ -1,0 +1,381 @@
+"""The start of an engine from its config, in order: load, compile, allocate the KV cache, capture."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from piecegraph.compiler.compiled_model import CompiledModel
+from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
+from piecegraph.progress import OnPhase, Phase, timed_phase
+from piecegraph.runner.attention.interface.kv_cache import KVCache, allocate_kv_caches, as_pages, bytes_per_block
+from piecegraph.runner.attention.select import BackendChoice, check_backend_name
+from piecegraph.runner.common.engine_config import EngineConfig, batched_tokens, runs_ahead, static_sizes_note
+from piecegraph.runner.common.logits_processor import LogitsProcessor, LogitsProcessorConfig
+from piecegraph.runner.common.logprobs_mode import LogprobsMode
+from piecegraph.runner.common.model_source import ModelSource
+from piecegraph.runner.cudagraphs.capture_sizes import check_capture_sizes
+from piecegraph.runner.cudagraphs.dispatcher import Dispatcher
+from piecegraph.runner.cudagraphs.graph_plan import GraphPlan
+from piecegraph.runner.cudagraphs.manager import CudaGraphManager
+from piecegraph.runner.engine.engine import Engine
+from piecegraph.runner.engine.model_runner import ModelRunner
+from piecegraph.runner.kv_cache.allocation import CacheAllocation, CacheSizes, allocate_given, allocate_on_gpu
+from piecegraph.runner.models.causal_lm import CausalLMForward
+from piecegraph.runner.models.first_position import first_position
+from piecegraph.runner.models.generation_defaults import eos_token_ids, generation_config_of, sampling_defaults
+from piecegraph.runner.models.length import model_length
+from piecegraph.runner.models.load import (
+    LoadedModel,
+    check_weight_files,
+    load_config,
+    load_model,
+    load_tokenizer,
+    resolve_device,
+    resolve_dtype,
+)
+from piecegraph.runner.models.rope import fix_longrope
+from piecegraph.runner.models.without_weights import stand_in_for
+from piecegraph.runner.sampling.batch_sampler import Sampler
+from piecegraph.runner.scheduling.kv_cache_manager import KVCacheManager
+from piecegraph.runner.scheduling.request_queue import SchedulingPolicy
+from piecegraph.runner.scheduling.scheduler import Scheduler
+from piecegraph.runner.startup.compile_model import CompiledLM, compile_model
+from piecegraph.runner.startup.profile import measure_step
+from piecegraph.runner.step.model_step import ModelStep, build_step
+from piecegraph.runner.step.prompt_embeds import EmbedsForward, embedding_size, embeds_forward
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+    from piecegraph.runner.inspect.selfcheck import SelfcheckReport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """A running engine and everything else that an `LLM` holds."""
+
+    source: ModelSource
+    model: LoadedModel
+    seed: int  # for random weights
+    hf_config: PretrainedConfig
+    engine: Engine
+    runner: ModelRunner
+    compiled: CompiledModel
+    tokenizer: PreTrainedTokenizerBase | None
+    max_model_len: int
+    sampling_defaults: Mapping[str, Any]  # the fields of SamplingParams that the generation config sets
+    attention: BackendChoice
+    plan: GraphPlan
+    notes: tuple[str, ...]
+    selfcheck: SelfcheckReport | None  # None: not requested
+
+
+def load_engine(config: EngineConfig, on_phase: OnPhase | None) -> Loaded:
+    """Load and compile the model, allocate its KV cache, and capture its graphs.
+
+    What cannot work is refused as early as it is known.
+    """
+    check_backend_name(config.attention_backend)
+    with timed_phase(on_phase, "device"):  # torch creates the context of a GPU here
+        device = resolve_device(config.device)
+    max_num_tokens = batched_tokens(config, device.type)
+    if config.cudagraph_capture_sizes is not None:
+        check_capture_sizes(config.cudagraph_capture_sizes, max_num_tokens)
+    with timed_phase(on_phase, "config"):
+        hf_config = load_config(config.source)
+        dtype = resolve_dtype(config.dtype, hf_config, device)
+        max_model_len = model_length(hf_config, config.max_model_len, first_position(config.source, hf_config).value)
+    tokenizer = None
+    if not config.skip_tokenizer_init:
+        with timed_phase(on_phase, "tokenizer"):
+            tokenizer = load_tokenizer(config.source, config.tokenizer)
+    check_weight_files(config.source)
+    load = functools.cache(lambda: _load_weights(config, hf_config, dtype, device, max_model_len, on_phase))
+    stand_in, weights_first = None, ""
+    if config.compile.compiler != "eager":  # else nothing is compiled while weights are loaded
+        with timed_phase(on_phase, "model"):
+            stand_in, weights_first = stand_in_for(
+                config.source, hf_config, dtype=dtype, device=device, max_model_len=max_model_len
+            )
+    embeds_size = None
+    if config.enable_prompt_embeds:
+        embeds_size = embedding_size((stand_in if stand_in is not None else load()).model)
+    model = compile_model(stand_in, load, config, max_model_len, max_num_tokens, on_phase)
+    loaded, plan = load(), model.plan
+    weights_first = weights_first or model.compiled.report().weights_first
+    vocab_size = loaded.config.get_text_config(decoder=True).vocab_size
+    with timed_phase(on_phase, "buffers"):
+        sampler = Sampler(
+            max_num_reqs=config.max_num_seqs,
+            max_model_len=max_model_len,
+            vocab_size=vocab_size,
+            device=device,
+            logprobs_mode=LogprobsMode.parse(config.logprobs_mode),
+        )
+    over_embeds = None if embeds_size is None else embeds_forward(loaded.model, loaded.first_position)
+    runner, num_blocks = _runner(model, plan, config, sampler, max_num_tokens, over_embeds, device, on_phase)
+    with timed_phase(on_phase, "engine"):
+        generation_config = generation_config_of(config.source, loaded.model)
+        engine = Engine(
+            scheduler=_scheduler(config, model, num_blocks, max_num_tokens),
+            runner=runner,
+            tokenizer=tokenizer,
+            eos_token_ids=eos_token_ids(generation_config, loaded.model, tokenizer),
+            max_model_len=max_model_len,
+            vocab_size=vocab_size,
+            seed=config.seed,
+            steps_ahead=int(runs_ahead(config, device.type)),
+            embedding_size=embeds_size,
+            max_logprobs=config.max_logprobs,
+            logits_processors=config.logits_processors,
+        )
+    checked: SelfcheckReport | None = None
+    if config.compile.selfcheck:
+        checked = _selfcheck(loaded, model, config, engine, runner, max_model_len, on_phase)
+    if config.logits_processors:
+        sampler.use_logits_processors(_logits_processors(config, loaded, max_model_len, max_num_tokens, vocab_size))
+    return Loaded(
+        source=config.source,
+        model=loaded,
+        seed=config.seed,
+        hf_config=loaded.config,
+        engine=engine,
+        runner=runner,
+        compiled=model.compiled,
+        tokenizer=tokenizer,
+        max_model_len=max_model_len,
+        sampling_defaults=sampling_defaults(generation_config),
+        attention=model.attention,
+        plan=plan,
+        notes=_notes(config, loaded, model, weights_first, checked),
+        selfcheck=checked,
+    )
+
+
+def _load_weights(
+    config: EngineConfig,
+    hf_config: PretrainedConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_model_len: int,
+    on_phase: OnPhase | None,
+) -> LoadedModel:
+    """Return the model with its weights, and report its notes as phases."""
+    loaded = load_model(config.source, hf_config, dtype=dtype, device=device, seed=config.seed, on_phase=on_phase)
+    loaded = replace(loaded, notes=(*loaded.notes, *fix_longrope(loaded.model, max_model_len)))
+    for note in loaded.notes:
+        if on_phase is not None:
+            on_phase(Phase(name="load", detail=note))
+    return loaded
+
+
+def _scheduler(config: EngineConfig, model: CompiledLM, num_blocks: int, max_num_tokens: int) -> Scheduler:
+    """Return the scheduler over a KV cache of `num_blocks` blocks."""
+    return Scheduler(
+        kv_cache=KVCacheManager(
+            num_blocks=num_blocks,
+            block_size=config.block_size,
+            max_num_batched_tokens=max_num_tokens,
+            groups=model.layout.groups,
+            enable_prefix_caching=config.enable_prefix_caching is not False,
+        ),
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=max_num_tokens,
+        policy=SchedulingPolicy.PRIORITY,  # first come, first served among equal priorities, which is the default
+    )
+
+
+def _notes(
+    config: EngineConfig,
+    loaded: LoadedModel,
+    model: CompiledLM,
+    weights_first: str,
+    checked: SelfcheckReport | None,
+) -> tuple[str, ...]:
+    """Return the decisions that a caller may want to know about.
+
+    `weights_first`: the reason why weights were loaded before anything was compiled, or "".
+    """
+    return (
+        *loaded.notes,
+        *(f"attention_backend: {reason}" for reason in model.attention.reasons if model.attention.is_fallback),
+        *(f"cudagraph_mode: {reason}" for reason in model.plan.resolved.reasons),
+        *model.layout.notes,
+        *([f"weights were loaded before anything was compiled: {weights_first}"] if weights_first else ()),
+        *static_sizes_note(config),
+        *([str(checked)] if checked is not None else ()),
+    )
+
+
+def _logits_processors(
+    config: EngineConfig, loaded: LoadedModel, max_model_len: int, max_num_tokens: int, vocab_size: int
+) -> list[LogitsProcessor]:
+    """Construct one processor of each given class. Raises what a constructor raises."""
+    processor_config = LogitsProcessorConfig(
+        model_config=LogitsProcessorConfig.Model(
+            hf_config=loaded.config, max_model_len=max_model_len, vocab_size=vocab_size
+        ),
+        scheduler_config=LogitsProcessorConfig.Scheduler(
+            max_num_seqs=config.max_num_seqs, max_num_batched_tokens=max_num_tokens
+        ),
+    )
+    is_cuda = loaded.device.type == "cuda"
+    return [kind(processor_config, loaded.device, is_cuda) for kind in config.logits_processors]
+
+
+def _selfcheck(
+    loaded: LoadedModel,
+    model: CompiledLM,
+    config: EngineConfig,
+    engine: Engine,
+    runner: ModelRunner,
+    max_model_len: int,
+    on_phase: OnPhase | None,
+) -> SelfcheckReport:
+    """Compare the compiled model with the traced one. After a failure the graphs are closed."""
+    from piecegraph.runner.inspect.selfcheck import selfcheck
+
+    try:
+        return selfcheck(
+            CausalLMForward(loaded.model, loaded.first_position),
+            model.compiled,
+            config.compile,
+            runner=runner,
+            engine=engine,
+            max_model_len=max_model_len,
+            needs_host_batch=model.attention.backend.needs_host_batch,
+            on_phase=on_phase,
+        )
+    except BaseException:
+        runner.close()
+        model.compiled.close()
+        raise
+
+
+def _runner(
+    model: CompiledLM,
+    plan: GraphPlan,
+    config: EngineConfig,
+    sampler: Sampler,
+    max_num_tokens: int,
+    over_embeds: EmbedsForward | None,
+    device: torch.device,
+    on_phase: OnPhase | None,
+) -> tuple[ModelRunner, int]:
+    """Return the runner, with its graphs captured, and the number of blocks of its KV cache."""
+    backend = model.attention.backend
+    with timed_phase(on_phase, "buffers"):
+        step = build_step(
+            model.compiled,
+            layers=model.layers,
+            layout=model.layout,
+            backend=backend,
+            config=config,
+            sampler=sampler,
+            max_num_tokens=max_num_tokens,
+            device=device,
+        )
+    cache = _allocate(model, config, step, max_num_tokens, on_phase)
+    step = replace(step, kv_caches=cache.kv_caches, embeds_forward=over_embeds)
+    graphs = CudaGraphManager(
+        step=step,
+        compiled=model.compiled,
+        max_model_len=sampler.max_model_len,
+        needs_host_batch=backend.needs_host_batch,
+        kind=config.graph_kind,
+        strict=config.strict,
+    )
+    try:
+        graphs.capture(full=plan.full, piecewise=plan.piecewise, max_bytes=cache.max_graph_bytes, on_phase=on_phase)
+        num_blocks = _fill(cache, graphs.device_bytes, device, on_phase)
+    except BaseException:
+        graphs.close()
+        raise
+    dispatcher = Dispatcher(
+        full=graphs.descriptors(CUDAGraphMode.FULL),
+        piecewise=graphs.descriptors(CUDAGraphMode.PIECEWISE),
+        resolved=plan.resolved,
+        failed=graphs.failed(),
+        static_sizes=model.compiled.report().static_sizes,
+    )
+    runner = ModelRunner(
+        step=step,
+        graphs=graphs,
+        dispatcher=dispatcher,
+        needs_host_batch=backend.needs_host_batch,
+        strict=config.strict,
+    )
+    return runner, num_blocks
+
+
+def _allocate(
+    model: CompiledLM, config: EngineConfig, step: ModelStep, max_num_tokens: int, on_phase: OnPhase | None
+) -> CacheAllocation:
+    """Allocate the KV cache.
+
+    All of its memory is allocated if its size is given or there is no GPU; otherwise only as much as capture needs,
+    and the rest after the graphs are captured.
+    """
+    started = time.monotonic()
+    device, max_model_len = step.buffers.input_ids.device, step.sampler.max_model_len
+    sizes = CacheSizes(
+        block_size=config.block_size,
+        block_bytes=bytes_per_block(model.layers, config.block_size, model.layout.tensors),
+        blocks_per_request=model.layout.blocks_per_request(max_model_len, config.block_size, max_num_tokens),
+        max_model_len=max_model_len,
+        max_num_seqs=config.max_num_seqs,
+    )
+
+    def allocate(num_blocks: int, *, empty: Callable[..., torch.Tensor] = torch.empty) -> dict[str, KVCache]:
+        caches = allocate_kv_caches(
+            model.layers, num_blocks, config.block_size, device, tensors=model.layout.tensors, empty=empty
+        )
+        return dict(as_pages(caches, config.block_size // step.block_size))
+
+    has_graphs = model.plan.has_graphs
+    if device.type == "cpu" or config.num_kv_blocks is not None or config.kv_cache_memory_bytes is not None:
+        cache = allocate_given(
+            allocate,
+            sizes,
+            device,
+            num_kv_blocks=config.num_kv_blocks,
+            kv_cache_memory_bytes=config.kv_cache_memory_bytes,
+            has_graphs=has_graphs,
+        )
+    else:
+        with timed_phase(on_phase, "profile"):
+            step_bytes = measure_step(
+                step,
+                num_tokens=max_num_tokens,
+                max_model_len=max_model_len,
+                needs_host_batch=model.attention.backend.needs_host_batch,
+            )
+        cache = allocate_on_gpu(
+            allocate,
+            sizes,
+            device,
+            gpu_memory_utilization=config.gpu_memory_utilization,
+            step_bytes=step_bytes,
+            has_graphs=has_graphs,
+        )
+    if on_phase is not None and not cache.is_growing:
+        on_phase(Phase(name="kv_cache", seconds=time.monotonic() - started, detail=str(cache)))
+    return cache
+
+
+def _fill(cache: CacheAllocation, graph_bytes: int, device: torch.device, on_phase: OnPhase | None) -> int:
+    """Allocate the rest of a growing cache after capture, and return the final number of blocks."""
+    if not cache.is_growing:
+        return cache.num_blocks
+    started = time.monotonic()
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device)  # torch caches no unused memory after capture
+    num_blocks = cache.fill(total_bytes - free_bytes, graph_bytes)
+    if on_phase is not None:
+        on_phase(Phase(name="kv_cache", seconds=time.monotonic() - started, detail=str(cache)))
+    return num_blocks

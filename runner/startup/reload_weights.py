@@ -1,0 +1,121 @@
+"""Replacement of a running engine's weights in place, so that nothing is compiled or captured again."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from piecegraph.errors import CheckpointError, ConfigError, UsageError, did_you_mean
+from piecegraph.runner.common.model_source import ModelSource
+from piecegraph.runner.models.load import load_config, load_model
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+    from piecegraph.runner.startup.load_engine import Loaded
+
+NewWeights = str | Path | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
+"""A folder, .gguf file or hub id; or tensors under the names of the model's `state_dict`, as a mapping or as pairs."""
+
+_FIELDS_FREE_TO_DIFFER = frozenset(
+    {"_name_or_path", "architectures", "dtype", "name_or_path", "torch_dtype", "transformers_version", "use_cache"}
+)
+"""Fields of a config that may differ between a model and a later version of the model."""
+
+
+def reload_weights(loaded: Loaded, weights: NewWeights | None) -> int:
+    """Replace the weights of an engine's model in place, and return how many tensors were written.
+
+    `weights`: None reads the model's own source again. The prefix cache is discarded. Raises `UsageError` while
+    requests are unfinished, `ConfigError` if another model's config differs, and `CheckpointError` for a name that the
+    model does not have or a tensor that does not fit; with a mapping or files nothing has been written then.
+    """
+    if loaded.engine.has_unfinished:
+        raise UsageError(
+            f"{len(loaded.engine.requests)} requests are unfinished, and their cached keys and values depend on the "
+            "old weights. Let them finish, or abort them, before the weights are loaded again."
+        )
+    targets: dict[str, torch.Tensor] = loaded.model.model.state_dict()
+    if weights is None or isinstance(weights, str | Path):
+        weights = _read(loaded, weights)
+    if isinstance(weights, Mapping):
+        for name, tensor in weights.items():
+            _check(name, tensor, targets)
+    device = loaded.model.device
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # a step that was launched ahead still reads the old weights
+    written: dict[str, None] = {}
+    try:
+        for name, tensor in weights.items() if isinstance(weights, Mapping) else weights:
+            _check(name, tensor, targets, written)
+            with torch.no_grad():
+                targets[name].copy_(tensor)
+            written[name] = None
+    finally:
+        if written:
+            loaded.compiled.refresh_weights()  # in case a tensor that was written had been moved
+            loaded.engine.scheduler.reset_prefix_cache()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return len(written)
+
+
+def _read(loaded: Loaded, model: str | Path | None) -> Mapping[str, torch.Tensor]:
+    """Return the weights of `model`, another version of the model, or of the model's own source, on the CPU."""
+    source = loaded.source
+    if model is not None:
+        load_format = "auto" if source.load_format in ("dummy", "gguf") else source.load_format
+        source = replace(source, model=os.path.expanduser(model), revision=None, load_format=load_format)
+        _check_config(load_config(source), loaded.model.config, source)
+    config, dtype = copy.deepcopy(loaded.model.config), loaded.model.dtype
+    read = load_model(source, config, dtype=dtype, device=torch.device("cpu"), seed=loaded.seed)
+    state: Mapping[str, torch.Tensor] = read.model.state_dict()
+    return state
+
+
+def _check_config(found: PreTrainedConfig, wanted: PreTrainedConfig, source: ModelSource) -> None:
+    """Raise `ConfigError` if a model with the config `found` would not compute like the compiled one."""
+    left, right = (dict(_fields(config)) for config in (found, wanted))
+    differing = sorted(name for name in {*left, *right} if left.get(name) != right.get(name))
+    if differing:
+        first = differing[0]
+        raise ConfigError(
+            f"the config of {source.model!r} differs from the compiled model's in {', '.join(differing)} "
+            f"({first}: {left.get(first)!r}, and {right.get(first)!r}). Only another version of the same model can "
+            "take its place; make a new LLM for this one."
+        )
+
+
+def _fields(config: PreTrainedConfig) -> Iterable[tuple[str, Any]]:
+    return (
+        (name, value)
+        for name, value in config.to_dict().items()
+        if name not in _FIELDS_FREE_TO_DIFFER and not name.endswith("token_id")
+    )
+
+
+def _check(
+    name: str, tensor: torch.Tensor, targets: Mapping[str, torch.Tensor], written: Mapping[str, None] | None = None
+) -> None:
+    """Raise `CheckpointError` if `tensor` cannot be written to the target with that name."""
+    after = f" {len(written)} tensors before it were written." if written else ""
+    if name not in targets:
+        raise CheckpointError(f"the model has no tensor {name!r}.{did_you_mean(name, list(targets))}{after}")
+    target = targets[name]
+    if not isinstance(tensor, torch.Tensor) or tensor.is_meta:
+        raise CheckpointError(f"{name} is {type(tensor).__name__} without values; give a tensor.{after}")
+    if tensor.shape != target.shape:
+        raise CheckpointError(
+            f"{name} has shape {tuple(tensor.shape)}; the model's is {tuple(target.shape)}. A reload cannot change "
+            f"shapes; make a new LLM.{after}"
+        )
+    if tensor.dtype != target.dtype and not (tensor.is_floating_point() and target.is_floating_point()):
+        raise CheckpointError(
+            f"{name} is {tensor.dtype}, which cannot be converted to the model's {target.dtype}.{after}"
+        )

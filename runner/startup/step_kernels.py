@@ -1,0 +1,185 @@
+"""Compilation of a step's kernels for attention, input preparation and sampling, while the model's pieces compile.
+
+Triton compiles a kernel at its first launch. Without this module the kernels would be compiled one after the other,
+in the profile run and in the first capture.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import pkgutil
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from piecegraph.compiler.splitting.plan import SplitCall, TensorSpec
+from piecegraph.progress import STEP_KERNELS, OnPhase, Phase
+from piecegraph.runner.attention.interface.op import launch_prepared
+from piecegraph.runner.attention.interface.op_call import ATTENTION_OPS, call_of
+from piecegraph.runner.attention.triton import kernels as attention_kernels
+from piecegraph.runner.device_memory import kernels as memory_kernels
+from piecegraph.runner.sampling import kernels as sampling_kernels
+from piecegraph.runner.startup.profile import prepare_step, rows_with_all_options, run_model
+from piecegraph.runner.step import kernels as step_kernels
+from piecegraph.runner.step.model_step import ModelStep
+
+logger = logging.getLogger(__name__)
+
+NUM_TOKENS = 16
+"""The number of tokens in the step: Triton specialises it (1, or a multiple of 16) as it does for larger steps."""
+
+
+def compiles_kernels(device: torch.device) -> bool:
+    """Return whether a step on `device` launches Triton kernels."""
+    return device.type == "cuda"
+
+
+class StepKernels:
+    """A thread that launches the kernels of a step once.
+
+    A failure is logged, and raised again by the step that first needs the kernel.
+    """
+
+    def __init__(self, launch: Callable[[], None], device: torch.device) -> None:
+        """Make the thread without starting it; `launch` launches all kernels."""
+        self._launch = launch
+        self._device = device
+        self._seconds: float | None = None  # the duration; None: never started
+        self._thread = threading.Thread(target=self._run, name="piecegraph step kernels", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._seconds = 0.0
+        self._thread.start()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Wait until all kernels are compiled, if the thread was started. Idempotent."""
+        if self._seconds is not None:
+            self._thread.join()
+
+    def report(self, on_phase: OnPhase | None) -> None:
+        """Report the duration as a phase, after `wait`."""
+        if on_phase is not None and self._seconds is not None:
+            detail = "attention, inputs, sampler, beside the rest"
+            on_phase(Phase(name=STEP_KERNELS, seconds=self._seconds, detail=detail))
+
+    def _run(self) -> None:
+        started = time.perf_counter()
+        try:
+            with _on(self._device):
+                self._launch()
+        except Exception:
+            logger.warning("kernels of a step could not be compiled ahead", exc_info=True)
+        self._seconds = time.perf_counter() - started
+
+
+class AttentionOnlyModel:
+    """A stand-in for the model in a step: one attention layer of each kind runs on dummy tokens; logits are zeros.
+
+    The memory layout of the heads may differ from the model's (separate or merged projections); the compiled kernels
+    are the same for both.
+    """
+
+    def __init__(self, calls: Sequence[SplitCall], *, vocab_size: int, dtype: torch.dtype, max_num_reqs: int) -> None:
+        """Keep one call of each kind of attention.
+
+        `calls`: the split calls of the model's graph. `dtype`: the dtype of the logits.
+        """
+        kinds = {(call.op, call.args[:-1]): call for call in calls if call.op in ATTENTION_OPS}
+        self._calls = tuple(kinds.values())
+        self._vocab_size = vocab_size
+        self._dtype = dtype
+        self._max_num_reqs = max_num_reqs
+
+    def __call__(self, input_ids: torch.Tensor, positions: torch.Tensor, logits_indices: torch.Tensor) -> torch.Tensor:
+        """Run the attention layers and return zero logits; the signature is `model_step.Forward`."""
+        num_rows = input_ids.shape[0]
+        if input_ids.is_cuda:  # a graph's kernels serve every batch of up to as many rows
+            num_rows = max(num_rows, self._max_num_reqs)
+        for call in self._calls:
+            launch_prepared(call_of(call.op, [_as_tensor(each, num_rows) for each in call.args]))
+        return self.logits(logits_indices.shape[0], input_ids.device)
+
+    def logits(self, num_rows: int, device: torch.device) -> torch.Tensor:
+        """Return zeros `[num_rows, vocab_size]`."""
+        return torch.zeros(num_rows, self._vocab_size, dtype=self._dtype, device=device)
+
+
+def _as_tensor(argument: Any, num_rows: int) -> Any:
+    """Return zeros for a `TensorSpec`, with `num_rows` for a symbolic size; return anything else unchanged."""
+    if not isinstance(argument, TensorSpec):
+        return argument
+    shape = [size if isinstance(size, int) else num_rows for size in argument.shape]
+    return torch.zeros(shape, dtype=argument.dtype, device=argument.device)
+
+
+@torch.no_grad()
+def launch_step_kernels(step: ModelStep, *, max_model_len: int, needs_host_batch: bool) -> None:
+    """Run the parts of a step of a few tokens whose model is an `AttentionOnlyModel`, and wait for them.
+
+    Each part runs in a thread of its own, because it waits for its kernels to be compiled one after the other. The
+    parts use little of the GPU's memory and time, since weights are loaded meanwhile. Raises what a part raises.
+
+    Mutates the buffers and the states of `step`, which must be a temporary one.
+    """
+    num_tokens = min(NUM_TOKENS, step.buffers.max_num_reqs)
+    device = step.buffers.input_ids.device
+    if device.type == "cuda":
+        _import_kernels()
+    common = prepare_step(step, num_tokens=num_tokens, max_model_len=max_model_len, needs_host_batch=needs_host_batch)
+    assert isinstance(step.forward, AttentionOnlyModel), "the parts run concurrently, which a real model does not allow"
+    logits = step.forward.logits(step.num_logits(num_tokens), device)
+
+    def sample() -> None:
+        with rows_with_all_options(step, logits.shape[0], device) as batch:
+            _run_in_threads(step.sampler.parts(logits, batch), device)
+
+    parts = (lambda: run_model(step, common), lambda: step.draw(logits), sample, lambda: _write_states(step))
+    _run_in_threads(parts, device)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _run_in_threads(parts: Sequence[Callable[[], object]], device: torch.device) -> None:
+    """Run each part in a thread, wait for all of them, and raise the first failure."""
+
+    def run(part: Callable[[], object]) -> None:
+        with torch.no_grad(), _on(device):
+            part()
+
+    with ThreadPoolExecutor(max_workers=len(parts)) as pool:
+        for done in [pool.submit(run, part) for part in parts]:
+            done.result()
+
+
+def _write_states(step: ModelStep) -> None:
+    """Add and remove a request, which launches the kernel of staged writes."""
+    states = step.states
+    states.add("dummy", [0], [[0]] * step.buffers.num_groups)
+    try:
+        states.apply_writes()
+    finally:
+        states.remove("dummy")
+
+
+def _import_kernels() -> None:
+    """Import all kernel modules, since concurrent imports of dependent modules could deadlock the threads."""
+    for package in (attention_kernels, step_kernels, sampling_kernels, memory_kernels):
+        for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+            importlib.import_module(module.name)
+
+
+def _on(device: torch.device) -> AbstractContextManager[object]:
+    """Return a context in which `device` is current, because a new thread starts with the first GPU."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -1,0 +1,88 @@
+"""The host's description of a step's requests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, takewhile
+
+import torch
+
+from piecegraph.runner.attention.interface.metadata import PAD_SLOT_ID, HostBatch
+from piecegraph.runner.scheduling.scheduler_output import ScheduledRequest
+from piecegraph.runner.step.state.request_states import RequestStates
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """The requests of a step in order; request `i` computes its next `query_lens[i]` tokens."""
+
+    request_ids: tuple[str, ...]
+    query_lens: tuple[int, ...]
+    num_decode_reqs: int  # the leading requests that have one token each
+
+    @property
+    def num_reqs(self) -> int:
+        """The number of requests."""
+        return len(self.request_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of tokens that all requests compute."""
+        return sum(self.query_lens)
+
+    @property
+    def max_query_len(self) -> int:
+        """The largest number of tokens that a request computes."""
+        return max(self.query_lens)
+
+
+def build_batch(scheduled: Sequence[ScheduledRequest]) -> Batch:
+    """Return the batch of the scheduled requests, in the given order."""
+    assert scheduled, "a step must have requests"
+    query_lens = tuple([item.num_tokens for item in scheduled])
+    return Batch(
+        request_ids=tuple([item.request_id for item in scheduled]),
+        query_lens=query_lens,
+        num_decode_reqs=_num_leading_ones(query_lens),
+    )
+
+
+def _num_leading_ones(query_lens: tuple[int, ...]) -> int:
+    if query_lens.count(1) == len(query_lens):  # nearly always
+        return len(query_lens)
+    return sum(1 for _ in takewhile(lambda query_len: query_len == 1, query_lens))
+
+
+def host_batch(
+    scheduled: Sequence[ScheduledRequest],
+    states: RequestStates,
+    block_size: int,
+    num_tokens: int,
+    *,
+    group: int = 0,
+    windows: frozenset[int] | None = None,
+) -> HostBatch:
+    """Return the batch as attention metadata on the host, for backends that plan there.
+
+    The block table is that of a `group` of layers, whose sliding windows are `windows`. Rows up to `num_tokens` are
+    padding. `block_size` is the kernels' block size, that of a page of `RequestStates`.
+    """
+    blocks = [states.host_blocks(item.request_id, group) for item in scheduled]
+    max_blocks = max(map(len, blocks))
+    block_table = torch.zeros((len(scheduled), max_blocks), dtype=torch.int64)
+    slot_mapping = torch.full((num_tokens,), PAD_SLOT_ID, dtype=torch.int64)
+    query_start_loc = (0, *accumulate(item.num_tokens for item in scheduled))
+    for row, item in enumerate(scheduled):
+        start = item.num_computed_tokens
+        block_table[row, : len(blocks[row])] = torch.tensor(blocks[row])
+        positions = torch.arange(start, start + item.num_tokens)
+        slots = block_table[row, positions // block_size] * block_size + positions % block_size
+        slot_mapping[query_start_loc[row] : query_start_loc[row + 1]] = slots
+    return HostBatch(
+        query_start_loc=query_start_loc,
+        seq_lens=tuple(item.num_computed_tokens + item.num_tokens for item in scheduled),
+        block_table=block_table,
+        slot_mapping=slot_mapping,
+        windows=windows,
+    )

@@ -1,0 +1,189 @@
+"""One step of the model over the fixed buffers, in the parts that run without graphs, between graphs or in a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from piecegraph.runner.attention.interface.backend import AttentionBackend, AttentionImpl
+from piecegraph.runner.attention.interface.forward_context import ForwardContext, set_forward_context
+from piecegraph.runner.attention.interface.kv_cache import KVCache, allocate_kv_caches
+from piecegraph.runner.attention.interface.layer import AttentionLayer
+from piecegraph.runner.attention.interface.step_metadata import StepMetadata, StepMetadataBuilder
+from piecegraph.runner.common.engine_config import EngineConfig
+from piecegraph.runner.kv_cache.groups import KVCacheLayout
+from piecegraph.runner.sampling.batch_sampler import Sampler
+from piecegraph.runner.sampling.gumbel_sample import gumbel_sample
+from piecegraph.runner.scheduling.kv_cache_group import blocks_for
+from piecegraph.runner.step.prepare_inputs import prepare_inputs
+from piecegraph.runner.step.prompt_embeds import EmbedsBatch, EmbedsForward
+from piecegraph.runner.step.state.input_buffers import InputBuffers
+from piecegraph.runner.step.state.request_states import RequestStates
+
+Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""The compiled model, `(input_ids, positions, logits_indices) -> logits`."""
+
+
+class StepOutput(NamedTuple):
+    """The output of a step, one row per padded request; rows of requests that do not sample are undefined."""
+
+    logits: torch.Tensor  # [num_reqs, vocab_size]
+    token_ids: torch.Tensor  # [num_reqs] int64, sampled at each request's temperature; recorded in the states
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelStep:
+    """The model, its KV cache and the buffers that it reads. Counts of tokens and requests include padding."""
+
+    forward: Forward
+    impl: AttentionImpl
+    metadata_builder: StepMetadataBuilder
+    layout: KVCacheLayout
+    kv_caches: Mapping[str, KVCache]  # by the layer's name; one tensor for all layers that share it
+    states: RequestStates
+    buffers: InputBuffers
+    sampler: Sampler
+    block_size: int  # the kernels' block size: that of a page of an allocated block
+    embeds_forward: EmbedsForward | None = None  # the model over embeddings; None: prompt embeddings are not enabled
+
+    def fixed_tensors(self) -> list[tuple[str, torch.Tensor]]:
+        """Return the tensors, with names, that a captured step reads or writes besides the model's own."""
+        tensors = [(f"requests' {name}", value) for name, value in self.states.tensors().items()]
+        tensors += [("requests' temperature", self.sampler.temperature), ("requests' seeds", self.sampler.seeds)]
+        tensors += [(f"input buffer {name}", value) for name, value in vars(self.buffers).items()]
+        for layers in self.layout.tensors:
+            cache, names = self.kv_caches[layers[0]], ", ".join(layers)
+            tensors += [(f"key cache of {names}", cache.key), (f"value cache of {names}", cache.value)]
+        return [(name, value) for name, value in tensors if isinstance(value, torch.Tensor)]
+
+    def prepare(self, num_tokens: int, num_reqs: int) -> None:
+        """Derive the step's inputs from the states of the rows in `idx_mapping`."""
+        prepare_inputs(self.states, self.buffers, num_tokens=num_tokens, num_reqs=num_reqs, block_size=self.block_size)
+
+    def context(self, metadata: StepMetadata, mode: str = "NONE", descriptor: object | None = None) -> ForwardContext:
+        """Return the forward context of a step; `metadata` comes from the builder's `build` or `init_capture`."""
+        groups = metadata.groups
+        return ForwardContext(
+            impl=self.impl,
+            metadata=groups[0],
+            kv_caches=self.kv_caches,
+            group_metadata=groups if len(groups) > 1 else (),
+            group_of=self.layout.group_of,
+            cudagraph_mode=mode,
+            descriptor=descriptor,
+        )
+
+    def model_inputs(self, num_tokens: int, num_logits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the model's arguments, views of the fixed buffers."""
+        buffers = self.buffers
+        return buffers.input_ids[:num_tokens], buffers.positions[:num_tokens], buffers.logits_indices[:num_logits]
+
+    def num_logits(self, num_tokens: int) -> int:
+        """Return the rows of logits that a PIECEWISE bucket of `num_tokens` computes: the requests that it can hold."""
+        return min(num_tokens, self.buffers.max_num_reqs)
+
+    def run_uncaptured(
+        self,
+        metadata: StepMetadata,
+        num_reqs: int,
+        more_indices: torch.Tensor | None = None,
+        embeds: EmbedsBatch | None = None,
+    ) -> torch.Tensor:
+        """Run the model on the prepared inputs without graphs, and return logits `[num_reqs + num_more, vocab_size]`.
+
+        `more_indices` `[num_more]` int64: additional rows of the batch whose logits are returned after the requests'.
+        `embeds`: rows that are given as embeddings; the model's own code runs then instead of the compiled pieces.
+        """
+        input_ids, positions, indices = self.model_inputs(metadata.num_tokens, num_reqs)
+        if more_indices is not None:
+            indices = torch.cat([indices, more_indices])
+        with set_forward_context(self.context(metadata)):
+            if embeds is not None:
+                assert self.embeds_forward is not None, "checked when the request was added"
+                return self.embeds_forward(input_ids, positions, indices, embeds)
+            return self.forward(input_ids, positions, indices)
+
+    def prepare_piecewise(self, input_ids: torch.Tensor, positions: torch.Tensor, logits_indices: torch.Tensor) -> None:
+        """Run `prepare` for the sizes of these model inputs, at the start of a PIECEWISE bucket's first graph."""
+        self.prepare(input_ids.shape[0], logits_indices.shape[0])
+
+    def draw(self, logits: torch.Tensor) -> StepOutput:
+        """Sample a token for every row of `logits` `[num_reqs, vocab_size]`, and record the tokens in the states.
+
+        Every step ends with this; only the temperature is applied. The tokens are final for requests that use no
+        other sampling option.
+        """
+        num_reqs, buffers = logits.shape[0], self.buffers
+        token_ids = gumbel_sample(
+            logits,
+            idx_mapping=buffers.idx_mapping[:num_reqs],
+            temperature=self.sampler.temperature,
+            seeds=self.sampler.seeds,
+            positions=buffers.seq_lens[:num_reqs],
+            record=self.states.token_record,
+        )
+        return StepOutput(logits, token_ids)
+
+    def run_whole(
+        self, idx_mapping: torch.Tensor, query_start_loc: torch.Tensor, input_ids: torch.Tensor
+    ) -> StepOutput:
+        """Run a whole step, from states to recorded tokens, which is the content of a FULL graph.
+
+        The arguments are views of the fixed buffers, `[num_reqs]`, `[num_reqs + 1]` and `[num_tokens]`, of which only
+        the sizes are read here. The caller must have entered a forward context.
+        """
+        num_reqs, num_tokens = idx_mapping.shape[0], input_ids.shape[0]
+        self.prepare(num_tokens, num_reqs)
+        return self.draw(self.forward(*self.model_inputs(num_tokens, num_reqs)))
+
+
+def build_step(
+    forward: Forward,
+    *,
+    layers: Sequence[AttentionLayer],
+    layout: KVCacheLayout,
+    backend: AttentionBackend,
+    config: EngineConfig,
+    sampler: Sampler,
+    max_num_tokens: int,
+    device: torch.device,
+) -> ModelStep:
+    """Return a step of up to `max_num_tokens` tokens over new buffers, with a KV cache of one block per layer.
+
+    The final number of blocks is known only after a step has run.
+    """
+    max_blocks = blocks_for(sampler.max_model_len, config.block_size)
+    block_size = backend.kernel_block_size(config.block_size)
+    assert config.block_size % block_size == 0, f"{backend.name}: {block_size} does not divide {config.block_size}"
+    pages_per_block = config.block_size // block_size
+    num_groups = len(layout.groups)
+    return ModelStep(
+        forward=forward,
+        impl=backend.impl(),
+        metadata_builder=StepMetadataBuilder(
+            backend.metadata_builder(layers, block_size, device, max_num_reqs=config.max_num_seqs)
+        ),
+        layout=layout,
+        kv_caches=allocate_kv_caches(layers, 1, block_size, device),
+        states=RequestStates(
+            max_num_reqs=config.max_num_seqs,
+            max_model_len=sampler.max_model_len,
+            max_blocks=max_blocks,
+            num_groups=num_groups,
+            pages_per_block=pages_per_block,
+            device=device,
+            keeps_host_blocks=backend.needs_host_batch,
+        ),
+        buffers=InputBuffers(
+            max_num_tokens=max(max_num_tokens, config.max_num_seqs),
+            max_num_reqs=config.max_num_seqs,
+            max_blocks=max_blocks * pages_per_block,
+            num_groups=num_groups,
+            device=device,
+        ),
+        sampler=sampler,
+        block_size=block_size,
+    )

@@ -1,0 +1,134 @@
+"""Kernels of our ops are called for beforehand: once for each kind of call, at several sizes, beside compiling."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from piecegraph.compiler.own_kernels.precompile import ROWS, launch_all, precompile_launches
+from piecegraph.passes.kernels.linear.linear_config import LinearConfig, linear_config
+from piecegraph.passes.kernels.linear.linear_parts import parts_config
+from piecegraph.passes.kernels.linear.streamed_config import StreamedConfig
+from piecegraph.passes.ops.act_mul import ACT_MUL
+from piecegraph.passes.ops.linear import LINEAR
+from piecegraph.passes.ops.rotary_tables import ROTARY_TABLES
+from tests.gpus import H200
+
+
+class _Cuda(torch.Tensor):
+    """Says that it is on a GPU."""
+
+    @property
+    def is_cuda(self) -> bool:  # type: ignore[override]
+        return True
+
+
+def graph_and_weights() -> tuple[fx.Graph, dict[str, torch.Tensor]]:
+    """Two linears over weights of one shape, a third of another, and an activation; and what weights are bound to.
+    All of it says that it is on a GPU."""
+    graph = fx.Graph()
+
+    def called(node: fx.Node, *shape: int) -> fx.Node:
+        node.meta["example_value"] = torch.empty(shape).as_subclass(_Cuda)
+        return node
+
+    x = called(graph.placeholder("x"), 3, 8)
+    for name, rows in (("a", 8), ("b", 8), ("c", 4)):
+        weight = called(graph.placeholder(name), rows, 8)
+        x = called(graph.call_function(LINEAR, (x, weight, None, "")), 3, rows)
+    graph.output((called(graph.call_function(ACT_MUL, (x, "silu")), 3, 2),))
+    return graph, {name: torch.ones(rows, 8) for name, rows in (("a", 8), ("b", 8), ("c", 4))}
+
+
+def test_each_kind_of_call_at_each_size() -> None:
+    """The calls work; this test runs them on the CPU."""
+    graph, bound = graph_and_weights()
+    launches = precompile_launches(graph, lambda node: False)
+    assert len(launches) == 3 * len(ROWS)
+    for launch in launches:
+        launch(bound)
+
+
+def test_an_op_of_two_results() -> None:
+    """Positions are bound to nothing: they are zeros."""
+    graph = fx.Graph()
+    positions, inv_freq = graph.placeholder("positions"), graph.placeholder("inv_freq")
+    positions.meta["example_value"] = torch.empty(3, dtype=torch.int64).as_subclass(_Cuda)
+    inv_freq.meta["example_value"] = torch.empty(8).as_subclass(_Cuda)
+    tables = graph.call_function(ROTARY_TABLES, (positions, inv_freq, 1.0))
+    tables.meta["example_value"] = (torch.empty(3, 16).as_subclass(_Cuda),) * 2
+    graph.output((tables,))
+    launches = precompile_launches(graph, lambda node: False)
+    assert len(launches) == len(ROWS)
+    for launch in launches:
+        launch({"inv_freq": torch.ones(8)})
+
+
+def kernels_taken(rows: int) -> set[object]:
+    """By a layer of Qwen3-0.6B on an H200, each with what it is compiled for."""
+    taken: set[object] = set()
+    for columns, size, is_gated in ((4096, 1024, False), (1024, 2048, False), (3072, 1024, True), (1024, 3072, False)):
+        config = linear_config(rows, columns, size, is_gated=is_gated, itemsize=2, gpu=H200)
+        has_norm = size == 1024
+        parts = None if has_norm else parts_config(rows, columns, size, itemsize=2, gpu=H200)
+        if isinstance(parts, StreamedConfig):
+            taken |= {replace(parts, num_parts=0), ("norm of parts", parts.num_parts)}
+        elif parts is not None:
+            taken |= {("split", parts.block_n), ("norm of parts", parts.num_parts)}
+        else:
+            taken.add(
+                (
+                    has_norm and rows == 1,
+                    rows if isinstance(config, LinearConfig) and config.block_m == 0 else 0,
+                    is_gated,
+                    config,
+                )
+            )
+    return taken
+
+
+def test_the_rows_cover_every_kernel() -> None:
+    """No number of rows of a step leaves a kernel to be compiled in a capture."""
+    ahead = set().union(*map(kernels_taken, ROWS))
+    for rows in range(1, 4097):
+        assert kernels_taken(rows) <= ahead, rows
+
+
+def test_split_ops_and_other_devices_are_not_launched() -> None:
+    """A split op needs a context that is not there yet; on a CPU nothing is compiled."""
+    graph, _ = graph_and_weights()
+    assert precompile_launches(graph, lambda node: True) == []
+    for node in graph.nodes:
+        if node.op != "output":
+            node.meta["example_value"] = torch.empty(3, 8)
+    assert precompile_launches(graph, lambda node: False) == []
+
+
+def test_zeros_replace_fake_weights() -> None:
+    """A model that is compiled only for the cache has no weights."""
+    _, bound = graph_and_weights()
+    with FakeTensorMode() as mode:
+        fake = mode.from_tensor(bound["a"])
+    ran: list[object] = []
+    launch_all([ran.append], {**bound, "a": fake})
+    assert ran == [{name: tensor for name, tensor in bound.items() if name != "a"}]
+
+
+def test_all_launches_are_done_at_the_end() -> None:
+    """They run concurrently, and a failing launch raises nothing."""
+    began, ended = threading.Event(), []
+
+    def slow(bound: object) -> None:
+        assert began.wait(10)
+        ended.append(1)
+
+    def failing(bound: object) -> None:
+        began.set()
+        raise RuntimeError("no kernel")
+
+    launch_all([slow, failing], {})
+    assert ended == [1]

@@ -1,0 +1,82 @@
+"""Arguments that share memory are refused if one of them is written, and only then."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import piecegraph as pg
+from piecegraph.compiler.splitting.overlaps import may_overlap
+from piecegraph.errors import InputMismatch
+
+CONFIG = pg.CompileConfig(compiler="eager", passes=(), cache=False)
+
+
+class Writes(nn.Module):
+    state: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("state", torch.zeros(4, 8))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x += 1.0
+        self.state.mul_(0.5)
+        return x * 2 + y
+
+
+class Reads(nn.Module):
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x * 2 + y
+
+
+def compiled(module: nn.Module) -> pg.CompiledModel:
+    return pg.compile(module, CONFIG, example_inputs=(torch.ones(4, 8), torch.ones(4, 8)))
+
+
+def test_one_tensor_twice_is_refused_where_it_is_written() -> None:
+    model, x = compiled(Writes()), torch.ones(4, 8)
+    with pytest.raises(InputMismatch, match=r"x and y lie in the same memory, and the model changes x in place"):
+        model(x, x)
+    assert torch.equal(x, torch.ones(4, 8))
+    memory = torch.ones(6, 8)
+    with pytest.raises(InputMismatch, match="the same memory"):
+        model(memory[:4], memory[2:])
+    with pytest.raises(InputMismatch, match="the same memory"):
+        model(memory[2:], memory[:4])
+
+
+def test_neighbours_in_one_memory_are_accepted() -> None:
+    model, memory = compiled(Writes()), torch.ones(8, 8)
+    assert torch.equal(model(memory[:4], memory[4:]), torch.full((4, 8), 5.0))
+
+
+def test_a_written_buffer_is_refused_as_an_argument() -> None:
+    module = Writes()
+    with pytest.raises(InputMismatch, match="changes state in place"):
+        compiled(module)(torch.ones(4, 8), module.state)
+
+
+def test_where_nothing_is_written_nothing_is_compared() -> None:
+    model, x = compiled(Reads()), torch.ones(4, 8)
+    assert model.plan.written == ()
+    assert torch.equal(model(x, x), torch.full((4, 8), 3.0))
+
+
+def test_overlaps_are_refused_under_torch_compile_too() -> None:
+    """torch's own guards notice only one tensor passed twice."""
+    module = torch.compile(Writes(), backend="piecegraph", options={"compiler": "eager", "cache": False})
+    memory = torch.ones(6, 8)
+    module(torch.ones(4, 8), torch.ones(4, 8))
+    with pytest.raises(InputMismatch, match="the same memory"):
+        module(memory[:4], memory[2:])
+
+
+def test_columns_of_the_same_rows_are_apart() -> None:
+    rows = torch.ones(4, 8)
+    assert not may_overlap(rows[:, :4], rows[:, 4:])
+    assert not may_overlap(rows[:2, 4:], rows[2:, :4])
+    assert may_overlap(rows[:, :5], rows[:, 3:])
+    assert may_overlap(rows, rows[1])
+    assert not may_overlap(rows[:0], rows[:0])

@@ -1,0 +1,179 @@
+"""What a trace read is compared before its plan is used: no start loads a stale one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from piecegraph.compiler.plans.plan_format import reads_as_data, reads_of_data
+from piecegraph.compiler.tracing.traced_reads import find_changed_read
+from tests.compiler.store.small_models import SIZE, compiled, state
+from tests.compiler.tracing.read_cases import CASES, VARIABLE, Case, Start, imported, reads
+
+QUICK = {
+    "tensor_in_place",
+    "array",
+    "environment_getenv",
+    "environment_default",
+    "dict_length",
+    "dict_keys",
+    "closure_tensor",
+    "method_put_in_place",
+    "which_other",
+    "init_environment",
+    "model_class_tensor",
+    "model_by_id",
+    "assumed_constant",
+    "matmul_in_tf32",
+    "composite_op",
+    "builtin_shadowed",
+    "namespace_tried",
+    "instance_check",
+    "registered",
+    "tensor_method",
+}
+"""A case of each mechanism."""
+
+
+def all_cases() -> list[Any]:
+    return [pytest.param(case, id=case.name, marks=[] if case.name in QUICK else [pytest.mark.slow]) for case in CASES]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
+def what_changed(start: Start, stored: dict[str, Any], model: nn.Module) -> str | None:
+    """Why a plan that was stored as `stored` is not loaded; None: it would be."""
+    if start.key != stored["key"]:
+        return "the key"
+    read = reads_of_data(stored["reads"])
+    return find_changed_read(read.places, read.facts, read.identities, model)[0]
+
+
+def stored(start: Start, model: nn.Module) -> dict[str, Any] | None:
+    """What is kept of a compile of `model`; None: nothing, with a reason for the report."""
+    read = reads(model)
+    if start.key is None or read.not_comparable:
+        return None
+    found: dict[str, Any] = json.loads(json.dumps({"key": start.key, "reads": reads_as_data(read)}))
+    return found
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("case", all_cases())
+def test_a_change_of_what_was_read_is_seen(case: Case, folder: Path) -> None:
+    """Unless the plan was not kept. What did not change is a hit."""
+    with imported(case, folder) as module:
+        model = module.Model()
+        first = Start.of(model)
+        kept = stored(first, model)
+        assert (kept is not None) == case.is_kept
+        if kept is not None:
+            again = module.Model()
+            assert what_changed(Start.of(again), kept, again) is None
+        module.change()
+        changed = module.Model()
+        second = Start.of(changed)
+        assert not first.is_like(second), "the case changes nothing"
+        if kept is not None:
+            assert (what_changed(second, kept, changed) is None) == case.is_followed
+
+
+@pytest.mark.slow
+def test_another_process_finds_what_was_read_as_it_was(folder: Path) -> None:
+    """Nothing that is compared is of one process alone, but what makes a plan unfit to be kept."""
+    first, second = (json.loads(in_a_child(folder, *given)) for given in ((), (str(folder / "kept.json"),)))
+    assert {name for name, kept in first.items() if kept is None} == {case.name for case in CASES if not case.is_kept}
+    assert second == {case.name: None for case in CASES if case.is_kept}
+
+
+def in_a_child(folder: Path, *given: str) -> str:
+    """What `main` prints in a process of its own."""
+    arguments = [sys.executable, "-W", "ignore", "-m", __name__, str(folder), *given]
+    environment = {**os.environ, "PYTHONHASHSEED": "0" if given else "1"}
+    done = subprocess.run(arguments, capture_output=True, text=True, check=True, env=environment)
+    if not given:
+        (folder / "kept.json").write_text(done.stdout)
+    return done.stdout
+
+
+def main(folder: Path, kept: Path | None) -> None:
+    """Without `kept`, print what is stored of each case; with it, what changed of each."""
+    sys.path.insert(0, str(folder))
+    known: dict[str, Any] = json.loads(kept.read_text()) if kept is not None else {}
+    found: dict[str, Any] = {}
+    for case in CASES:
+        with imported(case, folder) as module:
+            model = module.Model()
+            start = Start.of(model)
+            if kept is None:
+                found[case.name] = stored(start, model)
+            elif known[case.name] is not None:
+                found[case.name] = what_changed(start, known[case.name], model)
+    sys.stdout.write(json.dumps(found))
+
+
+TENSORS = {number: torch.eye(SIZE) * (number + 1) for number in range(4)}
+TABLE = {"a": 1}
+
+
+class Reads(nn.Module):
+    """Library calls over what is read from elsewhere: tensors of this module, the environment, a table's length."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.ops.pgtoy.triple.default(x)
+        return x.mm(TENSORS[0]).mm(TENSORS[len(TABLE)]).mm(TENSORS[int(os.getenv(VARIABLE, "2"))])
+
+
+def test_compiled_models_follow_what_is_read(whole_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From compile to load, in one process; a tensor that was loaded is the one that lies there."""
+    x = torch.ones(2, SIZE)
+
+    def start() -> str:
+        model = compiled(Reads())
+        assert torch.equal(model(x), Reads()(x))
+        return state(model)
+
+    assert [start(), start()] == ["miss", "hit"]
+    with monkeypatch.context() as change:
+        change.setenv(VARIABLE, "3")
+        assert [start(), start()] == ["miss", "hit"]
+    with monkeypatch.context() as change:
+        change.setitem(TABLE, "b", 2)
+        assert [start(), start()] == ["miss", "hit"]
+    with monkeypatch.context() as change:
+        change.setitem(TENSORS, 0, TENSORS[0] * 5)
+        assert [start(), start()] == ["miss", "hit"]
+        model = compiled(Reads())
+        TENSORS[0].mul_(2)
+        assert torch.equal(model(x), Reads()(x))
+        assert start() == "miss"
+    assert start() == "miss"
+
+
+class ReadsItsId(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.ops.pgtoy.triple.default(x)
+        return x.mm(TENSORS[TABLE.get(str(id(self)), 0)])
+
+
+def test_what_cannot_be_compared_is_not_kept(whole_cache: Path) -> None:
+    report = compiled(ReadsItsId()).report().cache
+    assert (report.state, compiled(ReadsItsId()).report().cache.state) == ("miss", "miss")
+    assert "it read the module" in report.not_stored
+    assert "cannot be compared" in report.not_stored
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]) if len(sys.argv) > 2 else None)

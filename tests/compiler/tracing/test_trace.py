@@ -1,0 +1,58 @@
+"""Tracing of code that asks about a declared size."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import piecegraph as pg
+from piecegraph.errors import InputMismatch, SizeSpecialized
+
+CONFIG = pg.CompileConfig(compiler="eager", passes=(), cache=False)
+
+
+class AsksForOne(nn.Module):
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x.cumsum(0) + y.sum() if x.shape[0] > 1 else x
+
+
+class AsksForMore(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if x.shape[0] > 7 else x
+
+
+def test_code_that_asks_whether_a_size_is_one_is_compiled_for_two_or_more() -> None:
+    """Sizes that the code does not ask about may still be 1."""
+    dims = {"x": {0: "length"}, "y": {0: "other"}}
+    model = pg.compile(AsksForOne(), CONFIG, dynamic_dims=dims, example_inputs=(torch.ones(4), torch.ones(3)))
+    assert torch.equal(model(torch.ones(3), torch.ones(1)), torch.tensor([2.0, 3.0, 4.0]))
+    with pytest.raises(InputMismatch, match="length >= 2, on which the model's code relies"):
+        model(torch.ones(1), torch.ones(3))
+
+
+def test_code_that_asks_anything_else_about_a_size_is_refused() -> None:
+    with pytest.raises(SizeSpecialized, match="u0 > 7"):
+        pg.compile(AsksForMore(), CONFIG, dynamic_dims={"x": 0}, example_inputs=(torch.ones(4),))
+    with pytest.raises(SizeSpecialized):
+        pg.compile(AsksForOne(), CONFIG, dynamic_dims={"x": 0}, example_inputs=(torch.ones(1), torch.ones(3)))
+
+
+def test_a_model_of_transformers_with_its_own_attention() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=64,
+    )
+    module = LlamaForCausalLM(config).eval().requires_grad_(False)
+    module.config.use_cache = False
+    ids = torch.randint(0, 32, (1, 9))
+    model = pg.compile(module, CONFIG, dynamic_dims={"input_ids": {1: "length"}}, example_inputs=(ids[:, :6].clone(),))
+    for length in (9, 2):
+        torch.testing.assert_close(model(ids[:, :length].clone()).logits, module(ids[:, :length]).logits)

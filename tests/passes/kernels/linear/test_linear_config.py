@@ -1,0 +1,172 @@
+"""The linears that take a kernel of ours, and its layout."""
+
+from __future__ import annotations
+
+import pytest
+
+from piecegraph.passes.kernels.common.gpu_limits import GpuLimits
+from piecegraph.passes.kernels.linear.linear_config import (
+    BLOCK_M,
+    HELD_REGISTERS,
+    SLICED_ROWS,
+    Config,
+    LinearConfig,
+    SlicedConfig,
+    linear_config,
+    norm_linear_config,
+)
+from piecegraph.passes.kernels.linear.streamed_config import StreamedConfig
+from tests.gpus import H200, RTX_4090
+
+
+def config(
+    num_rows: int, num_columns: int, size: int, *, is_gated: bool = False, itemsize: int = 2, gpu: GpuLimits = H200
+) -> Config | None:
+    return linear_config(num_rows, num_columns, size, is_gated=is_gated, itemsize=itemsize, gpu=gpu)
+
+
+@pytest.mark.parametrize(
+    ("num_columns", "size", "is_gated", "up_to"),
+    [
+        (4096, 1024, False, 256),  # query, key and value of Qwen3-0.6B
+        (1024, 2048, False, 128),  # its output projection: half the programs, so twice the rows in one wave
+        (3072, 1024, True, 256),  # gate and up: the library's activation is a kernel more
+        (1024, 3072, False, 128),
+        (4096, 4096, False, 32),  # Llama-8B's output projection: 32 MiB
+        (6144, 4096, False, 32),
+        (14336, 4096, True, 64),  # gate and up of Llama-8B
+        (151936, 1024, False, 1),
+    ],
+)
+def test_few_rows_of_small_weights_are_ours(num_columns: int, size: int, is_gated: bool, up_to: int) -> None:
+    """And one of large ones; many rows are the library's, which reads a weight once for all of them."""
+    ours = [rows for rows in range(1, 513) if config(rows, num_columns, size, is_gated=is_gated) is not None]
+    assert ours == list(range(1, up_to + 1))
+
+
+@pytest.mark.parametrize("is_gated", [False, True])
+@pytest.mark.parametrize("size", [192, 1024, 2048, 3072, 4096, 8192, 14336])
+@pytest.mark.parametrize("num_columns", [16, 1024, 4096, 65536])
+def test_a_program_of_one_row_holds_its_tile_in_registers(num_columns: int, size: int, is_gated: bool) -> None:
+    """Two numbers each, at most half of a thread's, with a preceding norm and without."""
+    halves = 2 if is_gated else 1
+    plain = config(1, num_columns, size, is_gated=is_gated)
+    normed = norm_linear_config(size, 2 * halves * num_columns * size, is_gated=is_gated)
+    if normed is None:
+        assert num_columns == 65536 and not is_gated, "a head, behind a norm apart"
+    for found in (plain, plain if normed is None else normed):
+        assert isinstance(found, LinearConfig) and found.block_m == 0
+        assert halves * found.block_n * found.block_k // (32 * found.num_warps) <= 128
+
+
+@pytest.mark.parametrize(
+    ("num_columns", "size", "is_gated", "is_apart"),
+    [
+        (151936, 1024, False, True),  # the head of Qwen3-0.6B
+        (128256, 4096, False, True),  # of Llama-8B
+        (4096, 1024, False, False),  # query, key and value
+        (7168, 5120, False, False),  # of Qwen3-14B
+        (14336, 4096, True, False),  # gate and up
+    ],
+)
+def test_which_linears_of_one_row_have_a_separate_norm(
+    num_columns: int, size: int, is_gated: bool, is_apart: bool
+) -> None:
+    weight_bytes = 2 * (2 if is_gated else 1) * num_columns * size
+    assert (norm_linear_config(size, weight_bytes, is_gated=is_gated) is None) == is_apart
+
+
+@pytest.mark.parametrize(
+    ("num_columns", "size", "is_gated", "is_streamed"),
+    [
+        (6144, 4096, False, True),  # query, key and value of Llama-8B
+        (4096, 1024, False, False),  # of Qwen3-0.6B: small
+        (7168, 5120, False, False),  # of Qwen3-14B: too large for one wave
+        (14336, 4096, True, False),  # gate and up
+    ],
+)
+def test_one_row_is_streamed_behind_a_norm(num_columns: int, size: int, is_gated: bool, is_streamed: bool) -> None:
+    """With two rows' layout, and a GPU on which kernels overlap; what no norm is ahead of is not."""
+    found = linear_config(1, num_columns, size, is_gated=is_gated, itemsize=2, gpu=H200, is_normed=True)
+    assert isinstance(found, StreamedConfig) == is_streamed
+    if is_streamed:
+        assert found == config(2, num_columns, size)
+    plain = config(1, num_columns, size, is_gated=is_gated)
+    assert isinstance(plain, LinearConfig) and (is_streamed or found == plain)
+    older = linear_config(1, num_columns, size, is_gated=is_gated, itemsize=2, gpu=RTX_4090, is_normed=True)
+    assert isinstance(older, LinearConfig)
+
+
+def test_many_rows_take_taller_blocks() -> None:
+    """In one wave of programs, where half as many rows a program would be two. Of gated ones two programs share a
+    multiprocessor up to 128 rows; then they do in any case."""
+    for rows, size, layout, at_once in (
+        (64, 1024, (64, 32, 128), 1),
+        (128, 1024, (64, 32, 128), 2),
+        (128, 1088, (128, 32, 64), 1),
+        (256, 1024, (128, 64, 64), 1),
+    ):
+        found = config(rows, 3072, size, is_gated=True)
+        assert isinstance(found, LinearConfig)
+        assert (found.block_m, found.block_n, found.block_k) == layout
+        assert -(-rows // found.block_m) * -(-3072 // found.block_n) <= at_once * H200.num_sms
+        shared = (found.block_m + 2 * found.block_n) * found.block_k * 2 * found.num_stages
+        assert at_once * shared <= H200.shared_bytes
+    assert config(257, 3072, 1024, is_gated=True) is None
+    for rows, layout in ((64, (64, 32, 128)), (128, (128, 32, 64)), (256, (128, 64, 64))):
+        found = config(rows, 4096, 1024)
+        assert isinstance(found, LinearConfig) and (found.block_m, found.block_n, found.block_k) == layout
+    assert config(128, 8192, 1024, is_gated=True) is None  # two waves
+
+
+def test_which_kernel_depends_on_the_rows() -> None:
+    """Ordinary cores, then tensor cores with all rows in a program, then blocks of rows."""
+    for rows, block_m in ((1, 0), (2, SLICED_ROWS), (SLICED_ROWS, SLICED_ROWS), (SLICED_ROWS + 1, BLOCK_M)):
+        found = config(rows, 1024, 2048)
+        assert isinstance(found, LinearConfig | SlicedConfig) and found.block_m == block_m
+        assert isinstance(found, SlicedConfig) == (block_m == SLICED_ROWS)
+
+
+@pytest.mark.parametrize("is_gated", [False, True])
+@pytest.mark.parametrize("size", [256, 768, 1024, 1536, 2048, 3072, 8192])
+@pytest.mark.parametrize("num_columns", [16, 512, 1024, 2048, 3072, 4096])
+def test_a_sliced_layout_covers_the_weight(num_columns: int, size: int, is_gated: bool) -> None:
+    found = config(9, num_columns, size, is_gated=is_gated)
+    if isinstance(found, StreamedConfig):
+        assert (is_gated and num_columns >= 3072) or num_columns >= 2048
+        return
+    if not isinstance(found, SlicedConfig):
+        assert num_columns * size * (4 if is_gated else 2) > 16 * 2**20
+        return
+    assert found.num_tiles * found.num_slices * found.block_k == size
+    assert 1 <= found.num_held <= min(3, found.num_tiles)
+    registers = found.num_held * found.block_n * (2 if is_gated else 1) * found.block_k // 64
+    assert registers <= HELD_REGISTERS
+
+
+def test_a_size_of_no_whole_tiles_takes_blocks_of_rows() -> None:
+    for rows, block_m in ((2, 0), (8, BLOCK_M)):
+        found = config(rows, 1536, 576)
+        assert isinstance(found, LinearConfig) and found.block_m == block_m
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_columns", "size", "itemsize"),
+    [(1, 1024, 100, 2), (1, 1001, 1024, 2), (1, 1024, 1024, 4), (0, 1024, 1024, 2)],
+)
+def test_shapes_that_the_kernels_do_not_take(num_rows: int, num_columns: int, size: int, itemsize: int) -> None:
+    assert config(num_rows, num_columns, size, itemsize=itemsize) is None
+
+
+def test_a_gpu_with_less_shared_memory_has_fewer_tiles_in_flight() -> None:
+    """Where not even two tiles fit, the library runs."""
+    stages = []
+    for gpu in (H200, RTX_4090):
+        found = config(32, 1024, 2048, gpu=gpu)
+        assert isinstance(found, LinearConfig)
+        assert found.num_stages * (found.block_m + found.block_n) * found.block_k * 2 <= gpu.shared_bytes
+        stages.append(found.num_stages)
+    assert stages[0] > stages[1] >= 2
+    assert isinstance(config(8, 1024, 3072, gpu=RTX_4090), SlicedConfig)
+    small = GpuLimits(num_sms=40, shared_bytes=32 * 2**10)
+    assert config(8, 512, 1024, gpu=small) is None and config(1, 512, 1024, gpu=small) is not None

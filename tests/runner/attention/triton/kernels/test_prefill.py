@@ -1,0 +1,74 @@
+"""The general kernel equals naive attention for any mix of requests, and reads nothing it should not."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+from tests.runner.attention.paged_case import make_case
+from tests.runner.attention.triton.kernels.interpreted import run_interpreted
+
+LENS = [(9, 1), (0, 1), (0, 13), (37, 21)]
+
+
+def check(*, block_m: int = 16, block_n: int = 16, first_req: int = 0, **kind: object) -> None:
+    """Requests before `first_req` and padded rows are left alone."""
+    from piecegraph.runner.attention.triton.kernels.prefill import prefill_call
+    from piecegraph.runner.attention.triton.layouts.prefill_config import PrefillConfig
+
+    case = make_case(**{"lens": LENS, **kind})  # type: ignore[arg-type]
+    layer, batch = case.layer, case.metadata
+    batch.block_table[batch.block_table >= case.kv_cache.key.shape[0]] = 0x7F7F7F7F
+    num_rows = case.expected.shape[0]
+    case.kv_cache.key.flatten(0, 1)[batch.slot_mapping[:num_rows]] = case.key[:num_rows]
+    case.kv_cache.value.flatten(0, 1)[batch.slot_mapping[:num_rows]] = case.value[:num_rows]
+    out = case.query.new_full((case.query.shape[0], layer.num_q_heads, layer.value_dim), float("nan"))
+    prefill_call(
+        case.call(out), case.kv_cache,
+        query_start_loc=batch.query_start_loc, seq_lens=batch.seq_lens, block_table=batch.block_table,
+        first_req=first_req, num_reqs=batch.num_reqs, num_rows=batch.num_tokens - first_req,
+        config=PrefillConfig(block_m=block_m, block_n=block_n, num_warps=4, num_stages=2),
+    ).launch()  # fmt: skip
+    tolerance = {torch.float32: 2e-5, torch.float16: 3e-3}[out.dtype]
+    torch.testing.assert_close(out[first_req:num_rows].double(), case.expected[first_req:], atol=tolerance, rtol=1e-3)
+    assert out[:first_req].isnan().all()
+    assert out[num_rows:].isnan().all()
+
+
+CASES = {
+    "mixed": check,
+    "after decodes": partial(check, first_req=2),
+    "padded": partial(check, lens=[*LENS, (0, 0), (0, 0)], num_padded=5),
+    "nothing but padding": partial(check, lens=[(0, 0)], num_padded=3),
+    "no groups": partial(check, num_q_heads=2),
+    "groups of 3": partial(check, num_q_heads=6),
+    "groups of 8, one kv head": partial(check, num_q_heads=8, num_kv_heads=1, block_m=64),
+    "more heads than rows of a small tile": partial(check, num_q_heads=20, num_kv_heads=1, block_m=32),
+    "window": partial(check, window=5),
+    "window of one": partial(check, window=1),
+    "wide window": partial(check, window=40),
+    "window over several tiles": partial(check, lens=[(0, 90)], window=33, num_q_heads=2),
+    "blocks before the window are freed": partial(check, window=5, is_passed_freed=True),
+    "some of a tile is freed": partial(check, window=40, is_passed_freed=True, softcap=2.0),
+    "softcap": partial(check, softcap=1.5),
+    "sinks": partial(check, has_sinks=True),
+    "all at once": partial(check, window=18, softcap=2.0, has_sinks=True, key_dim=12, value_dim=20),
+    "a tile in a block": partial(check, block_size=32),
+    "a tile is a block": partial(check, block_size=16, dtype=torch.float16),
+    "blocks of one": partial(check, block_size=1),
+    "blocks of three": partial(check, block_size=3),
+    "float16": partial(check, dtype=torch.float16, key_dim=24, value_dim=16),
+    "many requests": partial(check, lens=[(0, 2)] * 3 + [(0, 0)] * 300 + [(0, 3)], num_q_heads=16, num_kv_heads=1),
+}
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, str]:
+    return run_interpreted("tests.runner.attention.triton.kernels.test_prefill")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_naive_attention(name: str, outcomes: dict[str, str]) -> None:
+    assert not outcomes[name], outcomes[name]

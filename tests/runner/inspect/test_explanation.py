@@ -1,0 +1,164 @@
+"""What is explained is what `LLM` does, and needs neither weights nor the GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from piecegraph import LLM
+from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
+from piecegraph.config import CompileConfig
+from piecegraph.errors import ConfigError, ModelNotFound, UsageError
+from piecegraph.runner.common.engine_config import DEFAULT_COMPILE_SIZES, EngineConfig
+from piecegraph.runner.common.model_source import ModelSource
+from piecegraph.runner.inspect.explanation import Explanation, explain
+from tests.runner.tiny_models import FAMILIES, llama_config, make_config
+
+FULL, PIECEWISE, NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
+NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: nothing is assumed")
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
+    """A folder that holds a config and nothing else."""
+    folder = tmp_path_factory.mktemp("llama")
+    llama_config().save_pretrained(str(folder))
+    return EngineConfig(
+        source=ModelSource(model=str(folder)),
+        device="cpu",
+        graph_kind="recorded",
+        attention_backend="triton",
+        cudagraph_capture_sizes=(1, 2, 4),
+        max_num_seqs=6,
+        max_num_batched_tokens=16,
+        block_size=16,
+    )
+
+
+@pytest.fixture(scope="module")
+def explained(config: EngineConfig) -> Explanation:
+    return explain(config)
+
+
+def test_decisions_are_those_of_llm(config: EngineConfig, explained: Explanation) -> None:
+    """The same pieces, backend, modes, buckets, and costs of a replay."""
+    with LLM(
+        config.source.model,
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        compiler="eager",
+        device="cpu",
+        graph_kind="recorded",
+        attention_backend="triton",
+        cudagraph_capture_sizes=[1, 2, 4],
+        max_num_seqs=6,
+        max_num_batched_tokens=16,
+        num_kv_blocks=16,
+    ) as llm:
+        report = llm.compiled.report()
+        for theirs, ours in zip(report.unique_pieces, explained.report.unique_pieces, strict=True):
+            assert (theirs.shared_by, theirs.num_nodes) == (ours.shared_by, ours.num_nodes)
+        assert explained.report.pieces == report.pieces
+        graphs, resolved = llm.runner.graphs, llm.runner.dispatcher.resolved
+        assert (explained.decode_mode, explained.mixed_mode) == (resolved.decode_mode, resolved.mixed_mode)
+        assert explained.num_full == len(graphs.descriptors(FULL))
+        assert explained.num_piecewise == len(graphs.descriptors(PIECEWISE))
+        some = graphs.descriptors(PIECEWISE)[0]
+        assert graphs.graphs[PIECEWISE].costs(some) == explained.replay_costs
+        assert explained.max_model_len == llm.max_model_len
+
+
+def test_the_model_is_described(explained: Explanation) -> None:
+    (row,) = explained.attention
+    assert (row.layers, row.num_q_heads, row.num_kv_heads, row.key_dim, row.window) == (2, 4, 2, 8, 0)
+    assert explained.cache_bytes_per_token == 2 * 2 * 2 * 8 * 4
+    assert (explained.model_class, explained.dtype, explained.is_assumed) == ("LlamaForCausalLM", torch.float32, False)
+
+
+def test_every_downgrade_is_a_slower_path(explained: Explanation) -> None:
+    """Graphs end at 4 tokens, and up to 6 requests and 16 tokens come."""
+    decode, other = explained.slower_paths
+    assert (
+        decode == "dispatch: decode of 5 to 6 requests run NONE: 5 tokens are above the largest captured size 4 (FULL)"
+    )
+    assert other.startswith("dispatch: other batches of 5 to 16 tokens run NONE: 5 tokens are above the largest")
+
+
+def test_without_a_gpu_that_is_the_reason_for_no_graphs(config: EngineConfig) -> None:
+    explained = explain(replace(config, graph_kind="auto", compile_sizes=(1, 2)))
+    assert (explained.decode_mode, explained.mixed_mode, explained.num_full) == (NONE, NONE, 0)
+    (reason,) = explained.slower_paths
+    assert reason.startswith("cudagraph_mode: NONE runs: there is no GPU")
+    assert explained.compile_sizes == (1, 2)
+
+
+def test_sdpa_is_dispatched_and_says_why(config: EngineConfig) -> None:
+    explained = explain(replace(config, attention_backend="sdpa", max_num_seqs=4, max_num_batched_tokens=4))
+    assert explained.replay_costs == {"graph": 3, "dispatch": 2}
+    full, op = explained.slower_paths
+    assert "uniform decode runs PIECEWISE instead of FULL: attention backend 'sdpa'" in full
+    assert op.startswith("split ops: 2 x dispatch: piecegraph::attention: sdpa plans")
+
+
+@NO_GPU
+def test_a_gpu_is_assumed(config: EngineConfig) -> None:
+    """Its defaults, its backend and its modes."""
+    explained = explain(EngineConfig(source=config.source, max_num_seqs=100, max_model_len=64), assume_gpu=True)
+    assert (explained.device.type, explained.is_assumed, explained.dtype) == ("cuda", True, torch.bfloat16)
+    assert explained.backend == "triton"
+    assert explained.backend_reasons[0].startswith("triton: reads the paged cache")
+    assert explained.max_num_batched_tokens == 8192
+    assert explained.compile_sizes == DEFAULT_COMPILE_SIZES
+    assert (explained.decode_mode, explained.mixed_mode) == (FULL, PIECEWISE)
+    assert (explained.decode[-1].first, explained.decode[-1].last, explained.decode[-1].num_tokens) == (97, 100, 100)
+    assert explained.mixed[-1].num_tokens == 8192
+    assert explained.slower_paths == ()
+
+
+@NO_GPU
+@pytest.mark.parametrize(("passes", "sizes"), [(None, ()), (("merge-projections",), DEFAULT_COMPILE_SIZES)])
+def test_no_size_is_static_where_passes_leave_nothing_to_sum(
+    passes: tuple[str, ...] | None, sizes: tuple[int, ...], tmp_path: Path
+) -> None:
+    llama_config(hidden_size=128, intermediate_size=256, vocab_size=512).save_pretrained(str(tmp_path))
+    config = EngineConfig(
+        source=ModelSource(model=str(tmp_path)), max_model_len=64, compile=CompileConfig(passes=passes)
+    )
+    assert explain(config, assume_gpu=True).compile_sizes == sizes
+
+
+@NO_GPU
+def test_experts_are_fused_on_an_assumed_gpu(tmp_path: Path) -> None:
+    """Transformers traces them otherwise there."""
+    FAMILIES["qwen3-moe"]().save_pretrained(str(tmp_path))
+    explained = explain(EngineConfig(source=ModelSource(model=str(tmp_path)), max_model_len=64), assume_gpu=True)
+    (moe,) = (row for row in explained.report.passes if row.name == "fuse-moe")
+    assert (moe.matches, moe.misses) == (2, ())
+
+
+@NO_GPU
+def test_an_assumed_gpu_can_lack_what_the_layers_need(tmp_path: Path) -> None:
+    make_config("LlamaConfig", num_attention_heads=2, head_dim=512).save_pretrained(str(tmp_path))
+    explained = explain(EngineConfig(source=ModelSource(model=str(tmp_path))), assume_gpu=True)
+    assert explained.backend == "sdpa"
+    assert any(reason.startswith("attention_backend: not triton:") for reason in explained.slower_paths)
+
+
+@NO_GPU
+def test_a_missing_device_is_refused(config: EngineConfig) -> None:
+    with pytest.raises(ConfigError, match="torch sees no NVIDIA GPU here. Assume one"):
+        explain(replace(config, device="cuda"))
+    with pytest.raises(UsageError, match="device='cpu' is not a GPU to assume"):
+        explain(config, assume_gpu=True)
+
+
+def test_a_config_that_llm_refuses_is_refused(config: EngineConfig) -> None:
+    with pytest.raises(ConfigError, match="strict=True allows no downgrade"):
+        explain(replace(config, graph_kind="auto", strict=True))
+    with pytest.raises(ConfigError, match="ends at 32"):
+        explain(replace(config, cudagraph_capture_sizes=(32,)))
+    with pytest.raises(ModelNotFound):
+        explain(replace(config, source=ModelSource(model="./nowhere")))

@@ -1,0 +1,123 @@
+"""Unsupported models and impossible sizes are refused before weights are read; the mechanism or field is named."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import LlamaConfig, PreTrainedConfig
+
+from piecegraph.errors import ModelError, UnsupportedModel
+from piecegraph.runner.attention.interface.layer import AttentionLayer
+from piecegraph.runner.common.model_source import ModelSource
+from piecegraph.runner.models.load import load_model
+from piecegraph.runner.models.support import MAX_SIZES, check_config, check_layers, check_model_sizes
+from tests.runner.tiny_models import FAMILIES, llama_config
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("T5Config", {"is_encoder_decoder": True}, "encoder-decoder"),
+    ("MambaConfig", {}, "layers of type linear_attention"),
+    ("RwkvConfig", {}, "RwkvForCausalLM"),
+    ("StableLmConfig", {}, "StableLmForCausalLM computes its attention itself"),
+    ("BloomConfig", {}, "BloomForCausalLM computes its attention itself"),
+    ("Qwen3NextConfig", {}, "layers of type linear_attention"),
+    ("Llama4TextConfig", {}, "layers of type chunked_attention"),
+    ("ViTConfig", {}, "ViTConfig .* has no causal language model"),
+]
+
+
+def check(config: PreTrainedConfig) -> None:
+    """Check a model as loading does; there are no weights to read."""
+    check_config(config)
+    load_model(ModelSource(model="./nowhere"), config, dtype=torch.float32, device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize(("name", "options", "message"), REFUSED, ids=[name for name, _, _ in REFUSED])
+def test_refused_by_mechanism(name: str, options: dict[str, Any], message: str) -> None:
+    """No weights exist, so none can have been read."""
+    config = getattr(transformers, name)(**options)
+    with pytest.raises(UnsupportedModel, match=message):
+        check(config)
+
+
+def test_dynamic_rope_is_refused_with_a_way_out() -> None:
+    config = llama_config(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
+    with pytest.raises(UnsupportedModel, match=r"'dynamic' rotary embeddings, .*hf_overrides"):
+        check_config(config)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_supported_families_pass(name: str) -> None:
+    check_config(FAMILIES[name]())
+
+
+def layers(windows: Sequence[int]) -> list[AttentionLayer]:
+    return [
+        AttentionLayer(
+            name=f"layers.{i}",
+            num_q_heads=4,
+            num_kv_heads=2,
+            key_dim=8,
+            value_dim=8,
+            dtype=torch.float32,
+            scale=1.0,
+            window=window,
+            softcap=0.0,
+            has_sinks=False,
+        )
+        for i, window in enumerate(windows)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("family", "windows", "message"),
+    [
+        ("llama", [0], "only 1 of 2 layers call attention"),
+        ("gemma2", [0, 0], r"layers\.0 is sliding_attention by the config, but .* no window"),
+        ("gemma2", [8, 8], r"layers\.1 is full_attention by the config, but .* a window of 8"),
+        ("mistral", [0, 0], "sliding_window=8, but no layer calls attention with a window"),
+    ],
+)
+def test_attention_must_be_what_the_config_says(family: str, windows: list[int], message: str) -> None:
+    """A window that only the mask knew of would be lost without a word: we build no masks."""
+    with pytest.raises(UnsupportedModel, match=message):
+        check_layers(layers(windows), FAMILIES[family]())
+
+
+@pytest.mark.parametrize(("family", "windows"), [("llama", [0, 0]), ("gemma2", [8, 0]), ("mistral", [8, 8])])
+def test_attention_that_agrees_passes(family: str, windows: list[int]) -> None:
+    check_layers(layers(windows), FAMILIES[family]())
+
+
+def test_an_unused_window_in_the_config_is_ignored() -> None:
+    """A config may carry a field its class does not have; the model ignores it, and so do we."""
+    config: PreTrainedConfig = llama_config(sliding_window=8)
+    check_layers(layers([0, 0]), config)
+
+
+def with_fields(**fields: Any) -> PreTrainedConfig:
+    """A tiny Llama's config with `fields` set past the checks of its class."""
+    config = LlamaConfig(hidden_size=32, num_attention_heads=4, num_key_value_heads=2)
+    for name, value in fields.items():
+        object.__setattr__(config, name, value)
+    return config
+
+
+@pytest.mark.parametrize("name", MAX_SIZES)
+@pytest.mark.parametrize("value", [0, -1, True, 2.5, "8", 10**18])
+def test_an_invalid_size_is_refused_with_its_limit(name: str, value: object) -> None:
+    with pytest.raises(ModelError, match=rf"{name}={value!r}; it must be a whole number from 1 to {MAX_SIZES[name]}"):
+        check_model_sizes(with_fields(**{name: value}))
+
+
+def test_heads_that_do_not_divide_are_refused() -> None:
+    with pytest.raises(ModelError, match="num_attention_heads=4 and num_key_value_heads=3"):
+        check_model_sizes(with_fields(num_key_value_heads=3))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_passes(family: str) -> None:
+    check_model_sizes(FAMILIES[family]())

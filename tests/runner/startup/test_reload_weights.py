@@ -1,0 +1,133 @@
+"""An engine that runs is given other weights, and answers as one that was made with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from piecegraph import LLM, SamplingParams
+from piecegraph.errors import CheckpointError, ConfigError, UsageError
+from tests.runner.tiny_models import llama_config, random_model, save
+
+PROMPT = {"prompt_token_ids": list(range(5, 25))}
+PARAMS = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+OPTIONS: dict[str, Any] = {
+    "skip_tokenizer_init": True,
+    "dtype": "float32",
+    "compiler": "eager",
+    "graph_kind": "recorded",
+    "max_model_len": 64,
+    "max_num_seqs": 2,
+    "max_num_batched_tokens": 32,
+    "cudagraph_capture_sizes": (1, 2),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two versions of a model."""
+    config = llama_config(tie_word_embeddings=True)
+    return [save(random_model(config, seed), tmp_path_factory.mktemp(f"version{seed}")) for seed in (0, 1)]
+
+
+@pytest.fixture(scope="module")
+def llm(folders: list[Path]) -> Iterator[LLM]:
+    """Return an `LLM` that runs under graphs and has merged projections."""
+    with LLM(folders[0], **OPTIONS) as made:
+        assert any(row.name == "merge-projections" and row.matches for row in made.compiled.report().passes)
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def first_version(llm: LLM) -> None:
+    llm.reload_weights()
+
+
+def answer(llm: LLM) -> tuple[int, ...]:
+    return tuple(llm.generate(PROMPT, PARAMS, use_tqdm=False)[0].outputs[0].token_ids)
+
+
+@pytest.fixture(scope="module")
+def answers(folders: list[Path]) -> list[tuple[int, ...]]:
+    """Return the answers of an `LLM` for each version of the model."""
+    found = []
+    for folder in folders:
+        with LLM(folder, **OPTIONS) as made:
+            found.append(answer(made))
+    assert found[0] != found[1]
+    return found
+
+
+def state(folder: Path) -> dict[str, torch.Tensor]:
+    from transformers import AutoModelForCausalLM
+
+    loaded: dict[str, torch.Tensor] = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    return loaded
+
+
+@pytest.mark.parametrize("given", ["folder", "mapping", "pairs", "another dtype"])
+def test_reloaded_weights_answer_like_a_new_llm_with_them(
+    given: str, llm: LLM, folders: list[Path], answers: list[tuple[int, ...]]
+) -> None:
+    """Cached prefixes are of the old weights and are not used."""
+    assert answer(llm) == answers[0]
+    new = state(folders[1])
+    weights: Any = {
+        "folder": str(folders[1]),
+        "mapping": new,
+        "pairs": iter(new.items()),
+        "another dtype": {name: tensor.double() for name, tensor in new.items()},
+    }[given]
+    assert llm.reload_weights(weights) == len(new)
+    assert answer(llm) == answers[1]
+    llm.reload_weights()
+    assert answer(llm) == answers[0]
+
+
+def test_some_of_the_tensors_may_be_given(llm: LLM, folders: list[Path], answers: list[tuple[int, ...]]) -> None:
+    new = state(folders[1])
+    names = sorted(new)
+    llm.reload_weights({name: new[name] for name in names[::2]})
+    assert answer(llm) != answers[1]
+    llm.reload_weights((name, new[name]) for name in names[1::2])
+    assert answer(llm) == answers[1]
+
+
+def test_nothing_is_written_if_a_tensor_does_not_fit(
+    llm: LLM, folders: list[Path], answers: list[tuple[int, ...]], tmp_path: Path
+) -> None:
+    new = state(folders[1])
+    good = "model.norm.weight"
+    for name, tensor, message in [
+        ("model.norm.wait", new[good], r"no tensor 'model\.norm\.wait'\..*model\.norm\.weight"),
+        (good, new[good][1:], r"model\.norm\.weight has shape \(31,\); the model's is \(32,\)"),
+        (good, new[good].long(), "cannot be converted to the model's torch.float32"),
+        (good, new[good].to("meta"), "without values"),
+    ]:
+        with pytest.raises(CheckpointError, match=message):
+            llm.reload_weights({**new, name: tensor})
+    other = save(random_model(llama_config(tie_word_embeddings=True, rms_norm_eps=1e-3)), tmp_path)
+    with pytest.raises(ConfigError, match="differs .* in rms_norm_eps"):
+        llm.reload_weights(other)
+    assert answer(llm) == answers[0]
+
+
+def test_a_failed_iterable_reports_what_was_written_before(llm: LLM, folders: list[Path]) -> None:
+    new = state(folders[1])
+    pairs = [*list(new.items())[:2], ("nothing", torch.zeros(1))]
+    with pytest.raises(CheckpointError, match="2 tensors before it were written"):
+        llm.reload_weights(iter(pairs))
+
+
+def test_weights_are_not_reloaded_while_requests_run(llm: LLM, answers: list[tuple[int, ...]]) -> None:
+    llm.engine.add_request("runs", PROMPT["prompt_token_ids"], PARAMS)
+    llm.engine.step()
+    with pytest.raises(UsageError, match="1 requests are unfinished"):
+        llm.reload_weights()
+    llm.engine.abort("runs")
+    llm.reload_weights()
+    assert answer(llm) == answers[0]

@@ -1,0 +1,306 @@
+"""The floor plan: at most twelve files a folder, imports in one direction between rooms, every source under test."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.test_house import PACKAGES, ROOT, imported_names, ours, sources
+
+MAX_FILES = 12
+"""Source files of one folder, `__init__.py` aside."""
+
+ENTRY = "."
+"""The files that lie in a folder itself, beside its rooms."""
+
+ROOMS: Mapping[str, Sequence[str]] = {
+    "cache": ("upkeep", "store", "trust", "disk"),
+    "compiler": (
+        "verify",
+        ".",
+        "graphs",
+        "plans",
+        "building",
+        "own_kernels",
+        "store",
+        "keys",
+        "piece_compilers",
+        "workers",
+        "rewriting",
+        "inductor",
+        "splitting",
+        "tracing",
+        "common",
+        "repeated_layers",
+        "torch_compat",
+        "triton",
+    ),
+    "compiler/graphs": (".", "replay", "recording"),
+    "passes": (".", "matching", "ops", "kernels"),
+    "passes/kernels": ("moe", "norm", "linear", "elementwise", "common"),
+    "runner": (
+        ".",
+        "startup",
+        "inspect",
+        "engine",
+        "cudagraphs",
+        "models",
+        "step",
+        "kv_cache",
+        "output",
+        "prompts",
+        "sampling",
+        "device_memory",
+        "attention",
+        "scheduling",
+        "common",
+    ),
+    "runner/attention": (".", "flash_attn", "triton", "interface"),
+    "runner/attention/triton": (".", "kernels", "layouts"),
+    "runner/device_memory": (".", "kernels", "host_memory"),
+    "runner/sampling": (".", "options", "kernels"),
+    "runner/step": (".", "kernels", "state"),
+    "tools": (".", "commands", "bench", "cache", "command_line"),
+    "tools/bench": ("compare", "growth", ".", "kernels", "measure", "startup"),
+    "tools/cache": ("changing", "reading", "entries", "terminal"),
+}
+"""By folder, its rooms from the top to the bottom: each may import the rooms behind it, none before it."""
+
+
+def rooms_of(folder: Path) -> set[str]:
+    """Return the names of the folders in `folder` that hold source files, at any depth."""
+    return {child.name for child in folder.iterdir() if child.is_dir() and any(child.rglob("*.py"))}
+
+
+def folders() -> list[Path]:
+    """Return every folder with rooms in it."""
+    tops = [ROOT / package for package in PACKAGES]
+    return [f for top in tops for f in (top, *sorted(top.rglob("*"))) if f.is_dir() and rooms_of(f)]
+
+
+def source_of(name: str) -> Path | None:
+    """Return the file that the dotted `name` imports or takes a value from; None if it is not ours."""
+    parts = name.split(".")
+    if parts[0] != "piecegraph":
+        return None
+    for end in range(len(parts), 1, -1):
+        file = ROOT.joinpath(*parts[1:end]).with_suffix(".py")
+        if file.exists():
+            return file
+        package = ROOT.joinpath(*parts[1:end], "__init__.py")
+        if package.exists():
+            return package
+    return None
+
+
+def room_in(folder: Path, file: Path) -> str:
+    """Return the room of `folder` in which `file` lies."""
+    parts = file.relative_to(folder).parts
+    return parts[0] if len(parts) > 1 else ENTRY
+
+
+def upward_imports(folder: Path, order: Sequence[str], file: Path, source: str) -> list[str]:
+    """Return the imports of `source`, the text of `file`, that lead from its room to one before it in `order`."""
+    room = room_in(folder, file)
+    found = []
+    for line, name in imported_names(ast.parse(source)):
+        target = source_of(name)
+        if target is None or not target.is_relative_to(folder) or target.name == "__init__.py":
+            continue
+        other = room_in(folder, target)
+        if other != room and order.index(other) < order.index(room):
+            found.append(f"{file.relative_to(ROOT)}:{line} imports {name}, but {other} comes before {room}")
+    return found
+
+
+@pytest.mark.parametrize("folder", folders(), ids=lambda folder: str(folder.relative_to(ROOT)))
+def test_every_room_has_its_place(folder: Path) -> None:
+    """A new folder gets a line in `ROOMS`."""
+    name = str(folder.relative_to(ROOT))
+    has_files = any(file.name != "__init__.py" for file in folder.glob("*.py"))
+    assert set(ROOMS.get(name, ())) == rooms_of(folder) | ({ENTRY} if has_files else set())
+
+
+@pytest.mark.parametrize("folder", folders(), ids=lambda folder: str(folder.relative_to(ROOT)))
+def test_rooms_import_downward(folder: Path) -> None:
+    order = ROOMS[str(folder.relative_to(ROOT))]
+    files = [file for file in sorted(folder.rglob("*.py")) if file.name != "__init__.py"]
+    found = [text for file in files for text in upward_imports(folder, order, file, file.read_text(encoding="utf-8"))]
+    assert not found, "\n".join(found)
+
+
+def test_an_upward_import_is_refused() -> None:
+    """The check sees a violation: tracing lies below the entry points of the compiler, and may not import them."""
+    folder = ROOT / "compiler"
+    planted = "def trace():\n    from piecegraph.compiler.api import compile\n"
+    (message,) = upward_imports(folder, ROOMS["compiler"], folder / "tracing" / "trace.py", planted)
+    assert "compiler/tracing/trace.py:2 imports piecegraph.compiler.api.compile" in message
+
+
+def test_folders_are_small() -> None:
+    counts: dict[str, int] = {}
+    for file in sources():
+        if file.name != "__init__.py":
+            folder = str(file.parent.relative_to(ROOT))
+            counts[folder] = counts.get(folder, 0) + 1
+    assert {folder: count for folder, count in counts.items() if count > MAX_FILES} == {}
+
+
+COVERED_BY: Mapping[str, str] = {
+    "passes/kernels/common/ptx.py": "tests/passes/kernels/common/test_overlapped.py",
+    "compiler/building/build.py": "tests/compiler/test_api.py",
+    "compiler/building/capturable.py": "tests/compiler/graphs/test_capture.py",
+    "compiler/building/captured_models.py": "tests/compiler/building/test_bound_weights.py",
+    "compiler/building/ready.py": "tests/compiler/test_api.py",
+    "compiler/common/piece_errors.py": "tests/compiler/building/test_inductor_pieces.py",
+    "compiler/graphs/recording/cuda_graph.py": "tests/compiler/graphs/test_capture.py",
+    "compiler/graphs/replay/bound_plan.py": "tests/compiler/graphs/replay/test_replay_plan.py",
+    "compiler/graphs/static_inputs.py": "tests/compiler/graphs/test_capture.py",
+    "compiler/inductor/artifact.py": "tests/compiler/inductor/test_files.py",
+    "compiler/inductor/options.py": "tests/compiler/building/test_inductor_pieces.py",
+    "compiler/repeated_layers/markers.py": "tests/compiler/repeated_layers/test_expand.py",
+    "compiler/rewriting/expectations.py": "tests/compiler/rewriting/test_run_pass.py",
+    "compiler/splitting/normalize.py": "tests/compiler/splitting/test_split.py",
+    "compiler/tracing/dynamo.py": "tests/compiler/tracing/test_trace.py",
+    "compiler/verify/piece_check.py": "tests/runner/inspect/test_selfcheck.py",
+    "passes/kernels/common/first_kernel.py": "tests/passes/kernels/common/test_overlapped.py",
+    "passes/kernels/elementwise/gated.py": "tests/passes/kernels/elementwise/test_act_mul.py",
+    "passes/kernels/moe/grouped.py": "tests/passes/kernels/moe/test_experts.py",
+    "passes/kernels/moe/launch.py": "tests/passes/kernels/moe/test_experts.py",
+    "passes/kernels/moe/matvec.py": "tests/passes/kernels/moe/test_experts.py",
+    "passes/matching/rotary_pattern.py": "tests/passes/test_fuse_rope_kv_write.py",
+    "passes/matching/row_wise.py": "tests/passes/test_select_rows_early.py",
+    "passes/ops/library.py": "tests/passes/ops/test_linear.py",
+    "cache/store/blobs.py": "tests/cache/store/test_store.py",
+    "cache/store/stamps.py": "tests/cache/upkeep/test_collect.py",
+    "runner/attention/flash_attn/prepared.py": "tests/runner/attention/flash_attn/test_flash_attn_gpu.py",
+    "runner/attention/triton/kernels/new_token.py": "tests/runner/attention/triton/kernels/test_decode.py",
+    "runner/attention/triton/kernels/paged.py": "tests/runner/attention/triton/kernels/test_decode.py",
+    "runner/attention/triton/launch_plan.py": "tests/runner/attention/triton/test_backend.py",
+    "runner/cudagraphs/graph_plan.py": "tests/runner/inspect/test_explanation.py",
+    "runner/device_memory/host_memory/packed_writes.py": "tests/runner/device_memory/test_staged_write.py",
+    "runner/inspect/replay_check.py": "tests/runner/inspect/test_selfcheck.py",
+    "runner/startup/progress_bar.py": "tests/runner/test_llm.py",
+    "tools/bench/kernels/attention.py": "tests/runner/attention/triton/kernels/test_decode.py",
+    "tools/bench/kernels/attention_prefill.py": "tests/runner/attention/triton/kernels/test_prefill.py",
+    "tools/bench/measure/machine.py": "tests/tools/commands/test_env.py",
+    "tools/bench/pieces.py": "tests/tools/bench/test_passes.py",
+    "tools/bench/session.py": "tests/tools/commands/test_bench.py",
+    "tools/bench/startup/child.py": "tests/tools/bench/startup/test_startup.py",
+    "tools/cache/changing/import_archive.py": "tests/tools/cache/changing/test_export_archive.py",
+    "tools/cache/terminal/confirm.py": "tests/tools/cache/changing/test_rm.py",
+    "tools/command_line/lazy_group.py": "tests/tools/test_cli.py",
+    "tools/commands/bench_latency.py": "tests/tools/commands/test_bench.py",
+    "compiler/building/cold_start.py": "tests/compiler/plans/test_plan_store.py",
+    "compiler/common/cuda_driver.py": "tests/compiler/graphs/replay/test_patched_ops.py",
+    "compiler/common/fake_values.py": "tests/compiler/splitting/test_exact_strides.py",
+    "compiler/common/report.py": "tests/compiler/piece_compilers/test_static_piece.py",
+    "compiler/common/source_line.py": "tests/compiler/rewriting/test_run_pass.py",
+    "compiler/common/split_ops.py": "tests/compiler/rewriting/test_run_pass.py",
+    "compiler/common/symbolic_sizes.py": "tests/compiler/splitting/test_exact_strides.py",
+    "compiler/compiled_model.py": "tests/compiler/building/test_deferred_weights.py",
+    "compiler/graphs/addresses.py": "tests/compiler/graphs/test_capture.py",
+    "compiler/graphs/batch_descriptor.py": "tests/runner/cudagraphs/test_capture_sizes.py",
+    "compiler/graphs/graphs.py": "tests/runner/cudagraphs/test_manager.py",
+    "compiler/graphs/recording/recorder.py": "tests/runner/test_step_budget.py",
+    "compiler/inductor/compile.py": "tests/compiler/plans/test_failed_pieces.py",
+    "compiler/piece_compilers/eager.py": "tests/runner/startup/test_compile_ahead.py",
+    "compiler/piece_compilers/forwards.py": "tests/compiler/piece_compilers/test_compile_static.py",
+    "compiler/piece_compilers/protocol.py": "tests/compiler/piece_compilers/test_first_run.py",
+    "compiler/rewriting/graph_snapshot.py": "tests/compiler/rewriting/test_run_pass.py",
+    "compiler/rewriting/pass_contexts.py": "tests/compiler/rewriting/test_run_pass.py",
+    "compiler/splitting/piece_format.py": "tests/compiler/splitting/test_piece.py",
+    "compiler/splitting/plan.py": "tests/compiler/splitting/test_split.py",
+    "compiler/splitting/segments.py": "tests/compiler/graphs/replay/test_expected_cost.py",
+    "compiler/store/cache_choice.py": "tests/tools/cache/entries/test_eager_pieces.py",
+    "compiler/torch_compat/process_settings.py": "tests/compiler/common/test_ambient_state.py",
+    "compiler/torch_compat/versions.py": "tests/runner/attention/triton/test_backend_gpu.py",
+    "compiler/tracing/dynamic_dims.py": "tests/compiler/test_api.py",
+    "compiler/workers/child.py": "tests/test_start_imports.py",
+    "compiler/workers/kernel_child.py": "tests/compiler/workers/test_kernel_processes.py",
+    "compiler/workers/pool.py": "tests/compiler/workers/test_prestart.py",
+    "compiler/workers/process.py": "tests/compiler/workers/test_prestart.py",
+    "passes/kernels/common/gpu_limits.py": "tests/passes/kernels/linear/test_linear_config.py",
+    "passes/kernels/linear/linear_parts.py": "tests/passes/ops/test_norm_linear.py",
+    "passes/ops/all_ops.py": "tests/compiler/splitting/test_passthrough.py",
+    "cache/disk/canonical.py": "tests/cache/store/test_entry.py",
+    "cache/disk/layout.py": "tests/cache/store/test_entry.py",
+    "cache/store/entry_file.py": "tests/cache/store/test_store.py",
+    "cache/trust/shared_key.py": "tests/cache/trust/test_key_files.py",
+    "runner/attention/flash_attn/kernels.py": "tests/runner/attention/flash_attn/test_backend.py",
+    "runner/attention/flash_attn/metadata.py": "tests/runner/attention/flash_attn/test_backend.py",
+    "runner/attention/interface/backend.py": "tests/runner/attention/flash_attn/test_backend.py",
+    "runner/attention/interface/layer.py": "tests/runner/attention/interface/test_kv_cache.py",
+    "runner/attention/interface/metadata.py": "tests/runner/attention/interface/test_rotary_gpu.py",
+    "runner/attention/interface/op_call.py": "tests/runner/attention/interface/test_op.py",
+    "runner/attention/triton/calls.py": "tests/runner/attention/triton/test_backend.py",
+    "runner/attention/triton/kernels/workspace.py": "tests/runner/attention/triton/kernels/test_decode.py",
+    "runner/attention/triton/layouts/head_shape.py": "tests/runner/attention/triton/layouts/test_decode_config.py",
+    "runner/attention/triton/metadata.py": "tests/runner/attention/triton/test_backend.py",
+    "runner/attention/triton/prepared.py": "tests/runner/attention/triton/test_backend_gpu.py",
+    "runner/attention/triton/reference.py": "tests/runner/attention/triton/kernels/test_kv_write.py",
+    "runner/common/outputs.py": "tests/runner/engine/test_engine_callers.py",
+    "runner/cudagraphs/dispatch_counters.py": "tests/runner/cudagraphs/test_dispatcher.py",
+    "runner/device_memory/host_memory/host_copy.py": "tests/runner/sampling/options/test_staged_rows.py",
+    "runner/device_memory/kernels/staged_write.py": "tests/runner/device_memory/test_staged_write.py",
+    "runner/engine/model_runner.py": "tests/runner/engine/test_engine_callers.py",
+    "runner/models/causal_lm.py": "tests/runner/models/test_without_weights.py",
+    "runner/sampling/kernels/apply_bitmask.py": "tests/runner/sampling/options/test_allowed_token_ids.py",
+    "runner/sampling/kernels/forbid_bad_words.py": "tests/runner/sampling/options/test_bad_words.py",
+    "runner/sampling/kernels/gumbel_sample.py": "tests/runner/sampling/test_gumbel_sample.py",
+    "runner/sampling/kernels/logsumexp.py": "tests/runner/sampling/test_logprobs.py",
+    "runner/sampling/kernels/penalties.py": "tests/runner/sampling/options/test_penalties.py",
+    "runner/sampling/kernels/truncate.py": "tests/runner/sampling/options/test_truncation.py",
+    "runner/sampling/options/protocol.py": "tests/runner/sampling/options/test_allowed_token_ids.py",
+    "runner/scheduling/scheduler_output.py": "tests/runner/scheduling/test_scheduler.py",
+    "runner/startup/compile_model.py": "tests/runner/startup/test_step_kernels.py",
+    "runner/startup/decide.py": "tests/runner/startup/test_compile_ahead.py",
+    "runner/step/kernels/prepare_inputs.py": "tests/runner/step/test_prepare_inputs.py",
+    "runner/step/model_step.py": "tests/runner/startup/test_step_kernels.py",
+    "runner/step/state/request_states.py": "tests/runner/step/test_prompt_logprobs.py",
+    "tools/bench/kernels/layer_chain.py": "tests/tools/bench/kernels/test_layers.py",
+    "tools/bench/measure/ceilings.py": "tests/tools/bench/measure/test_floor.py",
+    "tools/bench/step_profile.py": "tests/tools/bench/test_throughput.py",
+    "tools/command_line/compile_flags.py": "tests/tools/cache/entries/test_eager_pieces.py",
+    "tools/commands/bench_throughput.py": "tests/tools/commands/test_bench.py",
+    "src/piecegraph/config.py": "tests/cache/store/test_keys.py",
+}
+
+
+def test_every_source_has_a_test() -> None:
+    """A file of its own (`tests/a/test_b*.py` for `a/b.py`), or a row of `COVERED_BY` that names the test."""
+    missing = []
+    for file in sources():
+        name = str(file.relative_to(ROOT))
+        tests = ROOT / "tests" / (file.parent.relative_to(ROOT) if ours(file) != "leaf" else "")
+        if file.name == "__init__.py" or any(tests.glob(f"test_{file.stem}*.py")):
+            continue
+        if not (name in COVERED_BY and (ROOT / COVERED_BY[name]).exists()):
+            missing.append(name)
+    assert not missing, missing
+
+
+def test_every_row_of_covered_by_is_needed() -> None:
+    for name in COVERED_BY:
+        source = ROOT / name
+        own = ROOT / "tests" / source.parent.relative_to(ROOT) / f"test_{source.stem}.py"
+        assert source.exists() and not own.exists(), f"take {name} out of COVERED_BY"
+
+
+def functions_longer_than(limit: int) -> list[str]:
+    """Return `file:line name` of each function of more lines than `limit`, Triton kernels aside."""
+    return [
+        f"{file.relative_to(ROOT)}:{node.lineno} {node.name}"
+        for file in sources()
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and (node.end_lineno or 0) - node.lineno + 1 > limit
+        and not any("jit" in ast.unparse(each) for each in node.decorator_list)
+    ]
+
+
+def test_functions_are_short() -> None:
+    assert functions_longer_than(80) == []

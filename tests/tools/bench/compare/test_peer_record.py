@@ -1,0 +1,43 @@
+"""Tests of ours as a peer: the names and numbers that other peers' benches print, and their floors."""
+
+from __future__ import annotations
+
+import pytest
+
+from piecegraph.tools.bench.compare.peer_record import PeerJob, measure_as_peer
+from tests.runner.tiny_models import llama_config
+
+
+def a_job(model: str, **options: object) -> PeerJob:
+    return PeerJob(
+        model=model,
+        arguments={"compiler": "eager", "device": "cpu", "load_format": "dummy"},
+        batch_sizes=(1, 2),
+        prompt_tokens=8,
+        decode_tokens=3,
+        prefill=(2, 16),
+        offline_tokens=(2, 8),
+        **options,  # type: ignore[arg-type]  # values by name
+    )
+
+
+@pytest.mark.parametrize("offline_requests", [3, 0])
+def test_it_has_the_peers_names(offline_requests: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("llama")
+    llama_config().save_pretrained(str(folder))
+    record = measure_as_peer(a_job(str(folder), offline_requests=offline_requests))
+    offline = {"offline_s", "offline_tok_s"} if offline_requests else set()
+    times = {"import_s", "init_s", "first_token_s", "start_to_first_token_s"}
+    assert set(record) == {"peer", "floors", "tpot_ms", "prefill_tok_s"} | times | offline
+    assert set(record["floors"]) == {"tpot_ms", "prefill_tok_s"} | offline
+    assert set(record["tpot_ms"]) == set(record["floors"]["tpot_ms"]) == {"1", "2"}
+    assert all(record["floors"]["tpot_ms"][size] > 0 for size in ("1", "2"))
+    assert record["floors"]["prefill_tok_s"] > record["prefill_tok_s"] > 0
+    assert record["init_s"] + record["first_token_s"] < record["start_to_first_token_s"]
+
+
+def test_a_job_knows_its_longest_request_and_its_largest_batch() -> None:
+    assert (a_job("m").longest, a_job("m").most_requests) == (17, 256)
+    job = PeerJob(model="m", arguments={}, batch_sizes=(1,), offline_requests=0, prefill=(8, 100))
+    assert (job.longest, job.most_requests) == (512 + 128 + 1, 8)
+    assert PeerJob(model="m", arguments={}).longest == 2049

@@ -1,0 +1,53 @@
+"""The floor counts every byte once, and arithmetic where that takes longer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from piecegraph.runner.attention.interface.layer import AttentionLayer
+from piecegraph.tools.bench.measure.ceilings import Ceilings
+from piecegraph.tools.bench.measure.floor import ModelSize, RoutedExperts, cache_bytes, floor_seconds
+
+RATES = Ceilings(read_bytes_per_s=1e9, flops_per_s=1e12)
+
+
+def layer(window: int = 0) -> AttentionLayer:
+    return AttentionLayer(
+        name="attention",
+        num_q_heads=4,
+        num_kv_heads=2,
+        key_dim=8,
+        value_dim=16,
+        dtype=torch.bfloat16,
+        scale=1.0,
+        window=window,
+        softcap=0.0,
+        has_sinks=False,
+    )
+
+
+def test_cached_keys_and_values_are_read_once() -> None:
+    assert cache_bytes([layer()], batch_size=3, context=100) == 3 * 100 * 2 * (8 + 16) * 2
+
+
+def test_a_window_reads_no_more_than_it_sees() -> None:
+    assert cache_bytes([layer(window=10)], batch_size=1, context=100) == cache_bytes([layer()], 1, 10)
+
+
+def test_experts_that_no_token_chose_are_not_read() -> None:
+    """One token reads 8 of 128 experts, 100 tokens nearly all; a token is multiplied by its own 8 in any batch."""
+    experts = RoutedExperts(params=96 * 10**4, num_bytes=192 * 10**4, num_experts=128, top_k=8)
+    size = ModelSize(matmul_params=10**6, logits_params=0, weight_bytes=2 * 10**6, layers=(), experts=experts)
+    assert size.bytes_read(1) == pytest.approx(8 * 10**4 + 192 * 10**4 * 8 / 128)
+    assert size.bytes_read(2) == pytest.approx(8 * 10**4 + 192 * 10**4 * (1 - (120 / 128) ** 2))
+    assert size.bytes_read(100) == pytest.approx(2 * 10**6, rel=0.002)
+    assert size.params_a_token == pytest.approx(4 * 10**4 + 96 * 10**4 * 8 / 128)
+    assert floor_seconds(size, RATES, 1, 100) == pytest.approx(0.2e-3)
+
+
+def test_weights_bound_small_batches_and_arithmetic_large_ones() -> None:
+    size = ModelSize(matmul_params=10**6, logits_params=10**5, weight_bytes=2 * 10**6, layers=())
+    assert floor_seconds(size, RATES, 1, 100) == pytest.approx(2e-3)
+    assert floor_seconds(size, RATES, 10_000, 100) == pytest.approx(2e-2)
+    assert floor_seconds(size, RATES, 0, 100, prefill_tokens=10_000) == pytest.approx(1.8e-2, rel=1e-3)

@@ -1,0 +1,75 @@
+"""`piecegraph bench passes` over eager pieces, on a CPU: every variant, every table."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from piecegraph.tools.cli import main
+from tests.runner.tiny_models import llama_config
+
+FLAGS = [
+    *("--compiler", "eager", "--device", "cpu", "--quiet", "--load-format", "dummy"),
+    *("--attention-backend", "triton", "--graph-kind", "recorded", "--passes", "merge-projections"),
+    *("--context", "8", "--steps", "3", "--repeat", "2", "--batch-size", "1", "--batch-size", "2"),
+]
+
+
+@pytest.fixture(autouse=True)
+def libraries_keep_their_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command quietens its own process, which here is that of the tests."""
+    monkeypatch.setattr("piecegraph.tools.command_line.quiet.quiet_libraries", lambda: None)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llama")
+    llama_config(num_hidden_layers=3).save_pretrained(str(folder))
+    return folder
+
+
+def test_json_has_every_variant_and_the_environment(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "passes", str(folder), "--json", *FLAGS]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert set(record) == {"model", "plan", "ceilings", "variants", "environment"}
+    everything, none, again = record["variants"]
+    assert [each["variant"]["name"] for each in record["variants"]] == ["all passes", "no passes", "all, again"]
+    assert everything["matches"] == {"merge-projections": 6}
+    assert none["matches"] == {}
+    assert (none["variant"]["without"], type(none["pays"]), everything["pays"]) == ("merge-projections", bool, None)
+    for each in record["variants"]:
+        assert each["num_layers"] == 3
+        assert [(row["batch_size"], row["mode"]) for row in each["steps"]] == [(1, "FULL"), (2, "FULL")]
+        assert all(0 < row["ms_min"] <= row["ms"] <= row["ms_max"] for row in each["steps"])
+        assert [row["batch_size"] for row in each["savings"]] == [1, 2]
+    for each in (everything, none):
+        pieces = [(row["unique"], row["pieces"], row["batch_size"]) for row in each["pieces"]]
+        assert pieces == [(u, p, size) for size in (1, 2) for u, p in ((0, [0]), (1, [1, 2]), (2, [3]), (3, [4]))]
+        assert all(row["us_per_step"] == pytest.approx(row["us"] * len(row["pieces"])) for row in each["pieces"])
+    assert again["pieces"] == []
+
+
+def test_the_tables(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "passes", str(folder), *FLAGS]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("3 layers; ")
+    assert lines[1].split()[:3] == ["variant", "batch", "ms/step"]
+    assert [line.split("  ")[0].strip() for line in lines if line.startswith("all passes  ")] == ["all passes"] * 2
+    (first, second) = (line for line in lines if line.startswith("compile-worth at batch "))
+    assert first.startswith("compile-worth at batch 1: no passes ")
+    assert first.endswith("x")
+    assert second.startswith("compile-worth at batch 2: ")
+    assert sum(line.strip().startswith("no passes") and "unique 1, 2 pieces 1..2" in line for line in lines) == 1
+    assert sum("all pieces of a step" in line for line in lines) == 2
+
+
+def test_without_pieces(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "passes", str(folder), "--no-pieces", *FLAGS]) == 0
+    assert "each piece alone" not in capsys.readouterr().out
+
+
+def test_a_pass_there_is_none_of_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "passes", "shape:qwen3-0.6b", "--passes", "merge-projection"]) == 2
+    assert "Did you mean 'merge-projections'?" in capsys.readouterr().err

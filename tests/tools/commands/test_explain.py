@@ -1,0 +1,220 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
+from piecegraph.passes.pipeline import default_passes
+from piecegraph.runner.cudagraphs.dispatch_table import DispatchRange
+from piecegraph.tools.cli import main
+from piecegraph.tools.command_line.compile_flags import engine_config
+from piecegraph.tools.command_line.options import LLM_FLAGS
+from piecegraph.tools.commands.explain import dispatch_lines
+from tests.runner.tiny_models import llama_config
+
+FULL, PIECEWISE, NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
+SMALL = ["--max-num-seqs", "4", "--max-num-batched-tokens", "8", "--cudagraph-capture-sizes", "1,2,4"]
+
+
+@pytest.fixture(autouse=True)
+def libraries_keep_their_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command quietens its own process, which here is that of the tests."""
+    monkeypatch.setattr("piecegraph.tools.command_line.quiet.quiet_libraries", lambda: None)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model without weights."""
+    folder = tmp_path_factory.mktemp("llama")
+    llama_config().save_pretrained(str(folder))
+    return str(folder)
+
+
+def test_text(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The whole explanation is on stdout, and the phases are on stderr."""
+    flags = ["--device", "cpu", "--graph-kind", "recorded", "--passes", "merge-projections", *SMALL]
+    assert main(["explain", folder, *flags]) == 0
+    out, err = capsys.readouterr()
+    assert out.splitlines() == [
+        "model       LlamaForCausalLM, 0.0M parameters, float32 on cpu",
+        "limits      96 tokens a text, 4 requests at once, 8 tokens a step",
+        "attention   2 layers of 4 query and 2 KV heads, head size 8",
+        "            0.2 KiB of key/value cache a token",
+        "            backend sdpa: torch's own attention is the fastest there is on a CPU",
+        "pieces      4 -> 4 unique, 2 split ops",
+        "            unique  pieces  nodes",
+        *(line for line in out.splitlines() if line.startswith(" " * 17) and "->" not in line),
+        "passes      pass               matches  misses  nodes removed",
+        "            merge-projections        4       0              2",
+        "a layer     4 launches known before compiling: piecegraph::attention ?, matmuls 4",
+        *(line for line in out.splitlines() if line.startswith(" " * 12 + "left to Inductor: ")),
+        "compiler    inductor",
+        "split ops   2 x piecegraph::attention: dispatch (sdpa plans its calls anew for each batch)",
+        "replay      PIECEWISE: 3 x graph, 2 x dispatch",
+        "graphs      FULL_AND_PIECEWISE: decode PIECEWISE, other batches PIECEWISE",
+        "            to capture: 0 FULL, 3 PIECEWISE",
+        "decode      requests -> mode, padded to",
+        "                      1 -> PIECEWISE 1",
+        "                      2 -> PIECEWISE 2",
+        "                    3-4 -> PIECEWISE 4",
+        "other       tokens -> mode, padded to",
+        "                      2 -> PIECEWISE 2",
+        "                    3-4 -> PIECEWISE 4",
+        "                    5-8 -> NONE  (5 tokens are above the largest captured size 4 (PIECEWISE))",
+        "slower      cudagraph_mode: uniform decode runs PIECEWISE instead of FULL: attention backend 'sdpa' supports "
+        "NEVER and FULL decode needs UNIFORM_SINGLE_TOKEN_DECODE",
+        "            split ops: 2 x dispatch: piecegraph::attention: sdpa plans its calls anew for each batch",
+        "            dispatch: other batches of 5 to 8 tokens run NONE: 5 tokens are above the largest captured size 4 "
+        "(PIECEWISE)",
+    ]
+    assert err.startswith("import (torch, transformers)\n")
+    assert "trace" in err
+
+
+def test_json(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same facts are one object by name, and with --quiet stderr is empty."""
+    flags = ["--device", "cpu", "--graph-kind", "recorded", "--attention-backend", "triton", *SMALL]
+    flags += ["--passes", "merge-projections"]
+    assert main(["explain", folder, "--json", "--quiet", *flags]) == 0
+    out, err = capsys.readouterr()
+    record = json.loads(out)
+    assert err == ""
+    assert (record["model"], record["dtype"], record["device"]) == (folder, "float32", "cpu")
+    assert (record["configured_mode"], record["decode_mode"]) == ("FULL_AND_PIECEWISE", "FULL")
+    assert record["decode"][-1] == {"first": 3, "last": 4, "mode": "FULL", "num_tokens": 4, "reason": None}
+    assert record["mixed"][-1]["mode"] == "NONE"
+    assert record["replay_costs"] == {"graph": 3, "launch": 2}
+    assert record["report"]["num_unique_pieces"] == len(record["report"]["unique_pieces"]) == 4
+    assert [row["layers"] for row in record["attention"]] == [2]
+    (merged,) = (row for row in record["report"]["passes"] if row["name"] == "merge-projections")
+    assert (merged["matches"], merged["misses"]) == (4, [])
+    layer = record["layer"]
+    assert layer["split_ops"] == {"piecegraph::attention": 1}
+    assert layer["launches"] == layer["matmuls"] + sum(layer["ours"].values()) + 1
+    assert record["slower_paths"] == [
+        "dispatch: other batches of 5 to 8 tokens run NONE: 5 tokens are above the largest captured size 4 (PIECEWISE)"
+    ]
+
+
+def test_nothing_slower_is_said_too(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--device", "cpu", "--enforce-eager", "--dtype", "bfloat16", "--passes", "none"]
+    assert main(["explain", folder, "--quiet", *flags]) == 0
+    out = capsys.readouterr().out
+    assert "bfloat16 on cpu" in out
+    assert "compiler    eager\n" in out
+    assert "replay      nothing is captured: 6 calls, one by one\n" in out
+    assert out.endswith("slower      nothing: every batch runs as asked for\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["./nowhere"], 3, "no folder './nowhere'"),
+        (["shape:nothing"], 3, "there is no shape 'nothing'"),
+        ([], 2, "Missing argument 'MODEL'"),
+        (["FOLDER", "--device", "cpu", "--assume-gpu"], 2, "device='cpu' is not a GPU to assume"),
+        (["FOLDER", "--device", "cpu", "--attention-backend", "trtion"], 3, "Did you mean 'triton'?"),
+        (["FOLDER", "--device", "cpu", "--cudagraph-capture-sizes", "4,2"], 3, "does not ascend: [4, 2]. Give [2, 4]."),
+        (["FOLDER", "--passes", "merge-projection"], 2, "Did you mean 'merge-projections'?"),
+        (["FOLDER", "--device", "cpu", "--strict"], 3, "strict=True allows no downgrade"),
+    ],
+)
+def test_a_refusal_is_one_line(
+    folder: str, arguments: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["explain", "--quiet", *(folder if word == "FOLDER" else word for word in arguments)]) == code
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert message in err
+    assert "Traceback" not in err
+
+
+def explained_passes(folder: str, capsys: pytest.CaptureFixture[str], *flags: str) -> list[str]:
+    """Return the names of the passes that ran, in order."""
+    assert main(["explain", folder, "--json", "--quiet", *flags]) == 0
+    return [row["name"] for row in json.loads(capsys.readouterr().out)["report"]["passes"]]
+
+
+def test_passes_are_named_dropped_or_none(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    named = explained_passes(folder, capsys, "--device", "cpu", "--passes", "merge-projections")
+    all_of_a_cpu = explained_passes(folder, capsys, "--device", "cpu")
+    dropped = explained_passes(folder, capsys, "--device", "cpu", "--passes", "-merge-projections")
+    assert named == ["merge-projections"]
+    assert all_of_a_cpu == [each.name for each in default_passes("cpu")]
+    assert dropped == [name for name in all_of_a_cpu if name != "merge-projections"]
+    assert explained_passes(folder, capsys, "--device", "cpu", "--passes", "none") == []
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: nothing is assumed")
+def test_passes_of_an_assumed_gpu_are_those_that_pay_there(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """This holds if no passes are named, and if some are dropped."""
+    names = [each.name for each in default_passes("cuda")]
+    assert explained_passes(folder, capsys, "--assume-gpu") == names
+    dropped = explained_passes(folder, capsys, "--assume-gpu", "--passes", "-merge-projections")
+    assert dropped == [name for name in names if name != "merge-projections"]
+
+
+VALUES: dict[str, Any] = {
+    "dtype": "float16",
+    "device": "cpu",
+    "compiler": "eager",
+    "attention_backend": "sdpa",
+    "load_format": "safetensors",
+    "gpu_memory_utilization": 0.5,
+    "cudagraph_mode": "FULL",
+    "cudagraph_capture_sizes": (1,),
+    "compile_sizes": (1,),
+    "graph_kind": "cuda",
+    "strict": True,
+}
+
+
+@pytest.mark.parametrize("flag", LLM_FLAGS, ids=lambda flag: flag.name)
+def test_every_flag_of_run_means_something_here(flag: Any, tmp_path: Path) -> None:
+    value = VALUES.get(flag.name, 8)
+    if flag.name == "enforce_eager":
+        config = engine_config("a/b", {"enforce_eager": True})
+        assert (config.cudagraph_mode, config.compile.compiler) == (NONE, "eager")
+        return
+    config = engine_config("a/b", {flag.name: value})
+    holders = {"load_format": config.source, "compiler": config.compile}
+    found = getattr(holders.get(flag.name, config), flag.name)
+    assert found == (FULL if flag.name == "cudagraph_mode" else value)
+
+
+def ranges(sizes: Sequence[int], mode: CUDAGraphMode = PIECEWISE) -> list[DispatchRange]:
+    """Return one range up to each size."""
+    starts = [1, *(size + 1 for size in sizes)]
+    return [
+        DispatchRange(first=first, last=last, mode=mode, num_tokens=last, reason=None)
+        for first, last in zip(starts, sizes, strict=False)
+    ]
+
+
+def test_sizes_in_equal_steps_share_a_line() -> None:
+    assert [line.strip() for line in dispatch_lines(ranges([1, 2, 4, 8, 16, 24, 32, 48, 64, 80]))] == [
+        "1 -> PIECEWISE 1",
+        "2 -> PIECEWISE 2",
+        "3-4 -> PIECEWISE 4",
+        "5-8 -> PIECEWISE 8",
+        "9-32 -> PIECEWISE 16, 24, ... 32",
+        "33-80 -> PIECEWISE 48, 64, ... 80",
+    ]
+
+
+def test_a_line_has_one_mode_and_one_reason() -> None:
+    rows = ranges([8, 16, 24])
+    rows[2:] = [DispatchRange(first=17, last=24, mode=FULL, num_tokens=24, reason="a reason")]
+    assert [line.strip() for line in dispatch_lines(rows)] == [
+        "1-8 -> PIECEWISE 8",
+        "9-16 -> PIECEWISE 16",
+        "17-24 -> FULL 24  (a reason)",
+    ]
+    assert dispatch_lines([DispatchRange(first=3, last=3, mode=NONE, num_tokens=None, reason=None)]) == [
+        "          3 -> NONE"
+    ]

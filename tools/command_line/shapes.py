@@ -1,0 +1,103 @@
+"""Model shapes a bench can make from nothing: a config, and random weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from piecegraph.errors import ModelError, did_you_mean
+
+PREFIX = "shape:"
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3-0.6b": {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "tie_word_embeddings": True,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "max_position_embeddings": 40960,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "dtype": "bfloat16",
+        "bos_token_id": 151643,
+        "eos_token_id": 151645,
+    },
+    "llama-8b": {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 128256,
+        "tie_word_embeddings": False,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "max_position_embeddings": 8192,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "dtype": "bfloat16",
+        "bos_token_id": 128000,
+        "eos_token_id": 128001,
+    },
+    "qwen3-30b-a3b": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "tie_word_embeddings": False,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "max_position_embeddings": 40960,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "use_sliding_window": False,
+        "dtype": "bfloat16",
+        "bos_token_id": 151643,
+        "eos_token_id": 151645,
+    },
+}
+"""The shapes peers publish figures for. Read off those models' published configs."""
+
+
+def model_folder(model: str, scratch: Path) -> str:
+    """Return `model` itself, or for `shape:NAME` a folder made in `scratch` with that shape's config.
+
+    `shape:NAME:LAYERS` is the shape with that many layers. Raises `ModelError` for an unknown shape, and for a number
+    of layers that is not an integer of at least 1.
+    """
+    if not model.startswith(PREFIX):
+        return model
+    name, colon, layers = model.removeprefix(PREFIX).partition(":")
+    if name not in SHAPES:
+        raise ModelError(f"there is no shape {name!r}.{did_you_mean(name, SHAPES)}")
+    if colon and not (layers.isdecimal() and int(layers) > 0):
+        raise ModelError(f"{model!r} asks for {layers!r} layers; give a number, such as {PREFIX}{name}:8.")
+    config = {**SHAPES[name], "num_hidden_layers": int(layers)} if colon else SHAPES[name]
+    folder = scratch / model.removeprefix(PREFIX).replace(":", "-")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)

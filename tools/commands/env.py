@@ -1,0 +1,25 @@
+"""The command `piecegraph env`: what a bug report needs to know about a machine."""
+
+from __future__ import annotations
+
+import json
+
+import click
+
+from piecegraph.tools.bench.measure.machine import machine_facts
+from piecegraph.tools.command_line.options import CONTEXT, Command
+
+
+@click.command(cls=Command, context_settings=CONTEXT)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option("--debug", is_flag=True, help="Show tracebacks.")
+def command(as_json: bool, debug: bool) -> None:
+    """Show versions, devices, compilers and folders for a bug report."""
+    facts = machine_facts()
+    if as_json:
+        click.echo(json.dumps(facts))
+        return
+    for name, value in facts.items():
+        if isinstance(value, dict):
+            value = ", ".join(f"{key} {item}" for key, item in value.items())
+        click.echo(f"{name.replace('_', ' ') + ':':18}{value if value else 'none'}")

@@ -1,0 +1,212 @@
+"""The command `piecegraph explain`: how a model would be split, captured and dispatched, and why a path is slower."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from piecegraph.compiler.common.private_folder import scratch_folder
+from piecegraph.progress import Phase
+from piecegraph.tools.command_line.compile_flags import engine_config, with_compile_flags
+from piecegraph.tools.command_line.options import COMPILE_FLAGS, CONTEXT, LLM_FLAGS, Command, flags, given
+from piecegraph.tools.command_line.passes_text import layer_lines, layer_record, pass_lines, pass_record
+from piecegraph.tools.command_line.phases import PhaseDisplay, Stopwatch
+from piecegraph.tools.command_line.settings import config_option
+
+if TYPE_CHECKING:
+    from piecegraph.runner.cudagraphs.dispatch_table import DispatchRange
+    from piecegraph.runner.inspect.explanation import AttentionRow, Explanation
+
+EPILOG = """\b
+Examples:
+  piecegraph explain HuggingFaceTB/SmolLM2-360M-Instruct
+  piecegraph explain shape:llama-8b --assume-gpu --max-num-seqs 64
+  piecegraph explain ./my-model --cudagraph-mode FULL --json"""
+
+INDENT = " " * 12
+
+
+@click.command(cls=Command, epilog=EPILOG, context_settings=CONTEXT)
+@click.argument("model")
+@flags(LLM_FLAGS)
+@flags(COMPILE_FLAGS)
+@click.option("--assume-gpu", is_flag=True, help="Explain for an NVIDIA GPU, whether or not one is here.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option("--quiet", is_flag=True, help="Print no phases.")
+@click.option("--debug", is_flag=True, help="Show tracebacks and what the libraries say.")
+@config_option
+def command(model: str, assume_gpu: bool, as_json: bool, quiet: bool, debug: bool, **values: Any) -> None:
+    """Show pieces, dispatch table, and why anything is slower than asked for.
+
+    MODEL is a folder, a .gguf file, a hub id, or shape:NAME (qwen3-0.6b, llama-8b). Its config is read, its weights
+    are not: nothing is compiled or captured, and a laptop explains any size; --assume-gpu shows what a GPU would run.
+    Flags mean what they mean to `piecegraph run`.
+    """
+    with PhaseDisplay(quiet=quiet) as display, scratch_folder() as scratch:
+        display(Phase(name="import", detail="torch, transformers"))
+        display.spin()
+        watch = Stopwatch()
+        from piecegraph.runner.inspect.explanation import explain
+        from piecegraph.tools.cache.entries.eager_pieces import eager_pieces
+        from piecegraph.tools.command_line.quiet import quiet_libraries
+        from piecegraph.tools.command_line.shapes import model_folder
+
+        if not debug:
+            quiet_libraries()
+        display(Phase(name="import", seconds=watch.seconds(), detail="torch, transformers"))
+        arguments = with_compile_flags(given(LLM_FLAGS, values), values, assume_gpu=assume_gpu)
+        config = engine_config(model_folder(model, scratch), arguments)
+        explanation = explain(config, assume_gpu=assume_gpu, on_phase=display)
+        eager = {} if assume_gpu else eager_pieces(config)
+        display.stop()
+    if as_json:
+        click.echo(json.dumps({**as_record(model, explanation), "eager_pieces": dict(eager)}))
+    else:
+        click.echo("\n".join(as_lines(explanation, eager)))
+
+
+def as_lines(explained: Explanation, eager_pieces: Mapping[str, str] | None = None) -> Iterator[str]:
+    """Return the explanation as text, with a word in front of each paragraph.
+
+    `eager_pieces` are the reasons of the pieces known to run eagerly, by index.
+    """
+    where = f"{explained.device}, assumed" if explained.is_assumed else str(explained.device)
+    dtype = str(explained.dtype).removeprefix("torch.")
+    report = explained.report
+    yield _titled(
+        "model", f"{explained.model_class}, {explained.num_parameters / 1e6:.1f}M parameters, {dtype} on {where}"
+    )
+    yield _titled(
+        "limits",
+        f"{explained.max_model_len} tokens a text, {explained.max_num_seqs} requests at once, "
+        f"{explained.max_num_batched_tokens} tokens a step",
+    )
+    yield _titled("attention", *map(_attention_line, explained.attention))
+    yield _titled("", f"{explained.cache_bytes_per_token / 1024:.1f} KiB of key/value cache a token")
+    yield _titled("", *(f"backend {reason}" for reason in explained.backend_reasons))
+    yield _titled(
+        "pieces",
+        f"{report.num_pieces} -> {report.num_unique_pieces} unique, {report.num_split_ops} split ops",
+        "unique  pieces  nodes",
+        *(f"{row.index:>6}  {row.shared_by:>6}  {row.num_nodes:>5}" for row in report.unique_pieces),
+    )
+    yield _titled("passes", *pass_lines(report.passes))
+    if explained.layer is not None:
+        yield _titled("a layer", *layer_lines(explained.layer))
+    sizes = ", ".join(map(str, explained.compile_sizes))
+    yield _titled("compiler", explained.compiler + (f", and static pieces for {sizes} tokens" if sizes else ""))
+    yield _titled(
+        "split ops",
+        *(
+            f"{row.calls} x {row.op}: {row.cost}" + (f" ({row.note.removeprefix(f'{row.op}: ')})" if row.note else "")
+            for row in explained.split_ops
+        ),
+    )
+    yield _titled("replay", *_replay_lines(explained))
+    yield _titled(
+        "graphs",
+        f"{explained.configured_mode.value}: decode {explained.decode_mode.value}, "
+        f"other batches {explained.mixed_mode.value}",
+        f"to capture: {explained.num_full} FULL, {explained.num_piecewise} PIECEWISE",
+    )
+    yield _titled("decode", "requests -> mode, padded to", *dispatch_lines(explained.decode))
+    yield _titled("other", "tokens -> mode, padded to", *dispatch_lines(explained.mixed))
+    if explained.notes:
+        yield _titled("notes", *explained.notes)
+    eager = [f"unique piece {index} runs eagerly: {reason}" for index, reason in (eager_pieces or {}).items()]
+    yield _titled("slower", *((*eager, *explained.slower_paths) or ("nothing: every batch runs as asked for",)))
+
+
+def dispatch_lines(ranges: Sequence[DispatchRange]) -> list[str]:
+    """Return a line for each range of batches; consecutive ranges that grow by one step share a line."""
+    lines: list[str] = []
+    for group in _in_steps(ranges):
+        first, last = group[0], group[-1]
+        sizes = f"{first.first}" if first.first == last.last else f"{first.first}-{last.last}"
+        line = f"{sizes:>11} -> {last.mode.value}"
+        if len(group) > 1:
+            assert first.num_tokens is not None and last.num_tokens is not None and group[1].num_tokens is not None
+            line += f" {first.num_tokens}, {group[1].num_tokens}, ... {last.num_tokens}"
+        elif last.num_tokens is not None:
+            line += f" {last.num_tokens}"
+        lines.append(line + (f"  ({first.reason})" if first.reason else ""))
+    return lines
+
+
+def _in_steps(ranges: Sequence[DispatchRange]) -> list[list[DispatchRange]]:
+    """Return `ranges` in groups that the same mode and reason, and padding in equal steps, put together.
+
+    A group has three or more consecutive ranges; every other range is on its own.
+    """
+    groups: list[list[DispatchRange]] = []
+    for row in ranges:
+        group = groups[-1] if groups else []
+        if group and _continues(group, row):
+            group.append(row)
+        else:
+            groups.append([row])
+    return [part for group in groups for part in ([group] if len(group) > 2 else [[row] for row in group])]
+
+
+def _continues(group: Sequence[DispatchRange], row: DispatchRange) -> bool:
+    last = group[-1]
+    if row.num_tokens is None or last.num_tokens is None or (row.mode, row.reason) != (last.mode, last.reason):
+        return False
+    step = row.num_tokens - last.num_tokens
+    return len(group) == 1 or step == last.num_tokens - (group[-2].num_tokens or 0)
+
+
+def _attention_line(row: AttentionRow) -> str:
+    head = str(row.key_dim) if row.key_dim == row.value_dim else f"{row.key_dim} (keys), {row.value_dim} (values)"
+    line = f"{row.layers} layers of {row.num_q_heads} query and {row.num_kv_heads} KV heads, head size {head}"
+    line += f", window {row.window}" if row.window else ""
+    line += f", soft cap {row.softcap:g}" if row.softcap else ""
+    return line + (", sinks" if row.has_sinks else "")
+
+
+def _replay_lines(explained: Explanation) -> list[str]:
+    lines = ["FULL: 1 x graph, the whole step"] if explained.num_full else []
+    if explained.num_piecewise:
+        lines.append("PIECEWISE: " + ", ".join(f"{count} x {cost}" for cost, count in explained.replay_costs.items()))
+    calls = explained.report.num_pieces + explained.report.num_split_ops
+    return lines or [f"nothing is captured: {calls} calls, one by one"]
+
+
+def _titled(title: str, *lines: str) -> str:
+    return "\n".join(f"{title if number == 0 else '':<{len(INDENT)}}{line}" for number, line in enumerate(lines))
+
+
+def as_record(model: str, explained: Explanation) -> dict[str, Any]:
+    """Return what `--json` prints: the same facts by name, with every range on its own."""
+    from piecegraph.tools.command_line.records import as_plain
+
+    def ranges(rows: Sequence[DispatchRange]) -> list[dict[str, Any]]:
+        return [{**as_plain(row), "mode": row.mode.value} for row in rows]
+
+    report = explained.report
+    return {
+        "model": model,
+        **as_plain(explained),
+        "dtype": str(explained.dtype).removeprefix("torch."),
+        "report": {  # without keys and seconds, which are those of meta tensors and eager pieces
+            "num_pieces": report.num_pieces,
+            "num_unique_pieces": report.num_unique_pieces,
+            "num_split_ops": report.num_split_ops,
+            "pieces": as_plain(report.pieces),
+            "unique_pieces": [
+                {"index": row.index, "shared_by": row.shared_by, "num_nodes": row.num_nodes}
+                for row in report.unique_pieces
+            ],
+            "passes": [pass_record(row) for row in report.passes],
+        },
+        "layer": None if explained.layer is None else layer_record(explained.layer),
+        "configured_mode": explained.configured_mode.value,
+        "decode_mode": explained.decode_mode.value,
+        "mixed_mode": explained.mixed_mode.value,
+        "decode": ranges(explained.decode),
+        "mixed": ranges(explained.mixed),
+        "replay_costs": explained.replay_costs,
+    }

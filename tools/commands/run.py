@@ -1,0 +1,257 @@
+"""The command `piecegraph run`: one prompt, answered as text that streams to stdout."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from piecegraph.errors import RequestError
+from piecegraph.progress import Phase
+from piecegraph.tools.command_line.compile_flags import with_compile_flags
+from piecegraph.tools.command_line.interrupts import raise_if_interrupted
+from piecegraph.tools.command_line.options import (
+    COMPILE_FLAGS,
+    CONTEXT,
+    LLM_FLAGS,
+    SAMPLING_FLAGS,
+    Command,
+    flags,
+    given,
+)
+from piecegraph.tools.command_line.phases import PhaseDisplay
+from piecegraph.tools.command_line.settings import config_option
+
+if TYPE_CHECKING:
+    from piecegraph.runner.common.outputs import RequestOutput
+    from piecegraph.runner.common.sampling_params import SamplingParams
+    from piecegraph.runner.llm import LLM
+    from piecegraph.runner.prompts.tokenize import Prompt
+
+DEFAULTS: dict[str, Any] = {"max_tokens": 256, "temperature": 0.0}
+"""The defaults of `run` that differ from `SamplingParams`: a longer answer, and the same one each time."""
+
+LLM_DEFAULTS: dict[str, Any] = {"max_num_seqs": 1, "cudagraph_capture_sizes": (1,)}
+"""The defaults of `run` for `LLM`: nothing is compiled or captured for batches that one prompt cannot need."""
+
+EPILOG = """\b
+Examples:
+  piecegraph run "What is the capital of France?"
+  piecegraph run HuggingFaceTB/SmolLM2-360M-Instruct "Tell me a joke" --temperature 0.7
+  cat question.txt | piecegraph run ./my-model - --max-tokens 64 --json
+
+Every flag that takes a value is also a PIECEGRAPH_ variable: PIECEGRAPH_MAX_TOKENS=64."""
+
+
+def looks_like_model(argument: str) -> bool:
+    """Return whether a lone argument is MODEL rather than PROMPT.
+
+    It is MODEL if such a file or folder exists, if it ends in `.gguf`, or if it has a slash and no white space, as hub
+    ids and paths do.
+    """
+    if not argument or argument == "-":
+        return False
+    if argument.endswith(".gguf"):
+        return True
+    if any(character.isspace() for character in argument):
+        return False
+    return "/" in argument or Path(argument).exists()
+
+
+def split_arguments(first: str | None, second: str | None) -> tuple[str | None, str | None]:
+    """Return (MODEL, PROMPT) as the two optional arguments mean them."""
+    if first is not None and second is None and not looks_like_model(first):
+        return None, first
+    return first, second
+
+
+def read_prompt(prompt: str | None) -> str:
+    """Return the prompt; `-`, or nothing when input is piped in, means standard input."""
+    if prompt == "-" or (prompt is None and not sys.stdin.isatty()):
+        piped = read_standard_input().rstrip("\n")
+        prompt = piped or ("" if prompt == "-" else None)
+    if prompt is None:
+        raise click.UsageError('no prompt. Give one: piecegraph run "What is the capital of France?"')
+    if not prompt:
+        raise RequestError("the prompt is empty; a model needs at least one token to go on from.")
+    return prompt
+
+
+def read_standard_input() -> str:
+    """Return all of standard input. Raises `RequestError` where it is not valid UTF-8."""
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise RequestError(
+            f"standard input is not valid UTF-8: byte 0x{error.object[error.start]:02x} at offset {error.start} "
+            f"({error.reason}). Convert it, for instance with iconv."
+        ) from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """A finished request and how long it took, on a clock that began at the prompt."""
+
+    output: RequestOutput
+    first_token_seconds: float
+    seconds: float
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(completion.token_ids) for completion in self.output.outputs)
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """The rate of the tokens after the first; None when there are none."""
+        elapsed = self.seconds - self.first_token_seconds
+        return (self.num_tokens - 1) / elapsed if self.num_tokens > 1 and elapsed > 0 else None
+
+
+@click.command(cls=Command, epilog=EPILOG, context_settings=CONTEXT)
+@click.argument("model", required=False)
+@click.argument("prompt", required=False)
+@flags(SAMPLING_FLAGS, **DEFAULTS)
+@flags(LLM_FLAGS, max_num_seqs=1, cudagraph_capture_sizes="1")
+@flags(COMPILE_FLAGS)
+@click.option("--chat/--no-chat", default=None, help="Use the model's chat template. [default: if it has one]")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object when done instead of streaming text.")
+@click.option("--quiet", is_flag=True, help="Print no phases and no summary.")
+@click.option("--debug", is_flag=True, help="Show tracebacks and what the libraries say.")
+@config_option
+def command(
+    model: str | None,
+    prompt: str | None,
+    chat: bool | None,
+    as_json: bool,
+    quiet: bool,
+    debug: bool,
+    **values: Any,
+) -> None:
+    """Stream the answer of MODEL to PROMPT.
+
+    MODEL is a folder, a .gguf file or a hub id; without it the embedded SmolLM2-135M-Instruct answers.
+    PROMPT is text; "-", or nothing with input piped in, reads it from standard input.
+
+    A lone argument is MODEL if such a file or folder exists, if it ends in .gguf, or if it has a slash
+    and no white space; otherwise it is PROMPT. After the text come, on stderr, the pieces, the seconds
+    of each phase and the tokens per second.
+    """
+    model, prompt = split_arguments(model, prompt)
+    text = read_prompt(prompt)
+    from piecegraph.runner.common.sampling_params import SamplingParams  # without torch: a bad value is refused at once
+
+    sampling = SamplingParams(**{**DEFAULTS, **given(SAMPLING_FLAGS, values)})
+    defaults = LLM_DEFAULTS if sampling.n == 1 else {"max_num_seqs": sampling.n}
+    arguments = {**defaults, **given(LLM_FLAGS, values)}
+    if values["seed"] is not None:
+        arguments["seed"] = values["seed"]  # random weights of --load-format dummy
+    with PhaseDisplay(quiet=quiet) as display:
+        display(Phase(name="import", detail="torch, transformers"))
+        display.spin()
+        from piecegraph.runner.llm import LLM
+        from piecegraph.tools.command_line.quiet import quiet_once_imported
+
+        on_phase = display if debug else quiet_once_imported(display)
+        llm = LLM(model, on_phase=on_phase, **with_compile_flags(arguments, values))
+        try:
+            answer = answer_prompt(llm, text, sampling, chat=chat, display=display, stream=not as_json)
+            if as_json:
+                record = as_record(llm, model, text, answer, display.seconds)
+                click.echo(json.dumps(record, ensure_ascii=False))
+            if not quiet:
+                click.echo(summary(llm, answer, display.seconds), err=True)
+        finally:
+            llm.close()
+
+
+def answer_prompt(
+    llm: LLM, text: str, sampling: SamplingParams, *, chat: bool | None, display: PhaseDisplay, stream: bool
+) -> Answer:
+    """Run the request to its end; with `stream`, write its text to stdout as it comes.
+
+    If there are several answers the first streams, and the others follow it, each after an empty line.
+    """
+    prompt = as_prompt(llm, text, chat)
+    started = time.perf_counter()
+    first: float | None = None
+    written = 0
+    output: RequestOutput | None = None
+    display(Phase(name="first_token"))
+    for output in llm.stream(prompt, sampling):
+        raise_if_interrupted()
+        if first is None:
+            first = time.perf_counter() - started
+            display(Phase(name="first_token", seconds=first))
+            display.stop()
+        if stream:
+            whole = output.outputs[0].text
+            sys.stdout.write(whole[written:])
+            sys.stdout.flush()
+            written = len(whole)
+    assert output is not None, "LLM.stream ended without any output"
+    if stream:
+        sys.stdout.write("\n")
+        for other in output.outputs[1:]:
+            sys.stdout.write(f"\n{other.text}\n")
+        sys.stdout.flush()
+    elapsed = time.perf_counter() - started
+    return Answer(output=output, first_token_seconds=elapsed if first is None else first, seconds=elapsed)
+
+
+def as_prompt(llm: LLM, text: str, chat: bool | None) -> Prompt:
+    """Return the prompt as it goes to the model: through its chat template unless `chat` is False or it has none."""
+    from piecegraph.runner.prompts.chat import tokenize_chat
+
+    has_template = llm.tokenizer is not None and bool(llm.tokenizer.chat_template)
+    if chat and not has_template:
+        raise RequestError("--chat was asked for, but the model's tokenizer has no chat template; leave it out.")
+    if chat is False or not has_template:
+        return text
+    return {"prompt_token_ids": tokenize_chat([{"role": "user", "content": text}], llm.tokenizer).token_ids}
+
+
+def as_record(llm: LLM, model: str | None, prompt: str, answer: Answer, phases: dict[str, float]) -> dict[str, Any]:
+    """Return what `--json` prints."""
+    from piecegraph.runner.models.embedded_model import MODEL_NAME
+    from piecegraph.tools.command_line.records import as_plain
+
+    completion = answer.output.outputs[0]
+    return {
+        "model": model or MODEL_NAME,
+        "prompt": prompt,
+        "prompt_tokens": len(answer.output.prompt_token_ids),
+        "text": completion.text,
+        "token_ids": list(completion.token_ids),
+        "finish_reason": completion.finish_reason,
+        "stop_reason": completion.stop_reason,
+        "outputs": as_plain(answer.output.outputs),
+        "prompt_logprobs": as_plain(answer.output.prompt_logprobs),
+        "timings": {
+            "phases": phases,
+            "first_token_seconds": answer.first_token_seconds,
+            "total_seconds": answer.seconds,
+            "tokens_per_second": answer.tokens_per_second,
+        },
+        "report": as_plain(llm.compiled.report()),
+        "notes": [str(note) for note in llm.notes],
+    }
+
+
+def summary(llm: LLM, answer: Answer, phases: dict[str, float]) -> str:
+    """Return the closing lines: pieces, seconds per phase, speed, and the model's notes."""
+    report = llm.compiled.report()
+    speed = answer.tokens_per_second
+    spent = ", ".join(f"{name.replace('_', ' ')} {seconds:.2f}" for name, seconds in phases.items())
+    lines = [
+        f"pieces: {report.num_pieces} -> {report.num_unique_pieces} unique",
+        f"seconds: {spent}",
+        f"answer: {answer.num_tokens} tokens, ended by {answer.output.outputs[0].finish_reason}"
+        + (f", {speed:.1f} tokens/s" if speed is not None else "")
+        + f", first token after {answer.first_token_seconds:.2f} s",
+    ]
+    return "\n".join(["", *lines, *(f"note: {note}" for note in llm.notes)])
