@@ -291,6 +291,7 @@ TALKS_TO_TORCH = {
     "compiler/inductor/artifact.py": "a compiled piece to bytes and back",
     "compiler/inductor/caches.py": "where headers are precompiled, and vector instructions tried out",
     "compiler/inductor/compile.py": "one piece through Inductor",
+    "compiler/inductor/custom_pass.py": "a pass inside Inductor",
     "compiler/inductor/options.py": "Inductor's options",
     "compiler/torch_compat/process_settings.py": "how Dynamo and Inductor are set",
     "compiler/common/symbolic_sizes.py": "symbols made again",

@@ -1,12 +1,13 @@
-"""The compile of one piece by Inductor, and the hook for a pass inside Inductor."""
+"""The compile of one piece by Inductor."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import fx
 
+from piecegraph.compiler.inductor.written_inputs import with_outputs_apart
 from piecegraph.compiler.splitting.exact_strides import with_exact_strides
 from piecegraph.compiler.torch_compat.versions import allow_unbacked_layouts
 
@@ -14,7 +15,8 @@ from piecegraph.compiler.torch_compat.versions import allow_unbacked_layouts
 def standalone_compile(graph_module: fx.GraphModule, examples: Sequence[Any], options: Mapping[str, Any]) -> Any:
     """Compile one piece for the sizes of its own placeholders and return a `CompiledArtifact`.
 
-    The outputs of the compiled piece have the strides of their values in the graph.
+    The outputs of the compiled piece have the strides of their values in the graph, and share no memory with inputs that
+    the piece writes.
     """
     import torch._inductor
 
@@ -23,28 +25,8 @@ def standalone_compile(graph_module: fx.GraphModule, examples: Sequence[Any], op
             with_exact_strides(graph_module),
             list(examples),
             dynamic_shapes="from_graph",
-            options={"config_patches": dict(options)},
+            options={"config_patches": with_outputs_apart(options)},
         )
-
-
-POST_GRAD_OPTION = "post_grad_custom_post_pass"
-
-
-def custom_graph_pass(function: Callable[[fx.Graph], None], uuid: str) -> Any:
-    """Return a value for `POST_GRAD_OPTION`.
-
-    Inductor calls `function` on its graph after its own passes, and makes `uuid` a part of its cache key.
-    """
-    from torch._inductor.custom_graph_pass import CustomGraphPass
-
-    class Call(CustomGraphPass):
-        def __call__(self, graph: fx.Graph) -> None:
-            function(graph)
-
-        def uuid(self) -> str:
-            return uuid
-
-    return Call()
 
 
 def asks_dynamo_to_trace_again(error: Exception) -> bool:

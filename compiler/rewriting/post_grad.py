@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx
 
-from piecegraph.compiler.inductor.compile import POST_GRAD_OPTION, custom_graph_pass
+from piecegraph.compiler.inductor.custom_pass import POST_GRAD_OPTION, custom_graph_pass
 from piecegraph.compiler.rewriting.graph_snapshot import graph_text
 from piecegraph.compiler.rewriting.pass_contexts import FixedInputs
 from piecegraph.compiler.rewriting.run_pass import PassOutcome, run_pass
