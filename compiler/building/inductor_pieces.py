@@ -31,8 +31,8 @@ from piecegraph.compiler.common.private_folder import private_folder, scratch_fo
 from piecegraph.compiler.inductor.artifact import artifact_bytes
 from piecegraph.compiler.inductor.caches import inductor_cache_dir
 from piecegraph.compiler.inductor.compile import asks_dynamo_to_trace_again, generated_kernels, standalone_compile
-from piecegraph.compiler.inductor.custom_pass import POST_GRAD_OPTION
 from piecegraph.compiler.inductor.cpp_libraries import cpp_libraries
+from piecegraph.compiler.inductor.custom_pass import POST_GRAD_OPTION
 from piecegraph.compiler.inductor.files import LoadedPiece, PieceFiles, load_files
 from piecegraph.compiler.inductor.options import (
     NOTHING_MEASURED,

@@ -15,8 +15,8 @@ from piecegraph.compiler.torch_compat.versions import allow_unbacked_layouts
 def standalone_compile(graph_module: fx.GraphModule, examples: Sequence[Any], options: Mapping[str, Any]) -> Any:
     """Compile one piece for the sizes of its own placeholders and return a `CompiledArtifact`.
 
-    The outputs of the compiled piece have the strides of their values in the graph, and share no memory with inputs that
-    the piece writes.
+    The outputs of the compiled piece have the strides of their values in the graph, and share no memory with inputs
+    that the piece writes.
     """
     import torch._inductor
 
