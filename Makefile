@@ -8,17 +8,20 @@ ARGS =
 BIN := .venv/bin
 READY := .venv/.ready
 TEST_JOBS ?= 2
-PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
+RUN_PYTEST = -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python $(RUN_PYTEST)
+NEWEST = .venv-newest
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-slow lint format setup clean
+.PHONY: help run test test-slow test-newest lint format setup clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo
 	@echo 'make run  PROMPT="..."  asks something else; MODEL=folder|file.gguf|org/name asks another model;'
 	@echo '          ARGS="--max-tokens 64 --compiler eager" goes to `piecegraph run`.'
 	@echo 'make test ARGS="-k dispatcher"  goes to pytest; TEST_JOBS=4 tests in four processes.'
+	@echo 'rm .venv-newest/.ready  makes the next test-newest look for newer versions.'
 	@echo 'PYTHON=python3.12 chooses the interpreter that .venv is made with.'
 
 run: $(READY) ## set up, then answer PROMPT with the embedded model, or MODEL
@@ -30,6 +33,9 @@ test: $(READY) ## set up, then run the tests but the slow ones
 
 test-slow: $(READY) ## set up, then run the slow tests: long random schedules, families one by one
 	$(PYTEST) -m slow $(ARGS)
+
+test-newest: $(NEWEST)/.ready ## run `make test` with the newest torch and transformers, in .venv-newest (several gigabytes)
+	OMP_NUM_THREADS=1 $(NEWEST)/bin/python $(RUN_PYTEST) -m 'not slow' $(ARGS)
 
 lint: $(READY) ## ruff, ruff format, mypy --strict over everything, the rules of the house
 	$(BIN)/ruff check .
@@ -47,6 +53,10 @@ $(READY): $(wildcard requirements/*) pyproject.toml
 	@PYTHON='$(PYTHON)' bash requirements/install.sh
 	@touch $@
 
-clean: ## remove .venv and everything generated
-	rm -rf .venv build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+$(NEWEST)/.ready: requirements/install_newest.sh requirements/dev.txt requirements/model.txt pyproject.toml
+	@PYTHON='$(PYTHON)' bash requirements/install_newest.sh
+	@touch $@
+
+clean: ## remove .venv, .venv-newest and everything generated
+	rm -rf .venv $(NEWEST) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -19,6 +19,7 @@ from piecegraph.passes.matching.graph_pass import GraphPass, Miss, PassContext, 
 from piecegraph.passes.matching.repeated_halves import repeat_halves
 from piecegraph.passes.matching.rotary_pattern import ATTENTION_LAYOUT, RotatedHeads, rotated_heads
 from piecegraph.passes.matching.torch_ir import Columns, NoMatch
+from piecegraph.passes.ops.op_types import OpOverload
 from piecegraph.passes.rotary_tables import fuse_rotary_tables
 
 _SIZES = frozenset({"new_empty", "size", torch.ops.aten.sym_size.int})
@@ -74,12 +75,12 @@ class FuseRopeKVWrite(GraphPass):
 
 def _op_name(node: fx.Node) -> str | None:
     target = node.target
-    return str(target._schema.name) if isinstance(target, torch._ops.OpOverload) else None
+    return str(target._schema.name) if isinstance(target, OpOverload) else None
 
 
-def _overload(name: str) -> torch._ops.OpOverload:
+def _overload(name: str) -> OpOverload:
     namespace, _, op = name.partition("::")
-    overload: torch._ops.OpOverload = getattr(getattr(torch.ops, namespace), op).default
+    overload: OpOverload = getattr(getattr(torch.ops, namespace), op).default
     return overload
 
 
@@ -155,7 +156,7 @@ def _check_query_is_private(query: RotatedHeads, memory: Memory) -> None:
             break
         node = source
     is_new = ir.is_call(node, ir.LINEAR | ELEMENTWISE) or (
-        isinstance(node.target, torch._ops.OpOverload)
+        isinstance(node.target, OpOverload)
         and all(argument.alias_info is None for argument in node.target._schema.arguments)
     )
     if not is_new:
@@ -183,7 +184,7 @@ def _check_disjoint(reader: fx.Node, source: fx.Node, columns: Columns | None) -
 def _fuse(
     graph: fx.Graph,
     call: fx.Node,
-    fused_op: torch._ops.OpOverload,
+    fused_op: OpOverload,
     query: RotatedHeads,
     key: RotatedHeads,
     tables: dict[fx.Node, fx.Node],

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import functools
+import importlib.util
 import re
 import subprocess
 import sys
@@ -281,46 +283,96 @@ def test_versions_of_torch_are_known_where_they_are_met() -> None:
     assert not found, f"{found}: let compiler/torch_compat/versions.py meet the difference"
 
 
-PRIVATE_MODULES_OF_TORCH = {"torch._dynamo", "torch._functorch", "torch._guards", "torch._inductor", "torch._logging"}
+PRIVATE_MODULES_OF_TRITON = ("triton._C", "triton.backends", "triton.compiler", "triton.knobs", "triton.runtime")
 
-TALKS_TO_TORCH = {
-    "compiler/workers/child.py": "imports Inductor while the parent traces",
-    "compiler/inductor/cpp_libraries.py": "how C++ kernels are loaded",
-    "compiler/rewriting/dump.py": "the structured trace",
-    "compiler/tracing/dynamo.py": "a graph of a call",
-    "compiler/inductor/artifact.py": "a compiled piece to bytes and back",
-    "compiler/inductor/caches.py": "where headers are precompiled, and vector instructions tried out",
-    "compiler/inductor/compile.py": "one piece through Inductor",
-    "compiler/inductor/custom_pass.py": "a pass inside Inductor",
-    "compiler/inductor/options.py": "Inductor's options",
-    "compiler/torch_compat/process_settings.py": "how Dynamo and Inductor are set",
-    "compiler/common/symbolic_sizes.py": "symbols made again",
-    "compiler/torch_compat/versions.py": "what versions do not have alike",
-    "compiler/tracing/trace.py": "the errors Dynamo raises",
-    "compiler/triton/compat.py": "which ptxas torch has Triton take",
+TALKS_TO: dict[str, tuple[str, *tuple[str, ...]]] = {
+    "compiler/common/ambient_state.py": ("autocast and torch.func, asked at every call", "torch._C"),
+    "compiler/common/fake_values.py": ("ops computed on fake tensors", "torch._dispatch"),
+    "compiler/common/split_ops.py": ("the names of all registered ops", "torch._C"),
+    "compiler/common/symbolic_sizes.py": ("symbols made again", "torch._dynamo"),
+    "compiler/graphs/recording/cuda_graph.py": ("tensors over memory that they do not keep", "torch._C"),
+    "compiler/inductor/artifact.py": ("a compiled piece to bytes and back", "torch._inductor", "torch._functorch"),
+    "compiler/inductor/caches.py": ("where headers are precompiled, and vector instructions tried", "torch._inductor"),
+    "compiler/inductor/compile.py": ("one piece through Inductor", "torch._inductor", "torch._dynamo"),
+    "compiler/inductor/cpp_libraries.py": ("how C++ kernels are loaded", "torch._inductor"),
+    "compiler/inductor/custom_pass.py": ("a pass inside Inductor", "torch._inductor"),
+    "compiler/inductor/options.py": ("Inductor's options", "torch._inductor"),
+    "compiler/rewriting/dump.py": ("the structured trace", "torch._logging"),
+    "compiler/torch_compat/fake_tensors.py": ("the classes of fake tensors, for all other files", "torch._subclasses"),
+    "compiler/torch_compat/process_settings.py": ("their settings", "torch._dynamo", "torch._inductor"),
+    "compiler/torch_compat/versions.py": ("what versions do not have alike", "torch._dynamo", "torch._inductor"),
+    "compiler/tracing/dynamo.py": ("a graph of a call", "torch._dynamo", "torch._guards"),
+    "compiler/tracing/python_kernels.py": ("which file registered an op's kernels", "torch._C", "torch._library"),
+    "compiler/tracing/read_facts.py": ("the dispatch keys that Dynamo guards on", "torch._C"),
+    "compiler/triton/compat.py": (
+        "how Triton keys, compiles and keeps kernels",
+        *("torch._inductor", "triton._C", "triton.backends", "triton.compiler", "triton.knobs", "triton.runtime"),
+    ),
+    "compiler/workers/child.py": ("imports Inductor while the parent traces", "torch._inductor"),
+    "passes/kernels/common/overlapped.py": ("the current stream, as Triton's launchers take it", "triton.runtime"),
+    "passes/matching/torch_ir.py": ("the function that F.silu calls, which has no public name", "torch._C"),
+    "passes/ops/op_types.py": ("the classes of registered ops, for all other files", "torch._ops"),
 }
-"""File -> what it needs of torch's private modules. A new torch is tried against these."""
+"""File -> why it needs private modules, and which. A new torch or Triton is tried against these."""
+
+
+@functools.cache
+def is_private_module(name: str) -> bool:
+    """Return whether `name`, of two parts, is a private module of torch, in the torch that is installed, or Triton."""
+    if name in PRIVATE_MODULES_OF_TRITON:
+        return True
+    package, _, module = name.partition(".")
+    spec = importlib.util.find_spec("torch")
+    assert spec is not None and spec.submodule_search_locations is not None
+    folder = Path(spec.submodule_search_locations[0])
+    if package != "torch" or not module.startswith("_"):
+        return False
+    return any(folder.glob(f"{module}/__init__.py*")) or any(folder.glob(f"{module}.*"))
 
 
 def private_modules_used(source: str) -> set[str]:
-    """Those of `PRIVATE_MODULES_OF_TORCH` that `source` imports or reaches for."""
+    """Return the private modules of torch and Triton that `source` imports or reaches for, under any alias."""
     tree = ast.parse(source)
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import)]
+    aliases = {alias.asname: alias.name for node in imports for alias in node.names if alias.asname is not None}
     names = [name for _, name in imported_names(tree)]
-    names += [dotted(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
-    return {".".join(name.split(".")[:2]) for name in names} & PRIVATE_MODULES_OF_TORCH
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            first, _, rest = dotted(node).partition(".")
+            names.append(f"{aliases.get(first, first)}.{rest}")
+    return {name for name in {".".join(name.split(".")[:2]) for name in names} if is_private_module(name)}
 
 
-def test_private_modules_of_torch_are_used_where_the_table_says() -> None:
-    used = {str(file.relative_to(ROOT)) for file in sources() if private_modules_used(file.read_text(encoding="utf-8"))}
-    assert used == set(TALKS_TO_TORCH), "use what the files of TALKS_TO_TORCH offer, or put the file there"
+def test_private_modules_are_used_where_the_table_says() -> None:
+    used = {str(file.relative_to(ROOT)): private_modules_used(file.read_text(encoding="utf-8")) for file in sources()}
+    allowed = {file: set(modules) for file, (_, *modules) in TALKS_TO.items()}
+    strays = {file: names - allowed.get(file, set()) for file, names in used.items()}
+    assert not {file: names for file, names in strays.items() if names}, "use what a file of TALKS_TO offers"
+    assert not {file for file, names in allowed.items() if names != used.get(file)}, "take them out of TALKS_TO"
 
 
 @pytest.mark.parametrize(
-    "source",
-    ["import torch._dynamo", "from torch._inductor import config", "from torch import _logging", "torch._guards.x()"],
+    ("source", "module"),
+    [
+        ("import torch._dynamo", "torch._dynamo"),
+        ("def f():\n    from torch._inductor import config", "torch._inductor"),
+        ("from torch import _logging", "torch._logging"),
+        ("torch._guards.x()", "torch._guards"),
+        ("import torch as t\nisinstance(x, t._ops.OpOverload)", "torch._ops"),
+        ("import torch\ntorch._C._nn.silu", "torch._C"),
+        ("from torch._subclasses.fake_tensor import FakeTensor", "torch._subclasses"),
+        ("import importlib\nimportlib.import_module('torch._functorch.config')", "torch._functorch"),
+        ("from triton.runtime import driver", "triton.runtime"),
+        ("import triton\ntriton.compiler.compile(x)", "triton.compiler"),
+    ],
 )
-def test_a_use_of_a_private_module_is_seen(source: str) -> None:
-    assert private_modules_used(source)
+def test_a_use_of_a_private_module_is_seen(source: str, module: str) -> None:
+    assert private_modules_used(source) == {module}
+
+
+@pytest.mark.parametrize("source", ["torch._check(x)", "import triton.language as tl\ntl.load", "self._C.x", "x._ops"])
+def test_a_name_that_is_no_private_module_is_left_alone(source: str) -> None:
+    assert private_modules_used(source) == set()
 
 
 def in_a_fresh_process(code: str) -> str:

@@ -8,8 +8,8 @@ from operator import getitem, is_
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
+from piecegraph.compiler.torch_compat.fake_tensors import FakeTensor
 from piecegraph.compiler.tracing.signature import BoundInput
 from piecegraph.errors import InputMismatch
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from piecegraph.cache.store.keys import join_path
 from piecegraph.compiler.keys.model_factors import model_factors
 from piecegraph.compiler.rewriting.pass_contexts import store_together
+from piecegraph.compiler.torch_compat.fake_tensors import FakeTensor
 from piecegraph.compiler.tracing.signature import BoundInput
 from piecegraph.compiler.tracing.trace import Traced
 from piecegraph.errors import KeyFactorError

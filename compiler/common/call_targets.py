@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from piecegraph.passes.ops.op_types import HigherOrderOperator, OpOverload, OpOverloadPacket
+
 _MODULES = frozenset({"torch", "_operator", "operator", "math", "builtins"})
 """The packages whose functions a plan may name; a cache entry cannot cause any other import."""
 
@@ -31,11 +33,11 @@ def target_as_data(target: Any) -> dict[str, str]:
     """Return `target` as plain data for JSON. Raises `NotStorable` for an unknown kind of target."""
     if isinstance(target, MethodCall):
         return {"method": target.name}
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OpOverload):
         return {"op": str(target._schema.name), "overload": str(target._overloadname)}
-    if isinstance(target, torch._ops.OpOverloadPacket):
+    if isinstance(target, OpOverloadPacket):
         return {"packet": str(target._qualified_op_name)}
-    if callable(target) and hasattr(target, "__name__") and not isinstance(target, torch._ops.HigherOrderOperator):
+    if callable(target) and hasattr(target, "__name__") and not isinstance(target, HigherOrderOperator):
         name = qualified_name(target)
         with contextlib.suppress(ImportError, AttributeError):
             if name.partition(".")[0] in _MODULES and resolve_function(name) is target:
@@ -59,9 +61,9 @@ def target_from_data(data: dict[str, str]) -> Any:
 
 def schema_of(target: Any) -> str | None:
     """Return the schema of a registered op, with the schemas of all overloads of a packet; None for a function."""
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OpOverload):
         return str(target._schema)
-    if isinstance(target, torch._ops.OpOverloadPacket):
+    if isinstance(target, OpOverloadPacket):
         return "; ".join(str(getattr(target, name)._schema) for name in sorted(target.overloads()))
     return None
 
@@ -78,7 +80,7 @@ def qualified_name(function: Any) -> str:
     """Return the dotted name that FX writes for a function; it can be imported where the function can be at all."""
     from torch.fx.node import _get_qualified_name
 
-    if isinstance(function, torch._ops.OpOverloadPacket):
+    if isinstance(function, OpOverloadPacket):
         return f"torch.ops.{str(function._qualified_op_name).replace('::', '.')}"
     return _get_qualified_name(function)
 

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.node import Node
+
+from piecegraph.compiler.torch_compat.fake_tensors import FakeTensorMode
 
 
 def fresh_fake_mode() -> FakeTensorMode:

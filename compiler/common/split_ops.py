@@ -10,6 +10,7 @@ from torch import fx
 
 from piecegraph.config import DEFAULT_SPLIT_OPS
 from piecegraph.errors import SplitOpNotFound, SplitOpUnused, did_you_mean
+from piecegraph.passes.ops.op_types import HigherOrderOperator, OpOverload, OpOverloadPacket
 
 
 def op_name(target: Any) -> str:
@@ -19,11 +20,11 @@ def op_name(target: Any) -> str:
     `scaled_dot_product_attention` as a builtin function), `"higher_order::name"` for higher-order
     ops, and `module.qualname` for anything else.
     """
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OpOverload):
         return str(target._schema.name)
-    if isinstance(target, torch._ops.OpOverloadPacket):
+    if isinstance(target, OpOverloadPacket):
         return str(target._qualified_op_name)
-    if isinstance(target, torch._ops.HigherOrderOperator):
+    if isinstance(target, HigherOrderOperator):
         return f"higher_order::{target.name()}"
     name = getattr(target, "__name__", None)
     if name is None:

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from piecegraph.compiler.torch_compat.fake_tensors import FakeTensorMode
 from piecegraph.compiler.torch_compat.versions import symbol_hint
 
 

@@ -24,13 +24,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from piecegraph.cache.store.keys import plain
 from piecegraph.compiler.rewriting.pass_contexts import owns_its_storage
+from piecegraph.compiler.torch_compat.fake_tensors import FakeTensor
 from piecegraph.compiler.tracing.class_factors import class_facts
 from piecegraph.compiler.tracing.read_facts import code_digest
 from piecegraph.errors import KeyFactorError
+from piecegraph.passes.ops.op_types import OpOverload, OpOverloadPacket
 
 EXCLUDED: Mapping[str, str] = {
     "_commit_hash": "the download a model came from; its contents are in the key",
@@ -271,7 +272,7 @@ class _Describer:
             name, owner = f"builtin {function.__module__}.{function.__qualname__}", function.__self__
             is_free = owner is None or isinstance(owner, types.ModuleType | type)
             return name if is_free else [name, self.value(owner, where)]
-        if isinstance(function, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+        if isinstance(function, OpOverload | OpOverloadPacket):
             return f"op {function}"
         wrapped = getattr(function, "__wrapped__", None)
         return ["wrapped", self.value(wrapped, where)] if isinstance(wrapped, types.FunctionType) else None

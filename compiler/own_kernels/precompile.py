@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor
 
 from piecegraph.compiler.common.split_ops import op_name
+from piecegraph.compiler.torch_compat.fake_tensors import FakeTensor
 from piecegraph.passes.matching.torch_ir import value_of
+from piecegraph.passes.ops.op_types import OpOverload
 
 ROWS = (1, 2, 3, 16, 32, 64, 128, 256, 2048)
 """The numbers of rows with which an op is launched. Each kernel that our ops choose by rows is chosen for one of them.
@@ -41,7 +42,7 @@ def precompile_launches(graph: fx.Graph, is_split_op: Callable[[fx.Node], bool])
             continue
         if not any(isinstance(value_of(x), torch.Tensor) and value_of(x).is_cuda for x in node.all_input_nodes):
             continue
-        if not isinstance(node.target, torch._ops.OpOverload) or node.target._schema.is_mutable:
+        if not isinstance(node.target, OpOverload) or node.target._schema.is_mutable:
             continue
         kind = (node.target, str(fx.map_arg((node.args, node.kwargs), _kind)))
         for rows in ROWS:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from piecegraph.compiler.common.piece_errors import shortened
 from piecegraph.compiler.common.report import StaticPieceRow
@@ -23,6 +22,7 @@ from piecegraph.compiler.piece_compilers.static_piece import Refused, StaticPiec
 from piecegraph.compiler.rewriting.post_grad import PostGrad
 from piecegraph.compiler.splitting.piece import UniquePiece
 from piecegraph.compiler.splitting.plan import Slot
+from piecegraph.compiler.torch_compat.fake_tensors import FakeTensor
 from piecegraph.passes.matching.effects import is_pure
 from piecegraph.progress import OnPhase, Phase
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from piecegraph.compiler.building.build import BuildResult
 from piecegraph.compiler.common.call_targets import NotStorable
 from piecegraph.compiler.plans.plan_format import Binding, StoredPlan
 from piecegraph.compiler.rewriting.pass_contexts import store_together
+from piecegraph.compiler.torch_compat.fake_tensors import FakeTensor
 from piecegraph.compiler.tracing.signature import BoundInput
 from piecegraph.compiler.tracing.trace import Traced
 

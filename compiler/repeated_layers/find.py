@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
+
+from piecegraph.compiler.torch_compat.fake_tensors import FakeTensor
 
 NAME_ATTRIBUTE = "_piecegraph_layer"
 """The attribute that holds a module's name in its model. Code that is traced may hand that name to an op, and do

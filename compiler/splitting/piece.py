@@ -14,6 +14,7 @@ from piecegraph.compiler.common.split_ops import op_name
 from piecegraph.compiler.common.symbolic_sizes import shape_env_of, symbol_range
 from piecegraph.compiler.splitting.split import Piece, attribute_of
 from piecegraph.passes.matching.torch_ir import value_of
+from piecegraph.passes.ops.op_types import OpOverload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +101,7 @@ class _Canonical:
 
     def function(self, target: Any) -> str:
         name = op_name(target)
-        return f"{name}.{target._overloadname}" if isinstance(target, torch._ops.OpOverload) else name
+        return f"{name}.{target._overloadname}" if isinstance(target, OpOverload) else name
 
     def attribute(self, path: str) -> str:
         value = attribute_of(self.graph_module, path)
@@ -160,7 +161,7 @@ class _Canonical:
                 return str(value)
             case _ if value is Ellipsis:
                 return "..."
-            case torch._ops.OpOverload():
+            case OpOverload():
                 return self.function(value)
             case _ if callable(value) and hasattr(value, "__qualname__"):
                 return self.function(value)

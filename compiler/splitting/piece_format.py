@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from piecegraph.compiler.common.call_targets import qualified_name, resolve_function
 from piecegraph.compiler.common.fake_values import fake_tensor, fresh_fake_mode, propagate_fakes
 from piecegraph.compiler.common.symbolic_sizes import evaluate_size, make_symbols, shape_env_of, symbol_facts
+from piecegraph.compiler.torch_compat.fake_tensors import FakeTensorMode
 from piecegraph.passes.matching.torch_ir import value_of
 
 _KNOWN_NAMESPACES = frozenset({"aten", "prim", "prims", "higher_order", "inductor", "piecegraph"})

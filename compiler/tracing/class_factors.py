@@ -66,7 +66,7 @@ def patched_methods() -> dict[str, Any]:
     library adds or replaces, as transformers adds one while it makes a model, count by the library's version.
     """
     found: dict[str, Any] = {}
-    for kind in (torch._C.TensorBase, torch.Tensor, nn.Parameter, nn.Module):
+    for kind in (*torch.Tensor.__bases__, torch.Tensor, nn.Parameter, nn.Module):
         for name, value in vars(kind).items():
             function = _function_of(value)
             if function is not None and not is_library_module(function.__module__ or ""):

@@ -29,6 +29,9 @@ class DynamoGraph:
     mutations: tuple[str, ...]  # Python objects older than the call that it changes
 
 
+DynamoError = torch._dynamo.exc.TorchDynamoException
+"""The class of the errors that Dynamo raises."""
+
 OnGraph = Callable[[fx.GraphModule, Sequence[Any], Sequence[str]], Sequence[Any]]
 """A hook that may change a graph before it is used.
 

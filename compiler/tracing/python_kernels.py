@@ -22,6 +22,7 @@ from torch import fx
 
 from piecegraph.compiler.tracing.code_reads import codes_within, function_with_globals, global_chains
 from piecegraph.compiler.tracing.read_facts import NotComparable, class_name, is_library_module, value_fact
+from piecegraph.passes.ops.op_types import OpOverload, OpOverloadPacket
 
 _REGISTRARS = frozenset({"impl", "register_fake", "impl_abstract", "register_kernel", "custom_op", "py_impl"})
 
@@ -31,9 +32,9 @@ def called_ops(graph_module: fx.GraphModule) -> tuple[str, ...]:
     found = set()
     for each in graph_module.modules():
         for node in each.graph.nodes if isinstance(each, fx.GraphModule) else ():
-            if isinstance(node.target, torch._ops.OpOverload):
+            if isinstance(node.target, OpOverload):
                 found.add(str(node.target._schema.name))
-            elif isinstance(node.target, torch._ops.OpOverloadPacket):
+            elif isinstance(node.target, OpOverloadPacket):
                 found.add(str(node.target._qualified_op_name))
     return tuple(sorted(found))
 

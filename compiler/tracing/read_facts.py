@@ -15,7 +15,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
+
+from piecegraph.compiler.torch_compat.fake_tensors import FakeTensor
+from piecegraph.passes.ops.op_types import HigherOrderOperator, OpOverload, OpOverloadPacket
 
 LIBRARIES = frozenset({"torch", "transformers", "piecegraph", *sys.stdlib_module_names})
 """Packages whose source is known to the key by a version or a digest, so that only what was changed in them counts."""
@@ -168,7 +170,7 @@ def identity_fact(value: Any, detail: Any = None) -> str:
         return f"property {[None if each is None else identity_fact(each) for each in (value.fget, value.fset)]}"
     if isinstance(value, functools._lru_cache_wrapper):
         return f"cache of {identity_fact(value.__wrapped__)}"
-    if isinstance(value, torch._ops.OpOverload | torch._ops.OpOverloadPacket | torch._ops.HigherOrderOperator):
+    if isinstance(value, OpOverload | OpOverloadPacket | HigherOrderOperator):
         return f"op {value}"
     if type_fact(value) == "numpy.ufunc":
         return f"ufunc {value.__name__}"

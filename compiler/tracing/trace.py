@@ -28,6 +28,7 @@ from piecegraph.compiler.repeated_layers.find import find_layer_lists
 from piecegraph.compiler.repeated_layers.markers import mark_layers
 from piecegraph.compiler.tracing.dynamic_dims import DynamicDims
 from piecegraph.compiler.tracing.dynamo import (
+    DynamoError,
     DynamoGraph,
     dynamo_graph,
     guard_name,
@@ -138,7 +139,7 @@ def _trace(
     try:
         with torch.no_grad():
             graph, note = _graph(call, (bound.args, bound.kwargs, sized), module)
-    except torch._dynamo.exc.TorchDynamoException as error:
+    except DynamoError as error:
         raise _trace_error(error, declared) from error
     if not graph.examples and not len(graph.graph_module.graph.nodes):
         raise CompileError(

@@ -34,6 +34,7 @@ from piecegraph.passes.matching.torch_ir import (
     same_size,
     value_of,
 )
+from piecegraph.passes.ops.op_types import HigherOrderOperator, OpOverload, OpOverloadPacket
 
 DIV = frozenset({operator.truediv, torch.div, torch.divide, torch.true_divide, "div", "divide", "true_divide"})
 DROPOUT = frozenset({F.dropout, torch.dropout})
@@ -92,7 +93,7 @@ def is_pure(node: fx.Node) -> bool:
     target = node.target
     if (schema := _schema_of(target)) is not None:
         return not schema.is_mutable and not schema.name.startswith(("c10d", "_c10d"))
-    if isinstance(target, torch._ops.OpOverloadPacket | torch._ops.HigherOrderOperator):
+    if isinstance(target, OpOverloadPacket | HigherOrderOperator):
         return False
     if _updated_statistics(node):
         return False
@@ -129,10 +130,10 @@ def _updated_statistics(node: fx.Node) -> tuple[fx.Node, ...]:
 
 def _schema_of(target: Any) -> Any:
     """Return the schema of a registered op; None for other functions, and for a packet of several overloads."""
-    if isinstance(target, torch._ops.OpOverloadPacket):
+    if isinstance(target, OpOverloadPacket):
         overloads = target.overloads()
         target = getattr(target, overloads[0]) if len(overloads) == 1 else None
-    return target._schema if isinstance(target, torch._ops.OpOverload) else None
+    return target._schema if isinstance(target, OpOverload) else None
 
 
 def erase_dead(graph: fx.Graph, keep: Iterable[fx.Node] = ()) -> None:
@@ -141,7 +142,7 @@ def erase_dead(graph: fx.Graph, keep: Iterable[fx.Node] = ()) -> None:
     for node in reversed(list(graph.nodes)):
         if node.users or node.op in ("placeholder", "output") or node in kept or not is_pure(node):
             continue
-        if value_of(node) is not None or node.target is torch._C._log_api_usage_once:
+        if value_of(node) is not None or getattr(node.target, "__name__", "") == "_log_api_usage_once":
             graph.erase_node(node)
 
 

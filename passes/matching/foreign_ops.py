@@ -9,6 +9,7 @@ from torch import fx
 
 from piecegraph.passes.matching.effects import CONTIGUOUS, RESHAPE, VIEWS
 from piecegraph.passes.matching.torch_ir import CASTS, GETITEM
+from piecegraph.passes.ops.op_types import OpOverload, OpOverloadPacket
 
 KNOWN = frozenset({"aten", "prims", "prim", "higher_order", "piecegraph"})
 """The namespaces whose ops take tensors with any strides."""
@@ -19,10 +20,10 @@ def is_foreign(target: Any) -> bool:
 
     An op that does not rely on them has torch's tag `torch.Tag.flexible_layout`.
     """
-    if isinstance(target, torch._ops.OpOverloadPacket):
+    if isinstance(target, OpOverloadPacket):
         return any(is_foreign(getattr(target, overload)) for overload in target.overloads())
     return (
-        isinstance(target, torch._ops.OpOverload)
+        isinstance(target, OpOverload)
         and target.namespace not in KNOWN
         and torch.Tag.flexible_layout not in target.tags
     )

@@ -41,6 +41,7 @@ from piecegraph.passes.matching.torch_ir import (
     swapped_dims,
     value_of,
 )
+from piecegraph.passes.ops.op_types import OpOverload
 
 MATMUL = frozenset({torch.matmul, operator.matmul, "matmul"})
 ADDMM = frozenset({torch.addmm})
@@ -71,7 +72,7 @@ def row_operands(node: fx.Node, dim: int) -> Rows:
         raise NoMatch(f"{node.name} is computed elsewhere")
     if written_by(node):
         raise NoMatch(f"{node.name} ({_name(node)}) changes a tensor in place")
-    if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name in _OURS:
+    if isinstance(node.target, OpOverload) and node.target._schema.name in _OURS:
         return _over_last_dim(node, dim)
     rule = next((rule for spellings, rule in _RULES if node.target in spellings), None)
     if rule is None:
@@ -86,7 +87,7 @@ def sized_for(node: fx.Node, dim: int) -> tuple[Any, ...]:
 
 def _name(node: fx.Node) -> str:
     target = node.target
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OpOverload):
         return str(target._schema.name)
     return target if isinstance(target, str) else getattr(target, "__name__", str(target))
 
@@ -249,7 +250,7 @@ def _reshape(node: fx.Node, dim: int) -> Rows:
 def _over_last_dim(node: fx.Node, dim: int) -> Rows:
     if dim == _ndim(node) - 1:
         raise _refuse(node, "normalizes over the rows")
-    assert isinstance(node.target, torch._ops.OpOverload)
+    assert isinstance(node.target, OpOverload)
     operands: Sequence[Any] = node.args[: _OURS[node.target._schema.name]]
     if not all(map(is_tensor, operands)) or not all(each not in operands for each in node.args[len(operands) :]):
         raise _refuse(node, "is not called with its tensors first")

@@ -11,10 +11,12 @@ from typing import Any
 
 import torch
 
+from piecegraph.passes.ops.op_types import OpOverload
+
 _library = torch.library.Library("piecegraph", "FRAGMENT")
 
 
-def define_op(schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> torch._ops.OpOverload:
+def define_op(schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> OpOverload:
     """Define the op `piecegraph::` + `schema`, and return its overload, which is what a graph calls.
 
     `implementation` runs on every device; `fake` makes its results from shapes alone (sizes may be symbols).
@@ -23,5 +25,5 @@ def define_op(schema: str, implementation: Callable[..., Any], fake: Callable[..
     _library.define(schema)
     _library.impl(name, implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"piecegraph::{name}", fake, lib=_library)
-    overload: torch._ops.OpOverload = getattr(torch.ops.piecegraph, name).default
+    overload: OpOverload = getattr(torch.ops.piecegraph, name).default
     return overload

@@ -32,7 +32,7 @@ SPLIT_OP_LAUNCHES: Mapping[str, Mapping[str, int]] = {
 }
 """The number of kernels of a call for requests with one new token each, by attention backend; not known for others."""
 
-MATMULS = (F.linear, torch._C._nn.linear, torch.matmul, torch.mm, torch.bmm, torch.addmm, operator.matmul)
+MATMULS = (F.linear, torch.matmul, torch.mm, torch.bmm, torch.addmm, operator.matmul)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
+from piecegraph.compiler.torch_compat.fake_tensors import FakeTensorMode
 from piecegraph.errors import PiecegraphError
 from piecegraph.progress import OnPhase
 from piecegraph.runner.common.engine_config import EngineConfig

@@ -19,6 +19,7 @@ from piecegraph.compiler.graphs.replay.bound_plan import BoundPlan, MetadataRead
 from piecegraph.compiler.graphs.replay.prepared_ops import Patch, PatchableLaunch, ReadMetadata
 from piecegraph.compiler.splitting.plan import CallStep, Step, slots_in, step_inputs
 from piecegraph.compiler.splitting.segments import Lifetimes, Segment, split_into_segments
+from piecegraph.passes.ops.op_types import OpOverload
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +243,7 @@ def _record_split_op(
 
 def _dispatcher_of(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return the C++ function behind an op overload, which saves a Python frame; any other function unchanged."""
-    return function._op if type(function) is torch._ops.OpOverload else function
+    return function._op if type(function) is OpOverload else function
 
 
 def _weak_arguments(step: CallStep, values: Mapping[str, Any], recorder: Recorder) -> tuple[list[Any], dict[str, Any]]:

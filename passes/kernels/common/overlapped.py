@@ -24,6 +24,12 @@ from piecegraph.passes.kernels.common.gpu_limits import gpu_limits
 Grid = tuple[int, int, int]
 
 
+def current_stream(device: int) -> int:
+    """Return the handle of torch's current stream on a device."""
+    stream: int = driver.active.get_current_stream(device)
+    return stream
+
+
 class _Compiled(NamedTuple):
     """A compiled kernel's function, and Triton's launchers for it."""
 
@@ -78,7 +84,7 @@ class OverlappedKernel:
                     )
         values = [x.data_ptr() if isinstance(x, torch.Tensor) else x for x in arguments]
         run = compiled.overlapping if torch.cuda.is_current_stream_capturing() else compiled.ordinary
-        stream = driver.active.get_current_stream(device)
+        stream = current_stream(device)
         # launch metadata and hooks on entry and exit: none; constants are passed and ignored
         run(*grid, stream, compiled.function, compiled.metadata, None, None, None, *values, *constants.values(), True)
 

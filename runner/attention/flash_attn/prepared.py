@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+from piecegraph.passes.kernels.common.overlapped import current_stream
 from piecegraph.runner.attention.flash_attn.metadata import FlashAttnMetadata
 from piecegraph.runner.attention.interface.kv_cache import KVCache
 from piecegraph.runner.attention.interface.metadata import AttentionMetadata
 from piecegraph.runner.attention.interface.op_call import AttentionCall
 from piecegraph.runner.attention.triton.kernels.kv_write import kv_write_call, kv_write_layout
-from piecegraph.runner.attention.triton.kernels.launch import KernelPreparer, PreparedKernel, current_stream
+from piecegraph.runner.attention.triton.kernels.launch import KernelPreparer, PreparedKernel
 from piecegraph.runner.attention.triton.layouts.head_shape import HeadShape
 
 

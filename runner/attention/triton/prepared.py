@@ -10,11 +10,12 @@ import torch
 
 from piecegraph.compiler.common.cuda_driver import last_captured_node
 from piecegraph.compiler.graphs.replay.prepared_ops import Patch
+from piecegraph.passes.kernels.common.overlapped import current_stream
 from piecegraph.runner.attention.interface.metadata import AttentionMetadata
 from piecegraph.runner.attention.triton.calls import LayerCall
 from piecegraph.runner.attention.triton.graph_nodes import AttentionNodes, Launch, Launches, Node
 from piecegraph.runner.attention.triton.kernels.kv_write import kv_write_layout
-from piecegraph.runner.attention.triton.kernels.launch import KernelCall, KernelPreparer, PreparedKernel, current_stream
+from piecegraph.runner.attention.triton.kernels.launch import KernelCall, KernelPreparer, PreparedKernel
 from piecegraph.runner.attention.triton.kernels.prefill import prefill_grid
 from piecegraph.runner.attention.triton.launch_plan import LaunchPlan, launch_plan
 from piecegraph.runner.attention.triton.layouts.prefill_config import LONG_QUERY_LEN

@@ -6,13 +6,13 @@ import torch
 import triton
 import triton.language as tl
 
+from piecegraph.passes.kernels.common.overlapped import current_stream
 from piecegraph.passes.kernels.common.own_kernel import own_kernel
 from piecegraph.runner.attention.triton.kernels.launch import (
     Grid,
     KernelCall,
     KernelPreparer,
     PreparedKernel,
-    current_stream,
 )
 from piecegraph.runner.device_memory.host_memory.packed_writes import WORD_BYTES, PackedWrites
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+import numpy
 import pytest
 import torch
 
@@ -20,7 +21,7 @@ def test_factors_are_plain_and_the_same_each_time() -> None:
 
 
 def test_a_version_that_is_not_installed_is_none() -> None:
-    assert version_of("torch") == torch.__version__
+    assert version_of("numpy") == numpy.__version__
     assert version_of("no-such-distribution") is None
 
 

@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
-from triton.runtime import driver
 
 from piecegraph.passes.kernels.common.own_kernel import NotKept, loading_only, may_be_kept
 from piecegraph.runner.attention.triton.kernels.node_format import NodeFormat, node_format
@@ -212,12 +211,6 @@ def _compile(call: KernelCall) -> CompiledForLaunch:
     if run is None:
         return CompiledForLaunch(_run_by_name(call), "this Triton's kernels have no launcher we know")
     return CompiledForLaunch(run, node_format(compiled, list(call.arguments)))
-
-
-def current_stream(device: int) -> int:
-    """Return the handle of torch's current stream on a device."""
-    stream: int = driver.active.get_current_stream(device)
-    return stream
 
 
 def _run_compiled(compiled: Any) -> Run | None:
