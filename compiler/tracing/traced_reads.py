@@ -289,14 +289,15 @@ def _at_names(home: Mapping[str, Any], names: Sequence[str]) -> Any:
 def _state_fact(values: Sequence[Any], place: int, kind: str, detail: Any) -> tuple[str, str, Any]:
     """Return a fact's text, kind and detail. For a member that is not plain data, the fact lists all members."""
     value = values[place]
-    if kind.endswith(" if comparable"):
-        kind = kind.removesuffix(" if comparable")
+    may_be_type = kind.endswith(" if comparable")
+    kind = kind.removesuffix(" if comparable")
+    if isinstance(value, Missing):
+        return "missing", kind, detail if kind in ("same", "member", "attribute", "own attribute") else None
+    if may_be_type:
         try:
             return FACTS[kind](value, detail), kind, detail
         except (NotComparable, RecursionError):
             return type_fact(value), "type", None
-    if isinstance(value, Missing):
-        return "missing", kind, detail if kind in ("same", "member", "attribute", "own attribute") else None
     if kind == "same":
         return str(value is values[detail]), kind, detail
     if kind == "member" and type(detail) not in (bool, int, str, bytes, type(None)):
