@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from piecegraph.compiler.inductor.custom_pass import POST_GRAD_OPTION, custom_graph_pass
+from piecegraph.passes.ops.op_types import OpOverload
 
 _UUID = "piecegraph: copies of outputs where an input is written, 1"
 
@@ -73,4 +74,4 @@ def _maker(node: fx.Node) -> fx.Node:
 
 
 def _is_view(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target.is_view
+    return isinstance(node.target, OpOverload) and node.target.is_view
