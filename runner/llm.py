@@ -136,6 +136,11 @@ class LLM:
         return self._open.tokenizer
 
     @property
+    def chat_template(self) -> str | None:
+        """The chat template given as an argument, its text; None: the tokenizer's own is used."""
+        return self._chat_template
+
+    @property
     def max_model_len(self) -> int:
         """The largest number of tokens of a prompt and its output together."""
         return self._open.max_model_len

@@ -63,8 +63,9 @@ ROOMS: Mapping[str, Sequence[str]] = {
     "runner/device_memory": (".", "kernels", "host_memory"),
     "runner/sampling": (".", "options", "kernels"),
     "runner/step": (".", "kernels", "state"),
-    "tools": (".", "commands", "bench", "cache", "command_line"),
+    "tools": (".", "commands", "serve", "bench", "cache", "command_line"),
     "tools/bench": ("compare", "growth", ".", "kernels", "measure", "startup"),
+    "tools/serve": ("commands", "http", "endpoints", "protocol", "engine"),
     "tools/cache": ("changing", "reading", "entries", "terminal"),
 }
 """By folder, its rooms from the top to the bottom: each may import the rooms behind it, none before it."""
@@ -270,6 +271,20 @@ COVERED_BY: Mapping[str, str] = {
     "tools/command_line/compile_flags.py": "tests/tools/cache/entries/test_eager_pieces.py",
     "tools/commands/bench_throughput.py": "tests/tools/commands/test_bench.py",
     "src/piecegraph/config.py": "tests/cache/store/test_keys.py",
+    "tools/serve/commands/serve.py": "tests/tools/serve/test_serve.py",
+    "tools/serve/endpoints/chat_completions.py": "tests/tools/serve/test_serve.py",
+    "tools/serve/endpoints/completions.py": "tests/tools/serve/test_serve.py",
+    "tools/serve/endpoints/generation.py": "tests/tools/serve/test_serve.py",
+    "tools/serve/endpoints/metrics.py": "tests/tools/serve/test_serve.py",
+    "tools/serve/endpoints/service.py": "tests/tools/serve/test_serve.py",
+    "tools/serve/endpoints/settings.py": "tests/tools/serve/test_serve.py",
+    "tools/serve/endpoints/tokenizing.py": "tests/tools/serve/test_serve.py",
+    "tools/serve/http/app.py": "tests/tools/serve/test_serve.py",
+    "tools/serve/http/gate.py": "tests/tools/serve/test_serve.py",
+    "tools/serve/http/server.py": "tests/tools/serve/test_serve.py",
+    "tools/serve/protocol/error_replies.py": "tests/tools/serve/test_serve.py",
+    "tools/serve/protocol/logprob_replies.py": "tests/tools/serve/test_serve.py",
+    "tools/serve/protocol/request_models.py": "tests/tools/serve/test_serve.py",
 }
 
 

@@ -26,6 +26,9 @@ SIGNING_KEY_FILE = "PIECEGRAPH_SIGNING_KEY_FILE"
 """The keys that are trusted besides the user's own: files and folders, joined by `:`
 (`CompileConfig.signing_key_file`)."""
 
+API_KEY = "PIECEGRAPH_API_KEY"
+"""A key that requests to `piecegraph serve` must have."""
+
 
 def read(name: str) -> str | None:
     """Return the value of `name`, or None if it is unset or empty."""

@@ -1,0 +1,184 @@
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from piecegraph.errors import RequestError
+from piecegraph.runner.common.outputs import RequestOutput
+from piecegraph.runner.common.sampling_params import SamplingParams
+from piecegraph.runner.prompts.tokenize import TokenizedPrompt
+from piecegraph.tools.serve.engine.engine_thread import EngineStopped, EngineThread, WaitedTooLong
+
+PROMPT = TokenizedPrompt(text="a", token_ids=[5])
+PARAMS = SamplingParams()
+
+
+@dataclass
+class FakeRequest:
+    scheduled_ts: float = 0.0
+
+
+@dataclass
+class FakeEngine:
+    """An engine whose steps do what `on_step` says, and which remembers who called it."""
+
+    on_step: Callable[[FakeEngine], list[RequestOutput]]
+    requests: dict[str, FakeRequest] = field(default_factory=dict)
+    threads: set[int] = field(default_factory=set)
+    aborted: list[str] = field(default_factory=list)
+    num_steps: int = 0
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self.requests)
+
+    def add_request(self, request_id: str, *arguments: Any, **options: Any) -> None:
+        self.threads.add(threading.get_ident())
+        if request_id == "refused":
+            raise RequestError("a reason")
+        self.requests[request_id] = FakeRequest()
+
+    def step(self, outbox: object) -> list[RequestOutput]:
+        self.threads.add(threading.get_ident())
+        self.num_steps += 1
+        return self.on_step(self)
+
+    def abort(self, request_id: str) -> None:
+        self.threads.add(threading.get_ident())
+        self.aborted.append(request_id)
+        self.requests.pop(request_id, None)
+
+
+def output(request_id: str, *, finished: bool) -> RequestOutput:
+    return RequestOutput(request_id=request_id, prompt=None, prompt_token_ids=[5], finished=finished, outputs=[])
+
+
+def finish_all(engine: FakeEngine) -> list[RequestOutput]:
+    outputs = [output(request_id, finished=True) for request_id in engine.requests]
+    engine.requests.clear()
+    return outputs
+
+
+def nothing(engine: FakeEngine) -> list[RequestOutput]:
+    return []
+
+
+def thread_over(engine: FakeEngine, **options: Any) -> EngineThread:
+    thread = EngineThread(engine, device=torch.device("cpu"), **options)  # type: ignore[arg-type]  # a fake
+    thread.start()
+    return thread
+
+
+def test_outputs_reach_their_coroutines() -> None:
+    """One thread alone calls the engine; what it refuses is raised by the stream of that request."""
+    engine = FakeEngine(finish_all)
+    thread = thread_over(engine)
+
+    async def use() -> list[str]:
+        streams = [thread.submit(name, PROMPT, PARAMS) for name in ("a", "b")]
+        refused = thread.submit("refused", PROMPT, PARAMS)
+        with pytest.raises(RequestError, match="a reason"):
+            await refused.get()
+        return [(await stream.get()).request_id for stream in streams]
+
+    assert asyncio.run(use()) == ["a", "b"]
+    assert thread.stop(10)
+    assert len(engine.threads) == 1
+    assert engine.threads != {threading.get_ident()}
+
+
+def test_an_aborted_request_takes_part_in_no_further_step() -> None:
+    """The engine is told before its next step; the stream gets nothing more."""
+    engine = FakeEngine(lambda engine: [output(name, finished=False) for name in engine.requests])
+    thread = thread_over(engine)
+
+    async def use() -> None:
+        stream = thread.submit("a", PROMPT, PARAMS)
+        await stream.get()
+        thread.abort(stream)
+        thread.abort(stream)
+        while not engine.aborted:
+            await asyncio.sleep(0.001)
+
+    asyncio.run(use())
+    assert engine.aborted == ["a"]
+    assert thread.stop(10)
+
+
+def test_a_request_that_waits_too_long_is_ended() -> None:
+    """One that runs is not."""
+
+    def run_the_first(engine: FakeEngine) -> list[RequestOutput]:
+        engine.requests["runs"].scheduled_ts = 1.0
+        return finish_all(engine) if engine.aborted else []
+
+    engine = FakeEngine(run_the_first)
+    thread = thread_over(engine, max_wait_s=0.05)
+
+    async def use() -> None:
+        runs, waits = (thread.submit(name, PROMPT, PARAMS) for name in ("runs", "waits"))
+        with pytest.raises(WaitedTooLong, match=r"0\.05 s"):
+            await waits.get()
+        assert (await runs.get()).finished
+
+    asyncio.run(use())
+    assert engine.aborted == ["waits"]
+    assert thread.stop(10)
+
+
+def test_a_step_that_fails_is_tried_again() -> None:
+    def fail_twice(engine: FakeEngine) -> list[RequestOutput]:
+        if engine.num_steps < 3:
+            raise RuntimeError("now and then")
+        return finish_all(engine)
+
+    thread = thread_over(FakeEngine(fail_twice))
+
+    async def use() -> bool:
+        return (await thread.submit("a", PROMPT, PARAMS).get()).finished
+
+    assert asyncio.run(use())
+    assert thread.is_alive
+    assert thread.stop(10)
+
+
+def test_an_engine_that_keeps_failing_is_given_up() -> None:
+    """Its requests end with an error, the owner is told, and no further request is taken."""
+
+    def fail(engine: FakeEngine) -> list[RequestOutput]:
+        raise RuntimeError("always")
+
+    told: list[BaseException] = []
+    thread = thread_over(FakeEngine(fail), on_failure=told.append)
+
+    async def use() -> None:
+        with pytest.raises(EngineStopped, match="RuntimeError"):
+            await thread.submit("a", PROMPT, PARAMS).get()
+        with pytest.raises(EngineStopped):
+            thread.submit("b", PROMPT, PARAMS)
+
+    asyncio.run(use())
+    assert [str(error) for error in told] == ["always"]
+    assert not thread.is_alive
+
+
+def test_stopping_ends_what_runs() -> None:
+    engine = FakeEngine(nothing)
+    thread = thread_over(engine)
+
+    async def use() -> None:
+        stream = thread.submit("a", PROMPT, PARAMS)
+        while not engine.num_steps:
+            await asyncio.sleep(0.001)
+        assert thread.stop(10)
+        with pytest.raises(EngineStopped, match="shutting down"):
+            await stream.get()
+
+    asyncio.run(use())
+    assert not engine.requests

@@ -1,0 +1,166 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from piecegraph.runner.prompts.chat import ChatOptions
+from piecegraph.tools.serve.endpoints.generation import (
+    CLIENT_CLOSED_REQUEST,
+    Job,
+    check_end,
+    event_stream,
+    exit_stack,
+    outputs_of,
+    prompt_logprobs_reply,
+    sampling_params,
+    until_disconnected,
+    usage,
+)
+from piecegraph.tools.serve.endpoints.service import Service
+from piecegraph.tools.serve.protocol.error_replies import json_response
+from piecegraph.tools.serve.protocol.logprob_replies import chat_logprobs, token_text
+from piecegraph.tools.serve.protocol.request_models import ChatBody
+
+if TYPE_CHECKING:
+    from piecegraph.runner.common.outputs import CompletionOutput, RequestOutput
+    from piecegraph.runner.common.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Chat:
+    """A checked request, ready to run."""
+
+    service: Service
+    body: ChatBody
+    params: SamplingParams
+    job: Job
+    model: str
+    created: int
+
+    def outputs(self) -> AsyncIterator[tuple[Job, RequestOutput]]:
+        """Return the outputs of its prompt."""
+        return outputs_of(
+            self.service, [self.job], self.params, priority=self.body.priority, is_final_only=not self.body.stream
+        )
+
+    def logprobs(self, completion: CompletionOutput) -> dict[str, Any] | None:
+        """Return the log probabilities of a completion's tokens; None if the request asks for none."""
+        if completion.logprobs is None:
+            return None
+        text_of = token_text(self.body.return_tokens_as_token_ids)
+        return chat_logprobs(completion.token_ids, completion.logprobs, self.body.top_logprobs or 0, text_of)
+
+    def head(self, kind: str) -> dict[str, Any]:
+        """Return the fields that replies of `kind` begin with."""
+        return {"id": self.job.request_id, "object": kind, "created": self.created, "model": self.model}
+
+
+async def chat_completions(service: Service, body: ChatBody, request: Request) -> Response:
+    """Answer a conversation, whole or as a stream."""
+    model = service.check_model(body.model)
+    params = sampling_params(service.llm, body.sampling_options(), is_stream=body.stream, extra_args=body.vllm_xargs)
+    exit_stack(request).enter_context(service.places(params.n))
+    messages = [message.model_dump(exclude_unset=True) for message in body.messages]
+    kwargs = dict(body.chat_template_kwargs or {})
+    if body.reasoning_effort is not None:
+        kwargs.setdefault("reasoning_effort", body.reasoning_effort)
+    options = ChatOptions(
+        chat_template=service.check_template(body.chat_template),
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+        chat_template_kwargs=kwargs,
+        tokenization_kwargs={"add_special_tokens": True} if body.add_special_tokens else None,
+    )
+    prompt = await service.rendered(messages, options, body.cache_salt)
+    service.llm.engine.check_request(prompt.token_ids, params)
+    job = Job(first_index=0, request_id=f"chatcmpl-{body.request_id or uuid4().hex}", prompt=prompt)
+    chat = _Chat(service=service, body=body, params=params, job=job, model=model, created=int(time.time()))
+    if body.stream:
+        return event_stream(_chunks(chat))
+    reply = await until_disconnected(request, _reply(chat))
+    return Response(status_code=CLIENT_CLOSED_REQUEST) if reply is None else json_response(reply)
+
+
+async def _reply(chat: _Chat) -> dict[str, Any]:
+    """Return the whole reply."""
+    final: RequestOutput | None = None
+    async with aclosing(chat.outputs()) as outputs:  # type: ignore[type-var]  # a generator
+        async for _, output in outputs:
+            final = output
+    assert final is not None, "a stream without outputs"
+    choices = []
+    for completion in final.outputs:
+        check_end(completion)
+        choice = {
+            "index": completion.index,
+            "message": {"role": "assistant", "content": completion.text, "refusal": None},
+            "logprobs": chat.logprobs(completion),
+            "finish_reason": completion.finish_reason,
+            "stop_reason": completion.stop_reason,
+        }
+        if chat.body.return_token_ids:
+            choice["token_ids"] = completion.token_ids
+        choices.append(choice)
+    reply = {
+        **chat.head("chat.completion"),
+        "choices": choices,
+        "usage": usage(
+            len(final.prompt_token_ids),
+            final.num_cached_tokens,
+            sum(len(completion.token_ids) for completion in final.outputs),
+        ),
+    }
+    if final.prompt_logprobs is not None:
+        reply["prompt_logprobs"] = prompt_logprobs_reply(final)
+    if chat.body.return_token_ids:
+        reply["prompt_token_ids"] = final.prompt_token_ids
+    return reply
+
+
+async def _chunks(chat: _Chat) -> AsyncIterator[dict[str, Any]]:
+    """Yield the chunks of a stream: the role of each choice, its deltas, its end, and the usage if asked for."""
+    options, head = chat.body.stream_options, chat.head("chat.completion.chunk")
+    is_counting = options is not None and options.include_usage and options.continuous_usage_stats
+    num_prompt, num_cached, num_completion = len(chat.job.prompt.token_ids), 0, 0
+
+    def chunk(choice: dict[str, Any]) -> dict[str, Any]:
+        made = {**head, "choices": [choice]}
+        if is_counting:
+            made["usage"] = usage(num_prompt, num_cached, num_completion)
+        return made
+
+    for index in range(chat.params.n):
+        delta = {"role": "assistant", "content": ""}
+        yield chunk({"index": index, "delta": delta, "logprobs": None, "finish_reason": None})
+    async with aclosing(chat.outputs()) as outputs:  # type: ignore[type-var]  # a generator
+        async for _, output in outputs:
+            num_prompt, num_cached = len(output.prompt_token_ids), output.num_cached_tokens
+            for completion in output.outputs:
+                num_completion += len(completion.token_ids)
+                check_end(completion)
+                logprobs = chat.logprobs(completion)
+                has_news = completion.text or logprobs is not None or chat.body.return_token_ids
+                if not has_news and completion.finish_reason is None:
+                    continue
+                choice = {
+                    "index": completion.index,
+                    "delta": {"content": completion.text} if has_news else {},
+                    "logprobs": logprobs,
+                    "finish_reason": completion.finish_reason,
+                }
+                if completion.finish_reason is not None:
+                    choice["stop_reason"] = completion.stop_reason
+                if chat.body.return_token_ids:
+                    choice["token_ids"] = completion.token_ids
+                yield chunk(choice)
+    if options is not None and options.include_usage:
+        yield {**head, "choices": [], "usage": usage(num_prompt, num_cached, num_completion)}

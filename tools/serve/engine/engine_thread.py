@@ -1,0 +1,291 @@
+"""The thread that steps the engine, and the streams in which an asyncio server gets its outputs."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from piecegraph.errors import PiecegraphError, RequestError
+from piecegraph.runner.output.outbox import Outbox
+
+if TYPE_CHECKING:
+    import torch
+
+    from piecegraph.runner.common.outputs import RequestOutput
+    from piecegraph.runner.common.sampling_params import SamplingParams
+    from piecegraph.runner.engine.engine import Engine
+    from piecegraph.runner.prompts.tokenize import TokenizedPrompt
+
+logger = logging.getLogger(__name__)
+
+MOST_FAILED_STEPS = 3
+"""Steps in a row that may raise before the engine is given up; each is computed again by the next."""
+
+
+class EngineStopped(PiecegraphError):
+    """The engine has stopped, because the server ends or because its steps fail."""
+
+
+class WaitedTooLong(PiecegraphError):
+    """A request has waited in the queue for longer than a request may."""
+
+
+@dataclass(slots=True, eq=False)
+class OutputStream:
+    """The outputs of one prompt on their way to a coroutine of `loop`."""
+
+    request_id: str
+    loop: asyncio.AbstractEventLoop
+    _arrived: asyncio.Queue[RequestOutput | BaseException] = field(default_factory=asyncio.Queue)
+    is_finished: bool = False  # the engine has forgotten the request
+
+    def put(self, item: RequestOutput | BaseException) -> None:
+        """Add an output, or the error that ends the stream; called in the loop's thread."""
+        self.is_finished = isinstance(item, BaseException) or item.finished
+        self._arrived.put_nowait(item)
+
+    async def get(self) -> RequestOutput:
+        """Wait for the next output and return it. Raises the error that has ended the stream."""
+        item = await self._arrived.get()
+        if isinstance(item, BaseException):
+            raise item
+        return item
+
+
+class _Add(NamedTuple):
+    stream: OutputStream
+    prompt: TokenizedPrompt
+    params: SamplingParams
+    priority: int
+    is_final_only: bool
+
+
+class _Abort(NamedTuple):
+    stream: OutputStream
+
+
+class _Stop(NamedTuple):
+    pass
+
+
+class _Waiting(NamedTuple):
+    deadline: float  # monotonic
+    request_id: str
+    first_completion: str  # the engine's id of it
+
+
+class EngineThread:
+    """The owner of an engine while a server runs: no other thread calls the engine's methods.
+
+    Requests and their ends come through a queue, which is read before every step, so a request that is aborted takes
+    part in no further step. The outputs of a step go to the event loop in one call.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        device: torch.device,
+        max_wait_s: float | None = None,
+        on_failure: Callable[[BaseException], None] = lambda error: None,
+    ) -> None:
+        """Store the parts; `start` starts the thread.
+
+        `max_wait_s`: the longest time until a request is first scheduled. `on_failure` is called in the thread when
+        the engine is given up.
+        """
+        self._engine = engine
+        self._device = device
+        self._max_wait_s = max_wait_s
+        self._on_failure = on_failure
+        self._outbox = Outbox()
+        self._commands: queue.SimpleQueue[_Add | _Abort | _Stop] = queue.SimpleQueue()
+        self._streams: dict[str, OutputStream] = {}  # unfinished, by request id
+        self._waiting: deque[_Waiting] = deque()  # in order of their deadlines
+        self._is_stopping = False
+        self._num_failed_steps = 0
+        self._lock = threading.Lock()  # over `_is_over` and additions to the queue
+        self._is_over = False
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether requests are still served."""
+        return self._thread.is_alive() and not self._is_over
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def submit(
+        self,
+        request_id: str,
+        prompt: TokenizedPrompt,
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        is_final_only: bool = False,
+    ) -> OutputStream:
+        """Queue a checked prompt and return the stream of its outputs; called by a coroutine.
+
+        What the engine refuses nevertheless, a `request_id` that is in use for one, the stream raises.
+        """
+        stream = OutputStream(request_id, asyncio.get_running_loop())
+        with self._lock:
+            if self._is_over or not self._thread.is_alive():
+                raise EngineStopped("the engine has stopped.")
+            self._commands.put(_Add(stream, prompt, params, priority, is_final_only))
+        return stream
+
+    def abort(self, stream: OutputStream) -> None:
+        """End a request before the next step, unless it is finished. Its stream gets nothing more. Idempotent."""
+        if not stream.is_finished:
+            stream.is_finished = True
+            self._commands.put(_Abort(stream))
+
+    def stop(self, timeout_s: float) -> bool:
+        """End the thread after the step that runs; unfinished requests end with `EngineStopped`. Idempotent.
+
+        Returns whether the thread has ended within `timeout_s`.
+        """
+        self._commands.put(_Stop())
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        error: BaseException = EngineStopped("the server is shutting down.")
+        try:
+            if self._device.type == "cuda":
+                import torch
+
+                torch.cuda.set_device(self._device)
+            while self._take_commands():
+                if self._engine.has_unfinished:
+                    self._step()
+        except BaseException as failure:  # whatever it is, the callers are told and the process ends
+            logger.exception("the engine has failed")
+            error = EngineStopped(f"the engine has failed: {type(failure).__name__}")
+            self._on_failure(failure)
+        finally:
+            with self._lock:
+                self._is_over = True
+            self._end_all(error)
+
+    def _take_commands(self) -> bool:
+        """Apply the commands that have come; without a request, wait for one. Returns False once asked to stop."""
+        while True:
+            try:
+                command = self._commands.get(block=not self._engine.has_unfinished and not self._is_stopping)
+            except queue.Empty:
+                return not self._is_stopping
+            if isinstance(command, _Stop):
+                self._is_stopping = True
+            elif isinstance(command, _Abort):
+                self._abort(command.stream)
+            else:
+                self._add(command)
+
+    def _add(self, add: _Add) -> None:
+        stream, params = add.stream, add.params
+        try:
+            self._engine.add_request(
+                stream.request_id,
+                add.prompt.token_ids,
+                params,
+                prompt=add.prompt.text,
+                priority=add.priority,
+                cache_salt=add.prompt.cache_salt,
+                is_final_only=add.is_final_only,
+                is_checked=True,
+                outbox=self._outbox,
+            )
+        except RequestError as error:
+            self._deliver([(stream, error)])
+            return
+        self._streams[stream.request_id] = stream
+        if self._max_wait_s is not None:
+            first = stream.request_id if params.n == 1 else f"{stream.request_id}/0"
+            self._waiting.append(_Waiting(time.monotonic() + self._max_wait_s, stream.request_id, first))
+
+    def _abort(self, stream: OutputStream) -> None:
+        if self._streams.get(stream.request_id) is stream:
+            del self._streams[stream.request_id]
+            self._engine.abort(stream.request_id)
+
+    def _step(self) -> None:
+        if self._waiting:
+            self._end_waits()
+        try:
+            outputs = self._engine.step(self._outbox)
+        except Exception as error:
+            self._num_failed_steps += 1
+            if self._num_failed_steps == MOST_FAILED_STEPS:
+                raise
+            logger.error("a step has failed and is computed again", exc_info=error)
+            return
+        self._num_failed_steps = 0
+        if not outputs:
+            return
+        delivered: list[tuple[OutputStream, RequestOutput | BaseException]] = []
+        for output in outputs:
+            stream = self._streams.get(output.request_id)
+            if stream is None:
+                continue  # aborted
+            if output.finished:
+                del self._streams[output.request_id]
+            delivered.append((stream, output))
+        self._deliver(delivered)
+
+    def _end_waits(self) -> None:
+        """End the requests that no step has run before their deadlines."""
+        now = time.monotonic()
+        while self._waiting and self._waiting[0].deadline <= now:
+            _, request_id, first_completion = self._waiting.popleft()
+            request = self._engine.requests.get(first_completion)
+            stream = self._streams.get(request_id)
+            if request is None or stream is None or request.scheduled_ts:
+                continue
+            self._abort(stream)
+            message = f"the request has waited for {self._max_wait_s:g} s and was not run; try again later."
+            self._deliver([(stream, WaitedTooLong(message))])
+
+    def _end_all(self, error: BaseException) -> None:
+        """End every request with `error`, those that are still in the queue included."""
+        ended = list(self._streams.values())
+        self._streams.clear()
+        while True:
+            try:
+                command = self._commands.get(block=False)
+            except queue.Empty:
+                break
+            if isinstance(command, _Add):
+                ended.append(command.stream)
+        self._deliver([(stream, error) for stream in ended])
+        for stream in ended:
+            try:
+                self._engine.abort(stream.request_id)
+            except Exception:  # of an engine that has failed
+                logger.debug("request %r could not be aborted", stream.request_id, exc_info=True)
+
+    @staticmethod
+    def _deliver(items: list[tuple[OutputStream, RequestOutput | BaseException]]) -> None:
+        if not items:
+            return
+
+        def put() -> None:
+            for stream, item in items:
+                if not stream.is_finished:
+                    stream.put(item)
+
+        try:
+            items[0][0].loop.call_soon_threadsafe(put)
+        except RuntimeError:  # the loop is closed: nobody waits any more
+            logger.debug("%d outputs have no reader any more", len(items))

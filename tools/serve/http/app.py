@@ -1,0 +1,135 @@
+"""The FastAPI application: its routes, and errors in the API's shape."""
+
+from __future__ import annotations
+
+import logging
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from piecegraph import __version__
+from piecegraph.errors import RequestError
+from piecegraph.tools.serve.endpoints.chat_completions import chat_completions
+from piecegraph.tools.serve.endpoints.completions import completions
+from piecegraph.tools.serve.endpoints.generation import as_api_error
+from piecegraph.tools.serve.endpoints.service import Service
+from piecegraph.tools.serve.endpoints.tokenizing import detokenize_reply, tokenize_reply
+from piecegraph.tools.serve.http.gate import Gate
+from piecegraph.tools.serve.protocol.error_replies import ApiError, bad_request, invalid_body, json_response
+from piecegraph.tools.serve.protocol.request_models import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+
+logger = logging.getLogger(__name__)
+
+
+def make_app(service: Service) -> ASGIApp:
+    """Return the application that serves `service`'s model."""
+    app = FastAPI(title="piecegraph", version=__version__, docs_url=None, redoc_url=None)
+    _add_generation(app, service)
+    _add_information(app, service)
+
+    async def refuse(request: Request, error: Exception) -> Response:
+        return as_api_error(error).response()
+
+    async def refuse_body(request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError), error
+        return invalid_body(error.errors()).response()
+
+    async def refuse_route(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException), error
+        where = f"{request.method} {request.url.path}"
+        reasons = {404: f"there is no {where}.", 405: f"there is no {where}; the path takes other methods."}
+        return ApiError(HTTPStatus(error.status_code), reasons.get(error.status_code, str(error.detail))).response()
+
+    app.add_exception_handler(ApiError, refuse)
+    app.add_exception_handler(RequestError, refuse)
+    app.add_exception_handler(RequestValidationError, refuse_body)
+    app.add_exception_handler(HTTPException, refuse_route)
+    app.add_exception_handler(Exception, refuse)
+    return Gate(_Quiet(app), service)
+
+
+class _Quiet:
+    """An ASGI application around one that raises an unexpected error again after it has answered and logged it."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._app(scope, receive, send)
+        except TimeoutError:
+            raise
+        except Exception as error:
+            logger.debug("a request has ended with an error", exc_info=error)
+
+
+def _add_generation(app: FastAPI, service: Service) -> None:
+    """Add the routes that run the model."""
+
+    @app.post("/v1/chat/completions", response_model=None)
+    async def chat(body: ChatBody, request: Request) -> Response:
+        return await chat_completions(service, body, request)
+
+    @app.post("/v1/completions", response_model=None)
+    async def text(body: CompletionBody, request: Request) -> Response:
+        return await completions(service, body, request)
+
+    @app.post("/v1/embeddings", response_model=None)
+    async def embeddings() -> Response:
+        raise bad_request("the model generates text; embeddings are not available.")
+
+
+def _add_information(app: FastAPI, service: Service) -> None:
+    """Add the routes that tell of the model and the server."""
+
+    def card(name: str) -> dict[str, Any]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": service.created,
+            "owned_by": "piecegraph",
+            "root": str(service.llm.model_config.model),
+            "parent": None,
+            "max_model_len": service.llm.max_model_len,
+        }
+
+    @app.get("/v1/models", response_model=None)
+    async def models() -> Response:
+        return json_response({"object": "list", "data": [card(name) for name in service.model_names]})
+
+    @app.get("/v1/models/{name:path}", response_model=None)
+    async def model(name: str) -> Response:
+        return json_response(card(service.check_model(name)))
+
+    @app.post("/tokenize", response_model=None)
+    async def tokenize(body: TokenizeBody) -> Response:
+        return json_response(await tokenize_reply(service, body))
+
+    @app.post("/detokenize", response_model=None)
+    async def detokenize(body: DetokenizeBody) -> Response:
+        return json_response(await detokenize_reply(service, body))
+
+    @app.get("/health", response_model=None)
+    async def health() -> Response:
+        return Response(status_code=HTTPStatus.OK if service.thread.is_alive else HTTPStatus.SERVICE_UNAVAILABLE)
+
+    @app.get("/ready", response_model=None)
+    async def ready() -> Response:
+        if not service.thread.is_alive:
+            return json_response({"status": "failed"}, HTTPStatus.SERVICE_UNAVAILABLE)
+        if service.is_draining:
+            return json_response({"status": "shutting down"}, HTTPStatus.SERVICE_UNAVAILABLE)
+        return json_response({"status": "serving"})
+
+    @app.get("/metrics", response_model=None)
+    async def metrics() -> Response:
+        return Response(service.metrics.text(), media_type="text/plain; version=1.0.0; charset=utf-8")
+
+    @app.get("/version", response_model=None)
+    async def version() -> Response:
+        return json_response({"version": __version__})

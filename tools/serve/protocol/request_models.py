@@ -1,0 +1,244 @@
+"""The bodies of requests: the OpenAI API's fields, and vLLM's further ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from piecegraph.errors import did_you_mean, shorten
+
+SAMPLING_FIELDS = (
+    "n",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "allowed_token_ids",
+    "bad_words",
+    "seed",
+    "max_tokens",
+    "min_tokens",
+    "prompt_logprobs",
+    "stop",
+    "stop_token_ids",
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "skip_special_tokens",
+    "truncate_prompt_tokens",
+    "spaces_between_special_tokens",
+    "thinking_token_budget",
+)
+"""Fields of a body that are fields of `SamplingParams` under the same name; that class checks their values."""
+
+
+class Body(BaseModel):
+    """A body whose unknown fields are refused with the nearest known one.
+
+    `ignored`: fields of the OpenAI API that do not change what is generated. `unavailable`: fields that would, each
+    with what to do instead; they are accepted if their value is None, False or empty.
+    """
+
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+    ignored: ClassVar[frozenset[str]] = frozenset()
+    unavailable: ClassVar[Mapping[str, str]] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_names(cls, body: Any) -> Any:
+        if not isinstance(body, dict):
+            return body
+        kept = {}
+        for name, value in body.items():
+            if name in cls.model_fields:
+                kept[name] = value
+            elif name in cls.unavailable:
+                if value not in (None, False, "", [], {}):
+                    raise ValueError(f"{name} is not available here: {cls.unavailable[name]}.")
+            elif name not in cls.ignored:
+                raise ValueError(f"unknown field {shorten(name)!r}.{did_you_mean(name, cls.model_fields)}")
+        return kept
+
+
+class StreamOptions(Body):
+    """What a stream has besides its deltas."""
+
+    ignored: ClassVar[frozenset[str]] = frozenset({"include_obfuscation"})
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class GenerationBody(Body):
+    """What chat and text completions share."""
+
+    ignored: ClassVar[frozenset[str]] = frozenset(
+        {
+            *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
+            *("prompt_cache_retention", "verbosity"),
+        }
+    )
+    unavailable: ClassVar[Mapping[str, str]] = {
+        "best_of": "ask for n completions with logprobs, and pick",
+        "use_beam_search": "LLM.beam_search has it",
+        "length_penalty": "LLM.beam_search has it",
+        "early_stopping": "LLM.beam_search has it",
+        "suffix": "the model continues its prompt",
+        "mm_processor_kwargs": "this version takes text alone",
+        "logits_processors": "classes given to the server's LLM process logits; give their arguments as vllm_xargs",
+        "kv_transfer_params": "keys and values stay in this process",
+        "lora_request": "LoRA adapters are not yet available",
+        "prompt_embeds": "give token ids",
+        "echo_logprobs": "ask for prompt_logprobs",
+    }
+
+    model: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    max_tokens: int | None = None
+
+    # vLLM's
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    min_tokens: int | None = None
+    prompt_logprobs: int | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    thinking_token_budget: int | None = None
+    truncate_prompt_tokens: int | None = None
+    priority: int = 0
+    request_id: str | None = Field(default=None, max_length=256)
+    cache_salt: str | None = None
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
+    vllm_xargs: dict[str, Any] | None = None
+
+    def sampling_options(self) -> dict[str, Any]:
+        """Return the options of `SamplingParams` that the body sets. A None asks for the default, as in the API."""
+        given = {name: getattr(self, name) for name in SAMPLING_FIELDS}
+        return {name: value for name, value in given.items() if value is not None}
+
+
+class ChatMessage(BaseModel):
+    """A message; templates may read further fields."""
+
+    model_config = ConfigDict(extra="allow")
+
+    role: str
+    content: str | list[dict[str, Any] | str] | None = None
+
+
+class ChatBody(GenerationBody):
+    """The body of POST /v1/chat/completions."""
+
+    ignored: ClassVar[frozenset[str]] = GenerationBody.ignored | {"parallel_tool_calls"}
+    unavailable: ClassVar[Mapping[str, str]] = {
+        **GenerationBody.unavailable,
+        "audio": "this version writes text alone",
+        "web_search_options": "there is no search",
+        "prediction": "leave it out, the tokens are the same without it",
+        "functions": "tools has taken its place",
+        "function_call": "tool_choice has taken its place",
+        "echo": "the prompt's text is the caller's messages",
+        "documents": "give them to the template as chat_template_kwargs",
+    }
+
+    messages: list[ChatMessage] = Field(min_length=1)
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(default=None, ge=0)
+    modalities: list[Literal["text"]] | None = None
+    reasoning_effort: str | None = None
+
+    # vLLM's
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool = False
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _check_logprobs(self) -> ChatBody:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs=true.")
+        return self
+
+    def sampling_options(self) -> dict[str, Any]:
+        """Return the options of `SamplingParams` that the body sets; without a limit, up to the model's length."""
+        given = super().sampling_options()
+        most = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+        return {**given, "max_tokens": most, "logprobs": (self.top_logprobs or 0) if self.logprobs else None}
+
+
+class CompletionBody(GenerationBody):
+    """The body of POST /v1/completions."""
+
+    prompt: str | list[int] | list[str] | list[list[int]]
+    logprobs: int | None = Field(default=None, ge=0)
+    echo: bool = False
+
+    # vLLM's
+    add_special_tokens: bool = True
+
+    def prompts(self) -> list[str | list[int]]:
+        """Return the prompts, one or several; a list of numbers is one."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if not self.prompt or isinstance(self.prompt[0], int):
+            return [self.prompt]  # type: ignore[list-item]  # its items are all numbers
+        return list(self.prompt)
+
+    def sampling_options(self) -> dict[str, Any]:
+        """Return the options of `SamplingParams` that the body sets."""
+        given = {**super().sampling_options(), "logprobs": self.logprobs}
+        if self.echo and self.logprobs is not None:
+            given["prompt_logprobs"] = max(self.logprobs, self.prompt_logprobs or 0)
+        return given
+
+
+class TokenizeBody(Body):
+    """The body of POST /tokenize: a text, or a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool = False
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+
+    @model_validator(mode="after")
+    def _check_one(self) -> TokenizeBody:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give either prompt or messages.")
+        return self
+
+
+class DetokenizeBody(Body):
+    """The body of POST /detokenize."""
+
+    model: str | None = None
+    tokens: list[int]
