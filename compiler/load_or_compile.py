@@ -68,7 +68,7 @@ def load_or_compile(
         why = ""
     except (TracedModelMismatch, KeyFactorError) as error:
         why = str(error)
-    ready = request(load())  # outside the except block, so that the error keeps no tensor alive and is no cause
+    ready = request(load())  # outside the except block, so that the error keeps no tensor alive and is not a cause
     return ready.with_report(replace(ready.built.report, weights_first=why)) if why else ready
 
 

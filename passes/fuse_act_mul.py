@@ -22,7 +22,7 @@ class FuseActMul(GraphPass):
     """A pass that replaces `act(gate) * up` by `piecegraph::act_mul`.
 
     A site is `silu` or `gelu` of columns `[a, a + n)` of a tensor, times columns `[a + n, a + 2n)` of the same tensor.
-    An activation that multiplies no tensor of its shape is no site.
+    An activation that multiplies no tensor of its shape is not a site.
 
     The fused op rounds once where torch rounds the activation too, so results differ in their last bit.
     """

@@ -32,7 +32,7 @@ class FuseLinear(GraphPass):
 
     An `act_mul` that is the linear's only reader becomes part of it. An `add_rms_norm` whose norm only this linear
     reads becomes part of it too, with the linear that produced the summand. The kernel (ours or the library's) is
-    chosen by the rows of each call and the size of the weight. Linears that compute in float32 are no sites.
+    chosen by the rows of each call and the size of the weight. Linears that compute in float32 are not sites.
     """
 
     name: ClassVar[str] = "fuse-linear"

@@ -71,8 +71,8 @@ class _Lookup:
 
 
 def _lookup(node: fx.Node) -> _Lookup | None:
-    """Return the lookup of a call, or None if the call is no site. Raises `NoMatch` for a site that our kernel does not
-    support."""
+    """Return the lookup of a call, or None if the call is not a site. Raises `NoMatch` for a site that our kernel does
+    not support."""
     if is_call(node, _EMBEDDING):
         index, source, dim = argument(node, 0, "input"), argument(node, 1, "weight"), 0
     elif is_call(node, _INDEX_SELECT):

@@ -464,3 +464,74 @@ def test_files_that_a_page_names_exist(page: str) -> None:
     missing = [name for name in (*named, *linked) if not (ROOT / name).exists()]
     assert named or linked
     assert not missing
+
+
+CHANGING_METHODS = {"add", "append", "clear", "extend", "insert", "pop", "popitem", "remove", "setdefault", "update"}
+STATEFUL = {
+    "ContextVar",
+    "Library",
+    "OwnKernels",
+    "WeakKeyDictionary",
+    "WeakSet",
+    "WeakValueDictionary",
+    "count",
+    "local",
+}
+"""The calls whose result is state of the process where a module keeps it."""
+
+
+def global_state(source: str) -> set[str]:
+    """Return the names at module level of `source` whose values change while the process runs. Locks do not count."""
+    tree = ast.parse(source)
+    made = {
+        target.id: node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign | ast.AnnAssign)
+        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+        if isinstance(target, ast.Name)
+    }
+    found = {
+        name
+        for name, value in made.items()
+        if isinstance(value, ast.Call) and dotted(value.func).rpartition(".")[2] in STATEFUL
+    }
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    for node in (inner for function in functions for inner in ast.walk(function)):
+        if isinstance(node, ast.Global):
+            found |= set(node.names)
+        elif isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
+            found |= {dotted(node.value)} & made.keys()
+        elif isinstance(node, ast.Attribute) and node.attr in CHANGING_METHODS:
+            found |= {dotted(node.value)} & {name for name, value in made.items() if isinstance(value, CONTAINERS)}
+    return found
+
+
+CONTAINERS = (ast.Dict, ast.List, ast.Set, ast.DictComp, ast.ListComp, ast.SetComp)
+
+
+def test_global_state_is_listed_on_the_map() -> None:
+    state = {str(file.relative_to(ROOT)) for file in sources() if global_state(file.read_text(encoding="utf-8"))}
+    rows = (ROOT / "docs" / "map.md").read_text(encoding="utf-8").partition("## Global state")[2].partition("\n## ")[0]
+    listed = set(re.findall(r"`((?:\w+/)+\w+\.py)`", rows)) - {"tests/test_house.py"}
+    assert state == listed, "what a module keeps is an argument, or has a row in docs/map.md"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from contextvars import ContextVar\nx: ContextVar[int] = ContextVar('x')",
+        "x = {}\ndef f(key):\n    x[key] = 1",
+        "x: list[int] = []\ndef f():\n    x.append(1)",
+        "x = 0\ndef f():\n    global x\n    x += 1",
+        "x = itertools.count()",
+    ],
+)
+def test_global_state_is_seen(source: str) -> None:
+    assert global_state(source) == {"x"}
+
+
+@pytest.mark.parametrize(
+    "source", ["x = {'a': 1}\ndef f():\n    return x['a']", "def f():\n    x = []\n    x.append(1)"]
+)
+def test_a_constant_is_not_global_state(source: str) -> None:
+    assert global_state(source) == set()

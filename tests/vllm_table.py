@@ -10,6 +10,7 @@ from pathlib import Path
 
 from piecegraph import LLM, CompletionOutput, RequestOutput, SamplingParams
 from piecegraph.runner.common import vllm_interface as vllm
+from tests import vllm_names
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "generation.md"
 BEGIN, END = "<!-- vLLM: begin -->", "<!-- vLLM: end -->"
@@ -58,7 +59,7 @@ def sections() -> tuple[Section, ...]:
     return (
         Section(
             "Arguments of `LLM`",
-            vllm.VLLM_ARGUMENTS,
+            vllm_names.VLLM_ARGUMENTS,
             frozenset(inspect.signature(LLM.__init__).parameters) - {"self", "unknown"},
             vllm.DIFFERENT_ARGUMENTS,
             {name: one.instead for name, one in arguments.items()},
@@ -66,21 +67,21 @@ def sections() -> tuple[Section, ...]:
         ),
         Section(
             "Fields of `SamplingParams`",
-            vllm.VLLM_SAMPLING_PARAMS,
+            vllm_names.VLLM_SAMPLING_PARAMS,
             _names(SamplingParams),
             vllm.DIFFERENT_SAMPLING_PARAMS,
             vllm.UNAVAILABLE_SAMPLING_PARAMS,
         ),
         Section(
             "Fields of `RequestOutput`",
-            vllm.VLLM_OUTPUTS,
+            vllm_names.VLLM_OUTPUTS,
             _names(RequestOutput),
             vllm.DIFFERENT_OUTPUTS,
             vllm.UNAVAILABLE_OUTPUTS,
         ),
         Section(
             "Fields of `CompletionOutput`",
-            vllm.VLLM_COMPLETIONS,
+            vllm_names.VLLM_COMPLETIONS,
             _names(CompletionOutput),
             vllm.DIFFERENT_COMPLETIONS,
             vllm.UNAVAILABLE_COMPLETIONS,

@@ -78,7 +78,7 @@ def plain(value: Any) -> Any:
 
 
 def _plain(value: Any, path: str) -> Any:
-    # By exact type where a subclass could mean more than its value says (a bool is no int, an IntEnum neither).
+    # By exact type where a subclass could mean more than its value says (a bool is not an int, nor is an IntEnum).
     if value is None or type(value) in (bool, int, str):
         return value
     if type(value) is float:

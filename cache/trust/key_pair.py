@@ -25,7 +25,7 @@ _VALUE = re.compile(r"[0-9a-f]{128}")
 
 @dataclass(frozen=True, slots=True)
 class PublicKey:
-    """A public key, which verifies and is no secret."""
+    """A public key, which verifies and is not secret."""
 
     key: Ed25519PublicKey
     key_id: str

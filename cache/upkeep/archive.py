@@ -200,7 +200,7 @@ def _read_header(fd: int, file: Path) -> tuple[Any, int]:
     try:
         header = parse_canonical(_read_at(fd, len(lead), length))
     except ValueError as error:
-        raise ArchiveRefused(f"{file} is damaged: its manifest is no canonical JSON ({error}).") from None
+        raise ArchiveRefused(f"{file} is damaged: its manifest is not canonical JSON ({error}).") from None
     return header, len(lead) + length
 
 

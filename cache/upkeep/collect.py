@@ -58,7 +58,7 @@ def collect(
     entry does not reveal which blobs it names, blobs that no other entry names stay. Such blobs do not count against
     `max_bytes`, nor do blobs that stay because they are fresh: removing more entries would not remove them. `fresh_s=0`
     also removes blobs that a writer may be about to name: its entry is a miss then. Raises PermissionError and the
-    like; files that are gone already are no error.
+    like; files that are gone already are not an error.
     """
     found = sorted(_entries(layout, now), key=lambda each: (each.last_used, each.file.key))
     blobs = {item.name: item.stat(follow_symlinks=False) for item in _present(layout.blobs) if is_digest(item.name)}

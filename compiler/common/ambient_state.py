@@ -1,4 +1,4 @@
-"""Settings around a call that decide what torch computes and that are no argument of the call.
+"""Settings around a call that decide what torch computes and that are not arguments of the call.
 
 They are compared at every call.
 """

@@ -44,8 +44,3 @@ class CUDAGraphMode(enum.Enum):
         if self is CUDAGraphMode.FULL_DECODE_ONLY:
             return CUDAGraphMode.NONE
         return CUDAGraphMode.PIECEWISE if self is CUDAGraphMode.FULL_AND_PIECEWISE else self
-
-    @property
-    def is_runtime(self) -> bool:
-        """True if a single batch can run under this mode."""
-        return self in (CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL)

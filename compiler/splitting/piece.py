@@ -61,7 +61,7 @@ def canonical_text(graph_module: fx.GraphModule, shared: Sequence[Sequence[int]]
     """Return a text that is equal for two pieces exactly when one artifact serves both.
 
     Nodes are numbered and symbols renamed in order of appearance; tensors are described by dtype,
-    device type (never an index: a rank is no property of a piece), sizes, strides and offset; floats
+    device type (never an index: a rank is not a property of a piece), sizes, strides and offset; floats
     are written in hex. `shared` are inputs and outputs, counted through, that lie in one memory (`Piece.shared`).
     Raises `TypeError` on a kind of argument that has no canonical text.
     """

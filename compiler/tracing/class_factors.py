@@ -1,7 +1,8 @@
 """Facts about a class beyond its name, for keys: its source does not show what a program makes or changes at run time.
 
 A class made by a function closes over that function's values, and a method of a library's class may have been
-replaced. Unlike an attribute of a module, a value that cannot be described here is no error: its class stands for it.
+replaced. Unlike an attribute of a module, a value that cannot be described here is not an error: its class stands for
+it.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def class_facts(kind: type) -> dict[str, Any]:
 def _registered_classes(kind: type) -> list[str]:
     """Return the names of the classes that were registered as subclasses of `kind`, or of a subclass of it.
 
-    Classes of libraries grow with what is imported, so that of them nothing is told.
+    A library registers more classes with each import, so its classes are left out.
     """
     if not isinstance(kind, abc.ABCMeta) or is_library_module(kind.__module__):
         return []

@@ -105,7 +105,7 @@ def _module_facts(file: str, name: str) -> Any:
     except (OSError, SyntaxError, ValueError):
         module = None
     if module is None:
-        raise NotComparable(f"kernel registered in {file}, which is no source file of an imported module")
+        raise NotComparable(f"kernel registered in {file}, which is not a source file of an imported module")
     codes = list(codes_within(code))
     _refuse_unknown_kernels(codes, file, name)
     home, read = vars(module), {}

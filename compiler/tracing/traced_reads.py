@@ -106,9 +106,6 @@ FACTS = {
 }
 
 
-NOTHING_READ = TracedReads(tensors={})
-
-
 def traced_reads(
     guards: Iterable[Any],
     tensors: Iterable[str],

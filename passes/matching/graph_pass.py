@@ -86,7 +86,7 @@ class GraphPass(ABC):
         computes theirs when the pass is done. It also lints.
 
         A pass is undone that raises; that leaves a graph which does not lint or compute; that changes the
-        number of outputs or one's dtype, shape or device; that erases an input which is no weight; that loses
+        number of outputs or one's dtype, shape or device; that erases an input that is not a weight; that loses
         or adds a split op (`replaces_split_ops`); or whose result does not say what it did.
         """
 

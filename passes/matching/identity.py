@@ -9,22 +9,12 @@ import importlib
 import inspect
 import secrets
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from piecegraph import __version__
 
 _OURS = "piecegraph.passes"
-
-
-class HasUuid(Protocol):
-    def uuid(self) -> str: ...
-
-
-def pipeline_key(passes: Sequence[HasUuid]) -> str:
-    """Return the hex digest that identifies a pipeline in cache keys: of its passes, in order."""
-    return _hex("\n".join(each.uuid() for each in passes))
 
 
 def uuid_of(graph_pass: object) -> str:

@@ -34,7 +34,7 @@ CASTS = frozenset({"to", "type", "type_as", "float", "half", "bfloat16", "double
 
 
 class NoMatch(Exception):
-    """The error that a site is no match. Its message is the reason that a `Miss` gives."""
+    """The error that a site does not match. Its message is the reason that a `Miss` gives."""
 
 
 def value_of(node: fx.Node) -> Any:
@@ -60,7 +60,7 @@ def operands(node: Any, spellings: frozenset[Any]) -> tuple[Any, Any] | None:
 
 
 def other_operand(node: fx.Node, spellings: frozenset[Any], one: fx.Node) -> Any:
-    """Return the operand that `node` multiplies by `one`, or adds to it; None if `node` is no such call."""
+    """Return the operand that `node` multiplies by `one`, or adds to it; None if `node` is another call."""
     both = operands(node, spellings)
     if both is None or one not in both:
         return None

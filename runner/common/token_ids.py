@@ -13,7 +13,7 @@ def as_token_ids(field: str, values: Any) -> list[int]:
     """Return `values` as a new list of ints.
 
     `values` is a sequence of integers (numpy's and one-element integer tensors included), a numpy array or a torch
-    tensor of one dimension and an integer type. Booleans are refused: `True` is no token. The range is not checked.
+    tensor of one dimension and an integer type. Booleans are refused: `True` is not a token. The range is not checked.
 
     Raises `RequestError`, which names `field` and what was found.
     """

@@ -76,10 +76,6 @@ class StagedWriteTensor:
         if length:
             self._staged.setdefault(row, []).append(RowWrite(row, start, cells))
 
-    def stage_write_elem(self, row: int, value: float) -> None:
-        """Stage `value` for the first cell of a row, which is the whole row of a tensor `[rows]`."""
-        self.stage_write(row, 0, [value])
-
     def stage_cells(self, values: Mapping[tuple[int, int], int]) -> None:
         """Do `stage_write(row, start, [value])` for each of `values`, by (row, start).
 

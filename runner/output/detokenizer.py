@@ -112,7 +112,7 @@ class Detokenizer:
     def _settle_most(self, decoded: str) -> str:
         """Settle all pending tokens but those that may still form a character with the next one; return their text.
 
-        `decoded` is the text of the whole window. Tokens that are no context for the rest are removed from the window.
+        `decoded` is the text of the whole window. Tokens that are not context for the rest are removed from the window.
         Every step is checked against `decoded`. If the decoder allows no such cut, nothing is settled, and the
         next attempt is made when twice as many tokens are pending.
         """

@@ -289,10 +289,6 @@ class Scheduler:
                 self._kv_cache.register(request, num_done)
         return took
 
-    def forget_steps_in_flight(self) -> None:
-        """Call `start_over` with the requests of the scheduler."""
-        self.start_over(tuple(self._requests.values()))
-
     def start_over(self, requests: Sequence[Request]) -> None:
         """Restart after a failed step: the results of steps in flight are lost.
 

@@ -51,7 +51,7 @@ MAX_COMPILE_WORKERS = 1024
 class CompileConfig:
     """A choice of how a graph is cut and its pieces are compiled.
 
-    Every field is also a key of `torch.compile(..., options=...)`. Raises `ConfigError` for a field that is no valid
+    Every field is also a key of `torch.compile(..., options=...)`. Raises `ConfigError` for a field that is not a valid
     choice.
     """
 

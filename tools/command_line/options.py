@@ -322,7 +322,7 @@ def with_flags_repeated(params: Sequence[click.Parameter], args: Sequence[str]) 
         if param.multiple and isinstance(param.type, click.IntRange | click.FloatRange | click.Choice)
         for flag in param.opts
     }
-    end = args.index("--") if "--" in args else len(args)  # words after it are no flags of ours
+    end = args.index("--") if "--" in args else len(args)  # words after it are not our flags
     written: list[str] = []
     flag = ""  # that the words are values of
     num_values = 0

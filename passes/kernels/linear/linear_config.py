@@ -183,8 +183,8 @@ def _paired_config(num_columns: int, size: int, *, gpu: GpuLimits) -> LinearConf
 def _sliced_config(num_columns: int, size: int, *, is_gated: bool, gpu: GpuLimits) -> SlicedConfig | None:
     """Return a layout with one program on nearly every multiprocessor, a quarter of its registers for weights, or None.
 
-    None means that `size` is no whole number of tiles, or that a program may not have the shared memory through which
-    weights reach the tensor cores.
+    None means that `size` is not a whole number of tiles, or that a program may not have the shared memory through
+    which weights reach the tensor cores.
     """
     if gpu.shared_bytes < SLICED_SHARED_BYTES:
         return None

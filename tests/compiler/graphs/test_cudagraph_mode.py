@@ -21,8 +21,6 @@ from piecegraph.errors import ConfigError
 def test_a_mode_resolves_for_decode_and_for_the_rest(name: str, decode: str, mixed: str) -> None:
     mode = CUDAGraphMode.parse(name)
     assert (mode.decode_mode.name, mode.mixed_mode.name) == (decode, mixed)
-    assert mode.decode_mode.is_runtime
-    assert mode.mixed_mode.is_runtime
 
 
 def test_an_unknown_mode_names_the_nearest() -> None:

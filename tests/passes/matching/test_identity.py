@@ -15,7 +15,6 @@ from torch import fx
 
 from piecegraph.passes.matching import identity
 from piecegraph.passes.matching.graph_pass import GraphPass, PassContext, PassResult
-from piecegraph.passes.matching.identity import pipeline_key
 from piecegraph.passes.merge_projections import MergeProjections
 
 
@@ -54,12 +53,6 @@ def test_options_and_class_are_part_of_it() -> None:
     passes = [Nothing(), Nothing(times=2), Nothing(kinds=("a",)), Nothing2(), MergeProjections()]
     assert len({each.uuid() for each in passes}) == len(passes)
     assert Nothing(times=2).uuid() == Nothing(times=2).uuid()
-
-
-def test_order_is_part_of_a_pipeline() -> None:
-    one, other = Nothing(), Nothing2()
-    assert pipeline_key([one, other]) == pipeline_key([Nothing(), Nothing2()])
-    assert len({pipeline_key(each) for each in ([], [one], [one, other], [other, one])}) == 4
 
 
 def uuids_in_another_process(*folders: Path) -> list[str]:

@@ -92,7 +92,7 @@ def test_padding_changes_nothing() -> None:
 def test_a_batch_of_padding_only_runs() -> None:
     case = make_case(lens=[(0, 1)], num_padded=3)
     before = case.kv_cache.key.clone()
-    from piecegraph.runner.startup.profile import padding_only
+    from tests.runner.attention.padding_batch import padding_only
 
     backend = SdpaBackend()
     metadata = backend.metadata_builder([case.layer], 4, torch.device("cpu"), max_num_reqs=8).build(

@@ -10,6 +10,7 @@ from piecegraph import LLM
 from piecegraph.errors import ConfigError
 from piecegraph.runner.common import vllm_interface as vllm
 from piecegraph.runner.common.engine_config import refuse_unknown
+from tests import vllm_names
 from tests.vllm_table import Section, sections, table, written
 
 
@@ -38,6 +39,6 @@ def test_every_list_is_sorted_and_every_default_accepted() -> None:
         if not one.accepts_any:
             with pytest.raises(ConfigError, match=f"^{name}=.* is not available here: "):
                 refuse_unknown({name: object()}, ())
-    assert not set(vllm.OLDER_ARGUMENTS) & set(vllm.VLLM_ARGUMENTS)
+    assert not set(vllm.OLDER_ARGUMENTS) & set(vllm_names.VLLM_ARGUMENTS)
     for names in (vllm.UNAVAILABLE_ARGUMENTS, vllm.UNAVAILABLE_SAMPLING_PARAMS, vllm.UNAVAILABLE_METHODS):
         assert list(names) == sorted(names)

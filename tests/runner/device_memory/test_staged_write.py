@@ -145,13 +145,13 @@ def test_a_long_write_is_split_around_a_later_one() -> None:
 
 def test_elements_of_a_vector_and_of_a_table() -> None:
     vector = StagedWriteTensor((4,), torch.int64, CPU)
-    vector.stage_write_elem(2, 5)
-    vector.stage_write_elem(2, -(2**62))
+    vector.stage_write(2, 0, [5])
+    vector.stage_write(2, 0, [-(2**62)])
     vector.stage_write(3, 0, [7])
     vector.apply_write()
     assert vector.gpu.tolist() == [0, 0, -(2**62), 7]
     table = StagedWriteTensor((2, 3), torch.float32, CPU)
-    table.stage_write_elem(1, 0.1)
+    table.stage_write(1, 0, [0.1])
     table.apply_write()
     assert torch.equal(table.gpu, torch.tensor([[0.0] * 3, [0.1, 0, 0]]))
 

@@ -84,7 +84,7 @@ def life(
         elif event is not None and event.kind == "reset":
             scheduler.reset_prefix_cache()
         elif event is not None and event.kind == "fail":
-            scheduler.forget_steps_in_flight()
+            scheduler.start_over(tuple(scheduler._requests.values()))
             in_flight.clear()
         output = scheduler.schedule()
         seen.append((tuple(output.scheduled), output.added, output.new_blocks, output.removed))

@@ -39,9 +39,6 @@ SWEPT = ("attention", "qkv", "output", "gate_up", "down")
 MAX_ERROR = 0.1
 """The relative difference above which a layout counts as wrong. Rounding errors add up over layers: 0.02 is usual."""
 
-ATTENTION_TILES = ((32, 2, 3), (32, 4, 3), (64, 2, 3), (64, 4, 3), (64, 4, 4), (128, 4, 3), (128, 8, 3))
-"""Tiles as (keys, warps, stages)."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Row:

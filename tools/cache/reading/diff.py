@@ -29,7 +29,7 @@ class FileDifference:
 
     path: str
     kind: str  # "graph", "code" or "data"
-    diff: str  # unified, of graphs and code; "" where one of them is no text
+    diff: str  # unified, of graphs and code; "" where one of them is not text
 
 
 @click.command(cls=Command, context_settings=CONTEXT)

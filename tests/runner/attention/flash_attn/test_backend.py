@@ -16,8 +16,8 @@ from piecegraph.runner.attention.flash_attn.metadata import FlashAttnMetadata, F
 from piecegraph.runner.attention.flash_attn.packages import Family
 from piecegraph.runner.attention.interface.backend import AttentionCGSupport
 from piecegraph.runner.attention.interface.layer import AttentionLayer
-from piecegraph.runner.startup.profile import padding_only
 from tests.runner.attention.flash_attn.flash_attn_fakes import FakeFlashAttn2, fake_flash_attn_3, fake_flash_attn_4
+from tests.runner.attention.padding_batch import padding_only
 from tests.runner.attention.paged_case import PagedCase, make_case
 from tests.runner.attention.rotary_case import NORMS, check_rotated_cache, make_rotary_case
 

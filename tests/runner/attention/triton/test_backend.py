@@ -14,7 +14,7 @@ from piecegraph.runner.attention.interface.backend import AttentionCGSupport
 from piecegraph.runner.attention.interface.layer import AttentionLayer
 from piecegraph.runner.attention.triton.backend import TritonBackend, layer_unsupported_reason
 from piecegraph.runner.attention.triton.metadata import TritonMetadataBuilder, allocate_workspace, head_shape
-from piecegraph.runner.startup.profile import padding_only
+from tests.runner.attention.padding_batch import padding_only
 from tests.runner.attention.paged_case import PagedCase, make_case
 from tests.runner.attention.rotary_case import NORMS, RotaryCase, assert_rotated, check_rotated_cache, make_rotary_case
 from tests.runner.attention.triton.kernels.interpreted import run_interpreted
