@@ -51,8 +51,12 @@ SLOWEST = (
     "tests/tools/commands/test_compile.py",
     "tests/runner/engine/test_engine_machine.py",
     "tests/runner/test_smollm2.py",
-    "tests/compiler/test_load_or_compile.py",
     "tests/compiler/building/test_inductor_pieces.py",
+    "tests/tools/cache/entries/test_proof.py",
+    "tests/test_start_imports.py",
+    "tests/compiler/test_load_or_compile.py",
+    "tests/compiler/test_files_of_a_start.py",
+    "tests/tools/bench/growth/test_growth.py",
 )
 """Files that take a minute or more: they begin first, or one process would be left with one of them."""
 

@@ -1,13 +1,19 @@
-"""Runs a function under Triton's interpreter, in a process of its own: kernels become CPU code there.
+"""Runs functions under Triton's interpreter, in a process of their own: kernels become CPU code there.
 
-Triton reads TRITON_INTERPRET when a kernel is defined, so a process either interprets all or none.
+Triton reads TRITON_INTERPRET when a kernel is defined, so a process either interprets all or none. One process imports
+torch and Triton once and is forked for each function, which finds nothing of the functions before it.
 """
 
 from __future__ import annotations
 
+import atexit
+import functools
+import importlib
+import json
 import os
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,8 +22,58 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def interpreted(function: Callable[[], None]) -> None:
     """Call a module-level `function` there; its exception is this test's failure."""
-    code = f"from {function.__module__} import {function.__name__} as check; check()"
+    process = _process()
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write(json.dumps([function.__module__, function.__name__]) + "\n")
+    process.stdin.flush()
+    line = process.stdout.readline()
+    if not line:
+        _process.cache_clear()
+    assert line, "the process that interprets ended; what it wrote to standard error says why"
+    failure: str = json.loads(line)
+    assert not failure, failure[-4000:]
+
+
+@functools.cache
+def _process() -> subprocess.Popen[str]:
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'src'}"}
-    command = [sys.executable, "-W", "ignore", "-c", code]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
+    command = [sys.executable, "-W", "ignore", "-m", "tests.interpreter"]
+    process = subprocess.Popen(
+        command, env=environment, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+
+    def end() -> None:
+        process.communicate()
+
+    atexit.register(end)
+    return process
+
+
+def _answer(module: str, name: str) -> str:
+    """Return how the function failed in a fork of this process; nothing if it did not."""
+    try:
+        importlib.import_module(module)
+    except Exception:
+        return traceback.format_exc()
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.dup2(2, 1)  # standard output is for answers
+        try:
+            getattr(importlib.import_module(module), name)()
+            os._exit(0)
+        except BaseException:
+            with os.fdopen(writing, "w") as told:
+                told.write(traceback.format_exc())
+            os._exit(1)
+    os.close(writing)
+    with os.fdopen(reading) as found:
+        text = found.read()
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return "" if status == 0 else text or f"{name} ended with status {status}"
+
+
+if __name__ == "__main__":
+    for line in sys.stdin:
+        sys.stdout.write(json.dumps(_answer(*json.loads(line))) + "\n")
+        sys.stdout.flush()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
+import pytest
 import torch
 
 MIN_SEEDS = 8
@@ -12,6 +14,15 @@ LIMIT = 1.1
 """A fusion's error is at most this many times that of the unfused code."""
 
 Tensors = Sequence[torch.Tensor]
+
+
+def quick_and_all(shapes: Sequence[Sequence[int]]) -> list[Any]:
+    """Return every seventh of `shapes`, and all of them, which is slow, as parameters of a test."""
+    assert len(shapes) >= 100
+    return [
+        pytest.param(shapes[::7], id="a spread"),
+        pytest.param(shapes, id="all", marks=pytest.mark.slow),
+    ]
 
 
 def assert_no_less_exact(

@@ -17,6 +17,7 @@ from piecegraph.passes.eliminate_noops import EliminateNoops
 from piecegraph.passes.matching.single_products import MATMUL
 from piecegraph.passes.matching.torch_ir import is_call
 from tests.passes.family_runs import family, prompt
+from tests.quick_families import SLOW, families
 from tests.runner.tiny_models import FAMILIES, UNLISTED
 
 Function = Callable[[torch.Tensor], Any]
@@ -181,8 +182,9 @@ def num_matmuls(graph: fx.Graph) -> int:
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
-        *((name, torch.bfloat16) for name in (*FAMILIES, *UNLISTED)),  # with every cast a model has
-        *((name, torch.float32) for name in ("llama", "gemma3", "phi3", "qwen3-moe", "deepseek-v3")),
+        *families((*FAMILIES, *UNLISTED), torch.bfloat16),  # with every cast a model has
+        *families(("llama", "deepseek-v3"), torch.float32),
+        *(pytest.param(name, torch.float32, marks=SLOW) for name in ("gemma3", "phi3", "qwen3-moe")),
     ],
 )
 def test_logits_are_the_same_bits(name: str, dtype: torch.dtype) -> None:

@@ -16,6 +16,7 @@ from piecegraph.passes.ops.act_mul import ACT_MUL
 from tests.passes.pass_context import FakeContext
 from tests.passes.spelled import calls, graph_of, run, text
 from tests.passes.traced_family import merged_family, traced_family
+from tests.quick_families import families
 from tests.runner.tiny_models import FAMILIES
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -173,7 +174,7 @@ GATES = {
 """act_mul, and its activation, where it is not 2 and silu: an MLP a layer, or all experts of one."""
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", families(FAMILIES))
 def test_every_gate_of_a_model_family_matches(name: str) -> None:
     graph, context = merged_family(name, torch.bfloat16)
     result = FuseActMul().apply(graph, context)

@@ -17,6 +17,7 @@ from piecegraph.passes.ops.rms_norm import ADD_RMS_NORM, RMS_NORM
 from tests.passes.pass_context import FakeContext
 from tests.passes.spelled import calls, graph_of, run, text
 from tests.passes.traced_family import merged_family
+from tests.quick_families import families
 from tests.runner.tiny_models import FAMILIES
 
 EPS = 1e-5
@@ -381,7 +382,7 @@ def assert_norms(name: str, dtype: torch.dtype, expected: tuple[int, int]) -> No
     assert not {"rsqrt"} & set(calls(graph))
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", families(FAMILIES))
 def test_every_norm_of_a_model_family_matches(name: str) -> None:
     assert_norms(name, torch.bfloat16, NORMS[name])
 

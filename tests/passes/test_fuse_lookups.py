@@ -19,6 +19,7 @@ from tests.passes.family_runs import family, prompt
 from tests.passes.pass_context import FakeContext
 from tests.passes.spelled import calls, graph_of, run
 from tests.passes.traced_family import traced_family
+from tests.quick_families import families
 from tests.runner.tiny_models import FAMILIES
 
 Tensor = torch.Tensor
@@ -139,7 +140,7 @@ def test_calls_that_are_not_lookups_are_not_misses(name: str) -> None:
     assert fuse(graph_of(NO_SITES[name], TABLE, INDEX)) == PassResult()
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", families(FAMILIES))
 def test_the_embedding_and_the_sampled_rows_of_a_model_match(name: str) -> None:
     graph, context = traced_family(name, torch.bfloat16)
     result = FuseLookups().apply(graph, context)

@@ -19,6 +19,7 @@ from piecegraph.runner.attention.interface.op_call import AttentionCall
 from tests.passes.family_runs import family
 from tests.passes.pass_context import FakeContext
 from tests.passes.spelled import calls, graph_of, text
+from tests.quick_families import families
 from tests.runner.tiny_models import FAMILIES, UNLISTED
 
 Tensor = torch.Tensor
@@ -401,7 +402,7 @@ WHY_NOT = {
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [*((name, torch.bfloat16) for name in (*FAMILIES, *UNLISTED)), ("qwen3", torch.float32), ("phi3", torch.float16)],
+    [*families((*FAMILIES, *UNLISTED), torch.bfloat16), ("qwen3", torch.float32), ("phi3", torch.float16)],
 )
 def test_every_layer_of_a_model_family_matches(name: str, dtype: torch.dtype) -> None:
     """Every one fuses or says why not; norms of heads are gone from the pieces, and tables are there once."""

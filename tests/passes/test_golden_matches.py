@@ -6,10 +6,11 @@ import pytest
 
 from piecegraph.passes.pipeline import all_passes
 from tests.passes.golden_matches import COMMAND, committed_matches, difference, found_matches
+from tests.quick_families import families
 from tests.runner.tiny_models import FAMILIES, UNLISTED
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *UNLISTED])
+@pytest.mark.parametrize("family", families([*FAMILIES, *UNLISTED]))
 def test_matches_and_misses_are_those_committed(family: str) -> None:
     changed = difference(committed_matches().get(family, {}), found_matches(family))
     assert not changed, "; ".join([f"{family}: {line}" for line in changed]) + f". If that is meant: {COMMAND}"

@@ -17,6 +17,7 @@ from piecegraph.passes.eliminate_noops import EliminateNoops
 from piecegraph.passes.ops.rms_norm import ADD_RMS_NORM
 from piecegraph.passes.select_rows_early import SelectRowsEarly
 from tests.passes.family_runs import family, graph_inputs, prompt
+from tests.quick_families import families
 from tests.runner.tiny_models import FAMILIES, UNLISTED
 
 MOE = ("qwen3-moe", "mixtral", "gpt-oss", "deepseek-v3")
@@ -181,7 +182,7 @@ def test_an_item_is_chosen_from_where_its_tuple_stays() -> None:
     assert {("getitem", "chosen"), ("sin", "chosen")} <= set(calls)
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, *UNLISTED])
+@pytest.mark.parametrize("name", families([*FAMILIES, *UNLISTED]))
 def test_logits_are_those_of_all_rows(name: str) -> None:
     """Indices in any order, with repeats, one, and all; float32, to what a matmul of fewer rows rounds otherwise.
     The rows of a model's end but for its experts' are those that sample."""

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from piecegraph.passes.kernels.linear.linear_parts import parts_config
 from piecegraph.passes.ops.norm_linear import ADD_NORM_LINEAR, LINEAR_ADD_NORM_LINEAR
 from tests.gpus import H200
-from tests.passes.relative_error import Tensors, assert_no_less_exact
+from tests.passes.relative_error import Tensors, assert_no_less_exact, quick_and_all
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 EPS = 1e-6
@@ -64,10 +64,10 @@ def check_against_torch(shapes: Iterable[tuple[int, int, int]], dtype: torch.dty
     )
 
 
+@pytest.mark.parametrize("shapes", quick_and_all(SHAPES))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_it_is_no_less_exact_than_torch(dtype: torch.dtype) -> None:
-    assert len(SHAPES) >= 100
-    check_against_torch(SHAPES, dtype, "cpu")
+def test_it_is_no_less_exact_than_torch(dtype: torch.dtype, shapes: list[tuple[int, int, int]]) -> None:
+    check_against_torch(shapes, dtype, "cpu")
 
 
 @pytest.mark.gpu
@@ -113,11 +113,13 @@ LONG_SHAPES = [
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("shapes", quick_and_all(LONG_SHAPES))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_with_a_linear_ahead_it_is_no_less_exact_than_torch(dtype: torch.dtype) -> None:
-    assert len(LONG_SHAPES) >= 100
+def test_with_a_linear_ahead_it_is_no_less_exact_than_torch(
+    dtype: torch.dtype, shapes: list[tuple[int, int, int, int]]
+) -> None:
     assert_no_less_exact(
-        with_linear_ahead, with_linear_ahead_unfused, with_linear_ahead_unfused, make_long_inputs, LONG_SHAPES, dtype,
+        with_linear_ahead, with_linear_ahead_unfused, with_linear_ahead_unfused, make_long_inputs, shapes, dtype,
         "cpu", min_numbers=4096, num_terms=lambda shape: shape[1] + shape[2],
     )  # fmt: skip
 

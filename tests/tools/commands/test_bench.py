@@ -36,6 +36,7 @@ def test_json_has_every_row_and_the_environment(folder: Path, capsys: pytest.Cap
     assert {"ceilings", "environment", "graphs", "phases", "report"} <= set(record)
 
 
+@pytest.mark.slow
 def test_a_downgrade_is_shown_with_its_reason(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = [*FLAGS, "--attention-backend", "sdpa"]
     assert main(["bench", "latency", str(folder), "--batch-size", "1", "--mode", "full", *flags]) == 0
@@ -44,6 +45,7 @@ def test_a_downgrade_is_shown_with_its_reason(folder: Path, capsys: pytest.Captu
     assert "ceilings: " in out
 
 
+@pytest.mark.slow
 def test_requests_that_do_not_fit_are_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = [*FLAGS, "--max-model-len", "10"]
     assert main(["bench", "latency", str(folder), "--batch-size", "1", *flags]) == 3
@@ -84,6 +86,7 @@ def test_throughput_in_json_has_every_run_the_floor_and_the_environment(
         assert profile["gpu"] is None
 
 
+@pytest.mark.slow
 def test_throughput_as_a_table(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """There is a line for each temperature with the floor beside it; then the profile, the rates and the warm-up."""
     command = ["bench", "throughput", str(folder), *WORKLOAD, "--temperature", "0.6", "--profile"]
@@ -101,6 +104,7 @@ def test_throughput_as_a_table(folder: Path, capsys: pytest.CaptureFixture[str])
     assert lines[-1].startswith("warm-up: the same prompts")
 
 
+@pytest.mark.slow
 def test_throughput_of_requests_that_do_not_fit_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--max-model-len", "10", *WORKLOAD, *LLM_FLAGS]
     assert main(["bench", "throughput", str(folder), *flags]) == 3

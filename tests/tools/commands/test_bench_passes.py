@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
+from contextlib import redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from piecegraph.tools.bench.measure.ceilings import Ceilings
+from piecegraph.tools.bench.passes import Measured, measure_passes
 from piecegraph.tools.cli import main
 from tests.runner.tiny_models import llama_config
 
@@ -30,9 +36,31 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_json_has_every_variant_and_the_environment(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "passes", str(folder), "--json", *FLAGS]) == 0
-    record = json.loads(capsys.readouterr().out)
+@dataclass(frozen=True)
+class Ran:
+    """What the command measured, and what it printed of it."""
+
+    measured: tuple[list[Measured], Ceilings]
+    out: str
+
+
+@pytest.fixture(scope="module")
+def ran(folder: Path) -> Ran:
+    found: list[tuple[list[Measured], Ceilings]] = []
+
+    def measure(*arguments: Any, **options: Any) -> tuple[list[Measured], Ceilings]:
+        found.append(measure_passes(*arguments, **options))
+        return found[-1]
+
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as out:
+        patch.setattr("piecegraph.tools.command_line.quiet.quiet_libraries", lambda: None)
+        patch.setattr("piecegraph.tools.bench.passes.measure_passes", measure)
+        assert main(["bench", "passes", str(folder), "--json", *FLAGS]) == 0
+    return Ran(found[0], out.getvalue())
+
+
+def test_json_has_every_variant_and_the_environment(ran: Ran) -> None:
+    record = json.loads(ran.out)
     assert set(record) == {"model", "plan", "ceilings", "variants", "environment"}
     everything, none, again = record["variants"]
     assert [each["variant"]["name"] for each in record["variants"]] == ["all passes", "no passes", "all, again"]
@@ -51,7 +79,11 @@ def test_json_has_every_variant_and_the_environment(folder: Path, capsys: pytest
     assert again["pieces"] == []
 
 
-def test_the_tables(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_tables(
+    ran: Ran, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same measurement as tables."""
+    monkeypatch.setattr("piecegraph.tools.bench.passes.measure_passes", lambda *arguments, **options: ran.measured)
     assert main(["bench", "passes", str(folder), *FLAGS]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("3 layers; ")
@@ -65,6 +97,7 @@ def test_the_tables(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert sum("all pieces of a step" in line for line in lines) == 2
 
 
+@pytest.mark.slow
 def test_without_pieces(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "passes", str(folder), "--no-pieces", *FLAGS]) == 0
     assert "each piece alone" not in capsys.readouterr().out

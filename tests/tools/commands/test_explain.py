@@ -91,8 +91,8 @@ def test_json(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert record["replay_costs"] == {"graph": 3, "launch": 2}
     assert record["report"]["num_unique_pieces"] == len(record["report"]["unique_pieces"]) == 4
     assert [row["layers"] for row in record["attention"]] == [2]
-    (merged,) = (row for row in record["report"]["passes"] if row["name"] == "merge-projections")
-    assert (merged["matches"], merged["misses"]) == (4, [])
+    (merged,) = record["report"]["passes"]
+    assert (merged["name"], merged["matches"], merged["misses"]) == ("merge-projections", 4, [])
     layer = record["layer"]
     assert layer["split_ops"] == {"piecegraph::attention": 1}
     assert layer["launches"] == layer["matmuls"] + sum(layer["ours"].values()) + 1
@@ -140,23 +140,33 @@ def explained_passes(folder: str, capsys: pytest.CaptureFixture[str], *flags: st
     return [row["name"] for row in json.loads(capsys.readouterr().out)["report"]["passes"]]
 
 
-def test_passes_are_named_dropped_or_none(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
-    named = explained_passes(folder, capsys, "--device", "cpu", "--passes", "merge-projections")
-    all_of_a_cpu = explained_passes(folder, capsys, "--device", "cpu")
-    dropped = explained_passes(folder, capsys, "--device", "cpu", "--passes", "-merge-projections")
-    assert named == ["merge-projections"]
-    assert all_of_a_cpu == [each.name for each in default_passes("cpu")]
-    assert dropped == [name for name in all_of_a_cpu if name != "merge-projections"]
-    assert explained_passes(folder, capsys, "--device", "cpu", "--passes", "none") == []
+ALL_OF_A_CPU = [each.name for each in default_passes("cpu")]
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        (("--passes", "-merge-projections"), [name for name in ALL_OF_A_CPU if name != "merge-projections"]),
+        pytest.param((), ALL_OF_A_CPU, marks=pytest.mark.slow),
+        pytest.param(("--passes", "none"), [], marks=pytest.mark.slow),
+    ],
+)
+def test_passes_are_dropped_or_all_or_none(
+    given: tuple[str, ...], wanted: list[str], folder: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`test_json` names one."""
+    assert explained_passes(folder, capsys, "--device", "cpu", *given) == wanted
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: nothing is assumed")
-def test_passes_of_an_assumed_gpu_are_those_that_pay_there(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("dropped", [(), pytest.param(("merge-projections",), marks=pytest.mark.slow)])
+def test_passes_of_an_assumed_gpu_are_those_that_pay_there(
+    dropped: tuple[str, ...], folder: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """This holds if no passes are named, and if some are dropped."""
     names = [each.name for each in default_passes("cuda")]
-    assert explained_passes(folder, capsys, "--assume-gpu") == names
-    dropped = explained_passes(folder, capsys, "--assume-gpu", "--passes", "-merge-projections")
-    assert dropped == [name for name in names if name != "merge-projections"]
+    given = [word for name in dropped for word in ("--passes", f"-{name}")]
+    assert explained_passes(folder, capsys, "--assume-gpu", *given) == [name for name in names if name not in dropped]
 
 
 VALUES: dict[str, Any] = {

@@ -21,7 +21,7 @@ def a_job(model: str, **options: object) -> PeerJob:
     )
 
 
-@pytest.mark.parametrize("offline_requests", [3, 0])
+@pytest.mark.parametrize("offline_requests", [3, pytest.param(0, marks=pytest.mark.slow)])
 def test_it_has_the_peers_names(offline_requests: int, tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("llama")
     llama_config().save_pretrained(str(folder))

@@ -57,6 +57,7 @@ def test_captures_are_by_the_graphs_there_were() -> None:
     assert [line.points for line in memory.lines] == [((2, 3), (20, 30)), ((2, 2), (20, 20))]
 
 
+@pytest.mark.slow
 def test_one_call_measures_all_that_is_plotted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("piecegraph.tools.command_line.quiet.quiet_libraries", lambda: None)
     monkeypatch.setitem(SHAPES, "tiny", llama_config(max_position_embeddings=512).to_dict())

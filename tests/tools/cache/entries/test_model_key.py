@@ -22,6 +22,7 @@ from piecegraph.runner.models.load import load_config, load_model
 from piecegraph.runner.models.rope import fix_longrope
 from piecegraph.tools.cache.entries.model_key import changed_source, model_key
 from piecegraph.tools.command_line.compile_flags import engine_config
+from tests.quick_families import families
 from tests.runner.tiny_models import FAMILIES
 from tests.tools.cache.models import NOW, CacheCommand, save
 
@@ -51,7 +52,7 @@ def looked_up(config: EngineConfig) -> PlanStore:
         return PlanStore.of(CompileCache.open(compile), module, call, compile)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", families(FAMILIES))
 def test_the_key_is_that_of_the_model_with_its_weights(family: str, tmp_path: Path) -> None:
     """The keys are equal in every factor; no weights are read for it."""
     config = saved_model(tmp_path, family)
