@@ -48,15 +48,30 @@ class OneHead(nn.Module):
         return tripled
 
 
+class WrittenInPlace(nn.Module):
+    """A key is filled part by part, as DeepSeek-V3's is; a view of it from before the writes crosses the cut too."""
+
+    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        num_tokens = hidden.shape[0]
+        key = hidden.new_empty(1, 2, num_tokens, 8)
+        last = key[..., 6:].transpose(1, 2)
+        halves = key.chunk(2, dim=-1)
+        halves[0].copy_(hidden[None, None, :, :4])
+        doubled = key[..., 4:].copy_(hidden[None, None, :, 4:8] * 2)
+        tripled: torch.Tensor = torch.ops.pgtoy.triple.default(key.transpose(1, 2).squeeze(0))
+        return tripled + last.amax() + halves[1].amax(), doubled
+
+
 Make = Callable[[Any], Any]
 
 CASES = [
     (Transposed(), "positions", lambda n: torch.arange(1.0, n + 1.0)),
     (OneHead(), "hidden", lambda n: torch.randn(n, 16, generator=torch.Generator().manual_seed(n))),
+    (WrittenInPlace(), "hidden", lambda n: torch.randn(n, 16, generator=torch.Generator().manual_seed(n))),
 ]
 
 
-@pytest.mark.parametrize(("module", "name", "example"), CASES, ids=["transposed", "one head"])
+@pytest.mark.parametrize(("module", "name", "example"), CASES, ids=["transposed", "one head", "written"])
 def test_strides_with_unbacked_sizes_are_those_of_the_trace(
     module: nn.Module, name: str, example: Callable[[int], torch.Tensor]
 ) -> None:
