@@ -73,9 +73,10 @@ class CompletionOutput(_LazyFields):
         lazy_fields = _lazy_fields(self)
         if name not in lazy_fields:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        values, start, stop = lazy_fields.pop(name)
+        values, start, stop = lazy_fields[name]
         found = values[start:stop]
         setattr(self, name, found)
+        lazy_fields.pop(name, None)  # last: a read that was interrupted is repeated
         return found
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -100,10 +100,13 @@ class Run:
 
     finished: dict[str, RequestOutput] = field(default_factory=dict)
     streamed: dict[str, list[list[int]]] = field(default_factory=dict)
+    untaken: list[RequestOutput] = field(default_factory=list)  # returned, and not read yet
     num_faults: int = 0
 
-    def take(self, outputs: list[RequestOutput]) -> None:
-        for output in outputs:
+    def take(self) -> None:
+        """Read what was returned; reading may be interrupted like anything else."""
+        while self.untaken:
+            output = self.untaken[0]
             assert output.request_id not in self.finished, f"{output.request_id} was told after its end"
             tokens = [list(one.token_ids) for one in output.outputs]
             for before, now in zip(self.streamed.get(output.request_id, []), tokens, strict=False):
@@ -111,6 +114,7 @@ class Run:
             self.streamed[output.request_id] = tokens
             if output.finished:
                 self.finished[output.request_id] = output
+            del self.untaken[0]
 
 
 def run(engine: Engine, fault: Fault) -> Run:
@@ -125,9 +129,11 @@ def run(engine: Engine, fault: Fault) -> Run:
         for name in [name for name, at in to_abort.items() if at == num_calls]:
             while name in to_abort and name not in found.finished:
                 _attempt(found, fault, partial(_abort, engine, found, to_abort, name))
+                _take(found, fault)
         if not engine.has_unfinished and not waiting:
             break
-        _attempt(found, fault, lambda: found.take(engine.step()))
+        _attempt(found, fault, lambda: found.untaken.extend(engine.step()))
+        _take(found, fault)
     else:
         raise AssertionError("requests that never end")
     engine.step()  # what is in flight for requests that have ended
@@ -136,6 +142,11 @@ def run(engine: Engine, fault: Fault) -> Run:
     assert stats.num_free_blocks == stats.num_blocks, "blocks leaked"
     assert not engine.requests
     return found
+
+
+def _take(found: Run, fault: Fault) -> None:
+    while found.untaken:
+        _attempt(found, fault, found.take)
 
 
 def _attempt(found: Run, fault: Fault, call: Callable[[], object]) -> None:
@@ -160,7 +171,7 @@ def _abort(engine: Engine, found: Run, to_abort: dict[str, Any], name: str) -> N
     output = engine.abort(name)
     to_abort.pop(name)
     if output is not None:
-        found.take([output])
+        found.untaken.append(output)
 
 
 def assert_equal(found: Run, expected: Run, error: BaseException, places: list[str]) -> None:
@@ -230,12 +241,12 @@ def test_a_fault_anywhere_loses_nothing(engine: Engine, undisturbed: tuple[Run, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
 def test_many_faults_lose_nothing(
     engine: Engine, undisturbed: tuple[Run, int], error: BaseException, seed: int
 ) -> None:
-    inject(engine, undisturbed, error, 100, seed=seed + 2)
+    inject(engine, undisturbed, error, 75, seed=seed + 2)
 
 
 class Broken:

@@ -7,11 +7,12 @@ import pickle
 import time
 import tracemalloc
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from piecegraph.runner.common.logprobs import FlatLogprobs, Logprob
-from piecegraph.runner.common.outputs import RequestOutput
+from piecegraph.runner.common.outputs import CompletionOutput, RequestOutput
 from piecegraph.runner.common.sampling_params import RequestOutputKind, SamplingParams
 from piecegraph.runner.output.async_output import PromptLogprobs, TokenLogprobs
 from piecegraph.runner.output.outbox import Outbox
@@ -376,3 +377,23 @@ def test_outputs_have_times() -> None:
         assert prompt.queued_ts <= metrics.first_token_ts <= times[0] < times[2] <= metrics.last_token_ts <= times[3]
         assert metrics.first_token_latency == metrics.first_token_ts - metrics.queued_ts >= 0
         assert abs(time.time() - metrics.arrival_time) < 60
+
+
+def test_a_read_that_was_interrupted_is_repeated() -> None:
+    """Tokens are copied when they are first read; an interrupt there loses none."""
+
+    class Interrupting(list[int]):
+        is_armed = True
+
+        def __getitem__(self, index: Any) -> Any:
+            if self.is_armed:
+                self.is_armed = False
+                raise KeyboardInterrupt
+            return super().__getitem__(index)
+
+    output = CompletionOutput.with_lazy_fields(
+        lazy_fields={"token_ids": (Interrupting([5, 6, 7]), 1, 3)}, index=0, text=""
+    )
+    with pytest.raises(KeyboardInterrupt):
+        output.token_ids  # noqa: B018
+    assert output.token_ids == [6, 7]
