@@ -8,15 +8,30 @@ it.
 from __future__ import annotations
 
 import abc
+import collections.abc
+import contextlib
 import enum
+import numbers
+import os
 import types
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
 
 from piecegraph.cache.store.keys import plain
+from piecegraph.compiler.tracing.code_reads import registered_classes
 from piecegraph.compiler.tracing.read_facts import class_name, code_digest, is_library_module
+
+_STANDARD_ABCS = tuple(
+    each
+    for each in (
+        *(getattr(collections.abc, name) for name in sorted(collections.abc.__all__)),
+        *(numbers.Number, numbers.Complex, numbers.Real, numbers.Rational, numbers.Integral),
+        *(contextlib.AbstractContextManager, contextlib.AbstractAsyncContextManager, os.PathLike),
+    )
+    if isinstance(each, abc.ABCMeta)
+)
 
 
 def class_facts(kind: type) -> dict[str, Any]:
@@ -26,8 +41,11 @@ def class_facts(kind: type) -> dict[str, Any]:
     classes of libraries they cover plain attributes, and functions that were defined elsewhere.
     """
     found: dict[str, Any] = {"bases": [class_name(base) for base in kind.__mro__[1:] if base is not object]}
-    if registered := _registered_classes(kind):
-        found["registered"] = registered
+    if not is_library_module(kind.__module__):
+        if isinstance(kind, abc.ABCMeta) and (registered := registered_classes(kind)):
+            found["registered"] = registered
+        if counted := _standard_abcs(kind):
+            found["counts as"] = counted
     for base in reversed(kind.__mro__):
         if base in (object, nn.Module):
             continue
@@ -42,22 +60,10 @@ def class_facts(kind: type) -> dict[str, Any]:
     return found
 
 
-def _registered_classes(kind: type) -> list[str]:
-    """Return the names of the classes that were registered as subclasses of `kind`, or of a subclass of it.
-
-    A library registers more classes with each import, so its classes are left out.
-    """
-    if not isinstance(kind, abc.ABCMeta) or is_library_module(kind.__module__):
-        return []
-    found: set[str] = set()
-    todo: list[type] = [kind]
-    while todo:
-        each = todo.pop()
-        if isinstance(each, abc.ABCMeta):
-            registered = [one for reference in abc._get_dump(each)[0] if (one := reference()) is not None]  # type: ignore[attr-defined]
-            found |= {class_name(one) for one in registered}
-            todo += type.__subclasses__(cast("type[Any]", each))
-    return sorted(found)
+def _standard_abcs(kind: type) -> list[str]:
+    """Return the names of the standard library's abstract classes that `kind` counts as a subclass of without being
+    derived from them: it was registered, or has their methods."""
+    return [class_name(each) for each in _STANDARD_ABCS if each not in kind.__mro__ and issubclass(kind, each)]
 
 
 def patched_methods() -> dict[str, Any]:

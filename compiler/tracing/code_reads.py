@@ -4,16 +4,57 @@ found something that nobody is supposed to change, are found here.
 
 from __future__ import annotations
 
+import abc
 import builtins
 import dis
+import sys
 import types
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
-from piecegraph.compiler.tracing.read_facts import class_name, code_digest, is_library_module, value_fact
+from piecegraph.compiler.tracing.read_facts import (
+    NotComparable,
+    class_name,
+    code_digest,
+    is_library_module,
+    value_fact,
+)
 
 _ATTRIBUTE = frozenset({"LOAD_ATTR", "LOAD_METHOD"})
 _NO_CODE = frozenset({"EXTENDED_ARG", "CACHE"})
+
+FUNCTIONS_OF_STATE = (
+    "sys.getrecursionlimit",
+    "sys.get_int_max_str_digits",
+    "torch.__future__.get_overwrite_module_params_on_conversion",
+    "torch._C._functorch.get_dynamic_layer_stack_depth",
+    "torch._C._get_cublas_allow_tf32",
+    "torch._C._get_privateuse1_backend_name",
+    "torch._C._is_any_autocast_enabled",
+    "torch.accelerator.current_accelerator",
+    "torch.accelerator.current_device_index",
+    "torch.accelerator.is_available",
+    "torch.autograd._is_checkpoint_valid",
+    "torch.cuda.current_device",
+    "torch.cuda.is_available",
+    "torch.cuda.is_initialized",
+    "torch.distributed.get_rank",
+    "torch.distributed.get_world_size",
+    "torch.distributed.is_available",
+    "torch.distributed.is_initialized",
+    "torch.get_autocast_gpu_dtype",
+    "torch.get_default_dtype",
+    "torch.is_autocast_cache_enabled",
+    "torch.is_autocast_cpu_enabled",
+    "torch.is_autocast_enabled",
+    "torch.xpu.current_device",
+    "torch.xpu.is_available",
+    "torch.xpu.is_initialized",
+)
+"""Functions that take no argument and tell a state of the process. Dynamo replaces their calls by the result, and puts
+a guard on few of the results."""
+
+_SHORT_NAMES = frozenset(name.rpartition(".")[2] for name in FUNCTIONS_OF_STATE)
 
 
 def global_chains(code: types.CodeType) -> tuple[tuple[str, ...], ...]:
@@ -60,16 +101,61 @@ def first_absent(home: Mapping[str, Any], chain: tuple[str, ...]) -> int | None:
     return None
 
 
-def classes_in(home: Mapping[str, Any], chain: tuple[str, ...]) -> Iterator[int]:
-    """Yield the indices of the names of `chain` that stand for classes written outside libraries."""
+def values_along(home: Mapping[str, Any], chain: tuple[str, ...]) -> Iterator[Any]:
+    """Yield the value that each name of `chain` stands for, as far as the objects themselves hold it."""
     value: Any = types.SimpleNamespace(**{chain[0]: home[chain[0]]}) if chain[0] in home else None
-    for index, name in enumerate(chain):
+    for name in chain:
         own = _own_attributes(value)
         if name not in own:
             return
         value = own[name]
-        if isinstance(value, type) and not is_library_module(value.__module__):
-            yield index
+        yield value
+
+
+def is_function_of_state(value: Any) -> bool:
+    """Return whether `value` is one of `FUNCTIONS_OF_STATE`."""
+    if getattr(value, "__name__", None) not in _SHORT_NAMES or isinstance(value, type | types.ModuleType):
+        return False
+    return any(value is _named(name) for name in FUNCTIONS_OF_STATE)
+
+
+def _named(name: str) -> Any:
+    top, *names = name.split(".")
+    value: Any = sys.modules.get(top)
+    for each in names:
+        value = getattr(value, each, None)
+    return value
+
+
+def result_fact(value: Any, detail: Any = None) -> str:
+    """Describe what the function `value` returns now, or the kind of exception that it raises."""
+    try:
+        return value_fact(value())
+    except NotComparable:
+        raise
+    except Exception as error:  # of a rank where there are none, of a device where there is none
+        return type(error).__name__
+
+
+def registered_fact(value: Any, detail: Any = None) -> str:
+    """Return the names of the classes outside libraries that are registered as subclasses of the class `value`.
+
+    Classes of libraries are registered while they are imported, and count by the library's version.
+    """
+    return repr([name for name in registered_classes(value) if not is_library_module(name)])
+
+
+def registered_classes(kind: type) -> list[str]:
+    """Return the names of the classes that were registered as subclasses of `kind`, or of a subclass of it."""
+    found: set[str] = set()
+    todo: list[type] = [kind]
+    while todo:
+        each = todo.pop()
+        if isinstance(each, abc.ABCMeta):
+            registered = [one for reference in abc._get_dump(each)[0] if (one := reference()) is not None]  # type: ignore[attr-defined]
+            found |= {class_name(one) for one in registered}
+            todo += type.__subclasses__(cast("type[Any]", each))
+    return sorted(found)
 
 
 def _own_attributes(value: Any) -> Mapping[str, Any]:

@@ -107,6 +107,9 @@ class ReadTree:
                 return self._item(owner, key, modules, "dict item")
             case _, [owner] if function in _CALLS:
                 return self._step(owner, ("call", function), modules)
+        if not arguments and function.endswith(".__subclasses__"):
+            owner = ast.parse(function.removesuffix(".__subclasses__"), mode="eval").body
+            return self._step(owner, ("call", "__subclasses__"), modules)
         if not arguments:
             return self._step(ast.parse(function, mode="eval").body, ("dereferenced", None), modules)
         raise UnknownReadExpression
@@ -170,6 +173,7 @@ def _checked_key(key: Any) -> Any:
 _CALLS: Mapping[str, Callable[[Any], Any]] = {
     "type": type,
     "dict": dict,
+    "__subclasses__": lambda value: value.__subclasses__(),
     "___from_numpy": lambda value: torch.as_tensor(value),
     "___namedtuple_fields": lambda value: value._fields,
 }

@@ -10,13 +10,16 @@ and the tensors at those places are bound when the plan is loaded.
 
 from __future__ import annotations
 
+import abc
 import argparse
 import builtins
+import dis
 import functools
 import hashlib
 import re
 import sys
 import types
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,12 +28,15 @@ from piecegraph import environment
 from piecegraph.compiler.torch_compat.versions import attribute_guard, source_name
 from piecegraph.compiler.tracing.class_factors import class_facts
 from piecegraph.compiler.tracing.code_reads import (
-    classes_in,
     first_absent,
     global_chains,
     has_own_instance_check,
     imported_modules,
     instance_checks_fact,
+    is_function_of_state,
+    registered_fact,
+    result_fact,
+    values_along,
 )
 from piecegraph.compiler.tracing.dynamo import guard_name
 from piecegraph.compiler.tracing.python_kernels import has_python_kernels, python_kernels_fact
@@ -56,6 +62,8 @@ _IN_THE_KEY = re.compile(
 
 _NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
 """Classes of the standard library whose objects have the attributes that a program gives them."""
+
+_SUBCLASSES = "__subclasses__"
 
 _WITHOUT_PLACE = frozenset(
     "AUTOGRAD_SAVED_TENSORS_HOOKS DEFAULT_DEVICE DETERMINISTIC_ALGORITHMS DUAL_LEVEL FSDP_TRAINING_STATE "
@@ -103,6 +111,8 @@ FACTS = {
     "class": _class_fact,
     "instance checks": instance_checks_fact,
     "kernels": python_kernels_fact,
+    "registered": registered_fact,
+    "result": result_fact,
 }
 
 
@@ -218,9 +228,33 @@ class _Reading:
             if absent == 0:
                 place = self._tree.add(self._tree.add(-1, ("builtins", None)), ("item", chain[0]))
                 self._wanted[place, "value if comparable" if hasattr(builtins, chain[0]) else "type", None] = None
-            for index in classes_in(home, chain):
-                place = self._along(root, chain[: index + 1])
-                self._class_or_mapping(_at_names(home, chain[: index + 1]), place)
+            for index, value in enumerate(values_along(home, chain)):
+                self._named_value(value, self._along(root, chain[: index + 1]), chain[index + 1 : index + 2])
+        if _SUBCLASSES in code.co_names and not self._has_subclasses(code, home):
+            self._not_comparable[
+                f"{code.co_qualname} calls {_SUBCLASSES} of a class that it does not name, and what that returned is "
+                "not known"
+            ] = None
+
+    def _named_value(self, value: Any, place: int, then: tuple[str, ...]) -> None:
+        """Add what code outside libraries reads of a class or a function that it names. `then`: the next name."""
+        if isinstance(value, type) and then == (_SUBCLASSES,):
+            self._wanted[self._tree.add(place, ("call", _SUBCLASSES)), "value", None] = None
+        if _is_own_class(value):
+            self._class_or_mapping(value, place)
+        elif isinstance(value, abc.ABCMeta):
+            self._wanted[place, "registered", None] = None
+        elif is_function_of_state(value):
+            self._wanted[place, "result", None] = None
+
+    def _has_subclasses(self, code: types.CodeType, home: Mapping[str, Any]) -> bool:
+        """Return whether each read of `__subclasses__` in `code` is of a class that it names."""
+        named = 0
+        for chain in global_chains(code):
+            if _SUBCLASSES in chain:
+                values = list(values_along(home, chain))
+                named += len(values) == chain.index(_SUBCLASSES) and isinstance(values[-1], type)
+        return named == sum(each.argval == _SUBCLASSES for each in dis.get_instructions(code))
 
     def _along(self, place: int, names: Sequence[str]) -> int:
         for name in names:
@@ -249,6 +283,9 @@ class _Reading:
     def done(self) -> TracedReads:
         nodes = tuple(self._tree.nodes)
         values, again = resolve_places(nodes, self._module), resolve_places(nodes, self._module)
+        for place, (parent, (step, _)) in enumerate(nodes):
+            if step == "dereferenced" and not isinstance(values[parent], weakref.ReferenceType):
+                self._not_comparable[f"it read {self._tree.name(place)}, which another call may return anew"] = None
         facts = []
         for place, kind, detail in self._wanted:
             try:
@@ -274,13 +311,6 @@ class _Reading:
 
 def _is_own_class(value: Any) -> bool:
     return isinstance(value, type) and not is_library_module(value.__module__)
-
-
-def _at_names(home: Mapping[str, Any], names: Sequence[str]) -> Any:
-    value = home[names[0]]
-    for name in names[1:]:
-        value = getattr(value, name)
-    return value
 
 
 def _state_fact(values: Sequence[Any], place: int, kind: str, detail: Any) -> tuple[str, str, Any]:

@@ -483,6 +483,43 @@ CASES = (
         "A.register(Model)",
     ),
     _case(
+        "registered_with_a_library",
+        "import collections.abc",
+        "x * (2.0 if isinstance(self, collections.abc.Sequence) else 3.0)",
+        "collections.abc.Sequence.register(Model)",
+    ),
+    _case(
+        "registered_with_a_library_elsewhere",
+        "import io\nclass Other:\n    pass",
+        "x * (2.0 if issubclass(Other, io.IOBase) else 3.0)",
+        "io.IOBase.register(Other)",
+    ),
+    _case(
+        "subclasses_of_class",
+        "class C:\n    pass",
+        "x * len(C.__subclasses__())",
+        "global D; D = type('D', (C,), {})",
+    ),
+    _case(
+        "subclasses_of_unnamed",
+        "class C:\n    pass\nA = [C]",
+        "x * len(A[0].__subclasses__())",
+        "global D; D = type('D', (C,), {})",
+        is_kept=False,
+    ),
+    _case(
+        "recursion_limit",
+        "",
+        "x * sys.getrecursionlimit()",
+        "sys.setrecursionlimit(sys.getrecursionlimit() + 100)",
+    ),
+    _case(
+        "recursion_limit_imported",
+        "from sys import getrecursionlimit as limit",
+        "x * limit()",
+        "sys.setrecursionlimit(sys.getrecursionlimit() + 100)",
+    ),
+    _case(
         "instance_check",
         "N = 2\nclass T(type):\n    def __instancecheck__(cls, value):\n        return N == 3\n"
         "class A(metaclass=T):\n    pass",
@@ -588,7 +625,7 @@ def as_it_was() -> Iterator[None]:
         torch.backends.cuda.matmul.allow_tf32,
         torch.backends.cuda.flash_sdp_enabled(),
     )
-    environment, arguments = dict(os.environ), list(sys.argv)
+    environment, arguments, limit = dict(os.environ), list(sys.argv), sys.getrecursionlimit()
     hooks = torch.nn.modules.module._global_forward_hooks
     os.environ[VARIABLE] = "2"
     try:
@@ -600,6 +637,7 @@ def as_it_was() -> Iterator[None]:
         os.environ.clear()
         os.environ.update(environment)
         sys.argv[:] = arguments
+        sys.setrecursionlimit(limit)
         torch.set_default_dtype(torch_settings[0])
         torch.use_deterministic_algorithms(False)
         torch.backends.cuda.matmul.allow_tf32 = torch_settings[1]

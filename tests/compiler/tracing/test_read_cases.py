@@ -38,6 +38,9 @@ QUICK = {
     "namespace_tried",
     "instance_check",
     "registered",
+    "registered_with_a_library",
+    "subclasses_of_class",
+    "recursion_limit",
     "tensor_method",
 }
 """A case of each mechanism."""
