@@ -37,9 +37,10 @@ def check_folder(path: Path, *, has_signing_key: bool, is_root: bool = True) -> 
     """
     status = os.lstat(path)
     if stat.S_ISLNK(status.st_mode):
-        what = f"cache folder {path} is a symbolic link, which whoever owns it may turn elsewhere."
+        leads = f"to {os.readlink(path)}" + ("" if os.path.exists(path) else ", where nothing is")
+        what = f"cache folder {path} is a symbolic link ({leads}), which whoever owns it may turn elsewhere."
         if not is_root:
-            raise UntrustedCache(f"{what} Run: {move_away_command(path)}")
+            raise UntrustedCache(f"{what} The next save makes a folder in its place. Run: {move_away_command(path)}")
         raise UntrustedCache(f"{what} Set PIECEGRAPH_CACHE_DIR to where it leads: {os.path.realpath(path)}")
     if not stat.S_ISDIR(status.st_mode):
         instead = "Set PIECEGRAPH_CACHE_DIR to one, or move it away. " if is_root else ""

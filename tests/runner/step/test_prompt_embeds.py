@@ -11,10 +11,13 @@ import torch
 from transformers import PreTrainedModel
 
 from piecegraph import LLM, EmbedsPrompt, SamplingParams
+from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
 from piecegraph.errors import ConfigError, RequestError
+from piecegraph.runner.engine.model_runner import PROMPT_EMBEDS_RUN_UNCAPTURED
 from piecegraph.runner.scheduling.scheduler_output import AddedRequest, ScheduledRequest
 from piecegraph.runner.step.prompt_embeds import EmbedsBatch, PromptEmbedsStates, embedding_size
 from tests.runner.margin_rule import assert_same_tokens
+from tests.runner.test_graphs import load
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 PROMPTS = [[5, 6, 7], list(range(60, 100)), [9]]
@@ -77,6 +80,19 @@ def test_several_completions_run_beside_other_requests(embeds_llm: LLM, llama: P
     for one, other in zip(by_embeds, by_ids, strict=True):
         assert [c.token_ids for c in one.outputs] == [c.token_ids for c in other.outputs]
     assert by_embeds[1].prompt_logprobs is not None and len(by_embeds[1].prompt_logprobs) == 3
+
+
+def test_a_strict_engine_runs_prompt_embeds_uncaptured_and_says_so(llama_dir: Path, llama: PreTrainedModel) -> None:
+    """Nothing else is downgraded: steps without embeddings run under graphs."""
+    with load(llama_dir, enable_prompt_embeds=True, strict=True) as llm:
+        mixed: list[Any] = [{"prompt_embeds": embeds_of(llama, PROMPTS[1])}, PROMPTS[0]]
+        outputs = llm.generate(mixed, GREEDY)
+        reasons = {row.mode: row.reason for row in llm.runner.counters.rows() if row.reason is not None}
+        modes = llm.runner.counters.by_mode()
+    for prompt, output in zip([PROMPTS[1], PROMPTS[0]], outputs, strict=True):
+        assert_same_tokens(llama, prompt, output.outputs[0].token_ids)
+    assert reasons == {CUDAGraphMode.NONE: PROMPT_EMBEDS_RUN_UNCAPTURED}
+    assert modes[CUDAGraphMode.FULL] > 0 and modes[CUDAGraphMode.NONE] == 3  # 40 rows, at most 16 a step
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,9 @@ from __future__ import annotations
 
 import errno
 import os
+import shlex
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -41,6 +44,27 @@ def test_a_folder_that_others_may_write_is_refused_with_the_remedy(
     cache_dir.chmod(0o777)
     assert cache("ls", code=1) == ""
     assert f"Run: chmod go-w {cache_dir}" in cache.err
+
+
+@pytest.mark.parametrize("folder", ["entries", "blobs", "quarantine", "locks", "temp", "used"])
+@pytest.mark.parametrize("leads_to", ["nowhere", "."])
+def test_a_folder_that_is_a_link_is_refused_with_the_remedy(
+    store: Store, cache: CacheCommand, cache_dir: Path, folder: str, leads_to: str
+) -> None:
+    """A link in place of any folder, dangling or not; what the message says to run is all there is to do."""
+    save_piece(store, "one")
+    place = cache_dir / "v1" / folder
+    shutil.rmtree(place)
+    place.symlink_to(cache_dir / leads_to)
+    for command in ("gc", "du", "stats"):
+        assert cache(command, code=1) == ""
+        assert f"cache folder {place} is a symbolic link (to {cache_dir / leads_to}" in cache.err
+        assert (", where nothing is)" in cache.err) == (leads_to == "nowhere")
+    subprocess.run(shlex.split(cache.err.strip().rpartition("Run: ")[2]), check=True)
+    for command in ("gc", "du", "stats"):
+        cache(command)
+    save_piece(store, "two")
+    assert place.is_dir() and not place.is_symlink()
 
 
 def test_another_users_cache_is_not_changed(store: Store, cache: CacheCommand, monkeypatch: pytest.MonkeyPatch) -> None:
