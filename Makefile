@@ -32,7 +32,7 @@ test: $(READY) ## set up, then run the tests but the slow ones
 	$(PYTEST) -m 'not slow' $(ARGS)
 
 test-slow: $(READY) ## set up, then run the slow tests: long random schedules, families one by one
-	$(PYTEST) -m slow $(ARGS)
+	$(PYTEST) --dist worksteal -m slow $(ARGS)
 
 test-newest: $(NEWEST)/.ready ## run `make test` with the newest torch and transformers, in .venv-newest (several gigabytes)
 	OMP_NUM_THREADS=1 $(NEWEST)/bin/python $(RUN_PYTEST) -m 'not slow' $(ARGS)
