@@ -54,7 +54,9 @@ def with_exact_strides(graph_module: fx.GraphModule) -> fx.GraphModule:
         for fix in (each for each in fixes if each.after is node):
             copy_of[fix.base] = _fixed(copy_of[fix.base], fix.order)
             for view in fix.views:
-                copy_of[view] = graph.node_copy(view, copy_of.__getitem__) if is_pure(view) else copy_of[view.args[0]]
+                copy_of[view] = (
+                    graph.node_copy(view, copy_of.__getitem__) if is_pure(view) else copy_of[view.all_input_nodes[0]]
+                )
     graph.lint()
     return fx.GraphModule(graph_module, graph)
 

@@ -254,7 +254,7 @@ class _Reading:
             if _SUBCLASSES in chain:
                 values = list(values_along(home, chain))
                 named += len(values) == chain.index(_SUBCLASSES) and isinstance(values[-1], type)
-        return named == sum(each.argval == _SUBCLASSES for each in dis.get_instructions(code))
+        return bool(named == sum(each.argval == _SUBCLASSES for each in dis.get_instructions(code)))
 
     def _along(self, place: int, names: Sequence[str]) -> int:
         for name in names:
