@@ -96,31 +96,34 @@ def test_a_change_of_what_was_read_is_seen(case: Case, folder: Path) -> None:
 @pytest.mark.slow
 def test_another_process_finds_what_was_read_as_it_was(folder: Path) -> None:
     """Nothing that is compared is of one process alone, but what makes a plan unfit to be kept."""
-    first, second = (json.loads(in_a_child(folder, *given)) for given in ((), (str(folder / "kept.json"),)))
+    first, second = json.loads(in_a_child(folder)), json.loads(in_a_child(folder))
     assert {name for name, kept in first.items() if kept is None} == {case.name for case in CASES if not case.is_kept}
     assert second == {case.name: None for case in CASES if case.is_kept}
 
 
-def in_a_child(folder: Path, *given: str) -> str:
-    """What `main` prints in a process of its own."""
-    arguments = [sys.executable, "-W", "ignore", "-m", __name__, str(folder), *given]
-    environment = {**os.environ, "PYTHONHASHSEED": "0" if given else "1"}
+def in_a_child(folder: Path) -> str:
+    """What `main` prints in a process of its own. Both have the same arguments: a case reads them."""
+    kept = folder / "kept.json"
+    is_second = kept.exists()
+    arguments = [sys.executable, "-W", "ignore", "-m", __name__, str(folder)]
+    environment = {**os.environ, "PYTHONHASHSEED": "0" if is_second else "1"}
     done = subprocess.run(arguments, capture_output=True, text=True, check=True, env=environment)
-    if not given:
-        (folder / "kept.json").write_text(done.stdout)
+    if not is_second:
+        kept.write_text(done.stdout)
     return done.stdout
 
 
-def main(folder: Path, kept: Path | None) -> None:
-    """Without `kept`, print what is stored of each case; with it, what changed of each."""
+def main(folder: Path) -> None:
+    """Without kept.json in `folder`, print what is stored of each case; with it, what changed of each."""
     sys.path.insert(0, str(folder))
-    known: dict[str, Any] = json.loads(kept.read_text()) if kept is not None else {}
+    kept = folder / "kept.json"
+    known: dict[str, Any] | None = json.loads(kept.read_text()) if kept.exists() else None
     found: dict[str, Any] = {}
     for case in CASES:
         with imported(case, folder) as module:
             model = module.Model()
             start = Start.of(model)
-            if kept is None:
+            if known is None:
                 found[case.name] = stored(start, model)
             elif known[case.name] is not None:
                 found[case.name] = what_changed(start, known[case.name], model)
@@ -179,4 +182,4 @@ def test_what_cannot_be_compared_is_not_kept(whole_cache: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]) if len(sys.argv) > 2 else None)
+    main(Path(sys.argv[1]))
