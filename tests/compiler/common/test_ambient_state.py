@@ -41,7 +41,7 @@ def deterministic() -> Iterator[None]:
 def compiled(compiler: str = "eager") -> tuple[pg.CompiledModel, nn.Module]:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)).requires_grad_(False)
-    config = pg.CompileConfig(compiler=compiler, passes=(), cache=False)
+    config = pg.CompileConfig(compiler=compiler, passes=(), cache=False, compile_workers=0)
     return pg.compile(module, config, dynamic_dims={"input": 0}, example_inputs=(X,)), module
 
 

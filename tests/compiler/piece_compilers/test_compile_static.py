@@ -21,15 +21,16 @@ from piecegraph.compiler.workers.pool import CompileJob, CompilePool
 from piecegraph.progress import Phase
 from tests.compiler.toy import DIMS, SPLIT_OPS, Decoder, batch
 
-SIZES = (1, 2, 4)
+SIZES = (1, 4)
 NUM_UNIQUE = 4
 
 
 def compiled_decoder(
     on_phase: Callable[[Phase], None] | None = None, **options: Any
 ) -> tuple[Decoder, pg.CompiledModel]:
+    """A decoder and what it is compiled to, in this process unless `compile_workers` says otherwise."""
     model = Decoder(3)
-    config = pg.CompileConfig(split_ops=SPLIT_OPS, passes=(), **options)
+    config = pg.CompileConfig(**{"split_ops": SPLIT_OPS, "passes": (), "compile_workers": 0, **options})
     return model, pg.compile(model, config, dynamic_dims=DIMS, example_inputs=batch(9, 2), on_phase=on_phase)
 
 
@@ -137,17 +138,17 @@ def test_a_static_compile_that_fails_leaves_the_dynamic_piece(monkeypatch: pytes
         return line(self).replace(str(self.artifact), "/nonexistent/artifact") if self.index % 2 else "not json\n"
 
     monkeypatch.setattr(CompileJob, "line", broken)
-    model, compiled = compiled_decoder(compile_sizes=(2, 4), compile_workers=2, cache=False)
+    model, compiled = compiled_decoder(compile_sizes=SIZES, compile_workers=2, cache=False)
     counted = Counted(compiled)
     report = compiled.report()
-    assert report.static_sizes == (2,)
+    assert report.static_sizes == (1,)
     notes = [row.note for row in report.static_pieces if row.size == 4]
     assert len(notes) == NUM_UNIQUE
     assert sum("the compile process ended with status 1" in note for note in notes) == NUM_UNIQUE // 2
     assert sum("nonexistent" in note for note in notes) == NUM_UNIQUE // 2
     assert not any(row.is_used for row in report.static_pieces if row.size == 4)
     assert "size 4: 0 of 4 pieces static" in str(report)
-    for size, ran in ((2, 2), (4, None)):
+    for size, ran in ((1, 1), (4, None)):
         inputs = batch(size, size)
         with torch.no_grad():
             close(compiled(*inputs), model(*inputs))
@@ -180,7 +181,12 @@ def test_pieces_are_tuned_by_a_first_run_alone(monkeypatch: pytest.MonkeyPatch) 
         close(compiled(*inputs), model(*inputs))
 
 
-def test_measuring_while_compiling_is_done_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("options", "at_once"), [({"max_autotune_gemm": True}, 1), pytest.param({}, None, marks=pytest.mark.slow)]
+)
+def test_measuring_while_compiling_is_done_one_at_a_time(
+    options: dict[str, Any], at_once: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     submitted: list[int | None] = []
     submit = CompilePool.submit
 
@@ -189,9 +195,8 @@ def test_measuring_while_compiling_is_done_one_at_a_time(monkeypatch: pytest.Mon
         submit(self, jobs, at_once=at_once)
 
     monkeypatch.setattr(CompilePool, "submit", spied)
-    for options, at_once in (({}, None), ({"max_autotune_gemm": True}, 1)):
-        compiled_decoder(compile_sizes=(2,), compile_workers=2, compile_sizes_options=options, cache=False)
-        assert submitted[-2:] == [None, at_once]
+    compiled_decoder(compile_sizes=(4,), compile_workers=2, compile_sizes_options=options, cache=False)
+    assert submitted[-2:] == [None, at_once]
 
 
 def test_options_of_static_sizes_are_theirs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,7 +210,7 @@ def test_options_of_static_sizes_are_theirs_alone(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(CompileJob, "line", spied)
     compiled_decoder(
-        compile_sizes=(2,),
+        compile_sizes=(4,),
         compile_workers=2,
         inductor_options={"epilogue_fusion": False},
         compile_sizes_options={"max_autotune_pointwise": True},
@@ -215,7 +220,7 @@ def test_options_of_static_sizes_are_theirs_alone(monkeypatch: pytest.MonkeyPatc
     assert len(seen) == 2 * len(static) == 2 * NUM_UNIQUE
     assert all(options["epilogue_fusion"] is False for options in seen)
     with pytest.raises(pg.errors.ConfigError, match="compile_sizes_options has 'max_autotun'.*Did you mean"):
-        compiled_decoder(compile_sizes=(2,), compile_sizes_options={"max_autotun": True})
+        compiled_decoder(compile_sizes=(4,), compile_sizes_options={"max_autotun": True})
 
 
 def test_sizes_no_call_can_have_are_refused_with_a_reason() -> None:
@@ -224,7 +229,7 @@ def test_sizes_no_call_can_have_are_refused_with_a_reason() -> None:
             torch._check(x.shape[0] >= 3)
             return x.cumsum(0)
 
-    config = pg.CompileConfig(compile_sizes=(2, 4))
+    config = pg.CompileConfig(compile_sizes=(2, 4), compile_workers=0)
     compiled = pg.compile(Halves(), config, dynamic_dims={"x": 0}, example_inputs=(torch.ones(8),))
     report = compiled.report()
     assert report.static_sizes == (4,)
@@ -235,7 +240,8 @@ def test_sizes_no_call_can_have_are_refused_with_a_reason() -> None:
 
 
 def test_a_model_without_sizes_has_nothing_static_to_add() -> None:
-    compiled = pg.compile(nn.Linear(4, 4), pg.CompileConfig(compile_sizes=(1,)), example_inputs=(torch.ones(3, 4),))
+    config = pg.CompileConfig(compile_sizes=(1,), compile_workers=0)
+    compiled = pg.compile(nn.Linear(4, 4), config, example_inputs=(torch.ones(3, 4),))
     assert compiled.report().static_pieces == ()
 
 
@@ -243,7 +249,7 @@ def test_by_name_uses_static_pieces_too() -> None:
     """`torch.compile(backend="piecegraph")` tells sizes as arguments of the graph."""
     torch._dynamo.reset()
     model = Decoder().requires_grad_(False)
-    options: Any = {"split_ops": list(SPLIT_OPS), "compile_sizes": [2, 4], "passes": ()}
+    options: Any = {"split_ops": list(SPLIT_OPS), "compile_sizes": [2, 4], "passes": (), "compile_workers": 0}
     compiled = torch.compile(model, backend="piecegraph", fullgraph=True, dynamic=True, options=options)
     close(compiled(*batch(9, 3)), model(*batch(9, 3)))
     (graph,) = pg.compiled_models(compiled)

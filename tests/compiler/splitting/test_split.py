@@ -13,7 +13,7 @@ from tests.compiler.toy import HIDDEN
 
 
 def compiled(module: nn.Module, split_ops: tuple[str, ...], rows: int = 5, compiler: str = "eager") -> pg.CompiledModel:
-    config = pg.CompileConfig(split_ops=split_ops, compiler=compiler)
+    config = pg.CompileConfig(split_ops=split_ops, compiler=compiler, compile_workers=0)
     return pg.compile(module, config, dynamic_dims={"x": 0}, example_inputs=(torch.randn(rows, HIDDEN),))
 
 
