@@ -1,7 +1,8 @@
 """Virtual memory management of the CUDA driver through ctypes: addresses are reserved apart from memory.
 
 Driver API: cuMemGetAllocationGranularity, cuMemAddressReserve, cuMemCreate, cuMemMap, cuMemSetAccess, cuMemUnmap,
-cuMemRelease, cuMemAddressFree, cuDeviceGet, cuDeviceGetAttribute. Nothing has to be built.
+cuMemRelease, cuMemAddressFree, cuDeviceGet, cuDeviceGetAttribute. ctypes stays in place of cuda-bindings, because
+these calls run on a GPU only, and their replacement has not been tried on one.
 """
 
 from __future__ import annotations

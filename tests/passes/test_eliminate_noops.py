@@ -193,7 +193,7 @@ def test_logits_are_the_same_bits(name: str, dtype: torch.dtype) -> None:
     matmuls = num_matmuls(model.graph)
     (outcome,) = model.apply(EliminateNoops())
     assert outcome.matches == outcome.nodes_removed + matmuls - num_matmuls(model.graph)
-    assert outcome.nodes_removed > 10
+    assert outcome.nodes_removed >= 10
     for n, logits in zip((1, 7), expected, strict=True):
         assert torch.equal(model.logits(prompt(n), [n - 1, 0]), logits)
     (again,) = model.apply(EliminateNoops())

@@ -1,4 +1,8 @@
-"""The output of subcommands: a JSON value or lines, on stdout. Text from files cannot control the terminal."""
+"""The output of subcommands: a JSON value or lines, on stdout. Text from files cannot control the terminal.
+
+Tables are made here in ten lines: rich wraps cells to the terminal's width, so that a pipe would not get whole keys,
+and importing it takes 0.05 s of the 0.3 s that `cache ls` may take.
+"""
 
 from __future__ import annotations
 
