@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,15 @@ from transformers import PreTrainedModel
 from piecegraph import LLM
 from tests.runner.byte_tokenizer import byte_tokenizer
 from tests.runner.tiny_models import llama_config, random_model, save
+from tests.runner.traced_once import shared_traces
+
+
+@pytest.fixture(scope="session", autouse=True)
+def models_are_traced_once() -> Iterator[None]:
+    """torch does not describe each trace in its log either, as it would: pytest listens to loggers by themselves."""
+    logging.getLogger("torch.__trace").propagate = True
+    with shared_traces():
+        yield
 
 
 @pytest.fixture(scope="session")
