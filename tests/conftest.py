@@ -49,7 +49,7 @@ SLOWEST = (
     "tests/compiler/piece_compilers/test_compile_static.py",
     "tests/runner/inspect/test_selfcheck.py",
     "tests/tools/commands/test_compile.py",
-    "tests/runner/engine/test_engine_machine.py",
+    "tests/runner/engine/test_engine_states.py",
     "tests/runner/test_smollm2.py",
     "tests/compiler/building/test_inductor_pieces.py",
     "tests/tools/cache/entries/test_proof.py",

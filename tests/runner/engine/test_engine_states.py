@@ -478,22 +478,25 @@ def engine_and_modes(
         yield EngineUnderTest(llm, AloneModel(llama), steps_ahead=steps_ahead), modes
 
 
+@pytest.mark.parametrize(
+    ("max_examples", "min_steps"), [(9, 500), pytest.param(40, 1_500, marks=pytest.mark.slow)], ids=["quick", "long"]
+)
 def test_every_order_of_events_gives_the_right_outputs(
-    engine_and_modes: tuple[EngineUnderTest, Sequence[CUDAGraphMode]],
+    engine_and_modes: tuple[EngineUnderTest, Sequence[CUDAGraphMode]], max_examples: int, min_steps: int
 ) -> None:
-    """Run at least 2,000 steps, 500 in each of four engines; hypothesis draws the events and shrinks failures."""
+    """Run that many steps in each of four engines; hypothesis draws the events and shrinks failures."""
     engine, modes = engine_and_modes
     run_state_machine_as_test(
         functools.partial(EngineMachine, engine),  # type: ignore[arg-type]  # anything that makes a machine
         settings=settings(
-            max_examples=9,
+            max_examples=max_examples,
             stateful_step_count=25,
             deadline=None,
             derandomize=True,
             suppress_health_check=list(HealthCheck),
         ),
     )
-    assert_much_was_seen(engine, 500, modes)
+    assert_much_was_seen(engine, min_steps, modes)
 
 
 PLAIN = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
