@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from piecegraph import LLM, SamplingParams
+from tests.quick_families import families
 from tests.runner.margin_rule import assert_same_tokens
 from tests.runner.tiny_models import FAMILIES, UNLISTED, WINDOW, make_model, save
 
@@ -14,9 +15,9 @@ PROMPTS = [[5, 17, 3], [9], [7, 7, 90, 23, 41, 2, 64, 118, 30, 55, 81, 12], list
 """Ragged; the last two are longer than the sliding windows and longrope's original length."""
 
 RUNS = [
-    *((name, "eager") for name in (*FAMILIES, *UNLISTED)),
+    *families((*FAMILIES, *UNLISTED), "eager"),
     ("llama", "inductor"),
-    ("gemma3", "inductor"),
+    pytest.param("gemma3", "inductor", marks=pytest.mark.slow),
 ]
 
 

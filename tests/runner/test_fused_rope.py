@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from piecegraph import LLM, SamplingParams
+from tests.quick_families import families
 from tests.runner.margin_rule import assert_same_tokens
 from tests.runner.tiny_models import FAMILIES, WINDOW, make_model, save
 
@@ -17,10 +18,9 @@ ALIKE = ("llama3-rope", "mistral", "qwen2-sliding", "phi3-longrope-short", "qwen
 """Families whose rotary embedding and norms another one of the list has too."""
 
 RUNS = [
-    *((name, "triton", "eager") for name in FAMILIES if name not in ("opt", *ALIKE)),
+    *families((name for name in FAMILIES if name not in ("opt", *ALIKE)), "triton", "eager"),
     ("qwen3", "sdpa", "eager"),
-    ("phi", "triton", "eager"),
-    ("olmo2", "triton", "eager"),
+    *families(("phi", "olmo2"), "triton", "eager"),
     ("qwen3", "triton", "inductor"),
 ]
 

@@ -6,6 +6,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -44,12 +45,14 @@ def _decoders(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
     return name, options
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(decoder=_decoders(), prompts=_prompts, budget=st.integers(3, 64), block_size=st.integers(1, 20))
-def test_random_decoder_on_a_ragged_batch(
-    decoder: tuple[str, dict[str, Any]], prompts: list[list[int]], budget: int, block_size: int
-) -> None:
+@pytest.mark.parametrize("max_examples", [3, pytest.param(20, marks=pytest.mark.slow)])
+def test_random_decoder_on_a_ragged_batch(max_examples: int) -> None:
     """Any heads, depth, windows and soft caps; prompts in chunks of any size over blocks of any size."""
+    given_any = given(decoder=_decoders(), prompts=_prompts, budget=st.integers(3, 64), block_size=st.integers(1, 20))
+    settings(max_examples=max_examples, deadline=None, suppress_health_check=[HealthCheck.too_slow])(given_any(check))()
+
+
+def check(decoder: tuple[str, dict[str, Any]], prompts: list[list[int]], budget: int, block_size: int) -> None:
     name, options = decoder
     model = random_model(make_config(name, **options))
     with (

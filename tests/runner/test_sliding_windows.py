@@ -35,6 +35,7 @@ PROMPTS = [
 """Three of them many times as long as the windows, of 8 tokens; two share a prefix."""
 GREEDY = SamplingParams(temperature=0.0, max_tokens=14, ignore_eos=True)
 NUM_GROUPS = {"mistral": 1, "gemma2": 2, "gemma3": 3, "gpt-oss": 2, "gemma3-deep": 3}
+SLOW = pytest.mark.slow  # two groups as gpt-oss has them, three as the deeper one has them
 BACKENDS = [
     pytest.param({"attention_backend": "triton"}, id="triton"),
     pytest.param({"attention_backend": "sdpa"}, id="sdpa"),
@@ -54,7 +55,10 @@ def make(name: str) -> PreTrainedModel:
     )  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=NUM_GROUPS)
+@pytest.fixture(
+    scope="module",
+    params=["mistral", "gpt-oss", "gemma3-deep", *(pytest.param(name, marks=SLOW) for name in ("gemma2", "gemma3"))],
+)
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, Path]:
     model = make(request.param)
     return model, save(model, tmp_path_factory.mktemp(request.param))

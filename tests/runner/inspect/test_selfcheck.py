@@ -122,7 +122,13 @@ def test_a_replay_that_differs_is_named(folder: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(
-    ("family", "dtype"), [("gemma2", "float32"), ("gemma3", "float32"), ("phi3", "bfloat16"), ("qwen3-moe", "bfloat16")]
+    ("family", "dtype"),
+    [
+        ("gemma2", "float32"),
+        pytest.param("gemma3", "float32", marks=pytest.mark.slow),
+        pytest.param("phi3", "bfloat16", marks=pytest.mark.slow),
+        ("qwen3-moe", "bfloat16"),
+    ],
 )
 def test_other_families_pass(family: str, dtype: str, tmp_path: Path) -> None:
     """Their norms, soft caps, windows and experts have a float64 form too."""

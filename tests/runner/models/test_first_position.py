@@ -14,6 +14,7 @@ from piecegraph.errors import ConfigError, UnsupportedModel
 from piecegraph.runner.common.model_source import ModelSource
 from piecegraph.runner.models import first_position as module
 from piecegraph.runner.models.first_position import FirstPosition, first_position
+from tests.quick_families import families
 from tests.runner.tiny_models import FAMILIES, MAX_LEN, UNLISTED, make_config, random_model, save
 
 SOURCE = ModelSource(model="./nowhere", load_format="dummy")
@@ -54,7 +55,7 @@ def test_padding_tokens_elsewhere_move_the_first_position() -> None:
     assert first_position(SOURCE, config_of("RobertaConfig", pad_token_id=7)).value == 8
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, *UNLISTED])
+@pytest.mark.parametrize("name", families([*FAMILIES, *UNLISTED]))
 def test_positions_of_other_models_begin_at_0(name: str) -> None:
     assert first_position(SOURCE, {**FAMILIES, **UNLISTED}[name]()) == FirstPosition(0)
 

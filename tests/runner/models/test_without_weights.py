@@ -59,7 +59,7 @@ def test_no_memory_is_allocated_for_weights(tmp_path: Path) -> None:
     assert sum(each.numel() for each in model.parameters()) > 1 << 45
 
 
-@pytest.mark.parametrize("family", ["gemma3", "phi3-longrope-long", "qwen3-moe"])
+@pytest.mark.parametrize("family", [pytest.param("gemma3", marks=pytest.mark.slow), "phi3-longrope-long", "qwen3-moe"])
 def test_its_trace_equals_the_trace_with_weights(tmp_path: Path, family: str) -> None:
     """Pieces, matches of passes and all."""
     real = random_model(FAMILIES[family]())
