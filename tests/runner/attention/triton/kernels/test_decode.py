@@ -12,9 +12,9 @@ from piecegraph.runner.attention.interface.kv_cache import KVCache
 from piecegraph.runner.attention.interface.op_call import AttentionCall
 from tests.compiled_for_gpu import asked_before_the_wait, compiled_for_gpu
 from tests.gpus import H200
+from tests.interpreter import interpreted_case
 from tests.runner.attention.paged_case import make_case
 from tests.runner.attention.rotary_case import NORMS, make_rotary
-from tests.runner.attention.triton.kernels.interpreted import run_interpreted
 
 LENS = [(9, 1), (0, 1), (66, 1)]
 LONG = [(40, 1), (0, 1), (90, 1), (130, 1), (3, 1)]
@@ -22,6 +22,7 @@ LONG = [(40, 1), (0, 1), (90, 1), (130, 1), (3, 1)]
 
 def check(
     *,
+    num_launches: int = 1,
     num_splits: int = 3,
     min_split_len: int = 16,
     num_extra: int = 0,
@@ -29,8 +30,8 @@ def check(
     merged: bool = False,
     **kind: object,
 ) -> None:
-    """Twice over the same workspace. The cache is NaN wherever nothing was written; block tables end in numbers
-    that would crash whoever looks them up."""
+    """Launches share a workspace. The cache is NaN wherever nothing was written; block tables end in numbers that would
+    crash whoever looks them up."""
     from piecegraph.runner.attention.triton.kernels.decode import decode_call
     from piecegraph.runner.attention.triton.kernels.workspace import SplitWorkspace
     from piecegraph.runner.attention.triton.layouts.decode_config import DecodeConfig
@@ -60,7 +61,7 @@ def check(
     workspace.lse.fill_(float("nan"))
     num_rows = case.expected.shape[0]
     tolerance = {torch.float32: 2e-5, torch.float16: 3e-3}[query.dtype]
-    for _ in range(2):
+    for _ in range(num_launches):
         out = query.new_full((query.shape[0], layer.num_q_heads, layer.value_dim), float("nan"))
         decode_call(
             case.call(out)._replace(query=query, key=key, value=value), case.kv_cache,
@@ -78,11 +79,11 @@ def check(
 
 
 CASES = {
-    "several splits": check,
-    "one split": partial(check, num_splits=1),
+    "several splits": partial(check, num_launches=2),
+    "one split": partial(check, num_splits=1, num_launches=2),
     "many splits": partial(check, num_splits=20, lens=[(290, 1)], block_size=16, num_kv_heads=1),
     "splits are long enough": partial(check, min_split_len=32),
-    "long requests are split": partial(check, num_splits=4, num_extra=8, min_split_len=32, lens=LONG),
+    "long requests are split": partial(check, num_launches=2, num_splits=4, num_extra=8, min_split_len=32, lens=LONG),
     "more parts than extra programs": partial(check, num_splits=4, num_extra=3, lens=LONG),
     "one extra program": partial(check, num_splits=4, num_extra=1, lens=LONG),
     "nothing is long": partial(check, num_splits=4, num_extra=3, min_split_len=500, lens=LONG),
@@ -113,28 +114,28 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module")
-def outcomes() -> dict[str, str]:
-    return run_interpreted("tests.runner.attention.triton.kernels.test_decode")
-
-
 @pytest.mark.parametrize("name", CASES)
-def test_equals_naive_attention(name: str, outcomes: dict[str, str]) -> None:
-    assert not outcomes[name], outcomes[name]
+def test_equals_naive_attention(name: str) -> None:
+    interpreted_case(__name__, name)
 
 
-@pytest.mark.parametrize("norm", ["norm", "no norm", None])
-@pytest.mark.parametrize(
-    ("num_reqs", "num_q_heads", "num_kv_heads", "dim", "dtype", "options"),
-    [
-        (1, 16, 8, 128, torch.bfloat16, {}),
-        (8, 16, 8, 128, torch.bfloat16, {}),
-        (256, 16, 8, 128, torch.bfloat16, {}),
-        (1, 16, 8, 128, torch.float32, {}),
-        (1, 8, 4, 256, torch.bfloat16, {"window": 512, "softcap": 50.0}),
-        (2, 32, 1, 80, torch.float16, {}),
-    ],
-)
+GPU_SHAPES: list[tuple[Any, ...]] = [
+    (1, 16, 8, 128, torch.bfloat16, {}),
+    (8, 16, 8, 128, torch.bfloat16, {}),
+    (256, 16, 8, 128, torch.bfloat16, {}),
+    (1, 16, 8, 128, torch.float32, {}),
+    (1, 8, 4, 256, torch.bfloat16, {"window": 512, "softcap": 50.0}),
+    (2, 32, 1, 80, torch.float16, {}),
+]
+GPU_KERNELS = [
+    pytest.param(*shape, norm, marks=() if norm == "norm" or shape is GPU_SHAPES[0] else pytest.mark.slow)
+    for norm in ("norm", "no norm", None)
+    for shape in GPU_SHAPES
+]
+"""With rotary embeddings and norms of heads, the largest kernel; the others, in one shape in the fast suite."""
+
+
+@pytest.mark.parametrize(("num_reqs", "num_q_heads", "num_kv_heads", "dim", "dtype", "options", "norm"), GPU_KERNELS)
 def test_it_compiles_for_a_gpu(
     num_reqs: int,
     num_q_heads: int,

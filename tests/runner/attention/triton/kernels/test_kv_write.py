@@ -11,8 +11,8 @@ from piecegraph.runner.attention.interface.kv_cache import KVCache
 from piecegraph.runner.attention.triton.layouts.head_shape import HeadShape
 from piecegraph.runner.attention.triton.reference import write_kv
 from tests.compiled_for_gpu import compile_for_gpu
+from tests.interpreter import interpreted_case
 from tests.runner.attention.rotary_case import NORMS, make_rotary
-from tests.runner.attention.triton.kernels.interpreted import run_interpreted
 
 
 def check(*, first_row: int = 0, num_tokens: int = 37, block_size: int = 4, dtype: torch.dtype = torch.float32) -> None:
@@ -49,14 +49,9 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module")
-def outcomes() -> dict[str, str]:
-    return run_interpreted("tests.runner.attention.triton.kernels.test_kv_write")
-
-
 @pytest.mark.parametrize("name", CASES)
-def test_equals_the_reference(name: str, outcomes: dict[str, str]) -> None:
-    assert not outcomes[name], outcomes[name]
+def test_equals_the_reference(name: str) -> None:
+    interpreted_case(__name__, name)
 
 
 @pytest.mark.parametrize("norm", [*NORMS, None])

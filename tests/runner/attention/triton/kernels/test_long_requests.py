@@ -9,7 +9,7 @@ from itertools import accumulate
 import pytest
 import torch
 
-from tests.runner.attention.triton.kernels.interpreted import run_interpreted
+from tests.interpreter import interpreted_case
 
 BLOCK_N = 16
 
@@ -64,11 +64,6 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module")
-def outcomes() -> dict[str, str]:
-    return run_interpreted("tests.runner.attention.triton.kernels.test_long_requests")
-
-
 @pytest.mark.parametrize("name", CASES)
-def test_each_part_is_taken_once(name: str, outcomes: dict[str, str]) -> None:
-    assert not outcomes[name], outcomes[name]
+def test_each_part_is_taken_once(name: str) -> None:
+    interpreted_case(__name__, name)

@@ -7,8 +7,8 @@ from functools import partial
 import pytest
 import torch
 
+from tests.interpreter import interpreted_case
 from tests.runner.attention.paged_case import make_case
-from tests.runner.attention.triton.kernels.interpreted import run_interpreted
 
 LENS = [(9, 1), (0, 1), (0, 13), (37, 21)]
 
@@ -64,11 +64,6 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module")
-def outcomes() -> dict[str, str]:
-    return run_interpreted("tests.runner.attention.triton.kernels.test_prefill")
-
-
 @pytest.mark.parametrize("name", CASES)
-def test_equals_naive_attention(name: str, outcomes: dict[str, str]) -> None:
-    assert not outcomes[name], outcomes[name]
+def test_equals_naive_attention(name: str) -> None:
+    interpreted_case(__name__, name)

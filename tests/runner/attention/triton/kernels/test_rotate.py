@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from piecegraph.runner.attention.triton.reference import rotated
+from tests.interpreter import interpreted_case
 from tests.runner.attention.rotary_case import (
     NORMS,
     assert_rotated,
@@ -17,7 +18,6 @@ from tests.runner.attention.rotary_case import (
     make_rotary_case,
     rotate,
 )
-from tests.runner.attention.triton.kernels.interpreted import run_interpreted
 
 DECODES = [(9, 1), (0, 1), (35, 1)]
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3}
@@ -30,8 +30,8 @@ def merged(*parts: torch.Tensor) -> list[torch.Tensor]:
     return [part.unflatten(1, like.shape[1:]) for part, like in zip(slices, parts, strict=True)]
 
 
-def check_decode(*, num_splits: int = 2, **kind: object) -> None:
-    """Twice: query and key stay as they were, so it may be repeated."""
+def check_decode(*, num_launches: int = 1, num_splits: int = 2, **kind: object) -> None:
+    """Query and key stay as they were, so it may be repeated."""
     from piecegraph.runner.attention.triton.kernels.decode import decode_call
     from piecegraph.runner.attention.triton.kernels.workspace import SplitWorkspace
     from piecegraph.runner.attention.triton.layouts.decode_config import DecodeConfig
@@ -46,7 +46,7 @@ def check_decode(*, num_splits: int = 2, **kind: object) -> None:
     )  # fmt: skip
     num_rows = case.rotated.expected.shape[0]
     tolerance = TOLERANCE[query.dtype]
-    for _ in range(2):
+    for _ in range(num_launches):
         out = query.new_full((query.shape[0], layer.num_q_heads, layer.value_dim), float("nan"))
         decode_call(
             raw.call(out, case.rotary)._replace(query=query, key=key, value=value), raw.kv_cache,
@@ -111,6 +111,7 @@ CASES = {
     **{f"decode: {name}": partial(check_decode, **kind) for name, kind in KINDS.items()},
     **{f"write: {name}": partial(check_write, **kind) for name, kind in KINDS.items()},
     "decode: padded requests": partial(check_decode, lens=[*DECODES, (0, 0), (0, 0)], num_padded=2, norm="norm"),
+    "decode: twice": partial(check_decode, num_launches=2, norm="norm"),
     "decode: one split": partial(check_decode, num_splits=1, norm="norm"),
     "decode: more heads than a program takes": partial(
         check_decode, num_q_heads=70, num_kv_heads=1, lens=[(20, 1)], norm="norm"
@@ -122,14 +123,9 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module")
-def outcomes() -> dict[str, str]:
-    return run_interpreted("tests.runner.attention.triton.kernels.test_rotate")
-
-
 @pytest.mark.parametrize("name", CASES)
-def test_kernels_equal_the_definition(name: str, outcomes: dict[str, str]) -> None:
-    assert not outcomes[name], outcomes[name]
+def test_kernels_equal_the_definition(name: str) -> None:
+    interpreted_case(__name__, name)
 
 
 @pytest.mark.parametrize("rotary_dim", [8, 4, 2])
