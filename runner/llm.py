@@ -34,6 +34,7 @@ from piecegraph.runner.engine.vllm_engine import LLMEngine, ModelConfig
 from piecegraph.runner.models.generation_defaults import GenerationDefaults, default_sampling_params
 from piecegraph.runner.output.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
 from piecegraph.runner.output.outbox import Outbox
+from piecegraph.runner.pooling.params import PoolingParams
 from piecegraph.runner.prompts.chat import (
     ChatOptions,
     Message,
@@ -55,13 +56,22 @@ if TYPE_CHECKING:
     from piecegraph.runner.engine.engine import Engine
     from piecegraph.runner.engine.model_runner import ModelRunner
     from piecegraph.runner.inspect.selfcheck import SelfcheckReport
+    from piecegraph.runner.pooling.engine import PooledOutput
+    from piecegraph.runner.pooling.load import LoadedPooler
+    from piecegraph.runner.pooling.outputs import (
+        ClassificationRequestOutput,
+        EmbeddingRequestOutput,
+        ScoringRequestOutput,
+    )
     from piecegraph.runner.startup.load_engine import Loaded
     from piecegraph.runner.startup.reload_weights import NewWeights
 
 
 class LLM:
-    """A language model that is loaded and compiled on construction, and then generates text.
+    """A language model that is loaded and compiled on construction, and then generates text or pools it.
 
+    `runner`: "generate", "pooling" (`embed`, `classify`, `score`), or "auto", by the model's files; `convert`: what a
+    model that pools returns, "embed" or "classify", or "auto".
     `model`: a folder, a .gguf file or a hub id; None is the embedded default, SmolLM2-135M-Instruct.
     `enforce_eager` disables both compilation and CUDA graphs. `on_phase` is called with every phase of loading.
     An `LLM` is a context manager; `close` frees the model and its cache.
@@ -75,6 +85,8 @@ class LLM:
         self,
         model: str | Path | None = None,
         *,
+        runner: str = "auto",
+        convert: str = "auto",
         tokenizer: str | None = None,
         skip_tokenizer_init: bool = False,
         chat_template: str | Path | None = None,
@@ -120,7 +132,9 @@ class LLM:
         self._chat_template = read_chat_template(chat_template)
         self._generation = GenerationDefaults(kind=generation_config, override=override_generation_config)
         config = _engine_config(arguments)
-        self._loaded: Loaded | None = _load(config, on_phase)
+        self._loaded: Loaded | None  # to generate; None: it pools, or is closed
+        self._loaded_pooler: LoadedPooler | None
+        self._loaded, self._loaded_pooler = _load(config, on_phase)
         self._model, self._seed = config.source.model, config.seed
         self._logprobs_mode = LogprobsMode.parse(config.logprobs_mode)
         self._num_requests = 0
@@ -128,12 +142,12 @@ class LLM:
     @property
     def compiled(self) -> CompiledModel:
         """The compiled model; see its `report()`, `source` and `guards`."""
-        return self._open.compiled
+        return self._any.compiled
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
         """The tokenizer, or None with `skip_tokenizer_init`."""
-        return self._open.tokenizer
+        return self._any.tokenizer
 
     @property
     def chat_template(self) -> str | None:
@@ -143,7 +157,7 @@ class LLM:
     @property
     def max_model_len(self) -> int:
         """The largest number of tokens of a prompt and its output together."""
-        return self._open.max_model_len
+        return self._any.max_model_len
 
     @property
     def engine(self) -> Engine:
@@ -175,7 +189,7 @@ class LLM:
     @property
     def hf_config(self) -> PretrainedConfig:
         """The model's own configuration, as transformers has read the model's config file."""
-        return self._open.hf_config
+        return self._any.hf_config
 
     @property
     def runner(self) -> ModelRunner:
@@ -185,7 +199,7 @@ class LLM:
     @property
     def notes(self) -> tuple[str, ...]:
         """Decisions taken while loading that a caller may want to know about, one sentence each."""
-        return self._open.notes
+        return self._any.notes
 
     @property
     def selfcheck(self) -> SelfcheckReport | None:
@@ -303,6 +317,85 @@ class LLM:
             concurrency_limit=concurrency_limit,
         )
 
+    def embed(
+        self,
+        prompts: Prompts,
+        *,
+        use_tqdm: bool | Callable[..., Any] = True,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        lora_request: object = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """Return the embedding of each prompt, `outputs.embedding`, in the order of the prompts.
+
+        The `LLM` must have been made for pooling. Raises `RequestError`, before any prompt runs, if one is refused.
+        """
+        from piecegraph.runner.pooling.requests import embed
+
+        refuse_lora(lora_request)
+        return embed(self._pooler, prompts, pooling_params, use_tqdm, tokenization_kwargs)
+
+    def classify(
+        self,
+        prompts: Prompts,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: object = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[ClassificationRequestOutput]:
+        """Return the probabilities of each prompt's classes, `outputs.probs`, in the order of the prompts.
+
+        The `LLM` must have been made for pooling, with a model for sequence classification. Raises as `embed`.
+        """
+        from piecegraph.runner.pooling.requests import classify
+
+        refuse_lora(lora_request)
+        return classify(self._pooler, prompts, pooling_params, use_tqdm, tokenization_kwargs)
+
+    def encode(
+        self,
+        prompts: Prompts,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: object = None,
+        pooling_task: str | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[PooledOutput]:
+        """Return what `embed` or `classify` returns as tensors, `outputs.data`.
+
+        `pooling_task`: "embed" or "classify", which the model must have been loaded for; None: that task.
+        """
+        from piecegraph.runner.pooling.requests import checked_task, encode
+
+        refuse_lora(lora_request)
+        checked_task(self._pooler, pooling_task)
+        return encode(self._pooler, prompts, pooling_params, use_tqdm, tokenization_kwargs)
+
+    def score(
+        self,
+        data_1: Prompts,
+        data_2: Prompts,
+        *,
+        use_tqdm: bool | Callable[..., Any] = True,
+        pooling_params: PoolingParams | None = None,
+        lora_request: object = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        chat_template: str | None = None,
+    ) -> list[ScoringRequestOutput]:
+        """Return how well each text of `data_1` matches that of `data_2`, `outputs.score`.
+
+        A single `data_1` is compared with every `data_2`. A classifier with one label reads both texts at once; of any
+        other model the score is the cosine of the two embeddings. Raises as `embed`.
+        """
+        from piecegraph.runner.pooling.requests import score
+
+        refuse_lora(lora_request)
+        if chat_template is not None:
+            raise RequestError("score takes no chat_template: pairs are joined by the tokenizer. Leave it out.")
+        return score(self._pooler, data_1, data_2, pooling_params, use_tqdm, tokenization_kwargs)
+
     def reload_weights(self, weights: NewWeights | None = None) -> int:
         """Replace the model's weights in place and return how many tensors were written.
 
@@ -341,10 +434,11 @@ class LLM:
 
     def close(self) -> None:
         """Free the model and its cache. Idempotent; any other call afterwards raises `UsageError`."""
-        if self._loaded is not None:
-            self._loaded.runner.close()  # graphs first: they read the model's memory
-            self._loaded.compiled.close()
-            self._loaded = None
+        for loaded in (self._loaded, self._loaded_pooler):
+            if loaded is not None:
+                loaded.runner.close()  # graphs first: they read the model's memory
+                loaded.compiled.close()
+        self._loaded = self._loaded_pooler = None
 
     def __enter__(self) -> LLM:
         return self
@@ -355,10 +449,33 @@ class LLM:
         self.close()
 
     @property
+    def _any(self) -> Loaded | LoadedPooler:
+        return self._loaded_pooler if self._loaded_pooler is not None else self._open
+
+    @property
     def _open(self) -> Loaded:
+        """What was loaded to generate. Raises `UsageError` if the model pools."""
         if self._loaded is None:
+            if self._loaded_pooler is not None:
+                raise UsageError(
+                    "this LLM pools: it turns texts into vectors or classes and generates nothing. Use "
+                    f"{self._loaded_pooler.task.value} or score; if the model can generate, make an LLM with "
+                    "runner='generate'."
+                )
             raise UsageError("this LLM is closed; make a new one.")
         return self._loaded
+
+    @property
+    def _pooler(self) -> LoadedPooler:
+        """What was loaded to pool. Raises `UsageError` if the model generates."""
+        if self._loaded_pooler is None:
+            if self._loaded is not None:
+                raise UsageError(
+                    "this LLM generates: it was loaded with a head that predicts tokens. To embed texts with the same "
+                    "model, make an LLM with runner='pooling'."
+                )
+            raise UsageError("this LLM is closed; make a new one.")
+        return self._loaded_pooler
 
     if not TYPE_CHECKING:  # a type checker has to find a name that does not exist
 
@@ -522,7 +639,7 @@ def _engine_config(arguments: Mapping[str, Any]) -> EngineConfig:
     return EngineConfig(**{**{name: arguments[name] for name in arguments if name in fields}, **converted})
 
 
-def _load(config: EngineConfig, on_phase: OnPhase | None) -> Loaded:
+def _load(config: EngineConfig, on_phase: OnPhase | None) -> tuple[Loaded | None, LoadedPooler | None]:
     """Import torch and transformers, then load the engine. Compile workers and weight files are started on before."""
     early = started_early(
         config.compile.compile_workers,
@@ -538,9 +655,17 @@ def _load(config: EngineConfig, on_phase: OnPhase | None) -> Loaded:
         with timed_phase(on_phase, "import"):
             import transformers  # noqa: F401  here, so that no later phase is charged for the import
 
-            from piecegraph.runner.startup.load_engine import load_engine
+            from piecegraph.runner.pooling.task import pooling_task
+
+            task = pooling_task(config)
+            if task is None:
+                from piecegraph.runner.startup.load_engine import load_engine
+            else:
+                from piecegraph.runner.pooling.load import load_pooler
         with translate_out_of_memory():
-            return load_engine(config, on_phase)
+            if task is None:
+                return load_engine(config, on_phase), None
+            return None, load_pooler(config, task, on_phase)
 
 
 def _will_compile(config: EngineConfig) -> bool:

@@ -51,6 +51,10 @@ class EngineConfig:
     """
 
     source: ModelSource
+    runner: str = "auto"
+    """"generate", "pooling", or "auto", by the model's files."""
+    convert: str = "auto"
+    """What a model that pools returns: "embed", "classify", or "auto", by the model's files."""
     tokenizer: str | None = None
     skip_tokenizer_init: bool = False
     enable_prompt_embeds: bool = False

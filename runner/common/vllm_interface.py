@@ -110,7 +110,7 @@ class Unavailable:
 
 _NO_LORA = "LoRA adapters are not yet available: merge the adapter into the weights."
 _NO_SPECULATION = "speculative decoding is not yet available: leave it out, the tokens are the same without it."
-_NO_POOLING = "pooling is not yet available: LLM generates."
+_NO_POOLER = "pooling follows the model's modules.json; give PoolingParams for what varies."
 _NO_QUANTIZATION = "quantization is not yet available: load the weights in 16 or 32 bits."
 _NO_STRUCTURE = "structured output is not yet available."
 _NO_PARALLELISM = "this version runs one process on one device."
@@ -138,7 +138,6 @@ UNAVAILABLE_ARGUMENTS: Mapping[str, Unavailable] = {
     "code_revision": Unavailable("the code has the revision of the model: give revision."),
     "collect_detailed_traces": Unavailable(_NO_LOGGING),
     "config_format": Unavailable("configurations are Hugging Face's.", ("auto", "hf", None)),
-    "convert": Unavailable(_NO_POOLING, ("auto", "none", None)),
     "cp_kv_cache_interleave_size": Unavailable(_NO_PARALLELISM),
     "cpu_distributed_timeout_seconds": Unavailable(_NO_PARALLELISM),
     "cpu_offload_gb": Unavailable(_NO_OFFLOADING, (0, None)),
@@ -306,7 +305,7 @@ UNAVAILABLE_ARGUMENTS: Mapping[str, Unavailable] = {
     "per_request_spec_decode_metrics": Unavailable(_NO_SPECULATION, ("none",)),
     "performance_mode": Unavailable("give max_num_batched_tokens and max_num_seqs.", ("balanced", None)),
     "pipeline_parallel_size": Unavailable(_NO_PARALLELISM, (1, None)),
-    "pooler_config": Unavailable(_NO_POOLING),
+    "pooler_config": Unavailable(_NO_POOLER),
     "prefill_context_parallel_size": Unavailable(_NO_PARALLELISM, (1,)),
     "prefill_schedule_interval": Unavailable("every step admits prompts.", (1,)),
     "prefix_cache_retention_interval": Unavailable("prefixes stay until their memory is needed.", (0, None)),
@@ -323,7 +322,6 @@ UNAVAILABLE_ARGUMENTS: Mapping[str, Unavailable] = {
     "renderer_num_workers": Unavailable("prompts are tokenized by the caller's thread.", (1,)),
     "replayssm_buffer_len": Unavailable(_NO_STATE_SPACE, (16,)),
     "return_sampling_mask": Unavailable("masks are not returned.", (False,)),
-    "runner": Unavailable(_NO_POOLING, ("auto", "generate", None)),
     "safetensors_load_strategy": Unavailable("files are read ahead while torch is imported.", accepts_any=True),
     "safetensors_prefetch_block_size": Unavailable("files are read ahead.", accepts_any=True),
     "safetensors_prefetch_num_threads": Unavailable("files are read ahead.", accepts_any=True),
@@ -376,14 +374,14 @@ OLDER_ARGUMENTS: Mapping[str, Unavailable] = {
     "num_scheduler_steps": Unavailable("give async_scheduling.", (1,)),
     "num_speculative_tokens": Unavailable(_NO_SPECULATION),
     "override_neuron_config": Unavailable("no such device is supported.", (None, {})),
-    "override_pooler_config": Unavailable(_NO_POOLING),
+    "override_pooler_config": Unavailable(_NO_POOLER),
     "preemption_mode": Unavailable("a preempted request is computed again.", (None, "recompute")),
     "rope_scaling": Unavailable('give hf_overrides={"rope_parameters": {...}}.'),
     "rope_theta": Unavailable('give hf_overrides={"rope_parameters": {...}}.'),
     "scheduler_delay_factor": Unavailable("every step admits prompts.", (0.0,)),
     "speculative_model": Unavailable(_NO_SPECULATION),
     "swap_space": Unavailable("a preempted request is computed again, not swapped.", accepts_any=True),
-    "task": Unavailable(_NO_POOLING, ("auto", "generate", None)),
+    "task": Unavailable("give runner='pooling', and convert='embed' or 'classify'.", ("auto", "generate", None)),
     "use_v2_block_manager": Unavailable("there is one block manager.", accepts_any=True),
 }
 """Arguments that earlier versions of vLLM's `LLM` had, which scripts still give."""
@@ -460,10 +458,7 @@ DIFFERENT_COMPLETIONS: Mapping[str, str] = {}
 
 UNAVAILABLE_METHODS: Mapping[str, str] = {
     "apply_model": "the module is `llm.compiled`'s",
-    "classify": _NO_POOLING[:-1],
     "collective_rpc": "there are no workers: call what is wanted",
-    "embed": _NO_POOLING[:-1],
-    "encode": _NO_POOLING[:-1],
     "enqueue": "use `llm.llm_engine.add_request`",
     "enqueue_chat": "use `llm.llm_engine.add_request`",
     "finish_weight_update": "make another `LLM`",
@@ -473,7 +468,6 @@ UNAVAILABLE_METHODS: Mapping[str, str] = {
     "init_weight_transfer_engine": "make another `LLM`",
     "release_kv_cache_memory": _NO_SLEEP[:-1],
     "reset_mm_cache": "this version accepts text only",
-    "score": _NO_POOLING[:-1],
     "shutdown_weight_transfer_engine": "make another `LLM`",
     "sleep": _NO_SLEEP[:-1],
     "start_draft_weight_update": "make another `LLM`",
@@ -489,6 +483,7 @@ UNAVAILABLE_METHODS: Mapping[str, str] = {
 
 DIFFERENT_METHODS: Mapping[str, str] = {
     "beam_search": "shows no progress",
+    "encode": "of tasks, `embed` and `classify`; none of every token",
     "get_metrics": "counters and gauges only, no histograms",
     "llm_engine": "`add_request`, `step`, `abort_request`, `has_unfinished_requests` and what else loops call; of "
     "configurations only `model_config`",

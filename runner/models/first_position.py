@@ -20,7 +20,7 @@ from piecegraph.errors import UnsupportedModel
 from piecegraph.runner.attention.interface.transformers_attention import ATTENTION_IMPLEMENTATION, register_attention
 from piecegraph.runner.common.model_source import ModelSource
 from piecegraph.runner.models.quiet_transformers import quiet_transformers
-from piecegraph.runner.models.support import check_class
+from piecegraph.runner.models.support import check_class, check_is_causal
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -36,26 +36,37 @@ class FirstPosition:
     note: str = ""
 
 
-def first_position(source: ModelSource, config: PreTrainedConfig) -> FirstPosition:
+def first_position(
+    source: ModelSource,
+    config: PreTrainedConfig,
+    *,
+    auto_class: str = "AutoModelForCausalLM",
+    attention: str = ATTENTION_IMPLEMENTATION,
+) -> FirstPosition:
     """Return the position of the first token of a text in the model's own forward.
 
     One layer of the model is constructed with uninitialised weights and run up to its attention, once with positions
     0, 1, 2, ... and once without positions. The difference of the indices at which its tables are read is the first
     position. A model with rotary embeddings is not run, because only the distances of its positions matter.
 
-    Raises `UnsupportedModel` if the model's own positions are not consecutive.
+    Raises `UnsupportedModel` if the model's own positions are not consecutive, and if it is to generate but is an
+    encoder.
     """
     if getattr(config.get_text_config(decoder=True), "rope_parameters", None):
         return FirstPosition(0)
     try:
         with quiet_transformers():
-            model = _one_layer(config, source.trust_remote_code)
-            if not _may_run(type(model)):
+            model = _one_layer(config, source.trust_remote_code, auto_class, attention)
+            if auto_class == "AutoModelForCausalLM":
+                check_is_causal(model)
+            if auto_class == "AutoModelForCausalLM" and not _may_run(type(model)):
                 return FirstPosition(0)  # loading refuses the model
             _allocate(model)
             given = torch.arange(_NUM_TOKENS)[None]
             input_ids = _ordinary_tokens(config)
             own, counted = _table_reads(model, input_ids), _table_reads(model, input_ids, position_ids=given)
+    except UnsupportedModel:
+        raise
     except Exception as error:  # whatever a model of one layer, called with few arguments, raises
         line = next(iter(str(error).splitlines()), "")
         return FirstPosition(
@@ -75,18 +86,18 @@ def first_position(source: ModelSource, config: PreTrainedConfig) -> FirstPositi
     )
 
 
-def _one_layer(config: PreTrainedConfig, trust_remote_code: bool) -> Any:
+def _one_layer(config: PreTrainedConfig, trust_remote_code: bool, auto_class: str, attention: str) -> Any:
     """Return a model of one layer on the meta device."""
-    from transformers import AutoModelForCausalLM
+    import transformers
 
     register_attention()
     small = copy.deepcopy(config)
     small.get_text_config(decoder=True).num_hidden_layers = 1
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(
+        return getattr(transformers, auto_class).from_config(
             small,
             dtype=torch.float32,
-            attn_implementation=ATTENTION_IMPLEMENTATION,
+            attn_implementation=attention,
             trust_remote_code=trust_remote_code,
         )
 
@@ -159,7 +170,7 @@ class _TableReads(TorchDispatchMode):
         self.found: list[Read] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.piecegraph.attention.default:
+        if func.namespace == "piecegraph":
             raise _AtAttention
         tensors = [each for each in torch.utils._pytree.tree_leaves(args) if isinstance(each, torch.Tensor)]
         if any(each.is_floating_point() for each in tensors):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +45,22 @@ DTYPES = {
     "float16": torch.float16,
     "half": torch.float16,
 }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelKind:
+    """What transformers loads a model as, and what the runner needs of it."""
+
+    auto_class: str = "AutoModelForCausalLM"
+    mapping: str = "MODEL_FOR_CAUSAL_LM_MAPPING"  # from configs to the classes behind `auto_class`
+    name: str = "causal language model"
+    attention: str = ATTENTION_IMPLEMENTATION
+    inputs: tuple[str, ...] = ("position_ids", "logits_to_keep")  # of its forward
+    options: Mapping[str, Any] = field(default_factory=dict)  # for the constructor, where it takes them
+    ignores_other_weights: bool = False  # weights that the class does not have, such as a head, are not read
+
+
+GENERATION = ModelKind()
 
 
 _CONSTRUCTOR_ERRORS = (KeyError, TypeError, AttributeError, ZeroDivisionError, IndexError)
@@ -145,6 +162,7 @@ def load_model(
     device: torch.device,
     seed: int = 0,
     on_phase: OnPhase | None = None,
+    kind: ModelKind = GENERATION,
 ) -> LoadedModel:
     """Return the model with our attention, with the weights of `source`, or with random weights for format `dummy`.
 
@@ -163,23 +181,23 @@ def load_model(
             on_phase(Phase(name="load", done=done, total=total, detail=source.model))
 
     register_attention()
-    known_class = _known_class(config)
+    known_class = _known_class(config, kind)
     if known_class is not None:
-        check_class(known_class)
+        check_class(known_class, kind.inputs)
     with quiet_transformers(on_weights), _construction_errors(source):
         if source.load_format == "dummy":
-            model = _random_model(source, config, dtype, device, seed)
+            model = _random_model(source, config, dtype, device, seed, kind)
         else:
-            model = _checkpoint_model(source, config, dtype)
+            model = _checkpoint_model(source, config, dtype, kind)
     assert isinstance(model, PreTrainedModel), type(model)
-    check_class(type(model))
+    check_class(type(model), kind.inputs)
     model = model.to(device).eval().requires_grad_(False)  # type: ignore[arg-type]  # transformers decorates .to
     name_layers(model)
     if on_phase is not None:
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
         detail = f"{type(model).__name__}, {num_parameters / 1e6:.1f}M parameters, {dtype} on {device}"
         on_phase(Phase(name="load", seconds=time.monotonic() - started, detail=detail.replace("torch.", "")))
-    first = first_position(source, config)
+    first = first_position(source, config, auto_class=kind.auto_class, attention=kind.attention)
     return LoadedModel(
         model=model,
         config=model.config,
@@ -229,20 +247,27 @@ def _overridden(
     return type(config).from_dict({**fields, **overrides})
 
 
-def _checkpoint_model(source: ModelSource, config: PreTrainedConfig, dtype: torch.dtype) -> Any:
-    from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM
+def constructor_options(config: PreTrainedConfig, kind: ModelKind) -> dict[str, Any]:
+    """Return those of the kind's options that the constructor of this model takes."""
+    known = _known_class(config, kind) if kind.options else None
+    parameters = inspect.signature(known.__init__).parameters if known is not None else {}
+    return {name: value for name, value in kind.options.items() if name in parameters}
 
-    options = dict(source.options)
+
+def _checkpoint_model(source: ModelSource, config: PreTrainedConfig, dtype: torch.dtype, kind: ModelKind) -> Any:
+    import transformers
+    from safetensors import SafetensorError
+
+    options = {**source.options, **constructor_options(config, kind)}
     if source.load_format == "safetensors":
         options["use_safetensors"] = True
     check_weight_files(source)
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = getattr(transformers, kind.auto_class).from_pretrained(
             source.location,
             config=config,
             dtype=dtype,
-            attn_implementation=ATTENTION_IMPLEMENTATION,
+            attn_implementation=kind.attention,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # refused below, together with missing and unexpected tensors
             **options,
@@ -256,38 +281,46 @@ def _checkpoint_model(source: ModelSource, config: PreTrainedConfig, dtype: torc
             raise
         raise CheckpointError(f"the weights of {source.model!r} cannot be read: {_first_line(error)}") from error
     model, info = loaded
-    _check_loading_info(source, info)
+    _check_loading_info(source, {**info, "unexpected_keys": ()} if kind.ignores_other_weights else info)
     return model
 
 
 def _random_model(
-    source: ModelSource, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, seed: int
+    source: ModelSource,
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    seed: int,
+    kind: ModelKind,
 ) -> Any:
-    from transformers import AutoModelForCausalLM
+    import transformers
 
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), device:
         torch.manual_seed(seed)
-        return AutoModelForCausalLM.from_config(
+        return getattr(transformers, kind.auto_class).from_config(
             config,
             dtype=dtype,
-            attn_implementation=ATTENTION_IMPLEMENTATION,
+            attn_implementation=kind.attention,
             trust_remote_code=source.trust_remote_code,
+            **constructor_options(config, kind),
         )
 
 
-def _known_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
+def _known_class(config: PreTrainedConfig, kind: ModelKind) -> type[PreTrainedModel] | None:
     """Return the class that transformers would construct; None if only the model's own code knows it."""
     from transformers import PreTrainedModel
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+    from transformers.models.auto import modeling_auto
 
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    mapping = getattr(modeling_auto, kind.mapping)
+    if type(config) not in mapping:
         if hasattr(config, "auto_map"):
             return None
+        instead = " LLM(model, runner='pooling') embeds texts with a model that has none." if kind is GENERATION else ""
         raise UnsupportedModel(
-            f"{type(config).__name__} (model_type {config.model_type!r}) has no causal language model in transformers."
+            f"{type(config).__name__} (model_type {config.model_type!r}) has no {kind.name} in transformers.{instead}"
         )
-    known = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    known = mapping[type(config)]
     return known if isinstance(known, type) and issubclass(known, PreTrainedModel) else None
 
 

@@ -13,6 +13,7 @@ from piecegraph.errors import ModelError, UnsupportedModel
 from piecegraph.runner.attention.interface.layer import AttentionLayer
 
 if TYPE_CHECKING:
+    from torch import nn
     from transformers import PreTrainedConfig, PreTrainedModel
 
 _LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "attention", "dense", "sparse", "moe"})
@@ -91,8 +92,8 @@ def check_config(config: PreTrainedConfig, written: Mapping[str, Any] | None = N
         )
 
 
-def check_class(model_class: type[PreTrainedModel]) -> None:
-    """Raise `UnsupportedModel` if the model's class lacks what the runner needs."""
+def check_class(model_class: type[PreTrainedModel], inputs: Sequence[str] = ("position_ids", "logits_to_keep")) -> None:
+    """Raise `UnsupportedModel` if the model's class lacks what the runner needs; `inputs`: of its forward."""
     name = model_class.__name__
     if model_class._is_stateful:
         raise UnsupportedModel(f"{name} keeps a recurrent state between tokens; only attention layers can run here.")
@@ -101,11 +102,28 @@ def check_class(model_class: type[PreTrainedModel]) -> None:
             f"{name} computes its attention itself (it has no pluggable attention), so ours cannot run."
         )
     parameters = inspect.signature(model_class.forward).parameters
-    for wanted in ("position_ids", "logits_to_keep"):
+    for wanted in inputs:
         if wanted not in parameters:
             raise UnsupportedModel(
                 f"{name}.forward takes no {wanted}, without which it cannot run on a flattened batch."
             )
+
+
+def causality(model: nn.Module) -> list[bool]:
+    """Return, for each module of a model that says so, whether it is causal; transformers' attention modules do."""
+    found = (getattr(module, "is_causal", None) for module in model.modules())
+    return [each for each in found if isinstance(each, bool)]
+
+
+def check_is_causal(model: PreTrainedModel) -> None:
+    """Raise `UnsupportedModel` if every attention of a model lets tokens see what comes after them."""
+    found = causality(model)
+    if found and not any(found):
+        raise UnsupportedModel(
+            f"{type(model).__name__} is an encoder by its config: every token sees the whole text, so it generates "
+            "nothing. LLM(model, runner='pooling') embeds or classifies texts with it; a decoder of this kind has "
+            "is_decoder=true in its config."
+        )
 
 
 def check_layers(layers: Sequence[AttentionLayer], config: PreTrainedConfig) -> None:

@@ -29,6 +29,13 @@ if TYPE_CHECKING:
     from piecegraph.runner.common.sampling_params import RequestOutputKind, SamplingParams
     from piecegraph.runner.llm import LLM
     from piecegraph.runner.output.beam_search import BeamSearchParams
+    from piecegraph.runner.pooling.outputs import (
+        ClassificationRequestOutput,
+        EmbeddingRequestOutput,
+        PoolingRequestOutput,
+        ScoringRequestOutput,
+    )
+    from piecegraph.runner.pooling.params import PoolingParams
     from piecegraph.runner.prompts.tokenize import EmbedsPrompt, TextPrompt, TokensPrompt
 
 __version__ = "0.1.0"
@@ -42,6 +49,11 @@ _HOME = {
     "Graphs": "piecegraph.compiler.graphs.graphs",
     "CUDAGraphMode": "piecegraph.compiler.graphs.cudagraph_mode",
     "BatchDescriptor": "piecegraph.compiler.graphs.batch_descriptor",
+    "ClassificationRequestOutput": "piecegraph.runner.pooling.outputs",
+    "EmbeddingRequestOutput": "piecegraph.runner.pooling.outputs",
+    "PoolingParams": "piecegraph.runner.pooling.params",
+    "PoolingRequestOutput": "piecegraph.runner.pooling.outputs",
+    "ScoringRequestOutput": "piecegraph.runner.pooling.outputs",
     "CompileConfig": "piecegraph.config",
     "CompiledModel": "piecegraph.compiler.compiled_model",
     "CompletionOutput": "piecegraph.runner.common.outputs",
@@ -67,18 +79,23 @@ __all__ = [
     "BatchUpdate",
     "BeamSearchParams",
     "CUDAGraphMode",
+    "ClassificationRequestOutput",
     "CompileConfig",
     "CompiledModel",
     "CompletionOutput",
+    "EmbeddingRequestOutput",
     "EmbedsPrompt",
     "FlatLogprobs",
     "Graphs",
     "LogitsProcessor",
     "Logprob",
     "MoveDirectionality",
+    "PoolingParams",
+    "PoolingRequestOutput",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "ScoringRequestOutput",
     "TextPrompt",
     "TokensPrompt",
     "capture",

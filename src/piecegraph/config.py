@@ -13,6 +13,7 @@ from piecegraph.errors import ConfigError, did_you_mean
 DEFAULT_SPLIT_OPS = (
     "piecegraph::attention",
     "piecegraph::rope_attention",
+    "piecegraph::varlen_attention",
     "aten::scaled_dot_product_attention",
     "higher_order::flex_attention",
 )

@@ -86,11 +86,11 @@ def test_unavailable_arguments_and_methods_are_refused_by_name(llm: LLM) -> None
         llm.generate("a", GREEDY, lora_request="a")
     with pytest.raises(RequestError, match="generate takes no prompt_token_ids: give the ids as prompts"):
         llm.generate(sampling_params=GREEDY, prompt_token_ids=[[1]])
-    with pytest.raises(AttributeError, match="LLM has no embed, unlike vLLM's LLM: pooling is not yet available"):
-        llm.embed("a")  # type: ignore[attr-defined]
+    with pytest.raises(AttributeError, match="LLM has no sleep, unlike vLLM's LLM: close the LLM"):
+        llm.sleep()  # type: ignore[attr-defined]
     with pytest.raises(AttributeError, match="'LLM' object has no attribute 'generat'"):
         llm.generat("a")  # type: ignore[attr-defined]
-    assert not hasattr(llm, "encode")
+    assert not hasattr(llm, "wake_up")
     with pytest.raises(AttributeError, match="LLM has no set_tokenizer, .*: give `tokenizer` to `LLM`"):
         llm.set_tokenizer(None)  # type: ignore[attr-defined]
 

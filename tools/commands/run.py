@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 DEFAULTS: dict[str, Any] = {"max_tokens": 256, "temperature": 0.0}
 """The defaults of `run` that differ from `SamplingParams`: a longer answer, and the same one each time."""
 
-LLM_DEFAULTS: dict[str, Any] = {"max_num_seqs": 1, "cudagraph_capture_sizes": (1,)}
+LLM_DEFAULTS: dict[str, Any] = {"runner": "generate", "max_num_seqs": 1, "cudagraph_capture_sizes": (1,)}
 """The defaults of `run` for `LLM`: nothing is compiled or captured for batches that one prompt cannot need."""
 
 EPILOG = """\b
@@ -146,7 +146,7 @@ def command(
     from piecegraph.runner.common.sampling_params import SamplingParams  # without torch: a bad value is refused at once
 
     sampling = SamplingParams(**{**DEFAULTS, **given(SAMPLING_FLAGS, values)})
-    defaults = LLM_DEFAULTS if sampling.n == 1 else {"max_num_seqs": sampling.n}
+    defaults = LLM_DEFAULTS if sampling.n == 1 else {"runner": "generate", "max_num_seqs": sampling.n}
     arguments = {**defaults, **given(LLM_FLAGS, values)}
     if values["seed"] is not None:
         arguments["seed"] = values["seed"]  # random weights of --load-format dummy

@@ -19,8 +19,14 @@ if TYPE_CHECKING:
     from piecegraph.runner.attention.interface.metadata import AttentionMetadata
 
 
+class StepContext:
+    """The base of what the split ops of one kind of model read in a step."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ForwardContext:
+class ForwardContext(StepContext):
     """The attention impl, metadata and caches of one forward pass of the model."""
 
     impl: AttentionImpl
@@ -36,7 +42,7 @@ class ForwardContext:
         return self.group_metadata[self.group_of[layer]] if self.group_metadata else self.metadata
 
 
-_current: ContextVar[ForwardContext | None] = ContextVar("piecegraph_forward_context", default=None)
+_current: ContextVar[StepContext | None] = ContextVar("piecegraph_forward_context", default=None)
 
 
 class set_forward_context:  # noqa: N801  a verb: it is read as `with set_forward_context(...)`
@@ -48,7 +54,7 @@ class set_forward_context:  # noqa: N801  a verb: it is read as `with set_forwar
 
     __slots__ = ("_context",)
 
-    def __init__(self, context: ForwardContext) -> None:
+    def __init__(self, context: StepContext) -> None:
         self._context = context
 
     def __enter__(self) -> None:
@@ -69,5 +75,10 @@ def clear_forward_context() -> None:
 def get_forward_context() -> ForwardContext:
     """Return the current context. Only the attention op may call this."""
     context = _current.get()
-    assert context is not None, "piecegraph::attention ran outside of set_forward_context"
+    assert isinstance(context, ForwardContext), "piecegraph::attention ran outside of set_forward_context"
     return context
+
+
+def current_context() -> StepContext | None:
+    """Return the current context, of whatever kind. Only ops without a cache may call this."""
+    return _current.get()

@@ -6,6 +6,8 @@ No mask function is registered under our name: transformers then builds no mask 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import nn
 
@@ -77,10 +79,18 @@ def _unsupported(
     module: nn.Module, has_mask: bool, dropout: float, is_causal: bool | None, kwargs: dict[str, object]
 ) -> str | None:
     """Return why this call cannot be served, or None."""
+    if not has_mask and not (is_causal if is_causal is not None else getattr(module, "is_causal", True)):
+        return (
+            "is not causal: every token sees the whole text, so the model is an encoder and generates nothing. "
+            "LLM(model, runner='pooling') embeds or classifies texts with it."
+        )
+    return unsupported_argument(has_mask, dropout, kwargs)
+
+
+def unsupported_argument(has_mask: bool, dropout: float, kwargs: Mapping[str, object]) -> str | None:
+    """Return which argument of a model's call of attention cannot be served, or None."""
     if has_mask:
         return "passes an attention mask of its own; only causal and sliding-window attention can run here."
-    if not (is_causal if is_causal is not None else getattr(module, "is_causal", True)):
-        return "is not causal (is_causal=False); only decoders that look back can run here."
     if dropout > 0.0:
         return "applies dropout to its attention although the model is in eval mode."
     for name, argument in kwargs.items():

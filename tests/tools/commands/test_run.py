@@ -118,7 +118,7 @@ def test_flags_of_lists_and_switches(fake_llm: Fake) -> None:
     (llm,) = fake_llm.made
     ((_, sampling),) = llm.asked
     assert {name: getattr(sampling, name) for name in SAMPLING} == SAMPLING
-    assert llm.arguments == {"max_num_seqs": 2}  # both answers at once
+    assert llm.arguments == {"runner": "generate", "max_num_seqs": 2}  # both answers at once
 
 
 def test_lists_and_switches_in_a_config_file(fake_llm: Fake, tmp_path: Path) -> None:
