@@ -18,7 +18,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(random_model(llama_config(vocab_size=64, num_hidden_layers=1)), tmp_path_factory.mktemp("llama"))
+    return save(random_model(llama_config(vocab_size=64)), tmp_path_factory.mktemp("llama"))
 
 
 def answer(llm: LLM) -> list[int]:
@@ -42,7 +42,7 @@ def test_weights_are_loaded_while_pieces_compile(
         skip_tokenizer_init=True,
         device="cpu",
         num_kv_blocks=8,
-        compile_workers=1,
+        compile_workers=2,
         on_phase=lambda phase: phases.append((phase.name, phase.seconds is not None)),
     ) as llm:
         assert answer(llm) == expected

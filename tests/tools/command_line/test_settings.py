@@ -51,7 +51,7 @@ def test_the_line_beats_the_environment_and_that_the_file(
         ("c.yaml", "- 1", "holds a list; a mapping"),
         ("c.ini", "", "neither .toml, .yaml nor .yml"),
         ("c.toml", "a = " + "[" * 5000 + "]" * 5000, "nested too deeply"),
-        ("c.yaml", "a: " + "[" * 500 + "]" * 500, "nested too deeply"),
+        ("c.yaml", "a: " + "[" * 5000 + "]" * 5000, "nested too deeply"),
         ("c.yaml", "max_tokens: [1, 2]", "sets max_tokens to a value of type list"),
         ("c.yaml", "model: [a, b]", "sets model to a value of type list: it must be text"),
         ("c.yaml", "model: {a: b}", "sets model to a value of type dict: it must be text"),
