@@ -74,6 +74,14 @@ def test_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.slow
 def test_200_embeddings_of_compiled_and_recorded_steps() -> None:
-    with LLM(model_folder(), device="cpu", max_num_seqs=64, graph_kind="recorded") as llm:
+    sizes = [512, 1024]
+    with LLM(
+        model_folder(),
+        device="cpu",
+        max_num_seqs=64,
+        max_num_batched_tokens=1024,
+        graph_kind="recorded",
+        cudagraph_capture_sizes=sizes,
+    ) as llm:
         assert_same(llm, texts(200, seed=1))
         assert {mode.value for mode in llm._pooler.runner.counters.by_mode()} == {"PIECEWISE"}
