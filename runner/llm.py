@@ -28,6 +28,7 @@ from piecegraph.runner.common.logprobs_mode import LogprobsMode
 from piecegraph.runner.common.model_source import ModelSource
 from piecegraph.runner.common.outputs import RequestOutput
 from piecegraph.runner.common.sampling_params import SamplingParams
+from piecegraph.runner.common.speculative_config import SpeculativeConfig
 from piecegraph.runner.common.vllm_interface import OLDER_METHODS, UNAVAILABLE_METHODS
 from piecegraph.runner.engine.metrics import Metric
 from piecegraph.runner.engine.vllm_engine import LLMEngine, ModelConfig
@@ -121,6 +122,7 @@ class LLM:
         max_logprobs: int = -1,
         logprobs_mode: str = "raw_logprobs",
         logits_processors: Sequence[str | type[LogitsProcessor]] | None = None,
+        speculative_config: Mapping[str, Any] | None = None,
         seed: int = 0,
         compile_workers: int | None = None,
         on_phase: OnPhase | None = None,
@@ -635,6 +637,7 @@ def _engine_config(arguments: Mapping[str, Any]) -> EngineConfig:
             arguments["compiler"], enforce_eager, arguments["compile_workers"], compilation.compile
         ),
         "logits_processors": logits_processor_classes(arguments["logits_processors"]),
+        "speculative": SpeculativeConfig.parse(arguments["speculative_config"]),
     }
     return EngineConfig(**{**{name: arguments[name] for name in arguments if name in fields}, **converted})
 

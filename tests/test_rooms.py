@@ -45,6 +45,7 @@ ROOMS: Mapping[str, Sequence[str]] = {
         ".",
         "startup",
         "inspect",
+        "speculative",
         "engine",
         "pooling",
         "cudagraphs",

@@ -12,6 +12,7 @@ from piecegraph.errors import ConfigError, did_you_mean
 from piecegraph.runner.common.logits_processor import LogitsProcessors
 from piecegraph.runner.common.logprobs_mode import LogprobsMode
 from piecegraph.runner.common.model_source import ModelSource
+from piecegraph.runner.common.speculative_config import SpeculativeConfig
 from piecegraph.runner.common.vllm_interface import OLDER_ARGUMENTS, UNAVAILABLE_ARGUMENTS
 
 if TYPE_CHECKING:
@@ -103,6 +104,8 @@ class EngineConfig:
     logits_processors: LogitsProcessors = ()
     """Classes that change logits before tokens are sampled. With any of them, no step is launched before the tokens
     of the preceding step are known, because the processors read these tokens."""
+    speculative: SpeculativeConfig | None = None
+    """How tokens are drafted and verified; None: each step gives a request one token."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -122,6 +125,16 @@ class EngineConfig:
             raise ConfigError(
                 "async_scheduling=True launches a step before the tokens of the preceding step are known, and "
                 "logits_processors read these tokens; give one of the two arguments."
+            )
+        if self.logits_processors and self.speculative is not None:
+            raise ConfigError(
+                "logits_processors see one token a step, and with speculative_config a step gives several; give one of "
+                "the two arguments."
+            )
+        if self.enable_prompt_embeds and self.speculative is not None:
+            raise ConfigError(
+                "enable_prompt_embeds=True gives prompts without tokens, in which speculative_config finds no drafts; "
+                "give one of the two arguments."
             )
         for name, largest in MAX_COUNTS.items():
             if getattr(self, name) is not None or name == "block_size":

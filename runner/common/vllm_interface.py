@@ -109,7 +109,7 @@ class Unavailable:
 
 
 _NO_LORA = "LoRA adapters are not yet available: merge the adapter into the weights."
-_NO_SPECULATION = "speculative decoding is not yet available: leave it out, the tokens are the same without it."
+_NO_SPECULATION = "give speculative_config."
 _NO_POOLER = "pooling follows the model's modules.json; give PoolingParams for what varies."
 _NO_QUANTIZATION = "quantization is not yet available: load the weights in 16 or 32 bits."
 _NO_STRUCTURE = "structured output is not yet available."
@@ -340,7 +340,6 @@ UNAVAILABLE_ARGUMENTS: Mapping[str, Unavailable] = {
     "spec_model": Unavailable(_NO_SPECULATION),
     "spec_tokens": Unavailable(_NO_SPECULATION),
     "specialize_active_lora": Unavailable(_NO_LORA, (False,)),
-    "speculative_config": Unavailable(_NO_SPECULATION),
     "stream_interval": Unavailable("stream() yields every token.", (1, None)),
     "structured_outputs_config": Unavailable(_NO_STRUCTURE, (None, {})),
     "swa_bounded_replay": Unavailable("layers with sliding windows free the blocks behind them.", (True, None)),
@@ -387,6 +386,7 @@ OLDER_ARGUMENTS: Mapping[str, Unavailable] = {
 """Arguments that earlier versions of vLLM's `LLM` had, which scripts still give."""
 
 DIFFERENT_ARGUMENTS: Mapping[str, str] = {
+    "speculative_config": "method ngram only, under vLLM's names; with a seed, sampled tokens are those without drafts",
     "attention_backend": "`flash_attn`, `triton` and `sdpa`, also by vLLM's names of them; None is `auto`",
     "async_scheduling": "also: on the CPU it is off unless asked for",
     "block_size": "None is 16",

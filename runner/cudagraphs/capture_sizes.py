@@ -68,6 +68,21 @@ def full_decode_descriptors(
     )
 
 
+def full_verification_descriptors(
+    decode: Sequence[BatchDescriptor], num_drafts: int, max_num_batched_tokens: int
+) -> tuple[BatchDescriptor, ...]:
+    """Return the descriptors of batches in which each request verifies `num_drafts` drafts, under FULL.
+
+    They are those of uniform decode, `decode`, with as many requests, as far as a step may compute so many tokens.
+    """
+    count = 1 + num_drafts
+    return tuple(
+        BatchDescriptor(num_tokens=num_reqs * count, num_reqs=num_reqs, uniform_token_count=count)
+        for num_reqs in (one.num_reqs for one in decode)
+        if num_reqs is not None and num_reqs * count <= max_num_batched_tokens
+    )
+
+
 def full_mixed_descriptors(sizes: Sequence[int], max_num_seqs: int) -> tuple[BatchDescriptor, ...]:
     """Return the descriptors of mixed batches under FULL, with as many requests as the tokens allow."""
     return tuple(BatchDescriptor(num_tokens=size, num_reqs=min(size, max_num_seqs)) for size in sizes)

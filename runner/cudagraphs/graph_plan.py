@@ -10,11 +10,12 @@ import torch
 from piecegraph.compiler.graphs.batch_descriptor import BatchDescriptor
 from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
 from piecegraph.errors import ConfigError
-from piecegraph.runner.attention.interface.backend import AttentionBackend
+from piecegraph.runner.attention.interface.backend import AttentionBackend, AttentionCGSupport
 from piecegraph.runner.cudagraphs.capture_sizes import (
     default_capture_sizes,
     full_decode_descriptors,
     full_mixed_descriptors,
+    full_verification_descriptors,
     piecewise_descriptors,
 )
 from piecegraph.runner.cudagraphs.policy import ResolvedMode, resolve_cudagraph_mode
@@ -45,8 +46,12 @@ def plan_graphs(
     max_num_seqs: int,
     max_num_batched_tokens: int,
     strict: bool,
+    num_speculative_tokens: int = 0,
 ) -> GraphPlan:
     """Return the plan for one configuration. `can_split`: the model is split into several pieces.
+
+    `num_speculative_tokens`: the most drafts of a request; if there are any, uniform batches in which each request
+    verifies as many are captured for the same numbers of requests as decode.
 
     Uniform decode is captured under its mode for every size up to `max_num_seqs`; if that mode is FULL, PIECEWISE is
     also captured, for all sizes, if it is the mode of the other batches. Raises `ConfigError` for a downgrade if
@@ -68,6 +73,8 @@ def plan_graphs(
     full: tuple[BatchDescriptor, ...] = ()
     if resolved.decode_mode is CUDAGraphMode.FULL:
         full += full_decode_descriptors(sizes, max_num_seqs)
+        if num_speculative_tokens and backend.cudagraph_support >= AttentionCGSupport.UNIFORM_BATCH:
+            full += full_verification_descriptors(full, num_speculative_tokens, max_num_batched_tokens)
     if resolved.mixed_mode is CUDAGraphMode.FULL:
         full += full_mixed_descriptors(sizes, max_num_seqs)
     return GraphPlan(

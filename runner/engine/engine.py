@@ -421,7 +421,7 @@ class Engine:
         if self._received is not None:
             self._distribute_again(*self._received)
         self._scheduler.start_over(unfinished)
-        received = {} if self._received is None else self._received[1].logprobs
+        received = {} if self._received is None else self._received[1].logprob_rows
         for request, finish in self._processor.start_over(received):
             self._finish(request.request_id, finish)
         if self._received is not None and self._received[1].errors:

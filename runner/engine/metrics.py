@@ -25,6 +25,13 @@ class Counter(Metric):
 
 
 @dataclass(frozen=True, slots=True)
+class Vector(Metric):
+    """Numbers that have only grown since the start, in a fixed order."""
+
+    values: list[int]
+
+
+@dataclass(frozen=True, slots=True)
 class Gauge(Metric):
     """A current value."""
 
@@ -48,7 +55,17 @@ def engine_metrics(stats: SchedulerStats, num_output_tokens: int, model: str) ->
         "prompt_tokens_cached": stats.num_prefix_hits,
         "generation_tokens": num_output_tokens,
     }
+    drafts: list[Metric] = []
+    if stats.speculation is not None:
+        counters |= {
+            "spec_decode_num_drafts": stats.speculation.num_verifications,
+            "spec_decode_num_draft_tokens": stats.speculation.num_draft_tokens,
+            "spec_decode_num_accepted_tokens": stats.speculation.num_accepted_tokens,
+        }
+        by_position = list(stats.speculation.num_accepted_by_position)
+        drafts = [Vector("vllm:spec_decode_num_accepted_tokens_per_pos", dict(labels), by_position)]
     return [
         *(Gauge(f"vllm:{name}", dict(labels), float(value)) for name, value in gauges.items()),
         *(Counter(f"vllm:{name}", dict(labels), value) for name, value in counters.items()),
+        *drafts,
     ]

@@ -81,7 +81,7 @@ class ModelRunner:
         """
         assert self._pending is None, "sample_tokens has not run since the last execute_model"
         self.update_states(output)
-        batch = self._batch(output.scheduled)
+        batch = self._batch(output)
         prompt_batch = self._prompt_logprobs.batch(output.scheduled)
         embeds = self._prompt_embeds.batch(output.scheduled)
         if embeds is not None:
@@ -155,7 +155,7 @@ class ModelRunner:
         if dispatched.mode is CUDAGraphMode.PIECEWISE:
             return self.graphs.replay_piecewise(descriptor, metadata)
         step.prepare(descriptor.num_tokens, batch.num_reqs)
-        return step.draw(step.run_uncaptured(metadata, batch.num_reqs))
+        return step.draw(step.run_uncaptured(metadata, batch.num_logits))
 
     @without_grad
     def sample_tokens(self, grammar_output: GrammarOutput | None = None) -> AsyncOutput:
@@ -250,8 +250,9 @@ class ModelRunner:
         self._prompt_logprobs.add(added)
         self._prompt_embeds.add(added)
 
-    def _batch(self, scheduled: Sequence[ScheduledRequest]) -> Batch:
-        """Return the batch of these requests; the last decode step's batch again if its requests are the same."""
+    def _batch(self, output: SchedulerOutput) -> Batch:
+        """Return the batch of a step; the last decode step's batch again if its requests are the same."""
+        scheduled = output.scheduled
         if not isinstance(scheduled, ScheduledDecodes):
             return build_batch(scheduled)
         if self._last_decodes is None or self._last_decodes.request_ids is not scheduled.request_ids:
@@ -331,7 +332,7 @@ class ModelRunner:
         self._fill(batch)
         metadata = self._metadata(batch, dispatched, scheduled)
         step.prepare(dispatched.descriptor.num_tokens, batch.num_reqs)
-        logits = step.run_uncaptured(metadata, batch.num_reqs, embeds=embeds)
+        logits = step.run_uncaptured(metadata, batch.num_logits, embeds=embeds)
         return _Pending(step.draw(logits), batch, scheduled, None)
 
     def _run_with_prompt_logits(
@@ -347,6 +348,6 @@ class ModelRunner:
         metadata = self._metadata(batch, dispatched, scheduled)
         step.prepare(dispatched.descriptor.num_tokens, batch.num_reqs)
         device = step.buffers.input_ids.device
-        logits = step.run_uncaptured(metadata, batch.num_reqs, prompt_batch.logits_indices(device), embeds)
-        logprobs = prompt_batch.gather(logits[batch.num_reqs :], step.states)
-        return step.draw(logits[: batch.num_reqs]), logprobs
+        logits = step.run_uncaptured(metadata, batch.num_logits, prompt_batch.logits_indices(device), embeds)
+        logprobs = prompt_batch.gather(logits[batch.num_logits :], step.states)
+        return step.draw(logits[: batch.num_logits]), logprobs

@@ -37,6 +37,11 @@ class ModelRunnerOutput:
     prompt_logprobs: Mapping[str, PromptLogprobs]
     errors: Mapping[str, BaseException] | None = None  # of requests that end with an error, without a token
 
+    @property
+    def logprob_rows(self) -> Mapping[str, Sequence[TokenLogprobs]]:
+        """The log probabilities of all tokens of each request."""
+        return {request_id: (row,) for request_id, row in self.logprobs.items()}
+
 
 class PromptRows(NamedTuple):
     """The rows of a step's prompt log probabilities that belong to one request."""
@@ -209,7 +214,7 @@ class AsyncOutput:
         self._prompt_rows = prompt_rows
         self._errors = errors
         self._has_logprobs = logprobs is not None
-        self._has_prompt_logprobs = prompt_logprobs is not None
+        self._has_token_ids = token_ids is not None
         tensors = [] if token_ids is None else [token_ids]
         tensors += [*(logprobs or ()), *(prompt_logprobs or ())]
         self._copy = stream.to_host(tensors) if tensors else None
@@ -218,34 +223,43 @@ class AsyncOutput:
     def get(self) -> ModelRunnerOutput:
         """Wait until the step has run and its output is copied, and return it. May be called again."""
         if self._output is None:
-            request_ids, rows = self._request_ids, self._rows
             values = [] if self._copy is None else self._copy.take()
-            tokens = values.pop(0) if request_ids else []
+            tokens = values.pop(0) if self._has_token_ids else []
             logprobs = [values.pop(0) for _ in range(3)] if self._has_logprobs else None
-            prompt = values if self._has_prompt_logprobs else None
-            self._output = ModelRunnerOutput(
-                token_ids=SampledTokens(request_ids, tokens if rows is None else [tokens[row] for row in rows]),
-                logprobs={}
-                if logprobs is None
-                else {
-                    request_id: _row(logprobs, row)
-                    for request_id, row in zip(request_ids, rows or range(len(request_ids)), strict=True)
-                },
-                prompt_logprobs={} if prompt is None else self._prompts(prompt),
-                errors=self._errors,
-            )
+            self._output = self._make_output(tokens, logprobs, self._prompts(values))
         return self._output
 
-    def _prompts(self, columns: Sequence[list[list[int]] | list[list[float]]]) -> dict[str, PromptLogprobs]:
+    def _make_output(
+        self,
+        token_ids: list[int],
+        logprobs: Sequence[list[Any]] | None,
+        prompt_logprobs: Mapping[str, PromptLogprobs],
+    ) -> ModelRunnerOutput:
+        """Return the output of what was copied; `logprobs` are the columns of `LogprobsTensors`."""
+        request_ids, rows = self._request_ids, self._rows
+        return ModelRunnerOutput(
+            token_ids=SampledTokens(request_ids, token_ids if rows is None else [token_ids[row] for row in rows]),
+            logprobs={}
+            if logprobs is None
+            else {
+                request_id: token_logprobs(logprobs, row)
+                for request_id, row in zip(request_ids, rows or range(len(request_ids)), strict=True)
+            },
+            prompt_logprobs=prompt_logprobs,
+            errors=self._errors,
+        )
+
+    def _prompts(self, columns: Sequence[list[Any]]) -> dict[str, PromptLogprobs]:
         found = {}
         first = 0
         for request_id, start, num_rows in self._prompt_rows:
-            rows = [_row(columns, row) for row in range(first, first + num_rows)]
+            rows = [token_logprobs(columns, row) for row in range(first, first + num_rows)]
             found[request_id] = PromptLogprobs(start, rows)
             first += num_rows
         return found
 
 
-def _row(columns: Sequence[list], row: int) -> TokenLogprobs:  # type: ignore[type-arg]  # lists of three types
+def token_logprobs(columns: Sequence[list[Any]], row: int) -> TokenLogprobs:
+    """Return a row of the columns of `LogprobsTensors`, as lists."""
     token_ids, logprobs, ranks = columns
     return TokenLogprobs(token_ids[row], logprobs[row], ranks[row])

@@ -248,20 +248,62 @@ class OutputProcessor:
             steps_left=min([one.max_output - len(one.request.output_token_ids) for one in completions]),
         )
 
-    def take_token(self, request: Request, logprobs: TokenLogprobs | None) -> Finish | None:
-        """Process the last of a request's `output_token_ids`; returns the reason if the completion ends with it.
+    def take_several(
+        self, requests: Sequence[tuple[Request, int]], logprobs: Mapping[str, Sequence[TokenLogprobs]]
+    ) -> tuple[list[tuple[Request, Finish]], int]:
+        """Call `take_token` for the last tokens of each request, as many as are given, which one step gave it.
 
+        The tokens after one that ends a request are removed. Returns the requests that end, and how many tokens were
+        removed; for the rest see `take_tokens`.
+        """
+        ended: list[tuple[Request, Finish]] = []
+        num_removed, now = 0, time.monotonic()
+        for request, count in requests:
+            completion = self._completions[request.request_id]
+            output = request.output_token_ids
+            num_before = len(output) - count
+            if not completion.first_token_ts:
+                completion.first_token_ts = now
+            is_long = len(output) >= completion.max_output
+            if completion.is_quiet and not is_long and request.stop_token_ids.isdisjoint(output[num_before:]):
+                continue
+            completion.last_token_ts = now
+            if not completion.prompt.is_final_only:
+                completion.prompt.outbox.news[completion.prompt] = None
+            rows = logprobs.get(request.request_id)
+            for place in range(count):
+                try:
+                    finish = self.take_token(request, None if rows is None else rows[place], num_before + place + 1)
+                except MemoryError:
+                    raise
+                except Exception as error:
+                    finish = failed(request, error)
+                if finish is not None:
+                    num_removed += count - place - 1
+                    del output[num_before + place + 1 :]
+                    ended.append((request, finish))
+                    break
+        self._last_requests, self._quiet = (), None
+        return ended, num_removed
+
+    def take_token(
+        self, request: Request, logprobs: TokenLogprobs | None, num_output: int | None = None
+    ) -> Finish | None:
+        """Process one of a request's `output_token_ids`, the last unless `num_output` says which of them is.
+
+        Returns the reason if the completion ends with it.
         `min_tokens` needs no check here: the sampler does not draw tokens that would end the completion too early.
         """
         completion = self._completions[request.request_id]
         output = request.output_token_ids
+        num_output = len(output) if num_output is None else num_output
         completion.num_taken = _TOUCHED
         if completion.logprobs is not None:
             assert logprobs is not None and completion.cumulative_logprob is not None
             completion.logprobs.append(logprobs)
             completion.cumulative_logprob += logprobs.logprobs[0]
-        completion.finish = self._take_text(completion, output[-1], len(output))
-        completion.num_taken = len(output)
+        completion.finish = self._take_text(completion, output[num_output - 1], num_output)
+        completion.num_taken = num_output
         return completion.finish
 
     def _take_text(self, completion: _Completion, token: int, num_output: int) -> Finish | None:
@@ -313,11 +355,11 @@ class OutputProcessor:
         if prompt.is_finished:
             self._remove(prompt)
 
-    def start_over(self, logprobs: Mapping[str, TokenLogprobs]) -> list[tuple[Request, Finish]]:
+    def start_over(self, logprobs: Mapping[str, Sequence[TokenLogprobs]]) -> list[tuple[Request, Finish]]:
         """Rebuild all state from the tokens of the unfinished requests, after an exception in any call.
 
-        Returns the requests that end with these tokens. `logprobs`: those of the last tokens, where they may not have
-        been processed.
+        Returns the requests that end with these tokens. `logprobs`: those of the last tokens, a row each, where they
+        may not have been processed.
         """
         self._last_requests, self._quiet = (), None
         for prompt in tuple(self._prompts.values()):
@@ -336,7 +378,7 @@ class OutputProcessor:
                 ended.append((completion.request, finish))
         return ended
 
-    def _take_again_twice(self, completion: _Completion, logprobs: TokenLogprobs | None) -> Finish | None:
+    def _take_again_twice(self, completion: _Completion, logprobs: Sequence[TokenLogprobs] | None) -> Finish | None:
         """Return the result of `_take_again`, or the end with its error if it raises twice.
 
         An error that does not occur again is not the request's.
@@ -354,26 +396,34 @@ class OutputProcessor:
         except Exception as error:
             return failed(completion.request, error)
 
-    def _take_again(self, completion: _Completion, logprobs: TokenLogprobs | None) -> Finish | None:
-        """Process the request's tokens that were not processed, or not completely."""
+    def _take_again(self, completion: _Completion, logprobs: Sequence[TokenLogprobs] | None) -> Finish | None:
+        """Process the request's tokens that were not processed, or not completely.
+
+        Tokens after one that ends the completion, which only a step with drafts may have left, are removed.
+        """
         request, output = completion.request, completion.request.output_token_ids
         if completion.num_taken == len(output) or not output:
             return completion.finish
         if completion.num_taken == _TOUCHED or not completion.is_text_late:
             completion.num_taken = _TOUCHED
             completion.detokenizer = self._detokenizer(request.prompt_token_ids, request.sampling_params)
+        finish = None
+        num_received = len(output)
+        for at in range(num_received):
+            finish = self._take_text(completion, output[at], at + 1)
+            if finish is not None:
+                del output[at + 1 :]
+                break
         if completion.logprobs is not None:
-            if len(completion.logprobs) < len(output):
+            missing = num_received - len(completion.logprobs)
+            if missing > 0:
                 assert logprobs is not None, f"{request.request_id!r} has a token without its log probability"
-                completion.logprobs.append(logprobs)
+                for row in logprobs[len(logprobs) - missing :][: len(output) - len(completion.logprobs)]:
+                    completion.logprobs.append(row)
             assert len(completion.logprobs) == len(output), "each token has a row"
             completion.cumulative_logprob = 0.0
             for row in completion.logprobs.rows:
                 completion.cumulative_logprob += row.logprobs[0]
-        finish = None
-        first = len(output) - 1 if completion.is_text_late else 0
-        for at in range(first, len(output)):
-            finish = self._take_text(completion, output[at], at + 1)
         completion.finish = finish
         completion.num_taken = len(output)
         return finish

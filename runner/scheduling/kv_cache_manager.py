@@ -264,14 +264,15 @@ class KVCacheManager:
             digests += hash_blocks(parent, tokens, self.block_size, request.cache_salt.encode())
 
     def _release_passed(self, request: Request, holding: _Holding) -> None:
-        for group, num_passed in enumerate(self._passed(request.num_computed_tokens)):
+        num_computed = request.num_computed_tokens - request.num_unverified_tokens
+        for group, num_passed in enumerate(self._passed(num_computed)):
             first = holding.num_passed[group]
             if num_passed <= first:
                 continue
             if holding.num_registered < num_passed:
                 # Their step is scheduled but not completed: a request that finds them runs after it. Without this a
                 # chunk longer than the window would leave nothing to find.
-                self.register(request, min(request.num_computed_tokens, request.num_tokens))
+                self.register(request, min(num_computed, request.num_tokens))
             table = holding.tables[group]
             blocks = [block for block in table[first:num_passed] if block is not None]
             table[first:num_passed] = [None] * (num_passed - first)

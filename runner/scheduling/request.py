@@ -38,7 +38,8 @@ class Request:
 
     computed <= known + pending <= max_total_tokens: `num_computed_tokens` counts tokens whose keys and
     values are scheduled for computation, done or not; known tokens are on the host; pending tokens were sampled by
-    steps in flight, and only the device knows them.
+    steps in flight, and only the device knows them. With drafts, the counts of computed and of pending tokens are those
+    of steps in flight that reject no draft: upper bounds, which `num_unverified_tokens` less is a lower one.
 
     Note [late counts]: while a request is part of a `SteadyDecode`, steps do not change the `settled_*` fields.
     `output_token_ids`, `num_computed_tokens` and `num_tokens_with_pending` bring these fields up to date when they are
@@ -64,6 +65,9 @@ class Request:
     num_cached_tokens: int = 0  # found in the prefix cache when first admitted
     scheduled_ts: float = 0.0  # monotonic time of its first admission
     num_preemptions: int = 0
+    num_admitted_tokens: int = 0  # known when it was last admitted; a token after them comes from a step
+    num_unverified_tokens: int = 0  # of the computed ones, drafts that steps in flight may still reject
+    num_ready_drafts: int = 0  # drafted for its next step, as far as the host knows
     epoch: int = NOT_ADMITTED  # number of its last admission, by which steps of earlier admissions are recognized
     finish_reason: str | None = None
     stop_reason: int | str | None = None

@@ -20,6 +20,7 @@ from piecegraph.runner.scheduling.scheduler_output import (
     ScheduledRequest,
     SchedulerOutput,
 )
+from piecegraph.runner.scheduling.speculation_stats import SpeculationStats
 from piecegraph.runner.scheduling.steady_decode import SteadyDecode
 
 REGISTRATION_INTERVAL = 64
@@ -27,6 +28,8 @@ REGISTRATION_INTERVAL = 64
 
 No block is looked up in a steady decode, and its end registers them first, so this only bounds the work at its end.
 """
+
+NO_DRAFTS: Mapping[str, int] = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +43,7 @@ class SchedulerStats:
     num_prefix_queries: int  # tokens of requests when first admitted
     num_prefix_hits: int  # of those, found in the cache
     num_preemptions: int
+    speculation: SpeculationStats | None = None  # None: no speculative decoding
 
 
 class Scheduler:
@@ -101,6 +105,7 @@ class Scheduler:
         self._num_prefix_queries = 0
         self._num_prefix_hits = 0
         self._num_preemptions = 0
+        self._may_be_steady = True  # False: requests never form a `SteadyDecode`
 
     @property
     def num_running(self) -> int:
@@ -192,10 +197,13 @@ class Scheduler:
         budget = self._max_num_batched_tokens
         self._prompt_logprobs_left = self._prompt_logprobs_chunk
         decodes: list[ScheduledRequest] = []
+        verifications: list[ScheduledRequest] = []  # of drafts
+        num_drafts: dict[str, int] = {}
         others: list[ScheduledRequest] = []
         new_blocks: list[NewBlocks] = []
         num_preemptions = self._num_preemptions
         shares = self._shares_of_budget()
+        draft_budget = self._draft_budget()
         make = tuple.__new__  # half the cost of ScheduledRequest(...)
         # A preempted request is the last of the list, hence not scheduled yet: the loop stops at the list's new end.
         for request in self._running:
@@ -212,6 +220,12 @@ class Scheduler:
                 num_tokens = self._take_share(request, num_uncomputed, budget)
             if not num_tokens:
                 continue  # its turn is another step's
+            if draft_budget and num_uncomputed == 1 and (drafts := self._num_drafts(request, draft_budget)):
+                num_drafts[request.request_id] = drafts
+                request.num_unverified_tokens += drafts
+                draft_budget -= drafts
+                num_with_pending += drafts
+                num_uncomputed = num_tokens = 1 + drafts
             num_computed_after = num_computed + num_tokens
             if num_computed_after > request.num_slots and not self._extend(request, num_tokens, new_blocks):
                 break  # it was the last, and was preempted itself
@@ -223,6 +237,8 @@ class Scheduler:
             item = make(ScheduledRequest, (request.request_id, num_tokens, num_computed, is_sampled, request.epoch))
             if num_tokens == 1:
                 decodes.append(item)
+            elif request.request_id in num_drafts:
+                verifications.append(item)
             else:
                 others.append(item)
                 self._kv_cache.register(request, num_computed_after)
@@ -237,7 +253,7 @@ class Scheduler:
                 budget -= admitted[1].num_tokens
                 (decodes if admitted[1].num_tokens == 1 else others).append(admitted[1])
 
-        if not decodes and not others:
+        if not (decodes or verifications or others):
             return SchedulerOutput(step=self._num_steps)
         # The longest first: attention's programs start in this order, and the last to start should be short.
         lengths = [item.num_computed_tokens for item in decodes]
@@ -245,9 +261,15 @@ class Scheduler:
         decodes = [decodes[rank] for rank in ranks]
         # With budget left and no preemption, the loop has seen all running requests; others have all their tokens.
         is_decode_only = budget and not (others or added) and self._num_preemptions == num_preemptions
+        is_decode_only = is_decode_only and self._may_be_steady
         if is_decode_only and not self._can_admit and sum([item.is_sampled for item in decodes]) == len(decodes):
             self._steady = SteadyDecode([self._requests[item.request_id] for item in decodes], ranks)
-        return self._output((*decodes, *others), added=tuple(added), new_blocks=tuple(new_blocks))
+        return self._output(
+            (*decodes, *verifications, *others),
+            added=tuple(added),
+            new_blocks=tuple(new_blocks),
+            num_drafts=num_drafts,
+        )
 
     def complete_step(self, output: SchedulerOutput, sampled: Mapping[str, int]) -> Sequence[Request]:
         """Take the tokens of a finished step, one for each request of `output.sampled`.
@@ -311,6 +333,7 @@ class Scheduler:
                 request.num_preemptions += 1
                 request.num_computed_tokens = 0
             request.num_tokens_with_pending = request.num_tokens
+            request.num_unverified_tokens = 0
             request.num_slots, request.next_registration = 0, NEVER
             self._requests[request.request_id] = request
             self._waiting.add(request)
@@ -327,12 +350,26 @@ class Scheduler:
         *,
         added: tuple[AddedRequest, ...] = (),
         new_blocks: tuple[NewBlocks, ...] = (),
+        num_drafts: Mapping[str, int] = NO_DRAFTS,
     ) -> SchedulerOutput:
         self._num_steps += 1
         removed, self._removed = self._removed, []
         return SchedulerOutput(
-            step=self._num_steps, scheduled=scheduled, added=added, new_blocks=new_blocks, removed=tuple(removed)
+            step=self._num_steps,
+            scheduled=scheduled,
+            added=added,
+            new_blocks=new_blocks,
+            removed=tuple(removed),
+            num_drafts=num_drafts,
         )
+
+    def _draft_budget(self) -> int:
+        """Return how many drafts this step may verify, over all requests; 0 without speculative decoding."""
+        return 0
+
+    def _num_drafts(self, request: Request, budget: int) -> int:
+        """Return how many of the `budget` drafts this step verifies for a running request that computes one token."""
+        return 0
 
     def _schedule_steady(self, steady: SteadyDecode) -> SchedulerOutput | None:
         """Schedule a token of each request; if one would have to be preempted, change nothing and return None."""
@@ -416,7 +453,7 @@ class Scheduler:
         self._leave(request)
         self._num_preemptions += 1
         request.num_preemptions += 1
-        request.num_computed_tokens = 0
+        request.num_computed_tokens = request.num_unverified_tokens = 0
         self._waiting.add(request)
 
     def _leave(self, request: Request) -> None:
@@ -441,7 +478,7 @@ class Scheduler:
         self._waiting.pop()
         insort(self._running, request, key=self._policy.key)
         self._num_admissions += 1
-        request.epoch = self._num_admissions
+        request.epoch, request.num_admitted_tokens = self._num_admissions, num_known
         if not request.num_preemptions:
             request.num_cached_tokens = hit.num_tokens
             request.scheduled_ts = monotonic()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import repeat
 from typing import TYPE_CHECKING, NamedTuple, overload
@@ -143,6 +143,7 @@ class SchedulerOutput:
     added: tuple[AddedRequest, ...] = ()
     new_blocks: tuple[NewBlocks, ...] = ()
     removed: tuple[str, ...] = ()  # ids that left the running set: finished, aborted, preempted
+    num_drafts: Mapping[str, int] = field(default_factory=dict)  # of `num_tokens`, those that are drafts, if any
 
     @property
     def is_empty(self) -> bool:

@@ -46,6 +46,7 @@ def decide_for(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=max_num_tokens,
         strict=config.strict,
+        num_speculative_tokens=config.speculative.num_speculative_tokens if config.speculative else 0,
     )
     layout = kv_cache_layout(layers, max_model_len=max_model_len, block_size=config.block_size)
     return Decided(calls=calls, layers=layers, layout=layout, attention=choice, plan=plan)

@@ -12,6 +12,7 @@ import torch
 
 from piecegraph.compiler.compiled_model import CompiledModel
 from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
+from piecegraph.errors import ConfigError
 from piecegraph.progress import OnPhase, Phase, timed_phase
 from piecegraph.runner.attention.interface.kv_cache import KVCache, allocate_kv_caches, as_pages, bytes_per_block
 from piecegraph.runner.attention.select import BackendChoice, check_backend_name
@@ -45,6 +46,10 @@ from piecegraph.runner.sampling.batch_sampler import Sampler
 from piecegraph.runner.scheduling.kv_cache_manager import KVCacheManager
 from piecegraph.runner.scheduling.request_queue import SchedulingPolicy
 from piecegraph.runner.scheduling.scheduler import Scheduler
+from piecegraph.runner.speculative.speculative_engine import SpeculativeEngine
+from piecegraph.runner.speculative.speculative_runner import SpeculativeRunner
+from piecegraph.runner.speculative.speculative_scheduler import SpeculativeScheduler
+from piecegraph.runner.speculative.speculative_step import speculative_step
 from piecegraph.runner.startup.compile_model import CompiledLM, compile_model
 from piecegraph.runner.startup.profile import measure_step
 from piecegraph.runner.step.model_step import ModelStep, build_step
@@ -122,15 +127,16 @@ def load_engine(config: EngineConfig, on_phase: OnPhase | None) -> Loaded:
     runner, num_blocks = _runner(model, plan, config, sampler, max_num_tokens, over_embeds, device, on_phase)
     with timed_phase(on_phase, "engine"):
         generation_config = generation_config_of(config.source, loaded.model)
-        engine = Engine(
-            scheduler=_scheduler(config, model, num_blocks, max_num_tokens),
+        steps_ahead = int(runs_ahead(config, device.type) and not _needs_lengths(config, model))
+        engine = _engine_kind(config)(
+            scheduler=_scheduler(config, model, num_blocks, max_num_tokens, steps_ahead),
             runner=runner,
             tokenizer=tokenizer,
             eos_token_ids=eos_token_ids(generation_config, loaded.model, tokenizer),
             max_model_len=max_model_len,
             vocab_size=vocab_size,
             seed=config.seed,
-            steps_ahead=int(runs_ahead(config, device.type)),
+            steps_ahead=steps_ahead,
             embedding_size=embeds_size,
             max_logprobs=config.max_logprobs,
             logits_processors=config.logits_processors,
@@ -175,13 +181,45 @@ def _load_weights(
     return loaded
 
 
-def _scheduler(config: EngineConfig, model: CompiledLM, num_blocks: int, max_num_tokens: int) -> Scheduler:
+def _engine_kind(config: EngineConfig) -> Callable[..., Engine]:
+    if config.speculative is None:
+        return Engine
+    return functools.partial(SpeculativeEngine, max_drafts=config.speculative.num_speculative_tokens)
+
+
+def _needs_lengths(config: EngineConfig, model: CompiledLM) -> bool:
+    """Return whether a step must be known before the next is planned: drafts make lengths vary, and attention plans
+    with lengths on the host. Raises `ConfigError` if steps ahead were asked for all the same.
+    """
+    if config.speculative is None or not model.attention.backend.needs_host_batch:
+        return False
+    if config.async_scheduling:
+        raise ConfigError(
+            "async_scheduling=True launches a step before the lengths of requests with drafts are known, and attention "
+            f"backend {model.attention.backend.name!r} plans with these lengths; leave it out, or choose another "
+            "attention_backend."
+        )
+    return True
+
+
+def _scheduler(
+    config: EngineConfig, model: CompiledLM, num_blocks: int, max_num_tokens: int, steps_ahead: int
+) -> Scheduler:
     """Return the scheduler over a KV cache of `num_blocks` blocks."""
-    return Scheduler(
+    kind: Callable[..., Scheduler] = Scheduler
+    if config.speculative is not None:
+        max_drafts = config.speculative.num_speculative_tokens
+        kind = functools.partial(
+            SpeculativeScheduler,
+            max_drafts=max_drafts,
+            is_ahead=steps_ahead > 0,
+            is_uniform=any(one.uniform_token_count == 1 + max_drafts for one in model.plan.full),
+        )
+    return kind(
         kv_cache=KVCacheManager(
             num_blocks=num_blocks,
             block_size=config.block_size,
-            max_num_batched_tokens=max_num_tokens,
+            max_num_batched_tokens=_span(config, max_num_tokens),
             groups=model.layout.groups,
             enable_prefix_caching=config.enable_prefix_caching is not False,
         ),
@@ -189,6 +227,14 @@ def _scheduler(config: EngineConfig, model: CompiledLM, num_blocks: int, max_num
         max_num_batched_tokens=max_num_tokens,
         policy=SchedulingPolicy.PRIORITY,  # first come, first served among equal priorities, which is the default
     )
+
+
+def _span(config: EngineConfig, max_num_tokens: int) -> int:
+    """Return the most tokens that a request's computed tokens may change in a step.
+
+    A window's blocks are kept until drafts are verified, those of a step ahead included.
+    """
+    return max_num_tokens + (2 * config.speculative.num_speculative_tokens if config.speculative else 0)
 
 
 def _notes(
@@ -281,6 +327,8 @@ def _runner(
             max_num_tokens=max_num_tokens,
             device=device,
         )
+        speculative = None if config.speculative is None else speculative_step(step, config.speculative)
+    step = step if speculative is None else speculative
     cache = _allocate(model, config, step, max_num_tokens, on_phase)
     step = replace(step, kv_caches=cache.kv_caches, embeds_forward=over_embeds)
     graphs = CudaGraphManager(
@@ -304,7 +352,8 @@ def _runner(
         failed=graphs.failed(),
         static_sizes=model.compiled.report().static_sizes,
     )
-    runner = ModelRunner(
+    kind: Callable[..., ModelRunner] = ModelRunner if speculative is None else SpeculativeRunner
+    runner = kind(
         step=step,
         graphs=graphs,
         dispatcher=dispatcher,
@@ -327,7 +376,9 @@ def _allocate(
     sizes = CacheSizes(
         block_size=config.block_size,
         block_bytes=bytes_per_block(model.layers, config.block_size, model.layout.tensors),
-        blocks_per_request=model.layout.blocks_per_request(max_model_len, config.block_size, max_num_tokens),
+        blocks_per_request=model.layout.blocks_per_request(
+            max_model_len, config.block_size, _span(config, max_num_tokens)
+        ),
         max_model_len=max_model_len,
         max_num_seqs=config.max_num_seqs,
     )

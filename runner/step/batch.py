@@ -20,6 +20,7 @@ class Batch:
     request_ids: tuple[str, ...]
     query_lens: tuple[int, ...]
     num_decode_reqs: int  # the leading requests that have one token each
+    num_draft_tokens: int = 0  # of all requests; their tokens are verified, so each has a row of logits
 
     @property
     def num_reqs(self) -> int:
@@ -32,19 +33,25 @@ class Batch:
         return sum(self.query_lens)
 
     @property
+    def num_logits(self) -> int:
+        """The rows of logits that the step computes: one for each request, and one for each draft."""
+        return len(self.request_ids) + self.num_draft_tokens
+
+    @property
     def max_query_len(self) -> int:
         """The largest number of tokens that a request computes."""
         return max(self.query_lens)
 
 
-def build_batch(scheduled: Sequence[ScheduledRequest]) -> Batch:
-    """Return the batch of the scheduled requests, in the given order."""
+def build_batch(scheduled: Sequence[ScheduledRequest], num_draft_tokens: int = 0) -> Batch:
+    """Return the batch of the scheduled requests, in the given order, of whose tokens some are drafts."""
     assert scheduled, "a step must have requests"
     query_lens = tuple([item.num_tokens for item in scheduled])
     return Batch(
         request_ids=tuple([item.request_id for item in scheduled]),
         query_lens=query_lens,
         num_decode_reqs=_num_leading_ones(query_lens),
+        num_draft_tokens=num_draft_tokens,
     )
 
 

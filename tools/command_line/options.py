@@ -6,6 +6,7 @@ config file, `PIECEGRAPH_MAX_TOKENS` in the environment, and the argument `max_t
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -29,6 +30,7 @@ class Flag:
     help: str
     switch: bool = False  # --name, or --no-name where that is the default's opposite; takes no value
     several: bool = False  # may be given more than once
+    short: str | None = None  # another spelling, such as --name
 
     @property
     def spelling(self) -> str:
@@ -73,6 +75,23 @@ class _Biases(click.ParamType[Any]):
             return {int(token): float(bias) for token, bias in pairs}
         except (ValueError, AttributeError):
             self.fail(f"{value!r} is not token:number pairs with commas between them, like 40:5,41:-100.", param, ctx)
+
+
+class _Mapping(click.ParamType[Any]):
+    """A JSON object. A config file may give a mapping."""
+
+    name = "json"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> dict[str, Any]:
+        if isinstance(value, Mapping):
+            return dict(value)
+        try:
+            found = json.loads(value)
+        except ValueError as error:
+            self.fail(f"{value!r} is not JSON: {error}.", param, ctx)
+        if not isinstance(found, dict):
+            self.fail(f'{value!r} is not a JSON object, like \'{{"method": "ngram"}}\'.', param, ctx)
+        return found
 
 
 class _Range(click.ParamType[Any]):
@@ -133,6 +152,7 @@ NUMBERS = _Numbers()
 SIZES = _Sizes()
 BIASES = _Biases()
 RANGE = _Range()
+MAPPING = _Mapping()
 PASS_NAMES = _Passes()
 
 LLM_FLAGS = (
@@ -177,6 +197,12 @@ LLM_FLAGS = (
     Flag(name="max_num_batched_tokens", type=int, help="Tokens one step computes, at most."),
     Flag(name="block_size", type=int, help="Tokens a block of the cache holds."),
     Flag(name="enforce_eager", switch=True, default=False, help="Compile and capture nothing."),
+    Flag(
+        name="speculative_config",
+        short="--speculative",
+        type=MAPPING,
+        help='Draft tokens and verify them together: \'{"method": "ngram", "num_speculative_tokens": 4}\'.',
+    ),
 )
 
 COMPILE_FLAGS = (
@@ -255,8 +281,9 @@ def flags(table: Sequence[Flag], **shown_defaults: object) -> Callable[[_Command
                 kind |= {"cls": Several, "multiple": True}
             spelling = f"{flag.spelling}/--no-{flag.spelling[2:]}" if flag.switch and flag.default else flag.spelling
             default_text = "" if default is None or flag.switch else f" [default: {default}]"
+            spellings = [spelling] if flag.short is None else [spelling, flag.short]
             option = click.option(
-                spelling, flag.name, default=None, envvar=flag.variable, help=flag.help + default_text, **kind
+                *spellings, flag.name, default=None, envvar=flag.variable, help=flag.help + default_text, **kind
             )
             command = option(command)
         return command

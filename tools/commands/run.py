@@ -237,6 +237,7 @@ def as_record(llm: LLM, model: str | None, prompt: str, answer: Answer, phases: 
             "total_seconds": answer.seconds,
             "tokens_per_second": answer.tokens_per_second,
         },
+        **({} if (speculation := llm.engine.stats.speculation) is None else {"speculation": as_plain(speculation)}),
         "report": as_plain(llm.compiled.report()),
         "notes": [str(note) for note in llm.notes],
     }
@@ -254,4 +255,7 @@ def summary(llm: LLM, answer: Answer, phases: dict[str, float]) -> str:
         + (f", {speed:.1f} tokens/s" if speed is not None else "")
         + f", first token after {answer.first_token_seconds:.2f} s",
     ]
+    speculation = llm.engine.stats.speculation
+    if speculation is not None:
+        lines.append(f"speculation: {speculation}")
     return "\n".join(["", *lines, *(f"note: {note}" for note in llm.notes)])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -117,11 +117,11 @@ class Run:
             del self.untaken[0]
 
 
-def run(engine: Engine, fault: Fault) -> Run:
-    """Serve all of `ASKS`, and continue after every error."""
+def run(engine: Engine, fault: Fault, asks: Mapping[str, Ask] = ASKS) -> Run:
+    """Serve all of `asks`, and continue after every error."""
     found = Run()
-    waiting = dict(ASKS)
-    to_abort = {name: ask.aborted_at for name, ask in ASKS.items() if ask.aborted_at is not None}
+    waiting = dict(asks)
+    to_abort = {name: ask.aborted_at for name, ask in asks.items() if ask.aborted_at is not None}
     for num_calls in range(MAX_CALLS):
         for name, ask in [(name, ask) for name, ask in waiting.items() if ask.arrives_at <= num_calls]:
             while name in waiting:
@@ -223,7 +223,14 @@ def undisturbed(engine: Engine) -> tuple[Run, int]:
 ERRORS = [KeyboardInterrupt("on purpose"), MemoryError("on purpose"), RuntimeError("on purpose")]
 
 
-def inject(engine: Engine, undisturbed: tuple[Run, int], error: BaseException, num_faults: int, seed: int) -> None:
+def inject(
+    engine: Engine,
+    undisturbed: tuple[Run, int],
+    error: BaseException,
+    num_faults: int,
+    seed: int,
+    asks: Mapping[str, Ask] = ASKS,
+) -> None:
     expected, num_lines = undisturbed
     random = Random(seed)
     bounds = [num_lines * part // num_faults for part in range(num_faults + 1)]
@@ -231,7 +238,7 @@ def inject(engine: Engine, undisturbed: tuple[Run, int], error: BaseException, n
         # The second fault, if any, comes soon: while the first is being recovered from.
         at = [random.randrange(start, end) + 1, *random.choice([[], [random.randrange(1, 120)]])]
         fault = Fault(error, *at)
-        found = run(engine, fault)
+        found = run(engine, fault, asks)
         assert_equal(found, expected, error, fault.places)
 
 

@@ -1,0 +1,145 @@
+"""`SpeculativeConfig`, the checked form of `LLM`'s argument `speculative_config`, under vLLM's names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+from piecegraph.errors import ConfigError, did_you_mean
+
+METHODS = ("ngram",)
+"""The methods that draft here."""
+
+_WITHOUT = "leave speculative_config out, the tokens are the same without it, or use method 'ngram'"
+
+UNAVAILABLE_METHODS: Mapping[str, str] = {
+    "draft_model": f"draft models are not yet available: {_WITHOUT}",
+    "eagle": f"EAGLE heads are not yet available: {_WITHOUT}",
+    "eagle3": f"EAGLE-3 heads are not yet available: {_WITHOUT}",
+    "mtp": f"multi-token prediction layers are not yet available: {_WITHOUT}",
+    "suffix": f"suffix decoding is not available: {_WITHOUT}",
+    "medusa": f"Medusa heads are not available: {_WITHOUT}",
+    "mlp_speculator": f"MLP speculators are not available: {_WITHOUT}",
+    "dflash": f"DFlash drafts are not available: {_WITHOUT}",
+    "ngram_gpu": "use method 'ngram', which runs on the model's device",
+    "extract_hidden_states": f"hidden states are not extracted: {_WITHOUT}",
+    "custom_class": f"proposers of the caller's are not available: {_WITHOUT}",
+}
+"""Methods of vLLM's that do not draft here, with what to do instead."""
+
+UNAVAILABLE_KEYS = (
+    *("attention_backend", "code_revision", "disable_by_batch_size", "disable_padded_drafter_batch"),
+    *("draft_load_config", "draft_tensor_parallel_size", "enforce_eager", "max_model_len", "moe_backend"),
+    *("parallel_drafting", "quantization", "revision", "speculative_token_tree", "suffix_decoding_max_cached_requests"),
+    *("suffix_decoding_max_spec_factor", "suffix_decoding_max_tree_depth", "suffix_decoding_min_token_prob"),
+    *("synthetic_acceptance_length", "synthetic_acceptance_rates", "tensor_parallel_size", "tokenizer"),
+    *("use_heterogeneous_vocab", "use_local_argmax_reduction"),
+)
+"""Keys of vLLM's that no method here reads."""
+
+MAX_SPECULATIVE_TOKENS = 64
+"""The most tokens that a step may draft for a request; far more than pay."""
+
+DEFAULT_PROMPT_LOOKUP = 5
+"""The length of the n-grams that are looked up unless the caller says otherwise, as in vLLM."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculativeConfig:
+    """How tokens are drafted and verified. Raises `ConfigError` for a value that is out of range."""
+
+    method: str
+    """How tokens are drafted; one of `METHODS`."""
+    num_speculative_tokens: int
+    """The most tokens that a step drafts for a request. A request may ask for fewer."""
+    prompt_lookup_max: int = None  # type: ignore[assignment]  # an int from `__post_init__` on
+    """ngram: the longest sequence of last tokens that is looked up; None: `prompt_lookup_min`, else 5."""
+    prompt_lookup_min: int = None  # type: ignore[assignment]  # an int from `__post_init__` on
+    """ngram: the shortest one; None: `prompt_lookup_max`."""
+    rejection_sample_method: str = "standard"
+    """How drafts are verified: "standard" accepts each with the probability that keeps the target's distribution."""
+    draft_sample_method: str = "greedy"
+    """How drafts are chosen: "greedy" takes the likeliest."""
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            instead = UNAVAILABLE_METHODS.get(str(self.method))
+            if instead is not None:
+                raise ConfigError(f"speculative_config: method={self.method!r}: {instead}.")
+            raise ConfigError(
+                f"speculative_config: method={self.method!r} is unknown.{did_you_mean(str(self.method), METHODS)}"
+            )
+        _check_count("num_speculative_tokens", self.num_speculative_tokens, MAX_SPECULATIVE_TOKENS)
+        shortest, longest = self.prompt_lookup_min, self.prompt_lookup_max
+        if longest is None:
+            longest = DEFAULT_PROMPT_LOOKUP if shortest is None else shortest
+        if shortest is None:
+            shortest = longest
+        for name, value in (("prompt_lookup_min", shortest), ("prompt_lookup_max", longest)):
+            _check_count(name, value, MAX_SPECULATIVE_TOKENS)
+            object.__setattr__(self, name, value)
+        if shortest > longest:
+            raise ConfigError(
+                f"speculative_config: prompt_lookup_min={shortest} is above prompt_lookup_max={longest}; give a "
+                "shortest length that is at most the longest."
+            )
+        _check_choice(
+            "rejection_sample_method",
+            self.rejection_sample_method,
+            available=("standard",),
+            unavailable=("block", "synthetic"),
+        )
+        _check_choice(
+            "draft_sample_method", self.draft_sample_method, available=("greedy",), unavailable=("probabilistic",)
+        )
+
+    @classmethod
+    def parse(cls, value: object) -> SpeculativeConfig | None:
+        """Return the config for `LLM`'s argument, a mapping; None stands for no speculative decoding.
+
+        A key with the value None counts as absent. Raises `ConfigError` for unknown keys and for values out of range.
+        """
+        if value is None or isinstance(value, cls):
+            return value
+        if not isinstance(value, Mapping):
+            raise ConfigError(
+                f"speculative_config={value!r}; it must be a mapping, such as "
+                "{'method': 'ngram', 'num_speculative_tokens': 4}, or None."
+            )
+        given = {key: one for key, one in value.items() if one is not None}
+        known = [field.name for field in fields(cls)]
+        if given.get("model") in ("ngram", "[ngram]"):  # vLLM's older spelling
+            del given["model"]
+            given.setdefault("method", "ngram")
+        if "method" not in given:
+            given["method"] = "draft_model" if "model" in given else None
+        if given["method"] is None:
+            raise ConfigError(f"speculative_config names no method; give one of {', '.join(map(repr, METHODS))}.")
+        if given["method"] in METHODS and "model" in given:
+            raise ConfigError(
+                f"speculative_config: model={given['model']!r}, but method {given['method']!r} has no draft model; "
+                "leave one of the two out."
+            )
+        given.pop("model", None)
+        for key in given:
+            if key in UNAVAILABLE_KEYS:
+                raise ConfigError(f"speculative_config: {key!r} is not available here; leave it out.")
+            if key not in known:
+                raise ConfigError(f"speculative_config has no key {key!r}.{did_you_mean(str(key), [*known, 'model'])}")
+        if "num_speculative_tokens" not in given and given["method"] in METHODS:
+            raise ConfigError("speculative_config has no num_speculative_tokens; say how many tokens a step drafts.")
+        given.setdefault("num_speculative_tokens", 1)  # of a method that is refused by name
+        return cls(**given)
+
+
+def _check_count(name: str, value: object, largest: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= largest:
+        raise ConfigError(f"speculative_config: {name}={value!r}; it must be a whole number from 1 to {largest}.")
+
+
+def _check_choice(name: str, value: object, *, available: tuple[str, ...], unavailable: tuple[str, ...]) -> None:
+    if value in available:
+        return
+    if value in unavailable:
+        raise ConfigError(f"speculative_config: {name}={value!r} is not yet available; use {available[0]!r}.")
+    raise ConfigError(f"speculative_config: {name}={value!r} is unknown.{did_you_mean(str(value), available)}")

@@ -1,0 +1,100 @@
+"""`SpeculativeRunner`, a `ModelRunner` whose steps verify drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from piecegraph.runner.common.without_grad import without_grad
+from piecegraph.runner.cudagraphs.dispatcher import Dispatcher
+from piecegraph.runner.cudagraphs.manager import CudaGraphManager
+from piecegraph.runner.engine.model_runner import ModelRunner
+from piecegraph.runner.sampling.options.grammar import GrammarOutput
+from piecegraph.runner.scheduling.scheduler_output import SchedulerOutput
+from piecegraph.runner.speculative.speculative_step import SpeculativeStep
+from piecegraph.runner.speculative.verified_output import AsyncVerifiedOutput
+from piecegraph.runner.step.batch import Batch, build_batch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftBatch(Batch):
+    """A batch of which some requests verify drafts."""
+
+    num_drafts: tuple[int, ...]  # of each request
+
+    @property
+    def first_rows(self) -> list[int]:
+        """The first row of logits of each request, and the number of rows."""
+        return list(accumulate((1 + drafts for drafts in self.num_drafts), initial=0))
+
+
+class SpeculativeRunner(ModelRunner):
+    """The owner of the requests' device rows, their drafts included, of the fixed buffers and of the graphs."""
+
+    def __init__(
+        self,
+        *,
+        step: SpeculativeStep,
+        graphs: CudaGraphManager,
+        dispatcher: Dispatcher,
+        needs_host_batch: bool,
+        strict: bool,
+    ) -> None:
+        super().__init__(
+            step=step, graphs=graphs, dispatcher=dispatcher, needs_host_batch=needs_host_batch, strict=strict
+        )
+        self._speculative_step = step
+
+    @without_grad
+    def sample_tokens(self, grammar_output: GrammarOutput | None = None) -> AsyncVerifiedOutput:
+        """Return the next tokens of each request that samples in this step, still being copied to the host."""
+        assert grammar_output is None, "a grammar's mask is for one token, and this step may give several"
+        assert self._pending is not None, "execute_model has not run"
+        pending, self._pending = self._pending, None
+        step, batch = self._speculative_step, pending.batch
+        assert isinstance(batch, DraftBatch), batch
+        request_ids, at = self._sampled(pending)
+        places: Sequence[int] = range(batch.num_reqs) if at is None else at
+        first_rows = batch.first_rows
+        decisions = logprobs = None
+        if request_ids:
+            rows: Sequence[int] = self._rows(batch.request_ids)
+            decisions = pending.output.token_ids[: batch.num_reqs * step.num_columns]
+            if at is not None:
+                is_sampled = frozenset(at)
+                rows = [row if place in is_sampled else -1 for place, row in enumerate(rows)]
+            if not self._is_plain(rows):
+                num_logits = batch.num_logits
+                step.restore_drafts(batch.num_reqs)
+                drawn, logprobs, _ = step.sampler.sample(
+                    pending.output.logits[:num_logits],
+                    rows=[row for row, drafts in zip(rows, batch.num_drafts, strict=True) for _ in range(1 + drafts)],
+                    idx_mapping=step.speculation.rows.idx_mapping[:num_logits],
+                    positions=step.speculation.rows.positions[:num_logits],
+                    token_ids=step.states.token_ids,
+                )
+                decisions = step.verify(drawn, batch.num_reqs)
+        prompt_batch, prompt_logprobs = pending.prompt_logprobs or (None, None)
+        return AsyncVerifiedOutput(
+            self._outputs,
+            request_ids=request_ids,
+            decisions=decisions,
+            num_columns=step.num_columns,
+            places=places,
+            first_rows=[first_rows[place] for place in places],
+            logprobs=logprobs,
+            prompt_rows=() if prompt_batch is None else prompt_batch.rows,
+            prompt_logprobs=prompt_logprobs,
+        )
+
+    def _batch(self, output: SchedulerOutput) -> DraftBatch:
+        batch = build_batch(output.scheduled)
+        num_drafts = tuple([output.num_drafts.get(request_id, 0) for request_id in batch.request_ids])
+        return DraftBatch(
+            request_ids=batch.request_ids,
+            query_lens=batch.query_lens,
+            num_decode_reqs=batch.num_decode_reqs,
+            num_draft_tokens=sum(num_drafts),
+            num_drafts=num_drafts,
+        )

@@ -1,0 +1,123 @@
+"""`SpeculativeScheduler`, which gives requests that decode a token each and their drafts to verify."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from piecegraph.runner.scheduling.kv_cache_group import blocks_for
+from piecegraph.runner.scheduling.request import Request
+from piecegraph.runner.scheduling.scheduler import Scheduler, SchedulerStats
+from piecegraph.runner.scheduling.scheduler_output import SchedulerOutput
+from piecegraph.runner.scheduling.speculation_stats import SpeculationStats
+from piecegraph.runner.speculative.verified_output import VerifiedTokens
+
+REQUEST_KEY = "num_speculative_tokens"
+"""The key of `SamplingParams.extra_args` by which a request asks for fewer drafts, 0 for none."""
+
+
+class SpeculativeScheduler(Scheduler):
+    """A scheduler whose steps verify drafts, which the device has made at the end of the step before.
+
+    A request that decodes computes its last token and up to `max_drafts` drafts after it, as many as the budget of
+    tokens and the free blocks allow without taking a token or a block from another request. The step decides how many
+    tokens it gives, 1 to 1 + drafts; until its result is known, the request's counts of computed and pending tokens are
+    those of accepting all of them, and `complete_verification` corrects them. No token after `max_total_tokens` is
+    drafted.
+
+    If each step is completed before the next is scheduled (`is_ahead` False), the host knows how many drafts there are:
+    no request verifies more, and all have the same number, so that one graph holds the batch (`is_uniform`), or each
+    has its own.
+    """
+
+    def __init__(self, *, max_drafts: int, is_ahead: bool, is_uniform: bool, **options: Any) -> None:
+        """Start without requests; `options` are those of `Scheduler`."""
+        super().__init__(**options)
+        self._max_drafts = max_drafts
+        self._is_ahead = is_ahead
+        self._is_uniform = is_uniform
+        self._may_be_steady = False
+        self._num_verifications = 0
+        self._num_draft_tokens = 0
+        self._num_accepted_by_position = [0] * max_drafts
+
+    @property
+    def stats(self) -> SchedulerStats:
+        """The current counters and gauges."""
+        return replace(
+            super().stats,
+            speculation=SpeculationStats(
+                num_verifications=self._num_verifications,
+                num_draft_tokens=self._num_draft_tokens,
+                num_accepted_tokens=sum(self._num_accepted_by_position),
+                num_accepted_by_position=tuple(self._num_accepted_by_position),
+            ),
+        )
+
+    def complete_verification(
+        self, output: SchedulerOutput, verified: Mapping[str, VerifiedTokens]
+    ) -> list[tuple[Request, int]]:
+        """Take the tokens of a finished step, as `complete_step` does.
+
+        Returns the requests that got tokens, which are now the last of their `output_token_ids`, and how many each got.
+        """
+        if output.is_empty:
+            return []
+        self._num_completed_steps += 1
+        assert output.step == self._num_completed_steps, (
+            f"step {output.step} completed, {self._num_completed_steps} is next: steps complete in order, each once"
+        )
+        took: list[tuple[Request, int]] = []
+        for request_id, num_tokens, num_computed_tokens, is_sampled, epoch in output.scheduled:
+            request = self._requests.get(request_id)
+            if request is None or request.epoch != epoch:
+                continue  # ended meanwhile, or (a chunk only) preempted and admitted again
+            num_done = num_computed_tokens + num_tokens
+            if is_sampled:
+                found = verified[request_id]
+                self._take(request, found, output.num_drafts.get(request_id, 0))
+                took.append((request, len(found.token_ids)))
+                num_done = request.num_tokens - 1
+            if num_done >= request.next_registration:
+                self._kv_cache.register(request, num_done)
+        return took
+
+    def _take(self, request: Request, found: VerifiedTokens, num_drafts: int) -> None:
+        """Add the tokens of a step that verified `num_drafts` drafts, and count those that it rejected out again."""
+        request.settled_output_token_ids += found.token_ids
+        num_rejected = num_drafts + 1 - len(found.token_ids)
+        request.settled_num_tokens_with_pending -= num_rejected
+        if request.num_unverified_tokens:  # else it verified none, or was preempted and counts no token as computed
+            request.num_unverified_tokens -= num_drafts
+            request.settled_num_computed_tokens -= num_rejected
+        request.num_ready_drafts = found.num_next_drafts
+        if found.num_drafts:
+            self._num_verifications += 1
+            self._num_draft_tokens += found.num_drafts
+            for position in range(len(found.token_ids) - 1):
+                self._num_accepted_by_position[position] += 1
+
+    def _draft_budget(self) -> int:
+        """Return how many drafts this step may verify: what running requests leave of the budget of tokens."""
+        if not self._is_ahead and not any(request.num_ready_drafts for request in self._running):
+            return 0
+        wanted = sum(
+            [request.settled_num_tokens_with_pending - request.settled_num_computed_tokens for request in self._running]
+        )
+        return max(0, self._max_num_batched_tokens - wanted)
+
+    def _num_drafts(self, request: Request, budget: int) -> int:
+        """Return how many of the `budget` drafts this step verifies for a running request that computes one token."""
+        num_computed = request.settled_num_computed_tokens
+        if num_computed < request.num_admitted_tokens:
+            return 0  # the end of its prompt, which no step has sampled after
+        wanted = self._max_drafts if self._is_ahead or self._is_uniform else request.num_ready_drafts
+        asked: int = (request.sampling_params.extra_args or {}).get(REQUEST_KEY, wanted)
+        left = request.max_total_tokens - request.settled_num_tokens_with_pending - 1
+        count = min(wanted, asked, left, budget)
+        num_blocks = blocks_for(num_computed + 1 + count, self._kv_cache.block_size)
+        num_new = num_blocks - request.num_slots // self._kv_cache.block_size
+        if num_new > 0 and num_new * len(self._kv_cache.groups) > self._kv_cache.num_free_blocks:
+            count = min(count, request.num_slots - num_computed - 1)
+        return max(0, count)

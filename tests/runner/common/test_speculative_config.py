@@ -1,0 +1,83 @@
+"""What is drafted is checked before anything loads; names are vLLM's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from piecegraph import LLM
+from piecegraph.errors import ConfigError
+from piecegraph.runner.common.speculative_config import UNAVAILABLE_KEYS, UNAVAILABLE_METHODS, SpeculativeConfig
+
+NGRAM: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 4}
+
+
+@pytest.mark.parametrize(
+    ("given", "shortest", "longest"),
+    [
+        ({}, 5, 5),
+        ({"prompt_lookup_max": 3}, 3, 3),
+        ({"prompt_lookup_min": 2}, 2, 2),
+        ({"prompt_lookup_min": 1, "prompt_lookup_max": 4}, 1, 4),
+    ],
+)
+def test_lengths_of_ngrams_have_vllms_defaults(given: dict[str, int], shortest: int, longest: int) -> None:
+    config = SpeculativeConfig.parse({**NGRAM, **given})
+    assert config is not None
+    assert (config.prompt_lookup_min, config.prompt_lookup_max) == (shortest, longest)
+
+
+def test_nothing_and_an_older_spelling() -> None:
+    assert SpeculativeConfig.parse(None) is None
+    config = SpeculativeConfig.parse({"model": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": None})
+    assert config is not None and config.method == "ngram"
+    assert SpeculativeConfig.parse(config) is config
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (["ngram"], "must be a mapping"),
+        ({"num_speculative_tokens": 2}, "names no method"),
+        ({"method": "ngram"}, "has no num_speculative_tokens"),
+        ({**NGRAM, "method": "ngrams"}, "Did you mean 'ngram'"),
+        ({**NGRAM, "num_speculative_token": 3}, "Did you mean 'num_speculative_tokens'"),
+        ({**NGRAM, "num_speculative_tokens": 0}, "from 1 to 64"),
+        ({**NGRAM, "num_speculative_tokens": True}, "from 1 to 64"),
+        ({**NGRAM, "num_speculative_tokens": 65}, "from 1 to 64"),
+        ({**NGRAM, "prompt_lookup_min": 3, "prompt_lookup_max": 2}, "above prompt_lookup_max=2"),
+        ({**NGRAM, "rejection_sample_method": "synthetic"}, "is not yet available"),
+        ({**NGRAM, "rejection_sample_method": "lenient"}, "is unknown"),
+        ({**NGRAM, "draft_sample_method": "probabilistic"}, "is not yet available"),
+        ({**NGRAM, "model": "some/model"}, "has no draft model"),
+        ({"model": "some/model", "num_speculative_tokens": 2}, "draft models are not yet available"),
+    ],
+)
+def test_what_cannot_be_is_refused(value: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        SpeculativeConfig.parse(value)
+
+
+@pytest.mark.parametrize("method", UNAVAILABLE_METHODS)
+def test_methods_that_are_not_here_are_refused_by_name(method: str) -> None:
+    with pytest.raises(ConfigError, match=f"method='{method}'"):
+        SpeculativeConfig.parse({"method": method})
+
+
+@pytest.mark.parametrize("key", UNAVAILABLE_KEYS)
+def test_keys_that_nothing_reads_are_refused_by_name(key: str) -> None:
+    with pytest.raises(ConfigError, match=f"'{key}' is not available here"):
+        SpeculativeConfig.parse({**NGRAM, key: 1})
+
+
+@pytest.mark.parametrize(
+    ("others", "message"),
+    [
+        ({"logits_processors": ["piecegraph.runner.common.logits_processor:LogitsProcessor"]}, "logits_processors"),
+        ({"enable_prompt_embeds": True}, "enable_prompt_embeds"),
+    ],
+)
+def test_impossible_mixes_are_refused_before_a_model_is_looked_for(others: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        LLM("no/such/model", speculative_config=NGRAM, **others)
