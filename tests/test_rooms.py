@@ -198,6 +198,8 @@ COVERED_BY: Mapping[str, str] = {
     "runner/cudagraphs/graph_plan.py": "tests/runner/inspect/test_explanation.py",
     "runner/device_memory/host_memory/packed_writes.py": "tests/runner/device_memory/test_staged_write.py",
     "runner/inspect/replay_check.py": "tests/runner/inspect/test_selfcheck.py",
+    "runner/scheduling/speculation_stats.py": "tests/runner/speculative/test_speculative_scheduler.py",
+    "runner/speculative/speculative_runner.py": "tests/runner/speculative/test_speculative_engine.py",
     "runner/startup/progress_bar.py": "tests/runner/test_llm.py",
     "tools/bench/kernels/attention.py": "tests/runner/attention/triton/kernels/test_decode.py",
     "tools/bench/kernels/attention_prefill.py": "tests/runner/attention/triton/kernels/test_prefill.py",

@@ -131,6 +131,11 @@ class EngineConfig:
                 "logits_processors see one token a step, and with speculative_config a step gives several; give one of "
                 "the two arguments."
             )
+        if self.compile.selfcheck and self.speculative is not None:
+            raise ConfigError(
+                "selfcheck compares steps of one token a request, and with speculative_config a step gives several; "
+                "check once without speculative_config."
+            )
         if self.enable_prompt_embeds and self.speculative is not None:
             raise ConfigError(
                 "enable_prompt_embeds=True gives prompts without tokens, in which speculative_config finds no drafts; "

@@ -243,33 +243,24 @@ class Scheduler:
                 others.append(item)
                 self._kv_cache.register(request, num_computed_after)
 
-        added: list[AddedRequest] = []
-        if self._num_preemptions == num_preemptions:  # else running requests need the blocks
-            while budget and self._can_admit:
-                admitted = self._admit(budget)
-                if admitted is None:
-                    break
-                added.append(admitted[0])
-                budget -= admitted[1].num_tokens
-                (decodes if admitted[1].num_tokens == 1 else others).append(admitted[1])
-
+        # After a preemption running requests need the blocks.
+        added = self._admit_all(budget, decodes, others) if self._num_preemptions == num_preemptions else ()
         if not (decodes or verifications or others):
             return SchedulerOutput(step=self._num_steps)
         # The longest first: attention's programs start in this order, and the last to start should be short.
-        lengths = [item.num_computed_tokens for item in decodes]
-        ranks = sorted(range(len(decodes)), key=lengths.__getitem__, reverse=True)
+        ranks = sorted(range(len(decodes)), key=lambda at: decodes[at].num_computed_tokens, reverse=True)
         decodes = [decodes[rank] for rank in ranks]
         # With budget left and no preemption, the loop has seen all running requests; others have all their tokens.
         is_decode_only = budget and not (others or added) and self._num_preemptions == num_preemptions
-        is_decode_only = is_decode_only and self._may_be_steady
-        if is_decode_only and not self._can_admit and sum([item.is_sampled for item in decodes]) == len(decodes):
+        if (
+            is_decode_only
+            and self._may_be_steady
+            and not self._can_admit
+            and sum([item.is_sampled for item in decodes]) == len(decodes)
+        ):
             self._steady = SteadyDecode([self._requests[item.request_id] for item in decodes], ranks)
-        return self._output(
-            (*decodes, *verifications, *others),
-            added=tuple(added),
-            new_blocks=tuple(new_blocks),
-            num_drafts=num_drafts,
-        )
+        scheduled = (*decodes, *verifications, *others)
+        return self._output(scheduled, added=added, new_blocks=tuple(new_blocks), num_drafts=num_drafts)
 
     def complete_step(self, output: SchedulerOutput, sampled: Mapping[str, int]) -> Sequence[Request]:
         """Take the tokens of a finished step, one for each request of `output.sampled`.
@@ -459,6 +450,20 @@ class Scheduler:
     def _leave(self, request: Request) -> None:
         self._removed.append(request.request_id)
         self._kv_cache.free(request)
+
+    def _admit_all(
+        self, budget: int, decodes: list[ScheduledRequest], others: list[ScheduledRequest]
+    ) -> tuple[AddedRequest, ...]:
+        """Admit waiting requests while they fit, and append their parts of the step to the lists."""
+        added: list[AddedRequest] = []
+        while budget and self._can_admit:
+            admitted = self._admit(budget)
+            if admitted is None:
+                break
+            added.append(admitted[0])
+            budget -= admitted[1].num_tokens
+            (decodes if admitted[1].num_tokens == 1 else others).append(admitted[1])
+        return tuple(added)
 
     def _admit(self, budget: int) -> tuple[AddedRequest, ScheduledRequest] | None:
         """Admit the first waiting request, or return None if it cannot run now; no other request overtakes it."""

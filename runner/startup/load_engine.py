@@ -112,7 +112,7 @@ def load_engine(config: EngineConfig, on_phase: OnPhase | None) -> Loaded:
     if config.enable_prompt_embeds:
         embeds_size = embedding_size((stand_in if stand_in is not None else load()).model)
     model = compile_model(stand_in, load, config, max_model_len, max_num_tokens, on_phase)
-    loaded, plan = load(), model.plan
+    steps_ahead, loaded = _steps_ahead(config, model, device), load()
     weights_first = weights_first or model.compiled.report().weights_first
     vocab_size = loaded.config.get_text_config(decoder=True).vocab_size
     with timed_phase(on_phase, "buffers"):
@@ -124,10 +124,9 @@ def load_engine(config: EngineConfig, on_phase: OnPhase | None) -> Loaded:
             logprobs_mode=LogprobsMode.parse(config.logprobs_mode),
         )
     over_embeds = None if embeds_size is None else embeds_forward(loaded.model, loaded.first_position)
-    runner, num_blocks = _runner(model, plan, config, sampler, max_num_tokens, over_embeds, device, on_phase)
+    runner, num_blocks = _runner(model, config, sampler, max_num_tokens, over_embeds, device, on_phase)
     with timed_phase(on_phase, "engine"):
         generation_config = generation_config_of(config.source, loaded.model)
-        steps_ahead = int(runs_ahead(config, device.type) and not _needs_lengths(config, model))
         engine = _engine_kind(config)(
             scheduler=_scheduler(config, model, num_blocks, max_num_tokens, steps_ahead),
             runner=runner,
@@ -158,7 +157,7 @@ def load_engine(config: EngineConfig, on_phase: OnPhase | None) -> Loaded:
         max_model_len=max_model_len,
         sampling_defaults=sampling_defaults(generation_config),
         attention=model.attention,
-        plan=plan,
+        plan=model.plan,
         notes=_notes(config, loaded, model, weights_first, checked),
         selfcheck=checked,
     )
@@ -187,19 +186,21 @@ def _engine_kind(config: EngineConfig) -> Callable[..., Engine]:
     return functools.partial(SpeculativeEngine, max_drafts=config.speculative.num_speculative_tokens)
 
 
-def _needs_lengths(config: EngineConfig, model: CompiledLM) -> bool:
-    """Return whether a step must be known before the next is planned: drafts make lengths vary, and attention plans
-    with lengths on the host. Raises `ConfigError` if steps ahead were asked for all the same.
+def _steps_ahead(config: EngineConfig, model: CompiledLM, device: torch.device) -> int:
+    """Return how many steps are launched ahead.
+
+    None are if attention plans with lengths on the host that drafts make vary. Raises `ConfigError` if steps ahead were
+    asked for all the same.
     """
     if config.speculative is None or not model.attention.backend.needs_host_batch:
-        return False
+        return int(runs_ahead(config, device.type))
     if config.async_scheduling:
         raise ConfigError(
             "async_scheduling=True launches a step before the lengths of requests with drafts are known, and attention "
             f"backend {model.attention.backend.name!r} plans with these lengths; leave it out, or choose another "
             "attention_backend."
         )
-    return True
+    return 0
 
 
 def _scheduler(
@@ -306,7 +307,6 @@ def _selfcheck(
 
 def _runner(
     model: CompiledLM,
-    plan: GraphPlan,
     config: EngineConfig,
     sampler: Sampler,
     max_num_tokens: int,
@@ -315,7 +315,7 @@ def _runner(
     on_phase: OnPhase | None,
 ) -> tuple[ModelRunner, int]:
     """Return the runner, with its graphs captured, and the number of blocks of its KV cache."""
-    backend = model.attention.backend
+    backend, plan = model.attention.backend, model.plan
     with timed_phase(on_phase, "buffers"):
         step = build_step(
             model.compiled,

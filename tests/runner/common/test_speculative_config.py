@@ -76,6 +76,7 @@ def test_keys_that_nothing_reads_are_refused_by_name(key: str) -> None:
     [
         ({"logits_processors": ["piecegraph.runner.common.logits_processor:LogitsProcessor"]}, "logits_processors"),
         ({"enable_prompt_embeds": True}, "enable_prompt_embeds"),
+        ({"compilation_config": {"selfcheck": True}}, "selfcheck"),
     ],
 )
 def test_impossible_mixes_are_refused_before_a_model_is_looked_for(others: dict[str, Any], message: str) -> None:

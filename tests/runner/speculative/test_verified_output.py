@@ -6,7 +6,7 @@ import torch
 
 from piecegraph.runner.output.async_output import OutputStream
 from piecegraph.runner.sampling.logprobs import LogprobsTensors
-from piecegraph.runner.speculative.verified_output import AsyncVerifiedOutput, VerifiedTokens
+from piecegraph.runner.speculative.verified_output import AsyncVerifiedOutput, VerifiedOutput, VerifiedTokens
 
 
 def test_each_request_gets_its_tokens_and_their_log_probabilities() -> None:
@@ -22,6 +22,7 @@ def test_each_request_gets_its_tokens_and_their_log_probabilities() -> None:
         first_rows=[0, 4],
         logprobs=LogprobsTensors(torch.tensor([[7], [8], [1], [2], [5]]), values.unsqueeze(1), values.int() + 1),
     ).get()
+    assert isinstance(output, VerifiedOutput)
     assert output.verified == {"a": VerifiedTokens([7, 8], 2, 1, 30), "c": VerifiedTokens([5], 0, 2, 12)}
     assert {name: [row.logprobs for row in rows] for name, rows in output.logprob_rows.items()} == {
         "a": [[0.0], [1.0]],
