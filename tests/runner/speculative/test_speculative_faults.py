@@ -26,7 +26,7 @@ ASKS = {
     "logged": Ask(prompt=[40, 41, 42, 40, 41], params=sampled(1, logprobs=2)),
     "prompt-logged": Ask(prompt=[40, 41, 42] * 7, params=sampled(2, prompt_logprobs=1, max_tokens=6)),
     "stopped": Ask(
-        prompt=[40, 41, 40, 41, 40], params=sampled(3, stop=["&'"], logprobs=0, max_tokens=20), arrives_at=2
+        prompt=[40, 41, 40, 41, 40], params=sampled(3, stop=["HI", "GG"], logprobs=0, max_tokens=20), arrives_at=2
     ),
     "two": Ask(prompt=[40, 40, 41, 41, 42, 42], params=sampled(4, n=2, max_tokens=8), is_final_only=True),
     "quiet": Ask(prompt=[41, 42], params=sampled(5, max_tokens=20), is_final_only=True),
@@ -56,9 +56,8 @@ def undisturbed(engine: Engine, without_drafts: Run) -> tuple[Run, int]:
     assert_equal(found, without_drafts, KeyboardInterrupt(), [])
     reasons = {name: [one.finish_reason for one in output.outputs] for name, output in found.finished.items()}
     assert reasons["stopped"] == ["stop"] and reasons["ends"] == ["stop"] and reasons["aborted"] == ["abort"], reasons
-    stats = engine.stats
-    assert stats.num_preemptions > 0, "nobody had to give way"
-    assert stats.speculation is not None and stats.speculation.num_accepted_tokens > 5
+    stats = engine.stats.speculation
+    assert stats is not None and stats.num_accepted_tokens > 5
     return found, fault.num_lines
 
 
