@@ -11,7 +11,7 @@ from prometheus_client import Histogram as PrometheusHistogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from piecegraph.runner.engine.metrics import Counter
+from piecegraph.runner.engine.metrics import Counter, Vector
 from piecegraph.runner.engine.metrics import Metric as EngineMetric
 
 if TYPE_CHECKING:
@@ -33,6 +33,10 @@ _DOCUMENTATION = {
     "prompt_tokens": "Number of prefill tokens processed.",
     "prompt_tokens_cached": "Number of prefill tokens found in the prefix cache.",
     "generation_tokens": "Number of generation tokens processed.",
+    "spec_decode_num_drafts": "Number of spec decoding drafts.",
+    "spec_decode_num_draft_tokens": "Number of draft tokens.",
+    "spec_decode_num_accepted_tokens": "Number of accepted tokens.",
+    "spec_decode_num_accepted_tokens_per_pos": "Accepted tokens per draft position.",
 }
 
 _HISTOGRAMS = {
@@ -62,6 +66,12 @@ class _EngineCollector(Collector):
         for metric in self._read():
             documentation = _DOCUMENTATION[metric.name.removeprefix("vllm:")]
             family: CounterMetricFamily | GaugeMetricFamily
+            if isinstance(metric, Vector):
+                family = CounterMetricFamily(metric.name, documentation, labels=(*_LABELS, "position"))
+                for position, value in enumerate(metric.values):
+                    family.add_metric((self._model_name, "0", str(position)), value)
+                yield family
+                continue
             if isinstance(metric, Counter):
                 family = CounterMetricFamily(metric.name, documentation, labels=_LABELS)
             else:
