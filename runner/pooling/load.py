@@ -149,6 +149,7 @@ def _refuse_generation_options(config: EngineConfig) -> None:
     for name, value, default in (
         ("enable_prompt_embeds", config.enable_prompt_embeds, False),
         ("logits_processors", config.logits_processors, ()),
+        ("speculative_config", config.speculative, None),
         ("num_kv_blocks", config.num_kv_blocks, None),
         ("kv_cache_memory_bytes", config.kv_cache_memory_bytes, None),
         ("selfcheck", config.compile.selfcheck, False),
