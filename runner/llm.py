@@ -182,7 +182,7 @@ class LLM:
         return ModelConfig(
             model=self._model,
             hf_config=self.hf_config,
-            dtype=next(iter(self.runner.step.kv_caches.values())).key.dtype,
+            dtype=self._open.model.dtype,
             max_model_len=self.max_model_len,
             vocab_size=self.engine.vocab_size,
             seed=self._seed,
@@ -629,6 +629,7 @@ def _engine_config(arguments: Mapping[str, Any]) -> EngineConfig:
     converted = {
         "source": source,
         "block_size": 16 if block_size is None else block_size,
+        "may_raise_block_size": block_size is None,
         "attention_backend": "auto" if backend is None else backend,
         "cudagraph_mode": "NONE" if enforce_eager else graphs.get("cudagraph_mode", arguments["cudagraph_mode"]),
         "cudagraph_capture_sizes": None if capture_sizes is None else tuple(capture_sizes),

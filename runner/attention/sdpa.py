@@ -157,18 +157,17 @@ class SdpaImpl:
         query, key, value, out = call.query, call.key, call.value, call.out
         if call.rotary is not None:
             query, key = rotated(query, key, call.rotary)
-        cached_key, cached_value = kv_cache.key.flatten(0, 1), kv_cache.value.flatten(0, 1)  # [num_slots, heads, dim]
         if metadata.write_rows is not None:
             key, value = key[metadata.write_rows], value[metadata.write_rows]
-        cached_key.index_copy_(0, metadata.write_slots, key.to(cached_key.dtype))
-        cached_value.index_copy_(0, metadata.write_slots, value.to(cached_value.dtype))
+        _write(kv_cache.key, metadata.write_slots, key)
+        _write(kv_cache.value, metadata.write_slots, value)
         for batched in metadata.calls:
             view = batched.key_views[call.window]
             rows = query[batched.first_row : batched.last_row]
             attended = attend(
                 rows.unflatten(0, (batched.num_reqs, batched.query_len)).transpose(1, 2),
-                cached_key[view.slots].transpose(1, 2),
-                cached_value[view.slots].transpose(1, 2),
+                _read(kv_cache.key, view.slots).transpose(1, 2),
+                _read(kv_cache.value, view.slots).transpose(1, 2),
                 view,
                 scale=call.scale,
                 softcap=call.softcap,
@@ -180,6 +179,21 @@ class SdpaImpl:
     def prepare(self, call: AttentionCall, kv_cache: KVCache) -> str:
         """Return why no call can be prepared."""
         return "sdpa plans its calls anew for each batch"
+
+
+def _write(cached: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> None:
+    """Write `rows` `[num_rows, heads, dim]` to `slots` of `cached` `[num_blocks, block_size, heads, dim]`."""
+    if cached.is_contiguous():
+        cached.flatten(0, 1).index_copy_(0, slots, rows.to(cached.dtype))
+    else:  # blocks that share their memory with states
+        cached[slots // cached.shape[1], slots % cached.shape[1]] = rows.to(cached.dtype)
+
+
+def _read(cached: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """Return the tokens at `slots` `[num_reqs, num_keys]` of `cached`, `[num_reqs, num_keys, heads, dim]`."""
+    if cached.is_contiguous():
+        return cached.flatten(0, 1)[slots]
+    return cached[slots // cached.shape[1], slots % cached.shape[1]]
 
 
 def attend(

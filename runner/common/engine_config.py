@@ -72,6 +72,9 @@ class EngineConfig:
     and 2048 on the CPU or 8192 on a GPU."""
     block_size: int = 16
     """The number of tokens in a block of the KV cache, a power of two."""
+    may_raise_block_size: bool = False
+    """Whether blocks of a model with states get more tokens than `block_size`, until these take as much memory as a
+    state. True if no block size was given."""
     num_kv_blocks: int | None = None
     kv_cache_memory_bytes: int | None = None
     gpu_memory_utilization: float = 0.9

@@ -47,8 +47,12 @@ def plan_graphs(
     max_num_batched_tokens: int,
     strict: bool,
     num_speculative_tokens: int = 0,
+    has_states: bool = False,
 ) -> GraphPlan:
-    """Return the plan for one configuration. `can_split`: the model is split into several pieces.
+    """Return the plan for one configuration.
+
+    `can_split`: the model is split into several pieces. `has_states`: some layers have states, which FULL graphs hold
+    for uniform decode on a CPU only.
 
     `num_speculative_tokens`: the most drafts of a request; if there are any, uniform batches in which each request
     verifies as many are captured for the same numbers of requests as decode.
@@ -57,10 +61,17 @@ def plan_graphs(
     also captured, for all sizes, if it is the mode of the other batches. Raises `ConfigError` for a downgrade if
     `strict`.
     """
+    support, what = backend.cudagraph_support, f"attention backend {backend.name!r}"
+    if has_states:
+        of_states = AttentionCGSupport.NEVER
+        if device.type == "cpu":
+            of_states = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+        if of_states < support:
+            support, what = of_states, "the code of layers with states"
     resolved = resolve_cudagraph_mode(
         mode,
-        backend.cudagraph_support,
-        backend_name=backend.name,
+        support,
+        supporter=what,
         is_cuda=device.type == "cuda",
         graph_kind=graph_kind,
         can_split=can_split,

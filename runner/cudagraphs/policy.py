@@ -24,7 +24,7 @@ def resolve_cudagraph_mode(
     configured: CUDAGraphMode,
     support: AttentionCGSupport,
     *,
-    backend_name: str,
+    supporter: str,
     is_cuda: bool,
     graph_kind: str,
     uniform_token_count: int = 1,
@@ -33,6 +33,7 @@ def resolve_cudagraph_mode(
 ) -> ResolvedMode:
     """Return the configured mode, each half lowered FULL -> PIECEWISE -> NONE as far as necessary.
 
+    `supporter`: the name of what has the `support`.
     `can_split`: the model is split at attention, so that PIECEWISE has pieces. `uniform_token_count`: the number of
     tokens of each request in a uniform decode batch. Raises `ConfigError` with the reason for a downgrade if `strict`,
     and for CUDA graphs without a GPU.
@@ -54,13 +55,13 @@ def resolve_cudagraph_mode(
     lower = PIECEWISE if can_split else NONE
     if decode is FULL and support < needed:
         reasons.append(
-            f"uniform decode runs {lower.value} instead of FULL: attention backend {backend_name!r} supports "
+            f"uniform decode runs {lower.value} instead of FULL: {supporter} supports "
             f"{support.name} and FULL decode needs {needed.name}"
         )
         decode = lower
     if mixed is FULL and support < AttentionCGSupport.ALWAYS:
         reasons.append(
-            f"mixed batches run {lower.value} instead of FULL: attention backend {backend_name!r} supports "
+            f"mixed batches run {lower.value} instead of FULL: {supporter} supports "
             f"{support.name} and FULL of any batch needs ALWAYS"
         )
         mixed = lower

@@ -24,6 +24,7 @@ from piecegraph.passes.matching.graph_pass import Place
 from piecegraph.passes.pipeline import default_passes, pipeline
 from piecegraph.progress import OnPhase
 from piecegraph.runner.attention.interface.backend import AttentionBackend
+from piecegraph.runner.attention.interface.cache_spec import CachedLayer
 from piecegraph.runner.attention.interface.kv_cache import allocate_kv_caches, bytes_per_block
 from piecegraph.runner.attention.interface.layer import AttentionLayer, attention_layers
 from piecegraph.runner.attention.interface.op_call import ATTENTION_OPS, AttentionCall
@@ -34,13 +35,14 @@ from piecegraph.runner.cudagraphs.dispatch_table import DispatchRange, decode_ra
 from piecegraph.runner.cudagraphs.dispatcher import Dispatcher
 from piecegraph.runner.cudagraphs.graph_plan import GraphPlan, plan_graphs
 from piecegraph.runner.inspect.layer_view import LayerView, middle_layer
-from piecegraph.runner.kv_cache.groups import kv_cache_layout
+from piecegraph.runner.kv_cache.groups import fitting_block_size, kv_cache_layout
 from piecegraph.runner.models.causal_lm import DYNAMIC_DIMS, CausalLMForward, example_inputs
 from piecegraph.runner.models.first_position import first_position
 from piecegraph.runner.models.length import model_length
 from piecegraph.runner.models.load import LoadedModel, load_config, load_model, resolve_device, resolve_dtype
 from piecegraph.runner.models.rope import fix_longrope
 from piecegraph.runner.models.support import check_layers
+from piecegraph.runner.state_layers.layer import StateLayer, state_layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +136,15 @@ def explain(config: EngineConfig, *, assume_gpu: bool = False, on_phase: OnPhase
     notes = (*loaded.notes, *fix_longrope(loaded.model, max_model_len))
     traced = _trace(config, loaded, device, is_assumed, max_num_tokens, on_phase)
     layers, choice, plan, pieces = traced.layers, traced.choice, traced.graph_plan, traced.plan
-    layout = kv_cache_layout(layers, max_model_len=max_model_len, block_size=config.block_size)
+    config = traced.config
+    cached: tuple[CachedLayer, ...] = (*layers, *traced.state_layers)
+    layout = kv_cache_layout(
+        cached,
+        max_model_len=max_model_len,
+        block_size=config.block_size,
+        kernel_block_size=choice.backend.kernel_block_size(config.block_size),
+        keeps_boundaries=config.enable_prefix_caching is not False,
+    )
     is_patched = choice.backend.patches_graphs and device.type == "cuda" and config.graph_kind != "recorded"
     costs = expected_costs(pieces, prepared_ops(), _refusals(choice.backend, layers), is_patched=is_patched)
     gaining = any(map(gains_by_static_size, traced.unique))
@@ -179,7 +189,9 @@ def explain(config: EngineConfig, *, assume_gpu: bool = False, on_phase: OnPhase
 class _Traced(NamedTuple):
     """The traced model, and the decisions that its attention layers lead to."""
 
+    config: EngineConfig  # with the block size that fits the layers
     layers: tuple[AttentionLayer, ...]
+    state_layers: tuple[StateLayer, ...]
     choice: BackendChoice
     graph_plan: GraphPlan
     report: CompileReport
@@ -196,24 +208,30 @@ def _trace(
     on_phase: OnPhase | None,
 ) -> _Traced:
     """Trace the model over meta tensors, and decide on its attention layers before pieces are made, as `LLM` does."""
-    decided: list[tuple[tuple[AttentionLayer, ...], BackendChoice, GraphPlan]] = []
+    decided: list[
+        tuple[EngineConfig, tuple[AttentionLayer, ...], tuple[StateLayer, ...], BackendChoice, GraphPlan]
+    ] = []
 
     def decide(calls: tuple[SplitCall, ...]) -> None:
-        layers = attention_layers(calls)
-        check_layers(layers, loaded.config)
-        choice = choose_backend(config.attention_backend, layers, device, config.block_size, is_assumed=is_assumed)
+        layers, with_states = attention_layers(calls), state_layers(calls)
+        check_layers(layers, loaded.config, with_states)
+        fitted = config
+        if config.may_raise_block_size and with_states:
+            fitted = replace(config, block_size=fitting_block_size((*layers, *with_states), config.block_size))
+        choice = choose_backend(config.attention_backend, layers, device, fitted.block_size, is_assumed=is_assumed)
         plan = plan_graphs(
             mode=CUDAGraphMode.parse(config.cudagraph_mode),
             capture_sizes=config.cudagraph_capture_sizes,
             backend=choice.backend,
             device=device,
             graph_kind=config.graph_kind,
-            can_split=bool(layers),
+            can_split=bool(layers or with_states),
+            has_states=bool(with_states),
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=max_num_tokens,
             strict=config.strict,
         )
-        decided.append((layers, choice, plan))
+        decided.append((fitted, layers, with_states, choice, plan))
 
     with (
         torch.no_grad(),
@@ -228,8 +246,10 @@ def _trace(
             before_compile=decide,
         ) as compiled,
     ):
-        ((layers, choice, graph_plan),) = decided
-        return _Traced(layers, choice, graph_plan, compiled.report(), compiled.plan, compiled.unique_pieces)
+        ((fitted, layers, with_states, choice, graph_plan),) = decided
+        return _Traced(
+            fitted, layers, with_states, choice, graph_plan, compiled.report(), compiled.plan, compiled.unique_pieces
+        )
 
 
 def _limits(device: torch.device, is_assumed: bool) -> GpuLimits:

@@ -21,7 +21,7 @@ from piecegraph.compiler.compiled_model import CompiledModel
 from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
 from piecegraph.compiler.verify.piece_check import RATIO, PieceCheckResult, ValueCheck, check_pieces
 from piecegraph.config import PASSES, CompileConfig
-from piecegraph.errors import SelfcheckFailed
+from piecegraph.errors import ConfigError, SelfcheckFailed
 from piecegraph.passes.pipeline import pipeline
 from piecegraph.progress import OnPhase, Phase
 from piecegraph.runner.attention.interface.op_call import call_of
@@ -114,9 +114,14 @@ def selfcheck(
 ) -> SelfcheckReport:
     """Compare `compiled`, made of `model` by `config`, with the traced graph, and its graphs' replays with it.
 
-    Call this before the first request. Raises `SelfcheckFailed`; the model's weights may then have left the tensors
-    they were merged into, and `compiled` must not be used.
+    Call this before the first request. Raises `ConfigError` for a model with states, and `SelfcheckFailed`; the model's
+    weights may then have left the tensors they were merged into, and `compiled` must not be used.
     """
+    if runner.step.state_caches:
+        raise ConfigError(
+            "selfcheck=True compares values with a reference, and there is none for layers with states "
+            f"({next(iter(runner.step.state_caches))} is one). Leave selfcheck out."
+        )
     started = time.monotonic()
     notify = on_phase or (lambda phase: None)
     check = _Check(model, config, runner, engine.vocab_size, min(SEQUENCE, max_model_len))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 
 from piecegraph.errors import OutOfMemory, is_out_of_memory
-from piecegraph.runner.attention.interface.kv_cache import KVCache
+from piecegraph.runner.attention.interface.kv_cache import LayerCache, split_caches
 from piecegraph.runner.device_memory.cuda_memory import CudaMemoryDriver, MemoryDriver, unavailable_reason
 from piecegraph.runner.kv_cache.budget import (
     MemoryBudget,
@@ -24,7 +24,7 @@ from piecegraph.runner.kv_cache.kv_memory import GrowingMemory
 
 logger = logging.getLogger(__name__)
 
-AllocateCaches = Callable[..., dict[str, KVCache]]
+AllocateCaches = Callable[..., Mapping[str, LayerCache]]
 """A function `(num_blocks, *, empty=torch.empty) -> caches by the layer's name`, a new dict. The first dimension of the
 tensors counts blocks, or equal parts of blocks; the rest of their layout is free."""
 
@@ -70,7 +70,7 @@ class CacheAllocation:
     def __init__(
         self,
         *,
-        kv_caches: dict[str, KVCache],
+        caches: Mapping[str, LayerCache],
         num_blocks: int,
         sizes: CacheSizes,
         max_graph_bytes: int | None = None,
@@ -82,8 +82,9 @@ class CacheAllocation:
         `num_blocks`: the number of blocks in the tensors. `memory`: the owner of the tensors' memory if it grows;
         `budget` is then the budget before capture.
         """
-        self.kv_caches = kv_caches
-        """The caches by the layer's name. `fill` replaces the tensors, at the same addresses."""
+        self.kv_caches, self.state_caches = split_caches(caches)
+        """The caches of tokens, and those of states, by the layer's name. `fill` replaces the tensors, at the same
+        addresses."""
         self.max_graph_bytes = max_graph_bytes
         """The memory limit of graphs in bytes; None: no limit."""
         self.budget = budget
@@ -122,8 +123,9 @@ class CacheAllocation:
         except OutOfMemory as error:
             raise OutOfMemory(f"{error} {budget}.") from error
         for name, cache in self.kv_caches.items():
-            rows = num_blocks * (cache.key.shape[0] // self._num_blocks)
-            self.kv_caches[name] = replace(cache, key=cache.key[:rows], value=cache.value[:rows])
+            self.kv_caches[name] = cache.first_blocks(num_blocks, self._num_blocks)
+        for name, states in self.state_caches.items():
+            self.state_caches[name] = states.first_blocks(num_blocks, self._num_blocks)
         self.budget, self._num_blocks, self._memory = budget, num_blocks, None
         return num_blocks
 
@@ -145,7 +147,7 @@ def allocate_at_once(
 ) -> CacheAllocation:
     """Return a cache of `num_blocks` with all memory allocated. Raises `OutOfMemory`."""
     try:
-        kv_caches = allocate(num_blocks)
+        caches = allocate(num_blocks)
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
@@ -154,7 +156,7 @@ def allocate_at_once(
             f"than {device} has left ({error}). Lower num_kv_blocks, kv_cache_memory_bytes or gpu_memory_utilization."
         ) from error
     return CacheAllocation(
-        kv_caches=kv_caches, num_blocks=num_blocks, sizes=sizes, max_graph_bytes=max_graph_bytes, budget=budget
+        caches=caches, num_blocks=num_blocks, sizes=sizes, max_graph_bytes=max_graph_bytes, budget=budget
     )
 
 
@@ -166,12 +168,12 @@ def reserve(allocate: AllocateCaches, sizes: CacheSizes, budget: MemoryBudget, d
     num_blocks = sizes.pick_num_blocks(budget.cache_bytes, budget=budget)
     memory = GrowingMemory(driver)
     try:
-        kv_caches = allocate(num_blocks, empty=memory.empty)
+        caches = allocate(num_blocks, empty=memory.empty)
     except OutOfMemory as error:
         memory.close()
         raise OutOfMemory(f"{error} {budget}.") from error
     return CacheAllocation(
-        kv_caches=kv_caches,
+        caches=caches,
         num_blocks=num_blocks,
         sizes=sizes,
         max_graph_bytes=max_graph_bytes(budget.cache_bytes, sizes.request_bytes),

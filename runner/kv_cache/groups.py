@@ -9,16 +9,19 @@ tensors, and one pool of equal blocks serves all groups. The functions here are 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from piecegraph.runner.attention.interface.layer import AttentionLayer
-from piecegraph.runner.scheduling.kv_cache_group import KVCacheGroup, blocks_for
+from piecegraph.runner.attention.interface.cache_spec import CachedLayer, CacheSpec, common_page_bytes
+from piecegraph.runner.scheduling.kv_cache_group import KVCacheGroup
 
 MAX_GROUPS = 8
 """The largest number of groups, each of which costs the host a few microseconds a step."""
 
 MIN_SAVING = 0.1
 """The share of a longest request's memory that several groups must save compared with one group."""
+
+MAX_BLOCK_SIZE = 4096
+"""The largest number of tokens of a block that is chosen for a model with states."""
 
 MAX_EMPTY = 0.05
 """The share of additional memory, for places that stay empty, at which larger groups are still preferred."""
@@ -31,8 +34,9 @@ class KVCacheLayout:
     groups: tuple[KVCacheGroup, ...]  # `layers` are indices in the model's order
     group_of: Mapping[str, int]  # by the layer's name
     tensors: tuple[tuple[str, ...], ...]  # names of the layers that share a cache tensor, at most one of each group
-    windows: tuple[frozenset[int], ...]  # per group, the values of its layers' `AttentionLayer.window`
+    windows: tuple[frozenset[int], ...]  # per group, the windows of its layers; 0: no window
     note: str | None  # the reason for the layout; None if there was no choice
+    page_bytes: int | None = None  # of a page that layers of any kind share; None: layers of one kind share tensors
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -44,49 +48,51 @@ class KVCacheLayout:
         return sum(group.max_blocks(num_tokens, block_size, max_step_tokens) for group in self.groups)
 
 
-def kv_cache_layout(layers: Sequence[AttentionLayer], *, max_model_len: int, block_size: int) -> KVCacheLayout:
-    """Group `layers`, at least one, by their sliding windows, if that saves memory.
+def kv_cache_layout(
+    layers: Sequence[CachedLayer],
+    *,
+    max_model_len: int,
+    block_size: int,
+    kernel_block_size: int | None = None,
+    keeps_boundaries: bool = True,
+) -> KVCacheLayout:
+    """Group `layers`, at least one, by what they keep, if that saves memory.
 
     A window of `max_model_len` or more counts as none. A model with one kind of layers has one group. Otherwise the
     kinds are split into groups of equal size, the largest size at which few places stay empty, weighted by the blocks
-    that a decoding request of `max_model_len` holds. Layers whose blocks differ cannot share memory and form one group,
-    which keeps what its layer with the largest window needs.
+    that a decoding request of `max_model_len` holds. Layers of attention whose blocks differ cannot share memory and
+    form one group, which keeps what its layer with the largest window needs. Layers with states always have groups of
+    their own, and all layers of such a model have pages of one size, that of the largest.
+
+    `kernel_block_size`: the tokens of a block as kernels see it; None: `block_size`. `keeps_boundaries`: whether the
+    states at all block boundaries are kept, for later requests with the same prefix.
     """
-    assert layers, "a model without attention layers has no cache to lay out"
-    kinds: dict[int | None, list[int]] = {}
+    assert layers, "a model without attention or state layers has no cache to lay out"
+    kinds: dict[KVCacheGroup, list[int]] = {}
     for number, layer in enumerate(layers):
-        kinds.setdefault(_sliding_window(layer, max_model_len), []).append(number)
-    held = {window: _blocks_held(window, max_model_len, block_size) for window in kinds}
-    widest = max(kinds, key=lambda window: (held[window], window is None, window or 0))
-    single = [KVCacheGroup(layers=tuple(range(len(layers))), sliding_window=widest)]
-    if len(kinds) == 1:
-        if widest is None:
-            return _layout(layers, single, None)
-        return _layout(layers, single, f"{_kind(len(layers), widest)}: one group")
-    what = ", ".join(_kind(len(numbers), window) for window, numbers in kinds.items())
-    shapes = {(layer.num_kv_heads, layer.key_dim, layer.value_dim, layer.dtype) for layer in layers}
-    if len(shapes) > 1:
-        return _layout(
-            layers,
-            single,
-            f"{what}: one group, which keeps {'everything' if widest is None else f'{widest} tokens'}, since layers "
-            f"whose keys and values have {len(shapes)} different shapes cannot share memory",
-        )
-    counts = {window: len(numbers) for window, numbers in kinds.items()}
+        kinds.setdefault(_kind(layer.cache_spec, max_model_len, keeps_boundaries), []).append(number)
+    held = {kind: kind.max_blocks(max_model_len, block_size, max_step_tokens=1) for kind in kinds}
+    has_states = any(kind.is_state for kind in kinds)
+    what = ", ".join(_text(len(numbers), kind) for kind, numbers in kinds.items())
+    if not has_states:
+        reason = _reason_for_one_group(layers, kinds, held, max_model_len)
+        if reason is not None:
+            widest = _widest(kinds, held)
+            note = None if kinds.keys() == {KVCacheGroup()} else f"{what}: one group{reason}"
+            return _layout(layers, [replace(widest, layers=tuple(range(len(layers))))], note)
+    counts = {kind: len(numbers) for kind, numbers in kinds.items()}
     size = _group_size(counts, held)
-    needed, at_once = _places(counts, held, size), held[widest] * len(layers)
-    if needed > (1 - MIN_SAVING) * at_once:
-        return _layout(
-            layers,
-            single,
-            f"{what}: one group, since several would save less than {MIN_SAVING:.0%} of the memory of a request of "
-            f"{max_model_len} tokens",
-        )
     groups = [
-        KVCacheGroup(layers=tuple(numbers[first : first + size]), sliding_window=window)
-        for window, numbers in kinds.items()
+        replace(kind, layers=tuple(numbers[first : first + size]))
+        for kind, numbers in kinds.items()
         for first in range(0, len(numbers), size)
     ]
+    if has_states:
+        specs = [layer.cache_spec for layer in layers]
+        page_bytes = common_page_bytes(specs, block_size, kernel_block_size or block_size)
+        note = f"{what}: {len(groups)} groups of up to {size} layers; {_page_note(specs, block_size, page_bytes)}"
+        return replace(_layout(layers, groups, note), page_bytes=page_bytes)
+    needed, at_once = _places(counts, held, size), held[_widest(kinds, held)] * len(layers)
     return _layout(
         layers,
         groups,
@@ -95,7 +101,63 @@ def kv_cache_layout(layers: Sequence[AttentionLayer], *, max_model_len: int, blo
     )
 
 
-def _layout(layers: Sequence[AttentionLayer], groups: Sequence[KVCacheGroup], note: str | None) -> KVCacheLayout:
+def fitting_block_size(layers: Sequence[CachedLayer], block_size: int) -> int:
+    """Return the tokens of a block, `block_size` times a power of two, that take as much memory as a layer's state.
+
+    Every page of a model with states is as large as the largest, so smaller blocks would waste most of the memory of
+    layers with attention. `block_size` itself if no layer has a state, or all have.
+    """
+    specs = [layer.cache_spec for layer in layers]
+    of_states = max((spec.page_bytes(block_size) for spec in specs if spec.is_state), default=0)
+    of_a_token = max((spec.page_bytes(1) for spec in specs if not spec.is_state), default=0)
+    while 0 < block_size * of_a_token < of_states and block_size < MAX_BLOCK_SIZE:
+        block_size *= 2
+    return block_size
+
+
+def _reason_for_one_group(
+    layers: Sequence[CachedLayer],
+    kinds: Mapping[KVCacheGroup, Sequence[int]],
+    held: Mapping[KVCacheGroup, int],
+    max_model_len: int,
+) -> str | None:
+    """Return why these layers, which all keep tokens, are one group, as the end of a note; None: they are several."""
+    if len(kinds) == 1:
+        return ""
+    widest = _widest(kinds, held)
+    shapes = {layer.cache_spec.tensors for layer in layers}
+    if len(shapes) > 1:
+        kept = "everything" if widest.keeps_all_tokens else f"{widest.sliding_window or widest.chunk_size} tokens"
+        return (
+            f", which keeps {kept}, since layers whose keys and values have {len(shapes)} different shapes cannot "
+            "share memory"
+        )
+    counts = {kind: len(numbers) for kind, numbers in kinds.items()}
+    if _places(counts, held, _group_size(counts, held)) > (1 - MIN_SAVING) * held[widest] * len(layers):
+        return (
+            f", since several would save less than {MIN_SAVING:.0%} of the memory of a request of {max_model_len} "
+            "tokens"
+        )
+    return None
+
+
+def _widest(kinds: Mapping[KVCacheGroup, Sequence[int]], held: Mapping[KVCacheGroup, int]) -> KVCacheGroup:
+    return max(kinds, key=lambda kind: (held[kind], kind.keeps_all_tokens, kind.sliding_window or kind.chunk_size or 0))
+
+
+def _page_note(specs: Sequence[CacheSpec], block_size: int, page_bytes: int) -> str:
+    """Return how much of a page the layers use, and at which block size tokens would fill it."""
+    of_tokens = max((spec.page_bytes(block_size) for spec in specs if not spec.is_state), default=0)
+    of_states = max(spec.page_bytes(block_size) for spec in specs if spec.is_state)
+    text = f"a page takes {page_bytes} bytes, of which {block_size} tokens use {of_tokens} and a state {of_states}"
+    if 0 < of_tokens < page_bytes // 2:
+        text += (
+            f"; block_size={page_bytes * block_size // of_tokens // 16 * 16 or block_size} would fill it with tokens"
+        )
+    return text
+
+
+def _layout(layers: Sequence[CachedLayer], groups: Sequence[KVCacheGroup], note: str | None) -> KVCacheLayout:
     names = [[layers[number].name for number in group.layers] for group in groups]
     return KVCacheLayout(
         groups=tuple(groups),
@@ -104,23 +166,19 @@ def _layout(layers: Sequence[AttentionLayer], groups: Sequence[KVCacheGroup], no
             tuple(of_group[place] for of_group in names if place < len(of_group))
             for place in range(max(map(len, names)))
         ),
-        windows=tuple(frozenset(layers[number].window for number in group.layers) for group in groups),
+        windows=tuple(frozenset(layers[number].cache_spec.window for number in group.layers) for group in groups),
         note=note,
     )
 
 
-def _sliding_window(layer: AttentionLayer, max_model_len: int) -> int | None:
-    return layer.window if 0 < layer.window < max_model_len else None
+def _kind(spec: CacheSpec, max_model_len: int, keeps_boundaries: bool) -> KVCacheGroup:
+    """Return the group of a layer without its layers: what it keeps of a request of `max_model_len`."""
+    if (spec.window or spec.chunk_size) >= max_model_len:
+        return KVCacheGroup()
+    return spec.group(keeps_boundaries=keeps_boundaries)
 
 
-def _blocks_held(window: int | None, max_model_len: int, block_size: int) -> int:
-    """Return the blocks of one layer that a decoding request of `max_model_len` holds."""
-    if window is None:
-        return blocks_for(max_model_len, block_size)
-    return KVCacheGroup(sliding_window=window).max_blocks(max_model_len, block_size, max_step_tokens=1)
-
-
-def _group_size(counts: Mapping[int | None, int], held: Mapping[int | None, int]) -> int:
+def _group_size(counts: Mapping[KVCacheGroup, int], held: Mapping[KVCacheGroup, int]) -> int:
     """Return the largest group size, and so the fewest groups, whose memory exceeds the best by at most `MAX_EMPTY`."""
     largest = max(counts.values())
     sizes = [size for size in range(1, largest + 1) if _num_groups(counts, size) <= max(MAX_GROUPS, len(counts))]
@@ -128,14 +186,19 @@ def _group_size(counts: Mapping[int | None, int], held: Mapping[int | None, int]
     return max(size for size in sizes if _places(counts, held, size) <= (1 + MAX_EMPTY) * best)
 
 
-def _num_groups(counts: Mapping[int | None, int], size: int) -> int:
+def _num_groups(counts: Mapping[KVCacheGroup, int], size: int) -> int:
     return sum(-(-count // size) for count in counts.values())
 
 
-def _places(counts: Mapping[int | None, int], held: Mapping[int | None, int], size: int) -> int:
+def _places(counts: Mapping[KVCacheGroup, int], held: Mapping[KVCacheGroup, int], size: int) -> int:
     """Return the blocks per layer, empty places included, that such a request holds in groups of `size`."""
-    return sum(-(-count // size) * size * held[window] for window, count in counts.items())
+    return sum(-(-count // size) * size * held[kind] for kind, count in counts.items())
 
 
-def _kind(count: int, window: int | None) -> str:
+def _text(count: int, kind: KVCacheGroup) -> str:
+    if kind.is_state:
+        return f"{count} x state"
+    if kind.chunk_size is not None:
+        return f"{count} x chunks of {kind.chunk_size} tokens"
+    window = kind.sliding_window
     return f"{count} x " + ("full attention" if window is None else f"window of {window} tokens")

@@ -34,6 +34,11 @@ from piecegraph.runner.common.model_source import ModelSource
 from piecegraph.runner.models.first_position import first_position
 from piecegraph.runner.models.quiet_transformers import quiet_transformers
 from piecegraph.runner.models.support import check_class, check_config, check_model_sizes
+from piecegraph.runner.state_layers.modules.replace import (
+    first_state_layer,
+    has_state_layers,
+    replace_state_layers,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -58,6 +63,11 @@ class ModelKind:
     inputs: tuple[str, ...] = ("position_ids", "logits_to_keep")  # of its forward
     options: Mapping[str, Any] = field(default_factory=dict)  # for the constructor, where it takes them
     ignores_other_weights: bool = False  # weights that the class does not have, such as a head, are not read
+
+    @property
+    def generates(self) -> bool:
+        """Whether the model continues texts, so that states are kept from step to step."""
+        return "logits_to_keep" in self.inputs
 
 
 GENERATION = ModelKind()
@@ -184,6 +194,8 @@ def load_model(
     known_class = _known_class(config, kind)
     if known_class is not None:
         check_class(known_class, kind.inputs)
+        if known_class._is_stateful:
+            check_state_layers(config)
     with quiet_transformers(on_weights), _construction_errors(source):
         if source.load_format == "dummy":
             model = _random_model(source, config, dtype, device, seed, kind)
@@ -191,6 +203,12 @@ def load_model(
             model = _checkpoint_model(source, config, dtype, kind)
     assert isinstance(model, PreTrainedModel), type(model)
     check_class(type(model), kind.inputs)
+    if kind.generates:
+        _replace_state_layers(model)
+    elif (stateful := first_state_layer(model)) is not None:
+        raise UnsupportedModel(
+            f"{type(model).__name__} keeps a state between tokens ({stateful}), and cannot pool here."
+        )
     model = model.to(device).eval().requires_grad_(False)  # type: ignore[arg-type]  # transformers decorates .to
     name_layers(model)
     if on_phase is not None:
@@ -206,6 +224,30 @@ def load_model(
         first_position=first.value,
         notes=(first.note,) if first.note else (),
     )
+
+
+def check_state_layers(config: PreTrainedConfig) -> None:
+    """Raise `UnsupportedModel` if layers of the model keep states in a way that is not known here.
+
+    The model is made without memory, and no weights are read.
+    """
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        _replace_state_layers(AutoModelForCausalLM.from_config(config))
+
+
+def _replace_state_layers(model: PreTrainedModel) -> None:
+    """Replace the forward of layers with states. Raises `UnsupportedModel` if the model has others."""
+    name = type(model).__name__
+    problem = replace_state_layers(model)
+    if problem is not None:
+        raise UnsupportedModel(f"{name}: {problem}")
+    if model._is_stateful and not has_state_layers(model):
+        raise UnsupportedModel(
+            f"{name} keeps a recurrent state between tokens in layers of a kind that cannot run here: linear attention "
+            "by the gated delta rule, Mamba, Mamba-2 and gated short convolutions can."
+        )
 
 
 def load_tokenizer(source: ModelSource, tokenizer: str | None = None) -> PreTrainedTokenizerBase:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from piecegraph.errors import ModelError, UnsupportedModel
 from piecegraph.runner.attention.interface.layer import AttentionLayer
+from piecegraph.runner.state_layers.layer import StateLayer
 
 if TYPE_CHECKING:
     from torch import nn
@@ -18,6 +19,18 @@ if TYPE_CHECKING:
 
 _LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "attention", "dense", "sparse", "moe"})
 """The kinds of layers that have an ordinary KV cache; the last three only describe the MLP."""
+
+_BOTH = "hybrid"
+"""The kind of layers that have keys and values and a state."""
+
+_STATE_LAYER_TYPES = frozenset({"linear_attention", "conv", _BOTH})
+"""The kinds of layers that keep a state; which of them can run is decided by their modules (`state_layers`)."""
+
+_ATTENTION_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "attention", _BOTH})
+"""The kinds of layers that have keys and values."""
+
+_MLP_LAYER_TYPES = frozenset({"mlp", "moe"})
+"""The kinds of layers that keep nothing, in a model whose other layers are called by what they keep."""
 
 MAX_SIZES: Mapping[str, int] = {
     "num_hidden_layers": 10_000,
@@ -70,18 +83,22 @@ def check_config(config: PreTrainedConfig, written: Mapping[str, Any] | None = N
     kind = f"{type(config).__name__} (model_type {config.model_type!r})"
     if config.is_encoder_decoder:
         raise UnsupportedModel(f"{kind} is an encoder-decoder; only decoder-only models can run here.")
-    foreign = sorted(set(getattr(text_config, "layer_types", None) or ()) - _LAYER_TYPES)
+    foreign = sorted(
+        set(getattr(text_config, "layer_types", None) or ()) - _LAYER_TYPES - _STATE_LAYER_TYPES - _MLP_LAYER_TYPES
+    )
     if foreign:
         raise UnsupportedModel(
-            f"{kind} has layers of type {', '.join(foreign)}; layers can be full_attention or sliding_attention here "
-            "(chunked, linear and state-space layers have no paged key/value cache)."
+            f"{kind} has layers of type {', '.join(foreign)}, for which there is no cache here; layers can be "
+            f"full_attention, sliding_attention, {', '.join(sorted(_STATE_LAYER_TYPES))}."
         )
     if "dynamic" in _rope_types(text_config):
         raise UnsupportedModel(
             f"{kind} uses 'dynamic' rotary embeddings, whose frequencies change with the longest text in a batch. "
             'Give a fixed kind: hf_overrides={"rope_parameters": {"rope_type": "yarn", "factor": ...}}.'
         )
-    if written is not None:
+    kinds = set(getattr(text_config, "layer_types", None) or ())
+    has_attention = not kinds or not kinds <= _STATE_LAYER_TYPES - {_BOTH}
+    if written is not None and has_attention:
         _check_heads(config, text_config, written)
     quantization = getattr(config, "quantization_config", None)
     if quantization is not None:
@@ -95,15 +112,18 @@ def check_config(config: PreTrainedConfig, written: Mapping[str, Any] | None = N
 def check_class(model_class: type[PreTrainedModel], inputs: Sequence[str] = ("position_ids", "logits_to_keep")) -> None:
     """Raise `UnsupportedModel` if the model's class lacks what the runner needs; `inputs`: of its forward."""
     name = model_class.__name__
-    if model_class._is_stateful:
-        raise UnsupportedModel(f"{name} keeps a recurrent state between tokens; only attention layers can run here.")
-    if not model_class._supports_attention_backend:
+    if model_class._is_stateful and "logits_to_keep" not in inputs:
+        raise UnsupportedModel(
+            f"{name} keeps a recurrent state between tokens; such models can generate here, not pool."
+        )
+    if not model_class._supports_attention_backend and not model_class._is_stateful:  # whose layers are counted
         raise UnsupportedModel(
             f"{name} computes its attention itself (it has no pluggable attention), so ours cannot run."
         )
     parameters = inspect.signature(model_class.forward).parameters
     for wanted in inputs:
-        if wanted not in parameters:
+        needs_none = wanted == "position_ids" and model_class._is_stateful  # and no attention
+        if wanted not in parameters and not (needs_none and "kwargs" in parameters):
             raise UnsupportedModel(
                 f"{name}.forward takes no {wanted}, without which it cannot run on a flattened batch."
             )
@@ -126,17 +146,29 @@ def check_is_causal(model: PreTrainedModel) -> None:
         )
 
 
-def check_layers(layers: Sequence[AttentionLayer], config: PreTrainedConfig) -> None:
-    """Raise `UnsupportedModel` if a model's traced attention contradicts its config.
+def check_layers(
+    layers: Sequence[AttentionLayer], config: PreTrainedConfig, with_states: Sequence[StateLayer] = ()
+) -> None:
+    """Raise `UnsupportedModel` if a model's traced layers, of attention and `with_states`, contradict its config.
 
     A model that passes its sliding window only to its mask would silently attend to all tokens, because the runner
     builds no masks.
     """
     text_config = config.get_text_config(decoder=True)
     num_layers = text_config.num_hidden_layers
-    if len(layers) < num_layers:
+    if with_states:
+        kinds = list(getattr(text_config, "layer_types", None) or ())
+        num_layers -= sum(kind in _MLP_LAYER_TYPES for kind in kinds)
+        num_attention = sum(kind in _ATTENTION_LAYER_TYPES for kind in kinds)
+        if len(layers) < num_attention:
+            raise UnsupportedModel(
+                f"only {len(layers)} of {num_attention} layers with attention call it in a way that can run here."
+            )
+    if len(layers) + len(with_states) < num_layers:
         raise UnsupportedModel(
-            f"only {len(layers)} of {num_layers} layers call attention; the others work in a way that cannot run here."
+            f"only {len(layers) + len(with_states)} of {num_layers} layers call attention"
+            + (" or keep a state that is known" if with_states else "")
+            + "; the others work in a way that cannot run here."
         )
     layer_types = getattr(text_config, "layer_types", None)
     if layer_types and len(layer_types) == len(layers):

@@ -51,12 +51,18 @@ class KVCacheManager:
         enable_prefix_caching: bool = True,
     ) -> None:
         assert groups, "a model without attention needs no KVCacheManager"
+        assert not (enable_prefix_caching and any(group.has_one_slot for group in groups)), (
+            "states of prefixes are lost"
+        )
         self.block_size = block_size  # tokens
         self.groups = tuple(groups)
         self._pool = BlockPool(num_blocks)
         self._max_step_tokens = max_num_batched_tokens
         self._enable_prefix_caching = enable_prefix_caching
-        self._has_windows = any(group.sliding_window is not None for group in groups)
+        self._has_windows = any(not group.keeps_all_tokens for group in groups)
+        self._num_growing = sum(
+            not group.has_one_slot for group in groups
+        )  # groups that get a block per block of tokens
         self._holdings: dict[str, _Holding] = {}
 
     @property
@@ -81,7 +87,12 @@ class KVCacheManager:
     def block_ids(self, request: Request) -> tuple[tuple[int, ...], ...]:
         """Return a request's block tables as the device needs them, per group, with UNREAD_BLOCK for None."""
         tables = self._holdings[request.request_id].tables
-        return tuple(tuple([UNREAD_BLOCK if block is None else block for block in table]) for table in tables)
+        return tuple(
+            (_slot(table),) * len(table)
+            if group.has_one_slot
+            else tuple([UNREAD_BLOCK if block is None else block for block in table])
+            for group, table in zip(self.groups, tables, strict=True)
+        )
 
     def blocks_needed(self, num_tokens: int) -> int:
         """Return the most blocks that a request of `num_tokens` holds at any one time, over all groups."""
@@ -138,7 +149,10 @@ class KVCacheManager:
         for table in hit.tables:
             self._pool.touch([block for block in table if block is not None])
         self._holdings[request.request_id] = _Holding(
-            tables=[[*table, *self._pool.allocate(num_new_blocks)] for table in hit.tables],
+            tables=[
+                [*table, *self._new_blocks(group, num_new_blocks)]
+                for group, table in zip(self.groups, hit.tables, strict=True)
+            ],
             num_passed=self._passed(hit.num_tokens),
             num_registered=num_hit_blocks,
         )
@@ -150,19 +164,24 @@ class KVCacheManager:
         """Allocate blocks for `num_tokens` after a request's computed tokens.
 
         Returns the blocks that were added to its tables, or None if too few are free. Blocks before its windows are
-        released first, in either case.
+        released first, in either case. A group with one slot gets no block: the slot is named again.
         """
         holding = self._holdings[request.request_id]
         if self._has_windows:
             self._release_passed(request, holding)
         start = len(holding.tables[0])
         count = blocks_for(request.num_computed_tokens + num_tokens, self.block_size) - start
-        if count * len(self.groups) > self._pool.num_free:
+        if count * self._num_growing > self._pool.num_free:
             return None
         added = []
         for group, table in enumerate(holding.tables):
-            blocks = self._pool.allocate(count)
-            table += blocks
+            if self.groups[group].has_one_slot:
+                slot = _slot(table)
+                table[start - 1 :] = [*[None] * count, slot]
+                blocks = [slot] * count
+            else:
+                blocks = self._pool.allocate(count)
+                table += blocks
             added.append(NewBlocks(request_id=request.request_id, group=group, start=start, block_ids=tuple(blocks)))
         request.num_slots = (start + count) * self.block_size
         return added
@@ -236,12 +255,21 @@ class KVCacheManager:
         return group.max_blocks(num_tokens, self.block_size, self._max_step_tokens)
 
     def _passed(self, num_computed_tokens: int) -> list[int]:
-        return [group.num_passed_blocks(num_computed_tokens, self.block_size) for group in self.groups]
+        return [
+            0 if group.has_one_slot else group.num_passed_blocks(num_computed_tokens, self.block_size)
+            for group in self.groups
+        ]
+
+    def _new_blocks(self, group: KVCacheGroup, count: int) -> list[int | None]:
+        """Return the entries of a new request's table for its next `count` blocks, one or more."""
+        if not group.has_one_slot:
+            return [*self._pool.allocate(count)]
+        return [*[None] * (count - 1), *self._pool.allocate(1)]
 
     def _num_hits(self, number: int, group: KVCacheGroup, digests: Sequence[bytes], num_blocks: int) -> int:
         """Return the blocks of the longest prefix, `num_blocks` at most, from which this group can continue."""
         find = self._pool.find
-        if group.sliding_window is None:
+        if group.keeps_all_tokens:
             for index in range(num_blocks):
                 if find((number, digests[index])) is None:
                     return index
@@ -278,6 +306,13 @@ class KVCacheManager:
             table[first:num_passed] = [None] * (num_passed - first)
             holding.num_passed[group] = num_passed
             self._pool.release(reversed(blocks))
+
+
+def _slot(table: Sequence[int | None]) -> int:
+    """Return the block of a group with one slot: the last entry."""
+    slot = table[-1]
+    assert slot is not None, "a request without its slot"
+    return slot
 
 
 def _tail_first(tables: Sequence[Sequence[int | None]]) -> Iterator[int]:

@@ -92,7 +92,7 @@ def compile_ahead(
         ).built.report
         if compiles_kernels(loaded.device):
             with timed_phase(on_phase, "kernels"):
-                compile_step_kernels(decided[-1], loaded, config, max_model_len, max_num_tokens)
+                compile_step_kernels(decided[-1], loaded, max_model_len, max_num_tokens)
                 why_not = OWN_KERNELS.save()
             if why_not:
                 raise CacheError(f"the model's kernels were compiled, but could not be stored: {why_not}")

@@ -24,6 +24,8 @@ from piecegraph.runner.startup.step_kernels import (
     StepKernels,
     compiles_kernels,
 )
+from piecegraph.runner.state_layers.layer import StateLayer
+from piecegraph.runner.step.model_step import needs_host_batches
 
 _MEASURING = ("compile_sizes", "tune_sizes")
 """Phases in which static pieces are timed, so that nothing else may run on the GPU."""
@@ -34,10 +36,13 @@ class CompiledLM:
     """A compiled model with the attention layers in its graph, their backend, and the CUDA graphs to capture."""
 
     compiled: CompiledModel
+    config: EngineConfig  # with the block size that fits the layers
     layers: tuple[AttentionLayer, ...]
+    state_layers: tuple[StateLayer, ...]
     layout: KVCacheLayout
     attention: BackendChoice
     plan: GraphPlan
+    needs_host_batch: bool  # whether steps are planned on the host
 
 
 def compile_model(
@@ -61,7 +66,7 @@ def compile_model(
         decided.append(decide_for(calls, loaded, config, max_model_len, max_num_tokens))
 
     def launch_kernels() -> None:
-        compile_step_kernels(decided[-1], loaded, config, max_model_len, max_num_tokens)
+        compile_step_kernels(decided[-1], loaded, max_model_len, max_num_tokens)
 
     kernels = StepKernels(launch_kernels, device)
 
@@ -101,5 +106,12 @@ def compile_model(
     kernels.report(on_phase)
     last = decided[-1]
     return CompiledLM(
-        compiled=compiled, layers=last.layers, layout=last.layout, attention=last.attention, plan=last.plan
+        compiled=compiled,
+        config=last.config,
+        layers=last.layers,
+        state_layers=last.state_layers,
+        layout=last.layout,
+        attention=last.attention,
+        plan=last.plan,
+        needs_host_batch=needs_host_batches(last.attention.backend, last.state_layers, device),
     )

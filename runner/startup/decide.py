@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
 from piecegraph.compiler.splitting.plan import SplitCall
+from piecegraph.errors import UnsupportedModel
 from piecegraph.runner.attention.interface.layer import AttentionLayer, attention_layers
 from piecegraph.runner.attention.select import BackendChoice, choose_backend
 from piecegraph.runner.common.engine_config import EngineConfig
 from piecegraph.runner.cudagraphs.graph_plan import GraphPlan, plan_graphs
-from piecegraph.runner.kv_cache.groups import KVCacheLayout, kv_cache_layout
+from piecegraph.runner.kv_cache.groups import KVCacheLayout, fitting_block_size, kv_cache_layout
 from piecegraph.runner.models.load import LoadedModel
 from piecegraph.runner.models.support import check_layers
 from piecegraph.runner.sampling.batch_sampler import Sampler
 from piecegraph.runner.startup.step_kernels import NUM_TOKENS, AttentionOnlyModel, launch_step_kernels
-from piecegraph.runner.step.model_step import build_step
+from piecegraph.runner.state_layers.layer import StateLayer, state_layers
+from piecegraph.runner.step.model_step import build_step, needs_host_batches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +25,9 @@ class Decided:
     """The attention layers, cache layout, backend and graph plan that follow from a model's graph."""
 
     calls: tuple[SplitCall, ...]
+    config: EngineConfig  # with the block size that fits the layers
     layers: tuple[AttentionLayer, ...]
+    state_layers: tuple[StateLayer, ...]
     layout: KVCacheLayout
     attention: BackendChoice
     plan: GraphPlan
@@ -33,8 +37,15 @@ def decide_for(
     calls: tuple[SplitCall, ...], loaded: LoadedModel, config: EngineConfig, max_model_len: int, max_num_tokens: int
 ) -> Decided:
     """Return the decisions for a model whose graph has these split calls. Raises if the graph cannot be served."""
-    layers = attention_layers(calls)
-    check_layers(layers, loaded.config)
+    layers, with_states = attention_layers(calls), state_layers(calls)
+    check_layers(layers, loaded.config, with_states)
+    if config.speculative is not None and with_states:
+        raise UnsupportedModel(
+            f"{with_states[0].name} keeps a state, which cannot be taken back when a draft is rejected; leave "
+            "speculative_config out."
+        )
+    if config.may_raise_block_size and with_states:
+        config = replace(config, block_size=fitting_block_size((*layers, *with_states), config.block_size))
     choice = choose_backend(config.attention_backend, layers, loaded.device, config.block_size)
     plan = plan_graphs(
         mode=CUDAGraphMode.parse(config.cudagraph_mode),
@@ -42,25 +53,34 @@ def decide_for(
         backend=choice.backend,
         device=loaded.device,
         graph_kind=config.graph_kind,
-        can_split=bool(layers),
+        can_split=bool(layers or with_states),
+        has_states=bool(with_states),
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=max_num_tokens,
         strict=config.strict,
         num_speculative_tokens=config.speculative.num_speculative_tokens if config.speculative else 0,
     )
-    layout = kv_cache_layout(layers, max_model_len=max_model_len, block_size=config.block_size)
-    return Decided(calls=calls, layers=layers, layout=layout, attention=choice, plan=plan)
+    layout = kv_cache_layout(
+        (*layers, *with_states),
+        max_model_len=max_model_len,
+        block_size=config.block_size,
+        kernel_block_size=choice.backend.kernel_block_size(config.block_size),
+        keeps_boundaries=config.enable_prefix_caching is not False,
+    )
+    return Decided(
+        calls=calls, config=config, layers=layers, state_layers=with_states, layout=layout, attention=choice, plan=plan
+    )
 
 
-def compile_step_kernels(
-    decided: Decided, loaded: LoadedModel, config: EngineConfig, max_model_len: int, max_num_tokens: int
-) -> None:
+def compile_step_kernels(decided: Decided, loaded: LoadedModel, max_model_len: int, max_num_tokens: int) -> None:
     """Compile the kernels of a step that are in no piece, by launching them over temporary buffers."""
+    config = decided.config
     vocab_size = loaded.config.get_text_config(decoder=True).vocab_size
     backend = decided.attention.backend
     step = build_step(
         AttentionOnlyModel(decided.calls, vocab_size=vocab_size, dtype=loaded.dtype, max_num_reqs=config.max_num_seqs),
         layers=decided.layers,
+        state_layers=decided.state_layers,
         layout=decided.layout,
         backend=backend,
         config=config,
@@ -73,4 +93,5 @@ def compile_step_kernels(
         max_num_tokens=max_num_tokens,
         device=loaded.device,
     )
-    launch_step_kernels(step, max_model_len=max_model_len, needs_host_batch=backend.needs_host_batch)
+    needs_host_batch = needs_host_batches(backend, decided.state_layers, loaded.device)
+    launch_step_kernels(step, max_model_len=max_model_len, needs_host_batch=needs_host_batch)

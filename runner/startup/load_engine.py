@@ -14,7 +14,14 @@ from piecegraph.compiler.compiled_model import CompiledModel
 from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
 from piecegraph.errors import ConfigError
 from piecegraph.progress import OnPhase, Phase, timed_phase
-from piecegraph.runner.attention.interface.kv_cache import KVCache, allocate_kv_caches, as_pages, bytes_per_block
+from piecegraph.runner.attention.interface.cache_spec import CachedLayer
+from piecegraph.runner.attention.interface.kv_cache import (
+    LayerCache,
+    allocate_kv_caches,
+    allocate_pages,
+    as_pages,
+    bytes_per_block,
+)
 from piecegraph.runner.attention.select import BackendChoice, check_backend_name
 from piecegraph.runner.common.engine_config import EngineConfig, batched_tokens, runs_ahead, static_sizes_note
 from piecegraph.runner.common.logits_processor import LogitsProcessor, LogitsProcessorConfig
@@ -112,6 +119,7 @@ def load_engine(config: EngineConfig, on_phase: OnPhase | None) -> Loaded:
     if config.enable_prompt_embeds:
         embeds_size = embedding_size((stand_in if stand_in is not None else load()).model)
     model = compile_model(stand_in, load, config, max_model_len, max_num_tokens, on_phase)
+    config = model.config
     steps_ahead, loaded = _steps_ahead(config, model, device), load()
     weights_first = weights_first or model.compiled.report().weights_first
     vocab_size = loaded.config.get_text_config(decoder=True).vocab_size
@@ -296,7 +304,7 @@ def _selfcheck(
             runner=runner,
             engine=engine,
             max_model_len=max_model_len,
-            needs_host_batch=model.attention.backend.needs_host_batch,
+            needs_host_batch=model.needs_host_batch,
             on_phase=on_phase,
         )
     except BaseException:
@@ -320,6 +328,7 @@ def _runner(
         step = build_step(
             model.compiled,
             layers=model.layers,
+            state_layers=model.state_layers,
             layout=model.layout,
             backend=backend,
             config=config,
@@ -330,12 +339,12 @@ def _runner(
         speculative = None if config.speculative is None else speculative_step(step, config.speculative)
     step = step if speculative is None else speculative
     cache = _allocate(model, config, step, max_num_tokens, on_phase)
-    step = replace(step, kv_caches=cache.kv_caches, embeds_forward=over_embeds)
+    step = replace(step, kv_caches=cache.kv_caches, state_caches=cache.state_caches, embeds_forward=over_embeds)
     graphs = CudaGraphManager(
         step=step,
         compiled=model.compiled,
         max_model_len=sampler.max_model_len,
-        needs_host_batch=backend.needs_host_batch,
+        needs_host_batch=model.needs_host_batch,
         kind=config.graph_kind,
         strict=config.strict,
     )
@@ -357,7 +366,7 @@ def _runner(
         step=step,
         graphs=graphs,
         dispatcher=dispatcher,
-        needs_host_batch=backend.needs_host_batch,
+        needs_host_batch=model.needs_host_batch,
         strict=config.strict,
     )
     return runner, num_blocks
@@ -372,22 +381,33 @@ def _allocate(
     and the rest after the graphs are captured.
     """
     started = time.monotonic()
+    layers: tuple[CachedLayer, ...] = (*model.layers, *model.state_layers)
+    layout = model.layout
     device, max_model_len = step.buffers.input_ids.device, step.sampler.max_model_len
     sizes = CacheSizes(
         block_size=config.block_size,
-        block_bytes=bytes_per_block(model.layers, config.block_size, model.layout.tensors),
-        blocks_per_request=model.layout.blocks_per_request(
-            max_model_len, config.block_size, _span(config, max_num_tokens)
-        ),
+        block_bytes=bytes_per_block(layers, config.block_size, layout.tensors, layout.page_bytes),
+        blocks_per_request=layout.blocks_per_request(max_model_len, config.block_size, _span(config, max_num_tokens)),
         max_model_len=max_model_len,
         max_num_seqs=config.max_num_seqs,
     )
 
-    def allocate(num_blocks: int, *, empty: Callable[..., torch.Tensor] = torch.empty) -> dict[str, KVCache]:
+    def allocate(num_blocks: int, *, empty: Callable[..., torch.Tensor] = torch.empty) -> Mapping[str, LayerCache]:
+        if layout.page_bytes is not None:
+            return allocate_pages(
+                layers,
+                num_blocks,
+                config.block_size,
+                device,
+                tensors=layout.tensors,
+                page_bytes=layout.page_bytes,
+                kernel_block_size=step.block_size,
+                empty=empty,
+            )
         caches = allocate_kv_caches(
-            model.layers, num_blocks, config.block_size, device, tensors=model.layout.tensors, empty=empty
+            model.layers, num_blocks, config.block_size, device, tensors=layout.tensors, empty=empty
         )
-        return dict(as_pages(caches, config.block_size // step.block_size))
+        return as_pages(caches, config.block_size // step.block_size)
 
     has_graphs = model.plan.has_graphs
     if device.type == "cpu" or config.num_kv_blocks is not None or config.kv_cache_memory_bytes is not None:
@@ -405,7 +425,7 @@ def _allocate(
                 step,
                 num_tokens=max_num_tokens,
                 max_model_len=max_model_len,
-                needs_host_batch=model.attention.backend.needs_host_batch,
+                needs_host_batch=model.needs_host_batch,
             )
         cache = allocate_on_gpu(
             allocate,

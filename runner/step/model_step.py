@@ -10,7 +10,14 @@ import torch
 
 from piecegraph.runner.attention.interface.backend import AttentionBackend, AttentionImpl
 from piecegraph.runner.attention.interface.forward_context import ForwardContext, set_forward_context
-from piecegraph.runner.attention.interface.kv_cache import KVCache, allocate_kv_caches
+from piecegraph.runner.attention.interface.kv_cache import (
+    KVCache,
+    LayerCache,
+    StateCache,
+    allocate_kv_caches,
+    allocate_pages,
+    split_caches,
+)
 from piecegraph.runner.attention.interface.layer import AttentionLayer
 from piecegraph.runner.attention.interface.step_metadata import StepMetadata, StepMetadataBuilder
 from piecegraph.runner.common.engine_config import EngineConfig
@@ -18,6 +25,8 @@ from piecegraph.runner.kv_cache.groups import KVCacheLayout
 from piecegraph.runner.sampling.batch_sampler import Sampler
 from piecegraph.runner.sampling.gumbel_sample import gumbel_sample
 from piecegraph.runner.scheduling.kv_cache_group import blocks_for
+from piecegraph.runner.state_layers.layer import StateLayer
+from piecegraph.runner.state_layers.metadata import StateMetadataBuilder
 from piecegraph.runner.step.prepare_inputs import prepare_inputs
 from piecegraph.runner.step.prompt_embeds import EmbedsBatch, EmbedsForward
 from piecegraph.runner.step.state.input_buffers import InputBuffers
@@ -43,6 +52,7 @@ class ModelStep:
     metadata_builder: StepMetadataBuilder
     layout: KVCacheLayout
     kv_caches: Mapping[str, KVCache]  # by the layer's name; one tensor for all layers that share it
+    state_caches: Mapping[str, StateCache]  # by the layer's name
     states: RequestStates
     buffers: InputBuffers
     sampler: Sampler
@@ -54,9 +64,12 @@ class ModelStep:
         tensors = [(f"requests' {name}", value) for name, value in self.states.tensors().items()]
         tensors += [("requests' temperature", self.sampler.temperature), ("requests' seeds", self.sampler.seeds)]
         tensors += [(f"input buffer {name}", value) for name, value in vars(self.buffers).items()]
-        for layers in self.layout.tensors:
+        for layers in self.layout.tensors if self.layout.page_bytes is None else ():
             cache, names = self.kv_caches[layers[0]], ", ".join(layers)
             tensors += [(f"key cache of {names}", cache.key), (f"value cache of {names}", cache.value)]
+        if self.layout.page_bytes is not None:  # every layer has views of its own
+            caches: Mapping[str, LayerCache] = {**self.kv_caches, **self.state_caches}
+            tensors += [(f"cache of {name}", tensor) for name, cache in caches.items() for tensor in cache.tensors]
         return [(name, value) for name, value in tensors if isinstance(value, torch.Tensor)]
 
     def prepare(self, num_tokens: int, num_reqs: int) -> None:
@@ -70,6 +83,7 @@ class ModelStep:
             impl=self.impl,
             metadata=groups[0],
             kv_caches=self.kv_caches,
+            state_caches=self.state_caches,
             group_metadata=groups if len(groups) > 1 else (),
             group_of=self.layout.group_of,
             cudagraph_mode=mode,
@@ -140,10 +154,16 @@ class ModelStep:
         return self.draw(self.forward(*self.model_inputs(num_tokens, num_reqs)))
 
 
+def needs_host_batches(backend: AttentionBackend, with_states: Sequence[StateLayer], device: torch.device) -> bool:
+    """Return whether a step is planned on the host: layers with states are, where a device must not be waited for."""
+    return backend.needs_host_batch or (bool(with_states) and device.type != "cpu")
+
+
 def build_step(
     forward: Forward,
     *,
     layers: Sequence[AttentionLayer],
+    state_layers: Sequence[StateLayer] = (),
     layout: KVCacheLayout,
     backend: AttentionBackend,
     config: EngineConfig,
@@ -160,14 +180,14 @@ def build_step(
     assert config.block_size % block_size == 0, f"{backend.name}: {block_size} does not divide {config.block_size}"
     pages_per_block = config.block_size // block_size
     num_groups = len(layout.groups)
+    kv_caches, state_caches = _caches_of_one_block(layers, state_layers, layout, block_size, device)
     return ModelStep(
         forward=forward,
         impl=backend.impl(),
-        metadata_builder=StepMetadataBuilder(
-            backend.metadata_builder(layers, block_size, device, max_num_reqs=config.max_num_seqs)
-        ),
+        metadata_builder=_metadata_builder(layers, layout, backend, config, block_size, device),
         layout=layout,
-        kv_caches=allocate_kv_caches(layers, 1, block_size, device),
+        kv_caches=kv_caches,
+        state_caches=state_caches,
         states=RequestStates(
             max_num_reqs=config.max_num_seqs,
             max_model_len=sampler.max_model_len,
@@ -175,7 +195,7 @@ def build_step(
             num_groups=num_groups,
             pages_per_block=pages_per_block,
             device=device,
-            keeps_host_blocks=backend.needs_host_batch,
+            keeps_host_blocks=needs_host_batches(backend, state_layers, device),
         ),
         buffers=InputBuffers(
             max_num_tokens=max(max_num_tokens, config.max_num_seqs),
@@ -186,4 +206,44 @@ def build_step(
         ),
         sampler=sampler,
         block_size=block_size,
+    )
+
+
+def _caches_of_one_block(
+    layers: Sequence[AttentionLayer],
+    state_layers: Sequence[StateLayer],
+    layout: KVCacheLayout,
+    block_size: int,
+    device: torch.device,
+) -> tuple[dict[str, KVCache], dict[str, StateCache]]:
+    """Return the caches of tokens and those of states, of one block of `block_size` tokens each."""
+    if layout.page_bytes is None:
+        return allocate_kv_caches(layers, 1, block_size, device), {}
+    caches = allocate_pages(
+        (*layers, *state_layers),
+        1,
+        block_size,
+        device,
+        tensors=layout.tensors,
+        page_bytes=layout.page_bytes,
+        kernel_block_size=block_size,
+    )
+    return split_caches(caches)
+
+
+def _metadata_builder(
+    layers: Sequence[AttentionLayer],
+    layout: KVCacheLayout,
+    backend: AttentionBackend,
+    config: EngineConfig,
+    block_size: int,
+    device: torch.device,
+) -> StepMetadataBuilder:
+    """Return the builder of a step's metadata, over kernel blocks of `block_size`."""
+    of_attention = backend.metadata_builder(layers, block_size, device, max_num_reqs=config.max_num_seqs)
+    if not any(group.is_state for group in layout.groups):
+        return StepMetadataBuilder(of_attention)
+    of_states = StateMetadataBuilder(block_size, config.block_size // block_size, device)
+    return StepMetadataBuilder(
+        of_attention, tuple(of_states if group.is_state else of_attention for group in layout.groups)
     )

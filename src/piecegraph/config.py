@@ -14,6 +14,9 @@ DEFAULT_SPLIT_OPS = (
     "piecegraph::attention",
     "piecegraph::rope_attention",
     "piecegraph::varlen_attention",
+    "piecegraph::linear_attention",
+    "piecegraph::mamba_mixer",
+    "piecegraph::short_conv",
     "aten::scaled_dot_product_attention",
     "higher_order::flex_attention",
 )

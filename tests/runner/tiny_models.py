@@ -136,13 +136,133 @@ UNLISTED: dict[str, Callable[[], PreTrainedConfig]] = {
 """Families nobody promised: they run because nothing here knows families by name."""
 
 
+_GATED_DELTA: dict[str, Any] = {
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "head_dim": 16,
+}
+_MAMBA2: dict[str, Any] = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 8,
+    "mamba_chunk_size": 16,
+}
+_LINEAR = ["linear_attention", "full_attention", "linear_attention"]
+
+HYBRIDS: dict[str, Callable[[], PreTrainedConfig]] = {
+    "qwen3.5": _config("Qwen3_5TextConfig", num_hidden_layers=3, layer_types=_LINEAR, **_GATED_DELTA),
+    "lfm2": _config("Lfm2Config", num_hidden_layers=3, layer_types=["conv", "full_attention", "conv"]),
+    "bamba": _config("BambaConfig", num_hidden_layers=3, attn_layer_indices=[1], attn_rotary_emb=4, **_MAMBA2),
+    "jamba": _config(
+        "JambaConfig",
+        num_hidden_layers=3,
+        attn_layer_period=3,
+        attn_layer_offset=1,
+        expert_layer_period=2,
+        expert_layer_offset=1,
+        num_experts=4,
+        num_experts_per_tok=2,
+        mamba_d_state=8,
+        mamba_dt_rank=4,
+    ),
+    "qwen3.5-moe": _config(
+        "Qwen3_5MoeTextConfig",
+        num_hidden_layers=3,
+        layer_types=_LINEAR,
+        shared_expert_intermediate_size=24,
+        **_MOE,
+        **_GATED_DELTA,
+    ),
+    "qwen3-next": _config(
+        "Qwen3NextConfig",
+        num_hidden_layers=3,
+        layer_types=_LINEAR,
+        shared_expert_intermediate_size=24,
+        **_MOE,
+        **_GATED_DELTA,
+    ),
+    "olmo-hybrid": _config("OlmoHybridConfig", num_hidden_layers=3, layer_types=_LINEAR, **_GATED_DELTA),
+    "lfm2-moe": _config(
+        "Lfm2MoeConfig", num_hidden_layers=3, layer_types=["conv", "full_attention", "conv"], num_dense_layers=1, **_MOE
+    ),
+    "granite4-hybrid": _config(
+        "GraniteMoeHybridConfig",
+        num_hidden_layers=3,
+        layer_types=_LINEAR,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        shared_intermediate_size=24,
+        attention_multiplier=0.2,
+        **_MAMBA2,
+    ),
+    "falcon-h1": _config("FalconH1Config", head_dim=16, mamba_d_ssm=64, **_MAMBA2),
+    "falcon-h1-norm": _config("FalconH1Config", head_dim=16, mamba_d_ssm=64, mamba_rms_norm=True, **_MAMBA2),
+    "zamba2": _config(
+        "Zamba2Config",
+        num_hidden_layers=4,
+        layers_block_type=["linear_attention", "hybrid", "linear_attention", "hybrid"],
+        n_mamba_heads=8,
+        mamba_headdim=8,
+        mamba_ngroups=2,
+        mamba_d_state=8,
+        num_mem_blocks=1,
+        time_step_min=1e-9,  # a floor of transformers' scan of many tokens, which its step of one token lacks
+    ),
+    "nemotron-h": _config(
+        "NemotronHConfig",
+        num_hidden_layers=4,
+        layers_block_type=["linear_attention", "moe", "full_attention", "mlp"],
+        head_dim=16,
+        mamba_num_heads=8,
+        mamba_head_dim=8,
+        n_groups=2,
+        ssm_state_size=8,
+        chunk_size=16,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        moe_shared_expert_intermediate_size=24,
+        n_group=1,
+        topk_group=1,
+    ),
+    "kimi-linear": _config(
+        "KimiLinearConfig",
+        num_hidden_layers=3,
+        layer_types=_LINEAR,
+        linear_num_heads=4,
+        linear_head_dim=8,
+        num_key_value_heads=4,
+        kv_lora_rank=16,
+        q_lora_rank=None,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=8,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        mlp_layer_types=["dense", "sparse", "dense"],
+        n_group=1,
+        topk_group=1,
+    ),
+    "mamba2": _config(
+        "Mamba2Config", num_heads=8, head_dim=8, n_groups=2, state_size=8, chunk_size=16, time_step_limit=(0.0, 100.0)
+    ),
+    "mamba": _config("MambaConfig", state_size=8),
+    "falcon-mamba": _config("FalconMambaConfig", state_size=8),
+}
+"""Models in which some layers keep a state instead of keys and values, the first four one of each kind."""
+
+
 def llama_config(**options: Any) -> PreTrainedConfig:
     return make_config("LlamaConfig", **options)
 
 
 def make_model(name: str, seed: int = 0) -> PreTrainedModel:
     """A random float32 model of family `name`, in eval mode."""
-    return random_model({**FAMILIES, **UNLISTED}[name](), seed)
+    return random_model({**FAMILIES, **UNLISTED, **HYBRIDS}[name](), seed)
 
 
 def random_model(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:

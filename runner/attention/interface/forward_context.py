@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from piecegraph.runner.attention.interface.backend import AttentionImpl
-    from piecegraph.runner.attention.interface.kv_cache import KVCache
+    from piecegraph.runner.attention.interface.kv_cache import KVCache, StateCache
     from piecegraph.runner.attention.interface.metadata import AttentionMetadata
 
 
@@ -32,6 +32,7 @@ class ForwardContext(StepContext):
     impl: AttentionImpl
     metadata: AttentionMetadata  # of all layers, or of the first group of them
     kv_caches: Mapping[str, KVCache]  # by the layer's name
+    state_caches: Mapping[str, StateCache] = field(default_factory=dict)  # by the layer's name
     group_metadata: tuple[AttentionMetadata, ...] = ()  # of each group of layers; empty: there is one group
     group_of: Mapping[str, int] = field(default_factory=dict)  # by the layer's name; read if there are several groups
     cudagraph_mode: str = "NONE"  # how this step runs; set by the dispatcher once there are graphs
@@ -73,7 +74,7 @@ def clear_forward_context() -> None:
 
 
 def get_forward_context() -> ForwardContext:
-    """Return the current context. Only the attention op may call this."""
+    """Return the current context. Only the ops of attention and of layers with states may call this."""
     context = _current.get()
     assert isinstance(context, ForwardContext), "piecegraph::attention ran outside of set_forward_context"
     return context

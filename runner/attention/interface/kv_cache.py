@@ -1,30 +1,63 @@
-"""The paged key/value cache: pairs of tensors that are divided into equal, numbered blocks.
+"""The paged cache: tensors that are divided into equal, numbered blocks.
 
-A pair belongs to one layer, or is shared by one layer of each group.
+The tensors belong to one layer, or are shared by one layer of each group.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
-if TYPE_CHECKING:
-    from piecegraph.runner.attention.interface.layer import AttentionLayer
+from piecegraph.runner.attention.interface.cache_spec import CachedLayer, CacheSpec
 
 
 @dataclass(frozen=True, slots=True)
 class KVCache:
-    """The cache of one layer. Token `t` of a block lies at `[block, t]`; its slot is block * block_size + t."""
+    """The cache of one layer. Token `t` of a block lies at `[block, t]`; its slot is block * block_size + t.
+
+    The tokens of a block are adjacent. The blocks are, too, unless the tensor's memory is shared with states.
+    """
 
     key: torch.Tensor  # [num_blocks, block_size, num_kv_heads, key_dim]
     value: torch.Tensor  # [num_blocks, block_size, num_kv_heads, value_dim]
 
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All tensors."""
+        return self.key, self.value
+
+    def first_blocks(self, num_blocks: int, of: int) -> KVCache:
+        """Return the first `num_blocks` of the `of` blocks that the tensors have; a block may be several pages."""
+        key, value = (tensor[: num_blocks * (tensor.shape[0] // of)] for tensor in self.tensors)
+        return KVCache(key, value)
+
+
+@dataclass(frozen=True, slots=True)
+class StateCache:
+    """The states of one layer, one a block, in the order of the tensors of its `CacheSpec`."""
+
+    tensors: tuple[torch.Tensor, ...]  # [num_blocks, *shape] each
+
+    def first_blocks(self, num_blocks: int, of: int) -> StateCache:
+        """Return the first `num_blocks` of the `of` blocks that the tensors have."""
+        return StateCache(tuple(tensor[:num_blocks] for tensor in self.tensors))
+
+
+LayerCache = KVCache | StateCache
+
+
+def split_caches(caches: Mapping[str, LayerCache]) -> tuple[dict[str, KVCache], dict[str, StateCache]]:
+    """Return the caches of tokens and those of states."""
+    return (
+        {name: cache for name, cache in caches.items() if isinstance(cache, KVCache)},
+        {name: cache for name, cache in caches.items() if isinstance(cache, StateCache)},
+    )
+
 
 def allocate_kv_caches(
-    layers: Sequence[AttentionLayer],
+    layers: Sequence[CachedLayer],
     num_blocks: int,
     block_size: int,
     device: torch.device,
@@ -35,7 +68,7 @@ def allocate_kv_caches(
     """Allocate the caches, by layer name. Their memory is not cleared: attention reads only what it wrote.
 
     Args:
-        layers: all attention layers; those that share a tensor have keys and values of one shape and dtype.
+        layers: all layers, with keys and values; those that share a tensor have them of one shape and dtype.
         num_blocks: blocks of each tensor.
         block_size: tokens of a block.
         device: where the tensors lie.
@@ -43,29 +76,72 @@ def allocate_kv_caches(
             layer has its own.
         empty: the allocator, called as `torch.empty` is; the first dimension is `num_blocks`.
     """
-
-    def tensor(layer: AttentionLayer, head_dim: int) -> torch.Tensor:
-        shape = (num_blocks, block_size, layer.num_kv_heads, head_dim)
-        return empty(shape, dtype=layer.dtype, device=device)
-
     by_name = {layer.name: layer for layer in layers}
     caches: dict[str, KVCache] = {}
     for names in [[name] for name in by_name] if tensors is None else tensors:
-        layer = by_name[names[0]]
-        caches |= dict.fromkeys(names, KVCache(tensor(layer, layer.key_dim), tensor(layer, layer.value_dim)))
+        spec = by_name[names[0]].cache_spec
+        key, value = (
+            empty((num_blocks, block_size, *tensor.shape), dtype=tensor.dtype, device=device) for tensor in spec.tensors
+        )
+        caches |= dict.fromkeys(names, KVCache(key, value))
     return caches
 
 
-def bytes_per_block(
-    layers: Sequence[AttentionLayer], block_size: int, tensors: Sequence[Sequence[str]] | None = None
-) -> int:
-    """Return the bytes of one block over all of the cache's tensors (`allocate_kv_caches`)."""
-    first = {layer.name for layer in layers} if tensors is None else {names[0] for names in tensors}
-    return block_size * sum(
-        layer.num_kv_heads * (layer.key_dim + layer.value_dim) * layer.dtype.itemsize
-        for layer in layers
-        if layer.name in first
+def allocate_pages(
+    layers: Sequence[CachedLayer],
+    num_blocks: int,
+    block_size: int,
+    device: torch.device,
+    *,
+    tensors: Sequence[Sequence[str]],
+    page_bytes: int,
+    kernel_block_size: int,
+    empty: Callable[..., torch.Tensor] = torch.empty,
+) -> dict[str, LayerCache]:
+    """Allocate the caches of layers of any specs, by layer name, in pages of `page_bytes` that they share.
+
+    The arguments are those of `allocate_kv_caches`; `page_bytes` is `common_page_bytes` or more. Keys and values are
+    returned in blocks of `kernel_block_size`, which is what kernels see, and a state in the block that holds it.
+    """
+    by_name = {layer.name: layer for layer in layers}
+    caches: dict[str, LayerCache] = {}
+    for names in tensors:
+        memory = empty((num_blocks, page_bytes), dtype=torch.uint8, device=device)
+        for name in names:
+            caches[name] = _in_pages(memory, by_name[name].cache_spec, block_size, kernel_block_size)
+    return caches
+
+
+def _in_pages(memory: torch.Tensor, spec: CacheSpec, block_size: int, kernel_block_size: int) -> LayerCache:
+    """Return a layer's cache as views of `memory`, `[num_blocks, page_bytes]` bytes."""
+    if not spec.is_state:
+        pages = block_size // kernel_block_size
+        memory = memory.view(memory.shape[0] * pages, memory.shape[1] // pages)
+    tensors = tuple(
+        memory[:, at : at + _num_bytes(shape, tensor.dtype)].view(tensor.dtype).unflatten(1, shape)
+        for tensor, at, shape in spec.parts(kernel_block_size)
     )
+    if spec.is_state:
+        return StateCache(tensors)
+    key, value = tensors
+    return KVCache(key, value)
+
+
+def _num_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
+    return torch.Size(shape).numel() * dtype.itemsize
+
+
+def bytes_per_block(
+    layers: Sequence[CachedLayer],
+    block_size: int,
+    tensors: Sequence[Sequence[str]] | None = None,
+    page_bytes: int | None = None,
+) -> int:
+    """Return the bytes of one block over all of the cache's tensors (`allocate_kv_caches`, or `allocate_pages`)."""
+    if page_bytes is not None:
+        return page_bytes * (len(layers) if tensors is None else len(tensors))
+    first = {layer.name for layer in layers} if tensors is None else {names[0] for names in tensors}
+    return sum(layer.cache_spec.page_bytes(block_size) for layer in layers if layer.name in first)
 
 
 def as_pages(caches: dict[str, KVCache], pages_per_block: int) -> Mapping[str, KVCache]:

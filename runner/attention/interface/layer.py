@@ -9,7 +9,9 @@ import torch
 
 from piecegraph.compiler.splitting.plan import SplitCall, TensorSpec
 from piecegraph.errors import UnsupportedModel
+from piecegraph.runner.attention.interface.cache_spec import CacheSpec, CacheTensor
 from piecegraph.runner.attention.interface.op_call import ATTENTION_OPS, call_of
+from piecegraph.runner.scheduling.kv_cache_group import CacheKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +28,18 @@ class AttentionLayer:
     window: int  # keys a query sees, itself included; 0: all before it
     softcap: float  # 0.0: none
     has_sinks: bool
+
+    @property
+    def cache_spec(self) -> CacheSpec:
+        """What the layer keeps: the keys and values of all tokens, or of a window."""
+        return CacheSpec(
+            kind=CacheKind.SLIDING if self.window else CacheKind.FULL,
+            tensors=(
+                CacheTensor(name="key", shape=(self.num_kv_heads, self.key_dim), dtype=self.dtype),
+                CacheTensor(name="value", shape=(self.num_kv_heads, self.value_dim), dtype=self.dtype),
+            ),
+            window=self.window,
+        )
 
 
 def attention_layers(calls: Sequence[SplitCall]) -> tuple[AttentionLayer, ...]:

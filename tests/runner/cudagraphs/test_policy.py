@@ -18,7 +18,7 @@ UNIFORM, ALWAYS = AttentionCGSupport.UNIFORM_BATCH, AttentionCGSupport.ALWAYS
 
 
 def resolve(mode: CUDAGraphMode, support: AttentionCGSupport, **options: object) -> ResolvedMode:
-    defaults = {"backend_name": "some", "is_cuda": True, "graph_kind": "auto"}
+    defaults = {"supporter": "some", "is_cuda": True, "graph_kind": "auto"}
     return resolve_cudagraph_mode(mode, support, **{**defaults, **options})  # type: ignore[arg-type]
 
 
@@ -43,7 +43,7 @@ def test_modes_are_lowered_to_what_the_backend_supports(
     resolved = resolve(mode, support)
     assert (resolved.decode_mode, resolved.mixed_mode) == (decode, mixed)
     assert len(resolved.reasons) == num_reasons
-    assert all("'some' supports" in reason for reason in resolved.reasons)
+    assert all("some supports" in reason for reason in resolved.reasons)
 
 
 def test_several_tokens_a_request_need_more_support() -> None:

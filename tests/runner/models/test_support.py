@@ -19,11 +19,11 @@ from tests.runner.tiny_models import FAMILIES, llama_config
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("T5Config", {"is_encoder_decoder": True}, "encoder-decoder"),
-    ("MambaConfig", {}, "layers of type linear_attention"),
-    ("RwkvConfig", {}, "RwkvForCausalLM"),
+    ("RwkvConfig", {"num_hidden_layers": 2}, "RwkvForCausalLM keeps a recurrent state"),
+    ("RecurrentGemmaConfig", {"num_hidden_layers": 2}, "layers of type|keeps a state between tokens"),
     ("StableLmConfig", {}, "StableLmForCausalLM computes its attention itself"),
     ("BloomConfig", {}, "BloomForCausalLM computes its attention itself"),
-    ("Qwen3NextConfig", {}, "layers of type linear_attention"),
+    ("Qwen3NextConfig", {"num_hidden_layers": 2, "hidden_act": "gelu"}, "GatedDeltaNet. keeps a state between tokens"),
     ("Llama4TextConfig", {}, "layers of type chunked_attention"),
     ("ViTConfig", {}, "ViTConfig .* has no causal language model"),
 ]

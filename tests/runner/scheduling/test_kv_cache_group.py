@@ -26,15 +26,19 @@ def test_full_attention_passes_no_block() -> None:
 @given(
     st.integers(1, 80),
     st.integers(1, 8),
-    st.one_of(st.none(), st.integers(1, 20)),
+    st.one_of(
+        st.just(KVCacheGroup()),
+        st.just(KVCacheGroup(is_state=True)),
+        st.builds(lambda tokens: KVCacheGroup(sliding_window=tokens), st.integers(1, 20)),
+        st.builds(lambda tokens: KVCacheGroup(chunk_size=tokens), st.integers(1, 20)),
+    ),
     st.integers(1, 12),
     st.data(),
 )
 def test_no_schedule_holds_more_than_max_blocks(
-    num_tokens: int, block_size: int, window: int | None, max_step: int, data: st.DataObject
+    num_tokens: int, block_size: int, group: KVCacheGroup, max_step: int, data: st.DataObject
 ) -> None:
     """Whatever the chunks, blocks from the first seen to the last written are within the promise."""
-    group = KVCacheGroup(sliding_window=window)
     most = group.max_blocks(num_tokens, block_size, max_step)
     num_computed = 0
     while num_computed < num_tokens:
@@ -54,3 +58,28 @@ def test_max_blocks_of_a_window_is_tight() -> None:
 def test_an_impossible_window_is_refused() -> None:
     with pytest.raises(AssertionError, match="sliding_window=0; it must be 1 or more"):
         KVCacheGroup(sliding_window=0)
+
+
+@given(st.integers(0, 60), st.integers(1, 8), st.integers(1, 20))
+def test_the_blocks_of_a_passed_chunk_are_passed(num_computed: int, block_size: int, chunk_size: int) -> None:
+    """The next token sees its own chunk only; the block in which that begins is kept."""
+    num_passed = KVCacheGroup(chunk_size=chunk_size).num_passed_blocks(num_computed, block_size)
+    first_seen = num_computed // chunk_size * chunk_size
+    assert num_passed * block_size <= first_seen < (num_passed + 1) * block_size
+
+
+@pytest.mark.parametrize(("num_computed", "num_passed"), [(0, 0), (1, 0), (4, 0), (5, 1), (8, 1), (9, 2)])
+def test_the_state_of_the_last_token_is_kept(num_computed: int, num_passed: int) -> None:
+    """With blocks of 4: the state after token 3 lies in block 0, and the next token needs it."""
+    assert KVCacheGroup(is_state=True).num_passed_blocks(num_computed, 4) == num_passed
+
+
+def test_one_slot_is_one_block() -> None:
+    slot = KVCacheGroup(is_state=True, keeps_boundaries=False)
+    assert slot.has_one_slot and slot.max_blocks(1000, 4, 64) == 1
+    assert not KVCacheGroup(keeps_boundaries=False).has_one_slot
+
+
+def test_a_group_is_of_one_kind() -> None:
+    with pytest.raises(AssertionError, match="is of several kinds"):
+        KVCacheGroup(sliding_window=4, is_state=True)

@@ -312,3 +312,47 @@ def test_blocks_needed_sums_the_groups() -> None:
     assert manager.blocks_needed(8) == 2 + 2
     assert manager.blocks_needed(48) == 12 + 3
     assert manager.can_ever_fit(52) and not manager.can_ever_fit(53)
+
+
+STATE, SLOT = KVCacheGroup(is_state=True), KVCacheGroup(is_state=True, keeps_boundaries=False)
+
+
+def test_a_state_is_kept_at_each_block_boundary() -> None:
+    """A request holds the state it continues from; those at the boundaries before are found, and resumed from one."""
+    manager = make_manager(FULL, STATE, num_blocks=24)
+    request = make_request("a", list(range(10)))
+    assert compute(manager, request)
+    manager.register(request, 10)
+    advance(manager, request, 4)
+    first = manager.table("a", 1)
+    assert first[:2] == (None, None) and None not in first[2:]
+    for length, expected in ((10, 8), (7, 4), (4, 0)):
+        hit = manager.find_prefix(make_request(f"b{length}", list(range(length))))
+        assert hit.num_tokens == expected
+        assert [block is None for block in hit.tables[1]] == [True] * (expected // 4 - 1) + [False] * (expected > 0)
+    manager.free(request)
+    assert manager.num_free_blocks == 24
+
+
+def test_one_slot_serves_a_request_to_its_end() -> None:
+    """Every entry of its table names the slot, new ones as well; preemption gives one block back, once."""
+    manager = make_manager(FULL, SLOT, num_blocks=8, enable_prefix_caching=False)
+    request = make_request("a", 9)
+    assert compute(manager, request)
+    (slot,) = {*manager.block_ids(request)[1]}
+    assert manager.table("a", 1) == (None, None, slot) and manager.num_free_blocks == 8 - 3 - 1
+    request.output_token_ids += range(8)
+    extended = manager.extend(request, 8)
+    assert extended is not None
+    full, added = extended
+    assert (added.group, added.start, added.block_ids) == (1, 3, (slot, slot)) and slot not in full.block_ids
+    assert manager.table("a", 1) == (None, None, None, None, slot)
+    manager.free(request)
+    assert manager.num_free_blocks == 8
+
+
+def test_a_state_costs_a_request_one_block_in_its_slot() -> None:
+    """5 blocks of tokens and the slot."""
+    manager = make_manager(FULL, SLOT, num_blocks=6, enable_prefix_caching=False)
+    assert manager.can_ever_fit(20) and not manager.can_ever_fit(21)
+    assert make_manager(FULL, STATE, num_blocks=6, max_step_tokens=1).can_ever_fit(16)

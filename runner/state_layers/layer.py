@@ -1,0 +1,53 @@
+"""A model's layers with states, read from the traced graph: no model family's config is consulted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from piecegraph.compiler.splitting.plan import SplitCall, TensorSpec
+from piecegraph.errors import UnsupportedModel
+from piecegraph.runner.attention.interface.cache_spec import CacheSpec, CacheTensor
+from piecegraph.runner.scheduling.kv_cache_group import CacheKind
+from piecegraph.runner.state_layers.calls import STATE_OPS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateLayer:
+    """One module that keeps a state of fixed size instead of keys and values."""
+
+    name: str  # the module's name in the model, e.g. "model.layers.3.linear_attn"
+    op: str  # one of `STATE_OPS`
+    states: tuple[CacheTensor, ...]
+
+    @property
+    def cache_spec(self) -> CacheSpec:
+        """What the layer keeps: one state a block."""
+        return CacheSpec(kind=CacheKind.STATE, tensors=self.states)
+
+
+def state_layers(calls: Sequence[SplitCall]) -> tuple[StateLayer, ...]:
+    """Return the layers with states of a graph's split calls, in the order the model runs them.
+
+    Raises `UnsupportedModel` if a layer runs twice a step: its second call would begin with the state of its first.
+    """
+    layers: dict[str, StateLayer] = {}
+    for call in calls:
+        if call.op not in STATE_OPS:
+            continue
+        name = call.args[-1]
+        if name in layers:
+            raise UnsupportedModel(
+                f"{name} runs more than once in a forward pass; its second call would continue from the state of its "
+                "first. Models that share one module with a state between layers cannot run here."
+            )
+        layers[name] = StateLayer(name=name, op=call.op, states=STATE_OPS[call.op](*_specs(call)))
+    return tuple(layers.values())
+
+
+def _specs(call: SplitCall) -> tuple[object, ...]:
+    """Return the arguments of a call, whose tensors must have sizes that do not vary, the number of rows aside."""
+    for argument in call.args:
+        if isinstance(argument, TensorSpec) and not all(isinstance(size, int) for size in argument.shape[1:]):
+            raise UnsupportedModel(f"{call.args[-1]}: a size of its state varies with the batch ({argument.shape}).")
+    return call.args

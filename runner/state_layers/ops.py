@@ -1,0 +1,160 @@
+"""The ops of layers with states, at which a model's graph is split as it is at attention.
+
+Each runs plain torch on any device: sequences one after the other, single tokens together. They are defined through
+`torch.library.Library` and called as `.default`, like attention (`runner/attention/interface/op.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from piecegraph.compiler.graphs.replay.prepared_ops import register_prepare
+from piecegraph.runner.attention.interface.forward_context import get_forward_context
+from piecegraph.runner.state_layers.calls import (
+    LINEAR_ATTENTION_OP,
+    LINEAR_ATTENTION_SCHEMA,
+    MAMBA_MIXER_OP,
+    MAMBA_MIXER_SCHEMA,
+    SHORT_CONV_OP,
+    SHORT_CONV_SCHEMA,
+)
+from piecegraph.runner.state_layers.causal_conv import causal_conv
+from piecegraph.runner.state_layers.delta_rule import gated_delta_rule
+from piecegraph.runner.state_layers.metadata import NO_STATE, StateMetadata
+from piecegraph.runner.state_layers.selective_scan import selective_scan
+
+States = Sequence[torch.Tensor]
+Scan = Callable[[Sequence[torch.Tensor], States], tuple[torch.Tensor, States]]
+"""A function from inputs `[batch, num_tokens, ...]` and the states before them, `[batch, ...]` each, to the result of
+the inputs' batch and tokens and the states after them."""
+
+
+def run_layer(inputs: Sequence[torch.Tensor], out: torch.Tensor, layer: str, scan: Scan) -> None:
+    """Run a layer over the rows of a step's batch: write `out`, and the states that the step's plan keeps.
+
+    `inputs` and `out` are `[num_tokens, ...]`. Rows of padding in `out` become zero.
+    """
+    context = get_forward_context()
+    metadata, cache = context.metadata_of(layer), context.state_caches[layer].tensors
+    assert isinstance(metadata, StateMetadata), type(metadata)
+    plan = metadata.plan()
+    for sequence in plan.sequences:
+        states: States = [
+            kept.new_zeros((1, *kept.shape[1:])) if sequence.read == NO_STATE else kept[sequence.read].unsqueeze(0)
+            for kept in cache
+        ]
+        first = sequence.start
+        for end, write in sequence.segments:
+            result, states = scan([each[first:end].unsqueeze(0) for each in inputs], states)
+            out[first:end] = result[0].to(out.dtype)
+            if write != NO_STATE:
+                for kept, state in zip(cache, states, strict=True):
+                    kept[write] = state[0].to(kept.dtype)
+            first = end
+    decodes = plan.decodes
+    if decodes is not None:
+        states = [kept[decodes.reads] for kept in cache]
+        if decodes.is_fresh is not None:
+            states = [torch.where(decodes.is_fresh.view(-1, *[1] * (state.dim() - 1)), 0, state) for state in states]
+        result, states = scan([each[decodes.rows].unsqueeze(1) for each in inputs], states)
+        out[decodes.rows] = result[:, 0].to(out.dtype)
+        for kept, state in zip(cache, states, strict=True):
+            kept[decodes.writes] = (state if decodes.written is None else state[decodes.written]).to(kept.dtype)
+    out[plan.num_rows :].zero_()
+
+
+def _linear_attention(
+    mixed: torch.Tensor,  # [num_tokens, channels]: query, key and value, before their convolution
+    decay: torch.Tensor,  # [num_tokens, num_v_heads] or [num_tokens, num_v_heads, head_k_dim] float32
+    beta: torch.Tensor,  # [num_tokens, num_v_heads]
+    conv_weight: torch.Tensor,  # [channels, kernel_size]
+    conv_bias: torch.Tensor | None,
+    out: torch.Tensor,  # [num_tokens, num_v_heads, head_v_dim]
+    num_k_heads: int,
+    head_k_dim: int,
+    scale: float,
+    layer: str,
+) -> None:
+    num_v_heads, head_v_dim = out.shape[1:]
+    key_size = num_k_heads * head_k_dim
+
+    def scan(inputs: Sequence[torch.Tensor], states: States) -> tuple[torch.Tensor, States]:
+        x, decay, beta = inputs
+        window, recurrent = states
+        x, window = causal_conv(x, window, conv_weight, conv_bias, "silu")
+        query, key, value = x.split([key_size, key_size, num_v_heads * head_v_dim], dim=-1)
+        query, key = (each.unflatten(-1, (num_k_heads, head_k_dim)) for each in (query, key))
+        if num_v_heads > num_k_heads:
+            query, key = (each.repeat_interleave(num_v_heads // num_k_heads, dim=2) for each in (query, key))
+        value = value.unflatten(-1, (num_v_heads, head_v_dim))
+        result, recurrent = gated_delta_rule(query, key, value, decay, beta, recurrent, scale)
+        return result, (window, recurrent)
+
+    run_layer((mixed, decay, beta), out, layer, scan)
+
+
+def _mamba_mixer(
+    mixed: torch.Tensor,  # [num_tokens, channels]: x, B and C, before their convolution if there is a `conv_weight`
+    dt: torch.Tensor,  # [num_tokens, num_heads]
+    A: torch.Tensor,  # noqa: N803
+    D: torch.Tensor,  # noqa: N803
+    conv_weight: torch.Tensor | None,  # [channels, kernel_size]
+    conv_bias: torch.Tensor | None,
+    out: torch.Tensor,  # [num_tokens, num_heads, head_dim]
+    num_groups: int,
+    state_size: int,
+    layer: str,
+) -> None:
+    num_heads, head_dim = out.shape[1:]
+    group_size = num_groups * state_size
+
+    def scan(inputs: Sequence[torch.Tensor], states: States) -> tuple[torch.Tensor, States]:
+        x, dt = inputs
+        windows = []
+        if conv_weight is not None:
+            x, window = causal_conv(x, states[0], conv_weight, conv_bias, "silu")
+            windows.append(window)
+        x, B, C = x.split([num_heads * head_dim, group_size, group_size], dim=-1)  # noqa: N806
+        B, C = (each.unflatten(-1, (num_groups, state_size)) for each in (B, C))  # noqa: N806
+        result, state = selective_scan(x.unflatten(-1, (num_heads, head_dim)), dt, A, B, C, D, states[-1])
+        return result, (*windows, state)
+
+    run_layer((mixed, dt), out, layer, scan)
+
+
+def _short_conv(
+    x: torch.Tensor,  # [num_tokens, channels]
+    weight: torch.Tensor,  # [channels, kernel_size]
+    bias: torch.Tensor | None,
+    activation: str | None,
+    out: torch.Tensor,  # [num_tokens, channels]
+    layer: str,
+) -> None:
+    def scan(inputs: Sequence[torch.Tensor], states: States) -> tuple[torch.Tensor, States]:
+        result, window = causal_conv(inputs[0], states[0], weight, bias, activation)
+        return result, (window,)
+
+    run_layer((x,), out, layer, scan)
+
+
+_library = torch.library.Library("piecegraph", "FRAGMENT")
+
+
+def _register(op: str, schema: str, run: Callable[..., None]) -> None:
+    _library.define(schema)
+    _library.impl(op.partition("::")[2], run, "CompositeExplicitAutograd")
+    torch.library.register_fake(op, lambda *args: None, lib=_library)
+    register_prepare(op, _why_not_prepared, lambda: None)
+
+
+def _why_not_prepared(*args: Any) -> str:
+    """Return why no call is prepared for replay."""
+    return "the states of a step's requests are planned anew for each batch"
+
+
+_register(LINEAR_ATTENTION_OP, LINEAR_ATTENTION_SCHEMA, _linear_attention)
+_register(MAMBA_MIXER_OP, MAMBA_MIXER_SCHEMA, _mamba_mixer)
+_register(SHORT_CONV_OP, SHORT_CONV_SCHEMA, _short_conv)

@@ -1,0 +1,173 @@
+"""Models whose layers keep states: a state is resumed wherever a step, a chunk or a prefix ends, and no token shows it.
+
+Here by torch, and by graphs that are recorded.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from piecegraph import LLM, SamplingParams
+from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
+from piecegraph.errors import UnsupportedModel
+from piecegraph.runner.attention.interface.kv_cache import LayerCache
+from piecegraph.runner.common.engine_config import EngineConfig
+from piecegraph.runner.common.model_source import ModelSource
+from piecegraph.runner.inspect.explanation import explain
+from piecegraph.runner.scheduling.kv_cache_manager import KVCacheManager
+from tests.runner.margin_rule import assert_same_tokens
+from tests.runner.test_graphs import load
+from tests.runner.tiny_models import HYBRIDS, make_model, save
+
+COMMON = [(7 * i + 3) % 97 + 5 for i in range(17)]
+PROMPTS = [
+    [*COMMON, *((11 * i + 1) % 89 + 4 for i in range(12))],
+    [9],
+    [*COMMON, *((5 * i + 2) % 83 + 4 for i in range(5))],
+    [40, 41, 42],
+    COMMON,
+    [(13 * i + 6) % 101 + 5 for i in range(8)],
+]
+"""Of several chunks of 5 tokens, of one token, of whole blocks of 4; three share a prefix."""
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+ONE_OF_EACH_KIND = list(HYBRIDS)[:4]
+ALWAYS = ("qwen3.5", "jamba")
+"""Between them they have all three ops; the other models are slow tests."""
+
+
+def load_hybrid(folder: Path, **options: Any) -> LLM:
+    """Blocks of 4 tokens, chunks of 5, and too few blocks for all requests."""
+    defaults = {
+        "block_size": 4,
+        "num_kv_blocks": 30,
+        "max_model_len": 64,
+        "max_num_batched_tokens": 5,
+        "max_num_seqs": 4,
+    }
+    return LLM(
+        folder,
+        **{
+            "dtype": "float32",
+            "device": "cpu",
+            "compiler": "eager",
+            "compile_workers": 0,
+            "skip_tokenizer_init": True,
+            **defaults,
+            **options,
+        },
+    )
+
+
+def manager(llm: LLM) -> KVCacheManager:
+    return llm.engine.scheduler._kv_cache
+
+
+def generate(llm: LLM) -> list[list[int]]:
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], GREEDY, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def check(model: PreTrainedModel, tokens: list[list[int]]) -> None:
+    for prompt, ours in zip(PROMPTS, tokens, strict=True):
+        assert_same_tokens(model, prompt, ours)
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, Path]:
+    model = make_model("qwen3.5")
+    return model, save(model, tmp_path_factory.mktemp("qwen"))
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in ALWAYS else pytest.param(name, marks=pytest.mark.slow) for name in HYBRIDS]
+)
+def test_a_hybrid_answers_as_transformers_does(name: str, tmp_path: Path) -> None:
+    """In chunks, preempted, and again with the states that the prefix cache kept. All blocks are free in the end."""
+    model = make_model(name)
+    with load_hybrid(save(model, tmp_path)) as llm:
+        for _ in range(2):
+            check(model, generate(llm))
+        stats = llm.engine.stats
+        assert stats.num_preemptions > 0 and stats.num_prefix_hits > 0
+        assert manager(llm).num_free_blocks == manager(llm).num_blocks
+        assert any(group.is_state for group in manager(llm).groups)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ONE_OF_EACH_KIND)
+def test_inductor_gives_the_same_tokens(name: str, tmp_path: Path) -> None:
+    """Equal layers share their pieces: a kind of layer adds few."""
+    model = make_model(name)
+    with load_hybrid(save(model, tmp_path), compiler="inductor") as llm:
+        check(model, generate(llm))
+
+
+@pytest.mark.parametrize("options", [{"enable_prefix_caching": False}, {"async_scheduling": True}], ids=str)
+def test_states_in_one_slot_and_a_step_ahead(qwen: tuple[PreTrainedModel, Path], options: dict[str, Any]) -> None:
+    """Free blocks hold NaN before every step: no request reads what is not its own."""
+    model, folder = qwen
+    with load_hybrid(folder, num_kv_blocks=26, max_num_batched_tokens=7, **options) as llm:
+        engine, pool = llm.engine, manager(llm).pool
+        assert all(group.has_one_slot for group in manager(llm).groups if group.is_state) is (
+            "async_scheduling" not in options
+        )
+        for i, prompt in enumerate(PROMPTS):
+            engine.add_request(str(i), prompt, GREEDY, is_final_only=True)
+        tokens = {}
+        while engine.has_unfinished:
+            if "async_scheduling" not in options:
+                free = [block for block in range(pool.num_blocks) if pool.is_free(block)]
+                step = llm.runner.step
+                caches: list[LayerCache] = [*step.kv_caches.values(), *step.state_caches.values()]
+                for tensor in (tensor for cache in caches for tensor in cache.tensors):
+                    tensor[free] = float("nan")
+            tokens.update({output.request_id: list(output.outputs[0].token_ids) for output in engine.step()})
+        assert engine.stats.num_preemptions > 0 and pool.num_free == pool.num_blocks
+    check(model, [tokens[str(i)] for i in range(len(PROMPTS))])
+
+
+def test_uniform_decode_batches_run_under_full_graphs(qwen: tuple[PreTrainedModel, Path]) -> None:
+    """The blocks of the states are in the buffers of the block tables; padding leaves no state."""
+    model, folder = qwen
+    with load(folder, block_size=4, num_kv_blocks=64) as llm:
+        for _ in range(2):
+            check(model, generate(llm))
+        ran = llm.runner.counters.by_mode()
+        assert not llm.runner.graphs.failed()
+        assert all(ran[mode] > 0 for mode in (CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE)), ran
+
+
+def test_equal_layers_share_their_pieces(qwen: tuple[PreTrainedModel, Path]) -> None:
+    """At most one piece more than a model without states for each kind of layer; explain shows the groups."""
+    _, folder = qwen
+    explained = explain(
+        EngineConfig(source=ModelSource(model=str(folder)), device="cpu", block_size=4, max_model_len=64)
+    )
+    assert explained.report.num_unique_pieces <= 3 + 2
+    assert any(note.startswith("kv cache groups: 1 x full attention, 2 x state: 3 groups") for note in explained.notes)
+
+
+def test_a_layer_that_differs_is_refused_by_name(qwen: tuple[PreTrainedModel, Path], tmp_path: Path) -> None:
+    """Whatever the model is called: a delta net with another activation is not the one that was checked."""
+    model, _ = qwen
+    config = type(model.config)(**{**model.config.to_dict(), "hidden_act": "gelu"})
+    config.architectures = model.config.architectures
+    config.save_pretrained(str(tmp_path))
+    with pytest.raises(UnsupportedModel, match=r"layers\.0\.linear_attn \(Qwen3_5GatedDeltaNet\) keeps a state"):
+        load_hybrid(tmp_path, load_format="dummy")
+
+
+@pytest.mark.slow
+def test_prompt_embeddings_see_the_states(qwen: tuple[PreTrainedModel, Path]) -> None:
+    """A prompt given as embeddings runs the model's own code around our layers."""
+    model, folder = qwen
+    prompt = PROMPTS[2]
+    embeds = model.get_input_embeddings().weight[torch.tensor(prompt)].detach()  # type: ignore[index]
+    with load_hybrid(folder, enable_prompt_embeds=True) as llm:
+        (output,) = llm.generate([{"prompt_embeds": embeds}], GREEDY, use_tqdm=False)
+    assert_same_tokens(model, prompt, output.outputs[0].token_ids)
