@@ -436,6 +436,8 @@ class LLM:
 
     def close(self) -> None:
         """Free the model and its cache. Idempotent; any other call afterwards raises `UsageError`."""
+        if self._loaded is not None:
+            self._loaded.engine.close()
         for loaded in (self._loaded, self._loaded_pooler):
             if loaded is not None:
                 loaded.runner.close()  # graphs first: they read the model's memory

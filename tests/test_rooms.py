@@ -60,6 +60,7 @@ ROOMS: Mapping[str, Sequence[str]] = {
         "attention",
         "scheduling",
         "common",
+        "structured_output",
     ),
     "runner/attention": (".", "flash_attn", "triton", "varlen", "interface"),
     "runner/attention/triton": (".", "kernels", "layouts"),
@@ -69,7 +70,7 @@ ROOMS: Mapping[str, Sequence[str]] = {
     "runner/step": (".", "kernels", "state"),
     "tools": (".", "commands", "serve", "bench", "cache", "command_line"),
     "tools/bench": ("compare", "growth", ".", "kernels", "measure", "startup"),
-    "tools/serve": ("commands", "http", "endpoints", "protocol", "engine"),
+    "tools/serve": ("commands", "http", "endpoints", "protocol", "message_parsers", "engine"),
     "tools/cache": ("changing", "reading", "entries", "terminal"),
 }
 """By folder, its rooms from the top to the bottom: each may import the rooms behind it, none before it."""
@@ -308,6 +309,15 @@ COVERED_BY: Mapping[str, str] = {
     "tools/serve/protocol/error_replies.py": "tests/tools/serve/test_serve.py",
     "tools/serve/protocol/logprob_replies.py": "tests/tools/serve/test_serve.py",
     "tools/serve/protocol/request_models.py": "tests/tools/serve/test_serve.py",
+    "tools/serve/endpoints/tools.py": "tests/tools/serve/test_serve.py",
+    "tools/serve/protocol/tool_fields.py": "tests/tools/serve/test_serve.py",
+    "tools/serve/message_parsers/choose.py": "tests/tools/serve/message_parsers/test_message_parsers.py",
+    "tools/serve/message_parsers/hermes.py": "tests/tools/serve/message_parsers/test_message_parsers.py",
+    "tools/serve/message_parsers/llama.py": "tests/tools/serve/message_parsers/test_message_parsers.py",
+    "tools/serve/message_parsers/mistral.py": "tests/tools/serve/message_parsers/test_message_parsers.py",
+    "tools/serve/message_parsers/protocol.py": "tests/tools/serve/message_parsers/test_message_parsers.py",
+    "tools/serve/message_parsers/think.py": "tests/tools/serve/message_parsers/test_message_parsers.py",
+    "runner/structured_output/protocol.py": "tests/runner/structured_output/test_grammars.py",
 }
 
 

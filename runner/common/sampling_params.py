@@ -13,6 +13,7 @@ from typing import Any, Self
 
 from piecegraph.errors import RequestError, did_you_mean
 from piecegraph.runner.common.token_ids import as_token_id, as_token_ids, plain_number
+from piecegraph.runner.structured_output.params import StructuredOutputsParams, as_structured_outputs
 
 WITHOUT_EFFECT: Mapping[str, tuple[Any, ...]] = {
     "best_of": (None, 1),
@@ -28,7 +29,6 @@ WITHOUT_EFFECT: Mapping[str, tuple[Any, ...]] = {
     "skip_reading_prefix_cache": (None, False),
     "spaces_between_special_tokens": (True,),
     "stream_interval": (None, 1),
-    "structured_outputs": (None,),
     "thinking_token_budget": (None, -1),
     "trace_decode_token_ids": (None,),
     "watermarking": (None, False),
@@ -124,6 +124,8 @@ class SamplingParams(_Freezable):
     """Keep only this many tokens at the end of the prompt; -1: as many as leave room for one output token."""
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     """The contents of the outputs that `Engine.step` and `LLM.stream` return."""
+    structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
+    """The form that the output has: JSON of a schema, a regular expression, a choice, a grammar; None: any."""
     extra_args: Mapping[str, Any] | None = None
     """Arguments for custom logits processors (`LLM`'s `logits_processors`), which nothing else reads."""
 
@@ -416,6 +418,7 @@ _CHECKS: Mapping[str, _Check] = {
         int, lambda n: n == -1 or n >= 1, "1 or more, -1 (what fits) or None (all of it)", is_optional=True
     ),
     "output_kind": _output_kind,
+    "structured_outputs": lambda name, value: None if value is None else as_structured_outputs(value),
     "extra_args": _extra_args,
 }
 """The check of each field, which returns the value to keep or raises `RequestError`."""

@@ -112,7 +112,7 @@ _NO_LORA = "LoRA adapters are not yet available: merge the adapter into the weig
 _NO_SPECULATION = "give speculative_config."
 _NO_POOLER = "pooling follows the model's modules.json; give PoolingParams for what varies."
 _NO_QUANTIZATION = "quantization is not yet available: load the weights in 16 or 32 bits."
-_NO_STRUCTURE = "structured output is not yet available."
+_NO_STRUCTURE = "give each request its structured_outputs; llguidance compiles them."
 _NO_PARALLELISM = "this version runs one process on one device."
 _NO_EXPERT_PARALLELISM = "this version runs all experts on one device."
 _NO_MEDIA = "this version accepts text only."
@@ -422,7 +422,6 @@ UNAVAILABLE_SAMPLING_PARAMS: Mapping[str, str] = {
     "skip_reading_prefix_cache": "give prompts a `cache_salt` of their own",
     "spaces_between_special_tokens": "texts are what the tokenizer decodes",
     "stream_interval": "`stream` yields every token",
-    "structured_outputs": "not yet available",
     "thinking_token_budget": "use `max_tokens`",
     "trace_decode_token_ids": "use `prompt_logprobs`",
     "watermarking": "tokens are not watermarked",
@@ -498,6 +497,6 @@ OLDER_METHODS: Mapping[str, str] = {
 OLDER_METHOD_ARGUMENTS: Mapping[str, str] = {
     "prompt_token_ids": 'give the ids as prompts: [1, 2, 3], or {"prompt_token_ids": [1, 2, 3]}',
     "prompt_adapter_request": "prompt adapters are not available; leave it out",
-    "guided_options_request": "structured output is not yet available; leave it out",
+    "guided_options_request": "give SamplingParams(structured_outputs=...)",
 }
 """Arguments that `generate` and `chat` of earlier versions of vLLM had."""

@@ -16,6 +16,7 @@ from piecegraph.runner.common.outputs import RequestOutput
 from piecegraph.runner.common.sampling_params import SamplingParams
 from piecegraph.runner.common.token_ids import as_token_ids
 from piecegraph.runner.common.without_grad import without_grad
+from piecegraph.runner.engine.constrained import ConstrainedRequests
 from piecegraph.runner.engine.model_runner import ModelRunner
 from piecegraph.runner.output.async_output import AsyncOutput, ModelRunnerOutput, PromptLogprobs
 from piecegraph.runner.output.outbox import Outbox, PendingOutput
@@ -34,10 +35,13 @@ from piecegraph.runner.scheduling.request import Request
 from piecegraph.runner.scheduling.scheduler import Scheduler, SchedulerStats
 from piecegraph.runner.scheduling.scheduler_output import SchedulerOutput
 from piecegraph.runner.step.prompt_embeds import check_prompt_embeds
+from piecegraph.runner.structured_output.grammars import Grammars
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerBase
+
+    from piecegraph.runner.structured_output.protocol import StructuredOutputBackend
 
 
 class Engine:
@@ -90,7 +94,9 @@ class Engine:
         self._max_logprobs = vocab_size if max_logprobs == -1 else max_logprobs
         self._logits_processors = logits_processors
         self._processor = OutputProcessor(tokenizer, eos_token_ids)
+        self._grammars = Grammars(self._grammar_backend)
         self._requests: dict[str, Request] = {}  # the scheduler's requests, by id
+        self._constrained = ConstrainedRequests(max(vocab_size, 0 if tokenizer is None else len(tokenizer)))
         self._in_flight: deque[tuple[SchedulerOutput, AsyncOutput]] = deque()
         # The step being distributed: its schedule, its result, and the number of tokens generated before it.
         self._received: tuple[SchedulerOutput, ModelRunnerOutput, int] | None = None
@@ -140,6 +146,18 @@ class Engine:
     def scheduler(self) -> Scheduler:
         """The scheduler, for benchmarks that drive the runner without this engine's bookkeeping."""
         return self._scheduler
+
+    @property
+    def grammars(self) -> Grammars:
+        """The compiled grammars of `structured_outputs`, for a server that compiles them before it adds a request.
+
+        Unlike the engine itself they may be used by any thread.
+        """
+        return self._grammars
+
+    def close(self) -> None:
+        """End the threads that compile grammars. Idempotent."""
+        self._grammars.close()
 
     def add_request(
         self,
@@ -196,6 +214,7 @@ class Engine:
                 bad_words=bad_words,
                 cache_salt=cache_salt,
                 prompt_embeds=prompt_embeds,
+                grammar=self._grammars.start(params.structured_outputs),
             )
             for index in range(params.n)
         ]
@@ -214,6 +233,7 @@ class Engine:
                 request.arrival = self._num_arrived
                 self._num_arrived += 1
                 self._requests[request.request_id] = request
+                self._constrained.add(request)
                 self._scheduler.add(request)
             self._processor.add(state)
             self._is_dirty = False
@@ -288,6 +308,7 @@ class Engine:
                     f"{name}={wanted}; it must be at most max_logprobs={self._max_logprobs}. Ask for fewer, or make "
                     "the LLM with a larger max_logprobs."
                 )
+        self._check_grammar(params)
         for processor in self._logits_processors:
             try:
                 processor.validate_params(params)
@@ -353,6 +374,8 @@ class Engine:
         assert request.finish_reason is not None
         self._scheduler.finish(request_id, request.finish_reason, request.stop_reason)
         del self._requests[request_id]
+        if request.grammar is not None:
+            self._constrained.remove(request_id)
         self._processor.forget(request)
 
     @without_grad
@@ -362,7 +385,8 @@ class Engine:
         output = self._scheduler.schedule()
         if not output.is_empty:
             self._runner.execute_model(output)
-            self._in_flight.append((output, self._runner.sample_tokens()))
+            grammar = self._constrained.mask(output, self._in_flight) if self._constrained.requests else None
+            self._in_flight.append((output, self._runner.sample_tokens(grammar)))
         if self._in_flight and (output.is_empty or len(self._in_flight) > self._steps_ahead):
             done, result = self._in_flight.popleft()
             self._received = (done, result.get(), self._num_output_tokens)  # from here on it is not computed again
@@ -401,6 +425,29 @@ class Engine:
         ended, _ = self._processor.take_tokens(took, found.logprobs, tokens)
         for request, finish in ended:
             self._finish(request.request_id, finish)
+        if self._constrained.requests:
+            self._end_complete(took)
+
+    def _grammar_backend(self) -> StructuredOutputBackend:
+        from piecegraph.runner.structured_output.llguidance_backend import LLGuidanceBackend
+
+        assert self._tokenizer is not None, "checked by _grammar_state"
+        return LLGuidanceBackend(self._tokenizer, vocab_size=self._vocab_size, eos_token_ids=self._eos_token_ids)
+
+    def _check_grammar(self, params: SamplingParams) -> None:
+        """Raise `RequestError` for an output's grammar that cannot be compiled; waits if it is not compiled yet."""
+        if params.structured_outputs is None:
+            return
+        if self._tokenizer is None:
+            raise RequestError(
+                "structured_outputs need a tokenizer, and there is none (skip_tokenizer_init); use allowed_token_ids."
+            )
+        self._grammars.compile(params.structured_outputs).result()
+
+    def _end_complete(self, requests: Sequence[Request]) -> None:
+        """End those of `requests` whose outputs are complete, or have left their grammars."""
+        for request, error in self._constrained.ended(requests):
+            self._finish(request.request_id, Finish("stop") if error is None else failed(request, error))
 
     def _recover(self) -> None:
         """Rebuild all state if an exception has interrupted a call; see Note [a step is a transaction].
@@ -417,6 +464,7 @@ class Engine:
         self._runner.reset()
         unfinished = self._processor.unfinished
         self._requests = {request.request_id: request for request in unfinished}
+        self._constrained.start_over(unfinished)
         self._processor.settle()
         if self._received is not None:
             self._distribute_again(*self._received)
@@ -426,6 +474,8 @@ class Engine:
             self._finish(request.request_id, finish)
         if self._received is not None and self._received[1].errors:
             self._finish_failed(self._received[1].errors)
+        if self._constrained.requests:
+            self._end_complete(unfinished)
         self._abort_deferred()
         self._received = None
         self._is_dirty = False

@@ -56,7 +56,7 @@ class BeamSearchParams:
             if isinstance(value, bool) or not isinstance(value, int | float) or not -_MAX_FLOAT <= value <= _MAX_FLOAT:
                 raise RequestError(f"{name}={value!r}; it must be a finite number.")
         if self.structured_outputs is not None:
-            raise RequestError("structured_outputs is not yet available; leave it out.")
+            raise RequestError("structured_outputs is not available in a beam search; leave it out.")
         if self.watermarking:
             raise RequestError("watermarking=True is not available: tokens are not watermarked.")
         if self.allowed_token_ids is not None and not self.allowed_token_ids:

@@ -151,7 +151,10 @@ class OutputProcessor:
                 is_text_late=is_final_only and not params.stop_strings,
                 logprobs=self._logprob_rows(params),
                 cumulative_logprob=None if params.logprobs is None else 0.0,
-                is_quiet=is_final_only and params.logprobs is None and not params.stop_strings,
+                is_quiet=is_final_only
+                and params.logprobs is None
+                and not params.stop_strings
+                and params.structured_outputs is None,
                 max_output=request.max_total_tokens - request.num_prompt_tokens,
             )
             for index, request in enumerate(requests)
@@ -551,7 +554,8 @@ def _finish_text(completion: _Completion, finish: Finish) -> None:
         return
     if completion.is_text_late:
         tokens = request.output_token_ids
-        hides_last = finish.reason == "stop" and not request.sampling_params.include_stop_str_in_output
+        is_stop_token = finish.reason == "stop" and tokens[-1] in request.stop_token_ids  # else a grammar has ended
+        hides_last = is_stop_token and not request.sampling_params.include_stop_str_in_output
         detokenizer.add_unread(tokens[:-1] if hides_last else tokens)
     if not isinstance(finish.stop_reason, str):
         detokenizer.finish()

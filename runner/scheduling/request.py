@@ -11,6 +11,8 @@ from piecegraph.runner.common.sampling_params import SamplingParams
 if TYPE_CHECKING:
     import torch
 
+    from piecegraph.runner.structured_output.grammars import GrammarState
+
 NEVER = sys.maxsize
 """A token count that no request reaches."""
 
@@ -57,6 +59,7 @@ class Request:
     bad_words: tuple[tuple[int, ...], ...] = ()  # those of its parameters, as tokens
     cache_salt: str = ""  # requests with different salts never share cached blocks
     prompt_embeds: torch.Tensor | None = None  # [num_prompt_tokens, size] on the CPU; replaces the prompt's token ids
+    grammar: GrammarState | None = field(default=None, repr=False)  # the output's progress; None: any output
 
     settled_output_token_ids: list[int] = field(default_factory=list)  # see Note [late counts]
     settled_num_computed_tokens: int = 0

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     )
     from piecegraph.runner.pooling.params import PoolingParams
     from piecegraph.runner.prompts.tokenize import EmbedsPrompt, TextPrompt, TokensPrompt
+    from piecegraph.runner.structured_output.params import StructuredOutputsParams
 
 __version__ = "0.1.0"
 
@@ -67,6 +68,7 @@ _HOME = {
     "LLM": "piecegraph.runner.llm",
     "RequestOutput": "piecegraph.runner.common.outputs",
     "SamplingParams": "piecegraph.runner.common.sampling_params",
+    "StructuredOutputsParams": "piecegraph.runner.structured_output.params",
     "compile": "piecegraph.compiler.api",
     "compiled_models": "piecegraph.compiler.api",
     "register_prepare": "piecegraph.compiler.graphs.replay.prepared_ops",
@@ -96,6 +98,7 @@ __all__ = [
     "RequestOutputKind",
     "SamplingParams",
     "ScoringRequestOutput",
+    "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",
     "capture",

@@ -100,7 +100,7 @@ def test_an_ended_beam_is_set_aside() -> None:
         ({"max_tokens": 2.5}, r"max_tokens=2\.5; it must be a whole"),
         ({"length_penalty": float("nan")}, "length_penalty=nan; it must be a finite number"),
         ({"temperature": float("inf")}, "temperature=inf; it must be a finite number"),
-        ({"structured_outputs": {}}, "structured_outputs is not yet available"),
+        ({"structured_outputs": {}}, "structured_outputs is not available in a beam search"),
         ({"allowed_token_ids": []}, "allowed_token_ids is empty"),
     ],
 )

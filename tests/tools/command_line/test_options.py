@@ -84,7 +84,7 @@ def test_a_neighbours_spelling_leads_to_an_option_we_have() -> None:
         assert meant in ours or meant.startswith("the argument")
 
 
-OF_THE_LIBRARY = {"extra_args", "flat_logprobs", "output_kind"}
+OF_THE_LIBRARY = {"extra_args", "flat_logprobs", "output_kind", "structured_outputs"}
 """Objects and forms of outputs, which a command line neither gives nor shows."""
 
 

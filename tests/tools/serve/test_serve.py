@@ -13,6 +13,7 @@ from typing import Any
 from urllib.parse import urlparse
 
 import httpx
+import jsonschema
 import openai
 import pytest
 
@@ -220,6 +221,69 @@ def test_options_of_the_api_and_of_vllm_reach_the_sampler(client: openai.OpenAI,
     assert extra is not None
     assert extra["token_ids"] == expected.outputs[0].token_ids
     assert extra["stop_reason"] == expected.outputs[0].stop_reason
+
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Paris", "Rome"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+TOOLS: list[Any] = [{"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}]
+
+
+def test_json_of_a_schema(client: openai.OpenAI) -> None:
+    """By `response_format`, whole and streamed, and by vLLM's `structured_outputs`; both ways of the same text."""
+    form: Any = {"type": "json_schema", "json_schema": {"name": "trip", "schema": SCHEMA}}
+    options: Any = {"model": "tiny", "messages": MESSAGES, "max_tokens": 100, "seed": 4}
+    text = client.chat.completions.create(response_format=form, **options).choices[0].message.content
+    assert text is not None
+    jsonschema.validate(json.loads(text), SCHEMA)
+    stream = client.chat.completions.create(response_format=form, stream=True, **options)
+    assert "".join([chunk.choices[0].delta.content or "" for chunk in stream]) == text
+    extra = {"structured_outputs": {"json": SCHEMA}}
+    assert client.chat.completions.create(extra_body=extra, **options).choices[0].message.content == text
+    choice = client.completions.create(
+        model="tiny", prompt="a", seed=2, extra_body={"structured_outputs": {"choice": ["yes", "no"]}}
+    )
+    assert choice.choices[0].text in ("yes", "no")
+
+
+def test_forced_calls_of_tools(client: openai.OpenAI) -> None:
+    """The reply, and the deltas of a stream, are calls with arguments of the tool's schema."""
+    options: Any = {"model": "tiny", "messages": MESSAGES, "tools": TOOLS, "seed": 4, "max_tokens": 300}
+    choices: list[Any] = ["required", {"type": "function", "function": {"name": "weather"}}]
+    for choice in choices:
+        reply = client.chat.completions.create(tool_choice=choice, parallel_tool_calls=False, **options).choices[0]
+        assert reply.finish_reason == "tool_calls"
+        assert reply.message.content is None
+        assert reply.message.tool_calls is not None
+        (call,) = reply.message.tool_calls
+        assert call.type == "function"
+        assert call.function.name == "weather"
+        jsonschema.validate(json.loads(call.function.arguments), SCHEMA)
+        arguments, names, reasons = "", [], []
+        for chunk in client.chat.completions.create(
+            tool_choice=choice, parallel_tool_calls=False, stream=True, **options
+        ):
+            reasons.append(chunk.choices[0].finish_reason)
+            for part in chunk.choices[0].delta.tool_calls or ():
+                assert part.function is not None
+                names.append(part.function.name)
+                arguments += part.function.arguments or ""
+        assert names == ["weather"]
+        assert arguments == call.function.arguments
+        assert reasons[-1] == "tool_calls"
+
+
+def test_a_template_without_tools_is_told(client: openai.OpenAI) -> None:
+    """A call that the model was never told of is refused unless it is forced; without a choice of tools all is text."""
+    with pytest.raises(openai.BadRequestError, match="chat template does not list them"):
+        client.chat.completions.create(model="tiny", messages=MESSAGES, tools=TOOLS)
+    reply = client.chat.completions.create(
+        model="tiny", messages=MESSAGES, tools=TOOLS, tool_choice="none", max_tokens=3
+    )
+    assert reply.choices[0].message.tool_calls is None
 
 
 def test_models_tokens_and_version(client: openai.OpenAI, server: ServerProcess) -> None:

@@ -26,6 +26,8 @@ from piecegraph.tools.serve.endpoints.generation import (
     usage,
 )
 from piecegraph.tools.serve.endpoints.service import Service
+from piecegraph.tools.serve.endpoints.tools import AnswerForm, answer_form, delta_reply, message_reply
+from piecegraph.tools.serve.message_parsers.protocol import MessageParser
 from piecegraph.tools.serve.protocol.error_replies import json_response
 from piecegraph.tools.serve.protocol.logprob_replies import chat_logprobs, token_text
 from piecegraph.tools.serve.protocol.request_models import ChatBody
@@ -41,6 +43,7 @@ class _Chat:
 
     service: Service
     body: ChatBody
+    form: AnswerForm
     params: SamplingParams
     job: Job
     model: str
@@ -59,6 +62,10 @@ class _Chat:
         text_of = token_text(self.body.return_tokens_as_token_ids)
         return chat_logprobs(completion.token_ids, completion.logprobs, self.body.top_logprobs or 0, text_of)
 
+    def parser(self) -> MessageParser:
+        """Return a parser of one of its answers."""
+        return self.form.parser(self.job.prompt.text or "")
+
     def head(self, kind: str) -> dict[str, Any]:
         """Return the fields that replies of `kind` begin with."""
         return {"id": self.job.request_id, "object": kind, "created": self.created, "model": self.model}
@@ -67,7 +74,8 @@ class _Chat:
 async def chat_completions(service: Service, body: ChatBody, request: Request) -> Response:
     """Answer a conversation, whole or as a stream."""
     model = service.check_model(body.model)
-    params = sampling_params(service.llm, body.sampling_options(), is_stream=body.stream, extra_args=body.vllm_xargs)
+    form = answer_form(service, body)
+    params = sampling_params(service.llm, form.sampling, is_stream=body.stream, extra_args=body.vllm_xargs)
     exit_stack(request).enter_context(service.places(params.n))
     messages = [message.model_dump(exclude_unset=True) for message in body.messages]
     kwargs = dict(body.chat_template_kwargs or {})
@@ -77,13 +85,14 @@ async def chat_completions(service: Service, body: ChatBody, request: Request) -
         chat_template=service.check_template(body.chat_template),
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
+        tools=form.tools,
         chat_template_kwargs=kwargs,
         tokenization_kwargs={"add_special_tokens": True} if body.add_special_tokens else None,
     )
     prompt = await service.rendered(messages, options, body.cache_salt)
-    service.llm.engine.check_request(prompt.token_ids, params)
+    await service.check(prompt, params)
     job = Job(first_index=0, request_id=f"chatcmpl-{body.request_id or uuid4().hex}", prompt=prompt)
-    chat = _Chat(service=service, body=body, params=params, job=job, model=model, created=int(time.time()))
+    chat = _Chat(service=service, body=body, form=form, params=params, job=job, model=model, created=int(time.time()))
     if body.stream:
         return event_stream(_chunks(chat))
     reply = await until_disconnected(request, _reply(chat))
@@ -100,11 +109,13 @@ async def _reply(chat: _Chat) -> dict[str, Any]:
     choices = []
     for completion in final.outputs:
         check_end(completion)
+        parser = chat.parser()
+        message = parser.feed(completion.text) + parser.finish()
         choice = {
             "index": completion.index,
-            "message": {"role": "assistant", "content": completion.text, "refusal": None},
+            "message": message_reply(message, with_reasoning=chat.body.include_reasoning),
             "logprobs": chat.logprobs(completion),
-            "finish_reason": completion.finish_reason,
+            "finish_reason": _finish_reason(completion, has_calls=bool(message.tool_calls)),
             "stop_reason": completion.stop_reason,
         }
         if chat.body.return_token_ids:
@@ -132,6 +143,9 @@ async def _chunks(chat: _Chat) -> AsyncIterator[dict[str, Any]]:
     is_counting = options is not None and options.include_usage and options.continuous_usage_stats
     num_prompt, num_cached, num_completion = len(chat.job.prompt.token_ids), 0, 0
 
+    parsers = [chat.parser() for _ in range(chat.params.n)]
+    num_calls = [0] * chat.params.n
+
     def chunk(choice: dict[str, Any]) -> dict[str, Any]:
         made = {**head, "choices": [choice]}
         if is_counting:
@@ -147,15 +161,20 @@ async def _chunks(chat: _Chat) -> AsyncIterator[dict[str, Any]]:
             for completion in output.outputs:
                 num_completion += len(completion.token_ids)
                 check_end(completion)
-                logprobs = chat.logprobs(completion)
-                has_news = completion.text or logprobs is not None or chat.body.return_token_ids
+                index, logprobs = completion.index, chat.logprobs(completion)
+                part = parsers[index].feed(completion.text)
+                if completion.finish_reason is not None:
+                    part += parsers[index].finish()
+                has_news = part or logprobs is not None or chat.body.return_token_ids
                 if not has_news and completion.finish_reason is None:
                     continue
+                delta = delta_reply(part, num_calls[index], with_reasoning=chat.body.include_reasoning)
+                num_calls[index] += len(part.tool_calls)
                 choice = {
-                    "index": completion.index,
-                    "delta": {"content": completion.text} if has_news else {},
+                    "index": index,
+                    "delta": delta,
                     "logprobs": logprobs,
-                    "finish_reason": completion.finish_reason,
+                    "finish_reason": _finish_reason(completion, has_calls=num_calls[index] > 0),
                 }
                 if completion.finish_reason is not None:
                     choice["stop_reason"] = completion.stop_reason
@@ -164,3 +183,8 @@ async def _chunks(chat: _Chat) -> AsyncIterator[dict[str, Any]]:
                 yield chunk(choice)
     if options is not None and options.include_usage:
         yield {**head, "choices": [], "usage": usage(num_prompt, num_cached, num_completion)}
+
+
+def _finish_reason(completion: CompletionOutput, *, has_calls: bool) -> str | None:
+    """Return the API's reason for the end of an answer; None while it goes on."""
+    return "tool_calls" if has_calls and completion.finish_reason == "stop" else completion.finish_reason

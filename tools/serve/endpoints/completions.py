@@ -107,7 +107,7 @@ async def completions(service: Service, body: CompletionBody, request: Request) 
         tokenized = await service.tokenized(
             prompt, add_special_tokens=body.add_special_tokens, cache_salt=body.cache_salt
         )
-        service.llm.engine.check_request(tokenized.token_ids, params)
+        await service.check(tokenized, params)
         jobs.append(Job(first_index=number * params.n, request_id=f"{request_id}-{number}", prompt=tokenized))
     work = _Completions(
         service=service,

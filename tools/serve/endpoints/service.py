@@ -60,6 +60,7 @@ class Service:
             on_failure=on_failure,
         )
         self._tokenizer = copy.deepcopy(llm.tokenizer)
+        self.template = _template(llm)
         self._tokenizing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenize")
         self._max_chars = _most_characters(self._tokenizer, llm.max_model_len)
         self._num_prompts = 0
@@ -142,6 +143,12 @@ class Service:
             raise bad_request("chat_template is not accepted from requests (--trust-request-chat-template allows it).")
         return template
 
+    async def check(self, prompt: TokenizedPrompt, params: SamplingParams) -> None:
+        """Raise `RequestError` if the engine cannot run such a prompt. Waits until its grammar is compiled."""
+        if params.structured_outputs is not None and self._tokenizer is not None:
+            await asyncio.wrap_future(self.llm.engine.grammars.compile(params.structured_outputs))
+        self.llm.engine.check_request(prompt.token_ids, params)
+
     async def outputs(
         self, request_id: str, prompt: TokenizedPrompt, params: SamplingParams, *, priority: int, is_final_only: bool
     ) -> AsyncIterator[RequestOutput]:
@@ -179,6 +186,12 @@ def _most_characters(tokenizer: PreTrainedTokenizerBase | None, max_model_len: i
         return math.inf
     longest = max((len(token) for token in tokenizer.get_vocab()), default=1)
     return TOKENS_MARGIN * longest * max_model_len
+
+
+def _template(llm: LLM) -> str:
+    """Return the text of the chat template; "" if there is none."""
+    found = llm.chat_template or getattr(llm.tokenizer, "chat_template", None) or ""
+    return str(found.get("default", "")) if isinstance(found, dict) else found
 
 
 def refused(error: RequestError) -> ApiError:

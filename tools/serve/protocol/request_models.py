@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from piecegraph.errors import did_you_mean, shorten
+from piecegraph.tools.serve.protocol.tool_fields import ResponseFormat, Tool, ToolChoice
 
 SAMPLING_FIELDS = (
     "n",
@@ -33,6 +34,7 @@ SAMPLING_FIELDS = (
     "truncate_prompt_tokens",
     "spaces_between_special_tokens",
     "thinking_token_budget",
+    "structured_outputs",
 )
 """Fields of a body that are fields of `SamplingParams` under the same name; that class checks their values."""
 
@@ -95,7 +97,10 @@ class GenerationBody(Body):
         "kv_transfer_params": "keys and values stay in this process",
         "lora_request": "LoRA adapters are not yet available",
         "prompt_embeds": "give token ids",
-        "echo_logprobs": "ask for prompt_logprobs",
+        "guided_json": "structured_outputs has taken its place",
+        "guided_regex": "structured_outputs has taken its place",
+        "guided_choice": "structured_outputs has taken its place",
+        "guided_grammar": "structured_outputs has taken its place",
     }
 
     model: str | None = None
@@ -110,8 +115,10 @@ class GenerationBody(Body):
     seed: int | None = None
     stop: str | list[str] | None = None
     max_tokens: int | None = None
+    response_format: ResponseFormat | None = None
 
     # vLLM's
+    structured_outputs: dict[str, Any] | None = None
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
@@ -133,10 +140,23 @@ class GenerationBody(Body):
     return_tokens_as_token_ids: bool = False
     vllm_xargs: dict[str, Any] | None = None
 
+    @model_validator(mode="after")
+    def _check_form(self) -> GenerationBody:
+        if self.response_format is None or self.response_format.structured_outputs() is None:
+            return self
+        if self.structured_outputs is not None:
+            raise ValueError("response_format and structured_outputs both give the form; leave one out.")
+        return self
+
     def sampling_options(self) -> dict[str, Any]:
         """Return the options of `SamplingParams` that the body sets. A None asks for the default, as in the API."""
         given = {name: getattr(self, name) for name in SAMPLING_FIELDS}
+        if self.response_format is not None and self.response_format.type != "text":
+            given["structured_outputs"] = self.response_format.structured_outputs()
         return {name: value for name, value in given.items() if value is not None}
+
+
+_TEXT = ResponseFormat(type="text")
 
 
 class ChatMessage(BaseModel):
@@ -151,7 +171,6 @@ class ChatMessage(BaseModel):
 class ChatBody(GenerationBody):
     """The body of POST /v1/chat/completions."""
 
-    ignored: ClassVar[frozenset[str]] = GenerationBody.ignored | {"parallel_tool_calls"}
     unavailable: ClassVar[Mapping[str, str]] = {
         **GenerationBody.unavailable,
         "audio": "this version writes text alone",
@@ -169,8 +188,12 @@ class ChatBody(GenerationBody):
     top_logprobs: int | None = Field(default=None, ge=0)
     modalities: list[Literal["text"]] | None = None
     reasoning_effort: str | None = None
+    tools: list[Tool] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool = True
 
     # vLLM's
+    include_reasoning: bool = True
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     add_special_tokens: bool = False
@@ -182,6 +205,24 @@ class ChatBody(GenerationBody):
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs=true.")
         return self
+
+    @model_validator(mode="after")
+    def _check_tools(self) -> ChatBody:
+        if not self.tools and self.tool_choice not in (None, "none", "auto"):
+            raise ValueError("tool_choice asks for a call, and there are no tools.")
+        if self.forces_call and (self.structured_outputs or (self.response_format or _TEXT).type != "text"):
+            raise ValueError("tool_choice asks for a call, and the answer has another form; leave one out.")
+        return self
+
+    @property
+    def forces_call(self) -> bool:
+        """Whether the answer has to be a call of a tool."""
+        return self.tool_choice not in (None, "none", "auto")
+
+    @property
+    def may_call(self) -> bool:
+        """Whether the answer may be a call of a tool."""
+        return bool(self.tools) and self.tool_choice != "none"
 
     def sampling_options(self) -> dict[str, Any]:
         """Return the options of `SamplingParams` that the body sets; without a limit, up to the model's length."""

@@ -1,0 +1,113 @@
+"""The compiled grammars of an engine, and the progress of its requests through them."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from piecegraph.errors import RequestError
+from piecegraph.runner.structured_output.params import StructuredOutputsParams, as_structured_outputs
+from piecegraph.runner.structured_output.protocol import GrammarMatcher, StructuredOutputBackend
+
+MOST_KEPT = 256
+"""Compiled grammars that are kept; the least recently used are dropped."""
+
+MOST_COMPILED_AT_ONCE = 2
+"""Threads that compile, made when the first grammar is asked for."""
+
+
+class Grammars:
+    """Grammars by a hash of their parameters, compiled by threads of their own. May be called by any thread.
+
+    The backend is made by the first of these threads, because reading a vocabulary takes a second.
+    """
+
+    def __init__(self, make_backend: Callable[[], StructuredOutputBackend]) -> None:
+        self._make_backend = make_backend
+        self._backend: StructuredOutputBackend | None = None
+        self._backend_lock = threading.Lock()
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[str, Future[GrammarMatcher]] = OrderedDict()
+        self._threads: ThreadPoolExecutor | None = None
+
+    def compile(self, params: StructuredOutputsParams | Mapping[str, Any]) -> Future[GrammarMatcher]:
+        """Return the grammar's compiled form as a future, which raises `RequestError` for what cannot be compiled.
+
+        Its matcher is shared: `copy` it.
+        """
+        params = as_structured_outputs(params)
+        digest = params.digest()
+        with self._lock:
+            found = self._kept.get(digest)
+            if found is not None:
+                self._kept.move_to_end(digest)
+                return found
+            if self._threads is None:
+                self._threads = ThreadPoolExecutor(MOST_COMPILED_AT_ONCE, thread_name_prefix="grammar")
+            future = self._kept[digest] = self._threads.submit(self._compile, params)
+            while len(self._kept) > MOST_KEPT:
+                self._kept.popitem(last=False)
+        future.add_done_callback(lambda done: self._forget_failed(digest, done))
+        return future
+
+    def start(self, params: StructuredOutputsParams | Mapping[str, Any] | None) -> GrammarState | None:
+        """Return the start of an output, None without `params`; waits if the grammar is not compiled yet.
+
+        Raises `RequestError`.
+        """
+        return None if params is None else GrammarState(self.compile(params).result().copy())
+
+    def close(self) -> None:
+        """End the threads. Idempotent."""
+        with self._lock:
+            threads, self._threads = self._threads, None
+            self._kept.clear()
+        if threads is not None:
+            threads.shutdown(wait=False, cancel_futures=True)
+
+    def _compile(self, params: StructuredOutputsParams) -> GrammarMatcher:
+        with self._backend_lock:
+            if self._backend is None:
+                self._backend = self._make_backend()
+        return self._backend.compile(params)
+
+    def _forget_failed(self, digest: str, done: Future[GrammarMatcher]) -> None:
+        """Drop a grammar that could not be compiled: its error has a traceback, which holds what it was made of."""
+        if done.cancelled() or done.exception() is not None:
+            with self._lock:
+                if self._kept.get(digest) is done:
+                    del self._kept[digest]
+
+
+class GrammarState:
+    """The progress of one request, which follows from its output tokens alone."""
+
+    def __init__(self, matcher: GrammarMatcher) -> None:
+        self.matcher = matcher
+        self._num_accepted = 0
+        self._error: str | None = None
+
+    def advance(self, token_ids: Sequence[int]) -> None:
+        """Take the output tokens that have come since the last call. Raises `RequestError` if one is not allowed.
+
+        `token_ids` are all of them. Nothing follows the end of the grammar, so tokens after it are ignored.
+        """
+        if self._error is None and not self.is_stopped and len(token_ids) > self._num_accepted:
+            new = token_ids[self._num_accepted :]
+            self._num_accepted = len(token_ids)
+            self._error = self.matcher.accept(new)
+        if self._error is not None:
+            raise RequestError(f"the output left its grammar: {self._error}")
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the output is complete, so that nothing may follow."""
+        return self._error is None and self.matcher.is_stopped()
+
+    def start_over(self) -> None:
+        """Forget all tokens; the next `advance` takes them again."""
+        self.matcher.reset()
+        self._num_accepted, self._error = 0, None

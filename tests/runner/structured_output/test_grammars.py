@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import pytest
+
+from piecegraph.errors import RequestError
+from piecegraph.runner.structured_output.grammars import MOST_KEPT, Grammars, GrammarState
+from piecegraph.runner.structured_output.params import StructuredOutputsParams
+from piecegraph.runner.structured_output.protocol import Bitmask
+
+
+class Letters:
+    """A matcher of the tokens 1, 2, 3 in this order: the least that the protocol asks for."""
+
+    def __init__(self) -> None:
+        self.accepted: list[int] = []
+
+    def copy(self) -> Letters:
+        made = Letters()
+        made.accepted = list(self.accepted)
+        return made
+
+    def accept(self, token_ids: Sequence[int]) -> str | None:
+        self.accepted += token_ids
+        return None if self.accepted == [1, 2, 3][: len(self.accepted)] else f"not {token_ids}"
+
+    def fill_bitmask(self, bitmask: Bitmask, row: int) -> None:
+        bitmask[row] = 1 << (len(self.accepted) + 1)
+
+    def is_stopped(self) -> bool:
+        return self.accepted == [1, 2, 3]
+
+    def reset(self) -> None:
+        self.accepted = []
+
+
+class Backend:
+    def __init__(self) -> None:
+        self.compiled: list[str | None] = []
+        self.threads: set[int] = set()
+
+    def compile(self, params: StructuredOutputsParams) -> Letters:
+        self.compiled.append(params.regex)
+        self.threads.add(threading.get_ident())
+        if params.regex == "bad":
+            raise RequestError("a reason")
+        return Letters()
+
+
+def regex(text: str) -> StructuredOutputsParams:
+    return StructuredOutputsParams(regex=text)
+
+
+def test_a_grammar_is_compiled_once_and_by_another_thread() -> None:
+    """Each request has a matcher of its own."""
+    backend = Backend()
+    grammars = Grammars(lambda: backend)
+    first, second = grammars.start(regex("a")), grammars.start(regex("a"))
+    assert first is not None
+    assert second is not None
+    assert grammars.start(None) is None
+    first.advance([1])
+    second.advance([])
+    assert backend.compiled == ["a"]
+    assert threading.get_ident() not in backend.threads
+    assert isinstance(second.matcher, Letters)
+    assert second.matcher.accepted == []
+    grammars.close()
+
+
+def test_a_refused_grammar_is_forgotten() -> None:
+    backend = Backend()
+    grammars = Grammars(lambda: backend)
+    for _ in range(2):
+        with pytest.raises(RequestError, match="a reason"):
+            grammars.start(regex("bad"))
+    assert backend.compiled == ["bad", "bad"]
+    grammars.close()
+
+
+def test_the_least_recently_used_grammars_are_dropped() -> None:
+    backend = Backend()
+    grammars = Grammars(lambda: backend)
+    for number in range(MOST_KEPT):
+        grammars.start(regex(str(number)))
+    grammars.start(regex("0"))  # used again
+    grammars.start(regex("one more"))
+    grammars.start(regex("0"))
+    grammars.start(regex("1"))
+    assert backend.compiled[MOST_KEPT:] == ["one more", "1"]
+    grammars.close()
+
+
+def test_progress_follows_from_the_tokens() -> None:
+    """Tokens may be told again; after a fresh start all of them are; nothing follows the end."""
+    state = GrammarState(Letters())
+    state.advance([1])
+    state.advance([1])
+    state.advance([1, 2])
+    assert not state.is_stopped
+    state.start_over()
+    state.advance([1, 2, 3])
+    assert state.is_stopped
+    state.advance([1, 2, 3, 9])
+    assert state.is_stopped
+
+
+def test_a_token_that_is_not_allowed_is_an_error_each_time() -> None:
+    state = GrammarState(Letters())
+    for _ in range(2):
+        with pytest.raises(RequestError, match="left its grammar: not"):
+            state.advance([1, 3])
+    assert not state.is_stopped
+    state.start_over()
+    state.advance([1, 2])

@@ -1,0 +1,25 @@
+"""The parsers of a model's answers, chosen by its chat template."""
+
+from __future__ import annotations
+
+from piecegraph.tools.serve.message_parsers.hermes import Hermes
+from piecegraph.tools.serve.message_parsers.llama import Llama
+from piecegraph.tools.serve.message_parsers.mistral import Mistral
+from piecegraph.tools.serve.message_parsers.protocol import MessageParser, PlainText, ToolFormat
+from piecegraph.tools.serve.message_parsers.think import BEGIN, Think, is_thinking
+
+TOOL_FORMATS: tuple[ToolFormat, ...] = (Hermes(), Mistral(), Llama())
+"""The forms of calls, the most telling first. A new form is a file and a place here."""
+
+
+def tool_format(template: str) -> ToolFormat:
+    """Return the form in which a model with this chat template writes calls; Hermes's where it does not tell."""
+    return next((each for each in TOOL_FORMATS if each.is_format_of(template)), TOOL_FORMATS[0])
+
+
+def message_parser(template: str, prompt: str, tools: ToolFormat | None) -> MessageParser:
+    """Return a parser of the answer to `prompt`; `tools`: the form of calls, None if no tool may be called."""
+    parser = PlainText() if tools is None else tools.parser()
+    if not is_thinking(template):
+        return parser
+    return Think(parser, is_begun=prompt.rstrip().endswith(BEGIN))
