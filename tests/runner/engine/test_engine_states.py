@@ -29,6 +29,7 @@ from piecegraph import LLM, SamplingParams
 from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
 from piecegraph.runner.common.outputs import CompletionOutput, RequestOutput
 from piecegraph.runner.output.async_output import AsyncOutput, ModelRunnerOutput
+from piecegraph.runner.sampling.options.grammar import GrammarOutput
 from piecegraph.runner.scheduling.request import Request
 from piecegraph.runner.scheduling.scheduler_output import SchedulerOutput
 from tests.runner.engine_model import (
@@ -308,9 +309,9 @@ class EngineUnderTest:
         if self._failure == "after":
             raise StepFailed
 
-    def _sample_or_lose(self) -> AsyncOutput:
+    def _sample_or_lose(self, grammar_output: GrammarOutput | None) -> AsyncOutput:
         """Replace the runner's `sample_tokens`."""
-        output = self._sample()
+        output = self._sample(grammar_output)
         return LostOutput() if self._failure == "output" else output
 
     def _take(self, output: RequestOutput) -> None:

@@ -88,7 +88,7 @@ def test_a_mask_of_one_token_makes_that_the_answer(
         steps.append(output)
         execute(output)
 
-    def sampled() -> AsyncOutput:
+    def sampled(grammar_output: None) -> AsyncOutput:
         ids = tuple(item.request_id for item in steps[-1].scheduled if item.request_id == "masked")
         mask = only(*((40 + len(steps),) for _ in ids), vocab_size=graphed.engine.vocab_size)
         return sample(GrammarOutput(bitmask=mask, request_ids=ids))
