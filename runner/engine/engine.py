@@ -209,8 +209,7 @@ class Engine:
                 max_total_tokens=min(self._max_model_len, num_prompt + (params.max_tokens or self._max_model_len)),
                 arrival=self._num_arrived,
                 priority=priority,
-                stop_token_ids=frozenset(params.stop_token_ids or ())
-                | (frozenset() if params.ignore_eos else self._eos_token_ids),
+                stop_token_ids=self._stop_token_ids(params),
                 bad_words=bad_words,
                 cache_salt=cache_salt,
                 prompt_embeds=prompt_embeds,
@@ -331,6 +330,10 @@ class Engine:
         for token in token_ids:
             if not 0 <= token < self._vocab_size:
                 raise RequestError(f"the prompt has token id {token!r}; ids go from 0 to {self._vocab_size - 1}.")
+
+    def _stop_token_ids(self, params: SamplingParams) -> frozenset[int]:
+        """Return all tokens that end a text, EOS tokens included."""
+        return frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else self._eos_token_ids)
 
     def _prompt_tokens(self, token_ids: Sequence[int], params: SamplingParams) -> list[int]:
         """Return the prompt's tokens, without those that `truncate_prompt_tokens` removes at its start."""
