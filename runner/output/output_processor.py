@@ -554,7 +554,8 @@ def _finish_text(completion: _Completion, finish: Finish) -> None:
         return
     if completion.is_text_late:
         tokens = request.output_token_ids
-        is_stop_token = finish.reason == "stop" and tokens[-1] in request.stop_token_ids  # else a grammar has ended
+        ended_by_grammar = request.grammar is not None and tokens[-1] not in request.stop_token_ids
+        is_stop_token = finish.reason == "stop" and not ended_by_grammar
         hides_last = is_stop_token and not request.sampling_params.include_stop_str_in_output
         detokenizer.add_unread(tokens[:-1] if hides_last else tokens)
     if not isinstance(finish.stop_reason, str):
