@@ -35,6 +35,11 @@ class SpeculativeEngine(Engine):
         self, token_ids: Sequence[int], params: SamplingParams, prompt_embeds: torch.Tensor | None = None
     ) -> None:
         """Raise `RequestError` if such a request can never run here."""
+        if params.structured_outputs is not None:
+            raise RequestError(
+                "structured_outputs allow tokens one step at a time, and with speculative_config a step gives several; "
+                "make the LLM without speculative_config."
+            )
         super().check_request(token_ids, params, prompt_embeds)
         asked = (params.extra_args or {}).get(REQUEST_KEY, 0)
         if isinstance(asked, bool) or not isinstance(asked, int) or not 0 <= asked <= self._max_drafts:
