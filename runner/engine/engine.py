@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
+from functools import partial
 from inspect import unwrap
 from random import Random
 from types import CodeType, FrameType
@@ -94,7 +95,7 @@ class Engine:
         self._max_logprobs = vocab_size if max_logprobs == -1 else max_logprobs
         self._logits_processors = logits_processors
         self._processor = OutputProcessor(tokenizer, eos_token_ids)
-        self._grammars = Grammars(self._grammar_backend)
+        self._grammars = Grammars(partial(_grammar_backend, tokenizer, vocab_size, self._eos_token_ids))
         self._requests: dict[str, Request] = {}  # the scheduler's requests, by id
         self._constrained = ConstrainedRequests(max(vocab_size, 0 if tokenizer is None else len(tokenizer)))
         self._in_flight: deque[tuple[SchedulerOutput, AsyncOutput]] = deque()
@@ -431,12 +432,6 @@ class Engine:
         if self._constrained.requests:
             self._end_complete(took)
 
-    def _grammar_backend(self) -> StructuredOutputBackend:
-        from piecegraph.runner.structured_output.llguidance_backend import LLGuidanceBackend
-
-        assert self._tokenizer is not None, "checked by _grammar_state"
-        return LLGuidanceBackend(self._tokenizer, vocab_size=self._vocab_size, eos_token_ids=self._eos_token_ids)
-
     def _check_grammar(self, params: SamplingParams) -> None:
         """Raise `RequestError` for an output's grammar that cannot be compiled; waits if it is not compiled yet."""
         if params.structured_outputs is None:
@@ -529,3 +524,13 @@ class Engine:
 
 
 _CODE_OF_STEP: CodeType = unwrap(Engine._advance).__code__
+
+
+def _grammar_backend(
+    tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, eos_token_ids: frozenset[int]
+) -> StructuredOutputBackend:
+    """Return a backend. A function, and no method: an engine that its own parts name is freed late."""
+    from piecegraph.runner.structured_output.llguidance_backend import LLGuidanceBackend
+
+    assert tokenizer is not None, "checked by Engine._check_grammar"
+    return LLGuidanceBackend(tokenizer, vocab_size=vocab_size, eos_token_ids=eos_token_ids)

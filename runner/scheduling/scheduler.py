@@ -248,7 +248,8 @@ class Scheduler:
         if not (decodes or verifications or others):
             return SchedulerOutput(step=self._num_steps)
         # The longest first: attention's programs start in this order, and the last to start should be short.
-        ranks = sorted(range(len(decodes)), key=lambda at: decodes[at].num_computed_tokens, reverse=True)
+        lengths = [item.num_computed_tokens for item in decodes]
+        ranks = sorted(range(len(decodes)), key=lengths.__getitem__, reverse=True)
         decodes = [decodes[rank] for rank in ranks]
         # With budget left and no preemption, the loop has seen all running requests; others have all their tokens.
         is_decode_only = budget and not (others or added) and self._num_preemptions == num_preemptions

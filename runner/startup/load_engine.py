@@ -89,10 +89,7 @@ class Loaded:
 
 
 def load_engine(config: EngineConfig, on_phase: OnPhase | None) -> Loaded:
-    """Load and compile the model, allocate its KV cache, and capture its graphs.
-
-    What cannot work is refused as early as it is known.
-    """
+    """Load and compile the model, allocate its KV cache, and capture its graphs; refuse early what cannot work."""
     check_backend_name(config.attention_backend)
     with timed_phase(on_phase, "device"):  # torch creates the context of a GPU here
         device = resolve_device(config.device)

@@ -6,6 +6,7 @@ import sys
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -56,6 +57,7 @@ class FakeLLM:
         self.asked: list[tuple[Any, SamplingParams]] = []
         self.notes = ("a note",)
         self.compiled = FakeCompiled()
+        self.engine = SimpleNamespace(stats=SimpleNamespace(speculation=None))
         self.closed = False
         if self.raises is not None:
             raise self.raises

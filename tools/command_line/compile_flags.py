@@ -48,6 +48,7 @@ def engine_config(model: str, arguments: dict[str, Any]) -> EngineConfig:
     """Return the config that `LLM(model, **arguments)` would make."""
     from piecegraph.runner.common.engine_config import EngineConfig, compile_config
     from piecegraph.runner.common.model_source import ModelSource
+    from piecegraph.runner.common.speculative_config import SpeculativeConfig
     from piecegraph.runner.startup.compilation_options import compilation_options
 
     fields = dict(arguments)
@@ -55,6 +56,8 @@ def engine_config(model: str, arguments: dict[str, Any]) -> EngineConfig:
     is_eager = fields.pop("enforce_eager", False)
     if is_eager:
         fields["cudagraph_mode"] = "NONE"
+    if "speculative_config" in fields:
+        fields["speculative"] = SpeculativeConfig.parse(fields.pop("speculative_config"))
     compilation = compilation_options(fields.pop("compilation_config", None))
     fields |= compilation.graphs
     compile = compile_config(fields.pop("compiler", None), is_eager, None, compilation.compile)

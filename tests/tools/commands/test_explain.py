@@ -191,6 +191,10 @@ def test_every_flag_of_run_means_something_here(flag: Any, tmp_path: Path) -> No
         config = engine_config("a/b", {"enforce_eager": True})
         assert (config.cudagraph_mode, config.compile.compiler) == (NONE, "eager")
         return
+    if flag.name == "speculative_config":
+        config = engine_config("a/b", {flag.name: {"method": "ngram", "num_speculative_tokens": 8}})
+        assert config.speculative is not None and config.speculative.num_speculative_tokens == 8
+        return
     config = engine_config("a/b", {flag.name: value})
     holders = {"load_format": config.source, "compiler": config.compile}
     found = getattr(holders.get(flag.name, config), flag.name)
