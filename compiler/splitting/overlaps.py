@@ -31,7 +31,7 @@ class OverlapCheck:
 
     @property
     def is_needed(self) -> bool:
-        """Whether the plan writes an argument or a bound tensor."""
+        """Return whether the plan writes an argument or a bound tensor."""
         return bool(self._written) or self._writes_bound
 
     def check(self, arguments: Sequence[Any]) -> None:

@@ -27,7 +27,7 @@ class Segment:
 
     @property
     def is_graph(self) -> bool:
-        """Whether the segment launches kernels; arithmetic on sizes and items of results are fixed in a bucket."""
+        """Return whether the segment launches kernels; arithmetic on sizes and results is fixed in a bucket."""
         return self.has_before or self.has_after or any(isinstance(step, PieceStep) for _, step in self.steps)
 
     @property

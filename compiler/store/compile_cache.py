@@ -57,7 +57,7 @@ class CompileCache:
 
     @property
     def stores_plans(self) -> bool:
-        """Whether plans may be loaded and stored, which replaces tracing."""
+        """Return whether plans may be loaded and stored, which replaces tracing."""
         return self.store is not None and self.mode is True
 
     def has(self, key: str) -> bool:

@@ -1,5 +1,6 @@
-"""What the bytecode of traced functions reads by name: the reads that Dynamo puts no guard on, because they failed, or
-found something that nobody is supposed to change, are found here.
+"""Find what the bytecode of traced functions reads by name and Dynamo puts no guard on.
+
+Such reads failed, or found something that nobody is supposed to change.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class ValueCheck:
 
     @property
     def ok(self) -> bool:
-        """Whether the compiled error is within the tolerance."""
+        """Return whether the compiled error is within the tolerance."""
         if not math.isfinite(self.compiled):
             return not math.isfinite(self.eager)
         return self.compiled <= RATIO * self.eager + self.noise

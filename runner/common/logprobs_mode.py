@@ -24,12 +24,12 @@ class LogprobsMode(Enum):
 
     @property
     def is_processed(self) -> bool:
-        """Whether the values are taken after the sampling options are applied."""
+        """Return whether the values are taken after the sampling options are applied."""
         return self in (LogprobsMode.PROCESSED_LOGPROBS, LogprobsMode.PROCESSED_LOGITS)
 
     @property
     def is_normalized(self) -> bool:
-        """Whether the values are log probabilities; otherwise they are logits."""
+        """Return whether the values are log probabilities; otherwise they are logits."""
         return self in (LogprobsMode.RAW_LOGPROBS, LogprobsMode.PROCESSED_LOGPROBS)
 
     @classmethod

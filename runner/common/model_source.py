@@ -54,7 +54,7 @@ class ModelSource:
 
     @property
     def is_gguf(self) -> bool:
-        """Whether the model is a .gguf file."""
+        """Return whether the model is a .gguf file."""
         return self.model.endswith(".gguf")
 
     @property

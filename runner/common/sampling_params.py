@@ -201,7 +201,7 @@ class SamplingParams(_Freezable):
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the likeliest token is taken instead of a sample."""
+        """Return whether the likeliest token is taken instead of a sample."""
         return self.temperature < GREEDY_BELOW
 
     @property

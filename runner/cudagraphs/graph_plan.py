@@ -31,7 +31,7 @@ class GraphPlan:
 
     @property
     def has_graphs(self) -> bool:
-        """Whether any graph is captured."""
+        """Return whether any graph is captured."""
         return bool(self.full or self.piecewise)
 
 

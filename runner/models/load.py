@@ -66,7 +66,7 @@ class ModelKind:
 
     @property
     def generates(self) -> bool:
-        """Whether the model continues texts, so that states are kept from step to step."""
+        """Return whether the model continues texts, so that states are kept from step to step."""
         return "logits_to_keep" in self.inputs
 
 

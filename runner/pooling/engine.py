@@ -96,7 +96,7 @@ class PoolingEngine:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether any request is queued."""
+        """Return whether any request is queued."""
         return bool(self._waiting)
 
     def __contains__(self, request_id: object) -> bool:

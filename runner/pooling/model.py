@@ -57,13 +57,13 @@ class PoolingModel:
 
     @property
     def takes_token_types(self) -> bool:
-        """Whether the model distinguishes the first text of a pair from the second."""
+        """Return whether the model distinguishes the first text of a pair from the second."""
         num_types = getattr(self.loaded.config, "type_vocab_size", 0) or 0
         return num_types > 1 and "token_type_ids" in inspect.signature(self.backbone.forward).parameters
 
     @property
     def is_encoder(self) -> bool:
-        """Whether every attention lets tokens see what comes after them."""
+        """Return whether every attention lets tokens see what comes after them."""
         return bool(found := causality(self.backbone)) and not any(found)
 
     def forward_module(self) -> BackboneForward:

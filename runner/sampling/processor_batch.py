@@ -37,7 +37,7 @@ class ProcessedRequest:
 
     @property
     def is_intact(self) -> bool:
-        """Whether no processor has changed the length of a list of tokens."""
+        """Return whether no processor has changed the length of a list of tokens."""
         return len(self.prompt_token_ids) + len(self.output_token_ids) == self.num_tokens
 
 

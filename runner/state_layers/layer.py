@@ -22,7 +22,7 @@ class StateLayer:
 
     @property
     def cache_spec(self) -> CacheSpec:
-        """What the layer keeps: one state a block."""
+        """Return what the layer keeps: one state a block."""
         return CacheSpec(kind=CacheKind.STATE, tensors=self.states)
 
 

@@ -104,7 +104,7 @@ class GrammarState:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether the output is complete, so that nothing may follow."""
+        """Return whether the output is complete, so that nothing may follow."""
         return self._error is None and self.matcher.is_stopped()
 
     def start_over(self) -> None:

@@ -83,7 +83,7 @@ class CachedLayer(Protocol):
 
     @property
     def cache_spec(self) -> CacheSpec:
-        """What the layer keeps."""
+        """Return what the layer keeps."""
 
 
 def common_page_bytes(specs: Iterable[CacheSpec], block_size: int, kernel_block_size: int) -> int:

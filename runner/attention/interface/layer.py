@@ -31,7 +31,7 @@ class AttentionLayer:
 
     @property
     def cache_spec(self) -> CacheSpec:
-        """What the layer keeps: the keys and values of all tokens, or of a window."""
+        """Return what the layer keeps: the keys and values of all tokens, or of a window."""
         return CacheSpec(
             kind=CacheKind.SLIDING if self.window else CacheKind.FULL,
             tensors=(

@@ -80,7 +80,7 @@ class UvaBuffer:
 
     @property
     def is_free(self) -> bool:
-        """Whether all recorded readers have finished."""
+        """Return whether all recorded readers have finished."""
         return self._is_read is None or self._is_read.query()
 
 

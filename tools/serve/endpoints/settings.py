@@ -53,5 +53,5 @@ class ServeSettings:
 
     @property
     def is_open_to_others(self) -> bool:
-        """Whether other machines may reach the server."""
+        """Return whether other machines may reach the server."""
         return self.host not in ("127.0.0.1", "localhost", "::1") and not self.host.startswith("127.")

@@ -117,7 +117,7 @@ class EngineThread:
 
     @property
     def is_alive(self) -> bool:
-        """Whether requests are still served."""
+        """Return whether requests are still served."""
         return self._thread.is_alive() and not self._is_over
 
     def start(self) -> None:

@@ -216,12 +216,12 @@ class ChatBody(GenerationBody):
 
     @property
     def forces_call(self) -> bool:
-        """Whether the answer has to be a call of a tool."""
+        """Return whether the answer has to be a call of a tool."""
         return self.tool_choice not in (None, "none", "auto")
 
     @property
     def may_call(self) -> bool:
-        """Whether the answer may be a call of a tool."""
+        """Return whether the answer may be a call of a tool."""
         return bool(self.tools) and self.tool_choice != "none"
 
     def sampling_options(self) -> dict[str, Any]:
