@@ -458,7 +458,7 @@ class LLM:
 
     @property
     def _open(self) -> Loaded:
-        """What was loaded to generate. Raises `UsageError` if the model pools."""
+        """Return what was loaded to generate. Raises `UsageError` if the model pools."""
         if self._loaded is None:
             if self._loaded_pooler is not None:
                 raise UsageError(
@@ -471,7 +471,7 @@ class LLM:
 
     @property
     def _pooler(self) -> LoadedPooler:
-        """What was loaded to pool. Raises `UsageError` if the model generates."""
+        """Return what was loaded to pool. Raises `UsageError` if the model generates."""
         if self._loaded_pooler is None:
             if self._loaded is not None:
                 raise UsageError(

@@ -92,19 +92,23 @@ def sample_every_way(step: ModelStep, logits: torch.Tensor) -> None:
 
 @contextlib.contextmanager
 def rows_with_all_options(step: ModelStep, num_rows: int, device: torch.device) -> Iterator[SamplingBatch]:
-    """Give the sampler's first rows requests with all sampling options while the block runs, and free them after."""
-    rows = range(num_rows)
-    for row in rows:
+    """Give the sampler's first rows requests with all sampling options while the block runs, and free them after.
+
+    A request has several of the `num_rows` rows of logits where there are more than requests, as with drafts.
+    """
+    requests = range(min(num_rows, step.buffers.max_num_reqs))
+    rows = [row % len(requests) for row in range(num_rows)]
+    for row in requests:
         step.sampler.add_request(row, _LARGEST_SAMPLING, seed=row, prompt_len=1, stop_token_ids=(), bad_words=())
     try:
         step.sampler.apply_staged_writes()
         yield SamplingBatch(
             rows=rows,
-            idx_mapping=torch.arange(num_rows, dtype=torch.int32, device=device),
+            idx_mapping=torch.tensor(rows, dtype=torch.int32, device=device),
             positions=torch.ones(num_rows, dtype=torch.int32, device=device),
             token_ids=step.states.token_ids,
             temperature=step.sampler.temperature,
         )
     finally:
-        for row in rows:
+        for row in requests:
             step.sampler.remove_request(row)

@@ -60,7 +60,7 @@ class StepKernels:
 
     @property
     def is_running(self) -> bool:
-        """Whether the thread runs."""
+        """Return whether the thread runs."""
         return self._thread.is_alive()
 
     def wait(self) -> None:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from piecegraph import LLM, RequestOutput, SamplingParams
 from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
 from piecegraph.errors import ConfigError, RequestError
+from piecegraph.runner.sampling.batch_sampler import Sampler, SamplerOutput
+from piecegraph.runner.startup.profile import run_largest_step
 from piecegraph.runner.structured_output.params import StructuredOutputsParams
 from tests.runner.byte_tokenizer import byte_tokenizer
 from tests.runner.speculative.drafting_llm import FEW, NUM_DRAFTS, PROMPTS, SIZES, answers, assert_same, drafting
@@ -127,6 +131,29 @@ def test_a_request_with_a_grammar_is_refused(llm: LLM) -> None:
     with pytest.raises(RequestError, match="make the LLM without speculative_config"):
         llm.generate([{"prompt_token_ids": [5]}], params, use_tqdm=False)
     assert not llm.engine.has_unfinished
+
+
+@torch.no_grad()
+def test_the_largest_step_has_a_row_for_every_draft(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A start on a GPU measures it, with more rows of logits than there are requests; it leaves no trace."""
+    rows_sampled = []
+
+    def sample(self: Sampler, logits: torch.Tensor, **options: Any) -> SamplerOutput:
+        rows_sampled.append(len(logits))
+        return original(self, logits, **options)
+
+    original = Sampler.sample
+    before = answers(llm)
+    with monkeypatch.context() as patched:
+        patched.setattr(Sampler, "sample", sample)
+        run_largest_step(
+            llm.runner.step,
+            num_tokens=SIZES["max_num_batched_tokens"],
+            max_model_len=llm.max_model_len,
+            needs_host_batch=llm.runner._needs_host_batch,
+        )
+    assert rows_sampled == [SIZES["max_num_seqs"] * (1 + NUM_DRAFTS)]
+    assert_same(answers(llm), before)
 
 
 def test_a_request_that_is_aborted_gives_all_back(llm: LLM) -> None:
