@@ -160,14 +160,17 @@ class SdpaImpl:
         if metadata.write_rows is not None:
             key, value = key[metadata.write_rows], value[metadata.write_rows]
         _write(kv_cache.key, metadata.write_slots, key)
-        _write(kv_cache.value, metadata.write_slots, value)
+        if not call.is_latent:
+            _write(kv_cache.value, metadata.write_slots, value)
         for batched in metadata.calls:
             view = batched.key_views[call.window]
             rows = query[batched.first_row : batched.last_row]
+            keys = _read(kv_cache.key, view.slots)
+            values = keys[..., : value.shape[2]] if call.is_latent else _read(kv_cache.value, view.slots)
             attended = attend(
                 rows.unflatten(0, (batched.num_reqs, batched.query_len)).transpose(1, 2),
-                _read(kv_cache.key, view.slots).transpose(1, 2),
-                _read(kv_cache.value, view.slots).transpose(1, 2),
+                keys.transpose(1, 2),
+                values.transpose(1, 2),
                 view,
                 scale=call.scale,
                 softcap=call.softcap,

@@ -57,6 +57,7 @@ class AttentionRow:
     window: int  # keys a query sees; 0: all before it
     softcap: float
     has_sinks: bool
+    is_latent: bool  # one vector of a token serves all heads, and only it is cached
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -307,6 +308,7 @@ def _refusals(backend: AttentionBackend, layers: Sequence[AttentionLayer]) -> Ca
             window=layer.window,
             softcap=layer.softcap,
             sinks=torch.empty(layer.num_q_heads) if layer.has_sinks else None,
+            is_latent=layer.is_latent,
         )
         prepared = impl.prepare(call, allocate_kv_caches([layer], 1, 1, cpu)[layer.name])
         return prepared if isinstance(prepared, str) else None

@@ -198,6 +198,8 @@ def _places(counts: Mapping[KVCacheGroup, int], held: Mapping[KVCacheGroup, int]
 def _text(count: int, kind: KVCacheGroup) -> str:
     if kind.is_state:
         return f"{count} x state"
+    if kind.is_latent:
+        return f"{count} x latent attention"
     if kind.chunk_size is not None:
         return f"{count} x chunks of {kind.chunk_size} tokens"
     window = kind.sliding_window

@@ -26,6 +26,7 @@ from piecegraph.errors import (
     shorten,
 )
 from piecegraph.progress import OnPhase, Phase
+from piecegraph.runner.attention.interface.latent import keep_latents
 from piecegraph.runner.attention.interface.transformers_attention import (
     ATTENTION_IMPLEMENTATION,
     register_attention,
@@ -194,8 +195,8 @@ def load_model(
     known_class = _known_class(config, kind)
     if known_class is not None:
         check_class(known_class, kind.inputs)
-        if known_class._is_stateful:
-            check_state_layers(config)
+        if kind.generates and (known_class._is_stateful or compresses_keys(config)):
+            check_replaceable(config)
     with quiet_transformers(on_weights), _construction_errors(source):
         if source.load_format == "dummy":
             model = _random_model(source, config, dtype, device, seed, kind)
@@ -203,8 +204,9 @@ def load_model(
             model = _checkpoint_model(source, config, dtype, kind)
     assert isinstance(model, PreTrainedModel), type(model)
     check_class(type(model), kind.inputs)
+    notes: tuple[str, ...] = ()
     if kind.generates:
-        _replace_state_layers(model)
+        notes = _replace_layers(model)
     elif (stateful := first_state_layer(model)) is not None:
         raise UnsupportedModel(
             f"{type(model).__name__} keeps a state between tokens ({stateful}), and cannot pool here."
@@ -222,32 +224,42 @@ def load_model(
         dtype=dtype,
         device=device,
         first_position=first.value,
-        notes=(first.note,) if first.note else (),
+        notes=(*((first.note,) if first.note else ()), *notes),
     )
 
 
-def check_state_layers(config: PreTrainedConfig) -> None:
-    """Raise `UnsupportedModel` if layers of the model keep states in a way that is not known here.
+def compresses_keys(config: PreTrainedConfig) -> bool:
+    """Return whether layers of the model probably have latent attention, by the config."""
+    return isinstance(getattr(config.get_text_config(decoder=True), "kv_lora_rank", None), int)
+
+
+def check_replaceable(config: PreTrainedConfig) -> None:
+    """Raise `UnsupportedModel` if layers keep states, or compress keys, in a way that is not known here.
 
     The model is made without memory, and no weights are read.
     """
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        _replace_state_layers(AutoModelForCausalLM.from_config(config))
+        _replace_layers(AutoModelForCausalLM.from_config(config))
 
 
-def _replace_state_layers(model: PreTrainedModel) -> None:
-    """Replace the forward of layers with states. Raises `UnsupportedModel` if the model has others."""
+def _replace_layers(model: PreTrainedModel) -> tuple[str, ...]:
+    """Replace the forward of layers with states, and the expansion of compressed keys; return notes.
+
+    Raises `UnsupportedModel` if the model has layers of these kinds that are not known.
+    """
     name = type(model).__name__
     problem = replace_state_layers(model)
-    if problem is not None:
-        raise UnsupportedModel(f"{name}: {problem}")
+    other_problem, notes = keep_latents(model)
+    if problem is not None or other_problem is not None:
+        raise UnsupportedModel(f"{name}: {problem or other_problem}")
     if model._is_stateful and not has_state_layers(model):
         raise UnsupportedModel(
             f"{name} keeps a recurrent state between tokens in layers of a kind that cannot run here: linear attention "
             "by the gated delta rule, Mamba, Mamba-2 and gated short convolutions can."
         )
+    return notes
 
 
 def load_tokenizer(source: ModelSource, tokenizer: str | None = None) -> PreTrainedTokenizerBase:

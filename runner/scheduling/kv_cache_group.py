@@ -34,13 +34,15 @@ class KVCacheGroup:
     sliding_window: int | None = None  # tokens, 1 or more, the token itself included; None: no window
     chunk_size: int | None = None  # tokens of a chunk; None: no chunks
     is_state: bool = False
+    is_latent: bool = False  # every token is kept, as one vector for all heads
     keeps_boundaries: bool = True  # of states
 
     def __post_init__(self) -> None:
         window, chunk = self.sliding_window, self.chunk_size
         assert window is None or window >= 1, f"sliding_window={window}; it must be 1 or more, or None (full attention)"
         assert chunk is None or chunk >= 1, f"chunk_size={chunk}; it must be 1 or more, or None (no chunks)"
-        assert (window is not None) + (chunk is not None) + self.is_state <= 1, f"{self} is of several kinds"
+        kinds = (window is not None, chunk is not None, self.is_state, self.is_latent)
+        assert sum(kinds) <= 1, f"{self} is of several kinds"
 
     @property
     def keeps_all_tokens(self) -> bool:

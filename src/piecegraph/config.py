@@ -13,6 +13,7 @@ from piecegraph.errors import ConfigError, did_you_mean
 DEFAULT_SPLIT_OPS = (
     "piecegraph::attention",
     "piecegraph::rope_attention",
+    "piecegraph::latent_attention",
     "piecegraph::varlen_attention",
     "piecegraph::linear_attention",
     "piecegraph::mamba_mixer",

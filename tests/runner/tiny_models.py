@@ -103,6 +103,23 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
 }
 """The families the project promises."""
 
+_LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 12,
+}
+_SHARED_MOE: dict[str, Any] = {
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 24,
+}
+
 UNLISTED: dict[str, Callable[[], PreTrainedConfig]] = {
     "gpt-oss": _config("GptOssConfig", head_dim=16, sliding_window=WINDOW, num_local_experts=4, layer_types=_MIXED),
     "granite": _config("GraniteConfig", attention_multiplier=0.2, logits_scaling=2.0, residual_multiplier=0.5),
@@ -111,22 +128,7 @@ UNLISTED: dict[str, Callable[[], PreTrainedConfig]] = {
     "cohere2": _config("Cohere2Config", sliding_window=WINDOW, layer_types=_MIXED),
     "starcoder2": _config("Starcoder2Config", sliding_window=WINDOW),
     "smollm3": _config("SmolLM3Config", no_rope_layers=[1, 0]),
-    "deepseek-v3": _config(
-        "DeepseekV3Config",
-        num_key_value_heads=4,
-        q_lora_rank=16,
-        kv_lora_rank=16,
-        qk_rope_head_dim=8,
-        qk_nope_head_dim=8,
-        v_head_dim=12,
-        n_routed_experts=4,
-        n_group=1,
-        topk_group=1,
-        num_experts_per_tok=2,
-        n_shared_experts=1,
-        moe_intermediate_size=24,
-        first_k_dense_replace=1,
-    ),
+    "deepseek-v3": _config("DeepseekV3Config", first_k_dense_replace=1, **_LATENT, **_SHARED_MOE),
     "mixtral": _config("MixtralConfig", num_local_experts=4, sliding_window=None),
     "glm4": _config("Glm4Config", head_dim=8),
     "phi": _config("PhiConfig"),
@@ -134,6 +136,19 @@ UNLISTED: dict[str, Callable[[], PreTrainedConfig]] = {
     "ernie4.5": _config("Ernie4_5Config", head_dim=8),
 }
 """Families nobody promised: they run because nothing here knows families by name."""
+
+
+LATENT: dict[str, Callable[[], PreTrainedConfig]] = {
+    "deepseek-v2": _config(
+        "DeepseekV2Config", first_k_dense_replace=1, **{**_LATENT, "q_lora_rank": None}, **_SHARED_MOE
+    ),
+    "deepseek-v3": UNLISTED["deepseek-v3"],
+    "glm4-moe-lite": _config("Glm4MoeLiteConfig", mlp_layer_types=["dense", "sparse"], **_LATENT, **_SHARED_MOE),
+    "youtu": _config("YoutuConfig", **_LATENT),
+    "minicpm3": _config("MiniCPM3Config", **_LATENT),
+    "axk1": _config("AXK1Config", first_k_dense_replace=1, **_LATENT, **_SHARED_MOE),
+}
+"""Models with latent attention; Kimi-Linear is one of the hybrids."""
 
 
 _GATED_DELTA: dict[str, Any] = {
@@ -262,7 +277,7 @@ def llama_config(**options: Any) -> PreTrainedConfig:
 
 def make_model(name: str, seed: int = 0) -> PreTrainedModel:
     """A random float32 model of family `name`, in eval mode."""
-    return random_model({**FAMILIES, **UNLISTED, **HYBRIDS}[name](), seed)
+    return random_model({**FAMILIES, **UNLISTED, **LATENT, **HYBRIDS}[name](), seed)
 
 
 def random_model(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:

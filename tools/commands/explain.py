@@ -164,7 +164,7 @@ def _attention_line(row: AttentionRow) -> str:
     line = f"{row.layers} layers of {row.num_q_heads} query and {row.num_kv_heads} KV heads, head size {head}"
     line += f", window {row.window}" if row.window else ""
     line += f", soft cap {row.softcap:g}" if row.softcap else ""
-    return line + (", sinks" if row.has_sinks else "")
+    return line + (", sinks" if row.has_sinks else "") + (", latent" if row.is_latent else "")
 
 
 def _replay_lines(explained: Explanation) -> list[str]:

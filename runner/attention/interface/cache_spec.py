@@ -41,6 +41,7 @@ class CacheSpec:
     tensors: tuple[CacheTensor, ...]
     window: int = 0  # tokens of a SLIDING layer, the token itself included
     chunk_size: int = 0  # tokens of a chunk of a CHUNKED layer
+    values_in_keys: int | None = None  # the first numbers of a key that are the value; None: values are kept apart
 
     def __post_init__(self) -> None:
         assert bool(self.window) is (self.kind is CacheKind.SLIDING), f"a window of {self.window}, {self.kind}"
@@ -57,6 +58,7 @@ class CacheSpec:
             sliding_window=self.window or None,
             chunk_size=self.chunk_size or None,
             is_state=self.is_state,
+            is_latent=self.kind is CacheKind.LATENT,
             keeps_boundaries=keeps_boundaries or not self.is_state,
         )
 

@@ -17,7 +17,8 @@ from piecegraph.runner.attention.interface.cache_spec import CachedLayer, CacheS
 class KVCache:
     """The cache of one layer. Token `t` of a block lies at `[block, t]`; its slot is block * block_size + t.
 
-    The tokens of a block are adjacent. The blocks are, too, unless the tensor's memory is shared with states.
+    The tokens of a block are adjacent. The blocks are, too, unless the tensor's memory is shared with states. With
+    latent attention, values are the beginning of keys, in the same memory.
     """
 
     key: torch.Tensor  # [num_blocks, block_size, num_kv_heads, key_dim]
@@ -80,10 +81,10 @@ def allocate_kv_caches(
     caches: dict[str, KVCache] = {}
     for names in [[name] for name in by_name] if tensors is None else tensors:
         spec = by_name[names[0]].cache_spec
-        key, value = (
+        made = [
             empty((num_blocks, block_size, *tensor.shape), dtype=tensor.dtype, device=device) for tensor in spec.tensors
-        )
-        caches |= dict.fromkeys(names, KVCache(key, value))
+        ]
+        caches |= dict.fromkeys(names, _of_tokens(spec, made))
     return caches
 
 
@@ -123,6 +124,14 @@ def _in_pages(memory: torch.Tensor, spec: CacheSpec, block_size: int, kernel_blo
     )
     if spec.is_state:
         return StateCache(tensors)
+    return _of_tokens(spec, tensors)
+
+
+def _of_tokens(spec: CacheSpec, tensors: Sequence[torch.Tensor]) -> KVCache:
+    """Return the cache of a layer that keeps tokens."""
+    if spec.values_in_keys is not None:
+        (key,) = tensors
+        return KVCache(key, key[..., : spec.values_in_keys])
     key, value = tensors
     return KVCache(key, value)
 

@@ -28,16 +28,20 @@ class AttentionLayer:
     window: int  # keys a query sees, itself included; 0: all before it
     softcap: float  # 0.0: none
     has_sinks: bool
+    is_latent: bool = False  # the value is the beginning of the key, which alone is cached
 
     @property
     def cache_spec(self) -> CacheSpec:
-        """Return what the layer keeps: the keys and values of all tokens, or of a window."""
+        """Return what the layer keeps: the keys and values of all tokens, or of a window, or one vector for both."""
+        key = CacheTensor(
+            name="latent" if self.is_latent else "key", shape=(self.num_kv_heads, self.key_dim), dtype=self.dtype
+        )
+        value = CacheTensor(name="value", shape=(self.num_kv_heads, self.value_dim), dtype=self.dtype)
+        whole = CacheKind.LATENT if self.is_latent else CacheKind.FULL
         return CacheSpec(
-            kind=CacheKind.SLIDING if self.window else CacheKind.FULL,
-            tensors=(
-                CacheTensor(name="key", shape=(self.num_kv_heads, self.key_dim), dtype=self.dtype),
-                CacheTensor(name="value", shape=(self.num_kv_heads, self.value_dim), dtype=self.dtype),
-            ),
+            kind=CacheKind.SLIDING if self.window else whole,
+            tensors=(key,) if self.is_latent else (key, value),
+            values_in_keys=self.value_dim if self.is_latent else None,
             window=self.window,
         )
 
@@ -78,6 +82,7 @@ def _attention_layer(call: SplitCall) -> AttentionLayer:
         window=int(arguments.window),
         softcap=float(arguments.softcap),
         has_sinks=arguments.sinks is not None,
+        is_latent=arguments.is_latent,
     )
 
 

@@ -1,17 +1,20 @@
-"""One call of an attention op with its arguments by name, for both forms of the op."""
+"""One call of an attention op with its arguments by name, for all forms of the op."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
+from piecegraph.compiler.splitting.plan import TensorSpec
 from piecegraph.runner.attention.interface.rotary import Rotary
 
 ATTENTION_OP = "piecegraph::attention"
 ROPE_ATTENTION_OP = "piecegraph::rope_attention"
-ATTENTION_OPS = (ATTENTION_OP, ROPE_ATTENTION_OP)
+LATENT_ATTENTION_OP = "piecegraph::latent_attention"
+ATTENTION_OPS = (ATTENTION_OP, ROPE_ATTENTION_OP, LATENT_ATTENTION_OP)
 
 _LAYER_ARGUMENTS = "float scale, int window, float softcap, Tensor? sinks, str? unsupported, str layer"
 # `layer` is the only argument in which equal layers differ. It stays the last, and `unsupported` carries
@@ -20,11 +23,12 @@ SCHEMAS = (
     f"attention(Tensor query, Tensor key, Tensor value, Tensor(a!) out, {_LAYER_ARGUMENTS}) -> ()",
     "rope_attention(Tensor(a!) query, Tensor key, Tensor value, Tensor(b!) out, Tensor cos, Tensor sin, "
     f"Tensor? q_norm_weight, Tensor? k_norm_weight, float? norm_eps, float norm_offset, {_LAYER_ARGUMENTS}) -> ()",
+    f"latent_attention(Tensor query, Tensor key, Tensor(a!) out, {_LAYER_ARGUMENTS}) -> ()",
 )
 
 
 class AttentionCall(NamedTuple):
-    """Causal attention of one layer, without its cache and its batch: the arguments of either op.
+    """Causal attention of one layer, without its cache and its batch: the arguments of any of the ops.
 
     Running a call mutates `out` and the layer's cache. Key `j` is visible from query `i` iff `j <= i` and, with a
     window, `j > i - window` (transformers' meaning). With `rotary` the cache gets rotated keys, and rows of `query`
@@ -42,6 +46,7 @@ class AttentionCall(NamedTuple):
     unsupported: str | None = None  # the reason the layer cannot run, or None
     layer: str = ""  # the layer's name
     rotary: Rotary | None = None  # what query and key still need; None: nothing
+    is_latent: bool = False  # the value is the beginning of the key, and the cache keeps keys only
 
 
 def attention_call(*args: Any) -> AttentionCall:
@@ -66,6 +71,25 @@ def rope_attention_call(*args: Any) -> AttentionCall:
     return attention_call(query, key, value, out, *rest, rotary)
 
 
+def latent_attention_call(*args: Any) -> AttentionCall:
+    """Return the call with the arguments of `piecegraph::latent_attention`.
+
+    The key `[num_tokens, 1, key_dim]` of a token serves all heads, and begins with its value, which is as large as a
+    row of a head in `out`.
+    """
+    query, key, out, *rest = args
+    value_dim = out.shape[2]
+    value = replace(key, shape=(*key.shape[:2], value_dim)) if isinstance(key, TensorSpec) else key[..., :value_dim]
+    return attention_call(query, key, value, out, *rest)._replace(is_latent=True)
+
+
+_CALLS = {
+    ATTENTION_OP: attention_call,
+    ROPE_ATTENTION_OP: rope_attention_call,
+    LATENT_ATTENTION_OP: latent_attention_call,
+}
+
+
 def call_of(op: str, args: Sequence[Any]) -> AttentionCall:
     """Return the call with the arguments of the op named `op`, one of `ATTENTION_OPS`."""
-    return rope_attention_call(*args) if op == ROPE_ATTENTION_OP else attention_call(*args)
+    return _CALLS[op](*args)

@@ -7,12 +7,14 @@ No mask function is registered under our name: transformers then builds no mask 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
 
 from piecegraph.compiler.repeated_layers.find import NAME_ATTRIBUTE
-from piecegraph.runner.attention.interface import op as _op  # noqa: F401  (registers the op)
+from piecegraph.runner.attention.interface import op as _op  # noqa: F401  (registers the ops)
+from piecegraph.runner.attention.interface.latent import LatentKV, absorbed_query, expanded_values
 
 ATTENTION_IMPLEMENTATION = "piecegraph"
 """The value of `attn_implementation` under which a model is loaded."""
@@ -42,8 +44,8 @@ def register_attention() -> None:
 def transformers_attention(
     module: nn.Module,
     query: torch.Tensor,  # [1, num_q_heads, num_tokens, key_dim]
-    key: torch.Tensor,  # [1, num_kv_heads, num_tokens, key_dim]
-    value: torch.Tensor,  # [1, num_kv_heads, num_tokens, value_dim]
+    key: torch.Tensor | LatentKV,  # [1, num_kv_heads, num_tokens, key_dim]
+    value: torch.Tensor | LatentKV,  # [1, num_kv_heads, num_tokens, value_dim]
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
@@ -53,18 +55,12 @@ def transformers_attention(
     is_causal: bool | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
-    """Call `piecegraph::attention`, which tracing puts into the graph as one node.
+    """Call `piecegraph::attention` or `piecegraph::latent_attention`, which tracing puts into the graph as one node.
 
     Returns `[1, num_tokens, num_q_heads, value_dim]`, and None for the attention weights.
     """
     unsupported = _unsupported(module, attention_mask is not None, dropout, is_causal, kwargs)
-    query, key, value = (x.transpose(1, 2).squeeze(0) for x in (query, key, value))
-    out = query.new_empty((query.shape[0], query.shape[1], value.shape[2]))
-    torch.ops.piecegraph.attention.default(
-        query,
-        key,
-        value,
-        out,
+    of_layer = (
         float(scaling) if scaling is not None else query.shape[-1] ** -0.5,
         int(sliding_window) if sliding_window is not None else 0,
         float(softcap) if softcap is not None else 0.0,
@@ -72,7 +68,24 @@ def transformers_attention(
         unsupported,
         getattr(module, NAME_ATTRIBUTE),
     )
+    if isinstance(key, LatentKV):
+        return _latent_attention(module, query, key, of_layer), None
+    assert not isinstance(value, LatentKV), "keys and values are compressed together"
+    query, key, value = (x.transpose(1, 2).squeeze(0) for x in (query, key, value))
+    out = query.new_empty((query.shape[0], query.shape[1], value.shape[2]))
+    torch.ops.piecegraph.attention.default(query, key, value, out, *of_layer)
     return out.unsqueeze(0), None
+
+
+def _latent_attention(module: Any, query: torch.Tensor, kv: LatentKV, of_layer: tuple[object, ...]) -> torch.Tensor:
+    """Return the attention of a layer with compressed keys, `[1, num_tokens, num_q_heads, value_dim]`."""
+    num_heads, rank = query.shape[1], kv.latent.shape[-1]
+    weight = module.kv_b_proj.weight.view(num_heads, -1, rank)
+    absorbed = absorbed_query(query.squeeze(0), weight, kv.rope.shape[-1])
+    key = torch.cat([kv.latent, kv.rope], dim=-1).squeeze(0).transpose(0, 1)
+    out = query.new_empty((absorbed.shape[0], num_heads, rank))
+    torch.ops.piecegraph.latent_attention.default(absorbed, key, out, *of_layer)
+    return expanded_values(out, weight, query.shape[-1] - kv.rope.shape[-1]).unsqueeze(0)
 
 
 def _unsupported(

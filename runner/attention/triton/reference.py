@@ -52,7 +52,7 @@ def write_kv(key: torch.Tensor, value: torch.Tensor, *, kv_cache: KVCache, slot_
     block_size = kv_cache.key.shape[1]
     rows = (slot_mapping >= 0).nonzero().squeeze(1)
     slots = slot_mapping[rows]
-    for new, cached in ((key, kv_cache.key), (value, kv_cache.value)):
+    for new, cached in ((key, kv_cache.key), (value, kv_cache.value)):  # of latents, the second is part of the first
         cached[slots // block_size, slots % block_size] = new[rows].to(cached.dtype)
 
 

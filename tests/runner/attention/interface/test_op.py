@@ -1,4 +1,4 @@
-"""The two ops: what each hands to the backend, and what the graph says a layer is."""
+"""The ops: what each hands to the backend, and what the graph says a layer is."""
 
 from __future__ import annotations
 
@@ -18,7 +18,12 @@ from piecegraph.runner.attention.interface.forward_context import ForwardContext
 from piecegraph.runner.attention.interface.kv_cache import KVCache
 from piecegraph.runner.attention.interface.layer import AttentionLayer, attention_layers
 from piecegraph.runner.attention.interface.op import launch_of_group
-from piecegraph.runner.attention.interface.op_call import ATTENTION_OP, ATTENTION_OPS, ROPE_ATTENTION_OP
+from piecegraph.runner.attention.interface.op_call import (
+    ATTENTION_OP,
+    ATTENTION_OPS,
+    LATENT_ATTENTION_OP,
+    ROPE_ATTENTION_OP,
+)
 from piecegraph.runner.attention.triton.backend import TritonBackend
 from tests.runner.attention.rotary_case import RotaryCase, check_rotated_cache, make_rotary_case
 
@@ -83,7 +88,7 @@ def test_the_schemas_say_what_is_written() -> None:
         op: [a.name for a in getattr(torch.ops.piecegraph, op.split("::")[1]).default._schema.arguments if a.is_write]
         for op in ATTENTION_OPS
     }
-    assert written == {ATTENTION_OP: ["out"], ROPE_ATTENTION_OP: ["query", "out"]}
+    assert written == {ATTENTION_OP: ["out"], ROPE_ATTENTION_OP: ["query", "out"], LATENT_ATTENTION_OP: ["out"]}
 
 
 def call(op: str, unsupported: str | None = None) -> SplitCall:
@@ -91,16 +96,17 @@ def call(op: str, unsupported: str | None = None) -> SplitCall:
         return TensorSpec(shape=shape, dtype=torch.float16, device=torch.device("cpu"))
 
     middle = (spec(3, 6), spec(3, 6), None, None, 1e-6, 0.0) if op == ROPE_ATTENTION_OP else ()
-    args = (spec(3, 4, 8), spec(3, 2, 8), spec(3, 2, 5), spec(3, 4, 5), *middle, 0.5, 7, 30.0, None, unsupported, "l.0")
+    value = () if op == LATENT_ATTENTION_OP else (spec(3, 2, 5),)  # else in the key
+    args = (spec(3, 4, 8), spec(3, 2, 8), *value, spec(3, 4, 5), *middle, 0.5, 7, 30.0, None, unsupported, "l.0")
     return SplitCall(index=0, op=op, args=args)
 
 
 @pytest.mark.parametrize("op", ATTENTION_OPS)
-def test_layers_are_read_off_either_op(op: str) -> None:
+def test_layers_are_read_off_each_op(op: str) -> None:
     assert attention_layers([call(op)]) == (
         AttentionLayer(
             name="l.0", num_q_heads=4, num_kv_heads=2, key_dim=8, value_dim=5, dtype=torch.float16, scale=0.5,
-            window=7, softcap=30.0, has_sinks=False,
+            window=7, softcap=30.0, has_sinks=False, is_latent=op == LATENT_ATTENTION_OP,
         ),
     )  # fmt: skip
     with pytest.raises(UnsupportedModel, match=r"l\.0: cannot"):
