@@ -180,14 +180,11 @@ class Engine:
     ) -> None:
         """Queue a prompt, as `sampling_params.n` requests of the scheduler.
 
-        `prompt`: the text of the prompt, for outputs. Prompts with a lower `priority` are scheduled first; prompts with
-        different `cache_salt` share no cached prefix. `prompt_embeds`: `[num_prompt_tokens, size]`, in place of the
-        embeddings of `prompt_token_ids`. `is_final_only`: outputs are returned only when the prompt has finished.
-        `is_checked`: the caller has called `check_request` with the same arguments. `outbox`: the outputs are returned
-        to callers of `step` and `collect` with this outbox; None: to those without one.
+        Prompts with a lower `priority` are scheduled first; prompts with different `cache_salt` share no cached prefix.
+        `is_final_only`: outputs are returned only when the prompt has finished. `is_checked`: `check_request` has been
+        called. `outbox`: only `step` and `collect` with this outbox return the outputs; None: those without one do.
 
-        Raises `RequestError` if the prompt can never run, or if its id is in use. After any exception, an interrupt
-        included, the prompt is not queued.
+        Raises `RequestError` if the prompt can never run or its id is in use. It is not queued after any exception.
         """
         self._recover()
         check_request_fields(
