@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from piecegraph.runner.attention.interface.backend import AttentionBackend, AttentionCGSupport
+from piecegraph.runner.attention.interface.cache_spec import Reach
 from piecegraph.runner.attention.interface.kv_cache import KVCache
 from piecegraph.runner.attention.interface.layer import AttentionLayer
 from piecegraph.runner.attention.interface.metadata import PAD_SLOT_ID, AttentionMetadata, HostBatch
@@ -39,7 +40,7 @@ class SdpaCall:
     last_row: int  # exclusive
     num_reqs: int
     query_len: int
-    key_views: Mapping[int, KeyView]  # by window
+    key_views: Mapping[Reach, KeyView]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +72,7 @@ class SdpaBackend(AttentionBackend):
         self, layers: Sequence[AttentionLayer], block_size: int, device: torch.device, *, max_num_reqs: int
     ) -> SdpaMetadataBuilder:
         """Return the builder of the calls of a step; it allocates nothing."""
-        return SdpaMetadataBuilder(frozenset(layer.window for layer in layers), block_size, device)
+        return SdpaMetadataBuilder(frozenset(layer.cache_spec.reach for layer in layers), block_size, device)
 
     def impl(self) -> SdpaImpl:
         """Return an impl that serves all layers."""
@@ -82,7 +83,7 @@ class SdpaBackend(AttentionBackend):
 class SdpaMetadataBuilder:
     """A builder that plans the calls of a step on the host."""
 
-    windows: frozenset[int]  # every window some layer has
+    reaches: frozenset[Reach]  # every one that some layer has
     block_size: int
     device: torch.device
 
@@ -115,21 +116,27 @@ class SdpaMetadataBuilder:
             last_row=host.query_start_loc[reqs.stop],
             num_reqs=len(reqs),
             query_len=host.query_lens[reqs.start],
-            key_views={window: self._key_view(host, reqs, window) for window in host.windows or self.windows},
+            key_views={reach: self._key_view(host, reqs, reach) for reach in host.reaches or self.reaches},
         )
 
-    def _key_view(self, host: HostBatch, reqs: range, window: int) -> KeyView:
+    def _key_view(self, host: HostBatch, reqs: range, reach: Reach) -> KeyView:
+        window, chunk_size = reach
         query_len = host.query_lens[reqs.start]
         seq_lens = torch.tensor(host.seq_lens[reqs.start : reqs.stop]).unsqueeze(1)  # [num_reqs, 1]
         first_query = seq_lens - query_len
         first_key = (first_query - window + 1).clamp(min=0) if window else torch.zeros_like(seq_lens)
+        if chunk_size:
+            first_key = first_query // chunk_size * chunk_size
         num_keys = int((seq_lens - first_key).max())
         keys = first_key + torch.arange(num_keys)  # [num_reqs, num_keys]
         queries = (first_query + torch.arange(query_len)).unsqueeze(2)  # [num_reqs, query_len, 1]
         visible = keys.unsqueeze(1) <= queries
         if window:
             visible &= keys.unsqueeze(1) > queries - window
-        is_causal = len(reqs) == 1 and query_len > 1 and num_keys == query_len and (not window or window >= num_keys)
+        if chunk_size:
+            visible &= keys.unsqueeze(1) >= queries // chunk_size * chunk_size
+        is_causal = len(reqs) == 1 and query_len > 1 and num_keys == query_len
+        is_causal = is_causal and (not window or window >= num_keys) and not chunk_size
         keys = keys.minimum(seq_lens - 1)
         blocks = host.block_table[reqs.start : reqs.stop].gather(1, keys // self.block_size)
         mask = None if is_causal or bool(visible.all()) else visible.unsqueeze(1).to(self.device, non_blocking=True)
@@ -163,7 +170,7 @@ class SdpaImpl:
         if not call.is_latent:
             _write(kv_cache.value, metadata.write_slots, value)
         for batched in metadata.calls:
-            view = batched.key_views[call.window]
+            view = batched.key_views[call.reach]
             rows = query[batched.first_row : batched.last_row]
             keys = _read(kv_cache.key, view.slots)
             values = keys[..., : value.shape[2]] if call.is_latent else _read(kv_cache.value, view.slots)

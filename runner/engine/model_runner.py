@@ -300,8 +300,8 @@ class ModelRunner:
         hosts = None
         if self._needs_host_batch:
             hosts = [
-                host_batch(scheduled, step.states, step.block_size, num_tokens, group=group, windows=windows)
-                for group, windows in enumerate(step.layout.windows)
+                host_batch(scheduled, step.states, step.block_size, num_tokens, group=group, reaches=reaches)
+                for group, reaches in enumerate(step.layout.reaches)
             ]
         return step.metadata_builder.build(
             step.buffers.metadata(

@@ -38,6 +38,7 @@ from piecegraph.runner.inspect.layer_view import LayerView, middle_layer
 from piecegraph.runner.kv_cache.groups import fitting_block_size, kv_cache_layout
 from piecegraph.runner.models.causal_lm import DYNAMIC_DIMS, CausalLMForward, example_inputs
 from piecegraph.runner.models.first_position import first_position
+from piecegraph.runner.models.layer_rules import apply_layer_rules
 from piecegraph.runner.models.length import model_length
 from piecegraph.runner.models.load import LoadedModel, load_config, load_model, resolve_device, resolve_dtype
 from piecegraph.runner.models.rope import fix_longrope
@@ -58,6 +59,7 @@ class AttentionRow:
     softcap: float
     has_sinks: bool
     is_latent: bool  # one vector of a token serves all heads, and only it is cached
+    chunk_size: int  # tokens of a chunk, of which a query sees its own; 0: no chunks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +137,8 @@ def explain(config: EngineConfig, *, assume_gpu: bool = False, on_phase: OnPhase
     source = replace(config.source, load_format="dummy")
     loaded = load_model(source, hf_config, dtype=dtype, device=meta, on_phase=on_phase)
     notes = (*loaded.notes, *fix_longrope(loaded.model, max_model_len))
-    traced = _trace(config, loaded, device, is_assumed, max_num_tokens, on_phase)
+    notes = (*notes, *apply_layer_rules(loaded.model, max_model_len))
+    traced = _trace(config, loaded, device, is_assumed, max_num_tokens, max_model_len, on_phase)
     layers, choice, plan, pieces = traced.layers, traced.choice, traced.graph_plan, traced.plan
     config = traced.config
     cached: tuple[CachedLayer, ...] = (*layers, *traced.state_layers)
@@ -206,6 +209,7 @@ def _trace(
     device: torch.device,
     is_assumed: bool,
     max_num_tokens: int,
+    max_model_len: int,
     on_phase: OnPhase | None,
 ) -> _Traced:
     """Trace the model over meta tensors, and decide on its attention layers before pieces are made, as `LLM` does."""
@@ -215,7 +219,7 @@ def _trace(
 
     def decide(calls: tuple[SplitCall, ...]) -> None:
         layers, with_states = attention_layers(calls), state_layers(calls)
-        check_layers(layers, loaded.config, with_states)
+        check_layers(layers, loaded.config, with_states, max_model_len=max_model_len)
         fitted = config
         if config.may_raise_block_size and with_states:
             fitted = replace(config, block_size=fitting_block_size((*layers, *with_states), config.block_size))
@@ -309,6 +313,7 @@ def _refusals(backend: AttentionBackend, layers: Sequence[AttentionLayer]) -> Ca
             softcap=layer.softcap,
             sinks=torch.empty(layer.num_q_heads) if layer.has_sinks else None,
             is_latent=layer.is_latent,
+            chunk_size=layer.chunk_size,
         )
         prepared = impl.prepare(call, allocate_kv_caches([layer], 1, 1, cpu)[layer.name])
         return prepared if isinstance(prepared, str) else None

@@ -123,8 +123,8 @@ class _Replays:
         hosts = None
         if self._needs_host_batch:
             hosts = [
-                host_batch(self._scheduled, step.states, step.block_size, num_tokens, group=group, windows=windows)
-                for group, windows in enumerate(step.layout.windows)
+                host_batch(self._scheduled, step.states, step.block_size, num_tokens, group=group, reaches=reaches)
+                for group, reaches in enumerate(step.layout.reaches)
             ]
         known_reqs = num_reqs if descriptor.num_reqs else self._batch.num_reqs
         is_decode = descriptor.num_reqs is None or descriptor.uniform_token_count == 1

@@ -91,6 +91,8 @@ class AttentionView:
             length = torch.arange(scores.shape[-1], device=scores.device)
             behind = length[:, None] - length
             is_seen = (behind >= 0) & (behind < window) if window else behind >= 0
+            if call.chunk_size:
+                is_seen &= length[:, None] // call.chunk_size == length // call.chunk_size
             scores = scores.masked_fill(~is_seen, -math.inf)
             if sinks is not None:
                 scores = torch.cat([scores, sinks.float()[:, None, None].expand(-1, scores.shape[1], 1)], dim=-1)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from piecegraph.runner.attention.interface.cache_spec import CachedLayer, CacheSpec, common_page_bytes
+from piecegraph.runner.attention.interface.cache_spec import CachedLayer, CacheSpec, Reach, common_page_bytes
 from piecegraph.runner.scheduling.kv_cache_group import KVCacheGroup
 
 MAX_GROUPS = 8
@@ -34,7 +34,7 @@ class KVCacheLayout:
     groups: tuple[KVCacheGroup, ...]  # `layers` are indices in the model's order
     group_of: Mapping[str, int]  # by the layer's name
     tensors: tuple[tuple[str, ...], ...]  # names of the layers that share a cache tensor, at most one of each group
-    windows: tuple[frozenset[int], ...]  # per group, the windows of its layers; 0: no window
+    reaches: tuple[frozenset[Reach], ...]  # per group, how far back its layers see
     note: str | None  # the reason for the layout; None if there was no choice
     page_bytes: int | None = None  # of a page that layers of any kind share; None: layers of one kind share tensors
 
@@ -166,7 +166,7 @@ def _layout(layers: Sequence[CachedLayer], groups: Sequence[KVCacheGroup], note:
             tuple(of_group[place] for of_group in names if place < len(of_group))
             for place in range(max(map(len, names)))
         ),
-        windows=tuple(frozenset(layers[number].cache_spec.window for number in group.layers) for group in groups),
+        reaches=tuple(frozenset(layers[number].cache_spec.reach for number in group.layers) for group in groups),
         note=note,
     )
 

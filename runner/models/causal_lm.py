@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from piecegraph.runner.attention.interface.transformers_attention import POSITIONS_ARGUMENT, needs_positions
+
 DYNAMIC_DIMS = {
     "input_ids": {0: "num_tokens"},
     "positions": {0: "num_tokens"},
@@ -23,6 +25,7 @@ class CausalLMForward(nn.Module):
         super().__init__()
         self.model = model
         self.first_position = first_position
+        self.hands_on_positions = needs_positions(model)
 
     def forward(
         self,
@@ -38,6 +41,7 @@ class CausalLMForward(nn.Module):
             position_ids=positions[None],
             use_cache=False,
             logits_to_keep=logits_indices,
+            **({POSITIONS_ARGUMENT: positions[None]} if self.hands_on_positions else {}),
         )
         logits: torch.Tensor = output.logits[0]
         return logits

@@ -33,6 +33,7 @@ from piecegraph.runner.attention.interface.transformers_attention import (
 )
 from piecegraph.runner.common.model_source import ModelSource
 from piecegraph.runner.models.first_position import first_position
+from piecegraph.runner.models.layer_rules import first_layer_with_rules
 from piecegraph.runner.models.quiet_transformers import quiet_transformers
 from piecegraph.runner.models.support import check_class, check_config, check_model_sizes
 from piecegraph.runner.state_layers.modules.replace import (
@@ -211,6 +212,8 @@ def load_model(
         raise UnsupportedModel(
             f"{type(model).__name__} keeps a state between tokens ({stateful}), and cannot pool here."
         )
+    elif (ruled := first_layer_with_rules(model)) is not None:
+        raise UnsupportedModel(f"{type(model).__name__}: {ruled}; such models can generate here, not pool.")
     model = model.to(device).eval().requires_grad_(False)  # type: ignore[arg-type]  # transformers decorates .to
     name_layers(model)
     if on_phase is not None:

@@ -17,8 +17,13 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedConfig, PreTrainedModel
 
-_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "attention", "dense", "sparse", "moe"})
+_LAYER_TYPES = frozenset(
+    {"full_attention", "sliding_attention", "chunked_attention", "attention", "dense", "sparse", "moe"}
+)
 """The kinds of layers that have an ordinary KV cache; the last three only describe the MLP."""
+
+_CHUNKED = "chunked_attention"
+"""The kind of layers in which a token sees the tokens of its own chunk."""
 
 _BOTH = "hybrid"
 """The kind of layers that have keys and values and a state."""
@@ -26,7 +31,7 @@ _BOTH = "hybrid"
 _STATE_LAYER_TYPES = frozenset({"linear_attention", "conv", _BOTH})
 """The kinds of layers that keep a state; which of them can run is decided by their modules (`state_layers`)."""
 
-_ATTENTION_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "attention", _BOTH})
+_ATTENTION_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "attention", _CHUNKED, _BOTH})
 """The kinds of layers that have keys and values."""
 
 _MLP_LAYER_TYPES = frozenset({"mlp", "moe"})
@@ -89,7 +94,7 @@ def check_config(config: PreTrainedConfig, written: Mapping[str, Any] | None = N
     if foreign:
         raise UnsupportedModel(
             f"{kind} has layers of type {', '.join(foreign)}, for which there is no cache here; layers can be "
-            f"full_attention, sliding_attention, {', '.join(sorted(_STATE_LAYER_TYPES))}."
+            f"full_attention, sliding_attention, chunked_attention, {', '.join(sorted(_STATE_LAYER_TYPES))}."
         )
     if "dynamic" in _rope_types(text_config):
         raise UnsupportedModel(
@@ -147,12 +152,16 @@ def check_is_causal(model: PreTrainedModel) -> None:
 
 
 def check_layers(
-    layers: Sequence[AttentionLayer], config: PreTrainedConfig, with_states: Sequence[StateLayer] = ()
+    layers: Sequence[AttentionLayer],
+    config: PreTrainedConfig,
+    with_states: Sequence[StateLayer] = (),
+    *,
+    max_model_len: int = 0,
 ) -> None:
     """Raise `UnsupportedModel` if a model's traced layers, of attention and `with_states`, contradict its config.
 
     A model that passes its sliding window only to its mask would silently attend to all tokens, because the runner
-    builds no masks.
+    builds no masks. Texts have up to `max_model_len` tokens.
     """
     text_config = config.get_text_config(decoder=True)
     num_layers = text_config.num_hidden_layers
@@ -179,10 +188,22 @@ def check_layers(
                     f"{layer.name} is {layer_type} by the config, but its attention was called with "
                     + (f"a window of {layer.window}." if layer.window else "no window.")
                 )
+    _check_chunks(layers, text_config, max_model_len)
     declares_window = not layer_types and hasattr(type(text_config), "sliding_window")
     if declares_window and text_config.sliding_window and not any(layer.window for layer in layers):
         raise UnsupportedModel(
             f"the config has sliding_window={text_config.sliding_window}, but no layer calls attention with a window."
+        )
+
+
+def _check_chunks(layers: Sequence[AttentionLayer], text_config: PreTrainedConfig, max_model_len: int) -> None:
+    """Raise `UnsupportedModel` unless as many layers attend within chunks as the config says."""
+    chunk_size = getattr(text_config, "attention_chunk_size", None) or 0
+    wanted = list(getattr(text_config, "layer_types", None) or ()).count(_CHUNKED) if chunk_size < max_model_len else 0
+    found = sum(layer.chunk_size == chunk_size for layer in layers if layer.chunk_size)
+    if found != wanted:
+        raise UnsupportedModel(
+            f"by the config {wanted} layers attend within chunks of {chunk_size} tokens, but {found} call attention so."
         )
 
 

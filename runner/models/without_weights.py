@@ -13,6 +13,7 @@ from piecegraph.progress import OnPhase
 from piecegraph.runner.common.engine_config import EngineConfig
 from piecegraph.runner.common.model_source import ModelSource
 from piecegraph.runner.models.first_position import first_position
+from piecegraph.runner.models.layer_rules import apply_layer_rules
 from piecegraph.runner.models.length import model_length
 from piecegraph.runner.models.load import (
     LoadedModel,
@@ -54,7 +55,7 @@ def model_without_weights(
     """Return the model that `load_model` and `fix_longrope` would make, with fake tensors."""
     dummy = replace(source, load_format="dummy")
     loaded = load_model(dummy, config, dtype=dtype, device=torch.device("meta"), on_phase=on_phase)
-    notes = fix_longrope(loaded.model, max_model_len)
+    notes = (*fix_longrope(loaded.model, max_model_len), *apply_layer_rules(loaded.model, max_model_len))
     _make_fake(loaded.model, device)
     if source.load_format != "dummy":
         model: Any = loaded.model

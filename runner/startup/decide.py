@@ -38,7 +38,7 @@ def decide_for(
 ) -> Decided:
     """Return the decisions for a model whose graph has these split calls. Raises if the graph cannot be served."""
     layers, with_states = attention_layers(calls), state_layers(calls)
-    check_layers(layers, loaded.config, with_states)
+    check_layers(layers, loaded.config, with_states, max_model_len=max_model_len)
     if config.speculative is not None and with_states:
         raise UnsupportedModel(
             f"{with_states[0].name} keeps a state, which cannot be taken back when a draft is rejected; leave "

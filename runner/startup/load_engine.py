@@ -37,6 +37,7 @@ from piecegraph.runner.kv_cache.allocation import CacheAllocation, CacheSizes, a
 from piecegraph.runner.models.causal_lm import CausalLMForward
 from piecegraph.runner.models.first_position import first_position
 from piecegraph.runner.models.generation_defaults import eos_token_ids, generation_config_of, sampling_defaults
+from piecegraph.runner.models.layer_rules import apply_layer_rules
 from piecegraph.runner.models.length import model_length
 from piecegraph.runner.models.load import (
     LoadedModel,
@@ -178,7 +179,8 @@ def _load_weights(
 ) -> LoadedModel:
     """Return the model with its weights, and report its notes as phases."""
     loaded = load_model(config.source, hf_config, dtype=dtype, device=device, seed=config.seed, on_phase=on_phase)
-    loaded = replace(loaded, notes=(*loaded.notes, *fix_longrope(loaded.model, max_model_len)))
+    rules = apply_layer_rules(loaded.model, max_model_len)
+    loaded = replace(loaded, notes=(*loaded.notes, *fix_longrope(loaded.model, max_model_len), *rules))
     for note in loaded.notes:
         if on_phase is not None:
             on_phase(Phase(name="load", detail=note))

@@ -8,6 +8,7 @@ from itertools import accumulate, takewhile
 
 import torch
 
+from piecegraph.runner.attention.interface.cache_spec import Reach
 from piecegraph.runner.attention.interface.metadata import PAD_SLOT_ID, HostBatch
 from piecegraph.runner.scheduling.scheduler_output import ScheduledRequest
 from piecegraph.runner.step.state.request_states import RequestStates
@@ -68,11 +69,11 @@ def host_batch(
     num_tokens: int,
     *,
     group: int = 0,
-    windows: frozenset[int] | None = None,
+    reaches: frozenset[Reach] | None = None,
 ) -> HostBatch:
     """Return the batch as attention metadata on the host, for backends that plan there.
 
-    The block table is that of a `group` of layers, whose sliding windows are `windows`. Rows up to `num_tokens` are
+    The block table is that of a `group` of layers, which see as far back as `reaches` says. Rows up to `num_tokens` are
     padding. `block_size` is the kernels' block size, that of a page of `RequestStates`.
     """
     blocks = [states.host_blocks(item.request_id, group) for item in scheduled]
@@ -91,5 +92,5 @@ def host_batch(
         seq_lens=tuple(item.num_computed_tokens + item.num_tokens for item in scheduled),
         block_table=block_table,
         slot_mapping=slot_mapping,
-        windows=windows,
+        reaches=reaches,
     )

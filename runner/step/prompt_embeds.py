@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from piecegraph.errors import ConfigError, RequestError
+from piecegraph.runner.attention.interface.transformers_attention import POSITIONS_ARGUMENT, needs_positions
 from piecegraph.runner.device_memory.host_memory.host_copy import to_device
 from piecegraph.runner.scheduling.scheduler_output import AddedRequest, ScheduledRequest
 
@@ -91,7 +92,7 @@ def embedding_size(model: PreTrainedModel) -> int:
 
 def embeds_forward(model: PreTrainedModel, first_position: int) -> EmbedsForward:
     """Return a function that runs `model` over embeddings, with positions counted from `first_position`."""
-    embedding = model.get_input_embeddings()
+    embedding, hands_on_positions = model.get_input_embeddings(), needs_positions(model)
 
     def forward(
         input_ids: torch.Tensor, positions: torch.Tensor, logits_indices: torch.Tensor, embeds: EmbedsBatch
@@ -103,6 +104,7 @@ def embeds_forward(model: PreTrainedModel, first_position: int) -> EmbedsForward
             position_ids=(positions + first_position)[None],
             use_cache=False,
             logits_to_keep=logits_indices,
+            **({POSITIONS_ARGUMENT: positions[None]} if hands_on_positions else {}),
         )
         logits: torch.Tensor = output.logits[0]
         return logits

@@ -14,6 +14,7 @@ DEFAULT_SPLIT_OPS = (
     "piecegraph::attention",
     "piecegraph::rope_attention",
     "piecegraph::latent_attention",
+    "piecegraph::chunked_attention",
     "piecegraph::varlen_attention",
     "piecegraph::linear_attention",
     "piecegraph::mamba_mixer",

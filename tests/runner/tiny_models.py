@@ -151,6 +151,33 @@ LATENT: dict[str, Callable[[], PreTrainedConfig]] = {
 """Models with latent attention; Kimi-Linear is one of the hybrids."""
 
 
+CHUNKED: dict[str, Callable[[], PreTrainedConfig]] = {
+    "llama4": _config(
+        "Llama4TextConfig",
+        head_dim=8,
+        num_hidden_layers=4,
+        intermediate_size_mlp=48,
+        interleave_moe_layer_step=2,
+        num_local_experts=4,
+        attention_chunk_size=WINDOW,
+        floor_scale=6,
+        attn_scale=2.0,
+    ),
+    "llama4-tokens": _config(  # no layer without rotary embedding, one that sees all, and no norm of heads
+        "Llama4TextConfig",
+        head_dim=8,
+        num_hidden_layers=3,
+        intermediate_size_mlp=48,
+        moe_layers=[],
+        no_rope_layers=[1, 1, 1],
+        layer_types=["chunked_attention", "full_attention", "chunked_attention"],
+        attention_chunk_size=6,
+        use_qk_norm=False,
+    ),
+}
+"""Models whose layers attend within chunks: every fourth layer of the first sees all, without rotary embedding."""
+
+
 _GATED_DELTA: dict[str, Any] = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
@@ -277,7 +304,7 @@ def llama_config(**options: Any) -> PreTrainedConfig:
 
 def make_model(name: str, seed: int = 0) -> PreTrainedModel:
     """A random float32 model of family `name`, in eval mode."""
-    return random_model({**FAMILIES, **UNLISTED, **LATENT, **HYBRIDS}[name](), seed)
+    return random_model({**FAMILIES, **UNLISTED, **LATENT, **CHUNKED, **HYBRIDS}[name](), seed)
 
 
 def random_model(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:

@@ -163,6 +163,7 @@ def _attention_line(row: AttentionRow) -> str:
     head = str(row.key_dim) if row.key_dim == row.value_dim else f"{row.key_dim} (keys), {row.value_dim} (values)"
     line = f"{row.layers} layers of {row.num_q_heads} query and {row.num_kv_heads} KV heads, head size {head}"
     line += f", window {row.window}" if row.window else ""
+    line += f", chunks of {row.chunk_size}" if row.chunk_size else ""
     line += f", soft cap {row.softcap:g}" if row.softcap else ""
     return line + (", sinks" if row.has_sinks else "") + (", latent" if row.is_latent else "")
 

@@ -116,6 +116,8 @@ def _gpu_or_page_reason(family: Family, capability: Capability, block_size: int)
 def _head_reason(layer: AttentionLayer, sizes: str, fits: bool) -> str | None:
     if layer.is_latent:
         return f"{layer.name} keeps latents, whose values are part of its keys"
+    if layer.chunk_size:
+        return f"{layer.name} attends within chunks, and it has windows"
     if layer.dtype not in DTYPES:
         return f"{layer.name} computes in {layer.dtype}; it has {' and '.join(map(str, DTYPES))}"
     if not fits:

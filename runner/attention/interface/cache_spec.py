@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -13,6 +13,13 @@ from piecegraph.runner.scheduling.kv_cache_group import CacheKind, KVCacheGroup
 
 ALIGNMENT = 256
 """The boundary in bytes at which each page begins, and each tensor of a state."""
+
+
+class Reach(NamedTuple):
+    """How far back the queries of a layer see."""
+
+    window: int = 0  # keys a query sees, itself included; 0: all before it
+    chunk_size: int = 0  # tokens of a chunk, of which a query sees its own; 0: no chunks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +53,11 @@ class CacheSpec:
     def __post_init__(self) -> None:
         assert bool(self.window) is (self.kind is CacheKind.SLIDING), f"a window of {self.window}, {self.kind}"
         assert bool(self.chunk_size) is (self.kind is CacheKind.CHUNKED), f"chunks of {self.chunk_size}, {self.kind}"
+
+    @property
+    def reach(self) -> Reach:
+        """How far back queries see."""
+        return Reach(self.window, self.chunk_size)
 
     @property
     def is_state(self) -> bool:

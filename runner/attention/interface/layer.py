@@ -29,20 +29,22 @@ class AttentionLayer:
     softcap: float  # 0.0: none
     has_sinks: bool
     is_latent: bool = False  # the value is the beginning of the key, which alone is cached
+    chunk_size: int = 0  # tokens of a chunk, of which a query sees its own; 0: no chunks
 
     @property
     def cache_spec(self) -> CacheSpec:
-        """Return what the layer keeps: the keys and values of all tokens, or of a window, or one vector for both."""
+        """Return what the layer keeps of all tokens, a window or a chunk: keys and values, or one vector for both."""
         key = CacheTensor(
             name="latent" if self.is_latent else "key", shape=(self.num_kv_heads, self.key_dim), dtype=self.dtype
         )
         value = CacheTensor(name="value", shape=(self.num_kv_heads, self.value_dim), dtype=self.dtype)
-        whole = CacheKind.LATENT if self.is_latent else CacheKind.FULL
+        whole = CacheKind.LATENT if self.is_latent else CacheKind.CHUNKED if self.chunk_size else CacheKind.FULL
         return CacheSpec(
             kind=CacheKind.SLIDING if self.window else whole,
             tensors=(key,) if self.is_latent else (key, value),
             values_in_keys=self.value_dim if self.is_latent else None,
             window=self.window,
+            chunk_size=self.chunk_size,
         )
 
 
@@ -83,6 +85,7 @@ def _attention_layer(call: SplitCall) -> AttentionLayer:
         softcap=float(arguments.softcap),
         has_sinks=arguments.sinks is not None,
         is_latent=arguments.is_latent,
+        chunk_size=arguments.chunk_size,
     )
 
 

@@ -7,6 +7,8 @@ from itertools import pairwise
 
 import torch
 
+from piecegraph.runner.attention.interface.cache_spec import Reach
+
 PAD_SLOT_ID = -1
 """The slot of a padding token: no key and value are written for it."""
 
@@ -19,7 +21,7 @@ class HostBatch:
     seq_lens: tuple[int, ...]  # num_reqs
     block_table: torch.Tensor  # [num_reqs, max_blocks] int64
     slot_mapping: torch.Tensor  # [num_tokens] int64
-    windows: frozenset[int] | None = None  # windows of the layers this is for, 0: no window; None: any may occur
+    reaches: frozenset[Reach] | None = None  # those of the layers this is for; None: any may occur
 
     @property
     def query_lens(self) -> tuple[int, ...]:

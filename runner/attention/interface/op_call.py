@@ -9,12 +9,14 @@ from typing import Any, NamedTuple
 import torch
 
 from piecegraph.compiler.splitting.plan import TensorSpec
+from piecegraph.runner.attention.interface.cache_spec import Reach
 from piecegraph.runner.attention.interface.rotary import Rotary
 
 ATTENTION_OP = "piecegraph::attention"
 ROPE_ATTENTION_OP = "piecegraph::rope_attention"
 LATENT_ATTENTION_OP = "piecegraph::latent_attention"
-ATTENTION_OPS = (ATTENTION_OP, ROPE_ATTENTION_OP, LATENT_ATTENTION_OP)
+CHUNKED_ATTENTION_OP = "piecegraph::chunked_attention"
+ATTENTION_OPS = (ATTENTION_OP, ROPE_ATTENTION_OP, LATENT_ATTENTION_OP, CHUNKED_ATTENTION_OP)
 
 _LAYER_ARGUMENTS = "float scale, int window, float softcap, Tensor? sinks, str? unsupported, str layer"
 # `layer` is the only argument in which equal layers differ. It stays the last, and `unsupported` carries
@@ -24,6 +26,8 @@ SCHEMAS = (
     "rope_attention(Tensor(a!) query, Tensor key, Tensor value, Tensor(b!) out, Tensor cos, Tensor sin, "
     f"Tensor? q_norm_weight, Tensor? k_norm_weight, float? norm_eps, float norm_offset, {_LAYER_ARGUMENTS}) -> ()",
     f"latent_attention(Tensor query, Tensor key, Tensor(a!) out, {_LAYER_ARGUMENTS}) -> ()",
+    "chunked_attention(Tensor query, Tensor key, Tensor value, Tensor(a!) out, int chunk_size, "
+    f"{_LAYER_ARGUMENTS}) -> ()",
 )
 
 
@@ -31,8 +35,9 @@ class AttentionCall(NamedTuple):
     """Causal attention of one layer, without its cache and its batch: the arguments of any of the ops.
 
     Running a call mutates `out` and the layer's cache. Key `j` is visible from query `i` iff `j <= i` and, with a
-    window, `j > i - window` (transformers' meaning). With `rotary` the cache gets rotated keys, and rows of `query`
-    may be overwritten. In a call that is read from a traced graph, each tensor is its `TensorSpec`.
+    window, `j > i - window` (transformers' meaning), with chunks, `j // chunk_size == i // chunk_size`. With `rotary`
+    the cache gets rotated keys, and rows of `query` may be overwritten. In a call that is read from a traced graph,
+    each tensor is its `TensorSpec`.
     """
 
     query: torch.Tensor  # [num_tokens, num_q_heads, key_dim]; a head's numbers are adjacent, heads may lie anywhere
@@ -47,6 +52,12 @@ class AttentionCall(NamedTuple):
     layer: str = ""  # the layer's name
     rotary: Rotary | None = None  # what query and key still need; None: nothing
     is_latent: bool = False  # the value is the beginning of the key, and the cache keeps keys only
+    chunk_size: int = 0  # tokens of a chunk; 0: no chunks
+
+    @property
+    def reach(self) -> Reach:
+        """How far back queries see."""
+        return Reach(self.window, self.chunk_size)
 
 
 def attention_call(*args: Any) -> AttentionCall:
@@ -83,10 +94,17 @@ def latent_attention_call(*args: Any) -> AttentionCall:
     return attention_call(query, key, value, out, *rest)._replace(is_latent=True)
 
 
+def chunked_attention_call(*args: Any) -> AttentionCall:
+    """Return the call with the arguments of `piecegraph::chunked_attention`."""
+    query, key, value, out, chunk_size, *rest = args
+    return attention_call(query, key, value, out, *rest)._replace(chunk_size=chunk_size)
+
+
 _CALLS = {
     ATTENTION_OP: attention_call,
     ROPE_ATTENTION_OP: rope_attention_call,
     LATENT_ATTENTION_OP: latent_attention_call,
+    CHUNKED_ATTENTION_OP: chunked_attention_call,
 }
 
 

@@ -34,6 +34,22 @@ _HARMLESS = frozenset(
 """Keyword arguments models pass along that do not change what attention computes."""
 
 
+CHUNK_SIZE_ATTRIBUTE = "_piecegraph_chunk_size"
+"""The attribute of an attention module that holds the tokens of its chunks, which transformers puts into a mask."""
+
+TEMPERATURE_ATTRIBUTE = "_piecegraph_temperature"
+"""The attribute of an attention module whose queries grow with their position: the tokens of a step, and the growth."""
+
+
+POSITIONS_ARGUMENT = "piecegraph_positions"
+"""The keyword argument of a model's forward, besides its own, that takes positions `[1, num_tokens]` to attention."""
+
+
+def needs_positions(model: nn.Module) -> bool:
+    """Return whether attention of `model` needs `POSITIONS_ARGUMENT`."""
+    return any(TEMPERATURE_ATTRIBUTE in vars(module) for module in model.modules())
+
+
 def register_attention() -> None:
     """Register `attn_implementation="piecegraph"` with transformers. Idempotent."""
     from transformers import AttentionInterface
@@ -53,13 +69,20 @@ def transformers_attention(
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     is_causal: bool | None = None,
+    piecegraph_positions: torch.Tensor | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
-    """Call `piecegraph::attention` or `piecegraph::latent_attention`, which tracing puts into the graph as one node.
+    """Call `piecegraph::attention` or another form of it, which tracing puts into the graph as one node.
 
     Returns `[1, num_tokens, num_q_heads, value_dim]`, and None for the attention weights.
     """
     unsupported = _unsupported(module, attention_mask is not None, dropout, is_causal, kwargs)
+    temperature: tuple[int, float] | None = getattr(module, TEMPERATURE_ATTRIBUTE, None)
+    if temperature is not None:
+        if piecegraph_positions is None:
+            unsupported = unsupported or "scales queries by their position, which the model does not hand on."
+        else:
+            query = _grown(query, piecegraph_positions, *temperature)
     of_layer = (
         float(scaling) if scaling is not None else query.shape[-1] ** -0.5,
         int(sliding_window) if sliding_window is not None else 0,
@@ -73,8 +96,21 @@ def transformers_attention(
     assert not isinstance(value, LatentKV), "keys and values are compressed together"
     query, key, value = (x.transpose(1, 2).squeeze(0) for x in (query, key, value))
     out = query.new_empty((query.shape[0], query.shape[1], value.shape[2]))
-    torch.ops.piecegraph.attention.default(query, key, value, out, *of_layer)
+    chunk_size: int = getattr(module, CHUNK_SIZE_ATTRIBUTE, 0)
+    if chunk_size:
+        torch.ops.piecegraph.chunked_attention.default(query, key, value, out, chunk_size, *of_layer)
+    else:
+        torch.ops.piecegraph.attention.default(query, key, value, out, *of_layer)
     return out.unsqueeze(0), None
+
+
+def _grown(query: torch.Tensor, positions: torch.Tensor, step: int, growth: float) -> torch.Tensor:
+    """Return the query with a scale by position that grows after each `step` tokens (https://arxiv.org/abs/2501.19399).
+
+    `positions` `[1, num_tokens]`.
+    """
+    scale = torch.log1p(torch.floor((positions.float() + 1.0) / step)) * growth + 1.0
+    return (query * scale[:, None, :, None]).to(query.dtype)
 
 
 def _latent_attention(module: Any, query: torch.Tensor, kv: LatentKV, of_layer: tuple[object, ...]) -> torch.Tensor:

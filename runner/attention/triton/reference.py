@@ -69,7 +69,7 @@ def paged_attention(
     Writes `call.out`, but for rows that no request owns. `call.query` is rotated already; `call.key`, `call.value` and
     `call.rotary` are not read.
     """
-    query, out, window = call.query, call.out, call.window
+    query, out, window, chunk_size = call.query, call.out, call.window, call.chunk_size
     block_size = kv_cache.key.shape[1]
     starts = query_start_loc.tolist()
     for request, seq_len in enumerate(seq_lens.tolist()):
@@ -78,6 +78,8 @@ def paged_attention(
             continue
         positions = torch.arange(seq_len - (stop - start), seq_len, device=query.device)
         first = max(0, seq_len - (stop - start) - window + 1) if window else 0
+        if chunk_size:
+            first = (seq_len - (stop - start)) // chunk_size * chunk_size
         key_positions = torch.arange(first, seq_len, device=query.device)
         blocks = block_table[request].index_select(0, key_positions // block_size).long()
         key = kv_cache.key[blocks, key_positions % block_size]
@@ -85,6 +87,8 @@ def paged_attention(
         visible = key_positions <= positions[:, None]
         if window:
             visible &= key_positions > positions[:, None] - window
+        if chunk_size:
+            visible &= key_positions >= positions[:, None] // chunk_size * chunk_size
         attended = attend(
             query[start:stop], key, value, visible, scale=call.scale, softcap=call.softcap, sinks=call.sinks
         )

@@ -32,8 +32,9 @@ class PagedCase:
             out = self.query.new_full((*self.query.shape[:2], self.value.shape[2]), float("nan"))
         layer = self.layer
         return AttentionCall(
-            self.query, self.key, self.value, out, layer.scale, layer.window, layer.softcap, self.sinks, rotary=rotary
-        )
+            self.query, self.key, self.value, out, layer.scale, layer.window, layer.softcap, self.sinks, rotary=rotary,
+            chunk_size=layer.chunk_size,
+        )  # fmt: skip
 
 
 def make_case(
@@ -44,6 +45,7 @@ def make_case(
     key_dim: int = 8,
     value_dim: int = 8,
     window: int = 0,
+    chunk_size: int = 0,
     softcap: float = 0.0,
     has_sinks: bool = False,
     num_padded: int = 0,
@@ -68,6 +70,7 @@ def make_case(
         window=window,
         softcap=softcap,
         has_sinks=has_sinks,
+        chunk_size=chunk_size,
     )
     blocks_each = [-(-(past + new) // block_size) for past, new in lens]
     num_blocks = sum(blocks_each) + 3
@@ -84,8 +87,10 @@ def make_case(
         block_table[row, : blocks_each[row]] = torch.tensor([shuffled.pop() for _ in range(blocks_each[row])])
         slots = [int(block_table[row, t // block_size]) * block_size + t % block_size for t in range(past + new)]
         key, value = normal(past + new, num_kv_heads, key_dim), normal(past + new, num_kv_heads, value_dim)
-        # Whole blocks before the window of the first new token may be another's by now, and hold anything.
+        # Whole blocks before the window or the chunk of the first new token may be another's by now, and hold anything.
         first = max(0, past - window + 1) // block_size * block_size if window and is_passed_freed else 0
+        if chunk_size:
+            first = past // chunk_size * chunk_size // block_size * block_size
         cache.key.flatten(0, 1)[slots[first:past]] = key[first:past]
         cache.value.flatten(0, 1)[slots[first:past]] = value[first:past]
         query = normal(new, num_q_heads, key_dim)
@@ -139,6 +144,7 @@ def naive_attention(
     for row in range(query.shape[0]):
         i = first + row
         visible = [j for j in range(i + 1) if not layer.window or j > i - layer.window]
+        visible = [j for j in visible if not layer.chunk_size or j // layer.chunk_size == i // layer.chunk_size]
         for head in range(query.shape[1]):
             kv_head = head // (layer.num_q_heads // layer.num_kv_heads)
             scores = key[visible, kv_head].double() @ query[row, head].double() * layer.scale

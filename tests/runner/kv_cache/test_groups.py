@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from piecegraph.runner.attention.interface.cache_spec import Reach
 from piecegraph.runner.attention.interface.layer import AttentionLayer
 from piecegraph.runner.kv_cache.groups import MAX_GROUPS, KVCacheLayout, kv_cache_layout
 
@@ -54,7 +55,7 @@ def test_gemma_2_and_the_memory_it_saves() -> None:
     found = layout(every(2, 42, 4096), max_model_len=8192)
     assert [group.sliding_window for group in found.groups] == [4096, None]
     assert found.groups[0].layers == tuple(range(0, 42, 2))
-    assert found.windows == (frozenset({4096}), frozenset({0}))
+    assert found.reaches == (frozenset({Reach(4096)}), frozenset({Reach()}))
     assert found.tensors[1] == ("layers.2", "layers.3")
     assert found.notes == (
         "kv cache groups: 21 x window of 4096 tokens, 21 x full attention: 2 groups of up to 21 layers; while it "
@@ -83,7 +84,7 @@ def test_a_window_that_no_request_exceeds_counts_as_none() -> None:
 def test_groups_that_save_little_are_not_made() -> None:
     found = layout(every(2, 24, 4000), max_model_len=4096)
     assert [group.sliding_window for group in found.groups] == [None]
-    assert found.windows == (frozenset({0, 4000}),)
+    assert found.reaches == (frozenset({Reach(), Reach(4000)}),)
     assert found.note is not None and "several would save less than 10%" in found.note
     near = layout([1000, 1008] * 4)
     assert [group.sliding_window for group in near.groups] == [1008]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from piecegraph.runner.attention.interface.layer import AttentionLayer
 from piecegraph.runner.common.model_source import ModelSource
 from piecegraph.runner.models.load import load_model
 from piecegraph.runner.models.support import MAX_SIZES, check_config, check_layers, check_model_sizes
-from tests.runner.tiny_models import FAMILIES, llama_config
+from tests.runner.tiny_models import CHUNKED, FAMILIES, llama_config
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("T5Config", {"is_encoder_decoder": True}, "encoder-decoder"),
@@ -24,7 +25,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("StableLmConfig", {}, "StableLmForCausalLM computes its attention itself"),
     ("BloomConfig", {}, "BloomForCausalLM computes its attention itself"),
     ("Qwen3NextConfig", {"num_hidden_layers": 2, "hidden_act": "gelu"}, "GatedDeltaNet. keeps a state between tokens"),
-    ("Llama4TextConfig", {}, "layers of type chunked_attention"),
+    ("DeepseekV32Config", {}, "layers of type deepseek_sparse_attention"),
     ("ViTConfig", {}, "ViTConfig .* has no causal language model"),
 ]
 
@@ -90,6 +91,17 @@ def test_attention_must_be_what_the_config_says(family: str, windows: list[int],
 @pytest.mark.parametrize(("family", "windows"), [("llama", [0, 0]), ("gemma2", [8, 0]), ("mistral", [8, 8])])
 def test_attention_that_agrees_passes(family: str, windows: list[int]) -> None:
     check_layers(layers(windows), FAMILIES[family]())
+
+
+@pytest.mark.parametrize(("chunks", "max_model_len"), [([8, 8, 8, 0], 64), ([0, 0, 0, 0], 8)])
+def test_chunks_must_be_as_many_as_the_config_has(chunks: list[int], max_model_len: int) -> None:
+    """None are, where a text is within one chunk."""
+    config = CHUNKED["llama4"]()
+    found = [replace(layer, chunk_size=chunk) for layer, chunk in zip(layers([0] * 4), chunks, strict=True)]
+    check_layers(found, config, max_model_len=max_model_len)
+    for wrong in ([*found[:3], replace(found[3], chunk_size=8)], [replace(found[0], chunk_size=4), *found[1:]]):
+        with pytest.raises(UnsupportedModel, match=r"layers attend within chunks of 8 tokens, but . call attention so"):
+            check_layers(wrong, config, max_model_len=64)
 
 
 def test_an_unused_window_in_the_config_is_ignored() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from piecegraph.runner.attention.interface.cache_spec import Reach
 from piecegraph.runner.attention.interface.metadata import PAD_SLOT_ID
 from piecegraph.runner.scheduling.scheduler_output import ScheduledRequest
 from piecegraph.runner.step.batch import build_batch, host_batch
@@ -45,10 +46,10 @@ def test_a_group_has_its_own_blocks_on_the_host() -> None:
     assert made.host_blocks("decode", 0) == [7, 2] == made.block_table[0, row, :2].tolist()
     assert made.host_blocks("decode", 1) == [17, 12, 8] == made.block_table[1, row, :3].tolist()
     first, second = (
-        host_batch(MIXED, made, BLOCK_SIZE, 8, group=group, windows=frozenset({group})) for group in (0, 1)
+        host_batch(MIXED, made, BLOCK_SIZE, 8, group=group, reaches=frozenset({Reach(group)})) for group in (0, 1)
     )
     assert second.slot_mapping.tolist() == [slot + 40 if slot >= 0 else slot for slot in first.slot_mapping.tolist()]
-    assert (first.windows, second.windows) == (frozenset({0}), frozenset({1}))
+    assert (first.reaches, second.reaches) == (frozenset({Reach(0)}), frozenset({Reach(1)}))
 
 
 def test_pages_of_later_blocks_follow_those_before() -> None:

@@ -21,6 +21,7 @@ from piecegraph.runner.attention.interface.op import launch_of_group
 from piecegraph.runner.attention.interface.op_call import (
     ATTENTION_OP,
     ATTENTION_OPS,
+    CHUNKED_ATTENTION_OP,
     LATENT_ATTENTION_OP,
     ROPE_ATTENTION_OP,
 )
@@ -88,14 +89,21 @@ def test_the_schemas_say_what_is_written() -> None:
         op: [a.name for a in getattr(torch.ops.piecegraph, op.split("::")[1]).default._schema.arguments if a.is_write]
         for op in ATTENTION_OPS
     }
-    assert written == {ATTENTION_OP: ["out"], ROPE_ATTENTION_OP: ["query", "out"], LATENT_ATTENTION_OP: ["out"]}
+    assert written == {
+        ATTENTION_OP: ["out"],
+        ROPE_ATTENTION_OP: ["query", "out"],
+        LATENT_ATTENTION_OP: ["out"],
+        CHUNKED_ATTENTION_OP: ["out"],
+    }
 
 
 def call(op: str, unsupported: str | None = None) -> SplitCall:
     def spec(*shape: int) -> TensorSpec:
         return TensorSpec(shape=shape, dtype=torch.float16, device=torch.device("cpu"))
 
-    middle = (spec(3, 6), spec(3, 6), None, None, 1e-6, 0.0) if op == ROPE_ATTENTION_OP else ()
+    middle = {ROPE_ATTENTION_OP: (spec(3, 6), spec(3, 6), None, None, 1e-6, 0.0), CHUNKED_ATTENTION_OP: (16,)}.get(
+        op, ()
+    )
     value = () if op == LATENT_ATTENTION_OP else (spec(3, 2, 5),)  # else in the key
     args = (spec(3, 4, 8), spec(3, 2, 8), *value, spec(3, 4, 5), *middle, 0.5, 7, 30.0, None, unsupported, "l.0")
     return SplitCall(index=0, op=op, args=args)
@@ -103,10 +111,12 @@ def call(op: str, unsupported: str | None = None) -> SplitCall:
 
 @pytest.mark.parametrize("op", ATTENTION_OPS)
 def test_layers_are_read_off_each_op(op: str) -> None:
+    chunk_size = 16 if op == CHUNKED_ATTENTION_OP else 0
     assert attention_layers([call(op)]) == (
         AttentionLayer(
             name="l.0", num_q_heads=4, num_kv_heads=2, key_dim=8, value_dim=5, dtype=torch.float16, scale=0.5,
             window=7, softcap=30.0, has_sinks=False, is_latent=op == LATENT_ATTENTION_OP,
+            chunk_size=chunk_size,
         ),
     )  # fmt: skip
     with pytest.raises(UnsupportedModel, match=r"l\.0: cannot"):

@@ -13,7 +13,12 @@ from piecegraph.compiler.api import compile as compile_module
 from piecegraph.compiler.repeated_layers.find import name_layers
 from piecegraph.errors import UnsupportedModel
 from piecegraph.runner.attention.interface.layer import AttentionLayer, attention_layers
-from piecegraph.runner.attention.interface.transformers_attention import transformers_attention
+from piecegraph.runner.attention.interface.transformers_attention import (
+    CHUNK_SIZE_ATTRIBUTE,
+    TEMPERATURE_ATTRIBUTE,
+    needs_positions,
+    transformers_attention,
+)
 
 Call = Callable[..., tuple[torch.Tensor, None]]
 
@@ -88,6 +93,18 @@ def test_an_attention_module_that_runs_twice_is_refused() -> None:
     shared = Attention()
     with pytest.raises(UnsupportedModel, match=r"layers\.0 runs more than once"):
         traced_layers(shared, shared)
+
+
+def test_what_a_module_says_of_itself_is_part_of_its_call() -> None:
+    """Chunks become an argument of the op; a scale by position needs positions."""
+    chunked, plain = Attention(), Attention()
+    setattr(chunked, CHUNK_SIZE_ATTRIBUTE, 3)
+    assert [layer.chunk_size for layer in traced_layers(chunked, plain)] == [3, 0]
+    growing = Attention()
+    setattr(growing, TEMPERATURE_ATTRIBUTE, (8, 0.1))
+    assert needs_positions(nn.ModuleList([growing])) and not needs_positions(chunked)
+    with pytest.raises(UnsupportedModel, match=r"layers\.0: scales queries by their position"):
+        traced_layers(growing)
 
 
 def test_a_mask_is_refused() -> None:

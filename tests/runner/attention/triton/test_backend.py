@@ -34,6 +34,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "one kv head": {"num_kv_heads": 1},
     "window": {"window": 5},
     "window of 1": {"window": 1},
+    "chunks": {"chunk_size": 5},
     "softcap": {"softcap": 1.5},
     "sinks": {"has_sinks": True},
     "all at once": {"window": 5, "softcap": 2.0, "has_sinks": True, "value_dim": 6},
@@ -68,7 +69,8 @@ def test_on_a_cpu_equals_naive_attention(batch: str, kind: str) -> None:
     case = make_case(lens=BATCHES[batch], num_padded=2, **KINDS[kind])
     out, num_rows = run(case), case.expected.shape[0]
     torch.testing.assert_close(out[:num_rows].double(), case.expected, atol=2e-6, rtol=1e-5)
-    check_cache(case)
+    if kind != "chunks":  # those before the chunk of a new token were never written
+        check_cache(case)
 
 
 def run_rotary(case: RotaryCase, builder: TritonMetadataBuilder) -> torch.Tensor:
