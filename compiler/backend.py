@@ -40,17 +40,24 @@ _TORCH_GUARDS = GuardAudit(
 
 
 class _Origin:
-    """The origin of a graph: the traced code objects, outermost first, and the tensors of the traced call."""
+    """The origin of a graph: the code objects that were traced, outermost first, and the graph's input tensors.
+
+    It tells to which of several models compiled by `torch.compile` a graph belongs.
+    """
 
     def __init__(self, code: tuple[types.CodeType, ...], inputs: Sequence[Any]) -> None:
         self._code = code
         self._tensors = [weakref.ref(value) for value in inputs if isinstance(value, torch.Tensor)]
 
     def matches_function(self, function: Callable[..., Any]) -> bool:
+        """Return whether the trace began in `function`."""
         return bool(self._code) and self._code[0] is getattr(function, "__code__", None)
 
     def matches_module(self, module: torch.nn.Module) -> bool:
-        """Return whether the graph reads a weight of `module`, or ran its forward where `module` has no weights."""
+        """Return whether the graph reads a parameter or buffer of `module`.
+
+        A module without any is matched by its forward, which must be among the traced code objects.
+        """
         weights = {id(t) for t in (*module.parameters(), *module.buffers())}
         if weights:
             return any((tensor := ref()) is not None and id(tensor) in weights for ref in self._tensors)
@@ -58,44 +65,44 @@ class _Origin:
 
 
 @dataclass(frozen=True, slots=True)
-class _SizePlace:
-    """The place in a call from which a symbol's value is read: an argument, or a dim of an argument."""
+class _SizeSource:
+    """The source of a size symbol's value in a call: an integer argument, or a dim of a tensor argument."""
 
-    position: int
-    dim: int | None
+    position: int  # of the argument
+    dim: int | None  # None: the argument itself is the size
 
     def read(self, args: Sequence[Any]) -> int:
         return int(args[self.position] if self.dim is None else args[self.position].shape[self.dim])
 
 
-def _size_places(placeholders: Sequence[fx.Node]) -> dict[str, _SizePlace]:
-    """Return a place for every symbol that is by itself a placeholder or a dim of a placeholder."""
-    places: dict[str, _SizePlace] = {}
+def _size_sources(placeholders: Sequence[fx.Node]) -> dict[str, _SizeSource]:
+    """Return a source for every size symbol that is a placeholder or a dim of one; `2 * s0` is no source of `s0`."""
+    sources: dict[str, _SizeSource] = {}
     for position, node in enumerate(placeholders):
         value = value_of(node)
         if (symbol := symbol_of(value)) is not None:
-            places[symbol] = _SizePlace(position, None)
+            sources[symbol] = _SizeSource(position, None)
         elif isinstance(value, torch.Tensor):
             for dim, size in enumerate(value.shape):
                 if (symbol := symbol_of(size)) is not None:
-                    places.setdefault(symbol, _SizePlace(position, dim))
-    return places
+                    sources.setdefault(symbol, _SizeSource(position, dim))
+    return sources
 
 
 class GraphModel:
-    """A compiled graph of `torch.compile`, which Dynamo calls with every input of the graph."""
+    """A graph compiled for `torch.compile`. Dynamo calls it with all inputs of the graph, weights included."""
 
-    def __init__(self, built: BuildResult, origin: _Origin, sizes: Mapping[str, _SizePlace]) -> None:
+    def __init__(self, built: BuildResult, origin: _Origin, sizes: Mapping[str, _SizeSource]) -> None:
         self._built = built
         self._origin = origin
-        self._sizes = {} if built.forwards.is_one else sizes
+        self._sizes = {} if built.forwards.is_one else sizes  # they only select static pieces
         overlaps = OverlapCheck(built.plan, built.namespace)
         self._overlaps = overlaps if overlaps.is_needed else None
-        self._checked_sizes: set[tuple[int, ...]] = set()  # sizes at which the pieces have run without a failed check
+        self._checked_sizes: set[tuple[int, ...]] = set()  # values of `_sizes` at which watched pieces have run
 
     def __call__(self, *args: Any) -> tuple[Any, ...]:
         """Run the graph on all its inputs. Raises `InputMismatch` if a written input overlaps another one."""
-        sizes = {symbol: place.read(args) for symbol, place in self._sizes.items()}
+        sizes = {symbol: source.read(args) for symbol, source in self._sizes.items()}
         key = tuple(sizes.values())
         forwards = self._built.forwards
         if self._overlaps is not None:
@@ -109,7 +116,7 @@ class GraphModel:
         return outputs
 
     def report(self) -> CompileReport:
-        """Return pieces, unique pieces and seconds per phase. torch traces, so the tracing time is 0."""
+        """Return pieces, unique pieces and seconds per phase. The tracing time is 0, because torch traces."""
         return OWN_KERNELS.with_kernel_counts(self._built.forwards.with_failures(self._built.report))
 
     @property
@@ -129,12 +136,12 @@ class GraphModel:
 
     @property
     def guards(self) -> GuardAudit:
-        """An audit without records, which says that torch checks its own guards."""
+        """An audit that lists no guards, with a note that torch keeps and checks its own."""
         return _TORCH_GUARDS
 
 
 def _device_type(placeholders: Sequence[fx.Node]) -> str:
-    """Return the device type of the graph: one other than "cpu" if any tensor has one."""
+    """Return the device type of the graph's inputs: "cpu" only if all of them are on the CPU."""
     values = map(value_of, placeholders)
     types = {value.device.type for value in values if isinstance(value, torch.Tensor)}
     return next((kind for kind in sorted(types) if kind != "cpu"), "cpu")
@@ -147,11 +154,13 @@ _models_lock = threading.Lock()
 def compile_backend(
     gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None
 ) -> Callable[..., tuple[Any, ...]]:
-    """Compile a graph for Dynamo: the `torch_dynamo_backends` entry point. `options` are `CompileConfig` fields.
+    """Compile a graph for Dynamo. This function is the package's entry point in the group `torch_dynamo_backends`.
 
-    Returns a plain function, as tools that read Dynamo's cache (depyf) expect.
+    `options` are `CompileConfig` fields. Returns a plain function, because tools that read Dynamo's cache (depyf)
+    expect one.
 
-    Raises `CompileError` where gradients are enabled and an input requires them: piecegraph compiles for inference.
+    Raises `ConfigError` for a bad option, and `CompileError` or a subclass if the graph cannot be compiled, for example
+    because gradients are enabled and an input requires them: piecegraph compiles for inference.
     """
     config = CompileConfig.from_options(options)
     if torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in example_inputs):
@@ -160,7 +169,7 @@ def compile_backend(
             "Call the model under torch.no_grad() or torch.inference_mode(), or call model.requires_grad_(False)."
         )
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
-    sizes = _size_places(placeholders)
+    sizes = _size_sources(placeholders)
     inputs = NamedInputs(
         names=tuple(node.name for node in placeholders),
         bound=frozenset(),
@@ -174,14 +183,14 @@ def compile_backend(
             is_split_op = split_op_matcher(gm.graph, config.split_ops)
             passes = pipeline(config.passes, _device_type(placeholders))
             check_expected_run(config.expect, (each.name for each in passes))
-            rows = apply_to_graph(gm, passes, FixedInputs(is_split_op), config)
+            pass_rows = apply_to_graph(gm, passes, FixedInputs(is_split_op), config)
             built = build(
                 gm,
                 inputs,
                 config,
                 compiler,
                 passes,
-                rows,
+                pass_rows,
                 is_split_op=is_split_op,
                 trace_seconds=0.0,
                 on_phase=lambda phase: None,
@@ -191,20 +200,23 @@ def compile_backend(
         compiler.close()
     cache.enforce_max_size()
     reason = cache.reason or "under torch.compile, torch traces each time"
-    found = replace(built.report.cache, reason=reason, not_stored="; ".join(built.not_saved))
-    built = replace(built, report=replace(built.report, cache=found))
+    cache_report = replace(built.report.cache, reason=reason, not_stored="; ".join(built.not_saved))
+    built = replace(built, report=replace(built.report, cache=cache_report))
     model = GraphModel(built, _Origin(code_being_traced(), example_inputs), sizes)
     with _models_lock:
         _models_in_order.append(weakref.ref(model))
 
-    def build_graph_runner(*args: Any) -> tuple[Any, ...]:
+    def run_graph(*args: Any) -> tuple[Any, ...]:
         return model(*args)
 
-    return build_graph_runner
+    return run_graph
 
 
 def graph_models_of(compiled: Callable[..., Any]) -> tuple[GraphModel, ...]:
-    """Return the models of what `torch.compile` returned, oldest first. Raises `UsageError` for any other object."""
+    """Return the compiled graphs of a module or function that `torch.compile` returned, oldest first.
+
+    Raises `UsageError` for any other object.
+    """
     with _models_lock:
         models = [model for ref in _models_in_order if (model := ref()) is not None]
         _models_in_order[:] = [weakref.ref(model) for model in models]

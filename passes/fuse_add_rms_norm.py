@@ -1,7 +1,8 @@
 """`fuse-add-rms-norm`: fuse an RMS norm, and the residual add right before it, into one op.
 
-All spellings match: Llama's float32 in the middle, Gemma's `1 + weight`, no weight, over the hidden size or over a
-head. Every reciprocal square root is a site, so each norm that does not match is reported as a miss.
+All common forms match: computed in float32 between casts (Llama), scaled by `1 + weight` (Gemma), without a weight,
+over the hidden size or over each head. Every reciprocal square root and every `F.rms_norm` is a site, so each norm that
+does not match is reported as a miss.
 """
 
 from __future__ import annotations
@@ -25,11 +26,12 @@ from piecegraph.passes.ops.rms_norm import ADD_RMS_NORM, RMS_NORM
 class FuseAddRMSNorm(GraphPass):
     """A pass that replaces `x / rms(x) * (offset + weight)` over the last dim by `piecegraph::rms_norm`.
 
-    Where `x` is the sum of two tensors of its shape and dtype that nothing reads before the norm is done, the call
-    becomes `piecegraph::add_rms_norm`. A weight that the graph computes stays a multiplication of its own, because the
-    kernel reads weights early.
+    `rms(x)` is `sqrt(mean(x ** 2) + eps)`. If `x` is the sum of two tensors of its own shape and dtype, and nothing but
+    the norm reads the sum before the norm is done, the addition becomes part of the op: `piecegraph::add_rms_norm`,
+    which returns the norm and the sum. If the graph computes the weight, the multiplication stays a call of its own,
+    because the kernel reads its weight before the preceding kernel has ended.
 
-    The fused op rounds once where most models round twice, so results differ in their last bit.
+    The fused op rounds once where most models round twice, so results may differ in the last bit.
     """
 
     name: ClassVar[str] = "fuse-add-rms-norm"
@@ -50,26 +52,29 @@ class FuseAddRMSNorm(GraphPass):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Norm:
-    """A matched norm: `result = x / rms(x) * (offset + weight)`, of `x`'s dtype."""
+    """A matched norm: `result = x / rms(x) * (offset + weight)`, with the dtype of `x`."""
 
     x: fx.Node
-    weight: fx.Node | None
+    weight: fx.Node | None  # [size]; None: no factor
     eps: float
     offset: float
     result: fx.Node
-    inner: tuple[fx.Node, ...]  # the nodes that compute it; erased unless something else reads them
+    inner: tuple[fx.Node, ...]  # the nodes that compute `result`; erased unless something else reads them
 
 
 def _is_anchor(node: fx.Node) -> bool:
+    """Return whether a node is a reciprocal square root or a call of `F.rms_norm`; each norm has one."""
     return ir.is_call(node, ir.RSQRT | ir.RMS_NORM) or _is_inverse_root(node)
 
 
 def _is_inverse_root(node: fx.Node) -> bool:
+    """Return whether a node is a power of -0.5."""
     both = ir.operands(node, ir.POW)
     return both is not None and ir.number(both[1]) == -0.5
 
 
 def _norm_at(anchor: fx.Node) -> _Norm:
+    """Return the norm that contains an anchor. Raises `NoMatch`."""
     return _norm_of_call(anchor) if ir.is_call(anchor, ir.RMS_NORM) else _norm_around(anchor)
 
 
@@ -85,13 +90,13 @@ def _norm_of_call(call: fx.Node) -> _Norm:
         raise NoMatch(f"its weight {weight} is computed here; wanted is an input that nothing changes")
     narrow = ir.strip_widening(x)
     inner = [call, *_casts(x, narrow)]
-    result, weight, offset = _factor(call, narrow, inner, weight)
-    return _of_one_dtype(result, (narrow, x), weight=weight, eps=constant, offset=offset, inner=inner)
+    result, weight, offset = _follow_factor(call, narrow, inner, weight)
+    return _make_norm(result, (narrow, x), weight=weight, eps=constant, offset=offset, inner=inner)
 
 
-def _norm_around(root: fx.Node) -> _Norm:
-    """Match `x * root(mean(x ** 2) + eps)`, an optional factor, and casts between them. Raises `NoMatch`."""
-    total: Any = root.args[0]
+def _norm_around(rsqrt: fx.Node) -> _Norm:
+    """Match `x * rsqrt(mean(x ** 2) + eps)`, an optional factor, and casts between them. Raises `NoMatch`."""
+    total: Any = rsqrt.args[0]
     mean, eps = _mean_and_eps(total)
     square: Any = mean.args[0]
     squared = _squared(square)
@@ -99,26 +104,27 @@ def _norm_around(root: fx.Node) -> _Norm:
         raise NoMatch(f"{mean} is a mean over dim {ir.argument(mean, 1, 'dim')}; wanted is the last alone")
     if ir.argument(mean, 2, "keepdim", False) is not True:
         raise NoMatch(f"{mean} does not keep its dim")
-    for node in (square, mean, total, root):
+    for node in (square, mean, total, rsqrt):
         readers = [user.name for user in node.users]
         if len(readers) > 1:
             raise NoMatch(f"{node} has a second reader: {', '.join(readers)}")
-    scaled = next(iter(root.users), None)
-    wide = ir.other_operand(scaled, ir.MUL, root) if scaled is not None else None
+    scaled = next(iter(rsqrt.users), None)
+    wide = ir.other_operand(scaled, ir.MUL, rsqrt) if scaled is not None else None
     if scaled is None or not ir.is_tensor(wide):
-        raise NoMatch(f"{root} is read by {scaled}; wanted is a product with what was squared")
+        raise NoMatch(f"{rsqrt} is read by {scaled}; wanted is a product with what was squared")
     x = ir.strip_widening(squared)
     if ir.operands(x, ir.SUB) is not None:
         raise NoMatch(f"what is squared is a difference, {x}: a norm that takes the mean off (LayerNorm)")
     if ir.strip_widening(wide) is not x:
         raise NoMatch(f"{scaled} scales {wide}, but what was squared is {squared}")
-    inner = [square, mean, total, root, scaled]
-    result, weight, offset = _factor(scaled, x, inner)
+    inner = [square, mean, total, rsqrt, scaled]
+    result, weight, offset = _follow_factor(scaled, x, inner)
     inner += [*_casts(squared, x), *_casts(wide, x)]
-    return _of_one_dtype(result, (x, wide, squared), weight=weight, eps=eps, offset=offset, inner=inner)
+    return _make_norm(result, (x, wide, squared), weight=weight, eps=eps, offset=offset, inner=inner)
 
 
 def _mean_and_eps(total: Any) -> tuple[fx.Node, float]:
+    """Return the mean and the constant of `total`, which must be their sum. Raises `NoMatch`."""
     both = ir.operands(total, ir.ADD)
     if both is None:
         raise NoMatch(f"it is the root of {total}; wanted is a mean of squares plus an epsilon")
@@ -133,6 +139,7 @@ def _mean_and_eps(total: Any) -> tuple[fx.Node, float]:
 
 
 def _squared(square: Any) -> fx.Node:
+    """Return the tensor that `square` is the square of. Raises `NoMatch`."""
     power, product = ir.operands(square, ir.POW), ir.operands(square, ir.MUL)
     x = None
     if power is not None and ir.number(power[1]) == 2:
@@ -146,18 +153,19 @@ def _squared(square: Any) -> fx.Node:
     return x
 
 
-def _factor(
+def _follow_factor(
     scaled: fx.Node, x: fx.Node, inner: list[fx.Node], weight: fx.Node | None = None
 ) -> tuple[fx.Node, fx.Node | None, float]:
-    """Follow the uses of `x / rms(x)` through a product with a weight and narrowing casts.
+    """Follow `scaled`, which is `x / rms(x)`, through narrowing casts and a product with a weight, in any order.
 
-    Returns (result, weight, offset) and adds the nodes on the way to `inner`.
+    `weight`: a weight that `scaled` has been multiplied by already. Returns the last node (the result of the norm), the
+    weight and its offset, and appends the nodes after `scaled` to `inner`.
     """
     result, offset = scaled, 0.0
     while len(result.users) == 1:
         reader = next(iter(result.users))
         if ir.cast_source(reader) is result and ir.is_widening(ir.dtype_of(reader), ir.dtype_of(result)):
-            # A cast to a dtype narrower than that of x is not part of the norm.
+            # A cast to a narrower dtype than that of `x` is not part of the norm.
             if not ir.is_widening(ir.dtype_of(x), ir.dtype_of(reader)):
                 break
         elif weight is None and (found := _weight_in(reader, result)) is not None:
@@ -171,7 +179,7 @@ def _factor(
 
 
 def _weight_in(product: fx.Node, normed: fx.Node) -> tuple[fx.Node, float, list[fx.Node]] | None:
-    """Return (weight, offset, nodes that compute offset + weight) if `product` multiplies by them, else None."""
+    """Return a weight, its offset and the nodes that compute their sum if `product` is `normed` times it, else None."""
     factor = ir.other_operand(product, ir.MUL, normed)
     if not ir.is_tensor(factor) or not _is_weight(factor, normed):
         return None
@@ -193,7 +201,7 @@ def _is_weight(factor: fx.Node, normed: fx.Node) -> bool:
 
 
 def _between(last: fx.Node, first: fx.Node) -> list[fx.Node]:
-    """Return the nodes from `last` back to `first`, without `first`."""
+    """Return the chain of nodes from `last` back to `first`, through the first tensor argument, without `first`."""
     nodes = []
     while last is not first:
         nodes.append(last)
@@ -202,7 +210,7 @@ def _between(last: fx.Node, first: fx.Node) -> list[fx.Node]:
 
 
 def _casts(wide: fx.Node, narrow: fx.Node) -> Iterator[fx.Node]:
-    """Yield the casts that turn `narrow` into `wide`."""
+    """Yield the casts that turn `narrow` into `wide`, the last first."""
     while wide is not narrow:
         yield wide
         source = ir.cast_source(wide)
@@ -210,7 +218,7 @@ def _casts(wide: fx.Node, narrow: fx.Node) -> Iterator[fx.Node]:
         wide = source
 
 
-def _of_one_dtype(
+def _make_norm(
     result: fx.Node,
     sources: tuple[fx.Node, ...],
     *,
@@ -219,10 +227,10 @@ def _of_one_dtype(
     offset: float,
     inner: list[fx.Node],
 ) -> _Norm:
-    """Return the norm that reads the one of `sources` which has the result's dtype.
+    """Return the norm that reads a tensor of the dtype of `result`, because the op returns the dtype that it takes.
 
-    The op returns the dtype that it takes, and all `sources` have the same values. Raises `NoMatch` if there is none,
-    or if the kernel does not support it.
+    `sources`: tensors with the same values in several dtypes, to choose from. Raises `NoMatch` if none has that dtype,
+    if the kernel does not support it, or if a source is changed in place before `result` is computed.
     """
     dtype = ir.dtype_of(result)
     x = next((each for each in sources if ir.dtype_of(each) == dtype), None)
@@ -240,6 +248,7 @@ def _of_one_dtype(
 
 
 def _fuse(graph: fx.Graph, norm: _Norm, context: PassContext) -> None:
+    """Replace a matched norm by one op, which also does the addition before it, if `_summands` allows that."""
     x, result = norm.x, norm.result
     options = (norm.weight, norm.eps, norm.offset)
     if (summands := _summands(norm, context)) is not None:
@@ -256,7 +265,11 @@ def _fuse(graph: fx.Graph, norm: _Norm, context: PassContext) -> None:
 
 
 def _summands(norm: _Norm, context: PassContext) -> tuple[fx.Node, fx.Node] | None:
-    """Return the two summands of `norm.x`, or None if the sum is read before the fused norm would compute it."""
+    """Return the two summands of `norm.x`, or None if the addition cannot be part of the norm.
+
+    That is the case if it is no sum of two tensors of its shape and dtype, if the sum is read before `norm.result` by
+    anything but the norm, if there is a cut between them, or if a summand is changed in place before `norm.result`.
+    """
     both = ir.operands(norm.x, ir.ADD)
     if both is None or not ir.is_tensor(both[0]) or not ir.is_tensor(both[1]):
         return None
@@ -265,10 +278,10 @@ def _summands(norm: _Norm, context: PassContext) -> tuple[fx.Node, fx.Node] | No
     own = {*norm.inner, norm.result}
     node = norm.x.next
     while node is not norm.result:
-        if context.is_split_op(node):  # the norm's result would have to cross the cut
+        if context.is_split_op(node):  # one op cannot be on both sides of the cut
             return None
         if node in own:
-            if not own.issuperset(node.users):  # such as a cast of the sum: it stays, so the sum stays
+            if not own.issuperset(node.users):  # another node reads, for example, a cast of the sum, so that stays
                 return None
         elif norm.x in node.all_input_nodes:
             return None
@@ -277,10 +290,10 @@ def _summands(norm: _Norm, context: PassContext) -> tuple[fx.Node, fx.Node] | No
 
 
 def _swap_of_rows(x: fx.Node) -> tuple[fx.Node, int, int] | None:
-    """Return (source, dim, dim) if `x` swaps dims that are not normed over, else None.
+    """Return (source, dim, dim) if `x` is `source` with two dims swapped, neither of them the last; else None.
 
-    The norm then runs on the rows in their original order, in which the heads of a token are adjacent, so that views
-    of the result need no copy.
+    The norm then runs on `source`, in which the heads of a token are adjacent, and its result is swapped instead. So
+    views of the result need no copy.
     """
     swap = ir.swapped_dims(x)
     return swap if swap is not None and len(ir.shape_of(x)) - 1 not in swap[1:] else None

@@ -1,4 +1,4 @@
-"""`LLM`, the offline entry point: a model that generates text. Names and meanings follow vLLM's offline API.
+"""`LLM`, the offline entry point: a model that generates text or pools it. Its names follow vLLM's offline API.
 
 Importing this module does not import torch; constructing an `LLM` does.
 """
@@ -71,15 +71,15 @@ if TYPE_CHECKING:
 class LLM:
     """A language model that is loaded and compiled on construction, and then generates text or pools it.
 
-    `runner`: "generate", "pooling" (`embed`, `classify`, `score`), or "auto", by the model's files; `convert`: what a
-    model that pools returns, "embed" or "classify", or "auto".
-    `model`: a folder, a .gguf file or a hub id; None is the embedded default, SmolLM2-135M-Instruct.
-    `enforce_eager` disables both compilation and CUDA graphs. `on_phase` is called with every phase of loading.
-    An `LLM` is a context manager; `close` frees the model and its cache.
+    `model`: a folder, a .gguf file or a hub id; None is the embedded default, SmolLM2-135M-Instruct. `runner`:
+    "generate"; "pooling", for `embed`, `classify`, `score` and `encode`; or "auto", which decides by the model's files.
+    `convert`: the kind of result of a pooling model, "embed", "classify", or "auto", which decides by the model's
+    files. `enforce_eager` disables both compilation and CUDA graphs. `on_phase` is called with every phase of loading.
+    docs/generation.md lists the other arguments. An `LLM` is a context manager; `close` frees the model and its cache.
 
-    Raises `ConfigError` for an argument that is out of range, unknown or not available in this version (by
-    name), `ModelError` or a subclass for a model that cannot be read or run, `OutOfMemory` when the cache
-    does not fit, and `CompileError` or a subclass when compilation fails.
+    Raises `ConfigError` for an argument that is out of range, unknown or not available in this version (by name),
+    `ModelError` or a subclass for a model that cannot be read or run, `OutOfMemory` when the model and its KV cache do
+    not fit, and `CompileError` or a subclass when compilation fails.
     """
 
     def __init__(
@@ -128,14 +128,14 @@ class LLM:
         on_phase: OnPhase | None = None,
         **unknown: object,
     ) -> None:
-        arguments = dict(locals())  # every parameter by name: nothing else is assigned yet
+        arguments = dict(locals())  # every parameter by name, because no other local variable exists yet
         refuse_unknown(unknown, _argument_names())
         refuse_unavailable(tensor_parallel_size=tensor_parallel_size)
         self._chat_template = read_chat_template(chat_template)
         self._generation = GenerationDefaults(kind=generation_config, override=override_generation_config)
         config = _engine_config(arguments)
-        self._loaded: Loaded | None  # to generate; None: it pools, or is closed
-        self._loaded_pooler: LoadedPooler | None
+        self._loaded: Loaded | None  # what generates; None: this LLM pools, or is closed
+        self._loaded_pooler: LoadedPooler | None  # what pools; None: this LLM generates, or is closed
         self._loaded, self._loaded_pooler = _load(config, on_phase)
         self._model, self._seed = config.source.model, config.seed
         self._logprobs_mode = LogprobsMode.parse(config.logprobs_mode)
@@ -144,31 +144,31 @@ class LLM:
     @property
     def compiled(self) -> CompiledModel:
         """The compiled model; see its `report()`, `source` and `guards`."""
-        return self._any.compiled
+        return self._model_in_use.compiled
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
         """The tokenizer, or None with `skip_tokenizer_init`."""
-        return self._any.tokenizer
+        return self._model_in_use.tokenizer
 
     @property
     def chat_template(self) -> str | None:
-        """The chat template given as an argument, its text; None: the tokenizer's own is used."""
+        """The text of the chat template that was given to the `LLM`; None: the tokenizer's own is used."""
         return self._chat_template
 
     @property
     def max_model_len(self) -> int:
         """The largest number of tokens of a prompt and its output together."""
-        return self._any.max_model_len
+        return self._model_in_use.max_model_len
 
     @property
     def engine(self) -> Engine:
-        """The engine, for a server with a loop of its own: `add_request`, `step` and `abort`."""
-        return self._open.engine
+        """The engine, for a program that runs its own loop over `add_request`, `step` and `abort`."""
+        return self._generator.engine
 
     @property
     def llm_engine(self) -> LLMEngine:
-        """The engine behind the interface of vLLM's `LLMEngine`."""
+        """The engine as an object with the interface of vLLM's `LLMEngine`."""
         return LLMEngine(
             engine=self.engine,
             tokenizer=self.tokenizer,
@@ -182,7 +182,7 @@ class LLM:
         return ModelConfig(
             model=self._model,
             hf_config=self.hf_config,
-            dtype=self._open.model.dtype,
+            dtype=self._generator.model.dtype,
             max_model_len=self.max_model_len,
             vocab_size=self.engine.vocab_size,
             seed=self._seed,
@@ -190,23 +190,23 @@ class LLM:
 
     @property
     def hf_config(self) -> PretrainedConfig:
-        """The model's own configuration, as transformers has read the model's config file."""
-        return self._any.hf_config
+        """The model's configuration, as transformers has read it from the model's config file."""
+        return self._model_in_use.hf_config
 
     @property
     def runner(self) -> ModelRunner:
         """The model runner; see its `graphs`, `dispatcher` and `counters`."""
-        return self._open.runner
+        return self._generator.runner
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Decisions taken while loading that a caller may want to know about, one sentence each."""
-        return self._any.notes
+        """Decisions made while loading that a caller may want to know, one sentence for each."""
+        return self._model_in_use.notes
 
     @property
     def selfcheck(self) -> SelfcheckReport | None:
-        """The result of the comparison that `compilation_config={"selfcheck": True}` runs at start, else None."""
-        return self._open.selfcheck
+        """The result of the check at start that `compilation_config={"selfcheck": True}` asks for, else None."""
+        return self._generator.selfcheck
 
     def generate(
         self,
@@ -222,9 +222,11 @@ class LLM:
     ) -> list[RequestOutput]:
         """Return one finished output for each prompt, in the order of the prompts.
 
-        `sampling_params` and `priority` (lower values are scheduled first) are one for all prompts or one per prompt.
-        `use_tqdm`: False for no progress bar, or a callable that makes one, called like `tqdm.tqdm`.
-        `tokenization_kwargs` are passed to the tokenizer.
+        `prompts`: one prompt or several, each a string, token ids or a dictionary (docs/generation.md).
+        `sampling_params` and `priority` (lower values are scheduled first): one for all prompts, or one for each;
+        without `sampling_params`, those of `get_default_sampling_params`. `use_tqdm`: True shows a progress bar on a
+        terminal, False shows none, and a callable, called like `tqdm.tqdm`, makes one. `tokenization_kwargs` are passed
+        to the tokenizer.
 
         Raises `RequestError`, before any prompt runs, if one of the prompts or parameters is refused.
         """
@@ -251,7 +253,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Return what `generate` returns, for one conversation or several rendered with a chat template.
 
-        The template is `chat_template`, the `LLM`'s or the model's own. `ChatOptions` documents the other options.
+        The template is the argument `chat_template`, else that given to the `LLM`, else the model's own. `ChatOptions`
+        documents the other options.
         """
         refuse_unknown_options("chat", unknown, mm_processor_kwargs=mm_processor_kwargs)
         refuse_lora(lora_request)
@@ -275,10 +278,10 @@ class LLM:
         *,
         priority: int | Sequence[int] | None = None,
     ) -> Iterator[RequestOutput]:
-        """Yield outputs as tokens arrive, each with all of its request's text so far unless `output_kind` differs.
+        """Yield outputs as tokens arrive. Each has all text of its prompt so far, unless `output_kind` says otherwise.
 
-        The `request_id`s ascend in the order of the prompts. Ending the iteration early aborts the prompts that
-        still run.
+        The `request_id`s ascend in the order of the prompts. Ending the iteration early aborts the prompts that are
+        unfinished.
         """
         return self._run(self._requests(self._tokenize(prompts), sampling_params, priority))
 
@@ -291,9 +294,10 @@ class LLM:
         concurrency_limit: int | None = None,
         priority: int | Sequence[int] | None = None,
     ) -> list[BeamSearchOutput]:
-        """Return the likeliest continuations of each prompt, searching `concurrency_limit` prompts at a time.
+        """Return the likeliest continuations of each prompt, in the order of the prompts.
 
-        No progress bar is shown. Raises `RequestError` if the `LLM` has a `logprobs_mode` other than the default.
+        `concurrency_limit`: how many prompts are searched at a time; None: all. `use_tqdm` is accepted as in vLLM, but
+        no progress bar is shown. Raises `RequestError` if the `LLM` has a `logprobs_mode` other than the default.
         """
         refuse_lora(lora_request)
         if self._logprobs_mode is not LogprobsMode.RAW_LOGPROBS:
@@ -328,9 +332,10 @@ class LLM:
         lora_request: object = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[EmbeddingRequestOutput]:
-        """Return the embedding of each prompt, `outputs.embedding`, in the order of the prompts.
+        """Return an output for each prompt, in their order, with its embedding as `outputs.embedding`.
 
-        The `LLM` must have been made for pooling. Raises `RequestError`, before any prompt runs, if one is refused.
+        Raises `UsageError` unless the `LLM` was made for pooling, and `RequestError`, before any prompt runs, if one of
+        the prompts or parameters is refused.
         """
         from piecegraph.runner.pooling.requests import embed
 
@@ -346,9 +351,10 @@ class LLM:
         lora_request: object = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[ClassificationRequestOutput]:
-        """Return the probabilities of each prompt's classes, `outputs.probs`, in the order of the prompts.
+        """Return an output for each prompt, in their order, with the probabilities of its classes as `outputs.probs`.
 
-        The `LLM` must have been made for pooling, with a model for sequence classification. Raises as `embed`.
+        The `LLM` must have been made for pooling, with a model for sequence classification. Raises the same errors as
+        `embed`.
         """
         from piecegraph.runner.pooling.requests import classify
 
@@ -365,9 +371,10 @@ class LLM:
         pooling_task: str | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[PooledOutput]:
-        """Return what `embed` or `classify` returns as tensors, `outputs.data`.
+        """Return the results of `embed` or `classify` as tensors, `outputs.data`.
 
-        `pooling_task`: "embed" or "classify", which the model must have been loaded for; None: that task.
+        `pooling_task`: "embed" or "classify"; any other task than the one that the model was loaded for is refused.
+        None: that task.
         """
         from piecegraph.runner.pooling.requests import checked_task, encode
 
@@ -388,8 +395,9 @@ class LLM:
     ) -> list[ScoringRequestOutput]:
         """Return how well each text of `data_1` matches that of `data_2`, `outputs.score`.
 
-        A single `data_1` is compared with every `data_2`. A classifier with one label reads both texts at once; of any
-        other model the score is the cosine of the two embeddings. Raises as `embed`.
+        A single text in `data_1` is compared with every text of `data_2`. A classifier with one label (a cross-encoder)
+        reads both texts together; with any other model, the score is the cosine similarity of the two embeddings.
+        Raises the same errors as `embed`.
         """
         from piecegraph.runner.pooling.requests import score
 
@@ -407,12 +415,12 @@ class LLM:
         and may cover only some of the names. The contents of the prefix cache are discarded.
 
         Raises `UsageError` while requests are unfinished, `ConfigError` if the other model's config differs, and
-        `CheckpointError` for names or tensors that do not fit. Nothing has been written then, except that with an
-        iterable the tensors before the faulty one have been.
+        `CheckpointError` for names or tensors that do not fit. Nothing has been written then; only with an iterable,
+        the tensors before the faulty one have been.
         """
         from piecegraph.runner.startup.reload_weights import reload_weights
 
-        return reload_weights(self._open, weights)
+        return reload_weights(self._generator, weights)
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
         """Return the tokenizer. Raises `UsageError` if there is none."""
@@ -432,7 +440,7 @@ class LLM:
         The values of the model's generation_config.json replace the defaults. Raises `RequestError` if one of these
         values is out of range.
         """
-        return default_sampling_params(self._generation.over(self._open.sampling_defaults))
+        return default_sampling_params(self._generation.over(self._generator.sampling_defaults))
 
     def close(self) -> None:
         """Free the model and its cache. Idempotent; any other call afterwards raises `UsageError`."""
@@ -453,12 +461,13 @@ class LLM:
         self.close()
 
     @property
-    def _any(self) -> Loaded | LoadedPooler:
-        return self._loaded_pooler if self._loaded_pooler is not None else self._open
+    def _model_in_use(self) -> Loaded | LoadedPooler:
+        """Return what was loaded, to generate or to pool. Raises `UsageError` if this LLM is closed."""
+        return self._loaded_pooler if self._loaded_pooler is not None else self._generator
 
     @property
-    def _open(self) -> Loaded:
-        """Return what was loaded to generate. Raises `UsageError` if the model pools."""
+    def _generator(self) -> Loaded:
+        """Return what was loaded to generate. Raises `UsageError` if this LLM pools, or is closed."""
         if self._loaded is None:
             if self._loaded_pooler is not None:
                 raise UsageError(
@@ -471,7 +480,7 @@ class LLM:
 
     @property
     def _pooler(self) -> LoadedPooler:
-        """Return what was loaded to pool. Raises `UsageError` if the model generates."""
+        """Return what was loaded to pool. Raises `UsageError` if this LLM generates, or is closed."""
         if self._loaded_pooler is None:
             if self._loaded is not None:
                 raise UsageError(
@@ -481,7 +490,7 @@ class LLM:
             raise UsageError("this LLM is closed; make a new one.")
         return self._loaded_pooler
 
-    if not TYPE_CHECKING:  # a type checker has to find a name that does not exist
+    if not TYPE_CHECKING:  # else a type checker would accept any name as an attribute
 
         def __getattr__(self, name: str) -> object:
             instead = UNAVAILABLE_METHODS.get(name) or OLDER_METHODS.get(name)
@@ -514,7 +523,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         priority: int | Sequence[int] | None,
     ) -> dict[str, tuple[TokenizedPrompt, SamplingParams, int]]:
-        """Return the prompts, their parameters and priorities by new request ids, all checked and none queued yet."""
+        """Return (prompt, parameters, priority) by new request id, in order. All are checked, and none is queued."""
         params = sampling_params if sampling_params is not None else self.get_default_sampling_params()
         if isinstance(params, SamplingParams):
             per_prompt = [params] * len(prompts)
@@ -535,7 +544,7 @@ class LLM:
         return {str(first_id + i): each for i, each in enumerate(zip(prompts, per_prompt, priorities, strict=True))}
 
     def _first_free_id(self, count: int) -> int:
-        """Return the first of `count` consecutive ids that no request added directly to the engine has."""
+        """Return the first of `count` consecutive numbers that are no ids of requests added directly to the engine."""
         first = self._num_requests
         for number in itertools.count(first):
             if number == first + count:
@@ -551,25 +560,25 @@ class LLM:
         is_final_only: bool = False,
         on_step: Callable[[Sequence[RequestOutput]], None] = lambda outputs: None,
     ) -> Iterator[RequestOutput]:
-        """Queue `requests` and yield their outputs until all are finished; abort those that run if closed early.
+        """Queue `requests` and yield their outputs until all are finished. Abort the unfinished ones if closed early.
 
-        Several such iterators may be read in turns, and other callers may drive the engine meanwhile: a step's outputs
-        wait in the outbox of the call that they belong to.
+        Several such iterators may be read in turns, and other callers may run steps of the engine meanwhile: each call
+        has an outbox of its own, in which its outputs wait.
         """
         running: set[str] = set()
         outbox = Outbox()
         try:
-            for request_id, (prompt, params, one_priority) in requests.items():
+            for request_id, (prompt, params, priority) in requests.items():
                 self.engine.add_request(
                     request_id,
                     prompt.token_ids,
                     params,
                     prompt=prompt.text,
-                    priority=one_priority,
+                    priority=priority,
                     cache_salt=prompt.cache_salt,
                     prompt_embeds=prompt.embeds,
                     is_final_only=is_final_only,
-                    is_checked=True,  # by `_requests`, all of them before any is queued
+                    is_checked=True,  # by `_requests`, which checks all before any is queued
                     outbox=outbox,
                 )
                 running.add(request_id)
@@ -587,7 +596,7 @@ class LLM:
 
 
 def _snapshots(params: Sequence[SamplingParams]) -> list[SamplingParams]:
-    """Return a snapshot of each, shared where `params` repeats an object. Raises `RequestError`."""
+    """Return a snapshot of each element, one for each distinct object. Raises `RequestError` for another type."""
     taken: dict[int, SamplingParams] = {}
     for one in params:
         if not isinstance(one, SamplingParams):
@@ -598,6 +607,7 @@ def _snapshots(params: Sequence[SamplingParams]) -> list[SamplingParams]:
 
 
 def _argument_names() -> tuple[str, ...]:
+    """Return the names of the arguments of `LLM`."""
     parameters = inspect.signature(LLM.__init__).parameters
     return tuple(name for name in parameters if name not in ("self", "unknown"))
 
@@ -646,7 +656,11 @@ def _engine_config(arguments: Mapping[str, Any]) -> EngineConfig:
 
 
 def _load(config: EngineConfig, on_phase: OnPhase | None) -> tuple[Loaded | None, LoadedPooler | None]:
-    """Import torch and transformers, then load the engine. Compile workers and weight files are started on before."""
+    """Import torch and transformers, then load the engine or the pooler; the other of the two results is None.
+
+    Before the imports, compile processes are started if the model will probably be compiled, and the operating system
+    is asked to read the weight files.
+    """
     early = started_early(
         config.compile.compile_workers,
         partial(_will_compile, config),
@@ -675,6 +689,7 @@ def _load(config: EngineConfig, on_phase: OnPhase | None) -> tuple[Loaded | None
 
 
 def _will_compile(config: EngineConfig) -> bool:
+    """Return whether the model will probably be compiled, as a look at the cache suggests."""
     from piecegraph.runner.startup.compile_guess import will_compile
 
     return will_compile(config)

@@ -1,4 +1,4 @@
-"""The store: loads entries that exist and are trusted, saves what was compiled, and never prevents a compile."""
+"""The store of the cache: it loads entries that are trusted and saves new ones. Its errors never prevent a compile."""
 
 from __future__ import annotations
 
@@ -38,9 +38,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """An entry with a good signature, and all of its blobs with right digests.
+    """An entry whose signature was verified, and its blobs, whose digests were.
 
-    The bytes are in memory: to dlopen them, write them to a private folder and not back to where they came from.
+    The blobs are in memory. To dlopen one, write it to a private folder: the file in the cache may change after the
+    check.
     """
 
     entry: Entry
@@ -49,11 +50,11 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Miss:
-    """The result of a load that found nothing usable. `bad` is the file to blame, if there is one."""
+    """The result of a load that found nothing usable."""
 
     reason: MissReason
     detail: str = ""
-    bad: Path | None = None
+    bad: Path | None = None  # a file that will never be good again, which `load` moves to the quarantine
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,19 +62,19 @@ class Saved:
     """The result of a save that worked."""
 
     key: str
-    new_blobs: int  # the number of blobs that the cache did not have yet
+    new_blobs: int  # the number of blobs that were not in the cache before
 
 
 @dataclass(frozen=True, slots=True)
 class NotSaved:
-    """The result of a save that failed. The caller keeps what it compiled; a warning was logged the first time."""
+    """The result of a save that failed. A store logs a warning only for its first failure."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """A row of a listing, for which blobs were not read."""
+    """An entry in a listing. Its signature was checked; its blobs were not read."""
 
     file: EntryFile
     last_used: float  # seconds since 1970
@@ -84,7 +85,7 @@ class Listed:
 
     @property
     def state(self) -> str:
-        """The entry's own state, or the problem that keeps it from being loaded."""
+        """The problem that keeps the entry from being loaded, or else the state that is written in the entry."""
         if self.file.problem is not None:
             return self.file.problem.value
         assert self.file.entry is not None, "a file without a problem has an entry"
@@ -97,10 +98,10 @@ class Listed:
 
 
 class Store:
-    """A cache root. Several processes and threads may use it at once; a hit takes no lock."""
+    """The entries and blobs in one cache folder. Processes and threads may use it at once; reads take no lock."""
 
     def __init__(self, layout: Layout, access: Access, key_file: Path, keyring: Keyring, publish: bool) -> None:
-        """Take checked parts; use `open` to make a store."""
+        """Take parts that are checked already. Callers use `open` instead, which explains the arguments."""
         self.layout = layout
         self.access = access
         self._key_file = key_file
@@ -108,8 +109,8 @@ class Store:
         self._publish = publish
         self.counters = Counters(layout.counters, self._file_mode)
         self._warned = False
-        self._has_saved = False
-        self.clock: Callable[[], float] = time.time
+        self._has_saved = False  # whether this object has saved an entry, so that folders and key were checked
+        self.clock: Callable[[], float] = time.time  # seconds since 1970
 
     @classmethod
     def open(
@@ -117,13 +118,14 @@ class Store:
     ) -> Store:
         """Open the store at `root`, which need not exist, and create nothing.
 
-        `key_file` is the user's own key, created at the first save; None means `layout.default_key_file()`.
+        `key_file` holds the user's own key and is created at the first save; None means `layout.default_key_file()`.
         `signing_key_file` names further trusted keys, as `read_trusted_keys` takes them; public keys suffice to read
-        another user's root. With `publish`, what is saved is for other users: it is readable by all, and signed with
-        the first of these keys that can sign (one must). Then only what these keys have signed is trusted, since
-        readers do not hold the user's own key.
+        the root of another user. With `publish`, entries are saved for other users: they are readable by all, and
+        signed with the first key of `signing_key_file` that can sign. Only entries signed by these keys are trusted
+        then, because readers do not hold the user's own key.
 
-        Raises `CacheError` (which says what to do; a compiler goes on uncached), OSError.
+        Raises `CacheError` if the folder or a key cannot be used, with what to do about it (a compile then runs without
+        the cache), and OSError.
         """
         assert not publish or signing_key_file is not None, "publish signs with the key in signing_key_file"
         trusted = read_trusted_keys(signing_key_file)
@@ -136,15 +138,16 @@ class Store:
         access = _check_folders(layout, has_signing_key=bool(trusted))
         key_file = default_key_file() if key_file is None else key_file
         own = None
-        if not publish and access is Access.READ_WRITE:  # the own key has signed nothing in another user's root
+        if not publish and access is Access.READ_WRITE:  # the user's own key has signed nothing in another user's root
             with contextlib.suppress(FileNotFoundError):
                 own = read_own_key(key_file)
         return cls(layout, access, key_file, Keyring(own, trusted), publish)
 
     def load(self, key: str) -> Loaded | Miss:
-        """Load what was saved under `key`, with every byte checked; count the event and record the use.
+        """Load what was saved under `key`, with every byte checked, and count the hit or miss.
 
-        Never raises for what is on the disk. Bad files go to quarantine. Nothing is written to another user's root.
+        A hit is stamped with the time of its use; a bad file goes to the quarantine. Another user's root is only read.
+        Never raises for what is on the disk.
         """
         found = self.verify(key)
         if self.access is Access.READ_ONLY:
@@ -174,7 +177,7 @@ class Store:
             check_key(file.entry)
         except BadEntry as error:
             return Miss(MissReason.CORRUPT, str(error), self.layout.entry(key))
-        found: dict[BlobRef, bytes] = {}  # each read and held once, however many roles it has
+        found: dict[BlobRef, bytes] = {}  # a blob with several roles is read and held once
         for role, ref in file.entry.blobs.items():
             if ref in found:
                 continue
@@ -190,17 +193,18 @@ class Store:
         return Loaded(file.entry, {role: found[ref] for role, ref in file.entry.blobs.items()})
 
     def signature(self, key: str) -> Mapping[str, Any]:
-        """Return the signature in the file of an entry, right or not; empty if there is none."""
+        """Return the signature in the file of an entry, whether valid or not; empty if there is none."""
         return self._read(key).signature
 
     def exists(self, key: str) -> bool:
-        """Return whether there is a trusted entry. Its blobs are not read."""
+        """Return whether there is an entry with a trusted signature under `key`. Its blobs are not read."""
         return self._read(key).problem is None
 
     def save(self, entry: Entry, blobs: Mapping[str, bytes]) -> Saved | NotSaved:
-        """Save `blobs`, the bytes of `entry.blobs` by role, under `entry.key`, replacing what was there.
+        """Save an entry and its blobs, given by role, under `entry.key`. An earlier entry of that key is replaced.
 
-        Blobs are on the disk before the entry that names them. Never raises for errors of the disk.
+        Blobs are on the disk before the entry that names them, so an interrupted save leaves no broken entry. Errors of
+        the disk, and folders that others can write to, give `NotSaved` and no exception.
         """
         assert {role: BlobRef.of(data) for role, data in blobs.items()} == dict(entry.blobs), "blobs of another entry"
         if self.access is Access.READ_ONLY:
@@ -212,7 +216,7 @@ class Store:
             new = sum(put_blob(self.layout, data, self._file_mode) for data in distinct.values())
             sync_folder(self.layout.blobs)
             path = self.layout.entry(entry.key)
-            if path.is_dir() and not path.is_symlink():
+            if path.is_dir() and not path.is_symlink():  # a rename cannot replace a folder
                 quarantine(self.layout, path, "entry")
             document = write_document(entry, key)
             write_atomically(path, document, self.layout.temp, self._file_mode)
@@ -228,30 +232,30 @@ class Store:
         return Saved(entry.key, new)
 
     def prepare(self) -> bool:
-        """Make the folders, so that a lock can be taken before anything is saved; return False if that fails."""
+        """Make the folders, so that lock files can be made in them. Return False if that fails."""
         if self.access is Access.READ_ONLY:
             return False
         try:
             self._make_folders()
         except (OSError, UntrustedCache):
-            return False  # `save` reports the reason
+            return False  # `save` will report the reason
         return True
 
     def delete(self, key: str) -> bool:
-        """Remove the entry, and return False if there is none. Its blobs go with the next `collect`. Raises OSError."""
+        """Remove an entry; return False if there is none. `collect` removes its blobs later. Raises OSError."""
         removed = remove(self.layout, self.layout.entry(key), "entry")
         remove(self.layout, self.layout.stamp(key), "stamp")
         return removed
 
     def list(self) -> tuple[Listed, ...]:
-        """Return every entry, last used first, with one read an entry. Raises PermissionError."""
+        """Return every entry, most recently used first. Raises PermissionError if the folder cannot be read."""
         names = [item.name for item in scan_folder(self.layout.entries)]
         keys = [name.removesuffix(".json") for name in names if name.endswith(".json")]
         signed = read_signed_list(self.layout, self.keyring)
         files = [read_entry_file(self.layout, key, self.keyring, signed) for key in keys if is_digest(key)]
         now = self.clock()
         rows = [Listed(file, last_used(self.layout, file, now)) for file in files]
-        rows = [row for row in rows if row.file.problem is not MissReason.ABSENT]  # removed since
+        rows = [row for row in rows if row.file.problem is not MissReason.ABSENT]  # removed since the scan
         return tuple(sorted(rows, key=lambda row: (-row.last_used, row.key)))
 
     @property
@@ -261,12 +265,12 @@ class Store:
 
     @property
     def export_signer(self) -> Signer:
-        """The key that exports are signed with: the configured key if it can sign, else `signer`."""
+        """The key that exports are signed with: the first configured key that can sign, else `signer`."""
         return self._keyring.signer or self.signer
 
     @property
     def keyring(self) -> Keyring:
-        """The trusted keys. While there is no own key, its file is read again: another process may create it."""
+        """The trusted keys. The file of the user's own key is read again until it exists: any process may create it."""
         if self._keyring.own is None and not self._publish:
             with contextlib.suppress(OSError, UntrustedCache):
                 self._keyring = replace(self._keyring, own=read_own_key(self._key_file))
@@ -280,12 +284,13 @@ class Store:
         return read_entry_file(self.layout, key, self.keyring)
 
     def _signer(self) -> Signer:
+        """Return `signer`. Until the first save, the file of the user's own key is read again."""
         if self._publish:
-            assert self._keyring.signer is not None, "`open` takes no other to publish"
+            assert self._keyring.signer is not None, "`open` refuses to publish without a key that can sign"
             return self._keyring.signer
         if self._keyring.own is None or not self._has_saved:
             self._keyring = replace(self._keyring, own=load_or_create_own_key(self._key_file))
-        assert self._keyring.own is not None, "just made"
+        assert self._keyring.own is not None, "loaded or created above"
         return self._keyring.own
 
     def _make_folders(self) -> None:
@@ -298,13 +303,14 @@ class Store:
                 os.mkdir(folder, 0o700)
                 made.append(folder)
         _check_folders(self.layout, has_signing_key=False)
-        # At the first save all folders are handled: whoever made them may have been killed before it came to this.
+        # At the first save this is done for all folders: the process that made them may have been killed before it.
         for folder in made if self._has_saved else self.layout.folders:
             if self._publish:
                 os.chmod(folder, 0o755)  # whatever the umask says
             sync_if_ours(folder.parent)
 
     def _not_saved(self, reason: str) -> NotSaved:
+        """Return a `NotSaved`, with a warning the first time."""
         if not self._warned:
             self._warned = True
             logger.warning("what was compiled is not cached, now and later: %s", reason)
@@ -312,7 +318,7 @@ class Store:
 
 
 def _check_folders(layout: Layout, *, has_signing_key: bool) -> Access:
-    """Return the access to the folders that exist. Raises `UntrustedCache`, OSError."""
+    """Return READ_ONLY if any folder of the cache belongs to another user. Raises `UntrustedCache`, OSError."""
     access = Access.READ_WRITE
     for folder in layout.folders:
         with contextlib.suppress(FileNotFoundError):

@@ -44,12 +44,14 @@ BucketContext = Callable[[str], AbstractContextManager[Any]]
 WarmUp = TypeVar("WarmUp")
 
 WARMUPS_OF_FIRST = (True, False)
-"""The warm-up runs before the first recording, in order: True runs all steps, False runs one step of each kind. There
-are two runs because what libraries do in their first call, and what they do once in their second, must not be recorded.
+"""The warm-up runs before the first recording, in order: True runs all steps, False runs one step of each kind.
+
+There are two runs because libraries initialize some things in their first call and others in their second, and no
+initialization may be recorded.
 """
 
 WARMUPS = (False,)
-"""The warm-up run before each further recording. It loads and tunes the kernels that only this size uses."""
+"""The warm-up runs before each further recording. They load and tune the kernels that only this size uses."""
 
 
 def capture(
@@ -71,28 +73,32 @@ def capture(
     watched: Sequence[tuple[str, torch.Tensor]] = (),
     on_phase: OnPhase | None = None,
 ) -> Graphs:
-    """Capture one graph (FULL) or one chain of graphs (PIECEWISE) per descriptor, largest first.
+    """Capture one graph (FULL), or the graphs of the pieces (PIECEWISE), for each descriptor, largest first.
 
     `step` is any callable under FULL (it may hold input preparation, logits and sampling), and a `CompiledModel` under
-    PIECEWISE. `make_inputs(descriptor)` returns its positional arguments: these tensors are the static inputs and stay
-    the caller's. `context(descriptor, phase)` is entered around each run, with phase "warmup" or "capture"; metadata
-    that kernels read must be in persistent buffers of the caller.
+    PIECEWISE. `make_inputs(descriptor)` returns the positional arguments of `step`. Its tensors are the static inputs:
+    graphs read them at their addresses, and the caller keeps and fills them. `context(descriptor, phase)` is entered
+    around each run, with phase "warmup" or "capture"; metadata that kernels read must be in persistent buffers of the
+    caller.
 
     `before(*static_inputs)` and `after(result) -> result` are for PIECEWISE. `before`, such as input preparation, is
     recorded in the first graph; `after`, such as sampling, is recorded in the last one. `warm_up(*static_inputs)` is
-    for FULL: it runs after `step` before the first recording, and instead of `step` before each further one. It must
-    launch every kernel of `step`, but not in every layer (`call_each_kind`). The default is `step` itself, or
+    for FULL. Before the first recording, `step` runs and then `warm_up`; before each further one, `warm_up` runs alone.
+    It must launch every kernel of `step`, but not in every layer (`call_each_kind`). The default is `step` itself, or
     `call_each_kind` of a `CompiledModel`.
 
     `pool` and `stream` default to new ones; `kind` is "cuda", "recorded" (needs no GPU) or "auto". A descriptor whose
-    capture raises is left out with a warning and listed in `Graphs.failed`; under `strict`, `CaptureError` is raised
-    instead and everything captured is freed. With `max_bytes`, capture stops before the pool exceeds it, estimated by
-    the size of the previous graph. `watched` names further tensors that the step reads or writes at fixed addresses.
-    Every replay checks addresses and the weights of each `CompiledModel` in the step; the first replay of a graph, and
-    one in `check_interval` after it, also checks sizes, strides and dtypes.
+    capture fails is left out with a warning and listed in `Graphs.failed`; under `strict`, `CaptureError` or
+    `OutOfMemory` is raised instead and everything captured is freed. `max_bytes` bounds the bytes of all graphs: a
+    descriptor is left out in the same way if a graph of the size of the previous one would exceed it. `watched` names
+    further tensors that the step reads or writes at fixed addresses. Every replay checks addresses and the weights of
+    each `CompiledModel` in the step; the first replay of a graph, and one in `check_interval` after it, also checks
+    sizes, strides and dtypes.
 
-    Raises `UsageError` for a mode that a single batch cannot run under, a `step` that PIECEWISE cannot cut, `before` or
-    `after` under FULL, `warm_up` under PIECEWISE, duplicate descriptors, and a `check_interval` below 1.
+    Raises `UsageError` for a mode other than FULL and PIECEWISE, a `step` that PIECEWISE cannot cut, `before` or
+    `after` under FULL, `warm_up` under PIECEWISE, duplicate descriptors, and a `check_interval` below 1. Raises
+    `CaptureError`, also without `strict`, for a `kind`, `pool` or `stream` that the device of the static inputs cannot
+    have, and for static inputs on several GPUs.
     """
     options = _Options(
         step=step,
@@ -117,7 +123,7 @@ def capture(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Options:
-    """The arguments of one `capture`."""
+    """The arguments of one call of `capture`, with defaults filled in; `notify` is `on_phase`."""
 
     step: Callable[..., Any]
     make_inputs: MakeInputs
@@ -155,7 +161,7 @@ class _Options:
             raise UsageError(f"check_interval={self.check_interval}; it is a number of replays, 1 or more.")
 
     def run_warm_up(self, static_inputs: Sequence[Any], *, is_whole: bool) -> object:
-        """Run the FULL step, or with `is_whole=False` the callable that launches all its kernels."""
+        """Run the FULL step, or with `is_whole=False` what warms it up: each of its kernels, but not in every layer."""
         if is_whole:
             return self.step(*static_inputs)
         if self.warm_up is not None:
@@ -166,7 +172,7 @@ class _Options:
 
 
 def _capture_all(options: _Options, descriptors: Sequence[BatchDescriptor]) -> Graphs:
-    """Capture the descriptors, save kernels that the warm-ups compiled, and return the graphs."""
+    """Capture all descriptors, keep the kernels that the warm-ups compiled in the cache, and return the graphs."""
     started = time.perf_counter()
     ordered = sorted(descriptors, key=lambda d: (d.num_tokens, d.num_reqs or 0), reverse=True)
     with paused_gc():  # a collection could free a graph, or memory, in the middle of a capture
@@ -189,8 +195,11 @@ def _capture_all(options: _Options, descriptors: Sequence[BatchDescriptor]) -> G
 def _capture_buckets(
     options: _Options, ordered: Sequence[BatchDescriptor]
 ) -> tuple[dict[BatchDescriptor, CapturedGraph], list[FailedCapture], Recorder | None]:
-    """Capture one bucket after the other; return the graphs, the failures, and the recorder if one was made."""
-    job = _Job(options=options, prepared_ops=prepared_ops())
+    """Capture one bucket after the other; return the graphs, the failures, and the recorder.
+
+    The recorder is made for the device of the first bucket's static inputs; it is None if no bucket got that far.
+    """
+    capturer = _BucketCapturer(options=options, prepared_ops=prepared_ops())
     captured: dict[BatchDescriptor, CapturedGraph] = {}
     failed: list[FailedCapture] = []
     recorder: Recorder | None = None
@@ -198,14 +207,14 @@ def _capture_buckets(
         detail = f"{options.mode.value} {descriptor.num_tokens}"
         options.notify(Phase(name="capture", done=number, total=len(ordered), detail=detail))
         error: BaseException | None = None
-        reason = _exceeds_budget(captured, options.max_bytes)
+        reason = _over_budget_reason(captured, options.max_bytes)
         if not reason:
             try:
                 static_inputs = tuple(options.make_inputs(descriptor))
                 if recorder is None:
                     recorder = make_recorder(options.kind, _device_of(static_inputs), options.pool, options.stream)
-                captured[descriptor] = job.capture(descriptor, static_inputs, recorder, is_first=not captured)
-            except (CaptureError, UsageError):
+                captured[descriptor] = capturer.capture(descriptor, static_inputs, recorder, is_first=not captured)
+            except (CaptureError, UsageError):  # the call is wrong, for the other descriptors too
                 _release(captured)
                 raise
             except Exception as raised:
@@ -220,8 +229,8 @@ def _capture_buckets(
     return captured, failed, recorder
 
 
-def _exceeds_budget(captured: Mapping[BatchDescriptor, CapturedGraph], max_bytes: int | None) -> str:
-    """Return why another graph of the size of the last one would exceed `max_bytes`, or ""."""
+def _over_budget_reason(captured: Mapping[BatchDescriptor, CapturedGraph], max_bytes: int | None) -> str:
+    """Return a reason if another graph as large as the last one would exceed `max_bytes`, else ""."""
     if max_bytes is None or not captured:
         return ""
     spent = sum(graph.nbytes for graph in captured.values())
@@ -237,8 +246,8 @@ def _release(captured: Mapping[BatchDescriptor, CapturedGraph]) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Job:
-    """The state that all buckets of one capture share."""
+class _BucketCapturer:
+    """The capture of single buckets, with the state that all buckets of one `capture` share."""
 
     options: _Options
     prepared_ops: Mapping[str, PreparedOp]
@@ -246,18 +255,18 @@ class _Job:
 
     @cached_property
     def watched_addresses(self) -> tuple[NamedAddress, ...]:
-        """The addresses, at the first capture, of the caller's tensors that every bucket reads or writes."""
+        """The addresses that the tensors of `watched` had when the first bucket was captured."""
         return addresses_of(self.options.watched)
 
     @cached_property
     def bound_addresses(self) -> tuple[NamedAddress, ...]:
-        """The addresses of the tensors that the models of the step read, known after the first bucket has run."""
+        """The addresses of the tensors that the models of the step read. Read it after the first bucket has run."""
         return addresses_of([named for model in self.models.values() for named in model.bound_tensors()])
 
     def capture(
         self, descriptor: BatchDescriptor, static_inputs: tuple[Any, ...], recorder: Recorder, *, is_first: bool
     ) -> CapturedGraph:
-        """Warm up and record one bucket."""
+        """Warm up and record one bucket. Its `nbytes` is the growth of the pool; its `seconds` include the warm-up."""
         began = time.perf_counter()
         bytes_before = recorder.used_bytes()
         context = partial(self.options.context, descriptor)
@@ -305,7 +314,7 @@ class _Job:
 
 
 def _warm_up(run: Callable[[bool], WarmUp], context: BucketContext, is_first: bool) -> WarmUp:
-    """Return the result of the last warm-up run. `run` takes whether all steps run, or one of each kind."""
+    """Do the warm-up runs of a bucket, by `run(is_whole)`, and return the result of the last."""
     for is_whole in WARMUPS_OF_FIRST if is_first else WARMUPS:
         with context("warmup"):
             warmed = run(is_whole)
@@ -313,25 +322,28 @@ def _warm_up(run: Callable[[bool], WarmUp], context: BucketContext, is_first: bo
 
 
 def _record_full(
-    record: Callable[..., Any], static_inputs: tuple[Any, ...], context: BucketContext, recorder: Recorder
+    step: Callable[..., Any], static_inputs: tuple[Any, ...], context: BucketContext, recorder: Recorder
 ) -> tuple[ReplayPlan, Any]:
-    """Record the whole step once; the tensors of its result become views without ownership."""
+    """Record the whole step once. The tensors of the returned result do not keep their memory, which the pool owns."""
     trees: list[pytree.TreeSpec] = []
 
     def run() -> list[Any]:
         with context("capture"):
-            leaves, tree = pytree.tree_flatten(record(*static_inputs))
+            leaves, tree = pytree.tree_flatten(step(*static_inputs))
         trees.append(tree)
         return leaves
 
     recording = recorder.record(run)
     results = [recorder.weak(value) for value in recording.outputs]
-    kept = Recording(recording.replay, (), recording.release)
+    kept = Recording(
+        recording.replay, (), recording.release
+    )  # without outputs, so that later graphs reuse their memory
     plan = ReplayPlan.of([ReplayStep(recording.replay, "full step", "graph")], [kept], "full step")
     return plan, pytree.tree_unflatten(results, trees[0])
 
 
 def _device_of(static_inputs: Sequence[Any]) -> torch.device:
+    """Return the GPU that the static inputs are on, or the CPU. Raises `CaptureError` if they are on several GPUs."""
     devices = {value.device for value in static_inputs if isinstance(value, torch.Tensor)}
     cuda = {device for device in devices if device.type == "cuda"}
     if len(cuda) > 1:

@@ -56,7 +56,7 @@ class Forwards:
 
     @property
     def is_one(self) -> bool:
-        """True if there is a single stitched function, because there are no static pieces."""
+        """Whether there is a single stitched function for all sizes, because there are no static pieces."""
         return not self._static
 
     def pieces(self, sizes: Mapping[str, int]) -> tuple[RunPiece, ...]:

@@ -1,9 +1,10 @@
 """Cut one graph at its split ops into pieces.
 
 The order of the graph is kept, and with it the order of side effects. Arithmetic on sizes belongs to no piece: each
-piece that needs such a value computes it from the declared sizes. Otherwise a `2 * num_tokens` that layer 0 computes
-and layer 1 reads would make the two layers' pieces differ. A cut is also made where another declared size is first
-read (for example by the gather of the rows to sample), so that the pieces before it depend on `num_tokens` alone.
+piece that needs such a value computes it from the declared sizes, which are the symbolic dims of the caller's tensors.
+Otherwise a `2 * num_tokens` that layer 0 computes and layer 1 reads would make the pieces of the two layers differ. A
+cut is also made where a further declared size is first read (for example `num_logits`, by the gather of the rows whose
+logits are needed), so that the pieces before it depend on `num_tokens` alone.
 """
 
 from __future__ import annotations
@@ -27,15 +28,14 @@ from piecegraph.passes.matching.torch_ir import value_of
 class Piece:
     """A maximal part of the graph between cuts.
 
-    `graph_module`'s placeholders stand for `inputs` and its output tuple for `outputs`, both nodes of
-    the whole graph, in order of first use and of production.
+    `graph_module` is a copy of this part: its placeholders stand for `inputs`, and its outputs for `outputs`.
     """
 
-    index: int
+    index: int  # among all pieces of the graph
     graph_module: fx.GraphModule
-    inputs: tuple[fx.Node, ...]
-    outputs: tuple[fx.Node, ...]
-    shared: tuple[tuple[int, ...], ...] = ()  # positions of inputs and outputs that share memory that is written
+    inputs: tuple[fx.Node, ...]  # nodes of the whole graph, in the order of their first use
+    outputs: tuple[fx.Node, ...]  # nodes of the whole graph, in the order in which they are computed
+    shared: tuple[tuple[int, ...], ...] = ()  # per shared memory that is written: positions in (*inputs, *outputs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Call:
 
 
 def segments_of(graph: fx.Graph, is_split_op: IsSplitOp) -> dict[fx.Node, int]:
-    """Return the number of the segment, a piece or a call between pieces, of each call of the graph."""
+    """Return, for each call of the graph, the number of its segment. A segment is a piece, or what runs between two."""
     segments = _segments(graph, is_split_op, _size_arithmetic(graph))
     return {node: number for number, nodes in enumerate(segments) for node in nodes}
 
@@ -60,8 +60,9 @@ def split(
 ) -> tuple[Piece | Call, ...]:
     """Split a graph into pieces and calls, in order: one call per split op, no empty pieces.
 
-    `groups` are values that share memory which is written (`Aliases.groups`). `graph_module` is not changed. Raises
-    `CompileError` where a value that is neither a tensor nor a size would have to cross a cut.
+    `groups` maps each value that shares memory with others, if that memory is written, to a number for the memory
+    (`Aliases.groups`). `graph_module` is not changed. Raises `CompileError` if a value that is neither a tensor nor a
+    size would have to cross a cut.
     """
     graph = graph_module.graph
     size_arithmetic = _size_arithmetic(graph)
@@ -72,6 +73,7 @@ def split(
     emitted: set[fx.Node] = set()
 
     def emit_sizes(nodes: Sequence[fx.Node]) -> None:
+        """Emit, once each, the calls that compute the sizes among `nodes`."""
         for size in nodes:
             if size in size_arithmetic and size not in emitted:
                 emit_sizes(size.all_input_nodes)
@@ -88,10 +90,12 @@ def split(
             node for node in nodes if any(segment_of.get(user) != number for user in _readers(node, size_arithmetic))
         )
         if not outputs:
-            mutating = [node for node in nodes if isinstance(value_of(node), torch.Tensor)]
-            if not mutating:
+            tensors = [node for node in nodes if isinstance(value_of(node), torch.Tensor)]
+            if not tensors:
                 continue
-            outputs = (mutating[-1],)  # kept for its side effect: a compiled graph needs an output
+            outputs = (
+                tensors[-1],
+            )  # nothing reads the piece, so it has side effects; a compiled graph needs an output
         for node in outputs:
             if not isinstance(value_of(node), torch.Tensor | torch.SymInt | torch.SymFloat):
                 if str(getattr(node.target, "__name__", node.target)).lstrip("_").startswith("enter_"):
@@ -105,7 +109,7 @@ def split(
                     "only tensors and sizes can. Name other split_ops, or unpack the value before the split op."
                 )
         piece = _extract(graph_module, num_pieces, nodes, outputs, size_arithmetic)
-        read_later = [node if node.users else None for node in outputs]
+        read_later = [node if node.users else None for node in outputs]  # None: kept for its side effect only
         shared = shared_positions(piece.inputs, read_later, groups) if groups else ()
         parts.append(replace(piece, shared=shared))
         num_pieces += 1
@@ -115,7 +119,7 @@ def split(
 
 
 def _size_arithmetic(graph: fx.Graph) -> set[fx.Node]:
-    """Return the nodes that compute a size from sizes alone; such a node may be computed anywhere."""
+    """Return the nodes that compute a size or a condition from sizes alone; they may be computed in any place."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op not in ("call_function", "call_method"):
@@ -131,31 +135,32 @@ def _size_arithmetic(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _readers(node: fx.Node, size_arithmetic: set[fx.Node]) -> list[fx.Node]:
+    """Return the users of a node, except those that each piece computes again by itself."""
     return [user for user in node.users if user not in size_arithmetic]
 
 
 def _segments(graph: fx.Graph, is_split_op: IsSplitOp, size_arithmetic: set[fx.Node]) -> list[list[fx.Node]]:
-    """Return the nodes between cuts; a split op and the items taken from its result form a segment of their own."""
+    """Return the calls of the graph, size arithmetic aside, as segments in order.
+
+    A segment is the calls of one piece, a split op with the items taken from its result, or a view that is made between
+    pieces (`BETWEEN`).
+    """
     segments: list[list[fx.Node]] = []
     current: list[fx.Node] = []
     seen_sizes: frozenset[str] = frozenset()
     for node in graph.nodes:
         if node.op in ("placeholder", "output", "get_attr") or node in size_arithmetic:
             continue
-        if is_split_op(node):
-            segments += [current, [node]]
-            current = []
-            continue
-        if node.meta.get(BETWEEN):
+        if is_split_op(node) or node.meta.get(BETWEEN):
             segments += [current, [node]]
             current = []
             continue
         if not current and segments and is_split_op(segments[-1][0]) and _is_item_of(node, segments[-1][0]):
-            segments[-1].append(node)  # a result of the split op, one of several
+            segments[-1].append(node)  # one of several results of the split op
             continue
         sizes = _argument_sizes(node)
         if not sizes <= seen_sizes:
-            if seen_sizes:
+            if seen_sizes:  # a further size: cut here, so that the pieces before do not depend on it
                 segments.append(current)
                 current = []
             seen_sizes |= sizes
@@ -165,11 +170,12 @@ def _segments(graph: fx.Graph, is_split_op: IsSplitOp, size_arithmetic: set[fx.N
 
 
 def _is_item_of(node: fx.Node, producer: fx.Node) -> bool:
+    """Return whether `node` takes an item of the tuple that `producer` returns."""
     return node.target is operator.getitem and node.args[0] is producer and isinstance(value_of(producer), tuple | list)
 
 
 def _argument_sizes(node: fx.Node) -> frozenset[str]:
-    """Return the size symbols of the caller's tensors that this node reads directly."""
+    """Return the size symbols in the shapes of those of the caller's tensors that this node reads directly."""
     found = set()
     for read in node.all_input_nodes:
         value = value_of(read)
@@ -185,6 +191,7 @@ def _extract(
     outputs: Sequence[fx.Node],
     size_arithmetic: set[fx.Node],
 ) -> Piece:
+    """Return a piece with copies of `nodes`, whose inputs are the values and sizes that they need."""
     graph = fx.Graph()
     copy_of: dict[fx.Node, fx.Node] = {}
     inputs: list[fx.Node] = []
@@ -192,6 +199,7 @@ def _extract(
     inside = set(nodes)
 
     def need(node: fx.Node) -> None:
+        """Make a value from outside available: as an input, as an attribute, or through the sizes it is made of."""
         if node in copy_of or node in inside:
             return
         if node in size_arithmetic:
@@ -207,6 +215,7 @@ def _extract(
         copy_of[node] = placeholder
 
     def copied(node: fx.Node) -> fx.Node:
+        """Return the copy of a node; the size arithmetic that it reads is copied, too."""
         if node not in copy_of:
             for read in node.all_input_nodes:
                 copied(read)
@@ -229,10 +238,11 @@ def _extract(
 def _sizes_to_pass(graph: fx.Graph, inputs: Sequence[fx.Node]) -> list[fx.Node]:
     """Return the size inputs that a piece needs although none of its nodes reads them.
 
-    A piece needs `num_tokens` if a tensor has, say, `2 * num_tokens` rows and no tensor has `num_tokens` rows.
+    A piece needs `num_tokens` as an input if a tensor has, say, `2 * num_tokens` rows and no tensor has a dim or stride
+    of `num_tokens` from which it could be read.
     """
-    made_of: set[str] = set()
-    plain: set[str | None] = set()
+    made_of: set[str] = set()  # symbols in any dim, stride or size
+    plain: set[str | None] = set()  # symbols that are such a value by themselves
     for node in inputs:
         value = value_of(node)
         for size in (*value.shape, *value.stride()) if isinstance(value, torch.Tensor) else (value,):

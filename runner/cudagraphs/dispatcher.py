@@ -1,4 +1,4 @@
-"""The choice of a batch's mode (FULL if possible, else PIECEWISE, else NONE), by tables of the captured graphs."""
+"""The dispatcher: for each batch it looks up the highest mode (FULL > PIECEWISE > NONE) that has a graph for it."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from piecegraph.runner.cudagraphs.policy import ResolvedMode
 FULL, PIECEWISE, NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
 
 Agree = Callable[[CUDAGraphMode, int], tuple[CUDAGraphMode, int]]
-"""A function by which data-parallel ranks agree: from the (mode, padded num_tokens) that this rank proposes to those
-that all ranks run, a mode no higher and a padding no smaller."""
+"""A function by which data-parallel ranks agree. It takes the (mode, padded num_tokens) that this rank proposes, and
+returns those that all ranks run: a mode that is not higher, and a padding that is not smaller."""
 
 _RANK = {NONE: 0, PIECEWISE: 1, FULL: 2}
 
 
 class Dispatched(NamedTuple):
-    """A batch's mode and the descriptor that it is padded to; for NONE the batch's own, without padding."""
+    """A batch's mode and the descriptor that it is padded to. Under NONE the batch is not padded."""
 
     mode: CUDAGraphMode
     descriptor: BatchDescriptor
-    reason: str | None  # why the mode differs from the one resolved for such batches; None: it does not
+    reason: str | None  # why the mode is lower than the one resolved for such batches; None: it is not
 
 
 class Dispatcher:
-    """An immutable table of captured graphs in which batches are looked up; it needs no GPU."""
+    """Immutable tables of the captured descriptors, in which batches are looked up. It needs no GPU."""
 
     def __init__(
         self,
@@ -41,17 +41,15 @@ class Dispatcher:
     ) -> None:
         """Make the tables.
 
-        `failed`: the buckets that could not be captured, with reasons. `static_sizes`: numbers of tokens that run
-        faster than their neighbours because they were compiled with static shapes; a batch is padded to one of them
-        if it is at most twice the closest bucket.
-
-        Measured (H200, Qwen3-0.6B shape): everything but attention takes 1.4 ms in a decode step of 64, 128 or 256
-        tokens with static pieces, and 1.7 ms with dynamic ones.
+        `full` and `piecewise`: the captured descriptors of each mode. `resolved`: the modes that batches are meant to
+        run under. `failed`: the buckets that could not be captured, with reasons. `static_sizes`: numbers of tokens
+        that run faster because pieces were compiled for them with static shapes. A batch is padded to the next of these
+        sizes if that is at most twice the smallest bucket that holds the batch (docs/decisions/001-static-sizes.md).
         """
         self.resolved = resolved
         self._failed = dict(failed or {})
         full, piecewise = tuple(full), tuple(piecewise)
-        # FULL graphs of uniform decode by (tokens per request, LoRAs); all other graphs by LoRAs
+        # Tables of uniform FULL graphs by (tokens per request, active LoRAs); all other tables by active LoRAs.
         self._uniform = {
             (tokens, loras): _Table(
                 FULL,
@@ -78,8 +76,9 @@ class Dispatcher:
 
         A descriptor of a static size, up to twice as large, is preferred (`static_sizes`).
 
-        `uniform_token_count`: the number of tokens of each request if all are equal and the batch is a decode batch.
-        `at_most` forbids higher modes.
+        `uniform_token_count`: the number of tokens of each request if all are equal, else None. The batch counts as a
+        decode batch if that number is 1, or if FULL graphs were captured for it. `num_active_loras`: as in
+        `BatchDescriptor`. `agree`: None for a single rank. `at_most` forbids higher modes.
         """
         wanted = self.resolved.mixed_mode
         is_decode = uniform_token_count == 1 or (uniform_token_count, num_active_loras) in self._uniform
@@ -107,6 +106,7 @@ class Dispatcher:
         loras: int,
         at_most: CUDAGraphMode,
     ) -> Dispatched:
+        """Return the highest mode, `at_most` at the most, with a graph that holds the batch; without a reason."""
         if at_most is FULL:
             if uniform_token_count is not None:
                 table = self._uniform.get((uniform_token_count, loras))
@@ -130,6 +130,7 @@ class Dispatcher:
         loras: int,
         proposed: Dispatched,
     ) -> Dispatched:
+        """Return what this rank runs after `agree`: NONE if it has no graph of the agreed mode and padding."""
         found = self._find(padded, num_reqs, uniform_token_count, loras, mode)
         reason = f"ranks agreed on {mode.value} with {padded} tokens; this one proposed {proposed.mode.value}"
         if found.mode is not mode or found.descriptor.num_tokens != padded:
@@ -139,6 +140,7 @@ class Dispatcher:
     def _why_not(
         self, wanted: CUDAGraphMode, num_tokens: int, num_reqs: int, loras: int, uniform_token_count: int | None
     ) -> str:
+        """Return why a batch does not run under `wanted`: a failed capture, or no captured graph that holds it."""
         if wanted is FULL:
             tables = [self._uniform.get((uniform_token_count or 0, loras)), self._mixed.get(loras)]
         else:
@@ -157,8 +159,8 @@ class Dispatcher:
             return f"capturing {wanted.value} for {size} tokens failed: {reason}"
         largest = max((table.sizes[-1] for table in tables if table is not None), default=None)
         if largest is None:
-            of = f" with {loras} active LoRAs" if loras else ""
-            return f"no {wanted.value} graph was captured for such batches{of}"
+            with_loras = f" with {loras} active LoRAs" if loras else ""
+            return f"no {wanted.value} graph was captured for such batches{with_loras}"
         if num_tokens > largest:
             return f"{num_tokens} tokens are above the largest captured size {largest} ({wanted.value})"
         return f"no {wanted.value} graph holds {num_reqs} requests in {num_tokens} tokens"
@@ -171,42 +173,45 @@ def uniform_token_count(query_lens: Sequence[int]) -> int | None:
 
 
 class _Table:
-    """The descriptors of one mode for one kind of batch, at least one, in ascending order."""
+    """The descriptors of one mode for one kind of batch, at least one, in ascending order of `num_tokens`."""
 
-    __slots__ = ("_found", "_static", "sizes")
+    __slots__ = ("_found", "_preferred", "sizes")
 
     def __init__(
         self, mode: CUDAGraphMode, descriptors: Sequence[BatchDescriptor], static_sizes: Collection[int]
     ) -> None:
         ordered = sorted(descriptors, key=lambda descriptor: descriptor.num_tokens)
         self.sizes = [descriptor.num_tokens for descriptor in ordered]
-        self._found = [Dispatched(mode, descriptor, None) for descriptor in ordered]  # so that a step allocates none
-        static = [i for i, size in enumerate(self.sizes) if size in static_sizes]
-        self._static = [_static_for(size, static, self.sizes) for size in self.sizes]
+        self._found = [
+            Dispatched(mode, descriptor, None) for descriptor in ordered
+        ]  # made here, so that no step has to
+        static_indices = [i for i, size in enumerate(self.sizes) if size in static_sizes]
+        self._preferred = [_preferred_index(size, static_indices, self.sizes) for size in self.sizes]
 
     def smallest(self, num_tokens: int, num_reqs: int) -> Dispatched | None:
         """Return the smallest entry that holds the batch, or a static one not much larger; None if none holds it."""
         for i in range(bisect_left(self.sizes, num_tokens), len(self.sizes)):
             found = self._found[i]
-            holds = found.descriptor.num_reqs
-            if holds is None or holds >= num_reqs:
-                static = self._found[self._static[i]]
-                holds = static.descriptor.num_reqs
-                return static if holds is None or holds >= num_reqs else found
+            max_reqs = found.descriptor.num_reqs
+            if max_reqs is None or max_reqs >= num_reqs:
+                preferred = self._found[self._preferred[i]]
+                max_reqs = preferred.descriptor.num_reqs
+                return preferred if max_reqs is None or max_reqs >= num_reqs else found
         return None
 
 
-def _static_for(size: int, static: Sequence[int], sizes: Sequence[int]) -> int:
-    """Return the index of the bucket to use for bucket `size`: the next static one up to twice as large, or itself."""
+def _preferred_index(size: int, static_indices: Sequence[int], sizes: Sequence[int]) -> int:
+    """Return the index in `sizes` of the next static size between `size` and twice `size`, else of `size` itself."""
     at = bisect_left(sizes, size)
-    return next((i for i in static if i >= at and sizes[i] <= 2 * size), at)
+    return next((i for i in static_indices if i >= at and sizes[i] <= 2 * size), at)
 
 
 def _by_loras(
     mode: CUDAGraphMode, descriptors: Sequence[BatchDescriptor], static_sizes: Collection[int]
 ) -> dict[int, _Table]:
+    """Return a table for each number of active LoRAs."""
     return {
-        loras: _Table(mode, [one for one in descriptors if one.num_active_loras == loras], static_sizes)
+        loras: _Table(mode, [each for each in descriptors if each.num_active_loras == loras], static_sizes)
         for loras in {descriptor.num_active_loras for descriptor in descriptors}
     }
 

@@ -1,4 +1,4 @@
-"""`Engine`, which takes requests and returns outputs one step at a time, driven by `LLM` or another server."""
+"""`Engine`, which takes requests and returns outputs one step at a time, driven by `LLM` or a server."""
 
 from __future__ import annotations
 
@@ -46,21 +46,22 @@ if TYPE_CHECKING:
 
 
 class Engine:
-    """A loop that schedules, runs and finishes requests. It is not thread-safe: one caller drives it.
+    """An engine that schedules, runs and finishes requests. It is not thread-safe: only one thread may use it.
 
-    With `steps_ahead` 1 a step is scheduled and launched while the preceding step still runs: the tokens that the
-    preceding step samples stay on the device, and the host receives them later. A request that ends with a token the
-    host has not received yet has then been computed one token too far; that token is dropped.
+    With `steps_ahead` 1, a step is scheduled and launched while the preceding step still runs: the tokens that the
+    preceding step samples stay on the device, and the host receives them later. If such a token ends its request, the
+    next step has already computed one token too many for that request, which is dropped.
 
-    Note [a step is a transaction]: the result of a step reaches every part of the engine or is computed again. Any
+    Note [a step is a transaction]: the result of a step reaches every part of the engine, or it is computed again. Any
     exception, an interrupt included, may occur at any point of any method. `_is_dirty` is set while a method changes
-    state. The next call that finds it set first rebuilds all state from what survives (see Note [what survives an
-    exception]), including the tokens of `_received`, which a step has received and may have distributed only in part.
+    state. A call that finds it set at its start knows that an earlier call was interrupted, and first rebuilds all
+    state from what survives (see Note [what survives an exception]). `_received` survives too: it is the result of a
+    step that has come to the host and may be distributed only in part.
 
-    Note [calls from inside a step]: a step runs code of the caller's, its logits processors, which may call the engine.
-    The state is then dirty although no exception has occurred. `_recover` refuses such calls with `UsageError`; `abort`
-    is put off to the end of the step. The stack says whether a call comes from inside a step: a flag could be left set
-    by an interrupt.
+    Note [calls from inside a step]: a step runs the caller's logits processors, which may call the engine. The state is
+    then dirty although nothing was interrupted. `_recover` refuses such calls with `UsageError`, and `abort` takes
+    effect at the end of the step. Whether a call comes from inside a step is read from the call stack, because an
+    interrupt could leave a flag set.
     """
 
     def __init__(
@@ -80,8 +81,11 @@ class Engine:
     ) -> None:
         """Store the parts of the engine.
 
+        `max_model_len`: the largest number of tokens of a prompt and its output together. `seed`: for the seeds of
+        requests that have none. `steps_ahead`: the number of steps that are launched before the tokens of an earlier
+        one have come to the host. `embedding_size`: the row size of prompt embeddings; None: they are refused.
         `max_logprobs`: the largest number of log probabilities that a request may ask for; -1: the whole vocabulary.
-        `logits_processors`: the classes of the runner's sampler, which also validate parameters here.
+        `logits_processors`: the classes of the runner's logits processors, which also validate parameters here.
         """
         self._scheduler = scheduler
         self._runner = runner
@@ -91,7 +95,7 @@ class Engine:
         self._vocab_size = vocab_size
         self._random = Random(seed)  # draws the seeds of requests without a seed
         self._steps_ahead = steps_ahead
-        self._embedding_size = embedding_size  # the row size of prompt embeddings; None: not enabled
+        self._embedding_size = embedding_size
         self._max_logprobs = vocab_size if max_logprobs == -1 else max_logprobs
         self._logits_processors = logits_processors
         self._processor = OutputProcessor(tokenizer, eos_token_ids)
@@ -99,10 +103,10 @@ class Engine:
         self._requests: dict[str, Request] = {}  # the scheduler's requests, by id
         self._constrained = ConstrainedRequests(max(vocab_size, 0 if tokenizer is None else len(tokenizer)))
         self._in_flight: deque[tuple[SchedulerOutput, AsyncOutput]] = deque()
-        # The step being distributed: its schedule, its result, and the number of tokens generated before it.
+        # The step whose result is being distributed: its schedule, its result, and `_num_output_tokens` before it.
         self._received: tuple[SchedulerOutput, ModelRunnerOutput, int] | None = None
         self._is_dirty = False
-        self._deferred_aborts: list[str] = []  # ids of prompts that code inside a step has aborted
+        self._deferred_aborts: list[str] = []  # ids of prompts that were aborted from inside the step
         self._outbox = Outbox()  # for callers of `step` without an outbox
         self._num_arrived = 0
         self._num_output_tokens = 0
@@ -115,12 +119,12 @@ class Engine:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether `step` has anything to compute or, called without an outbox, to return."""
+        """Whether `step()`, without an outbox, has anything to compute or to return."""
         return bool(self._requests or self._outbox or (self._is_dirty and len(self._processor)))
 
     @property
     def requests(self) -> Mapping[str, Request]:
-        """The unfinished requests by id, one for each completion of a prompt; read only."""
+        """The unfinished requests by id, one for each completion of a prompt. Callers must not change it."""
         return self._requests
 
     @property
@@ -145,7 +149,7 @@ class Engine:
 
     @property
     def scheduler(self) -> Scheduler:
-        """The scheduler, for benchmarks that drive the runner without this engine's bookkeeping."""
+        """The scheduler, for benchmarks that drive the runner without this engine."""
         return self._scheduler
 
     @property
@@ -174,14 +178,13 @@ class Engine:
         is_checked: bool = False,
         outbox: Outbox | None = None,
     ) -> None:
-        """Queue a prompt.
+        """Queue a prompt, as `sampling_params.n` requests of the scheduler.
 
-        Prompts with a lower `priority` are scheduled first; prompts with different `cache_salt` share no cached
-        prefix. `is_final_only`: `step` returns the prompt once, when it has finished. `is_checked`: `check_request`
-        has been called. `outbox`: the only receiver of the prompt's outputs; None: the caller of `step` without an
-        outbox receives them.
+        Prompts with a lower `priority` are scheduled first; prompts with different `cache_salt` share no cached prefix.
+        `is_final_only`: outputs are returned only when the prompt has finished. `is_checked`: `check_request` has been
+        called. `outbox`: only `step` and `collect` with this outbox return the outputs; None: those without one do.
 
-        Raises `RequestError` if the prompt can never run. The engine is then unchanged, also after an interrupt.
+        Raises `RequestError` if the prompt can never run or its id is in use. It is not queued after any exception.
         """
         self._recover()
         check_request_fields(
@@ -244,17 +247,17 @@ class Engine:
     def step(self, outbox: Outbox | None = None) -> list[RequestOutput]:
         """Run one step and return the outputs of `outbox` that have changed.
 
-        These are the prompts that received a token, and outputs that earlier calls could not return. Outputs for
-        other outboxes wait for their callers. With `steps_ahead` the returned outputs are those of the preceding
-        step, so the first call returns nothing; continue while `has_unfinished`. After an exception, an interrupt
-        included, simply continue: lost results are computed again, and unreturned outputs are returned.
+        These are the outputs of prompts that received a token, and those that earlier calls could not return. Outputs
+        for other outboxes wait there. With `steps_ahead` 1 the tokens are those of the preceding step, so the first
+        call returns nothing. Call it while `has_unfinished`. After an exception, an interrupt included, call it again:
+        lost results are computed again, and unreturned outputs are returned.
         """
         self._recover()
         self._advance()
         return self.collect(outbox)
 
     def collect(self, outbox: Outbox | None = None) -> list[RequestOutput]:
-        """Return the outputs that `step` would return, without running a step."""
+        """Return the outputs that wait in `outbox`, without running a step."""
         if outbox is None:
             outbox = self._outbox
         if outbox.news:
@@ -264,9 +267,9 @@ class Engine:
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a prompt's completions now and return its output so far, or None if the prompt is not running.
 
-        A caller with its own outbox receives the end there, too. Called from inside a step, by a logits processor, the
-        method returns None; the prompt ends after the step, which returns its output. Raises `RequestError` if
-        `request_id` is not a string.
+        If the prompt has an outbox of its own, the final output is also returned there. A call from inside a step, by a
+        logits processor, returns None; the prompt ends after the step, and its output is returned as by a step. Raises
+        `RequestError` if `request_id` is not a string.
         """
         if not isinstance(request_id, str):
             raise RequestError(f"request_id={request_id!r}; it must be a string, the id of one prompt.")
@@ -288,7 +291,7 @@ class Engine:
     def check_request(
         self, token_ids: Sequence[int], params: SamplingParams, prompt_embeds: torch.Tensor | None = None
     ) -> None:
-        """Raise `RequestError` if such a request can never run here."""
+        """Raise `RequestError` if a request with this prompt and these parameters can never run on this engine."""
         if not isinstance(params, SamplingParams):
             raise RequestError(f"sampling_params={params!r}; it must be SamplingParams.")
         params = params.snapshot()
@@ -333,7 +336,7 @@ class Engine:
                 raise RequestError(f"the prompt has token id {token!r}; ids go from 0 to {self._vocab_size - 1}.")
 
     def _stop_token_ids(self, params: SamplingParams) -> frozenset[int]:
-        """Return all tokens that end a text, EOS tokens included."""
+        """Return all tokens that end a completion; EOS tokens are among them unless `ignore_eos` is set."""
         return frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else self._eos_token_ids)
 
     def _prompt_tokens(self, token_ids: Sequence[int], params: SamplingParams) -> list[int]:
@@ -354,8 +357,8 @@ class Engine:
     def _take_prompt_logprobs(self, done: SchedulerOutput, found: Mapping[str, PromptLogprobs]) -> None:
         """Pass the prompt log probabilities of a step to the output processor.
 
-        Those of a request that was preempted since are skipped, because it computes them again, and so are those of
-        a finished request, whose id another request may have by now.
+        A request that was preempted after the step was scheduled is skipped, because it computes them again. So is a
+        request that has finished, even if a new request has its id.
         """
         for item in done.scheduled:
             request = self._requests.get(item.request_id)
@@ -363,16 +366,18 @@ class Engine:
                 self._processor.take_prompt_logprobs(item.request_id, found[item.request_id])
 
     def _finish_prompt(self, request_id: str, finish: Finish) -> None:
+        """End all unfinished completions of a prompt."""
         for completion in self._processor.request_ids(request_id):
             self._finish(completion, finish)
 
     def _finish_failed(self, errors: Mapping[str, BaseException]) -> None:
-        """End the requests of `errors` that are unfinished."""
+        """End the requests in `errors`, each with its error; those that have ended already are skipped."""
         for request_id, error in errors.items():
             if request_id in self._requests:
                 self._finish(request_id, failed(self._requests[request_id], error))
 
     def _finish(self, request_id: str, finish: Finish) -> None:
+        """End a request in all parts of the engine."""
         request = self._requests[request_id]
         self._processor.finish(request, finish)
         assert request.finish_reason is not None
@@ -384,7 +389,7 @@ class Engine:
 
     @without_grad
     def _advance(self) -> None:
-        """Run one step and distribute the tokens of the oldest step in flight."""
+        """Launch one step, and distribute the result of the oldest one if more than `steps_ahead` are in flight."""
         self._is_dirty = True
         output = self._scheduler.schedule()
         if not output.is_empty:
@@ -393,7 +398,7 @@ class Engine:
             self._in_flight.append((output, self._runner.sample_tokens(grammar)))
         if self._in_flight and (output.is_empty or len(self._in_flight) > self._steps_ahead):
             done, result = self._in_flight.popleft()
-            self._received = (done, result.get(), self._num_output_tokens)  # from here on it is not computed again
+            self._received = (done, result.get(), self._num_output_tokens)  # from now on its tokens cannot be lost
             self._distribute(*self._received)
             self._received = None
         if self._deferred_aborts:
@@ -401,39 +406,42 @@ class Engine:
         self._is_dirty = False
 
     def _abort_deferred(self) -> None:
-        """End the prompts that code inside the step has aborted; their outputs wait in their outboxes."""
+        """End the prompts that were aborted from inside the step. Their outputs wait in their outboxes."""
         while self._deferred_aborts:
             if self._deferred_aborts[0] in self._processor:
                 self._finish_prompt(self._deferred_aborts[0], Finish("abort"))
             del self._deferred_aborts[0]
 
     def _is_inside_step(self) -> bool:
-        """Return whether the caller is called by a step; see Note [calls from inside a step]."""
+        """Return whether the current call comes from inside a step; see Note [calls from inside a step]."""
         if not self._is_dirty:
             return False
         frame: FrameType | None = sys._getframe(1)
-        while frame is not None and not (frame.f_code is _CODE_OF_STEP and frame.f_locals.get("self") is self):
+        while frame is not None and not (frame.f_code is _CODE_OF_ADVANCE and frame.f_locals.get("self") is self):
             frame = frame.f_back
         return frame is not None
 
     def _distribute(self, done: SchedulerOutput, found: ModelRunnerOutput, num_before: int) -> None:
-        """Pass the result of a step to the scheduler and the output processor, and finish requests that ended."""
+        """Pass the result of a step to the scheduler and the output processor, and end requests that are complete.
+
+        `num_before`: `_num_output_tokens` before the step.
+        """
         if found.prompt_logprobs:
             self._take_prompt_logprobs(done, found.prompt_logprobs)
         if found.errors:
             self._finish_failed(found.errors)
         took = self._scheduler.complete_step(done, found.token_ids)
         self._num_output_tokens = num_before + len(took)
-        # Equal lengths mean that no request was dropped, so the orders match.
+        # If the lengths are equal, no token was dropped, so `tokens` and `took` have the same order.
         tokens = found.token_ids.token_ids if len(took) == len(found.token_ids) else None
         ended, _ = self._processor.take_tokens(took, found.logprobs, tokens)
         for request, finish in ended:
             self._finish(request.request_id, finish)
         if self._constrained.requests:
-            self._end_complete(took)
+            self._finish_constrained(took)
 
     def _check_grammar(self, params: SamplingParams) -> None:
-        """Raise `RequestError` for an output's grammar that cannot be compiled; waits if it is not compiled yet."""
+        """Compile the grammar of `structured_outputs`, if any, and wait for it. Raises `RequestError` if that fails."""
         if params.structured_outputs is None:
             return
         if self._tokenizer is None:
@@ -442,15 +450,15 @@ class Engine:
             )
         self._grammars.compile(params.structured_outputs).result()
 
-    def _end_complete(self, requests: Sequence[Request]) -> None:
-        """End those of `requests` whose outputs are complete, or have left their grammars."""
+    def _finish_constrained(self, requests: Sequence[Request]) -> None:
+        """End those of `requests` whose outputs are complete by their grammars, or violate them."""
         for request, error in self._constrained.ended(requests):
             self._finish(request.request_id, Finish("stop") if error is None else failed(request, error))
 
     def _recover(self) -> None:
         """Rebuild all state if an exception has interrupted a call; see Note [a step is a transaction].
 
-        May itself be interrupted, and is then called again.
+        If it is itself interrupted, the next call begins it again.
         """
         if not self._is_dirty:
             return
@@ -473,13 +481,16 @@ class Engine:
         if self._received is not None and self._received[1].errors:
             self._finish_failed(self._received[1].errors)
         if self._constrained.requests:
-            self._end_complete(unfinished)
+            self._finish_constrained(unfinished)
         self._abort_deferred()
         self._received = None
         self._is_dirty = False
 
     def _distribute_again(self, done: SchedulerOutput, found: ModelRunnerOutput, num_before: int) -> None:
-        """Do the work of `_distribute` for tokens that some requests have already; their positions tell which."""
+        """Do the work of an interrupted `_distribute`: give a token to each request that has not received it.
+
+        The number of tokens that a request has shows whether it has received that of this step.
+        """
         if found.prompt_logprobs:
             self._take_prompt_logprobs(done, found.prompt_logprobs)
         num_received, errors = 0, found.errors or {}
@@ -492,21 +503,23 @@ class Engine:
                 output.append(found.token_ids[item.request_id])
             num_received += 1
             self._processor.notify(item.request_id)
-        if self._num_output_tokens == num_before:  # else the tokens were counted, and some requests may have ended
+        if self._num_output_tokens == num_before:  # else `_distribute` has counted them, before any request ended
             self._num_output_tokens += num_received
 
     def _make_outputs(self, outbox: Outbox) -> None:
+        """Turn the news of `outbox` into outputs that are ready to be handed over."""
         self._recover()
         self._is_dirty = True
         results = [self._output(prompt, outbox.delivered(prompt)) for prompt in tuple(outbox.news)]
-        # After an interrupt between the two, the same news make no second delta: `delivered` includes what is ready.
+        # If an interrupt separates the two assignments, the news are processed again without a second delta, because
+        # `delivered` counts what is ready.
         outbox.ready, outbox.news = [*outbox.ready, *(one for one in results if one is not None)], {}
         self._is_dirty = False
 
     def _output(self, prompt: PromptState, delivered: Delivered) -> PendingOutput | None:
-        """Return a prompt's output, or a failure that ends it if making the output raises; None if nothing is new.
+        """Return a prompt's output, or None if nothing is new. The prompt is not changed.
 
-        A prompt whose output can be made is not changed.
+        If making the output raises, the prompt's completions end with that error, and the output says so.
         """
         try:
             return self._processor.output(prompt, delivered)
@@ -523,13 +536,18 @@ class Engine:
             return PendingOutput(prompt, output_of_failed(prompt), delivered)
 
 
-_CODE_OF_STEP: CodeType = unwrap(Engine._advance).__code__
+_CODE_OF_ADVANCE: CodeType = unwrap(Engine._advance).__code__
+"""The code by which frames of a running step are recognized. `unwrap` removes the decorator."""
 
 
 def _grammar_backend(
     tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, eos_token_ids: frozenset[int]
 ) -> StructuredOutputBackend:
-    """Return a backend. A function, and no method: an engine that its own parts name is freed late."""
+    """Return a new backend of grammars, for `Grammars`.
+
+    This is a function because a bound method would refer to the engine. The engine would then be part of a reference
+    cycle, and its memory would be freed only by a garbage collection.
+    """
     from piecegraph.runner.structured_output.llguidance_backend import LLGuidanceBackend
 
     assert tokenizer is not None, "checked by Engine._check_grammar"

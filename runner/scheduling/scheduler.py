@@ -24,49 +24,53 @@ from piecegraph.runner.scheduling.speculation_stats import SpeculationStats
 from piecegraph.runner.scheduling.steady_decode import SteadyDecode
 
 REGISTRATION_INTERVAL = 64
-"""Steps after which requests that decode steadily register the blocks they have filled.
+"""The number of steps after which requests of a `SteadyDecode` register the blocks that they have filled.
 
-No block is looked up in a steady decode, and its end registers them first, so this only bounds the work at its end.
+Nothing looks for a cached prefix during a steady decode, and its end registers all filled blocks. So this number only
+bounds the work at the end.
 """
 
 NO_DRAFTS: Mapping[str, int] = {}
+"""The drafts of a step without speculative decoding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerStats:
-    """Counters since the start, and gauges, which are marked "now"."""
+    """Gauges, which describe the present state, and counters since the start."""
 
-    num_running: int  # now
-    num_waiting: int  # now
-    num_free_blocks: int  # now; cached blocks without references are free
-    num_blocks: int
-    num_prefix_queries: int  # tokens of requests when first admitted
-    num_prefix_hits: int  # of those, found in the cache
-    num_preemptions: int
-    speculation: SpeculationStats | None = None  # None: no speculative decoding
+    num_running: int  # gauge: requests
+    num_waiting: int  # gauge: requests
+    num_free_blocks: int  # gauge; a cached block that no request holds is free
+    num_blocks: int  # constant
+    num_prefix_queries: int  # counter: known tokens of requests, each request when first admitted
+    num_prefix_hits: int  # counter: those of `num_prefix_queries` that were found in the prefix cache
+    num_preemptions: int  # counter
+    speculation: SpeculationStats | None = None  # counters; None: no speculative decoding
 
 
 class Scheduler:
-    """The scheduler of requests over a budget of tokens a step.
+    """The scheduler of requests, which spends a budget of tokens in each step.
 
-    The budget is spent on running requests first, in the order of their admission, and then on waiting requests in
-    the order of `policy`; a prompt longer than the remaining budget runs in chunks, mixed with decodes. So `policy`
-    orders the queue and decides which request is preempted when blocks are short. It takes nothing else from a running
-    request: neither its place among `max_num_seqs` nor its tokens of a step.
+    The budget goes to running requests first. If it does not suffice for all of them, those that were admitted earlier
+    come first. What is left goes to waiting requests in the order of `policy`. A prompt longer than the remaining
+    budget runs in chunks, mixed with decodes. So `policy` orders the queue, and decides which request is preempted when
+    blocks are short. Otherwise a waiting request of higher priority takes nothing from a running one: neither its place
+    among `max_num_seqs` nor its part of the budget.
 
-    The design follows vLLM's V1 scheduler. Preemption is completion and resumption a fresh add, as in its Model Runner
-    V2: a preempted request loses its blocks and its row, waits at its old place, and is added again with all its known
-    tokens.
+    The design follows vLLM's V1 scheduler. Preemption and resumption are like the end of one request and the arrival of
+    another, as in vLLM's Model Runner V2: a preempted request loses its blocks and its row of device state, returns to
+    its old place in the queue, and is added again with all its known tokens.
 
     `schedule` may be called before the tokens of earlier steps are known. A request then computes a token that is
-    pending: sampled, but known to the device only. `complete_step` takes the tokens, in the order of scheduling.
+    pending: sampled, but known only to the device. `complete_step` receives the tokens of the steps, in the order in
+    which the steps were scheduled.
 
-    Note [one stream]: steps run on the device one after the other, in the order they were scheduled. So a block
-    may be given to another request while a step in flight still uses it. A block of a prompt is found in the prefix
-    cache from the moment the step that fills it is being scheduled, also by other requests of that step: each layer
-    writes the keys and values of all requests with several tokens before any request attends. (A request with one
-    token may write its key and value as it attends, so a block that such a token fills is found in later steps only.)
-    Prompts that arrive together and share a prefix compute it once.
+    Note [one stream]: steps run on the device one after the other, in the order they were scheduled. So a block may be
+    given to another request while a step in flight still uses it. A block of a prompt can be found in the prefix cache
+    as soon as the step that fills it is being scheduled, also by other requests of that step: in each layer, the keys
+    and values of all requests with several tokens are written before any request attends. So prompts that arrive
+    together and share a prefix compute it once. A request with one token may write its key and value while it attends;
+    a block that such a token fills is found in later steps only.
     """
 
     def __init__(
@@ -81,31 +85,32 @@ class Scheduler:
     ) -> None:
         """Start without requests.
 
-        `watermark`: the fraction of the blocks that admission leaves free while any request runs.
-        `prompt_logprobs_chunk`: the largest number of prompt tokens, over all requests of a step, for which a step
-        computes prompt log probabilities; each takes a row of logits.
+        `max_num_seqs`: the largest number of running requests. `max_num_batched_tokens`: the largest number of tokens
+        in a step. `watermark`: the fraction of the blocks that admission leaves free while any request runs.
+        `prompt_logprobs_chunk`: the largest number of prompt tokens, over all requests, for which one step computes
+        prompt log probabilities; each of these tokens needs a row of logits.
         """
         assert max_num_seqs >= 1 and max_num_batched_tokens >= 1 and prompt_logprobs_chunk >= 1
         self._kv_cache = kv_cache
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._policy = policy
-        self._num_spared_blocks = int(watermark * kv_cache.num_blocks)
+        self._watermark_blocks = int(watermark * kv_cache.num_blocks)
         self._prompt_logprobs_chunk = prompt_logprobs_chunk
-        self._prompt_logprobs_left = prompt_logprobs_chunk  # in this step
+        self._prompt_logprobs_left = prompt_logprobs_chunk  # of the chunk, in the step that is being scheduled
 
-        self._requests: dict[str, Request] = {}  # all unfinished
+        self._requests: dict[str, Request] = {}  # all unfinished ones, running or waiting, by id
         self._waiting = RequestQueue(policy)
-        self._running: list[Request] = []  # in the order of `policy`; `epoch` is the order of admission
-        self._steady: SteadyDecode | None = None  # the running requests that draw tokens; None: loop over all
-        self._removed: list[str] = []
+        self._running: list[Request] = []  # in the order of `policy`; `Request.epoch` has the order of admission
+        self._steady: SteadyDecode | None = None  # requests that can be scheduled without a loop; None: loop over all
+        self._removed: list[str] = []  # ids for the next `SchedulerOutput.removed`
         self._num_admissions = 0
         self._num_steps = 0
         self._num_completed_steps = 0
         self._num_prefix_queries = 0
         self._num_prefix_hits = 0
         self._num_preemptions = 0
-        self._may_be_steady = True  # False: requests never form a `SteadyDecode`
+        self._may_be_steady = True  # False, in a subclass: requests never form a `SteadyDecode`
 
     @property
     def num_running(self) -> int:
@@ -136,11 +141,11 @@ class Scheduler:
         )
 
     def blocks_needed(self, num_tokens: int) -> int:
-        """Return the most blocks that a request of `num_tokens` holds at any one time."""
+        """Return the largest number of blocks that a request of `num_tokens` in total holds at any time."""
         return self._kv_cache.blocks_needed(num_tokens)
 
     def can_ever_fit(self, num_tokens: int) -> bool:
-        """Return True if a request of `num_tokens` in total can run alone; the engine refuses one that cannot."""
+        """Return whether a request of `num_tokens` in total can run if no other runs; else it must not be added."""
         return self._kv_cache.can_ever_fit(num_tokens)
 
     def add(self, request: Request) -> None:
@@ -156,10 +161,10 @@ class Scheduler:
         self._waiting.add(request)
 
     def finish(self, request_id: str, reason: str, stop_reason: int | str | None = None) -> Request | None:
-        """End a request, running or waiting, in a step in flight or not.
+        """End a running or waiting request and return it; return None if no unfinished request has that id.
 
-        Returns the request, or None if none has that id (it may just have ended). Its blocks are free at once, see
-        Note [one stream]; tokens that steps in flight sample for it are dropped.
+        Its blocks are free at once, even if a step in flight uses them: see Note [one stream]. Tokens that steps in
+        flight sample for it are dropped.
         """
         request = self._requests.pop(request_id, None)
         if request is None:
@@ -176,7 +181,7 @@ class Scheduler:
         return request
 
     def abort(self, request_id: str) -> Request | None:
-        """End a request that its caller cancels, as `finish` does."""
+        """End a request that its caller cancels, as `finish` does with the reason "abort"."""
         return self.finish(request_id, "abort")
 
     def reset_prefix_cache(self) -> None:
@@ -186,32 +191,32 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """Return the next step's work.
 
-        The work is empty if nothing can run before a step in flight is completed, or nothing is unfinished. While the
-        same requests decode and no other can be admitted, the cost of a step is that of its changes: the added blocks.
+        The output is empty if no request can run, or if none can before a step in flight is completed. While the same
+        requests decode and no other can be admitted (`SteadyDecode`), this loops only over those that need a block.
         """
         if (steady := self._steady) is not None:
-            decodes_only = None if self._can_admit else self._schedule_steady(steady)
-            if decodes_only is not None:
-                return decodes_only
+            steady_output = None if self._can_admit else self._schedule_steady(steady)
+            if steady_output is not None:
+                return steady_output
             self._end_steady()
         budget = self._max_num_batched_tokens
         self._prompt_logprobs_left = self._prompt_logprobs_chunk
         decodes: list[ScheduledRequest] = []
-        verifications: list[ScheduledRequest] = []  # of drafts
-        num_drafts: dict[str, int] = {}
-        others: list[ScheduledRequest] = []
+        verifications: list[ScheduledRequest] = []  # the last token of a request, and its drafts
+        num_drafts: dict[str, int] = {}  # by the ids in `verifications`
+        others: list[ScheduledRequest] = []  # prompts and their chunks, and requests that were preempted
         new_blocks: list[NewBlocks] = []
-        num_preemptions = self._num_preemptions
+        num_preemptions_before = self._num_preemptions
         shares = self._shares_of_budget()
         draft_budget = self._draft_budget()
         make = tuple.__new__  # half the cost of ScheduledRequest(...)
-        # A preempted request is the last of the list, hence not scheduled yet: the loop stops at the list's new end.
+        # `_extend` may preempt: it removes requests from the end of this list, which the loop has not reached yet.
         for request in self._running:
             if not budget:
                 break
             num_with_pending = request.settled_num_tokens_with_pending
             if num_with_pending >= request.max_total_tokens:
-                continue  # all its tokens are known or pending
+                continue  # its last token is known or pending: nothing is left to compute
             num_computed = request.settled_num_computed_tokens
             num_uncomputed = num_tokens = num_with_pending - num_computed
             if shares is not None:
@@ -219,7 +224,7 @@ class Scheduler:
             elif num_tokens != 1:
                 num_tokens = self._take_share(request, num_uncomputed, budget)
             if not num_tokens:
-                continue  # its turn is another step's
+                continue  # the budget has no token for it in this step
             if draft_budget and num_uncomputed == 1 and (drafts := self._num_drafts(request, draft_budget)):
                 num_drafts[request.request_id] = drafts
                 request.num_unverified_tokens += drafts
@@ -228,9 +233,9 @@ class Scheduler:
                 num_uncomputed = num_tokens = 1 + drafts
             num_computed_after = num_computed + num_tokens
             if num_computed_after > request.num_slots and not self._extend(request, num_tokens, new_blocks):
-                break  # it was the last, and was preempted itself
+                break  # it was preempted itself, because it was the last of the running requests
             request.settled_num_computed_tokens = num_computed_after
-            is_sampled = num_tokens == num_uncomputed
+            is_sampled = num_tokens == num_uncomputed  # else this is a chunk, after which nothing is sampled
             if is_sampled:
                 request.settled_num_tokens_with_pending = num_with_pending + 1
             budget -= num_tokens
@@ -243,16 +248,17 @@ class Scheduler:
                 others.append(item)
                 self._kv_cache.register(request, num_computed_after)
 
-        # After a preemption running requests need the blocks.
-        added = self._admit_all(budget, decodes, others) if self._num_preemptions == num_preemptions else ()
+        has_preempted = self._num_preemptions != num_preemptions_before
+        # After a preemption nothing is admitted: the running requests need the blocks.
+        added = () if has_preempted else self._admit_all(budget, decodes, others)
         if not (decodes or verifications or others):
             return SchedulerOutput(step=self._num_steps)
-        # The longest first: attention's programs start in this order, and the last to start should be short.
+        # Longest contexts first: the attention kernel starts programs in this order, and the last ones should be short.
         lengths = [item.num_computed_tokens for item in decodes]
         ranks = sorted(range(len(decodes)), key=lengths.__getitem__, reverse=True)
         decodes = [decodes[rank] for rank in ranks]
-        # With budget left and no preemption, the loop has seen all running requests; others have all their tokens.
-        is_decode_only = budget and not (others or added) and self._num_preemptions == num_preemptions
+        # With budget left and no preemption, the loop has skipped only requests that have all their tokens.
+        is_decode_only = budget > 0 and not (others or added or has_preempted)
         if (
             is_decode_only
             and self._may_be_steady
@@ -264,13 +270,14 @@ class Scheduler:
         return self._output(scheduled, added=added, new_blocks=tuple(new_blocks), num_drafts=num_drafts)
 
     def complete_step(self, output: SchedulerOutput, sampled: Mapping[str, int]) -> Sequence[Request]:
-        """Take the tokens of a finished step, one for each request of `output.sampled`.
+        """Take the tokens of a finished step, one for each request of `output.sampled`, by request id.
 
-        Steps complete in the order of scheduling, each once; empty steps may be left out. Returns the requests
-        that got a token, now the last of their `output_token_ids`; the engine finishes those that end with it
-        before it schedules again. Tokens of requests that have ended meanwhile are dropped. Tokens of preempted
-        requests are kept: they are valid, and are computed again with the rest. `SampledTokens` of `ScheduledDecodes`
-        are taken without a loop over requests; steps of the same requests return the same list.
+        Steps complete in the order of scheduling, each once; empty steps may be left out. Returns the requests that got
+        a token, which is now the last of their `output_token_ids`. The caller finishes those that end with that token
+        before it schedules again. Tokens of requests that have ended meanwhile are dropped. Tokens of requests that
+        were preempted meanwhile are kept: they are valid, and their keys and values are computed again with the rest.
+        The `SampledTokens` of a step of a `SteadyDecode` are taken without a loop over requests; while the requests
+        stay the same, each call returns the same list object.
         """
         if output.is_empty:
             return []
@@ -288,16 +295,17 @@ class Scheduler:
                 return self._complete_steady(steady, sampled)
             sampled = sampled.as_dict()
         if steady is not None:
-            steady.settle()  # the tokens of this step come after those of earlier ones
+            steady.settle()  # first the tokens of earlier steps, so that those of this step come after them
         took = []
         for request_id, num_tokens, num_computed_tokens, is_sampled, epoch in scheduled:
             request = self._requests.get(request_id)
             if request is None or request.epoch != epoch:
-                continue  # ended meanwhile, or (a chunk only) preempted and admitted again
+                continue  # it has ended; or this is a chunk, and it was preempted and admitted again since
             if is_sampled:
                 request.settled_output_token_ids.append(sampled[request_id])
                 took.append(request)
-            # Not `request.num_computed_tokens`, which steps in flight have advanced. Preempted ones never get here.
+            # Later steps in flight have advanced `request.num_computed_tokens`, so it is not used here. A preempted
+            # request holds no blocks, and its `next_registration` is never reached.
             num_done = num_computed_tokens + num_tokens
             if num_done >= request.next_registration:
                 self._kv_cache.register(request, num_done)
@@ -306,10 +314,10 @@ class Scheduler:
     def start_over(self, requests: Sequence[Request]) -> None:
         """Restart after a failed step: the results of steps in flight are lost.
 
-        `requests` are all unfinished requests. Only their parameters and their known tokens are relied on: an
-        exception may have left everything else half changed, also one in an earlier call of this method. Each request
-        is computed anew, and no known token is lost. Cached prefixes are forgotten: a window may have named blocks of
-        the failed step.
+        `requests` are all unfinished requests. Only their parameters and known tokens are used, because an exception,
+        also one in an earlier call of this method, may have left everything else half changed. Each request is computed
+        again from its start, and no known token is lost. Cached prefixes are discarded: blocks of the failed step may
+        be registered although their keys and values were never written.
         """
         for request in requests:
             if request.batched_by is not None:
@@ -333,7 +341,7 @@ class Scheduler:
 
     @property
     def _can_admit(self) -> bool:
-        """True if a request waits and fits into `max_num_seqs`; it may still lack blocks."""
+        """Whether a request waits and `max_num_seqs` has room for it; blocks may still be short."""
         return len(self._waiting) > 0 and len(self._running) < self._max_num_seqs
 
     def _output(
@@ -344,6 +352,7 @@ class Scheduler:
         new_blocks: tuple[NewBlocks, ...] = (),
         num_drafts: Mapping[str, int] = NO_DRAFTS,
     ) -> SchedulerOutput:
+        """Return the output of a new step, with the ids that were removed since the preceding one."""
         self._num_steps += 1
         removed, self._removed = self._removed, []
         return SchedulerOutput(
@@ -364,7 +373,10 @@ class Scheduler:
         return 0
 
     def _schedule_steady(self, steady: SteadyDecode) -> SchedulerOutput | None:
-        """Schedule a token of each request; if one would have to be preempted, change nothing and return None."""
+        """Schedule one token of each request of `steady`.
+
+        Returns None, with nothing scheduled, if none is left, if the budget is too small, or if blocks are short.
+        """
         steady.drop_complete()
         if not 0 < len(steady) <= self._max_num_batched_tokens:
             return None
@@ -376,6 +388,7 @@ class Scheduler:
         return self._output(steady.advance(), new_blocks=tuple(new_blocks))
 
     def _complete_steady(self, steady: SteadyDecode, sampled: SampledTokens) -> Sequence[Request]:
+        """Take the tokens of a step of exactly the requests of `steady`, and return these requests."""
         steady.append(sampled.token_ids)
         if self._num_completed_steps % REGISTRATION_INTERVAL == 0:
             for request in steady.requests:
@@ -383,7 +396,7 @@ class Scheduler:
         return steady.requests
 
     def _end_steady(self) -> None:
-        """Leave the steady decode: from now on, steps loop over requests. Idempotent."""
+        """Leave the steady decode: the next step loops over all running requests. Idempotent."""
         steady, self._steady = self._steady, None
         if steady is not None:
             steady.dissolve()
@@ -391,11 +404,15 @@ class Scheduler:
                 self._register_decoded(request)
 
     def _register_decoded(self, request: Request) -> None:
-        """Register the blocks that completed steps have filled: all known tokens of a decode but the last."""
+        """Register the blocks that completed steps of a decode have filled: those of all known tokens but the last."""
         self._kv_cache.register(request, request.num_tokens - 1)
 
     def _shares_of_budget(self) -> Mapping[str, int] | None:
-        """Return how many tokens each running request may compute in this step; None: all that it lacks."""
+        """Return how many tokens each running request computes in this step, or None if the budget suffices for all.
+
+        If it does not, requests that were admitted earlier come first.
+        Prompt log probabilities count as in `_take_share`.
+        """
         budget = self._max_num_batched_tokens
         wanted = sum(
             [request.settled_num_tokens_with_pending - request.settled_num_computed_tokens for request in self._running]
@@ -414,22 +431,23 @@ class Scheduler:
         return shares
 
     def _take_share(self, request: Request, num_uncomputed: int, budget: int) -> int:
-        """Return how many tokens of `request` a step with `budget` left computes; 0: it has to wait for another step.
+        """Return how many tokens of `request` this step computes, `budget` at most; 0: it waits for another step.
 
-        Counts prompt log probabilities against their budget of the step.
+        If the request wants prompt log probabilities, takes them from the number that the step has left.
         """
         num_tokens = min(num_uncomputed, budget)
         is_in_prompt = request.num_computed_tokens < request.num_prompt_tokens
-        # The last token of a prompt gives no log probability of the prompt: alone it takes no row.
+        # The last token of a prompt gives no log probability of a prompt token, so by itself it needs no row of logits.
         if request.wants_prompt_logprobs and is_in_prompt and num_uncomputed > 1:
             num_tokens = min(num_tokens, self._prompt_logprobs_left)
             self._prompt_logprobs_left -= num_tokens
         return num_tokens
 
     def _extend(self, request: Request, num_tokens: int, new_blocks: list[NewBlocks]) -> bool:
-        """Allocate blocks for `num_tokens` of a running request, preempting from the end of the running requests.
+        """Allocate blocks for `num_tokens` more tokens of a running request; preempt others while blocks are short.
 
-        Returns False if `request` itself was preempted.
+        The last of the running requests is preempted first. Returns False if `request` itself was preempted. Appends
+        the allocated blocks to `new_blocks`.
         """
         while (added := self._kv_cache.extend(request, num_tokens)) is None:
             victim = self._running.pop()
@@ -440,7 +458,7 @@ class Scheduler:
         return True
 
     def _preempt(self, request: Request) -> None:
-        """Return a request to the queue, without blocks. Its pending tokens stay valid: `_admit` waits for them."""
+        """Free a request's blocks and queue it again. Its pending tokens stay valid: `_admit` waits for them."""
         self._end_steady()
         self._leave(request)
         self._num_preemptions += 1
@@ -449,36 +467,41 @@ class Scheduler:
         self._waiting.add(request)
 
     def _leave(self, request: Request) -> None:
+        """Free the blocks of a request that no longer runs, and its row of device state in the next step."""
         self._removed.append(request.request_id)
         self._kv_cache.free(request)
 
     def _admit_all(
         self, budget: int, decodes: list[ScheduledRequest], others: list[ScheduledRequest]
     ) -> tuple[AddedRequest, ...]:
-        """Admit waiting requests while they fit, and append their parts of the step to the lists."""
+        """Admit waiting requests while they fit; append what each computes in this step to `decodes` or `others`."""
         added: list[AddedRequest] = []
         while budget and self._can_admit:
             admitted = self._admit(budget)
             if admitted is None:
                 break
-            added.append(admitted[0])
-            budget -= admitted[1].num_tokens
-            (decodes if admitted[1].num_tokens == 1 else others).append(admitted[1])
+            added_request, item = admitted
+            added.append(added_request)
+            budget -= item.num_tokens
+            (decodes if item.num_tokens == 1 else others).append(item)
         return tuple(added)
 
     def _admit(self, budget: int) -> tuple[AddedRequest, ScheduledRequest] | None:
-        """Admit the first waiting request, or return None if it cannot run now; no other request overtakes it."""
+        """Admit the first waiting request with up to `budget` tokens, or return None if it cannot run now.
+
+        The caller then admits no other request in its place.
+        """
         request = self._waiting.peek()
         num_known = request.num_tokens
         if request.num_tokens_with_pending != num_known or num_known >= request.max_total_tokens:
-            return None  # preempted with tokens in flight, or its last token has just become known
+            return None  # it was preempted: its tokens are in flight, or its last one has come and it is about to end
         hit = self._kv_cache.find_prefix(request)
         num_uncomputed = num_known - hit.num_tokens
         num_tokens = self._take_share(request, num_uncomputed, budget)
         if not num_tokens:
             return None
-        num_spared_blocks = self._num_spared_blocks if self._running else 0
-        if not self._kv_cache.admit(request, hit, num_tokens, num_spared_blocks=num_spared_blocks):
+        num_left_free = self._watermark_blocks if self._running else 0
+        if not self._kv_cache.admit(request, hit, num_tokens, num_spared_blocks=num_left_free):
             assert self._running, f"{request.request_id!r} does not fit an empty cache; see can_ever_fit"
             return None
         self._waiting.pop()

@@ -72,7 +72,7 @@ class SpeculativeScheduler(Scheduler):
         for request_id, num_tokens, num_computed_tokens, is_sampled, epoch in output.scheduled:
             request = self._requests.get(request_id)
             if request is None or request.epoch != epoch:
-                continue  # ended meanwhile, or (a chunk only) preempted and admitted again
+                continue  # it has ended; or this is a chunk, and it was preempted and admitted again since
             num_done = num_computed_tokens + num_tokens
             if is_sampled:
                 found = verified[request_id]

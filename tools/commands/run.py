@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from piecegraph.runner.prompts.tokenize import Prompt
 
 DEFAULTS: dict[str, Any] = {"max_tokens": 256, "temperature": 0.0}
-"""The defaults of `run` that differ from `SamplingParams`: a longer answer, and the same one each time."""
+"""The defaults of `run` that differ from those of `SamplingParams`: longer answers, and greedy decoding."""
 
 LLM_DEFAULTS: dict[str, Any] = {"runner": "generate", "max_num_seqs": 1, "cudagraph_capture_sizes": (1,)}
 """The defaults of `run` for `LLM`: nothing is compiled or captured for batches that one prompt cannot need."""
@@ -64,14 +64,17 @@ def looks_like_model(argument: str) -> bool:
 
 
 def split_arguments(first: str | None, second: str | None) -> tuple[str | None, str | None]:
-    """Return (MODEL, PROMPT) as the two optional arguments mean them."""
+    """Return (MODEL, PROMPT) from the two optional arguments: a lone one is PROMPT unless it looks like a model."""
     if first is not None and second is None and not looks_like_model(first):
         return None, first
     return first, second
 
 
 def read_prompt(prompt: str | None) -> str:
-    """Return the prompt; `-`, or nothing when input is piped in, means standard input."""
+    """Return the prompt. It is read from standard input if it is "-", or if none is given and input is piped in.
+
+    Raises `click.UsageError` if there is none, and `RequestError` if it is empty.
+    """
     if prompt == "-" or (prompt is None and not sys.stdin.isatty()):
         piped = read_standard_input().rstrip("\n")
         prompt = piped or ("" if prompt == "-" else None)
@@ -95,11 +98,11 @@ def read_standard_input() -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """A finished request and how long it took, on a clock that began at the prompt."""
+    """A finished request and how long it took. Times count from when the request was submitted."""
 
     output: RequestOutput
-    first_token_seconds: float
-    seconds: float
+    first_token_seconds: float  # until the first output
+    seconds: float  # until the last output
 
     @property
     def num_tokens(self) -> int:
@@ -107,7 +110,7 @@ class Answer:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """The rate of the tokens after the first; None when there are none."""
+        """The tokens after the first, per second since the first arrived; None if there is one token or none."""
         elapsed = self.seconds - self.first_token_seconds
         return (self.num_tokens - 1) / elapsed if self.num_tokens > 1 and elapsed > 0 else None
 
@@ -149,7 +152,7 @@ def command(
     defaults = LLM_DEFAULTS if sampling.n == 1 else {"runner": "generate", "max_num_seqs": sampling.n}
     arguments = {**defaults, **given(LLM_FLAGS, values)}
     if values["seed"] is not None:
-        arguments["seed"] = values["seed"]  # random weights of --load-format dummy
+        arguments["seed"] = values["seed"]  # --seed is also the seed of the random weights of --load-format dummy
     with PhaseDisplay(quiet=quiet) as display:
         display(Phase(name="import", detail="torch, transformers"))
         display.spin()
@@ -174,37 +177,39 @@ def answer_prompt(
 ) -> Answer:
     """Run the request to its end; with `stream`, write its text to stdout as it comes.
 
-    If there are several answers the first streams, and the others follow it, each after an empty line.
+    If there are several completions (`n`), the first is streamed, and the others follow it, each after an empty line.
     """
     prompt = as_prompt(llm, text, chat)
     started = time.perf_counter()
-    first: float | None = None
-    written = 0
+    first_seconds: float | None = None
+    num_written = 0  # characters
     output: RequestOutput | None = None
     display(Phase(name="first_token"))
     for output in llm.stream(prompt, sampling):
         raise_if_interrupted()
-        if first is None:
-            first = time.perf_counter() - started
-            display(Phase(name="first_token", seconds=first))
+        if first_seconds is None:
+            first_seconds = time.perf_counter() - started
+            display(Phase(name="first_token", seconds=first_seconds))
             display.stop()
         if stream:
             whole = output.outputs[0].text
-            sys.stdout.write(whole[written:])
+            sys.stdout.write(whole[num_written:])
             sys.stdout.flush()
-            written = len(whole)
-    assert output is not None, "LLM.stream ended without any output"
+            num_written = len(whole)
+    assert output is not None and first_seconds is not None, "LLM.stream ended without any output"
     if stream:
         sys.stdout.write("\n")
         for other in output.outputs[1:]:
             sys.stdout.write(f"\n{other.text}\n")
         sys.stdout.flush()
-    elapsed = time.perf_counter() - started
-    return Answer(output=output, first_token_seconds=elapsed if first is None else first, seconds=elapsed)
+    return Answer(output=output, first_token_seconds=first_seconds, seconds=time.perf_counter() - started)
 
 
 def as_prompt(llm: LLM, text: str, chat: bool | None) -> Prompt:
-    """Return the prompt as it goes to the model: through its chat template unless `chat` is False or it has none."""
+    """Return the prompt for `LLM.stream`: rendered with the chat template, unless `chat` is False or there is none.
+
+    Raises `RequestError` if `chat` is True and there is no chat template.
+    """
     from piecegraph.runner.prompts.chat import tokenize_chat
 
     has_template = llm.tokenizer is not None and bool(llm.tokenizer.chat_template)
@@ -216,7 +221,7 @@ def as_prompt(llm: LLM, text: str, chat: bool | None) -> Prompt:
 
 
 def as_record(llm: LLM, model: str | None, prompt: str, answer: Answer, phases: dict[str, float]) -> dict[str, Any]:
-    """Return what `--json` prints."""
+    """Return the object that `--json` prints. `phases`: seconds by phase."""
     from piecegraph.runner.models.embedded_model import MODEL_NAME
     from piecegraph.tools.command_line.records import as_plain
 
@@ -244,7 +249,7 @@ def as_record(llm: LLM, model: str | None, prompt: str, answer: Answer, phases: 
 
 
 def summary(llm: LLM, answer: Answer, phases: dict[str, float]) -> str:
-    """Return the closing lines: pieces, seconds per phase, speed, and the model's notes."""
+    """Return the closing lines: pieces, seconds by phase, speed, drafts, and the model's notes."""
     report = llm.compiled.report()
     speed = answer.tokens_per_second
     spent = ", ".join(f"{name.replace('_', ' ')} {seconds:.2f}" for name, seconds in phases.items())
