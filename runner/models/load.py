@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import time
+import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -334,7 +335,9 @@ def _checkpoint_model(source: ModelSource, config: PreTrainedConfig, dtype: torc
     except OSError as error:
         raise CheckpointError(f"no weights to read at {source.model!r}: {_first_line(error)}") from error
     except Exception as error:  # a damaged file, for instance a pickled one, may raise anything
-        if is_out_of_memory(error) or isinstance(error, (PiecegraphError, *_CONSTRUCTOR_ERRORS)):
+        if is_out_of_memory(error) or isinstance(error, PiecegraphError):
+            raise
+        if isinstance(error, _CONSTRUCTOR_ERRORS) and not _was_unpickling(error):
             raise
         raise CheckpointError(f"the weights of {source.model!r} cannot be read: {_first_line(error)}") from error
     model, info = loaded
@@ -420,6 +423,12 @@ def _check_generation_config(source: ModelSource) -> None:
     ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
     if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
         raise ModelError(f"{file} has eos_token_id={eos!r}; it must be a token id, or a list of them.")
+
+
+def _was_unpickling(error: BaseException) -> bool:
+    """Return whether `error` was raised while torch read a pickled file, whose damaged bytes can raise a `KeyError`."""
+    frames = traceback.walk_tb(error.__traceback__)
+    return any(frame.f_globals.get("__name__") == "torch.serialization" for frame, _ in frames)
 
 
 def check_weight_files(source: ModelSource) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from piecegraph.runner.common.logprobs import FlatLogprobs, Logprob, LogprobsOnePosition
@@ -18,6 +18,7 @@ POSITIONS = st.lists(
 )
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
 @given(POSITIONS, st.slices(6))
 def test_flat_logprobs_read_as_a_list(positions: list[LogprobsOnePosition], part: slice) -> None:
     flat = FlatLogprobs()

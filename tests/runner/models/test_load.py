@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import shutil
 from collections.abc import Callable
@@ -219,7 +220,11 @@ def test_a_generation_config_that_cannot_be_used(folder: Path, text: str, messag
         load(folder)
 
 
-@pytest.mark.parametrize("content", [b"", os.urandom(4000), b"\x80\x04K\x01."], ids=["empty", "random", "pickle"])
+@pytest.mark.parametrize(
+    "content",
+    [b"", random.Random(0).randbytes(4000), b"\x80\x04K\x01.", b"h\x05.", b"\x80\x02h\x05."],
+    ids=["empty", "random", "pickle", "memo", "memo of protocol 2"],
+)
 def test_a_damaged_pickle_file_is_a_checkpoint_error(folder: Path, content: bytes) -> None:
     (folder / "model.safetensors").unlink()
     (folder / "pytorch_model.bin").write_bytes(content)
