@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -10,6 +11,10 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from piecegraph.compiler.torch_compat.fake_tensors import FakeTensorMode
 from piecegraph.compiler.torch_compat.versions import symbol_hint
+
+
+class SizesAssumed(RuntimeError):
+    """A compile assumed something of a dynamic size that does not hold for all of its values."""
 
 
 def shape_env_of(values: Sequence[Any]) -> ShapeEnv | None:
@@ -47,11 +52,52 @@ def size_ranges(values: Sequence[Any]) -> dict[str, tuple[int, int | None]]:
     shape_env = shape_env_of(values)
     ranges = {}
     for value in values:
-        for size in (*value.shape, *value.stride()) if isinstance(value, torch.Tensor) else (value,):
-            for symbol in size.node.expr.free_symbols if isinstance(size, torch.SymInt) else ():
-                facts = symbol_facts(shape_env, symbol)
-                ranges[str(symbol)] = (facts["lower"], facts["upper"])
+        for symbol in _symbols_of(value):
+            facts = symbol_facts(shape_env, symbol)
+            ranges[str(symbol)] = (facts["lower"], facts["upper"])
     return ranges
+
+
+@contextlib.contextmanager
+def without_assumptions(values: Sequence[Any]) -> Iterator[None]:
+    """Refuse what the block assumes of the symbols in the sizes of `values`: a narrower range, or an equal value.
+
+    Raises `SizesAssumed` at the end of a block that did, after the symbols have got their ranges back.
+    """
+    shape_env = shape_env_of(values)
+    if shape_env is None:
+        yield
+        return
+    symbols = [symbol for value in values for symbol in _symbols_of(value)]
+    before = {symbol: _known_of(shape_env, symbol) for symbol in symbols}
+    ranges, replacements = dict(shape_env.var_to_range), dict(shape_env.replacements)
+    try:
+        yield
+    finally:
+        assumed = [symbol for symbol, known in before.items() if _known_of(shape_env, symbol) != known]
+        told = ", ".join(f"{symbol}: {_known_of(shape_env, symbol)} after {before[symbol]}" for symbol in assumed)
+        for symbol in assumed:
+            shape_env.var_to_range[symbol] = ranges[symbol]
+            shape_env.replacements.pop(symbol, None)
+            if symbol in replacements:
+                shape_env.replacements[symbol] = replacements[symbol]
+        if assumed:
+            shape_env._update_version_counter()
+    if assumed:
+        raise SizesAssumed(f"it would be right for some sizes only ({told})")
+
+
+def _symbols_of(value: Any) -> Iterator[Any]:
+    for size in (*value.shape, *value.stride()) if isinstance(value, torch.Tensor) else (value,):
+        if isinstance(size, torch.SymInt):
+            yield from size.node.expr.free_symbols
+
+
+def _known_of(shape_env: ShapeEnv, symbol: Any) -> str:
+    """Return what is known of `symbol`: its range, and what it equals."""
+    bounds = shape_env.var_to_range.get(symbol)
+    known = "any value" if bounds is None else f"{bounds.lower} to {bounds.upper}"
+    return known if symbol not in shape_env.replacements else f"{known}, equal to {shape_env.replacements[symbol]}"
 
 
 def size_at(size: int | torch.SymInt, value: int) -> int:

@@ -7,20 +7,41 @@ from typing import Any
 
 from torch import fx
 
+from piecegraph.compiler.common.symbolic_sizes import without_assumptions
 from piecegraph.compiler.inductor.written_inputs import with_outputs_apart
 from piecegraph.compiler.splitting.exact_strides import with_exact_strides
-from piecegraph.compiler.torch_compat.versions import allow_unbacked_layouts
+from piecegraph.compiler.torch_compat.versions import (
+    allow_unbacked_layouts,
+    compare_sizes_of_views_for_all_values,
+    without_fake_tensor_cache,
+)
 
 
 def standalone_compile(graph_module: fx.GraphModule, examples: Sequence[Any], options: Mapping[str, Any]) -> Any:
     """Compile one piece for the sizes of its own placeholders and return a `CompiledArtifact`.
 
     The outputs of the compiled piece have the strides of their values in the graph, and share no memory with inputs
-    that the piece writes.
+    that the piece writes. Raises what Inductor raises, and `SizesAssumed` if it assumed something of a dynamic size.
     """
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    try:
+        return _compile(graph_module, examples, options)
+    except GuardOnDataDependentSymNode:
+        # The cache asks for the memory format of each tensor, which an unbacked size in a stride may leave undecided.
+        with without_fake_tensor_cache(graph_module):
+            return _compile(graph_module, examples, options)
+
+
+def _compile(graph_module: fx.GraphModule, examples: Sequence[Any], options: Mapping[str, Any]) -> Any:
     import torch._inductor
 
-    with torch.no_grad(), allow_unbacked_layouts():
+    with (
+        torch.no_grad(),
+        without_assumptions(examples),
+        allow_unbacked_layouts(),
+        compare_sizes_of_views_for_all_values(),
+    ):
         return torch._inductor.standalone_compile(
             with_exact_strides(graph_module),
             list(examples),

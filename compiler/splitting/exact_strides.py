@@ -183,7 +183,7 @@ def _fixed(node: fx.Node, order: Sequence[int]) -> fx.Node:
     for dim in reversed(order):
         strides[dim] = inner
         inner = sizes[dim] if inner == 1 else inner if sizes[dim] == 1 else call(operator.mul, inner, sizes[dim])
-    row = graph.call_method("reshape", (graph.call_method("permute", (node, list(order))), -1))
+    row = call(torch.reshape, call(torch.permute, node, list(order)), (-1,))  # torch saves no methods of new values
     fixed = call(torch.as_strided, row, sizes, strides)
     fixed.meta = dict(node.meta)
     return fixed

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 _patching = threading.RLock()
@@ -87,6 +88,65 @@ def allow_unbacked_layouts() -> Iterator[None]:
         yield
     finally:
         layout.same_ordered = staticmethod(original)
+
+
+@contextlib.contextmanager
+def compare_sizes_of_views_for_all_values() -> Iterator[None]:
+    """Let Inductor index a view by sizes only where they are equal for all values of unbacked sizes.
+
+    Outside this block torch 2.13 to 2.15 index a view of (4 * u0, 8) as (u0, 32) as if u0 were 1: an equality that
+    cannot be decided becomes an assertion for the run, and the assertion is lost, so that numbers are wrong without a
+    word. Where the equality fails, as it does here, Inductor goes by the position in memory.
+    """
+    from torch._inductor.ir import View
+    from torch._inductor.virtualized import V
+
+    view: Any = View
+    if not hasattr(view, "_dynamic_reshape_indexer"):
+        yield
+        return
+    original = view._dynamic_reshape_indexer
+
+    def index(*args: Any, **kwargs: Any) -> Any:
+        sizevars = V.graph.sizevars
+
+        def check_equals(left: Any, right: Any) -> Any:
+            assert sizevars.statically_known_equals(left, right), f"{left} is not known to equal {right}"
+            return left
+
+        sizevars.check_equals = check_equals
+        try:
+            return original(*args, **kwargs)
+        finally:
+            del sizevars.check_equals
+
+    view._dynamic_reshape_indexer = staticmethod(index)
+    try:
+        yield
+    finally:
+        view._dynamic_reshape_indexer = staticmethod(original)
+
+
+@contextlib.contextmanager
+def without_fake_tensor_cache(graph_module: fx.GraphModule) -> Iterator[None]:
+    """Let the fake values of a graph be computed without torch's cache of such computations.
+
+    In torch 2.13 to 2.15 an entry of the cache asks for the memory format of its result and raises
+    `GuardOnDataDependentSymNode` where a stride with an unbacked size leaves it undecided.
+    """
+    from torch._guards import detect_fake_mode
+
+    mode = detect_fake_mode(
+        [node.meta.get("example_value") for node in graph_module.graph.find_nodes(op="placeholder")]
+    )
+    if mode is None:
+        yield
+        return
+    was_enabled, mode.cache_enabled = mode.cache_enabled, False
+    try:
+        yield
+    finally:
+        mode.cache_enabled = was_enabled
 
 
 def _guessed_sizes(sizevars: Any, sizes: Sequence[Any]) -> Sequence[int]:

@@ -89,11 +89,13 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, Pat
 def test_a_hybrid_answers_as_transformers_does(name: str, tmp_path: Path) -> None:
     """In chunks, preempted, and again with the states that the prefix cache kept. All blocks are free in the end."""
     model = make_model(name)
-    with load_hybrid(save(model, tmp_path)) as llm:
+    with load_hybrid(save(model, tmp_path), num_kv_blocks=30 if name == "jamba" else 24) as llm:
         for _ in range(2):
             check(model, generate(llm))
         stats = llm.engine.stats
-        assert stats.num_preemptions > 0 and stats.num_prefix_hits > 0
+        assert stats.num_prefix_hits > 0
+        if not all(group.is_state for group in manager(llm).groups):  # states alone take no more memory as texts grow
+            assert stats.num_preemptions > 0
         assert manager(llm).num_free_blocks == manager(llm).num_blocks
         assert any(group.is_state for group in manager(llm).groups)
 

@@ -1,0 +1,84 @@
+"""What Inductor compiles of a dynamic size is right for every size, or is not used."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import piecegraph as pg
+from piecegraph.compiler.inductor import compile as inductor_compile
+from piecegraph.errors import CompileError
+
+SIZES = (5, 1, 2, 33)
+
+
+class NormOfHeads(nn.Module):
+    """Rows of heads are normed and gated, and viewed as rows of tokens: (4 * tokens, 8) becomes (tokens, 32)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(8))
+        self.project = nn.Linear(32, 32, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.view(-1, 4, 8).flatten(0, 1)
+        normed = self.weight * rows * torch.rsqrt(rows.pow(2).mean(-1, keepdim=True) + 1e-6)
+        projected: torch.Tensor = self.project((normed * torch.sigmoid(rows)).view(x.shape[0], -1))
+        return projected
+
+
+class OneFrequency(nn.Module):
+    """The rotary table of heads that rotate two elements: all of its dims but one are 1 in size."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        frequency = torch.tensor([[[0.5]]])
+        angles = (frequency @ x[None, None, :, 0].float()).transpose(1, 2)
+        cos = torch.cat((angles, angles), dim=-1).cos().unsqueeze(1)
+        return torch.cat((x[None, None, :, :2] * cos, x[None, None, :, 2:]), dim=-1)
+
+
+class Transposed(nn.Module):
+    """The result has a dynamic stride, so it is made again with the strides of the trace."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.t().cos() * 2
+
+
+def rows(num_tokens: int) -> torch.Tensor:
+    return torch.randn(num_tokens, 32, generator=torch.Generator().manual_seed(num_tokens))
+
+
+def compiled(module: nn.Module, **options: Any) -> pg.CompiledModel:
+    config = pg.CompileConfig(split_ops=(), compile_workers=0, **{"cache": False, "strict": True, **options})
+    return pg.compile(module, config, dynamic_dims={"x": 0}, example_inputs=(rows(4),))
+
+
+@pytest.mark.parametrize("module", [NormOfHeads(), OneFrequency()], ids=["views", "strides"])
+def test_numbers_are_the_modules_at_every_size(module: nn.Module) -> None:
+    """torch alone takes the view for one that is right for one token only, and asks which format the strides have."""
+    with compiled(module) as model:
+        for size in SIZES:
+            torch.testing.assert_close(model(rows(size)), module(rows(size)))
+
+
+def test_a_piece_that_assumes_a_size_runs_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever Inductor may assume in another place: the range of the size shows it."""
+    monkeypatch.setattr(inductor_compile, "compare_sizes_of_views_for_all_values", contextlib.nullcontext)
+    module = NormOfHeads()
+    with compiled(module, strict=False) as model:
+        for size in SIZES:
+            torch.testing.assert_close(model(rows(size)), module(rows(size)))
+        assert "SizesAssumed: it would be right for some sizes only (u0: 1 to " in model.report().eager_pieces[0]
+    with pytest.raises(CompileError, match="right for some sizes only"):
+        compiled(module)
+
+
+def test_a_piece_with_fixed_strides_can_be_stored() -> None:
+    with compiled(Transposed(), cache="pieces") as model:
+        assert "could not be stored" not in str(model.report())
+        torch.testing.assert_close(model(rows(3)), Transposed()(rows(3)))
