@@ -17,6 +17,7 @@ from torch import fx
 
 from piecegraph.compiler.building.build import BuildResult, build, piece_compiler
 from piecegraph.compiler.building.make_plan import NamedInputs
+from piecegraph.compiler.building.ready import SIZES_REMEMBERED
 from piecegraph.compiler.common.report import CompileReport
 from piecegraph.compiler.common.split_ops import split_op_matcher
 from piecegraph.compiler.own_kernels.registry import OWN_KERNELS
@@ -95,7 +96,7 @@ class GraphModel:
     def __init__(self, built: BuildResult, origin: _Origin, sizes: Mapping[str, _SizeSource]) -> None:
         self._built = built
         self._origin = origin
-        self._sizes = {} if built.forwards.is_one else sizes  # they only select static pieces
+        self._sizes = sizes if built.forwards.needs_sizes else {}
         overlaps = OverlapCheck(built.plan, built.namespace)
         self._overlaps = overlaps if overlaps.is_needed else None
         self._checked_sizes: set[tuple[int, ...]] = set()  # values of `_sizes` at which watched pieces have run
@@ -112,6 +113,8 @@ class GraphModel:
                 return forwards.at(sizes)(*args)
         with torch.no_grad():
             outputs = forwards.watched_at(sizes)(*args)
+        if len(self._checked_sizes) >= SIZES_REMEMBERED:
+            self._checked_sizes.clear()
         self._checked_sizes.add(key)
         return outputs
 

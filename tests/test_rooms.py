@@ -234,7 +234,6 @@ COVERED_BY: Mapping[str, str] = {
     "compiler/graphs/graphs.py": "tests/runner/cudagraphs/test_manager.py",
     "compiler/graphs/recording/recorder.py": "tests/runner/test_step_budget.py",
     "compiler/inductor/custom_pass.py": "tests/compiler/inductor/test_written_inputs.py",
-    "compiler/inductor/compile.py": "tests/compiler/plans/test_failed_pieces.py",
     "compiler/piece_compilers/eager.py": "tests/runner/startup/test_compile_ahead.py",
     "compiler/piece_compilers/forwards.py": "tests/compiler/piece_compilers/test_compile_static.py",
     "compiler/piece_compilers/protocol.py": "tests/compiler/piece_compilers/test_first_run.py",

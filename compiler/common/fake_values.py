@@ -50,12 +50,16 @@ def propagate_fakes(graph_module: fx.GraphModule, examples: Sequence[Any], fake_
         Propagate(graph_module).run(*examples)
 
 
+def fake_mode_of(values: Sequence[Any]) -> FakeTensorMode | None:
+    """Return the fake mode of the first fake tensor among `values`; None without one."""
+    modes: Iterator[FakeTensorMode | None] = (getattr(value, "fake_mode", None) for value in values)
+    return next((mode for mode in modes if mode is not None), None)
+
+
 @contextlib.contextmanager
 def computing_on_fakes(values: Sequence[Any]) -> Iterator[None]:
     """Compute on fake tensors inside this block, in the fake mode of the first fake tensor among `values`."""
-    modes = (getattr(value, "fake_mode", None) for value in values)
-    mode = next((mode for mode in modes if mode is not None), None)
-    with mode or contextlib.nullcontext(), enable_python_dispatcher(), torch.no_grad():
+    with fake_mode_of(values) or contextlib.nullcontext(), enable_python_dispatcher(), torch.no_grad():
         yield
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import fx
 
+from piecegraph.compiler.common.fake_values import fake_mode_of
 from piecegraph.compiler.common.symbolic_sizes import without_assumptions
 from piecegraph.compiler.inductor.written_inputs import with_outputs_apart
 from piecegraph.compiler.splitting.exact_strides import with_exact_strides
@@ -29,7 +30,7 @@ def standalone_compile(graph_module: fx.GraphModule, examples: Sequence[Any], op
         return _compile(graph_module, examples, options)
     except GuardOnDataDependentSymNode:
         # The cache asks for the memory format of each tensor, which an unbacked size in a stride may leave undecided.
-        with without_fake_tensor_cache(graph_module):
+        with without_fake_tensor_cache(fake_mode_of(examples)):
             return _compile(graph_module, examples, options)
 
 

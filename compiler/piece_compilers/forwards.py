@@ -55,9 +55,9 @@ class Forwards:
         self._loaded: dict[tuple[int | None, ...], Forward] = {(None,) * len(self._dynamic): self._all_dynamic}
 
     @property
-    def is_one(self) -> bool:
-        """Whether there is a single stitched function for all sizes, because there are no static pieces."""
-        return not self._static
+    def needs_sizes(self) -> bool:
+        """Whether the sizes of a call matter: they choose static pieces and end the watch over dynamic ones."""
+        return bool(self._static or self._fallbacks)
 
     def pieces(self, sizes: Mapping[str, int]) -> tuple[RunPiece, ...]:
         """Return the pieces that run at these sizes, by unique index; those with a fallback are watched."""

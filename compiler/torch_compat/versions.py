@@ -13,8 +13,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from piecegraph.compiler.torch_compat.fake_tensors import FakeTensorMode
 
 _patching = threading.RLock()
 
@@ -108,7 +109,7 @@ def compare_sizes_of_views_for_all_values() -> Iterator[None]:
     original = view._dynamic_reshape_indexer
 
     def index(*args: Any, **kwargs: Any) -> Any:
-        sizevars = V.graph.sizevars
+        sizevars: Any = V.graph.sizevars
 
         def check_equals(left: Any, right: Any) -> Any:
             assert sizevars.statically_known_equals(left, right), f"{left} is not known to equal {right}"
@@ -128,17 +129,12 @@ def compare_sizes_of_views_for_all_values() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def without_fake_tensor_cache(graph_module: fx.GraphModule) -> Iterator[None]:
-    """Let the fake values of a graph be computed without torch's cache of such computations.
+def without_fake_tensor_cache(mode: FakeTensorMode | None) -> Iterator[None]:
+    """Let fake values of `mode` be computed without torch's cache of such computations.
 
     In torch 2.13 to 2.15 an entry of the cache asks for the memory format of its result and raises
     `GuardOnDataDependentSymNode` where a stride with an unbacked size leaves it undecided.
     """
-    from torch._guards import detect_fake_mode
-
-    mode = detect_fake_mode(
-        [node.meta.get("example_value") for node in graph_module.graph.find_nodes(op="placeholder")]
-    )
     if mode is None:
         yield
         return

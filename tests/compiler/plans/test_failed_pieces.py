@@ -72,13 +72,13 @@ def test_a_failure_that_may_pass_is_not_kept(whole_cache: Path, monkeypatch: pyt
 
 
 class Refuses:
-    """An artifact whose first check fails for more than one row."""
+    """An artifact whose first check fails for more than `most_rows` rows."""
 
-    def __init__(self, run: Any) -> None:
-        self.run = run
+    def __init__(self, run: Any, most_rows: int = 1) -> None:
+        self.run, self.most_rows = run, most_rows
 
     def __call__(self, *inputs: Any) -> Any:
-        if inputs[0].shape[0] != 1:
+        if inputs[0].shape[0] > self.most_rows:
             raise AssertionError("expected size 1")
         return self.run(*inputs)
 
@@ -86,9 +86,9 @@ class Refuses:
         self.run.save(**options)
 
 
-def refuse_at_first_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def refuse_at_first_run(monkeypatch: pytest.MonkeyPatch, most_rows: int = 1) -> None:
     compile = standalone_compile
-    monkeypatch.setattr(inductor, "standalone_compile", lambda *args: Refuses(compile(*args)))
+    monkeypatch.setattr(inductor, "standalone_compile", lambda *args: Refuses(compile(*args), most_rows))
 
 
 def test_a_piece_whose_first_run_fails_is_replaced(whole_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,6 +140,19 @@ def test_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.no_grad():
         for _ in range(2):
             assert torch.equal(named(inputs()), model(inputs()))
+    (found,) = pg.compiled_models(named)
+    assert found.report().eager_pieces
+
+
+def test_by_name_every_new_size_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse_at_first_run(monkeypatch, most_rows=5)
+    model = Small()
+    options: dict[str, Any] = {"split_ops": ("pgtoy::triple",), "compile_workers": 0, "passes": (), "cache": False}
+    torch._dynamo.reset()
+    named = torch.compile(model, backend="piecegraph", fullgraph=True, dynamic=True, options=options)
+    with torch.no_grad():
+        for rows in (5, 5, 7, 7, 5):
+            torch.testing.assert_close(named(inputs(rows)), model(inputs(rows)))
     (found,) = pg.compiled_models(named)
     assert found.report().eager_pieces
 
