@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from piecegraph.errors import ConfigError, did_you_mean
 
-METHODS = ("ngram",)
+METHODS = ("ngram", "draft_model")
 """The methods that draft here."""
 
 _WITHOUT = "leave speculative_config out, the tokens are the same without it, or use method 'ngram'"
 
 UNAVAILABLE_METHODS: Mapping[str, str] = {
-    "draft_model": f"draft models are not yet available: {_WITHOUT}",
     "eagle": f"EAGLE heads are not yet available: {_WITHOUT}",
     "eagle3": f"EAGLE-3 heads are not yet available: {_WITHOUT}",
     "mtp": f"multi-token prediction layers are not yet available: {_WITHOUT}",
@@ -52,6 +52,8 @@ class SpeculativeConfig:
     """How tokens are drafted; one of `METHODS`."""
     num_speculative_tokens: int
     """The most tokens that a step drafts for a request. A request may ask for fewer."""
+    model: str | None = None
+    """draft_model: the folder, .gguf file or hub id of the model that drafts, which must have the same tokenizer."""
     prompt_lookup_max: int = None  # type: ignore[assignment]  # an int from `__post_init__` on
     """ngram: the longest sequence of last tokens that is looked up; None: `prompt_lookup_min`, else 5."""
     prompt_lookup_min: int = None  # type: ignore[assignment]  # an int from `__post_init__` on
@@ -59,7 +61,8 @@ class SpeculativeConfig:
     rejection_sample_method: str = "standard"
     """How drafts are verified: "standard" accepts each with the probability that keeps the target's distribution."""
     draft_sample_method: str = "greedy"
-    """How drafts are chosen: "greedy" takes the likeliest."""
+    """draft_model: how drafts are chosen. "greedy" takes the likeliest; "probabilistic" draws them at the request's
+    temperature, with the noise that the model's own token is drawn with."""
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
@@ -89,9 +92,18 @@ class SpeculativeConfig:
             available=("standard",),
             unavailable=("block", "synthetic"),
         )
-        _check_choice(
-            "draft_sample_method", self.draft_sample_method, available=("greedy",), unavailable=("probabilistic",)
-        )
+        chosen = ("greedy", "probabilistic") if self.method == "draft_model" else ("greedy",)
+        if self.draft_sample_method == "probabilistic" and "probabilistic" not in chosen:
+            raise ConfigError(
+                f"speculative_config: draft_sample_method='probabilistic', but method {self.method!r} draws nothing; "
+                "leave it out, or use method 'draft_model'."
+            )
+        _check_choice("draft_sample_method", self.draft_sample_method, available=chosen, unavailable=())
+        if self.method == "draft_model" and (not isinstance(self.model, str) or not self.model):
+            raise ConfigError(
+                f"speculative_config: model={self.model!r}; method 'draft_model' needs the model that drafts, a "
+                "folder, a .gguf file or a hub id."
+            )
 
     @classmethod
     def parse(cls, value: object) -> SpeculativeConfig | None:
@@ -115,17 +127,24 @@ class SpeculativeConfig:
             given["method"] = "draft_model" if "model" in given else None
         if given["method"] is None:
             raise ConfigError(f"speculative_config names no method; give one of {', '.join(map(repr, METHODS))}.")
-        if given["method"] in METHODS and "model" in given:
+        if given["method"] == "ngram" and "model" in given:
             raise ConfigError(
                 f"speculative_config: model={given['model']!r}, but method {given['method']!r} has no draft model; "
                 "leave one of the two out."
             )
-        given.pop("model", None)
+        if given["method"] != "draft_model":
+            given.pop("model", None)
+        elif isinstance(given.get("model"), str | os.PathLike):
+            given["model"] = os.path.expanduser(os.fspath(given["model"]))
+        if given["method"] == "draft_model":
+            for key in ("prompt_lookup_min", "prompt_lookup_max"):
+                if key in given:
+                    raise ConfigError(f"speculative_config: {key!r} belongs to method 'ngram'; leave it out.")
         for key in given:
             if key in UNAVAILABLE_KEYS:
                 raise ConfigError(f"speculative_config: {key!r} is not available here; leave it out.")
             if key not in known:
-                raise ConfigError(f"speculative_config has no key {key!r}.{did_you_mean(str(key), [*known, 'model'])}")
+                raise ConfigError(f"speculative_config has no key {key!r}.{did_you_mean(str(key), known)}")
         if "num_speculative_tokens" not in given and given["method"] in METHODS:
             raise ConfigError("speculative_config has no num_speculative_tokens; say how many tokens a step drafts.")
         given.setdefault("num_speculative_tokens", 1)  # of a method that is refused by name

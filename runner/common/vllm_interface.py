@@ -386,7 +386,7 @@ OLDER_ARGUMENTS: Mapping[str, Unavailable] = {
 """Arguments that earlier versions of vLLM's `LLM` had, which scripts still give."""
 
 DIFFERENT_ARGUMENTS: Mapping[str, str] = {
-    "speculative_config": "method ngram only, under vLLM's names; with a seed, sampled tokens are those without drafts",
+    "speculative_config": "methods ngram and draft_model; with a seed, sampled tokens are those without drafts",
     "attention_backend": "`flash_attn`, `triton` and `sdpa`, also by vLLM's names of them; None is `auto`",
     "async_scheduling": "also: on the CPU it is off unless asked for",
     "block_size": "None is 16",

@@ -111,6 +111,7 @@ class Scheduler:
         self._num_prefix_hits = 0
         self._num_preemptions = 0
         self._may_be_steady = True  # False, in a subclass: requests never form a `SteadyDecode`
+        self._num_slots_ahead = 0  # slots that `_extend`, in a subclass, adds behind the tokens of a step if it can
 
     @property
     def num_running(self) -> int:
@@ -232,12 +233,12 @@ class Scheduler:
                 num_with_pending += drafts
                 num_uncomputed = num_tokens = 1 + drafts
             num_computed_after = num_computed + num_tokens
-            if num_computed_after > request.num_slots and not self._extend(request, num_tokens, new_blocks):
+            num_slots = num_computed_after + self._num_slots_ahead
+            if num_slots > request.num_slots and not self._extend(request, num_tokens, new_blocks):
                 break  # it was preempted itself, because it was the last of the running requests
             request.settled_num_computed_tokens = num_computed_after
             is_sampled = num_tokens == num_uncomputed  # else this is a chunk, after which nothing is sampled
-            if is_sampled:
-                request.settled_num_tokens_with_pending = num_with_pending + 1
+            request.settled_num_tokens_with_pending = num_with_pending + is_sampled
             budget -= num_tokens
             item = make(ScheduledRequest, (request.request_id, num_tokens, num_computed, is_sampled, request.epoch))
             if num_tokens == 1:

@@ -12,6 +12,7 @@ from piecegraph.runner.cudagraphs.manager import CudaGraphManager
 from piecegraph.runner.engine.model_runner import ModelRunner
 from piecegraph.runner.sampling.options.grammar import GrammarOutput
 from piecegraph.runner.scheduling.scheduler_output import SchedulerOutput
+from piecegraph.runner.speculative.drafter import Drafter
 from piecegraph.runner.speculative.speculative_step import SpeculativeStep
 from piecegraph.runner.speculative.verified_output import AsyncVerifiedOutput
 from piecegraph.runner.step.batch import Batch, build_batch
@@ -24,9 +25,14 @@ class DraftBatch(Batch):
     num_drafts: tuple[int, ...]  # of each request
 
     @property
+    def num_rows(self) -> list[int]:
+        """The rows of logits of each request."""
+        return [1 + drafts for drafts in self.num_drafts]
+
+    @property
     def first_rows(self) -> list[int]:
         """The first row of logits of each request, and the number of rows."""
-        return list(accumulate((1 + drafts for drafts in self.num_drafts), initial=0))
+        return list(accumulate(self.num_rows, initial=0))
 
 
 class SpeculativeRunner(ModelRunner):
@@ -40,11 +46,32 @@ class SpeculativeRunner(ModelRunner):
         dispatcher: Dispatcher,
         needs_host_batch: bool,
         strict: bool,
+        drafter: Drafter | None = None,
     ) -> None:
+        """Store the parts; `drafter`: the draft model, for a method that has one."""
         super().__init__(
             step=step, graphs=graphs, dispatcher=dispatcher, needs_host_batch=needs_host_batch, strict=strict
         )
         self._speculative_step = step
+        self.drafter = drafter
+
+    def update_states(self, output: SchedulerOutput) -> None:
+        """Free, assign and extend state rows as the scheduler has decided."""
+        super().update_states(output)
+        if self.drafter is not None:
+            self.drafter.update_slots(output)
+
+    def reset(self) -> None:
+        """Release all rows, as `ModelRunner.reset` does."""
+        super().reset()
+        if self.drafter is not None:
+            self.drafter.reset()
+
+    def close(self) -> None:
+        """Free the graphs, those of a draft model first, and the draft model. Idempotent."""
+        if self.drafter is not None:
+            self.drafter.close()
+        super().close()
 
     @without_grad
     def sample_tokens(self, grammar_output: GrammarOutput | None = None) -> AsyncVerifiedOutput:
@@ -76,7 +103,7 @@ class SpeculativeRunner(ModelRunner):
                 )
                 decisions = step.verify(drawn, batch.num_reqs)
         prompt_batch, prompt_logprobs = pending.prompt_logprobs or (None, None)
-        return AsyncVerifiedOutput(
+        output = AsyncVerifiedOutput(  # before the drafts: the copy does not wait for them
             self._outputs,
             request_ids=request_ids,
             decisions=decisions,
@@ -87,6 +114,10 @@ class SpeculativeRunner(ModelRunner):
             prompt_rows=() if prompt_batch is None else prompt_batch.rows,
             prompt_logprobs=prompt_logprobs,
         )
+        if self.drafter is not None:
+            is_decode = at is None and all(map(int.__eq__, batch.query_lens, batch.num_rows))
+            self.drafter.draft(batch, is_decode=is_decode, is_sampled=bool(request_ids))
+        return output
 
     def _batch(self, output: SchedulerOutput) -> DraftBatch:
         batch = build_batch(output.scheduled)

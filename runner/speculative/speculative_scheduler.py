@@ -9,7 +9,7 @@ from typing import Any
 from piecegraph.runner.scheduling.kv_cache_group import blocks_for
 from piecegraph.runner.scheduling.request import Request
 from piecegraph.runner.scheduling.scheduler import Scheduler, SchedulerStats
-from piecegraph.runner.scheduling.scheduler_output import SchedulerOutput
+from piecegraph.runner.scheduling.scheduler_output import NewBlocks, SchedulerOutput
 from piecegraph.runner.scheduling.speculation_stats import SpeculationStats
 from piecegraph.runner.speculative.verified_output import VerifiedTokens
 
@@ -31,9 +31,15 @@ class SpeculativeScheduler(Scheduler):
     has its own.
     """
 
-    def __init__(self, *, max_drafts: int, is_ahead: bool, is_uniform: bool, **options: Any) -> None:
-        """Start without requests; `options` are those of `Scheduler`."""
+    def __init__(
+        self, *, max_drafts: int, is_ahead: bool, is_uniform: bool, num_slots_ahead: int = 0, **options: Any
+    ) -> None:
+        """Start without requests; `options` are those of `Scheduler`.
+
+        `num_slots_ahead`: the slots behind a step's tokens that a draft model writes to before the next step.
+        """
         super().__init__(**options)
+        self._num_slots_ahead = num_slots_ahead
         self._max_drafts = max_drafts
         self._is_ahead = is_ahead
         self._is_uniform = is_uniform
@@ -97,6 +103,22 @@ class SpeculativeScheduler(Scheduler):
             self._num_draft_tokens += found.num_drafts
             for position in range(len(found.token_ids) - 1):
                 self._num_accepted_by_position[position] += 1
+
+    def _extend(self, request: Request, num_tokens: int, new_blocks: list[NewBlocks]) -> bool:
+        """Allocate blocks for `num_tokens` of a running request, and for drafts behind them if blocks are left over.
+
+        A block is left free for each running request. Returns False if `request` itself was preempted.
+        """
+        kv_cache, needed = self._kv_cache, request.num_computed_tokens + num_tokens
+        wanted = max(needed, min(needed + self._num_slots_ahead, request.max_total_tokens - 1))
+        num_new = blocks_for(wanted, kv_cache.block_size) - request.num_slots // kv_cache.block_size
+        num_spared = len(self._running) if wanted > needed else 0
+        if num_new > 0 and (num_new + num_spared) * len(kv_cache.groups) <= kv_cache.num_free_blocks:
+            added = kv_cache.extend(request, num_tokens + wanted - needed)
+            assert added is not None, "counted"
+            new_blocks += added
+            return True
+        return needed <= request.num_slots or super()._extend(request, num_tokens, new_blocks)
 
     def _draft_budget(self) -> int:
         """Return how many drafts this step may verify: what running requests leave of the budget of tokens."""

@@ -26,7 +26,11 @@ NUM_COUNTS = 4
 class SpeculativeBuffers:
     """The tensors at fixed addresses that a step with drafts needs beside the input buffers."""
 
-    def __init__(self, *, max_num_reqs: int, max_drafts: int, device: torch.device) -> None:
+    def __init__(
+        self, *, max_num_reqs: int, max_drafts: int, device: torch.device, num_slots: torch.Tensor | None = None
+    ) -> None:
+        """Allocate the tensors, except `num_slots` if it is given."""
+
         def zeros(size: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
             return torch.zeros(size, dtype=dtype, device=device)
 
@@ -41,6 +45,10 @@ class SpeculativeBuffers:
         )
         self.num_proposed = zeros(max_num_reqs, torch.int32)
         """How many drafts lie behind each request's tokens, `[rows]` int32 by state row."""
+        self.draft_rows = zeros(max_num_reqs, torch.int32)
+        """draft_model: the state rows of the requests that the step has sampled for, -1 for others, `[num_reqs]`."""
+        self.num_slots = zeros(max_num_reqs, torch.int32) if num_slots is None else num_slots
+        """draft_model: how many tokens have a slot in the cache, `[rows]` int32 by state row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +75,8 @@ class SpeculativeStep(ModelStep):
     def fixed_tensors(self) -> list[tuple[str, torch.Tensor]]:
         """Return the tensors, with names, that a captured step reads or writes besides the model's own."""
         named = [(f"drafts' {name}", value) for name, value in self.speculation.rows._asdict().items()]
-        named.append(("drafts' num_proposed", self.speculation.num_proposed))
+        for name in ("num_proposed", "draft_rows", "num_slots"):
+            named.append((f"drafts' {name}", getattr(self.speculation, name)))
         return [*ModelStep.fixed_tensors(self), *named]
 
     def prepare(self, num_tokens: int, num_reqs: int) -> None:
@@ -130,7 +139,7 @@ class SpeculativeStep(ModelStep):
             prefill_lens=states.prefill_lens,
         )
         record_decision(decision, token_ids=states.token_ids, num_computed_tokens=states.num_computed_tokens)
-        num_proposed = self._propose(decision)
+        num_proposed = self._propose(decision) if self.config.method == "ngram" else self._make_room(decision)
         num_verified = self.speculation.rows.num_drafts[decision.source]
         counts = torch.stack([decision.num_tokens, num_verified, num_proposed, decision.first], dim=1)
         return torch.cat([decision.tokens, counts], dim=1).flatten()
@@ -180,9 +189,31 @@ class SpeculativeStep(ModelStep):
         )
         return count
 
+    def _make_room(self, decision: Decision) -> torch.Tensor:
+        """Return how many drafts a draft model will write behind the requests' tokens, `[num_reqs]` int64.
 
-def speculative_step(step: ModelStep, config: SpeculativeConfig) -> SpeculativeStep:
-    """Return `step` with drafts, over the same buffers and new ones of its own."""
+        As many as there are slots in the cache for, and places in a row of tokens.
+        """
+        speculation, num_reqs = self.speculation, decision.row.shape[0]
+        newest = decision.first + decision.num_tokens - 1
+        last = torch.clamp(speculation.num_slots[decision.row].long(), max=self.states.token_ids.shape[1] - 1)
+        count = torch.where(decision.num_tokens > 0, (last - newest).clamp(min=0, max=self.max_drafts), 0)
+        speculation.num_proposed[decision.row] = torch.where(
+            decision.is_real, count.int(), speculation.num_proposed[decision.row]
+        )
+        idx_mapping = self.buffers.idx_mapping[:num_reqs]
+        speculation.draft_rows.fill_(-1)
+        speculation.draft_rows[:num_reqs] = torch.where(decision.num_tokens > 0, idx_mapping, -1)
+        return count
+
+
+def speculative_step(
+    step: ModelStep, config: SpeculativeConfig, num_slots: torch.Tensor | None = None
+) -> SpeculativeStep:
+    """Return `step` with drafts, over the same buffers and new ones of its own.
+
+    `num_slots`: `SpeculativeBuffers.num_slots`, where the host writes it.
+    """
     return SpeculativeStep(
         **{field.name: getattr(step, field.name) for field in fields(ModelStep)},
         config=config,
@@ -190,5 +221,6 @@ def speculative_step(step: ModelStep, config: SpeculativeConfig) -> SpeculativeS
             max_num_reqs=step.buffers.max_num_reqs,
             max_drafts=config.num_speculative_tokens,
             device=step.buffers.input_ids.device,
+            num_slots=num_slots,
         ),
     )

@@ -54,11 +54,19 @@ from piecegraph.runner.sampling.batch_sampler import Sampler
 from piecegraph.runner.scheduling.kv_cache_manager import KVCacheManager
 from piecegraph.runner.scheduling.request_queue import SchedulingPolicy
 from piecegraph.runner.scheduling.scheduler import Scheduler
+from piecegraph.runner.speculative.drafter import slots_tensor
 from piecegraph.runner.speculative.speculative_engine import SpeculativeEngine
 from piecegraph.runner.speculative.speculative_runner import SpeculativeRunner
 from piecegraph.runner.speculative.speculative_scheduler import SpeculativeScheduler
-from piecegraph.runner.speculative.speculative_step import speculative_step
+from piecegraph.runner.speculative.speculative_step import SpeculativeStep, speculative_step
 from piecegraph.runner.startup.compile_model import CompiledLM, compile_model
+from piecegraph.runner.startup.draft import (
+    CompiledDraft,
+    capture_drafter,
+    check_draft,
+    compile_draft,
+    make_drafter,
+)
 from piecegraph.runner.startup.profile import measure_step
 from piecegraph.runner.step.model_step import ModelStep, build_step
 from piecegraph.runner.step.prompt_embeds import EmbedsForward, embedding_size, embeds_forward
@@ -106,6 +114,7 @@ def load_engine(config: EngineConfig, on_phase: OnPhase | None) -> Loaded:
         with timed_phase(on_phase, "tokenizer"):
             tokenizer = load_tokenizer(config.source, config.tokenizer)
     check_weight_files(config.source)
+    draft_source = check_draft(config, hf_config, tokenizer, dtype, device, max_model_len, max_num_tokens)
     load = functools.cache(lambda: _load_weights(config, hf_config, dtype, device, max_model_len, on_phase))
     stand_in, weights_first = None, ""
     if config.compile.compiler != "eager":  # else nothing is compiled while weights are loaded
@@ -119,6 +128,7 @@ def load_engine(config: EngineConfig, on_phase: OnPhase | None) -> Loaded:
     model = compile_model(stand_in, load, config, max_model_len, max_num_tokens, on_phase)
     config = model.config
     steps_ahead, loaded = _steps_ahead(config, model, device), load()
+    model, draft = compile_draft(draft_source, model, max_num_tokens, on_phase)
     weights_first = weights_first or model.compiled.report().weights_first
     vocab_size = loaded.config.get_text_config(decoder=True).vocab_size
     with timed_phase(on_phase, "buffers"):
@@ -130,7 +140,7 @@ def load_engine(config: EngineConfig, on_phase: OnPhase | None) -> Loaded:
             logprobs_mode=LogprobsMode.parse(config.logprobs_mode),
         )
     over_embeds = None if embeds_size is None else embeds_forward(loaded.model, loaded.first_position)
-    runner, num_blocks = _runner(model, config, sampler, max_num_tokens, over_embeds, device, on_phase)
+    runner, num_blocks = _runner(model, draft, config, sampler, max_num_tokens, over_embeds, device, on_phase)
     with timed_phase(on_phase, "engine"):
         generation_config = generation_config_of(config.source, loaded.model)
         engine = _engine_kind(config)(
@@ -164,7 +174,7 @@ def load_engine(config: EngineConfig, on_phase: OnPhase | None) -> Loaded:
         sampling_defaults=sampling_defaults(generation_config),
         attention=model.attention,
         plan=model.plan,
-        notes=_notes(config, loaded, model, weights_first, checked),
+        notes=_notes(config, loaded, model, draft, weights_first, checked),
         selfcheck=checked,
     )
 
@@ -222,6 +232,7 @@ def _scheduler(
             max_drafts=max_drafts,
             is_ahead=steps_ahead > 0,
             is_uniform=any(one.uniform_token_count == 1 + max_drafts for one in model.plan.full),
+            num_slots_ahead=0 if config.speculative.method == "ngram" else max_drafts,
         )
     return kind(
         kv_cache=KVCacheManager(
@@ -240,15 +251,17 @@ def _scheduler(
 def _span(config: EngineConfig, max_num_tokens: int) -> int:
     """Return the most tokens that a request's computed tokens may change in a step.
 
-    A window's blocks are kept until drafts are verified, those of a step ahead included.
+    A window's blocks are kept until drafts are verified, those of a step ahead included, and a draft model's slots are
+    taken before.
     """
-    return max_num_tokens + (2 * config.speculative.num_speculative_tokens if config.speculative else 0)
+    return max_num_tokens + (3 * config.speculative.num_speculative_tokens if config.speculative else 0)
 
 
 def _notes(
     config: EngineConfig,
     loaded: LoadedModel,
     model: CompiledLM,
+    draft: CompiledDraft | None,
     weights_first: str,
     checked: SelfcheckReport | None,
 ) -> tuple[str, ...]:
@@ -261,6 +274,7 @@ def _notes(
         *(f"attention_backend: {reason}" for reason in model.attention.reasons if model.attention.is_fallback),
         *(f"cudagraph_mode: {reason}" for reason in model.plan.resolved.reasons),
         *model.layout.notes,
+        *(draft.notes if draft is not None else ()),
         *([f"weights were loaded before anything was compiled: {weights_first}"] if weights_first else ()),
         *static_sizes_note(config),
         *([str(checked)] if checked is not None else ()),
@@ -314,6 +328,7 @@ def _selfcheck(
 
 def _runner(
     model: CompiledLM,
+    draft: CompiledDraft | None,
     config: EngineConfig,
     sampler: Sampler,
     max_num_tokens: int,
@@ -335,9 +350,11 @@ def _runner(
             max_num_tokens=max_num_tokens,
             device=device,
         )
-        speculative = None if config.speculative is None else speculative_step(step, config.speculative)
+        slots = None if draft is None else slots_tensor(config.max_num_seqs, device)
+        num_slots = None if slots is None else slots.gpu[0]
+        speculative = None if config.speculative is None else speculative_step(step, config.speculative, num_slots)
     step = step if speculative is None else speculative
-    cache = _allocate(model, config, step, max_num_tokens, on_phase)
+    cache = _allocate(model, draft, config, step, max_num_tokens, on_phase)
     step = replace(step, kv_caches=cache.kv_caches, state_caches=cache.state_caches, embeds_forward=over_embeds)
     graphs = CudaGraphManager(
         step=step,
@@ -347,10 +364,18 @@ def _runner(
         kind=config.graph_kind,
         strict=config.strict,
     )
+    drafter = None
     try:
         graphs.capture(full=plan.full, piecewise=plan.piecewise, max_bytes=cache.max_graph_bytes, on_phase=on_phase)
-        num_blocks = _fill(cache, graphs.device_bytes, device, on_phase)
+        if draft is not None:
+            assert isinstance(step, SpeculativeStep) and slots is not None
+            drafter = make_drafter(draft, step, slots)
+            capture_drafter(drafter, draft, config, cache.max_graph_bytes, on_phase)
+        graph_bytes = graphs.device_bytes + (0 if drafter is None else drafter.graph_bytes)
+        num_blocks = _fill(cache, graph_bytes, device, on_phase)
     except BaseException:
+        if drafter is not None:
+            drafter.close()
         graphs.close()
         raise
     dispatcher = Dispatcher(
@@ -360,7 +385,9 @@ def _runner(
         failed=graphs.failed(),
         static_sizes=model.compiled.report().static_sizes,
     )
-    kind: Callable[..., ModelRunner] = ModelRunner if speculative is None else SpeculativeRunner
+    kind: Callable[..., ModelRunner] = ModelRunner
+    if speculative is not None:
+        kind = functools.partial(SpeculativeRunner, drafter=drafter)
     runner = kind(
         step=step,
         graphs=graphs,
@@ -372,7 +399,12 @@ def _runner(
 
 
 def _allocate(
-    model: CompiledLM, config: EngineConfig, step: ModelStep, max_num_tokens: int, on_phase: OnPhase | None
+    model: CompiledLM,
+    draft: CompiledDraft | None,
+    config: EngineConfig,
+    step: ModelStep,
+    max_num_tokens: int,
+    on_phase: OnPhase | None,
 ) -> CacheAllocation:
     """Allocate the KV cache.
 
@@ -380,7 +412,8 @@ def _allocate(
     and the rest after the graphs are captured.
     """
     started = time.monotonic()
-    layers: tuple[CachedLayer, ...] = (*model.layers, *model.state_layers)
+    of_draft = () if draft is None else draft.cached_layers
+    layers: tuple[CachedLayer, ...] = (*model.layers, *model.state_layers, *of_draft)
     layout = model.layout
     device, max_model_len = step.buffers.input_ids.device, step.sampler.max_model_len
     sizes = CacheSizes(
@@ -404,7 +437,7 @@ def _allocate(
                 empty=empty,
             )
         caches = allocate_kv_caches(
-            model.layers, num_blocks, config.block_size, device, tensors=layout.tensors, empty=empty
+            (*model.layers, *of_draft), num_blocks, config.block_size, device, tensors=layout.tensors, empty=empty
         )
         return as_pages(caches, config.block_size // step.block_size)
 

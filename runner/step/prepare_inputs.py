@@ -9,11 +9,11 @@ import torch
 
 from piecegraph.runner.attention.interface.metadata import PAD_SLOT_ID
 from piecegraph.runner.step.state.input_buffers import InputBuffers
-from piecegraph.runner.step.state.request_states import RequestStates
+from piecegraph.runner.step.state.request_states import PreparedRows
 
 
 def prepare_inputs(
-    states: RequestStates, buffers: InputBuffers, *, num_tokens: int, num_reqs: int, block_size: int
+    states: PreparedRows, buffers: InputBuffers, *, num_tokens: int, num_reqs: int, block_size: int
 ) -> None:
     """Fill the first `num_tokens` rows and `num_reqs` requests of `buffers`; both counts include padding.
 
@@ -34,7 +34,7 @@ def prepare_inputs(
 
 
 def prepare_inputs_reference(
-    states: RequestStates, buffers: InputBuffers, *, num_tokens: int, num_reqs: int, block_size: int
+    states: PreparedRows, buffers: InputBuffers, *, num_tokens: int, num_reqs: int, block_size: int
 ) -> None:
     """Fill `buffers` like `prepare_inputs`, as the torch reference of the kernel."""
     starts = buffers.query_start_loc[: num_reqs + 1].tolist()

@@ -8,14 +8,14 @@ import triton.language as tl
 from piecegraph.passes.kernels.common.own_kernel import own_kernel
 from piecegraph.runner.attention.interface.metadata import PAD_SLOT_ID
 from piecegraph.runner.step.state.input_buffers import InputBuffers
-from piecegraph.runner.step.state.request_states import RequestStates
+from piecegraph.runner.step.state.request_states import PreparedRows
 
 BLOCK = 1024
 """The number of tokens, or of block numbers, that a program copies at a time."""
 
 
 def prepare_inputs_on_gpu(
-    states: RequestStates, buffers: InputBuffers, *, num_tokens: int, num_reqs: int, block_size: int
+    states: PreparedRows, buffers: InputBuffers, *, num_tokens: int, num_reqs: int, block_size: int
 ) -> None:
     """Fill `buffers` on the GPU; see `runner.step.prepare_inputs.prepare_inputs`."""
     _prepare_inputs[(num_reqs + 1, buffers.block_table.shape[0])](

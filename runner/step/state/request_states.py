@@ -3,12 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import torch
 
 from piecegraph.runner.common.token_record import TokenRecord
 from piecegraph.runner.device_memory.staged_write import StagedWriteTensor
 from piecegraph.runner.scheduling.scheduler_output import NewBlocks
+
+
+class PreparedRows(Protocol):
+    """The rows of requests that a step's inputs are derived from; see `RequestStates`."""
+
+    @property
+    def token_ids(self) -> torch.Tensor:
+        """The tokens of each request, `[rows, max_model_len]` int32."""
+
+    @property
+    def num_computed_tokens(self) -> torch.Tensor:
+        """The numbers of tokens before this step, `[rows]` int32."""
+
+    @property
+    def block_table(self) -> torch.Tensor:
+        """The pages of each request, `[num_groups, rows, max_pages]` int32."""
 
 
 class RequestStates:

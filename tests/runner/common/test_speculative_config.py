@@ -49,9 +49,13 @@ def test_nothing_and_an_older_spelling() -> None:
         ({**NGRAM, "prompt_lookup_min": 3, "prompt_lookup_max": 2}, "above prompt_lookup_max=2"),
         ({**NGRAM, "rejection_sample_method": "synthetic"}, "is not yet available"),
         ({**NGRAM, "rejection_sample_method": "lenient"}, "is unknown"),
-        ({**NGRAM, "draft_sample_method": "probabilistic"}, "is not yet available"),
+        ({**NGRAM, "draft_sample_method": "probabilistic"}, "draws nothing"),
         ({**NGRAM, "model": "some/model"}, "has no draft model"),
-        ({"model": "some/model", "num_speculative_tokens": 2}, "draft models are not yet available"),
+        ({"model": "some/model"}, "has no num_speculative_tokens"),
+        ({"method": "draft_model", "num_speculative_tokens": 2}, "needs the model that drafts"),
+        ({"method": "draft_model", "model": 3, "num_speculative_tokens": 2}, "needs the model that drafts"),
+        ({"model": "some/model", "num_speculative_tokens": 2, "prompt_lookup_max": 3}, "belongs to method .ngram."),
+        ({"model": "some/model", "num_speculative_tokens": 0}, "from 1 to 64"),
     ],
 )
 def test_what_cannot_be_is_refused(value: object, message: str) -> None:
