@@ -102,6 +102,7 @@ class Answer:
 
     output: RequestOutput
     first_token_seconds: float  # until the first output
+    num_first_tokens: int  # in the first output: several with `n`, or with drafts
     seconds: float  # until the last output
 
     @property
@@ -110,9 +111,10 @@ class Answer:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """The tokens after the first, per second since the first arrived; None if there is one token or none."""
+        """The tokens after the first output, per second since it arrived; None if it has all tokens."""
         elapsed = self.seconds - self.first_token_seconds
-        return (self.num_tokens - 1) / elapsed if self.num_tokens > 1 and elapsed > 0 else None
+        num_later = self.num_tokens - self.num_first_tokens
+        return num_later / elapsed if num_later > 0 and elapsed > 0 else None
 
 
 @click.command(cls=Command, epilog=EPILOG, context_settings=CONTEXT)
@@ -182,6 +184,7 @@ def answer_prompt(
     prompt = as_prompt(llm, text, chat)
     started = time.perf_counter()
     first_seconds: float | None = None
+    num_first = 0
     num_written = 0  # characters
     output: RequestOutput | None = None
     display(Phase(name="first_token"))
@@ -189,6 +192,7 @@ def answer_prompt(
         raise_if_interrupted()
         if first_seconds is None:
             first_seconds = time.perf_counter() - started
+            num_first = sum(len(completion.token_ids) for completion in output.outputs)
             display(Phase(name="first_token", seconds=first_seconds))
             display.stop()
         if stream:
@@ -202,7 +206,12 @@ def answer_prompt(
         for other in output.outputs[1:]:
             sys.stdout.write(f"\n{other.text}\n")
         sys.stdout.flush()
-    return Answer(output=output, first_token_seconds=first_seconds, seconds=time.perf_counter() - started)
+    return Answer(
+        output=output,
+        first_token_seconds=first_seconds,
+        num_first_tokens=num_first,
+        seconds=time.perf_counter() - started,
+    )
 
 
 def as_prompt(llm: LLM, text: str, chat: bool | None) -> Prompt:

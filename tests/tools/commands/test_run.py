@@ -12,7 +12,7 @@ import pytest
 from piecegraph.errors import CheckpointError, CompileError, PiecegraphError, RequestError, VerificationError
 from piecegraph.runner.common.outputs import CompletionOutput, RequestOutput
 from piecegraph.tools.cli import main
-from piecegraph.tools.commands.run import LLM_DEFAULTS, looks_like_model, split_arguments
+from piecegraph.tools.commands.run import LLM_DEFAULTS, Answer, looks_like_model, split_arguments
 
 Fake = Any  # the class FakeLLM of conftest.py
 
@@ -58,6 +58,15 @@ def test_several_answers_follow_each_other(
     out, err = capsys.readouterr()
     assert out == "one\n\ntwo\n"
     assert "answer: 2 tokens" in err
+    assert "tokens/s" not in err  # all tokens came at once
+
+
+def test_the_rate_is_of_the_tokens_after_the_first_output() -> None:
+    """The first output may have several: one of each answer, or drafts that were accepted."""
+    completions = [CompletionOutput(index=index, text="", token_ids=[7, 8, 9]) for index in range(2)]
+    output = RequestOutput(request_id="0", prompt=None, prompt_token_ids=[7], finished=True, outputs=completions)
+    answer = Answer(output=output, first_token_seconds=1.0, num_first_tokens=2, seconds=3.0)
+    assert (answer.num_tokens, answer.tokens_per_second) == (6, 2.0)
 
 
 def test_json_is_one_object(fake_llm: Fake, capsys: pytest.CaptureFixture[str]) -> None:
