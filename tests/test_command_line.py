@@ -73,6 +73,7 @@ def test_an_answer(model: Path) -> None:
     assert "%|" not in done.stderr  # a library's progress bar
 
 
+@pytest.mark.slow
 def test_a_truncated_checkpoint(model: Path, tmp_path: Path) -> None:
     """Exit code 3 and one line that says what to do."""
     broken = tmp_path / "broken"
@@ -87,6 +88,7 @@ def test_a_truncated_checkpoint(model: Path, tmp_path: Path) -> None:
     assert len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_interrupting_a_start(model: Path) -> None:
     """Ctrl-C reaches the whole process group; it ends with 130 and without a traceback."""
     arguments = [*PROGRAM, "run", str(model), "Hi", "--max-tokens", "200"]

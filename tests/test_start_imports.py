@@ -83,6 +83,7 @@ def in_process(code: str, folder: Path) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_it_is_a_start_from_the_cache(started: list[Any]) -> None:
     assert started[0] == "hit"
 
@@ -92,6 +93,7 @@ def test_importing_llm_imports_no_torch(started: list[Any]) -> None:
     assert started[1] is False
 
 
+@pytest.mark.slow
 def test_it_imports_no_package_that_others_do_not(started: list[Any], folder: Path) -> None:
     others = in_process(WITHOUT_US, folder)
     assert packages(started[3]) - packages(others) <= OURS

@@ -51,6 +51,7 @@ def save_and_die(folder: Path, number: int, blobs: dict[str, bytes]) -> None:
     saved(a_store(folder), blobs)
 
 
+@pytest.mark.slow
 def test_a_writer_killed_at_any_call_loses_nothing_and_leaves_nothing_bad(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -73,7 +73,8 @@ def strays(events: list[tuple[str, str]], home: Path) -> set[tuple[str, str]]:
     return found
 
 
-@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [1, 2])
 def test_a_start_touches_no_folder_of_others(workers: int, tmp_path: Path) -> None:
     """This holds for a cold and for a warm start."""
     for state in ("miss", "hit"):

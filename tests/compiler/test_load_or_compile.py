@@ -54,6 +54,7 @@ def cold(root: Path) -> Start:
     return one_start(root, "decoder", compile_sizes=[4])
 
 
+@pytest.mark.slow
 def test_a_warm_start_is_bitwise_the_compile(root: Path, cold: Start, tmp_path: Path) -> None:
     """C++ kernels, static pieces and all; the cache is a copy that lies elsewhere."""
     elsewhere = tmp_path / "moved" / "cache"
@@ -61,6 +62,7 @@ def test_a_warm_start_is_bitwise_the_compile(root: Path, cold: Start, tmp_path: 
     same(cold, one_start(elsewhere, "decoder", forbid=True, compile_sizes=[4]))
 
 
+@pytest.mark.slow
 def test_a_damaged_library_is_built_again(root: Path, cold: Start, tmp_path: Path) -> None:
     """It is never loaded; the next start is warm again."""
     copy = tmp_path / "cache"

@@ -188,7 +188,10 @@ def test_a_miss_says_why_and_other_layers_match(change: Callable[[fx.Graph], Non
     assert reason in result.misses[0].reason, result.misses
 
 
-@pytest.mark.parametrize(("family", "compiler"), [*((family, "eager") for family in LAYERS), ("qwen3-moe", "inductor")])
+@pytest.mark.parametrize(
+    ("family", "compiler"),
+    [*((family, "eager") for family in LAYERS), pytest.param("qwen3-moe", "inductor", marks=pytest.mark.slow)],
+)
 def test_tokens_equal_those_of_transformers(family: str, compiler: str, tmp_path: Path) -> None:
     """Through the whole runner, greedy, in float32."""
     model = make_model(family)

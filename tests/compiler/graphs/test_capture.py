@@ -149,6 +149,7 @@ class Fails:
         monkeypatch.setitem(namespace, "op_pgtoy_attention", attention)
 
 
+@pytest.mark.slow
 def test_failures_inside_a_capture_leave_that_bucket_without_graphs(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -90,6 +90,7 @@ def test_every_step_is_bitwise_the_pieces_without_graphs(runner: Runner) -> None
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_compiled_pieces_give_the_same_bits(device: str) -> None:
     runner = Runner(device=device, compiler="inductor")

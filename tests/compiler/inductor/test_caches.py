@@ -132,6 +132,7 @@ static int poison = [] {
 """
 
 
+@pytest.mark.slow
 def test_a_planted_header_leaves_no_mark(
     tmp_path: Path, marks: Callable[[], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

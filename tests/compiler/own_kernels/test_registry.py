@@ -493,6 +493,7 @@ print(use.loaded, use.compiled)
 """
 
 
+@pytest.mark.slow
 def test_the_end_of_a_process_saves_new_kernels_and_the_next_loads_them(tmp_path: Path) -> None:
     """Nothing calls `save` explicitly, and the processes are new interpreters."""
 

@@ -128,6 +128,7 @@ def test_eager_pieces_take_compile_sizes_and_say_that_they_do_nothing() -> None:
     assert {row.note for row in report.static_pieces} == {"compile_sizes has no effect with compiler='eager'"}
 
 
+@pytest.mark.slow
 def test_a_static_compile_that_fails_leaves_the_dynamic_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     """In this process, in another, and when the other dies: the reason is in the report, and size 4 is served."""
     line = CompileJob.line
@@ -155,6 +156,7 @@ def test_a_static_compile_that_fails_leaves_the_dynamic_piece(monkeypatch: pytes
         assert counted.take() == dict.fromkeys(range(NUM_UNIQUE), ran)
 
 
+@pytest.mark.slow
 def test_pieces_are_tuned_by_a_first_run_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """What happens on a GPU, on inputs as those of a call; a piece whose first run fails stays dynamic."""
     ran: list[Sequence[Any]] = []
@@ -181,9 +183,8 @@ def test_pieces_are_tuned_by_a_first_run_alone(monkeypatch: pytest.MonkeyPatch) 
         close(compiled(*inputs), model(*inputs))
 
 
-@pytest.mark.parametrize(
-    ("options", "at_once"), [({"max_autotune_gemm": True}, 1), pytest.param({}, None, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("options", "at_once"), [({"max_autotune_gemm": True}, 1), ({}, None)])
 def test_measuring_while_compiling_is_done_one_at_a_time(
     options: dict[str, Any], at_once: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -199,6 +200,7 @@ def test_measuring_while_compiling_is_done_one_at_a_time(
     assert submitted[-2:] == [None, at_once]
 
 
+@pytest.mark.slow
 def test_options_of_static_sizes_are_theirs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """On top of inductor_options; unknown ones are refused before anything compiles."""
     seen: list[Mapping[str, Any]] = []
@@ -245,6 +247,7 @@ def test_a_model_without_sizes_has_nothing_static_to_add() -> None:
     assert compiled.report().static_pieces == ()
 
 
+@pytest.mark.slow
 def test_by_name_uses_static_pieces_too() -> None:
     """`torch.compile(backend="piecegraph")` tells sizes as arguments of the graph."""
     torch._dynamo.reset()
@@ -272,6 +275,7 @@ def test_by_name_uses_static_pieces_too() -> None:
         assert sum(ran.values()) == static, (num_tokens, num_logits, ran)
 
 
+@pytest.mark.slow
 def test_the_cache_folder_is_the_only_place_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIECEGRAPH_CACHE_DIR", str(tmp_path))
     _, compiled = compiled_decoder(compile_sizes=(1,))

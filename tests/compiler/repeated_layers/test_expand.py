@@ -20,7 +20,6 @@ from piecegraph.errors import CompileError, GraphBreak
 from piecegraph.runner.attention.interface.transformers_attention import register_attention
 from piecegraph.runner.models.causal_lm import DYNAMIC_DIMS, CausalLMForward, example_inputs
 from piecegraph.runner.models.rope import fix_longrope
-from tests.quick_families import families
 from tests.runner.tiny_models import FAMILIES, MAX_LEN, UNLISTED, random_model
 
 TIMES = 3
@@ -67,7 +66,13 @@ def both(
         return repeated, trace(module, args, {}, dims)
 
 
-@pytest.mark.parametrize("family", families([*FAMILIES, *UNLISTED]))
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(name, marks=() if name in ("qwen3", "gpt-oss") else pytest.mark.slow)
+        for name in [*FAMILIES, *UNLISTED]
+    ],
+)
 def test_the_graph_of_a_family_is_the_one_that_tracing_every_layer_gives(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -37,6 +37,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         compile_into(tmp_path / "file")
 
 
+@pytest.mark.slow
 def test_structured_trace_carries_pieces_and_source(tmp_path: Path) -> None:
     """tlparse reads these artifacts by name."""
     program = """
@@ -55,6 +56,7 @@ def test_structured_trace_carries_pieces_and_source(tmp_path: Path) -> None:
         assert f'"{name}"' in log
 
 
+@pytest.mark.slow
 def test_depyf_sees_what_torch_compiled(tmp_path: Path) -> None:
     """depyf's folder has the graphs and the decompiled bytecode, by backend name and by piecegraph.compile."""
     if find_spec("depyf") is None:

@@ -55,6 +55,7 @@ def same_as_the_module(model: pg.CompiledModel) -> bool:
     return torch.equal(model(x), Relus()(x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_pass_inside_inductor_runs_and_is_counted(workers: int, tmp_path: Path) -> None:
     """The pass runs in this process or is made again in others; matches count for the model and each piece."""
@@ -100,6 +101,7 @@ def test_a_pass_that_cannot_be_made_elsewhere_runs_here() -> None:
     assert note == "compiled in this process: ReluToClampInInductor.data is a object, which is not plain data"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_pass_that_miscounts_is_undone(workers: int, caplog: pytest.LogCaptureFixture) -> None:
     """The warning names the piece; strict makes it an error."""

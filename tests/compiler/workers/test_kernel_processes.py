@@ -46,6 +46,7 @@ def processes() -> Iterator[KernelProcesses]:
     made.close()
 
 
+@pytest.mark.slow
 def test_a_child_compiles_the_same_kernel_as_this_process(processes: KernelProcesses, tmp_path: Path) -> None:
     """The binary and its metadata are equal."""
     spec = to_kernel_spec(source(), TARGET, OPTIONS)

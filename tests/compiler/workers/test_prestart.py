@@ -45,6 +45,7 @@ def compiled() -> pg.CompiledModel:
     return pg.compile(torch.nn.Linear(4, 4), config, example_inputs=(torch.ones(3, 4),))
 
 
+@pytest.mark.slow
 def test_a_compile_takes_and_ends_the_early_processes(started: Started) -> None:
     """The folders come with the processes, which end with the compile."""
     with started_early(2, lambda: True):
@@ -80,6 +81,7 @@ def test_a_failed_start_ends_the_processes_it_took(started: Started, monkeypatch
         assert len(started.processes) == 1 and started.living == 0
 
 
+@pytest.mark.slow
 def test_only_the_thread_of_the_block_gets_early_processes(started: Started) -> None:
     with started_early(2, lambda: True):
         compiled()

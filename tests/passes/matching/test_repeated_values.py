@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 import torch
 from torch import fx, nn
 
@@ -143,6 +144,7 @@ def test_results_that_are_changed_in_place_stay_apart() -> None:
     assert calls.count("cos") == 2
 
 
+@pytest.mark.slow
 def test_rotary_tables_are_made_once_a_step() -> None:
     """Gemma3 has two kinds of tables; glm4 and ernie4.5 rearrange theirs in every layer."""
     for name, layers, tables in (("gemma3", 6, 4), ("glm4", 4, 2), ("ernie4.5", 4, 2), ("qwen3", 4, 2)):

@@ -82,6 +82,7 @@ def test_a_pass_that_made_a_right_graph_is_not_blamed_for_what_follows(folder: P
         checked(folder, ("merge-projections", ScaleLinear(6, among=13)))
 
 
+@pytest.mark.slow
 def test_nothing_is_compared_with_itself(folder: Path) -> None:
     """What was replaced by eager's is no row of its own: over other kernels each row has an error of its own, but
     the embedding, which is exact."""
@@ -121,12 +122,13 @@ def test_a_replay_that_differs_is_named(folder: Path, monkeypatch: pytest.Monkey
         checked(folder, ())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "dtype"),
     [
         ("gemma2", "float32"),
-        pytest.param("gemma3", "float32", marks=pytest.mark.slow),
-        pytest.param("phi3", "bfloat16", marks=pytest.mark.slow),
+        ("gemma3", "float32"),
+        ("phi3", "bfloat16"),
         ("qwen3-moe", "bfloat16"),
     ],
 )

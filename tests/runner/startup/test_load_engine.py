@@ -32,6 +32,7 @@ def expected(folder: Path) -> list[int]:
         return answer(llm)
 
 
+@pytest.mark.slow
 def test_weights_are_loaded_while_pieces_compile(
     folder: Path, expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -51,6 +52,7 @@ def test_weights_are_loaded_while_pieces_compile(
     assert phases.index(("compile", False)) < phases.index(("load", True)) < phases.index(("compile", True))
 
 
+@pytest.mark.slow
 def test_a_model_that_needs_values_to_be_made_is_loaded_first(
     folder: Path, expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,6 +21,7 @@ FLAGS = [
 ]
 
 
+@pytest.mark.slow
 def test_one_table_with_a_peer_and_one_that_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Ours really runs; a peer gets the folder and reports its figures; another's failure is a reason, not the end."""
     llama_config().save_pretrained(str(tmp_path))
@@ -40,6 +41,7 @@ def test_one_table_with_a_peer_and_one_that_fails(tmp_path: Path, capsys: pytest
     assert 0 < rows["tpot_ms 2"]["share_of_floor"] < 1
 
 
+@pytest.mark.slow
 def test_only_ours_decides_the_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "compare", str(tmp_path), *FLAGS]) == 1
     assert "piecegraph FAILED after" in capsys.readouterr().out

@@ -121,6 +121,7 @@ def image(request: pytest.FixtureRequest) -> Iterator[Image]:
         yield image
 
 
+@pytest.mark.slow
 def test_it_is_what_a_cold_start_would_have_made(image: Image, tmp_path: Path) -> None:
     """Its pieces are found under the same key without Dynamo, Inductor or another process, the same to the bit."""
     warm, cold = image.start(image.cache, forbid=True), image.start(tmp_path / "cache", forbid=False)
@@ -151,6 +152,7 @@ def test_a_cached_model_is_not_compiled_again(image: Image) -> None:
     assert again == {**image.record, "state": "already compiled"}
 
 
+@pytest.mark.slow
 @as_root
 def test_another_user_starts_from_it_with_the_public_key(image: Image) -> None:
     """The user, who has no account, writes nothing to the cache and compiles nothing."""

@@ -149,6 +149,7 @@ def hashes_in(order: str) -> list[str]:
     return done.stdout.split()
 
 
+@pytest.mark.slow
 def test_where_there_is_no_triton_the_runner_imports_all_the_same() -> None:
     """The runner imports on a machine without Triton, which only a launch needs."""
     lines = ("import sys", "sys.modules['triton'] = None", "import piecegraph.runner.startup.compile_model")

@@ -68,6 +68,7 @@ def check_kernel(device: str = "cpu") -> None:
         assert torch.equal(found[3].nan_to_num(1e9), untouched), "rows not selected stay as they are"
 
 
+@pytest.mark.slow
 def test_the_kernel_keeps_what_the_reference_keeps() -> None:
     interpreted(check_kernel)
 

@@ -65,6 +65,7 @@ def test_a_program_that_fails_is_a_reason(peer: Peer, reason: str) -> None:
     assert run.reason is not None and run.reason.startswith(reason)
 
 
+@pytest.mark.slow
 def test_one_that_takes_too_long_is_ended_with_all_it_started(tmp_path: Path) -> None:
     """Its child processes are ended too: the next program needs a GPU that they hold."""
     file = tmp_path / "pid"

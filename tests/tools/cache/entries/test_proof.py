@@ -97,6 +97,7 @@ def another_graph(piece: Loaded) -> dict[str, bytes]:
     return {"graph.json": text.replace(b"tanh", b"sigmoid")}
 
 
+@pytest.mark.slow
 def test_compiled_again_it_is_the_same_bit_for_bit(prover: Prover, piece: Loaded) -> None:
     assert prover.recompile(piece) == Proof()
 
@@ -208,6 +209,7 @@ def test_an_artifact_that_torch_cannot_read(prover: Prover, piece: Loaded) -> No
     assert prover.run(changed(piece, blobs={"artifact": b"no artifact"})).problem == "cannot be loaded"
 
 
+@pytest.mark.slow
 def test_on_the_command_line(cache: CacheCommand, piece: Loaded) -> None:
     (row,) = cache.json("verify", "--run", "--recompile")
     assert (row["result"], row["recompile"], row["run"]) == ("ok", "ok", "ok")

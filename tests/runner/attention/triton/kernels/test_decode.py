@@ -128,7 +128,7 @@ GPU_SHAPES: list[tuple[Any, ...]] = [
     (2, 32, 1, 80, torch.float16, {}),
 ]
 GPU_KERNELS = [
-    pytest.param(*shape, norm, marks=() if norm == "norm" or shape is GPU_SHAPES[0] else pytest.mark.slow)
+    pytest.param(*shape, norm, marks=() if shape in GPU_SHAPES[:2] else pytest.mark.slow)
     for norm in ("norm", "no norm", None)
     for shape in GPU_SHAPES
 ]
