@@ -107,6 +107,7 @@ class LLM:
         kv_cache_memory_bytes: int | None = None,
         gpu_memory_utilization: float = 0.9,
         enable_prefix_caching: bool | None = True,
+        cached_states: int | None = None,
         async_scheduling: bool | None = None,
         attention_backend: str | None = "auto",
         compiler: str | None = None,

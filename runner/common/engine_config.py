@@ -80,6 +80,9 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     enable_prefix_caching: bool | None = True
     """Whether prompts reuse the keys and values of prefixes that they share with earlier prompts; None: True."""
+    cached_states: int | None = None
+    """Of layers with states, the block boundaries of a request, the last ones, whose states later prompts find; None:
+    all. Fewer leave more of the cache to other prefixes, and a prompt resumes only where an earlier one ended."""
     async_scheduling: bool | None = None
     """Whether a step is scheduled and launched while the preceding step runs; None: only on a GPU."""
     attention_backend: str = "auto"
@@ -118,6 +121,13 @@ class EngineConfig:
             check_boolean(name, getattr(self, name))
         if self.async_scheduling is not None:
             check_boolean("async_scheduling", self.async_scheduling, "True, False or None (on a GPU)")
+        if self.cached_states is not None and (type(self.cached_states) is not int or self.cached_states < 1):
+            raise ConfigError(
+                f"cached_states={self.cached_states!r}; it must be 1 or more, or None (all). Without any, give "
+                "enable_prefix_caching=False."
+            )
+        if self.cached_states is not None and not self.enable_prefix_caching:
+            raise ConfigError("cached_states is of cached prefixes, and enable_prefix_caching=False; give one of them.")
         check_boolean("trust_remote_code", self.source.trust_remote_code)
         object.__setattr__(self, "logprobs_mode", LogprobsMode.parse(self.logprobs_mode))
         if type(self.max_logprobs) is not int or self.max_logprobs < -1:

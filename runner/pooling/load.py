@@ -151,6 +151,7 @@ def _refuse_generation_options(config: EngineConfig) -> None:
         ("logits_processors", config.logits_processors, ()),
         ("speculative_config", config.speculative, None),
         ("num_kv_blocks", config.num_kv_blocks, None),
+        ("cached_states", config.cached_states, None),
         ("kv_cache_memory_bytes", config.kv_cache_memory_bytes, None),
         ("selfcheck", config.compile.selfcheck, False),
     ):

@@ -82,6 +82,14 @@ class BlockPool:
         if self._block_of.setdefault(name, block) != block:
             self._duplicates.setdefault(name, []).append(block)
 
+    def forget(self, name: Hashable) -> None:
+        """Forget a name, if it is known; free blocks that had it are allocated before all that have names."""
+        for block in [*self._duplicates.pop(name, ()), self._block_of.pop(name, None)]:
+            if block is not None:
+                self._name_of[block] = None
+                if self._num_references[block] == 0:
+                    self._free.move_to_end(block, last=False)
+
     def forget_names(self) -> None:
         """Forget all names, so that no contents are found; blocks keep their references."""
         self._name_of = [None] * self.num_blocks

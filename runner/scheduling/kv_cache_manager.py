@@ -49,7 +49,9 @@ class KVCacheManager:
         max_num_batched_tokens: int,
         groups: Sequence[KVCacheGroup] = (KVCacheGroup(),),
         enable_prefix_caching: bool = True,
+        cached_states: int | None = None,
     ) -> None:
+        """`cached_states`: block boundaries of a request whose states can be found, the last ones; None: all."""
         assert groups, "a model without attention needs no KVCacheManager"
         assert not (enable_prefix_caching and any(group.has_one_slot for group in groups)), (
             "states of prefixes are lost"
@@ -59,6 +61,7 @@ class KVCacheManager:
         self._pool = BlockPool(num_blocks)
         self._max_step_tokens = max_num_batched_tokens
         self._enable_prefix_caching = enable_prefix_caching
+        self._cached_states = cached_states
         self._has_windows = any(not group.keeps_all_tokens for group in groups)
         self._num_growing = sum(
             not group.has_one_slot for group in groups
@@ -228,8 +231,16 @@ class KVCacheManager:
                 block = table[index]
                 assert block is not None, f"block {index} of {request.request_id!r} is gone, its window is not"
                 self._pool.register(block, (group, request.block_digests[index]))
+        if self._cached_states is not None:
+            self._forget_states(request, holding.num_registered, num_blocks, self._cached_states)
         holding.num_registered = num_blocks
         request.next_registration = (num_blocks + 1) * self.block_size
+
+    def _forget_states(self, request: Request, num_registered: int, num_blocks: int, kept: int) -> None:
+        """Forget the states of all boundaries but the last `kept`, now that there are `num_blocks` named ones."""
+        for group, each in enumerate(self.groups):
+            for index in range(max(0, num_registered - kept), num_blocks - kept) if each.is_state else ():
+                self._pool.forget((group, request.block_digests[index]))
 
     def free(self, request: Request) -> None:
         """Release all blocks of a request, the last first, so that the prefix others may share is reused last."""

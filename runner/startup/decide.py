@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
 from piecegraph.compiler.splitting.plan import SplitCall
-from piecegraph.errors import UnsupportedModel
+from piecegraph.errors import ConfigError, UnsupportedModel
 from piecegraph.runner.attention.interface.layer import AttentionLayer, attention_layers
 from piecegraph.runner.attention.select import BackendChoice, choose_backend
 from piecegraph.runner.common.engine_config import EngineConfig
@@ -43,6 +43,11 @@ def decide_for(
         raise UnsupportedModel(
             f"{with_states[0].name} keeps a state, which cannot be taken back when a draft is rejected; leave "
             "speculative_config out."
+        )
+    if config.cached_states is not None and not with_states:
+        raise ConfigError(
+            f"cached_states={config.cached_states}, but no layer of {type(loaded.model).__name__} keeps a state; leave "
+            "it out."
         )
     if config.may_raise_block_size and with_states:
         config = replace(config, block_size=fitting_block_size((*layers, *with_states), config.block_size))

@@ -241,6 +241,7 @@ def _scheduler(
             max_num_batched_tokens=_span(config, max_num_tokens),
             groups=model.layout.groups,
             enable_prefix_caching=config.enable_prefix_caching is not False,
+            cached_states=config.cached_states,
         ),
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=max_num_tokens,

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from piecegraph import LLM, SamplingParams
 from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
-from piecegraph.errors import UnsupportedModel
+from piecegraph.errors import ConfigError, UnsupportedModel
 from piecegraph.runner.attention.interface.kv_cache import LayerCache
 from piecegraph.runner.common.engine_config import EngineConfig
 from piecegraph.runner.common.model_source import ModelSource
@@ -22,7 +22,7 @@ from piecegraph.runner.inspect.explanation import explain
 from piecegraph.runner.scheduling.kv_cache_manager import KVCacheManager
 from tests.runner.margin_rule import assert_same_tokens
 from tests.runner.test_graphs import load
-from tests.runner.tiny_models import HYBRIDS, make_model, save
+from tests.runner.tiny_models import HYBRIDS, make_config, make_model, save
 
 COMMON = [(7 * i + 3) % 97 + 5 for i in range(17)]
 PROMPTS = [
@@ -36,6 +36,8 @@ PROMPTS = [
 """Of several chunks of 5 tokens, of one token, of whole blocks of 4; three share a prefix."""
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 ONE_OF_EACH_KIND = list(HYBRIDS)[:4]
+NUM_KINDS = {"qwen3.5": 2, "lfm2": 2, "bamba": 2, "jamba": 3}
+"""The kinds of layers: attention and those with states; in Jamba also with experts or without."""
 ALWAYS = ("qwen3.5", "jamba")
 """Between them they have all three ops; the other models are slow tests."""
 
@@ -107,6 +109,8 @@ def test_inductor_gives_the_same_tokens(name: str, tmp_path: Path) -> None:
     model = make_model(name)
     with load_hybrid(save(model, tmp_path), compiler="inductor") as llm:
         check(model, generate(llm))
+        report = llm.compiled.report()
+        assert report.num_unique_pieces <= 3 + NUM_KINDS[name] and not report.eager_pieces
 
 
 @pytest.mark.parametrize("options", [{"enable_prefix_caching": False}, {"async_scheduling": True}], ids=str)
@@ -152,6 +156,40 @@ def test_equal_layers_share_their_pieces(qwen: tuple[PreTrainedModel, Path]) -> 
     )
     assert explained.report.num_unique_pieces <= 3 + 2
     assert any(note.startswith("kv cache groups: 1 x full attention, 2 x state: 3 groups") for note in explained.notes)
+
+
+def test_depth_adds_no_pieces(tmp_path: Path) -> None:
+    """As in Qwen3.5, of four layers one has attention: at most one piece more for each kind of layer."""
+    counts = []
+    for repeats in (2, 3):
+        kinds = [*["linear_attention"] * 3, "full_attention"] * repeats
+        config = make_config(
+            "Qwen3_5TextConfig", num_hidden_layers=len(kinds), layer_types=kinds, head_dim=16, linear_key_head_dim=8,
+            linear_value_head_dim=8, linear_num_key_heads=2, linear_num_value_heads=4,
+        )  # fmt: skip
+        config.architectures = ["Qwen3_5ForCausalLM"]
+        config.save_pretrained(str(tmp_path))
+        source = ModelSource(model=str(tmp_path))
+        counts.append(explain(EngineConfig(source=source, device="cpu", max_model_len=64)).report.num_unique_pieces)
+    assert counts[0] == counts[1] <= 3 + 2
+
+
+def test_the_last_states_alone_are_cached(qwen: tuple[PreTrainedModel, Path]) -> None:
+    """Tokens are the same. A prompt is found again if the answer after it, of 3 blocks, left its last states."""
+    model, folder = qwen
+    hits = {}
+    for cached_states in (None, 4, 1):
+        with load_hybrid(folder, num_kv_blocks=120, cached_states=cached_states) as llm:
+            for _ in range(2):
+                check(model, generate(llm))
+            hits[cached_states] = llm.engine.stats.num_prefix_hits
+            assert manager(llm).num_free_blocks == 120
+    assert hits[1] == 0 < hits[4] < hits[None]
+
+
+def test_states_are_cached_where_there_are_any(llama_dir: Path) -> None:
+    with pytest.raises(ConfigError, match="cached_states=2, but no layer of LlamaForCausalLM keeps a state"):
+        load_hybrid(llama_dir, cached_states=2)
 
 
 def test_a_layer_that_differs_is_refused_by_name(qwen: tuple[PreTrainedModel, Path], tmp_path: Path) -> None:

@@ -86,6 +86,19 @@ def test_forgotten_names_are_not_found_and_can_be_given_again() -> None:
     assert pool.allocate(1) == [free]
 
 
+def test_a_forgotten_name_leaves_its_blocks_to_be_taken_first() -> None:
+    """All blocks of the name, free or not; other names stay, and an unknown name is no error."""
+    pool = BlockPool(4)
+    for block in pool.allocate(4):
+        pool.register(block, "other" if block == 0 else "same")
+    pool.release([0, 1, 2])
+    pool.forget("same")
+    pool.forget("unknown")
+    assert pool.find("same") is None and pool.find("other") == 0 and pool.num_named == 1
+    pool.release([3])
+    assert sorted(pool.allocate(3)) == [1, 2, 3] and pool.find("other") == 0
+
+
 def test_misuse_raises() -> None:
     """Each of these would hand one block to two requests, or name what somebody still writes."""
     pool = BlockPool(1)

@@ -17,7 +17,11 @@ def window(tokens: int) -> KVCacheGroup:
 
 
 def make_manager(
-    *groups: KVCacheGroup, num_blocks: int = 16, max_step_tokens: int = 64, enable_prefix_caching: bool = True
+    *groups: KVCacheGroup,
+    num_blocks: int = 16,
+    max_step_tokens: int = 64,
+    enable_prefix_caching: bool = True,
+    cached_states: int | None = None,
 ) -> KVCacheManager:
     """Blocks of 4 tokens."""
     return KVCacheManager(
@@ -26,6 +30,7 @@ def make_manager(
         max_num_batched_tokens=max_step_tokens,
         groups=groups or (FULL,),
         enable_prefix_caching=enable_prefix_caching,
+        cached_states=cached_states,
     )
 
 
@@ -332,6 +337,22 @@ def test_a_state_is_kept_at_each_block_boundary() -> None:
         assert [block is None for block in hit.tables[1]] == [True] * (expected // 4 - 1) + [False] * (expected > 0)
     manager.free(request)
     assert manager.num_free_blocks == 24
+
+
+@pytest.mark.parametrize("kept", [1, 2])
+def test_the_last_states_alone_are_kept(kept: int) -> None:
+    """Those of the last boundaries of each request are found, also by a request that resumed from one; tokens stay."""
+    manager = make_manager(FULL, STATE, num_blocks=40, cached_states=kept)
+    prompt = list(range(18))
+    compute_and_leave(manager, make_request("a", prompt))
+    for length in range(2, 19):
+        boundary = (length - 1) // 4
+        assert num_hits(manager, prompt[:length]) == (4 * boundary if boundary > 4 - kept else 0)
+    assert manager.pool.num_named == 4 + kept
+    longer = [*prompt, *range(20, 28)]
+    compute_and_leave(manager, make_request("b", longer))
+    assert num_hits(manager, [*longer, 1]) == 24 and num_hits(manager, prompt) == 0
+    assert manager.pool.num_named == 6 + kept and manager.num_free_blocks == 40
 
 
 def test_one_slot_serves_a_request_to_its_end() -> None:
