@@ -22,7 +22,7 @@ from piecegraph.config import CompileConfig
 from piecegraph.errors import ConfigError, RequestError, UsageError, translate_out_of_memory
 from piecegraph.paused_gc import paused_gc
 from piecegraph.progress import OnPhase, Phase, timed_phase
-from piecegraph.runner.common.engine_config import EngineConfig, compile_config, refuse_unavailable, refuse_unknown
+from piecegraph.runner.common.engine_config import EngineConfig, compile_config, refuse_unknown
 from piecegraph.runner.common.logits_processor import LogitsProcessor, logits_processor_classes
 from piecegraph.runner.common.logprobs_mode import LogprobsMode
 from piecegraph.runner.common.model_source import ModelSource
@@ -30,6 +30,7 @@ from piecegraph.runner.common.outputs import RequestOutput
 from piecegraph.runner.common.sampling_params import SamplingParams
 from piecegraph.runner.common.speculative_config import SpeculativeConfig
 from piecegraph.runner.common.vllm_interface import OLDER_METHODS, UNAVAILABLE_METHODS
+from piecegraph.runner.distributed.executor import Executor, make_executor
 from piecegraph.runner.engine.metrics import Metric
 from piecegraph.runner.engine.vllm_engine import LLMEngine, ModelConfig
 from piecegraph.runner.models.generation_defaults import GenerationDefaults, default_sampling_params
@@ -119,6 +120,8 @@ class LLM:
         enforce_eager: bool = False,
         strict: bool = False,
         tensor_parallel_size: int = 1,
+        distributed_executor_backend: str | None = None,
+        distributed_timeout_seconds: float | None = None,
         hf_overrides: Mapping[str, Any] | None = None,
         max_logprobs: int = -1,
         logprobs_mode: str = "raw_logprobs",
@@ -131,13 +134,17 @@ class LLM:
     ) -> None:
         arguments = dict(locals())  # every parameter by name, because no other local variable exists yet
         refuse_unknown(unknown, _argument_names())
-        refuse_unavailable(tensor_parallel_size=tensor_parallel_size)
         self._chat_template = read_chat_template(chat_template)
         self._generation = GenerationDefaults(kind=generation_config, override=override_generation_config)
         config = _engine_config(arguments)
         self._loaded: Loaded | None  # what generates; None: this LLM pools, or is closed
         self._loaded_pooler: LoadedPooler | None  # what pools; None: this LLM generates, or is closed
-        self._loaded, self._loaded_pooler = _load(config, on_phase)
+        self._executor: Executor = make_executor(config)
+        try:
+            self._loaded, self._loaded_pooler = _load(config, on_phase, self._executor)
+        except BaseException:
+            self._executor.close()
+            raise
         self._model, self._seed = config.source.model, config.seed
         self._logprobs_mode = LogprobsMode.parse(config.logprobs_mode)
         self._num_requests = 0
@@ -423,6 +430,22 @@ class LLM:
 
         return reload_weights(self._generator, weights)
 
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Call a method on every rank, and return the results by rank.
+
+        `method`: the name of a method of `runner.distributed.worker.Worker`, or a function whose first argument is one,
+        which must be importable in another process. `timeout`: seconds that other ranks may take.
+
+        Raises `UsageError` if the call cannot be sent, and `WorkerError` if a rank raises, which ends the ranks.
+        """
+        return self._executor.collective_rpc(self._generator, method, timeout, args, kwargs or {})
+
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
         """Return the tokenizer. Raises `UsageError` if there is none."""
         return self.llm_engine.get_tokenizer()
@@ -451,6 +474,7 @@ class LLM:
             if loaded is not None:
                 loaded.runner.close()  # graphs first: they read the model's memory
                 loaded.compiled.close()
+        self._executor.close()
         self._loaded = self._loaded_pooler = None
 
     def __enter__(self) -> LLM:
@@ -656,7 +680,9 @@ def _engine_config(arguments: Mapping[str, Any]) -> EngineConfig:
     return EngineConfig(**{**{name: arguments[name] for name in arguments if name in fields}, **converted})
 
 
-def _load(config: EngineConfig, on_phase: OnPhase | None) -> tuple[Loaded | None, LoadedPooler | None]:
+def _load(
+    config: EngineConfig, on_phase: OnPhase | None, executor: Executor
+) -> tuple[Loaded | None, LoadedPooler | None]:
     """Import torch and transformers, then load the engine or the pooler; the other of the two results is None.
 
     Before the imports, compile processes are started if the model will probably be compiled, and the operating system
@@ -683,9 +709,12 @@ def _load(config: EngineConfig, on_phase: OnPhase | None) -> tuple[Loaded | None
                 from piecegraph.runner.startup.load_engine import load_engine
             else:
                 from piecegraph.runner.pooling.load import load_pooler
+
+                if config.tensor_parallel_size > 1:
+                    raise ConfigError("a model that pools runs on one rank only; leave tensor_parallel_size out.")
         with translate_out_of_memory():
             if task is None:
-                return load_engine(config, on_phase), None
+                return load_engine(config, on_phase, executor.parallel()), None
             return None, load_pooler(config, task, on_phase)
 
 

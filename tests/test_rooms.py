@@ -43,6 +43,7 @@ ROOMS: Mapping[str, Sequence[str]] = {
     "passes/kernels": ("moe", "norm", "linear", "elementwise", "common"),
     "runner": (
         ".",
+        "distributed",
         "startup",
         "inspect",
         "speculative",
@@ -50,6 +51,7 @@ ROOMS: Mapping[str, Sequence[str]] = {
         "pooling",
         "cudagraphs",
         "models",
+        "tensor_parallel",
         "step",
         "kv_cache",
         "output",
@@ -156,6 +158,11 @@ def test_folders_are_small() -> None:
 
 
 COVERED_BY: Mapping[str, str] = {
+    "passes/ops/collectives.py": "tests/runner/tensor_parallel/test_sharded_modules.py",
+    "runner/distributed/group_runner.py": "tests/runner/distributed/test_executor.py",
+    "runner/distributed/worker.py": "tests/runner/distributed/test_executor.py",
+    "runner/tensor_parallel/parallel.py": "tests/runner/tensor_parallel/test_process_group.py",
+    "runner/tensor_parallel/summary.py": "tests/tools/commands/test_explain.py",
     "compiler/torch_compat/fake_tensors.py": "tests/compiler/building/test_deferred_weights.py",
     "passes/ops/op_types.py": "tests/compiler/splitting/test_split.py",
     "runner/attention/varlen/call.py": "tests/runner/attention/varlen/test_sdpa.py",

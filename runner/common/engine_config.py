@@ -40,6 +40,15 @@ MAX_COUNTS: Mapping[str, int] = {
 """The largest value of each count, so that a typing error is refused before memory is allocated for it. Block numbers
 are int32."""
 
+EXECUTORS = ("uniproc", "mp")
+"""The values of `distributed_executor_backend`."""
+
+MAX_RANKS = 1024
+"""The largest `tensor_parallel_size`."""
+
+DISTRIBUTED_TIMEOUT_S = 8.0
+"""How long a rank waits for another in a step: an error with its reason takes at most two seconds more."""
+
 MAX_SEED = 2**64 - 1
 """The largest seed that `torch.manual_seed` accepts."""
 
@@ -113,6 +122,12 @@ class EngineConfig:
     speculative: SpeculativeConfig | None = None
     """How tokens are drafted and verified; None: each step gives a request one token."""
     seed: int = 0
+    tensor_parallel_size: int = 1
+    """The number of ranks among which each layer is divided."""
+    distributed_executor_backend: str | None = None
+    """Who runs the ranks: `EXECUTORS`; None: "uniproc" for one rank, "mp" for several."""
+    distributed_timeout_seconds: float | None = None
+    """How long a rank waits for another in a step before the step fails; None: `DISTRIBUTED_TIMEOUT_S`."""
 
     def __post_init__(self) -> None:
         if self.enable_prefix_caching is None:  # as vLLM: the default
@@ -149,6 +164,7 @@ class EngineConfig:
                 "selfcheck compares steps of one token a request, and with speculative_config a step gives several; "
                 "check once without speculative_config."
             )
+        self._check_parallel()
         if self.enable_prompt_embeds and self.speculative is not None:
             raise ConfigError(
                 "enable_prompt_embeds=True gives prompts without tokens, in which speculative_config finds no drafts; "
@@ -192,6 +208,43 @@ class EngineConfig:
             object.__setattr__(self, "compile", replace(self.compile, strict=True))
         if self.max_model_len is not None and self.max_model_len < 2:
             raise ConfigError("max_model_len=1 leaves no room for an answer; it must be 2 or more.")
+
+    def _check_parallel(self) -> None:
+        """Resolve the fields about several ranks. Raises `ConfigError` for what these cannot do."""
+        _check_count("tensor_parallel_size", self.tensor_parallel_size, MAX_RANKS)
+        timeout = self.distributed_timeout_seconds
+        if timeout is None:
+            object.__setattr__(self, "distributed_timeout_seconds", DISTRIBUTED_TIMEOUT_S)
+        elif isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout <= 86_400:
+            raise ConfigError(f"distributed_timeout_seconds={timeout!r}; it must be above 0, at most 86400.")
+        size, backend = self.tensor_parallel_size, self.distributed_executor_backend
+        if backend is None:
+            backend = "uniproc" if size == 1 else "mp"
+        backend = {"uni": "uniproc"}.get(backend, backend) if isinstance(backend, str) else repr(backend)
+        if backend not in EXECUTORS:
+            raise ConfigError(
+                f"distributed_executor_backend={backend!r} is not available here.{did_you_mean(backend, EXECUTORS)}"
+            )
+        object.__setattr__(self, "distributed_executor_backend", backend)
+        if size == 1:
+            return
+        if backend == "uniproc":
+            raise ConfigError(
+                f"tensor_parallel_size={size} needs a process for each rank, and distributed_executor_backend="
+                "'uniproc' has one; leave the second out."
+            )
+        for is_given, what in (
+            (bool(self.logits_processors), "logits_processors"),
+            (self.speculative is not None, "speculative_config"),
+            (self.enable_prompt_embeds, "enable_prompt_embeds"),
+            (self.compile.selfcheck, "selfcheck"),
+            (bool(self.compile_sizes or self.compile.compile_sizes), "compile_sizes"),
+            (self.runner == "pooling", "runner='pooling'"),
+        ):
+            if is_given:
+                raise ConfigError(
+                    f"{what} is not yet available with tensor_parallel_size={size}; give one of the two arguments."
+                )
 
 
 def compile_config(
@@ -239,18 +292,12 @@ def static_sizes(config: EngineConfig, *, is_cuda: bool) -> tuple[int, ...]:
     These are the requested sizes, else on a GPU those of `DEFAULT_COMPILE_SIZES` that a batch can reach; none unless
     Inductor compiles.
     """
-    if config.compile.compiler != "inductor":
+    if config.compile.compiler != "inductor" or config.tensor_parallel_size > 1:  # one rank alone times nothing
         return ()
     if config.compile_sizes is not None:
         return config.compile_sizes
     smallest = tuple(size for size in DEFAULT_COMPILE_SIZES if size <= config.max_num_seqs)
     return config.compile.compile_sizes or (smallest if is_cuda else ())
-
-
-def refuse_unavailable(*, tensor_parallel_size: int) -> None:
-    """Raise `ConfigError` for an argument value that this version does not support."""
-    if tensor_parallel_size != 1:
-        raise ConfigError(f"tensor_parallel_size={tensor_parallel_size} is not yet available; it must be 1.")
 
 
 def refuse_unknown(arguments: Mapping[str, object], known: tuple[str, ...]) -> None:

@@ -113,7 +113,7 @@ _NO_SPECULATION = "give speculative_config."
 _NO_POOLER = "pooling follows the model's modules.json; give PoolingParams for what varies."
 _NO_QUANTIZATION = "quantization is not yet available: load the weights in 16 or 32 bits."
 _NO_STRUCTURE = "give each request its structured_outputs; llguidance compiles them."
-_NO_PARALLELISM = "this version runs one process on one device."
+_NO_PARALLELISM = "of the kinds of parallelism, this version has tensor_parallel_size, on one machine."
 _NO_EXPERT_PARALLELISM = "this version runs all experts on one device."
 _NO_MEDIA = "this version accepts text only."
 _NO_OFFLOADING = "weights and cache lie on the device: use a smaller model, or lower max_model_len."
@@ -172,8 +172,6 @@ UNAVAILABLE_ARGUMENTS: Mapping[str, Unavailable] = {
     "disable_log_stats": Unavailable(_NO_LOGGING, accepts_any=True),
     "disable_nccl_for_dp_synchronization": Unavailable(_NO_PARALLELISM, (None, True, False)),
     "disable_sliding_window": Unavailable("windows are the model's: change them with hf_overrides.", (False,)),
-    "distributed_executor_backend": Unavailable(_NO_PARALLELISM, (None, "uni", "mp")),
-    "distributed_timeout_seconds": Unavailable(_NO_PARALLELISM),
     "download_dir": Unavailable(f"{_HUB}: HF_HUB_CACHE."),
     "dp_sync_interval": Unavailable(_NO_PARALLELISM, (16,)),
     "ec_manager_config": Unavailable(_NO_MEDIA, (None, {})),
@@ -386,6 +384,8 @@ OLDER_ARGUMENTS: Mapping[str, Unavailable] = {
 """Arguments that earlier versions of vLLM's `LLM` had, which scripts still give."""
 
 DIFFERENT_ARGUMENTS: Mapping[str, str] = {
+    "distributed_executor_backend": "`uniproc` (also `uni`) and `mp`",
+    "distributed_timeout_seconds": "of a step, not of the start; the default is 8",
     "speculative_config": "methods ngram and draft_model; with a seed, sampled tokens are those without drafts",
     "attention_backend": "`flash_attn`, `triton` and `sdpa`, also by vLLM's names of them; None is `auto`",
     "async_scheduling": "also: on the CPU it is off unless asked for",
@@ -406,7 +406,7 @@ DIFFERENT_ARGUMENTS: Mapping[str, str] = {
     "max_num_seqs": "None is 256, or max_num_batched_tokens if that is less",
     "model": "None is the embedded model",
     "override_generation_config": "fields that sampling has; others are refused",
-    "tensor_parallel_size": "only 1 so far",
+    "tensor_parallel_size": "on CPUs so far, for models with a plan in transformers",
     "trust_remote_code": "the model's code has to trace to one graph",
 }
 """Arguments that both have and that differ, each with the difference."""
@@ -457,7 +457,6 @@ DIFFERENT_COMPLETIONS: Mapping[str, str] = {}
 
 UNAVAILABLE_METHODS: Mapping[str, str] = {
     "apply_model": "the module is `llm.compiled`'s",
-    "collective_rpc": "there are no workers: call what is wanted",
     "enqueue": "use `llm.llm_engine.add_request`",
     "enqueue_chat": "use `llm.llm_engine.add_request`",
     "finish_weight_update": "make another `LLM`",
@@ -482,6 +481,7 @@ UNAVAILABLE_METHODS: Mapping[str, str] = {
 
 DIFFERENT_METHODS: Mapping[str, str] = {
     "beam_search": "shows no progress",
+    "collective_rpc": "workers have the methods of `runner.distributed.worker.Worker`",
     "encode": "of tasks, `embed` and `classify`; none of every token",
     "get_metrics": "counters and gauges only, no histograms",
     "llm_engine": "`add_request`, `step`, `abort_request`, `has_unfinished_requests` and what else loops call; of "

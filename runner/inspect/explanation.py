@@ -44,6 +44,7 @@ from piecegraph.runner.models.load import LoadedModel, load_config, load_model, 
 from piecegraph.runner.models.rope import fix_longrope
 from piecegraph.runner.models.support import check_layers
 from piecegraph.runner.state_layers.layer import StateLayer, state_layers
+from piecegraph.runner.tensor_parallel.summary import RanksSummary, ranks_summary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +104,7 @@ class Explanation:
     decode: tuple[DispatchRange, ...]
     mixed: tuple[DispatchRange, ...]
     notes: tuple[str, ...]
+    ranks: RanksSummary | None  # None: one rank; all other fields are about one of several
     slower_paths: tuple[str, ...]  # every reason for something slower than what was asked for
 
     @property
@@ -135,7 +137,8 @@ def explain(config: EngineConfig, *, assume_gpu: bool = False, on_phase: OnPhase
     max_model_len = model_length(hf_config, config.max_model_len, first_position(config.source, hf_config).value)
     meta = torch.device("meta")
     source = replace(config.source, load_format="dummy")
-    loaded = load_model(source, hf_config, dtype=dtype, device=meta, on_phase=on_phase)
+    num_ranks = config.tensor_parallel_size
+    loaded = load_model(source, hf_config, dtype=dtype, device=meta, on_phase=on_phase, num_ranks=num_ranks)
     notes = (*loaded.notes, *fix_longrope(loaded.model, max_model_len))
     notes = (*notes, *apply_layer_rules(loaded.model, max_model_len))
     traced = _trace(config, loaded, device, is_assumed, max_num_tokens, max_model_len, on_phase)
@@ -186,6 +189,7 @@ def explain(config: EngineConfig, *, assume_gpu: bool = False, on_phase: OnPhase
         decode=decode,
         mixed=mixed,
         notes=(*notes, *layout.notes, *([f"trace: {traced.report.trace_note}"] if traced.report.trace_note else [])),
+        ranks=None if loaded.rank_plan is None else ranks_summary(loaded.model, loaded.rank_plan),
         slower_paths=tuple(_slower_paths(config, choice, plan, split_ops, decode, mixed)),
     )
 

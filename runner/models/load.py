@@ -42,6 +42,9 @@ from piecegraph.runner.state_layers.modules.replace import (
     has_state_layers,
     replace_state_layers,
 )
+from piecegraph.runner.tensor_parallel.plan import RankPlan, rank_plan
+from piecegraph.runner.tensor_parallel.sharded_checkpoint import CannotSlice, rank_model
+from piecegraph.runner.tensor_parallel.sharded_modules import fill_rank_buffers, shard_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -90,6 +93,8 @@ class LoadedModel:
     device: torch.device
     first_position: int  # the position of a text's first token in the model's own forward
     notes: tuple[str, ...]
+    rank_plan: RankPlan | None = None  # what this rank holds; None: all of the model
+    bytes_read: int | None = None  # of weight files, if only a rank's part was read
 
 
 def load_config(source: ModelSource) -> PreTrainedConfig:
@@ -176,8 +181,12 @@ def load_model(
     seed: int = 0,
     on_phase: OnPhase | None = None,
     kind: ModelKind = GENERATION,
+    rank: int = 0,
+    num_ranks: int = 1,
 ) -> LoadedModel:
     """Return the model with our attention, with the weights of `source`, or with random weights for format `dummy`.
+
+    With several ranks, the model has the weights of `rank` only.
 
     Raises:
         UnsupportedModel: the model's class is not supported; no weights were read.
@@ -199,9 +208,14 @@ def load_model(
         check_class(known_class, kind.inputs)
         if kind.generates and (known_class._is_stateful or compresses_keys(config)):
             check_replaceable(config)
+    if num_ranks > 1:
+        _check_divisible(config)
+    plan, bytes_read = None, None
     with quiet_transformers(on_weights), _construction_errors(source):
         if source.load_format == "dummy":
             model = _random_model(source, config, dtype, device, seed, kind)
+        elif num_ranks > 1 and known_class is not None and source.weight_files and not source.is_gguf:
+            model, plan, bytes_read = _rank_checkpoint_model(source, config, dtype, kind, known_class, rank, num_ranks)
         else:
             model = _checkpoint_model(source, config, dtype, kind)
     assert isinstance(model, PreTrainedModel), type(model)
@@ -215,6 +229,8 @@ def load_model(
         )
     elif (ruled := first_layer_with_rules(model)) is not None:
         raise UnsupportedModel(f"{type(model).__name__}: {ruled}; such models can generate here, not pool.")
+    if num_ranks > 1:
+        plan = _cut_to_rank(model, plan, rank, num_ranks)
     model = model.to(device).eval().requires_grad_(False)  # type: ignore[arg-type]  # transformers decorates .to
     name_layers(model)
     if on_phase is not None:
@@ -229,7 +245,32 @@ def load_model(
         device=device,
         first_position=first.value,
         notes=(*((first.note,) if first.note else ()), *notes),
+        rank_plan=plan,
+        bytes_read=bytes_read,
     )
+
+
+def _check_divisible(config: PreTrainedConfig) -> None:
+    """Raise `UnsupportedModel` for what several ranks cannot divide."""
+    if compresses_keys(config):
+        raise UnsupportedModel(
+            "the model has latent attention (kv_lora_rank), which tensor parallelism does not divide yet; use "
+            "tensor_parallel_size=1."
+        )
+
+
+def _cut_to_rank(model: PreTrainedModel, plan: RankPlan | None, rank: int, num_ranks: int) -> RankPlan:
+    """Cut a model to one rank, unless it was loaded so, which is what a `plan` says; return the plan."""
+    if has_state_layers(model):
+        raise UnsupportedModel(
+            f"{type(model).__name__} has layers with a state ({first_state_layer(model)}), which tensor parallelism "
+            "does not divide; use tensor_parallel_size=1."
+        )
+    if plan is None:
+        plan = rank_plan(model, rank, num_ranks)
+        shard_model(model, plan)
+    fill_rank_buffers(model, rank)
+    return plan
 
 
 def compresses_keys(config: PreTrainedConfig) -> bool:
@@ -343,6 +384,34 @@ def _checkpoint_model(source: ModelSource, config: PreTrainedConfig, dtype: torc
     model, info = loaded
     _check_loading_info(source, {**info, "unexpected_keys": ()} if kind.ignores_other_weights else info)
     return model
+
+
+def _rank_checkpoint_model(
+    source: ModelSource,
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    kind: ModelKind,
+    known_class: type[PreTrainedModel],
+    rank: int,
+    num_ranks: int,
+) -> tuple[Any, RankPlan | None, int | None]:
+    """Return the model with one rank's weights, its plan, and the bytes read.
+
+    A checkpoint that cannot be read in parts is read whole; the plan is None then, and nothing is cut yet.
+    """
+    from safetensors import SafetensorError
+
+    check_weight_files(source)
+    try:
+        model, info, plan, bytes_read = rank_model(
+            known_class, config, source.weight_files, rank, num_ranks, dtype=dtype, attn_implementation=kind.attention
+        )
+    except CannotSlice:
+        return _checkpoint_model(source, config, dtype, kind), None, None
+    except SafetensorError as error:
+        raise CheckpointError(f"a weight file of {source.model!r} is corrupt: {_first_line(error)}") from error
+    _check_loading_info(source, {**info, "unexpected_keys": ()} if kind.ignores_other_weights else info)
+    return model, plan, bytes_read
 
 
 def _random_model(

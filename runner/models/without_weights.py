@@ -39,7 +39,13 @@ def load_without_weights(config: EngineConfig, on_phase: OnPhase | None = None) 
     dtype = resolve_dtype(config.dtype, hf_config, device)
     max_model_len = model_length(hf_config, config.max_model_len, first_position(config.source, hf_config).value)
     return model_without_weights(
-        config.source, hf_config, dtype=dtype, device=device, max_model_len=max_model_len, on_phase=on_phase
+        config.source,
+        hf_config,
+        dtype=dtype,
+        device=device,
+        max_model_len=max_model_len,
+        num_ranks=config.tensor_parallel_size,
+        on_phase=on_phase,
     )
 
 
@@ -50,11 +56,15 @@ def model_without_weights(
     dtype: torch.dtype,
     device: torch.device,
     max_model_len: int,
+    num_ranks: int = 1,
     on_phase: OnPhase | None = None,
 ) -> LoadedModel:
-    """Return the model that `load_model` and `fix_longrope` would make, with fake tensors."""
+    """Return the model that `load_model` and `fix_longrope` would make, with fake tensors.
+
+    The shapes are those of any of `num_ranks`.
+    """
     dummy = replace(source, load_format="dummy")
-    loaded = load_model(dummy, config, dtype=dtype, device=torch.device("meta"), on_phase=on_phase)
+    loaded = load_model(dummy, config, dtype=dtype, device=torch.device("meta"), num_ranks=num_ranks, on_phase=on_phase)
     notes = (*fix_longrope(loaded.model, max_model_len), *apply_layer_rules(loaded.model, max_model_len))
     _make_fake(loaded.model, device)
     if source.load_format != "dummy":
@@ -64,14 +74,23 @@ def model_without_weights(
 
 
 def stand_in_for(
-    source: ModelSource, config: PreTrainedConfig, *, dtype: torch.dtype, device: torch.device, max_model_len: int
+    source: ModelSource,
+    config: PreTrainedConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_model_len: int,
+    num_ranks: int = 1,
 ) -> tuple[LoadedModel | None, str]:
     """Return the model without weights and "", or None and the reason if it cannot be constructed.
 
     A constructor that computes with values cannot run on fake tensors. Raises errors in the model or the config.
     """
     try:
-        return model_without_weights(source, config, dtype=dtype, device=device, max_model_len=max_model_len), ""
+        made = model_without_weights(
+            source, config, dtype=dtype, device=device, max_model_len=max_model_len, num_ranks=num_ranks
+        )
+        return made, ""
     except PiecegraphError:
         raise
     except Exception as error:

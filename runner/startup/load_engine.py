@@ -13,6 +13,7 @@ import torch
 from piecegraph.compiler.compiled_model import CompiledModel
 from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
 from piecegraph.errors import ConfigError
+from piecegraph.passes.ops.collectives import running_in
 from piecegraph.progress import OnPhase, Phase, timed_phase
 from piecegraph.runner.attention.interface.cache_spec import CachedLayer
 from piecegraph.runner.attention.interface.kv_cache import (
@@ -70,6 +71,8 @@ from piecegraph.runner.startup.draft import (
 from piecegraph.runner.startup.profile import measure_step
 from piecegraph.runner.step.model_step import ModelStep, build_step
 from piecegraph.runner.step.prompt_embeds import EmbedsForward, embedding_size, embeds_forward
+from piecegraph.runner.tensor_parallel.parallel import Parallel, rank_facts
+from piecegraph.runner.tensor_parallel.plan import check_heads
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -97,11 +100,14 @@ class Loaded:
     selfcheck: SelfcheckReport | None  # None: not requested
 
 
-def load_engine(config: EngineConfig, on_phase: OnPhase | None) -> Loaded:
-    """Load and compile the model, allocate its KV cache, and capture its graphs; refuse early what cannot work."""
+def load_engine(config: EngineConfig, on_phase: OnPhase | None, parallel: Parallel | None = None) -> Loaded:
+    """Load and compile the model, allocate its KV cache, and capture its graphs; refuse early what cannot work.
+
+    `parallel`: how this process takes part in an engine with several ranks, which all call this at the same time.
+    """
     check_backend_name(config.attention_backend)
     with timed_phase(on_phase, "device"):  # torch creates the context of a GPU here
-        device = resolve_device(config.device)
+        device = _device(config)
     max_num_tokens = batched_tokens(config, device.type)
     if config.cudagraph_capture_sizes is not None:
         check_capture_sizes(config.cudagraph_capture_sizes, max_num_tokens)
@@ -115,13 +121,9 @@ def load_engine(config: EngineConfig, on_phase: OnPhase | None) -> Loaded:
             tokenizer = load_tokenizer(config.source, config.tokenizer)
     check_weight_files(config.source)
     draft_source = check_draft(config, hf_config, tokenizer, dtype, device, max_model_len, max_num_tokens)
-    load = functools.cache(lambda: _load_weights(config, hf_config, dtype, device, max_model_len, on_phase))
-    stand_in, weights_first = None, ""
-    if config.compile.compiler != "eager":  # else nothing is compiled while weights are loaded
-        with timed_phase(on_phase, "model"):
-            stand_in, weights_first = stand_in_for(
-                config.source, hf_config, dtype=dtype, device=device, max_model_len=max_model_len
-            )
+    rank = 0 if parallel is None else parallel.group.rank
+    load = functools.cache(lambda: _load_weights(config, hf_config, dtype, device, max_model_len, rank, on_phase))
+    stand_in, weights_first = _stand_in(config, hf_config, dtype, device, max_model_len, on_phase)
     embeds_size = None
     if config.enable_prompt_embeds:
         embeds_size = embedding_size((stand_in if stand_in is not None else load()).model)
@@ -132,15 +134,11 @@ def load_engine(config: EngineConfig, on_phase: OnPhase | None) -> Loaded:
     weights_first = weights_first or model.compiled.report().weights_first
     vocab_size = loaded.config.get_text_config(decoder=True).vocab_size
     with timed_phase(on_phase, "buffers"):
-        sampler = Sampler(
-            max_num_reqs=config.max_num_seqs,
-            max_model_len=max_model_len,
-            vocab_size=vocab_size,
-            device=device,
-            logprobs_mode=LogprobsMode.parse(config.logprobs_mode),
-        )
+        sampler = _sampler(config, max_model_len, vocab_size, device)
     over_embeds = None if embeds_size is None else embeds_forward(loaded.model, loaded.first_position)
-    runner, num_blocks = _runner(model, draft, config, sampler, max_num_tokens, over_embeds, device, on_phase)
+    runner, num_blocks = _runner_of_rank(
+        parallel, loaded, model, draft, config, sampler, max_num_tokens, over_embeds, device, on_phase
+    )
     with timed_phase(on_phase, "engine"):
         generation_config = generation_config_of(config.source, loaded.model)
         engine = _engine_kind(config)(
@@ -179,22 +177,64 @@ def load_engine(config: EngineConfig, on_phase: OnPhase | None) -> Loaded:
     )
 
 
-def _load_weights(
+def _stand_in(
     config: EngineConfig,
     hf_config: PretrainedConfig,
     dtype: torch.dtype,
     device: torch.device,
     max_model_len: int,
     on_phase: OnPhase | None,
+) -> tuple[LoadedModel | None, str]:
+    """Return what `stand_in_for` returns, or no model where nothing is compiled while weights are loaded."""
+    if config.compile.compiler == "eager":
+        return None, ""
+    with timed_phase(on_phase, "model"):
+        return stand_in_for(
+            config.source,
+            hf_config,
+            dtype=dtype,
+            device=device,
+            max_model_len=max_model_len,
+            num_ranks=config.tensor_parallel_size,
+        )
+
+
+def _load_weights(
+    config: EngineConfig,
+    hf_config: PretrainedConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_model_len: int,
+    rank: int,
+    on_phase: OnPhase | None,
 ) -> LoadedModel:
     """Return the model with its weights, and report its notes as phases."""
-    loaded = load_model(config.source, hf_config, dtype=dtype, device=device, seed=config.seed, on_phase=on_phase)
+    loaded = load_model(
+        config.source,
+        hf_config,
+        dtype=dtype,
+        device=device,
+        seed=config.seed,
+        on_phase=on_phase,
+        rank=rank,
+        num_ranks=config.tensor_parallel_size,
+    )
     rules = apply_layer_rules(loaded.model, max_model_len)
     loaded = replace(loaded, notes=(*loaded.notes, *fix_longrope(loaded.model, max_model_len), *rules))
     for note in loaded.notes:
         if on_phase is not None:
             on_phase(Phase(name="load", detail=note))
     return loaded
+
+
+def _sampler(config: EngineConfig, max_model_len: int, vocab_size: int, device: torch.device) -> Sampler:
+    return Sampler(
+        max_num_reqs=config.max_num_seqs,
+        max_model_len=max_model_len,
+        vocab_size=vocab_size,
+        device=device,
+        logprobs_mode=LogprobsMode.parse(config.logprobs_mode),
+    )
 
 
 def _engine_kind(config: EngineConfig) -> Callable[..., Engine]:
@@ -327,6 +367,47 @@ def _selfcheck(
         raise
 
 
+def _device(config: EngineConfig) -> torch.device:
+    """Return the device of a rank. Raises `ConfigError` if several ranks cannot run there yet."""
+    device = resolve_device(config.device)
+    if config.tensor_parallel_size > 1 and device.type != "cpu":
+        raise ConfigError(
+            f"tensor_parallel_size={config.tensor_parallel_size} is not yet available on {device.type}; give "
+            "device='cpu', or leave it out."
+        )
+    return device
+
+
+def _runner_of_rank(
+    parallel: Parallel | None,
+    loaded: LoadedModel,
+    model: CompiledLM,
+    draft: CompiledDraft | None,
+    config: EngineConfig,
+    sampler: Sampler,
+    max_num_tokens: int,
+    over_embeds: EmbedsForward | None,
+    device: torch.device,
+    on_phase: OnPhase | None,
+) -> tuple[ModelRunner, int]:
+    """Return what `_runner` returns; with several ranks, once all are ready and have proved to be alike."""
+    if parallel is None:
+        return _runner(model, draft, config, sampler, max_num_tokens, over_embeds, device, None, on_phase)
+    group = parallel.group
+    check_heads(loaded.rank_plan, [(layer.name, layer.num_q_heads, layer.num_kv_heads) for layer in model.layers])
+    facts = rank_facts(
+        config.source.weight_files, config=str(loaded.config.to_json_string()), graph=model.compiled.source
+    )
+    with timed_phase(on_phase, "ranks"):
+        group.agree("facts", facts)
+        group.connect()
+    with running_in(group):
+        runner, num_blocks = _runner(
+            model, draft, config, sampler, max_num_tokens, over_embeds, device, parallel.runner_kind, on_phase
+        )
+    return runner, group.smallest("num_blocks", num_blocks)
+
+
 def _runner(
     model: CompiledLM,
     draft: CompiledDraft | None,
@@ -335,6 +416,7 @@ def _runner(
     max_num_tokens: int,
     over_embeds: EmbedsForward | None,
     device: torch.device,
+    runner_kind: Callable[..., ModelRunner] | None,
     on_phase: OnPhase | None,
 ) -> tuple[ModelRunner, int]:
     """Return the runner, with its graphs captured, and the number of blocks of its KV cache."""
@@ -389,7 +471,7 @@ def _runner(
     kind: Callable[..., ModelRunner] = ModelRunner
     if speculative is not None:
         kind = functools.partial(SpeculativeRunner, drafter=drafter)
-    runner = kind(
+    runner = (kind if runner_kind is None else runner_kind)(
         step=step,
         graphs=graphs,
         dispatcher=dispatcher,

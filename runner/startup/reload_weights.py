@@ -36,6 +36,10 @@ def reload_weights(loaded: Loaded, weights: NewWeights | None) -> int:
     requests are unfinished, `ConfigError` if another model's config differs, and `CheckpointError` for a name that the
     model does not have or a tensor that does not fit; with a mapping or files nothing has been written then.
     """
+    if loaded.model.rank_plan is not None:
+        raise UsageError(
+            "reload_weights is not yet available with several ranks (tensor_parallel_size); make a new LLM."
+        )
     if loaded.engine.has_unfinished:
         raise UsageError(
             f"{len(loaded.engine.requests)} requests are unfinished, and their cached keys and values depend on the "

@@ -23,6 +23,7 @@ PiecegraphError
 │   └── NotCompiled            a report was requested before anything was traced
 ├── CaptureError               (exit code 5)
 │   └── GraphNotCaptured
+├── WorkerError                a process of another rank ended, raised or did not answer (exit code 1)
 ├── VerificationError          (exit code 6)
 │   └── SelfcheckFailed        a piece or a replay differs from the model
 └── CacheError                 the cache cannot do what was requested; compiling goes on uncached (exit code 1)
@@ -134,6 +135,10 @@ class CaptureError(PiecegraphError):
 class GraphNotCaptured(CaptureError, KeyError):
     def __str__(self) -> str:  # KeyError would print the repr of the message
         return Exception.__str__(self)
+
+
+class WorkerError(PiecegraphError):
+    pass
 
 
 class VerificationError(PiecegraphError):

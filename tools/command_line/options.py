@@ -198,6 +198,18 @@ LLM_FLAGS = (
     Flag(name="block_size", type=int, help="Tokens a block of the cache holds."),
     Flag(name="enforce_eager", switch=True, default=False, help="Compile and capture nothing."),
     Flag(
+        name="tensor_parallel_size",
+        short="-tp",
+        type=int,
+        default=1,
+        help="Ranks that each layer is divided among; CPU only so far.",
+    ),
+    Flag(
+        name="distributed_executor_backend",
+        type=click.Choice(["uniproc", "mp"]),
+        help="Who runs the ranks; without it uniproc for one rank, mp for several.",
+    ),
+    Flag(
         name="speculative_config",
         short="--speculative",
         type=MAPPING,

@@ -19,6 +19,7 @@ from piecegraph.tools.command_line.settings import config_option
 if TYPE_CHECKING:
     from piecegraph.runner.cudagraphs.dispatch_table import DispatchRange
     from piecegraph.runner.inspect.explanation import AttentionRow, Explanation
+    from piecegraph.runner.tensor_parallel.summary import RanksSummary
 
 EPILOG = """\b
 Examples:
@@ -79,6 +80,8 @@ def as_lines(explained: Explanation, eager_pieces: Mapping[str, str] | None = No
     yield _titled(
         "model", f"{explained.model_class}, {explained.num_parameters / 1e6:.1f}M parameters, {dtype} on {where}"
     )
+    if explained.ranks is not None:
+        yield _titled("ranks", *_rank_lines(explained.ranks))
     yield _titled(
         "limits",
         f"{explained.max_model_len} tokens a text, {explained.max_num_seqs} requests at once, "
@@ -166,6 +169,21 @@ def _attention_line(row: AttentionRow) -> str:
     line += f", chunks of {row.chunk_size}" if row.chunk_size else ""
     line += f", soft cap {row.softcap:g}" if row.softcap else ""
     return line + (", sinks" if row.has_sinks else "") + (", latent" if row.is_latent else "")
+
+
+def _rank_lines(ranks: RanksSummary) -> Iterator[str]:
+    """Yield what each rank holds and the collectives of a step; the rest of the page is about one rank."""
+    whole = f", of which {ranks.whole_bytes / 2**20:.1f} MiB are on every rank"
+    yield f"{ranks.num_ranks} ranks, each with {ranks.weight_bytes / 2**20:.1f} MiB of weights{whole}"
+    if ranks.q_heads is None:
+        yield "heads are not divided: each rank computes all of them"
+    else:
+        padding = f"; {ranks.padded_q_heads} query heads are padding" if ranks.padded_q_heads else ""
+        copies = f"; a KV head is held up to {ranks.kv_copies} times" if ranks.kv_copies > 1 else ""
+        yield f"{ranks.q_heads} query and {ranks.kv_heads} KV heads on a rank{padding}{copies}"
+    for row in ranks.collectives:
+        unit = "request" if row.is_of_logits else "token"
+        yield f"{row.calls} x {row.op} a step, {row.bytes_per_row} bytes a {unit}"
 
 
 def _replay_lines(explained: Explanation) -> list[str]:

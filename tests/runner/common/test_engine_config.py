@@ -14,7 +14,7 @@ from piecegraph.runner.common.engine_config import EngineConfig, batched_tokens
 from piecegraph.runner.common.model_source import ModelSource
 
 REFUSED: list[tuple[dict[str, object], str]] = [
-    ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 is not yet available; it must be 1"),
+    ({"tensor_parallel_size": 0}, "tensor_parallel_size=0; it must be a whole number, 1 or more"),
     ({"cudagraph_capture_sizes": [2, 1]}, "cudagraph_capture_sizes does not ascend: [2, 1]. Give [1, 2]"),
     ({"cudagraph_capture_sizes": [1, 1]}, "cudagraph_capture_sizes has duplicates: [1, 1]. Give [1]"),
     ({"cudagraph_capture_sizes": [0, 1]}, "cudagraph_capture_sizes has 0; sizes are whole numbers of tokens"),

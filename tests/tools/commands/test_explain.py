@@ -101,6 +101,18 @@ def test_json(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
+def test_ranks_are_explained(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """What one of them holds, heads of zeros included, and the collectives of a step."""
+    flags = ["--device", "cpu", "--enforce-eager", "--tensor-parallel-size", "3"]
+    assert main(["explain", folder, "--quiet", *flags]) == 0
+    out = capsys.readouterr().out
+    lines = [line.strip() for line in out.splitlines()]
+    assert any(line.startswith("ranks       3 ranks, each with 0.") for line in lines), out
+    assert "2 query and 1 KV heads on a rank; 2 query heads are padding" in lines, out
+    assert "5 x all_reduce a step, 128 bytes a token" in lines, out
+    assert any(line.startswith("1 x all_gather a step, ") and line.endswith("bytes a request") for line in lines), out
+
+
 def test_nothing_slower_is_said_too(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--device", "cpu", "--enforce-eager", "--dtype", "bfloat16", "--passes", "none"]
     assert main(["explain", folder, "--quiet", *flags]) == 0

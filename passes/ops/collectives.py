@@ -1,0 +1,88 @@
+"""The collectives of tensor parallelism: `piecegraph::all_reduce`, `all_gather` and `own_columns`.
+
+They are ops inside pieces and take plain local tensors. No rank is in a graph: an op finds its group in a context
+variable that whoever runs a step sets (`running_in`), so that all ranks share one compiled piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Protocol
+
+import torch
+
+from piecegraph.passes.ops.library import define_op
+
+
+class CollectiveError(RuntimeError):
+    """A collective did not finish: another rank ended, raised or did not answer in time."""
+
+
+class Group(Protocol):
+    """The ranks that compute one model together, as one of them sees it."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the sum of `x` over all ranks, a new tensor of the same bits on every rank."""
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """Return `x` of all ranks, joined in the last dim in the order of ranks."""
+
+
+_group: ContextVar[Group | None] = ContextVar("_group", default=None)
+
+
+@contextmanager
+def running_in(group: Group) -> Iterator[None]:
+    """Let collectives inside the block run in `group`."""
+    token = _group.set(group)
+    try:
+        yield
+    finally:
+        _group.reset(token)
+
+
+def _current() -> Group:
+    group = _group.get()
+    assert group is not None, "a collective ran outside of running_in"
+    return group
+
+
+def _all_reduce(x: torch.Tensor) -> torch.Tensor:
+    return _current().all_reduce(x)
+
+
+def _all_gather(x: torch.Tensor, num_ranks: int) -> torch.Tensor:
+    group = _current()
+    assert group.size == num_ranks, f"the model was built for {num_ranks} ranks; this group has {group.size}"
+    return group.all_gather(x)
+
+
+def _own_columns(x: torch.Tensor, num_columns: int) -> torch.Tensor:
+    """Return this rank's columns of `x`, `num_columns` for each rank; zeros where `x` has fewer."""
+    start = _current().rank * num_columns
+    own = x[..., min(start, x.shape[-1]) : start + num_columns]
+    missing = num_columns - own.shape[-1]
+    return torch.nn.functional.pad(own, (0, missing)) if missing else own.clone(memory_format=torch.contiguous_format)
+
+
+ALL_REDUCE = define_op("all_reduce(Tensor x) -> Tensor", _all_reduce, lambda x: x.new_empty(x.shape))
+
+ALL_GATHER = define_op(
+    "all_gather(Tensor x, int num_ranks) -> Tensor",
+    _all_gather,
+    lambda x, num_ranks: x.new_empty((*x.shape[:-1], x.shape[-1] * num_ranks)),
+)
+
+OWN_COLUMNS = define_op(
+    "own_columns(Tensor x, int num_columns) -> Tensor",
+    _own_columns,
+    lambda x, num_columns: x.new_empty((*x.shape[:-1], num_columns)),
+)

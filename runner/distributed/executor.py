@@ -1,0 +1,322 @@
+"""Executors: who runs the steps of an engine. `uniproc` is this process alone, `mp` has a process for each rank.
+
+Rank 0 is this process, with the scheduler; the others are workers that it starts. One channel leads to each worker.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import socket
+import struct
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection, wait
+from typing import TYPE_CHECKING, Any, Protocol
+
+from piecegraph import environment
+from piecegraph.compiler.common.private_folder import private_folder
+from piecegraph.errors import ConfigError, UsageError, WorkerError
+from piecegraph.runner.common.engine_config import DISTRIBUTED_TIMEOUT_S
+from piecegraph.runner.distributed.worker import Failure, Worker, WorkerJob
+
+if TYPE_CHECKING:
+    from piecegraph.runner.common.engine_config import EngineConfig
+    from piecegraph.runner.startup.load_engine import Loaded
+    from piecegraph.runner.tensor_parallel.parallel import Parallel
+
+CAUSE_S = 1.5
+"""How long rank 0 waits, after a step failed, for a worker to say why."""
+
+CLOSE_S = 3.0
+"""How long workers have to end by themselves."""
+
+Method = str | Callable[..., Any]
+
+
+class Executor(Protocol):
+    """Who runs the steps of an engine."""
+
+    def parallel(self) -> Parallel | None:
+        """Return how this process takes part in the engine; None: it is alone. Call it once, before loading."""
+
+    def collective_rpc(
+        self, loaded: Loaded, method: Method, timeout: float | None, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> list[Any]:
+        """Call a method of `Worker`, or a function of it, on every rank this executor reaches; results by rank."""
+
+    def close(self) -> None:
+        """End what the executor has started. Idempotent."""
+
+
+class UniProcExecutor:
+    """The executor of one process on one device."""
+
+    def parallel(self) -> Parallel | None:
+        """Return None."""
+        return None
+
+    def collective_rpc(
+        self, loaded: Loaded, method: Method, timeout: float | None, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> list[Any]:
+        """Call `method` here; `timeout` is about other processes and has no effect."""
+        return [Worker(rank=0, num_ranks=1, loaded=loaded).call(method, args, kwargs)]
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Process:
+    """A worker, as rank 0 sees it."""
+
+    rank: int
+    process: subprocess.Popen[bytes]
+    channel: Connection
+
+
+class MpExecutor:
+    """The executor of several processes on this machine, which it starts at once and which load beside this one.
+
+    Raises `WorkerError` from whatever call notices that a worker ended, raised or does not answer; the other workers
+    are ended then.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._num_ranks = config.tensor_parallel_size
+        self._timeout_s = config.distributed_timeout_seconds or DISTRIBUTED_TIMEOUT_S
+        self._store = str(private_folder("ranks") / "store")
+        self._failure: str | None = None
+        self._is_closed = False
+        self._processes: list[_Process] = []
+        lifeline, self._lifeline = os.pipe()
+        self._end = weakref.finalize(self, _end_all, self._processes, self._lifeline)
+        try:
+            for rank in range(1, self._num_ranks):
+                self._processes.append(_start(rank, lifeline, self._timeout_s))
+            for each in self._processes:
+                job = WorkerJob(
+                    config=replace(config, skip_tokenizer_init=True),
+                    rank=each.rank,
+                    num_ranks=self._num_ranks,
+                    store=self._store,
+                    timeout_s=self._timeout_s,
+                )
+                each.channel.send_bytes(_pickled(job, "the arguments of this LLM"))
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            os.close(lifeline)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether all ranks can still be reached, as far as is known."""
+        return not self._is_closed and self._failure is None
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """The processes of ranks 1 and up."""
+        return tuple(each.process.pid for each in self._processes)
+
+    def parallel(self) -> Parallel:
+        """Return how rank 0 takes part in the engine."""
+        import torch.distributed as dist
+
+        from piecegraph.runner.distributed.group_runner import LeadingRunner
+        from piecegraph.runner.tensor_parallel.parallel import Parallel
+        from piecegraph.runner.tensor_parallel.process_group import RankGroup
+
+        group = RankGroup(
+            dist.FileStore(self._store, self._num_ranks), 0, self._num_ranks, self._timeout_s, check=self.check
+        )
+
+        def kind(**parts: Any) -> LeadingRunner:
+            return LeadingRunner(executor=self, group=group, **parts)
+
+        return Parallel(group=group, runner_kind=kind)
+
+    def check(self) -> None:
+        """Raise `WorkerError` if a worker has ended or failed. Only while nothing else is expected from workers."""
+        if any(each.process.poll() is not None or each.channel.poll() for each in self._processes):
+            raise self._fail(None)
+
+    def send(self, name: str, *args: object) -> None:
+        """Send a call to every worker, without waiting for it."""
+        message = pickle.dumps((name, *args), pickle.HIGHEST_PROTOCOL)
+        for each in self._processes:
+            each.channel.send_bytes(message)
+
+    @contextlib.contextmanager
+    def in_step(self) -> Iterator[None]:
+        """Run a part of a step on all ranks; if it does not end normally, end the workers and say why."""
+        if not self.is_running:
+            raise WorkerError(self._failure or "this LLM is closed; make a new one.")
+        try:
+            yield
+        except Exception as error:
+            raise self._fail(error) from error
+        except BaseException:  # an interrupt: the ranks are out of step
+            self._failure = "a step was interrupted, so the ranks were ended; make a new LLM."
+            self._end()
+            raise
+
+    def collective_rpc(
+        self, loaded: Loaded, method: Method, timeout: float | None, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> list[Any]:
+        """Call `method` on every rank. `timeout` in seconds: how long the other ranks may take; None: any time.
+
+        Raises `UsageError` if the call cannot be sent to another process, and `WorkerError` if a rank raises.
+        """
+        message = _pickled(("call", method, args, kwargs), "the call")
+        with self.in_step():
+            for each in self._processes:
+                each.channel.send_bytes(message)
+            results = [Worker(rank=0, num_ranks=self._num_ranks, loaded=loaded).call(method, args, kwargs)]
+            deadline = None if timeout is None else time.monotonic() + timeout
+            results.extend(self._answer(each, deadline) for each in self._processes)
+        return results
+
+    def close(self) -> None:
+        """End all workers, and wait for their end. Idempotent."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._failure is None:
+            for each in self._processes:
+                with contextlib.suppress(OSError):
+                    each.channel.send(("close",))
+            _wait_for(self._processes, CLOSE_S)
+        self._end()
+
+    def _answer(self, worker: _Process, deadline: float | None) -> Any:
+        left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
+        if not wait([worker.channel], left):
+            raise TimeoutError(f"rank {worker.rank} did not answer in time")
+        name, value = worker.channel.recv()
+        if name == "failed":
+            raise WorkerError(_text(worker, value))
+        return value
+
+    def _fail(self, error: BaseException | None) -> WorkerError:
+        """End all workers and return the error that says which of them is the cause."""
+        if isinstance(error, WorkerError):
+            self._failure = str(error)
+        else:
+            self._failure = self._cause(error) + " The other ranks were ended; make a new LLM."
+        self._end()
+        return WorkerError(self._failure)
+
+    def _cause(self, error: BaseException | None) -> str:
+        """Return which rank failed first and how; workers have a moment to say so."""
+        from piecegraph.passes.ops.collectives import CollectiveError
+
+        if error is not None and not isinstance(error, (CollectiveError, OSError, EOFError)):
+            return f"rank 0 raised {type(error).__name__}: {error}."
+        failures: dict[int, str] = {}
+        consequences: set[int] = set()
+        deadline = time.monotonic() + CAUSE_S
+        while time.monotonic() < deadline and len(failures) + len(consequences) < len(self._processes):
+            for each in self._processes:
+                if each.rank in failures or each.rank in consequences:
+                    continue
+                found = _failure_of(each)
+                if isinstance(found, Failure) and found.is_consequence:
+                    consequences.add(each.rank)
+                elif found is not None:
+                    failures[each.rank] = _text(each, found)
+            if failures:
+                break
+            time.sleep(0.02)
+        if failures:
+            return min(failures.items())[1]
+        silent = [str(each.rank) for each in self._processes if each.rank not in consequences]
+        if silent:
+            return f"rank {', '.join(silent)} did not answer within {self._timeout_s:g} s ({error})."
+        return f"the ranks lost each other: {error}."
+
+
+def _failure_of(worker: _Process) -> Failure | int | None:
+    """Return what a worker said, or the exit code of one that ended without a word; None: it runs."""
+    with contextlib.suppress(OSError, EOFError):
+        while worker.channel.poll():
+            name, value = worker.channel.recv()
+            if name == "failed":
+                assert isinstance(value, Failure), value
+                return value
+    return worker.process.poll()
+
+
+def _text(worker: _Process, found: Failure | int) -> str:
+    if isinstance(found, int):
+        return f"rank {worker.rank} (process {worker.process.pid}) ended with exit code {found}."
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        worker.process.wait(CAUSE_S)
+    code = worker.process.poll()
+    return f"rank {worker.rank} (process {worker.process.pid}, exit code {code}) failed: {found.error}."
+
+
+def _start(rank: int, lifeline: int, timeout_s: float) -> _Process:
+    """Start a worker. It has a session of its own, so that an interrupt from the keyboard reaches rank 0 alone.
+
+    A message that it does not take within `timeout_s` raises OSError.
+    """
+    ours, theirs = socket.socketpair()
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", max(int(timeout_s), 1), 0))
+    with theirs:
+        process = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "piecegraph.runner.distributed.worker",
+                str(theirs.fileno()),
+                str(lifeline),
+                str(rank),
+            ],
+            env=environment.child_environment({}),
+            stdin=subprocess.DEVNULL,
+            stdout=2,  # standard output is for answers
+            pass_fds=(theirs.fileno(), lifeline),
+            start_new_session=True,
+        )
+    return _Process(rank, process, Connection(ours.detach()))
+
+
+def _pickled(value: object, what: str) -> bytes:
+    try:
+        return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise UsageError(f"{what} cannot be sent to another process: {error}.") from error
+
+
+def _wait_for(processes: Sequence[_Process], timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    for each in processes:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            each.process.wait(max(deadline - time.monotonic(), 0.0))
+
+
+def _end_all(processes: Sequence[_Process], lifeline: int) -> None:
+    """Kill the workers that still run, and wait for their end."""
+    with contextlib.suppress(OSError):
+        os.close(lifeline)
+    for each in processes:
+        if each.process.poll() is None:
+            each.process.kill()
+    for each in processes:
+        each.process.wait()
+        each.channel.close()
+
+
+def make_executor(config: EngineConfig) -> Executor:
+    """Return the executor that the config asks for. Raises `ConfigError`."""
+    if config.distributed_executor_backend == "uniproc":
+        return UniProcExecutor()
+    if config.distributed_executor_backend == "mp":
+        return MpExecutor(config)
+    raise ConfigError(f"distributed_executor_backend={config.distributed_executor_backend!r} is not available here.")

@@ -1,0 +1,71 @@
+"""Model runners of an engine with several ranks: they run the same steps at the same time."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
+from piecegraph.passes.ops.collectives import running_in
+from piecegraph.runner.engine.model_runner import ModelRunner
+from piecegraph.runner.tensor_parallel.process_group import RankGroup
+
+if TYPE_CHECKING:
+    from piecegraph.runner.distributed.executor import MpExecutor
+    from piecegraph.runner.output.async_output import AsyncOutput
+    from piecegraph.runner.sampling.options.grammar import GrammarOutput
+    from piecegraph.runner.scheduling.scheduler_output import SchedulerOutput
+
+
+class GroupRunner(ModelRunner):
+    """The runner of one rank, whose collectives run in `group`. All ranks have to get the same calls."""
+
+    def __init__(self, *, group: RankGroup, **parts: Any) -> None:
+        super().__init__(**parts)
+        self._group = group
+
+    def execute_model(self, output: SchedulerOutput, *, at_most: CUDAGraphMode = CUDAGraphMode.FULL) -> None:
+        """Compute the scheduled tokens, as `ModelRunner` does."""
+        with running_in(self._group):
+            super().execute_model(output, at_most=at_most)
+
+    def close(self) -> None:
+        """Free the graphs, then the connections to other ranks. Idempotent."""
+        super().close()
+        self._group.close()
+
+
+class LeadingRunner(GroupRunner):
+    """The runner of rank 0, which sends each call to the other ranks before it runs it itself.
+
+    What is sent is the scheduler's output; every rank samples by itself, with the same logits and seeds, so no token
+    travels. A call that does not end normally on rank 0, an interrupt included, leaves ranks out of step, so the other
+    ranks are ended then and `WorkerError` is raised by this and all later calls.
+    """
+
+    def __init__(self, *, executor: MpExecutor, **parts: Any) -> None:
+        super().__init__(**parts)
+        self._executor = executor
+
+    def execute_model(self, output: SchedulerOutput, *, at_most: CUDAGraphMode = CUDAGraphMode.FULL) -> None:
+        """Compute the scheduled tokens on all ranks."""
+        with self._executor.in_step():
+            self._executor.send("execute", output, at_most)
+            super().execute_model(output, at_most=at_most)
+
+    def sample_tokens(self, grammar_output: GrammarOutput | None = None) -> AsyncOutput:
+        """Sample on all ranks, and return what rank 0 drew."""
+        with self._executor.in_step():
+            self._executor.send("sample", grammar_output)
+            return super().sample_tokens(grammar_output)
+
+    def reset(self) -> None:
+        """Release all rows of all ranks."""
+        if self._executor.is_running:  # else every later call raises anyway
+            with self._executor.in_step():
+                self._executor.send("reset")
+        super().reset()
+
+    def close(self) -> None:
+        """Free the graphs, and end the other ranks. Idempotent."""
+        super().close()
+        self._executor.close()

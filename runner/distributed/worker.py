@@ -1,0 +1,165 @@
+"""The program of a process that is one rank of an engine, and not rank 0: it loads, then does what rank 0 does.
+
+Its arguments are two file descriptors, the channel to rank 0 and the lifeline, and its rank. The lifeline has no
+content: it ends when the process of rank 0 ends, however that happens, and then this process ends too.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from piecegraph.runner.common.engine_config import EngineConfig
+    from piecegraph.runner.startup.load_engine import Loaded
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerJob:
+    """What a worker is told once, at start."""
+
+    config: EngineConfig
+    rank: int
+    num_ranks: int
+    store: str  # the file of the store that ranks meet at
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """Why a worker ends, in its own words."""
+
+    error: str  # the last line of the traceback
+    trace: str
+    is_consequence: bool  # whether another rank's end or silence is the cause
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Worker:
+    """One rank, as functions that `collective_rpc` calls see it."""
+
+    rank: int
+    num_ranks: int
+    loaded: Loaded
+
+    def report(self) -> dict[str, Any]:
+        """Return what the rank holds: bytes of weights, bytes read of files, heads and layers of attention."""
+        model = self.loaded.model
+        plan = model.rank_plan
+        return {
+            "rank": self.rank,
+            "pid": os.getpid(),
+            "weight_bytes": sum({id(each): each.nbytes for each in model.model.parameters()}.values()),
+            "bytes_read": model.bytes_read,
+            "q_heads": None if plan is None or plan.heads is None else plan.heads.q_heads,
+            "kv_heads": None if plan is None or plan.heads is None else plan.heads.kv_heads,
+            "cache": self.loaded.compiled.report().cache.state,
+        }
+
+    def call(self, method: str | Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Return what a method of this class, or a function of the worker, returns."""
+        from piecegraph.passes.ops.collectives import running_in
+
+        function = getattr(self, method) if isinstance(method, str) else lambda *a, **k: method(self, *a, **k)
+        group = getattr(self.loaded.runner, "_group", None)
+        if group is None:
+            return function(*args, **kwargs)
+        with running_in(group):
+            return function(*args, **kwargs)
+
+
+def main() -> None:
+    """Serve rank 0 until it says that all is over, or ends."""
+    channel, lifeline, rank = Connection(int(sys.argv[1])), int(sys.argv[2]), int(sys.argv[3])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 gets it too, and ends this process
+    threading.Thread(target=_end_with, args=(lifeline,), name="piecegraph lifeline", daemon=True).start()
+    logging.basicConfig(format=f"[rank {rank}] %(levelname)s %(name)s: %(message)s")
+    code = 0
+    try:
+        job = channel.recv()
+        _serve(channel, job, _load(job))
+    except EOFError:  # rank 0 has ended
+        pass
+    except BaseException as error:
+        code = 1
+        channel.send(("failed", failure_of(error)))
+    sys.stderr.flush()
+    os._exit(code)  # nothing here needs the interpreter's own end, which takes a second
+
+
+def failure_of(error: BaseException) -> Failure:
+    """Return what rank 0 is told about an error."""
+    from piecegraph.passes.ops.collectives import CollectiveError
+
+    lines = traceback.format_exception(error)
+    last = next((line.strip() for line in reversed("".join(lines).splitlines()) if line.strip()), repr(error))
+    return Failure(error=last, trace="".join(lines), is_consequence=isinstance(error, CollectiveError))
+
+
+def _end_with(lifeline: int) -> None:
+    """End this process when nothing holds the other end of `lifeline` any more."""
+    os.read(lifeline, 1)
+    os._exit(0)
+
+
+def _load(job: WorkerJob) -> Loaded:
+    import torch.distributed as dist
+
+    from piecegraph.runner.distributed.group_runner import GroupRunner
+    from piecegraph.runner.startup.load_engine import load_engine
+    from piecegraph.runner.tensor_parallel.parallel import Parallel
+    from piecegraph.runner.tensor_parallel.process_group import RankGroup
+
+    group = RankGroup(dist.FileStore(job.store, job.num_ranks), job.rank, job.num_ranks, job.timeout_s)
+
+    def kind(**parts: Any) -> GroupRunner:
+        return GroupRunner(group=group, **parts)
+
+    return load_engine(job.config, None, Parallel(group=group, runner_kind=kind))
+
+
+def _serve(channel: Connection, job: WorkerJob, loaded: Loaded) -> None:
+    from piecegraph.runner.scheduling.scheduler_output import ScheduledDecodes
+
+    runner = loaded.runner
+    worker = Worker(rank=job.rank, num_ranks=job.num_ranks, loaded=loaded)
+    last_ids: tuple[str, ...] = ()
+    unread: list[Any] = []
+    while True:
+        name, *args = channel.recv()
+        if name == "execute":
+            output, at_most = args
+            if isinstance(output.scheduled, ScheduledDecodes):
+                if output.scheduled.request_ids == last_ids:
+                    output.scheduled.request_ids = last_ids  # the runner knows a batch by identity
+                last_ids = output.scheduled.request_ids
+            runner.execute_model(output, at_most=at_most)
+        elif name == "sample":
+            unread.append(runner.sample_tokens(*args))
+            if len(unread) > 1:
+                unread.pop(0).get()  # its memory is reused then
+        elif name == "reset":
+            unread.clear()
+            runner.reset()
+        elif name == "call":
+            channel.send(("result", worker.call(*args)))
+        else:
+            assert name == "close", name
+            runner.close()
+            loaded.compiled.close()
+            return
+
+
+if __name__ == "__main__":
+    # Pickles name classes of this module by its full name, so this runs as an imported module too.
+    from piecegraph.runner.distributed import worker
+
+    worker.main()

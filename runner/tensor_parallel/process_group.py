@@ -1,0 +1,122 @@
+"""The ranks of one model over torch.distributed: gloo between processes of a CPU.
+
+A group belongs to one engine. It is no default process group and leaves the process's own alone. Ranks of one machine
+talk over its loopback address only.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from piecegraph.errors import ConfigError
+from piecegraph.passes.ops.collectives import CollectiveError
+
+START_TIMEOUT_S = 1800.0
+"""How long a rank waits at start for the others, which load and compile meanwhile."""
+
+
+def no_check() -> None:
+    """Do nothing: what a rank does between looks at the store unless it watches others."""
+
+
+class RankGroup:
+    """One rank's connection to the others: values of all ranks at start, then collectives.
+
+    `connect` comes after `exchange`: it needs all ranks at the same time. A collective that fails raises
+    `CollectiveError`; the group cannot be used afterwards.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        timeout_s: float,
+        *,
+        is_one_host: bool = True,
+        check: Callable[[], None] = no_check,
+    ) -> None:
+        """Store the parts. `check` is called while the rank waits in `exchange`, and may raise.
+
+        `timeout_s`: how long a collective waits for other ranks. `is_one_host`: all ranks are on this machine.
+        """
+        self._is_one_host = is_one_host
+        self.rank = rank
+        self.size = size
+        self._store = store
+        self._timeout = timedelta(seconds=timeout_s)
+        self._check = check
+        self._group: Any = None
+
+    def exchange(self, name: str, value: str) -> list[str]:
+        """Return what each rank gave under `name`, by rank. Waits until all have."""
+        self._store.set(f"{name}/{self.rank}", value)
+        keys = [f"{name}/{rank}" for rank in range(self.size)]
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not self._store.check(keys):
+            self._check()
+            if time.monotonic() > deadline:
+                raise CollectiveError(f"not all ranks gave their {name} within {START_TIMEOUT_S:g} s.")
+            time.sleep(0.02)
+        return [self._store.get(key).decode() for key in keys]
+
+    def agree(self, name: str, facts: dict[str, str]) -> None:
+        """Raise `ConfigError`, on every rank, if the facts of a rank differ from those of rank 0."""
+        own, *others = (json.loads(text) for text in self.exchange(name, json.dumps(facts)))
+        for rank, other in enumerate(others, start=1):
+            for fact in sorted({*own, *other}):
+                if own.get(fact) != other.get(fact):
+                    raise ConfigError(
+                        f"rank {rank} has another {fact} than rank 0 ({other.get(fact)}, and {own.get(fact)}). All "
+                        "ranks of one model need the same software and the same weights."
+                    )
+
+    def smallest(self, name: str, value: int) -> int:
+        """Return the smallest of all ranks' values."""
+        return min(int(each) for each in self.exchange(name, str(value)))
+
+    def connect(self) -> None:
+        """Connect all ranks, which have to call this at about the same time."""
+        self.exchange("connects", "")
+        gloo: Any = dist.ProcessGroupGloo
+        options = gloo._Options()
+        options._timeout = self._timeout
+        if self._is_one_host:
+            options._devices = [gloo.create_device(hostname="127.0.0.1")]
+        else:
+            options._devices = [gloo.create_default_device()]
+        self._group = gloo(dist.PrefixStore("gloo", self._store), self.rank, self.size, options)
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the sum over all ranks; the bits are equal on all ranks."""
+        output = x.clone(memory_format=torch.contiguous_format)
+        self._wait(lambda: self._group.allreduce([output]))
+        return output
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """Return `x` of all ranks, joined in the last dim."""
+        own = x.contiguous()
+        parts = [torch.empty_like(own) for _ in range(self.size)]
+        self._wait(lambda: self._group.allgather([parts], [own]))
+        return torch.cat(parts, -1)
+
+    def close(self) -> None:
+        """Close the connections, which makes collectives of other ranks fail. Idempotent."""
+        if self._group is not None:
+            group, self._group = self._group, None
+            group.abort()
+
+    def _wait(self, start: Callable[[], Any]) -> None:
+        if self._group is None:
+            raise CollectiveError("this group of ranks is closed.")
+        try:
+            start().wait()
+        except RuntimeError as error:
+            raise CollectiveError(str(error).partition("\n")[0]) from error

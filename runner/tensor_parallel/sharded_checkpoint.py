@@ -1,0 +1,142 @@
+"""One rank's part of a safetensors checkpoint, read through transformers' own loading.
+
+transformers renames and converts the tensors of a checkpoint (it merges experts, for one). It takes tensors as objects
+that are read when they are indexed; ours read the rank's ranges of the file only. A tensor that is converted by an
+operation that we cannot divide is refused, and the caller then loads the model whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from piecegraph.runner.tensor_parallel.plan import RankPlan, rank_plan
+from piecegraph.runner.tensor_parallel.sharded_modules import shard_model
+from piecegraph.runner.tensor_parallel.shards import Shard
+
+_DIVISIBLE = frozenset({"MergeModulelist", "Concatenate", "_IdentityOp"})
+"""Conversions that join tensors along dims that are not divided, or along that in which they are packed."""
+
+
+class CannotSlice(Exception):
+    """The checkpoint cannot be read in parts; the message is the reason."""
+
+
+class RankSlice:
+    """A tensor of a file, of which indexing reads the rank's part."""
+
+    def __init__(self, whole: Any, shard: Shard | None, bytes_read: list[int]) -> None:
+        self._whole = whole  # a slice object of safetensors
+        self._shard = shard
+        self._bytes_read = bytes_read
+
+    def get_shape(self) -> list[int]:
+        """Return the shape of the whole tensor."""
+        shape: list[int] = self._whole.get_shape()
+        return shape
+
+    def get_dtype(self) -> str:
+        """Return safetensors' name of the dtype."""
+        return str(self._whole.get_dtype())
+
+    def __getitem__(self, index: object) -> torch.Tensor:
+        assert index is Ellipsis, index
+        shard, shape = self._shard, self.get_shape()
+        if shard is None or shape[shard.dim] != shard.full_size:  # of another shape: transformers reports it
+            tensor: torch.Tensor = self._whole[...]
+            self._bytes_read[0] += tensor.nbytes
+            return tensor
+        found = []
+        before = (slice(None),) * (len(shape) + shard.dim)
+        for start, stop, size in shard.parts:
+            part = self._whole[(*before, slice(start, stop))]
+            self._bytes_read[0] += part.nbytes
+            found.append(part)
+            if size > stop - start:
+                missing = list(part.shape)
+                missing[shard.dim] = size - (stop - start)
+                found.append(part.new_zeros(missing))
+        return torch.cat(found, shard.dim)
+
+
+def rank_model(
+    model_class: type[Any], config: Any, files: Sequence[Path], rank: int, num_ranks: int, **options: Any
+) -> tuple[Any, dict[str, Any], RankPlan, int]:
+    """Return one rank's model, transformers' loading information, the plan, and the number of bytes read.
+
+    `options` are those of `from_pretrained`. Raises `CannotSlice`, `UnsupportedModel`, and what loading raises.
+    """
+    plans: list[RankPlan] = []
+
+    def construct(self: Any, *args: Any, **kwargs: Any) -> None:
+        model_class.__init__(self, *args, **kwargs)
+        plans.append(rank_plan(self, rank, num_ranks))
+        shard_model(self, plans[-1])
+
+    own: Any = type(model_class.__name__, (model_class,), {"__init__": construct, "__module__": model_class.__module__})
+    bytes_read = [0]
+    with torch.device("meta"):
+        blank = model_class(config)
+        plan = rank_plan(blank, rank, num_ranks)
+    with _opened(files) as tensors:
+        state = {name: RankSlice(whole, shard, bytes_read) for name, whole, shard in _with_shards(blank, tensors, plan)}
+        model, info = own.from_pretrained(
+            None, config=config, state_dict=state, output_loading_info=True, ignore_mismatched_sizes=True, **options
+        )
+    model.__class__ = model_class
+    return model, info, plans[-1], bytes_read[0]
+
+
+@contextmanager
+def _opened(files: Sequence[Path]) -> Iterator[dict[str, Any]]:
+    """Yield the tensors of the files by name, none of them read yet."""
+    from safetensors import safe_open
+
+    with ExitStack() as opened:
+        tensors: dict[str, Any] = {}
+        for file in files:
+            handle = opened.enter_context(safe_open(str(file), framework="pt"))
+            tensors.update({name: handle.get_slice(name) for name in handle.keys()})  # noqa: SIM118  no mapping
+        yield tensors
+
+
+def _with_shards(model: Any, tensors: Mapping[str, Any], plan: RankPlan) -> Iterator[tuple[str, Any, Shard | None]]:
+    """Yield each tensor of a checkpoint with the part of it that the rank reads; None: all of it."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    mapping = get_model_conversion_mapping(model)
+    renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
+    converters = [each for each in mapping if isinstance(each, WeightConverter)]
+    state = model.state_dict()
+    by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
+    for name, whole in tensors.items():
+        target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
+        shard = plan.shards.get(target)
+        if shard is None or pattern is None:
+            yield name, whole, shard
+            continue
+        yield name, whole, _source_shard(target, shard, by_pattern[pattern], len(state[target].shape))
+
+
+def _source_shard(target: str, shard: Shard, converter: Any, num_dims: int) -> Shard:
+    """Return the part of a source of a converted tensor, of which each holds one of the packed tensors or all of them.
+
+    Dims are counted from the end, so a merge along a new first dim changes nothing.
+    """
+    names = [type(each).__name__ for each in converter.operations]
+    if not _DIVISIBLE.issuperset(names):
+        raise CannotSlice(f"{target} is converted by {', '.join(names)}")
+    joins = [each for each in converter.operations if type(each).__name__ == "Concatenate"]
+    if not joins:
+        return shard
+    num_sources = len(converter.source_patterns)
+    is_along = len(joins) == 1 and joins[0].dim in (shard.dim, shard.dim + num_dims)
+    if not is_along or len(shard.parts) != num_sources or len({each[2] for each in shard.parts}) != 1:
+        raise CannotSlice(f"{target} is joined of {num_sources} tensors in another dim than it is divided in")
+    size = shard.full_size // num_sources
+    return Shard(dim=shard.dim, full_size=size, parts=shard.parts[:1])

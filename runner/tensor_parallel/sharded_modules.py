@@ -1,0 +1,127 @@
+"""A model's modules with one rank's weights: their parameters are cut, and some end with a collective.
+
+A module gets a class of ours over its own; all code around it stays as it is. Weights are plain local tensors.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import nn
+
+from piecegraph.passes.ops.collectives import ALL_GATHER, ALL_REDUCE, OWN_COLUMNS
+from piecegraph.runner.tensor_parallel.plan import EMBEDDING, GATHERED, MODULE_REDUCED, SPLIT_INPUT, RankPlan
+
+
+class RowwiseLinear(nn.Linear):
+    """A linear layer over this rank's columns: partial products are added up over ranks."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002  torch's name
+        output: torch.Tensor = ALL_REDUCE(nn.functional.linear(input, self.weight))
+        return output if self.bias is None else output + self.bias
+
+
+class SplitInputLinear(RowwiseLinear):
+    """The same, for an input that every rank has whole."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002  torch's name
+        return super().forward(OWN_COLUMNS(input, self.in_features))
+
+
+class GatheredLinear(nn.Linear):
+    """A linear layer over this rank's rows, whose output is joined from all ranks."""
+
+    num_ranks: int
+    full_out_features: int
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002  torch's name
+        output: torch.Tensor = ALL_GATHER(nn.functional.linear(input, self.weight, self.bias), self.num_ranks)
+        return output if output.shape[-1] == self.full_out_features else output[..., : self.full_out_features]
+
+
+class _VocabularyPart(nn.Embedding):
+    """An embedding of this rank's part of the vocabulary; other tokens are looked up on the other ranks.
+
+    The first token is a buffer and no number, because ranks share one graph.
+    """
+
+    first_token: torch.Tensor  # [] int64
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002  torch's name
+        local = input - self.first_token
+        is_elsewhere = (local < 0) | (local >= self.num_embeddings)
+        rows = super().forward(local.masked_fill(is_elsewhere, 0))
+        output: torch.Tensor = ALL_REDUCE(rows.masked_fill(is_elsewhere.unsqueeze(-1), 0.0))
+        return output
+
+
+class _Reduced(nn.Module):
+    """A module whose output is a part of the sum over ranks."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        output: torch.Tensor = ALL_REDUCE(super().forward(*args, **kwargs))
+        return output
+
+
+@functools.cache
+def _over(ours: Hashable, own: Hashable) -> Any:
+    """Return a class over both, the same one each time."""
+    assert isinstance(ours, type) and isinstance(own, type), (ours, own)
+    return type(f"{ours.__name__.lstrip('_')}{own.__name__}", (ours, own), {"__module__": __name__})
+
+
+def shard_model(model: Any, plan: RankPlan) -> None:
+    """Cut the parameters of a model to `plan`, and give modules that need a collective their class, in place.
+
+    Parameters that share memory are cut once. Call `fill_rank_buffers` when the model has its values.
+    """
+    cut: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # with the old parameter, which must live to keep its id
+    for name, shard in plan.shards.items():
+        owner_name, _, short = name.rpartition(".")
+        owner = model.get_submodule(owner_name)
+        parameter = owner._parameters[short]
+        if id(parameter) in {id(new) for _, new in cut.values()}:
+            continue  # tied, and cut under its other name
+        if id(parameter) not in cut:
+            local = nn.Parameter(shard.of(parameter.detach()), requires_grad=False)
+            cut[id(parameter)] = parameter, local
+        owner._parameters[short] = cut[id(parameter)][1]
+    for module in model.modules():  # other names of tied parameters
+        for short, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) in cut:
+                module._parameters[short] = cut[id(parameter)][1]
+    for name, style in plan.styles.items():
+        _change_class(model.get_submodule(name), style, plan, name)
+    for name in plan.shards:
+        module = model.get_submodule(name.rpartition(".")[0])
+        if isinstance(module, nn.Linear):
+            module.out_features, module.in_features = module.weight.shape
+
+
+def _change_class(module: Any, style: str, plan: RankPlan, name: str) -> None:
+    own: Any = type(module)
+    if style == EMBEDDING:
+        module.num_embeddings = module.weight.shape[0]
+        module.padding_idx = None  # only gradients depend on it
+        module.register_buffer(
+            "first_token", torch.zeros((), dtype=torch.int64, device=module.weight.device), persistent=False
+        )
+        module.__class__ = _over(_VocabularyPart, own)
+    elif style in MODULE_REDUCED:
+        module.__class__ = _over(_Reduced, own)
+    elif style == GATHERED:
+        module.full_out_features = plan.shards[f"{name}.weight"].full_size
+        module.num_ranks = plan.num_ranks
+        module.__class__ = GatheredLinear
+    else:
+        module.__class__ = SplitInputLinear if style == SPLIT_INPUT else RowwiseLinear
+
+
+def fill_rank_buffers(model: nn.Module, rank: int) -> None:
+    """Write the buffers that differ between ranks. Loading a checkpoint leaves them without values."""
+    for module in model.modules():
+        if isinstance(module, _VocabularyPart):
+            module.first_token.fill_(rank * module.num_embeddings)

@@ -1,0 +1,168 @@
+"""Several processes answer as one does, and end together."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from piecegraph import LLM, SamplingParams
+from piecegraph.errors import ConfigError, UsageError, WorkerError
+from piecegraph.runner.distributed.executor import MpExecutor
+from piecegraph.runner.distributed.worker import Worker
+from tests.runner.margin_rule import assert_same_tokens
+from tests.runner.tiny_models import make_model, save
+
+PROMPTS = [[5, 17, 3], [9], list(range(20, 44))]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
+SLOW_MACHINE_S = 120.0
+"""A time in which every rank gets a turn, also where many processes share few cores."""
+
+
+def two_ranks(folder: Path, *, size: int = 2, compiler: str = "eager", **options: object) -> LLM:
+    arguments = {"distributed_timeout_seconds": SLOW_MACHINE_S, "compile_workers": 0, "device": "cpu", **options}
+    return LLM(
+        folder,
+        skip_tokenizer_init=True,
+        dtype="float32",
+        compiler=compiler,
+        tensor_parallel_size=size,
+        max_num_seqs=8,
+        num_kv_blocks=48,
+        **arguments,  # type: ignore[arg-type]
+    )
+
+
+def assert_answers(llm: LLM, name: str) -> None:
+    """Check greedy tokens against transformers'."""
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], GREEDY, use_tqdm=False)
+    model = make_model(name)
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        assert_same_tokens(model, prompt, output.outputs[0].token_ids)
+
+
+def processes_of(llm: LLM) -> tuple[int, ...]:
+    executor = llm._executor
+    assert isinstance(executor, MpExecutor)
+    return executor.pids
+
+
+def is_there(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+def pid_of(worker: Worker) -> int:
+    return os.getpid()
+
+
+def raise_on_rank_1(worker: Worker) -> None:
+    if worker.rank == 1:
+        raise ValueError("planted")
+
+
+def test_two_processes_answer_as_one_until_one_is_killed(tmp_path: Path) -> None:
+    """Each reads and holds half; calls reach both; a killed one ends the call with its rank and exit code."""
+    llm = two_ranks(save(make_model("llama"), tmp_path))
+    try:
+        (pid,) = processes_of(llm)
+        assert_answers(llm, "llama")
+        reports = llm.collective_rpc("report")
+        assert [report["rank"] for report in reports] == [0, 1]
+        assert all(report["weight_bytes"] == report["bytes_read"] for report in reports)
+        assert (reports[1]["q_heads"], reports[1]["kv_heads"]) == (2, 1)
+        assert llm.collective_rpc(pid_of) == [os.getpid(), pid]
+        with pytest.raises(UsageError, match="cannot be sent to another process"):
+            llm.collective_rpc(lambda worker: None)
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(WorkerError, match=rf"rank 1 \(process {pid}\) ended with exit code -9"):
+            llm.generate([{"prompt_token_ids": PROMPTS[0]}], GREEDY, use_tqdm=False)
+        with pytest.raises(WorkerError, match="exit code -9"):  # and so does every later call
+            llm.generate([{"prompt_token_ids": PROMPTS[0]}], GREEDY, use_tqdm=False)
+        assert not is_there(pid)
+    finally:
+        llm.close()
+
+
+def test_one_process_is_called_like_several(llm: LLM) -> None:
+    assert llm.collective_rpc(pid_of) == [os.getpid()]
+    assert llm.collective_rpc("report")[0]["rank"] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size=0; it must be a whole number, 1 or more"),
+        ({"tensor_parallel_size": 2, "distributed_executor_backend": "uniproc"}, "needs a process for each rank"),
+        ({"distributed_executor_backend": "ray"}, "'ray' is not available here"),
+        ({"distributed_executor_backend": 3}, "distributed_executor_backend='3' is not available here"),
+        ({"distributed_timeout_seconds": 0}, "distributed_timeout_seconds=0; it must be above 0"),
+        ({"tensor_parallel_size": 2, "enable_prompt_embeds": True}, "enable_prompt_embeds is not yet available with"),
+        ({"tensor_parallel_size": 2, "compile_sizes": [1]}, "compile_sizes is not yet available with"),
+        ({"tensor_parallel_size": 2, "runner": "pooling"}, "runner='pooling' is not yet available with"),
+        (
+            {"tensor_parallel_size": 2, "speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
+            "speculative_config is not yet available with",
+        ),
+        ({"tensor_parallel_size": 2, "compilation_config": {"selfcheck": True}}, "selfcheck is not yet available with"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2 is not available here"),
+        ({"data_parallel_size": 2}, "data_parallel_size=2 is not available here"),
+        ({"enable_expert_parallel": True}, "enable_expert_parallel=True is not available here"),
+    ],
+)
+def test_what_is_not_built_is_refused_before_anything_starts(
+    arguments: dict[str, object], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        LLM(tmp_path, **arguments)  # type: ignore[arg-type]  # a folder that is no model
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "size"), [("gemma3", 3), ("gemma3", 4), ("mixtral", 3)])
+def test_ranks_of_a_family_answer_as_transformers_does(name: str, size: int, tmp_path: Path) -> None:
+    """Greedy; then with seeds, where the tokens are those of one process."""
+    folder = save(make_model(name), tmp_path)
+    sampled = SamplingParams(temperature=1.0, seed=7, max_tokens=12, top_k=20, repetition_penalty=1.2, logprobs=2)
+    prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+    found = []
+    for ranks in (1, size):
+        with two_ranks(folder, size=ranks, graph_kind="recorded") as llm:
+            assert_answers(llm, name)
+            outputs = llm.generate(prompts, sampled, use_tqdm=False)
+            found.append([output.outputs[0].token_ids for output in outputs])
+    assert found[0] == found[1]
+
+
+@pytest.mark.slow
+def test_one_rank_compiles_and_the_others_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From an empty cache one rank stores what it compiles; a second start compiles nothing."""
+    monkeypatch.setenv("PIECEGRAPH_CACHE", "on")
+    monkeypatch.setenv("PIECEGRAPH_CACHE_DIR", str(tmp_path / "cache"))
+    folder = save(make_model("llama"), tmp_path / "model")
+    states = []
+    for _ in range(2):
+        with two_ranks(folder, compiler="inductor") as llm:
+            states.append(sorted(report["cache"] for report in llm.collective_rpc("report")))
+            assert_answers(llm, "llama")
+    assert states == [["hit", "miss"], ["hit", "hit"]]
+
+
+@pytest.mark.slow
+def test_a_worker_that_raises_hangs_or_dies_ends_the_call(tmp_path: Path) -> None:
+    """Within 10 seconds, with the reason; no process is left, and a new `LLM` works."""
+    folder = save(make_model("llama"), tmp_path)
+    with two_ranks(folder) as llm, pytest.raises(WorkerError, match=r"rank 1 .*exit code 1.*ValueError: planted"):
+        llm.collective_rpc(raise_on_rank_1)
+    for stop, message in ((signal.SIGSTOP, "rank 1 did not answer within 4 s"), (signal.SIGKILL, "exit code -9")):
+        with two_ranks(folder, distributed_timeout_seconds=4) as llm:
+            (pid,) = processes_of(llm)
+            assert_answers(llm, "llama")
+            os.kill(pid, stop)
+            with pytest.raises(WorkerError, match=message):
+                llm.generate([{"prompt_token_ids": PROMPTS[0]}], GREEDY, use_tqdm=False)
+            assert not is_there(pid)
+    with two_ranks(folder) as llm:
+        (pid,) = processes_of(llm)
+        assert_answers(llm, "llama")
+    assert not is_there(pid)

@@ -1,0 +1,90 @@
+"""Ranks over gloo, here as threads of one process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from piecegraph.errors import ConfigError
+from piecegraph.passes.ops.collectives import CollectiveError
+from piecegraph.runner.tensor_parallel.parallel import rank_facts, weights_digest
+from piecegraph.runner.tensor_parallel.process_group import RankGroup
+
+
+def in_threads(num_ranks: int, run: Callable[[RankGroup], object], timeout_s: float = 60.0) -> list[object]:
+    """Call `run` for each rank in a thread, and return its result or its error, by rank."""
+    store = dist.HashStore()
+    found: list[object] = [None] * num_ranks
+
+    def work(rank: int) -> None:
+        group = RankGroup(store, rank, num_ranks, timeout_s)
+        try:
+            found[rank] = run(group)
+        except Exception as error:
+            found[rank] = error
+        finally:
+            group.close()
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(num_ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def test_collectives_give_every_rank_the_same() -> None:
+    def run(group: RankGroup) -> tuple[list[float], list[float], int]:
+        group.connect()
+        x = torch.full((2, 3), group.rank + 1.0).T  # of other strides
+        added, joined = group.all_reduce(x), group.all_gather(x[:1])
+        return added.flatten().tolist(), joined.flatten().tolist(), group.smallest("blocks", 10 - group.rank)
+
+    assert in_threads(3, run) == [([6.0] * 6, [1.0, 1.0, 2.0, 2.0, 3.0, 3.0], 8)] * 3
+
+
+def test_ranks_that_differ_are_refused_by_name() -> None:
+    def run(group: RankGroup) -> None:
+        group.agree("facts", {"set of weights": "a" if group.rank < 2 else "b", "version of torch": "2"})
+
+    errors = in_threads(3, run)
+    assert all(isinstance(error, ConfigError) for error in errors)
+    assert "rank 2 has another set of weights than rank 0 (b, and a)" in str(errors[0])
+
+
+def test_a_rank_that_does_not_come_ends_the_others() -> None:
+    """Rank 1 connects, and takes no part in what follows."""
+    store = dist.HashStore()
+    groups = [RankGroup(store, rank, 2, 0.5) for rank in range(2)]
+    other = threading.Thread(target=groups[1].connect)
+    other.start()
+    groups[0].connect()
+    other.join()
+    with pytest.raises(CollectiveError):
+        groups[0].all_reduce(torch.ones(1))
+    for group in groups:
+        group.close()
+        group.close()
+    with pytest.raises(CollectiveError, match="closed"):
+        groups[0].all_reduce(torch.ones(1))
+
+
+def test_the_digest_of_weights_changes_with_size_and_bytes(tmp_path: Path) -> None:
+    file = tmp_path / "weights"
+    file.write_bytes(bytes(5000))
+    digests = [weights_digest([file])]
+    file.write_bytes(bytes(5001))
+    digests.append(weights_digest([file]))
+    file.write_bytes(bytes(5000)[:-1] + b"\1")
+    digests.append(weights_digest([file]))
+    file.write_bytes(b"")
+    digests.append(weights_digest([file]))
+    assert len(set(digests)) == 4
+    facts = rank_facts([file], config="a", graph="b")
+    assert facts != rank_facts([file], config="a", graph="c")
+    assert facts == rank_facts([file], config="a", graph="b")
