@@ -295,7 +295,8 @@ class _Describer:
         label = self._class(kind)
         fields = dict(getattr(value, "__dict__", {}))
         if dataclasses.is_dataclass(value):
-            fields |= {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+            names = [field.name for field in dataclasses.fields(value)]
+            fields |= {name: getattr(value, name) for name in names if name not in fields}
         facts = {
             f".{key}": self.value(item, f"{where}.{key}") for key, item in fields.items() if not _is_excluded(kind, key)
         }

@@ -137,10 +137,13 @@ def _modified() -> Iterator[tuple[Any, Mapping[str, Any]]]:
     """Yield Dynamo's variable of each object older than the traced call that it changes, and the changed attributes."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
     from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
+    from torch._dynamo.variables.torch_function import TorchFunctionModeStackVariable
 
     effects = InstructionTranslator.current_tx().output.side_effects
     for variable in effects.id_to_variable.values():
         lasting = isinstance(variable.mutation_type, AttributeMutationExisting | ValueMutationExisting)
+        if isinstance(variable, TorchFunctionModeStackVariable):  # restored where a `with` of the call ends
+            continue
         if lasting and effects.is_modified(variable):
             yield variable, effects.store_attr_mutations.get(variable, {})
 

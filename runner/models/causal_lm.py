@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
 import torch
 from torch import nn
+from torch.fx.experimental.symbolic_shapes import guard_or_false
+from torch.overrides import TorchFunctionMode
 
 from piecegraph.runner.attention.interface.transformers_attention import POSITIONS_ARGUMENT, needs_positions
 
@@ -26,6 +32,7 @@ class CausalLMForward(nn.Module):
         self.model = model
         self.first_position = first_position
         self.hands_on_positions = needs_positions(model)
+        self.counts_positions = counts_positions(type(model))
 
     def forward(
         self,
@@ -36,13 +43,17 @@ class CausalLMForward(nn.Module):
         """Return logits `[num_logits, vocab_size]`. `positions` count from 0 in each request."""
         if self.first_position:
             positions = positions + self.first_position
-        output = self.model(
-            input_ids=input_ids[None],
-            position_ids=positions[None],
-            use_cache=False,
-            logits_to_keep=logits_indices,
-            **({POSITIONS_ARGUMENT: positions[None]} if self.hands_on_positions else {}),
-        )
+        if self.counts_positions:
+            with CountedPositions(positions):
+                output = self.model(input_ids=input_ids[None], use_cache=False, logits_to_keep=logits_indices)
+        else:
+            output = self.model(
+                input_ids=input_ids[None],
+                position_ids=positions[None],
+                use_cache=False,
+                logits_to_keep=logits_indices,
+                **({POSITIONS_ARGUMENT: positions[None]} if self.hands_on_positions else {}),
+            )
         logits: torch.Tensor = output.logits[0]
         return logits
 
@@ -51,3 +62,32 @@ def example_inputs(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, to
     """Return inputs to trace with; the trace does not depend on their sizes."""
     positions = torch.arange(8, device=device)
     return torch.zeros_like(positions), positions, torch.tensor([2, 4, 7], device=device)
+
+
+def counts_positions(model_class: Any) -> bool:
+    """Return whether a model's forward takes no positions; a model of layers with states may need none."""
+    is_stateful = getattr(model_class, "_is_stateful", False)
+    return not is_stateful and "position_ids" not in inspect.signature(model_class.forward).parameters
+
+
+class CountedPositions(TorchFunctionMode):
+    """A mode in which `torch.arange(num_tokens)` returns the positions of the tokens of a flattened batch."""
+
+    def __init__(self, positions: torch.Tensor) -> None:
+        super().__init__()
+        self.positions = positions  # [num_tokens] int64
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Call `func`, or return the positions."""
+        if func is torch.arange:
+            if len(args) == 1 and guard_or_false(args[0] == self.positions.shape[0]):
+                return self.positions
+            if len(args) == 2 and guard_or_false(args[0] == 0) and guard_or_false(args[1] == self.positions.shape[0]):
+                return self.positions
+        return func(*args, **(kwargs or {}))

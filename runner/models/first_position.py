@@ -19,6 +19,7 @@ from piecegraph.compiler.repeated_layers.find import name_layers
 from piecegraph.errors import UnsupportedModel
 from piecegraph.runner.attention.interface.transformers_attention import ATTENTION_IMPLEMENTATION, register_attention
 from piecegraph.runner.common.model_source import ModelSource
+from piecegraph.runner.models.causal_lm import CountedPositions, counts_positions
 from piecegraph.runner.models.quiet_transformers import quiet_transformers
 from piecegraph.runner.models.support import check_class, check_is_causal
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 _NUM_TOKENS = 5
+_SHIFT = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +66,11 @@ def first_position(
             _allocate(model)
             given = torch.arange(_NUM_TOKENS)[None]
             input_ids = _ordinary_tokens(config)
-            own, counted = _table_reads(model, input_ids), _table_reads(model, input_ids, position_ids=given)
+            own = _table_reads(model, input_ids)
+            if auto_class == "AutoModelForCausalLM" and counts_positions(type(model)):
+                with CountedPositions(given[0] + _SHIFT):
+                    return _of_a_counting_model(model, own, _table_reads(model, input_ids))
+            counted = _table_reads(model, input_ids, position_ids=given)
     except UnsupportedModel:
         raise
     except Exception as error:  # whatever a model of one layer, called with few arguments, raises
@@ -84,6 +90,16 @@ def first_position(
     return FirstPosition(
         first, f"positions begin at {first}, as in the model's own forward; padding tokens in a text count like others"
     )
+
+
+def _of_a_counting_model(model: Any, own: Sequence[Read], shifted: Sequence[Read]) -> FirstPosition:
+    """Return 0 if the positions that a model counts can be given to it, however its texts lie in a batch."""
+    if _difference(shifted, own) != _SHIFT:
+        raise UnsupportedModel(
+            f"{type(model).__name__}.forward takes no position_ids, and its positions are not those of a table that it "
+            "reads at torch.arange(num_tokens), so it cannot be told where in their texts the tokens of a batch are."
+        )
+    return FirstPosition(0)
 
 
 def _one_layer(config: PreTrainedConfig, trust_remote_code: bool, auto_class: str, attention: str) -> Any:

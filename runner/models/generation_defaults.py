@@ -80,7 +80,7 @@ def eos_token_ids(
     """
     eos = generation_config.eos_token_id if generation_config is not None else None
     if eos is None:
-        eos = model.config.get_text_config(decoder=True).eos_token_id
+        eos = getattr(model.config.get_text_config(decoder=True), "eos_token_id", None)
     found = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
     if tokenizer is not None and isinstance(tokenizer.eos_token_id, int):
         found.append(tokenizer.eos_token_id)

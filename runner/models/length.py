@@ -39,7 +39,8 @@ def model_length(config: PreTrainedConfig, max_model_len: int | None, first_posi
 def position_limit(config: PreTrainedConfig) -> int | None:
     """Return the number of positions, with the scaling of rotary embeddings, as vLLM derives it; None if unknown."""
     text_config = config.get_text_config(decoder=True)
-    limits = [value for name in _NAMES if isinstance(value := getattr(text_config, name, None), int)]
+    values = [getattr(text_config, name, None) for name in _NAMES]
+    limits = [value for value in values if isinstance(value, int) and value > 0]  # XLNet's -1: any number
     if not limits:
         return None
     limit = limits[0]

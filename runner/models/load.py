@@ -332,6 +332,11 @@ def _construction_errors(source: ModelSource) -> Iterator[None]:
     except (*_CONSTRUCTOR_ERRORS, ValueError) as error:
         if isinstance(error, PiecegraphError):
             raise
+        if isinstance(error, KeyError) and error.args == (ATTENTION_IMPLEMENTATION,):
+            raise UnsupportedModel(
+                "the model's class has a list of attention classes of its own, and each computes attention itself, so "
+                "ours cannot run."
+            ) from error
         raise ModelError(
             f"no model can be made from the config of {source.model!r}: {type(error).__name__}: {_first_line(error)}. "
             "Check config.json and hf_overrides."

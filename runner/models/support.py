@@ -6,6 +6,7 @@ Every check concerns a mechanism (state, masks, quantisation), not the name of a
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -59,7 +60,7 @@ def check_model_sizes(config: PreTrainedConfig) -> None:
     text_config = config.get_text_config(decoder=True)
     sizes: dict[str, int] = {}
     for name, largest in MAX_SIZES.items():
-        value = getattr(text_config, name, None)
+        value = _field(text_config, name)
         if value is None or isinstance(value, list | tuple):  # absent, or a value per layer, which is not checked
             continue
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= largest:
@@ -121,17 +122,35 @@ def check_class(model_class: type[PreTrainedModel], inputs: Sequence[str] = ("po
         raise UnsupportedModel(
             f"{name} keeps a recurrent state between tokens; such models can generate here, not pool."
         )
-    if not model_class._supports_attention_backend and not model_class._is_stateful:  # whose layers are counted
+    generates = "logits_to_keep" in inputs  # so that the calls of attention and the positions are checked later
+    if not model_class._is_stateful and not _has_pluggable_attention(model_class, is_counted=generates):
         raise UnsupportedModel(
             f"{name} computes its attention itself (it has no pluggable attention), so ours cannot run."
         )
     parameters = inspect.signature(model_class.forward).parameters
     for wanted in inputs:
-        needs_none = wanted == "position_ids" and model_class._is_stateful  # and no attention
-        if wanted not in parameters and not (needs_none and "kwargs" in parameters):
+        can_do_without = (
+            wanted == "position_ids"
+            and generates
+            and (
+                "kwargs" in parameters
+                or not model_class._is_stateful  # which may count its tokens (`causal_lm.CountedPositions`)
+            )
+        )
+        if wanted not in parameters and not can_do_without:
             raise UnsupportedModel(
                 f"{name}.forward takes no {wanted}, without which it cannot run on a flattened batch."
             )
+
+
+def _has_pluggable_attention(model_class: type[PreTrainedModel], is_counted: bool) -> bool:
+    """Return whether models of a class call attention through transformers' interface.
+
+    A class may do so without saying so, which is enough where the calls in its graph are counted (`check_layers`).
+    """
+    if model_class._supports_attention_backend:
+        return True
+    return is_counted and hasattr(sys.modules[model_class.__module__], "ALL_ATTENTION_FUNCTIONS")
 
 
 def causality(model: nn.Module) -> list[bool]:
@@ -207,6 +226,18 @@ def _check_chunks(layers: Sequence[AttentionLayer], text_config: PreTrainedConfi
         )
 
 
+def _field(config: PreTrainedConfig, name: str) -> Any:
+    """Return a field of a config, or None if it is absent, or is a property, which no file gave.
+
+    Of a field that each layer has a value of, that of the config itself, which no `getattr` returns.
+    """
+    name = config.attribute_map.get(name, name)
+    held = vars(config)
+    if name in held or isinstance(getattr(type(config), name, None), property):
+        return held.get(name)
+    return getattr(config, name, None)
+
+
 def _rope_types(text_config: PreTrainedConfig) -> Iterator[str]:
     parameters = getattr(text_config, "rope_parameters", None) or {}
     for entry in (parameters, *parameters.values()):
@@ -216,6 +247,8 @@ def _rope_types(text_config: PreTrainedConfig) -> Iterator[str]:
 
 def _check_heads(config: PreTrainedConfig, text_config: PreTrainedConfig, written: Mapping[str, Any]) -> None:
     names = {"num_attention_heads", text_config.attribute_map.get("num_attention_heads", "num_attention_heads")}
+    if _field(text_config, "num_attention_heads") is None:
+        return  # a model without heads of attention, or a number of them for each layer
     sections = [written, *(section for section in written.values() if isinstance(section, Mapping))]
     if not any(name in section for name in names for section in sections):
         raise ModelError(

@@ -29,6 +29,7 @@ _HARMLESS = frozenset(
         "return_dict",
         "use_cache",
         "deterministic",
+        "logits_to_keep",
     }
 )
 """Keyword arguments models pass along that do not change what attention computes."""

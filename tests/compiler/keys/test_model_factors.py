@@ -39,6 +39,18 @@ class Options:
     eps: float = 1e-5
 
 
+@dataclass
+class PerLayer:
+    """As transformers' configs in which each layer has a head size of its own."""
+
+    head_dim: int
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "head_dim":
+            raise RuntimeError("which layer's?")
+        return super().__getattribute__(name)
+
+
 class Named(NamedTuple):
     x: int
 
@@ -271,3 +283,10 @@ def test_a_function_registered_for_attention_is_in_the_key() -> None:
         model.config._attn_implementation_internal = "of_this_test"
         keys.append(key(model))
     assert keys[0] != keys[1]
+
+
+def test_a_field_that_refuses_to_be_read_is_in_the_key() -> None:
+    """What the object holds counts, not what its attribute says."""
+    first, second = nn.Module(), nn.Module()
+    first.config, second.config = PerLayer(8), PerLayer(16)  # type: ignore[assignment]
+    assert key(first) != key(second)

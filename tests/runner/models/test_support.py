@@ -16,13 +16,14 @@ from piecegraph.runner.attention.interface.layer import AttentionLayer
 from piecegraph.runner.common.model_source import ModelSource
 from piecegraph.runner.models.load import load_model
 from piecegraph.runner.models.support import MAX_SIZES, check_config, check_layers, check_model_sizes
+from tests.runner.architectures import tiny_config
 from tests.runner.tiny_models import CHUNKED, FAMILIES, llama_config
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("T5Config", {"is_encoder_decoder": True}, "encoder-decoder"),
     ("RwkvConfig", {"num_hidden_layers": 2}, "RwkvForCausalLM keeps a recurrent state"),
     ("RecurrentGemmaConfig", {"num_hidden_layers": 2}, "layers of type|keeps a state between tokens"),
-    ("StableLmConfig", {}, "StableLmForCausalLM computes its attention itself"),
+    ("GPTJConfig", {}, "GPTJForCausalLM computes its attention itself"),
     ("BloomConfig", {}, "BloomForCausalLM computes its attention itself"),
     ("Qwen3NextConfig", {"num_hidden_layers": 2, "hidden_act": "gelu"}, "GatedDeltaNet. keeps a state between tokens"),
     ("DeepseekV32Config", {}, "layers of type deepseek_sparse_attention"),
@@ -42,6 +43,12 @@ def test_refused_by_mechanism(name: str, options: dict[str, Any], message: str) 
     config = getattr(transformers, name)(**options)
     with pytest.raises(UnsupportedModel, match=message):
         check(config)
+
+
+def test_attention_classes_of_a_model_s_own_are_named() -> None:
+    source = ModelSource(model="./nowhere", load_format="dummy")
+    with pytest.raises(UnsupportedModel, match="the model's class has a list of attention classes of its own"):
+        load_model(source, tiny_config("git"), dtype=torch.float32, device=torch.device("cpu"))
 
 
 def test_dynamic_rope_is_refused_with_a_way_out() -> None:

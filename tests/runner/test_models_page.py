@@ -1,0 +1,99 @@
+"""docs/models.md lists every architecture of transformers, and what it says is so.
+
+What runs gives the tokens of transformers: prompts in chunks, preempted, and with a prefix that is cached.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from piecegraph import LLM, SamplingParams
+from piecegraph.errors import OutOfMemory, UnsupportedModel
+from piecegraph.runner.common.model_source import ModelSource
+from piecegraph.runner.models.load import load_config
+from tests.runner.architectures import architectures, class_name, save_tiny, tiny_config, tiny_model
+from tests.runner.margin_rule import assert_same_tokens
+from tests.runner.models_page import ANSWERS, PAGE, REFUSED, RUNS, page_of, plain, row_of, rows_of
+from tests.runner.test_hybrid_models import PROMPTS
+
+ROWS = rows_of(PAGE.read_text(encoding="utf-8"))
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+NEEDED = 100
+"""The fewest architectures that may run."""
+
+
+def test_the_page_lists_every_architecture() -> None:
+    assert list(ROWS) == list(architectures()), "out of date: run python -m tests.runner.models_page"
+    assert all(row.class_name == class_name(row.model_type) for row in ROWS.values())
+    assert PAGE.read_text(encoding="utf-8") == page_of(ROWS)
+
+
+def test_enough_run_and_each_refusal_has_a_reason() -> None:
+    """A reason is a sentence about a mechanism, not the name of a model."""
+    assert sum(row.answer == RUNS for row in ROWS.values()) >= NEEDED
+    for row in ROWS.values():
+        assert row.answer in ANSWERS
+        assert len(row.mechanisms.split()) > (0 if row.answer == RUNS else 6), row
+
+
+def test_configs_are_refused_as_the_page_says(tmp_path: Path) -> None:
+    """Those that are refused by their config alone."""
+    refused = 0
+    for row in ROWS.values():
+        if row.answer == REFUSED and " has layers of type " in row.mechanisms:
+            tiny_config(row.model_type).save_pretrained(str(tmp_path / row.model_type))
+            with pytest.raises(UnsupportedModel) as caught:
+                load_config(ModelSource(model=str(tmp_path / row.model_type)))
+            assert plain(caught.value) == row.mechanisms
+            refused += 1
+    assert refused > 0
+
+
+def load(folder: Path, **options: Any) -> LLM:
+    """Blocks of 4 tokens, chunks of 5."""
+    return LLM(
+        folder,
+        dtype="float32",
+        device="cpu",
+        compiler="eager",
+        compile_workers=0,
+        skip_tokenizer_init=True,
+        block_size=4,
+        max_model_len=40,
+        max_num_batched_tokens=5,
+        max_num_seqs=4,
+        **options,
+    )
+
+
+def load_with_few_blocks(folder: Path) -> LLM:
+    """With half as many blocks again as a request of full length needs, so that requests preempt each other."""
+    with pytest.raises(OutOfMemory) as caught:
+        load(folder, num_kv_blocks=1)
+    needed = re.search(r"that takes (\d+) blocks", str(caught.value))
+    assert needed is not None, caught.value
+    return load(folder, num_kv_blocks=max(int(needed[1]) * 3 // 2, int(needed[1]) + 3))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [row.model_type for row in ROWS.values() if row.answer == RUNS])
+def test_what_runs_answers_as_transformers_does(name: str, tmp_path: Path) -> None:
+    """The second time, prefixes are cached."""
+    model = tiny_model(name)
+    with load_with_few_blocks(save_tiny(name, model, tmp_path)) as llm:
+        for _ in range(2):
+            outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], GREEDY, use_tqdm=False)
+            for prompt, output in zip(PROMPTS, outputs, strict=True):
+                assert_same_tokens(model, prompt, output.outputs[0].token_ids)
+        stats = llm.engine.stats
+        assert stats.num_preemptions > 0 and stats.num_prefix_hits > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(architectures()))
+def test_explain_says_what_the_page_says(name: str) -> None:
+    assert row_of(name) == ROWS[name]
