@@ -25,7 +25,10 @@ COMMANDS = {
         "piecegraph.tools.commands.explain",
         "Show pieces, dispatch table, and why anything is slower than asked for.",
     ),
-    "bench": ("piecegraph.tools.commands.bench", "Measure decode steps, workloads, starts, passes and other programs."),
+    "bench": (
+        "piecegraph.tools.commands.bench",
+        "Measure decode steps, workloads, starts, passes, drafts and other programs.",
+    ),
     "cache": ("piecegraph.tools.commands.cache", "List, explain, verify and carry the cache of compiled models."),
     "env": ("piecegraph.tools.commands.env", "Show versions, devices, compilers and folders for a bug report."),
 }

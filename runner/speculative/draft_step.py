@@ -49,6 +49,7 @@ class DraftBuffers:
             max_num_tokens=NUM_FIRST * max_num_reqs, max_num_reqs=max_num_reqs, max_blocks=max_blocks, device=device
         )
         self.num_computed_tokens = torch.zeros(max_num_reqs + 1, dtype=torch.int32, device=device)
+        self.places = torch.arange(max_num_reqs + 1, dtype=torch.int32, device=device)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +69,7 @@ class DraftStep:
         """Return the tensors, with names, that captured passes read or write besides the models' own."""
         named = [(f"draft's input {name}", value) for name, value in vars(self.buffers.inputs).items()]
         named += [("draft's num_computed_tokens", self.buffers.num_computed_tokens)]
+        named += [("draft's places", self.buffers.places)]
         for name, cache in self.kv_caches.items():
             named += [(f"draft's cache of {name}", tensor) for tensor in cache.tensors]
         return [
@@ -114,7 +116,7 @@ class DraftStep:
         width = NUM_FIRST if is_first else 1
         num_tokens = num_reqs * width
         inputs.idx_mapping[:num_reqs] = rows
-        torch.arange(0, num_tokens + 1, width, dtype=torch.int32, out=inputs.query_start_loc[: num_reqs + 1])
+        inputs.query_start_loc[: num_reqs + 1] = self.buffers.places[: num_reqs + 1] * width
         num_computed = self.buffers.num_computed_tokens
         padding = num_computed.shape[0] - 1
         num_computed[torch.where(rows >= 0, rows, padding).long()] = last - (width - 1)
@@ -127,8 +129,8 @@ class DraftStep:
             block_size=target.block_size,
         )
         if is_first:  # the newest token may have no slot yet
-            slots = inputs.slot_mapping[0, :num_tokens]
-            has_slot = inputs.positions[:num_tokens] < num_slots.repeat_interleave(width)
+            slots = inputs.slot_mapping[0, :num_tokens].view(num_reqs, width)
+            has_slot = inputs.positions[:num_tokens].view(num_reqs, width) < num_slots.unsqueeze(1)
             slots.copy_(torch.where(has_slot, slots, PAD_SLOT_ID))
         common = inputs.metadata(
             num_tokens=num_tokens,

@@ -8,13 +8,14 @@ from piecegraph.tools.command_line.options import CONTEXT
 from piecegraph.tools.commands.bench_compare import compare
 from piecegraph.tools.commands.bench_latency import latency
 from piecegraph.tools.commands.bench_passes import passes
+from piecegraph.tools.commands.bench_speculative import speculative
 from piecegraph.tools.commands.bench_startup import startup
 from piecegraph.tools.commands.bench_throughput import throughput
 
 
 @click.group(context_settings=CONTEXT)
 def command() -> None:
-    """Measure decode steps, workloads, starts, passes and other programs.
+    """Measure decode steps, workloads, starts, passes, drafts and other programs.
 
     Figures are milliseconds per decode step, next to the roofline; tokens a second of an offline workload, next to its
     floor; where the time of a start goes; what each pass saves; other programs beside ours. Each subcommand prints a
@@ -22,5 +23,5 @@ def command() -> None:
     """
 
 
-for _each in (latency, throughput, startup, passes, compare):
+for _each in (latency, throughput, startup, passes, compare, speculative):
     command.add_command(_each)

@@ -1,0 +1,54 @@
+"""`piecegraph bench speculative`: a row without drafts and one for each method and number, from one run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from piecegraph.tools.cli import main
+from piecegraph.tools.commands.bench_speculative import kinds
+from tests.runner.byte_tokenizer import byte_tokenizer
+from tests.runner.tiny_models import llama_config, random_model, save
+
+FLAGS = [
+    *("--compiler", "eager", "--device", "cpu", "--dtype", "float32", "--quiet", "--max-model-len", "64"),
+    *("--output-tokens", "12", "--repeat", "1", "--prompt", "abcabc", "--num-speculative-tokens", "2"),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = save(random_model(llama_config(vocab_size=261)), tmp_path_factory.mktemp("bench"))
+    byte_tokenizer().save_pretrained(str(folder))
+    return folder
+
+
+def test_rows_stand_beside_each_other(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "speculative", str(folder), "--draft", str(folder), "--json", *FLAGS]) == 0
+    record = json.loads(capsys.readouterr().out)
+    ran = [(row["method"], row["num_speculative_tokens"]) for row in record["rows"]]
+    assert ran == [("none", 0), ("ngram", 2), ("draft_model", 2)]
+    assert all(row["tokens_per_s"] > 0 and row["output_tokens"] == 12 for row in record["rows"])
+    assert record["rows"][0]["acceptance_rate"] is None and record["rows"][2]["acceptance_rate"] == 1.0
+
+
+@pytest.mark.slow
+def test_the_table_has_the_speed_up(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "speculative", str(folder), *FLAGS]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "speed-up" in lines[0] and lines[1].split()[0] == "none" and lines[2].split()[0] == "ngram"
+
+
+@pytest.mark.parametrize("flags", [["--speculative-config", "{}"], ["--num-speculative-tokens", "0"]])
+def test_what_the_bench_sets_itself_is_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str], flags: list[str]
+) -> None:
+    assert main(["bench", "speculative", str(folder), *FLAGS, *flags]) in (2, 3)
+    assert "speculative" in capsys.readouterr().err
+
+
+def test_each_method_has_each_number() -> None:
+    assert [one["num_speculative_tokens"] for one in kinds("draft", (1, 3))] == [1, 3, 1, 3]
+    assert [one["method"] for one in kinds(None, (1,))] == ["ngram"]
