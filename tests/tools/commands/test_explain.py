@@ -193,6 +193,7 @@ VALUES: dict[str, Any] = {
     "compile_sizes": (1,),
     "graph_kind": "cuda",
     "strict": True,
+    "distributed_executor_backend": "mp",
 }
 
 
