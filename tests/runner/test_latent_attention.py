@@ -7,17 +7,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import PreTrainedModel
 
 from piecegraph import LLM
 from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
+from piecegraph.compiler.tracing.trace import trace
 from piecegraph.errors import UnsupportedModel
 from piecegraph.runner.common.engine_config import EngineConfig
 from piecegraph.runner.common.model_source import ModelSource
 from piecegraph.runner.inspect.explanation import explain
+from piecegraph.runner.models.causal_lm import DYNAMIC_DIMS, CausalLMForward, example_inputs
+from piecegraph.runner.models.load import load_config, load_model
 from tests.runner.test_graphs import load
 from tests.runner.test_hybrid_models import GREEDY, PROMPTS, check, generate, load_hybrid, manager
 from tests.runner.tiny_models import LATENT, make_config, make_model, save
+from tests.runner.traced_once import is_shareable
 
 ALWAYS = ("deepseek-v2", "deepseek-v3", "glm4-moe-lite")
 """The others are slow tests."""
@@ -87,6 +92,16 @@ def test_explain_shows_what_a_token_takes(deepseek: tuple[PreTrainedModel, Path]
     (row,) = explained.attention
     assert row.is_latent and (row.num_q_heads, row.num_kv_heads, row.key_dim, row.value_dim) == (4, 1, 24, 16)
     assert explained.report.num_unique_pieces <= 3 + 1  # the dense layer and those with experts differ
+
+
+def test_a_trace_can_be_kept(deepseek: tuple[PreTrainedModel, Path]) -> None:
+    """Everything that a trace reads of the layers can be found by another process."""
+    _, folder = deepseek
+    source, cpu = ModelSource(model=str(folder)), torch.device("cpu")
+    loaded = load_model(source, load_config(source), dtype=torch.float32, device=cpu)
+    with torch.no_grad():
+        traced = trace(CausalLMForward(loaded.model), example_inputs(cpu), {}, DYNAMIC_DIMS)
+    assert not traced.reads.not_comparable and is_shareable(traced)
 
 
 def test_kernels_that_keep_values_apart_are_refused(deepseek: tuple[PreTrainedModel, Path]) -> None:

@@ -11,7 +11,7 @@ traced unchanged. Which layers have it is seen by their structure, and what the 
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,14 +25,16 @@ _OF_QUERY = frozenset({"q_proj", "q_a_proj", "q_a_layernorm", "q_b_proj", "o_pro
 _SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "num_heads")
 
 
-class LatentKV(NamedTuple):
+class LatentKV:
     """The key of a layer in its compressed form, in place of the keys and values of all heads.
 
-    It is no tensor, so that a model that changes keys or values between their expansion and its attention fails.
+    It is no tensor, so that a model that changes keys or values between their expansion and its attention fails. Nor is
+    it a named tuple or a data class: a trace would read their generated code, which no other process could find.
     """
 
-    latent: torch.Tensor  # [1, 1, num_tokens, kv_lora_rank]
-    rope: torch.Tensor  # [1, 1, num_tokens, qk_rope_head_dim], rotated; shared by all heads
+    def __init__(self, latent: torch.Tensor, rope: torch.Tensor) -> None:
+        self.latent = latent  # [1, 1, num_tokens, kv_lora_rank]
+        self.rope = rope  # [1, 1, num_tokens, qk_rope_head_dim], rotated; shared by all heads
 
 
 def keep_compressed(kv_nope: torch.Tensor, k_rot: torch.Tensor) -> tuple[LatentKV, LatentKV]:
