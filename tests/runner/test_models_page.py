@@ -22,7 +22,7 @@ from tests.runner.test_hybrid_models import PROMPTS
 
 ROWS = rows_of(PAGE.read_text(encoding="utf-8"))
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
-NEEDED = 100
+NEEDED = 125
 """The fewest architectures that may run."""
 
 
