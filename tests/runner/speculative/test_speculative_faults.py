@@ -11,6 +11,7 @@ import pytest
 from piecegraph import SamplingParams
 from piecegraph.runner.engine.engine import Engine
 from tests.runner.engine.test_engine_faults import ERRORS, Ask, Fault, Run, assert_equal, inject, run
+from tests.runner.speculative.draft_models import drafts_by
 from tests.runner.speculative.drafting_llm import FEW, NGRAM
 from tests.runner.test_graphs import load
 
@@ -70,3 +71,16 @@ def test_a_fault_anywhere_loses_nothing(engine: Engine, undisturbed: tuple[Run, 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
 def test_many_faults_lose_nothing(engine: Engine, undisturbed: tuple[Run, int], error: BaseException) -> None:
     inject(engine, undisturbed, error, 60, seed=2, asks=ASKS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_ahead", [False, True], ids=["in step", "ahead"])
+def test_a_fault_while_a_model_drafts_loses_nothing(llama_dir: Path, without_drafts: Run, is_ahead: bool) -> None:
+    """Before, inside and after its passes."""
+    options = {"async_scheduling": is_ahead, "skip_tokenizer_init": False, "speculative_config": drafts_by(llama_dir)}
+    with load(llama_dir, **SIZES, **options) as llm:
+        fault = Fault(None)
+        found = run(llm.engine, fault, ASKS)
+        assert_equal(found, without_drafts, KeyboardInterrupt(), [])
+        for error in ERRORS:
+            inject(llm.engine, (found, fault.num_lines), error, 12, seed=3, asks=ASKS)
