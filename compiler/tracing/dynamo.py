@@ -120,7 +120,16 @@ def _lasting_mutations() -> tuple[str, ...]:
         if changed or not attributes:
             where = source_name(variable.source) if variable.source is not None else type(variable).__name__
             found.append(f"{where} ({', '.join(changed) or 'its items'})")
+    if _draws_random_numbers():
+        found.append("the random numbers of Python (random.randint or alike)")
     return tuple(found)
+
+
+def _draws_random_numbers() -> bool:
+    """Return whether the traced call draws from `random`, which Dynamo's bytecode would do before each graph."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    return bool(InstructionTranslator.current_tx().output.random_calls)
 
 
 def _changed_attributes() -> tuple[str, ...]:

@@ -169,6 +169,8 @@ class _Reading:
         place = self._place(expression)
         if place is None:
             return
+        if guard.has_value and is_function_of_state(guard.value):
+            self._wanted[place, "result", None] = None
         if kind == "DUPLICATE_INPUT":
             other = self._place(source_name(detail["source_b"])) if "source_b" in detail else None
             if other is not None and other != place:

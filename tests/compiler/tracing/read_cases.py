@@ -520,6 +520,12 @@ CASES = (
         "sys.setrecursionlimit(sys.getrecursionlimit() + 100)",
     ),
     _case(
+        "recursion_limit_in_table",
+        "T = {'limit': sys.getrecursionlimit}",
+        "x * T['limit']()",
+        "sys.setrecursionlimit(sys.getrecursionlimit() + 100)",
+    ),
+    _case(
         "instance_check",
         "N = 2\nclass T(type):\n    def __instancecheck__(cls, value):\n        return N == 3\n"
         "class A(metaclass=T):\n    pass",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 from torch import nn
 
 import piecegraph as pg
-from piecegraph.errors import InputMismatch, SizeSpecialized
+from piecegraph.errors import CompileError, InputMismatch, SizeSpecialized
 
 CONFIG = pg.CompileConfig(compiler="eager", passes=(), cache=False)
 
@@ -20,6 +22,16 @@ class AsksForOne(nn.Module):
 class AsksForMore(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * 2 if x.shape[0] > 7 else x
+
+
+class Draws(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * random.randint(1, 1000)
+
+
+def test_code_that_draws_from_random_is_refused() -> None:
+    with pytest.raises(CompileError, match="random numbers of Python"):
+        pg.compile(Draws(), CONFIG, example_inputs=(torch.ones(4),))
 
 
 def test_code_that_asks_whether_a_size_is_one_is_compiled_for_two_or_more() -> None:
