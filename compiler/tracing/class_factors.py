@@ -33,6 +33,10 @@ _STANDARD_ABCS = tuple(
     if isinstance(each, abc.ABCMeta)
 )
 
+_REMEMBERED_BY_LIBRARIES = frozenset({"_can_set_attn_implementation_cached_value"})
+"""Attributes in which a library's class keeps what it found out about itself. transformers reads the class's source
+for this one, when a model's attention is first changed; it would void the keys of plans made before."""
+
 
 def class_facts(kind: type) -> dict[str, Any]:
     """Return facts about `kind` and its bases, by attribute.
@@ -52,6 +56,8 @@ def class_facts(kind: type) -> dict[str, Any]:
         is_known = is_library_module(base.__module__)
         for name, value in vars(base).items():
             function = _function_of(value)
+            if is_known and name in _REMEMBERED_BY_LIBRARIES:
+                continue
             if function is not None:
                 if not is_known or not _is_defined_in(base, function, name):
                     found[name] = function_facts(function)

@@ -185,3 +185,14 @@ def test_a_function_that_closes_over_itself_has_facts() -> None:
     facts = function_facts(outer)
     ((name, _, _, closure, *_),) = facts[3]
     assert (name, closure) == ("function", [["function around this", 0]])
+
+
+def test_what_transformers_remembers_of_a_class_is_no_fact(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Changing the attention of one model sets it, and plans of all models of that class would be lost."""
+    from transformers import LlamaForCausalLM
+
+    before = class_facts(LlamaForCausalLM)
+    monkeypatch.setattr(LlamaForCausalLM, "_can_set_attn_implementation_cached_value", True, raising=False)
+    assert class_facts(LlamaForCausalLM) == before
+    monkeypatch.setattr(LlamaForCausalLM, "supports_gradient_checkpointing", "other")
+    assert class_facts(LlamaForCausalLM) != before

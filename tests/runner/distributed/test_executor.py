@@ -154,8 +154,8 @@ def test_a_worker_that_raises_hangs_or_dies_ends_the_call(tmp_path: Path) -> Non
     folder = save(make_model("llama"), tmp_path)
     with two_ranks(folder) as llm, pytest.raises(WorkerError, match=r"rank 1 .*exit code 1.*ValueError: planted"):
         llm.collective_rpc(raise_on_rank_1)
-    for stop, message in ((signal.SIGSTOP, "rank 1 did not answer within 4 s"), (signal.SIGKILL, "exit code -9")):
-        with two_ranks(folder, distributed_timeout_seconds=4) as llm:
+    for stop, message in ((signal.SIGSTOP, "rank 1 did not answer within 8 s"), (signal.SIGKILL, "exit code -9")):
+        with two_ranks(folder, distributed_timeout_seconds=8) as llm:
             (pid,) = processes_of(llm)
             assert_answers(llm, "llama")
             os.kill(pid, stop)
