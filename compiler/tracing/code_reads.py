@@ -49,6 +49,10 @@ FUNCTIONS_OF_STATE = (
     "torch.is_autocast_cpu_enabled",
     "torch.is_autocast_enabled",
     "torch.xpu.current_device",
+    "torch.backends.mps.is_available",
+    "torch.backends.mps.is_built",
+    "torch.mps.is_available",
+    "torch.mtia.is_available",
     "torch.xpu.is_available",
     "torch.xpu.is_initialized",
 )
@@ -114,10 +118,11 @@ def values_along(home: Mapping[str, Any], chain: tuple[str, ...]) -> Iterator[An
 
 
 def is_function_of_state(value: Any) -> bool:
-    """Return whether `value` is one of `FUNCTIONS_OF_STATE`."""
+    """Return whether `value` is one of `FUNCTIONS_OF_STATE`, or what one of them caches."""
     if getattr(value, "__name__", None) not in _SHORT_NAMES or isinstance(value, type | types.ModuleType):
         return False
-    return any(value is _named(name) for name in FUNCTIONS_OF_STATE)
+    known = [_named(name) for name in FUNCTIONS_OF_STATE]
+    return any(value is each or value is getattr(each, "__wrapped__", each) for each in known)
 
 
 def _named(name: str) -> Any:

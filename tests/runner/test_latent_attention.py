@@ -119,7 +119,7 @@ def test_sparse_attention_over_latents_is_refused_by_name(tmp_path: Path) -> Non
     config = make_config("DeepseekV32Config", num_key_value_heads=4, n_routed_experts=4, n_group=1, **sizes)
     config.architectures = ["DeepseekV32ForCausalLM"]
     config.save_pretrained(str(tmp_path))
-    with pytest.raises(UnsupportedModel, match="layers of type deepseek_sparse_attention"):
+    with pytest.raises(UnsupportedModel, match="layers of type (deepseek_sparse|indexed)_attention"):
         load_latent(tmp_path, load_format="dummy")
 
 

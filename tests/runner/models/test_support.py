@@ -26,7 +26,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("GPTJConfig", {}, "GPTJForCausalLM computes its attention itself"),
     ("BloomConfig", {}, "BloomForCausalLM computes its attention itself"),
     ("Qwen3NextConfig", {"num_hidden_layers": 2, "hidden_act": "gelu"}, "GatedDeltaNet. keeps a state between tokens"),
-    ("DeepseekV32Config", {}, "layers of type deepseek_sparse_attention"),
+    ("DeepseekV32Config", {}, "layers of type (deepseek_sparse|indexed)_attention"),
     ("ViTConfig", {}, "ViTConfig .* has no causal language model"),
 ]
 

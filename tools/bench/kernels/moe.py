@@ -266,7 +266,8 @@ def _grouped_mm_form(inputs: Inputs, copy: int) -> torch.Tensor:
 
     experts: Any = SimpleNamespace(
         num_experts=gate_up.shape[0], gate_up_proj=gate_up, down_proj=down, has_gate=True, has_bias=False,
-        is_transposed=False, _apply_gate=apply_gate,
+        is_transposed=False, _apply_gate=apply_gate, _is_expert_parallel=False,
+        has_post_expert_norm=False,
     )  # fmt: skip
     result: torch.Tensor = grouped_mm_experts_forward(experts, x, topk_ids, topk_weights)
     return result
