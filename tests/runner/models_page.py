@@ -82,6 +82,9 @@ def mechanisms(explained: Explanation) -> list[str]:
     """Return the kinds of a model's layers, in words."""
     found: dict[str, None] = {}
     for row in explained.attention:
+        if row.is_latent:
+            found["latent attention"] = None
+            continue
         found["sliding window" if row.window else "chunked attention" if row.chunk_size else "full attention"] = None
         if row.softcap:
             found["soft cap"] = None

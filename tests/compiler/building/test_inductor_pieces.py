@@ -50,6 +50,7 @@ def test_depth_adds_no_compiles() -> None:
     assert len(keys[0]) == 4
 
 
+@pytest.mark.slow
 def test_progress_counts_unique_pieces() -> None:
     phases: list[Phase] = []
     config = pg.CompileConfig(split_ops=("pgtoy::attention",), compile_workers=0, passes=())

@@ -64,6 +64,7 @@ def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_any_size_is_right_and_runs_the_pieces_that_fit() -> None:
     """Static exactly where all the sizes a piece takes are one of compile_sizes; the last piece takes both."""
     model, static = compiled_decoder(compile_sizes=SIZES)

@@ -70,7 +70,14 @@ def check_rows_are_apart() -> None:
         assert torch.equal(found[:4], wanted[:4]) and found[4:].isnan().all()
 
 
-@pytest.mark.parametrize("check", [check_both_ways_of_computing, check_layouts_of_operands, check_rows_are_apart])
+@pytest.mark.parametrize(
+    "check",
+    [
+        pytest.param(check_both_ways_of_computing, marks=pytest.mark.slow),
+        check_layouts_of_operands,
+        check_rows_are_apart,
+    ],
+)
 def test_the_interpreted_kernel_equals_the_reference(check: Callable[[], None]) -> None:
     interpreted(check)
 

@@ -102,6 +102,7 @@ def test_compiled_again_it_is_the_same_bit_for_bit(prover: Prover, piece: Loaded
     assert prover.recompile(piece) == Proof()
 
 
+@pytest.mark.slow
 def test_another_graph_makes_other_code(prover: Prover, piece: Loaded) -> None:
     proof = prover.recompile(changed(piece, blobs=another_graph(piece)))
     assert (proof.problem, proof.detail) == ("not reproducible", "the generated code is another")
