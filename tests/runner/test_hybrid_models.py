@@ -158,6 +158,7 @@ def test_equal_layers_share_their_pieces(qwen: tuple[PreTrainedModel, Path]) -> 
     assert any(note.startswith("kv cache groups: 1 x full attention, 2 x state: 3 groups") for note in explained.notes)
 
 
+@pytest.mark.slow
 def test_depth_adds_no_pieces(tmp_path: Path) -> None:
     """As in Qwen3.5, of four layers one has attention: at most one piece more for each kind of layer."""
     counts = []

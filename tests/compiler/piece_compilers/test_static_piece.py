@@ -51,6 +51,7 @@ class Followed(nn.Module):
         return self.then(self.linear(self.norm(x)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("then", "sizes", "notes"),
     [

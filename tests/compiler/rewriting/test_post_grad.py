@@ -117,6 +117,7 @@ def test_a_pass_that_miscounts_is_undone(workers: int, caplog: pytest.LogCapture
         compiled(replace(wrong, bound=99.0), workers=workers, strict=True)
 
 
+@pytest.mark.slow
 def test_the_pass_runs_on_static_pieces_too() -> None:
     model = compiled(ReluToClampInInductor(bound=100.0), compile_sizes=(3,), model=SummedRelus)
     assert model.report().static_sizes == (3,)

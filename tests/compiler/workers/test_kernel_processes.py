@@ -57,6 +57,7 @@ def test_a_child_compiles_the_same_kernel_as_this_process(processes: KernelProce
     assert {name.rpartition(".")[2] for name in here} == {"cubin", "json"}
 
 
+@pytest.mark.slow
 def test_threads_may_ask_concurrently(processes: KernelProcesses) -> None:
     spec = [to_kernel_spec(source(16 << number), TARGET, OPTIONS) for number in range(6)]
     with ThreadPoolExecutor(6) as pool:
@@ -191,6 +192,7 @@ def test_modules_of_launchers_come_with_a_kernel(
     assert third.begin(cache_in(tmp_path / "another"), OF, GPU) is not None
 
 
+@pytest.mark.slow
 def test_the_driver_job_returns_the_driver_module_once(tmp_path: Path) -> None:
     """A second request returns no new module."""
     code = (

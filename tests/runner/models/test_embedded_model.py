@@ -116,6 +116,7 @@ def test_tensor_names() -> None:
         transformers_name("blk.3.attn_q_norm.weight")
 
 
+@pytest.mark.slow
 @needs_model
 def test_the_weights_are_those_that_transformers_reads() -> None:
     """Bit for bit, under the same names; the digest is that of transformers' own reading of the file."""

@@ -137,6 +137,7 @@ def eagerly(compiler: Any, pieces: Any, on_piece: Any, post_grad: Any, *, meanwh
     return EagerPieceCompiler().compile(pieces, on_piece, post_grad)
 
 
+@pytest.mark.slow
 def test_kernels_of_a_step_are_compiled_too(
     config: EngineConfig, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -59,6 +59,7 @@ def ran(folder: Path) -> Ran:
     return Ran(found[0], out.getvalue())
 
 
+@pytest.mark.slow
 def test_json_has_every_variant_and_the_environment(ran: Ran) -> None:
     record = json.loads(ran.out)
     assert set(record) == {"model", "plan", "ceilings", "variants", "environment"}

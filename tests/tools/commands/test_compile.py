@@ -133,6 +133,7 @@ def test_it_is_what_a_cold_start_would_have_made(image: Image, tmp_path: Path) -
         assert warm[name] == cold[name]
 
 
+@pytest.mark.slow
 def test_it_is_told_what_was_made_and_for_which_machine(image: Image) -> None:
     record = image.record
     assert (record["state"], record["title"].split()[0]) == ("compiled", "LlamaForCausalLM")

@@ -129,6 +129,7 @@ def calls_none(x):  # type: ignore[no-untyped-def]
     tl.store(x, reads_a_constant(tl.load(x)))
 
 
+@pytest.mark.slow
 def test_a_hash_does_not_depend_on_which_kernel_was_hashed_first() -> None:
     """With Triton 3.6 that of `calls_others` does, unless its functions are hashed first."""
     assert hashes_in("calls_others, calls_none") == hashes_in("calls_none, calls_others")

@@ -108,6 +108,7 @@ def test_another_graph_makes_other_code(prover: Prover, piece: Loaded) -> None:
     assert (proof.problem, proof.detail) == ("not reproducible", "the generated code is another")
 
 
+@pytest.mark.slow
 def test_a_library_with_other_machine_code_is_not_the_same(prover: Prover, piece: Loaded) -> None:
     (role,) = (role for role in piece.blobs if role.startswith("library/"))
     data = bytearray(piece.blobs[role])
