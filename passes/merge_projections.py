@@ -11,7 +11,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch.nn.functional as F
 from torch import fx
 
 from piecegraph.passes.matching import torch_ir as ir
@@ -19,6 +18,7 @@ from piecegraph.passes.matching.effects import changed_between
 from piecegraph.passes.matching.foreign_ops import relies_on_strides
 from piecegraph.passes.matching.graph_pass import GraphPass, Miss, PassContext, PassResult
 from piecegraph.passes.matching.torch_ir import NoMatch
+from piecegraph.passes.ops.int8_linear import INT8_LINEAR
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +26,9 @@ class MergeProjections(GraphPass):
     """A pass that merges groups of linears over the same input.
 
     A group is two linears or more with no split op between them. Their weights `[out, in]` are weights
-    (`PassContext.is_weight`) that nothing else reads, of one dtype and device; all have a bias or none has. Each
-    linear's output becomes columns of the merged output: a view, or a contiguous copy of it if an op that is not
-    torch's reads it and may rely on strides (`foreign_ops`).
+    (`PassContext.is_weight`) that nothing else reads, of one dtype and device; all have a bias or none has. Weights of
+    `piecegraph::int8_linear` are merged with their scales. Each linear's output becomes columns of the merged output:
+    a view, or a contiguous copy of it if an op that is not torch's reads it and may rely on strides (`foreign_ops`).
     """
 
     name: ClassVar[str] = "merge-projections"
@@ -40,22 +40,31 @@ class MergeProjections(GraphPass):
         return PassResult(matches=len(groups), misses=misses)
 
 
+_LINEARS: dict[Any, tuple[str, ...]] = {
+    **dict.fromkeys(ir.LINEAR, ("input", "weight", "bias")),
+    INT8_LINEAR: ("x", "weight", "scale", "bias"),
+}
+"""The calls that are merged, with the names of their arguments. Each tensor but the first has a row, or a number, for
+each output column."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Linear:
-    """A linear: `node = linear(x, weight, bias)`."""
+    """A linear, such as `node = linear(x, weight, bias)`."""
 
     node: fx.Node
     x: Any
-    weight: Any
-    bias: Any
+    tensors: dict[str, Any]  # the other arguments by name; a bias may be None
 
     @classmethod
     def of(cls, node: fx.Node) -> _Linear:
-        return cls(node, *(ir.argument(node, at, name) for at, name in enumerate(("input", "weight", "bias"))))
+        x, *names = _LINEARS[node.target]
+        tensors = {name: ir.argument(node, at, name) for at, name in enumerate(names, start=1)}
+        return cls(node, ir.argument(node, 0, x), tensors)
 
     def kind(self, context: PassContext) -> tuple[object, ...]:
         """Return a value that is equal for linears that can be merged. Raises `NoMatch` if this one cannot."""
-        own = {"weight": self.weight} if self.bias is None else {"weight": self.weight, "bias": self.bias}
+        own = {name: node for name, node in self.tensors.items() if node is not None}
         for what, node in own.items():
             if not isinstance(node, fx.Node) or not context.is_weight(node):
                 raise NoMatch(f"its {what} {node} is not a parameter that owns its memory")
@@ -63,9 +72,12 @@ class _Linear:
                 readers = ", ".join(user.name for user in node.users)
                 raise NoMatch(f"its {what} {node} has more than one reader: {readers}")
         values = [ir.value_of(node) for node in own.values()]
-        if [value.ndim for value in values] != [2, 1][: len(values)] or values[0].shape[0] != values[-1].shape[0]:
-            raise NoMatch(f"its weight and bias have the shapes {[tuple(value.shape) for value in values]}")
-        return (values[0].shape[1], *((value.dtype, value.device) for value in values))
+        if [value.ndim for value in values] != [2, 1, 1][: len(values)] or len({v.shape[0] for v in values}) > 1:
+            raise NoMatch(
+                f"its {' and '.join(self.tensors)} have the shapes {[tuple(value.shape) for value in values]}"
+            )
+        call = "linear" if self.node.target in ir.LINEAR else self.node.target
+        return (call, tuple(own), values[0].shape[1], *((value.dtype, value.device) for value in values))
 
 
 def _groups(graph: fx.Graph, context: PassContext) -> tuple[list[tuple[_Linear, ...]], tuple[Miss, ...]]:
@@ -93,7 +105,7 @@ def _sites(graph: fx.Graph, context: PassContext) -> Iterable[list[_Linear]]:
     segment = 0
     for node in graph.nodes:
         segment += context.is_split_op(node)
-        if ir.is_call(node, ir.LINEAR):
+        if ir.is_call(node, frozenset(_LINEARS)):
             linear = _Linear.of(node)
             sites.setdefault((linear.x, segment), []).append(linear)
     return [site for site in sites.values() if len(site) > 1]
@@ -109,14 +121,17 @@ def _not_together(group: list[_Linear], site: list[_Linear]) -> str | None:
 
 def _merge(graph: fx.Graph, group: tuple[_Linear, ...], context: PassContext) -> None:
     first = group[0]
-    weights = tuple(linear.weight for linear in group)
-    biases = tuple(linear.bias for linear in group if linear.bias is not None)
-    tensors = [context.concatenated(members) for members in (weights, biases) if members]
+    members = {
+        name: [linear.tensors[name] for linear in group] for name, node in first.tensors.items() if node is not None
+    }
+    together = {name: context.concatenated(nodes) for name, nodes in members.items()}
+    tensors = [together.get(name) for name in first.tensors]
     with graph.inserting_before(first.node):
-        merged = graph.call_function(F.linear, (first.x, *tensors))
+        call: Any = first.node.target
+        merged = graph.call_function(call, (first.x, *tensors))
     start = 0
     for linear in group:
-        node, size = linear.node, ir.value_of(linear.weight).shape[0]
+        node, size = linear.node, ir.value_of(linear.tensors["weight"]).shape[0]
         with graph.inserting_before(node):
             columns: Any = (Ellipsis, slice(start, start + size))
             part = graph.call_function(operator.getitem, (merged, columns))
@@ -125,5 +140,6 @@ def _merge(graph: fx.Graph, group: tuple[_Linear, ...], context: PassContext) ->
         node.replace_all_uses_with(part)
         graph.erase_node(node)
         start += size
-    for member in (*weights, *biases):
-        graph.erase_node(member)
+    for nodes in members.values():
+        for member in nodes:
+            graph.erase_node(member)

@@ -98,6 +98,7 @@ class LLM:
         revision: str | None = None,
         trust_remote_code: bool = False,
         dtype: str | torch.dtype = "auto",
+        quantization: str | None = None,
         device: str | torch.device | None = None,
         load_format: str = "auto",
         max_model_len: int | None = None,
@@ -712,6 +713,8 @@ def _load(
 
                 if config.tensor_parallel_size > 1:
                     raise ConfigError("a model that pools runs on one rank only; leave tensor_parallel_size out.")
+                if config.quantization is not None:
+                    raise ConfigError("a model that pools cannot be quantised yet; leave quantization out.")
         with translate_out_of_memory():
             if task is None:
                 return load_engine(config, on_phase, executor.parallel()), None

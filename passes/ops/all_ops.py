@@ -5,6 +5,7 @@ from __future__ import annotations
 MODULES: tuple[str, ...] = (
     "piecegraph.passes.ops.act_mul",
     "piecegraph.passes.ops.collectives",
+    "piecegraph.passes.ops.int8_linear",
     "piecegraph.passes.ops.linear",
     "piecegraph.passes.ops.moe_experts",
     "piecegraph.passes.ops.norm_linear",

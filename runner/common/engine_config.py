@@ -14,6 +14,7 @@ from piecegraph.runner.common.logprobs_mode import LogprobsMode
 from piecegraph.runner.common.model_source import ModelSource
 from piecegraph.runner.common.speculative_config import SpeculativeConfig
 from piecegraph.runner.common.vllm_interface import OLDER_ARGUMENTS, UNAVAILABLE_ARGUMENTS
+from piecegraph.runner.quantization.schemes import check_quantization
 
 if TYPE_CHECKING:
     import torch
@@ -121,6 +122,8 @@ class EngineConfig:
     of the preceding step are known, because the processors read these tokens."""
     speculative: SpeculativeConfig | None = None
     """How tokens are drafted and verified; None: each step gives a request one token."""
+    quantization: str | None = None
+    """The scheme of `runner/quantization/schemes.py` that weights are quantised by while they load; None: as read."""
     seed: int = 0
     tensor_parallel_size: int = 1
     """The number of ranks among which each layer is divided."""
@@ -165,6 +168,7 @@ class EngineConfig:
                 "check once without speculative_config."
             )
         self._check_parallel()
+        self._check_quantization()
         if self.enable_prompt_embeds and self.speculative is not None:
             raise ConfigError(
                 "enable_prompt_embeds=True gives prompts without tokens, in which speculative_config finds no drafts; "
@@ -244,6 +248,24 @@ class EngineConfig:
             if is_given:
                 raise ConfigError(
                     f"{what} is not yet available with tensor_parallel_size={size}; give one of the two arguments."
+                )
+
+    def _check_quantization(self) -> None:
+        """Raise `ConfigError` for a scheme that there is not, and for what quantised weights cannot be given with."""
+        check_quantization(self.quantization)
+        if self.quantization is None:
+            return
+        for is_given, what in (
+            (self.tensor_parallel_size > 1, "tensor_parallel_size"),
+            (self.speculative is not None, "speculative_config"),
+            (self.enable_prompt_embeds, "enable_prompt_embeds"),
+            (self.runner == "pooling", "runner='pooling'"),
+            (self.device is not None and not str(self.device).startswith("cpu"), f"device={str(self.device)!r}"),
+        ):
+            if is_given:
+                raise ConfigError(
+                    f"{what} is not yet available with quantization={self.quantization!r}; give one of the two "
+                    "arguments."
                 )
 
 

@@ -111,7 +111,7 @@ class Unavailable:
 _NO_LORA = "LoRA adapters are not yet available: merge the adapter into the weights."
 _NO_SPECULATION = "give speculative_config."
 _NO_POOLER = "pooling follows the model's modules.json; give PoolingParams for what varies."
-_NO_QUANTIZATION = "quantization is not yet available: load the weights in 16 or 32 bits."
+_NO_QUANTIZATION = "quantised checkpoints cannot be read yet; quantization='int8' quantises a plain one."
 _NO_STRUCTURE = "give each request its structured_outputs; llguidance compiles them."
 _NO_PARALLELISM = "of the kinds of parallelism, this version has tensor_parallel_size, on one machine."
 _NO_EXPERT_PARALLELISM = "this version runs all experts on one device."
@@ -311,7 +311,6 @@ UNAVAILABLE_ARGUMENTS: Mapping[str, Unavailable] = {
     "prefix_match_unit": Unavailable("prefixes are found by blocks: give block_size."),
     "profiler_config": Unavailable(_NO_PROFILER, (None, {})),
     "pt_load_map_location": Unavailable("weights are read to the CPU, then copied.", ("cpu",)),
-    "quantization": Unavailable(_NO_QUANTIZATION),
     "quantization_config": Unavailable(_NO_QUANTIZATION),
     "ray_workers_use_nsight": Unavailable(_NO_PARALLELISM, (False,)),
     "reasoning_config": Unavailable(_NO_SERVER, (None, {})),
@@ -406,6 +405,7 @@ DIFFERENT_ARGUMENTS: Mapping[str, str] = {
     "max_num_seqs": "None is 256, or max_num_batched_tokens if that is less",
     "model": "None is the embedded model",
     "override_generation_config": "fields that sampling has; others are refused",
+    "quantization": "`int8`, made from a plain checkpoint on a CPU, or None",
     "tensor_parallel_size": "on CPUs so far, for models with a plan in transformers",
     "trust_remote_code": "the model's code has to trace to one graph",
 }

@@ -133,12 +133,12 @@ def explain(config: EngineConfig, *, assume_gpu: bool = False, on_phase: OnPhase
     if config.cudagraph_capture_sizes is not None:
         check_capture_sizes(config.cudagraph_capture_sizes, max_num_tokens)
     hf_config = load_config(config.source)
-    dtype = resolve_dtype(config.dtype, hf_config, device)
+    dtype = resolve_dtype(config.dtype, hf_config, device, config.quantization)
     max_model_len = model_length(hf_config, config.max_model_len, first_position(config.source, hf_config).value)
     meta = torch.device("meta")
     source = replace(config.source, load_format="dummy")
-    num_ranks = config.tensor_parallel_size
-    loaded = load_model(source, hf_config, dtype=dtype, device=meta, on_phase=on_phase, num_ranks=num_ranks)
+    options: dict[str, Any] = {"num_ranks": config.tensor_parallel_size, "quantization": config.quantization}
+    loaded = load_model(source, hf_config, dtype=dtype, device=meta, on_phase=on_phase, **options)
     notes = (*loaded.notes, *fix_longrope(loaded.model, max_model_len))
     notes = (*notes, *apply_layer_rules(loaded.model, max_model_len))
     traced = _trace(config, loaded, device, is_assumed, max_num_tokens, max_model_len, on_phase)

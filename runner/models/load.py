@@ -37,6 +37,7 @@ from piecegraph.runner.models.first_position import first_position
 from piecegraph.runner.models.layer_rules import first_layer_with_rules
 from piecegraph.runner.models.quiet_transformers import quiet_transformers
 from piecegraph.runner.models.support import check_class, check_config, check_model_sizes
+from piecegraph.runner.quantization.quantise import QuantisationSummary, quantise_model
 from piecegraph.runner.state_layers.modules.replace import (
     first_state_layer,
     has_state_layers,
@@ -95,6 +96,7 @@ class LoadedModel:
     notes: tuple[str, ...]
     rank_plan: RankPlan | None = None  # what this rank holds; None: all of the model
     bytes_read: int | None = None  # of weight files, if only a rank's part was read
+    quantisation: QuantisationSummary | None = None  # None: weights have the dtype
 
 
 def load_config(source: ModelSource) -> PreTrainedConfig:
@@ -153,11 +155,31 @@ def resolve_device(device: str | torch.device | None) -> torch.device:
     return resolved
 
 
-def resolve_dtype(dtype: str | torch.dtype, config: PreTrainedConfig, device: torch.device) -> torch.dtype:
-    """Return the dtype that weights are loaded as. Raises `ConfigError` for an unknown name.
+def resolve_dtype(
+    dtype: str | torch.dtype, config: PreTrainedConfig, device: torch.device, quantization: str | None = None
+) -> torch.dtype:
+    """Return the dtype that weights are loaded as, and that activations have.
 
-    `"auto"` is float32 on the CPU; on a GPU it is the checkpoint's dtype if that has 16 bits, else bfloat16.
+    `"auto"` is float32 on the CPU, and bfloat16 with quantised weights; on a GPU it is the checkpoint's dtype if that
+    has 16 bits, else bfloat16. Raises `ConfigError` for an unknown name, and for quantised weights with float16 or on a
+    GPU.
     """
+    resolved = _resolve_dtype(dtype, config, device, quantization)
+    if quantization is not None and device.type == "cuda":
+        raise ConfigError(
+            f"quantization={quantization!r} has no kernel for GPUs yet; give device='cpu', or leave it out."
+        )
+    if quantization is not None and resolved is torch.float16:
+        raise ConfigError(
+            f"dtype=float16 is not available with quantization={quantization!r}, whose scales have the range of "
+            "bfloat16; use bfloat16 or float32."
+        )
+    return resolved
+
+
+def _resolve_dtype(
+    dtype: str | torch.dtype, config: PreTrainedConfig, device: torch.device, quantization: str | None
+) -> torch.dtype:
     if isinstance(dtype, torch.dtype):
         if dtype not in DTYPES.values():
             raise ConfigError(f"dtype={dtype} cannot run here; use float32, bfloat16 or float16.")
@@ -165,7 +187,7 @@ def resolve_dtype(dtype: str | torch.dtype, config: PreTrainedConfig, device: to
     if dtype == "auto":
         stored = getattr(config.get_text_config(decoder=True), "dtype", None) or config.dtype
         if device.type == "cpu":
-            return torch.float32
+            return torch.float32 if quantization is None else torch.bfloat16
         return stored if stored in (torch.bfloat16, torch.float16) else torch.bfloat16
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise ConfigError(f"dtype={dtype!r} is unknown.{did_you_mean(str(dtype), ['auto', *DTYPES])}")
@@ -183,10 +205,12 @@ def load_model(
     kind: ModelKind = GENERATION,
     rank: int = 0,
     num_ranks: int = 1,
+    quantization: str | None = None,
 ) -> LoadedModel:
     """Return the model with our attention, with the weights of `source`, or with random weights for format `dummy`.
 
-    With several ranks, the model has the weights of `rank` only.
+    With several ranks, the model has the weights of `rank` only. `quantization`: the scheme that weights are quantised
+    by once they are read; matrices of one module after another, each then freed.
 
     Raises:
         UnsupportedModel: the model's class is not supported; no weights were read.
@@ -231,6 +255,7 @@ def load_model(
         raise UnsupportedModel(f"{type(model).__name__}: {ruled}; such models can generate here, not pool.")
     if num_ranks > 1:
         plan = _cut_to_rank(model, plan, rank, num_ranks)
+    quantised = None if quantization is None else _quantised(model, quantization)
     model = model.to(device).eval().requires_grad_(False)  # type: ignore[arg-type]  # transformers decorates .to
     name_layers(model)
     if on_phase is not None:
@@ -244,10 +269,23 @@ def load_model(
         dtype=dtype,
         device=device,
         first_position=first.value,
-        notes=(*((first.note,) if first.note else ()), *notes),
+        notes=(*((first.note,) if first.note else ()), *notes, *(() if quantised is None else (str(quantised),))),
         rank_plan=plan,
         bytes_read=bytes_read,
+        quantisation=quantised,
     )
+
+
+def _quantised(model: PreTrainedModel, quantization: str) -> QuantisationSummary:
+    """Quantise a model in place. Raises `UnsupportedModel` for a kind of model that cannot be quantised yet."""
+    has_states = has_state_layers(model)
+    if has_states or compresses_keys(model.config):
+        what = f"layers with a state ({first_state_layer(model)})" if has_states else "latent attention (kv_lora_rank)"
+        raise UnsupportedModel(
+            f"{type(model).__name__} has {what}, with which quantization={quantization!r} is not yet available; leave "
+            "it out."
+        )
+    return quantise_model(model, quantization)
 
 
 def _check_divisible(config: PreTrainedConfig) -> None:

@@ -36,7 +36,7 @@ def load_without_weights(config: EngineConfig, on_phase: OnPhase | None = None) 
     """
     device = resolve_device(config.device)
     hf_config = load_config(config.source)
-    dtype = resolve_dtype(config.dtype, hf_config, device)
+    dtype = resolve_dtype(config.dtype, hf_config, device, config.quantization)
     max_model_len = model_length(hf_config, config.max_model_len, first_position(config.source, hf_config).value)
     return model_without_weights(
         config.source,
@@ -45,6 +45,7 @@ def load_without_weights(config: EngineConfig, on_phase: OnPhase | None = None) 
         device=device,
         max_model_len=max_model_len,
         num_ranks=config.tensor_parallel_size,
+        quantization=config.quantization,
         on_phase=on_phase,
     )
 
@@ -57,6 +58,7 @@ def model_without_weights(
     device: torch.device,
     max_model_len: int,
     num_ranks: int = 1,
+    quantization: str | None = None,
     on_phase: OnPhase | None = None,
 ) -> LoadedModel:
     """Return the model that `load_model` and `fix_longrope` would make, with fake tensors.
@@ -64,7 +66,15 @@ def model_without_weights(
     The shapes are those of any of `num_ranks`.
     """
     dummy = replace(source, load_format="dummy")
-    loaded = load_model(dummy, config, dtype=dtype, device=torch.device("meta"), num_ranks=num_ranks, on_phase=on_phase)
+    loaded = load_model(
+        dummy,
+        config,
+        dtype=dtype,
+        device=torch.device("meta"),
+        num_ranks=num_ranks,
+        quantization=quantization,
+        on_phase=on_phase,
+    )
     notes = (*fix_longrope(loaded.model, max_model_len), *apply_layer_rules(loaded.model, max_model_len))
     _make_fake(loaded.model, device)
     if source.load_format != "dummy":
@@ -81,6 +91,7 @@ def stand_in_for(
     device: torch.device,
     max_model_len: int,
     num_ranks: int = 1,
+    quantization: str | None = None,
 ) -> tuple[LoadedModel | None, str]:
     """Return the model without weights and "", or None and the reason if it cannot be constructed.
 
@@ -88,7 +99,13 @@ def stand_in_for(
     """
     try:
         made = model_without_weights(
-            source, config, dtype=dtype, device=device, max_model_len=max_model_len, num_ranks=num_ranks
+            source,
+            config,
+            dtype=dtype,
+            device=device,
+            max_model_len=max_model_len,
+            num_ranks=num_ranks,
+            quantization=quantization,
         )
         return made, ""
     except PiecegraphError:

@@ -113,7 +113,7 @@ def load_engine(config: EngineConfig, on_phase: OnPhase | None, parallel: Parall
         check_capture_sizes(config.cudagraph_capture_sizes, max_num_tokens)
     with timed_phase(on_phase, "config"):
         hf_config = load_config(config.source)
-        dtype = resolve_dtype(config.dtype, hf_config, device)
+        dtype = resolve_dtype(config.dtype, hf_config, device, config.quantization)
         max_model_len = model_length(hf_config, config.max_model_len, first_position(config.source, hf_config).value)
     tokenizer = None
     if not config.skip_tokenizer_init:
@@ -196,6 +196,7 @@ def _stand_in(
             device=device,
             max_model_len=max_model_len,
             num_ranks=config.tensor_parallel_size,
+            quantization=config.quantization,
         )
 
 
@@ -218,6 +219,7 @@ def _load_weights(
         on_phase=on_phase,
         rank=rank,
         num_ranks=config.tensor_parallel_size,
+        quantization=config.quantization,
     )
     rules = apply_layer_rules(loaded.model, max_model_len)
     loaded = replace(loaded, notes=(*loaded.notes, *fix_longrope(loaded.model, max_model_len), *rules))

@@ -78,7 +78,15 @@ def _read(loaded: Loaded, model: str | Path | None) -> Mapping[str, torch.Tensor
         source = replace(source, model=os.path.expanduser(model), revision=None, load_format=load_format)
         _check_config(load_config(source), loaded.model.config, source)
     config, dtype = copy.deepcopy(loaded.model.config), loaded.model.dtype
-    read = load_model(source, config, dtype=dtype, device=torch.device("cpu"), seed=loaded.seed)
+    quantised = loaded.model.quantisation
+    read = load_model(
+        source,
+        config,
+        dtype=dtype,
+        device=torch.device("cpu"),
+        seed=loaded.seed,
+        quantization=None if quantised is None else quantised.scheme,
+    )
     state: Mapping[str, torch.Tensor] = read.model.state_dict()
     return state
 

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from piecegraph.passes.merge_projections import MergeProjections
+from piecegraph.passes.ops.int8_linear import INT8_LINEAR
 from tests.passes.pass_context import FakeContext
 from tests.passes.relative_error import Tensors, assert_no_less_exact, quick_and_all
 from tests.passes.spelled import calls, graph_of
@@ -253,3 +254,28 @@ def test_one_matmul_is_no_less_exact_than_several(dtype: torch.dtype, shapes: Se
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_one_matmul_of_a_gpu_is_no_less_exact_than_several(dtype: torch.dtype) -> None:
     assert_no_less_exact(merged, separate, separate, make_inputs, SHAPES, dtype, "cuda", num_terms=size_of)
+
+
+def test_quantised_linears_are_merged_with_their_scales() -> None:
+    """One product gives what three gave; linears of floats, and those with a bias, stay apart from them."""
+    graph = fx.Graph()
+    x = placeholder(graph, "x", torch.randn(5, 16))
+    outs = []
+    for number, columns in enumerate((6, 4, 2)):
+        values = torch.randint(-127, 128, (columns, 16), dtype=torch.int8)
+        weight = placeholder(graph, f"weight_{number}", values)
+        scale = placeholder(graph, f"weight_scale_{number}", torch.rand(columns).bfloat16().float())
+        node = graph.call_function(INT8_LINEAR, (x, weight, scale, None))
+        node.meta["example_value"] = torch.zeros(5, columns)
+        outs.append(node)
+    outs.append(call(graph, F.linear, x, placeholder(graph, "weight_3", torch.randn(6, 16))))
+    graph.output(tuple(outs))
+    given = x.meta["example_value"]
+    before = run(graph, given)
+    context = FakeContext(graph)
+    result = MergeProjections().apply(graph, context)
+    assert result.matches == 1 and [miss.node for miss in result.misses] == ["linear"]
+    assert [len(members) for members in context.members.values()] == [3, 3]
+    assert sum(node.target is INT8_LINEAR for node in graph.nodes) == 1
+    for old, new in zip(before, run(graph, given), strict=True):
+        assert torch.equal(new, old)

@@ -159,6 +159,10 @@ LLM_FLAGS = (
     Flag(
         name="dtype", default="auto", help="float32, bfloat16, float16, or auto: what the checkpoint and device allow."
     ),
+    Flag(
+        name="quantization",
+        help="int8: quantise the weights while they load. Without it they stay as they are read.",
+    ),
     Flag(name="device", help="cpu, cuda or cuda:N. Without it: a GPU if there is one."),
     Flag(name="max_model_len", type=int, help="Longest prompt and answer together, in tokens."),
     Flag(name="compiler", type=click.Choice(["inductor", "eager"]), help="What compiles a piece; without it inductor."),

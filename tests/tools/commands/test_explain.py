@@ -183,6 +183,7 @@ def test_passes_of_an_assumed_gpu_are_those_that_pay_there(
 
 VALUES: dict[str, Any] = {
     "dtype": "float16",
+    "quantization": "int8",
     "device": "cpu",
     "compiler": "eager",
     "attention_backend": "sdpa",

@@ -1,0 +1,64 @@
+"""Which weights of a model are quantised, and that shared ones stay shared."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from piecegraph.errors import CheckpointError, UnsupportedModel
+from piecegraph.runner.quantization.modules import QuantisedEmbedding, QuantisedLinear
+from piecegraph.runner.quantization.quantise import bytes_by_dtype, quantise_model
+
+
+class OtherLinear(nn.Linear):
+    """A linear that may read its weight in a way of its own."""
+
+
+class Model(nn.Module):
+    def __init__(self, is_tied: bool = True, head: type[nn.Linear] = nn.Linear) -> None:
+        super().__init__()
+        self.embedding, self.inner, self.head = nn.Embedding(12, 32), nn.Linear(32, 32), head(32, 12, bias=False)
+        self.norm = nn.LayerNorm(32)
+        if is_tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.head(self.norm(self.inner(self.embedding(tokens))))
+        return logits
+
+
+def test_linears_and_embeddings_are_quantised_and_shared_weights_stay_shared() -> None:
+    model = Model().requires_grad_(False)
+    tokens = torch.arange(12)
+    before = model(tokens)
+    summary = quantise_model(model, "int8")
+    assert isinstance(model.head, QuantisedLinear) and isinstance(model.embedding, QuantisedEmbedding)
+    assert model.head.weight_packed is model.embedding.weight_packed
+    assert model.head.weight_scale is model.embedding.weight_scale
+    assert not hasattr(model.head, "weight")  # who would read it must not take integers for weights
+    assert (summary.num_linears, summary.num_embeddings, summary.left) == (2, 1, ())
+    assert summary.bytes_by_dtype == bytes_by_dtype(model) == {"int8": 12 * 32 + 32 * 32, "float32": 4 * (44 + 96)}
+    assert (model(tokens) - before).abs().amax() < 0.05 * before.abs().amax()
+
+
+def test_what_is_not_quantised_is_said() -> None:
+    """A shared weight stays as it is if one of its modules is of a class that cannot be quantised."""
+    model = Model(head=OtherLinear)
+    summary = quantise_model(model, "int8")
+    assert type(model.head) is OtherLinear and type(model.embedding) is nn.Embedding
+    assert summary.left == ("1 x OtherLinear.weight (neither a plain linear nor a plain embedding)",)
+    assert "1 linears are int8" in str(summary) and "not quantised: 1 x OtherLinear.weight" in str(summary)
+
+
+def test_a_model_without_such_weights_is_refused() -> None:
+    with pytest.raises(UnsupportedModel, match="Sequential has no weights that quantization='int8' can quantise"):
+        quantise_model(nn.Sequential(nn.LayerNorm(4)), "int8")
+
+
+def test_a_weight_that_is_not_finite_is_named() -> None:
+    model = Model()
+    with torch.no_grad():
+        model.inner.weight[3, 4] = float("nan")
+    with pytest.raises(CheckpointError, match=r"inner\.weight cannot be quantised to int8: it has values that are inf"):
+        quantise_model(model, "int8")
