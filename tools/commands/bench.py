@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from piecegraph.tools.bench.perplexity import command as perplexity
 from piecegraph.tools.command_line.options import CONTEXT
 from piecegraph.tools.commands.bench_compare import compare
 from piecegraph.tools.commands.bench_latency import latency
@@ -18,10 +19,10 @@ def command() -> None:
     """Measure decode steps, workloads, starts, passes, drafts and other programs.
 
     Figures are milliseconds per decode step, next to the roofline; tokens a second of an offline workload, next to its
-    floor; where the time of a start goes; what each pass saves; other programs beside ours. Each subcommand prints a
-    table, or with --json one object.
+    floor; where the time of a start goes; what each pass saves; other programs beside ours; how well a model predicts a
+    text. Each subcommand prints a table, or with --json one object.
     """
 
 
-for _each in (latency, throughput, startup, passes, compare, speculative):
+for _each in (latency, throughput, startup, passes, compare, speculative, perplexity):
     command.add_command(_each)
