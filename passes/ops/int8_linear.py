@@ -19,14 +19,18 @@ _CHUNK = 16
 def int8_linear(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """Return `x @ (weight * scale[:, None]).T + bias` in the dtype of `x`, a new contiguous tensor.
 
-    `x` is float32 or bfloat16, `[..., size]`; `weight` int8, `[num_columns, size]`, contiguous; `scale`, with values
-    that bfloat16 holds, and `bias` have the dtype of `x` and are `[num_columns]`. `x` is rounded to bfloat16, in which
+    `x` is float32 or bfloat16, `[..., size]`; `weight` int8, `[num_columns, size]`, contiguous; `scale` and
+    `bias` have the dtype of `x` and are `[num_columns]`. `x` is rounded to bfloat16, in which
     int8 is exact; sums accumulate in float32 and are rounded to bfloat16. Nothing is mutated.
     """
     num_columns, size = weight.shape
     rows = x.reshape(-1, size).to(torch.bfloat16)
     if rows.shape[0] <= MAX_PACKED_ROWS and size % _CHUNK == 0 and rows.device.type == "cpu":
-        out = torch._weight_int8pack_mm(rows, weight, scale.to(torch.bfloat16)).to(x.dtype)
+        if scale.dtype is torch.bfloat16:
+            out = torch._weight_int8pack_mm(rows, weight, scale)
+        else:
+            ones = torch.ones(num_columns, dtype=torch.bfloat16)
+            out = torch._weight_int8pack_mm(rows, weight, ones).to(x.dtype) * scale
     else:
         out = F.linear(rows, weight.to(torch.bfloat16)).to(x.dtype) * scale
     if bias is not None:

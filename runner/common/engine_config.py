@@ -253,8 +253,11 @@ class EngineConfig:
     def _check_quantization(self) -> None:
         """Raise `ConfigError` for a scheme that there is not, and for what quantised weights cannot be given with."""
         check_quantization(self.quantization)
-        if self.quantization is None:
-            return
+        if self.quantization is not None:
+            self.check_beside_quantised(f"quantization={self.quantization!r}")
+
+    def check_beside_quantised(self, quantised: str) -> None:
+        """Raise `ConfigError` for an argument that cannot be given with quantised weights; `quantised` names these."""
         for is_given, what in (
             (self.tensor_parallel_size > 1, "tensor_parallel_size"),
             (self.speculative is not None, "speculative_config"),
@@ -263,10 +266,7 @@ class EngineConfig:
             (self.device is not None and not str(self.device).startswith("cpu"), f"device={str(self.device)!r}"),
         ):
             if is_given:
-                raise ConfigError(
-                    f"{what} is not yet available with quantization={self.quantization!r}; give one of the two "
-                    "arguments."
-                )
+                raise ConfigError(f"{what} is not yet available with {quantised}; give one of the two.")
 
 
 def compile_config(

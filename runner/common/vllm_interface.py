@@ -111,7 +111,7 @@ class Unavailable:
 _NO_LORA = "LoRA adapters are not yet available: merge the adapter into the weights."
 _NO_SPECULATION = "give speculative_config."
 _NO_POOLER = "pooling follows the model's modules.json; give PoolingParams for what varies."
-_NO_QUANTIZATION = "quantised checkpoints cannot be read yet; quantization='int8' quantises a plain one."
+_NO_QUANTIZATION = "a checkpoint's own config says how it is quantised; quantization='int8' quantises a plain one."
 _NO_STRUCTURE = "give each request its structured_outputs; llguidance compiles them."
 _NO_PARALLELISM = "of the kinds of parallelism, this version has tensor_parallel_size, on one machine."
 _NO_EXPERT_PARALLELISM = "this version runs all experts on one device."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import json
 import time
@@ -37,6 +38,11 @@ from piecegraph.runner.models.first_position import first_position
 from piecegraph.runner.models.layer_rules import first_layer_with_rules
 from piecegraph.runner.models.quiet_transformers import quiet_transformers
 from piecegraph.runner.models.support import check_class, check_config, check_model_sizes
+from piecegraph.runner.quantization.compressed_tensors import (
+    ChannelCheckpoint,
+    opened_checkpoint,
+    read_checkpoint_config,
+)
 from piecegraph.runner.quantization.quantise import QuantisationSummary, quantise_model
 from piecegraph.runner.state_layers.modules.replace import (
     first_state_layer,
@@ -164,6 +170,13 @@ def resolve_dtype(
     has 16 bits, else bfloat16. Raises `ConfigError` for an unknown name, and for quantised weights with float16 or on a
     GPU.
     """
+    if getattr(config, "quantization_config", None) is not None:
+        if quantization is not None:
+            raise ConfigError(
+                f"quantization={quantization!r} is made from a plain checkpoint, and this one is quantised already; "
+                "leave it out."
+            )
+        quantization = "int8"
     resolved = _resolve_dtype(dtype, config, device, quantization)
     if quantization is not None and device.type == "cuda":
         raise ConfigError(
@@ -227,6 +240,9 @@ def load_model(
             on_phase(Phase(name="load", done=done, total=total, detail=source.model))
 
     register_attention()
+    checkpoint, config = split_quantisation(config)
+    if checkpoint is not None and (num_ranks > 1 or not kind.generates):
+        raise UnsupportedModel("a quantised checkpoint can generate on one rank so far; use an unquantised one.")
     known_class = _known_class(config, kind)
     if known_class is not None:
         check_class(known_class, kind.inputs)
@@ -234,28 +250,23 @@ def load_model(
             check_replaceable(config)
     if num_ranks > 1:
         _check_divisible(config)
-    plan, bytes_read = None, None
+    plan, bytes_read, quantised = None, None, None
     with quiet_transformers(on_weights), _construction_errors(source):
         if source.load_format == "dummy":
             model = _random_model(source, config, dtype, device, seed, kind)
+        elif checkpoint is not None:
+            model, quantised = _quantised_checkpoint_model(source, config, dtype, kind, known_class, checkpoint)
         elif num_ranks > 1 and known_class is not None and source.weight_files and not source.is_gguf:
             model, plan, bytes_read = _rank_checkpoint_model(source, config, dtype, kind, known_class, rank, num_ranks)
         else:
             model = _checkpoint_model(source, config, dtype, kind)
     assert isinstance(model, PreTrainedModel), type(model)
     check_class(type(model), kind.inputs)
-    notes: tuple[str, ...] = ()
-    if kind.generates:
-        notes = _replace_layers(model)
-    elif (stateful := first_state_layer(model)) is not None:
-        raise UnsupportedModel(
-            f"{type(model).__name__} keeps a state between tokens ({stateful}), and cannot pool here."
-        )
-    elif (ruled := first_layer_with_rules(model)) is not None:
-        raise UnsupportedModel(f"{type(model).__name__}: {ruled}; such models can generate here, not pool.")
+    notes = _replace_layers(model) if kind.generates else _check_pools(model)
     if num_ranks > 1:
         plan = _cut_to_rank(model, plan, rank, num_ranks)
-    quantised = None if quantization is None else _quantised(model, quantization)
+    if checkpoint is not None or quantization is not None:
+        quantised = _quantised(model, quantization, checkpoint, quantised)
     model = model.to(device).eval().requires_grad_(False)  # type: ignore[arg-type]  # transformers decorates .to
     name_layers(model)
     if on_phase is not None:
@@ -276,16 +287,77 @@ def load_model(
     )
 
 
-def _quantised(model: PreTrainedModel, quantization: str) -> QuantisationSummary:
-    """Quantise a model in place. Raises `UnsupportedModel` for a kind of model that cannot be quantised yet."""
+def split_quantisation(config: PreTrainedConfig) -> tuple[ChannelCheckpoint | None, PreTrainedConfig]:
+    """Return what is quantised in the checkpoint, or None, and the config of the model without it."""
+    written = getattr(config, "quantization_config", None)
+    if written is None:
+        return None, config
+    plain = copy.deepcopy(config)
+    del plain.quantization_config
+    return read_checkpoint_config(written), plain
+
+
+def _quantised_checkpoint_model(
+    source: ModelSource,
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    kind: ModelKind,
+    known_class: type[PreTrainedModel] | None,
+    checkpoint: ChannelCheckpoint,
+) -> tuple[Any, QuantisationSummary]:
+    """Return the model with the weights as they are stored, and the summary; no weight is ever a float here."""
+    from safetensors import SafetensorError
+
+    check_weight_files(source)
+    if known_class is None or not source.weight_files:
+        raise UnsupportedModel(
+            f"{source.model!r} is quantised, and can be read only from safetensors files and with a class of "
+            "transformers."
+        )
+    model_class: Any = known_class
+    summaries: list[QuantisationSummary] = []
+
+    def construct(self: Any, *args: Any, **kwargs: Any) -> None:
+        model_class.__init__(self, *args, **kwargs)
+        summaries.append(quantise_model(self, "int8", checkpoint.is_quantised))
+
+    own: Any = type(model_class.__name__, (model_class,), {"__init__": construct, "__module__": model_class.__module__})
+    try:
+        with opened_checkpoint(source.weight_files) as state:
+            model, info = own.from_pretrained(
+                None,
+                config=config,
+                state_dict=state,
+                dtype=dtype,
+                attn_implementation=kind.attention,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+            )
+    except SafetensorError as error:
+        raise CheckpointError(f"a weight file of {source.model!r} is corrupt: {_first_line(error)}") from error
+    model.__class__ = model_class
+    _check_loading_info(source, info)
+    return model, summaries[-1]
+
+
+def _quantised(
+    model: PreTrainedModel,
+    quantization: str | None,
+    checkpoint: ChannelCheckpoint | None,
+    read: QuantisationSummary | None,
+) -> QuantisationSummary:
+    """Quantise a model in place, unless it was `read` so. Raises `UnsupportedModel` for a kind that cannot be yet."""
     has_states = has_state_layers(model)
     if has_states or compresses_keys(model.config):
         what = f"layers with a state ({first_state_layer(model)})" if has_states else "latent attention (kv_lora_rank)"
         raise UnsupportedModel(
-            f"{type(model).__name__} has {what}, with which quantization={quantization!r} is not yet available; leave "
-            "it out."
+            f"{type(model).__name__} has {what}, with which quantised weights (quantization={quantization!r}) are not "
+            "yet available; use unquantised ones."
         )
-    return quantise_model(model, quantization)
+    if checkpoint is None:
+        assert quantization is not None
+        return quantise_model(model, quantization)
+    return quantise_model(model, "int8", checkpoint.is_quantised) if read is None else read
 
 
 def _check_divisible(config: PreTrainedConfig) -> None:
@@ -325,6 +397,17 @@ def check_replaceable(config: PreTrainedConfig) -> None:
 
     with torch.device("meta"):
         _replace_layers(AutoModelForCausalLM.from_config(config))
+
+
+def _check_pools(model: PreTrainedModel) -> tuple[str, ...]:
+    """Return no notes. Raises `UnsupportedModel` for a model that can generate and cannot pool."""
+    if (stateful := first_state_layer(model)) is not None:
+        raise UnsupportedModel(
+            f"{type(model).__name__} keeps a state between tokens ({stateful}), and cannot pool here."
+        )
+    if (ruled := first_layer_with_rules(model)) is not None:
+        raise UnsupportedModel(f"{type(model).__name__}: {ruled}; such models can generate here, not pool.")
+    return ()
 
 
 def _replace_layers(model: PreTrainedModel) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -32,11 +33,14 @@ class QuantisationSummary:
         return f"quantization: {what}, multiplied by {self.kernel}; weights: {sizes}{left}"
 
 
-def quantise_model(model: nn.Module, scheme: str) -> QuantisationSummary:
+def quantise_model(
+    model: nn.Module, scheme: str, is_quantised: Callable[[str, str], bool] | None = None
+) -> QuantisationSummary:
     """Quantise the weights of a model in place, one after another, so that no second copy of the model is made.
 
     Weights that several modules share are quantised once and stay shared; they stay as they are if one of the modules
-    is of a class that cannot be quantised. Works on meta tensors too.
+    is of a class that cannot be quantised. Works on meta tensors too. `is_quantised`: which modules are, by their path
+    and the name of their class; None: all that can be.
 
     Raises `CheckpointError` for a weight that is not finite, and `UnsupportedModel` if nothing can be quantised.
     """
@@ -50,7 +54,7 @@ def quantise_model(model: nn.Module, scheme: str) -> QuantisationSummary:
     left: Counter[str] = Counter()
     for places in owners.values():
         path, first, short = places[0]
-        why_not = next((why for why in (_why_not(*place) for place in places) if why), None)
+        why_not = next((why for why in (_why_not(*place, is_quantised) for place in places) if why), None)
         if why_not is not None:
             left[why_not] += 1
             continue
@@ -89,8 +93,10 @@ def bytes_by_dtype(model: nn.Module) -> dict[str, int]:
     return dict(found.most_common())
 
 
-def _why_not(path: str, module: nn.Module, short: str) -> str | None:
+def _why_not(path: str, module: nn.Module, short: str, is_quantised: Callable[[str, str], bool] | None) -> str | None:
     """Return why a parameter cannot be quantised, the same text for parameters that are alike; None if it can."""
     if type(module) in REPLACED and short == "weight":
-        return None
+        if is_quantised is None or is_quantised(path, type(module).__name__):
+            return None
+        return f"{type(module).__name__}.{short} (not quantised in the checkpoint)"
     return f"{type(module).__name__}.{short} (neither a plain linear nor a plain embedding)"

@@ -113,6 +113,8 @@ def load_engine(config: EngineConfig, on_phase: OnPhase | None, parallel: Parall
         check_capture_sizes(config.cudagraph_capture_sizes, max_num_tokens)
     with timed_phase(on_phase, "config"):
         hf_config = load_config(config.source)
+        if getattr(hf_config, "quantization_config", None) is not None:
+            config.check_beside_quantised("a quantised checkpoint")
         dtype = resolve_dtype(config.dtype, hf_config, device, config.quantization)
         max_model_len = model_length(hf_config, config.max_model_len, first_position(config.source, hf_config).value)
     tokenizer = None

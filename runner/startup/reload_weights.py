@@ -79,13 +79,16 @@ def _read(loaded: Loaded, model: str | Path | None) -> Mapping[str, torch.Tensor
         _check_config(load_config(source), loaded.model.config, source)
     config, dtype = copy.deepcopy(loaded.model.config), loaded.model.dtype
     quantised = loaded.model.quantisation
+    is_read = (written := getattr(load_config(source), "quantization_config", None)) is not None
+    if is_read:  # weights of the model's own source, which are stored as they are used
+        config.quantization_config = written
     read = load_model(
         source,
         config,
         dtype=dtype,
         device=torch.device("cpu"),
         seed=loaded.seed,
-        quantization=None if quantised is None else quantised.scheme,
+        quantization=None if quantised is None or is_read else quantised.scheme,
     )
     state: Mapping[str, torch.Tensor] = read.model.state_dict()
     return state

@@ -19,7 +19,7 @@ def inputs(rows: int, columns: int, size: int, dtype: torch.dtype) -> tuple[torc
     x = torch.randn(rows, size, generator=generator).to(dtype)
     weight = torch.randint(-127, 128, (columns, size), generator=generator, dtype=torch.int8)
     scale, bias = torch.rand(columns, generator=generator) / 64, torch.randn(columns, generator=generator)
-    return x, weight, scale.bfloat16().to(dtype), bias.to(dtype)
+    return x, weight, scale.to(dtype), bias.to(dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -90,7 +90,7 @@ def test_weights_are_read_again_quantised(llama: Path, tmp_path: Path) -> None:
 
 
 def test_models_with_states_or_latents_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModel, match=r"latent attention \(kv_lora_rank\), with which quantization='int8'"):
+    with pytest.raises(UnsupportedModel, match=r"latent attention \(kv_lora_rank\), with which quantised weights"):
         load(save(make_model("deepseek-v3"), tmp_path))
 
 
