@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -167,9 +168,9 @@ def _mean(graph: fx.Graph) -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (_read_twice, "out_2 is read by "),
-        (_read_inside, "is also read by output"),
-        (_other_activation, "gated by something other than act(gate) * up, at proj_out"),
+        (_read_twice, r"out_2 is read by (proj_out_2|weighted_out), output$"),
+        (_read_inside, r"is also read by output"),
+        (_other_activation, r"gated by something other than act\(gate\) \* up, at (proj_out_1|proj_out)$"),
         (_up_first, "not its first and its second half"),
         (_experts_elsewhere, "router_indices is not a choice of topk among the 4 experts whose weights are here"),
         (_descending, "does not count expert ids sorted upwards"),
@@ -185,7 +186,7 @@ def test_a_miss_says_why_and_other_layers_match(change: Callable[[fx.Graph], Non
     result = FuseMoe().apply(graph, context)
     graph.lint()
     assert result.matches == 1
-    assert reason in result.misses[0].reason, result.misses
+    assert re.search(reason, result.misses[0].reason), result.misses
 
 
 @pytest.mark.parametrize(
