@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -83,12 +83,8 @@ def allow_unbacked_layouts() -> Iterator[None]:
             guessed = _guessed_sizes(V.graph.sizevars, stride)
             return FlexibleLayout.fill_ordered(sizes, sorted(range(len(guessed)), key=guessed.__getitem__))
 
-    layout: Any = FlexibleLayout
-    layout.same_ordered = staticmethod(same_ordered)
-    try:
+    with _static_method_replaced(FlexibleLayout, "same_ordered", same_ordered):
         yield
-    finally:
-        layout.same_ordered = staticmethod(original)
 
 
 @contextlib.contextmanager
@@ -121,11 +117,18 @@ def compare_sizes_of_views_for_all_values() -> Iterator[None]:
         finally:
             del sizevars.check_equals
 
-    view._dynamic_reshape_indexer = staticmethod(index)
+    with _static_method_replaced(view, "_dynamic_reshape_indexer", index):
+        yield
+
+
+@contextlib.contextmanager
+def _static_method_replaced(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    original = getattr(owner, name)
+    setattr(owner, name, staticmethod(function))
     try:
         yield
     finally:
-        view._dynamic_reshape_indexer = staticmethod(original)
+        setattr(owner, name, staticmethod(original))
 
 
 @contextlib.contextmanager
