@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -75,6 +75,8 @@ from piecegraph.runner.tensor_parallel.parallel import Parallel, rank_facts
 from piecegraph.runner.tensor_parallel.plan import check_heads
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
     from piecegraph.runner.inspect.selfcheck import SelfcheckReport
@@ -138,9 +140,13 @@ def load_engine(config: EngineConfig, on_phase: OnPhase | None, parallel: Parall
     with timed_phase(on_phase, "buffers"):
         sampler = _sampler(config, max_model_len, vocab_size, device)
     over_embeds = None if embeds_size is None else embeds_forward(loaded.model, loaded.first_position)
-    runner, num_blocks = _runner_of_rank(
-        parallel, loaded, model, draft, config, sampler, max_num_tokens, over_embeds, device, on_phase
+    make_runner = functools.partial(
+        _runner, model, draft, config, sampler, max_num_tokens, over_embeds, device, on_phase
     )
+    if parallel is None:
+        runner, num_blocks = make_runner()
+    else:
+        runner, num_blocks = _runner_of_rank(parallel, loaded, model, config.source.weight_files, make_runner, on_phase)
     with timed_phase(on_phase, "engine"):
         generation_config = generation_config_of(config.source, loaded.model)
         engine = _engine_kind(config)(
@@ -383,32 +389,22 @@ def _device(config: EngineConfig) -> torch.device:
 
 
 def _runner_of_rank(
-    parallel: Parallel | None,
+    parallel: Parallel,
     loaded: LoadedModel,
     model: CompiledLM,
-    draft: CompiledDraft | None,
-    config: EngineConfig,
-    sampler: Sampler,
-    max_num_tokens: int,
-    over_embeds: EmbedsForward | None,
-    device: torch.device,
+    weight_files: Sequence[Path],
+    make_runner: Callable[..., tuple[ModelRunner, int]],
     on_phase: OnPhase | None,
 ) -> tuple[ModelRunner, int]:
-    """Return what `_runner` returns; with several ranks, once all are ready and have proved to be alike."""
-    if parallel is None:
-        return _runner(model, draft, config, sampler, max_num_tokens, over_embeds, device, None, on_phase)
+    """Return what `make_runner`, `_runner` with its arguments, returns, once all ranks have proved to be alike."""
     group = parallel.group
     check_heads(loaded.rank_plan, [(layer.name, layer.num_q_heads, layer.num_kv_heads) for layer in model.layers])
-    facts = rank_facts(
-        config.source.weight_files, config=str(loaded.config.to_json_string()), graph=model.compiled.source
-    )
+    facts = rank_facts(weight_files, config=str(loaded.config.to_json_string()), graph=model.compiled.source)
     with timed_phase(on_phase, "ranks"):
         group.agree("facts", facts)
         group.connect()
     with running_in(group):
-        runner, num_blocks = _runner(
-            model, draft, config, sampler, max_num_tokens, over_embeds, device, parallel.runner_kind, on_phase
-        )
+        runner, num_blocks = make_runner(parallel.runner_kind)
     return runner, group.smallest("num_blocks", num_blocks)
 
 
@@ -420,8 +416,8 @@ def _runner(
     max_num_tokens: int,
     over_embeds: EmbedsForward | None,
     device: torch.device,
-    runner_kind: Callable[..., ModelRunner] | None,
     on_phase: OnPhase | None,
+    runner_kind: Callable[..., ModelRunner] | None = None,
 ) -> tuple[ModelRunner, int]:
     """Return the runner, with its graphs captured, and the number of blocks of its KV cache."""
     backend, plan = model.attention.backend, model.plan
