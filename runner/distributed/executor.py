@@ -40,7 +40,7 @@ Method = str | Callable[..., Any]
 
 
 class Executor(Protocol):
-    """Who runs the steps of an engine."""
+    """An executor decides which processes run the steps of an engine."""
 
     def parallel(self) -> Parallel | None:
         """Return how this process takes part in the engine; None: it is alone. Call it once, before loading."""
@@ -116,7 +116,7 @@ class MpExecutor:
 
     @property
     def is_running(self) -> bool:
-        """Whether all ranks can still be reached, as far as is known."""
+        """Return whether all ranks can still be reached, as far as is known."""
         return not self._is_closed and self._failure is None
 
     @property

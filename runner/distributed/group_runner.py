@@ -19,19 +19,22 @@ if TYPE_CHECKING:
 class GroupRunner(ModelRunner):
     """The runner of one rank, whose collectives run in `group`. All ranks have to get the same calls."""
 
+    group: RankGroup
+    """The ranks that run together; closed with the runner."""
+
     def __init__(self, *, group: RankGroup, **parts: Any) -> None:
         super().__init__(**parts)
-        self._group = group
+        self.group = group
 
     def execute_model(self, output: SchedulerOutput, *, at_most: CUDAGraphMode = CUDAGraphMode.FULL) -> None:
         """Compute the scheduled tokens, as `ModelRunner` does."""
-        with running_in(self._group):
+        with running_in(self.group):
             super().execute_model(output, at_most=at_most)
 
     def close(self) -> None:
         """Free the graphs, then the connections to other ranks. Idempotent."""
         super().close()
-        self._group.close()
+        self.group.close()
 
 
 class LeadingRunner(GroupRunner):

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerJob:
-    """What a worker is told once, at start."""
+    """A job holds what a worker is told once, at start."""
 
     config: EngineConfig
     rank: int
@@ -67,12 +67,13 @@ class Worker:
     def call(self, method: str | Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return what a method of this class, or a function of the worker, returns."""
         from piecegraph.passes.ops.collectives import running_in
+        from piecegraph.runner.distributed.group_runner import GroupRunner
 
         function = getattr(self, method) if isinstance(method, str) else lambda *a, **k: method(self, *a, **k)
-        group = getattr(self.loaded.runner, "_group", None)
-        if group is None:
+        runner = self.loaded.runner
+        if not isinstance(runner, GroupRunner):
             return function(*args, **kwargs)
-        with running_in(group):
+        with running_in(runner.group):
             return function(*args, **kwargs)
 
 
