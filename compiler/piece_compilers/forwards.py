@@ -56,7 +56,7 @@ class Forwards:
 
     @property
     def needs_sizes(self) -> bool:
-        """Whether the sizes of a call matter: they choose static pieces and end the watch over dynamic ones."""
+        """Return whether the sizes of a call matter: they choose static pieces and end the watch over dynamic ones."""
         return bool(self._static or self._fallbacks)
 
     def pieces(self, sizes: Mapping[str, int]) -> tuple[RunPiece, ...]:

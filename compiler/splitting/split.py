@@ -93,9 +93,8 @@ def split(
             tensors = [node for node in nodes if isinstance(value_of(node), torch.Tensor)]
             if not tensors:
                 continue
-            outputs = (
-                tensors[-1],
-            )  # nothing reads the piece, so it has side effects; a compiled graph needs an output
+            # Nothing reads the piece, so it has side effects; a compiled graph needs an output.
+            outputs = (tensors[-1],)
         for node in outputs:
             if not isinstance(value_of(node), torch.Tensor | torch.SymInt | torch.SymFloat):
                 if str(getattr(node.target, "__name__", node.target)).lstrip("_").startswith("enter_"):

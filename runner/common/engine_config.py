@@ -91,8 +91,8 @@ class EngineConfig:
     enable_prefix_caching: bool | None = True
     """Whether prompts reuse the keys and values of prefixes that they share with earlier prompts; None: True."""
     cached_states: int | None = None
-    """Of layers with states, the block boundaries of a request, the last ones, whose states later prompts find; None:
-    all. Fewer leave more of the cache to other prefixes, and a prompt resumes only where an earlier one ended."""
+    """The number of block boundaries of a request, the last ones, whose states of layers later prompts find; None: all.
+    Fewer leave more of the cache to other prefixes, and a prompt resumes only where an earlier one ended."""
     async_scheduling: bool | None = None
     """Whether a step is scheduled and launched while the preceding step runs; None: only on a GPU."""
     attention_backend: str = "auto"
@@ -128,7 +128,7 @@ class EngineConfig:
     tensor_parallel_size: int = 1
     """The number of ranks among which each layer is divided."""
     distributed_executor_backend: str | None = None
-    """Who runs the ranks: `EXECUTORS`; None: "uniproc" for one rank, "mp" for several."""
+    """The executor that runs the ranks, one of `EXECUTORS`; None: "uniproc" for one rank, "mp" for several."""
     distributed_timeout_seconds: float | None = None
     """How long a rank waits for another in a step before the step fails; None: `DISTRIBUTED_TIMEOUT_S`."""
 

@@ -12,7 +12,7 @@ Nothing that a draft's cache holds changes a token of an answer: it changes only
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -170,19 +170,10 @@ class DraftStep:
         """
         if not self.needs_host_batch:
             return common
-        return AttentionMetadata(
-            num_reqs=common.num_reqs,
-            num_tokens=common.num_tokens,
-            max_query_len=common.max_query_len,
-            num_decode_reqs=common.num_decode_reqs,
-            query_start_loc=common.query_start_loc,
-            seq_lens=common.seq_lens,
-            block_table=common.block_table,
-            slot_mapping=common.slot_mapping,
-            host=HostBatch(
-                query_start_loc=tuple(common.query_start_loc.tolist()),
-                seq_lens=tuple(common.seq_lens.tolist()),
-                block_table=common.block_table.long().cpu(),
-                slot_mapping=common.slot_mapping.cpu(),
-            ),
+        host = HostBatch(
+            query_start_loc=tuple(common.query_start_loc.tolist()),
+            seq_lens=tuple(common.seq_lens.tolist()),
+            block_table=common.block_table.long().cpu(),
+            slot_mapping=common.slot_mapping.cpu(),
         )
+        return replace(common, host=host)
