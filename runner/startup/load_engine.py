@@ -119,10 +119,7 @@ def load_engine(config: EngineConfig, on_phase: OnPhase | None, parallel: Parall
             config.check_beside_quantised("a quantised checkpoint")
         dtype = resolve_dtype(config.dtype, hf_config, device, config.quantization)
         max_model_len = model_length(hf_config, config.max_model_len, first_position(config.source, hf_config).value)
-    tokenizer = None
-    if not config.skip_tokenizer_init:
-        with timed_phase(on_phase, "tokenizer"):
-            tokenizer = load_tokenizer(config.source, config.tokenizer)
+    tokenizer = _tokenizer(config, on_phase)
     check_weight_files(config.source)
     draft_source = check_draft(config, hf_config, tokenizer, dtype, device, max_model_len, max_num_tokens)
     rank = 0 if parallel is None else parallel.group.rank
@@ -183,6 +180,13 @@ def load_engine(config: EngineConfig, on_phase: OnPhase | None, parallel: Parall
         notes=_notes(config, loaded, model, draft, weights_first, checked),
         selfcheck=checked,
     )
+
+
+def _tokenizer(config: EngineConfig, on_phase: OnPhase | None) -> PreTrainedTokenizerBase | None:
+    if config.skip_tokenizer_init:
+        return None
+    with timed_phase(on_phase, "tokenizer"):
+        return load_tokenizer(config.source, config.tokenizer)
 
 
 def _stand_in(
