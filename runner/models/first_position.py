@@ -18,10 +18,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from piecegraph.compiler.repeated_layers.find import name_layers
 from piecegraph.errors import UnsupportedModel
 from piecegraph.runner.attention.interface.transformers_attention import ATTENTION_IMPLEMENTATION, register_attention
+from piecegraph.runner.attention.modules.replace import WITHOUT_INTERFACE, replace_attention
 from piecegraph.runner.common.model_source import ModelSource
 from piecegraph.runner.models.causal_lm import CountedPositions, counts_positions
 from piecegraph.runner.models.quiet_transformers import quiet_transformers
-from piecegraph.runner.models.support import check_class, check_is_causal
+from piecegraph.runner.models.support import check_class, check_is_causal, has_pluggable_attention
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -58,7 +59,11 @@ def first_position(
         return FirstPosition(0)
     try:
         with quiet_transformers():
+            if auto_class == "AutoModelForCausalLM" and _computes_attention_itself(config):
+                attention = WITHOUT_INTERFACE
             model = _one_layer(config, source.trust_remote_code, auto_class, attention)
+            if attention == WITHOUT_INTERFACE and not replace_attention(model):
+                return FirstPosition(0)  # loading refuses the model
             if auto_class == "AutoModelForCausalLM":
                 check_is_causal(model)
             if auto_class == "AutoModelForCausalLM" and not _may_run(type(model)):
@@ -100,6 +105,13 @@ def _of_a_counting_model(model: Any, own: Sequence[Read], shifted: Sequence[Read
             "reads at torch.arange(num_tokens), so it cannot be told where in their texts the tokens of a batch are."
         )
     return FirstPosition(0)
+
+
+def _computes_attention_itself(config: PreTrainedConfig) -> bool:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    known = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    return isinstance(known, type) and not has_pluggable_attention(known)
 
 
 def _one_layer(config: PreTrainedConfig, trust_remote_code: bool, auto_class: str, attention: str) -> Any:

@@ -9,7 +9,7 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,11 +33,12 @@ from piecegraph.runner.attention.interface.transformers_attention import (
     ATTENTION_IMPLEMENTATION,
     register_attention,
 )
+from piecegraph.runner.attention.modules.replace import WITHOUT_INTERFACE, replace_attention
 from piecegraph.runner.common.model_source import ModelSource
 from piecegraph.runner.models.first_position import first_position
 from piecegraph.runner.models.layer_rules import first_layer_with_rules
 from piecegraph.runner.models.quiet_transformers import quiet_transformers
-from piecegraph.runner.models.support import check_class, check_config, check_model_sizes
+from piecegraph.runner.models.support import check_class, check_config, check_model_sizes, has_pluggable_attention
 from piecegraph.runner.quantization.compressed_tensors import (
     ChannelCheckpoint,
     opened_checkpoint,
@@ -245,9 +246,7 @@ def load_model(
         raise UnsupportedModel("a quantised checkpoint can generate on one rank so far; use an unquantised one.")
     known_class = _known_class(config, kind)
     if known_class is not None:
-        check_class(known_class, kind.inputs)
-        if kind.generates and (known_class._is_stateful or compresses_keys(config)):
-            check_replaceable(config)
+        kind = _checked_kind(known_class, config, kind, num_ranks)
     if num_ranks > 1:
         _check_divisible(config)
     plan, bytes_read, quantised = None, None, None
@@ -369,6 +368,27 @@ def _check_divisible(config: PreTrainedConfig) -> None:
         )
 
 
+def _checked_kind(
+    known_class: type[PreTrainedModel], config: PreTrainedConfig, kind: ModelKind, num_ranks: int
+) -> ModelKind:
+    """Return `kind` with the attention that the class can be constructed with.
+
+    Raises `UnsupportedModel` if the class lacks what the runner needs, or has layers of kinds that are not known here.
+    """
+    check_class(known_class, kind.inputs)
+    if not kind.generates:
+        return kind
+    is_replaced = not has_pluggable_attention(known_class)
+    if is_replaced and num_ranks > 1:
+        raise UnsupportedModel(
+            f"{known_class.__name__} computes its attention itself (it has no pluggable attention), which tensor "
+            "parallelism does not divide; use tensor_parallel_size=1."
+        )
+    if known_class._is_stateful or compresses_keys(config) or is_replaced:
+        check_replaceable(config, WITHOUT_INTERFACE if is_replaced else None)
+    return replace(kind, attention=WITHOUT_INTERFACE) if is_replaced else kind
+
+
 def _cut_to_rank(model: PreTrainedModel, plan: RankPlan | None, rank: int, num_ranks: int) -> RankPlan:
     """Cut a model to one rank, unless it was loaded so, which is what a `plan` says; return the plan."""
     if has_state_layers(model):
@@ -388,15 +408,15 @@ def compresses_keys(config: PreTrainedConfig) -> bool:
     return isinstance(getattr(config.get_text_config(decoder=True), "kv_lora_rank", None), int)
 
 
-def check_replaceable(config: PreTrainedConfig) -> None:
-    """Raise `UnsupportedModel` if layers keep states, or compress keys, in a way that is not known here.
+def check_replaceable(config: PreTrainedConfig, attention: str | None = None) -> None:
+    """Raise `UnsupportedModel` if layers keep states, compress keys or attend themselves in a way not known here.
 
-    The model is made without memory, and no weights are read.
+    The model is made without memory and with `attention`, None for transformers' choice; no weights are read.
     """
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        _replace_layers(AutoModelForCausalLM.from_config(config))
+        _replace_layers(AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=attention))
 
 
 def _check_pools(model: PreTrainedModel) -> tuple[str, ...]:
@@ -411,11 +431,18 @@ def _check_pools(model: PreTrainedModel) -> tuple[str, ...]:
 
 
 def _replace_layers(model: PreTrainedModel) -> tuple[str, ...]:
-    """Replace the forward of layers with states, and the expansion of compressed keys; return notes.
+    """Replace the forward of layers with states and of own attention, and the expansion of keys; return notes.
 
     Raises `UnsupportedModel` if the model has layers of these kinds that are not known.
     """
     name = type(model).__name__
+    if not has_pluggable_attention(type(model)):
+        if not replace_attention(model):
+            raise UnsupportedModel(
+                f"{name} computes its attention itself (it has no pluggable attention), in modules of a kind that is "
+                "not known here, so ours cannot run."
+            )
+        model.config._attn_implementation = ATTENTION_IMPLEMENTATION  # so that no mask is made
     problem = replace_state_layers(model)
     other_problem, notes = keep_latents(model)
     if problem is not None or other_problem is not None:

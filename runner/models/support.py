@@ -126,7 +126,7 @@ def check_class(model_class: type[PreTrainedModel], inputs: Sequence[str] = ("po
             f"{name} keeps a recurrent state between tokens; such models can generate here, not pool."
         )
     generates = "logits_to_keep" in inputs  # so that the calls of attention and the positions are checked later
-    if not model_class._is_stateful and not _has_pluggable_attention(model_class, is_counted=generates):
+    if not model_class._is_stateful and not generates and not model_class._supports_attention_backend:
         raise UnsupportedModel(
             f"{name} computes its attention itself (it has no pluggable attention), so ours cannot run."
         )
@@ -146,14 +146,15 @@ def check_class(model_class: type[PreTrainedModel], inputs: Sequence[str] = ("po
             )
 
 
-def _has_pluggable_attention(model_class: type[PreTrainedModel], is_counted: bool) -> bool:
-    """Return whether models of a class call attention through transformers' interface.
+def has_pluggable_attention(model_class: type[PreTrainedModel]) -> bool:
+    """Return whether models of a class that generates call attention through transformers' interface, or have states.
 
-    A class may do so without saying so, which is enough where the calls in its graph are counted (`check_layers`).
+    A class may do so without saying so, since the calls in its graph are counted (`check_layers`). In others the
+    modules of attention are replaced, if their kind is known.
     """
-    if model_class._supports_attention_backend:
+    if model_class._supports_attention_backend or model_class._is_stateful:
         return True
-    return is_counted and hasattr(sys.modules[model_class.__module__], "ALL_ATTENTION_FUNCTIONS")
+    return hasattr(sys.modules[model_class.__module__], "ALL_ATTENTION_FUNCTIONS")
 
 
 def causality(model: nn.Module) -> list[bool]:

@@ -1,0 +1,88 @@
+"""Modules that compute attention themselves get a class of ours by their structure; what differs stays as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from piecegraph.runner.attention.modules.local import LocalAttention
+from piecegraph.runner.attention.modules.replace import WITHOUT_INTERFACE, replace_attention
+from piecegraph.runner.attention.modules.rotary_pairs import MergedRotaryPairsAttention, SeparateRotaryPairsAttention
+from tests.runner.architectures import tiny_config
+
+KINDS: dict[str, type[nn.Module]] = {
+    "gptj": SeparateRotaryPairsAttention,
+    "codegen": MergedRotaryPairsAttention,
+    "gpt_neo": LocalAttention,
+}
+"""The kind of the attention of each model type."""
+
+
+def made(model_type: str) -> Any:
+    return AutoModelForCausalLM.from_config(tiny_config(model_type), attn_implementation=WITHOUT_INTERFACE)
+
+
+def layers_of(model: nn.Module, kind: type[nn.Module]) -> list[Any]:
+    return [module for module in model.modules() if type(module) is kind]
+
+
+@pytest.mark.parametrize("model_type", KINDS)
+def test_each_layer_gets_the_class_of_its_kind(model_type: str) -> None:
+    """Parameters stay the same tensors, under the same names."""
+    model = made(model_type)
+    before = dict(model.named_parameters())
+    assert replace_attention(model)
+    assert len(layers_of(model, KINDS[model_type])) == 2
+    after = dict(model.named_parameters())
+    assert list(after) == list(before) and all(after[name] is before[name] for name in before)
+
+
+def with_norm(layer: Any) -> None:
+    layer.q_norm = nn.LayerNorm(8)
+
+
+def of_half_the_heads(layer: Any) -> None:
+    layer.num_attention_heads = layer.num_heads = 2
+
+
+def without_a_window(layer: Any) -> None:
+    layer.attention_type = "local"
+    layer.config.window_size = 0
+
+
+def with_rotary_embedding_of_all(layer: Any) -> None:
+    layer.rotary_dim = None
+
+
+@pytest.mark.parametrize(
+    ("model_type", "change"),
+    [
+        *((name, with_norm) for name in KINDS),
+        *((name, of_half_the_heads) for name in KINDS),
+        ("gptj", with_rotary_embedding_of_all),
+        ("gpt_neo", without_a_window),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.__name__,
+)
+def test_a_layer_that_differs_stays_as_it_is(model_type: str, change: Callable[[Any], None]) -> None:
+    model, untouched = made(model_type), made(model_type)
+    assert replace_attention(untouched)
+    layers = [module for module in model.modules() if hasattr(module, "out_proj")]
+    for layer in layers:
+        change(layer)
+    kinds = [type(layer) for layer in layers]
+    assert not replace_attention(model)
+    assert [type(layer) for layer in layers] == kinds
+
+
+def test_a_class_of_another_package_stays_as_it_is() -> None:
+    """Its code may compute anything under the same names."""
+    model = made("gptj")
+    for layer in list(model.modules()):
+        if hasattr(layer, "q_proj"):
+            layer.__class__ = type("GPTJAttention", (type(layer),), {"__module__": "remote.modeling"})
+    assert not replace_attention(model)
