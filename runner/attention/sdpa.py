@@ -19,7 +19,7 @@ from piecegraph.runner.attention.interface.cache_spec import Reach
 from piecegraph.runner.attention.interface.kv_cache import KVCache
 from piecegraph.runner.attention.interface.layer import AttentionLayer
 from piecegraph.runner.attention.interface.metadata import PAD_SLOT_ID, AttentionMetadata, HostBatch
-from piecegraph.runner.attention.interface.op_call import AttentionCall
+from piecegraph.runner.attention.interface.op_call import AttentionCall, position_bias
 from piecegraph.runner.attention.triton.reference import rotated
 
 
@@ -30,6 +30,7 @@ class KeyView:
     slots: torch.Tensor  # [num_reqs, num_keys] int64; past a request's end, its last key again
     mask: torch.Tensor | None  # [num_reqs, 1, query_len, num_keys] bool; None: all, or `is_causal`
     is_causal: bool
+    positions: torch.Tensor | None = None  # [num_reqs, num_keys] int64; None: no layer has a bias by position
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +73,8 @@ class SdpaBackend(AttentionBackend):
         self, layers: Sequence[AttentionLayer], block_size: int, device: torch.device, *, max_num_reqs: int
     ) -> SdpaMetadataBuilder:
         """Return the builder of the calls of a step; it allocates nothing."""
-        return SdpaMetadataBuilder(frozenset(layer.cache_spec.reach for layer in layers), block_size, device)
+        reaches = frozenset(layer.cache_spec.reach for layer in layers)
+        return SdpaMetadataBuilder(reaches, block_size, device, any(layer.has_slopes for layer in layers))
 
     def impl(self) -> SdpaImpl:
         """Return an impl that serves all layers."""
@@ -86,6 +88,7 @@ class SdpaMetadataBuilder:
     reaches: frozenset[Reach]  # every one that some layer has
     block_size: int
     device: torch.device
+    keeps_positions: bool  # some layer has a bias by position
 
     def build(self, common: AttentionMetadata) -> SdpaMetadata:
         """Plan the calls of this step on the host and copy the result: nothing waits for the device."""
@@ -141,7 +144,8 @@ class SdpaMetadataBuilder:
         blocks = host.block_table[reqs.start : reqs.stop].gather(1, keys // self.block_size)
         mask = None if is_causal or bool(visible.all()) else visible.unsqueeze(1).to(self.device, non_blocking=True)
         slots = (blocks * self.block_size + keys % self.block_size).to(self.device, non_blocking=True)
-        return KeyView(slots=slots, mask=mask, is_causal=is_causal)
+        positions = keys.to(self.device, non_blocking=True) if self.keeps_positions else None
+        return KeyView(slots=slots, mask=mask, is_causal=is_causal, positions=positions)
 
 
 def _batched_requests(query_lens: Sequence[int]) -> list[range]:
@@ -182,6 +186,7 @@ class SdpaImpl:
                 scale=call.scale,
                 softcap=call.softcap,
                 sinks=call.sinks,
+                bias=None if call.slopes is None else _bias(call, view),
             )
             out[batched.first_row : batched.last_row].copy_(attended.transpose(1, 2).flatten(0, 1))
         out[metadata.num_real_rows :].zero_()
@@ -189,6 +194,12 @@ class SdpaImpl:
     def prepare(self, call: AttentionCall, kv_cache: KVCache) -> str:
         """Return why no call can be prepared."""
         return "sdpa plans its calls anew for each batch"
+
+
+def _bias(call: AttentionCall, view: KeyView) -> torch.Tensor:
+    """Return the bias of the keys of a call, `[num_reqs, num_q_heads, 1, num_keys]` float32."""
+    assert call.slopes is not None and view.positions is not None, "the builder knew of no bias by position"
+    return position_bias(call.slopes, call.slope_scale, view.positions).unsqueeze(2)
 
 
 def _write(cached: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> None:
@@ -215,10 +226,11 @@ def attend(
     scale: float,
     softcap: float,
     sinks: torch.Tensor | None,
+    bias: torch.Tensor | None = None,  # [num_reqs, num_q_heads, 1, num_keys] float32
 ) -> torch.Tensor:
     """Return attention over dense keys, `[num_reqs, num_q_heads, query_len, value_dim]`."""
     groups = query.shape[1] // key.shape[1]
-    if not softcap and sinks is None:
+    if not softcap and sinks is None and bias is None:
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask=view.mask, is_causal=view.is_causal, scale=scale, enable_gqa=groups > 1
         )
@@ -226,6 +238,8 @@ def attend(
     scores = (query @ key.transpose(2, 3)).float() * scale
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
+    if bias is not None:
+        scores = scores + bias
     if view.is_causal:
         scores = scores.masked_fill(~torch.ones_like(scores, dtype=torch.bool).tril(), float("-inf"))
     elif view.mask is not None:

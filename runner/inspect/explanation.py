@@ -61,6 +61,7 @@ class AttentionRow:
     has_sinks: bool
     is_latent: bool  # one vector of a token serves all heads, and only it is cached
     chunk_size: int  # tokens of a chunk, of which a query sees its own; 0: no chunks
+    has_slopes: bool  # a bias by position is added to the scores of keys (ALiBi)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -318,6 +319,7 @@ def _refusals(backend: AttentionBackend, layers: Sequence[AttentionLayer]) -> Ca
             sinks=torch.empty(layer.num_q_heads) if layer.has_sinks else None,
             is_latent=layer.is_latent,
             chunk_size=layer.chunk_size,
+            slopes=torch.empty(layer.num_q_heads) if layer.has_slopes else None,
         )
         prepared = impl.prepare(call, allocate_kv_caches([layer], 1, 1, cpu)[layer.name])
         return prepared if isinstance(prepared, str) else None

@@ -24,7 +24,7 @@ from piecegraph.config import PASSES, CompileConfig
 from piecegraph.errors import ConfigError, SelfcheckFailed
 from piecegraph.passes.pipeline import pipeline
 from piecegraph.progress import OnPhase, Phase
-from piecegraph.runner.attention.interface.op_call import call_of
+from piecegraph.runner.attention.interface.op_call import call_of, position_bias
 from piecegraph.runner.attention.triton.reference import rotated
 from piecegraph.runner.engine.engine import Engine
 from piecegraph.runner.engine.model_runner import ModelRunner
@@ -89,6 +89,8 @@ class AttentionView:
             if softcap:
                 scores = softcap * torch.tanh(scores / softcap)
             length = torch.arange(scores.shape[-1], device=scores.device)
+            if call.slopes is not None:
+                scores = scores + position_bias(call.slopes, call.slope_scale, length).unsqueeze(1)
             behind = length[:, None] - length
             is_seen = (behind >= 0) & (behind < window) if window else behind >= 0
             if call.chunk_size:

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from piecegraph.compiler.repeated_layers.find import name_layers
 from piecegraph.errors import UnsupportedModel
 from piecegraph.runner.attention.interface.transformers_attention import ATTENTION_IMPLEMENTATION, register_attention
+from piecegraph.runner.attention.modules.alibi import adds_position_bias
 from piecegraph.runner.attention.modules.replace import WITHOUT_INTERFACE, replace_attention
 from piecegraph.runner.common.model_source import ModelSource
 from piecegraph.runner.models.causal_lm import CountedPositions, counts_positions
@@ -74,7 +75,10 @@ def first_position(
             own = _table_reads(model, input_ids)
             if auto_class == "AutoModelForCausalLM" and counts_positions(type(model)):
                 with CountedPositions(given[0] + _SHIFT):
-                    return _of_a_counting_model(model, own, _table_reads(model, input_ids))
+                    shifted = _table_reads(model, input_ids)
+                    if adds_position_bias(model) and _difference(shifted, own) == 0:
+                        return FirstPosition(0)  # attention alone needs positions, and it has its own
+                    return _of_a_counting_model(model, own, shifted)
             counted = _table_reads(model, input_ids, position_ids=given)
     except UnsupportedModel:
         raise

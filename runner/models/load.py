@@ -415,7 +415,7 @@ def check_replaceable(config: PreTrainedConfig, attention: str | None = None) ->
     """
     from transformers import AutoModelForCausalLM
 
-    with torch.device("meta"):
+    with quiet_transformers(), torch.device("meta"):
         _replace_layers(AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=attention))
 
 
@@ -436,13 +436,11 @@ def _replace_layers(model: PreTrainedModel) -> tuple[str, ...]:
     Raises `UnsupportedModel` if the model has layers of these kinds that are not known.
     """
     name = type(model).__name__
-    if not has_pluggable_attention(type(model)):
-        if not replace_attention(model):
-            raise UnsupportedModel(
-                f"{name} computes its attention itself (it has no pluggable attention), in modules of a kind that is "
-                "not known here, so ours cannot run."
-            )
-        model.config._attn_implementation = ATTENTION_IMPLEMENTATION  # so that no mask is made
+    if not has_pluggable_attention(type(model)) and not replace_attention(model):
+        raise UnsupportedModel(
+            f"{name} computes its attention itself (it has no pluggable attention), in modules of a kind that is "
+            "not known here, so ours cannot run."
+        )
     problem = replace_state_layers(model)
     other_problem, notes = keep_latents(model)
     if problem is not None or other_problem is not None:

@@ -15,6 +15,7 @@ DEFAULT_SPLIT_OPS = (
     "piecegraph::rope_attention",
     "piecegraph::latent_attention",
     "piecegraph::chunked_attention",
+    "piecegraph::biased_attention",
     "piecegraph::varlen_attention",
     "piecegraph::linear_attention",
     "piecegraph::mamba_mixer",

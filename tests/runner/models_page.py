@@ -90,6 +90,8 @@ def mechanisms(explained: Explanation) -> list[str]:
             found["soft cap"] = None
         if row.has_sinks:
             found["sinks"] = None
+        if row.has_slopes:
+            found["ALiBi"] = None
         if row.key_dim != row.value_dim:
             found["keys and values of different sizes"] = None
     found.update(dict.fromkeys(_STATES[each.op] for each in explained.split_ops if each.op in _STATES))

@@ -2,22 +2,45 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedModel
 
 from piecegraph.compiler.tracing.trace import trace
 from piecegraph.errors import UnsupportedModel
+from piecegraph.runner.common.engine_config import EngineConfig
 from piecegraph.runner.common.model_source import ModelSource
+from piecegraph.runner.inspect.explanation import explain
 from piecegraph.runner.models.causal_lm import DYNAMIC_DIMS, CausalLMForward, example_inputs
 from piecegraph.runner.models.load import load_config, load_model
+from tests.runner import architectures
 from tests.runner.architectures import save_tiny, tiny_config, tiny_model
 from tests.runner.test_hybrid_models import check, generate, load_hybrid, manager
+from tests.runner.test_sliding_windows import load_windowed
 from tests.runner.traced_once import is_shareable
 
-MODELS = ("gptj", "codegen", "gpt_neo")
-ALWAYS = ("codegen", "gpt_neo")
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gptj": ("gptj", {}),
+    "codegen": ("codegen", {}),
+    "gpt_neo": ("gpt_neo", {**architectures.OPTIONS["gpt_neo"]}),
+    "falcon": ("falcon", {}),
+    "falcon of few KV heads": ("falcon", {"new_decoder_architecture": True}),
+    "falcon of many KV heads": ("falcon", {"multi_query": False, "num_kv_heads": 4}),
+    "falcon with biases": ("falcon", {"alibi": True}),
+    "falcon with biases of few KV heads": ("falcon", {"alibi": True, "new_decoder_architecture": True}),
+    "bloom": ("bloom", {}),
+    "bloom of 6 heads": ("bloom", {"n_head": 6, "hidden_size": 48}),
+    "mpt": ("mpt", {}),
+    "mpt, clipped, of 6 heads": ("mpt", {"n_heads": 6, "d_model": 48, "attn_config": {"clip_qkv": 0.5}}),
+}
+"""By name, a model type and the options of its config."""
+ALWAYS = ("codegen", "gpt_neo", "falcon with biases", "bloom of 6 heads", "mpt, clipped, of 6 heads")
 """The others are slow tests."""
 CPU = torch.device("cpu")
 
@@ -26,13 +49,20 @@ models = pytest.mark.parametrize(
 )
 
 
+def made(name: str, folder: Path) -> tuple[PreTrainedModel, Path]:
+    """A random model, saved."""
+    model_type, options = MODELS[name]
+    with patch.object(architectures, "OPTIONS", {**architectures.OPTIONS, model_type: options}):
+        model = tiny_model(model_type)
+    return model, save_tiny(model_type, model, folder)
+
+
 @models
 def test_a_model_answers_as_transformers_does(name: str, tmp_path: Path) -> None:
     """In chunks, preempted, and again with what the prefix cache kept. All blocks are free in the end."""
-    model = tiny_model(name)
-    with load_hybrid(
-        save_tiny(name, model, tmp_path), max_model_len=40, num_kv_blocks=21 if name == "gpt_neo" else 13
-    ) as llm:
+    model, folder = made(name, tmp_path)
+    num_kv_blocks = 21 if name == "gpt_neo" else 13
+    with load_hybrid(folder, max_model_len=40, num_kv_blocks=num_kv_blocks) as llm:
         for _ in range(2):
             check(model, generate(llm))
         stats = llm.engine.stats
@@ -42,22 +72,42 @@ def test_a_model_answers_as_transformers_does(name: str, tmp_path: Path) -> None
 
 @models
 def test_all_that_a_trace_depends_on_is_known(name: str, tmp_path: Path) -> None:
-    """So that the cache may keep it. No mask is left in it."""
-    source = ModelSource(model=str(save_tiny(name, tiny_model(name), tmp_path)))
+    """So that the cache may keep it."""
+    source = ModelSource(model=str(made(name, tmp_path)[1]))
     loaded = load_model(source, load_config(source), dtype=torch.float32, device=CPU)
     with torch.no_grad():
         traced = trace(CausalLMForward(loaded.model), example_inputs(CPU), {}, DYNAMIC_DIMS)
     assert is_shareable(traced)
-    targets = [str(node.target) for node in traced.graph_module.graph.nodes]
-    assert sum("piecegraph" in target for target in targets) == 2
-    assert not any("softmax" in target or "tril" in target for target in targets)
+    calls = [str(node.target) for node in traced.graph_module.graph.nodes if "piecegraph" in str(node.target)]
+    assert len(calls) == 2, "a call for each layer"
+
+
+class Ran(TorchDispatchMode):
+    """A mode that records the names of the operations that run."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_no_table_and_no_mask_is_computed(tmp_path: Path) -> None:
+    """Falcon makes both biases and rotary embeddings, and reads one of them; here it makes neither."""
+    _, folder = made("falcon with biases", tmp_path)
+    with load_hybrid(folder, num_kv_blocks=60) as llm, Ran() as ran:
+        generate(llm)
+    assert "piecegraph.biased_attention.default" in ran.names
+    assert not ran.names & {"aten.cumsum.default", "aten.cos.default", "aten.pow.Tensor_Tensor", "aten.where.self"}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_inductor_gives_the_same_tokens(name: str, tmp_path: Path) -> None:
-    model = tiny_model(name)
-    with load_hybrid(save_tiny(name, model, tmp_path), compiler="inductor", num_kv_blocks=60) as llm:
+    model, folder = made(name, tmp_path)
+    with load_hybrid(folder, compiler="inductor", num_kv_blocks=60) as llm:
         check(model, generate(llm))
 
 
@@ -69,3 +119,20 @@ def test_modules_of_an_unknown_kind_are_refused_before_weights_are_read() -> Non
 def test_ranks_do_not_divide_such_a_model() -> None:
     with pytest.raises(UnsupportedModel, match="tensor parallelism does not divide; use tensor_parallel_size=1"):
         load_model(ModelSource(model="./nowhere"), tiny_config("gptj"), dtype=torch.float32, device=CPU, num_ranks=2)
+
+
+def test_kernels_without_a_bias_are_refused(tmp_path: Path) -> None:
+    """On a GPU torch's attention runs; a backend that was asked for by name says why it cannot."""
+    config = EngineConfig(source=ModelSource(model=str(made("bloom", tmp_path)[1])), max_model_len=64)
+    explained = explain(config, assume_gpu=True)
+    assert explained.backend == "sdpa" and "adds a bias by position" in explained.backend_reasons[0]
+    assert [row.has_slopes for row in explained.attention] == [True]
+    with pytest.raises(UnsupportedModel, match=r"self_attention adds a bias by position to its scores \(ALiBi\)"):
+        explain(replace(config, attention_backend="triton"), assume_gpu=True)
+
+
+@pytest.mark.parametrize("backend", ["triton", "sdpa"])
+def test_recorded_graphs_give_the_same_tokens(backend: str, tmp_path: Path) -> None:
+    model, folder = made("mpt", tmp_path)
+    with load_windowed(folder, attention_backend=backend, num_kv_blocks=60) as llm:
+        check(model, generate(llm))

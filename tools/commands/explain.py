@@ -168,7 +168,12 @@ def _attention_line(row: AttentionRow) -> str:
     line += f", window {row.window}" if row.window else ""
     line += f", chunks of {row.chunk_size}" if row.chunk_size else ""
     line += f", soft cap {row.softcap:g}" if row.softcap else ""
-    return line + (", sinks" if row.has_sinks else "") + (", latent" if row.is_latent else "")
+    return (
+        line
+        + (", sinks" if row.has_sinks else "")
+        + (", latent" if row.is_latent else "")
+        + (", ALiBi" if row.has_slopes else "")
+    )
 
 
 def _rank_lines(ranks: RanksSummary) -> Iterator[str]:

@@ -30,6 +30,7 @@ class AttentionLayer:
     has_sinks: bool
     is_latent: bool = False  # the value is the beginning of the key, which alone is cached
     chunk_size: int = 0  # tokens of a chunk, of which a query sees its own; 0: no chunks
+    has_slopes: bool = False  # a bias by position is added to the scores of keys (ALiBi)
 
     @property
     def cache_spec(self) -> CacheSpec:
@@ -86,6 +87,7 @@ def _attention_layer(call: SplitCall) -> AttentionLayer:
         has_sinks=arguments.sinks is not None,
         is_latent=arguments.is_latent,
         chunk_size=arguments.chunk_size,
+        has_slopes=arguments.slopes is not None,
     )
 
 

@@ -1,12 +1,12 @@
 """The ops at which a model's graph is split: `piecegraph::attention`, and other forms of it.
 
-Each writes this step's keys and values into the paged cache, attends, and writes the result into `out`, a buffer of
-the caller's (`op_call.AttentionCall`). `piecegraph::rope_attention` takes query and key before their norm and rotary
+Each writes this step's keys and values into the paged cache, attends, and writes the result into `out`, a buffer of the
+caller's (`op_call.AttentionCall`). `piecegraph::rope_attention` takes query and key before their norm and rotary
 embedding and applies both; the pass `fuse-rope-kv-write` puts it into graphs. `piecegraph::latent_attention` takes one
 key for all heads, which begins with the value (`latent`). In `piecegraph::chunked_attention` a query sees the keys of
-its own chunk. All are defined through `torch.library.Library` (a call costs
-3-4 us, one of a `custom_op` 23-40) and always called as `.default`: dead-code elimination drops calls of the overload
-packet, mutating or not.
+its own chunk; in `piecegraph::biased_attention` a bias by position is added to its scores. All are defined through
+`torch.library.Library` (a call costs 3-4 us, one of a `custom_op` 23-40) and always called as `.default`: dead-code
+elimination drops calls of the overload packet, mutating or not.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ from piecegraph.runner.attention.interface.forward_context import get_forward_co
 from piecegraph.runner.attention.interface.metadata import AttentionMetadata
 from piecegraph.runner.attention.interface.op_call import (
     ATTENTION_OP,
+    BIASED_ATTENTION_OP,
     CHUNKED_ATTENTION_OP,
     LATENT_ATTENTION_OP,
     ROPE_ATTENTION_OP,
     SCHEMAS,
     AttentionCall,
     attention_call,
+    biased_attention_call,
     chunked_attention_call,
     latent_attention_call,
     rope_attention_call,
@@ -122,3 +124,4 @@ _register(ATTENTION_OP, SCHEMAS[0], attention_call)
 _register(ROPE_ATTENTION_OP, SCHEMAS[1], rope_attention_call)
 _register(LATENT_ATTENTION_OP, SCHEMAS[2], latent_attention_call)
 _register(CHUNKED_ATTENTION_OP, SCHEMAS[3], chunked_attention_call)
+_register(BIASED_ATTENTION_OP, SCHEMAS[4], biased_attention_call)

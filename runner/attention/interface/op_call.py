@@ -16,7 +16,8 @@ ATTENTION_OP = "piecegraph::attention"
 ROPE_ATTENTION_OP = "piecegraph::rope_attention"
 LATENT_ATTENTION_OP = "piecegraph::latent_attention"
 CHUNKED_ATTENTION_OP = "piecegraph::chunked_attention"
-ATTENTION_OPS = (ATTENTION_OP, ROPE_ATTENTION_OP, LATENT_ATTENTION_OP, CHUNKED_ATTENTION_OP)
+BIASED_ATTENTION_OP = "piecegraph::biased_attention"
+ATTENTION_OPS = (ATTENTION_OP, ROPE_ATTENTION_OP, LATENT_ATTENTION_OP, CHUNKED_ATTENTION_OP, BIASED_ATTENTION_OP)
 
 _LAYER_ARGUMENTS = "float scale, int window, float softcap, Tensor? sinks, str? unsupported, str layer"
 # `layer` is the only argument in which equal layers differ. It stays the last, and `unsupported` carries
@@ -28,6 +29,8 @@ SCHEMAS = (
     f"latent_attention(Tensor query, Tensor key, Tensor(a!) out, {_LAYER_ARGUMENTS}) -> ()",
     "chunked_attention(Tensor query, Tensor key, Tensor value, Tensor(a!) out, int chunk_size, "
     f"{_LAYER_ARGUMENTS}) -> ()",
+    "biased_attention(Tensor query, Tensor key, Tensor value, Tensor(a!) out, Tensor slopes, float slope_scale, "
+    f"{_LAYER_ARGUMENTS}) -> ()",
 )
 
 
@@ -36,8 +39,8 @@ class AttentionCall(NamedTuple):
 
     Running a call mutates `out` and the layer's cache. Key `j` is visible from query `i` iff `j <= i` and, with a
     window, `j > i - window` (transformers' meaning), with chunks, `j // chunk_size == i // chunk_size`. With `rotary`
-    the cache gets rotated keys, and rows of `query` may be overwritten. In a call that is read from a traced graph,
-    each tensor is its `TensorSpec`.
+    the cache gets rotated keys, and rows of `query` may be overwritten. With `slopes`, `position_bias` is added to the
+    scores of a key by its position. In a call that is read from a traced graph, each tensor is its `TensorSpec`.
     """
 
     query: torch.Tensor  # [num_tokens, num_q_heads, key_dim]; a head's numbers are adjacent, heads may lie anywhere
@@ -53,6 +56,8 @@ class AttentionCall(NamedTuple):
     rotary: Rotary | None = None  # what query and key still need; None: nothing
     is_latent: bool = False  # the value is the beginning of the key, and the cache keeps keys only
     chunk_size: int = 0  # tokens of a chunk; 0: no chunks
+    slopes: torch.Tensor | None = None  # [num_q_heads] float32 or bfloat16, of the bias by position; None: no bias
+    slope_scale: float = 1.0  # the bias is multiplied by it
 
     @property
     def reach(self) -> Reach:
@@ -100,11 +105,30 @@ def chunked_attention_call(*args: Any) -> AttentionCall:
     return attention_call(query, key, value, out, *rest)._replace(chunk_size=chunk_size)
 
 
+def biased_attention_call(*args: Any) -> AttentionCall:
+    """Return the call with the arguments of `piecegraph::biased_attention`."""
+    query, key, value, out, slopes, slope_scale, *rest = args
+    return attention_call(query, key, value, out, *rest)._replace(slopes=slopes, slope_scale=slope_scale)
+
+
+def position_bias(slopes: torch.Tensor, slope_scale: float, positions: torch.Tensor) -> torch.Tensor:
+    """Return what is added to the scores of keys at `positions` (https://arxiv.org/abs/2108.12409).
+
+    `positions` `[..., num_keys]` int64; the result is `[..., num_q_heads, num_keys]` float32. A number that the keys of
+    a query share changes no weight, so that float32 slopes count from the last key, which keeps numbers small. Products
+    of bfloat16 slopes are rounded to it, and that depends on the position itself.
+    """
+    if slopes.dtype is torch.float32:
+        positions = positions - positions[..., -1:]
+    return (slopes[:, None] * positions[..., None, :]).float() * slope_scale
+
+
 _CALLS = {
     ATTENTION_OP: attention_call,
     ROPE_ATTENTION_OP: rope_attention_call,
     LATENT_ATTENTION_OP: latent_attention_call,
     CHUNKED_ATTENTION_OP: chunked_attention_call,
+    BIASED_ATTENTION_OP: biased_attention_call,
 }
 
 

@@ -105,6 +105,28 @@ def transformers_attention(
     return out.unsqueeze(0), None
 
 
+def biased_attention(
+    module: nn.Module,
+    query: torch.Tensor,  # [1, num_q_heads, num_tokens, key_dim]
+    key: torch.Tensor,  # [1, num_kv_heads, num_tokens, key_dim]
+    value: torch.Tensor,  # [1, num_kv_heads, num_tokens, value_dim]
+    slopes: torch.Tensor,  # [num_q_heads] float32 or bfloat16
+    *,
+    scaling: float,
+    slope_scale: float = 1.0,
+) -> torch.Tensor:
+    """Call `piecegraph::biased_attention`, which no class of transformers calls by itself.
+
+    Returns `[1, num_tokens, num_q_heads, value_dim]`.
+    """
+    query, key, value = (x.transpose(1, 2).squeeze(0) for x in (query, key, value))
+    out = query.new_empty((query.shape[0], query.shape[1], value.shape[2]))
+    torch.ops.piecegraph.biased_attention.default(
+        query, key, value, out, slopes, slope_scale, scaling, 0, 0.0, None, None, getattr(module, NAME_ATTRIBUTE)
+    )
+    return out.unsqueeze(0)
+
+
 def _grown(query: torch.Tensor, positions: torch.Tensor, step: int, growth: float) -> torch.Tensor:
     """Return the query with a scale by position that grows after each `step` tokens (https://arxiv.org/abs/2501.19399).
 

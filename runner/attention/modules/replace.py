@@ -11,11 +11,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
-from piecegraph.runner.attention.modules import local, rotary_pairs
+from piecegraph.runner.attention.interface.transformers_attention import ATTENTION_IMPLEMENTATION
+from piecegraph.runner.attention.modules import clipped, local, merged, rotary_pairs
+from piecegraph.runner.attention.modules.alibi import AlibiAttention, alibi_slopes, keep_slopes
 
-KINDS: tuple[Callable[[Any], type[nn.Module] | None], ...] = (rotary_pairs.replacement, local.replacement)
+KINDS: tuple[Callable[[Any], type[nn.Module] | None], ...] = (
+    rotary_pairs.replacement,
+    local.replacement,
+    merged.replacement,
+    clipped.replacement,
+)
 """The functions that recognize a kind of module."""
 
 WITHOUT_INTERFACE = "eager"
@@ -23,10 +31,15 @@ WITHOUT_INTERFACE = "eager"
 other."""
 
 
-def replace_attention(model: nn.Module) -> bool:
+WITH_EMPTY_MASK = "piecegraph_with_empty_mask"
+"""The `attn_implementation` of a model whose code around its modules computes with a mask. No module reads it."""
+
+
+def replace_attention(model: Any) -> bool:
     """Give each module in `model` that computes attention itself, in a way that is known, the class that calls our op.
 
-    Returns whether there are any. Modules whose class is not one of transformers stay as they are.
+    Returns whether there are any. Modules whose class is not one of transformers stay as they are. The config of the
+    model names our attention then, so that transformers makes no mask.
     """
     found: dict[nn.Module, type[nn.Module]] = {}
     for module in model.modules():
@@ -35,5 +48,30 @@ def replace_attention(model: nn.Module) -> bool:
             if kind is not None:
                 found[module] = kind
     for module, kind in found.items():
+        if issubclass(kind, AlibiAttention):
+            slopes = alibi_slopes(module, _num_heads(module))
+            assert slopes is not None, "a class with slopes was chosen by them"
+            keep_slopes(module, slopes)
         module.__class__ = kind
+    if clipped.ClippedAttention in found.values():
+        _register_empty_mask()
+        model.config._attn_implementation = WITH_EMPTY_MASK
+    elif found:
+        model.config._attn_implementation = ATTENTION_IMPLEMENTATION
     return bool(found)
+
+
+def _register_empty_mask() -> None:
+    """Let transformers make masks of one element for models whose config says `WITH_EMPTY_MASK`. Idempotent."""
+    from transformers import AttentionMaskInterface
+
+    AttentionMaskInterface.register(WITH_EMPTY_MASK, _empty_mask)
+
+
+def _empty_mask(*args: Any, device: torch.device, **kwargs: object) -> torch.Tensor:
+    return torch.zeros(1, dtype=torch.bool, device=device)
+
+
+def _num_heads(module: Any) -> int:
+    heads: int = module.n_heads if hasattr(module, "n_heads") else module.num_heads
+    return heads

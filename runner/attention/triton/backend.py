@@ -75,6 +75,8 @@ def layer_unsupported_reason(layer: AttentionLayer) -> str | None:
         return f"{layer.name} keeps latents, whose values are part of its keys; the kernels take them apart."
     if layer.chunk_size:
         return f"{layer.name} attends within chunks of {layer.chunk_size} tokens; the kernels have windows."
+    if layer.has_slopes:
+        return f"{layer.name} adds a bias by position to its scores (ALiBi); the kernels add none."
     if max(layer.key_dim, layer.value_dim) > MAX_HEAD_DIM:
         return (
             f"{layer.name} has heads of {layer.key_dim} (keys) and {layer.value_dim} (values); the kernels go up to "

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from piecegraph.runner.attention.interface.kv_cache import KVCache
-from piecegraph.runner.attention.interface.op_call import AttentionCall
+from piecegraph.runner.attention.interface.op_call import AttentionCall, position_bias
 from piecegraph.runner.attention.interface.rotary import Rotary
 
 
@@ -89,8 +89,9 @@ def paged_attention(
             visible &= key_positions > positions[:, None] - window
         if chunk_size:
             visible &= key_positions >= positions[:, None] // chunk_size * chunk_size
+        bias = None if call.slopes is None else position_bias(call.slopes, call.slope_scale, key_positions)
         attended = attend(
-            query[start:stop], key, value, visible, scale=call.scale, softcap=call.softcap, sinks=call.sinks
+            query[start:stop], key, value, visible, scale=call.scale, softcap=call.softcap, sinks=call.sinks, bias=bias
         )
         out[start:stop] = attended.to(out.dtype)
 
@@ -104,6 +105,7 @@ def attend(
     scale: float,
     softcap: float,
     sinks: torch.Tensor | None,
+    bias: torch.Tensor | None = None,  # [num_q_heads, num_keys] float32
 ) -> torch.Tensor:
     """Return the attention of one request: `[query_len, num_q_heads, value_dim]` float32."""
     num_kv_heads = key.shape[1]
@@ -111,6 +113,8 @@ def attend(
     scores = grouped @ key.float().permute(1, 2, 0).unsqueeze(1) * scale
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
+    if bias is not None:
+        scores = scores + bias.unflatten(0, (num_kv_heads, -1)).unsqueeze(2)
     scores = scores.masked_fill(~visible, float("-inf"))
     if sinks is not None:  # one more key, whose value is zero
         sink = sinks.float().view(num_kv_heads, -1, 1, 1).expand(*scores.shape[:3], 1)

@@ -14,6 +14,9 @@ from piecegraph.runner.attention.interface.metadata import PAD_SLOT_ID, Attentio
 from piecegraph.runner.attention.interface.op_call import AttentionCall
 from piecegraph.runner.attention.interface.rotary import Rotary
 
+SLOPE_SCALE = 0.5
+"""The scale of a bias by position, in cases that have one."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class PagedCase:
@@ -24,6 +27,7 @@ class PagedCase:
     key: torch.Tensor
     value: torch.Tensor
     sinks: torch.Tensor | None
+    slopes: torch.Tensor | None
     expected: torch.Tensor  # [real rows, num_q_heads, value_dim]
 
     def call(self, out: torch.Tensor | None = None, rotary: Rotary | None = None) -> AttentionCall:
@@ -33,7 +37,7 @@ class PagedCase:
         layer = self.layer
         return AttentionCall(
             self.query, self.key, self.value, out, layer.scale, layer.window, layer.softcap, self.sinks, rotary=rotary,
-            chunk_size=layer.chunk_size,
+            chunk_size=layer.chunk_size, slopes=self.slopes, slope_scale=SLOPE_SCALE,
         )  # fmt: skip
 
 
@@ -48,6 +52,7 @@ def make_case(
     chunk_size: int = 0,
     softcap: float = 0.0,
     has_sinks: bool = False,
+    slopes_dtype: torch.dtype | None = None,
     num_padded: int = 0,
     is_passed_freed: bool = False,
     block_size: int = 4,
@@ -71,6 +76,7 @@ def make_case(
         softcap=softcap,
         has_sinks=has_sinks,
         chunk_size=chunk_size,
+        has_slopes=slopes_dtype is not None,
     )
     blocks_each = [-(-(past + new) // block_size) for past, new in lens]
     num_blocks = sum(blocks_each) + 3
@@ -81,6 +87,7 @@ def make_case(
         torch.full((num_blocks, block_size, num_kv_heads, value_dim), float("nan"), dtype=dtype),
     )
     sinks = normal(num_q_heads) if has_sinks else None
+    slopes = normal(num_q_heads).abs().to(slopes_dtype) if slopes_dtype is not None else None
     slot_mapping: list[int] = []
     queries, keys, values, expected = [], [], [], []
     for row, (past, new) in enumerate(lens):
@@ -98,7 +105,7 @@ def make_case(
         queries.append(query)
         keys.append(key[past:])
         values.append(value[past:])
-        expected.append(naive_attention(query, key, value, layer, sinks))
+        expected.append(naive_attention(query, key, value, layer, sinks, slopes))
     slot_mapping += [PAD_SLOT_ID] * num_padded
     queries.append(normal(num_padded, num_q_heads, key_dim))
     keys.append(normal(num_padded, num_kv_heads, key_dim))
@@ -131,14 +138,23 @@ def make_case(
         key=torch.cat(keys),
         value=torch.cat(values),
         sinks=sinks,
+        slopes=slopes,
         expected=torch.cat(expected),
     )
 
 
 def naive_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: AttentionLayer, sinks: torch.Tensor | None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layer: AttentionLayer,
+    sinks: torch.Tensor | None,
+    slopes: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """One request, one query and one head at a time, in float64; queries are the last of the sequence."""
+    """One request, one query and one head at a time, in float64; queries are the last of the sequence.
+
+    Biases are products of a position and a slope in the dtype of the slopes, scaled.
+    """
     out = torch.empty(*query.shape[:2], value.shape[2], dtype=torch.float64)
     first = key.shape[0] - query.shape[0]
     for row in range(query.shape[0]):
@@ -150,7 +166,9 @@ def naive_attention(
             scores = key[visible, kv_head].double() @ query[row, head].double() * layer.scale
             if layer.softcap:
                 scores = layer.softcap * torch.tanh(scores / layer.softcap)
-            weights = scores.exp()
+            if slopes is not None:
+                scores += (slopes[head] * torch.tensor(visible)).double() * SLOPE_SCALE
+            weights = (scores - scores.max() * (sinks is None)).exp()
             total = weights.sum() + (math.exp(float(sinks[head])) if sinks is not None else 0.0)
             out[row, head] = (weights / total) @ value[visible, kv_head].double()
     return out

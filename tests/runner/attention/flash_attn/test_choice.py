@@ -73,6 +73,11 @@ def test_the_best_that_can_run_is_chosen_for_each(
         ({FA4}, {"block_size": 128}, "it loads pages of 128 tokens beyond a request's end: give block_size=16, 32"),
         ({FA4}, {"is_latent": True}, "flash-attn 4: layers.0 keeps latents, whose values are part of its keys."),
         ({FA4}, {"chunk_size": 8}, "flash-attn 4: layers.0 attends within chunks, and it has windows."),
+        (
+            {FA2},
+            {"block_size": 256, "has_slopes": True},
+            "flash-attn 2: layers.0 adds a bias by position to its scores",
+        ),
         ({FA2}, {"block_size": 256, "has_sinks": True}, "flash-attn 2: layers.0 has sinks, and it none."),
         ({FA2}, {"block_size": 256, "dtype": torch.float32}, "layers.0 computes in torch.float32; it has torch.bfloat"),
         ({FA2}, {"block_size": 256, "key_dim": 192}, "heads of 192 (keys) and 128 (values); it takes equal ones"),

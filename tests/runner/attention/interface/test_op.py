@@ -21,6 +21,7 @@ from piecegraph.runner.attention.interface.op import launch_of_group
 from piecegraph.runner.attention.interface.op_call import (
     ATTENTION_OP,
     ATTENTION_OPS,
+    BIASED_ATTENTION_OP,
     CHUNKED_ATTENTION_OP,
     LATENT_ATTENTION_OP,
     ROPE_ATTENTION_OP,
@@ -94,6 +95,7 @@ def test_the_schemas_say_what_is_written() -> None:
         ROPE_ATTENTION_OP: ["query", "out"],
         LATENT_ATTENTION_OP: ["out"],
         CHUNKED_ATTENTION_OP: ["out"],
+        BIASED_ATTENTION_OP: ["out"],
     }
 
 
@@ -101,9 +103,11 @@ def call(op: str, unsupported: str | None = None) -> SplitCall:
     def spec(*shape: int) -> TensorSpec:
         return TensorSpec(shape=shape, dtype=torch.float16, device=torch.device("cpu"))
 
-    middle = {ROPE_ATTENTION_OP: (spec(3, 6), spec(3, 6), None, None, 1e-6, 0.0), CHUNKED_ATTENTION_OP: (16,)}.get(
-        op, ()
-    )
+    middle = {
+        ROPE_ATTENTION_OP: (spec(3, 6), spec(3, 6), None, None, 1e-6, 0.0),
+        CHUNKED_ATTENTION_OP: (16,),
+        BIASED_ATTENTION_OP: (spec(4), 1.0),
+    }.get(op, ())
     value = () if op == LATENT_ATTENTION_OP else (spec(3, 2, 5),)  # else in the key
     args = (spec(3, 4, 8), spec(3, 2, 8), *value, spec(3, 4, 5), *middle, 0.5, 7, 30.0, None, unsupported, "l.0")
     return SplitCall(index=0, op=op, args=args)
@@ -116,7 +120,7 @@ def test_layers_are_read_off_each_op(op: str) -> None:
         AttentionLayer(
             name="l.0", num_q_heads=4, num_kv_heads=2, key_dim=8, value_dim=5, dtype=torch.float16, scale=0.5,
             window=7, softcap=30.0, has_sinks=False, is_latent=op == LATENT_ATTENTION_OP,
-            chunk_size=chunk_size,
+            chunk_size=chunk_size, has_slopes=op == BIASED_ATTENTION_OP,
         ),
     )  # fmt: skip
     with pytest.raises(UnsupportedModel, match=r"l\.0: cannot"):

@@ -9,7 +9,9 @@ import pytest
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from piecegraph.runner.attention.modules.clipped import ClippedAttention
 from piecegraph.runner.attention.modules.local import LocalAttention
+from piecegraph.runner.attention.modules.merged import ResidualMergedAttention, RotaryMergedAttention
 from piecegraph.runner.attention.modules.replace import WITHOUT_INTERFACE, replace_attention
 from piecegraph.runner.attention.modules.rotary_pairs import MergedRotaryPairsAttention, SeparateRotaryPairsAttention
 from tests.runner.architectures import tiny_config
@@ -18,6 +20,9 @@ KINDS: dict[str, type[nn.Module]] = {
     "gptj": SeparateRotaryPairsAttention,
     "codegen": MergedRotaryPairsAttention,
     "gpt_neo": LocalAttention,
+    "falcon": RotaryMergedAttention,
+    "bloom": ResidualMergedAttention,
+    "mpt": ClippedAttention,
 }
 """The kind of the attention of each model type."""
 
@@ -46,7 +51,7 @@ def with_norm(layer: Any) -> None:
 
 
 def of_half_the_heads(layer: Any) -> None:
-    layer.num_attention_heads = layer.num_heads = 2
+    layer.num_attention_heads = layer.num_heads = layer.n_heads = 2
 
 
 def without_a_window(layer: Any) -> None:
@@ -71,7 +76,7 @@ def with_rotary_embedding_of_all(layer: Any) -> None:
 def test_a_layer_that_differs_stays_as_it_is(model_type: str, change: Callable[[Any], None]) -> None:
     model, untouched = made(model_type), made(model_type)
     assert replace_attention(untouched)
-    layers = [module for module in model.modules() if hasattr(module, "out_proj")]
+    layers = [module for module in model.modules() if hasattr(module, "out_proj") or hasattr(module, "dense")]
     for layer in layers:
         change(layer)
     kinds = [type(layer) for layer in layers]

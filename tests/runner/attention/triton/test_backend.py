@@ -63,10 +63,17 @@ def check_cache(case: PagedCase) -> None:
         assert int((~cached.flatten(0, 1).isnan()).any(-1).any(-1).sum()) == num_written
 
 
-@pytest.mark.parametrize("kind", KINDS)
+BIASES: dict[str, dict[str, Any]] = {
+    "bias by position": {"slopes_dtype": torch.float32},
+    "rounded bias": {"slopes_dtype": torch.bfloat16, "num_kv_heads": 1},
+}
+"""What the references have and the kernels have not."""
+
+
+@pytest.mark.parametrize("kind", [*KINDS, *BIASES])
 @pytest.mark.parametrize("batch", BATCHES)
 def test_on_a_cpu_equals_naive_attention(batch: str, kind: str) -> None:
-    case = make_case(lens=BATCHES[batch], num_padded=2, **KINDS[kind])
+    case = make_case(lens=BATCHES[batch], num_padded=2, **{**KINDS, **BIASES}[kind])
     out, num_rows = run(case), case.expected.shape[0]
     torch.testing.assert_close(out[:num_rows].double(), case.expected, atol=2e-6, rtol=1e-5)
     if kind != "chunks":  # those before the chunk of a new token were never written
@@ -142,6 +149,7 @@ LAYER = AttentionLayer(
         ({"key_dim": 80, "value_dim": 96}, None),
         ({"dtype": torch.float64}, "layers.0 computes in torch.float64; the kernels have torch.bfloat16, "),
         ({"value_dim": 512}, "layers.0 has heads of 128 (keys) and 512 (values); the kernels go up to 256."),
+        ({"has_slopes": True}, "layers.0 adds a bias by position to its scores (ALiBi); the kernels add none."),
         ({"num_q_heads": 129, "num_kv_heads": 1}, "129 query heads a KV head; the kernels take up to 128"),
     ],
 )
