@@ -178,6 +178,7 @@ COVERED_BY: Mapping[str, str] = {
     "runner/pooling/runner.py": "tests/runner/pooling/test_llm_pooling.py",
     "runner/pooling/step.py": "tests/runner/pooling/test_llm_pooling.py",
     "runner/attention/modules/clipped.py": "tests/runner/test_own_attention.py",
+    "runner/attention/modules/differential.py": "tests/runner/test_own_attention.py",
     "runner/attention/modules/merged.py": "tests/runner/test_own_attention.py",
     "runner/attention/modules/local.py": "tests/runner/test_own_attention.py",
     "runner/attention/modules/rotary_pairs.py": "tests/runner/test_own_attention.py",

@@ -35,6 +35,7 @@ from piecegraph.runner.cudagraphs.dispatch_table import DispatchRange, decode_ra
 from piecegraph.runner.cudagraphs.dispatcher import Dispatcher
 from piecegraph.runner.cudagraphs.graph_plan import GraphPlan, plan_graphs
 from piecegraph.runner.inspect.layer_view import LayerView, middle_layer
+from piecegraph.runner.inspect.untraceable import refused_by_module
 from piecegraph.runner.kv_cache.groups import fitting_block_size, kv_cache_layout
 from piecegraph.runner.models.causal_lm import DYNAMIC_DIMS, CausalLMForward, example_inputs
 from piecegraph.runner.models.first_position import first_position
@@ -245,6 +246,7 @@ def _trace(
 
     with (
         torch.no_grad(),
+        refused_by_module(loaded.model),
         compile_module(
             CausalLMForward(loaded.model, loaded.first_position),
             replace(

@@ -33,12 +33,19 @@ from piecegraph.runner.attention.interface.transformers_attention import (
     ATTENTION_IMPLEMENTATION,
     register_attention,
 )
-from piecegraph.runner.attention.modules.replace import WITHOUT_INTERFACE, replace_attention
+from piecegraph.runner.attention.modules.replace import WITHOUT_INTERFACE, has_own_attention, replace_attention
 from piecegraph.runner.common.model_source import ModelSource
 from piecegraph.runner.models.first_position import first_position
 from piecegraph.runner.models.layer_rules import first_layer_with_rules
 from piecegraph.runner.models.quiet_transformers import quiet_transformers
-from piecegraph.runner.models.support import check_class, check_config, check_model_sizes, has_pluggable_attention
+from piecegraph.runner.models.support import (
+    check_class,
+    check_config,
+    check_model_sizes,
+    check_structure,
+    has_pluggable_attention,
+    is_decoder,
+)
 from piecegraph.runner.quantization.compressed_tensors import (
     ChannelCheckpoint,
     opened_checkpoint,
@@ -396,6 +403,11 @@ def _cut_to_rank(model: PreTrainedModel, plan: RankPlan | None, rank: int, num_r
             f"{type(model).__name__} has layers with a state ({first_state_layer(model)}), which tensor parallelism "
             "does not divide; use tensor_parallel_size=1."
         )
+    if has_own_attention(model):
+        raise UnsupportedModel(
+            f"{type(model).__name__} has attention whose forward is replaced (docs/own_attention.md), which tensor "
+            "parallelism does not divide; use tensor_parallel_size=1."
+        )
     if plan is None:
         plan = rank_plan(model, rank, num_ranks)
         shard_model(model, plan)
@@ -436,11 +448,16 @@ def _replace_layers(model: PreTrainedModel) -> tuple[str, ...]:
     Raises `UnsupportedModel` if the model has layers of these kinds that are not known.
     """
     name = type(model).__name__
-    if not has_pluggable_attention(type(model)) and not replace_attention(model):
+    is_replaced = replace_attention(model)
+    if not is_replaced and not has_pluggable_attention(type(model)):
         raise UnsupportedModel(
             f"{name} computes its attention itself (it has no pluggable attention), in modules of a kind that is "
             "not known here, so ours cannot run."
         )
+    check_structure(model)
+    for module in model.modules():
+        if getattr(module, "is_causal", None) is False and is_decoder(module):
+            vars(module)["is_causal"] = True  # which transformers says by a mask alone
     problem = replace_state_layers(model)
     other_problem, notes = keep_latents(model)
     if problem is not None or other_problem is not None:

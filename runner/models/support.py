@@ -159,8 +159,32 @@ def has_pluggable_attention(model_class: type[PreTrainedModel]) -> bool:
 
 def causality(model: nn.Module) -> list[bool]:
     """Return, for each module of a model that says so, whether it is causal; transformers' attention modules do."""
-    found = (getattr(module, "is_causal", None) for module in model.modules())
-    return [each for each in found if isinstance(each, bool)]
+    found = [module for module in model.modules() if isinstance(getattr(module, "is_causal", None), bool)]
+    return [bool(module.is_causal) or is_decoder(module) for module in found]
+
+
+def is_decoder(module: nn.Module) -> bool:
+    """Return whether a module of attention says that it is a decoder's, and so causal.
+
+    In some classes only a mask makes it so, and `is_causal` is False.
+    """
+    return getattr(module, "is_decoder", None) is True
+
+
+def check_structure(model: PreTrainedModel) -> None:
+    """Raise `UnsupportedModel` for a mechanism of a model that a trace would fail at, or hide."""
+    for name, module in model.named_modules():
+        what = f"{type(model).__name__}: {name or 'the model'} ({type(module).__name__})"
+        if module._modules.get("patcher") is not None:
+            raise UnsupportedModel(
+                f"{what} joins tokens to patches, as many as their values say, and has layers over patches; here every "
+                "layer runs over the tokens of a step."
+            )
+        if hasattr(type(module), "prepare_dynamic_mask"):
+            raise UnsupportedModel(
+                f"{what} masks keys by their values (prepare_dynamic_mask), and attention gets no mask here; it can be "
+                "causal, within a window or a chunk, and with biases by position."
+            )
 
 
 def check_is_causal(model: PreTrainedModel) -> None:

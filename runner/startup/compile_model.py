@@ -16,6 +16,7 @@ from piecegraph.runner.attention.interface.layer import AttentionLayer
 from piecegraph.runner.attention.select import BackendChoice
 from piecegraph.runner.common.engine_config import EngineConfig, static_sizes
 from piecegraph.runner.cudagraphs.graph_plan import GraphPlan
+from piecegraph.runner.inspect.untraceable import refused_by_module
 from piecegraph.runner.kv_cache.groups import KVCacheLayout
 from piecegraph.runner.models.causal_lm import DYNAMIC_DIMS, CausalLMForward, example_inputs
 from piecegraph.runner.models.load import LoadedModel
@@ -90,7 +91,7 @@ def compile_model(
 
     sizes = static_sizes(config, is_cuda=device.type == "cuda")
     try:
-        with torch.no_grad():
+        with torch.no_grad(), refused_by_module(loaded.model):
             compiled = compile_module(
                 CausalLMForward(loaded.model, loaded.first_position),
                 replace(config.compile, compile_sizes=sizes),

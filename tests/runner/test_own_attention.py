@@ -29,6 +29,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gptj": ("gptj", {}),
     "codegen": ("codegen", {}),
     "gpt_neo": ("gpt_neo", {**architectures.OPTIONS["gpt_neo"]}),
+    "diffllama": ("diffllama", {}),
     "falcon": ("falcon", {}),
     "falcon of few KV heads": ("falcon", {"new_decoder_architecture": True}),
     "falcon of many KV heads": ("falcon", {"multi_query": False, "num_kv_heads": 4}),
@@ -40,7 +41,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mpt, clipped, of 6 heads": ("mpt", {"n_heads": 6, "d_model": 48, "attn_config": {"clip_qkv": 0.5}}),
 }
 """By name, a model type and the options of its config."""
-ALWAYS = ("codegen", "gpt_neo", "falcon with biases", "bloom of 6 heads", "mpt, clipped, of 6 heads")
+ALWAYS = ("codegen", "diffllama", "gpt_neo", "falcon with biases", "bloom of 6 heads", "mpt, clipped, of 6 heads")
 """The others are slow tests."""
 CPU = torch.device("cpu")
 

@@ -27,6 +27,13 @@ _CHECKED = 2048
 class AlibiAttention(nn.Module):
     """The base of the classes with `alibi_slopes`, a buffer `[num_heads]` that is not saved."""
 
+    @staticmethod
+    def take_over(module: Any) -> None:
+        """Give a module of transformers the buffer, by the code of its class."""
+        slopes = alibi_slopes(module, module.n_heads if hasattr(module, "n_heads") else module.num_heads)
+        assert slopes is not None, "a class with slopes was chosen by them"
+        module.register_buffer("alibi_slopes", slopes.clone(), persistent=False)
+
 
 def alibi_slopes(module: Any, num_heads: int) -> torch.Tensor | None:
     """Return the slopes `[num_heads]`, float32 or bfloat16, by the code of a module's class; None if it has others."""
@@ -58,11 +65,6 @@ def _table(source: str, num_heads: int, num_positions: int) -> torch.Tensor | No
     else:
         return None
     return table.reshape(num_heads, num_positions) if table.numel() == num_heads * num_positions else None
-
-
-def keep_slopes(module: Any, slopes: torch.Tensor) -> None:
-    """Give a module the buffer `alibi_slopes`."""
-    module.register_buffer("alibi_slopes", slopes.clone(), persistent=False)
 
 
 def adds_position_bias(model: nn.Module) -> bool:

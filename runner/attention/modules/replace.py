@@ -15,14 +15,14 @@ import torch
 from torch import nn
 
 from piecegraph.runner.attention.interface.transformers_attention import ATTENTION_IMPLEMENTATION
-from piecegraph.runner.attention.modules import clipped, local, merged, rotary_pairs
-from piecegraph.runner.attention.modules.alibi import AlibiAttention, alibi_slopes, keep_slopes
+from piecegraph.runner.attention.modules import clipped, differential, local, merged, rotary_pairs
 
 KINDS: tuple[Callable[[Any], type[nn.Module] | None], ...] = (
     rotary_pairs.replacement,
     local.replacement,
     merged.replacement,
     clipped.replacement,
+    differential.replacement,
 )
 """The functions that recognize a kind of module."""
 
@@ -48,10 +48,8 @@ def replace_attention(model: Any) -> bool:
             if kind is not None:
                 found[module] = kind
     for module, kind in found.items():
-        if issubclass(kind, AlibiAttention):
-            slopes = alibi_slopes(module, _num_heads(module))
-            assert slopes is not None, "a class with slopes was chosen by them"
-            keep_slopes(module, slopes)
+        if hasattr(kind, "take_over"):
+            kind.take_over(module)
         module.__class__ = kind
     if clipped.ClippedAttention in found.values():
         _register_empty_mask()
@@ -59,6 +57,11 @@ def replace_attention(model: Any) -> bool:
     elif found:
         model.config._attn_implementation = ATTENTION_IMPLEMENTATION
     return bool(found)
+
+
+def has_own_attention(model: nn.Module) -> bool:
+    """Return whether attention modules of `model` have a class of ours."""
+    return any(type(module).__module__.startswith(__package__) for module in model.modules())
 
 
 def _register_empty_mask() -> None:
@@ -70,8 +73,3 @@ def _register_empty_mask() -> None:
 
 def _empty_mask(*args: Any, device: torch.device, **kwargs: object) -> torch.Tensor:
     return torch.zeros(1, dtype=torch.bool, device=device)
-
-
-def _num_heads(module: Any) -> int:
-    heads: int = module.n_heads if hasattr(module, "n_heads") else module.num_heads
-    return heads

@@ -27,8 +27,8 @@ KINDS: tuple[Callable[[Any], type[nn.Module] | None], ...] = (
 def replace_state_layers(model: nn.Module) -> str | None:
     """Give each module in `model` that keeps a state the class that runs it.
 
-    Returns why that is not possible, or None. A module keeps a state if it has a convolution over tokens or the decay
-    rates of a state; a model without such modules stays as it is.
+    Returns why that is not possible, or None. A module keeps a state if it has a convolution over tokens or decay rates
+    of a state; a model without such modules stays as it is.
     """
     found: dict[nn.Module, type[nn.Module]] = {}
     inner: set[nn.Module] = set()  # modules in those found
@@ -37,7 +37,7 @@ def replace_state_layers(model: nn.Module) -> str | None:
             continue
         kind = next(filter(None, (kind(module) for kind in KINDS)), None)
         if kind is None:
-            parts = ", ".join((*module._parameters, *module._modules))
+            parts = ", ".join((*module._parameters, *module._buffers, *module._modules))
             return (
                 f"{name} ({type(module).__name__}) keeps a state between tokens, and differs from the layers with "
                 f"states that can run here: it has {parts}."
@@ -49,9 +49,15 @@ def replace_state_layers(model: nn.Module) -> str | None:
     return None
 
 
+_DECAY = frozenset({"slope_rate", "query_decay", "key_decay"})
+"""The buffers of linear attention whose state decays by a fixed rate."""
+
+
 def _keeps_state(module: nn.Module) -> bool:
     convolutions = [child for child in module._modules.values() if isinstance(child, nn.Conv1d)]
-    return "A_log" in module._parameters or any(each.kernel_size != (1,) for each in convolutions)
+    if "A_log" in module._parameters or set(module._buffers) >= _DECAY:
+        return True
+    return any(each.kernel_size != (1,) for each in convolutions)
 
 
 def has_state_layers(model: nn.Module) -> bool:

@@ -15,7 +15,7 @@ from piecegraph.errors import ModelError, UnsupportedModel
 from piecegraph.runner.attention.interface.layer import AttentionLayer
 from piecegraph.runner.common.model_source import ModelSource
 from piecegraph.runner.models.load import load_model
-from piecegraph.runner.models.support import MAX_SIZES, check_config, check_layers, check_model_sizes
+from piecegraph.runner.models.support import MAX_SIZES, causality, check_config, check_layers, check_model_sizes
 from tests.runner.architectures import tiny_config
 from tests.runner.tiny_models import CHUNKED, FAMILIES, llama_config
 
@@ -49,6 +49,14 @@ def test_attention_classes_of_a_model_s_own_are_named() -> None:
     source = ModelSource(model="./nowhere", load_format="dummy")
     with pytest.raises(UnsupportedModel, match="the model's class has a list of attention classes of its own"):
         load_model(source, tiny_config("git"), dtype=torch.float32, device=torch.device("cpu"))
+
+
+def test_a_decoder_s_attention_is_causal_where_only_a_mask_makes_it_so() -> None:
+    attention = torch.nn.Module()
+    attention.is_causal = attention.is_decoder = False
+    assert causality(attention) == [False]
+    attention.is_decoder = True
+    assert causality(attention) == [True]
 
 
 def test_dynamic_rope_is_refused_with_a_way_out() -> None:

@@ -13,7 +13,7 @@ from transformers.models.bloom import modeling_bloom
 from transformers.models.falcon import modeling_falcon
 from transformers.models.mpt import modeling_mpt
 
-from piecegraph.runner.attention.modules.alibi import adds_position_bias, alibi_slopes, keep_slopes
+from piecegraph.runner.attention.modules.alibi import adds_position_bias, alibi_slopes
 from piecegraph.runner.attention.modules.clipped import ClippedAttention
 
 
@@ -61,8 +61,9 @@ def test_other_biases_are_not_taken_for_slopes(
 
 
 def test_slopes_are_a_buffer_that_is_not_saved() -> None:
-    layer = ClippedAttention()
-    slopes = torch.tensor([0.5, 0.25])
-    keep_slopes(layer, slopes)
+    layer = module_of(modeling_mpt.__name__)
+    vars(layer)["n_heads"] = 2
+    ClippedAttention.take_over(layer)
+    layer.__class__ = ClippedAttention
     assert dict(layer.named_buffers()).keys() == {"alibi_slopes"} and not layer.state_dict()
     assert adds_position_bias(nn.ModuleList([layer])) and not adds_position_bias(nn.Linear(2, 2))

@@ -10,6 +10,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from piecegraph.runner.attention.modules.clipped import ClippedAttention
+from piecegraph.runner.attention.modules.differential import DifferentialAttention
 from piecegraph.runner.attention.modules.local import LocalAttention
 from piecegraph.runner.attention.modules.merged import ResidualMergedAttention, RotaryMergedAttention
 from piecegraph.runner.attention.modules.replace import WITHOUT_INTERFACE, replace_attention
@@ -23,6 +24,7 @@ KINDS: dict[str, type[nn.Module]] = {
     "falcon": RotaryMergedAttention,
     "bloom": ResidualMergedAttention,
     "mpt": ClippedAttention,
+    "diffllama": DifferentialAttention,
 }
 """The kind of the attention of each model type."""
 
@@ -52,6 +54,7 @@ def with_norm(layer: Any) -> None:
 
 def of_half_the_heads(layer: Any) -> None:
     layer.num_attention_heads = layer.num_heads = layer.n_heads = 2
+    layer.head_dim = 16 if hasattr(layer, "groupnorm") else layer.head_dim
 
 
 def without_a_window(layer: Any) -> None:
@@ -76,7 +79,7 @@ def with_rotary_embedding_of_all(layer: Any) -> None:
 def test_a_layer_that_differs_stays_as_it_is(model_type: str, change: Callable[[Any], None]) -> None:
     model, untouched = made(model_type), made(model_type)
     assert replace_attention(untouched)
-    layers = [module for module in model.modules() if hasattr(module, "out_proj") or hasattr(module, "dense")]
+    layers = [module for module in model.modules() if any(hasattr(module, n) for n in ("out_proj", "dense", "o_proj"))]
     for layer in layers:
         change(layer)
     kinds = [type(layer) for layer in layers]
