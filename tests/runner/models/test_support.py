@@ -52,7 +52,7 @@ def test_attention_classes_of_a_model_s_own_are_named() -> None:
 
 
 def test_a_decoder_s_attention_is_causal_where_only_a_mask_makes_it_so() -> None:
-    attention = torch.nn.Module()
+    attention: Any = torch.nn.Module()
     attention.is_causal = attention.is_decoder = False
     assert causality(attention) == [False]
     attention.is_decoder = True
