@@ -33,7 +33,12 @@ from piecegraph.runner.attention.interface.transformers_attention import (
     ATTENTION_IMPLEMENTATION,
     register_attention,
 )
-from piecegraph.runner.attention.modules.replace import WITHOUT_INTERFACE, has_own_attention, replace_attention
+from piecegraph.runner.attention.modules.replace import (
+    WITHOUT_INTERFACE,
+    has_own_attention,
+    replace_attention,
+    unknown_attention,
+)
 from piecegraph.runner.common.model_source import ModelSource
 from piecegraph.runner.models.first_position import first_position
 from piecegraph.runner.models.layer_rules import first_layer_with_rules
@@ -451,8 +456,7 @@ def _replace_layers(model: PreTrainedModel) -> tuple[str, ...]:
     is_replaced = replace_attention(model)
     if not is_replaced and not has_pluggable_attention(type(model)):
         raise UnsupportedModel(
-            f"{name} computes its attention itself (it has no pluggable attention), in modules of a kind that is "
-            "not known here, so ours cannot run."
+            f"{name} computes its attention itself (it has no pluggable attention), and {unknown_attention(model)}."
         )
     check_structure(model)
     for module in model.modules():

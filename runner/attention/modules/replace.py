@@ -59,6 +59,20 @@ def replace_attention(model: Any) -> bool:
     return bool(found)
 
 
+def unknown_attention(model: nn.Module) -> str:
+    """Return the first module of `model` that has heads, and no modules with heads in it, with its parts."""
+    for name, module in model.named_modules():
+        inner = [child for child in module.modules() if child is not module]
+        if _has_heads(module) and not any(map(_has_heads, inner)):
+            parts = ", ".join((*module._parameters, *module._buffers, *module._modules))
+            return f"{name} ({type(module).__name__}) differs from the kinds that can run here: it has {parts}"
+    return "no module with heads was found"
+
+
+def _has_heads(module: nn.Module) -> bool:
+    return any(name in vars(module) for name in ("num_heads", "num_attention_heads", "n_head", "n_heads"))
+
+
 def has_own_attention(model: nn.Module) -> bool:
     """Return whether attention modules of `model` have a class of ours."""
     return any(type(module).__module__.startswith(__package__) for module in model.modules())
