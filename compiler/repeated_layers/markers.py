@@ -36,6 +36,9 @@ UNKNOWN = "?"
 RETURNS_INPUT = "returns its input"
 """The `how` at the end of a layer that returns the very tensor it takes first."""
 
+RETURNS_PAIR = "a layer returns neither a tensor, as those alike do, nor a tuple of one and None"
+"""The message of the error for a layer that returns something else than `mark_layers` was told."""
+
 _OUR_FRAME = re.compile(rf'^  File "{re.escape(__file__)}", .*\n(?:    .*\n)*', re.MULTILINE)
 """A pattern for the frames that the markers add to a stack trace."""
 
@@ -65,10 +68,11 @@ _tracing = threading.RLock()
 
 
 @contextmanager
-def mark_layers(kinds: Sequence[LayerKind]) -> Iterator[None]:
+def mark_layers(kinds: Sequence[LayerKind], *, is_pair: bool = False) -> Iterator[None]:
     """Trace markers in place of the middle layers of each kind inside this block, and around the first and the last.
 
-    Other threads may call the layers as before.
+    Each layer returns a tensor or, where `is_pair`, each returns a tuple of a tensor and None; the trace fails with
+    `RETURNS_PAIR` if one returns a tuple and not the other. Other threads may call the layers as before.
     """
     changed: list[nn.Module] = []
     with _tracing:
@@ -76,7 +80,8 @@ def mark_layers(kinds: Sequence[LayerKind]) -> Iterator[None]:
             for kind in kinds:
                 for layer in kind.layers:
                     forward = _replaced if layer in kind.middle else _marked
-                    vars(layer.module)["forward"] = MethodType(forward(type(layer.module), layer.name), layer.module)
+                    made = forward(type(layer.module), layer.name, is_pair)
+                    vars(layer.module)["forward"] = MethodType(made, layer.module)
                     changed.append(layer.module)
             yield
         finally:
@@ -84,7 +89,7 @@ def mark_layers(kinds: Sequence[LayerKind]) -> Iterator[None]:
                 vars(module).pop("forward", None)
 
 
-def _marked(real: Any, name: str) -> Callable[..., Any]:
+def _marked(real: Any, name: str, is_pair: bool) -> Callable[..., Any]:
     """Return a `forward` that, while it is traced, has a marker at its begin and at its end."""
 
     @functools.wraps(real.forward)
@@ -94,14 +99,17 @@ def _marked(real: Any, name: str) -> Callable[..., Any]:
         tensors, how = _flatten(x, args, kwargs)
         torch.ops.piecegraph.layer_begin.default(x, tensors, name, how)
         out = real.forward(self, x, *args, **kwargs)
+        if (type(out) is tuple) is not is_pair or (is_pair and (len(out) != 2 or out[1] is not None)):
+            raise TypeError(RETURNS_PAIR)
+        result = out[0] if is_pair else out
         tensors, how = _flatten(x, args, kwargs)
-        torch.ops.piecegraph.layer_end.default(out, tensors, name, RETURNS_INPUT if out is x else how)
+        torch.ops.piecegraph.layer_end.default(result, tensors, name, RETURNS_INPUT if result is x else how)
         return out
 
     return forward
 
 
-def _replaced(real: Any, name: str) -> Callable[..., Any]:
+def _replaced(real: Any, name: str, is_pair: bool) -> Callable[..., Any]:
     """Return a `forward` that, while it is traced, is one marker."""
 
     @functools.wraps(real.forward)
@@ -109,7 +117,8 @@ def _replaced(real: Any, name: str) -> Callable[..., Any]:
         if not torch.compiler.is_dynamo_compiling():
             return real.forward(self, x, *args, **kwargs)
         tensors, how = _flatten(x, args, kwargs)
-        return torch.ops.piecegraph.layer_repeated.default(x, tensors, name, how)
+        result = torch.ops.piecegraph.layer_repeated.default(x, tensors, name, how)
+        return (result, None) if is_pair else result
 
     return forward
 

@@ -24,8 +24,8 @@ from piecegraph.compiler.repeated_layers.expand import (
     expand_repeated_layers,
     summarize_copies,
 )
-from piecegraph.compiler.repeated_layers.find import find_layer_lists
-from piecegraph.compiler.repeated_layers.markers import mark_layers
+from piecegraph.compiler.repeated_layers.find import LayerKind, find_layer_lists
+from piecegraph.compiler.repeated_layers.markers import RETURNS_PAIR, mark_layers
 from piecegraph.compiler.tracing.dynamic_dims import DynamicDims
 from piecegraph.compiler.tracing.dynamo import (
     DynamoError,
@@ -168,6 +168,23 @@ def _trace(
     )
 
 
+def _marked_graph(
+    call: Callable[..., Any],
+    args: Sequence[Any],
+    kinds: Sequence[LayerKind],
+    on_graph: Callable[[fx.GraphModule, Sequence[Any], Sequence[str]], Sequence[Any]],
+) -> DynamoGraph:
+    """Return the graph of a call, with markers for layers of `kinds`, which return tensors, or pairs with None."""
+    try:
+        with mark_layers(kinds):
+            return dynamo_graph(call, args, on_graph)
+    except Exception as error:  # Dynamo's, for the marker's own
+        if RETURNS_PAIR not in str(error):
+            raise
+    with mark_layers(kinds, is_pair=True):
+        return dynamo_graph(call, args, on_graph)
+
+
 def _graph(call: Callable[..., Any], args: Sequence[Any], module: nn.Module) -> tuple[DynamoGraph, str]:
     """Return the graph of a call of `module`, and a note on its layers.
 
@@ -191,13 +208,13 @@ def _graph(call: Callable[..., Any], args: Sequence[Any], module: nn.Module) -> 
             raise
 
     try:
-        with mark_layers(kinds):
-            graph = dynamo_graph(call, args, on_graph)
+        graph = _marked_graph(call, args, kinds, on_graph)
         check_guarded_places(map(guard_name, graph.guards), kinds)
         check_guarded_identities(graph.guards, kinds)
         _audited(graph)
     except Exception as error:  # the model's own errors are raised again below
-        why = next(map(str, refused), "") or (str(error) if isinstance(error, NotRepeatable) else _first_line(error))
+        own = RETURNS_PAIR if RETURNS_PAIR in str(error) else _first_line(error)
+        why = next(map(str, refused), "") or (str(error) if isinstance(error, NotRepeatable) else own)
         return dynamo_graph(call, args), f"every layer was traced: {why}"
     return graph, summarize_copies(kinds)
 

@@ -83,6 +83,17 @@ def test_all_that_a_trace_depends_on_is_known(name: str, tmp_path: Path) -> None
     assert len(calls) == 2, "a call for each layer"
 
 
+@pytest.mark.parametrize(("name", "field"), [("bloom", "n_layer"), ("diffllama", "num_hidden_layers")])
+def test_a_layer_is_traced_and_compiled_once(name: str, field: str, tmp_path: Path) -> None:
+    """However many there are: their numbers and tables are buffers."""
+    with patch.dict(MODELS, {"deep": (name, {field: 6})}):
+        _, folder = made("deep", tmp_path)
+    with load_hybrid(folder, num_kv_blocks=60) as llm:
+        report = llm.compiled.report()
+    assert (report.num_pieces, report.num_unique_pieces) == (7, 3)
+    assert report.trace_note == "4 of 6 layers are copies of one that was traced"
+
+
 class Ran(TorchDispatchMode):
     """A mode that records the names of the operations that run."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import threading
 from collections.abc import Callable
@@ -147,6 +148,48 @@ def test_a_tensor_that_layers_share_stays_one_input(monkeypatch: pytest.MonkeyPa
     for layer in model.layers:
         layer.linear.weight = model.layers[0].linear.weight
     assert "2 of 4" in traced(model, monkeypatch).note
+
+
+class Pairs(nn.Module):
+    """A layer that returns its result and something else, as a tuple."""
+
+    def __init__(self, place: int, more: object = None) -> None:
+        super().__init__()
+        self.inner, self.more = Layer(place), more
+
+    def forward(self, x: torch.Tensor, pair: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, object]:
+        return self.inner(x, pair), x.sin() if self.more == "tensor" else self.more
+
+
+class OfPairs(Model):
+    def call(self, number: int, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        result: Any = layer(x, (x.sin(), x.cos()))
+        return result[0] if isinstance(result, tuple) else result
+
+
+def test_a_layer_may_return_its_result_in_a_tuple_with_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert traced(OfPairs(Pairs), monkeypatch).note == "2 of 4 layers are copies of one that was traced"
+
+
+class Mixed(nn.Module):
+    """Layers in two lists, of which those of one return tuples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Model(num_layers=3), OfPairs(Pairs, num_layers=3)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        result: tuple[torch.Tensor, ...] = self.second(self.first(x)[-1])
+        return result
+
+
+@pytest.mark.parametrize(
+    "model",
+    [OfPairs(functools.partial(Pairs, more="tensor")), OfPairs(functools.partial(Pairs, more=1)), Mixed()],
+    ids=["with a tensor", "with a number", "in one of two lists"],
+)
+def test_layers_that_return_other_tuples_are_traced(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert traced(model, monkeypatch).note.startswith("every layer was traced: ")
 
 
 class ByPlace(Layer):
@@ -397,7 +440,10 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "it reads its place": (lambda: Model(ByPlace), "reads place, its place among the layers"),
     "it reads what is not in it": (lambda: Model(ReadsOfOthers), "reads a tensor that is not its own"),
     "it returns another dtype": (lambda: Model(Narrower), "returns another kind of tensor than it takes first"),
-    "it returns two": (lambda: Calls(lambda n, layer, x: layer(x, (x, x))[0], Pair), "TorchRuntimeError"),
+    "it returns two": (
+        lambda: Calls(lambda n, layer, x: layer(x, (x, x))[0], Pair),
+        "a layer returns neither a tensor",
+    ),
     "it takes an object": (lambda: Calls(ignored_object, Ignores), "neither a tensor nor plain"),
     "it changes what it is given": (lambda: Calls(with_dict, WritesInto), "layers.0 changes what it is given"),
     "it checkpoints": (lambda: Model(Checkpoints), "layers.0 has an op that runs a graph"),
