@@ -59,6 +59,10 @@ FUNCTIONS_OF_STATE = (
 """Functions that take no argument and tell a state of the process. Dynamo replaces their calls by the result, and puts
 a guard on few of the results."""
 
+_CREATE_SET = frozenset({"BUILD_SET", "SET_ADD", "SET_UPDATE"})
+_WITHOUT_ORDER = frozenset({"len", "sorted", "any", "all", "bool"})
+"""Functions of one argument whose results do not depend on the order of a set's items."""
+
 _SHORT_NAMES = frozenset(name.rpartition(".")[2] for name in FUNCTIONS_OF_STATE)
 
 
@@ -77,6 +81,60 @@ def global_chains(code: types.CodeType) -> tuple[tuple[str, ...], ...]:
             found[tuple(chain)] = None
         chain = [each.argval] if each.opname in ("LOAD_GLOBAL", "LOAD_NAME") else []
     return tuple(found)
+
+
+def creates_unordered(code: types.CodeType) -> bool:
+    """Return whether `code` may create a set whose order depends on the process: of anything but numbers, and not only
+    to look an item up in it, to count its items or to sort them."""
+    instructions = _instructions(code)
+    for at, each in enumerate(instructions):
+        if _is_looked_up(instructions, at):
+            continue
+        if each.opname in _CREATE_SET:
+            count = each.arg if each.opname == "BUILD_SET" and each.arg is not None else 1
+            items = instructions[max(at - count, 0) : at]
+            if count and not all(one.opname.startswith("LOAD_") and _has_fixed_order(one.argval) for one in items):
+                return True
+        elif isinstance(each.argval, frozenset) and not _has_fixed_order(each.argval):
+            return True
+        elif each.opname == "LOAD_GLOBAL" and each.argval in ("set", "frozenset") and "NULL" in each.argrepr:
+            before = instructions[at - 1] if at else None
+            if before is None or before.opname != "LOAD_GLOBAL" or before.argval not in _WITHOUT_ORDER:
+                return True
+    return False
+
+
+def reads_order_of(code: types.CodeType, name: str) -> bool | None:
+    """Return whether `code` may read the order of the set that it calls `name`; None where it does not name one."""
+    if name in code.co_consts and "getattr" in code.co_names:
+        return True
+    instructions = _instructions(code)
+    loads = [at for at, each in enumerate(instructions) if each.opname.startswith("LOAD_")]
+    places = [at for at in loads if instructions[at].opname != "LOAD_CONST" and instructions[at].argval == name]
+    return any(not _is_looked_up(instructions, at) for at in places) if places else None
+
+
+def _instructions(code: types.CodeType) -> list[dis.Instruction]:
+    return [each for each in dis.get_instructions(code) if each.opname not in _NO_CODE | {"PRECALL", "PUSH_NULL"}]
+
+
+def _is_looked_up(instructions: Sequence[dis.Instruction], at: int) -> bool:
+    """Return whether the set that instruction `at` loads is only searched, or given to a function without order."""
+    after = instructions[at + 1] if at + 1 < len(instructions) else None
+    if after is None or after.opname == "CONTAINS_OP":
+        return after is not None
+    first = at
+    while first and instructions[first].opname in _ATTRIBUTE:
+        first -= 1
+    before = instructions[first - 1] if first else None
+    is_only_argument = after.opname == "CALL" and after.arg == 1
+    return is_only_argument and before is not None and before.argval in _WITHOUT_ORDER
+
+
+def _has_fixed_order(value: Any) -> bool:
+    """Return whether a set of `value`, or `value` itself where it is a set, has the same order in every process."""
+    items = value if isinstance(value, frozenset) else [value]
+    return all(isinstance(item, bool | int | float | complex) for item in items)
 
 
 def imported_modules(code: types.CodeType) -> tuple[str, ...]:

@@ -137,6 +137,11 @@ def value_fact(value: Any, detail: Any = None) -> str:
     return identity_fact(value)
 
 
+def order_fact(value: Any, detail: Any = None) -> str:
+    """Describe the items of a set in its order, which for strings depends on the process (`PYTHONHASHSEED`)."""
+    return f"{type_fact(value)} in order {[value_fact(item) for item in value]}"
+
+
 def _of_member(member: enum.Enum) -> str:
     try:
         return value_fact(member.value)
@@ -234,6 +239,7 @@ FACTS: Mapping[str, Callable[[Any, Any], str]] = {
     "names": names_fact,
     "own names": own_names_fact,
     "own attribute": own_attribute_fact,
+    "order": order_fact,
     "empty": empty_fact,
     "tensor": tensor_fact,
     "contents": contents_fact,

@@ -138,6 +138,8 @@ class ReadTree:
                 return "builtins"
             case "op":
                 return f"op {argument}"
+            case "hash seed":
+                return "the order of strings in a set (PYTHONHASHSEED)"
             case "attribute" | "own attribute":
                 return f"{owner}.{argument}"
             case "call":
@@ -228,6 +230,8 @@ def _at(values: Sequence[Any], parent: int, step: Step, root: Any) -> Any:
                 return vars(builtins)
             case "op":
                 return argument
+            case "hash seed":
+                return hash(HOME)
             case "module":
                 if argument.partition(".")[0] == "torch" and argument not in sys.modules:
                     return UNTOUCHED

@@ -28,12 +28,15 @@ from piecegraph import environment
 from piecegraph.compiler.torch_compat.versions import attribute_guard, source_name
 from piecegraph.compiler.tracing.class_factors import class_facts
 from piecegraph.compiler.tracing.code_reads import (
+    codes_within,
+    creates_unordered,
     first_absent,
     global_chains,
     has_own_instance_check,
     imported_modules,
     instance_checks_fact,
     is_function_of_state,
+    reads_order_of,
     registered_fact,
     result_fact,
     values_along,
@@ -150,6 +153,7 @@ class _Reading:
         self._tensors: dict[str, int] = {}
         self._not_comparable: dict[str, None] = {}
         self._files: set[str] = set()
+        self._codes: Sequence[types.CodeType] = ()
 
     def guard(self, guard: Any) -> None:
         expression, kind = guard_name(guard), guard.guard_type
@@ -201,11 +205,14 @@ class _Reading:
     def named_globals(self, codes: Iterable[types.CodeType]) -> None:
         """Note plain globals named by code outside libraries, and plain attributes of modules that it names."""
         modules = {file: name for name, each in list(sys.modules.items()) if (file := getattr(each, "__file__", None))}
+        self._codes = [each for code in codes for each in codes_within(code)]
         for code in codes:
             module = modules.get(code.co_filename)
             if module is not None and not is_library_module(module):
                 home = vars(sys.modules[module])
                 root = self._tree.add(-1, ("module", module))
+                if any(map(creates_unordered, codes_within(code))):
+                    self._wanted[self._tree.add(-1, ("hash seed", None)), "value", None] = None
                 self._named_reads(code, home, root)
                 for name in code.co_names:
                     if isinstance(home.get(name), types.ModuleType) and not is_library_module(home[name].__name__):
@@ -258,6 +265,14 @@ class _Reading:
                 named += len(values) == chain.index(_SUBCLASSES) and isinstance(values[-1], type)
         return bool(named == sum(each.argval == _SUBCLASSES for each in dis.get_instructions(code)))
 
+    def _reads_order_of(self, place: int) -> bool:
+        """Return whether traced code may read the order of the set at `place`, and not only look items up in it."""
+        kind, name = self._tree.nodes[place][1]
+        if not kind.endswith("attribute"):
+            return True
+        found = [each for code in self._codes if (each := reads_order_of(code, name)) is not None]
+        return any(found) or not found
+
     def _along(self, place: int, names: Sequence[str]) -> int:
         for name in names:
             place = self._tree.add(place, ("attribute", name))
@@ -289,6 +304,9 @@ class _Reading:
             if step == "dereferenced" and not isinstance(values[parent], weakref.ReferenceType):
                 self._not_comparable[f"it read {self._tree.name(place)}, which another call may return anew"] = None
         facts = []
+        for place in {place for place, kind, _ in self._wanted if kind.startswith("value")}:
+            if type(values[place]) in (set, frozenset) and len(values[place]) > 1 and self._reads_order_of(place):
+                self._wanted[place, "order", None] = None
         for place, kind, detail in self._wanted:
             try:
                 text, kind, detail = _state_fact(values, place, kind, detail)

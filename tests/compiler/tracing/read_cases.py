@@ -117,6 +117,8 @@ CASES = (
     _case("set_in", "A = {1}", "x * (2 if 1 in A else 3)", "A.clear()"),
     _case("set_length", "A = {1}", "x * len(A)", "A.add(2)"),
     _case("set_items", "A = {1}", "x * sum(A)", "A.add(2)"),
+    _case("set_order", "A = {0, 8}", "x * (next(iter(A)) + 1)", "global A; A = {8, 0}"),
+    _case("set_order_of_self", "A = [0, 8]", "x * (next(iter(self.a)) + 1)", "A.reverse()", init="self.a = set(A)"),
     _case("frozen_set", "A = frozenset({1})", "x * (2 if 2 in A else 3)", "global A; A = frozenset({2})"),
     _case("range", "A = range(2)", "x * len(A)", "global A; A = range(3)"),
     _case("slice", "A = slice(0, 1)", "x * x[:, A].shape[1]", "global A; A = slice(0, 2)"),

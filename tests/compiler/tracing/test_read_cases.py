@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ QUICK = {
     "environment_default",
     "dict_length",
     "dict_keys",
+    "set_order",
     "closure_tensor",
     "method_put_in_place",
     "which_other",
@@ -96,30 +98,70 @@ def test_a_change_of_what_was_read_is_seen(case: Case, folder: Path) -> None:
 @pytest.mark.slow
 def test_another_process_finds_what_was_read_as_it_was(folder: Path) -> None:
     """Nothing that is compared is of one process alone, but what makes a plan unfit to be kept."""
-    first, second = json.loads(in_a_child(folder)), json.loads(in_a_child(folder))
+    first, second = json.loads(in_a_child(folder, "1")), json.loads(in_a_child(folder, "0"))
     assert {name for name, kept in first.items() if kept is None} == {case.name for case in CASES if not case.is_kept}
     assert second == {case.name: None for case in CASES if case.is_kept}
 
 
-def in_a_child(folder: Path) -> str:
+_SET = "self.a = set('abc')"
+
+ORDERS = (
+    Case("order_next", "A = {'a', 'b', 'c'}; B = {'a': 2, 'b': 3, 'c': 4}", "x * B[next(iter(A))]", "pass"),
+    Case("order_loop", "A = frozenset('abc')", "x * (2 if [k for k in A][0] == 'a' else 3)", "pass"),
+    Case("order_of_self", "", "x * (2 if ''.join(self.a) == 'abc' else 3)", "pass", init=_SET),
+    Case(
+        "order_by_name",
+        "",
+        "x * (2 if next(iter(getattr(self, 'a'))) in self.a else 3)",
+        "pass",
+        init=_SET,
+    ),
+    Case("order_display", "B = {'a': 2, 'b': 3, 'c': 4}", "x * B[next(iter({'a', 'b', 'c'}))]", "pass"),
+    Case("order_of_two", "B = {'a': 2, 'b': 3, 'c': 4}", "x * B[next(iter({'a', 'b'}))]", "pass"),
+    Case("order_called", "B = {'a': 2, 'b': 3, 'c': 4}", "x * B[set('abc').pop()]", "pass"),
+    Case("order_comprehension", "B = {'a': 2, 'b': 3, 'c': 4}", "x * B[next(iter({k for k in B}))]", "pass"),
+)
+"""Reads of the order of strings in a set, which another process with another hash seed has otherwise."""
+
+SEARCHES = (
+    Case("search_global", "A = {'a', 'b', 'c'}", "x * (2 if 'a' in A else 3)", "pass"),
+    Case("search_self", "", "x * (2 if 'a' in self.a else 3)", "pass", init="self.a = {'a', 'b', 'c'}"),
+    Case("search_display", "K = 'a'", "x * (2 if K in {'a', 'b', 'c'} else 3)", "pass"),
+    Case("search_length", "A = {'a', 'b', 'c'}", "x * len(A) + len(set('abc'))", "pass"),
+    Case("search_sorted", "A = {'a', 'b', 'c'}", "x * (2 if sorted(A)[0] == 'a' else 3)", "pass"),
+    Case("search_class", "A = (1, 2)", "x * (2 if isinstance(A, set) else 3)", "pass"),
+    Case("search_numbers", "", "x * sum({1, 2}) + sum({3, 4, 5})", "pass"),
+)
+"""Uses of sets whose result is the same in every process: they stay in the cache."""
+
+
+@pytest.mark.parametrize("seeds", [("1", "1"), ("1", "2")], ids=["same seed", "other seed"])
+def test_the_order_of_strings_in_a_set_is_of_one_hash_seed(folder: Path, seeds: tuple[str, str]) -> None:
+    first, second = (json.loads(in_a_child(folder, seed, "orders")) for seed in seeds)
+    assert all(first.values()), "each is kept"
+    changed = {name for name, what in second.items() if what is not None}
+    assert changed == ({case.name for case in ORDERS} if seeds[0] != seeds[1] else set())
+
+
+def in_a_child(folder: Path, seed: str, cases: str = "all") -> str:
     """What `main` prints in a process of its own. Both have the same arguments: a case reads them."""
     kept = folder / "kept.json"
     is_second = kept.exists()
-    arguments = [sys.executable, "-W", "ignore", "-m", __name__, str(folder)]
-    environment = {**os.environ, "PYTHONHASHSEED": "0" if is_second else "1"}
+    arguments = [sys.executable, "-W", "ignore", "-m", __name__, str(folder), cases]
+    environment = {**os.environ, "PYTHONHASHSEED": seed}
     done = subprocess.run(arguments, capture_output=True, text=True, check=True, env=environment)
     if not is_second:
         kept.write_text(done.stdout)
     return done.stdout
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, cases: Sequence[Case]) -> None:
     """Without kept.json in `folder`, print what is stored of each case; with it, what changed of each."""
     sys.path.insert(0, str(folder))
     kept = folder / "kept.json"
     known: dict[str, Any] | None = json.loads(kept.read_text()) if kept.exists() else None
     found: dict[str, Any] = {}
-    for case in CASES:
+    for case in cases:
         with imported(case, folder) as module:
             model = module.Model()
             start = Start.of(model)
@@ -182,4 +224,4 @@ def test_what_cannot_be_compared_is_not_kept(whole_cache: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), CASES if sys.argv[2] == "all" else (*ORDERS, *SEARCHES))
