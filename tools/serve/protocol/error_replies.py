@@ -52,9 +52,7 @@ class ApiError(Exception):
 
 def bad_request(message: str, *, code: str | None = None) -> ApiError:
     """Return the error for a request that cannot be served; `param` is the field that the message begins with."""
-    named = re.match(
-        r"(\w+)(?:\[[^]]*\])?=|(?:unknown field|.*sampling parameter) '(\w+)'|(\w+) is not available", message
-    )
+    named = _NAMED.match(message)
     param = next((name for name in named.groups() if name is not None), None) if named else None
     return ApiError(HTTPStatus.BAD_REQUEST, message, param=param, code=code)
 
