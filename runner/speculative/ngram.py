@@ -31,7 +31,7 @@ def propose_ngrams(
     length = torch.zeros(num_reqs, max_len, dtype=torch.int64, device=device)
     for back in range(min(longest, max_len)):
         at = num_tokens - 1 - back
-        last = token_ids.gather(1, at.clamp(min=0).unsqueeze(1))  # [num_reqs, 1]
+        last = token_ids.gather(1, at.clamp(min=0, max=max_len - 1).unsqueeze(1))  # [num_reqs, 1]
         is_equal = torch.zeros_like(is_match)
         is_equal[:, back:] = token_ids[:, : max_len - back] == last
         is_match = is_match & is_equal & (at >= 0).unsqueeze(1)

@@ -8,19 +8,11 @@ import torch
 
 from piecegraph.runner.common.speculative_config import SpeculativeConfig
 from piecegraph.runner.sampling.gumbel_sample import gumbel_sample
-from piecegraph.runner.speculative.ngram import propose_ngrams
-from piecegraph.runner.speculative.verification import (
-    Decision,
-    VerifiedRows,
-    decide,
-    lay_out_rows,
-    record_decision,
-    write_behind,
-)
+from piecegraph.runner.speculative.common.draft_source import DraftModel, DraftSource, PromptLookup
+from piecegraph.runner.speculative.common.verified_rows import NUM_COUNTS, VerifiedRows
+from piecegraph.runner.speculative.verification import lay_out_rows, write_behind
+from piecegraph.runner.speculative.verify_drafts import verify_drafts
 from piecegraph.runner.step.model_step import ModelStep, StepOutput
-
-NUM_COUNTS = 4
-"""The columns of a step's result behind its tokens; see `SpeculativeStep.verify`."""
 
 
 class SpeculativeBuffers:
@@ -121,28 +113,21 @@ class SpeculativeStep(ModelStep):
         return self._draw(self.forward(*self.model_inputs(num_tokens, num_logits)), num_reqs)
 
     def verify(self, drawn: torch.Tensor, num_reqs: int) -> torch.Tensor:
-        """Decide on the tokens `drawn` `[num_logits]` from the rows of logits, record them, and draft the next.
+        """Return the result of `verify_drafts` for the tokens `drawn` `[num_logits]` from the rows of logits.
 
-        Returns `[num_reqs * num_columns]` int64: for each request the new tokens, padded to `1 + max_drafts`, how many
-        they are, how many drafts were verified, how many are drafted for the next step, and the position of the first
-        new token. Idempotent, after `restore_drafts`.
+        Idempotent, after `restore_drafts`.
         """
-        buffers, states = self.buffers, self.states
-        decision = decide(
+        return verify_drafts(
             drawn,
             self.speculation.rows,
+            buffers=self.buffers,
+            states=self.states,
+            prefill_lens=self.states.prefill_lens,
+            num_proposed=self.speculation.num_proposed,
+            num_reqs=num_reqs,
             max_drafts=self.max_drafts,
-            idx_mapping=buffers.idx_mapping[:num_reqs],
-            query_start_loc=buffers.query_start_loc[: num_reqs + 1],
-            seq_lens=buffers.seq_lens[:num_reqs],
-            input_ids=buffers.input_ids,
-            prefill_lens=states.prefill_lens,
+            source=self._source,
         )
-        record_decision(decision, token_ids=states.token_ids, num_computed_tokens=states.num_computed_tokens)
-        num_proposed = self._propose(decision) if self.config.method == "ngram" else self._make_room(decision)
-        num_verified = self.speculation.rows.num_drafts[decision.source]
-        counts = torch.stack([decision.num_tokens, num_verified, num_proposed, decision.first], dim=1)
-        return torch.cat([decision.tokens, counts], dim=1).flatten()
 
     def restore_drafts(self, num_reqs: int) -> None:
         """Write the drafts of this step behind the requests' tokens again, where a draw has overwritten them."""
@@ -172,39 +157,11 @@ class SpeculativeStep(ModelStep):
         )
         return StepOutput(logits, self.verify(drawn, num_reqs))
 
-    def _propose(self, decision: Decision) -> torch.Tensor:
-        """Write drafts behind the requests' tokens, and return how many, `[num_reqs]` int64."""
-        config, states = self.config, self.states
-        num_tokens = torch.where(decision.num_tokens > 0, decision.first + decision.num_tokens, 0)
-        drafts, count = propose_ngrams(
-            states.token_ids[decision.row],
-            num_tokens,
-            num_drafts=self.max_drafts,
-            shortest=config.prompt_lookup_min,
-            longest=config.prompt_lookup_max,
-        )
-        write_behind(states.token_ids, decision.row, num_tokens, drafts, count)
-        self.speculation.num_proposed[decision.row] = torch.where(
-            decision.is_real, count.int(), self.speculation.num_proposed[decision.row]
-        )
-        return count
-
-    def _make_room(self, decision: Decision) -> torch.Tensor:
-        """Return how many drafts a draft model will write behind the requests' tokens, `[num_reqs]` int64.
-
-        As many as there are slots in the cache for, and places in a row of tokens.
-        """
-        speculation, num_reqs = self.speculation, decision.row.shape[0]
-        newest = decision.first + decision.num_tokens - 1
-        last = torch.clamp(speculation.num_slots[decision.row].long(), max=self.states.token_ids.shape[1] - 1)
-        count = torch.where(decision.num_tokens > 0, (last - newest).clamp(min=0, max=self.max_drafts), 0)
-        speculation.num_proposed[decision.row] = torch.where(
-            decision.is_real, count.int(), speculation.num_proposed[decision.row]
-        )
-        idx_mapping = self.buffers.idx_mapping[:num_reqs]
-        speculation.draft_rows.fill_(-1)
-        speculation.draft_rows[:num_reqs] = torch.where(decision.num_tokens > 0, idx_mapping, -1)
-        return count
+    @property
+    def _source(self) -> DraftSource:
+        if self.config.method == "ngram":
+            return PromptLookup(self.config.prompt_lookup_min, self.config.prompt_lookup_max)
+        return DraftModel(self.speculation.num_slots, self.speculation.draft_rows)
 
 
 def speculative_step(

@@ -20,15 +20,7 @@ from typing import NamedTuple
 
 import torch
 
-
-class VerifiedRows(NamedTuple):
-    """The rows of logits of a step; a request has one for each draft it verifies and one more."""
-
-    first_rows: torch.Tensor  # [max_num_reqs + 1] int64: where each request's rows begin, and the last ones end
-    logits_indices: torch.Tensor  # [max_num_logits] int64: the row of the batch; 0 for padding
-    idx_mapping: torch.Tensor  # [max_num_logits] int32: the state row; -1: padding
-    positions: torch.Tensor  # [max_num_logits] int32: of the token that is drawn from it; 0 for padding
-    num_drafts: torch.Tensor  # [max_num_reqs] int64: how many of a request's rows verify a draft that was proposed
+from piecegraph.runner.speculative.common.verified_rows import VerifiedRows
 
 
 def lay_out_rows(
@@ -55,6 +47,32 @@ def lay_out_rows(
         num_computed_tokens: int32, before this step.
         num_proposed: int32, the drafts that lie behind a request's tokens.
     """
+    if idx_mapping.device.type == "cuda":
+        from piecegraph.runner.speculative.kernels.verify import lay_out_rows_on_gpu as lay_out
+    else:
+        lay_out = lay_out_rows_reference
+    lay_out(
+        out,
+        idx_mapping=idx_mapping,
+        query_start_loc=query_start_loc,
+        positions=positions,
+        prefill_lens=prefill_lens,
+        num_computed_tokens=num_computed_tokens,
+        num_proposed=num_proposed,
+    )
+
+
+def lay_out_rows_reference(
+    out: VerifiedRows,
+    *,
+    idx_mapping: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    positions: torch.Tensor,
+    prefill_lens: torch.Tensor,
+    num_computed_tokens: torch.Tensor,
+    num_proposed: torch.Tensor,
+) -> None:
+    """Fill `out` like `lay_out_rows`, as the torch reference of the kernel."""
     row = idx_mapping.long()
     is_real, row = row >= 0, row.clamp(min=0)
     starts = query_start_loc.long()

@@ -19,7 +19,7 @@ from piecegraph.runner.output.async_output import (
 )
 from piecegraph.runner.sampling.logprobs import LogprobsTensors
 from piecegraph.runner.scheduling.scheduler_output import SampledTokens
-from piecegraph.runner.speculative.speculative_step import NUM_COUNTS
+from piecegraph.runner.speculative.common.verified_rows import NUM_COUNTS
 
 
 class VerifiedTokens(NamedTuple):

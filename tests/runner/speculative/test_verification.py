@@ -11,9 +11,9 @@ from piecegraph.runner.common.sampling_params import SamplingParams
 from piecegraph.runner.sampling.batch_sampler import Sampler
 from piecegraph.runner.sampling.gumbel_sample import gumbel_sample
 from piecegraph.runner.sampling.options.protocol import SamplingBatch
+from piecegraph.runner.speculative.common.verified_rows import VerifiedRows
 from piecegraph.runner.speculative.verification import (
     Decision,
-    VerifiedRows,
     decide,
     lay_out_rows,
     record_decision,
