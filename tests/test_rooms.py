@@ -289,6 +289,7 @@ COVERED_BY: Mapping[str, str] = {
     "runner/device_memory/host_memory/host_copy.py": "tests/runner/sampling/options/test_staged_rows.py",
     "runner/device_memory/kernels/staged_write.py": "tests/runner/device_memory/test_staged_write.py",
     "runner/engine/model_runner.py": "tests/runner/engine/test_engine_callers.py",
+    "runner/attention/triton/kernels/splits.py": "tests/runner/attention/triton/kernels/test_prefill.py",
     "runner/sampling/kernels/apply_bitmask.py": "tests/runner/sampling/options/test_allowed_token_ids.py",
     "runner/sampling/kernels/forbid_bad_words.py": "tests/runner/sampling/options/test_bad_words.py",
     "runner/sampling/kernels/gumbel_sample.py": "tests/runner/sampling/test_gumbel_sample.py",

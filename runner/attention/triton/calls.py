@@ -58,6 +58,7 @@ class LayerCall(NamedTuple):
 
     def prefill(self, metadata: TritonMetadata, config: PrefillConfig) -> KernelCall:
         """Return the launch for all requests after the decode requests."""
+        assert metadata.gpu is not None
         return prefill_call(
             self.call,
             self.kv_cache,
@@ -68,6 +69,9 @@ class LayerCall(NamedTuple):
             num_reqs=metadata.num_reqs,
             num_rows=metadata.num_tokens - metadata.num_decode_reqs,
             config=config,
+            workspace=metadata.workspace,
+            max_len=metadata.max_len,
+            num_sms=metadata.gpu.num_sms,
         )
 
 

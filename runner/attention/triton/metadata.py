@@ -13,6 +13,7 @@ from piecegraph.runner.attention.interface.metadata import AttentionMetadata
 from piecegraph.runner.attention.triton.kernels.workspace import SplitWorkspace
 from piecegraph.runner.attention.triton.layouts.decode_config import decode_config, num_head_blocks
 from piecegraph.runner.attention.triton.layouts.head_shape import HeadShape
+from piecegraph.runner.attention.triton.layouts.prefill_config import MAX_SPLIT_ROWS, PROGRAMS_PER_SM
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,9 +103,12 @@ def head_shape(layer: AttentionLayer) -> HeadShape:
 def allocate_workspace(
     shapes: set[HeadShape], max_num_reqs: int, gpu: GpuLimits, device: torch.device
 ) -> SplitWorkspace:
-    """Allocate a workspace for any decode launch of up to `max_num_reqs` requests with these heads."""
-    num_partials, num_values, num_counts = 1, 1, 1
+    """Allocate a workspace for any launch of up to `max_num_reqs` requests with these heads."""
+    num_split = PROGRAMS_PER_SM * gpu.num_sms  # programs that share keys in a launch of the prefill kernel, at most
+    num_partials = num_split * MAX_SPLIT_ROWS
+    num_values, num_counts = 1, num_split
     for shape in shapes:
+        num_values = max(num_values, num_split * MAX_SPLIT_ROWS * shape.value_dim)
         num_counts = max(num_counts, max_num_reqs * num_head_blocks(shape))
         for num_reqs in range(1, max_num_reqs + 1):
             config = decode_config(

@@ -188,7 +188,9 @@ class PreparedAttention:
             metadata.query_start_loc_address, metadata.seq_lens_address, metadata.block_table_address,
             metadata.block_table_stride, num_decode_reqs, num_reqs,
         )  # fmt: skip
-        grid = prefill_grid(self._shape, num_rows, num_reqs - num_decode_reqs, config)
+        assert metadata.gpu is not None
+        bounds = {"max_len": metadata.max_len, "num_sms": metadata.gpu.num_sms}
+        grid = prefill_grid(self._shape, num_rows, num_reqs - num_decode_reqs, config, **bounds)
         return Launch(self._kernels.prefill(layout), grid, changed)
 
     def _bind(self, metadata: AttentionMetadata) -> TritonMetadata:

@@ -22,8 +22,10 @@ import torch
 from piecegraph.passes.kernels.common.gpu_limits import GpuLimits
 from piecegraph.runner.attention.interface.kv_cache import KVCache
 from piecegraph.runner.attention.interface.op_call import AttentionCall
+from piecegraph.runner.attention.triton.kernels.workspace import SplitWorkspace
 from piecegraph.runner.attention.triton.layouts.head_shape import HeadShape
 from piecegraph.runner.attention.triton.layouts.prefill_config import PrefillConfig, prefill_config
+from piecegraph.runner.attention.triton.metadata import allocate_workspace
 from piecegraph.runner.attention.triton.reference import paged_attention
 from piecegraph.tools.bench.kernels.attention import (
     TOLERANCE,
@@ -69,6 +71,8 @@ class Inputs:
     seq_lens: torch.Tensor
     block_table: torch.Tensor
     slot_mapping: torch.Tensor
+    workspace: SplitWorkspace | None  # None: no tile's keys are split
+    gpu: GpuLimits
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
@@ -84,6 +88,7 @@ class Inputs:
 @click.option("--stages", default="2,3,4")
 @click.option("--top", default=8, help="Settings shown a case, best first.")
 @click.option("--default-only", is_flag=True, help="Time only the setting `prefill_config` picks.")
+@click.option("--split/--no-split", default=True, help="Let several programs share keys where there are few.")
 @click.option("--flash/--no-flash", default=True, help="Time flash-attn 2 and 4 too, where they can be imported.")
 @click.option("--jobs", default=8, help="Threads that compile settings ahead.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), help="Write all rows here.")
@@ -100,6 +105,7 @@ def main(
     stages: str,
     top: int,
     default_only: bool,
+    split: bool,
     flash: bool,
     jobs: int,
     json_file: Path | None,
@@ -125,7 +131,8 @@ def main(
                 if m >= heads.group
                 and (config := PrefillConfig(block_m=m, block_n=n, num_warps=w, num_stages=s)) != default
             ]
-        found = _time_case(case, heads, block_size, grid, device, jobs)
+        inputs = _make_inputs(case, heads, block_size, gpu, device, can_split=split)
+        found = _time_case(case, heads, inputs, grid, device, jobs)
         if flash:
             found += _time_flash(case, heads, device)
         found.sort(key=lambda row: row.us if row.us is not None else float("inf"))
@@ -148,7 +155,9 @@ def _parse_case(text: str) -> Case:
     return case
 
 
-def _make_inputs(case: Case, heads: HeadShape, block_size: int, device: torch.device) -> Inputs:
+def _make_inputs(
+    case: Case, heads: HeadShape, block_size: int, gpu: GpuLimits, device: torch.device, *, can_split: bool
+) -> Inputs:
     random = torch.Generator(device=device).manual_seed(0)
 
     def normal(*size: int) -> torch.Tensor:
@@ -172,15 +181,16 @@ def _make_inputs(case: Case, heads: HeadShape, block_size: int, device: torch.de
         seq_lens=torch.full((case.batch,), case.context, dtype=torch.int32, device=device),
         block_table=block_table,
         slot_mapping=slots.flatten(),
+        workspace=allocate_workspace({heads}, case.batch, gpu, device) if can_split else None,
+        gpu=gpu,
     )
 
 
 def _time_case(
-    case: Case, heads: HeadShape, block_size: int, grid: list[PrefillConfig], device: torch.device, jobs: int
+    case: Case, heads: HeadShape, inputs: Inputs, grid: list[PrefillConfig], device: torch.device, jobs: int
 ) -> list[Row]:
     from piecegraph.runner.attention.triton.kernels.kv_write import kv_write_call
 
-    inputs = _make_inputs(case, heads, block_size, device)
     expected = torch.empty(inputs.out.shape, device=device)
     paged_attention(
         _call(inputs, heads)._replace(out=expected), inputs.kv_cache, query_start_loc=inputs.query_start_loc,
@@ -227,6 +237,8 @@ def _launch(inputs: Inputs, heads: HeadShape, config: PrefillConfig) -> None:
         _call(inputs, heads), inputs.kv_cache,
         query_start_loc=inputs.query_start_loc, seq_lens=inputs.seq_lens, block_table=inputs.block_table,
         first_req=0, num_reqs=inputs.seq_lens.shape[0], num_rows=inputs.query.shape[0], config=config,
+        workspace=inputs.workspace, num_sms=inputs.gpu.num_sms,
+        max_len=0 if inputs.workspace is None else inputs.block_table.shape[1] * inputs.kv_cache.key.shape[1],
     ).launch()  # fmt: skip
 
 

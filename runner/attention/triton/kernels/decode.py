@@ -24,6 +24,7 @@ from piecegraph.runner.attention.triton.kernels.long_requests import longest, nu
 from piecegraph.runner.attention.triton.kernels.new_token import load_new_token
 from piecegraph.runner.attention.triton.kernels.paged import cache_rows, cache_strides, load_pages, log2_scores
 from piecegraph.runner.attention.triton.kernels.rotate import rotary_constants, rotary_tensors
+from piecegraph.runner.attention.triton.kernels.splits import add_splits
 from piecegraph.runner.attention.triton.kernels.workspace import SplitWorkspace
 from piecegraph.runner.attention.triton.layouts.decode_config import DecodeConfig, heads_per_program, num_head_blocks
 from piecegraph.runner.attention.triton.layouts.head_shape import HeadShape
@@ -384,13 +385,13 @@ def _combine(  # type: ignore[no-untyped-def]  # compiled by Triton
     total = tl.zeros([COMBINE_ROWS], tl.float32)
     acc = tl.zeros([COMBINE_ROWS, VALUE_BLOCK], tl.float32)
     if SPLITS == SPLIT_TILE:
-        top, total, acc = _add_splits(
+        top, total, acc = add_splits(
             request, heads, is_row, 0, num_active, others, apart, partial_out, partial_lse, top, total, acc,
             NUM_Q_HEADS, VALUE_DIM, VALUE_BLOCK, SPLIT_TILE,
         )  # fmt: skip
     else:
         for first in range(0, num_active, SPLIT_TILE):
-            top, total, acc = _add_splits(
+            top, total, acc = add_splits(
                 request, heads, is_row, first, num_active, others, apart, partial_out, partial_lse, top, total, acc,
                 NUM_Q_HEADS, VALUE_DIM, VALUE_BLOCK, SPLIT_TILE,
             )  # fmt: skip
@@ -400,48 +401,3 @@ def _combine(  # type: ignore[no-untyped-def]  # compiled by Triton
         result.to(out.dtype.element_ty),
         mask=is_row[:, None] & (value_at < VALUE_DIM)[None, :],
     )
-
-
-@own_kernel
-@triton.jit
-def _add_splits(  # type: ignore[no-untyped-def]  # compiled by Triton
-    request,
-    heads,
-    is_row,
-    first,
-    num_active,
-    others,
-    apart,
-    partial_out,
-    partial_lse,
-    top,
-    total,
-    acc,
-    NUM_Q_HEADS: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    VALUE_BLOCK: tl.constexpr,
-    SPLIT_TILE: tl.constexpr,
-):
-    """Continue the online softmax over the tile of splits that starts at `first`.
-
-    Both loads are in flight together and bypass L1 (`.cg`), because other SMs wrote the data. Padded rows keep a `top`
-    of 0, so that they hold no NaN.
-    """
-    value_at = tl.arange(0, VALUE_BLOCK)
-    splits = first + tl.arange(0, SPLIT_TILE)
-    is_active = is_row[:, None] & (splits < num_active)[None, :]
-    rows = tl.where(splits == 0, request, others + (splits - 1) * apart)
-    partial = rows[None, :] * NUM_Q_HEADS + heads[:, None]  # [COMBINE_ROWS, SPLIT_TILE]
-    lse = tl.load(partial_lse + partial, mask=is_active, other=float("-inf"), cache_modifier=".cg")
-    part = tl.load(
-        partial_out + partial[:, :, None] * VALUE_DIM + value_at[None, None, :],
-        mask=is_active[:, :, None] & (value_at < VALUE_DIM)[None, None, :],
-        other=0.0,
-        cache_modifier=".cg",
-    )
-    new_top = tl.where(is_row, tl.maximum(top, tl.max(lse, axis=1)), 0.0)
-    weights = tl.exp2(lse - new_top[:, None])
-    shrink = tl.exp2(top - new_top)
-    total = total * shrink + tl.sum(weights, axis=1)
-    acc = acc * shrink[:, None] + tl.sum(part * weights[:, :, None], axis=1)
-    return new_top, total, acc

@@ -17,6 +17,18 @@ LONG_QUERY_LEN = 65
 """The length from which on all queries take the same layout."""
 
 
+MAX_SPLIT_ROWS = 64
+"""The most rows of a tile whose keys are split: more rows are of long queries, which have programs enough."""
+
+MAX_SPLITS = 16
+
+MIN_SPLIT_LEN = 256
+"""The fewest keys of a part that a tile's keys are split into."""
+
+PROGRAMS_PER_SM = 2
+"""Up to so many programs an SM, the keys of a tile are split."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillConfig:
     """The tile sizes and Triton options of a prefill launch."""
@@ -29,6 +41,20 @@ class PrefillConfig:
     def block_q(self, group: int) -> int:
         """Return the number of query tokens a tile."""
         return self.block_m // group
+
+    @property
+    def can_split(self) -> bool:
+        """Whether several programs may share the keys of a tile."""
+        return self.block_m <= MAX_SPLIT_ROWS
+
+    def num_splits(self, num_programs: int, *, max_len: int, num_sms: int) -> int:
+        """Return how many programs share the keys of a tile, where a launch has `num_programs` unsplit.
+
+        Nothing depends on actual lengths, only on their bound `max_len`.
+        """
+        if not self.can_split or num_programs == 0:
+            return 1
+        return max(1, min(PROGRAMS_PER_SM * num_sms // num_programs, -(-max_len // MIN_SPLIT_LEN), MAX_SPLITS))
 
 
 @lru_cache(maxsize=4096)

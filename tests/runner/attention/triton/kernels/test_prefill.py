@@ -13,9 +13,11 @@ from tests.runner.attention.paged_case import make_case
 LENS = [(9, 1), (0, 1), (0, 13), (37, 21)]
 
 
-def check(*, block_m: int = 16, block_n: int = 16, first_req: int = 0, **kind: object) -> None:
-    """Requests before `first_req` and padded rows are left alone."""
+def check(*, block_m: int = 16, block_n: int = 16, first_req: int = 0, num_sms: int = 0, **kind: object) -> None:
+    """Requests before `first_req` and padded rows are left alone. With `num_sms`, keys are split."""
+    from piecegraph.runner.attention.triton.kernels import prefill
     from piecegraph.runner.attention.triton.kernels.prefill import prefill_call
+    from piecegraph.runner.attention.triton.kernels.workspace import SplitWorkspace
     from piecegraph.runner.attention.triton.layouts.prefill_config import PrefillConfig
 
     case = make_case(**{"lens": LENS, **kind})  # type: ignore[arg-type]
@@ -25,12 +27,20 @@ def check(*, block_m: int = 16, block_n: int = 16, first_req: int = 0, **kind: o
     case.kv_cache.key.flatten(0, 1)[batch.slot_mapping[:num_rows]] = case.key[:num_rows]
     case.kv_cache.value.flatten(0, 1)[batch.slot_mapping[:num_rows]] = case.value[:num_rows]
     out = case.query.new_full((case.query.shape[0], layer.num_q_heads, layer.value_dim), float("nan"))
-    prefill_call(
+    prefill.MIN_SPLIT_LEN = 16  # type: ignore[attr-defined]  # in a process of its own: tiny cases split, too
+    workspace = SplitWorkspace.allocate(
+        num_partials=2**14, num_values=2**14 * layer.value_dim, num_counts=2**10, device=torch.device("cpu")
+    )
+    call = prefill_call(
         case.call(out), case.kv_cache,
         query_start_loc=batch.query_start_loc, seq_lens=batch.seq_lens, block_table=batch.block_table,
         first_req=first_req, num_reqs=batch.num_reqs, num_rows=batch.num_tokens - first_req,
         config=PrefillConfig(block_m=block_m, block_n=block_n, num_warps=4, num_stages=2),
-    ).launch()  # fmt: skip
+        workspace=workspace if num_sms else None, max_len=4096 if num_sms else 0, num_sms=num_sms,
+    )  # fmt: skip
+    assert (call.grid[2] > 1) == bool(num_sms), call.grid
+    call.launch()
+    assert not workspace.arrivals.any()
     tolerance = {torch.float32: 2e-5, torch.float16: 3e-3}[out.dtype]
     torch.testing.assert_close(out[first_req:num_rows].double(), case.expected[first_req:], atol=tolerance, rtol=1e-3)
     assert out[:first_req].isnan().all()
@@ -60,6 +70,24 @@ CASES = {
     "blocks of one": partial(check, block_size=1),
     "blocks of three": partial(check, block_size=3),
     "float16": partial(check, dtype=torch.float16, key_dim=24, value_dim=16),
+    "split after decodes, padded": partial(check, lens=[*LENS, (0, 0)], num_padded=5, first_req=2, num_sms=24),
+    "split, texts with drafts": partial(check, lens=[(150, 5), (17, 5), (0, 1)], has_sinks=True, num_sms=16),
+    "split, window hides splits from later rows": partial(check, lens=[(100, 21)], window=17, num_sms=24),
+    "split, blocks before the window are freed": partial(
+        check, lens=[(60, 5), (9, 3)], window=40, is_passed_freed=True, num_sms=16
+    ),
+    "split, all at once": partial(
+        check,
+        lens=[(70, 5)],
+        window=50,
+        softcap=2.0,
+        has_sinks=True,
+        key_dim=12,
+        value_dim=20,
+        num_q_heads=6,
+        block_m=32,
+        num_sms=16,
+    ),
     "many requests": partial(check, lens=[(0, 2)] * 3 + [(0, 0)] * 300 + [(0, 3)], num_q_heads=16, num_kv_heads=1),
 }
 

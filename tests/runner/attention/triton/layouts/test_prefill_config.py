@@ -6,7 +6,12 @@ import pytest
 import torch
 
 from piecegraph.runner.attention.triton.layouts.head_shape import HeadShape
-from piecegraph.runner.attention.triton.layouts.prefill_config import LONG_QUERY_LEN, MAX_GROUP, prefill_config
+from piecegraph.runner.attention.triton.layouts.prefill_config import (
+    LONG_QUERY_LEN,
+    MAX_GROUP,
+    PROGRAMS_PER_SM,
+    prefill_config,
+)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -29,3 +34,15 @@ def test_short_requests_take_small_tiles() -> None:
     shape = HeadShape(num_q_heads=16, num_kv_heads=8, key_dim=128, value_dim=128, dtype=torch.bfloat16)
     rows = [prefill_config(shape, max_query_len=n, shared_bytes=227 * 2**10).block_m for n in (1, 8, 9, 32, 33)]
     assert rows == [16, 16, 64, 64, 128]
+
+
+def test_the_keys_of_few_programs_are_split_and_fit_the_workspace() -> None:
+    """One request of a long text fills the GPU, many requests do not split; short texts have nothing to split."""
+    shape = HeadShape(num_q_heads=16, num_kv_heads=8, key_dim=128, value_dim=128, dtype=torch.bfloat16)
+    config = prefill_config(shape, max_query_len=5, shared_bytes=227 * 2**10)
+    splits = {n: config.num_splits(n, max_len=32768, num_sms=132) for n in (0, 8, 16, 64, 132, 133, 2048)}
+    assert splits == {0: 1, 8: 16, 16: 16, 64: 4, 132: 2, 133: 1, 2048: 1}
+    assert [config.num_splits(8, max_len=n, num_sms=132) for n in (256, 257, 1024)] == [1, 2, 4]
+    assert all(n * count <= PROGRAMS_PER_SM * 132 for n, count in splits.items() if count > 1)
+    long = prefill_config(shape, max_query_len=200, shared_bytes=227 * 2**10)
+    assert long.num_splits(8, max_len=32768, num_sms=132) == 1
