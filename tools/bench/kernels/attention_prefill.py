@@ -255,7 +255,7 @@ def _time_flash(case: Case, heads: HeadShape, device: torch.device) -> list[Row]
             continue
         us, note = None, ""
         try:
-            inputs = _make_inputs(case, heads, page, device)
+            inputs = _make_inputs(case, heads, page, GpuLimits.of(device), device, can_split=False)
             launch = call(library, inputs, case)
             launch()
             us = microseconds([launch] * CALLS_A_GRAPH)
