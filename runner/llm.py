@@ -415,7 +415,7 @@ class LLM:
             raise RequestError("score takes no chat_template: pairs are joined by the tokenizer. Leave it out.")
         return score(self._pooler, data_1, data_2, pooling_params, use_tqdm, tokenization_kwargs)
 
-    def reload_weights(self, weights: NewWeights | None = None) -> int:
+    def reload_weights(self, weights: NewWeights | None = None, *, draft_weights: NewWeights | None = None) -> int:
         """Replace the model's weights in place and return how many tensors were written.
 
         Nothing is compiled or captured again. `weights`: None reads the model's own files again; a path or hub id
@@ -423,13 +423,16 @@ class LLM:
         under the names of the model's `state_dict`, with the model's shapes and any floating-point dtype and device,
         and may cover only some of the names. The contents of the prefix cache are discarded.
 
-        Raises `UsageError` while requests are unfinished, `ConfigError` if the other model's config differs, and
-        `CheckpointError` for names or tensors that do not fit. Nothing has been written then; only with an iterable,
-        the tensors before the faulty one have been.
+        `draft_weights`: the same for the model that drafts (`speculative_config`). None: the draft's own files are read
+        again if the model's are, and else it keeps its weights; which these are changes no answer.
+
+        Raises `UsageError` while requests are unfinished and for `draft_weights` without such a model, `ConfigError` if
+        the other model's config differs, and `CheckpointError` for names or tensors that do not fit. Nothing has been
+        written then; only with an iterable, the tensors before the faulty one have been.
         """
         from piecegraph.runner.startup.reload_weights import reload_weights
 
-        return reload_weights(self._generator, weights)
+        return reload_weights(self._generator, weights, draft_weights)
 
     def collective_rpc(
         self,

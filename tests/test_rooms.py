@@ -220,7 +220,6 @@ COVERED_BY: Mapping[str, str] = {
     "runner/attention/triton/kernels/new_token.py": "tests/runner/attention/triton/kernels/test_decode.py",
     "runner/attention/triton/kernels/paged.py": "tests/runner/attention/triton/kernels/test_decode.py",
     "runner/attention/triton/launch_plan.py": "tests/runner/attention/triton/test_backend.py",
-    "runner/cudagraphs/graph_plan.py": "tests/runner/inspect/test_explanation.py",
     "runner/device_memory/host_memory/packed_writes.py": "tests/runner/device_memory/test_staged_write.py",
     "runner/inspect/replay_check.py": "tests/runner/inspect/test_selfcheck.py",
     "runner/scheduling/speculation_stats.py": "tests/runner/speculative/test_speculative_scheduler.py",
@@ -334,6 +333,7 @@ COVERED_BY: Mapping[str, str] = {
     "tools/serve/message_parsers/mistral.py": "tests/tools/serve/message_parsers/test_message_parsers.py",
     "tools/serve/message_parsers/protocol.py": "tests/tools/serve/message_parsers/test_message_parsers.py",
     "tools/serve/message_parsers/think.py": "tests/tools/serve/message_parsers/test_message_parsers.py",
+    "runner/speculative/draft_source.py": "tests/runner/startup/test_draft.py",
     "runner/structured_output/protocol.py": "tests/runner/structured_output/test_grammars.py",
 }
 

@@ -122,6 +122,8 @@ class EngineConfig:
     of the preceding step are known, because the processors read these tokens."""
     speculative: SpeculativeConfig | None = None
     """How tokens are drafted and verified; None: each step gives a request one token."""
+    is_draft: bool = False
+    """Whether this is the config of the model that drafts, whose graphs hold its passes for other requests."""
     quantization: str | None = None
     """The scheme of `runner/quantization/schemes.py` that weights are quantised by while they load; None: as read."""
     seed: int = 0

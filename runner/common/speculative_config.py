@@ -105,6 +105,10 @@ class SpeculativeConfig:
                 "folder, a .gguf file or a hub id."
             )
 
+    def __str__(self) -> str:
+        of = f"of {self.prompt_lookup_min} to {self.prompt_lookup_max} tokens" if self.model is None else self.model
+        return f"{self.method} ({of}), up to {self.num_speculative_tokens} tokens a request and step"
+
     @classmethod
     def parse(cls, value: object) -> SpeculativeConfig | None:
         """Return the config for `LLM`'s argument, a mapping; None stands for no speculative decoding.

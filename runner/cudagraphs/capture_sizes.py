@@ -10,6 +10,9 @@ from piecegraph.errors import ConfigError
 SMALL_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96)
 """Sizes at which a matmul takes about as long as reading its weights, so that padding between them costs little."""
 
+NUM_FIRST_DRAFT_TOKENS = 2
+"""The tokens of a request that the first pass of a draft model reads: the newest, and the one before it."""
+
 
 def default_capture_sizes(max_num_batched_tokens: int) -> tuple[int, ...]:
     """Return `SMALL_SIZES`, then 128, 160, 192, 224, 256, 320, … (four per power of two) up to the prefill chunk.
@@ -80,6 +83,21 @@ def full_verification_descriptors(
         BatchDescriptor(num_tokens=num_reqs * count, num_reqs=num_reqs, uniform_token_count=count)
         for num_reqs in (one.num_reqs for one in decode)
         if num_reqs is not None and num_reqs * count <= max_num_batched_tokens
+    )
+
+
+def full_draft_descriptors(decode: Sequence[BatchDescriptor]) -> tuple[BatchDescriptor, ...]:
+    """Return the descriptors of a draft model's passes, for as many requests as those of uniform decode, `decode`.
+
+    All passes after a step are one graph; the first has the most tokens.
+    """
+    return tuple(draft_descriptor(one.num_reqs) for one in decode if one.num_reqs is not None)
+
+
+def draft_descriptor(num_reqs: int) -> BatchDescriptor:
+    """Return the descriptor of the graph that drafts for `num_reqs` requests, padding included."""
+    return BatchDescriptor(
+        num_tokens=num_reqs * NUM_FIRST_DRAFT_TOKENS, num_reqs=num_reqs, uniform_token_count=NUM_FIRST_DRAFT_TOKENS
     )
 
 

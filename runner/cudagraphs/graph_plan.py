@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -11,9 +11,11 @@ from piecegraph.compiler.graphs.batch_descriptor import BatchDescriptor
 from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
 from piecegraph.errors import ConfigError
 from piecegraph.runner.attention.interface.backend import AttentionBackend, AttentionCGSupport
+from piecegraph.runner.common.engine_config import EngineConfig
 from piecegraph.runner.cudagraphs.capture_sizes import (
     default_capture_sizes,
     full_decode_descriptors,
+    full_draft_descriptors,
     full_mixed_descriptors,
     full_verification_descriptors,
     piecewise_descriptors,
@@ -33,6 +35,61 @@ class GraphPlan:
     def has_graphs(self) -> bool:
         """Return whether any graph is captured."""
         return bool(self.full or self.piecewise)
+
+
+def plan_for(
+    config: EngineConfig,
+    backend: AttentionBackend,
+    device: torch.device,
+    *,
+    can_split: bool,
+    has_states: bool,
+    max_num_batched_tokens: int,
+) -> GraphPlan:
+    """Return the plan for a model, or, if `config.is_draft`, for the passes of a draft model. See `plan_graphs`."""
+    num_drafts = 0 if config.speculative is None or config.is_draft else config.speculative.num_speculative_tokens
+    plan = plan_graphs(
+        mode=CUDAGraphMode.parse(config.cudagraph_mode),
+        capture_sizes=config.cudagraph_capture_sizes,
+        backend=backend,
+        device=device,
+        graph_kind=config.graph_kind,
+        can_split=can_split,
+        has_states=has_states,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        strict=config.strict,
+        num_speculative_tokens=num_drafts,
+    )
+    return _draft_plan(plan, backend, strict=config.strict) if config.is_draft else plan
+
+
+def _draft_plan(plan: GraphPlan, backend: AttentionBackend, *, strict: bool) -> GraphPlan:
+    """Return what is captured of a draft model for which `plan` would be made if it were served itself.
+
+    Its passes after a step are one graph for each number of requests. Prompts are read without graphs.
+    """
+    decode = tuple(one for one in plan.full if one.uniform_token_count == 1)
+    can_capture = bool(decode) and backend.cudagraph_support >= AttentionCGSupport.UNIFORM_BATCH
+    reasons = plan.resolved.reasons if not decode else ()
+    if decode and not can_capture:
+        reasons = (f"its passes run NONE instead of FULL: {_no_uniform_batches(backend)}",)
+        if strict:
+            raise ConfigError(f"strict=True allows no downgrade, and {reasons[0]}.")
+    resolved = replace(
+        plan.resolved,
+        decode_mode=CUDAGraphMode.FULL if can_capture else CUDAGraphMode.NONE,
+        mixed_mode=CUDAGraphMode.NONE,
+        reasons=reasons,
+    )
+    return GraphPlan(resolved=resolved, full=full_draft_descriptors(decode) if can_capture else (), piecewise=())
+
+
+def _no_uniform_batches(backend: AttentionBackend) -> str:
+    return (
+        f"attention backend {backend.name!r} supports {backend.cudagraph_support.name}, and graphs of several tokens a "
+        f"request need {AttentionCGSupport.UNIFORM_BATCH.name}"
+    )
 
 
 def plan_graphs(
@@ -86,6 +143,11 @@ def plan_graphs(
         full += full_decode_descriptors(sizes, max_num_seqs)
         if num_speculative_tokens and backend.cudagraph_support >= AttentionCGSupport.UNIFORM_BATCH:
             full += full_verification_descriptors(full, num_speculative_tokens, max_num_batched_tokens)
+        elif num_speculative_tokens:
+            reason = f"verifications run {resolved.mixed_mode.value} instead of FULL: {_no_uniform_batches(backend)}"
+            if strict:
+                raise ConfigError(f"strict=True allows no downgrade, and {reason}.")
+            resolved = replace(resolved, reasons=(*resolved.reasons, reason))
     if resolved.mixed_mode is CUDAGraphMode.FULL:
         full += full_mixed_descriptors(sizes, max_num_seqs)
     return GraphPlan(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -30,10 +30,10 @@ from piecegraph.runner.attention.interface.layer import AttentionLayer, attentio
 from piecegraph.runner.attention.interface.op_call import ATTENTION_OPS, AttentionCall
 from piecegraph.runner.attention.select import BackendChoice, check_backend_name, choose_backend
 from piecegraph.runner.common.engine_config import EngineConfig, batched_tokens, static_sizes, static_sizes_note
-from piecegraph.runner.cudagraphs.capture_sizes import check_capture_sizes
+from piecegraph.runner.cudagraphs.capture_sizes import NUM_FIRST_DRAFT_TOKENS, check_capture_sizes
 from piecegraph.runner.cudagraphs.dispatch_table import DispatchRange, decode_ranges, mixed_ranges
 from piecegraph.runner.cudagraphs.dispatcher import Dispatcher
-from piecegraph.runner.cudagraphs.graph_plan import GraphPlan, plan_graphs
+from piecegraph.runner.cudagraphs.graph_plan import GraphPlan, plan_for
 from piecegraph.runner.inspect.layer_view import LayerView, middle_layer
 from piecegraph.runner.inspect.untraceable import refused_by_module
 from piecegraph.runner.kv_cache.groups import fitting_block_size, kv_cache_layout
@@ -44,8 +44,12 @@ from piecegraph.runner.models.length import model_length
 from piecegraph.runner.models.load import LoadedModel, load_config, load_model, resolve_device, resolve_dtype
 from piecegraph.runner.models.rope import fix_longrope
 from piecegraph.runner.models.support import check_layers
+from piecegraph.runner.speculative.draft_source import FittingDraft, fitting_draft, naming_the_draft, refuse_states
 from piecegraph.runner.state_layers.layer import StateLayer, state_layers
 from piecegraph.runner.tensor_parallel.summary import RanksSummary, ranks_summary
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +84,7 @@ class Explanation:
     """All decisions for a model and a config. Captures are as planned: one that fails, also for lack of memory, is
     known only when it is made."""
 
+    source: str  # the folder, file or hub id
     model_class: str
     num_parameters: int
     dtype: torch.dtype
@@ -105,6 +110,9 @@ class Explanation:
     num_piecewise: int
     decode: tuple[DispatchRange, ...]
     mixed: tuple[DispatchRange, ...]
+    drafting: str  # how tokens are drafted, and how many; "": they are not
+    verification: tuple[DispatchRange, ...]  # batches of requests that verify all drafts each
+    draft: Explanation | None  # the model that drafts; its graphs are those of its passes
     notes: tuple[str, ...]
     ranks: RanksSummary | None  # None: one rank; all other fields are about one of several
     slower_paths: tuple[str, ...]  # every reason for something slower than what was asked for
@@ -137,12 +145,9 @@ def explain(config: EngineConfig, *, assume_gpu: bool = False, on_phase: OnPhase
     hf_config = load_config(config.source)
     dtype = resolve_dtype(config.dtype, hf_config, device, config.quantization)
     max_model_len = model_length(hf_config, config.max_model_len, first_position(config.source, hf_config).value)
-    meta = torch.device("meta")
-    source = replace(config.source, load_format="dummy")
-    options: dict[str, Any] = {"num_ranks": config.tensor_parallel_size, "quantization": config.quantization}
-    loaded = load_model(source, hf_config, dtype=dtype, device=meta, on_phase=on_phase, **options)
-    notes = (*loaded.notes, *fix_longrope(loaded.model, max_model_len))
-    notes = (*notes, *apply_layer_rules(loaded.model, max_model_len))
+    lens = max_model_len, max_num_tokens
+    draft = fitting_draft(config, hf_config, lens, dtype=dtype, needs_weights=False)
+    loaded, notes = _load(config, hf_config, dtype, max_model_len, on_phase)
     traced = _trace(config, loaded, device, is_assumed, max_num_tokens, max_model_len, on_phase)
     layers, choice, plan, pieces = traced.layers, traced.choice, traced.graph_plan, traced.plan
     config = traced.config
@@ -160,9 +165,10 @@ def explain(config: EngineConfig, *, assume_gpu: bool = False, on_phase: OnPhase
     sizes = static_sizes(config, is_cuda=device.type == "cuda") if gaining else ()
     dispatcher = Dispatcher(full=plan.full, piecewise=plan.piecewise, resolved=plan.resolved, static_sizes=sizes)
     split_ops = _split_op_rows(costs)
-    decode = decode_ranges(dispatcher, max_num_seqs=min(config.max_num_seqs, max_num_tokens))
-    mixed = mixed_ranges(dispatcher, max_num_seqs=config.max_num_seqs, max_num_tokens=max_num_tokens)
+    decode, verification, mixed = _ranges(config, dispatcher, max_num_tokens)
+    drafting = None if draft is None else _explain_draft(draft, config.block_size, assume_gpu, on_phase)
     return Explanation(
+        source=config.source.model,
         model_class=type(loaded.model).__name__,
         num_parameters=sum(parameter.numel() for parameter in loaded.model.parameters()),
         dtype=dtype,
@@ -190,10 +196,52 @@ def explain(config: EngineConfig, *, assume_gpu: bool = False, on_phase: OnPhase
         num_piecewise=len(plan.piecewise),
         decode=decode,
         mixed=mixed,
+        drafting="" if config.is_draft else str(config.speculative or ""),
+        verification=verification,
+        draft=drafting,
         notes=(*notes, *layout.notes, *([f"trace: {traced.report.trace_note}"] if traced.report.trace_note else [])),
         ranks=None if loaded.rank_plan is None else ranks_summary(loaded.model, loaded.rank_plan),
-        slower_paths=tuple(_slower_paths(config, choice, plan, split_ops, decode, mixed)),
+        slower_paths=tuple(_slower_paths(config, choice, plan, split_ops, decode, mixed, verification, drafting)),
     )
+
+
+def _load(
+    config: EngineConfig,
+    hf_config: PreTrainedConfig,
+    dtype: torch.dtype,
+    max_model_len: int,
+    on_phase: OnPhase | None,
+) -> tuple[LoadedModel, tuple[str, ...]]:
+    """Return the model over meta tensors, and notes about it."""
+    source = replace(config.source, load_format="dummy")
+    options: dict[str, Any] = {"num_ranks": config.tensor_parallel_size, "quantization": config.quantization}
+    loaded = load_model(source, hf_config, dtype=dtype, device=torch.device("meta"), on_phase=on_phase, **options)
+    notes = (*loaded.notes, *fix_longrope(loaded.model, max_model_len))
+    return loaded, (*notes, *apply_layer_rules(loaded.model, max_model_len))
+
+
+def _explain_draft(draft: FittingDraft, block_size: int, assume_gpu: bool, on_phase: OnPhase | None) -> Explanation:
+    with naming_the_draft():
+        return explain(replace(draft.config, block_size=block_size), assume_gpu=assume_gpu, on_phase=on_phase)
+
+
+def _ranges(
+    config: EngineConfig, dispatcher: Dispatcher, max_num_tokens: int
+) -> tuple[tuple[DispatchRange, ...], tuple[DispatchRange, ...], tuple[DispatchRange, ...]]:
+    """Return the ranges of requests that decode, of requests that verify all drafts each, and of other batches.
+
+    Of a draft model they are those of its passes, and no others.
+    """
+    most = config.max_num_seqs
+    if config.is_draft:
+        return decode_ranges(dispatcher, max_num_seqs=most, uniform_token_count=NUM_FIRST_DRAFT_TOKENS), (), ()
+    decode = decode_ranges(dispatcher, max_num_seqs=min(most, max_num_tokens))
+    mixed = mixed_ranges(dispatcher, max_num_seqs=most, max_num_tokens=max_num_tokens)
+    if config.speculative is None:
+        return decode, (), mixed
+    count = 1 + config.speculative.num_speculative_tokens
+    most = min(most, max_num_tokens // count)
+    return decode, decode_ranges(dispatcher, max_num_seqs=most, uniform_token_count=count), mixed
 
 
 class _Traced(NamedTuple):
@@ -226,21 +274,18 @@ def _trace(
     def decide(calls: tuple[SplitCall, ...]) -> None:
         layers, with_states = attention_layers(calls), state_layers(calls)
         check_layers(layers, loaded.config, with_states, max_model_len=max_model_len)
+        refuse_states(config, with_states)
         fitted = config
         if config.may_raise_block_size and with_states:
             fitted = replace(config, block_size=fitting_block_size((*layers, *with_states), config.block_size))
         choice = choose_backend(config.attention_backend, layers, device, fitted.block_size, is_assumed=is_assumed)
-        plan = plan_graphs(
-            mode=CUDAGraphMode.parse(config.cudagraph_mode),
-            capture_sizes=config.cudagraph_capture_sizes,
-            backend=choice.backend,
-            device=device,
-            graph_kind=config.graph_kind,
+        plan = plan_for(
+            config,
+            choice.backend,
+            device,
             can_split=bool(layers or with_states),
             has_states=bool(with_states),
-            max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=max_num_tokens,
-            strict=config.strict,
         )
         decided.append((fitted, layers, with_states, choice, plan))
 
@@ -347,6 +392,8 @@ def _slower_paths(
     split_ops: Sequence[SplitOpRow],
     decode: Sequence[DispatchRange],
     mixed: Sequence[DispatchRange],
+    verification: Sequence[DispatchRange],
+    draft: Explanation | None,
 ) -> list[str]:
     """Return every reason for something slower than what was asked for, each once."""
     found = [f"attention_backend: {reason}" for reason in choice.reasons[:-1]]
@@ -354,11 +401,14 @@ def _slower_paths(
     found += static_sizes_note(config)
     if plan.piecewise:
         found += [f"split ops: {row.calls} x {row.cost}: {row.note}" for row in split_ops if row.note]
-    for what, ranges in (("decode of", decode), ("other batches of", mixed)):
-        unit = "requests" if ranges is decode else "tokens"
+    own = "passes for" if config.is_draft else "decode of"
+    for what, ranges in ((own, decode), ("verifications of", verification), ("other batches of", mixed)):
+        unit = "tokens" if ranges is mixed else "requests"
         found += [
             f"dispatch: {what} {row.first} to {row.last} {unit} run {row.mode.value}: {row.reason}"
             for row in ranges
             if row.reason is not None
         ]
+    if draft is not None:
+        found += [f"draft model: {reason}" for reason in draft.slower_paths if reason not in found]
     return found

@@ -21,15 +21,13 @@ from piecegraph.runner.attention.interface.backend import AttentionImpl, Attenti
 from piecegraph.runner.attention.interface.forward_context import ForwardContext, set_forward_context
 from piecegraph.runner.attention.interface.kv_cache import KVCache
 from piecegraph.runner.attention.interface.metadata import PAD_SLOT_ID, AttentionMetadata, HostBatch
+from piecegraph.runner.cudagraphs.capture_sizes import NUM_FIRST_DRAFT_TOKENS
 from piecegraph.runner.sampling.gumbel_sample import gumbel_sample
 from piecegraph.runner.speculative.speculative_step import SpeculativeStep
 from piecegraph.runner.step.batch import Batch
 from piecegraph.runner.step.model_step import Forward
 from piecegraph.runner.step.prepare_inputs import prepare_inputs
 from piecegraph.runner.step.state.input_buffers import InputBuffers
-
-NUM_FIRST = 2
-"""The tokens of a request that the first pass reads; see Note [the draft is never behind by more than a token]."""
 
 
 class DraftRows(NamedTuple):
@@ -46,7 +44,10 @@ class DraftBuffers:
     def __init__(self, *, max_num_reqs: int, max_blocks: int, device: torch.device) -> None:
         """Allocate the buffers; `max_blocks` counts kernel blocks of a request."""
         self.inputs = InputBuffers(
-            max_num_tokens=NUM_FIRST * max_num_reqs, max_num_reqs=max_num_reqs, max_blocks=max_blocks, device=device
+            max_num_tokens=NUM_FIRST_DRAFT_TOKENS * max_num_reqs,
+            max_num_reqs=max_num_reqs,
+            max_blocks=max_blocks,
+            device=device,
         )
         self.num_computed_tokens = torch.zeros(max_num_reqs + 1, dtype=torch.int32, device=device)
         self.places = torch.arange(max_num_reqs + 1, dtype=torch.int32, device=device)
@@ -113,7 +114,7 @@ class DraftStep:
     def _pass(self, rows: torch.Tensor, last: torch.Tensor, num_slots: torch.Tensor, *, is_first: bool) -> torch.Tensor:
         """Read the tokens up to the positions `last`, and return the token drafted behind each, `[num_reqs]` int64."""
         target, inputs, num_reqs = self.target, self.buffers.inputs, rows.shape[0]
-        width = NUM_FIRST if is_first else 1
+        width = NUM_FIRST_DRAFT_TOKENS if is_first else 1
         num_tokens = num_reqs * width
         inputs.idx_mapping[:num_reqs] = rows
         inputs.query_start_loc[: num_reqs + 1] = self.buffers.places[: num_reqs + 1] * width

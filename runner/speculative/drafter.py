@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -16,9 +16,10 @@ from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
 from piecegraph.compiler.graphs.graphs import Graphs
 from piecegraph.compiler.graphs.warm_up import call_each_kind
 from piecegraph.progress import OnPhase
+from piecegraph.runner.cudagraphs.capture_sizes import draft_descriptor
 from piecegraph.runner.device_memory.staged_write import StagedWriteTensor
 from piecegraph.runner.scheduling.scheduler_output import SchedulerOutput
-from piecegraph.runner.speculative.draft_step import NUM_FIRST, DraftStep
+from piecegraph.runner.speculative.draft_step import DraftStep
 from piecegraph.runner.step.batch import Batch
 
 
@@ -42,23 +43,39 @@ class Drafter:
         self._sizes: list[int] = []  # the captured numbers of requests, ascending
 
     @property
+    def descriptors(self) -> tuple[BatchDescriptor, ...]:
+        """The captured buckets."""
+        return () if self._graphs is None else self._graphs.descriptors
+
+    @property
+    def failed(self) -> Mapping[BatchDescriptor, str]:
+        """The reasons for which planned buckets have no graph."""
+        return {} if self._graphs is None else {one.descriptor: one.reason for one in self._graphs.failed}
+
+    @property
     def captured_sizes(self) -> tuple[int, ...]:
         """The numbers of requests that graphs draft for, ascending."""
         return tuple(self._sizes)
 
     def capture(
-        self, sizes: Sequence[int], *, kind: str, strict: bool, max_bytes: int | None, on_phase: OnPhase | None
+        self,
+        descriptors: Sequence[BatchDescriptor],
+        *,
+        kind: str,
+        strict: bool,
+        max_bytes: int | None,
+        on_phase: OnPhase | None,
     ) -> None:
-        """Capture the passes for each number of requests of `sizes`, in a pool of their own.
+        """Capture the passes for each of the `descriptors`, those of the draft's plan, in a pool of their own.
 
         The pool is not the model's: while the passes run, the step's result is still being copied out of that.
         """
-        if not sizes:
+        if not descriptors:
             return
         self.step.target.speculation.draft_rows.fill_(-1)
         self._graphs = capture(
             self.step.propose,
-            [descriptor_of(size) for size in sizes],
+            descriptors,
             lambda descriptor: (self.step.target.speculation.draft_rows[: descriptor.num_reqs],),
             mode=CUDAGraphMode.FULL,
             warm_up=replace(self.step, forward=partial(call_each_kind, self.compiled)).propose,
@@ -99,7 +116,7 @@ class Drafter:
         place = bisect_left(self._sizes, batch.num_reqs)
         if self._graphs is not None and place < len(self._sizes):
             self.num_replays += 1
-            self._graphs.replay(descriptor_of(self._sizes[place]))
+            self._graphs.replay(draft_descriptor(self._sizes[place]))
         else:
             self.num_uncaptured += 1
             self.step.propose(self.step.target.speculation.draft_rows[: batch.num_reqs])
@@ -114,11 +131,6 @@ class Drafter:
             self._graphs.close()
         self._graphs, self._sizes = None, []
         self.compiled.close()
-
-
-def descriptor_of(num_reqs: int) -> BatchDescriptor:
-    """Return the descriptor of the graph that drafts for `num_reqs` requests, padding included."""
-    return BatchDescriptor(num_tokens=num_reqs * NUM_FIRST, num_reqs=num_reqs, uniform_token_count=NUM_FIRST)
 
 
 def slots_tensor(max_num_reqs: int, device: torch.device) -> StagedWriteTensor:

@@ -21,8 +21,11 @@ from piecegraph.runner.attention.select import check_backend_name
 from piecegraph.runner.common.engine_config import EngineConfig, batched_tokens, static_sizes
 from piecegraph.runner.models.causal_lm import DYNAMIC_DIMS, CausalLMForward, example_inputs
 from piecegraph.runner.models.length import model_length
+from piecegraph.runner.models.load import LoadedModel
 from piecegraph.runner.models.without_weights import load_without_weights
+from piecegraph.runner.speculative.draft_source import naming_the_draft
 from piecegraph.runner.startup.decide import Decided, compile_step_kernels, decide_for
+from piecegraph.runner.startup.draft import check_draft
 from piecegraph.runner.startup.step_kernels import compiles_kernels
 
 
@@ -34,6 +37,7 @@ class CompiledAhead:
     was_cached: bool  # nothing had to be compiled
     report: CompileReport
     notes: tuple[str, ...]
+    draft: CompiledAhead | None = None  # the model that drafts for it, if there is one
 
 
 def check_can_compile_for(device: str | torch.device | None) -> None:
@@ -51,7 +55,7 @@ def check_can_compile_for(device: str | torch.device | None) -> None:
 def compile_ahead(
     config: EngineConfig, store: Store, *, anew: bool = False, on_phase: OnPhase | None = None
 ) -> CompiledAhead:
-    """Put into `store` everything that an `LLM` with this config would look up on this machine.
+    """Put into `store` everything that an `LLM` with this config would look up on this machine, a draft model included.
 
     `anew`: compile everything again, whatever the store holds.
 
@@ -67,6 +71,36 @@ def compile_ahead(
     loaded = load_without_weights(config, on_phase)
     max_model_len = model_length(loaded.config, config.max_model_len, loaded.first_position)
     max_num_tokens = batched_tokens(config, loaded.device.type)
+    draft = check_draft(
+        config,
+        loaded.config,
+        None,
+        loaded.dtype,
+        loaded.device,
+        max_model_len,
+        max_num_tokens,
+        needs_weights=False,
+    )
+    compiled = _compile(config, loaded, max_model_len, max_num_tokens, store, anew=anew, on_phase=on_phase)
+    if draft is None:
+        return compiled
+    with naming_the_draft():
+        of_draft = draft.stand_in if draft.stand_in is not None else load_without_weights(draft.config, on_phase)
+        made = _compile(draft.config, of_draft, max_model_len, max_num_tokens, store, anew=anew, on_phase=on_phase)
+    return replace(compiled, draft=made)
+
+
+def _compile(
+    config: EngineConfig,
+    loaded: LoadedModel,
+    max_model_len: int,
+    max_num_tokens: int,
+    store: Store,
+    *,
+    anew: bool,
+    on_phase: OnPhase | None,
+) -> CompiledAhead:
+    """Put one model, `loaded` without weights, into `store`; see `compile_ahead`."""
     decided: list[Decided] = []
 
     def decide(calls: tuple[SplitCall, ...]) -> None:

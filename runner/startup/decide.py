@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
 from piecegraph.compiler.splitting.plan import SplitCall
-from piecegraph.errors import ConfigError, UnsupportedModel
+from piecegraph.errors import ConfigError
 from piecegraph.runner.attention.interface.layer import AttentionLayer, attention_layers
 from piecegraph.runner.attention.select import BackendChoice, choose_backend
 from piecegraph.runner.common.engine_config import EngineConfig
-from piecegraph.runner.cudagraphs.graph_plan import GraphPlan, plan_graphs
+from piecegraph.runner.cudagraphs.graph_plan import GraphPlan, plan_for
 from piecegraph.runner.kv_cache.groups import KVCacheLayout, fitting_block_size, kv_cache_layout
 from piecegraph.runner.models.load import LoadedModel
 from piecegraph.runner.models.support import check_layers
 from piecegraph.runner.sampling.batch_sampler import Sampler
+from piecegraph.runner.speculative.draft_source import refuse_states
 from piecegraph.runner.startup.step_kernels import NUM_TOKENS, AttentionOnlyModel, launch_step_kernels
 from piecegraph.runner.state_layers.layer import StateLayer, state_layers
 from piecegraph.runner.step.model_step import build_step, needs_host_batches
@@ -39,11 +39,7 @@ def decide_for(
     """Return the decisions for a model whose graph has these split calls. Raises if the graph cannot be served."""
     layers, with_states = attention_layers(calls), state_layers(calls)
     check_layers(layers, loaded.config, with_states, max_model_len=max_model_len)
-    if config.speculative is not None and with_states:
-        raise UnsupportedModel(
-            f"{with_states[0].name} keeps a state, which cannot be taken back when a draft is rejected; leave "
-            "speculative_config out."
-        )
+    refuse_states(config, with_states)
     if config.cached_states is not None and not with_states:
         raise ConfigError(
             f"cached_states={config.cached_states}, but no layer of {type(loaded.model).__name__} keeps a state; leave "
@@ -52,18 +48,13 @@ def decide_for(
     if config.may_raise_block_size and with_states:
         config = replace(config, block_size=fitting_block_size((*layers, *with_states), config.block_size))
     choice = choose_backend(config.attention_backend, layers, loaded.device, config.block_size)
-    plan = plan_graphs(
-        mode=CUDAGraphMode.parse(config.cudagraph_mode),
-        capture_sizes=config.cudagraph_capture_sizes,
-        backend=choice.backend,
-        device=loaded.device,
-        graph_kind=config.graph_kind,
+    plan = plan_for(
+        config,
+        choice.backend,
+        loaded.device,
         can_split=bool(layers or with_states),
         has_states=bool(with_states),
-        max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=max_num_tokens,
-        strict=config.strict,
-        num_speculative_tokens=config.speculative.num_speculative_tokens if config.speculative else 0,
     )
     layout = kv_cache_layout(
         (*layers, *with_states),

@@ -3,32 +3,22 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from piecegraph.errors import ConfigError, ModelError, UnsupportedModel
+from piecegraph.errors import ConfigError, UnsupportedModel
 from piecegraph.progress import OnPhase, timed_phase
-from piecegraph.runner.attention.interface.backend import AttentionCGSupport
 from piecegraph.runner.common.engine_config import EngineConfig
-from piecegraph.runner.common.model_source import ModelSource
 from piecegraph.runner.device_memory.staged_write import StagedWriteTensor
-from piecegraph.runner.models.first_position import first_position
-from piecegraph.runner.models.length import model_length
-from piecegraph.runner.models.load import (
-    LoadedModel,
-    check_weight_files,
-    load_config,
-    load_model,
-    load_tokenizer,
-)
+from piecegraph.runner.models.layer_rules import apply_layer_rules
+from piecegraph.runner.models.load import LoadedModel, load_model
 from piecegraph.runner.models.rope import fix_longrope
 from piecegraph.runner.models.without_weights import stand_in_for
 from piecegraph.runner.speculative.draft_layers import DraftCaches, DraftLayer, with_draft_layers
+from piecegraph.runner.speculative.draft_source import fitting_draft, naming_the_draft
 from piecegraph.runner.speculative.draft_step import DraftBuffers, DraftStep
 from piecegraph.runner.speculative.drafter import Drafter
 from piecegraph.runner.speculative.speculative_step import SpeculativeStep
@@ -37,8 +27,6 @@ from piecegraph.runner.state_layers.modules.replace import has_state_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
-
-METHOD = "draft_model"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +46,8 @@ class CompiledDraft:
     """A compiled draft model."""
 
     model: CompiledLM
+    loaded: LoadedModel
+    config: EngineConfig
     group: int  # of the model's groups of layers, whose block tables the draft uses
     notes: tuple[str, ...]
 
@@ -75,51 +65,34 @@ def check_draft(
     device: torch.device,
     max_model_len: int,
     max_num_tokens: int,
+    *,
+    needs_weights: bool = True,
 ) -> DraftSource | None:
     """Return the draft model that `config` names, or None if it names none. No weight is read.
 
-    Raises what loading a model raises if there is no such model, and `ConfigError` or `UnsupportedModel` if it cannot
-    draft for a model with `hf_config` and `tokenizer`. Raises `ConfigError`, whatever the method, if a step of
-    `max_num_tokens` could not verify all drafts of a request.
+    Raises what `fitting_draft` raises, and `UnsupportedModel` for a draft that keeps states.
     """
-    speculative = config.speculative
-    if speculative is not None and speculative.num_speculative_tokens >= max_num_tokens:
-        raise ConfigError(
-            f"speculative_config: num_speculative_tokens={speculative.num_speculative_tokens}, and a step computes at "
-            f"most max_num_batched_tokens={max_num_tokens} tokens, one more than drafts of a request; draft fewer, or "
-            "raise max_num_batched_tokens."
-        )
-    if speculative is None or speculative.method != METHOD:
+    lens = max_model_len, max_num_tokens
+    draft = fitting_draft(config, hf_config, lens, dtype=dtype, tokenizer=tokenizer, needs_weights=needs_weights)
+    if draft is None:
         return None
-    with _naming_the_draft():
-        source = draft_source(config)
-        found = load_config(source)
-        _check_vocabulary(found, hf_config, source)
-        model_length(found, max_model_len, first_position(source, found).value)
-        check_weight_files(source)
-        if tokenizer is not None and _has_tokenizer(source):
-            _check_tokenizer(load_tokenizer(source), tokenizer, source)
-        stand_in, _ = stand_in_for(source, found, dtype=dtype, device=device, max_model_len=max_model_len)
+    with naming_the_draft():
+        stand_in, _ = stand_in_for(
+            draft.config.source, draft.hf_config, dtype=dtype, device=device, max_model_len=max_model_len
+        )
         if stand_in is not None and has_state_layers(stand_in.model):
             raise UnsupportedModel(
                 f"{type(stand_in.model).__name__} keeps a state between tokens, which cannot be taken back when a "
                 "draft is rejected."
             )
     return DraftSource(
-        config=replace(config, source=source, tokenizer=None, may_raise_block_size=False),
-        hf_config=found,
+        config=draft.config,
+        hf_config=draft.hf_config,
         stand_in=stand_in if config.compile.compiler != "eager" else None,  # eager pieces are not compiled early
         dtype=dtype,
         device=device,
         max_model_len=max_model_len,
     )
-
-
-def draft_source(config: EngineConfig) -> ModelSource:
-    """Return the place of the draft model; its weights are random if the model's are."""
-    assert config.speculative is not None and config.speculative.model is not None
-    source = ModelSource(model=config.speculative.model, trust_remote_code=config.source.trust_remote_code)
-    return replace(source, load_format="dummy") if config.source.load_format == "dummy" else source
 
 
 def compile_draft(
@@ -133,7 +106,7 @@ def compile_draft(
         return model, None
     config = replace(draft.config, block_size=model.config.block_size)
     notes: list[str] = []
-    with _naming_the_draft():
+    with naming_the_draft():
 
         @functools.cache
         def load() -> LoadedModel:
@@ -146,6 +119,7 @@ def compile_draft(
                 on_phase=on_phase,
             )
             notes.extend(fix_longrope(loaded.model, draft.max_model_len))
+            notes.extend(apply_layer_rules(loaded.model, draft.max_model_len))
             return loaded
 
         compiled = compile_model(draft.stand_in, load, config, draft.max_model_len, max_num_tokens, on_phase)
@@ -160,7 +134,11 @@ def compile_draft(
     layout, group = with_draft_layers(model.layout, compiled.layers)
     what = "" if group < len(model.layout.groups) else ", in a group of its own"
     note = f"draft model: {config.source.model}, {len(compiled.layers)} layers{what}"
-    return replace(model, layout=layout), CompiledDraft(model=compiled, group=group, notes=(note, *notes))
+    known = model.plan.resolved.reasons
+    reasons = [f"draft model: {reason}" for reason in compiled.plan.resolved.reasons if reason not in known]
+    return replace(model, layout=layout), CompiledDraft(
+        model=compiled, loaded=load(), config=config, group=group, notes=(note, *notes, *reasons)
+    )
 
 
 def make_drafter(draft: CompiledDraft, step: SpeculativeStep, slots: StagedWriteTensor) -> Drafter:
@@ -188,48 +166,7 @@ def make_drafter(draft: CompiledDraft, step: SpeculativeStep, slots: StagedWrite
 def capture_drafter(
     drafter: Drafter, draft: CompiledDraft, config: EngineConfig, max_bytes: int | None, on_phase: OnPhase | None
 ) -> None:
-    """Capture the draft's passes for the numbers of requests that decode has graphs for."""
-    plan, backend = draft.model.plan, draft.model.attention.backend
-    if backend.cudagraph_support < AttentionCGSupport.UNIFORM_BATCH:
-        return
-    sizes = sorted({one.num_reqs for one in plan.full if one.uniform_token_count == 1 and one.num_reqs is not None})
-    with timed_phase(on_phase, "draft graphs") if sizes else nullcontext():
-        drafter.capture(sizes, kind=config.graph_kind, strict=config.strict, max_bytes=max_bytes, on_phase=None)
-
-
-@contextmanager
-def _naming_the_draft() -> Iterator[None]:
-    """Say of what is refused inside the block that the draft model is meant."""
-    try:
-        yield
-    except (ConfigError, ModelError) as error:
-        raise type(error)(f"speculative_config: the draft model: {error}") from error
-
-
-def _check_vocabulary(found: PreTrainedConfig, wanted: PreTrainedConfig, source: ModelSource) -> None:
-    sizes = [one.get_text_config(decoder=True).vocab_size for one in (found, wanted)]
-    if sizes[0] != sizes[1]:
-        raise ConfigError(
-            f"{source.model!r} has a vocabulary of {sizes[0]} tokens and the model one of {sizes[1]}; choose a draft "
-            "of the same family, with the same vocabulary."
-        )
-
-
-def _has_tokenizer(source: ModelSource) -> bool:
-    """Return whether the draft brings a tokenizer that can be compared; drafts in folders often do not."""
-    folder = Path(source.location)
-    names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "spiece.model")
-    return source.is_gguf or not folder.is_dir() or any((folder / name).is_file() for name in names)
-
-
-def _check_tokenizer(found: PreTrainedTokenizerBase, wanted: PreTrainedTokenizerBase, source: ModelSource) -> None:
-    ours, theirs = found.get_vocab(), wanted.get_vocab()
-    if ours == theirs:
-        return
-    token = min(
-        (token for token in {*ours, *theirs} if ours.get(token) != theirs.get(token)), key=lambda one: (len(one), one)
-    )
-    raise ConfigError(
-        f"{source.model!r} has another tokenizer than the model: {token!r} is token {ours.get(token)} there and "
-        f"{theirs.get(token)} here; choose a draft with the model's tokenizer."
-    )
+    """Capture the draft's passes, for what its plan says."""
+    planned = draft.model.plan.full
+    with timed_phase(on_phase, "draft graphs") if planned else nullcontext():
+        drafter.capture(planned, kind=config.graph_kind, strict=config.strict, max_bytes=max_bytes, on_phase=None)

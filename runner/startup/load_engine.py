@@ -93,6 +93,7 @@ class Loaded:
     engine: Engine
     runner: ModelRunner
     compiled: CompiledModel
+    draft: CompiledDraft | None  # the model that drafts, if there is one
     tokenizer: PreTrainedTokenizerBase | None
     max_model_len: int
     sampling_defaults: Mapping[str, Any]  # the fields of SamplingParams that the generation config sets
@@ -172,6 +173,7 @@ def load_engine(config: EngineConfig, on_phase: OnPhase | None, parallel: Parall
         engine=engine,
         runner=runner,
         compiled=model.compiled,
+        draft=draft,
         tokenizer=tokenizer,
         max_model_len=max_model_len,
         sampling_defaults=sampling_defaults(generation_config),

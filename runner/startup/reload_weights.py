@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -18,6 +18,8 @@ from piecegraph.runner.models.load import load_config, load_model
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+    from piecegraph.compiler.compiled_model import CompiledModel
+    from piecegraph.runner.models.load import LoadedModel
     from piecegraph.runner.startup.load_engine import Loaded
 
 NewWeights = str | Path | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
@@ -29,56 +31,93 @@ _FIELDS_FREE_TO_DIFFER = frozenset(
 """Fields of a config that may differ between a model and a later version of the model."""
 
 
-def reload_weights(loaded: Loaded, weights: NewWeights | None) -> int:
+class _Part(NamedTuple):
+    """A model of the engine that is given other weights: the one that is served, or the one that drafts for it."""
+
+    source: ModelSource
+    model: LoadedModel
+    compiled: CompiledModel
+    seed: int
+    name: str  # before each of its tensors' names in an error
+
+
+def reload_weights(loaded: Loaded, weights: NewWeights | None, draft_weights: NewWeights | None = None) -> int:
     """Replace the weights of an engine's model in place, and return how many tensors were written.
 
-    `weights`: None reads the model's own source again. The prefix cache is discarded. Raises `UsageError` while
+    `weights`: None reads the model's own source again, and that of a draft model. `draft_weights`: of the draft model,
+    which keeps its weights if only `weights` are given. The prefix cache is discarded. Raises `UsageError` while
     requests are unfinished, `ConfigError` if another model's config differs, and `CheckpointError` for a name that the
-    model does not have or a tensor that does not fit; with a mapping or files nothing has been written then.
+    model does not have or a tensor that does not fit; with mappings or files nothing has been written then.
     """
     if loaded.model.rank_plan is not None:
         raise UsageError(
             "reload_weights is not yet available with several ranks (tensor_parallel_size); make a new LLM."
         )
+    if draft_weights is not None and loaded.draft is None:
+        raise UsageError("draft_weights are given, and no model drafts here (speculative_config); leave them out.")
     if loaded.engine.has_unfinished:
         raise UsageError(
             f"{len(loaded.engine.requests)} requests are unfinished, and their cached keys and values depend on the "
             "old weights. Let them finish, or abort them, before the weights are loaded again."
         )
-    targets: dict[str, torch.Tensor] = loaded.model.model.state_dict()
-    if weights is None or isinstance(weights, str | Path):
-        weights = _read(loaded, weights)
-    if isinstance(weights, Mapping):
-        for name, tensor in weights.items():
-            _check(name, tensor, targets)
+    parts = [(_Part(loaded.source, loaded.model, loaded.compiled, loaded.seed, ""), weights)]
+    if loaded.draft is not None and (weights is None or draft_weights is not None):
+        draft = loaded.draft
+        part = _Part(draft.config.source, draft.loaded, draft.model.compiled, draft.config.seed, "the draft model's ")
+        parts.append((part, draft_weights))
+    read = [(part, _checked(part, each)) for part, each in parts]
     device = loaded.model.device
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # a step that was launched ahead still reads the old weights
+    num_written = 0
+    try:
+        for part, each in read:
+            num_written += _write(part, each)
+    finally:
+        loaded.engine.scheduler.reset_prefix_cache()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return num_written
+
+
+def _checked(
+    part: _Part, weights: NewWeights | None
+) -> Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]:
+    """Return tensors by name, all of which fit; pairs are returned as they are, and are checked one by one."""
+    if weights is None or isinstance(weights, str | Path):
+        weights = _read(part, weights)
+    if isinstance(weights, Mapping):
+        targets: dict[str, torch.Tensor] = part.model.model.state_dict()
+        for name, tensor in weights.items():
+            _check(part.name, name, tensor, targets)
+    return weights
+
+
+def _write(part: _Part, weights: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]) -> int:
+    """Write the tensors into those of the model, and return how many there were."""
+    targets: dict[str, torch.Tensor] = part.model.model.state_dict()
     written: dict[str, None] = {}
     try:
         for name, tensor in weights.items() if isinstance(weights, Mapping) else weights:
-            _check(name, tensor, targets, written)
+            _check(part.name, name, tensor, targets, written)
             with torch.no_grad():
                 targets[name].copy_(tensor)
             written[name] = None
     finally:
         if written:
-            loaded.compiled.refresh_weights()  # in case a tensor that was written had been moved
-            loaded.engine.scheduler.reset_prefix_cache()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+            part.compiled.refresh_weights()  # in case a tensor that was written had been moved
     return len(written)
 
 
-def _read(loaded: Loaded, model: str | Path | None) -> Mapping[str, torch.Tensor]:
-    """Return the weights of `model`, another version of the model, or of the model's own source, on the CPU."""
-    source = loaded.source
+def _read(part: _Part, model: str | Path | None) -> Mapping[str, torch.Tensor]:
+    """Return the weights of `model`, another version of the part's, or of the part's own source, on the CPU."""
+    source = part.source
     if model is not None:
         load_format = "auto" if source.load_format in ("dummy", "gguf") else source.load_format
         source = replace(source, model=os.path.expanduser(model), revision=None, load_format=load_format)
-        _check_config(load_config(source), loaded.model.config, source)
-    config, dtype = copy.deepcopy(loaded.model.config), loaded.model.dtype
-    quantised = loaded.model.quantisation
+        _check_config(load_config(source), part.model.config, source)
+    config, dtype = copy.deepcopy(part.model.config), part.model.dtype
+    quantised = part.model.quantisation
     is_read = (written := getattr(load_config(source), "quantization_config", None)) is not None
     if is_read:  # weights of the model's own source, which are stored as they are used
         config.quantization_config = written
@@ -87,7 +126,7 @@ def _read(loaded: Loaded, model: str | Path | None) -> Mapping[str, torch.Tensor
         config,
         dtype=dtype,
         device=torch.device("cpu"),
-        seed=loaded.seed,
+        seed=part.seed,
         quantization=None if quantised is None or is_read else quantised.scheme,
     )
     state: Mapping[str, torch.Tensor] = read.model.state_dict()
@@ -116,21 +155,26 @@ def _fields(config: PreTrainedConfig) -> Iterable[tuple[str, Any]]:
 
 
 def _check(
-    name: str, tensor: torch.Tensor, targets: Mapping[str, torch.Tensor], written: Mapping[str, None] | None = None
+    of: str,
+    name: str,
+    tensor: torch.Tensor,
+    targets: Mapping[str, torch.Tensor],
+    written: Mapping[str, None] | None = None,
 ) -> None:
-    """Raise `CheckpointError` if `tensor` cannot be written to the target with that name."""
+    """Raise `CheckpointError` if `tensor` cannot be written to the target with that name; `of` precedes the name."""
     after = f" {len(written)} tensors before it were written." if written else ""
     if name not in targets:
-        raise CheckpointError(f"the model has no tensor {name!r}.{did_you_mean(name, list(targets))}{after}")
+        whose = of.removesuffix("'s ") or "the model"
+        raise CheckpointError(f"{whose} has no tensor {name!r}.{did_you_mean(name, list(targets))}{after}")
     target = targets[name]
     if not isinstance(tensor, torch.Tensor) or tensor.is_meta:
-        raise CheckpointError(f"{name} is {type(tensor).__name__} without values; give a tensor.{after}")
+        raise CheckpointError(f"{of}{name} is {type(tensor).__name__} without values; give a tensor.{after}")
     if tensor.shape != target.shape:
         raise CheckpointError(
-            f"{name} has shape {tuple(tensor.shape)}; the model's is {tuple(target.shape)}. A reload cannot change "
+            f"{of}{name} has shape {tuple(tensor.shape)}; the model's is {tuple(target.shape)}. A reload cannot change "
             f"shapes; make a new LLM.{after}"
         )
     if tensor.dtype != target.dtype and not (tensor.is_floating_point() and target.is_floating_point()):
         raise CheckpointError(
-            f"{name} is {tensor.dtype}, which cannot be converted to the model's {target.dtype}.{after}"
+            f"{of}{name} is {tensor.dtype}, which cannot be converted to the model's {target.dtype}.{after}"
         )

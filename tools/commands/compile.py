@@ -88,10 +88,14 @@ def command(
         compiled = compile_ahead(config, store, anew=force, on_phase=display)
         display.stop()
     filled = read_filled(store, compiled.key)
+    drafts = [] if compiled.draft is None else [(compiled.draft, read_filled(store, compiled.draft.key))]
     if as_json:
-        click.echo(json.dumps(as_record(model, where, signing_key_file, compiled, filled)))
+        record = as_record(model, where, signing_key_file, compiled, filled)
+        draft = next((model_record(one, of_draft) for one, of_draft in drafts), None)
+        click.echo(json.dumps({**record, "draft": draft}))
     else:
-        click.echo("\n".join(as_lines(where, signing_key_file, compiled, filled)))
+        lines = [line for one, of_draft in drafts for line in draft_lines(one, of_draft)]
+        click.echo("\n".join([*as_lines(where, signing_key_file, compiled, filled), *lines]))
 
 
 def open_to_fill(place: Place) -> Store:
@@ -121,6 +125,15 @@ def as_lines(where: Place, signing_key_file: Path | None, compiled: CompiledAhea
     yield from _titled("notes", *notes_of(compiled))
 
 
+def draft_lines(compiled: CompiledAhead, filled: Filled) -> Iterator[str]:
+    """Return the draft model and its table."""
+    counts = f"{compiled.report.num_pieces} pieces, {compiled.report.num_unique_pieces} unique"
+    yield f"draft model, {filled.title}: {_state(compiled)}, {counts}"
+    yield from table_lines(filled.rows)
+    yield from _titled("all", bytes_text(filled.bytes))
+    yield from _titled("notes", *notes_of(compiled))
+
+
 def notes_of(compiled: CompiledAhead) -> tuple[str, ...]:
     """Return what differs from what was asked for, and why."""
     report = compiled.report
@@ -138,10 +151,21 @@ def as_record(
     model: str, where: Place, signing_key_file: Path | None, compiled: CompiledAhead, filled: Filled
 ) -> dict[str, Any]:
     """Return what `--json` prints."""
+    return {
+        "model": model,
+        **model_record(compiled, filled),
+        "cache_dir": str(where.root),
+        "set_by": where.set_by,
+        "signing_key": None if signing_key_file is None else str(signing_key_file),
+        **{name: filled.factors[name] for name in ("machine", "build", "settings")},
+    }
+
+
+def model_record(compiled: CompiledAhead, filled: Filled) -> dict[str, Any]:
+    """Return what `--json` says of one model."""
     from piecegraph.tools.command_line.records import as_plain
 
     return {
-        "model": model,
         "title": filled.title,
         "state": _state(compiled),
         "key": compiled.key,
@@ -149,10 +173,6 @@ def as_record(
         "num_unique_pieces": compiled.report.num_unique_pieces,
         "entries": as_plain(filled.rows),
         "bytes": filled.bytes,
-        "cache_dir": str(where.root),
-        "set_by": where.set_by,
-        "signing_key": None if signing_key_file is None else str(signing_key_file),
-        **{name: filled.factors[name] for name in ("machine", "build", "settings")},
         "notes": list(notes_of(compiled)),
     }
 

@@ -117,10 +117,31 @@ def as_lines(explained: Explanation, eager_pieces: Mapping[str, str] | None = No
     )
     yield _titled("decode", "requests -> mode, padded to", *dispatch_lines(explained.decode))
     yield _titled("other", "tokens -> mode, padded to", *dispatch_lines(explained.mixed))
+    if explained.drafting:
+        yield _titled("drafts", *_draft_lines(explained))
     if explained.notes:
         yield _titled("notes", *explained.notes)
     eager = [f"unique piece {index} runs eagerly: {reason}" for index, reason in (eager_pieces or {}).items()]
     yield _titled("slower", *((*eager, *explained.slower_paths) or ("nothing: every batch runs as asked for",)))
+
+
+def _draft_lines(explained: Explanation) -> Iterator[str]:
+    """Yield how tokens are drafted, under which graphs they are verified, and the model that drafts them, if any."""
+    yield explained.drafting
+    yield "requests that verify all drafts -> mode, padded to"
+    yield from dispatch_lines(explained.verification)
+    draft = explained.draft
+    if draft is None:
+        return
+    report, cost = draft.report, f"{draft.cache_bytes_per_token / 1024:.1f} KiB of key/value cache a token more"
+    yield f"draft model {draft.model_class}, {draft.num_parameters / 1e6:.1f}M parameters, {cost}"
+    yield from map(_attention_line, draft.attention)
+    yield from (f"backend {reason}" for reason in draft.backend_reasons)
+    yield f"pieces {report.num_pieces} -> {report.num_unique_pieces} unique, {report.num_split_ops} split ops"
+    yield from pass_lines(report.passes)
+    graphs = f"{draft.num_full} FULL, one for each number of requests" if draft.num_full else "none"
+    yield f"graphs of its passes to capture: {graphs}; prompts are read without graphs"
+    yield from draft.notes
 
 
 def dispatch_lines(ranges: Sequence[DispatchRange]) -> list[str]:
@@ -232,5 +253,7 @@ def as_record(model: str, explained: Explanation) -> dict[str, Any]:
         "mixed_mode": explained.mixed_mode.value,
         "decode": ranges(explained.decode),
         "mixed": ranges(explained.mixed),
+        "verification": ranges(explained.verification),
+        "draft": None if explained.draft is None else as_record(explained.draft.source, explained.draft),
         "replay_costs": explained.replay_costs,
     }

@@ -11,11 +11,13 @@ import torch
 from piecegraph import LLM
 from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
 from piecegraph.config import CompileConfig
-from piecegraph.errors import ConfigError, ModelNotFound, UsageError
+from piecegraph.errors import ConfigError, ModelNotFound, UnsupportedModel, UsageError
 from piecegraph.runner.common.engine_config import DEFAULT_COMPILE_SIZES, EngineConfig
 from piecegraph.runner.common.model_source import ModelSource
+from piecegraph.runner.common.speculative_config import SpeculativeConfig
 from piecegraph.runner.inspect.explanation import Explanation, explain
-from tests.runner.tiny_models import FAMILIES, llama_config, make_config
+from piecegraph.runner.speculative.speculative_runner import SpeculativeRunner
+from tests.runner.tiny_models import FAMILIES, HYBRIDS, llama_config, make_config
 
 FULL, PIECEWISE, NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: nothing is assumed")
@@ -69,6 +71,73 @@ def test_decisions_are_those_of_llm(config: EngineConfig, explained: Explanation
         some = graphs.descriptors(PIECEWISE)[0]
         assert graphs.graphs[PIECEWISE].costs(some) == explained.replay_costs
         assert explained.max_model_len == llm.max_model_len
+
+
+@pytest.fixture(scope="module")
+def drafting(config: EngineConfig, tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
+    """With a model of one layer that drafts, of which there is a config and nothing else, too."""
+    folder = tmp_path_factory.mktemp("draft")
+    llama_config(num_hidden_layers=1).save_pretrained(str(folder))
+    speculative = SpeculativeConfig(method="draft_model", model=str(folder), num_speculative_tokens=3)
+    return replace(config, speculative=speculative)
+
+
+def test_decisions_about_drafts_are_those_of_llm(drafting: EngineConfig) -> None:
+    """The graphs of verifications and of the draft's passes, its pieces, and the memory of its layers."""
+    found = explain(drafting)
+    assert drafting.speculative is not None and found.draft is not None
+    with LLM(
+        drafting.source.model,
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        compiler="eager",
+        device="cpu",
+        graph_kind="recorded",
+        attention_backend="triton",
+        cudagraph_capture_sizes=[1, 2, 4],
+        max_num_seqs=6,
+        max_num_batched_tokens=16,
+        num_kv_blocks=16,
+        speculative_config={"model": drafting.speculative.model, "num_speculative_tokens": 3},
+    ) as llm:
+        runner = llm.runner
+        assert isinstance(runner, SpeculativeRunner) and runner.drafter is not None
+        assert found.num_full == len(runner.graphs.descriptors(FULL)) == 6
+        assert found.draft.num_full == len(runner.drafter.descriptors) == 3 and found.draft.num_piecewise == 0
+        report = runner.drafter.compiled.report()
+        assert found.draft.report.pieces == report.pieces and report.num_split_ops == 1
+        caches = runner.step.kv_caches
+        assert len(caches) == sum(row.layers for row in (*found.attention, *found.draft.attention)) == 3
+    assert [(row.first, row.last, row.mode) for row in found.verification] == [(1, 1, FULL), (2, 2, FULL), (3, 4, FULL)]
+    assert [(row.first, row.last, row.mode, row.num_tokens) for row in found.draft.decode][-2:] == [
+        (3, 4, FULL, 8),
+        (5, 6, NONE, None),
+    ]
+    assert found.drafting.startswith("draft_model (") and found.draft.drafting == "" and found.draft.mixed == ()
+    ours = [path for path in found.slower_paths if path.startswith("draft model: ")]
+    assert ours == [
+        "draft model: dispatch: passes for 5 to 6 requests run NONE: 10 tokens are above the largest captured size 8 "
+        "(FULL)"
+    ]
+
+
+def test_prompt_lookup_has_verifications_and_no_second_model(config: EngineConfig) -> None:
+    found = explain(replace(config, speculative=SpeculativeConfig(method="ngram", num_speculative_tokens=3)))
+    assert found.drafting == "ngram (of 5 to 5 tokens), up to 3 tokens a request and step"
+    assert found.draft is None and found.verification
+    assert found.num_full == explain(config).num_full + len(found.verification)
+
+
+def test_a_draft_that_llm_refuses_is_refused(config: EngineConfig, tmp_path: Path) -> None:
+    """As is a model whose states cannot be taken back."""
+    llama_config(vocab_size=77).save_pretrained(str(tmp_path / "other"))
+    speculative = SpeculativeConfig(method="draft_model", model=str(tmp_path / "other"), num_speculative_tokens=3)
+    with pytest.raises(ConfigError, match="the draft model: .*a vocabulary of 77 tokens"):
+        explain(replace(config, speculative=speculative))
+    HYBRIDS["lfm2"]().save_pretrained(str(tmp_path / "hybrid"))
+    hybrid = replace(config, source=ModelSource(model=str(tmp_path / "hybrid")))
+    with pytest.raises(UnsupportedModel, match="keeps a state, which cannot be taken back"):
+        explain(replace(hybrid, speculative=SpeculativeConfig(method="ngram", num_speculative_tokens=3)))
 
 
 def test_the_model_is_described(explained: Explanation) -> None:

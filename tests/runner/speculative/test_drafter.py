@@ -13,8 +13,9 @@ from transformers import PreTrainedModel
 
 from piecegraph import LLM, RequestOutput, SamplingParams
 from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
+from piecegraph.runner.cudagraphs.capture_sizes import draft_descriptor
 from piecegraph.runner.scheduling.speculation_stats import SpeculationStats
-from piecegraph.runner.speculative.drafter import Drafter, descriptor_of
+from piecegraph.runner.speculative.drafter import Drafter
 from tests.runner.speculative.draft_models import NUM_DRAFTS, drafts_by, save_first_layers
 from tests.runner.speculative.drafting_llm import SIZES, answers, assert_same
 from tests.runner.step_counts import counted
@@ -155,7 +156,7 @@ def test_a_verification_is_one_graph_and_its_drafts_another(llama_dir: Path, hal
 def test_a_closed_drafter_has_no_graphs(llama_dir: Path, half: Path) -> None:
     llm = drafting(llama_dir, half)
     drafter = drafter_of(llm)
-    assert drafter.captured_sizes and descriptor_of(2).num_tokens == 4
+    assert drafter.captured_sizes and draft_descriptor(2).num_tokens == 4
     llm.close()
     assert drafter.captured_sizes == ()
 

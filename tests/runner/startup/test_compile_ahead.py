@@ -19,6 +19,7 @@ from piecegraph.config import CompileConfig
 from piecegraph.errors import CacheError, CompileError, ConfigError, KeyFactorError, UnsupportedModel
 from piecegraph.runner.common.engine_config import EngineConfig
 from piecegraph.runner.common.model_source import ModelSource
+from piecegraph.runner.common.speculative_config import SpeculativeConfig
 from piecegraph.runner.models.without_weights import load_without_weights
 from piecegraph.runner.startup import compile_ahead as module
 from piecegraph.runner.startup.compile_ahead import check_can_compile_for, compile_ahead
@@ -152,3 +153,20 @@ def test_kernels_of_a_step_are_compiled_too(
         with pytest.raises(CacheError, match=message) if error else nullcontext():
             compile_ahead(config, store)
     assert [layer.num_q_heads for each in compiled for layer in each.layers] == [4, 4]
+
+
+@pytest.mark.slow
+def test_a_draft_is_compiled_too(config: EngineConfig, store: Store, tmp_path: Path) -> None:
+    """Without weights; a start with both then compiles nothing. A draft that does not fit is refused before."""
+    draft = tmp_path / "draft"
+    llama_config(num_hidden_layers=2, intermediate_size=48).save_pretrained(str(draft))
+    speculative = SpeculativeConfig(method="draft_model", model=str(draft), num_speculative_tokens=2)
+    asked = replace(config, speculative=speculative)
+    first, again = compile_ahead(asked, store), compile_ahead(asked, store)
+    assert first.draft is not None and again.draft is not None
+    assert not first.was_cached and not first.draft.was_cached
+    assert again.was_cached and again.draft.was_cached and again.draft.key == first.draft.key != first.key
+    assert compile_ahead(replace(config, source=ModelSource(model=str(draft))), store).was_cached
+    llama_config(vocab_size=77).save_pretrained(str(draft))
+    with pytest.raises(ConfigError, match="the draft model: .*a vocabulary of 77 tokens"):
+        compile_ahead(asked, store)

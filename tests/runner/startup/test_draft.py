@@ -10,8 +10,13 @@ from typing import Any
 import pytest
 
 from piecegraph import LLM, SamplingParams
+from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
 from piecegraph.errors import CheckpointError, ConfigError, ModelNotFound, PiecegraphError, UnsupportedModel
-from piecegraph.runner.startup import load_engine
+from piecegraph.runner.common.engine_config import EngineConfig
+from piecegraph.runner.cudagraphs.graph_plan import GraphPlan
+from piecegraph.runner.speculative.drafter import Drafter
+from piecegraph.runner.startup import compile_model, load_engine
+from piecegraph.runner.startup.decide import Decided, decide_for
 from piecegraph.tools.cli import main
 from tests.runner.byte_tokenizer import byte_tokenizer
 from tests.runner.speculative.draft_models import drafts_by
@@ -137,6 +142,27 @@ def test_models_with_windows_draft_for_themselves(tmp_path: Path, kind: str) -> 
     assert found[0] == found[1]
     assert stats.speculation is not None and stats.speculation.acceptance_rate == 1.0
     assert any("in a group of its own" in note for note in notes) is (kind == "windows alone")
+
+
+@pytest.mark.parametrize("options", [{}, {"cudagraph_mode": "PIECEWISE"}, {"max_num_seqs": 3}], ids=str)
+def test_what_is_planned_is_captured(llama_dir: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
+    """Of the model and of its draft, and nothing else, so that what is explained is what runs."""
+    plans: dict[bool, GraphPlan] = {}
+
+    def noting(calls: Any, loaded: Any, config: EngineConfig, *sizes: int) -> Decided:
+        found = decide_for(calls, loaded, config, *sizes)
+        plans[config.is_draft] = found.plan
+        return found
+
+    monkeypatch.setattr(compile_model, "decide_for", noting)
+    with load(llama_dir, speculative_config=drafts_by(llama_dir), **{**SIZES, **options}) as llm:
+        graphs, drafter = llm.runner.graphs, getattr(llm.runner, "drafter", None)
+        assert isinstance(drafter, Drafter)
+        model, draft = plans[False], plans[True]
+        for mode, planned in ((CUDAGraphMode.FULL, model.full), (CUDAGraphMode.PIECEWISE, model.piecewise)):
+            assert set(graphs.descriptors(mode)) == set(planned)
+        assert set(drafter.descriptors) == set(draft.full) and not draft.piecewise and not drafter.failed
+    assert bool(draft.full) is ("cudagraph_mode" not in options)
 
 
 def test_another_family_drafts(llama_dir: Path, tmp_path: Path) -> None:

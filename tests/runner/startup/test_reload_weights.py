@@ -131,3 +131,50 @@ def test_weights_are_not_reloaded_while_requests_run(llm: LLM, answers: list[tup
     llm.engine.abort("runs")
     llm.reload_weights()
     assert answer(llm) == answers[0]
+
+
+@pytest.fixture(scope="module")
+def drafted(folders: list[Path]) -> Iterator[LLM]:
+    """The first version, for which it drafts itself."""
+    drafts = {"model": str(folders[0]), "num_speculative_tokens": 2}
+    with LLM(folders[0], attention_backend="triton", speculative_config=drafts, **OPTIONS) as made:
+        yield made
+
+
+def acceptance(llm: LLM) -> float:
+    """The share of drafts that are accepted of another answer."""
+    before = llm.engine.stats.speculation
+    answer(llm)
+    after = llm.engine.stats.speculation
+    assert before is not None and after is not None
+    return (after.num_accepted_tokens - before.num_accepted_tokens) / (after.num_draft_tokens - before.num_draft_tokens)
+
+
+def test_a_draft_is_given_other_weights(drafted: LLM, folders: list[Path], answers: list[tuple[int, ...]]) -> None:
+    """By name; or it keeps its own, which then draft badly and change no answer; or both models' own files again."""
+    num_tensors = len(state(folders[1]))
+    assert answer(drafted) == answers[0] and acceptance(drafted) == 1
+    assert drafted.reload_weights(folders[1]) == num_tensors
+    assert answer(drafted) == answers[1] and acceptance(drafted) < 1
+    assert drafted.reload_weights(state(folders[1]), draft_weights=folders[1]) == 2 * num_tensors
+    assert answer(drafted) == answers[1] and acceptance(drafted) == 1
+    assert drafted.reload_weights() == 2 * num_tensors
+    assert answer(drafted) == answers[0] and acceptance(drafted) == 1
+
+
+def test_weights_that_do_not_fit_a_draft_leave_both_models_as_they_are(
+    drafted: LLM, folders: list[Path], answers: list[tuple[int, ...]]
+) -> None:
+    drafted.reload_weights()
+    for weights, message in (
+        ({"model.norm.weigth": torch.ones(1)}, "the draft model has no tensor 'model.norm.weigth'"),
+        ({"model.norm.weight": torch.ones(3)}, "the draft model's model.norm.weight has shape"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            drafted.reload_weights(folders[1], draft_weights=weights)
+    assert answer(drafted) == answers[0] and acceptance(drafted) == 1
+
+
+def test_weights_for_no_draft_are_refused(llm: LLM, folders: list[Path]) -> None:
+    with pytest.raises(UsageError, match="no model drafts here .speculative_config.; leave them out"):
+        llm.reload_weights(draft_weights=folders[1])

@@ -101,6 +101,32 @@ def test_json(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
+def test_drafts_are_explained(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The graphs of verifications, and the draft's pieces and why its passes have none."""
+    config = json.dumps({"model": folder, "num_speculative_tokens": 1})
+    flags = ["--device", "cpu", "--graph-kind", "recorded", "--speculative", config, "--quiet", *SMALL]
+    assert main(["explain", folder, "--attention-backend", "triton", *flags]) == 0
+    text = capsys.readouterr().out
+    _, _, drafts = text.partition("drafts      ")
+    lines = [line.strip() for line in drafts.splitlines()]
+    assert lines[0] == f"draft_model ({folder}), up to 1 tokens a request and step"
+    assert lines[1:5] == [
+        "requests that verify all drafts -> mode, padded to",
+        "1 -> FULL 2",
+        "2 -> FULL 4",
+        "3-4 -> FULL 8",
+    ]
+    text = "graphs of its passes to capture: 3 FULL, one for each number of requests; prompts are read without graphs"
+    assert text in lines
+    assert lines[5].startswith("draft model LlamaForCausalLM, 0.0M parameters, 0.2 KiB of key/value cache a token more")
+    assert any(line.startswith("pieces 4 -> ") and line.endswith("unique, 2 split ops") for line in lines)
+    assert main(["explain", folder, "--json", "--cudagraph-mode", "PIECEWISE", *flags]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["verification"][0]["mode"] == "PIECEWISE"
+    assert record["draft"]["model"] == folder and record["draft"]["num_full"] == 0
+    assert record["draft"]["report"]["num_pieces"] == 4 and record["draft"]["draft"] is None
+
+
 def test_ranks_are_explained(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
     """What one of them holds, heads of zeros included, and the collectives of a step."""
     flags = ["--device", "cpu", "--enforce-eager", "--tensor-parallel-size", "3"]
