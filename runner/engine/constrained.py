@@ -25,7 +25,8 @@ class ConstrainedRequests:
     def __init__(self, vocab_size: int) -> None:
         """Start without requests; `vocab_size` counts the tokenizer's tokens, too."""
         self.requests: dict[str, Request] = {}
-        self._num_words = -(-vocab_size // 32)
+        self.num_words = -(-vocab_size // 32)
+        """The words of a row of a mask."""
 
     def add(self, request: Request) -> None:
         """Add a request, if it has a grammar."""
@@ -53,7 +54,7 @@ class ConstrainedRequests:
         if not items:
             return None
         flights = [({one.request_id: one for one in done.sampled}, result) for done, result in in_flight]
-        bitmask = np.full((len(items), self._num_words), -1, dtype=np.int32)
+        bitmask = np.full((len(items), self.num_words), -1, dtype=np.int32)
         for row, item in enumerate(items):
             request = self.requests[item.request_id]
             grammar = request.grammar

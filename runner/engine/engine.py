@@ -393,17 +393,26 @@ class Engine:
         self._is_dirty = True
         output = self._scheduler.schedule()
         if not output.is_empty:
-            self._runner.execute_model(output)
-            grammar = self._constrained.mask(output, self._in_flight) if self._constrained.requests else None
-            self._in_flight.append((output, self._runner.sample_tokens(grammar)))
+            self._in_flight.append((output, self._launch(output)))
         if self._in_flight and (output.is_empty or len(self._in_flight) > self._steps_ahead):
             done, result = self._in_flight.popleft()
-            self._received = (done, result.get(), self._num_output_tokens)  # from now on its tokens cannot be lost
+            found = self._read(done, result)
+            self._received = (done, found, self._num_output_tokens)  # from now on its tokens cannot be lost
             self._distribute(*self._received)
             self._received = None
         if self._deferred_aborts:
             self._abort_deferred()
         self._is_dirty = False
+
+    def _launch(self, output: SchedulerOutput) -> AsyncOutput:
+        """Launch a step that is not empty."""
+        self._runner.execute_model(output)
+        grammar = self._constrained.mask(output, self._in_flight) if self._constrained.requests else None
+        return self._runner.sample_tokens(grammar)
+
+    def _read(self, done: SchedulerOutput, result: AsyncOutput) -> ModelRunnerOutput:
+        """Wait for the result of a step, and return it."""
+        return result.get()
 
     def _abort_deferred(self) -> None:
         """End the prompts that were aborted from inside the step. Their outputs wait in their outboxes."""

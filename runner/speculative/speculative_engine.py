@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 from piecegraph.errors import RequestError
 from piecegraph.runner.engine.engine import Engine
-from piecegraph.runner.output.async_output import ModelRunnerOutput
+from piecegraph.runner.output.async_output import AsyncOutput, ModelRunnerOutput
 from piecegraph.runner.scheduling.scheduler_output import SchedulerOutput
+from piecegraph.runner.speculative.constrained_drafts import ConstrainedDrafts
+from piecegraph.runner.speculative.speculative_runner import SpeculativeRunner
 from piecegraph.runner.speculative.speculative_scheduler import REQUEST_KEY, SpeculativeScheduler
 from piecegraph.runner.speculative.verified_output import VerifiedOutput
 
@@ -22,24 +24,26 @@ if TYPE_CHECKING:
 class SpeculativeEngine(Engine):
     """An engine whose steps verify drafts; all else is as in `Engine`.
 
-    The tokens of a step after one that ends its request are dropped, with their log probabilities.
+    The tokens of a step after one that ends its request are dropped, with their log probabilities. A step in which a
+    request with a grammar verifies drafts is launched after its drafts have come to the host, which computes masks from
+    them while the model runs.
     """
 
-    def __init__(self, *, scheduler: SpeculativeScheduler, max_drafts: int, **options: Any) -> None:
+    def __init__(
+        self, *, scheduler: SpeculativeScheduler, runner: SpeculativeRunner, max_drafts: int, **options: Any
+    ) -> None:
         """Store the parts of the engine; `options` are those of `Engine`."""
-        super().__init__(scheduler=scheduler, **options)
-        self._speculative_scheduler = scheduler
+        super().__init__(scheduler=scheduler, runner=runner, **options)
+        self._speculative_scheduler, self._speculative_runner = scheduler, runner
+        tokenizer = options["tokenizer"]
+        self._drafted = ConstrainedDrafts(max(options["vocab_size"], 0 if tokenizer is None else len(tokenizer)))
+        self._constrained = self._drafted
         self._max_drafts = max_drafts
 
     def check_request(
         self, token_ids: Sequence[int], params: SamplingParams, prompt_embeds: torch.Tensor | None = None
     ) -> None:
         """Raise `RequestError` if such a request can never run here."""
-        if params.structured_outputs is not None:
-            raise RequestError(
-                "structured_outputs allow tokens one step at a time, and with speculative_config a step gives several; "
-                "make the LLM without speculative_config."
-            )
         super().check_request(token_ids, params, prompt_embeds)
         asked = (params.extra_args or {}).get(REQUEST_KEY, 0)
         if isinstance(asked, bool) or not isinstance(asked, int) or not 0 <= asked <= self._max_drafts:
@@ -47,6 +51,19 @@ class SpeculativeEngine(Engine):
                 f"extra_args[{REQUEST_KEY!r}]={asked!r}; it must be a whole number from 0 (no drafts) to "
                 f"{self._max_drafts}, the num_speculative_tokens of speculative_config."
             )
+
+    def _launch(self, output: SchedulerOutput) -> AsyncOutput:
+        if not self._constrained.requests:
+            self._runner.execute_model(output)
+            return self._runner.sample_tokens(None)
+        drafts = self._speculative_runner.proposed(self._drafted.drafting(output))  # before the step replaces them
+        self._runner.execute_model(output)
+        return self._runner.sample_tokens(self._drafted.mask_drafts(output, self._in_flight, drafts))
+
+    def _read(self, done: SchedulerOutput, result: AsyncOutput) -> ModelRunnerOutput:
+        found = result.get()
+        assert isinstance(found, VerifiedOutput), type(found)
+        return self._drafted.cut(done, found) if self._constrained.requests else found
 
     def _distribute(self, done: SchedulerOutput, found: ModelRunnerOutput, num_before: int) -> None:
         assert isinstance(found, VerifiedOutput), type(found)
@@ -57,6 +74,8 @@ class SpeculativeEngine(Engine):
         self._num_output_tokens = num_before + sum([count for _, count in took]) - num_removed
         for request, finish in ended:
             self._finish(request.request_id, finish)
+        if self._constrained.requests:
+            self._finish_constrained([request for request, _ in took])
 
     def _distribute_again(self, done: SchedulerOutput, found: ModelRunnerOutput, num_before: int) -> None:
         assert isinstance(found, VerifiedOutput), type(found)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+
+import torch
 
 from piecegraph.runner.common.without_grad import without_grad
 from piecegraph.runner.cudagraphs.dispatcher import Dispatcher
 from piecegraph.runner.cudagraphs.manager import CudaGraphManager
 from piecegraph.runner.engine.model_runner import ModelRunner
-from piecegraph.runner.sampling.options.grammar import GrammarOutput
+from piecegraph.runner.sampling.options.grammar import GrammarOutput, apply_grammar
 from piecegraph.runner.scheduling.scheduler_output import SchedulerOutput
 from piecegraph.runner.speculative.drafter import Drafter
 from piecegraph.runner.speculative.speculative_step import SpeculativeStep
@@ -28,6 +30,12 @@ class DraftBatch(Batch):
     def num_rows(self) -> list[int]:
         """The rows of logits of each request."""
         return [1 + drafts for drafts in self.num_drafts]
+
+    @property
+    def ids_of_rows(self) -> list[str]:
+        """The request of each row of logits."""
+        counted = zip(self.request_ids, self.num_rows, strict=True)
+        return [request_id for request_id, count in counted for _ in range(count)]
 
     @property
     def first_rows(self) -> list[int]:
@@ -74,9 +82,24 @@ class SpeculativeRunner(ModelRunner):
         super().close()
 
     @without_grad
+    def proposed(self, request_ids: Sequence[str]) -> Mapping[str, list[int]]:
+        """Return the drafts that lie behind the tokens of requests that have rows, for their next step.
+
+        Waits for the device. Call it before `execute_model`, which replaces them.
+        """
+        if not request_ids:
+            return {}
+        step, states = self._speculative_step, self._speculative_step.states
+        row = torch.tensor([states.row(request_id) for request_id in request_ids], device=states.token_ids.device)
+        places = 1 + torch.arange(step.max_drafts, device=row.device)
+        at = (states.num_computed_tokens[row].long().unsqueeze(1) + places).clamp(max=states.token_ids.shape[1] - 1)
+        counts, drafts = step.speculation.num_proposed[row], states.token_ids[row.unsqueeze(1), at]
+        found = torch.cat([counts.unsqueeze(1), drafts], dim=1).tolist()
+        return {request_id: tokens[:count] for request_id, (count, *tokens) in zip(request_ids, found, strict=True)}
+
+    @without_grad
     def sample_tokens(self, grammar_output: GrammarOutput | None = None) -> AsyncVerifiedOutput:
         """Return the next tokens of each request that samples in this step, still being copied to the host."""
-        assert grammar_output is None, "a grammar's mask is for one token, and this step may give several"
         assert self._pending is not None, "execute_model has not run"
         pending, self._pending = self._pending, None
         step, batch = self._speculative_step, pending.batch
@@ -91,11 +114,14 @@ class SpeculativeRunner(ModelRunner):
             if at is not None:
                 is_sampled = frozenset(at)
                 rows = [row if place in is_sampled else -1 for place, row in enumerate(rows)]
-            if not self._is_plain(rows):
+            if grammar_output is not None or not self._is_plain(rows):
                 num_logits = batch.num_logits
+                logits = pending.output.logits[:num_logits]
+                if grammar_output is not None:
+                    logits = apply_grammar(logits, grammar_output, batch.ids_of_rows)
                 step.restore_drafts(batch.num_reqs)
                 drawn, logprobs, _ = step.sampler.sample(
-                    pending.output.logits[:num_logits],
+                    logits,
                     rows=[row for row, drafts in zip(rows, batch.num_drafts, strict=True) for _ in range(1 + drafts)],
                     idx_mapping=step.speculation.rows.idx_mapping[:num_logits],
                     positions=step.speculation.rows.positions[:num_logits],

@@ -95,10 +95,9 @@ class GrammarState:
 
         `token_ids` are all of them. Nothing follows the end of the grammar, so tokens after it are ignored.
         """
-        if self._error is None and not self.is_stopped and len(token_ids) > self._num_accepted:
-            new = token_ids[self._num_accepted :]
-            self._num_accepted = len(token_ids)
-            self._error = self.matcher.accept(new)
+        while self._error is None and len(token_ids) > self._num_accepted and not self.matcher.is_stopped():
+            self._num_accepted += 1
+            self._error = self.matcher.accept(token_ids[self._num_accepted - 1 : self._num_accepted])
         if self._error is not None:
             raise RequestError(f"the output left its grammar: {self._error}")
 
@@ -106,6 +105,11 @@ class GrammarState:
     def is_stopped(self) -> bool:
         """Return whether the output is complete, so that nothing may follow."""
         return self._error is None and self.matcher.is_stopped()
+
+    @property
+    def end(self) -> int | None:
+        """The number of output tokens up to the one that ended the output or left the grammar; None: neither has."""
+        return self._num_accepted if self._error is not None or self.is_stopped else None
 
     def start_over(self) -> None:
         """Forget all tokens; the next `advance` takes them again."""

@@ -32,6 +32,10 @@ class LLGuidanceMatcher:
             return None
         return self._matcher.get_error().partition("\n")[0] or "the grammar allows no such token"
 
+    def rollback(self, count: int) -> None:
+        is_done = self._matcher.rollback(count)
+        assert is_done, f"{count} tokens cannot be taken back: {self._matcher.get_error()}"
+
     def fill_bitmask(self, bitmask: Bitmask, row: int) -> None:
         words = bitmask[row]
         self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.size * words.itemsize)

@@ -1,4 +1,4 @@
-"""The interface of a grammar library: six methods, so that another library is one more file."""
+"""The interface of a grammar library: seven methods, so that another library is one more file."""
 
 from __future__ import annotations
 
@@ -25,6 +25,9 @@ class GrammarMatcher(Protocol):
 
         After an error the matcher is of no more use until it is `reset`.
         """
+
+    def rollback(self, count: int) -> None:
+        """Take back the last `count` tokens that were accepted, also those that ended the output."""
 
     def fill_bitmask(self, bitmask: Bitmask, row: int) -> None:
         """Write the tokens that may come next into a row, EOS tokens where the output may end."""

@@ -14,7 +14,6 @@ from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
 from piecegraph.errors import ConfigError, RequestError
 from piecegraph.runner.sampling.batch_sampler import Sampler, SamplerOutput
 from piecegraph.runner.startup.profile import run_largest_step
-from piecegraph.runner.structured_output.params import StructuredOutputsParams
 from tests.runner.byte_tokenizer import byte_tokenizer
 from tests.runner.speculative.drafting_llm import FEW, NUM_DRAFTS, PROMPTS, SIZES, answers, assert_same, drafting
 from tests.runner.test_graphs import load
@@ -124,13 +123,6 @@ def test_a_request_for_more_drafts_than_there_are_is_refused(llm: LLM, asked: ob
     params = SamplingParams(extra_args={"num_speculative_tokens": asked})
     with pytest.raises(RequestError, match="from 0 .no drafts. to 3"):
         llm.generate([{"prompt_token_ids": [5]}], params, use_tqdm=False)
-
-
-def test_a_request_with_a_grammar_is_refused(llm: LLM) -> None:
-    params = SamplingParams(structured_outputs=StructuredOutputsParams(choice=["yes", "no"]))
-    with pytest.raises(RequestError, match="make the LLM without speculative_config"):
-        llm.generate([{"prompt_token_ids": [5]}], params, use_tqdm=False)
-    assert not llm.engine.has_unfinished
 
 
 @torch.no_grad()

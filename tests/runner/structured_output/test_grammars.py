@@ -26,6 +26,9 @@ class Letters:
         self.accepted += token_ids
         return None if self.accepted == [1, 2, 3][: len(self.accepted)] else f"not {token_ids}"
 
+    def rollback(self, count: int) -> None:
+        del self.accepted[len(self.accepted) - count :]
+
     def fill_bitmask(self, bitmask: Bitmask, row: int) -> None:
         bitmask[row] = 1 << (len(self.accepted) + 1)
 
@@ -105,6 +108,19 @@ def test_progress_follows_from_the_tokens() -> None:
     assert state.is_stopped
     state.advance([1, 2, 3, 9])
     assert state.is_stopped
+
+
+def test_the_end_is_found_among_several_tokens() -> None:
+    """What follows it is no error, and nothing that follows a violation is read."""
+    state = GrammarState(Letters())
+    state.advance([1, 2])
+    assert state.end is None
+    state.advance([1, 2, 3, 9, 9])
+    assert state.is_stopped and state.end == 3
+    state.start_over()
+    with pytest.raises(RequestError, match="left its grammar"):
+        state.advance([1, 9, 2, 3])
+    assert state.end == 2 and not state.is_stopped
 
 
 def test_a_token_that_is_not_allowed_is_an_error_each_time() -> None:

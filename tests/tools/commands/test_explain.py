@@ -119,12 +119,12 @@ def test_drafts_are_explained(folder: str, capsys: pytest.CaptureFixture[str]) -
     text = "graphs of its passes to capture: 3 FULL, one for each number of requests; prompts are read without graphs"
     assert text in lines
     assert lines[5].startswith("draft model LlamaForCausalLM, 0.0M parameters, 0.2 KiB of key/value cache a token more")
-    assert any(line.startswith("pieces 4 -> ") and line.endswith("unique, 2 split ops") for line in lines)
+    assert any(line.startswith("pieces ") and line.endswith(" unique, 2 split ops") for line in lines)
     assert main(["explain", folder, "--json", "--cudagraph-mode", "PIECEWISE", *flags]) == 0
     record = json.loads(capsys.readouterr().out)
     assert record["verification"][0]["mode"] == "PIECEWISE"
     assert record["draft"]["model"] == folder and record["draft"]["num_full"] == 0
-    assert record["draft"]["report"]["num_pieces"] == 4 and record["draft"]["draft"] is None
+    assert record["draft"]["report"] == record["report"] and record["draft"]["draft"] is None
 
 
 def test_ranks_are_explained(folder: str, capsys: pytest.CaptureFixture[str]) -> None:

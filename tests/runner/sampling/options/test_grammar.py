@@ -46,6 +46,14 @@ def test_only_allowed_tokens_are_left(device: str, dtype: torch.dtype) -> None:
     assert torch.equal(logits, before)
 
 
+def test_a_request_may_have_several_rows() -> None:
+    """As with drafts; they are those of its rows of logits in their order."""
+    logits = torch.zeros(4, VOCAB_SIZE)
+    grammar = GrammarOutput(bitmask=only((7,), (1,), (2,), (3,)), request_ids=("b", "a", "a", "a"))
+    found = apply_grammar(logits, grammar, ["a", "a", "a", "b"])
+    assert found.argmax(1).tolist() == [1, 2, 3, 7] and (found > float("-inf")).sum() == 4
+
+
 def test_a_grammar_without_requests_changes_nothing() -> None:
     logits = torch.randn(2, VOCAB_SIZE)
     assert torch.equal(apply_grammar(logits, GrammarOutput(bitmask=only(), request_ids=()), ["a", "b"]), logits)
@@ -54,9 +62,9 @@ def test_a_grammar_without_requests_changes_nothing() -> None:
 @pytest.mark.parametrize(
     ("bitmask", "request_ids", "message"),
     [
-        (torch.zeros(1, 3), ("a",), "bitmask is torch.float32 of shape (1, 3); give int32"),
-        (only((1,)), ("a", "b"), "of shape (1, 3); give int32 with a row for each of 2 requests"),
-        (only((1,), (2,)), ("a", "a"), "a request has two rows"),
+        (torch.zeros(1, 3), ("a",), "bitmask is torch.float32 of shape (1, 3); give int32,"),
+        (only((1,)), ("a", "b"), "of shape (1, 3); give int32, a row for each of 2 request ids"),
+        (only((1,), (2,)), ("a", "a"), "grammar for ['a'] with another number of rows"),
         (only((1,), vocab_size=64), ("a",), "2 words a row; 70 tokens need 3"),
         (only((1,)), ("z",), "grammar for ['z'], which this step does not run"),
     ],
