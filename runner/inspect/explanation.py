@@ -44,7 +44,12 @@ from piecegraph.runner.models.length import model_length
 from piecegraph.runner.models.load import LoadedModel, load_config, load_model, resolve_device, resolve_dtype
 from piecegraph.runner.models.rope import fix_longrope
 from piecegraph.runner.models.support import check_layers
-from piecegraph.runner.speculative.draft_source import FittingDraft, fitting_draft, naming_the_draft, refuse_states
+from piecegraph.runner.speculative.common.fitting_draft import (
+    FittingDraft,
+    fitting_draft,
+    naming_the_draft,
+    refuse_states,
+)
 from piecegraph.runner.state_layers.layer import StateLayer, state_layers
 from piecegraph.runner.tensor_parallel.summary import RanksSummary, ranks_summary
 

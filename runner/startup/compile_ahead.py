@@ -23,7 +23,7 @@ from piecegraph.runner.models.causal_lm import DYNAMIC_DIMS, CausalLMForward, ex
 from piecegraph.runner.models.length import model_length
 from piecegraph.runner.models.load import LoadedModel
 from piecegraph.runner.models.without_weights import load_without_weights
-from piecegraph.runner.speculative.draft_source import naming_the_draft
+from piecegraph.runner.speculative.common.fitting_draft import naming_the_draft
 from piecegraph.runner.startup.decide import Decided, compile_step_kernels, decide_for
 from piecegraph.runner.startup.draft import check_draft
 from piecegraph.runner.startup.step_kernels import compiles_kernels

@@ -14,7 +14,7 @@ from piecegraph.runner.kv_cache.groups import KVCacheLayout, fitting_block_size,
 from piecegraph.runner.models.load import LoadedModel
 from piecegraph.runner.models.support import check_layers
 from piecegraph.runner.sampling.batch_sampler import Sampler
-from piecegraph.runner.speculative.draft_source import refuse_states
+from piecegraph.runner.speculative.common.fitting_draft import refuse_states
 from piecegraph.runner.startup.step_kernels import NUM_TOKENS, AttentionOnlyModel, launch_step_kernels
 from piecegraph.runner.state_layers.layer import StateLayer, state_layers
 from piecegraph.runner.step.model_step import build_step, needs_host_batches

@@ -17,8 +17,8 @@ from piecegraph.runner.models.layer_rules import apply_layer_rules
 from piecegraph.runner.models.load import LoadedModel, load_model
 from piecegraph.runner.models.rope import fix_longrope
 from piecegraph.runner.models.without_weights import stand_in_for
+from piecegraph.runner.speculative.common.fitting_draft import fitting_draft, naming_the_draft
 from piecegraph.runner.speculative.draft_layers import DraftCaches, DraftLayer, with_draft_layers
-from piecegraph.runner.speculative.draft_source import fitting_draft, naming_the_draft
 from piecegraph.runner.speculative.draft_step import DraftBuffers, DraftStep
 from piecegraph.runner.speculative.drafter import Drafter
 from piecegraph.runner.speculative.speculative_step import SpeculativeStep
