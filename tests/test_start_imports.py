@@ -88,6 +88,7 @@ def test_it_is_a_start_from_the_cache(started: list[Any]) -> None:
     assert started[0] == "hit"
 
 
+@pytest.mark.slow
 def test_importing_llm_imports_no_torch(started: list[Any]) -> None:
     """Making an `LLM` does."""
     assert started[1] is False
@@ -99,5 +100,6 @@ def test_it_imports_no_package_that_others_do_not(started: list[Any], folder: Pa
     assert packages(started[3]) - packages(others) <= OURS
 
 
+@pytest.mark.slow
 def test_it_imports_nothing_of_ours_that_is_not_for_it(started: list[Any]) -> None:
     assert not NOT_FOR_A_START & set(started[3])

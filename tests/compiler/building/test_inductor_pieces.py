@@ -60,6 +60,7 @@ def test_progress_counts_unique_pieces() -> None:
     assert {phase.total for phase in phases if phase.name == "compile"} == {4}
 
 
+@pytest.mark.slow
 def test_torch_settings_of_the_process_are_left_alone() -> None:
     """Inductor's cache folders are redirected around compile and load, then restored."""
     from piecegraph.environment import read

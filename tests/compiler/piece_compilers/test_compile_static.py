@@ -82,6 +82,7 @@ def test_any_size_is_right_and_runs_the_pieces_that_fit() -> None:
             assert counted.take() == {0: body, 1: body, 2: body, 3: tail}, (num_tokens, num_logits)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["PIECEWISE", "FULL"])
 def test_captured_graphs_use_static_pieces(mode: str) -> None:
     _, static = compiled_decoder(compile_sizes=SIZES)

@@ -69,10 +69,7 @@ def both(
 
 @pytest.mark.parametrize(
     "family",
-    [
-        pytest.param(name, marks=() if name in ("qwen3", "gpt-oss") else pytest.mark.slow)
-        for name in [*FAMILIES, *UNLISTED]
-    ],
+    [pytest.param(name, marks=() if name == "gpt-oss" else pytest.mark.slow) for name in [*FAMILIES, *UNLISTED]],
 )
 def test_the_graph_of_a_family_is_the_one_that_tracing_every_layer_gives(
     family: str, monkeypatch: pytest.MonkeyPatch

@@ -135,7 +135,9 @@ SEARCHES = (
 """Uses of sets whose result is the same in every process: they stay in the cache."""
 
 
-@pytest.mark.parametrize("seeds", [("1", "1"), ("1", "2")], ids=["same seed", "other seed"])
+@pytest.mark.parametrize(
+    "seeds", [pytest.param(("1", "1"), marks=pytest.mark.slow), ("1", "2")], ids=["same seed", "other seed"]
+)
 def test_the_order_of_strings_in_a_set_is_of_one_hash_seed(folder: Path, seeds: tuple[str, str]) -> None:
     first, second = (json.loads(in_a_child(folder, seed, "orders")) for seed in seeds)
     assert all(first.values()), "each is kept"

@@ -62,6 +62,7 @@ def raise_on_rank_1(worker: Worker) -> None:
         raise ValueError("planted")
 
 
+@pytest.mark.slow
 def test_two_processes_answer_as_one_until_one_is_killed(tmp_path: Path) -> None:
     """Each reads and holds half; calls reach both; a killed one ends the call with its rank and exit code."""
     llm = two_ranks(save(make_model("llama"), tmp_path))

@@ -148,6 +148,7 @@ def test_it_is_told_what_was_made_and_for_which_machine(image: Image) -> None:
     assert (record["signing_key"], record["notes"]) == (str(image.key), [])
 
 
+@pytest.mark.slow
 def test_a_cached_model_is_not_compiled_again(image: Image) -> None:
     again = image.filled()
     assert again == {**image.record, "state": "already compiled"}
