@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from piecegraph.compiler.common.private_folder import scratch_folder
+from piecegraph.errors import ConfigError
 from piecegraph.progress import Phase
 from piecegraph.tools.command_line.compile_flags import engine_config, with_compile_flags
 from piecegraph.tools.command_line.options import COMPILE_FLAGS, CONTEXT, LLM_FLAGS, Command, flags, given
@@ -25,7 +27,8 @@ EPILOG = """\b
 Examples:
   piecegraph explain HuggingFaceTB/SmolLM2-360M-Instruct
   piecegraph explain shape:llama-8b --assume-gpu --max-num-seqs 64
-  piecegraph explain ./my-model --cudagraph-mode FULL --json"""
+  piecegraph explain ./my-model --cudagraph-mode FULL --json
+  piecegraph explain ./my-model --html report.html"""
 
 INDENT = " " * 12
 
@@ -36,16 +39,23 @@ INDENT = " " * 12
 @flags(COMPILE_FLAGS)
 @click.option("--assume-gpu", is_flag=True, help="Explain for an NVIDIA GPU, whether or not one is here.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option(
+    "--html", type=click.Path(path_type=Path, dir_okay=False), help="Write one page of HTML there, too, with charts."
+)
 @click.option("--quiet", is_flag=True, help="Print no phases.")
 @click.option("--debug", is_flag=True, help="Show tracebacks and what the libraries say.")
 @config_option
-def command(model: str, assume_gpu: bool, as_json: bool, quiet: bool, debug: bool, **values: Any) -> None:
+def command(
+    model: str, assume_gpu: bool, as_json: bool, html: Path | None, quiet: bool, debug: bool, **values: Any
+) -> None:
     """Show pieces, dispatch table, and why anything is slower than asked for.
 
     MODEL is a folder, a .gguf file, a hub id, or shape:NAME (qwen3-0.6b, llama-8b). Its config is read, its weights
     are not: nothing is compiled or captured, and a laptop explains any size; --assume-gpu shows what a GPU would run.
     Flags mean what they mean to `piecegraph run`.
     """
+    if html is not None and not html.absolute().parent.is_dir():
+        raise click.UsageError(f"--html {html}: {html.absolute().parent} is not a directory. Make it first.")
     with PhaseDisplay(quiet=quiet) as display, scratch_folder() as scratch:
         display(Phase(name="import", detail="torch, transformers"))
         display.spin()
@@ -63,10 +73,27 @@ def command(model: str, assume_gpu: bool, as_json: bool, quiet: bool, debug: boo
         explanation = explain(config, assume_gpu=assume_gpu, on_phase=display)
         eager = {} if assume_gpu else eager_pieces(config)
         display.stop()
+    record = {**as_record(model, explanation), "eager_pieces": dict(eager)} if as_json or html is not None else {}
+    if html is not None:
+        write_page(html, record, explanation, display.seconds)
     if as_json:
-        click.echo(json.dumps({**as_record(model, explanation), "eager_pieces": dict(eager)}))
+        click.echo(json.dumps(record))
     else:
         click.echo("\n".join(as_lines(explanation, eager)))
+
+
+def write_page(file: Path, record: Mapping[str, Any], explained: Explanation, seconds: Mapping[str, float]) -> None:
+    """Write the page of `--html`. Raises `ConfigError` if the file cannot be written."""
+    from piecegraph import __version__
+    from piecegraph.tools.report.page import as_page
+
+    ranks = explained.ranks
+    weight_bytes = explained.num_parameters * explained.dtype.itemsize if ranks is None else ranks.weight_bytes
+    page = as_page(record, seconds=seconds, weight_bytes=weight_bytes, version=__version__)
+    try:
+        file.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--html {file}: cannot be written ({error.strerror}). Name another file.") from error
 
 
 def as_lines(explained: Explanation, eager_pieces: Mapping[str, str] | None = None) -> Iterator[str]:
