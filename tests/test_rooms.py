@@ -334,6 +334,7 @@ COVERED_BY: Mapping[str, str] = {
     "tools/serve/message_parsers/mistral.py": "tests/tools/serve/message_parsers/test_message_parsers.py",
     "tools/serve/message_parsers/protocol.py": "tests/tools/serve/message_parsers/test_message_parsers.py",
     "tools/serve/message_parsers/think.py": "tests/tools/serve/message_parsers/test_message_parsers.py",
+    "runner/speculative/common/drafting_policy.py": "tests/runner/speculative/test_drafting_policy.py",
     "runner/speculative/common/fitting_draft.py": "tests/runner/startup/test_draft.py",
     "runner/structured_output/protocol.py": "tests/runner/structured_output/test_grammars.py",
 }

@@ -64,6 +64,9 @@ class SpeculativeConfig:
     """draft_model: how drafts are chosen. "greedy" takes the likeliest; "probabilistic" draws them at the request's
     temperature, with the noise that the model's own token is drawn with."""
 
+    stops_when_slower: bool = True
+    """Whether batches are no longer drafted for where measured steps say that this is slower."""
+
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             instead = UNAVAILABLE_METHODS.get(str(self.method))
@@ -71,6 +74,10 @@ class SpeculativeConfig:
                 raise ConfigError(f"speculative_config: method={self.method!r}: {instead}.")
             raise ConfigError(
                 f"speculative_config: method={self.method!r} is unknown.{did_you_mean(str(self.method), METHODS)}"
+            )
+        if not isinstance(self.stops_when_slower, bool):
+            raise ConfigError(
+                f"speculative_config: stops_when_slower={self.stops_when_slower!r}; it must be True or False."
             )
         _check_count("num_speculative_tokens", self.num_speculative_tokens, MAX_SPECULATIVE_TOKENS)
         shortest, longest = self.prompt_lookup_min, self.prompt_lookup_max
@@ -107,7 +114,8 @@ class SpeculativeConfig:
 
     def __str__(self) -> str:
         of = f"of {self.prompt_lookup_min} to {self.prompt_lookup_max} tokens" if self.model is None else self.model
-        return f"{self.method} ({of}), up to {self.num_speculative_tokens} tokens a request and step"
+        stops = ", while measured steps say that it pays" if self.stops_when_slower else ""
+        return f"{self.method} ({of}), up to {self.num_speculative_tokens} tokens a request and step{stops}"
 
     @classmethod
     def parse(cls, value: object) -> SpeculativeConfig | None:

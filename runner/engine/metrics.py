@@ -63,7 +63,11 @@ def engine_metrics(stats: SchedulerStats, num_output_tokens: int, model: str) ->
             "spec_decode_num_accepted_tokens": stats.speculation.num_accepted_tokens,
         }
         by_position = list(stats.speculation.num_accepted_by_position)
-        drafts = [Vector("vllm:spec_decode_num_accepted_tokens_per_pos", dict(labels), by_position)]
+        reason = stats.speculation.stop_reason
+        drafts = [
+            Vector("vllm:spec_decode_num_accepted_tokens_per_pos", dict(labels), by_position),
+            Gauge("piecegraph:spec_decode_is_stopped", {**labels, "reason": reason}, float(bool(reason))),
+        ]
     return [
         *(Gauge(f"vllm:{name}", dict(labels), float(value)) for name, value in gauges.items()),
         *(Counter(f"vllm:{name}", dict(labels), value) for name, value in counters.items()),

@@ -144,6 +144,7 @@ class SchedulerOutput:
     new_blocks: tuple[NewBlocks, ...] = ()
     removed: tuple[str, ...] = ()  # ids that left the running set: finished, aborted, preempted
     num_drafts: Mapping[str, int] = field(default_factory=dict)  # of `num_tokens`, those that are drafts, if any
+    drafts_next: bool = True  # whether the next step verifies drafts, which a draft model has to make now
 
     @property
     def is_empty(self) -> bool:

@@ -17,6 +17,10 @@ class SpeculationStats:
     """Drafts that were accepted."""
     num_accepted_by_position: tuple[int, ...]
     """Accepted drafts, by their place among the drafts of a step."""
+    num_stopped_steps: int = 0
+    """Steps that could have verified drafts and did not, because that was measured to be slower."""
+    stop_reason: str = ""
+    """Why batches like the last one are not drafted for now; "": they are."""
 
     @property
     def num_wasted_tokens(self) -> int:
@@ -34,9 +38,11 @@ class SpeculationStats:
         return 1 + self.num_accepted_tokens / self.num_verifications if self.num_verifications else None
 
     def __str__(self) -> str:
+        stopped = f"; {self.num_stopped_steps} steps without drafts" if self.num_stopped_steps else ""
+        stopped += f", which are faster: {self.stop_reason}" if self.stop_reason else ""
         if self.acceptance_rate is None or self.mean_acceptance_length is None:
-            return "no drafts"
+            return f"no drafts{stopped}"
         return (
             f"{self.num_accepted_tokens} of {self.num_draft_tokens} drafts accepted ({self.acceptance_rate:.0%}), "
-            f"{self.mean_acceptance_length:.2f} tokens a verification"
+            f"{self.mean_acceptance_length:.2f} tokens a verification{stopped}"
         )

@@ -62,10 +62,12 @@ class SpeculativeRunner(ModelRunner):
         )
         self._speculative_step = step
         self.drafter = drafter
+        self._drafts_next = True
 
     def update_states(self, output: SchedulerOutput) -> None:
         """Free, assign and extend state rows as the scheduler has decided."""
         super().update_states(output)
+        self._drafts_next = output.drafts_next
         if self.drafter is not None:
             self.drafter.update_slots(output)
 
@@ -142,7 +144,7 @@ class SpeculativeRunner(ModelRunner):
         )
         if self.drafter is not None:
             is_decode = at is None and all(map(int.__eq__, batch.query_lens, batch.num_rows))
-            self.drafter.draft(batch, is_decode=is_decode, is_sampled=bool(request_ids))
+            self.drafter.draft(batch, is_decode=is_decode, is_sampled=bool(request_ids) and self._drafts_next)
         return output
 
     def _batch(self, output: SchedulerOutput) -> DraftBatch:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from piecegraph.runner.scheduling.kv_cache_group import blocks_for
-from piecegraph.runner.scheduling.request import Request
+from piecegraph.runner.scheduling.request import NOT_ADMITTED, Request
 from piecegraph.runner.scheduling.scheduler import Scheduler, SchedulerStats
 from piecegraph.runner.scheduling.scheduler_output import NewBlocks, SchedulerOutput
 from piecegraph.runner.scheduling.speculation_stats import SpeculationStats
+from piecegraph.runner.speculative.common.drafting_policy import DraftingPolicy
 from piecegraph.runner.speculative.verified_output import VerifiedTokens
 
 REQUEST_KEY = "num_speculative_tokens"
@@ -32,11 +35,20 @@ class SpeculativeScheduler(Scheduler):
     """
 
     def __init__(
-        self, *, max_drafts: int, is_ahead: bool, is_uniform: bool, num_slots_ahead: int = 0, **options: Any
+        self,
+        *,
+        max_drafts: int,
+        is_ahead: bool,
+        is_uniform: bool,
+        num_slots_ahead: int = 0,
+        stops_when_slower: bool = False,
+        clock: Callable[[], float] = time.perf_counter,
+        **options: Any,
     ) -> None:
         """Start without requests; `options` are those of `Scheduler`.
 
         `num_slots_ahead`: the slots behind a step's tokens that a draft model writes to before the next step.
+        `stops_when_slower`: whether a `DraftingPolicy` decides which steps draft, by steps that are timed with `clock`.
         """
         super().__init__(**options)
         self._num_slots_ahead = num_slots_ahead
@@ -44,6 +56,13 @@ class SpeculativeScheduler(Scheduler):
         self._is_ahead = is_ahead
         self._is_uniform = is_uniform
         self._may_be_steady = False
+        self._policy_of_drafts = DraftingPolicy() if stops_when_slower else None
+        self._clock = clock
+        self._started: deque[tuple[int, float]] = deque()  # the steps in flight, and when they were scheduled
+        self._last_completion = 0.0
+        self._drafts_next = self._had_drafts_made = True
+        self._is_probe = False  # the step has no drafts, to be measured
+        self._stop_epoch = NOT_ADMITTED  # draft model: requests admitted up to here were not drafted for all the time
         self._num_verifications = 0
         self._num_draft_tokens = 0
         self._num_accepted_by_position = [0] * max_drafts
@@ -58,7 +77,55 @@ class SpeculativeScheduler(Scheduler):
                 num_draft_tokens=self._num_draft_tokens,
                 num_accepted_tokens=sum(self._num_accepted_by_position),
                 num_accepted_by_position=tuple(self._num_accepted_by_position),
+                num_stopped_steps=0 if self._policy_of_drafts is None else self._policy_of_drafts.num_stopped_steps,
+                stop_reason="" if self._policy_of_drafts is None else self._policy_of_drafts.reason,
             ),
+        )
+
+    def schedule(self) -> SchedulerOutput:
+        """Return the next step's work, as `Scheduler.schedule` does."""
+        policy = self._policy_of_drafts
+        if policy is None:
+            return super().schedule()
+        self._had_drafts_made = self._drafts_next
+        self._drafts_next = not self._running or self._should_draft(policy)
+        output = super().schedule()
+        if output.is_empty:
+            return output
+        self._started.append((output.step, self._clock()))
+        return output if self._drafts_next else replace(output, drafts_next=False)
+
+    def _should_draft(self, policy: DraftingPolicy) -> bool:
+        """Return whether running requests are drafted for.
+
+        A draft model has not read what requests wrote while it paused, so it drafts only for those that came later.
+        """
+        should_draft = policy.drafts(len(self._running))
+        self._is_probe = not should_draft and not policy.reason
+        if not self._num_slots_ahead:  # no draft model
+            return should_draft
+        if self._is_probe:
+            return True  # steps without drafts are measured, and the draft model goes on reading
+        if should_draft and any(request.epoch > self._stop_epoch for request in self._running):
+            return True
+        self._stop_epoch = self._num_admissions
+        return False
+
+    def _time(self, output: SchedulerOutput, verified: Mapping[str, VerifiedTokens]) -> None:
+        """Tell the policy how long a step took in which requests decoded and nothing else."""
+        assert self._policy_of_drafts is not None
+        now, started = self._clock(), 0.0
+        while self._started and self._started[0][0] <= output.step:
+            _, started = self._started.popleft()
+        seconds, self._last_completion = now - max(started, self._last_completion), now
+        num_drafts = output.num_drafts
+        if output.added or any(item.num_tokens != 1 + num_drafts.get(item.request_id, 0) for item in output.scheduled):
+            return
+        self._policy_of_drafts.record(
+            len(output.scheduled),
+            seconds=seconds,
+            num_tokens=sum([len(verified[item.request_id].token_ids) for item in output.sampled]),
+            num_drafts=sum(num_drafts.values()),
         )
 
     def complete_verification(
@@ -74,6 +141,8 @@ class SpeculativeScheduler(Scheduler):
         assert output.step == self._num_completed_steps, (
             f"step {output.step} completed, {self._num_completed_steps} is next: steps complete in order, each once"
         )
+        if self._policy_of_drafts is not None:
+            self._time(output, verified)
         took: list[tuple[Request, int]] = []
         for request_id, num_tokens, num_computed_tokens, is_sampled, epoch in output.scheduled:
             request = self._requests.get(request_id)
@@ -122,6 +191,8 @@ class SpeculativeScheduler(Scheduler):
 
     def _draft_budget(self) -> int:
         """Return how many drafts this step may verify: what running requests leave of the budget of tokens."""
+        if not self._verifies():
+            return 0
         if not self._is_ahead and not any(request.num_ready_drafts for request in self._running):
             return 0
         wanted = sum(
@@ -129,11 +200,16 @@ class SpeculativeScheduler(Scheduler):
         )
         return max(0, self._max_num_batched_tokens - wanted)
 
+    def _verifies(self) -> bool:
+        """Return whether this step verifies drafts: the step before had them made, and no measure is taken without."""
+        policy = self._policy_of_drafts
+        return policy is None or (self._had_drafts_made and self._drafts_next and not self._is_probe)
+
     def _num_drafts(self, request: Request, budget: int) -> int:
         """Return how many of the `budget` drafts this step verifies for a running request that computes one token."""
         num_computed = request.settled_num_computed_tokens
-        if num_computed < request.num_admitted_tokens:
-            return 0  # the end of its prompt, which no step has sampled after
+        if num_computed < request.num_admitted_tokens or request.epoch <= self._stop_epoch:
+            return 0  # the end of its prompt, which no step has sampled after; or a draft model has paused for it
         wanted = self._max_drafts if self._is_ahead or self._is_uniform else request.num_ready_drafts
         asked: int = (request.sampling_params.extra_args or {}).get(REQUEST_KEY, wanted)
         left = request.max_total_tokens - request.settled_num_tokens_with_pending - 1

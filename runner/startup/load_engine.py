@@ -289,6 +289,7 @@ def _scheduler(
             is_ahead=steps_ahead > 0,
             is_uniform=any(one.uniform_token_count == 1 + max_drafts for one in model.plan.full),
             num_slots_ahead=0 if config.speculative.method == "ngram" else max_drafts,
+            stops_when_slower=config.speculative.stops_when_slower,
         )
     return kind(
         kv_cache=KVCacheManager(

@@ -114,7 +114,11 @@ def kinds(draft: str | None, counts: tuple[int, ...]) -> list[dict[str, Any]]:
     methods: list[dict[str, Any]] = [{"method": "ngram"}]
     if draft is not None:
         methods.append({"method": "draft_model", "model": draft})
-    return [{**method, "num_speculative_tokens": count} for method in methods for count in counts]
+    return [
+        {**method, "num_speculative_tokens": count, "stops_when_slower": False}
+        for method in methods
+        for count in counts
+    ]
 
 
 HEADER = f"{'method':>12} {'k':>3} {'tok/s':>9} {'speed-up':>8} {'accepted':>8} {'tokens a step':>13} {'ties':>4}"

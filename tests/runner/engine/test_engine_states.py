@@ -31,7 +31,7 @@ from piecegraph.runner.common.outputs import CompletionOutput, RequestOutput
 from piecegraph.runner.output.async_output import AsyncOutput, ModelRunnerOutput
 from piecegraph.runner.sampling.options.grammar import GrammarOutput
 from piecegraph.runner.scheduling.request import Request
-from piecegraph.runner.scheduling.scheduler_output import SchedulerOutput
+from piecegraph.runner.scheduling.scheduler_output import ScheduledRequest, SchedulerOutput
 from tests.runner.engine_model import (
     AloneModel,
     assert_answer,
@@ -145,7 +145,7 @@ class LostOutput(AsyncOutput):
 
 
 @dataclass(slots=True)
-class _Work:
+class Work:
     """The steps scheduled for a request."""
 
     request: Request
@@ -158,7 +158,7 @@ class _Live:
     """An unfinished prompt."""
 
     ask: Ask
-    works: list[_Work]  # of its completions
+    works: list[Work]  # of its completions
     token_ids: list[list[int]] = field(init=False)  # as last told
 
     def __post_init__(self) -> None:
@@ -175,7 +175,7 @@ class EngineUnderTest:
         self.finished: Counter[str] = Counter()  # by reason
         self.most_at_once = 0
         self.live: dict[str, _Live] = {}
-        self._works: dict[int, _Work] = {}  # by arrival: an id may be used again, that never is
+        self._works: dict[int, Work] = {}  # by arrival: an id may be used again, that never is
         self._to_repeat: list[tuple[Ask, list[list[int]]]] = []
         self._ids = map(str, itertools.count())
         self._used_ids: set[str] = set()
@@ -210,7 +210,7 @@ class EngineUnderTest:
             cache_salt=ask.cache_salt,
             is_final_only=ask.is_final_only,
         )
-        works = [_Work(engine.requests[name]) for name in _names(request_id, ask)]
+        works = [Work(engine.requests[name]) for name in _names(request_id, ask)]
         self._works.update({work.request.arrival: work for work in works})
         self._used_ids.update(_names(request_id, ask))
         self.live[request_id] = _Live(ask, works)
@@ -299,8 +299,7 @@ class EngineUnderTest:
             assert not added.num_computed_tokens or not work.request.wants_prompt_logprobs
         for item in output.scheduled:
             work = self._works[requests[item.request_id].arrival]  # KeyError: it has ended
-            assert item.num_computed_tokens == work.num_computed, "computed twice, or left out"
-            work.num_computed += item.num_tokens
+            self._count_tokens(item, work, output)
             assert work.num_computed <= work.request.num_tokens_with_pending - item.is_sampled
         self.num_steps += 1
         if self._failure == "before":
@@ -308,6 +307,15 @@ class EngineUnderTest:
         self._execute(output, at_most=self._at_most)
         if self._failure == "after":
             raise StepFailed
+
+    def _count_tokens(self, item: ScheduledRequest, work: Work, output: SchedulerOutput) -> None:
+        """Check that the tokens of a step are the next ones of the stay, and count them."""
+        assert item.num_computed_tokens == work.num_computed, "computed twice, or left out"
+        work.num_computed += item.num_tokens
+
+    def _most_too_many(self, reason: str) -> int:
+        """How many tokens may be computed in vain for a request that ends so."""
+        return self._steps_ahead if reason == "stop" else 0
 
     def _sample_or_lose(self, grammar_output: GrammarOutput | None) -> AsyncOutput:
         """Replace the runner's `sample_tokens`."""
@@ -333,7 +341,7 @@ class EngineUnderTest:
         if is_whole and ask.params.seed is not None and not ask.params.is_greedy:
             self._to_repeat.append((ask, [list(one.token_ids) for one in output.outputs]))
 
-    def _check(self, ask: Ask, found: CompletionOutput, work: _Work) -> None:
+    def _check(self, ask: Ask, found: CompletionOutput, work: Work) -> None:
         params, tokens, reason = ask.params, found.token_ids, found.finish_reason
         assert reason is not None
         self.finished[reason] += 1
@@ -346,7 +354,7 @@ class EngineUnderTest:
             assert_answer(self._model, ask.prompt, tokens, params, seed=work.request.seed, eos_token_id=EOS)
         if reason != "abort":
             num_too_many = work.num_computed - (len(ask.prompt) + len(tokens) - 1)
-            assert 0 <= num_too_many <= (self._steps_ahead if reason == "stop" else 0), num_too_many
+            assert 0 <= num_too_many <= self._most_too_many(reason), num_too_many
         if params.logprobs is None:
             assert found.logprobs is None and found.cumulative_logprob is None
             return

@@ -122,7 +122,8 @@ def test_decisions_about_drafts_are_those_of_llm(drafting: EngineConfig) -> None
 
 
 def test_prompt_lookup_has_verifications_and_no_second_model(config: EngineConfig) -> None:
-    found = explain(replace(config, speculative=SpeculativeConfig(method="ngram", num_speculative_tokens=3)))
+    speculative = SpeculativeConfig(method="ngram", num_speculative_tokens=3, stops_when_slower=False)
+    found = explain(replace(config, speculative=speculative))
     assert found.drafting == "ngram (of 5 to 5 tokens), up to 3 tokens a request and step"
     assert found.draft is None and found.verification
     assert found.num_full == explain(config).num_full + len(found.verification)

@@ -15,7 +15,13 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_ma
 
 def drafts_by(folder: Path, **options: Any) -> dict[str, Any]:
     """`speculative_config` with the model in `folder` as the draft."""
-    return {"method": "draft_model", "model": str(folder), "num_speculative_tokens": NUM_DRAFTS, **options}
+    return {
+        "method": "draft_model",
+        "model": str(folder),
+        "num_speculative_tokens": NUM_DRAFTS,
+        "stops_when_slower": False,
+        **options,
+    }
 
 
 def save_first_layers(model: PreTrainedModel, num_layers: int, folder: Path, tokenizer: Path | None = None) -> Path:

@@ -15,6 +15,7 @@ NGRAM = {
     "num_speculative_tokens": NUM_DRAFTS,
     "prompt_lookup_min": 1,
     "prompt_lookup_max": 3,
+    "stops_when_slower": False,
 }
 FEW = [40, 41, 42]
 """The only tokens of some answers: a third of what is drafted is right."""

@@ -15,12 +15,13 @@ MAX_DRAFTS = 3
 
 
 def scheduler(
-    *, is_ahead: bool = False, is_uniform: bool = True, num_blocks: int = 16, budget: int = 32
+    *, is_ahead: bool = False, is_uniform: bool = True, num_blocks: int = 16, budget: int = 32, **options: Any
 ) -> SpeculativeScheduler:
     return SpeculativeScheduler(
         max_drafts=MAX_DRAFTS,
         is_ahead=is_ahead,
         is_uniform=is_uniform,
+        **options,
         kv_cache=KVCacheManager(
             num_blocks=num_blocks, block_size=4, max_num_batched_tokens=budget, enable_prefix_caching=False
         ),
@@ -156,3 +157,24 @@ def test_a_preempted_request_keeps_the_tokens_that_a_step_decides_later() -> Non
     again = subject.schedule()
     assert again.num_tokens == 9 and again.num_drafts == {}
     assert again.added[0].num_computed_tokens == 0
+
+
+def test_steps_that_are_slower_with_drafts_stop_drafting() -> None:
+    """Timed from when a step was scheduled, or the one before it completed, to its own completion."""
+    now = [0.0]
+    subject = scheduler(num_blocks=100, stops_when_slower=True, clock=lambda: now[0])
+    decoding(subject, request("a", max_tokens=300))
+    num_drafted = []
+    for _ in range(120):
+        output = subject.schedule()
+        num_drafted.append(sum(output.num_drafts.values()))
+        now[0] += 0.003 if output.num_drafts else 0.002
+        complete(subject, output, 1)
+        now[0] += 5.0  # the caller is slow, which is no part of a step
+    assert num_drafted[0] == MAX_DRAFTS and not any(num_drafted[80:])
+    stats = subject.stats.speculation
+    assert stats is not None and stats.num_stopped_steps > 30
+    assert stats.stop_reason.endswith("takes 3.00 ms, a step without drafts 2.00 ms")
+    assert str(stats).endswith(
+        f"; {stats.num_stopped_steps} steps without drafts, which are faster: {stats.stop_reason}"
+    )

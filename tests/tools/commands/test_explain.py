@@ -109,7 +109,8 @@ def test_drafts_are_explained(folder: str, capsys: pytest.CaptureFixture[str]) -
     text = capsys.readouterr().out
     _, _, drafts = text.partition("drafts      ")
     lines = [line.strip() for line in drafts.splitlines()]
-    assert lines[0] == f"draft_model ({folder}), up to 1 tokens a request and step"
+    how = "up to 1 tokens a request and step, while measured steps say that it pays"
+    assert lines[0] == f"draft_model ({folder}), {how}"
     assert lines[1:5] == [
         "requests that verify all drafts -> mode, padded to",
         "1 -> FULL 2",
