@@ -17,10 +17,17 @@ from tests.runner.traced_once import shared_traces
 
 @pytest.fixture(scope="session", autouse=True)
 def models_are_traced_once() -> Iterator[None]:
-    """torch does not describe each trace in its log either, as it would: pytest listens to loggers by themselves."""
-    logging.getLogger("torch.__trace").propagate = True
     with shared_traces():
         yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def traces_are_not_described() -> Iterator[None]:
+    """torch would describe each trace in its log: pytest listens to loggers that do not propagate by themselves."""
+    logger = logging.getLogger("torch.__trace")
+    before, logger.propagate = logger.propagate, True
+    yield
+    logger.propagate = before
 
 
 @pytest.fixture(scope="session")

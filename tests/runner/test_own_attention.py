@@ -132,7 +132,7 @@ def test_modules_of_an_unknown_kind_are_refused_before_weights_are_read() -> Non
 
 def test_ranks_do_not_divide_such_a_model() -> None:
     with pytest.raises(UnsupportedModel, match="tensor parallelism does not divide; use tensor_parallel_size=1"):
-        load_model(ModelSource(model="./nowhere"), tiny_config("gptj"), dtype=torch.float32, device=CPU, num_ranks=2)
+        load_model(ModelSource(model="./nowhere"), tiny_config("bloom"), dtype=torch.float32, device=CPU, num_ranks=2)
 
 
 def test_kernels_without_a_bias_are_refused(tmp_path: Path) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import transformers
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -30,7 +32,12 @@ KINDS: dict[str, type[nn.Module]] = {
 
 
 def made(model_type: str) -> Any:
-    return AutoModelForCausalLM.from_config(tiny_config(model_type), attn_implementation=WITHOUT_INTERFACE)
+    """A tiny model; the test is skipped where its attention calls the interface, as GPT-J's does from 5.24 on."""
+    model = AutoModelForCausalLM.from_config(tiny_config(model_type), attn_implementation=WITHOUT_INTERFACE)
+    layer = next((module for module in model.modules() if hasattr(module, "out_proj")), model)
+    if model_type in ("gptj", "codegen") and "attention_interface" in inspect.getsource(type(layer).forward):
+        pytest.skip(f"the attention of {model_type} calls the interface in transformers {transformers.__version__}")
+    return model
 
 
 def layers_of(model: nn.Module, kind: type[nn.Module]) -> list[Any]:
