@@ -60,20 +60,21 @@ def first_position(
         return FirstPosition(0)
     try:
         with quiet_transformers():
-            if auto_class == "AutoModelForCausalLM" and _computes_attention_itself(config):
+            generates = auto_class == "AutoModelForCausalLM"
+            if _computes_attention_itself(config, auto_class):
                 attention = WITHOUT_INTERFACE
             model = _one_layer(config, source.trust_remote_code, auto_class, attention)
-            if attention == WITHOUT_INTERFACE and not replace_attention(model):
+            if attention == WITHOUT_INTERFACE and not replace_attention(model, pools=not generates):
                 return FirstPosition(0)  # loading refuses the model
-            if auto_class == "AutoModelForCausalLM":
+            if generates:
                 check_is_causal(model)
-            if auto_class == "AutoModelForCausalLM" and not _may_run(type(model)):
+            if generates and not _may_run(type(model)):
                 return FirstPosition(0)  # loading refuses the model
             _allocate(model)
             given = torch.arange(_NUM_TOKENS)[None]
             input_ids = _ordinary_tokens(config)
             own = _table_reads(model, input_ids)
-            if auto_class == "AutoModelForCausalLM" and counts_positions(type(model)):
+            if counts_positions(type(model)):
                 with CountedPositions(given[0] + _SHIFT):
                     shifted = _table_reads(model, input_ids)
                     if adds_position_bias(model) and _difference(shifted, own) == 0:
@@ -111,11 +112,12 @@ def _of_a_counting_model(model: Any, own: Sequence[Read], shifted: Sequence[Read
     return FirstPosition(0)
 
 
-def _computes_attention_itself(config: PreTrainedConfig) -> bool:
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+def _computes_attention_itself(config: PreTrainedConfig, auto_class: str) -> bool:
+    import transformers
 
-    known = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    return isinstance(known, type) and not has_pluggable_attention(known)
+    known = getattr(transformers, auto_class)._model_mapping.get(type(config), None)
+    generates = auto_class == "AutoModelForCausalLM"
+    return isinstance(known, type) and not has_pluggable_attention(known, pools=not generates)
 
 
 def _one_layer(config: PreTrainedConfig, trust_remote_code: bool, auto_class: str, attention: str) -> Any:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from piecegraph.errors import UnsupportedModel
 from piecegraph.runner.attention.interface.transformers_attention import CHUNK_SIZE_ATTRIBUTE, TEMPERATURE_ATTRIBUTE
+from piecegraph.runner.attention.modules.by_value import most_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -22,8 +23,15 @@ CHUNKED = "chunked_attention"
 def apply_layer_rules(model: PreTrainedModel, max_model_len: int) -> tuple[str, ...]:
     """Set the chunks of attention modules and the growth of their queries, where texts are long enough to show them.
 
-    Returns notes. Raises `UnsupportedModel` for chunks of unknown size. Idempotent.
+    Returns notes. Raises `UnsupportedModel` for chunks of unknown size, and for texts in which keys would be masked by
+    their values. Idempotent.
     """
+    most = most_tokens(model)
+    if most is not None and max_model_len > most:
+        raise UnsupportedModel(
+            f"{type(model).__name__} masks keys by value in texts of more than {most} tokens (keep_window_size), and "
+            f"attention gets no such mask here; give max_model_len={most} or less, not {max_model_len}."
+        )
     config = model.config.get_text_config(decoder=True)
     kinds = list(getattr(config, "layer_types", None) or ())
     notes: dict[str, None] = {}

@@ -37,6 +37,7 @@ from piecegraph.runner.attention.modules.replace import (
     WITHOUT_INTERFACE,
     has_own_attention,
     replace_attention,
+    sees_later_tokens,
     unknown_attention,
 )
 from piecegraph.runner.common.model_source import ModelSource
@@ -65,6 +66,7 @@ from piecegraph.runner.state_layers.modules.replace import (
 from piecegraph.runner.tensor_parallel.plan import RankPlan, rank_plan
 from piecegraph.runner.tensor_parallel.sharded_checkpoint import CannotSlice, rank_model
 from piecegraph.runner.tensor_parallel.sharded_modules import fill_rank_buffers, shard_model
+from piecegraph.runner.traceable.replace import make_traceable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -388,16 +390,14 @@ def _checked_kind(
     Raises `UnsupportedModel` if the class lacks what the runner needs, or has layers of kinds that are not known here.
     """
     check_class(known_class, kind.inputs)
-    if not kind.generates:
-        return kind
-    is_replaced = not has_pluggable_attention(known_class)
+    is_replaced = not has_pluggable_attention(known_class, pools=not kind.generates)
     if is_replaced and num_ranks > 1:
         raise UnsupportedModel(
             f"{known_class.__name__} computes its attention itself (it has no pluggable attention), which tensor "
             "parallelism does not divide; use tensor_parallel_size=1."
         )
-    if known_class._is_stateful or compresses_keys(config) or is_replaced:
-        check_replaceable(config, WITHOUT_INTERFACE if is_replaced else None)
+    if is_replaced or (kind.generates and (known_class._is_stateful or compresses_keys(config))):
+        check_replaceable(config, WITHOUT_INTERFACE if is_replaced else None, kind)
     return replace(kind, attention=WITHOUT_INTERFACE) if is_replaced else kind
 
 
@@ -425,19 +425,27 @@ def compresses_keys(config: PreTrainedConfig) -> bool:
     return isinstance(getattr(config.get_text_config(decoder=True), "kv_lora_rank", None), int)
 
 
-def check_replaceable(config: PreTrainedConfig, attention: str | None = None) -> None:
+def check_replaceable(config: PreTrainedConfig, attention: str | None = None, kind: ModelKind = GENERATION) -> None:
     """Raise `UnsupportedModel` if layers keep states, compress keys or attend themselves in a way not known here.
 
     The model is made without memory and with `attention`, None for transformers' choice; no weights are read.
     """
-    from transformers import AutoModelForCausalLM
+    import transformers
 
+    auto: Any = getattr(transformers, kind.auto_class)
     with quiet_transformers(), torch.device("meta"):
-        _replace_layers(AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=attention))
+        model = auto.from_config(copy.deepcopy(config), attn_implementation=attention)
+        _replace_layers(model) if kind.generates else _check_pools(model)
 
 
 def _check_pools(model: PreTrainedModel) -> tuple[str, ...]:
-    """Return no notes. Raises `UnsupportedModel` for a model that can generate and cannot pool."""
+    """Replace the forward of own attention; return no notes.
+
+    Raises `UnsupportedModel` for a model that can generate and cannot pool, and for unknown attention.
+    """
+    make_traceable(model)
+    if not has_pluggable_attention(type(model), pools=True) and not replace_attention(model, pools=True):
+        raise UnsupportedModel(_unknown(model))
     if (stateful := first_state_layer(model)) is not None:
         raise UnsupportedModel(
             f"{type(model).__name__} keeps a state between tokens ({stateful}), and cannot pool here."
@@ -453,12 +461,13 @@ def _replace_layers(model: PreTrainedModel) -> tuple[str, ...]:
     Raises `UnsupportedModel` if the model has layers of these kinds that are not known.
     """
     name = type(model).__name__
+    make_traceable(model)
     is_replaced = replace_attention(model)
-    if not is_replaced and not has_pluggable_attention(type(model)):
-        raise UnsupportedModel(
-            f"{name} computes its attention itself (it has no pluggable attention), and {unknown_attention(model)}."
-        )
     check_structure(model)
+    if not is_replaced and not has_pluggable_attention(type(model)):
+        raise UnsupportedModel(_unknown(model))
+    if (both_ways := sees_later_tokens(model)) is not None:
+        raise UnsupportedModel(f"{name}: {both_ways}.")
     for module in model.modules():
         if getattr(module, "is_causal", None) is False and is_decoder(module):
             vars(module)["is_causal"] = True  # which transformers says by a mask alone
@@ -472,6 +481,13 @@ def _replace_layers(model: PreTrainedModel) -> tuple[str, ...]:
             "by the gated delta rule, Mamba, Mamba-2 and gated short convolutions can."
         )
     return notes
+
+
+def _unknown(model: PreTrainedModel) -> str:
+    return (
+        f"{type(model).__name__} computes its attention itself (it has no pluggable attention), and "
+        f"{unknown_attention(model)}."
+    )
 
 
 def load_tokenizer(source: ModelSource, tokenizer: str | None = None) -> PreTrainedTokenizerBase:

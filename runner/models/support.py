@@ -125,20 +125,11 @@ def check_class(model_class: type[PreTrainedModel], inputs: Sequence[str] = ("po
         raise UnsupportedModel(
             f"{name} keeps a recurrent state between tokens; such models can generate here, not pool."
         )
-    generates = "logits_to_keep" in inputs  # so that the calls of attention and the positions are checked later
-    if not model_class._is_stateful and not generates and not model_class._supports_attention_backend:
-        raise UnsupportedModel(
-            f"{name} computes its attention itself (it has no pluggable attention), so ours cannot run."
-        )
     parameters = inspect.signature(model_class.forward).parameters
     for wanted in inputs:
         can_do_without = (
             wanted == "position_ids"
-            and generates
-            and (
-                "kwargs" in parameters
-                or not model_class._is_stateful  # which may count its tokens (`causal_lm.CountedPositions`)
-            )
+            and ("kwargs" in parameters or not model_class._is_stateful)  # it may count (`causal_lm.CountedPositions`)
         )
         if wanted not in parameters and not can_do_without:
             raise UnsupportedModel(
@@ -146,15 +137,15 @@ def check_class(model_class: type[PreTrainedModel], inputs: Sequence[str] = ("po
             )
 
 
-def has_pluggable_attention(model_class: type[PreTrainedModel]) -> bool:
-    """Return whether models of a class that generates call attention through transformers' interface, or have states.
+def has_pluggable_attention(model_class: type[PreTrainedModel], *, pools: bool = False) -> bool:
+    """Return whether models of a class call attention through transformers' interface, or have states.
 
-    A class may do so without saying so, since the calls in its graph are counted (`check_layers`). In others the
-    modules of attention are replaced, if their kind is known.
+    A class that generates may do so without saying so, since the calls in its graph are counted (`check_layers`), and
+    each is known to be causal or not. In others the modules of attention are replaced, if their kind is known.
     """
     if model_class._supports_attention_backend or model_class._is_stateful:
         return True
-    return hasattr(sys.modules[model_class.__module__], "ALL_ATTENTION_FUNCTIONS")
+    return not pools and hasattr(sys.modules[model_class.__module__], "ALL_ATTENTION_FUNCTIONS")
 
 
 def causality(model: nn.Module) -> list[bool]:
@@ -185,6 +176,19 @@ def check_structure(model: PreTrainedModel) -> None:
                 f"{what} masks keys by their values (prepare_dynamic_mask), and attention gets no mask here; it can be "
                 "causal, within a window or a chunk, and with biases by position."
             )
+        if (why := _not_left_to_right(module)) is not None:
+            raise UnsupportedModel(f"{what} {why}, so no token's keys are final when it was computed.")
+
+
+def _not_left_to_right(module: Any) -> str | None:
+    """Return why the tokens of a text are not computed one after the other, or None."""
+    if {"prompt_length", "segment_embedding"} <= {*vars(module), *module._modules}:  # CPM-Ant
+        return f"puts {module.prompt_length} tokens of its own before a text, and a prompt sees the whole of itself"
+    if "mask_emb" in module._parameters and hasattr(module, "relative_positional_encoding"):  # XLNet
+        return "predicts a token in the place of an empty one that it appends, and lets all tokens see each other"
+    if getattr(module, "causal", None) is False and hasattr(module, "use_lang_emb"):  # XLM
+        return "predicts a token in the place of a mask token that it appends, and lets all tokens see each other"
+    return None
 
 
 def check_is_causal(model: PreTrainedModel) -> None:

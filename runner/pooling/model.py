@@ -14,6 +14,7 @@ from piecegraph.errors import UnsupportedModel
 from piecegraph.runner.attention.varlen.call import VARLEN_OP, VarlenCall
 from piecegraph.runner.attention.varlen.transformers_varlen import VARLEN_IMPLEMENTATION
 from piecegraph.runner.common.model_source import ModelSource
+from piecegraph.runner.models.causal_lm import CountedPositions, counts_positions
 from piecegraph.runner.models.load import LoadedModel, ModelKind, load_model
 from piecegraph.runner.models.support import causality
 from piecegraph.runner.pooling.task import PoolingTask
@@ -90,10 +91,6 @@ def load_pooling_model(
     backbone = model if task is PoolingTask.EMBED else getattr(model, model.base_model_prefix, None)
     if not isinstance(backbone, nn.Module):
         raise UnsupportedModel(f"{type(model).__name__} has no part below its head that could be compiled by itself.")
-    if "position_ids" not in inspect.signature(backbone.forward).parameters:
-        raise UnsupportedModel(
-            f"{type(backbone).__name__}.forward takes no position_ids, which texts in one flattened batch need."
-        )
     return PoolingModel(loaded=loaded, backbone=backbone)
 
 
@@ -116,6 +113,7 @@ class BackboneForward(nn.Module):
         self.first_position = first_position
         self.takes_token_types = takes_token_types
         self.takes_use_cache = "use_cache" in inspect.signature(model.forward).parameters
+        self.counts_positions = counts_positions(type(model))
 
     def forward(
         self,
@@ -131,7 +129,11 @@ class BackboneForward(nn.Module):
             options["token_type_ids"] = token_type_ids[None]
         if self.takes_use_cache:
             options["use_cache"] = False
-        output = self.model(input_ids=input_ids[None], position_ids=positions[None], **options)
+        if self.counts_positions:
+            with CountedPositions(positions):
+                output = self.model(input_ids=input_ids[None], **options)
+        else:
+            output = self.model(input_ids=input_ids[None], position_ids=positions[None], **options)
         hidden_states: torch.Tensor = output.last_hidden_state[0]
         return hidden_states
 

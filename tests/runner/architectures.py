@@ -90,6 +90,7 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
         "rope_parameters": {"sliding_attention": _MROPE, "full_attention": _MROPE},
     },
     "dbrx": {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0}},
+    "doge": {"sliding_window": None},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1},
     "falcon_h1": {"mamba_d_ssm": 64},
     "gemma3n_text": {**_GEMMA3N, "num_kv_shared_layers": 0},
@@ -112,6 +113,7 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "lfm2_moe": {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1},
     "llama4": {"text_config": _LLAMA4},
     "llama4_text": _LLAMA4,
+    "minimax": {"sliding_window": None},
     "modernbert-decoder": {"sep_token_id": 2, "cls_token_id": 2, "eos_token_id": 2},
     "nemotron_h": {
         "num_hidden_layers": 4,

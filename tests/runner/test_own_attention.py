@@ -30,6 +30,18 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "codegen": ("codegen", {}),
     "gpt_neo": ("gpt_neo", {**architectures.OPTIONS["gpt_neo"]}),
     "diffllama": ("diffllama", {}),
+    "xglm": ("xglm", {}),
+    "mvp": ("mvp", {}),
+    "openai-gpt": ("openai-gpt", {}),
+    "gpt_neox_japanese": ("gpt_neox_japanese", {}),
+    "doge": ("doge", {"sliding_window": None}),
+    "doge with a window": ("doge", {"sliding_window": 8}),
+    "ctrl": ("ctrl", {}),
+    "dbrx": ("dbrx", {**architectures.OPTIONS["dbrx"]}),
+    "dbrx of two experts": (
+        "dbrx",
+        {**architectures.OPTIONS["dbrx"], "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 48, "moe_top_k": 2}},
+    ),
     "falcon": ("falcon", {}),
     "falcon of few KV heads": ("falcon", {"new_decoder_architecture": True}),
     "falcon of many KV heads": ("falcon", {"multi_query": False, "num_kv_heads": 4}),
@@ -41,7 +53,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mpt, clipped, of 6 heads": ("mpt", {"n_heads": 6, "d_model": 48, "attn_config": {"clip_qkv": 0.5}}),
 }
 """By name, a model type and the options of its config."""
-ALWAYS = ("codegen", "diffllama", "gpt_neo", "falcon with biases", "bloom of 6 heads", "mpt, clipped, of 6 heads")
+ALWAYS = (
+    "codegen",
+    "diffllama",
+    "gpt_neo",
+    "falcon with biases",
+    "bloom of 6 heads",
+    "mpt, clipped, of 6 heads",
+    "mvp",
+    "doge",
+)
 """The others are slow tests."""
 CPU = torch.device("cpu")
 
@@ -62,7 +83,7 @@ def made(name: str, folder: Path) -> tuple[PreTrainedModel, Path]:
 def test_a_model_answers_as_transformers_does(name: str, tmp_path: Path) -> None:
     """In chunks, preempted, and again with what the prefix cache kept. All blocks are free in the end."""
     model, folder = made(name, tmp_path)
-    num_kv_blocks = 21 if name == "gpt_neo" else 13
+    num_kv_blocks = {"gpt_neo": 21, "doge with a window": 9}.get(name, 13)
     with load_hybrid(folder, max_model_len=40, num_kv_blocks=num_kv_blocks) as llm:
         for _ in range(2):
             check(model, generate(llm))
@@ -125,9 +146,23 @@ def test_inductor_gives_the_same_tokens(name: str, tmp_path: Path) -> None:
 
 def test_modules_of_an_unknown_kind_are_refused_before_weights_are_read() -> None:
     with pytest.raises(
-        UnsupportedModel, match=r"itself .* model\.layers\.0\.self_attn \(XGLMAttention\) differs .* k_proj"
+        UnsupportedModel, match=r"itself .* reformer\.encoder\S* \(LocalSelfAttention\) differs .* query"
     ):
-        load_model(ModelSource(model="./nowhere"), tiny_config("xglm"), dtype=torch.float32, device=CPU)
+        load_model(ModelSource(model="./nowhere"), tiny_config("reformer"), dtype=torch.float32, device=CPU)
+
+
+def test_texts_whose_keys_would_be_masked_by_value_are_refused(tmp_path: Path) -> None:
+    """Doge masks keys in texts of more than `keep_window_size` tokens."""
+    with patch.dict(MODELS, {"short": ("doge", {"sliding_window": None, "keep_window_size": 16})}):
+        _, folder = made("short", tmp_path)
+    with pytest.raises(UnsupportedModel, match=r"of more than 16 tokens \(keep_window_size\).* not 17"):
+        load_hybrid(folder, max_model_len=17)
+
+
+@pytest.mark.parametrize(("name", "why"), [("cpmant", "32 tokens of its own"), ("xlnet", "empty one"), ("xlm", "mask")])
+def test_models_that_do_not_go_from_left_to_right_say_why(name: str, why: str) -> None:
+    with pytest.raises(UnsupportedModel, match=f"{why}.* no token's keys are final"):
+        load_model(ModelSource(model="./nowhere"), tiny_config(name), dtype=torch.float32, device=CPU)
 
 
 def test_ranks_do_not_divide_such_a_model() -> None:

@@ -289,6 +289,16 @@ HYBRIDS: dict[str, Callable[[], PreTrainedConfig]] = {
         n_group=1,
         topk_group=1,
     ),
+    "minimax": _config(
+        "MiniMaxConfig",
+        num_hidden_layers=3,
+        layer_types=_LINEAR,
+        head_dim=8,
+        block_size=16,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=None,
+    ),
     "mamba2": _config(
         "Mamba2Config", num_heads=8, head_dim=8, n_groups=2, state_size=8, chunk_size=16, time_step_limit=(0.0, 100.0)
     ),

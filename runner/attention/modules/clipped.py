@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from piecegraph.runner.attention.interface.transformers_attention import biased_attention
 from piecegraph.runner.attention.modules.alibi import AlibiAttention, alibi_slopes
+from piecegraph.runner.attention.modules.attend import attend_with_biases
 
 
 class ClippedAttention(AlibiAttention):
@@ -22,7 +22,7 @@ class ClippedAttention(AlibiAttention):
             mixed = mixed.clamp(min=-this.clip_qkv, max=this.clip_qkv)
         heads = mixed.view(1, -1, 3, this.n_heads, this.head_dim)
         query, key, value = heads.permute(2, 0, 3, 1, 4).unbind(0)
-        out = biased_attention(self, query, key, value, this.alibi_slopes, scaling=this.softmax_scale)
+        out = attend_with_biases(self, query, key, value, this.alibi_slopes, scaling=this.softmax_scale)
         output: torch.Tensor = this.out_proj(out.flatten(2))
         return output, None
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from piecegraph.runner.attention.interface.transformers_attention import transformers_attention
+from piecegraph.runner.attention.modules.attend import attend
 
 _PROJECTIONS = frozenset({"q_proj", "k_proj", "v_proj", "o_proj"})
 _SHARES = frozenset({"lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"})
@@ -47,7 +47,7 @@ class DifferentialAttention(nn.Module):
         query, key = ((each * cos) + (_half_turned(each) * sin) for each in (query, key))
         value = torch.cat(torch.chunk(value, 2, dim=1), dim=-1).repeat(1, 2, 1, 1)
         kwargs.pop("past_key_values", None)
-        out, _ = transformers_attention(self, query, key, value, None, scaling=this.scaling, **kwargs)
+        out = attend(self, query, key, value, scaling=this.scaling, **kwargs)
         one, other = torch.chunk(out, 2, dim=2)
         first, second = (
             torch.exp(torch.sum(q * k, dim=-1, dtype=torch.float32)).to(query.dtype)

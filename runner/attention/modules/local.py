@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from piecegraph.runner.attention.interface.transformers_attention import transformers_attention
+from piecegraph.runner.attention.modules.attend import attend
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "out_proj")
 _DROPOUT = frozenset({"attn_dropout", "resid_dropout"})
@@ -24,7 +24,7 @@ class LocalAttention(nn.Module):
             for project in (this.q_proj, this.k_proj, this.v_proj)
         )
         window = this.config.window_size if this.attention_type == "local" else None
-        out, _ = transformers_attention(self, query, key, value, None, scaling=1.0, sliding_window=window)
+        out = attend(self, query, key, value, scaling=1.0, sliding_window=window)
         output: torch.Tensor = this.out_proj(out.flatten(2))
         return output, None
 

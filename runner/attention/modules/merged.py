@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from piecegraph.runner.attention.interface.transformers_attention import biased_attention, transformers_attention
 from piecegraph.runner.attention.modules.alibi import AlibiAttention, alibi_slopes
+from piecegraph.runner.attention.modules.attend import attend, attend_with_biases
 
 _PARTS = frozenset({"query_key_value", "dense", "attention_dropout"})
 
@@ -36,7 +36,7 @@ class RotaryMergedAttention(nn.Module):
         assert position_embeddings is not None, "the model hands on no rotary embedding"
         cos, sin = (each.unsqueeze(1) for each in position_embeddings)
         query, key = ((each * cos) + (_half_turned(each) * sin) for each in (query, key))
-        out, _ = transformers_attention(self, query, key, value, None, scaling=this.inv_norm_factor)
+        out = attend(self, query, key, value, scaling=this.inv_norm_factor)
         output: torch.Tensor = this.dense(out.flatten(2))
         return output, None
 
@@ -48,7 +48,9 @@ class AlibiMergedAttention(AlibiAttention):
         """Return the output `[1, num_tokens, hidden_size]` for `hidden_states` of the same shape, and None."""
         this: Any = self
         scale = this.inv_norm_factor
-        out = biased_attention(self, *_heads(this, hidden_states), this.alibi_slopes, scaling=scale, slope_scale=scale)
+        out = attend_with_biases(
+            self, *_heads(this, hidden_states), this.alibi_slopes, scaling=scale, slope_scale=scale
+        )
         output: torch.Tensor = this.dense(out.flatten(2))
         return output, None
 
@@ -61,9 +63,40 @@ class ResidualMergedAttention(AlibiAttention):
     ) -> tuple[torch.Tensor, None]:
         """Return the sum of the output and `residual`, `[1, num_tokens, hidden_size]` like its arguments, and None."""
         this: Any = self
-        out = biased_attention(self, *_heads(this, hidden_states), this.alibi_slopes, scaling=this.inv_norm_factor)
+        out = attend_with_biases(self, *_heads(this, hidden_states), this.alibi_slopes, scaling=this.inv_norm_factor)
         output: torch.Tensor = residual + this.dense(out.flatten(2))
         return output, None
+
+
+class PartlyRotaryMergedAttention(nn.Module):
+    """The module of GPT-NeoX-Japanese, which rotates the first numbers of a head and returns its bias unadded."""
+
+    @staticmethod
+    def take_over(module: Any) -> None:
+        """Give a module the names that others of the kind have."""
+        module.num_heads, module.head_dim = module.num_attention_heads, module.head_size
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        **kwargs: object,
+    ) -> tuple[torch.Tensor, None, torch.Tensor | None]:
+        """Return the output `[1, num_tokens, hidden_size]` for `hidden_states` of the same shape, None and the bias.
+
+        `position_embeddings`: cosines and sines `[1, num_tokens, rotary_ndims]`.
+        """
+        this: Any = self
+        query, key, value = _heads(this, hidden_states)
+        assert position_embeddings is not None, "the model hands on no rotary embedding"
+        cos, sin = (each.unsqueeze(1) for each in position_embeddings)
+        rotated, kept = zip(*(each.tensor_split([this.rotary_ndims], dim=-1) for each in (query, key)), strict=True)
+        query, key = (
+            torch.cat(((each * cos) + (_half_turned(each) * sin), rest), dim=-1)
+            for each, rest in zip(rotated, kept, strict=True)
+        )
+        out = attend(self, query, key, value, scaling=this.head_dim**-0.5)
+        return this.dense(out.flatten(2)), None, this.dense_bias
 
 
 def _heads(module: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -88,7 +121,11 @@ def _half_turned(x: torch.Tensor) -> torch.Tensor:
 
 def replacement(module: Any) -> type[nn.Module] | None:
     """Return the class whose forward computes what `module` computes; None if its structure differs."""
-    if set(module._modules) != _PARTS or module._parameters or module._buffers:
+    if set(module._modules) != _PARTS or module._buffers:
+        return None
+    if hasattr(module, "dense_bias"):  # a parameter in the last layer, None in the others
+        return _partly_rotary(module)
+    if module._parameters:
         return None
     heads, dim = getattr(module, "num_heads", None), getattr(module, "head_dim", None)
     if not isinstance(heads, int) or not isinstance(dim, int) or module.dense.in_features != heads * dim:
@@ -106,3 +143,15 @@ def replacement(module: Any) -> type[nn.Module] | None:
     if not module.config.alibi:
         return RotaryMergedAttention
     return AlibiMergedAttention if alibi_slopes(module, heads) is not None else None
+
+
+def _partly_rotary(module: Any) -> type[nn.Module] | None:
+    heads, dim = getattr(module, "num_attention_heads", None), getattr(module, "head_size", None)
+    rotary_dim = getattr(module, "rotary_ndims", None)
+    if set(module._parameters) - {"dense_bias"} or not isinstance(getattr(module, "norm_factor", None), float):
+        return None
+    if not isinstance(heads, int) or not isinstance(dim, int) or not isinstance(rotary_dim, int):
+        return None
+    is_alike = module.query_key_value.out_features == 3 * heads * dim and module.dense.in_features == heads * dim
+    is_alike = is_alike and 0 < rotary_dim <= dim and abs(module.norm_factor - dim**0.5) < 1e-6
+    return PartlyRotaryMergedAttention if is_alike else None

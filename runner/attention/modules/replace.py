@@ -15,7 +15,18 @@ import torch
 from torch import nn
 
 from piecegraph.runner.attention.interface.transformers_attention import ATTENTION_IMPLEMENTATION
-from piecegraph.runner.attention.modules import clipped, differential, local, merged, rotary_pairs
+from piecegraph.runner.attention.modules import (
+    by_value,
+    clipped,
+    differential,
+    local,
+    merged,
+    rotary_pairs,
+    separate,
+    transposed,
+)
+from piecegraph.runner.attention.modules.attend import POOLS_ATTRIBUTE
+from piecegraph.runner.attention.varlen.transformers_varlen import VARLEN_IMPLEMENTATION
 
 KINDS: tuple[Callable[[Any], type[nn.Module] | None], ...] = (
     rotary_pairs.replacement,
@@ -23,6 +34,9 @@ KINDS: tuple[Callable[[Any], type[nn.Module] | None], ...] = (
     merged.replacement,
     clipped.replacement,
     differential.replacement,
+    separate.replacement,
+    transposed.replacement,
+    by_value.replacement,
 )
 """The functions that recognize a kind of module."""
 
@@ -35,11 +49,12 @@ WITH_EMPTY_MASK = "piecegraph_with_empty_mask"
 """The `attn_implementation` of a model whose code around its modules computes with a mask. No module reads it."""
 
 
-def replace_attention(model: Any) -> bool:
+def replace_attention(model: Any, *, pools: bool = False) -> bool:
     """Give each module in `model` that computes attention itself, in a way that is known, the class that calls our op.
 
-    Returns whether there are any. Modules whose class is not one of transformers stay as they are. The config of the
-    model names our attention then, so that transformers makes no mask.
+    Modules of a model that `pools` attend within each text, without a cache. Returns whether there are any. Modules
+    whose class is not one of transformers stay as they are. The config of the model names our attention then, so that
+    transformers makes no mask.
     """
     found: dict[nn.Module, type[nn.Module]] = {}
     for module in model.modules():
@@ -51,12 +66,25 @@ def replace_attention(model: Any) -> bool:
         if hasattr(kind, "take_over"):
             kind.take_over(module)
         module.__class__ = kind
+        if pools:
+            setattr(module, POOLS_ATTRIBUTE, True)
     if clipped.ClippedAttention in found.values():
         _register_empty_mask()
         model.config._attn_implementation = WITH_EMPTY_MASK
     elif found:
-        model.config._attn_implementation = ATTENTION_IMPLEMENTATION
+        model.config._attn_implementation = VARLEN_IMPLEMENTATION if pools else ATTENTION_IMPLEMENTATION
     return bool(found)
+
+
+def sees_later_tokens(model: nn.Module) -> str | None:
+    """Return the first module of a decoder whose class is given no causal mask by transformers, and why; else None."""
+    for name, module in model.named_modules():
+        if isinstance(module, separate.CausalOrNot) and module.is_decoder and not module.is_causal:
+            return (
+                f"{name} is a decoder's by the config, but the code of transformers around it makes no causal mask, so "
+                "that every token of a prompt sees the whole prompt, and none is final before the last"
+            )
+    return None
 
 
 def unknown_attention(model: nn.Module) -> str:

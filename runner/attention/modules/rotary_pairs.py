@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from piecegraph.runner.attention.interface.transformers_attention import transformers_attention
+from piecegraph.runner.attention.modules.attend import attend
 
 _DROPOUT = frozenset({"attn_dropout", "resid_dropout"})
 _SIZES = ("num_attention_heads", "head_dim", "rotary_dim")
@@ -36,9 +36,9 @@ class RotaryPairsAttention(nn.Module):
             each.unflatten(-1, (this.num_attention_heads, this.head_dim)) for each in this._projected(hidden_states)
         )
         sin, cos = this._table(position_ids, key.dtype).unsqueeze(2).chunk(2, dim=-1)
-        query, key = (_turned(each, sin, cos, this.rotary_dim) for each in (query, key))
+        query, key = (turned(each, sin, cos, this.rotary_dim) for each in (query, key))
         query, key, value = (each.to(hidden_states.dtype).transpose(1, 2) for each in (query, key, value))
-        out, _ = transformers_attention(self, query, key, value, None, scaling=this.head_dim**-0.5)
+        out = attend(self, query, key, value, scaling=this.head_dim**-0.5)
         output: torch.Tensor = this.out_proj(out.flatten(2))
         return output, None
 
@@ -71,7 +71,7 @@ class MergedRotaryPairsAttention(RotaryPairsAttention):
         return table
 
 
-def _turned(x: torch.Tensor, sin: torch.Tensor, cos: torch.Tensor, rotary_dim: int) -> torch.Tensor:
+def turned(x: torch.Tensor, sin: torch.Tensor, cos: torch.Tensor, rotary_dim: int) -> torch.Tensor:
     """Return `x` `[1, num_tokens, num_heads, head_dim]` with its first numbers rotated by pairs.
 
     `sin` and `cos` `[1, num_tokens, 1, rotary_dim / 2]`.

@@ -13,7 +13,7 @@ VARLEN_OP = "piecegraph::varlen_attention"
 
 SCHEMA = (
     "varlen_attention(Tensor query, Tensor key, Tensor value, Tensor(a!) out, float scale, bool is_causal, "
-    "int window, float softcap, Tensor? sinks, str? unsupported, str layer) -> ()"
+    "int window, float softcap, Tensor? sinks, Tensor? slopes, float slope_scale, str? unsupported, str layer) -> ()"
 )
 # As in `interface/op_call.py`: `layer` is the only argument in which equal layers differ, and `unsupported` carries
 # the reason for which a layer cannot run as data, because an exception in a trace would lose its type.
@@ -36,6 +36,8 @@ class VarlenCall(NamedTuple):
     window: int  # 0: no window
     softcap: float  # 0.0: none
     sinks: torch.Tensor | None  # [num_q_heads]
+    slopes: torch.Tensor | None  # [num_q_heads] float32 or bfloat16: linear biases by position, or none
+    slope_scale: float  # of the biases
     unsupported: str | None  # the reason the layer cannot run, or None
     layer: str  # the layer's name
 

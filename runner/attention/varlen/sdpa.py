@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from piecegraph.runner.attention.interface.op_call import position_bias
 from piecegraph.runner.attention.varlen.call import EqualSequences, VarlenCall, VarlenMetadata
 
 
@@ -46,7 +47,7 @@ def _attend(
 ) -> torch.Tensor:
     groups = query.shape[1] // key.shape[1]
     is_causal = call.is_causal and mask is None
-    if not call.softcap and call.sinks is None:
+    if not call.softcap and call.sinks is None and call.slopes is None:
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=is_causal, scale=call.scale, enable_gqa=groups > 1
         )
@@ -54,6 +55,9 @@ def _attend(
     scores = (query @ key.transpose(2, 3)).float() * call.scale
     if call.softcap:
         scores = call.softcap * torch.tanh(scores / call.softcap)
+    if call.slopes is not None:
+        places = torch.arange(scores.shape[-1], device=scores.device)
+        scores = scores + position_bias(call.slopes, call.slope_scale, places[None]).unsqueeze(2)
     if is_causal:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
     if mask is not None:

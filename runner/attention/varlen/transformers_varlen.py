@@ -55,7 +55,31 @@ def transformers_varlen(
         int(sliding_window) if sliding_window is not None else 0,
         float(softcap) if softcap is not None else 0.0,
         s_aux,
+        None,
+        1.0,
         unsupported,
         getattr(module, NAME_ATTRIBUTE),
     )
     return out.unsqueeze(0), None
+
+
+def biased_varlen(
+    module: nn.Module,
+    query: torch.Tensor,  # [1, num_q_heads, num_tokens, key_dim]
+    key: torch.Tensor,  # [1, num_kv_heads, num_tokens, key_dim]
+    value: torch.Tensor,  # [1, num_kv_heads, num_tokens, value_dim]
+    slopes: torch.Tensor,  # [num_q_heads] float32 or bfloat16
+    *,
+    scaling: float,
+    slope_scale: float = 1.0,
+) -> torch.Tensor:
+    """Call `piecegraph::varlen_attention` with linear biases, which no class of transformers does by itself.
+
+    It is causal. Returns `[1, num_tokens, num_q_heads, value_dim]`.
+    """
+    query, key, value = (x.transpose(1, 2).squeeze(0) for x in (query, key, value))
+    out = query.new_empty((query.shape[0], query.shape[1], value.shape[2]))
+    torch.ops.piecegraph.varlen_attention.default(
+        query, key, value, out, scaling, True, 0, 0.0, None, slopes, slope_scale, None, getattr(module, NAME_ATTRIBUTE)
+    )
+    return out.unsqueeze(0)

@@ -13,13 +13,14 @@ from typing import Any
 
 from torch import nn
 
-from piecegraph.runner.state_layers.modules import gated_delta_net, mamba, mamba2, short_conv
+from piecegraph.runner.state_layers.modules import gated_delta_net, lightning, mamba, mamba2, short_conv
 
 KINDS: tuple[Callable[[Any], type[nn.Module] | None], ...] = (
     gated_delta_net.replacement,
     mamba2.replacement,
     mamba.replacement,
     short_conv.replacement,
+    lightning.replacement,
 )
 """The functions that recognize a kind of layer."""
 

@@ -83,10 +83,8 @@ def test_errors_of_other_code_stay_what_they_are() -> None:
 @pytest.mark.parametrize(
     ("model_type", "reason"),
     [
-        ("ctrl", r"transformer \(CTRLModel\) replaces an attribute of its own in its forward"),
-        ("dbrx", r"ffn\.experts \(DbrxExperts\) repeats a loop as often as the values"),
-        ("minimax", r"layers\.1\.self_attn \(MiniMaxLightningAttention\) keeps a state .* it has slope_rate"),
-        ("doge", r"layers\.0\.self_attn \(DogeAttention\) masks keys by their values"),
+        ("zaya", r"self_attn\.qkv_proj \(ZayaCCAProjection\) keeps a state .* it has q_proj"),
+        ("rembert", r"attention\.self is a decoder's by the config, but the code of transformers .* no causal mask"),
         ("blt", r"model \(BltModel\) joins tokens to patches, as many as their values say"),
     ],
 )

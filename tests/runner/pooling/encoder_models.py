@@ -9,7 +9,15 @@ from typing import Any
 import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import AutoModel, AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForSequenceClassification,
+    PreTrainedConfig,
+    PreTrainedTokenizerFast,
+)
+
+from tests.runner.architectures import shrunk
 
 WORDS = "the a cat dog runs over lazy fox quick brown of near far and or not red blue green".split()
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]")
@@ -31,6 +39,17 @@ _COMMON: dict[str, Any] = {
 _DECODER = {**_COMMON, "num_key_value_heads": 2, "head_dim": 8}
 _MODERN = {**_COMMON, "local_attention": 8, "global_attn_every_n_layers": 2, "cls_token_id": 2, "sep_token_id": 3}
 
+
+def _tiny(model_type: str, **options: Any) -> Callable[[], PreTrainedConfig]:
+    """A config of three layers by the names of its fields."""
+    config_class: type[PreTrainedConfig] = type(AutoConfig.for_model(model_type))
+    layers = config_class.attribute_map.get("num_hidden_layers", "num_hidden_layers")
+    sizes = {"vocab_size": VOCAB_SIZE, layers: 3, "pad_token_id": None if model_type not in ENCODERS else 0}
+    return lambda: config_class(**shrunk(config_class, {**sizes, **options}))
+
+
+ENCODERS = ("roformer", "megatron-bert", "rembert")
+
 FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     "bert": lambda: transformers.BertConfig(**_COMMON),
     "roberta": lambda: transformers.RobertaConfig(**{**_COMMON, "pad_token_id": 1}),
@@ -44,12 +63,22 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     "llama": lambda: transformers.LlamaConfig(**{**_DECODER, "pad_token_id": None}),
     "qwen3": lambda: transformers.Qwen3Config(**_DECODER),
     "mistral-window": lambda: transformers.MistralConfig(**_DECODER, sliding_window=8),
+    "roformer": _tiny("roformer"),
+    "megatron-bert": _tiny("megatron-bert"),
+    "rembert": _tiny("rembert", input_embedding_size=16),
+    "gptj": _tiny("gptj"),
+    "gpt_neo": _tiny("gpt_neo", attention_types=[[["global", "local", "global"], 1]]),
+    "openai-gpt": _tiny("openai-gpt"),
+    "falcon": _tiny("falcon"),
+    "bloom": _tiny("bloom"),
+    "mpt": _tiny("mpt"),
     "gemma3-bidirectional": lambda: transformers.Gemma3TextConfig(
         **_DECODER, sliding_window=8, use_bidirectional_attention=True
     ),
 }
 
-DECODERS = ("llama", "qwen3", "mistral-window")
+DECODERS = ("llama", "qwen3", "mistral-window", "gptj", "gpt_neo", "openai-gpt", "falcon", "bloom", "mpt")
+"""The last six, and the encoders from RoFormer on, compute attention in modules of their own."""
 
 
 def pair_tokenizer() -> PreTrainedTokenizerFast:

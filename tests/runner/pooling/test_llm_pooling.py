@@ -26,13 +26,18 @@ from tests.runner.pooling.encoder_models import (
 
 RAW = PoolingParams(normalize=False)
 LOGITS = PoolingParams(use_activation=False)
-FAST = ("modernbert-mean", "qwen3")
-"""Families of the fast suite, beside BERT: windows without causality, and a decoder."""
+FAST = ("modernbert-mean", "qwen3", "roformer", "bloom")
+"""Families of the fast suite, beside BERT: windows, a decoder, and two with attention modules of their own."""
 
 
 def assert_close(found: Any, wanted: torch.Tensor, tolerance: float = 2e-5) -> None:
     """Compare numbers with those of transformers, whose matrix products have other shapes."""
     torch.testing.assert_close(torch.as_tensor(found), wanted, atol=tolerance, rtol=tolerance)
+
+
+def load_small(folder: Path) -> LLM:
+    """A model that pools; some configs have no length of their own."""
+    return LLM(folder, runner="pooling", device="cpu", compiler="eager", max_num_seqs=4, max_model_len=MAX_LEN - 2)
 
 
 def _families() -> list[Any]:
@@ -44,7 +49,9 @@ def test_embeddings_are_the_rows_of_transformers(name: str, tmp_path: Path) -> N
     """The last token's row of a decoder, the first one's of an encoder; several texts share a step."""
     model = save_model(FAMILIES[name](), tmp_path)
     prompts = texts(6)
-    with LLM(tmp_path, runner="pooling", device="cpu", compiler="eager", max_num_seqs=4) as llm:
+    with LLM(
+        tmp_path, runner="pooling", device="cpu", compiler="eager", max_num_seqs=4, max_model_len=MAX_LEN - 2
+    ) as llm:
         outputs = llm.embed(prompts, pooling_params=RAW, use_tqdm=False)
         assert llm.compiled.report().num_unique_pieces <= 4
     for prompt, output in zip(prompts, outputs, strict=True):
@@ -57,7 +64,9 @@ def test_embeddings_are_the_rows_of_transformers(name: str, tmp_path: Path) -> N
 def test_classes_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     model = save_model(FAMILIES[name](), tmp_path, num_labels=3)
     prompts = texts(5, seed=1)
-    with LLM(tmp_path, device="cpu", compiler="eager", max_num_seqs=4) as llm:
+    with LLM(
+        tmp_path, device="cpu", compiler="eager", max_num_seqs=4, runner="pooling", max_model_len=MAX_LEN - 2
+    ) as llm:
         outputs = llm.classify(prompts, use_tqdm=False)
         raw = llm.classify(prompts, LOGITS, use_tqdm=False)
     for output, unscaled in zip(outputs, raw, strict=True):

@@ -9,15 +9,24 @@ from typing import Any
 import pytest
 import transformers
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM
 
+from piecegraph.runner.attention.modules.attend import POOLS_ATTRIBUTE
+from piecegraph.runner.attention.modules.by_value import ValueBiasedAttention, most_tokens
 from piecegraph.runner.attention.modules.clipped import ClippedAttention
 from piecegraph.runner.attention.modules.differential import DifferentialAttention
 from piecegraph.runner.attention.modules.local import LocalAttention
-from piecegraph.runner.attention.modules.merged import ResidualMergedAttention, RotaryMergedAttention
-from piecegraph.runner.attention.modules.replace import WITHOUT_INTERFACE, replace_attention
+from piecegraph.runner.attention.modules.merged import (
+    PartlyRotaryMergedAttention,
+    ResidualMergedAttention,
+    RotaryMergedAttention,
+)
+from piecegraph.runner.attention.modules.replace import WITHOUT_INTERFACE, replace_attention, sees_later_tokens
 from piecegraph.runner.attention.modules.rotary_pairs import MergedRotaryPairsAttention, SeparateRotaryPairsAttention
-from tests.runner.architectures import tiny_config
+from piecegraph.runner.attention.modules.separate import RotarySelfAttention, SelfAttention, SeparateAttention
+from piecegraph.runner.attention.modules.transposed import TransposedAttention
+from piecegraph.runner.attention.varlen.transformers_varlen import VARLEN_IMPLEMENTATION
+from tests.runner.architectures import shrunk, tiny_config
 
 KINDS: dict[str, type[nn.Module]] = {
     "gptj": SeparateRotaryPairsAttention,
@@ -27,8 +36,18 @@ KINDS: dict[str, type[nn.Module]] = {
     "bloom": ResidualMergedAttention,
     "mpt": ClippedAttention,
     "diffllama": DifferentialAttention,
+    "gpt_neox_japanese": PartlyRotaryMergedAttention,
+    "xglm": SeparateAttention,
+    "megatron-bert": SelfAttention,
+    "rembert": SelfAttention,
+    "roformer": RotarySelfAttention,
+    "openai-gpt": TransposedAttention,
+    "doge": ValueBiasedAttention,
 }
 """The kind of the attention of each model type."""
+
+PARTS = ("out_proj", "dense", "o_proj", "c_attn", "value")
+"""Submodules by which the attention of each model type is found here."""
 
 
 def made(model_type: str) -> Any:
@@ -56,12 +75,18 @@ def test_each_layer_gets_the_class_of_its_kind(model_type: str) -> None:
 
 
 def with_norm(layer: Any) -> None:
-    layer.q_norm = nn.LayerNorm(8)
+    layer.another_norm = nn.LayerNorm(8)
 
 
 def of_half_the_heads(layer: Any) -> None:
     layer.num_attention_heads = layer.num_heads = layer.n_heads = 2
-    layer.head_dim = 16 if hasattr(layer, "groupnorm") else layer.head_dim
+    if hasattr(layer, "groupnorm"):
+        layer.head_dim = 16
+
+
+def of_another_size(layer: Any) -> None:
+    layer.split_size = 16
+    layer.head_dim = 4
 
 
 def without_a_window(layer: Any) -> None:
@@ -77,7 +102,9 @@ def with_rotary_embedding_of_all(layer: Any) -> None:
     ("model_type", "change"),
     [
         *((name, with_norm) for name in KINDS),
-        *((name, of_half_the_heads) for name in KINDS),
+        *((name, of_half_the_heads) for name in KINDS if name not in ("openai-gpt", "doge")),
+        ("openai-gpt", of_another_size),
+        ("doge", of_another_size),
         ("gptj", with_rotary_embedding_of_all),
         ("gpt_neo", without_a_window),
     ],
@@ -86,7 +113,7 @@ def with_rotary_embedding_of_all(layer: Any) -> None:
 def test_a_layer_that_differs_stays_as_it_is(model_type: str, change: Callable[[Any], None]) -> None:
     model, untouched = made(model_type), made(model_type)
     assert replace_attention(untouched)
-    layers = [module for module in model.modules() if any(hasattr(module, n) for n in ("out_proj", "dense", "o_proj"))]
+    layers = [module for module in model.modules() if any(hasattr(module, name) for name in PARTS)]
     for layer in layers:
         change(layer)
     kinds = [type(layer) for layer in layers]
@@ -101,3 +128,39 @@ def test_a_class_of_another_package_stays_as_it_is() -> None:
         if hasattr(layer, "q_proj"):
             layer.__class__ = type("GPTJAttention", (type(layer),), {"__module__": "remote.modeling"})
     assert not replace_attention(model)
+
+
+@pytest.mark.parametrize("name", ["YosoConfig", "NystromformerConfig", "MraConfig"])
+def test_code_that_computes_something_else_stays_as_it_is(name: str) -> None:
+    """Modules with the parts of BERT's that attend to some keys only, or in another way."""
+    config_class = getattr(transformers, name)
+    model = AutoModel.from_config(config_class(**shrunk(config_class, {})), attn_implementation=WITHOUT_INTERFACE)
+    layer = next(module for module in model.modules() if hasattr(module, "value"))
+    layer.is_decoder = False
+    assert not replace_attention(model)
+
+
+def test_decoders_without_a_causal_mask_are_told_from_encoders() -> None:
+    """transformers lets the tokens of a prompt see each other in some decoders."""
+    decoder, encoder = made("rembert"), made("rembert")
+    for module in encoder.modules():
+        if hasattr(module, "is_decoder"):
+            module.is_decoder = False
+    for model in (decoder, encoder):
+        assert replace_attention(model) and sees_later_tokens(made("xglm")) is None
+        assert [module.is_causal for module in layers_of(model, SelfAttention)] == [False, False]
+    assert sees_later_tokens(encoder) is None
+    assert (sees_later_tokens(decoder) or "").startswith("rembert.encoder.layer.0.attention.self is a decoder's")
+
+
+def test_the_longest_text_of_attention_by_value() -> None:
+    model = made("doge")
+    assert replace_attention(model)
+    assert most_tokens(model) == 2048 and most_tokens(made("gptj")) is None
+
+
+def test_modules_of_a_model_that_pools_say_so() -> None:
+    model = made("gptj")
+    assert replace_attention(model, pools=True)
+    assert all(hasattr(layer, POOLS_ATTRIBUTE) for layer in layers_of(model, SeparateRotaryPairsAttention))
+    assert model.config._attn_implementation == VARLEN_IMPLEMENTATION

@@ -39,7 +39,7 @@ def test_sequences_attend_as_if_alone(is_causal: bool, window: int, extra: str) 
     sinks = torch.randn(4, generator=generator) if extra == "sinks" else None
     softcap = 2.0 if extra == "softcap" else 0.0
     out = torch.full((rows, 4, 8), float("nan"))
-    call = VarlenCall(query, key, value, out, 0.3, is_causal, window, softcap, sinks, None, "layer")
+    call = VarlenCall(query, key, value, out, 0.3, is_causal, window, softcap, sinks, None, 1.0, None, "layer")
     SdpaVarlen().forward(call, metadata())
     assert not out[sum(LENS) :].any()
     for first, last in zip(accumulate(LENS, initial=0), accumulate(LENS), strict=False):
