@@ -31,7 +31,7 @@ from piecegraph.runner.common.sampling_params import SamplingParams
 from piecegraph.runner.common.speculative_config import SpeculativeConfig
 from piecegraph.runner.common.vllm_interface import OLDER_METHODS, UNAVAILABLE_METHODS
 from piecegraph.runner.distributed.executor import Executor, make_executor
-from piecegraph.runner.engine.metrics import Metric
+from piecegraph.runner.engine.metrics import Metric, pooling_metrics
 from piecegraph.runner.engine.vllm_engine import LLMEngine, ModelConfig
 from piecegraph.runner.models.generation_defaults import GenerationDefaults, default_sampling_params
 from piecegraph.runner.output.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
@@ -196,6 +196,28 @@ class LLM:
             vocab_size=self.engine.vocab_size,
             seed=self._seed,
         )
+
+    @property
+    def model_name(self) -> str:
+        """The folder, file or hub id that the model was loaded from."""
+        return str(self._model)
+
+    @property
+    def pooling_task(self) -> str | None:
+        """The task that a model was loaded to pool for, "embed" or "classify"; None if it generates.
+
+        Raises `UsageError` if the `LLM` is closed.
+        """
+        loaded = self._model_in_use
+        return loaded.task.value if loaded is self._loaded_pooler else None
+
+    @property
+    def pooler(self) -> LoadedPooler:
+        """The pooling engine and what prepares texts for it, for a program that runs its own loop over them.
+
+        `engine` has `add_request`, `step` and `abort`. Raises `UsageError` unless the `LLM` was made for pooling.
+        """
+        return self._pooler
 
     @property
     def hf_config(self) -> PretrainedConfig:
@@ -460,7 +482,10 @@ class LLM:
 
     def get_metrics(self) -> list[Metric]:
         """Return counters since the start and current gauges, under vLLM's names."""
-        return self.llm_engine.get_metrics()
+        pooler = self._loaded_pooler
+        return (
+            self.llm_engine.get_metrics() if pooler is None else pooling_metrics(pooler.engine.stats, self.model_name)
+        )
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the parameters that `sampling_params=None` stands for, as a new object that may be changed.

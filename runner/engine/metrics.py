@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from piecegraph.runner.pooling.engine import PoolingStats
     from piecegraph.runner.scheduling.scheduler import SchedulerStats
 
 
@@ -72,4 +73,14 @@ def engine_metrics(stats: SchedulerStats, num_output_tokens: int, model: str) ->
         *(Gauge(f"vllm:{name}", dict(labels), float(value)) for name, value in gauges.items()),
         *(Counter(f"vllm:{name}", dict(labels), value) for name, value in counters.items()),
         *drafts,
+    ]
+
+
+def pooling_metrics(stats: PoolingStats, model: str) -> list[Metric]:
+    """Return the metrics of a model that pools, under vLLM's names."""
+    labels = {"model_name": model, "engine": "0"}
+    return [
+        Gauge("vllm:num_requests_running", dict(labels), float(stats.num_running)),
+        Gauge("vllm:num_requests_waiting", dict(labels), float(stats.num_waiting)),
+        Counter("vllm:prompt_tokens", dict(labels), stats.num_tokens),
     ]

@@ -61,6 +61,15 @@ class OutputRules:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PoolingStats:
+    """What a pooling engine does and has done."""
+
+    num_running: int  # texts of the step that runs
+    num_waiting: int  # texts that no step has run
+    num_tokens: int  # pooled since the start
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Request:
     request_id: str
     text: Text
@@ -87,12 +96,22 @@ class PoolingEngine:
         self._runner = runner
         self.rules = rules
         self.max_model_len = max_model_len
-        self._max_num_seqs = max_num_seqs
+        self.max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         self.num_token_types = num_token_types  # 0: the model tells no texts of a pair apart
         self._waiting: dict[str, _Request] = {}
         self._num_ids = 0
+        self._num_running = 0  # texts of the step that runs
+        self._num_tokens = 0  # pooled since the start
+
+    @property
+    def stats(self) -> PoolingStats:
+        """Return the counts of now; any thread may ask."""
+        running = self._num_running
+        return PoolingStats(
+            num_running=running, num_waiting=max(len(self._waiting) - running, 0), num_tokens=self._num_tokens
+        )
 
     @property
     def has_unfinished(self) -> bool:
@@ -123,18 +142,24 @@ class PoolingEngine:
                 "PoolingParams(truncate_prompt_tokens=-1) has the tokenizer cut texts to that length."
             )
         for token in tokens:
-            if not 0 <= token < self._vocab_size:
-                raise RequestError(f"token id {token} is not in the vocabulary (0 to {self._vocab_size - 1}).")
+            if not 0 <= token < self.vocab_size:
+                raise RequestError(f"token id {token} is not in the vocabulary (0 to {self.vocab_size - 1}).")
         if kinds is not None:
             if len(kinds) != len(tokens):
                 raise RequestError(f"{len(tokens)} token ids, but {len(kinds)} token_type_ids; give one each.")
             if not all(0 <= kind < self.num_token_types for kind in kinds):
                 raise RequestError(f"token_type_ids go from 0 to {self.num_token_types - 1} in this model.")
 
-    def add_request(self, request_id: str, text: Text, params: PoolingParams | None = None) -> None:
-        """Queue a text. Raises `RequestError` if it cannot run, and `UsageError` if the id is queued already."""
+    def add_request(
+        self, request_id: str, text: Text, params: PoolingParams | None = None, *, is_checked: bool = False
+    ) -> None:
+        """Queue a text; `is_checked`: `check_request` has passed it.
+
+        Raises `RequestError` if it cannot run, and `UsageError` if the id is queued already.
+        """
         params = PoolingParams() if params is None else params
-        self.check_request(text, params)
+        if not is_checked:
+            self.check_request(text, params)
         if request_id in self._waiting:
             raise UsageError(f"request {request_id!r} is queued already; give each request an id of its own.")
         self._waiting[request_id] = _Request(request_id=request_id, text=text, params=params)
@@ -148,12 +173,16 @@ class PoolingEngine:
         batch = self._next_batch()
         if not batch:
             return []
+        self._num_running = len(batch)
         try:
             self._runner.execute_model([request.text for request in batch])
             rows = self._runner.pool()
         except BaseException:
             self._runner.reset()
             raise
+        finally:
+            self._num_running = 0
+        self._num_tokens += sum(len(request.text.token_ids) for request in batch)
         for request in batch:
             self._waiting.pop(request.request_id, None)
         return [
@@ -171,7 +200,7 @@ class PoolingEngine:
         num_tokens = 0
         for request in self._waiting.values():
             num_tokens += len(request.text.token_ids)
-            if num_tokens > self._max_num_batched_tokens or len(batch) == self._max_num_seqs:
+            if num_tokens > self._max_num_batched_tokens or len(batch) == self.max_num_seqs:
                 break
             batch.append(request)
         return sorted(batch, key=lambda request: len(request.text.token_ids))

@@ -67,7 +67,7 @@ def encode(
     """Return what is pooled of each prompt, as tensors."""
     several = prompt_sequence(prompts)
     per_prompt = _per_prompt(params, len(several))
-    texts = [_text(pooler, prompt, one, options) for prompt, one in zip(several, per_prompt, strict=True)]
+    texts = [tokenized_text(pooler, prompt, one, options) for prompt, one in zip(several, per_prompt, strict=True)]
     return _run(pooler, texts, per_prompt, shown)
 
 
@@ -101,7 +101,7 @@ def score(
             )
         found = _run(pooler, [_pair(pooler, a, b, one, options) for a, b in pairs], [one] * len(pairs), shown)
         return [_scored(each.request_id, each.outputs.data.item(), each.prompt_token_ids) for each in found]
-    texts = [_text(pooler, prompt, one, options) for prompt in (*first, *second)]
+    texts = [tokenized_text(pooler, prompt, one, options) for prompt in (*first, *second)]
     found = _run(pooler, texts, [one] * len(texts), shown)
     left, right = found[: len(first)], found[len(first) :]
     left = left * len(right) if len(left) == 1 else left
@@ -162,8 +162,10 @@ def _single(params: object) -> PoolingParams:
     return params
 
 
-def _text(pooler: LoadedPooler, prompt: Prompt, params: PoolingParams, options: Mapping[str, Any] | None) -> Text:
-    """Convert a prompt to token ids. Raises `RequestError`."""
+def tokenized_text(
+    pooler: LoadedPooler, prompt: Prompt, params: PoolingParams, options: Mapping[str, Any] | None
+) -> Text:
+    """Convert a prompt to token ids; `options` are passed to the tokenizer. Raises `RequestError`."""
     if isinstance(prompt, str) and pooler.do_lower_case:
         prompt = prompt.lower()
     is_text = isinstance(prompt, str) or (isinstance(prompt, Mapping) and prompt.get("prompt_token_ids") is None)

@@ -13,6 +13,7 @@ import click
 from piecegraph import environment
 from piecegraph.errors import ConfigError
 from piecegraph.progress import Phase
+from piecegraph.runner.pooling.task import CONVERSIONS, RUNNERS
 from piecegraph.tools.command_line.compile_flags import with_compile_flags
 from piecegraph.tools.command_line.options import COMPILE_FLAGS, CONTEXT, LLM_FLAGS, Command, flags, given
 from piecegraph.tools.command_line.phases import PhaseDisplay
@@ -25,6 +26,7 @@ EPILOG = """\b
 Examples:
   piecegraph serve
   piecegraph serve HuggingFaceTB/SmolLM2-360M-Instruct --port 8080
+  piecegraph serve sentence-transformers/all-MiniLM-L6-v2        # embeddings
   PIECEGRAPH_API_KEY=... piecegraph serve ./my-model --host 0.0.0.0
 
 \b
@@ -67,6 +69,12 @@ PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
 )
 @click.option("--trust-request-chat-template", is_flag=True, help="Accept chat templates from requests.")
 @click.option("--chat-template", help="Jinja template, or a file with one, instead of the model's.")
+@click.option(
+    "--runner",
+    type=click.Choice(RUNNERS),
+    help="What the model is loaded for: to generate, or to pool texts (/v1/embeddings). [default: auto]",
+)
+@click.option("--convert", type=click.Choice(CONVERSIONS), help="The results of a model that pools. [default: auto]")
 @click.option("--access-log", is_flag=True, help="Log every request on stderr.")
 @click.option("--seed", type=int, help="Seed of requests without one, and of --load-format dummy.")
 @flags(LLM_FLAGS)
@@ -81,7 +89,7 @@ def command(model: str | None, quiet: bool, debug: bool, **values: Any) -> int:
     """
     settings = serve_settings(model, values)
     arguments = given(LLM_FLAGS, values)
-    for name in ("seed", "chat_template"):
+    for name in ("seed", "chat_template", "runner", "convert"):
         if values[name] is not None:
             arguments[name] = values[name]
     with PhaseDisplay(quiet=quiet) as display:

@@ -25,7 +25,7 @@ from piecegraph.tools.serve.endpoints.generation import (
     until_disconnected,
     usage,
 )
-from piecegraph.tools.serve.endpoints.service import Service
+from piecegraph.tools.serve.endpoints.generation_service import GenerationService
 from piecegraph.tools.serve.endpoints.tools import AnswerForm, answer_form, delta_reply, message_reply
 from piecegraph.tools.serve.message_parsers.protocol import MessageParser
 from piecegraph.tools.serve.protocol.error_replies import json_response
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 class _Chat:
     """A checked request, ready to run."""
 
-    service: Service
+    service: GenerationService
     body: ChatBody
     form: AnswerForm
     params: SamplingParams
@@ -71,7 +71,7 @@ class _Chat:
         return {"id": self.job.request_id, "object": kind, "created": self.created, "model": self.model}
 
 
-async def chat_completions(service: Service, body: ChatBody, request: Request) -> Response:
+async def chat_completions(service: GenerationService, body: ChatBody, request: Request) -> Response:
     """Answer a conversation, whole or as a stream."""
     model = service.check_model(body.model)
     form = answer_form(service, body)

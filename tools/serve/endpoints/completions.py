@@ -24,7 +24,7 @@ from piecegraph.tools.serve.endpoints.generation import (
     until_disconnected,
     usage,
 )
-from piecegraph.tools.serve.endpoints.service import Service
+from piecegraph.tools.serve.endpoints.generation_service import GenerationService
 from piecegraph.tools.serve.protocol.error_replies import bad_request, json_response
 from piecegraph.tools.serve.protocol.logprob_replies import completion_logprobs, token_text
 from piecegraph.tools.serve.protocol.request_models import CompletionBody
@@ -46,7 +46,7 @@ class _Echo:
 class _Completions:
     """A checked request, ready to run."""
 
-    service: Service
+    service: GenerationService
     body: CompletionBody
     params: SamplingParams
     jobs: Sequence[Job]
@@ -89,7 +89,7 @@ class _Completions:
         return {"id": self.request_id, "object": "text_completion", "created": self.created, "model": self.model}
 
 
-async def completions(service: Service, body: CompletionBody, request: Request) -> Response:
+async def completions(service: GenerationService, body: CompletionBody, request: Request) -> Response:
     """Continue one prompt or several, whole or as a stream."""
     model = service.check_model(body.model)
     params = sampling_params(
@@ -125,7 +125,7 @@ async def completions(service: Service, body: CompletionBody, request: Request) 
     return Response(status_code=CLIENT_CLOSED_REQUEST) if reply is None else json_response(reply)
 
 
-async def _echoes(service: Service, jobs: Sequence[Job]) -> list[_Echo]:
+async def _echoes(service: GenerationService, jobs: Sequence[Job]) -> list[_Echo]:
     tokenizer = service.tokenizer
 
     def decode(tokens: list[int]) -> str:

@@ -17,7 +17,8 @@ from starlette.types import Send
 from piecegraph.errors import RequestError
 from piecegraph.runner.common.sampling_params import FIELDS, RequestOutputKind, SamplingParams
 from piecegraph.runner.prompts.tokenize import TokenizedPrompt
-from piecegraph.tools.serve.endpoints.service import Service, refused
+from piecegraph.tools.serve.endpoints.generation_service import GenerationService
+from piecegraph.tools.serve.endpoints.service import refused
 from piecegraph.tools.serve.engine.engine_thread import EngineStopped, WaitedTooLong
 from piecegraph.tools.serve.protocol.error_replies import ApiError, json_text
 
@@ -64,7 +65,7 @@ def sampling_params(
 
 
 async def outputs_of(
-    service: Service, jobs: Sequence[Job], params: SamplingParams, *, priority: int, is_final_only: bool
+    service: GenerationService, jobs: Sequence[Job], params: SamplingParams, *, priority: int, is_final_only: bool
 ) -> AsyncIterator[tuple[Job, RequestOutput]]:
     """Yield the outputs of prompts that run together. A reader that stops earlier aborts them."""
     arrived: asyncio.Queue[tuple[Job, RequestOutput] | BaseException | None] = asyncio.Queue()

@@ -139,6 +139,12 @@ class ServerMetrics:
         for name, value in values.items():
             self._histograms[name].observe(value)
 
+    def observe_pooled(self, num_tokens: int, seconds: float) -> None:
+        """Count a text that was pooled `seconds` after it came."""
+        self._ended.labels(*self._labels, "stop").inc()
+        self._histograms["request_prompt_tokens"].observe(num_tokens)
+        self._histograms["e2e_request_latency_seconds"].observe(seconds)
+
     def text(self) -> bytes:
         """Return all metrics in Prometheus's text format."""
         return generate_latest(self._registry)

@@ -6,11 +6,11 @@ import asyncio
 import copy
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from piecegraph.errors import RequestError, did_you_mean, shorten
 from piecegraph.runner.prompts.chat import ChatOptions, tokenize_chat
@@ -18,13 +18,13 @@ from piecegraph.runner.prompts.tokenize import TokenizedPrompt, tokenize, tokeni
 from piecegraph.tools.serve.endpoints.metrics import ServerMetrics
 from piecegraph.tools.serve.endpoints.settings import ServeSettings
 from piecegraph.tools.serve.engine.engine_thread import EngineThread
+from piecegraph.tools.serve.engine.steps import Steps
 from piecegraph.tools.serve.protocol.error_replies import ApiError, bad_request
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedTokenizerBase
 
-    from piecegraph.runner.common.outputs import RequestOutput
-    from piecegraph.runner.common.sampling_params import SamplingParams
     from piecegraph.runner.llm import LLM
 
 _T = TypeVar("_T")
@@ -38,26 +38,35 @@ class Service:
     """The model and the state of the server, of which all attributes are used by the event loop's thread alone.
 
     Prompts are tokenized by one more thread with a copy of the tokenizer, because the engine's thread uses the
-    original, and neither the loop nor the engine should wait.
+    original, and neither the loop nor the engine should wait. The subclasses run the model, to generate or to pool.
     """
 
+    unit: ClassVar[str]
+    """What a place is held for, in the plural."""
+
     def __init__(
-        self, llm: LLM, settings: ServeSettings, *, on_failure: Callable[[BaseException], None] = lambda error: None
+        self,
+        llm: LLM,
+        settings: ServeSettings,
+        steps: Steps[Any, Any],
+        *,
+        device: torch.device,
+        max_num_reqs: int,
+        vocab_size: int,
+        on_failure: Callable[[BaseException], None],
     ) -> None:
         self.llm = llm
         self.settings = settings
-        self.model_names = settings.served_model_name or (str(llm.model_config.model),)
+        self.vocab_size = vocab_size
+        self.model_names = settings.served_model_name or (llm.model_name,)
         self.created = int(time.time())
         self.is_draining = False
-        self.num_open = 0  # completions that run or wait, those of requests that are being tokenized included
+        self.num_open = 0  # of `unit` that run or wait, those of requests that are being tokenized included
         self.num_requests = 0  # HTTP requests that are read, run or answered
-        self.max_open = llm.runner.step.buffers.max_num_reqs + settings.max_num_queued_reqs
+        self.max_open = max_num_reqs + settings.max_num_queued_reqs
         self.metrics = ServerMetrics(self.model_names[0], llm.get_metrics)
-        self.thread = EngineThread(
-            llm.engine,
-            device=llm.runner.step.buffers.input_ids.device,
-            max_wait_s=settings.max_wait_s,
-            on_failure=on_failure,
+        self.thread: EngineThread[Any, Any] = EngineThread(
+            steps, device=device, max_wait_s=settings.max_wait_s, on_failure=on_failure
         )
         self._tokenizer = copy.deepcopy(llm.tokenizer)
         self.template = _template(llm)
@@ -90,17 +99,17 @@ class Service:
 
     @contextmanager
     def places(self, count: int) -> Iterator[None]:
-        """Hold places for `count` completions. Raises `ApiError` if as many are not free."""
+        """Hold `count` places. Raises `ApiError` if as many are not free."""
         if self.is_draining:
             raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "the server is shutting down.", code="shutting_down")
         if not self.thread.is_alive:
             raise ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, "the engine has stopped.", code="engine_stopped")
         if count > self.max_open:
-            raise bad_request(f"the request asks for {count} completions; the server takes at most {self.max_open}.")
+            raise bad_request(f"the request asks for {count} {self.unit}; the server takes at most {self.max_open}.")
         if self.num_open + count > self.max_open:
             raise ApiError(
                 HTTPStatus.TOO_MANY_REQUESTS,
-                f"{self.num_open} completions run or wait, of at most {self.max_open}; try again later.",
+                f"{self.num_open} {self.unit} run or wait, of at most {self.max_open}; try again later.",
                 code="queue_full",
             )
         self.num_open += count
@@ -119,7 +128,7 @@ class Service:
         """Return a prompt of text or token ids as the engine takes it."""
         if not isinstance(prompt, str):
             return tokenize({"prompt_token_ids": prompt, "cache_salt": cache_salt}, None)
-        self._check_length(prompt)
+        self.check_length(prompt)
         tokenizer = self.tokenizer
         found = await self.in_tokenizer_thread(
             lambda: tokenize_text(prompt, tokenizer, add_special_tokens=add_special_tokens)
@@ -130,7 +139,7 @@ class Service:
         """Return a conversation as the engine takes it."""
         for message in messages:
             if isinstance(message.get("content"), str):
-                self._check_length(message["content"])
+                self.check_length(message["content"])
         tokenizer = self.tokenizer
         found = await self.in_tokenizer_thread(lambda: tokenize_chat(messages, tokenizer, options))
         return TokenizedPrompt(text=found.text, token_ids=found.token_ids, cache_salt=salt or "")
@@ -143,35 +152,8 @@ class Service:
             raise bad_request("chat_template is not accepted from requests (--trust-request-chat-template allows it).")
         return template
 
-    async def check(self, prompt: TokenizedPrompt, params: SamplingParams) -> None:
-        """Raise `RequestError` if the engine cannot run such a prompt. Waits until its grammar is compiled."""
-        if params.structured_outputs is not None and self._tokenizer is not None:
-            await asyncio.wrap_future(self.llm.engine.grammars.compile(params.structured_outputs))
-        self.llm.engine.check_request(prompt.token_ids, params)
-
-    async def outputs(
-        self, request_id: str, prompt: TokenizedPrompt, params: SamplingParams, *, priority: int, is_final_only: bool
-    ) -> AsyncIterator[RequestOutput]:
-        """Yield a prompt's outputs; a reader that stops earlier, or is cancelled, aborts the prompt."""
-        self._num_prompts += 1
-        stream = self.thread.submit(
-            f"{request_id}#{self._num_prompts}", prompt, params, priority=priority, is_final_only=is_final_only
-        )
-        num_tokens = [0] * params.n
-        try:
-            while True:
-                output = await stream.get()
-                for completion in output.outputs:
-                    num_tokens[completion.index] += len(completion.token_ids)
-                if output.finished:
-                    self.metrics.observe(output, params, num_tokens, time.monotonic())
-                yield output
-                if output.finished:
-                    return
-        finally:
-            self.thread.abort(stream)
-
-    def _check_length(self, text: str) -> None:
+    def check_length(self, text: str) -> None:
+        """Raise `ApiError` for a text that has too many characters for any number of tokens that the model takes."""
         if len(text) > self._max_chars:
             raise bad_request(
                 f"the prompt has {len(text)} characters, more than max_model_len={self.llm.max_model_len} tokens can "

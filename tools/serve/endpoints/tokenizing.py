@@ -40,7 +40,7 @@ async def tokenize_reply(service: Service, body: TokenizeBody) -> dict[str, Any]
 async def detokenize_reply(service: Service, body: DetokenizeBody) -> dict[str, Any]:
     """Return the text of token ids."""
     service.check_model(body.model)
-    vocab_size = service.llm.engine.vocab_size
+    vocab_size = service.vocab_size
     for token in body.tokens:
         if not 0 <= token < vocab_size:
             raise bad_request(f"tokens has {token}; ids go from 0 to {vocab_size - 1}.")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from piecegraph.tools.serve.endpoints.service import Service
+from piecegraph.tools.serve.endpoints.generation_service import GenerationService
 from piecegraph.tools.serve.message_parsers.choose import message_parser, tool_format
 from piecegraph.tools.serve.message_parsers.protocol import MessageDelta, MessageParser, ToolFormat
 from piecegraph.tools.serve.protocol.error_replies import bad_request
@@ -32,7 +32,7 @@ class AnswerForm:
         return message_parser("" if self.has_grammar else self.template, prompt, self.format)
 
 
-def answer_form(service: Service, body: ChatBody) -> AnswerForm:
+def answer_form(service: GenerationService, body: ChatBody) -> AnswerForm:
     """Return the form of the answer that `body` asks for. Raises `ApiError` if the model cannot have it."""
     template = service.check_template(body.chat_template) or service.template
     options = body.sampling_options()
@@ -65,7 +65,7 @@ def answer_form(service: Service, body: ChatBody) -> AnswerForm:
     )
 
 
-def _special_tokens(service: Service, form: ToolFormat) -> dict[str, int]:
+def _special_tokens(service: GenerationService, form: ToolFormat) -> dict[str, int]:
     """Return the token ids of the markers that are special tokens, which are left out of texts otherwise."""
     tokenizer = service.tokenizer
     special = set(tokenizer.all_special_tokens)

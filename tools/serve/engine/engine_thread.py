@@ -1,4 +1,4 @@
-"""The thread that steps the engine, and the streams in which an asyncio server gets its outputs."""
+"""The thread that steps an engine, and the streams in which an asyncio server gets its outputs."""
 
 from __future__ import annotations
 
@@ -10,18 +10,16 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from piecegraph.errors import PiecegraphError, RequestError
-from piecegraph.runner.output.outbox import Outbox
+from piecegraph.tools.serve.engine.steps import StepOutput, Steps
 
 if TYPE_CHECKING:
     import torch
 
-    from piecegraph.runner.common.outputs import RequestOutput
-    from piecegraph.runner.common.sampling_params import SamplingParams
-    from piecegraph.runner.engine.engine import Engine
-    from piecegraph.runner.prompts.tokenize import TokenizedPrompt
+_Request = TypeVar("_Request")
+_Output = TypeVar("_Output", bound=StepOutput)
 
 logger = logging.getLogger(__name__)
 
@@ -38,20 +36,20 @@ class WaitedTooLong(PiecegraphError):
 
 
 @dataclass(slots=True, eq=False)
-class OutputStream:
+class OutputStream(Generic[_Output]):
     """The outputs of one prompt on their way to a coroutine of `loop`."""
 
     request_id: str
     loop: asyncio.AbstractEventLoop
-    _arrived: asyncio.Queue[RequestOutput | BaseException] = field(default_factory=asyncio.Queue)
+    _arrived: asyncio.Queue[_Output | BaseException] = field(default_factory=asyncio.Queue)
     is_finished: bool = False  # the engine has forgotten the request
 
-    def put(self, item: RequestOutput | BaseException) -> None:
+    def put(self, item: _Output | BaseException) -> None:
         """Add an output, or the error that ends the stream; called in the loop's thread."""
         self.is_finished = isinstance(item, BaseException) or item.finished
         self._arrived.put_nowait(item)
 
-    async def get(self) -> RequestOutput:
+    async def get(self) -> _Output:
         """Wait for the next output and return it. Raises the error that has ended the stream."""
         item = await self._arrived.get()
         if isinstance(item, BaseException):
@@ -60,15 +58,12 @@ class OutputStream:
 
 
 class _Add(NamedTuple):
-    stream: OutputStream
-    prompt: TokenizedPrompt
-    params: SamplingParams
-    priority: int
-    is_final_only: bool
+    stream: OutputStream[Any]
+    request: Any
 
 
 class _Abort(NamedTuple):
-    stream: OutputStream
+    stream: OutputStream[Any]
 
 
 class _Stop(NamedTuple):
@@ -78,10 +73,9 @@ class _Stop(NamedTuple):
 class _Waiting(NamedTuple):
     deadline: float  # monotonic
     request_id: str
-    first_completion: str  # the engine's id of it
 
 
-class EngineThread:
+class EngineThread(Generic[_Request, _Output]):
     """The owner of an engine while a server runs: no other thread calls the engine's methods.
 
     Requests and their ends come through a queue, which is read before every step, so a request that is aborted takes
@@ -90,7 +84,7 @@ class EngineThread:
 
     def __init__(
         self,
-        engine: Engine,
+        steps: Steps[_Request, _Output],
         *,
         device: torch.device,
         max_wait_s: float | None = None,
@@ -101,13 +95,12 @@ class EngineThread:
         `max_wait_s`: the longest time until a request is first scheduled. `on_failure` is called in the thread when
         the engine is given up.
         """
-        self._engine = engine
+        self._engine = steps
         self._device = device
         self._max_wait_s = max_wait_s
         self._on_failure = on_failure
-        self._outbox = Outbox()
         self._commands: queue.SimpleQueue[_Add | _Abort | _Stop] = queue.SimpleQueue()
-        self._streams: dict[str, OutputStream] = {}  # unfinished, by request id
+        self._streams: dict[str, OutputStream[_Output]] = {}  # unfinished, by request id
         self._waiting: deque[_Waiting] = deque()  # in order of their deadlines
         self._is_stopping = False
         self._num_failed_steps = 0
@@ -124,27 +117,19 @@ class EngineThread:
         """Start the thread."""
         self._thread.start()
 
-    def submit(
-        self,
-        request_id: str,
-        prompt: TokenizedPrompt,
-        params: SamplingParams,
-        *,
-        priority: int = 0,
-        is_final_only: bool = False,
-    ) -> OutputStream:
-        """Queue a checked prompt and return the stream of its outputs; called by a coroutine.
+    def submit(self, request_id: str, request: _Request) -> OutputStream[_Output]:
+        """Queue a checked request and return the stream of its outputs; called by a coroutine.
 
         What the engine refuses nevertheless, a `request_id` that is in use for one, the stream raises.
         """
-        stream = OutputStream(request_id, asyncio.get_running_loop())
+        stream: OutputStream[_Output] = OutputStream(request_id, asyncio.get_running_loop())
         with self._lock:
             if self._is_over or not self._thread.is_alive():
                 raise EngineStopped("the engine has stopped.")
-            self._commands.put(_Add(stream, prompt, params, priority, is_final_only))
+            self._commands.put(_Add(stream, request))
         return stream
 
-    def abort(self, stream: OutputStream) -> None:
+    def abort(self, stream: OutputStream[_Output]) -> None:
         """End a request before the next step, unless it is finished. Its stream gets nothing more. Idempotent."""
         if not stream.is_finished:
             stream.is_finished = True
@@ -194,28 +179,17 @@ class EngineThread:
                 self._add(command)
 
     def _add(self, add: _Add) -> None:
-        stream, params = add.stream, add.params
+        stream = add.stream
         try:
-            self._engine.add_request(
-                stream.request_id,
-                add.prompt.token_ids,
-                params,
-                prompt=add.prompt.text,
-                priority=add.priority,
-                cache_salt=add.prompt.cache_salt,
-                is_final_only=add.is_final_only,
-                is_checked=True,
-                outbox=self._outbox,
-            )
+            self._engine.add(stream.request_id, add.request)
         except RequestError as error:
             self._deliver([(stream, error)])
             return
         self._streams[stream.request_id] = stream
         if self._max_wait_s is not None:
-            first = stream.request_id if params.n == 1 else f"{stream.request_id}/0"
-            self._waiting.append(_Waiting(time.monotonic() + self._max_wait_s, stream.request_id, first))
+            self._waiting.append(_Waiting(time.monotonic() + self._max_wait_s, stream.request_id))
 
-    def _abort(self, stream: OutputStream) -> None:
+    def _abort(self, stream: OutputStream[_Output]) -> None:
         if self._streams.get(stream.request_id) is stream:
             del self._streams[stream.request_id]
             self._engine.abort(stream.request_id)
@@ -224,7 +198,7 @@ class EngineThread:
         if self._waiting:
             self._end_waits()
         try:
-            outputs = self._engine.step(self._outbox)
+            outputs = self._engine.step()
         except Exception as error:
             self._num_failed_steps += 1
             if self._num_failed_steps == MOST_FAILED_STEPS:
@@ -234,7 +208,7 @@ class EngineThread:
         self._num_failed_steps = 0
         if not outputs:
             return
-        delivered: list[tuple[OutputStream, RequestOutput | BaseException]] = []
+        delivered: list[tuple[OutputStream[_Output], _Output | BaseException]] = []
         for output in outputs:
             stream = self._streams.get(output.request_id)
             if stream is None:
@@ -248,10 +222,9 @@ class EngineThread:
         """End the requests that no step has run before their deadlines."""
         now = time.monotonic()
         while self._waiting and self._waiting[0].deadline <= now:
-            _, request_id, first_completion = self._waiting.popleft()
-            request = self._engine.requests.get(first_completion)
+            _, request_id = self._waiting.popleft()
             stream = self._streams.get(request_id)
-            if request is None or stream is None or request.scheduled_ts:
+            if stream is None or not self._engine.is_waiting(request_id):
                 continue
             self._abort(stream)
             message = f"the request has waited for {self._max_wait_s:g} s and was not run; try again later."
@@ -276,7 +249,7 @@ class EngineThread:
                 logger.debug("request %r could not be aborted", stream.request_id, exc_info=True)
 
     @staticmethod
-    def _deliver(items: list[tuple[OutputStream, RequestOutput | BaseException]]) -> None:
+    def _deliver(items: list[tuple[OutputStream[_Output], _Output | BaseException]]) -> None:
         if not items:
             return
 

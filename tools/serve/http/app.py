@@ -16,10 +16,14 @@ from piecegraph import __version__
 from piecegraph.errors import RequestError
 from piecegraph.tools.serve.endpoints.chat_completions import chat_completions
 from piecegraph.tools.serve.endpoints.completions import completions
+from piecegraph.tools.serve.endpoints.embeddings import embeddings
 from piecegraph.tools.serve.endpoints.generation import as_api_error
+from piecegraph.tools.serve.endpoints.generation_service import GenerationService
+from piecegraph.tools.serve.endpoints.pooling_service import PoolingService
 from piecegraph.tools.serve.endpoints.service import Service
 from piecegraph.tools.serve.endpoints.tokenizing import detokenize_reply, tokenize_reply
 from piecegraph.tools.serve.http.gate import Gate
+from piecegraph.tools.serve.protocol.embedding_body import EmbeddingBody
 from piecegraph.tools.serve.protocol.error_replies import ApiError, bad_request, invalid_body, json_response
 from piecegraph.tools.serve.protocol.request_models import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 
@@ -29,7 +33,11 @@ logger = logging.getLogger(__name__)
 def make_app(service: Service) -> ASGIApp:
     """Return the application that serves `service`'s model."""
     app = FastAPI(title="piecegraph", version=__version__, docs_url=None, redoc_url=None)
-    _add_generation(app, service)
+    if isinstance(service, PoolingService):
+        _add_pooling(app, service)
+    else:
+        assert isinstance(service, GenerationService), service
+        _add_generation(app, service)
     _add_information(app, service)
 
     async def refuse(request: Request, error: Exception) -> Response:
@@ -68,8 +76,8 @@ class _Quiet:
             logger.debug("a request has ended with an error", exc_info=error)
 
 
-def _add_generation(app: FastAPI, service: Service) -> None:
-    """Add the routes that run the model."""
+def _add_generation(app: FastAPI, service: GenerationService) -> None:
+    """Add the routes that run a model that generates."""
 
     @app.post("/v1/chat/completions", response_model=None)
     async def chat(body: ChatBody, request: Request) -> Response:
@@ -81,7 +89,23 @@ def _add_generation(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/embeddings", response_model=None)
     async def embeddings() -> Response:
-        raise bad_request("the model generates text; embeddings are not available.")
+        raise bad_request("embeddings are not available: the model generates text. Serve it with --runner pooling.")
+
+
+def _add_pooling(app: FastAPI, service: PoolingService) -> None:
+    """Add the routes that run a model that pools."""
+
+    @app.post("/v1/embeddings", response_model=None)
+    async def embed(body: EmbeddingBody, request: Request) -> Response:
+        return await embeddings(service, body, request)
+
+    @app.post("/v1/chat/completions", response_model=None)
+    @app.post("/v1/completions", response_model=None)
+    async def generate() -> Response:
+        raise bad_request(
+            "completions are not available: the model turns texts into vectors or classes and generates nothing. If it "
+            "can generate, serve it with --runner generate."
+        )
 
 
 def _add_information(app: FastAPI, service: Service) -> None:
@@ -93,7 +117,7 @@ def _add_information(app: FastAPI, service: Service) -> None:
             "object": "model",
             "created": service.created,
             "owned_by": "piecegraph",
-            "root": str(service.llm.model_config.model),
+            "root": service.llm.model_name,
             "parent": None,
             "max_model_len": service.llm.max_model_len,
         }

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING
 import uvicorn
 
 from piecegraph.errors import ConfigError
+from piecegraph.tools.serve.endpoints.generation_service import GenerationService
+from piecegraph.tools.serve.endpoints.pooling_service import PoolingService
 from piecegraph.tools.serve.endpoints.service import Service
 from piecegraph.tools.serve.endpoints.settings import ServeSettings
 from piecegraph.tools.serve.http.app import make_app
@@ -84,7 +86,7 @@ class _Server(uvicorn.Server):
             connection.transport.abort()
 
     def _start_drain(self) -> None:
-        logger.info("no new requests; %d completions run to their ends", self._service.num_open)
+        logger.info("no new requests; %d %s run to their ends", self._service.num_open, self._service.unit)
         self._draining = asyncio.ensure_future(self._drain())
 
     async def _drain(self) -> None:
@@ -133,7 +135,8 @@ def serve(
         for server in servers:
             server.fail(error)
 
-    service = Service(llm, settings, on_failure=on_failure)
+    kind = GenerationService if llm.pooling_task is None else PoolingService
+    service = kind(llm, settings, on_failure=on_failure)
     config = uvicorn.Config(
         make_app(service),
         log_config=None,

@@ -14,9 +14,9 @@ from piecegraph.runner.common.outputs import RequestOutput
 from piecegraph.runner.common.sampling_params import SamplingParams
 from piecegraph.runner.prompts.tokenize import TokenizedPrompt
 from piecegraph.tools.serve.engine.engine_thread import EngineStopped, EngineThread, WaitedTooLong
+from piecegraph.tools.serve.engine.generation_steps import GenerationRequest, GenerationSteps
 
-PROMPT = TokenizedPrompt(text="a", token_ids=[5])
-PARAMS = SamplingParams()
+REQUEST = GenerationRequest(prompt=TokenizedPrompt(text="a", token_ids=[5]), params=SamplingParams())
 
 
 @dataclass
@@ -69,8 +69,8 @@ def nothing(engine: FakeEngine) -> list[RequestOutput]:
     return []
 
 
-def thread_over(engine: FakeEngine, **options: Any) -> EngineThread:
-    thread = EngineThread(engine, device=torch.device("cpu"), **options)  # type: ignore[arg-type]  # a fake
+def thread_over(engine: FakeEngine, **options: Any) -> EngineThread[GenerationRequest, RequestOutput]:
+    thread = EngineThread(GenerationSteps(engine), device=torch.device("cpu"), **options)  # type: ignore[arg-type]  # a fake
     thread.start()
     return thread
 
@@ -81,8 +81,8 @@ def test_outputs_reach_their_coroutines() -> None:
     thread = thread_over(engine)
 
     async def use() -> list[str]:
-        streams = [thread.submit(name, PROMPT, PARAMS) for name in ("a", "b")]
-        refused = thread.submit("refused", PROMPT, PARAMS)
+        streams = [thread.submit(name, REQUEST) for name in ("a", "b")]
+        refused = thread.submit("refused", REQUEST)
         with pytest.raises(RequestError, match="a reason"):
             await refused.get()
         return [(await stream.get()).request_id for stream in streams]
@@ -99,7 +99,7 @@ def test_an_aborted_request_takes_part_in_no_further_step() -> None:
     thread = thread_over(engine)
 
     async def use() -> None:
-        stream = thread.submit("a", PROMPT, PARAMS)
+        stream = thread.submit("a", REQUEST)
         await stream.get()
         thread.abort(stream)
         thread.abort(stream)
@@ -122,7 +122,7 @@ def test_a_request_that_waits_too_long_is_ended() -> None:
     thread = thread_over(engine, max_wait_s=0.05)
 
     async def use() -> None:
-        runs, waits = (thread.submit(name, PROMPT, PARAMS) for name in ("runs", "waits"))
+        runs, waits = (thread.submit(name, REQUEST) for name in ("runs", "waits"))
         with pytest.raises(WaitedTooLong, match=r"0\.05 s"):
             await waits.get()
         assert (await runs.get()).finished
@@ -141,7 +141,7 @@ def test_a_step_that_fails_is_tried_again() -> None:
     thread = thread_over(FakeEngine(fail_twice))
 
     async def use() -> bool:
-        return (await thread.submit("a", PROMPT, PARAMS).get()).finished
+        return (await thread.submit("a", REQUEST).get()).finished
 
     assert asyncio.run(use())
     assert thread.is_alive
@@ -159,9 +159,9 @@ def test_an_engine_that_keeps_failing_is_given_up() -> None:
 
     async def use() -> None:
         with pytest.raises(EngineStopped, match="RuntimeError"):
-            await thread.submit("a", PROMPT, PARAMS).get()
+            await thread.submit("a", REQUEST).get()
         with pytest.raises(EngineStopped):
-            thread.submit("b", PROMPT, PARAMS)
+            thread.submit("b", REQUEST)
 
     asyncio.run(use())
     assert [str(error) for error in told] == ["always"]
@@ -173,7 +173,7 @@ def test_stopping_ends_what_runs() -> None:
     thread = thread_over(engine)
 
     async def use() -> None:
-        stream = thread.submit("a", PROMPT, PARAMS)
+        stream = thread.submit("a", REQUEST)
         while not engine.num_steps:
             await asyncio.sleep(0.001)
         assert thread.stop(10)

@@ -1,0 +1,66 @@
+"""`GenerationService`, the service of a model that generates text."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import TYPE_CHECKING, ClassVar
+
+from piecegraph.runner.prompts.tokenize import TokenizedPrompt
+from piecegraph.tools.serve.endpoints.service import Service
+from piecegraph.tools.serve.endpoints.settings import ServeSettings
+from piecegraph.tools.serve.engine.engine_thread import OutputStream
+from piecegraph.tools.serve.engine.generation_steps import GenerationRequest, GenerationSteps
+
+if TYPE_CHECKING:
+    from piecegraph.runner.common.outputs import RequestOutput
+    from piecegraph.runner.common.sampling_params import SamplingParams
+    from piecegraph.runner.llm import LLM
+
+
+class GenerationService(Service):
+    """The service of an `LLM` that generates."""
+
+    unit: ClassVar[str] = "completions"
+
+    def __init__(
+        self, llm: LLM, settings: ServeSettings, *, on_failure: Callable[[BaseException], None] = lambda error: None
+    ) -> None:
+        buffers = llm.runner.step.buffers
+        super().__init__(
+            llm,
+            settings,
+            GenerationSteps(llm.engine),
+            device=buffers.input_ids.device,
+            max_num_reqs=buffers.max_num_reqs,
+            vocab_size=llm.engine.vocab_size,
+            on_failure=on_failure,
+        )
+
+    async def check(self, prompt: TokenizedPrompt, params: SamplingParams) -> None:
+        """Raise `RequestError` if the engine cannot run such a prompt. Waits until its grammar is compiled."""
+        if params.structured_outputs is not None and self._tokenizer is not None:
+            await asyncio.wrap_future(self.llm.engine.grammars.compile(params.structured_outputs))
+        self.llm.engine.check_request(prompt.token_ids, params)
+
+    async def outputs(
+        self, request_id: str, prompt: TokenizedPrompt, params: SamplingParams, *, priority: int, is_final_only: bool
+    ) -> AsyncIterator[RequestOutput]:
+        """Yield a prompt's outputs; a reader that stops earlier, or is cancelled, aborts the prompt."""
+        self._num_prompts += 1
+        request = GenerationRequest(prompt=prompt, params=params, priority=priority, is_final_only=is_final_only)
+        stream: OutputStream[RequestOutput] = self.thread.submit(f"{request_id}#{self._num_prompts}", request)
+        num_tokens = [0] * params.n
+        try:
+            while True:
+                output = await stream.get()
+                for completion in output.outputs:
+                    num_tokens[completion.index] += len(completion.token_ids)
+                if output.finished:
+                    self.metrics.observe(output, params, num_tokens, time.monotonic())
+                yield output
+                if output.finished:
+                    return
+        finally:
+            self.thread.abort(stream)

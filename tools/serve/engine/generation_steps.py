@@ -1,0 +1,66 @@
+"""`GenerationSteps`, the steps of an engine that generates text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from piecegraph.runner.output.outbox import Outbox
+
+if TYPE_CHECKING:
+    from piecegraph.runner.common.outputs import RequestOutput
+    from piecegraph.runner.common.sampling_params import SamplingParams
+    from piecegraph.runner.engine.engine import Engine
+    from piecegraph.runner.prompts.tokenize import TokenizedPrompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """A checked prompt with its parameters."""
+
+    prompt: TokenizedPrompt
+    params: SamplingParams
+    priority: int = 0
+    is_final_only: bool = False  # only the finished output is returned
+
+
+class GenerationSteps:
+    """The steps of `engine`, whose outputs go to an outbox of their own. Implements `Steps`."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._outbox = Outbox()
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Return whether the engine has an unfinished request."""
+        return self._engine.has_unfinished
+
+    def add(self, request_id: str, request: GenerationRequest) -> None:
+        """Queue a checked prompt. Raises `RequestError` for an id that is in use."""
+        self._engine.add_request(
+            request_id,
+            request.prompt.token_ids,
+            request.params,
+            prompt=request.prompt.text,
+            priority=request.priority,
+            cache_salt=request.prompt.cache_salt,
+            is_final_only=request.is_final_only,
+            is_checked=True,
+            outbox=self._outbox,
+        )
+
+    def is_waiting(self, request_id: str) -> bool:
+        """Return whether no completion of the request has been scheduled."""
+        requests = self._engine.requests
+        request = requests.get(request_id) or requests.get(f"{request_id}/0")  # the second: the first of several
+        return request is not None and not request.scheduled_ts
+
+    def abort(self, request_id: str) -> None:
+        """End a request."""
+        self._engine.abort(request_id)
+
+    def step(self) -> Sequence[RequestOutput]:
+        """Run a step and return the outputs of this object's requests."""
+        return self._engine.step(self._outbox)

@@ -1,0 +1,85 @@
+"""The body of POST /v1/embeddings: the OpenAI API's fields, and vLLM's further ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field, StrictInt, StrictStr, ValidationError, ValidatorFunctionWrapHandler, field_validator
+
+from piecegraph.errors import shorten
+from piecegraph.tools.serve.protocol.request_models import Body
+
+MAX_INPUTS = 2048
+"""The most texts of one request, as in the OpenAI API."""
+
+
+class EmbeddingBody(Body):
+    """The body of POST /v1/embeddings."""
+
+    ignored: ClassVar[frozenset[str]] = frozenset({"user", "metadata", "safety_identifier"})
+    unavailable: ClassVar[Mapping[str, str]] = {
+        "messages": "give texts or token ids as input",
+        "priority": "texts run in the order in which they come",
+        "mm_processor_kwargs": "this version takes text alone",
+        "truncation_side": "texts are cut on the tokenizer's own side",
+        "cache_salt": "a model that pools has no prefix cache",
+    }
+
+    input: StrictStr | list[StrictInt] | list[StrictStr] | list[list[StrictInt]]
+    model: str | None = None
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: StrictInt | None = None
+
+    # vLLM's
+    add_special_tokens: bool = True
+    normalize: bool | None = None
+    truncate_prompt_tokens: StrictInt | None = None
+    request_id: str | None = Field(default=None, max_length=256)
+
+    @field_validator("input", mode="wrap")
+    @classmethod
+    def _check_input(cls, value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return handler(value)
+        except ValidationError:
+            raise ValueError(
+                "input must be a string, a list of strings, a list of token ids or a list of such lists; "
+                f"{_first_misfit(value)}."
+            ) from None
+
+    @field_validator("input")
+    @classmethod
+    def _check_number(cls, value: Any) -> Any:
+        if value == []:
+            raise ValueError("input is an empty list; give at least one text.")
+        if isinstance(value, list) and not isinstance(value[0], int) and len(value) > MAX_INPUTS:
+            raise ValueError(f"input has {len(value)} texts; give at most {MAX_INPUTS} in one request.")
+        return value
+
+    @property
+    def is_single(self) -> bool:
+        """Return whether `input` is one text, rather than a list of them."""
+        return isinstance(self.input, str) or isinstance(self.input[0], int)
+
+    def inputs(self) -> list[str | list[int]]:
+        """Return the texts, each as a string or token ids."""
+        found: Any = [self.input] if self.is_single else self.input
+        return list(found)
+
+
+def _first_misfit(value: Any) -> str:
+    """Return what does not fit into any form that `input` may have."""
+    if not isinstance(value, list):
+        return f"it is {shorten(repr(value))}"
+    kind = type(value[0])
+    for number, item in enumerate(value):
+        if isinstance(item, bool) or not isinstance(item, str | int | list):
+            return f"input[{number}] is {shorten(repr(item))}"
+        if type(item) is not kind:
+            return f"input[{number}] is {shorten(repr(item))}, and input[0] is {shorten(repr(value[0]))}"
+        if isinstance(item, list):
+            for place, token in enumerate(item):
+                if type(token) is not int:
+                    return f"input[{number}][{place}] is {shorten(repr(token))}"
+    return "one of its numbers is out of range"
