@@ -172,6 +172,7 @@ def compile_backend(
             "Call the model under torch.no_grad() or torch.inference_mode(), or call model.requires_grad_(False)."
         )
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    _refuse_drawn_floats(placeholders, example_inputs)
     sizes = _size_sources(placeholders)
     inputs = NamedInputs(
         names=tuple(node.name for node in placeholders),
@@ -213,6 +214,22 @@ def compile_backend(
         return model(*args)
 
     return run_graph
+
+
+def _refuse_drawn_floats(placeholders: Sequence[fx.Node], example_inputs: Sequence[Any]) -> None:
+    """Raise `CompileError` if Python's `random` draws a float for the graph.
+
+    Dynamo traces it as a tensor of the default dtype and passes one of float64, whose bytes a compiled graph would read
+    as another number; torch's own Inductor does.
+    """
+    for node, value in zip(placeholders, example_inputs, strict=True):
+        source = getattr(node.meta.get("grapharg"), "source", None)
+        is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
+        if is_float and type(source).__name__ == "RandomValueSource":
+            raise CompileError(
+                f"the graph draws a float from a random.Random ({node.name}), and torch passes it in another dtype "
+                "than it traced. Draw before the call and pass the number, or draw with torch.rand."
+            )
 
 
 def graph_models_of(compiled: Callable[..., Any]) -> tuple[GraphModel, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
 import textwrap
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import piecegraph as pg
 from piecegraph.errors import UsageError
@@ -39,6 +41,24 @@ def test_floats_that_torch_makes_inputs() -> None:
     for num_tokens in (9, 5):
         inputs = batch(num_tokens, 3)
         torch.testing.assert_close(compiled(*inputs), model(*inputs), rtol=1e-5, atol=1e-5)
+
+
+class Drawing(nn.Module):
+    def __init__(self, draw: str) -> None:
+        super().__init__()
+        self.random, self.draw = random.Random(3), draw
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * (self.random.random() if self.draw == "float" else self.random.randint(2, 9))
+
+
+def test_floats_that_python_draws_are_refused() -> None:
+    """torch passes them as float64 where it traced float32; whole numbers arrive as they were drawn."""
+    compiled = torch.compile(Drawing("float"), backend="piecegraph", fullgraph=True, options={"compiler": "eager"})
+    with pytest.raises(Exception, match=r"draws a float from a random\.Random \(random_value_0\)"):
+        compiled(torch.ones(4))
+    compiled = torch.compile(Drawing("int"), backend="piecegraph", fullgraph=True, options={"compiler": "eager"})
+    assert 2 <= float(compiled(torch.ones(4))[0]) <= 9
 
 
 def test_compiled_models_are_those_behind_one_module() -> None:
