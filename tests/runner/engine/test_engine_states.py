@@ -410,12 +410,14 @@ class EngineMachine(RuleBasedStateMachine):
             self.engine.add(ask)
 
     @rule(
-        modes=st.lists(st.sampled_from(MODES), min_size=1, max_size=8), failure=st.sampled_from((None,) * 12 + FAILURES)
+        modes=st.lists(st.sampled_from(MODES), min_size=1, max_size=8),
+        failure=st.sampled_from((None,) * 6 + FAILURES),
+        if_idle=ASKS,
     )
-    def step(self, modes: list[CUDAGraphMode], failure: str | None) -> None:
-        """Several; the last may fail."""
+    def step(self, modes: list[CUDAGraphMode], failure: str | None, if_idle: Ask) -> None:
+        """Several; the last may fail. An idle engine is given a request first."""
         if not self.engine.live:
-            return
+            self.engine.add(if_idle)
         for mode in modes[:-1]:
             self.engine.step(mode)
         self.engine.step(modes[-1], failure=failure)
