@@ -30,7 +30,8 @@ from piecegraph.runner.common.outputs import RequestOutput
 from piecegraph.runner.common.sampling_params import SamplingParams
 from piecegraph.runner.common.speculative_config import SpeculativeConfig
 from piecegraph.runner.common.vllm_interface import OLDER_METHODS, UNAVAILABLE_METHODS
-from piecegraph.runner.distributed.executor import Executor, make_executor
+from piecegraph.runner.distributed.executor import make_executor
+from piecegraph.runner.distributed.protocol import Executor
 from piecegraph.runner.engine.metrics import Metric, pooling_metrics
 from piecegraph.runner.engine.vllm_engine import LLMEngine, ModelConfig
 from piecegraph.runner.models.generation_defaults import GenerationDefaults, default_sampling_params

@@ -14,15 +14,17 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from piecegraph import environment
 from piecegraph.compiler.common.private_folder import private_folder
 from piecegraph.errors import ConfigError, UsageError, WorkerError
 from piecegraph.runner.common.engine_config import DISTRIBUTED_TIMEOUT_S
+from piecegraph.runner.distributed.external_launcher import ExternalLauncherExecutor
+from piecegraph.runner.distributed.protocol import Executor, Method
 from piecegraph.runner.distributed.worker import Failure, Worker, WorkerJob
 
 if TYPE_CHECKING:
@@ -35,23 +37,6 @@ CAUSE_S = 1.5
 
 CLOSE_S = 3.0
 """How long workers have to end by themselves."""
-
-Method = str | Callable[..., Any]
-
-
-class Executor(Protocol):
-    """An executor decides which processes run the steps of an engine."""
-
-    def parallel(self) -> Parallel | None:
-        """Return how this process takes part in the engine; None: it is alone. Call it once, before loading."""
-
-    def collective_rpc(
-        self, loaded: Loaded, method: Method, timeout: float | None, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> list[Any]:
-        """Call a method of `Worker`, or a function of it, on every rank this executor reaches; results by rank."""
-
-    def close(self) -> None:
-        """End what the executor has started. Idempotent."""
 
 
 class UniProcExecutor:
@@ -319,4 +304,6 @@ def make_executor(config: EngineConfig) -> Executor:
         return UniProcExecutor()
     if config.distributed_executor_backend == "mp":
         return MpExecutor(config)
+    if config.distributed_executor_backend == "external_launcher":
+        return ExternalLauncherExecutor(config)
     raise ConfigError(f"distributed_executor_backend={config.distributed_executor_backend!r} is not available here.")

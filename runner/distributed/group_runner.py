@@ -11,6 +11,7 @@ from piecegraph.runner.tensor_parallel.process_group import RankGroup
 
 if TYPE_CHECKING:
     from piecegraph.runner.distributed.executor import MpExecutor
+    from piecegraph.runner.distributed.external_launcher import ExternalLauncherExecutor
     from piecegraph.runner.output.async_output import AsyncOutput
     from piecegraph.runner.sampling.options.grammar import GrammarOutput
     from piecegraph.runner.scheduling.scheduler_output import SchedulerOutput
@@ -72,3 +73,24 @@ class LeadingRunner(GroupRunner):
         """Free the graphs, and end the other ranks. Idempotent."""
         super().close()
         self._executor.close()
+
+
+class LaunchedRunner(GroupRunner):
+    """The runner of a rank that a launcher has started: each rank gets the same calls from its own program.
+
+    A call that does not end normally leaves the ranks out of step, so `WorkerError` is raised by all later calls.
+    """
+
+    def __init__(self, *, executor: ExternalLauncherExecutor, **parts: Any) -> None:
+        super().__init__(**parts)
+        self._executor = executor
+
+    def execute_model(self, output: SchedulerOutput, *, at_most: CUDAGraphMode = CUDAGraphMode.FULL) -> None:
+        """Compute the scheduled tokens, as all ranks do."""
+        with self._executor.in_step():
+            super().execute_model(output, at_most=at_most)
+
+    def sample_tokens(self, grammar_output: GrammarOutput | None = None) -> AsyncOutput:
+        """Sample, as all ranks do."""
+        with self._executor.in_step():
+            return super().sample_tokens(grammar_output)

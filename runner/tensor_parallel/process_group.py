@@ -26,6 +26,17 @@ def no_check() -> None:
     """Do nothing: what a rank does between looks at the store unless it watches others."""
 
 
+def launched_store(rank: int, num_ranks: int) -> dist.Store:
+    """Return the store at which the ranks of a launcher meet, under a name that only one engine has.
+
+    Every rank calls this as often and in the same order, as its program makes engines. torch reads MASTER_ADDR and
+    MASTER_PORT; under torchrun the store is that of its agent, else rank 0 starts one.
+    """
+    store, _, _ = next(iter(dist.rendezvous("env://", rank, num_ranks)))
+    number = store.add(f"piecegraph engines of rank {rank}", 1)
+    return dist.PrefixStore(f"piecegraph engine {number}", store)
+
+
 class RankGroup:
     """One rank's connection to the others: values of all ranks at start, then collectives.
 

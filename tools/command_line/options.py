@@ -210,8 +210,8 @@ LLM_FLAGS = (
     ),
     Flag(
         name="distributed_executor_backend",
-        type=click.Choice(["uniproc", "mp"]),
-        help="Who runs the ranks; without it uniproc for one rank, mp for several.",
+        type=click.Choice(["uniproc", "mp", "external_launcher"]),
+        help="Who runs the ranks: without it uniproc for one rank, mp for several; external_launcher under torchrun.",
     ),
     Flag(
         name="speculative_config",
@@ -407,7 +407,9 @@ class Command(click.Command):
             raise click.UsageError(f"No such option {error.option_name!r}. Did you mean {ours}?", ctx) from None
 
     def invoke(self, ctx: click.Context) -> Any:
+        from piecegraph.tools.command_line.quiet import only_rank_0_writes
         from piecegraph.tools.command_line.settings import check_environment
 
         check_environment()
-        return super().invoke(ctx)
+        with only_rank_0_writes(ctx):
+            return super().invoke(ctx)

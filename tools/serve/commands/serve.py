@@ -118,6 +118,11 @@ def command(model: str | None, quiet: bool, debug: bool, **values: Any) -> int:
 
 def serve_settings(model: str | None, values: dict[str, Any]) -> ServeSettings:
     """Return the settings of the flags in `values`. Raises `ConfigError`, also where a package is missing."""
+    if values["distributed_executor_backend"] == "external_launcher":
+        raise ConfigError(
+            "serve takes requests on one rank, and with distributed_executor_backend='external_launcher' every rank "
+            "needs them; leave it out."
+        )
     missing = missing_packages()
     if missing:
         raise ConfigError(

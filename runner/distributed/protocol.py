@@ -1,0 +1,28 @@
+"""`Executor`, the protocol of what runs the ranks of an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from piecegraph.runner.startup.load_engine import Loaded
+    from piecegraph.runner.tensor_parallel.parallel import Parallel
+
+Method = str | Callable[..., Any]
+"""The name of a method of `Worker`, or a function whose first argument is one."""
+
+
+class Executor(Protocol):
+    """An executor decides which processes run the steps of an engine."""
+
+    def parallel(self) -> Parallel | None:
+        """Return how this process takes part in the engine; None: it is alone. Call it once, before loading."""
+
+    def collective_rpc(
+        self, loaded: Loaded, method: Method, timeout: float | None, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> list[Any]:
+        """Call a method of `Worker`, or a function of it, on every rank this executor reaches; results by rank."""
+
+    def close(self) -> None:
+        """End what the executor has started. Idempotent."""
