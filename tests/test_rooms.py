@@ -162,6 +162,8 @@ def test_folders_are_small() -> None:
 
 COVERED_BY: Mapping[str, str] = {
     "passes/ops/collectives.py": "tests/runner/tensor_parallel/test_sharded_modules.py",
+    "runner/distributed/child_process.py": "tests/runner/distributed/test_executor.py",
+    "runner/distributed/child_program.py": "tests/runner/distributed/test_executor.py",
     "runner/distributed/protocol.py": "tests/runner/distributed/test_executor.py",
     "runner/distributed/group_runner.py": "tests/runner/distributed/test_executor.py",
     "runner/distributed/worker.py": "tests/runner/distributed/test_executor.py",

@@ -8,32 +8,38 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
-import socket
-import struct
-import subprocess
-import sys
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection, wait
+from dataclasses import replace
+from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any
 
-from piecegraph import environment
 from piecegraph.compiler.common.private_folder import private_folder
-from piecegraph.errors import ConfigError, UsageError, WorkerError
+from piecegraph.errors import ConfigError, WorkerError
 from piecegraph.runner.common.engine_config import DISTRIBUTED_TIMEOUT_S
+from piecegraph.runner.distributed.child_process import (
+    CAUSE_S,
+    Child,
+    end_all,
+    failure_from,
+    how_it_ended,
+    pickled,
+    start_child,
+    wait_for,
+)
+from piecegraph.runner.distributed.child_program import Failure
 from piecegraph.runner.distributed.external_launcher import ExternalLauncherExecutor
 from piecegraph.runner.distributed.protocol import Executor, Method
-from piecegraph.runner.distributed.worker import Failure, Worker, WorkerJob
+from piecegraph.runner.distributed.worker import Worker, WorkerJob
 
 if TYPE_CHECKING:
     from piecegraph.runner.common.engine_config import EngineConfig
     from piecegraph.runner.startup.load_engine import Loaded
     from piecegraph.runner.tensor_parallel.parallel import Parallel
 
-CAUSE_S = 1.5
-"""How long rank 0 waits, after a step failed, for a worker to say why."""
+WORKER = "piecegraph.runner.distributed.worker"
+"""The program of ranks 1 and up."""
 
 CLOSE_S = 3.0
 """How long workers have to end by themselves."""
@@ -56,15 +62,6 @@ class UniProcExecutor:
         """Do nothing."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Process:
-    """A worker, as rank 0 sees it."""
-
-    rank: int
-    process: subprocess.Popen[bytes]
-    channel: Connection
-
-
 class MpExecutor:
     """The executor of several processes on this machine, which it starts at once and which load beside this one.
 
@@ -78,21 +75,21 @@ class MpExecutor:
         self._store = str(private_folder("ranks") / "store")
         self._failure: str | None = None
         self._is_closed = False
-        self._processes: list[_Process] = []
+        self._processes: list[Child] = []
         lifeline, self._lifeline = os.pipe()
-        self._end = weakref.finalize(self, _end_all, self._processes, self._lifeline)
+        self._end = weakref.finalize(self, end_all, self._processes, self._lifeline)
         try:
             for rank in range(1, self._num_ranks):
-                self._processes.append(_start(rank, lifeline, self._timeout_s))
+                self._processes.append(start_child(WORKER, "rank", rank, lifeline, self._timeout_s))
             for each in self._processes:
                 job = WorkerJob(
                     config=replace(config, skip_tokenizer_init=True),
-                    rank=each.rank,
+                    rank=each.number,
                     num_ranks=self._num_ranks,
                     store=self._store,
                     timeout_s=self._timeout_s,
                 )
-                each.channel.send_bytes(_pickled(job, "the arguments of this LLM"))
+                each.channel.send_bytes(pickled(job, "the arguments of this LLM"))
         except BaseException:
             self.close()
             raise
@@ -158,7 +155,7 @@ class MpExecutor:
 
         Raises `UsageError` if the call cannot be sent to another process, and `WorkerError` if a rank raises.
         """
-        message = _pickled(("call", method, args, kwargs), "the call")
+        message = pickled(("call", method, args, kwargs), "the call")
         with self.in_step():
             for each in self._processes:
                 each.channel.send_bytes(message)
@@ -176,16 +173,16 @@ class MpExecutor:
             for each in self._processes:
                 with contextlib.suppress(OSError):
                     each.channel.send(("close",))
-            _wait_for(self._processes, CLOSE_S)
+            wait_for(self._processes, CLOSE_S)
         self._end()
 
-    def _answer(self, worker: _Process, deadline: float | None) -> Any:
+    def _answer(self, worker: Child, deadline: float | None) -> Any:
         left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
         if not wait([worker.channel], left):
-            raise TimeoutError(f"rank {worker.rank} did not answer in time")
+            raise TimeoutError(f"rank {worker.number} did not answer in time")
         name, value = worker.channel.recv()
         if name == "failed":
-            raise WorkerError(_text(worker, value))
+            raise WorkerError(how_it_ended(worker, value))
         return value
 
     def _fail(self, error: BaseException | None) -> WorkerError:
@@ -208,94 +205,22 @@ class MpExecutor:
         deadline = time.monotonic() + CAUSE_S
         while time.monotonic() < deadline and len(failures) + len(consequences) < len(self._processes):
             for each in self._processes:
-                if each.rank in failures or each.rank in consequences:
+                if each.number in failures or each.number in consequences:
                     continue
-                found = _failure_of(each)
+                found = failure_from(each)
                 if isinstance(found, Failure) and found.is_consequence:
-                    consequences.add(each.rank)
+                    consequences.add(each.number)
                 elif found is not None:
-                    failures[each.rank] = _text(each, found)
+                    failures[each.number] = how_it_ended(each, found)
             if failures:
                 break
             time.sleep(0.02)
         if failures:
             return min(failures.items())[1]
-        silent = [str(each.rank) for each in self._processes if each.rank not in consequences]
+        silent = [str(each.number) for each in self._processes if each.number not in consequences]
         if silent:
             return f"rank {', '.join(silent)} did not answer within {self._timeout_s:g} s ({error})."
         return f"the ranks lost each other: {error}."
-
-
-def _failure_of(worker: _Process) -> Failure | int | None:
-    """Return what a worker said, or the exit code of one that ended without a word; None: it runs."""
-    with contextlib.suppress(OSError, EOFError):
-        while worker.channel.poll():
-            name, value = worker.channel.recv()
-            if name == "failed":
-                assert isinstance(value, Failure), value
-                return value
-    return worker.process.poll()
-
-
-def _text(worker: _Process, found: Failure | int) -> str:
-    if isinstance(found, int):
-        return f"rank {worker.rank} (process {worker.process.pid}) ended with exit code {found}."
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        worker.process.wait(CAUSE_S)
-    code = worker.process.poll()
-    return f"rank {worker.rank} (process {worker.process.pid}, exit code {code}) failed: {found.error}."
-
-
-def _start(rank: int, lifeline: int, timeout_s: float) -> _Process:
-    """Start a worker. It has a session of its own, so that an interrupt from the keyboard reaches rank 0 alone.
-
-    A message that it does not take within `timeout_s` raises OSError.
-    """
-    ours, theirs = socket.socketpair()
-    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", max(int(timeout_s), 1), 0))
-    with theirs:
-        process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "piecegraph.runner.distributed.worker",
-                str(theirs.fileno()),
-                str(lifeline),
-                str(rank),
-            ],
-            env=environment.child_environment({}),
-            stdin=subprocess.DEVNULL,
-            stdout=2,  # standard output is for answers
-            pass_fds=(theirs.fileno(), lifeline),
-            start_new_session=True,
-        )
-    return _Process(rank, process, Connection(ours.detach()))
-
-
-def _pickled(value: object, what: str) -> bytes:
-    try:
-        return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise UsageError(f"{what} cannot be sent to another process: {error}.") from error
-
-
-def _wait_for(processes: Sequence[_Process], timeout_s: float) -> None:
-    deadline = time.monotonic() + timeout_s
-    for each in processes:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            each.process.wait(max(deadline - time.monotonic(), 0.0))
-
-
-def _end_all(processes: Sequence[_Process], lifeline: int) -> None:
-    """Kill the workers that still run, and wait for their end."""
-    with contextlib.suppress(OSError):
-        os.close(lifeline)
-    for each in processes:
-        if each.process.poll() is None:
-            each.process.kill()
-    for each in processes:
-        each.process.wait()
-        each.channel.close()
 
 
 def make_executor(config: EngineConfig) -> Executor:

@@ -1,21 +1,14 @@
-"""The program of a process that is one rank of an engine, and not rank 0: it loads, then does what rank 0 does.
-
-Its arguments are two file descriptors, the channel to rank 0 and the lifeline, and its rank. The lifeline has no
-content: it ends when the process of rank 0 ends, however that happens, and then this process ends too.
-"""
+"""The program of a process that is one rank of an engine, and not rank 0: it loads, then does what rank 0 does."""
 
 from __future__ import annotations
 
-import logging
 import os
-import signal
-import sys
-import threading
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
+
+from piecegraph.runner.distributed.child_program import run_child
 
 if TYPE_CHECKING:
     from piecegraph.runner.common.engine_config import EngineConfig
@@ -31,15 +24,6 @@ class WorkerJob:
     num_ranks: int
     store: str  # the file of the store that ranks meet at
     timeout_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Failure:
-    """Why a worker ends, in its own words."""
-
-    error: str  # the last line of the traceback
-    trace: str
-    is_consequence: bool  # whether another rank's end or silence is the cause
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,36 +63,12 @@ class Worker:
 
 def main() -> None:
     """Serve rank 0 until it says that all is over, or ends."""
-    channel, lifeline, rank = Connection(int(sys.argv[1])), int(sys.argv[2]), int(sys.argv[3])
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 gets it too, and ends this process
-    threading.Thread(target=_end_with, args=(lifeline,), name="piecegraph lifeline", daemon=True).start()
-    logging.basicConfig(format=f"[rank {rank}] %(levelname)s %(name)s: %(message)s")
-    code = 0
-    try:
+
+    def serve(channel: Connection, rank: int) -> None:
         job = channel.recv()
         _serve(channel, job, _load(job))
-    except EOFError:  # rank 0 has ended
-        pass
-    except BaseException as error:
-        code = 1
-        channel.send(("failed", failure_of(error)))
-    sys.stderr.flush()
-    os._exit(code)  # nothing here needs the interpreter's own end, which takes a second
 
-
-def failure_of(error: BaseException) -> Failure:
-    """Return what rank 0 is told about an error."""
-    from piecegraph.passes.ops.collectives import CollectiveError
-
-    lines = traceback.format_exception(error)
-    last = next((line.strip() for line in reversed("".join(lines).splitlines()) if line.strip()), repr(error))
-    return Failure(error=last, trace="".join(lines), is_consequence=isinstance(error, CollectiveError))
-
-
-def _end_with(lifeline: int) -> None:
-    """End this process when nothing holds the other end of `lifeline` any more."""
-    os.read(lifeline, 1)
-    os._exit(0)
+    run_child("rank", serve)
 
 
 def _load(job: WorkerJob) -> Loaded:
