@@ -122,7 +122,7 @@ def plan_graphs(
     if has_states:
         of_states = AttentionCGSupport.NEVER
         if device.type == "cpu":
-            of_states = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+            of_states = AttentionCGSupport.UNIFORM_BATCH
         if of_states < support:
             support, what = of_states, "the code of layers with states"
     resolved = resolve_cudagraph_mode(

@@ -48,6 +48,7 @@ from piecegraph.runner.speculative.common.fitting_draft import (
     FittingDraft,
     fitting_draft,
     naming_the_draft,
+    num_rollback,
     refuse_states,
 )
 from piecegraph.runner.state_layers.layer import StateLayer, state_layers
@@ -277,7 +278,8 @@ def _trace(
     ] = []
 
     def decide(calls: tuple[SplitCall, ...]) -> None:
-        layers, with_states = attention_layers(calls), state_layers(calls)
+        layers = attention_layers(calls)
+        with_states = state_layers(calls, rollback=num_rollback(config))
         check_layers(layers, loaded.config, with_states, max_model_len=max_model_len)
         refuse_states(config, with_states)
         fitted = config

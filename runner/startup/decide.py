@@ -14,7 +14,7 @@ from piecegraph.runner.kv_cache.groups import KVCacheLayout, fitting_block_size,
 from piecegraph.runner.models.load import LoadedModel
 from piecegraph.runner.models.support import check_layers
 from piecegraph.runner.sampling.batch_sampler import Sampler
-from piecegraph.runner.speculative.common.fitting_draft import refuse_states
+from piecegraph.runner.speculative.common.fitting_draft import num_rollback, refuse_states
 from piecegraph.runner.startup.step_kernels import NUM_TOKENS, AttentionOnlyModel, launch_step_kernels
 from piecegraph.runner.state_layers.layer import StateLayer, state_layers
 from piecegraph.runner.step.model_step import build_step, needs_host_batches
@@ -37,7 +37,7 @@ def decide_for(
     calls: tuple[SplitCall, ...], loaded: LoadedModel, config: EngineConfig, max_model_len: int, max_num_tokens: int
 ) -> Decided:
     """Return the decisions for a model whose graph has these split calls. Raises if the graph cannot be served."""
-    layers, with_states = attention_layers(calls), state_layers(calls)
+    layers, with_states = attention_layers(calls), state_layers(calls, rollback=num_rollback(config))
     check_layers(layers, loaded.config, with_states, max_model_len=max_model_len)
     refuse_states(config, with_states)
     if config.cached_states is not None and not with_states:

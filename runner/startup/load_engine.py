@@ -265,13 +265,18 @@ def _steps_ahead(config: EngineConfig, model: CompiledLM, device: torch.device) 
     None are if attention plans with lengths on the host that drafts make vary. Raises `ConfigError` if steps ahead were
     asked for all the same.
     """
-    if config.speculative is None or not model.attention.backend.needs_host_batch:
+    if config.speculative is None or not model.needs_host_batch:
         return int(runs_ahead(config, device.type))
-    if config.async_scheduling:
+    if config.async_scheduling and model.attention.backend.needs_host_batch:
         raise ConfigError(
             "async_scheduling=True launches a step before the lengths of requests with drafts are known, and attention "
             f"backend {model.attention.backend.name!r} plans with these lengths; leave it out, or choose another "
             "attention_backend."
+        )
+    if config.async_scheduling:
+        raise ConfigError(
+            "async_scheduling=True launches a step before the lengths of requests with drafts are known, and layers "
+            f"with states ({model.state_layers[0].name}) are planned with these lengths on a GPU; leave it out."
         )
     return 0
 

@@ -19,15 +19,18 @@ class StateLayer:
     name: str  # the module's name in the model, e.g. "model.layers.3.linear_attn"
     op: str  # one of `STATE_OPS`
     states: tuple[CacheTensor, ...]
+    rollback: int = 0  # tokens by which the state can be taken back
 
     @property
     def cache_spec(self) -> CacheSpec:
         """Return what the layer keeps: one state a block."""
-        return CacheSpec(kind=CacheKind.STATE, tensors=self.states)
+        return CacheSpec(kind=CacheKind.STATE, tensors=self.states, rollback=self.rollback)
 
 
-def state_layers(calls: Sequence[SplitCall]) -> tuple[StateLayer, ...]:
+def state_layers(calls: Sequence[SplitCall], *, rollback: int = 0) -> tuple[StateLayer, ...]:
     """Return the layers with states of a graph's split calls, in the order the model runs them.
+
+    `rollback`: the tokens by which states can be taken back, the most drafts of a step.
 
     Raises `UnsupportedModel` if a layer runs twice a step: its second call would begin with the state of its first.
     """
@@ -41,7 +44,8 @@ def state_layers(calls: Sequence[SplitCall]) -> tuple[StateLayer, ...]:
                 f"{name} runs more than once in a forward pass; its second call would continue from the state of its "
                 "first. Models that share one module with a state between layers cannot run here."
             )
-        layers[name] = StateLayer(name=name, op=call.op, states=STATE_OPS[call.op](*_specs(call)))
+        states = STATE_OPS[call.op](*_specs(call))
+        layers[name] = StateLayer(name=name, op=call.op, states=states, rollback=rollback)
     return tuple(layers.values())
 
 

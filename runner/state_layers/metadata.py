@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
-from piecegraph.runner.attention.interface.metadata import PAD_SLOT_ID, AttentionMetadata
+from piecegraph.runner.attention.interface.metadata import PAD_SLOT_ID, AttentionMetadata, HostBatch
 from piecegraph.runner.device_memory.host_memory.host_copy import to_device
+from piecegraph.runner.state_layers.recent_states import DecodingRows, place_of
 
 NO_STATE = -1
 """The block of a request that begins without a state, and of one whose state is kept nowhere."""
@@ -35,14 +37,29 @@ class StateDecodes:
 
 
 @dataclass(frozen=True, slots=True)
+class StateRound:
+    """One token each of decoding requests whose states can be taken back; see `recent_states`."""
+
+    rows: torch.Tensor  # [num_reqs] int64
+    reads: torch.Tensor  # [num_reqs] int64, places of last states, 0 where the state is in a block
+    blocks: torch.Tensor | None  # [num_reqs] int64, the blocks of states, 0 where it is a last one; None: all are
+    is_in_block: torch.Tensor | None  # [num_reqs] bool; None: nowhere
+    writes: torch.Tensor  # [num_reqs] int64, places
+    at_boundary: torch.Tensor | None  # [num_boundaries] int64, requests whose token ends a block; None: none
+    boundaries: torch.Tensor | None  # [num_boundaries] int64, these blocks
+
+
+@dataclass(frozen=True, slots=True)
 class StatePlan:
     """A step of one group of layers with states.
 
-    The sequences run first and in order: one may begin with a state that an earlier one leaves. Then the decodes run.
+    The sequences run first and in order: one may begin with a state that an earlier one leaves. Then the decodes run,
+    and the rounds, in order.
     """
 
     sequences: tuple[StateSequence, ...]
     decodes: StateDecodes | None  # None: there are none
+    rounds: tuple[StateRound, ...]  # the first, second, ... tokens of decoding requests; empty without drafts
     num_rows: int  # of requests; those after are padding
 
 
@@ -52,6 +69,7 @@ class StateMetadata(AttentionMetadata):
 
     block_size: int  # the kernels' block size, that of a page of the tables
     pages_per_block: int
+    decoding: DecodingRows | None  # None: no state can be taken back
     planned: StatePlan | None  # None: the tensors, which a graph refills, are read when a layer runs
 
     def plan(self) -> StatePlan:
@@ -66,16 +84,18 @@ class StateMetadata(AttentionMetadata):
             block_size=self.block_size,
             pages_per_block=self.pages_per_block,
             device=self.query_start_loc.device,
+            decoding=self.decoding,
         )
 
 
 @dataclass(frozen=True, slots=True)
 class StateMetadataBuilder:
-    """A builder of `StateMetadata`; it has no buffers."""
+    """A builder of `StateMetadata`; it has no buffers of its own."""
 
     block_size: int
     pages_per_block: int
     device: torch.device
+    decoding: DecodingRows | None = None  # None: no state can be taken back
 
     def build(self, common: AttentionMetadata) -> StateMetadata:
         """Plan the step on the host, if the host knows the batch: nothing waits for the device."""
@@ -90,6 +110,8 @@ class StateMetadataBuilder:
                 block_size=self.block_size,
                 pages_per_block=self.pages_per_block,
                 device=self.device,
+                decoding=self.decoding,
+                host=host,
             )
         return self._metadata(common, planned)
 
@@ -105,6 +127,7 @@ class StateMetadataBuilder:
             **{name: getattr(common, name) for name in AttentionMetadata.__dataclass_fields__},
             block_size=self.block_size,
             pages_per_block=self.pages_per_block,
+            decoding=self.decoding,
             planned=planned,
         )
 
@@ -118,11 +141,18 @@ def state_plan(
     block_size: int,
     pages_per_block: int,
     device: torch.device,
+    decoding: DecodingRows | None = None,
+    host: HostBatch | None = None,
 ) -> StatePlan:
-    """Return the plan of a batch. A request whose tokens are cached nowhere begins without a state and leaves none."""
+    """Return the plan of a batch. A request whose tokens are cached nowhere begins without a state and leaves none.
+
+    `decoding`: the requests that decode, if their states can be taken back; read from `host` if it is given.
+    """
     sequences: list[StateSequence] = []
     decodes: list[tuple[int, int, int]] = []  # row, read, write
+    rounds: list[list[_RoundToken]] = []
     tables = block_table.tolist()
+    state_rows, prefill_lens = ((), ()) if decoding is None else decoding.of_batch(len(seq_lens), host)
     for request, seq_len in enumerate(seq_lens):
         start, end = query_start_loc[request], query_start_loc[request + 1]
         if start == end:
@@ -134,7 +164,13 @@ def state_plan(
                 sequences.append(StateSequence(start, NO_STATE, ((end, NO_STATE),)))
             continue
         blocks = [page // pages_per_block for page in tables[request][::pages_per_block]]
-        sequence = _sequence(start, seq_len - (end - start), seq_len, blocks, block_size * pages_per_block)
+        num_computed = seq_len - (end - start)
+        if decoding is not None and num_computed >= prefill_lens[request] > 0:
+            is_first = num_computed == prefill_lens[request]
+            places = [place_of(state_rows[request], p, decoding.num_places) for p in range(num_computed - 1, seq_len)]
+            _add_to_rounds(rounds, start, num_computed, places, blocks, block_size * pages_per_block, is_first=is_first)
+            continue
+        sequence = _sequence(start, num_computed, seq_len, blocks, block_size * pages_per_block)
         if end - start == 1:
             decodes.append((start, sequence.read, sequence.segments[-1][1]))
         else:
@@ -142,6 +178,7 @@ def state_plan(
     return StatePlan(
         sequences=tuple(sequences),
         decodes=_decodes(decodes, device) if decodes else None,
+        rounds=tuple([_round(tokens, device) for tokens in rounds]),
         num_rows=query_start_loc[len(seq_lens)],
     )
 
@@ -171,4 +208,63 @@ def _decodes(decodes: Sequence[tuple[int, int, int]], device: torch.device) -> S
         is_fresh=to_device(is_fresh, torch.bool, device) if any(is_fresh) else None,
         writes=to_device([writes[place] for place in written], torch.int64, device),
         written=None if len(written) == len(writes) else to_device(written, torch.int64, device),
+    )
+
+
+class _RoundToken(NamedTuple):
+    """One token of a decoding request, and where its states are."""
+
+    row: int
+    read: int  # a place, or NO_STATE: the state is in a block
+    block: int  # that block, or NO_STATE
+    write: int  # a place
+    boundary: int  # the block that the token ends and whose state is kept, or NO_STATE
+
+
+def _add_to_rounds(
+    rounds: list[list[_RoundToken]],
+    start: int,
+    num_computed: int,
+    places: Sequence[int],
+    blocks: Sequence[int],
+    block_size: int,
+    *,
+    is_first: bool,
+) -> None:
+    """Add the tokens of a request, which are the rows from `start` on, to the rounds, one to each.
+
+    `places`: of the token before them, and of each of them. `is_first`: the token before them is the last of those that
+    the request was added with, whose state is in a block. A group with one slot keeps no boundaries; to write them
+    does no harm, since its block is read at first only.
+    """
+    for number in range(len(places) - 1):
+        position = num_computed + number
+        is_in_block = is_first and number == 0
+        if number == len(rounds):
+            rounds.append([])
+        rounds[number].append(
+            _RoundToken(
+                row=start + number,
+                read=NO_STATE if is_in_block else places[number],
+                block=blocks[(position - 1) // block_size] if is_in_block else NO_STATE,
+                write=places[number + 1],
+                boundary=NO_STATE if (position + 1) % block_size else blocks[position // block_size],
+            )
+        )
+
+
+def _round(tokens: Sequence[_RoundToken], device: torch.device) -> StateRound:
+    def column(values: Sequence[int]) -> torch.Tensor:
+        return to_device([max(value, 0) for value in values], torch.int64, device)
+
+    is_in_block = [token.read == NO_STATE for token in tokens]
+    ends = [place for place, token in enumerate(tokens) if token.boundary != NO_STATE]
+    return StateRound(
+        rows=column([token.row for token in tokens]),
+        reads=column([token.read for token in tokens]),
+        blocks=column([token.block for token in tokens]) if any(is_in_block) else None,
+        is_in_block=to_device(is_in_block, torch.bool, device) if any(is_in_block) else None,
+        writes=column([token.write for token in tokens]),
+        at_boundary=column(ends) if ends else None,
+        boundaries=column([tokens[place].boundary for place in ends]) if ends else None,
     )

@@ -23,7 +23,7 @@ from piecegraph.runner.state_layers.calls import (
 )
 from piecegraph.runner.state_layers.causal_conv import causal_conv
 from piecegraph.runner.state_layers.delta_rule import gated_delta_rule
-from piecegraph.runner.state_layers.metadata import NO_STATE, StateMetadata
+from piecegraph.runner.state_layers.metadata import NO_STATE, StateMetadata, StateRound
 from piecegraph.runner.state_layers.selective_scan import selective_scan
 
 States = Sequence[torch.Tensor]
@@ -63,7 +63,29 @@ def run_layer(inputs: Sequence[torch.Tensor], out: torch.Tensor, layer: str, sca
         out[decodes.rows] = result[:, 0].to(out.dtype)
         for kept, state in zip(cache, states, strict=True):
             kept[decodes.writes] = (state if decodes.written is None else state[decodes.written]).to(kept.dtype)
+    recent = context.recent_states.get(layer, ())
+    for each in plan.rounds:
+        _run_round(each, inputs, out, scan, cache, recent)
     out[plan.num_rows :].zero_()
+
+
+def _run_round(
+    plan: StateRound, inputs: Sequence[torch.Tensor], out: torch.Tensor, scan: Scan, cache: States, recent: States
+) -> None:
+    """Run one token of each request of a round."""
+    states = [kept[plan.reads] for kept in recent]
+    if plan.is_in_block is not None:
+        in_block = [plan.is_in_block.view(-1, *[1] * (state.dim() - 1)) for state in states]
+        states = [
+            torch.where(mask, kept[plan.blocks], state)
+            for mask, kept, state in zip(in_block, cache, states, strict=True)
+        ]
+    result, after = scan([each[plan.rows].unsqueeze(1) for each in inputs], states)
+    out[plan.rows] = result[:, 0].to(out.dtype)
+    for last, kept, state in zip(recent, cache, after, strict=True):
+        last[plan.writes] = state.to(last.dtype)
+        if plan.at_boundary is not None:
+            kept[plan.boundaries] = state[plan.at_boundary].to(kept.dtype)
 
 
 def _linear_attention(

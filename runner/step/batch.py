@@ -93,4 +93,8 @@ def host_batch(
         block_table=block_table,
         slot_mapping=slot_mapping,
         reaches=reaches,
+        rows=tuple([states.row(item.request_id) for item in scheduled]) if states.keeps_prefill_lens else (),
+        prefill_lens=tuple([states.host_prefill_len(item.request_id) for item in scheduled])
+        if states.keeps_prefill_lens
+        else (),
     )

@@ -27,6 +27,7 @@ from piecegraph.runner.sampling.gumbel_sample import gumbel_sample
 from piecegraph.runner.scheduling.kv_cache_group import blocks_for
 from piecegraph.runner.state_layers.layer import StateLayer
 from piecegraph.runner.state_layers.metadata import StateMetadataBuilder
+from piecegraph.runner.state_layers.recent_states import DecodingRows, RecentStates, allocate_recent_states
 from piecegraph.runner.step.prepare_inputs import prepare_inputs
 from piecegraph.runner.step.prompt_embeds import EmbedsBatch, EmbedsForward
 from piecegraph.runner.step.state.input_buffers import InputBuffers
@@ -53,6 +54,7 @@ class ModelStep:
     layout: KVCacheLayout
     kv_caches: Mapping[str, KVCache]  # by the layer's name; one tensor for all layers that share it
     state_caches: Mapping[str, StateCache]  # by the layer's name
+    recent_states: RecentStates  # of layers whose states can be taken back
     states: RequestStates
     buffers: InputBuffers
     sampler: Sampler
@@ -70,6 +72,8 @@ class ModelStep:
         if self.layout.page_bytes is not None:  # every layer has views of its own
             caches: Mapping[str, LayerCache] = {**self.kv_caches, **self.state_caches}
             tensors += [(f"cache of {name}", tensor) for name, cache in caches.items() for tensor in cache.tensors]
+        for name, recent in self.recent_states.items():
+            tensors += [(f"last states of {name}", tensor) for tensor in recent]
         return [(name, value) for name, value in tensors if isinstance(value, torch.Tensor)]
 
     def prepare(self, num_tokens: int, num_reqs: int) -> None:
@@ -84,6 +88,7 @@ class ModelStep:
             metadata=groups[0],
             kv_caches=self.kv_caches,
             state_caches=self.state_caches,
+            recent_states=self.recent_states,
             group_metadata=groups if len(groups) > 1 else (),
             group_of=self.layout.group_of,
             cudagraph_mode=mode,
@@ -181,29 +186,35 @@ def build_step(
     pages_per_block = config.block_size // block_size
     num_groups = len(layout.groups)
     kv_caches, state_caches = _caches_of_one_block(layers, state_layers, layout, block_size, device)
+    rollback = max((layer.rollback for layer in state_layers), default=0)
+    states = RequestStates(
+        max_num_reqs=config.max_num_seqs,
+        max_model_len=sampler.max_model_len,
+        max_blocks=max_blocks,
+        num_groups=num_groups,
+        pages_per_block=pages_per_block,
+        device=device,
+        keeps_host_blocks=needs_host_batches(backend, state_layers, device),
+        keeps_prefill_lens=rollback > 0,
+    )
+    buffers = InputBuffers(
+        max_num_tokens=max(max_num_tokens, config.max_num_seqs),
+        max_num_reqs=config.max_num_seqs,
+        max_blocks=max_blocks * pages_per_block,
+        num_groups=num_groups,
+        device=device,
+    )
+    decoding = DecodingRows(1 + rollback, buffers.idx_mapping, states.prefill_lens) if rollback else None
     return ModelStep(
         forward=forward,
         impl=backend.impl(),
-        metadata_builder=_metadata_builder(layers, layout, backend, config, block_size, device),
+        metadata_builder=_metadata_builder(layers, layout, backend, config, block_size, device, decoding),
         layout=layout,
         kv_caches=kv_caches,
         state_caches=state_caches,
-        states=RequestStates(
-            max_num_reqs=config.max_num_seqs,
-            max_model_len=sampler.max_model_len,
-            max_blocks=max_blocks,
-            num_groups=num_groups,
-            pages_per_block=pages_per_block,
-            device=device,
-            keeps_host_blocks=needs_host_batches(backend, state_layers, device),
-        ),
-        buffers=InputBuffers(
-            max_num_tokens=max(max_num_tokens, config.max_num_seqs),
-            max_num_reqs=config.max_num_seqs,
-            max_blocks=max_blocks * pages_per_block,
-            num_groups=num_groups,
-            device=device,
-        ),
+        recent_states=allocate_recent_states(state_layers, config.max_num_seqs, device),
+        states=states,
+        buffers=buffers,
         sampler=sampler,
         block_size=block_size,
     )
@@ -238,12 +249,13 @@ def _metadata_builder(
     config: EngineConfig,
     block_size: int,
     device: torch.device,
+    decoding: DecodingRows | None,
 ) -> StepMetadataBuilder:
     """Return the builder of a step's metadata, over kernel blocks of `block_size`."""
     of_attention = backend.metadata_builder(layers, block_size, device, max_num_reqs=config.max_num_seqs)
     if not any(group.is_state for group in layout.groups):
         return StepMetadataBuilder(of_attention)
-    of_states = StateMetadataBuilder(block_size, config.block_size // block_size, device)
+    of_states = StateMetadataBuilder(block_size, config.block_size // block_size, device, decoding)
     return StepMetadataBuilder(
         of_attention, tuple(of_states if group.is_state else of_attention for group in layout.groups)
     )

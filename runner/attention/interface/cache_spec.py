@@ -49,10 +49,12 @@ class CacheSpec:
     window: int = 0  # tokens of a SLIDING layer, the token itself included
     chunk_size: int = 0  # tokens of a chunk of a CHUNKED layer
     values_in_keys: int | None = None  # the first numbers of a key that are the value; None: values are kept apart
+    rollback: int = 0  # tokens by which a STATE can be taken back; see `recent_states`
 
     def __post_init__(self) -> None:
         assert bool(self.window) is (self.kind is CacheKind.SLIDING), f"a window of {self.window}, {self.kind}"
         assert bool(self.chunk_size) is (self.kind is CacheKind.CHUNKED), f"chunks of {self.chunk_size}, {self.kind}"
+        assert not self.rollback or self.kind is CacheKind.STATE, f"a rollback of {self.rollback}, {self.kind}"
 
     @property
     def reach(self) -> Reach:

@@ -14,6 +14,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import torch
+
     from piecegraph.runner.attention.interface.backend import AttentionImpl
     from piecegraph.runner.attention.interface.kv_cache import KVCache, StateCache
     from piecegraph.runner.attention.interface.metadata import AttentionMetadata
@@ -33,6 +35,7 @@ class ForwardContext(StepContext):
     metadata: AttentionMetadata  # of all layers, or of the first group of them
     kv_caches: Mapping[str, KVCache]  # by the layer's name
     state_caches: Mapping[str, StateCache] = field(default_factory=dict)  # by the layer's name
+    recent_states: Mapping[str, tuple[torch.Tensor, ...]] = field(default_factory=dict)  # see `recent_states`
     group_metadata: tuple[AttentionMetadata, ...] = ()  # of each group of layers; empty: there is one group
     group_of: Mapping[str, int] = field(default_factory=dict)  # by the layer's name; read if there are several groups
     cudagraph_mode: str = "NONE"  # how this step runs; set by the dispatcher once there are graphs

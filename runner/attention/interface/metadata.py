@@ -22,6 +22,8 @@ class HostBatch:
     block_table: torch.Tensor  # [num_reqs, max_blocks] int64
     slot_mapping: torch.Tensor  # [num_tokens] int64
     reaches: frozenset[Reach] | None = None  # those of the layers this is for; None: any may occur
+    rows: tuple[int, ...] = ()  # num_reqs, the state rows; known if states can be taken back
+    prefill_lens: tuple[int, ...] = ()  # num_reqs, the positions from which requests decode; known with `rows`
 
     @property
     def query_lens(self) -> tuple[int, ...]:

@@ -88,12 +88,17 @@ def draft_source(config: EngineConfig) -> ModelSource:
 
 
 def refuse_states(config: EngineConfig, layers: Sequence[StateLayer]) -> None:
-    """Raise `UnsupportedModel` if `layers` with states belong to a model with drafts, or to a draft."""
-    if config.speculative is not None and layers:
+    """Raise `UnsupportedModel` if `layers` with states belong to a draft model, or to a model that has one."""
+    if config.speculative is not None and layers and config.speculative.method != "ngram":
         raise UnsupportedModel(
-            f"{layers[0].name} keeps a state, which cannot be taken back when a draft is rejected; "
-            + ("choose another draft." if config.is_draft else "leave speculative_config out.")
+            f"{layers[0].name} keeps a state, and layers of a draft model are kept beside keys and values only; "
+            + ("choose another draft." if config.is_draft else "take method 'ngram', or leave speculative_config out.")
         )
+
+
+def num_rollback(config: EngineConfig) -> int:
+    """Return the tokens by which states must be taken back when drafts are rejected."""
+    return 0 if config.speculative is None or config.is_draft else config.speculative.num_speculative_tokens
 
 
 @contextmanager

@@ -45,6 +45,7 @@ class RequestStates:
         num_groups: int = 1,
         pages_per_block: int = 1,
         keeps_host_blocks: bool = False,
+        keeps_prefill_lens: bool = False,
     ) -> None:
         """Allocate the rows.
 
@@ -57,6 +58,7 @@ class RequestStates:
             pages_per_block: the number of pages (the blocks that kernels see) in an allocated block. Block `b` is the
                 pages from `b * pages_per_block` on; the tables hold pages.
             keeps_host_blocks: whether the host keeps each row's pages, too, for backends that plan there.
+            keeps_prefill_lens: whether it keeps `prefill_lens`, too.
         """
         self._num_rows = max_num_reqs
         self._num_groups = num_groups
@@ -69,6 +71,7 @@ class RequestStates:
         """The pages of each request, `[num_groups, rows, max_blocks * pages_per_block]` int32."""
         self._numbers = StagedWriteTensor((2, max_num_reqs), torch.int32, device)
         self._host_blocks: list[list[int]] | None = [[] for _ in range(tables[0])] if keeps_host_blocks else None
+        self._host_prefill_lens: dict[str, int] | None = {} if keeps_prefill_lens else None
         self._free = list(reversed(range(max_num_reqs)))
         self._rows: dict[str, int] = {}
 
@@ -107,6 +110,16 @@ class RequestStates:
         """Return the row of a request."""
         return self._rows[request_id]
 
+    @property
+    def keeps_prefill_lens(self) -> bool:
+        """Whether `host_prefill_len` can be called."""
+        return self._host_prefill_lens is not None
+
+    def host_prefill_len(self, request_id: str) -> int:
+        """Return the number of tokens that were known when a request was added; requires `keeps_prefill_lens`."""
+        assert self._host_prefill_lens is not None, "keeps_prefill_lens was not asked for"
+        return self._host_prefill_lens[request_id]
+
     def host_blocks(self, request_id: str, group: int = 0) -> Sequence[int]:
         """Return the pages of a request, in order; requires `keeps_host_blocks`."""
         assert self._host_blocks is not None, "keeps_host_blocks was not asked for"
@@ -130,6 +143,8 @@ class RequestStates:
         self._token_ids.stage_write(row, 0, token_ids)
         self._numbers.stage_write(0, row, [len(token_ids)])
         self._numbers.stage_write(1, row, [num_computed_tokens])
+        if self._host_prefill_lens is not None:
+            self._host_prefill_lens[request_id] = len(token_ids)
         for group, blocks in enumerate(block_ids):
             self.add_blocks(request_id, 0, blocks, group)
         return row
@@ -171,11 +186,15 @@ class RequestStates:
         row = self._rows.pop(request_id, None)
         if row is not None:
             self._free.append(row)
+            if self._host_prefill_lens is not None:
+                self._host_prefill_lens.pop(request_id, None)
         return row
 
     def clear(self) -> None:
         """Free all rows, also those that an interrupted `add` has lost, and discard all staged writes."""
         self._rows = {}
+        if self._host_prefill_lens is not None:
+            self._host_prefill_lens = {}
         self._free = list(reversed(range(self._num_rows)))
         for staged in (self._token_ids, self._block_table, self._numbers):
             staged.clear_staged()

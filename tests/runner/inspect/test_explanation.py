@@ -130,15 +130,15 @@ def test_prompt_lookup_has_verifications_and_no_second_model(config: EngineConfi
 
 
 def test_a_draft_that_llm_refuses_is_refused(config: EngineConfig, tmp_path: Path) -> None:
-    """As is a model whose states cannot be taken back."""
+    """As is a draft model for a model with states, which prompt lookup can draft for."""
     llama_config(vocab_size=77).save_pretrained(str(tmp_path / "other"))
     speculative = SpeculativeConfig(method="draft_model", model=str(tmp_path / "other"), num_speculative_tokens=3)
     with pytest.raises(ConfigError, match="the draft model: .*a vocabulary of 77 tokens"):
         explain(replace(config, speculative=speculative))
     HYBRIDS["lfm2"]().save_pretrained(str(tmp_path / "hybrid"))
     hybrid = replace(config, source=ModelSource(model=str(tmp_path / "hybrid")))
-    with pytest.raises(UnsupportedModel, match="keeps a state, which cannot be taken back"):
-        explain(replace(hybrid, speculative=SpeculativeConfig(method="ngram", num_speculative_tokens=3)))
+    with pytest.raises(UnsupportedModel, match="keeps a state, and layers of a draft model"):
+        explain(replace(hybrid, speculative=replace(speculative, model=str(tmp_path / "hybrid"))))
 
 
 def test_the_model_is_described(explained: Explanation) -> None:

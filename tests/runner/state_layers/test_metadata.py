@@ -6,10 +6,15 @@ import torch
 
 from piecegraph.runner.attention.interface.metadata import PAD_SLOT_ID
 from piecegraph.runner.state_layers.metadata import NO_STATE, StatePlan, StateSequence, state_plan
+from piecegraph.runner.state_layers.recent_states import DecodingRows
 
 
 def plan(
-    lens: list[tuple[int, int]], tables: list[list[int]], dummies: tuple[int, ...] = (), ratio: int = 1
+    lens: list[tuple[int, int]],
+    tables: list[list[int]],
+    dummies: tuple[int, ...] = (),
+    ratio: int = 1,
+    decoding: DecodingRows | None = None,
 ) -> StatePlan:
     """The plan of requests `(computed, tokens of this step)` over blocks of 4 tokens, `ratio` pages each."""
     starts = [0]
@@ -28,6 +33,7 @@ def plan(
         block_size=4 // ratio,
         pages_per_block=ratio,
         device=torch.device("cpu"),
+        decoding=decoding,
     )
 
 
@@ -61,3 +67,23 @@ def test_dummies_leave_nothing_and_padded_requests_have_no_rows() -> None:
     assert found.decodes is not None and found.decodes.written is not None
     assert (found.decodes.writes.tolist(), found.decodes.written.tolist()) == ([4], [1])
     assert found.num_rows == 8
+
+
+def test_the_last_states_of_requests_that_decode_have_places() -> None:
+    """With 2 drafts a request has 3 places. Requests 0 and 1 decode, in rows 2 and 0, the first of them for the first
+    time; request 2 still computes its prompt. The tokens 3 and 7 end blocks of 4.
+    """
+    rows = DecodingRows(3, torch.tensor([2, 0, 1, -1], dtype=torch.int32), torch.tensor([5, 9, 3], dtype=torch.int32))
+    found = plan([(3, 3), (6, 2), (4, 3), (0, 0)], [[7, 8], [5, 6], [3, 4], [0]], decoding=rows)
+    assert found.sequences == (StateSequence(5, 3, ((8, 4),)),)
+    assert found.decodes is None and len(found.rounds) == 3
+    first, second, third = found.rounds
+    assert first.is_in_block is not None and first.blocks is not None
+    assert (first.rows.tolist(), first.is_in_block.tolist()) == ([0, 3], [True, False])
+    assert (first.blocks[0].item(), first.reads[1].item()) == (7, 0 * 3 + 5 % 3)
+    assert first.writes.tolist() == [2 * 3 + 3 % 3, 0 * 3 + 6 % 3]
+    assert first.boundaries is not None and first.at_boundary is not None
+    assert (first.at_boundary.tolist(), first.boundaries.tolist()) == ([0], [7])
+    assert (second.rows.tolist(), second.reads.tolist()) == ([1, 4], [6, 0]) and second.is_in_block is None
+    assert second.boundaries is not None and second.boundaries.tolist() == [6]
+    assert third.rows.tolist() == [2] and third.boundaries is None

@@ -1,0 +1,65 @@
+"""The last states of each request, kept so that a step can be taken back to a token that it computed.
+
+A step that verifies drafts computes tokens of which some may be rejected. It keeps the state after each of them, beside
+the blocks of the cache: that after the token at position `p` in place `p % num_places` of the request's row. A request
+that goes on after any of its last `num_places` tokens so finds the state after that token, and no step has to be told
+which drafts were accepted.
+
+Blocks hold the states after prompts, from where the first token is decoded, and those at block boundaries, for requests
+with the same prefix. A boundary behind a rejected draft is written again when its token is decided, and no request can
+find a block before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from piecegraph.runner.attention.interface.metadata import HostBatch
+from piecegraph.runner.state_layers.layer import StateLayer
+
+RecentStates = Mapping[str, tuple[torch.Tensor, ...]]
+"""By the layer's name, its tensors, each `[num_rows * num_places, *shape of a state]`."""
+
+
+def allocate_recent_states(layers: Sequence[StateLayer], num_rows: int, device: torch.device) -> RecentStates:
+    """Return tensors for the last `1 + rollback` states of `num_rows` requests, for layers with a rollback."""
+    return {
+        layer.name: tuple(
+            torch.zeros((num_rows * (1 + layer.rollback), *state.shape), dtype=state.dtype, device=device)
+            for state in layer.states
+        )
+        for layer in layers
+        if layer.rollback
+    }
+
+
+def place_of(row: int, position: int, num_places: int) -> int:
+    """Return where the state after the token at `position` of the request in `row` lies."""
+    return row * num_places + position % num_places
+
+
+def state_after(recent: Sequence[torch.Tensor], row: int, position: int, num_places: int) -> tuple[torch.Tensor, ...]:
+    """Return a layer's states after the token at `position`, one of the request's last `num_places` decoded ones."""
+    return tuple(each[place_of(row, position, num_places)] for each in recent)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodingRows:
+    """Which requests of a batch decode, and where their last states are."""
+
+    num_places: int  # of a request
+    idx_mapping: torch.Tensor  # [max_num_reqs] int32: the state row of each request of the batch; -1: padding
+    prefill_lens: torch.Tensor  # [rows] int32: a request decodes from this position on
+
+    def of_batch(self, num_reqs: int, host: HostBatch | None) -> tuple[Sequence[int], Sequence[int]]:
+        """Return the row of each request of the batch, and the position from which it decodes.
+
+        Waits for the device unless `host` is given, whose rows may be empty for a batch of dummy tokens.
+        """
+        if host is not None:
+            return (host.rows, host.prefill_lens) if host.rows else ([-1] * num_reqs, [0] * num_reqs)
+        rows = self.idx_mapping[:num_reqs]
+        return rows.tolist(), self.prefill_lens[rows.long().clamp(min=0)].tolist()
