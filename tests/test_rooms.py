@@ -168,6 +168,7 @@ COVERED_BY: Mapping[str, str] = {
     "runner/distributed/group_runner.py": "tests/runner/distributed/test_executor.py",
     "runner/distributed/worker.py": "tests/runner/distributed/test_executor.py",
     "runner/quantization/modules.py": "tests/runner/quantization/test_quantise.py",
+    "runner/distributed/watched_output.py": "tests/runner/distributed/test_ranks_gpu.py",
     "runner/tensor_parallel/parallel.py": "tests/runner/tensor_parallel/test_process_group.py",
     "runner/tensor_parallel/summary.py": "tests/tools/commands/test_explain.py",
     "compiler/torch_compat/fake_tensors.py": "tests/compiler/building/test_deferred_weights.py",

@@ -106,6 +106,11 @@ class MpExecutor:
         """The processes of ranks 1 and up."""
         return tuple(each.process.pid for each in self._processes)
 
+    @property
+    def timeout_s(self) -> float:
+        """How long a rank waits for another in a step, in seconds."""
+        return self._timeout_s
+
     def parallel(self) -> Parallel:
         """Return how rank 0 takes part in the engine."""
         import torch.distributed as dist

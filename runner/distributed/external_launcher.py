@@ -59,7 +59,14 @@ class ExternalLauncherExecutor:
         from piecegraph.runner.tensor_parallel.process_group import RankGroup, launched_store
 
         store = launched_store(self.rank, self.num_ranks)
-        group = RankGroup(store, self.rank, self.num_ranks, self._timeout_s, is_one_host=self._is_one_host)
+        group = RankGroup(
+            store,
+            self.rank,
+            self.num_ranks,
+            self._timeout_s,
+            is_one_host=self._is_one_host,
+            local_rank=self.rank if environment.read("LOCAL_RANK") is None else _number("LOCAL_RANK"),
+        )
 
         def kind(**parts: Any) -> LaunchedRunner:
             return LaunchedRunner(executor=self, group=group, **parts)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
 from piecegraph.passes.ops.collectives import running_in
+from piecegraph.runner.distributed.watched_output import WatchedOutput
 from piecegraph.runner.engine.model_runner import ModelRunner
 from piecegraph.runner.tensor_parallel.process_group import RankGroup
 
@@ -60,7 +61,10 @@ class LeadingRunner(GroupRunner):
         """Sample on all ranks, and return what rank 0 drew."""
         with self._executor.in_step():
             self._executor.send("sample", grammar_output)
-            return super().sample_tokens(grammar_output)
+            output = super().sample_tokens(grammar_output)
+        if not self.group.is_on_gpu:
+            return output
+        return WatchedOutput(output, self._executor, self.group, self._executor.timeout_s)
 
     def reset(self) -> None:
         """Release all rows of all ranks."""

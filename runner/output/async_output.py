@@ -170,6 +170,11 @@ class HostCopy:
         self._done = done
         self._release = release
 
+    @property
+    def has_ended(self) -> bool:
+        """Return whether `take` would not wait."""
+        return self._done is None or self._done.query()
+
     def take(self) -> list[Any]:
         """Wait for the copy and return each tensor as nested lists. Call once only: then the memory is reused."""
         if self._done is not None:
@@ -219,6 +224,11 @@ class AsyncOutput:
         tensors += [*(logprobs or ()), *(prompt_logprobs or ())]
         self._copy = stream.to_host(tensors) if tensors else None
         self._output: ModelRunnerOutput | None = None
+
+    @property
+    def is_there(self) -> bool:
+        """Return whether `get` would not wait."""
+        return self._output is not None or self._copy is None or self._copy.has_ended
 
     def get(self) -> ModelRunnerOutput:
         """Wait until the step has run and its output is copied, and return it. May be called again."""

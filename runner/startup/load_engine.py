@@ -69,6 +69,7 @@ from piecegraph.runner.startup.draft import (
     make_drafter,
 )
 from piecegraph.runner.startup.profile import measure_step
+from piecegraph.runner.startup.rank_device import rank_device
 from piecegraph.runner.step.model_step import ModelStep, build_step
 from piecegraph.runner.step.prompt_embeds import EmbedsForward, embedding_size, embeds_forward
 from piecegraph.runner.tensor_parallel.parallel import Parallel, rank_facts
@@ -110,7 +111,7 @@ def load_engine(config: EngineConfig, on_phase: OnPhase | None, parallel: Parall
     """
     check_backend_name(config.attention_backend)
     with timed_phase(on_phase, "device"):  # torch creates the context of a GPU here
-        device = _device(config)
+        device = resolve_device(config.device) if parallel is None else rank_device(config.device, parallel.group)
     max_num_tokens = batched_tokens(config, device.type)
     if config.cudagraph_capture_sizes is not None:
         check_capture_sizes(config.cudagraph_capture_sizes, max_num_tokens)
@@ -389,17 +390,6 @@ def _selfcheck(
         raise
 
 
-def _device(config: EngineConfig) -> torch.device:
-    """Return the device of a rank. Raises `ConfigError` if several ranks cannot run there yet."""
-    device = resolve_device(config.device)
-    if config.tensor_parallel_size > 1 and device.type != "cpu":
-        raise ConfigError(
-            f"tensor_parallel_size={config.tensor_parallel_size} is not yet available on {device.type}; give "
-            "device='cpu', or leave it out."
-        )
-    return device
-
-
 def _runner_of_rank(
     parallel: Parallel,
     loaded: LoadedModel,
@@ -414,7 +404,7 @@ def _runner_of_rank(
     facts = rank_facts(weight_files, config=str(loaded.config.to_json_string()), graph=model.compiled.source)
     with timed_phase(on_phase, "ranks"):
         group.agree("facts", facts)
-        group.connect()
+        group.connect(loaded.device)
     with running_in(group):
         runner, num_blocks = make_runner(parallel.runner_kind)
     return runner, group.smallest("num_blocks", num_blocks)

@@ -1,4 +1,4 @@
-"""The ranks of one model over torch.distributed: gloo between processes of a CPU.
+"""The ranks of one model over torch.distributed: gloo between processes of a CPU, NCCL between GPUs.
 
 A group belongs to one engine. It is no default process group and leaves the process's own alone. Ranks of one machine
 talk over its loopback address only.
@@ -52,15 +52,19 @@ class RankGroup:
         timeout_s: float,
         *,
         is_one_host: bool = True,
+        local_rank: int | None = None,
         check: Callable[[], None] = no_check,
     ) -> None:
         """Store the parts. `check` is called while the rank waits in `exchange`, and may raise.
 
         `timeout_s`: how long a collective waits for other ranks. `is_one_host`: all ranks are on this machine.
+        `local_rank`: the rank among those of this machine, and the number of its GPU; None: `rank`.
         """
         self._is_one_host = is_one_host
         self.rank = rank
         self.size = size
+        self.local_rank = rank if local_rank is None else local_rank
+        self.is_on_gpu = False
         self._store = store
         self._timeout = timedelta(seconds=timeout_s)
         self._check = check
@@ -93,9 +97,18 @@ class RankGroup:
         """Return the smallest of all ranks' values."""
         return min(int(each) for each in self.exchange(name, str(value)))
 
-    def connect(self) -> None:
-        """Connect all ranks, which have to call this at about the same time."""
+    def connect(self, device: torch.device) -> None:
+        """Connect all ranks, which have to call this at about the same time. `device`: where their tensors are."""
         self.exchange("connects", "")
+        self.is_on_gpu = device.type == "cuda"
+        if self.is_on_gpu:
+            self._group = _nccl_group(self._store, self.rank, self.size, self._timeout)
+            self.all_reduce(torch.zeros(1, device=device))  # makes the communicator, which no capture can do
+            torch.cuda.synchronize(device)
+        else:
+            self._group = self._gloo_group()
+
+    def _gloo_group(self) -> Any:
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
         options._timeout = self._timeout
@@ -103,12 +116,14 @@ class RankGroup:
             options._devices = [gloo.create_device(hostname="127.0.0.1")]
         else:
             options._devices = [gloo.create_default_device()]
-        self._group = gloo(dist.PrefixStore("gloo", self._store), self.rank, self.size, options)
+        return gloo(dist.PrefixStore("gloo", self._store), self.rank, self.size, options)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Return the sum over all ranks; the bits are equal on all ranks."""
         output = x.clone(memory_format=torch.contiguous_format)
-        self._wait(lambda: self._group.allreduce([output]))
+        options = dist.AllreduceOptions()
+        options.asyncOp = False  # NCCL then runs it on the current stream
+        self._wait(lambda: self._group.allreduce([output], options))
         return output
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
@@ -131,3 +146,12 @@ class RankGroup:
             start().wait()
         except RuntimeError as error:
             raise CollectiveError(str(error).partition("\n")[0]) from error
+
+
+def _nccl_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
+    if not dist.is_nccl_available():
+        raise ConfigError("this build of torch has no NCCL, which ranks on GPUs need; give device='cpu'.")
+    nccl: Any = dist.ProcessGroupNCCL
+    options = nccl.Options()
+    options._timeout = timeout
+    return nccl(dist.PrefixStore("nccl", store), rank, size, options)

@@ -15,6 +15,8 @@ from piecegraph.passes.ops.collectives import CollectiveError
 from piecegraph.runner.tensor_parallel.parallel import rank_facts, weights_digest
 from piecegraph.runner.tensor_parallel.process_group import RankGroup
 
+CPU = torch.device("cpu")
+
 
 def in_threads(num_ranks: int, run: Callable[[RankGroup], object], timeout_s: float = 60.0) -> list[object]:
     """Call `run` for each rank in a thread, and return its result or its error, by rank."""
@@ -40,7 +42,7 @@ def in_threads(num_ranks: int, run: Callable[[RankGroup], object], timeout_s: fl
 
 def test_collectives_give_every_rank_the_same() -> None:
     def run(group: RankGroup) -> tuple[list[float], list[float], int]:
-        group.connect()
+        group.connect(CPU)
         x = torch.full((2, 3), group.rank + 1.0).T  # of other strides
         added, joined = group.all_reduce(x), group.all_gather(x[:1])
         return added.flatten().tolist(), joined.flatten().tolist(), group.smallest("blocks", 10 - group.rank)
@@ -61,9 +63,9 @@ def test_a_rank_that_does_not_come_ends_the_others() -> None:
     """Rank 1 connects, and takes no part in what follows."""
     store = dist.HashStore()
     groups = [RankGroup(store, rank, 2, 0.5) for rank in range(2)]
-    other = threading.Thread(target=groups[1].connect)
+    other = threading.Thread(target=groups[1].connect, args=(CPU,))
     other.start()
-    groups[0].connect()
+    groups[0].connect(CPU)
     other.join()
     with pytest.raises(CollectiveError):
         groups[0].all_reduce(torch.ones(1))

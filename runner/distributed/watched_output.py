@@ -1,0 +1,58 @@
+"""The output of a step on a GPU, read while the other ranks are watched: a lost rank leaves a GPU waiting for ever."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from piecegraph.errors import WorkerError
+from piecegraph.passes.ops.collectives import CollectiveError
+from piecegraph.runner.output.async_output import AsyncOutput, ModelRunnerOutput
+
+if TYPE_CHECKING:
+    from piecegraph.runner.distributed.executor import MpExecutor
+    from piecegraph.runner.tensor_parallel.process_group import RankGroup
+
+LOOK_S = 0.05
+"""How long to wait between two looks at the other ranks."""
+
+POLL_S = 0.00005
+"""How long to wait between two looks at the copy to the host."""
+
+
+class WatchedOutput(AsyncOutput):
+    """An output that is read only once it is there. `get` raises `WorkerError` if a rank ends or does not answer."""
+
+    def __init__(self, output: AsyncOutput, executor: MpExecutor, group: RankGroup, timeout_s: float) -> None:
+        """Watch `output`. `timeout_s`: how long `get` waits at most."""
+        self._watched = output
+        self._executor = executor
+        self._group = group
+        self._timeout_s = timeout_s
+
+    @property
+    def is_there(self) -> bool:
+        """Return whether `get` would not wait."""
+        return self._watched.is_there
+
+    def get(self) -> ModelRunnerOutput:
+        """Wait until the step has run and its output is copied, and return it. May be called again."""
+        if not self._watched.is_there:
+            self._wait()
+        return self._watched.get()
+
+    def _wait(self) -> None:
+        started = looked = time.monotonic()
+        try:
+            with self._executor.in_step():
+                while not self._watched.is_there:
+                    now = time.monotonic()
+                    if now - looked > LOOK_S:
+                        looked = now
+                        self._executor.check()
+                    if now - started > self._timeout_s:
+                        raise CollectiveError("the step did not end on the GPU of rank 0")
+                    time.sleep(POLL_S)
+        except WorkerError:
+            self._group.close()  # ends the collective that this rank's GPU still runs
+            raise
