@@ -15,6 +15,7 @@ from piecegraph.errors import ConfigError
 from piecegraph.runner.attention.interface.layer import attention_layers
 from piecegraph.runner.common.sampling_params import SamplingParams
 from piecegraph.runner.cudagraphs.dispatcher import Dispatched
+from piecegraph.runner.distributed.worker import Worker
 from piecegraph.runner.engine.model_runner import ModelRunner
 from piecegraph.runner.llm import LLM
 from piecegraph.runner.scheduling.scheduler_output import ScheduledRequest
@@ -111,8 +112,6 @@ class DecodeBatch:
 
     def __init__(self, llm: LLM, batch_size: int, context: int, steps: int, prefill_tokens: int) -> None:
         self._llm, self._batch_size, self._context = llm, batch_size, context
-        self._prefill_tokens = prefill_tokens
-        self._runner: ModelRunner = llm.runner
         self._ids = [f"latency-{batch_size}-{i}" for i in range(batch_size + (prefill_tokens > 0))]
         decoded = context + steps + WARMUP_STEPS + 2
         lens = [decoded] * batch_size + [prefill_tokens] * (prefill_tokens > 0)
@@ -128,18 +127,17 @@ class DecodeBatch:
             prompt = torch.randint(llm.engine.vocab_size, (num_tokens,), generator=generator).tolist()
             llm.engine.add_request(request_id, prompt, params, is_final_only=True)
         decode = (1,) * batch_size
-        self._batch = Batch(
+        batch = Batch(
             request_ids=tuple(self._ids),
             query_lens=(*decode, prefill_tokens) if prefill_tokens else decode,
             num_decode_reqs=batch_size,
         )
+        self._steps = _Steps(batch=batch, context=context, prefill_tokens=prefill_tokens)
 
     def __enter__(self) -> DecodeBatch:
         engine = self._llm.engine
         while not all(map(self._is_computed, self._ids)):
             engine.step()
-        states = self._runner.step.states
-        self._rows = torch.tensor([states.row(request_id) for request_id in self._ids], device=self._device)
         return self
 
     def _is_computed(self, request_id: str) -> bool:
@@ -155,63 +153,99 @@ class DecodeBatch:
         for request_id in self._ids:
             self._llm.engine.abort(request_id)
 
-    @property
-    def _device(self) -> torch.device:
-        return self._runner.step.buffers.input_ids.device
-
     def time(self, mode: CUDAGraphMode, steps: int, floor_s: float) -> LatencyRow:
-        num_computed = self._runner.step.states.num_computed_tokens
-        with torch.no_grad():
-            start, dispatched, run = self._prepared(mode)
-            num_computed.copy_(start)
-            for _ in range(WARMUP_STEPS):
-                run()
-            launches, kernels = count_launches(run, self._device)
-            num_computed.copy_(start)
-            each = time_steps(run, steps, self._device)
-            num_computed.copy_(start)
-            mean_s = mean_of_steps(run, steps, self._device)
+        """Time `steps` steps on all ranks at once, and return rank 0's times."""
+        timing: _Timing = self._llm.collective_rpc(_time_on_rank, args=(self._steps, mode, steps))[0]
+        each = timing.each_s
         deciles = statistics.quantiles(each, n=10) if len(each) > 1 else [each[0]] * 9
         return LatencyRow(
             batch_size=self._batch_size,
-            prefill_tokens=self._prefill_tokens,
-            mode=dispatched.mode.value,
+            prefill_tokens=self._steps.prefill_tokens,
+            mode=timing.mode.value,
             asked=mode.value,
-            padded_tokens=dispatched.descriptor.num_tokens,
-            ms=1e3 * mean_s,
+            padded_tokens=timing.padded_tokens,
+            ms=1e3 * timing.mean_s,
             ms_p10=1e3 * deciles[0],
             ms_p90=1e3 * deciles[-1],
-            launches=launches,
-            kernels=kernels,
+            launches=timing.launches,
+            kernels=timing.kernels,
             floor_ms=1e3 * floor_s,
-            reason=None if dispatched.mode is mode else dispatched.reason,
+            reason=None if timing.mode is mode else timing.reason,
         )
 
     def run_once(self, mode: CUDAGraphMode) -> None:
         """Run one step, from `context` tokens on."""
         with torch.no_grad():
-            start, _, run = self._prepared(mode)
-            self._runner.step.states.num_computed_tokens.copy_(start)
+            start, _, run = self._steps.prepared(self._llm.runner, mode)
+            self._llm.runner.step.states.num_computed_tokens.copy_(start)
             run()
 
-    def _prepared(self, mode: CUDAGraphMode) -> tuple[torch.Tensor, Dispatched, Callable[[], None]]:
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Timing:
+    """What one rank measured."""
+
+    mode: CUDAGraphMode
+    padded_tokens: int
+    reason: str | None
+    mean_s: float
+    each_s: list[float]
+    launches: int | None
+    kernels: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Steps:
+    """The steps that are timed; every rank runs them over its own state of the same requests."""
+
+    batch: Batch
+    context: int
+    prefill_tokens: int
+
+    def prepared(self, runner: ModelRunner, mode: CUDAGraphMode) -> tuple[torch.Tensor, Dispatched, Callable[[], None]]:
         """Return each row's computed tokens at the first step, how steps run, and the function that runs one."""
-        batch, num_computed = self._batch, self._runner.step.states.num_computed_tokens
-        start = torch.full_like(num_computed, self._context)
-        if self._prefill_tokens:
-            start[self._rows[-1]] = 0
+        batch, states = self.batch, runner.step.states
+        num_computed = states.num_computed_tokens
+        start = torch.full_like(num_computed, self.context)
+        if self.prefill_tokens:
+            start[states.row(batch.request_ids[-1])] = 0
         scheduled = [
-            ScheduledRequest(request_id, query_len, self._context if query_len == 1 else 0, False, 0)
+            ScheduledRequest(request_id, query_len, self.context if query_len == 1 else 0, False, 0)
             for request_id, query_len in zip(batch.request_ids, batch.query_lens, strict=True)
         ]
-        dispatched = self._runner.dispatch(batch, mode)
+        dispatched = runner.dispatch(batch, mode)
 
         def run() -> None:
-            if self._prefill_tokens:
+            if self.prefill_tokens:
                 num_computed.copy_(start)  # the same step again
-            self._runner.run(batch, dispatched, scheduled)
+            runner.run(batch, dispatched, scheduled)
 
         return start, dispatched, run
+
+
+def _time_on_rank(worker: Worker, timed: _Steps, mode: CUDAGraphMode, steps: int) -> _Timing:
+    """Run and time the steps on one rank, which all ranks do at the same time."""
+    runner = worker.loaded.runner
+    num_computed, device = runner.step.states.num_computed_tokens, runner.step.buffers.input_ids.device
+    with torch.no_grad():
+        start, dispatched, run = timed.prepared(runner, mode)
+        num_computed.copy_(start)
+        for _ in range(WARMUP_STEPS):
+            run()
+        launches, kernels = count_launches(run, device)
+        num_computed.copy_(start)
+        each_s = time_steps(run, steps, device)
+        num_computed.copy_(start)
+        mean_s = mean_of_steps(run, steps, device)
+    return _Timing(
+        mode=dispatched.mode,
+        padded_tokens=dispatched.descriptor.num_tokens,
+        reason=dispatched.reason,
+        mean_s=mean_s,
+        each_s=each_s,
+        launches=launches,
+        kernels=kernels,
+    )
 
 
 def time_steps(run: Callable[[], None], steps: int, device: torch.device) -> list[float]:

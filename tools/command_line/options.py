@@ -206,7 +206,7 @@ LLM_FLAGS = (
         short="-tp",
         type=int,
         default=1,
-        help="Ranks that each layer is divided among; CPU only so far.",
+        help="Ranks that each layer is divided among.",
     ),
     Flag(
         name="distributed_executor_backend",

@@ -10,8 +10,11 @@ import pytest
 import torch
 
 from piecegraph import LLM
-from piecegraph.tools.bench.latency import mean_of_steps, model_size, time_steps
-from tests.runner.tiny_models import FAMILIES, llama_config, random_model, save
+from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
+from piecegraph.tools.bench.latency import mean_of_steps, measure_latency, model_size, time_steps
+from piecegraph.tools.bench.measure.ceilings import Ceilings
+from tests.runner.distributed.test_executor import two_ranks
+from tests.runner.tiny_models import FAMILIES, llama_config, make_model, random_model, save
 
 
 def opened(folder: Path) -> LLM:
@@ -55,3 +58,12 @@ def test_a_mean_is_of_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
         clock[0] += 0.25 if clock[0] else 1.0
 
     assert mean_of_steps(run, 4, torch.device("cpu")) == (1.0 + 3 * 0.25) / 4
+
+
+@pytest.mark.slow
+def test_all_ranks_run_the_steps_that_are_timed(tmp_path: Path) -> None:
+    with two_ranks(save(make_model("llama"), tmp_path)) as llm:
+        ceilings = Ceilings(read_bytes_per_s=1e9, flops_per_s=1e9)
+        (row,) = measure_latency(llm, [2], [CUDAGraphMode.NONE], context=4, steps=3, ceilings=ceilings)
+        assert (row.batch_size, row.mode, row.padded_tokens) == (2, "NONE", 2)
+        assert llm.collective_rpc("report")[1]["rank"] == 1  # still in step
