@@ -28,7 +28,7 @@ from piecegraph.compiler.splitting.normalize import symbol_of
 from piecegraph.compiler.splitting.overlaps import OverlapCheck
 from piecegraph.compiler.splitting.plan import Plan, SplitCall
 from piecegraph.compiler.store.compile_cache import CompileCache
-from piecegraph.compiler.tracing.dynamo import code_being_traced, compiled_by_torch
+from piecegraph.compiler.tracing.dynamo import code_being_traced, compiled_by_torch, drawn_from_objects
 from piecegraph.compiler.tracing.guards import GuardAudit
 from piecegraph.config import CompileConfig
 from piecegraph.errors import CompileError, UsageError
@@ -172,7 +172,7 @@ def compile_backend(
             "Call the model under torch.no_grad() or torch.inference_mode(), or call model.requires_grad_(False)."
         )
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
-    _refuse_drawn_floats(placeholders, example_inputs)
+    _refuse_frozen_draws(placeholders, example_inputs)
     sizes = _size_sources(placeholders)
     inputs = NamedInputs(
         names=tuple(node.name for node in placeholders),
@@ -216,12 +216,18 @@ def compile_backend(
     return run_graph
 
 
-def _refuse_drawn_floats(placeholders: Sequence[fx.Node], example_inputs: Sequence[Any]) -> None:
-    """Raise `CompileError` if Python's `random` draws a float for the graph.
+def _refuse_frozen_draws(placeholders: Sequence[fx.Node], example_inputs: Sequence[Any]) -> None:
+    """Raise `CompileError` if Python's `random` draws a float for the graph, or the graph draws from an older object.
 
-    Dynamo traces it as a tensor of the default dtype and passes one of float64, whose bytes a compiled graph would read
-    as another number; torch's own Inductor does.
+    Dynamo traces a float as a tensor of the default dtype and passes one of float64, whose bytes a compiled graph would
+    read as another number; torch's own Inductor does. From a `random.Random` object that outlives the call it draws the
+    same number at each call.
     """
+    if drawn := drawn_from_objects():
+        raise CompileError(
+            f"the graph draws from {', '.join(drawn)}, a random.Random, and torch draws the same number from it at each "
+            "call. Draw before the call and pass the number, or draw with torch.rand."
+        )
     for node, value in zip(placeholders, example_inputs, strict=True):
         source = getattr(node.meta.get("grapharg"), "source", None)
         is_float = isinstance(value, torch.Tensor) and value.is_floating_point()

@@ -13,6 +13,8 @@ from torch import fx
 from piecegraph.compiler.common.split_ops import op_name
 from piecegraph.compiler.common.symbolic_sizes import shape_env_of, symbol_range
 from piecegraph.compiler.splitting.split import Piece, attribute_of
+from piecegraph.compiler.tracing.python_kernels import is_own_function, own_function_fact
+from piecegraph.compiler.tracing.read_facts import NotComparable
 from piecegraph.passes.matching.torch_ir import value_of
 from piecegraph.passes.ops.op_types import OpOverload
 
@@ -101,6 +103,11 @@ class _Canonical:
 
     def function(self, target: Any) -> str:
         name = op_name(target)
+        if is_own_function(target):
+            try:
+                return f"{name} {own_function_fact(target)}"
+            except NotComparable:  # no other object is known to compute the same; such a piece is not stored
+                return f"{name} of this process {id(target)}"
         return f"{name}.{target._overloadname}" if isinstance(target, OpOverload) else name
 
     def attribute(self, path: str) -> str:

@@ -28,7 +28,13 @@ from piecegraph.compiler.splitting.piece import UniquePiece
 from piecegraph.compiler.splitting.piece_format import load_graph
 from piecegraph.compiler.store.compile_cache import CompileCache
 from piecegraph.compiler.store.piece_proof import NotRun, OutputDigest, proof_as_data, proof_from_data, prove
-from piecegraph.compiler.tracing.python_kernels import called_ops, has_python_kernels, python_kernels_fact
+from piecegraph.compiler.tracing.python_kernels import (
+    called_ops,
+    has_python_kernels,
+    own_function_fact,
+    own_functions,
+    python_kernels_fact,
+)
 from piecegraph.compiler.tracing.read_facts import NotComparable
 from piecegraph.errors import KeyFactorError
 
@@ -102,6 +108,8 @@ def _kernels(piece: UniquePiece) -> dict[str, Any]:
     `KeyFactorError`."""
     try:
         found = {name: python_kernels_fact(name) for name in called_ops(piece.graph_module) if has_python_kernels(name)}
+        for function in own_functions(piece.graph_module):
+            own_function_fact(function)  # which the piece's key has
     except NotComparable as error:
         raise KeyFactorError(f"an op of a piece has a {error}, of which no key can be made.") from None
     return {"kernels": found} if found else {}

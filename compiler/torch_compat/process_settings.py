@@ -49,6 +49,7 @@ def tracing_settings() -> dict[str, Any]:
     """Return the process-wide torch settings that change a trace, as plain values."""
     return {
         "autocast": _autocasts(),
+        "autocast_dtypes": {device: str(torch.get_autocast_dtype(device)) for device in _AUTOCAST_DEVICES},
         "default_device": str(torch.get_default_device()),
         "inference_mode": torch.is_inference_mode_enabled(),
     }

@@ -8,6 +8,8 @@ a version of torch. Private modules that all versions share are used where their
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -54,6 +56,45 @@ def guard_standard_library() -> Iterator[None]:
             yield
         finally:
             setattr(symbolic_convert, "is_stdlib", is_stdlib)  # noqa: B010
+
+
+@contextlib.contextmanager
+def guard_missing_attributes() -> Iterator[None]:
+    """Make Dynamo guard, inside this block, whether modules and functions have the attributes that code asks for.
+
+    It guards `hasattr(value, name)` and `getattr(value, name, default)` of objects, tensors and `nn.Module`s, and
+    takes the present answer for a constant where `value` is a Python module or a function.
+    """
+    from torch._dynamo.variables import functions, misc
+
+    kinds = (misc.PythonModuleVariable, functions.BaseUserFunctionVariable, functions.UserFunctionVariable)
+    with _patching, contextlib.ExitStack() as patches:
+        for kind in kinds:
+            if "call_obj_hasattr" in vars(kind):
+                patches.enter_context(_guarding_hasattr(kind))
+        yield
+
+
+@contextlib.contextmanager
+def _guarding_hasattr(kind: Any) -> Iterator[None]:
+    from torch._dynamo.guards import GuardBuilder, install_guard
+    from torch._dynamo.source import AttrSource
+
+    original = kind.call_obj_hasattr
+    is_on_owner = "attr" in inspect.signature(GuardBuilder.HASATTR).parameters  # not in torch 2.11
+
+    def call_obj_hasattr(self: Any, tx: Any, name: str) -> Any:
+        if self.source is not None and is_on_owner:
+            install_guard(self.source.make_guard(functools.partial(GuardBuilder.HASATTR, attr=name)))
+        elif self.source is not None:
+            install_guard(AttrSource(self.source, name).make_guard(GuardBuilder.HASATTR))
+        return original(self, tx, name)
+
+    kind.call_obj_hasattr = call_obj_hasattr
+    try:
+        yield
+    finally:
+        kind.call_obj_hasattr = original
 
 
 def symbol_hint(shape_env: ShapeEnv, symbol: Any) -> int:

@@ -86,6 +86,8 @@ def patched_methods() -> dict[str, Any]:
                 found[f"{kind.__name__}.{name}"] = function_facts(function)
             elif callable(value) and not name.startswith("_") and getattr(value, "__name__", name) != name:
                 found[f"{kind.__name__}.{name}"] = f"{getattr(value, '__module__', None)}.{value.__name__}"
+            elif not name.startswith("_") and _is_plain(value):
+                found[f"{kind.__name__}.{name}"] = plain(value)
     for name in ("_global_forward_hooks", "_global_forward_pre_hooks"):
         if hooks := getattr(nn.modules.module, name):
             found[name] = [_global_hook(hook) for hook in hooks.values()]

@@ -14,7 +14,7 @@ import torch._guards
 from torch import fx
 from torch.fx.node import Node
 
-from piecegraph.compiler.torch_compat.versions import guard_standard_library, source_name
+from piecegraph.compiler.torch_compat.versions import guard_missing_attributes, guard_standard_library, source_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,9 +81,10 @@ def dynamo_graph(
         assume_static_by_default=True,
         specialize_float=True,
         suppress_errors=False,
+        use_numpy_random_stream=True,  # or torch's numbers stand for those of numpy.random, whatever its seed
     )
     try:
-        with config, warnings.catch_warnings(), guard_standard_library():
+        with config, warnings.catch_warnings(), guard_standard_library(), guard_missing_attributes():
             # transformers caches a few lookups; Dynamo traces through them, as it should.
             warnings.filterwarnings("ignore", message=".*lru_cache.*", category=UserWarning)
             optimize = torch._dynamo.optimize(capture, nopython=True, guard_filter_fn=drop_guards)
@@ -123,6 +124,17 @@ def _lasting_mutations() -> tuple[str, ...]:
     if _draws_random_numbers():
         found.append("the random numbers of Python (random.randint or alike)")
     return tuple(found)
+
+
+def drawn_from_objects() -> tuple[str, ...]:
+    """Return the expressions of the `random.Random` objects older than the traced call that it draws from.
+
+    Dynamo keeps the state that such an object had while tracing, and draws from that state before each call.
+    """
+    from torch._dynamo.variables.misc import RandomVariable
+
+    drawn = [variable for variable, _ in _modified() if isinstance(variable, RandomVariable)]
+    return tuple(source_name(each.source) if each.source is not None else "random.Random" for each in drawn)
 
 
 def _draws_random_numbers() -> bool:

@@ -5,6 +5,8 @@ Torch keeps the functions that `Library.impl` was given where Python cannot find
 the library, by which it is known which module registered the kernels: its source, and the globals that its functions
 name, stand for them. A kernel whose module does not name the op, or that is made inside another function, could be
 anything; no key can be made of it.
+
+The same holds for functions that a graph calls as they are (`torch._dynamo.allow_in_graph`): no trace enters them.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from torch import fx
 
 from piecegraph.compiler.tracing.code_reads import codes_within, function_with_globals, global_chains
 from piecegraph.compiler.tracing.read_facts import NotComparable, class_name, is_library_module, value_fact
-from piecegraph.passes.ops.op_types import OpOverload, OpOverloadPacket
+from piecegraph.passes.ops.op_types import HigherOrderOperator, OpOverload, OpOverloadPacket
 
 _REGISTRARS = frozenset({"impl", "register_fake", "impl_abstract", "register_kernel", "custom_op", "py_impl"})
 
@@ -37,6 +39,42 @@ def called_ops(graph_module: fx.GraphModule) -> tuple[str, ...]:
             elif isinstance(node.target, OpOverloadPacket):
                 found.add(str(node.target._qualified_op_name))
     return tuple(sorted(found))
+
+
+def own_functions(graph_module: fx.GraphModule) -> tuple[Any, ...]:
+    """Return what `graph_module` and the graphs inside it call that is neither an op nor a function of a library."""
+    found: dict[int, Any] = {}
+    for each in graph_module.modules():
+        for node in each.graph.nodes if isinstance(each, fx.GraphModule) else ():
+            if node.op == "call_function" and is_own_function(node.target):
+                found[id(node.target)] = node.target
+    return tuple(found.values())
+
+
+def is_own_function(target: Any) -> bool:
+    """Return whether `target`, which a graph calls, is neither an op nor a function of a library.
+
+    Two of one name may compute different things, such as two functions that one function returned.
+    """
+    if isinstance(target, OpOverload | OpOverloadPacket | HigherOrderOperator | types.BuiltinFunctionType):
+        return False
+    if isinstance(target, types.FunctionType | type):
+        return not is_library_module(target.__module__ or "")
+    is_of_dynamo = type(target).__module__.startswith("torch._dynamo.")  # its stand-ins for functions of numpy
+    return not is_of_dynamo and type(target) not in _DESCRIPTORS
+
+
+_DESCRIPTORS = (types.MethodDescriptorType, types.WrapperDescriptorType, types.GetSetDescriptorType)
+
+
+def own_function_fact(value: Any, detail: Any = None) -> str:
+    """Describe a function that a graph calls, with all that it reads by name.
+
+    Raises `NotComparable` for anything but a function, and for one that reads what cannot be described.
+    """
+    if not isinstance(value, types.FunctionType):
+        raise NotComparable(f"{class_name(type(value))} that the graph calls")
+    return hashlib.sha256(repr(function_with_globals(value)).encode()).hexdigest()[:16]
 
 
 def has_python_kernels(name: str) -> bool:

@@ -36,7 +36,7 @@ from piecegraph.compiler.tracing.dynamo import (
     source_of_placeholder,
 )
 from piecegraph.compiler.tracing.guards import GuardAudit, audit_guards
-from piecegraph.compiler.tracing.python_kernels import called_ops
+from piecegraph.compiler.tracing.python_kernels import called_ops, own_functions
 from piecegraph.compiler.tracing.signature import (
     ArgumentInput,
     BoundInput,
@@ -153,7 +153,14 @@ def _trace(
         )
     inputs, symbols = _graph_inputs(graph, module, examples, given.paths, declared)
     sources = [each.source for each in inputs if isinstance(each, BoundInput) and each.source]
-    reads = traced_reads(graph.guards, sources, module, graph.traced_code, called_ops(graph.graph_module))
+    reads = traced_reads(
+        graph.guards,
+        sources,
+        module,
+        graph.traced_code,
+        called_ops(graph.graph_module),
+        own_functions(graph.graph_module),
+    )
     return Traced(
         graph_module=graph.graph_module,
         inputs=inputs,

@@ -42,9 +42,15 @@ from piecegraph.compiler.tracing.code_reads import (
     values_along,
 )
 from piecegraph.compiler.tracing.dynamo import guard_name
-from piecegraph.compiler.tracing.python_kernels import has_python_kernels, python_kernels_fact
+from piecegraph.compiler.tracing.python_kernels import has_python_kernels, own_function_fact, python_kernels_fact
 from piecegraph.compiler.tracing.read_facts import FACTS as FACTS_OF_VALUES
-from piecegraph.compiler.tracing.read_facts import KIND_OF_GUARD, NotComparable, is_library_module, type_fact
+from piecegraph.compiler.tracing.read_facts import (
+    KIND_OF_GUARD,
+    NotComparable,
+    class_name,
+    is_library_module,
+    type_fact,
+)
 from piecegraph.compiler.tracing.read_paths import (
     MISSING,
     UNTOUCHED,
@@ -111,6 +117,7 @@ def _class_fact(value: Any, detail: Any = None) -> str:
 
 FACTS = {
     **FACTS_OF_VALUES,
+    "called": own_function_fact,
     "class": _class_fact,
     "instance checks": instance_checks_fact,
     "kernels": python_kernels_fact,
@@ -125,18 +132,20 @@ def traced_reads(
     module: Any,
     codes: Iterable[types.CodeType] = (),
     ops: Iterable[str] = (),
+    functions: Iterable[Any] = (),
 ) -> TracedReads:
     """Return what a trace of `module` read.
 
     `guards` are Dynamo's, `tensors` the expressions of tensors that became constants of the graph, `codes` the
-    functions that were traced, whose plain globals count, and `ops` the ops that the graph calls (`namespace::name`),
-    whose kernels count.
+    functions that were traced, whose plain globals count, `ops` the ops that the graph calls (`namespace::name`),
+    whose kernels count, and `functions` the functions outside libraries that it calls, with all that they read.
     """
-    reading = _Reading(module)
+    reading = _Reading(module, functions)
     for guard in guards:
         reading.guard(guard)
     reading.named_globals(codes)
     reading.kernels(ops)
+    reading.unguarded_functions()
     for expression in tensors:
         reading.tensor(expression)
     return reading.done()
@@ -145,8 +154,10 @@ def traced_reads(
 class _Reading:
     """A collector of facts: the wanted ones are noted first, and stated once all places are known."""
 
-    def __init__(self, module: Any) -> None:
+    def __init__(self, module: Any, functions: Iterable[Any] = ()) -> None:
         self._module = module
+        self._unguarded = {id(each): each for each in functions}  # those of which no place is known yet
+        self._functions = dict(self._unguarded)
         self._modules = modules_by_dynamo_name()
         self._tree = ReadTree()
         self._wanted: dict[tuple[int, str, Any], None] = {}
@@ -161,7 +172,9 @@ class _Reading:
             return
         if guard.has_value and (file := _file_of(guard.value)) is not None:
             self._files.add(file)
-        if _IN_THE_KEY.fullmatch(expression) and kind not in ("ID_MATCH", "DUPLICATE_INPUT"):
+        if _IN_THE_KEY.fullmatch(expression) and kind not in ("ID_MATCH", "DUPLICATE_INPUT", "HASATTR"):
+            return
+        if kind == "HASATTR" and guard.has_value and _is_of_a_library(guard.value):
             return
         detail = _detail(guard)
         if kind == "HASATTR" and not detail:
@@ -175,6 +188,9 @@ class _Reading:
             return
         if guard.has_value and is_function_of_state(guard.value):
             self._wanted[place, "result", None] = None
+        if guard.has_value and id(guard.value) in self._functions:
+            self._wanted[place, "called", None] = None
+            self._unguarded.pop(id(guard.value), None)
         if kind == "DUPLICATE_INPUT":
             other = self._place(source_name(detail["source_b"])) if "source_b" in detail else None
             if other is not None and other != place:
@@ -209,6 +225,8 @@ class _Reading:
         for code in codes:
             module = modules.get(code.co_filename)
             if module is not None and not is_library_module(module):
+                if any("_version" in each.co_names for each in codes_within(code)):
+                    self._not_comparable[f"{code.co_qualname} reads _version, a count of writes in this process"] = None
                 home = vars(sys.modules[module])
                 root = self._tree.add(-1, ("module", module))
                 if any(map(creates_unordered, codes_within(code))):
@@ -284,6 +302,14 @@ class _Reading:
             if has_python_kernels(name):
                 self._wanted[self._tree.add(-1, ("op", name)), "kernels", None] = None
 
+    def unguarded_functions(self) -> None:
+        """Refuse functions that the graph calls and that no guard leads to."""
+        for function in self._unguarded.values():
+            name = getattr(function, "__qualname__", None) or class_name(type(function))
+            self._not_comparable[f"the graph calls {name}, which no trace enters and no other process could find"] = (
+                None
+            )
+
     def tensor(self, expression: str) -> None:
         place = self._place(expression)
         if place is not None:
@@ -327,6 +353,13 @@ class _Reading:
             tensors=self._tensors,
             not_comparable=tuple(self._not_comparable),
         )
+
+
+def _is_of_a_library(value: Any) -> bool:
+    """Return whether `value` is a module or a function of a library, which has the attributes of its version."""
+    if isinstance(value, types.ModuleType):
+        return is_library_module(value.__name__)
+    return isinstance(value, types.FunctionType) and is_library_module(value.__module__ or "")
 
 
 def _is_own_class(value: Any) -> bool:

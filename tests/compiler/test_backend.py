@@ -49,16 +49,35 @@ class Drawing(nn.Module):
         self.random, self.draw = random.Random(3), draw
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * (self.random.random() if self.draw == "float" else self.random.randint(2, 9))
+        match self.draw:
+            case "float":
+                return x * random.uniform(2, 9)
+            case "of an object":
+                return x * self.random.randint(2, 9)
+        return x * random.randint(2, 9)
 
 
-def test_floats_that_python_draws_are_refused() -> None:
-    """torch passes them as float64 where it traced float32; whole numbers arrive as they were drawn."""
-    compiled = torch.compile(Drawing("float"), backend="piecegraph", fullgraph=True, options={"compiler": "eager"})
-    with pytest.raises(Exception, match=r"draws a float from a random\.Random \(random_value_0\)"):
+@pytest.mark.parametrize(
+    ("draw", "message"),
+    [
+        ("float", r"draws a float from a random\.Random \(random_value_0\)"),
+        ("of an object", r"draws from L\['self'\]\.random, a random\.Random, .* the same number"),
+    ],
+)
+def test_draws_that_torch_gets_wrong_are_refused(draw: str, message: str) -> None:
+    """It passes a float as float64 where it traced float32, and draws from an object's state at the trace each time."""
+    compiled = torch.compile(Drawing(draw), backend="piecegraph", fullgraph=True, options={"compiler": "eager"})
+    with pytest.raises(Exception, match=message):
         compiled(torch.ones(4))
+
+
+def test_whole_numbers_of_the_random_module_are_drawn_anew() -> None:
     compiled = torch.compile(Drawing("int"), backend="piecegraph", fullgraph=True, options={"compiler": "eager"})
-    assert 2 <= float(compiled(torch.ones(4))[0]) <= 9
+    compiled(torch.ones(1))
+    random.seed(5)
+    wanted = [random.randint(2, 9) for _ in range(5)]
+    random.seed(5)
+    assert [int(compiled(torch.ones(1))) for _ in range(5)] == wanted
 
 
 def test_compiled_models_are_those_behind_one_module() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import types
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -53,6 +55,35 @@ def test_names_and_weights_are_not_in_the_text() -> None:
 )
 def test_the_text_differs_in_everything_an_artifact_depends_on(module: nn.Module, x: torch.Tensor, dims: Any) -> None:
     assert canonical_text(graph_of(module, x, dims=dims)) != canonical_text(graph_of(Affine(), torch.ones(3, 4)))
+
+
+def scaled_by(factor: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A function that a graph calls as it is."""
+
+    def scale(x: torch.Tensor) -> torch.Tensor:
+        return x * getattr(factor, "by", factor)
+
+    allowed: Callable[[torch.Tensor], torch.Tensor] = torch._dynamo.allow_in_graph(scale)
+    return allowed
+
+
+class Calling(nn.Module):
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(x) + 1
+
+
+def test_functions_of_one_name_that_close_over_different_values_differ() -> None:
+    """Those that close over equal numbers are equal; over objects, only a function and itself."""
+    x, thing = torch.ones(3), types.SimpleNamespace(by=2.0)
+    two, again, three = (canonical_text(graph_of(Calling(scaled_by(by)), x)) for by in (2.0, 2.0, 3.0))
+    assert two == again != three
+    calling = Calling(scaled_by(thing))
+    one, same, other = (canonical_text(graph_of(m, x)) for m in (calling, calling, Calling(scaled_by(thing))))
+    assert one == same != other
 
 
 def test_size_names_do_not_matter_but_sharing_does() -> None:

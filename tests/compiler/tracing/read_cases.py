@@ -88,6 +88,12 @@ _LIBRARY = (
     "LIBRARY.impl('op', lambda x: {2}, {1})\n"
 )
 
+_IN_GRAPH = (
+    "@torch._dynamo.allow_in_graph\ndef F(x):\n    return x * N\n"
+    "@torch._dynamo.allow_in_graph\ndef H(x):\n    return x * N.by\n"
+    "def made(by):\n    @torch._dynamo.allow_in_graph\n    def f(x):\n        return x * by[0]\n    return f\n"
+)
+
 CASES = (
     # globals: numbers, containers, tensors, arrays
     _case("number", "A = 2.0", "x * A", "global A; A = 3.0"),
@@ -462,6 +468,42 @@ CASES = (
         "N[0] = 3.0",
         is_kept=False,
     ),
+    _case(
+        "module_attribute_missing",
+        "m = types.ModuleType('m_of_missing'); sys.modules['m_of_missing'] = m\nimport m_of_missing",
+        "x * getattr(m_of_missing, 'by', 2.0)",
+        "m.by = 3.0",
+    ),
+    _case(
+        "module_has_attribute",
+        "m = types.ModuleType('m_of_having'); sys.modules['m_of_having'] = m\nimport m_of_having",
+        "x * (3.0 if hasattr(m_of_having, 'by') else 2.0)",
+        "m.by = 3.0",
+    ),
+    _case("function_attribute_missing", "def f(): pass", "x * getattr(f, 'by', 2.0)", "f.by = 3.0"),
+    _case(
+        "weight_attribute_missing",
+        "A = {}",
+        "x * getattr(self.linear.weight, 'by', 2.0)",
+        "A['by'] = 3.0",
+        init="self.linear.weight.__dict__.update(A)",
+    ),
+    _case(
+        "attribute_of_all_tensors",
+        "",
+        "x * (3.0 if hasattr(x, 'by_of_test') else 2.0)",
+        "torch.Tensor.by_of_test = 3.0",
+    ),
+    _case("function_in_graph", _IN_GRAPH + "N = 2.0", "F(x)", "global N; N = 3.0"),
+    _case("function_in_graph_closure", _IN_GRAPH + "N = [2.0]\nG = made(N)", "G(x)", "N[0] = 3.0"),
+    _case("function_in_graph_of_object", _IN_GRAPH + "N = Plain(); N.by = 2.0", "H(x)", "N.by = 3.0", is_kept=False),
+    _case("writes_counted", f"A = {_TWO}", "x * A._version", "A.add_(0)", is_kept=False),
+    _case(
+        "autocast_dtype",
+        "def f(x):\n    with torch.autocast('cpu'):\n        return (x @ x.t()).float()",
+        "f(x)",
+        "torch.set_autocast_dtype('cpu', torch.float16)",
+    ),
     _case("builtin", "import builtins\nbuiltins.by_of_test = 2.0", "x * by_of_test", "builtins.by_of_test = 3.0"),
     _case("builtin_shadowed", "", "x * abs(-3)", "global abs; abs = lambda number: 5"),
     _case(
@@ -642,6 +684,9 @@ def as_it_was() -> Iterator[None]:
         hooks.clear()
         if "relu" in vars(torch.Tensor):
             del torch.Tensor.relu
+        if "by_of_test" in vars(torch.Tensor):
+            del torch.Tensor.by_of_test  # type: ignore[attr-defined]
+        torch.set_autocast_dtype("cpu", torch.bfloat16)
         os.environ.clear()
         os.environ.update(environment)
         sys.argv[:] = arguments

@@ -44,6 +44,10 @@ QUICK = {
     "subclasses_of_class",
     "recursion_limit",
     "tensor_method",
+    "module_attribute_missing",
+    "weight_attribute_missing",
+    "function_in_graph_closure",
+    "autocast_dtype",
 }
 """A case of each mechanism."""
 

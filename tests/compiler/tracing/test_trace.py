@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import piecegraph as pg
-from piecegraph.errors import CompileError, InputMismatch, SizeSpecialized
+from piecegraph.errors import CompileError, GraphBreak, InputMismatch, SizeSpecialized
 
 CONFIG = pg.CompileConfig(compiler="eager", passes=(), cache=False)
 
@@ -32,6 +33,17 @@ class Draws(nn.Module):
 def test_code_that_draws_from_random_is_refused() -> None:
     with pytest.raises(CompileError, match="random numbers of Python"):
         pg.compile(Draws(), CONFIG, example_inputs=(torch.ones(4),))
+
+
+class DrawsFromNumpy(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.as_tensor(np.random.rand(4))
+
+
+def test_code_that_draws_from_numpy_is_refused() -> None:
+    """torch would draw from its own stream instead, which `np.random.seed` does not reach."""
+    with pytest.raises(GraphBreak, match=r"np\.random\.rand"):
+        pg.compile(DrawsFromNumpy(), CONFIG, example_inputs=(torch.ones(4),))
 
 
 def test_code_that_asks_whether_a_size_is_one_is_compiled_for_two_or_more() -> None:
