@@ -225,8 +225,8 @@ def _refuse_frozen_draws(placeholders: Sequence[fx.Node], example_inputs: Sequen
     """
     if drawn := drawn_from_objects():
         raise CompileError(
-            f"the graph draws from {', '.join(drawn)}, a random.Random, and torch draws the same number from it at each "
-            "call. Draw before the call and pass the number, or draw with torch.rand."
+            f"the graph draws from {', '.join(drawn)}, a random.Random, and torch draws the same number in each call. "
+            "Draw before the call and pass the number, or draw with torch.rand."
         )
     for node, value in zip(placeholders, example_inputs, strict=True):
         source = getattr(node.meta.get("grapharg"), "source", None)
