@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from inspect import unwrap
 from random import Random
+from threading import get_ident
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING
 
@@ -61,7 +62,7 @@ class Engine:
     Note [calls from inside a step]: a step runs the caller's logits processors, which may call the engine. The state is
     then dirty although nothing was interrupted. `_recover` refuses such calls with `UsageError`, and `abort` takes
     effect at the end of the step. Whether a call comes from inside a step is read from the call stack, because an
-    interrupt could leave a flag set.
+    interrupt could leave a flag set. The stacks of other threads are read, too: a call beside one of theirs is refused.
     """
 
     def __init__(
@@ -430,6 +431,16 @@ class Engine:
             frame = frame.f_back
         return frame is not None
 
+    def _is_in_another_thread(self) -> bool:
+        """Return whether another thread is inside a method of this engine that changes state."""
+        for thread, top in sys._current_frames().items():
+            frame = None if thread == get_ident() else top
+            while frame is not None and not (frame.f_code in _CODES_THAT_CHANGE and frame.f_locals.get("self") is self):
+                frame = frame.f_back
+            if frame is not None:
+                return True
+        return False
+
     def _distribute(self, done: SchedulerOutput, found: ModelRunnerOutput, num_before: int) -> None:
         """Pass the result of a step to the scheduler and the output processor, and end requests that are complete.
 
@@ -474,6 +485,11 @@ class Engine:
         if self._is_inside_step():
             raise UsageError(
                 "a step is already running; logits processors, which run inside a step, may only call abort."
+            )
+        if self._is_in_another_thread():
+            raise UsageError(
+                "another thread is using the engine; one thread drives it. Give all prompts to one call of generate, or "
+                "see docs/examples/engine_loop.py for a loop that answers several threads."
             )
         self._in_flight.clear()
         self._runner.reset()
@@ -547,6 +563,12 @@ class Engine:
 
 _CODE_OF_ADVANCE: CodeType = unwrap(Engine._advance).__code__
 """The code by which frames of a running step are recognized. `unwrap` removes the decorator."""
+
+_CODES_THAT_CHANGE = frozenset(
+    unwrap(each).__code__
+    for each in (Engine._advance, Engine._recover, Engine._make_outputs, Engine.add_request, Engine.abort)
+)
+"""The code of the methods that set `_is_dirty`."""
 
 
 def _grammar_backend(

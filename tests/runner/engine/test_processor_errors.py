@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -220,6 +221,29 @@ def test_calls_from_inside_a_step_are_refused_and_an_abort_waits_for_its_end(
     assert (one.finish_reason, list(one.token_ids)) == ("abort", undisturbed["bad"][:3])
     assert len(refused) == 6
     assert_others(found, undisturbed)
+
+
+def test_calls_beside_another_threads_step_are_refused(engine: Engine, undisturbed: Mapping[str, list[int]]) -> None:
+    """Such a call took the step for interrupted and computed everything anew beside it. Nothing is changed by it."""
+    refused = []
+
+    def elsewhere(call: Callable[[], Any]) -> None:
+        with pytest.raises(UsageError, match="another thread is using the engine"):
+            call()
+        refused.append(call)
+
+    def process(output: list[int], logits: torch.Tensor) -> torch.Tensor:
+        for call in (engine.step, lambda: engine.add_request("more", [1], params()), lambda: engine.abort("bad")):
+            thread = threading.Thread(target=elsewhere, args=(call,))
+            thread.start()
+            thread.join()
+        return logits
+
+    CALLS["thread"] = process
+    found = run(engine, params(call="thread"))
+    assert list(found["bad"].outputs[0].token_ids) == undisturbed["bad"]
+    assert_others(found, undisturbed)
+    assert len(refused) == 3 * len(undisturbed["bad"])
 
 
 @pytest.mark.parametrize("method", ["update_state", "apply"])
