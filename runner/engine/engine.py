@@ -488,8 +488,8 @@ class Engine:
             )
         if self._is_in_another_thread():
             raise UsageError(
-                "another thread is using the engine; one thread drives it. Give all prompts to one call of generate, or "
-                "see docs/examples/engine_loop.py for a loop that answers several threads."
+                "another thread is using the engine; one thread drives it. Give all prompts to one call of generate, "
+                "or see docs/examples/engine_loop.py for a loop that answers several threads."
             )
         self._in_flight.clear()
         self._runner.reset()
