@@ -30,6 +30,8 @@ from piecegraph.runner.common.outputs import RequestOutput
 from piecegraph.runner.common.sampling_params import SamplingParams
 from piecegraph.runner.common.speculative_config import SpeculativeConfig
 from piecegraph.runner.common.vllm_interface import OLDER_METHODS, UNAVAILABLE_METHODS
+from piecegraph.runner.data_parallel.engine_processes import EngineProcesses
+from piecegraph.runner.data_parallel.loaded_elsewhere import LoadedElsewhere, load_elsewhere
 from piecegraph.runner.distributed.executor import make_executor
 from piecegraph.runner.distributed.protocol import Executor
 from piecegraph.runner.engine.metrics import Metric, pooling_metrics
@@ -55,6 +57,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+    from piecegraph.compiler.common.report import CompileReport
     from piecegraph.compiler.compiled_model import CompiledModel
     from piecegraph.runner.engine.engine import Engine
     from piecegraph.runner.engine.model_runner import ModelRunner
@@ -122,6 +125,7 @@ class LLM:
         enforce_eager: bool = False,
         strict: bool = False,
         tensor_parallel_size: int = 1,
+        data_parallel_size: int = 1,
         distributed_executor_backend: str | None = None,
         distributed_timeout_seconds: float | None = None,
         hf_overrides: Mapping[str, Any] | None = None,
@@ -139,9 +143,10 @@ class LLM:
         self._chat_template = read_chat_template(chat_template)
         self._generation = GenerationDefaults(kind=generation_config, override=override_generation_config)
         config = _engine_config(arguments)
-        self._loaded: Loaded | None  # what generates; None: this LLM pools, or is closed
+        self._loaded: Loaded | LoadedElsewhere | None  # what generates; None: this LLM pools, or is closed
         self._loaded_pooler: LoadedPooler | None  # what pools; None: this LLM generates, or is closed
-        self._executor: Executor = make_executor(config)
+        self._executor: Executor | EngineProcesses
+        self._executor = make_executor(config) if config.data_parallel_size == 1 else EngineProcesses(config)
         try:
             self._loaded, self._loaded_pooler = _load(config, on_phase, self._executor)
         except BaseException:
@@ -153,8 +158,17 @@ class LLM:
 
     @property
     def compiled(self) -> CompiledModel:
-        """The compiled model; see its `report()`, `source` and `guards`."""
+        """The compiled model; see its `report()`, `source` and `guards`.
+
+        Raises `UsageError` with `data_parallel_size`: the engines are in other processes then.
+        """
         return self._model_in_use.compiled
+
+    @property
+    def report(self) -> CompileReport:
+        """Pieces, unique pieces and seconds per phase; with `data_parallel_size` those of the first engine."""
+        loaded = self._model_in_use
+        return loaded.report if isinstance(loaded, LoadedElsewhere) else loaded.compiled.report()
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
@@ -170,6 +184,16 @@ class LLM:
     def max_model_len(self) -> int:
         """The largest number of tokens of a prompt and its output together."""
         return self._model_in_use.max_model_len
+
+    @property
+    def max_num_seqs(self) -> int:
+        """The largest number of requests that run at once; with `data_parallel_size`, on all engines together."""
+        return self._generator.max_num_seqs
+
+    @property
+    def device(self) -> torch.device:
+        """The device that this process runs steps on; the CPU if its engines are in other processes."""
+        return self._generator.device
 
     @property
     def engine(self) -> Engine:
@@ -192,7 +216,7 @@ class LLM:
         return ModelConfig(
             model=self._model,
             hf_config=self.hf_config,
-            dtype=self._generator.model.dtype,
+            dtype=self._generator.dtype,
             max_model_len=self.max_model_len,
             vocab_size=self.engine.vocab_size,
             seed=self._seed,
@@ -455,7 +479,10 @@ class LLM:
         """
         from piecegraph.runner.startup.reload_weights import reload_weights
 
-        return reload_weights(self._generator, weights, draft_weights)
+        loaded = self._generator
+        if isinstance(loaded, LoadedElsewhere):
+            raise UsageError("reload_weights is not yet available with data_parallel_size; make a new LLM.")
+        return reload_weights(loaded, weights, draft_weights)
 
     def collective_rpc(
         self,
@@ -471,7 +498,11 @@ class LLM:
 
         Raises `UsageError` if the call cannot be sent, and `WorkerError` if a rank raises, which ends the ranks.
         """
-        return self._executor.collective_rpc(self._generator, method, timeout, args, kwargs or {})
+        loaded = self._generator
+        if isinstance(loaded, LoadedElsewhere):
+            return loaded.engine.collective_rpc(method, timeout, args, kwargs or {})
+        assert not isinstance(self._executor, EngineProcesses), "its engines are elsewhere"
+        return self._executor.collective_rpc(loaded, method, timeout, args, kwargs or {})
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
         """Return the tokenizer. Raises `UsageError` if there is none."""
@@ -501,7 +532,7 @@ class LLM:
         if self._loaded is not None:
             self._loaded.engine.close()
         for loaded in (self._loaded, self._loaded_pooler):
-            if loaded is not None:
+            if loaded is not None and not isinstance(loaded, LoadedElsewhere):
                 loaded.runner.close()  # graphs first: they read the model's memory
                 loaded.compiled.close()
         self._executor.close()
@@ -516,12 +547,12 @@ class LLM:
         self.close()
 
     @property
-    def _model_in_use(self) -> Loaded | LoadedPooler:
+    def _model_in_use(self) -> Loaded | LoadedElsewhere | LoadedPooler:
         """Return what was loaded, to generate or to pool. Raises `UsageError` if this LLM is closed."""
         return self._loaded_pooler if self._loaded_pooler is not None else self._generator
 
     @property
-    def _generator(self) -> Loaded:
+    def _generator(self) -> Loaded | LoadedElsewhere:
         """Return what was loaded to generate. Raises `UsageError` if this LLM pools, or is closed."""
         if self._loaded is None:
             if self._loaded_pooler is not None:
@@ -711,8 +742,8 @@ def _engine_config(arguments: Mapping[str, Any]) -> EngineConfig:
 
 
 def _load(
-    config: EngineConfig, on_phase: OnPhase | None, executor: Executor
-) -> tuple[Loaded | None, LoadedPooler | None]:
+    config: EngineConfig, on_phase: OnPhase | None, executor: Executor | EngineProcesses
+) -> tuple[Loaded | LoadedElsewhere | None, LoadedPooler | None]:
     """Import torch and transformers, then load the engine or the pooler; the other of the two results is None.
 
     Before the imports, compile processes are started if the model will probably be compiled, and the operating system
@@ -742,8 +773,12 @@ def _load(
 
                 if config.tensor_parallel_size > 1:
                     raise ConfigError("a model that pools runs on one rank only; leave tensor_parallel_size out.")
+                if config.data_parallel_size > 1:
+                    raise ConfigError("a model that pools runs in one engine only; leave data_parallel_size out.")
                 if config.quantization is not None:
                     raise ConfigError("a model that pools cannot be quantised yet; leave quantization out.")
+        if isinstance(executor, EngineProcesses):
+            return load_elsewhere(config, executor, on_phase), None
         with translate_out_of_memory():
             if task is None:
                 return load_engine(config, on_phase, executor.parallel()), None

@@ -170,6 +170,7 @@ MAY_RUN_BYTES = {
     ("compiler/inductor/artifact.py", "PyCodeCache"): "lists modules that torch has loaded",
     ("compiler/tracing/python_kernels.py", "compile"): "of a source file whose names are listed; its code is not run",
     ("runner/distributed/executor.py", "pickle"): "writes messages to processes that it has started itself",
+    ("runner/data_parallel/engine_processes.py", "pickle"): "writes messages to processes that it has started itself",
     ("runner/distributed/child_process.py", "pickle"): "writes messages to processes that it has started itself",
     ("compiler/splitting/stitch.py", "exec"): "of the stitched source, generated from a plan",
     ("compiler/splitting/stitch.py", "compile"): "of the same source",

@@ -43,6 +43,7 @@ ROOMS: Mapping[str, Sequence[str]] = {
     "passes/kernels": ("moe", "norm", "linear", "elementwise", "common"),
     "runner": (
         ".",
+        "data_parallel",
         "distributed",
         "startup",
         "inspect",
@@ -162,6 +163,8 @@ def test_folders_are_small() -> None:
 
 COVERED_BY: Mapping[str, str] = {
     "passes/ops/collectives.py": "tests/runner/tensor_parallel/test_sharded_modules.py",
+    "runner/data_parallel/engine_program.py": "tests/runner/data_parallel/test_engine_processes.py",
+    "runner/data_parallel/loaded_elsewhere.py": "tests/runner/data_parallel/test_engine_processes.py",
     "runner/distributed/child_process.py": "tests/runner/distributed/test_executor.py",
     "runner/distributed/child_program.py": "tests/runner/distributed/test_executor.py",
     "runner/distributed/protocol.py": "tests/runner/distributed/test_executor.py",

@@ -129,6 +129,8 @@ class EngineConfig:
     seed: int = 0
     tensor_parallel_size: int = 1
     """The number of ranks among which each layer is divided."""
+    data_parallel_size: int = 1
+    """The number of engines, each with all ranks and a KV cache of its own, among which requests are divided."""
     distributed_executor_backend: str | None = None
     """The executor that runs the ranks, one of `EXECUTORS`; None: "uniproc" for one rank, "mp" for several."""
     distributed_timeout_seconds: float | None = None
@@ -217,7 +219,8 @@ class EngineConfig:
 
     def _check_parallel(self) -> None:
         """Resolve the fields about several ranks. Raises `ConfigError` for what these cannot do."""
-        _check_count("tensor_parallel_size", self.tensor_parallel_size, MAX_RANKS)
+        for name in ("tensor_parallel_size", "data_parallel_size"):
+            _check_count(name, getattr(self, name), MAX_RANKS)
         timeout = self.distributed_timeout_seconds
         if timeout is None:
             object.__setattr__(self, "distributed_timeout_seconds", DISTRIBUTED_TIMEOUT_S)
@@ -232,6 +235,7 @@ class EngineConfig:
                 f"distributed_executor_backend={backend!r} is not available here.{did_you_mean(backend, EXECUTORS)}"
             )
         object.__setattr__(self, "distributed_executor_backend", backend)
+        self._check_engines()
         if size == 1:
             return
         if backend == "uniproc":
@@ -250,6 +254,23 @@ class EngineConfig:
             if is_given:
                 raise ConfigError(
                     f"{what} is not yet available with tensor_parallel_size={size}; give one of the two arguments."
+                )
+
+    def _check_engines(self) -> None:
+        """Raise `ConfigError` for what several engines cannot do."""
+        if self.data_parallel_size == 1:
+            return
+        for is_given, what in (
+            (self.runner == "pooling", "runner='pooling'"),
+            (
+                self.distributed_executor_backend not in ("uniproc", "mp"),
+                f"distributed_executor_backend={self.distributed_executor_backend!r}",
+            ),
+        ):
+            if is_given:
+                raise ConfigError(
+                    f"{what} is not yet available with data_parallel_size={self.data_parallel_size}; give one of the "
+                    "two arguments."
                 )
 
     def _check_quantization(self) -> None:

@@ -113,7 +113,7 @@ _NO_SPECULATION = "give speculative_config."
 _NO_POOLER = "pooling follows the model's modules.json; give PoolingParams for what varies."
 _NO_QUANTIZATION = "a checkpoint's own config says how it is quantised; quantization='int8' quantises a plain one."
 _NO_STRUCTURE = "give each request its structured_outputs; llguidance compiles them."
-_NO_PARALLELISM = "of the kinds of parallelism, this version has tensor_parallel_size, on one machine."
+_NO_PARALLELISM = "of the kinds of parallelism, this version has tensor_parallel_size and data_parallel_size."
 _NO_EXPERT_PARALLELISM = "this version runs all experts on one device."
 _NO_MEDIA = "this version accepts text only."
 _NO_OFFLOADING = "weights and cache lie on the device: use a smaller model, or lower max_model_len."
@@ -151,7 +151,6 @@ UNAVAILABLE_ARGUMENTS: Mapping[str, Unavailable] = {
     "data_parallel_multi_port_external_lb": Unavailable(_NO_PARALLELISM, (False,)),
     "data_parallel_rank": Unavailable(_NO_PARALLELISM, (None, 0)),
     "data_parallel_rpc_port": Unavailable(_NO_PARALLELISM),
-    "data_parallel_size": Unavailable(_NO_PARALLELISM, (1, None)),
     "data_parallel_size_local": Unavailable(_NO_PARALLELISM, (None, 1)),
     "data_parallel_start_rank": Unavailable(_NO_PARALLELISM, (None, 0)),
     "dbo_decode_token_threshold": Unavailable(_NO_EXPERT_PARALLELISM, (32,)),
@@ -392,6 +391,7 @@ DIFFERENT_ARGUMENTS: Mapping[str, str] = {
     "compilation_config": "a `CompileConfig` or a dictionary of its fields, which may have vLLM's `mode`, "
     "`cudagraph_mode` and `cudagraph_capture_sizes`; or a level, 0 to 3, where 0 compiles nothing",
     "cudagraph_capture_sizes": "tokens, as vLLM's, ascending",
+    "data_parallel_size": "engines in processes of their own, behind one `LLM`; on CPUs of one machine so far",
     "dtype": "`float32`, `bfloat16`, `float16` or `auto`, which on the CPU is float32",
     "enable_prefix_caching": "None is on",
     "enable_prompt_embeds": "steps that compute such a prompt run the model's own code, without graphs",

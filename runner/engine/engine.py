@@ -134,9 +134,19 @@ class Engine:
         return self._vocab_size
 
     @property
+    def embedding_size(self) -> int | None:
+        """The row size of prompt embeddings; None: they are refused."""
+        return self._embedding_size
+
+    @property
     def eos_token_ids(self) -> frozenset[int]:
         """The tokens that end a text unless its request has `ignore_eos`."""
         return self._eos_token_ids
+
+    @property
+    def num_unfinished(self) -> int:
+        """The number of unfinished completions."""
+        return len(self._requests)
 
     @property
     def num_output_tokens(self) -> int:
@@ -160,6 +170,15 @@ class Engine:
         Unlike the engine itself they may be used by any thread.
         """
         return self._grammars
+
+    def is_waiting(self, request_id: str) -> bool:
+        """Return whether a prompt is queued, and none of its completions has been scheduled."""
+        request = self._requests.get(request_id) or self._requests.get(f"{request_id}/0")  # the first of several
+        return request is not None and not request.scheduled_ts
+
+    def reset_prefix_cache(self) -> None:
+        """Discard all cached prefixes; running requests continue."""
+        self._scheduler.reset_prefix_cache()
 
     def close(self) -> None:
         """End the threads that compile grammars. Idempotent."""

@@ -94,7 +94,7 @@ class LLMEngine:
 
     def get_num_unfinished_requests(self) -> int:
         """Return the number of completions that run or wait."""
-        return len(self.engine.requests)
+        return self.engine.num_unfinished
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
         """Return the tokenizer. Raises `UsageError` if there is none."""
@@ -108,7 +108,7 @@ class LLMEngine:
         `reset_running_requests` and `reset_connector` have no effect: running requests need no reset, and there is no
         connector.
         """
-        self.engine.scheduler.reset_prefix_cache()
+        self.engine.reset_prefix_cache()
         return True
 
     def get_metrics(self) -> list[Metric]:

@@ -103,6 +103,21 @@ class Loaded:
     notes: tuple[str, ...]
     selfcheck: SelfcheckReport | None  # None: not requested
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the model's weights."""
+        return self.model.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """The device that steps run on."""
+        return self.model.device
+
+    @property
+    def max_num_seqs(self) -> int:
+        """The largest number of requests that run at once."""
+        return self.runner.step.buffers.max_num_reqs
+
 
 def load_engine(config: EngineConfig, on_phase: OnPhase | None, parallel: Parallel | None = None) -> Loaded:
     """Load and compile the model, allocate its KV cache, and capture its graphs; refuse early what cannot work.

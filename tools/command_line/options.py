@@ -209,6 +209,13 @@ LLM_FLAGS = (
         help="Ranks that each layer is divided among.",
     ),
     Flag(
+        name="data_parallel_size",
+        short="-dp",
+        type=int,
+        default=1,
+        help="Engines, each with a cache of its own, that requests are divided among; CPU only so far.",
+    ),
+    Flag(
         name="distributed_executor_backend",
         type=click.Choice(["uniproc", "mp", "external_launcher"]),
         help="Who runs the ranks: without it uniproc for one rank, mp for several; external_launcher under torchrun.",

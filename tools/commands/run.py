@@ -252,14 +252,14 @@ def as_record(llm: LLM, model: str | None, prompt: str, answer: Answer, phases: 
             "tokens_per_second": answer.tokens_per_second,
         },
         **({} if (speculation := llm.engine.stats.speculation) is None else {"speculation": as_plain(speculation)}),
-        "report": as_plain(llm.compiled.report()),
+        "report": as_plain(llm.report),
         "notes": [str(note) for note in llm.notes],
     }
 
 
 def summary(llm: LLM, answer: Answer, phases: dict[str, float]) -> str:
     """Return the closing lines: pieces, seconds by phase, speed, drafts, and the model's notes."""
-    report = llm.compiled.report()
+    report = llm.report
     speed = answer.tokens_per_second
     spent = ", ".join(f"{name.replace('_', ' ')} {seconds:.2f}" for name, seconds in phases.items())
     lines = [

@@ -108,7 +108,6 @@ def test_one_process_is_called_like_several(llm: LLM) -> None:
         ),
         ({"tensor_parallel_size": 2, "compilation_config": {"selfcheck": True}}, "selfcheck is not yet available with"),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2 is not available here"),
-        ({"data_parallel_size": 2}, "data_parallel_size=2 is not available here"),
         ({"enable_expert_parallel": True}, "enable_expert_parallel=True is not available here"),
     ],
 )

@@ -58,7 +58,7 @@ def start(job: StartJob, ready: float) -> StartRecord:
                 begin=job.began,
                 end=end,
                 spans=[Span("interpreter", job.began, ready), *phases.spans, *imports.spans],
-                report=llm.compiled.report().as_dict(),
+                report=llm.report.as_dict(),
                 graphs={**llm.runner.graphs.summary(), "device_bytes": llm.runner.graphs.device_bytes},
                 notes=list(llm.notes),
             )

@@ -27,13 +27,12 @@ class GenerationService(Service):
     def __init__(
         self, llm: LLM, settings: ServeSettings, *, on_failure: Callable[[BaseException], None] = lambda error: None
     ) -> None:
-        buffers = llm.runner.step.buffers
         super().__init__(
             llm,
             settings,
             GenerationSteps(llm.engine),
-            device=buffers.input_ids.device,
-            max_num_reqs=buffers.max_num_reqs,
+            device=llm.device,
+            max_num_reqs=llm.max_num_seqs,
             vocab_size=llm.engine.vocab_size,
             on_failure=on_failure,
         )

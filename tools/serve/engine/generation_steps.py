@@ -53,9 +53,7 @@ class GenerationSteps:
 
     def is_waiting(self, request_id: str) -> bool:
         """Return whether no completion of the request has been scheduled."""
-        requests = self._engine.requests
-        request = requests.get(request_id) or requests.get(f"{request_id}/0")  # the second: the first of several
-        return request is not None and not request.scheduled_ts
+        return self._engine.is_waiting(request_id)
 
     def abort(self, request_id: str) -> None:
         """End a request."""

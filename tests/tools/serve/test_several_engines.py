@@ -1,0 +1,49 @@
+"""A server in front of several engines, which end with it."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from piecegraph import LLM, SamplingParams
+from tests.runner.byte_tokenizer import byte_tokenizer
+from tests.runner.tiny_models import llama_config, random_model, save
+from tests.tools.serve.serving import running_server
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@pytest.mark.slow
+def test_two_engines_behind_one_server(tmp_path: Path) -> None:
+    """Answers are the offline ones, counters are of both engines, and a killed engine ends the server and the other."""
+    config = llama_config(vocab_size=261, eos_token_id=1, max_position_embeddings=512)
+    folder = save(random_model(config), tmp_path)
+    byte_tokenizer().save_pretrained(str(folder))
+    prompts = [f"the end {number}" for number in range(4)]
+    params = SamplingParams(temperature=0.0, max_tokens=12)
+    with LLM(folder, dtype="float32", compiler="eager", max_num_seqs=4) as llm:
+        expected = [output.outputs[0].text for output in llm.generate(prompts, params, use_tqdm=False)]
+    flags = ["--data-parallel-size", "2", "--device", "cpu", "--served-model-name", "tiny", "--max-num-seqs", "2"]
+    with running_server(folder, *flags) as server:
+        engines = children_of(server.process.pid)
+        assert len(engines) == 2
+        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120) as client:
+            streams = [
+                client.completions.create(model="tiny", prompt=prompt, temperature=0, max_tokens=12, stream=True)
+                for prompt in prompts
+            ]
+            assert ["".join(chunk.choices[0].text for chunk in stream) for stream in streams] == expected
+        metrics = httpx.get(f"{server.url}/metrics").text
+        assert "vllm:generation_tokens_total{" in metrics
+        os.kill(engines[0], signal.SIGKILL)
+        httpx.post(f"{server.url}/v1/completions", json={"model": "tiny", "prompt": "a", "max_tokens": 4}, timeout=120)
+        server.process.wait(120)
+        assert "engine 0" in server.log
+        assert not any(Path(f"/proc/{pid}").exists() for pid in engines)
