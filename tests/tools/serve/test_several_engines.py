@@ -12,6 +12,7 @@ import pytest
 
 from piecegraph import LLM, SamplingParams
 from tests.runner.byte_tokenizer import byte_tokenizer
+from tests.runner.data_parallel.test_engine_processes import assert_gone
 from tests.runner.tiny_models import llama_config, random_model, save
 from tests.tools.serve.serving import running_server
 
@@ -46,4 +47,4 @@ def test_two_engines_behind_one_server(tmp_path: Path) -> None:
         httpx.post(f"{server.url}/v1/completions", json={"model": "tiny", "prompt": "a", "max_tokens": 4}, timeout=120)
         server.process.wait(120)
         assert "engine 0" in server.log
-        assert not any(Path(f"/proc/{pid}").exists() for pid in engines)
+        assert_gone(engines)

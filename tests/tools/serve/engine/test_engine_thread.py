@@ -44,6 +44,10 @@ class FakeEngine:
             raise RequestError("a reason")
         self.requests[request_id] = FakeRequest()
 
+    def is_waiting(self, request_id: str) -> bool:
+        self.threads.add(threading.get_ident())
+        return request_id in self.requests and not self.requests[request_id].scheduled_ts
+
     def step(self, outbox: object) -> list[RequestOutput]:
         self.threads.add(threading.get_ident())
         self.num_steps += 1
