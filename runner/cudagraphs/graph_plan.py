@@ -109,7 +109,7 @@ def plan_graphs(
     """Return the plan for one configuration.
 
     `can_split`: the model is split into several pieces. `has_states`: some layers have states, which FULL graphs hold
-    for uniform decode on a CPU only.
+    for uniform batches.
 
     `num_speculative_tokens`: the most drafts of a request; if there are any, uniform batches in which each request
     verifies as many are captured for the same numbers of requests as decode.
@@ -120,9 +120,7 @@ def plan_graphs(
     """
     support, what = backend.cudagraph_support, f"attention backend {backend.name!r}"
     if has_states:
-        of_states = AttentionCGSupport.NEVER
-        if device.type == "cpu":
-            of_states = AttentionCGSupport.UNIFORM_BATCH
+        of_states = AttentionCGSupport.UNIFORM_BATCH
         if of_states < support:
             support, what = of_states, "the code of layers with states"
     resolved = resolve_cudagraph_mode(

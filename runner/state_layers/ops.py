@@ -13,6 +13,7 @@ import torch
 
 from piecegraph.compiler.graphs.replay.prepared_ops import register_prepare
 from piecegraph.runner.attention.interface.forward_context import get_forward_context
+from piecegraph.runner.state_layers import decode_kernels
 from piecegraph.runner.state_layers.calls import (
     LINEAR_ATTENTION_OP,
     LINEAR_ATTENTION_SCHEMA,
@@ -100,6 +101,11 @@ def _linear_attention(
     scale: float,
     layer: str,
 ) -> None:
+    found = decode_kernels.decode_layer(layer, mixed)
+    if found is not None:
+        x = decode_kernels.convolved(mixed, conv_weight, conv_bias, "silu", found)
+        decode_kernels.attend_linearly(x, decay, beta, out, found, num_k_heads=num_k_heads, scale=scale)
+        return
     num_v_heads, head_v_dim = out.shape[1:]
     key_size = num_k_heads * head_k_dim
 
@@ -130,6 +136,12 @@ def _mamba_mixer(
     state_size: int,
     layer: str,
 ) -> None:
+    found = decode_kernels.decode_layer(layer, mixed)
+    if found is not None:
+        has_conv = conv_weight is not None
+        x = mixed if conv_weight is None else decode_kernels.convolved(mixed, conv_weight, conv_bias, "silu", found)
+        decode_kernels.scan_into(out, x, dt, A, D, found, num_groups=num_groups, number=int(has_conv))
+        return
     num_heads, head_dim = out.shape[1:]
     group_size = num_groups * state_size
 
@@ -155,6 +167,11 @@ def _short_conv(
     out: torch.Tensor,  # [num_tokens, channels]
     layer: str,
 ) -> None:
+    found = decode_kernels.decode_layer(layer, x)
+    if found is not None:
+        decode_kernels.convolve_into(out, x, weight, bias, activation, found)
+        return
+
     def scan(inputs: Sequence[torch.Tensor], states: States) -> tuple[torch.Tensor, States]:
         result, window = causal_conv(inputs[0], states[0], weight, bias, activation)
         return result, (window,)

@@ -38,6 +38,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 ONE_OF_EACH_KIND = list(HYBRIDS)[:4]
 NUM_KINDS = {"qwen3.5": 2, "lfm2": 2, "bamba": 2, "jamba": 3}
 """The kinds of layers: attention and those with states; in Jamba also with experts or without."""
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 ALWAYS = ("qwen3.5", "jamba")
 """Between them they have all three ops; the other models are slow tests."""
 
@@ -146,6 +147,18 @@ def test_uniform_decode_batches_run_under_full_graphs(qwen: tuple[PreTrainedMode
         ran = llm.runner.counters.by_mode()
         assert not llm.runner.graphs.failed()
         assert all(ran[mode] > 0 for mode in (CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE)), ran
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, {"speculative_config": DRAFTS}], ids=["plain", "drafts"])
+@pytest.mark.parametrize("name", ONE_OF_EACH_KIND)
+def test_a_gpu_gives_the_same_tokens(name: str, options: dict[str, Any], tmp_path: Path) -> None:
+    """Decode batches, and those of drafts, are FULL graphs over the kernels of layers with states."""
+    model = make_model(name)
+    with load(save(model, tmp_path), device="cuda", block_size=4, num_kv_blocks=80, **options) as llm:
+        for _ in range(2):
+            check(model, generate(llm))
+        assert llm.runner.counters.by_mode()[CUDAGraphMode.FULL] > 0 and not llm.runner.graphs.failed()
 
 
 def test_equal_layers_share_their_pieces(qwen: tuple[PreTrainedModel, Path]) -> None:

@@ -1,0 +1,106 @@
+"""The convolution of the few tokens of each request that a decode step computes, continued from its last inputs."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from piecegraph.passes.kernels.common.own_kernel import own_kernel
+from piecegraph.runner.state_layers.kernels.request import block_of, load_request
+
+
+@own_kernel
+@triton.jit
+def conv_step_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
+    x,  # [num_tokens, channels]
+    weight,  # [channels, KERNEL_SIZE]
+    bias,  # [channels] or None
+    out,  # [num_tokens, channels]
+    windows,  # [num_blocks, channels, KERNEL_SIZE - 1]
+    places,  # [num_rows * NUM_PLACES, channels, KERNEL_SIZE - 1] or None
+    before,  # [num_reqs, channels, KERNEL_SIZE - 1]: a copy of the windows that requests begin with
+    query_start_loc,
+    seq_lens,
+    block_table,
+    slot_mapping,
+    idx_mapping,
+    prefill_lens,
+    channels,
+    x_stride,
+    weight_stride,
+    out_stride,
+    block_stride,
+    TABLE_STRIDE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    PAGES: tl.constexpr,
+    NUM_PLACES: tl.constexpr,
+    KERNEL_SIZE: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    IS_SILU: tl.constexpr,
+):
+    """Compute the tokens of one request in a block of channels, and keep the windows after them."""
+    request = tl.program_id(0)
+    channel = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    is_channel = channel < channels
+    start, count, first, is_kept, decodes, is_in_place, row = load_request(
+        request, query_start_loc, seq_lens, slot_mapping, idx_mapping, prefill_lens, NUM_PLACES > 0
+    )
+    WIDTH: tl.constexpr = KERNEL_SIZE - 1
+    tap = tl.arange(0, BLOCK_K)
+    at = channel[:, None] * WIDTH + tap[None, :]  # in a window
+    is_window = is_channel[:, None] & (tap < WIDTH)[None, :]
+    old = tl.zeros([BLOCK_C, BLOCK_K], windows.dtype.element_ty)
+    if is_kept & (first > 0):
+        if is_in_place:
+            if NUM_PLACES > 0:
+                place = row * NUM_PLACES + (first - 1) % NUM_PLACES
+                old = tl.load(places + place * channels * WIDTH + at, mask=is_window, other=0.0)
+        else:
+            block = block_of(block_table, request, first - 1, TABLE_STRIDE, BLOCK_SIZE, PAGES)
+            old = tl.load(windows + block * block_stride + at, mask=is_window, other=0.0)
+    copied = before + request.to(tl.int64) * channels * WIDTH
+    tl.store(copied + at, old, mask=is_window)
+    tl.debug_barrier()  # a window is read from the copy alone: blocks and places are written meanwhile
+    weights = tl.load(
+        weight + channel[:, None] * weight_stride + tap[None, :],
+        mask=is_channel[:, None] & (tap < KERNEL_SIZE)[None, :],
+        other=0.0,
+    ).to(tl.float32)
+    for token in range(count):
+        source = token - WIDTH + tap  # of each tap, the token; negative: in the window before
+        inputs = _inputs(x, copied, start, channel, source, channels, x_stride, WIDTH, KERNEL_SIZE, is_channel, tap)
+        result = tl.sum(inputs.to(tl.float32) * weights, axis=1)
+        if bias is not None:
+            result += tl.load(bias + channel, mask=is_channel, other=0.0).to(tl.float32)
+        if IS_SILU:
+            result = result * tl.sigmoid(result)
+        tl.store(out + (start + token) * out_stride + channel, result.to(out.dtype.element_ty), mask=is_channel)
+        if is_kept:
+            position = first + token
+            window = _inputs(
+                x, copied, start, channel, source + 1, channels, x_stride, WIDTH, WIDTH, is_channel, tap
+            ).to(windows.dtype.element_ty)
+            if NUM_PLACES > 0:
+                if decodes:
+                    place = row * NUM_PLACES + position % NUM_PLACES
+                    tl.store(places + place * channels * WIDTH + at, window, mask=is_window)
+            is_last = (token == count - 1) & (decodes == 0)
+            if is_last | ((position + 1) % (BLOCK_SIZE * PAGES) == 0):
+                block = block_of(block_table, request, position, TABLE_STRIDE, BLOCK_SIZE, PAGES)
+                tl.store(windows + block * block_stride + at, window, mask=is_window)
+
+
+@own_kernel
+@triton.jit
+def _inputs(  # type: ignore[no-untyped-def]  # compiled by Triton
+    x, copied, start, channel, source, channels, x_stride, WIDTH: tl.constexpr, SIZE: tl.constexpr, is_channel, tap
+):
+    """Return the inputs `[BLOCK_C, BLOCK_K]` of the tokens `source` `[BLOCK_K]`, of which the first `SIZE` count."""
+    is_tap = is_channel[:, None] & (tap < SIZE)[None, :]
+    is_before = (source < 0)[None, :]
+    earlier = tl.load(copied + channel[:, None] * WIDTH + (WIDTH + source)[None, :], mask=is_tap & is_before, other=0.0)
+    now = tl.load(
+        x + (start + source)[None, :] * x_stride + channel[:, None], mask=is_tap & (is_before == 0), other=0.0
+    )
+    return tl.where(is_before, earlier.to(tl.float32), now.to(tl.float32))
