@@ -22,7 +22,6 @@ from piecegraph.config import CompileConfig
 from piecegraph.errors import ConfigError, RequestError, UsageError, translate_out_of_memory
 from piecegraph.paused_gc import paused_gc
 from piecegraph.progress import OnPhase, Phase, timed_phase
-from piecegraph.runner.clusters.make_executor import make_executor
 from piecegraph.runner.common.engine_config import EngineConfig, compile_config, refuse_unknown
 from piecegraph.runner.common.logits_processor import LogitsProcessor, logits_processor_classes
 from piecegraph.runner.common.logprobs_mode import LogprobsMode
@@ -33,8 +32,10 @@ from piecegraph.runner.common.speculative_config import SpeculativeConfig
 from piecegraph.runner.common.vllm_interface import OLDER_METHODS, UNAVAILABLE_METHODS
 from piecegraph.runner.data_parallel.engine_processes import EngineProcesses
 from piecegraph.runner.data_parallel.loaded_elsewhere import LoadedElsewhere, load_elsewhere
+from piecegraph.runner.distributed.executor import make_executor
 from piecegraph.runner.distributed.protocol import Executor
 from piecegraph.runner.engine.metrics import Metric, pooling_metrics
+from piecegraph.runner.engine.progress_bar import progress_bar
 from piecegraph.runner.engine.vllm_engine import LLMEngine, ModelConfig
 from piecegraph.runner.models.generation_defaults import GenerationDefaults, default_sampling_params
 from piecegraph.runner.output.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
@@ -50,7 +51,6 @@ from piecegraph.runner.prompts.chat import (
 from piecegraph.runner.prompts.request_options import per_request_priority, refuse_lora, refuse_unknown_options
 from piecegraph.runner.prompts.tokenize import Prompts, TokenizedPrompt, prompt_sequence, tokenize
 from piecegraph.runner.startup.compilation_options import compilation_options
-from piecegraph.runner.startup.progress_bar import progress_bar
 from piecegraph.weight_files import prefetch
 
 if TYPE_CHECKING:

@@ -8,14 +8,19 @@ from dataclasses import dataclass, fields
 
 from piecegraph.errors import ConfigError, did_you_mean
 
-METHODS = ("ngram", "draft_model")
+HEADS = ("eagle3",)
+"""The methods by which a head drafts that reads the model's hidden states."""
+
+METHODS = ("ngram", "draft_model", *HEADS)
 """The methods that draft here."""
+
+_WITH_MODEL = ("draft_model", "eagle3")
+"""The methods that need a second folder of weights."""
 
 _WITHOUT = "leave speculative_config out, the tokens are the same without it, or use method 'ngram'"
 
 UNAVAILABLE_METHODS: Mapping[str, str] = {
-    "eagle": f"EAGLE heads are not yet available: {_WITHOUT}",
-    "eagle3": f"EAGLE-3 heads are not yet available: {_WITHOUT}",
+    "eagle": f"EAGLE heads of the first two versions are not available: {_WITHOUT}, or an EAGLE-3 head",
     "mtp": f"multi-token prediction layers are not yet available: {_WITHOUT}",
     "suffix": f"suffix decoding is not available: {_WITHOUT}",
     "medusa": f"Medusa heads are not available: {_WITHOUT}",
@@ -53,7 +58,8 @@ class SpeculativeConfig:
     num_speculative_tokens: int
     """The most tokens that a step drafts for a request. A request may ask for fewer."""
     model: str | None = None
-    """draft_model: the folder, .gguf file or hub id of the model that drafts, which must have the same tokenizer."""
+    """draft_model: the folder, .gguf file or hub id of the model that drafts, which must have the same tokenizer.
+    eagle3: the folder or hub id of the head, in the format of the speculators library."""
     prompt_lookup_max: int = None  # type: ignore[assignment]  # an int from `__post_init__` on
     """ngram: the longest sequence of last tokens that is looked up; None: `prompt_lookup_min`, else 5."""
     prompt_lookup_min: int = None  # type: ignore[assignment]  # an int from `__post_init__` on
@@ -61,8 +67,8 @@ class SpeculativeConfig:
     rejection_sample_method: str = "standard"
     """How drafts are verified: "standard" accepts each with the probability that keeps the target's distribution."""
     draft_sample_method: str = "greedy"
-    """draft_model: how drafts are chosen. "greedy" takes the likeliest; "probabilistic" draws them at the request's
-    temperature, with the noise that the model's own token is drawn with."""
+    """draft_model, eagle3: how drafts are chosen. "greedy" takes the likeliest; "probabilistic" draws them at the
+    request's temperature, with the noise that the model's own token is drawn with."""
 
     stops_when_slower: bool = True
     """Whether batches are no longer drafted for where measured steps say that this is slower."""
@@ -99,17 +105,19 @@ class SpeculativeConfig:
             available=("standard",),
             unavailable=("block", "synthetic"),
         )
-        chosen = ("greedy", "probabilistic") if self.method == "draft_model" else ("greedy",)
+        chosen = ("greedy",) if self.method == "ngram" else ("greedy", "probabilistic")
         if self.draft_sample_method == "probabilistic" and "probabilistic" not in chosen:
             raise ConfigError(
                 f"speculative_config: draft_sample_method='probabilistic', but method {self.method!r} draws nothing; "
-                "leave it out, or use method 'draft_model'."
+                "leave it out, or use a method with a model or a head that drafts."
             )
         _check_choice("draft_sample_method", self.draft_sample_method, available=chosen, unavailable=())
-        if self.method == "draft_model" and (not isinstance(self.model, str) or not self.model):
+        if self.method in _WITH_MODEL and (not isinstance(self.model, str) or not self.model):
+            wanted = (
+                "the model that drafts, a folder, a .gguf file" if self.method == "draft_model" else "a head's folder"
+            )
             raise ConfigError(
-                f"speculative_config: model={self.model!r}; method 'draft_model' needs the model that drafts, a "
-                "folder, a .gguf file or a hub id."
+                f"speculative_config: model={self.model!r}; method {self.method!r} needs {wanted} or a hub id."
             )
 
     def __str__(self) -> str:
@@ -144,11 +152,11 @@ class SpeculativeConfig:
                 f"speculative_config: model={given['model']!r}, but method {given['method']!r} has no draft model; "
                 "leave one of the two out."
             )
-        if given["method"] != "draft_model":
+        if given["method"] not in _WITH_MODEL:
             given.pop("model", None)
         elif isinstance(given.get("model"), str | os.PathLike):
             given["model"] = os.path.expanduser(os.fspath(given["model"]))
-        if given["method"] == "draft_model":
+        if given["method"] != "ngram":
             for key in ("prompt_lookup_min", "prompt_lookup_max"):
                 if key in given:
                     raise ConfigError(f"speculative_config: {key!r} belongs to method 'ngram'; leave it out.")

@@ -86,18 +86,20 @@ def full_verification_descriptors(
     )
 
 
-def full_draft_descriptors(decode: Sequence[BatchDescriptor]) -> tuple[BatchDescriptor, ...]:
-    """Return the descriptors of a draft model's passes, for as many requests as those of uniform decode, `decode`.
+def full_draft_descriptors(
+    decode: Sequence[BatchDescriptor], num_first_tokens: int = NUM_FIRST_DRAFT_TOKENS
+) -> tuple[BatchDescriptor, ...]:
+    """Return the descriptors of the passes that draft, for as many requests as those of uniform decode, `decode`.
 
-    All passes after a step are one graph; the first has the most tokens.
+    All passes after a step are one graph; the first has the most tokens, `num_first_tokens` of each request.
     """
-    return tuple(draft_descriptor(one.num_reqs) for one in decode if one.num_reqs is not None)
+    return tuple(draft_descriptor(one.num_reqs, num_first_tokens) for one in decode if one.num_reqs is not None)
 
 
-def draft_descriptor(num_reqs: int) -> BatchDescriptor:
+def draft_descriptor(num_reqs: int, num_first_tokens: int = NUM_FIRST_DRAFT_TOKENS) -> BatchDescriptor:
     """Return the descriptor of the graph that drafts for `num_reqs` requests, padding included."""
     return BatchDescriptor(
-        num_tokens=num_reqs * NUM_FIRST_DRAFT_TOKENS, num_reqs=num_reqs, uniform_token_count=NUM_FIRST_DRAFT_TOKENS
+        num_tokens=num_reqs * num_first_tokens, num_reqs=num_reqs, uniform_token_count=num_first_tokens
     )
 
 

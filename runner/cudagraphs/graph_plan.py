@@ -12,7 +12,9 @@ from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
 from piecegraph.errors import ConfigError
 from piecegraph.runner.attention.interface.backend import AttentionBackend, AttentionCGSupport
 from piecegraph.runner.common.engine_config import EngineConfig
+from piecegraph.runner.common.speculative_config import HEADS, SpeculativeConfig
 from piecegraph.runner.cudagraphs.capture_sizes import (
+    NUM_FIRST_DRAFT_TOKENS,
     default_capture_sizes,
     full_decode_descriptors,
     full_draft_descriptors,
@@ -61,10 +63,19 @@ def plan_for(
         strict=config.strict,
         num_speculative_tokens=num_drafts,
     )
-    return _draft_plan(plan, backend, strict=config.strict) if config.is_draft else plan
+    if not config.is_draft:
+        return plan
+    return _draft_plan(plan, backend, num_first_tokens=num_first_draft_tokens(config.speculative), strict=config.strict)
 
 
-def _draft_plan(plan: GraphPlan, backend: AttentionBackend, *, strict: bool) -> GraphPlan:
+def num_first_draft_tokens(speculative: SpeculativeConfig | None) -> int:
+    """Return how many tokens of a request the first pass reads that drafts: of a head as many as are verified."""
+    if speculative is None or speculative.method not in HEADS:
+        return NUM_FIRST_DRAFT_TOKENS
+    return 1 + speculative.num_speculative_tokens
+
+
+def _draft_plan(plan: GraphPlan, backend: AttentionBackend, *, num_first_tokens: int, strict: bool) -> GraphPlan:
     """Return what is captured of a draft model for which `plan` would be made if it were served itself.
 
     Its passes after a step are one graph for each number of requests. Prompts are read without graphs.
@@ -82,7 +93,8 @@ def _draft_plan(plan: GraphPlan, backend: AttentionBackend, *, strict: bool) -> 
         mixed_mode=CUDAGraphMode.NONE,
         reasons=reasons,
     )
-    return GraphPlan(resolved=resolved, full=full_draft_descriptors(decode) if can_capture else (), piecewise=())
+    full = full_draft_descriptors(decode, num_first_tokens) if can_capture else ()
+    return GraphPlan(resolved=resolved, full=full, piecewise=())
 
 
 def _no_uniform_batches(backend: AttentionBackend) -> str:

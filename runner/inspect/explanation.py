@@ -51,6 +51,7 @@ from piecegraph.runner.speculative.common.fitting_draft import (
     num_rollback,
     refuse_states,
 )
+from piecegraph.runner.speculative.heads.head_config import with_head
 from piecegraph.runner.state_layers.layer import StateLayer, state_layers
 from piecegraph.runner.tensor_parallel.summary import RanksSummary, ranks_summary
 
@@ -219,10 +220,11 @@ def _load(
     on_phase: OnPhase | None,
 ) -> tuple[LoadedModel, tuple[str, ...]]:
     """Return the model over meta tensors, and notes about it."""
+    config, head = with_head(config, hf_config, needs_weights=False)
     source = replace(config.source, load_format="dummy")
     options: dict[str, Any] = {"num_ranks": config.tensor_parallel_size, "quantization": config.quantization}
     loaded = load_model(source, hf_config, dtype=dtype, device=torch.device("meta"), on_phase=on_phase, **options)
-    notes = (*loaded.notes, *fix_longrope(loaded.model, max_model_len))
+    notes = (*([str(head)] if head is not None else []), *loaded.notes, *fix_longrope(loaded.model, max_model_len))
     return loaded, (*notes, *apply_layer_rules(loaded.model, max_model_len))
 
 

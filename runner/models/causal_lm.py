@@ -12,6 +12,7 @@ from torch.fx.experimental.symbolic_shapes import guard_or_false
 from torch.overrides import TorchFunctionMode
 
 from piecegraph.runner.attention.interface.transformers_attention import POSITIONS_ARGUMENT, needs_positions
+from piecegraph.runner.traceable.hidden_states import LeavingHiddenStates, has_leaving_hidden_states
 
 DYNAMIC_DIMS = {
     "input_ids": {0: "num_tokens"},
@@ -24,7 +25,7 @@ class CausalLMForward(nn.Module):
     """A causal language model over the flattened tokens of all requests, with logits only for selected rows.
 
     Attention finds the request of each row through the forward context. The model counts positions from
-    `first_position` on.
+    `first_position` on. Hidden states that leave the model (`let_hidden_states_leave`) are a second result.
     """
 
     def __init__(self, model: nn.Module, first_position: int = 0) -> None:
@@ -33,14 +34,26 @@ class CausalLMForward(nn.Module):
         self.first_position = first_position
         self.hands_on_positions = needs_positions(model)
         self.counts_positions = counts_positions(type(model))
+        self.has_hidden_states = has_leaving_hidden_states(model)
 
     def forward(
         self,
         input_ids: torch.Tensor,  # [num_tokens] int64
         positions: torch.Tensor,  # [num_tokens] int64
         logits_indices: torch.Tensor,  # [num_logits] int64
-    ) -> torch.Tensor:
-        """Return logits `[num_logits, vocab_size]`. `positions` count from 0 in each request."""
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Return logits `[num_logits, vocab_size]`. `positions` count from 0 in each request.
+
+        If hidden states leave the model, they are returned, too, side by side: `[num_tokens, their sizes' sum]`.
+        """
+        if not self.has_hidden_states:
+            return self._logits(input_ids, positions, logits_indices)
+        leaving = LeavingHiddenStates()
+        with leaving:
+            logits = self._logits(input_ids, positions, logits_indices)
+        return logits, torch.cat([states[0] for states in leaving.found], dim=-1)
+
+    def _logits(self, input_ids: torch.Tensor, positions: torch.Tensor, logits_indices: torch.Tensor) -> torch.Tensor:
         if self.first_position:
             positions = positions + self.first_position
         if self.counts_positions:

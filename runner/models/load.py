@@ -66,6 +66,7 @@ from piecegraph.runner.state_layers.modules.replace import (
 from piecegraph.runner.tensor_parallel.plan import RankPlan, rank_plan
 from piecegraph.runner.tensor_parallel.sharded_checkpoint import CannotSlice, rank_model
 from piecegraph.runner.tensor_parallel.sharded_modules import fill_rank_buffers, shard_model
+from piecegraph.runner.traceable.hidden_states import let_hidden_states_leave
 from piecegraph.runner.traceable.replace import make_traceable
 
 if TYPE_CHECKING:
@@ -281,6 +282,7 @@ def load_model(
     if checkpoint is not None or quantization is not None:
         quantised = _quantised(model, quantization, checkpoint, quantised)
     model = model.to(device).eval().requires_grad_(False)  # type: ignore[arg-type]  # transformers decorates .to
+    let_hidden_states_leave(model, source.hidden_states)
     name_layers(model)
     if on_phase is not None:
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -570,7 +572,7 @@ def _checkpoint_model(source: ModelSource, config: PreTrainedConfig, dtype: torc
             raise
         raise CheckpointError(f"the weights of {source.model!r} cannot be read: {_first_line(error)}") from error
     model, info = loaded
-    _check_loading_info(source, _without_other_parts(model, config, info, kind))
+    _check_loading_info(source, {**info, "unexpected_keys": ()} if kind.ignores_other_weights else info)
     return model
 
 
@@ -598,7 +600,7 @@ def _rank_checkpoint_model(
         return _checkpoint_model(source, config, dtype, kind), None, None
     except SafetensorError as error:
         raise CheckpointError(f"a weight file of {source.model!r} is corrupt: {_first_line(error)}") from error
-    _check_loading_info(source, _without_other_parts(model, config, info, kind))
+    _check_loading_info(source, {**info, "unexpected_keys": ()} if kind.ignores_other_weights else info)
     return model, plan, bytes_read
 
 
@@ -712,27 +714,6 @@ def check_weight_files(source: ModelSource) -> None:
             raise CheckpointError(
                 f"{file} is corrupt or truncated ({_first_line(error)}). Copy or download the file again."
             ) from error
-
-
-def _without_other_parts(
-    model: PreTrainedModel, config: PreTrainedConfig, info: Mapping[str, Any], kind: ModelKind
-) -> Mapping[str, Any]:
-    """Return `info` without unexpected tensors of parts that the model does not have.
-
-    These are the head of a model that pools; and the towers of a model of several modalities, whose text model is
-    loaded: modules that lie beside those of the text model, or within its outermost one.
-    """
-    if kind.ignores_other_weights:
-        return {**info, "unexpected_keys": ()}
-    if config.get_text_config(decoder=True) is config:
-        return info
-    prefix = f"{model.base_model_prefix}."
-
-    def module(name: str) -> str:
-        return name.removeprefix(prefix).partition(".")[0]
-
-    own = {module(name) for name in model.state_dict()}
-    return {**info, "unexpected_keys": [name for name in info["unexpected_keys"] if module(name) in own]}
 
 
 def _check_loading_info(source: ModelSource, info: Mapping[str, Any]) -> None:

@@ -76,7 +76,7 @@ def model_without_weights(
         on_phase=on_phase,
     )
     notes = (*fix_longrope(loaded.model, max_model_len), *apply_layer_rules(loaded.model, max_model_len))
-    _make_fake(loaded.model, device)
+    make_fake(loaded.model, device)
     if source.load_format != "dummy":
         model: Any = loaded.model
         model._use_kernels = False  # the value after loading a checkpoint with transformers
@@ -114,8 +114,8 @@ def stand_in_for(
         return None, f"the model cannot be constructed without values: {type(error).__name__}: {error}"
 
 
-def _make_fake(model: Any, device: torch.device) -> None:
-    """Replace meta tensors by fake tensors on `device`; shared tensors stay shared.
+def make_fake(model: Any, device: torch.device) -> None:
+    """Replace meta tensors of `model` by fake tensors on `device`; shared tensors stay shared.
 
     Each fake tensor wraps the existing meta tensor, because making it by an operation, as `Module._apply` would, takes
     ten times as long.

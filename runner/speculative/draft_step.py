@@ -41,10 +41,20 @@ class DraftRows(NamedTuple):
 class DraftBuffers:
     """The tensors at fixed addresses that the passes work in."""
 
-    def __init__(self, *, max_num_reqs: int, max_blocks: int, device: torch.device) -> None:
-        """Allocate the buffers; `max_blocks` counts kernel blocks of a request."""
+    def __init__(
+        self,
+        *,
+        max_num_reqs: int,
+        max_blocks: int,
+        device: torch.device,
+        num_first_tokens: int = NUM_FIRST_DRAFT_TOKENS,
+    ) -> None:
+        """Allocate the buffers.
+
+        `max_blocks`: kernel blocks of a request. `num_first_tokens`: tokens of a request that the first pass reads.
+        """
         self.inputs = InputBuffers(
-            max_num_tokens=NUM_FIRST_DRAFT_TOKENS * max_num_reqs,
+            max_num_tokens=num_first_tokens * max_num_reqs,
             max_num_reqs=max_num_reqs,
             max_blocks=max_blocks,
             device=device,

@@ -16,7 +16,6 @@ from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
 from piecegraph.compiler.graphs.graphs import Graphs
 from piecegraph.compiler.graphs.warm_up import call_each_kind
 from piecegraph.progress import OnPhase
-from piecegraph.runner.cudagraphs.capture_sizes import draft_descriptor
 from piecegraph.runner.device_memory.staged_write import StagedWriteTensor
 from piecegraph.runner.scheduling.scheduler_output import SchedulerOutput
 from piecegraph.runner.speculative.draft_step import DraftStep
@@ -41,6 +40,7 @@ class Drafter:
         self._slots = slots
         self._graphs: Graphs | None = None
         self._sizes: list[int] = []  # the captured numbers of requests, ascending
+        self._by_size: dict[int, BatchDescriptor] = {}
 
     @property
     def descriptors(self) -> tuple[BatchDescriptor, ...]:
@@ -85,7 +85,8 @@ class Drafter:
             watched=self.step.fixed_tensors(),
             on_phase=on_phase,
         )
-        self._sizes = sorted(one.num_reqs or 0 for one in self._graphs.descriptors)
+        self._by_size = {one.num_reqs or 0: one for one in self._graphs.descriptors}
+        self._sizes = sorted(self._by_size)
 
     @property
     def graph_bytes(self) -> int:
@@ -116,7 +117,7 @@ class Drafter:
         place = bisect_left(self._sizes, batch.num_reqs)
         if self._graphs is not None and place < len(self._sizes):
             self.num_replays += 1
-            self._graphs.replay(draft_descriptor(self._sizes[place]))
+            self._graphs.replay(self._by_size[self._sizes[place]])
         else:
             self.num_uncaptured += 1
             self.step.propose(self.step.target.speculation.draft_rows[: batch.num_reqs])
@@ -129,7 +130,7 @@ class Drafter:
         """Free the graphs, and then the model. Idempotent."""
         if self._graphs is not None:
             self._graphs.close()
-        self._graphs, self._sizes = None, []
+        self._graphs, self._sizes, self._by_size = None, [], {}
         self.compiled.close()
 
 

@@ -19,13 +19,16 @@ from piecegraph.errors import CacheError, CompileError, ConfigError, KeyFactorEr
 from piecegraph.progress import OnPhase, timed_phase
 from piecegraph.runner.attention.select import check_backend_name
 from piecegraph.runner.common.engine_config import EngineConfig, batched_tokens, static_sizes
-from piecegraph.runner.models.causal_lm import DYNAMIC_DIMS, CausalLMForward, example_inputs
 from piecegraph.runner.models.length import model_length
-from piecegraph.runner.models.load import LoadedModel
+from piecegraph.runner.models.load import LoadedModel, load_config
 from piecegraph.runner.models.without_weights import load_without_weights
 from piecegraph.runner.speculative.common.fitting_draft import naming_the_draft
+from piecegraph.runner.speculative.heads.head_config import naming_the_head, with_head
+from piecegraph.runner.speculative.heads.load_head import head_without_weights
+from piecegraph.runner.startup.compile_model import LANGUAGE_MODEL, Entry
 from piecegraph.runner.startup.decide import Decided, compile_step_kernels, decide_for
 from piecegraph.runner.startup.draft import check_draft
+from piecegraph.runner.startup.head import head_entry
 from piecegraph.runner.startup.step_kernels import compiles_kernels
 
 
@@ -68,6 +71,9 @@ def compile_ahead(
     keeps, reason = resolve_cache_mode(config.compile)
     if keeps is not True:
         raise ConfigError(f"there is nothing to fill a cache with: {reason}. Leave that setting out.")
+    head = None
+    if config.speculative is not None:
+        config, head = with_head(config, load_config(config.source), needs_weights=False)
     loaded = load_without_weights(config, on_phase)
     max_model_len = model_length(loaded.config, config.max_model_len, loaded.first_position)
     max_num_tokens = batched_tokens(config, loaded.device.type)
@@ -82,6 +88,15 @@ def compile_ahead(
         needs_weights=False,
     )
     compiled = _compile(config, loaded, max_model_len, max_num_tokens, store, anew=anew, on_phase=on_phase)
+    if head is not None:
+        with naming_the_head():
+            of_head = replace(config, source=head.source, is_draft=True, may_raise_block_size=False)
+            stand_in = head_without_weights(head, loaded.dtype, loaded.device)
+            entry = head_entry(head)
+            made = _compile(
+                of_head, stand_in, max_model_len, max_num_tokens, store, anew=anew, on_phase=on_phase, entry=entry
+            )
+        return replace(compiled, draft=made)
     if draft is None:
         return compiled
     with naming_the_draft():
@@ -99,6 +114,7 @@ def _compile(
     *,
     anew: bool,
     on_phase: OnPhase | None,
+    entry: Entry = LANGUAGE_MODEL,
 ) -> CompiledAhead:
     """Put one model, `loaded` without weights, into `store`; see `compile_ahead`."""
     decided: list[Decided] = []
@@ -106,19 +122,19 @@ def _compile(
     def decide(calls: tuple[SplitCall, ...]) -> None:
         decided.append(decide_for(calls, loaded, config, max_model_len, max_num_tokens))
 
-    module = CausalLMForward(loaded.model, loaded.first_position)
+    module = entry.module(loaded)
     compile = replace(config.compile, compile_sizes=static_sizes(config, is_cuda=loaded.device.type == "cuda"))
     cache = CompileCache(store, True, reads=not anew)
-    inputs = example_inputs(loaded.device)
+    inputs, dims = entry.inputs(loaded), entry.dynamic_dims
     with torch.no_grad():
-        plans = PlanStore.of(cache, module, ExampleCall.of(module, inputs, {}, DYNAMIC_DIMS), compile)
+        plans = PlanStore.of(cache, module, ExampleCall.of(module, inputs, {}, dims), compile)
         if plans.key is None:
             raise KeyFactorError(f"this model cannot be cached: {plans.reason}")
         report = load_or_compile(
             module,
             inputs,
             {},
-            DYNAMIC_DIMS,
+            dims,
             compile,
             on_phase=on_phase or (lambda phase: None),
             before_compile=decide,

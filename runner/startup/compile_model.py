@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -33,6 +34,23 @@ _MEASURING = ("compile_sizes", "tune_sizes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """The module that is traced of a loaded model, its dynamic dims, and inputs to trace with."""
+
+    module: Callable[[LoadedModel], torch.nn.Module]
+    dynamic_dims: Mapping[str, Mapping[int, str]]
+    inputs: Callable[[LoadedModel], tuple[Any, ...]]
+
+
+LANGUAGE_MODEL = Entry(
+    module=lambda loaded: CausalLMForward(loaded.model, loaded.first_position),
+    dynamic_dims=DYNAMIC_DIMS,
+    inputs=lambda loaded: example_inputs(loaded.device),
+)
+"""How the model that is served is traced, and a model that drafts for it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CompiledLM:
     """A compiled model with the attention layers in its graph, their backend, and the CUDA graphs to capture."""
 
@@ -53,6 +71,8 @@ def compile_model(
     max_model_len: int,
     max_num_tokens: int,
     on_phase: OnPhase | None,
+    *,
+    entry: Entry = LANGUAGE_MODEL,
 ) -> CompiledLM:
     """Trace and compile the model, and return it with everything that follows from its graph.
 
@@ -71,11 +91,11 @@ def compile_model(
 
     kernels = StepKernels(launch_kernels, device)
 
-    def load_late() -> CausalLMForward:
+    def load_late() -> torch.nn.Module:
         weights = load()  # before the kernels: loading changes the default dtype of every thread
         if decided and compiles_kernels(device):  # else nothing is compiled, or not yet
             kernels.start()
-        return CausalLMForward(weights.model, weights.first_position)
+        return entry.module(weights)
 
     def wait_for_kernels() -> None:
         if kernels.is_running:
@@ -93,10 +113,10 @@ def compile_model(
     try:
         with torch.no_grad(), refused_by_module(loaded.model):
             compiled = compile_module(
-                CausalLMForward(loaded.model, loaded.first_position),
+                entry.module(loaded),
                 replace(config.compile, compile_sizes=sizes),
-                dynamic_dims=DYNAMIC_DIMS,
-                example_inputs=example_inputs(device),
+                dynamic_dims=entry.dynamic_dims,
+                example_inputs=entry.inputs(loaded),
                 on_phase=on_every_phase,
                 before_compile=decide,
                 load_weights=None if stand_in is None else load_late,

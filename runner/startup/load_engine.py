@@ -56,6 +56,8 @@ from piecegraph.runner.scheduling.kv_cache_manager import KVCacheManager
 from piecegraph.runner.scheduling.request_queue import SchedulingPolicy
 from piecegraph.runner.scheduling.scheduler import Scheduler
 from piecegraph.runner.speculative.drafter import slots_tensor
+from piecegraph.runner.speculative.heads.head_config import with_head
+from piecegraph.runner.speculative.heads.head_step import HeadedStep, headed_step
 from piecegraph.runner.speculative.speculative_engine import SpeculativeEngine
 from piecegraph.runner.speculative.speculative_runner import SpeculativeRunner
 from piecegraph.runner.speculative.speculative_scheduler import SpeculativeScheduler
@@ -68,6 +70,7 @@ from piecegraph.runner.startup.draft import (
     compile_draft,
     make_drafter,
 )
+from piecegraph.runner.startup.head import CompiledHead, compile_head, make_head_drafter
 from piecegraph.runner.startup.profile import measure_step
 from piecegraph.runner.startup.rank_device import rank_device
 from piecegraph.runner.step.model_step import ModelStep, build_step
@@ -138,17 +141,17 @@ def load_engine(config: EngineConfig, on_phase: OnPhase | None, parallel: Parall
         max_model_len = model_length(hf_config, config.max_model_len, first_position(config.source, hf_config).value)
     tokenizer = _tokenizer(config, on_phase)
     check_weight_files(config.source)
+    config, head = with_head(config, hf_config)
     draft_source = check_draft(config, hf_config, tokenizer, dtype, device, max_model_len, max_num_tokens)
     rank = 0 if parallel is None else parallel.group.rank
     load = functools.cache(lambda: _load_weights(config, hf_config, dtype, device, max_model_len, rank, on_phase))
     stand_in, weights_first = _stand_in(config, hf_config, dtype, device, max_model_len, on_phase)
-    embeds_size = None
-    if config.enable_prompt_embeds:
-        embeds_size = embedding_size((stand_in if stand_in is not None else load()).model)
+    embeds_size = _embeds_size(config, stand_in, load)
     model = compile_model(stand_in, load, config, max_model_len, max_num_tokens, on_phase)
     config = model.config
     steps_ahead, loaded = _steps_ahead(config, model, device), load()
     model, draft = compile_draft(draft_source, model, max_num_tokens, on_phase)
+    model, draft = compile_head(head, model, draft, loaded, (max_model_len, max_num_tokens), on_phase)
     weights_first = weights_first or model.compiled.report().weights_first
     vocab_size = loaded.config.get_text_config(decoder=True).vocab_size
     with timed_phase(on_phase, "buffers"):
@@ -198,6 +201,13 @@ def load_engine(config: EngineConfig, on_phase: OnPhase | None, parallel: Parall
         notes=_notes(config, loaded, model, draft, weights_first, checked),
         selfcheck=checked,
     )
+
+
+def _embeds_size(config: EngineConfig, stand_in: LoadedModel | None, load: Callable[[], LoadedModel]) -> int | None:
+    """Return the size of prompt embeddings; None: they are not enabled."""
+    if not config.enable_prompt_embeds:
+        return None
+    return embedding_size((stand_in if stand_in is not None else load()).model)
 
 
 def _tokenizer(config: EngineConfig, on_phase: OnPhase | None) -> PreTrainedTokenizerBase | None:
@@ -453,6 +463,8 @@ def _runner(
         slots = None if draft is None else slots_tensor(config.max_num_seqs, device)
         num_slots = None if slots is None else slots.gpu[0]
         speculative = None if config.speculative is None else speculative_step(step, config.speculative, num_slots)
+    if speculative is not None and isinstance(draft, CompiledHead):
+        speculative = headed_step(speculative, draft.head.hidden_size, draft.loaded.dtype)
     step = step if speculative is None else speculative
     cache = _allocate(model, draft, config, step, max_num_tokens, on_phase)
     step = replace(step, kv_caches=cache.kv_caches, state_caches=cache.state_caches, embeds_forward=over_embeds)
@@ -469,7 +481,11 @@ def _runner(
         graphs.capture(full=plan.full, piecewise=plan.piecewise, max_bytes=cache.max_graph_bytes, on_phase=on_phase)
         if draft is not None:
             assert isinstance(step, SpeculativeStep) and slots is not None
-            drafter = make_drafter(draft, step, slots)
+            if isinstance(draft, CompiledHead):
+                assert isinstance(step, HeadedStep)
+                drafter = make_head_drafter(draft, step, slots)
+            else:
+                drafter = make_drafter(draft, step, slots)
             capture_drafter(drafter, draft, config, cache.max_graph_bytes, on_phase)
         graph_bytes = graphs.device_bytes + (0 if drafter is None else drafter.graph_bytes)
         num_blocks = _fill(cache, graph_bytes, device, on_phase)

@@ -14,6 +14,7 @@ import torch
 from piecegraph.errors import CheckpointError, ConfigError, UsageError, did_you_mean
 from piecegraph.runner.common.model_source import ModelSource
 from piecegraph.runner.models.load import load_config, load_model
+from piecegraph.runner.startup.head import CompiledHead
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -55,13 +56,18 @@ def reload_weights(loaded: Loaded, weights: NewWeights | None, draft_weights: Ne
         )
     if draft_weights is not None and loaded.draft is None:
         raise UsageError("draft_weights are given, and no model drafts here (speculative_config); leave them out.")
+    if draft_weights is not None and isinstance(loaded.draft, CompiledHead):
+        raise UsageError(
+            "draft_weights are given, and a head drafts, whose weights are read at the start only; make a new LLM."
+        )
     if loaded.engine.has_unfinished:
         raise UsageError(
             f"{len(loaded.engine.requests)} requests are unfinished, and their cached keys and values depend on the "
             "old weights. Let them finish, or abort them, before the weights are loaded again."
         )
     parts = [(_Part(loaded.source, loaded.model, loaded.compiled, loaded.seed, ""), weights)]
-    if loaded.draft is not None and (weights is None or draft_weights is not None):
+    is_model = loaded.draft is not None and not isinstance(loaded.draft, CompiledHead)
+    if loaded.draft is not None and is_model and (weights is None or draft_weights is not None):
         draft = loaded.draft
         part = _Part(draft.config.source, draft.loaded, draft.model.compiled, draft.config.seed, "the draft model's ")
         parts.append((part, draft_weights))

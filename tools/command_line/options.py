@@ -217,9 +217,8 @@ LLM_FLAGS = (
     ),
     Flag(
         name="distributed_executor_backend",
-        type=click.Choice(["uniproc", "mp", "ray", "external_launcher"]),
-        help="Who runs the ranks: mp on this machine, ray on a cluster, external_launcher under torchrun. "
-        "[default: uniproc for one rank, mp for several]",
+        type=click.Choice(["uniproc", "mp", "external_launcher"]),
+        help="Who runs the ranks: without it uniproc for one rank, mp for several; external_launcher under torchrun.",
     ),
     Flag(
         name="speculative_config",

@@ -13,7 +13,6 @@ import click
 
 from piecegraph.errors import RequestError
 from piecegraph.progress import Phase
-from piecegraph.runner.prompts.request_options import check_unicode
 from piecegraph.tools.command_line.compile_flags import with_compile_flags
 from piecegraph.tools.command_line.interrupts import raise_if_interrupted
 from piecegraph.tools.command_line.options import (
@@ -74,7 +73,7 @@ def split_arguments(first: str | None, second: str | None) -> tuple[str | None, 
 def read_prompt(prompt: str | None) -> str:
     """Return the prompt. It is read from standard input if it is "-", or if none is given and input is piped in.
 
-    Raises `click.UsageError` if there is none, and `RequestError` if it is empty or not valid Unicode.
+    Raises `click.UsageError` if there is none, and `RequestError` if it is empty.
     """
     if prompt == "-" or (prompt is None and not sys.stdin.isatty()):
         piped = read_standard_input().rstrip("\n")
@@ -83,7 +82,6 @@ def read_prompt(prompt: str | None) -> str:
         raise click.UsageError('no prompt. Give one: piecegraph run "What is the capital of France?"')
     if not prompt:
         raise RequestError("the prompt is empty; a model needs at least one token to go on from.")
-    check_unicode(prompt)
     return prompt
 
 

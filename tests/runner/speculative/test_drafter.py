@@ -129,28 +129,33 @@ def test_a_text_ends_at_the_longest_length(llama_dir: Path, is_ahead: bool) -> N
     assert found[0] == found[1] and [len(one) for one in found[0]] == [29, 8, 1]
 
 
-def test_a_verification_is_one_graph_and_its_drafts_another(llama_dir: Path, half: Path) -> None:
-    """With one copy of tokens to the host, and nothing staged unless a block was added."""
+def assert_two_graphs_and_one_copy(llm: LLM) -> None:
+    """Of a step in which requests decode, with nothing staged unless a block was added."""
     params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
-    with drafting(llama_dir, half, async_scheduling=True, block_size=16, max_model_len=96) as llm:
-        engine = llm.engine
-        for i in range(2):
-            engine.add_request(str(i), [4 + i] * 17, params, is_final_only=True)
-        for _ in range(4):
-            engine.step()
-        num_counted = 0
-        while engine.has_unfinished and num_counted < 4:
-            with counted() as counts:
-                engine.step()
-            if counts.staged_writes or counts.graphs != 2:
-                continue  # a block was added, or the last step in flight was waited for
-            num_counted += 1
-            assert counts.writes == {"aten.copy_.default": 1} and not counts.allocations and not counts.host_bytes
-        assert num_counted == 4
-        assert drafter_of(llm).num_uncaptured == 0
-        for i in range(2):
-            engine.abort(str(i))
+    engine = llm.engine
+    for i in range(2):
+        engine.add_request(str(i), [4 + i] * 17, params, is_final_only=True)
+    for _ in range(4):
         engine.step()
+    num_counted = 0
+    while engine.has_unfinished and num_counted < 4:
+        with counted() as counts:
+            engine.step()
+        if counts.staged_writes or counts.graphs != 2:
+            continue  # a block was added, or the last step in flight was waited for
+        num_counted += 1
+        assert counts.writes == {"aten.copy_.default": 1} and not counts.allocations and not counts.host_bytes
+    assert num_counted == 4
+    assert drafter_of(llm).num_uncaptured == 0
+    for i in range(2):
+        engine.abort(str(i))
+    engine.step()
+
+
+def test_a_verification_is_one_graph_and_its_drafts_another(llama_dir: Path, half: Path) -> None:
+    """With one copy of tokens to the host."""
+    with drafting(llama_dir, half, async_scheduling=True, block_size=16, max_model_len=96) as llm:
+        assert_two_graphs_and_one_copy(llm)
 
 
 def test_a_closed_drafter_has_no_graphs(llama_dir: Path, half: Path) -> None:

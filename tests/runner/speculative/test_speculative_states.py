@@ -32,6 +32,7 @@ from tests.runner.engine.test_engine_states import (
 from tests.runner.engine_model import AloneModel
 from tests.runner.speculative.draft_models import drafts_by, save_first_layers
 from tests.runner.speculative.drafting_llm import NGRAM, NUM_DRAFTS
+from tests.runner.speculative.heads.random_heads import drafts_by_head, save_small_head
 from tests.runner.test_graphs import load
 
 
@@ -61,6 +62,9 @@ class DraftingEngineUnderTest(EngineUnderTest):
 
 
 HALF = "half"
+HEAD = "head"
+LIKELY = [50, 40]
+"""The tokens of a head: 50 is what a text that repeats itself consists of."""
 GRAPHS = {"attention_backend": "triton"}
 NO_GRAPHS = {"attention_backend": "sdpa", "cudagraph_mode": "NONE"}
 slow = pytest.mark.slow
@@ -76,6 +80,9 @@ slow = pytest.mark.slow
         pytest.param((1, MODES, GRAPHS, None), id="itself, graphs, ahead"),
         pytest.param((1, MODES, GRAPHS, HALF), id="half, graphs, ahead", marks=slow),
         pytest.param((0, MODES[2:], NO_GRAPHS, HALF), id="half, no graphs, in step", marks=slow),
+        pytest.param((0, MODES, GRAPHS, HEAD), id="head, graphs, in step", marks=slow),
+        pytest.param((1, MODES, GRAPHS, HEAD), id="head, graphs, ahead"),
+        pytest.param((0, MODES[2:], NO_GRAPHS, HEAD), id="head, no graphs, in step", marks=slow),
     ],
 )
 def engine_and_modes(
@@ -85,12 +92,14 @@ def engine_and_modes(
     config: dict[str, Any] = drafts_by(llama_dir, draft_sample_method="probabilistic") if drafts is None else drafts
     if drafts == HALF:
         config = drafts_by(save_first_layers(llama, 1, tmp_path_factory.mktemp("half"), llama_dir))
+    if drafts == HEAD:
+        config = drafts_by_head(save_small_head(llama, tmp_path_factory.mktemp("head"), LIKELY))
     with load(llama_dir, async_scheduling=bool(steps_ahead), speculative_config=config, **TINY, **options) as llm:
         yield DraftingEngineUnderTest(llm, AloneModel(llama), steps_ahead=steps_ahead), modes
 
 
 @pytest.mark.parametrize(
-    ("max_examples", "min_steps"), [(4, 150), pytest.param(40, 1_500, marks=slow)], ids=["quick", "long"]
+    ("max_examples", "min_steps"), [(4, 100), pytest.param(40, 1_500, marks=slow)], ids=["quick", "long"]
 )
 def test_every_order_of_events_gives_the_right_outputs(
     engine_and_modes: tuple[EngineUnderTest, Sequence[CUDAGraphMode]], max_examples: int, min_steps: int
@@ -112,7 +121,7 @@ def test_every_order_of_events_gives_the_right_outputs(
 
 @slow
 def test_a_long_life(engine_and_modes: tuple[EngineUnderTest, Sequence[CUDAGraphMode]]) -> None:
-    """Of 20,000 steps over the seven engines."""
+    """Of 30,000 steps over the ten engines."""
     engine, modes = engine_and_modes
     run_randomly(engine, num_steps=engine.num_steps + 3_000, seed=5)
     assert_much_was_seen(engine, 3_000, modes)

@@ -17,7 +17,9 @@ from piecegraph.compiler.tracing.traced_sources import find_changed_module
 from piecegraph.progress import OnPhase
 from piecegraph.runner.common.engine_config import EngineConfig, static_sizes
 from piecegraph.runner.models.causal_lm import DYNAMIC_DIMS, CausalLMForward, example_inputs
+from piecegraph.runner.models.load import load_config
 from piecegraph.runner.models.without_weights import load_without_weights
+from piecegraph.runner.speculative.heads.head_config import with_head
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +36,8 @@ def model_key(config: EngineConfig, on_phase: OnPhase | None = None) -> ModelKey
 
     Raises what `LLM` would for the model and the config.
     """
+    if config.speculative is not None:
+        config, _ = with_head(config, load_config(config.source), needs_weights=False)
     loaded = load_without_weights(config, on_phase)
     device, module = loaded.device, CausalLMForward(loaded.model, loaded.first_position)
     compile = replace(config.compile, compile_sizes=static_sizes(config, is_cuda=device.type == "cuda"))

@@ -1,0 +1,161 @@
+"""The weights of a head: read from its checkpoint, and where that has none, the model's own embedding and logits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from piecegraph.compiler.repeated_layers.find import name_layers
+from piecegraph.errors import CheckpointError
+from piecegraph.runner.common.model_source import ModelSource
+from piecegraph.runner.models.load import LoadedModel
+from piecegraph.runner.models.without_weights import make_fake
+from piecegraph.runner.speculative.heads.eagle3 import Eagle3Head
+from piecegraph.runner.speculative.heads.head_config import Eagle3Config
+
+_NOT_READ = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")
+"""Tensors of a checkpoint that only training reads."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedHead:
+    """A head with its weights."""
+
+    loaded: LoadedModel
+    target_ids: torch.Tensor | None  # [draft_vocab_size] int64: the model's token of each of the head's; None: the same
+    notes: tuple[str, ...]
+
+
+def load_eagle3(config: Eagle3Config, target: LoadedModel, *, seed: int) -> LoadedHead:
+    """Return the head with the weights of its source, in the model's dtype and on its device.
+
+    Tensors that the checkpoint lacks because they are the model's are shared with it: the embedding, and the matrix of
+    logits of a head with the whole vocabulary. Raises `CheckpointError` for tensors that are missing, unknown or of
+    another shape, and for a `d2t` that names no token of the model.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        head: Any = Eagle3Head(config)
+    head = head.to(target.dtype).eval().requires_grad_(False)
+    is_random = config.source.load_format == "dummy"
+    state = {} if is_random else _read_state(config.source)
+    d2t = state.pop("d2t", None)
+    for name in _NOT_READ:
+        state.pop(name, None)
+    shared = _share(head, state, config, target)
+    _fill(head, state, config, shared, is_random=is_random)
+    head = head.to(target.device)
+    name_layers(head)
+    notes = (str(config), *([f"head: {' and '.join(shared)} of the model itself"] if shared else ()))
+    loaded = LoadedModel(
+        model=head,
+        config=config.layer_config,
+        dtype=target.dtype,
+        device=target.device,
+        first_position=0,
+        notes=notes,
+    )
+    return LoadedHead(loaded=loaded, target_ids=_target_ids(d2t, config, target.device), notes=notes)
+
+
+def head_without_weights(config: Eagle3Config, dtype: torch.dtype, device: torch.device) -> LoadedModel:
+    """Return the head with fake tensors, which can be traced and compiled."""
+    with torch.device("meta"):
+        head: Any = Eagle3Head(config)
+    head = head.to(dtype).eval().requires_grad_(False)
+    make_fake(head, device)
+    name_layers(head)
+    return LoadedModel(model=head, config=config.layer_config, dtype=dtype, device=device, first_position=0, notes=())
+
+
+def _read_state(source: ModelSource) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    state: dict[str, torch.Tensor] = {}
+    for file in source.weight_files:
+        try:
+            state |= load_file(str(file))
+        except Exception as error:  # safetensors' own, or the operating system's
+            raise CheckpointError(f"{file} cannot be read: {error}. Copy or download it again.") from error
+    return {name.replace("midlayer.", "layers.0."): tensor for name, tensor in state.items()}
+
+
+def _share(
+    head: Any, state: Mapping[str, torch.Tensor], config: Eagle3Config, target: LoadedModel
+) -> dict[str, nn.Parameter]:
+    """Replace parameters that only the model has by the model's own, and return them by their names in the head."""
+    model: Any = target.model
+    shared: dict[str, nn.Parameter] = {}
+    wanted = {
+        "embed_tokens": model.get_input_embeddings(),
+        "lm_head": model.get_output_embeddings() if config.draft_vocab_size == config.vocab_size else None,
+    }
+    for name, module in wanted.items():
+        own = getattr(head, name)
+        if f"{name}.weight" in state or module is None or module.weight.shape != own.weight.shape:
+            continue
+        own.weight = shared[f"{name}.weight"] = module.weight
+    return shared
+
+
+def _fill(
+    head: nn.Module,
+    state: Mapping[str, torch.Tensor],
+    config: Eagle3Config,
+    shared: Mapping[str, nn.Parameter],
+    *,
+    is_random: bool,
+) -> None:
+    """Write the tensors of the checkpoint into the head's. Raises `CheckpointError`."""
+    if is_random:
+        return
+    own = {name: tensor for name, tensor in head.state_dict().items() if name not in shared}
+    missing = sorted(own.keys() - state.keys())
+    unknown = sorted(state.keys() - own.keys())
+    other = [
+        f"{name} (checkpoint {tuple(state[name].shape)}, head {tuple(own[name].shape)})"
+        for name in sorted(own.keys() & state.keys())
+        if state[name].shape != own[name].shape
+    ]
+    problems = [
+        f"{len(names)} {what}: {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}"
+        for what, names in (("missing", missing), ("unexpected", unknown), ("of another shape", other))
+        if names
+    ]
+    if problems:
+        raise CheckpointError(
+            f"the weights of {config.source.model!r} do not fit its config; tensors {'; '.join(problems)}. Check that "
+            "config.json belongs to these weights."
+        )
+    with torch.no_grad():
+        for name, tensor in own.items():
+            tensor.copy_(state[name])
+
+
+def _target_ids(d2t: torch.Tensor | None, config: Eagle3Config, device: torch.device) -> torch.Tensor | None:
+    """Return the model's token of each token of the head. `d2t` holds what is to be added to the head's."""
+    if d2t is None:
+        if config.draft_vocab_size == config.vocab_size:
+            return None
+        if config.source.load_format == "dummy":
+            return torch.arange(config.draft_vocab_size, device=device)
+        raise CheckpointError(
+            f"{config.source.model!r} has no tensor d2t, and without it the {config.draft_vocab_size} tokens of the "
+            f"head are not known among the model's {config.vocab_size}."
+        )
+    if d2t.shape != (config.draft_vocab_size,) or d2t.is_floating_point():
+        raise CheckpointError(
+            f"{config.source.model!r}: d2t is {tuple(d2t.shape)} of {d2t.dtype}; it must hold a whole number for each "
+            f"of the head's {config.draft_vocab_size} tokens."
+        )
+    ids = torch.arange(config.draft_vocab_size) + d2t.long().cpu()
+    if int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size or ids.unique().numel() != ids.numel():
+        raise CheckpointError(
+            f"{config.source.model!r}: d2t maps the head's tokens to {int(ids.min())} to {int(ids.max())}, not to "
+            f"different tokens of the model's 0 to {config.vocab_size - 1}."
+        )
+    return ids.to(device)

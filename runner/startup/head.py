@@ -1,0 +1,122 @@
+"""A head that drafts, at a start: what is refused before anything loads, its compilation, and its passes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from piecegraph.errors import ConfigError
+from piecegraph.progress import OnPhase
+from piecegraph.runner.device_memory.staged_write import StagedWriteTensor
+from piecegraph.runner.models.load import LoadedModel
+from piecegraph.runner.speculative.draft_layers import DraftCaches, with_draft_layers
+from piecegraph.runner.speculative.draft_step import DraftBuffers
+from piecegraph.runner.speculative.drafter import Drafter
+from piecegraph.runner.speculative.heads.head_config import Eagle3Config, naming_the_head
+from piecegraph.runner.speculative.heads.head_step import HeadedStep, HeadStep
+from piecegraph.runner.speculative.heads.load_head import load_eagle3
+from piecegraph.runner.startup.compile_model import CompiledLM, Entry, compile_model
+from piecegraph.runner.startup.draft import CompiledDraft
+
+HEAD_DIMS = {
+    "input_ids": {0: "num_tokens"},
+    "positions": {0: "num_tokens"},
+    "hidden_states": {0: "num_tokens"},
+    "logits_indices": {0: "num_logits"},
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompiledHead(CompiledDraft):
+    """A compiled head."""
+
+    head: Eagle3Config
+    target_ids: torch.Tensor | None  # see `LoadedHead`
+
+
+def compile_head(
+    head: Eagle3Config | None,
+    model: CompiledLM,
+    draft: CompiledDraft | None,
+    target: LoadedModel,
+    lens: tuple[int, int],
+    on_phase: OnPhase | None,
+) -> tuple[CompiledLM, CompiledDraft | None]:
+    """Load and compile the head, and return `model` with the head's layers in its cache, and the head.
+
+    If there is none, return `model` and `draft`, a draft model, as they are. `lens`: the most tokens of a text, and of
+    a step.
+    """
+    if head is None:
+        return model, draft
+    config = replace(model.config, source=head.source, dtype=target.dtype, is_draft=True, may_raise_block_size=False)
+    assert config.speculative is not None
+    max_model_len, max_num_tokens = lens
+    if max_model_len <= config.speculative.num_speculative_tokens:
+        raise ConfigError(
+            f"speculative_config: num_speculative_tokens={config.speculative.num_speculative_tokens}, and a text has "
+            f"at most max_model_len={max_model_len} tokens; draft fewer."
+        )
+    with naming_the_head():
+        loaded = load_eagle3(head, target, seed=config.seed)
+        compiled = compile_model(
+            None, lambda: loaded.loaded, config, max_model_len, max_num_tokens, on_phase, entry=head_entry(head)
+        )
+        sizes = [one.attention.backend.kernel_block_size(config.block_size) for one in (compiled, model)]
+        if sizes[0] != sizes[1]:
+            compiled.compiled.close()
+            raise ConfigError(
+                f"its attention needs pages of {sizes[0]} tokens and the model's pages of {sizes[1]}; name an "
+                "attention_backend that suits both."
+            )
+    layout, group = with_draft_layers(model.layout, compiled.layers)
+    known = model.plan.resolved.reasons
+    reasons = [f"head: {reason}" for reason in compiled.plan.resolved.reasons if reason not in known]
+    made = CompiledHead(
+        model=compiled,
+        loaded=loaded.loaded,
+        config=config,
+        group=group,
+        notes=(*loaded.notes, *reasons),
+        head=head,
+        target_ids=loaded.target_ids,
+    )
+    return replace(model, layout=layout), made
+
+
+def make_head_drafter(head: CompiledHead, step: HeadedStep, slots: StagedWriteTensor) -> Drafter:
+    """Return the owner of the head's passes over the rows and caches of `step`; nothing is captured yet."""
+    backend, device = head.model.attention.backend, step.buffers.input_ids.device
+    head_step = HeadStep(
+        forward=head.model.compiled,
+        impl=backend.impl(),
+        metadata_builder=backend.metadata_builder(
+            head.model.layers, step.block_size, device, max_num_reqs=step.buffers.max_num_reqs
+        ),
+        needs_host_batch=backend.needs_host_batch,
+        kv_caches=DraftCaches(step.kv_caches),
+        target=step,
+        group=head.group,
+        buffers=DraftBuffers(
+            max_num_reqs=step.buffers.max_num_reqs,
+            max_blocks=step.buffers.block_table.shape[2],
+            device=device,
+            num_first_tokens=1 + step.max_drafts,
+        ),
+        head=head.loaded.model,
+        target_ids=head.target_ids,
+    )
+    return Drafter(step=head_step, compiled=head.model.compiled, block_size=head.model.config.block_size, slots=slots)
+
+
+def head_entry(head: Eagle3Config) -> Entry:
+    """Return how the head is traced."""
+
+    def inputs(loaded: LoadedModel) -> tuple[Any, ...]:
+        positions = torch.arange(8, device=loaded.device)
+        hidden = torch.zeros(8, head.layer_config.hidden_size, dtype=loaded.dtype, device=loaded.device)
+        return torch.zeros_like(positions), positions, hidden, torch.tensor([2, 4, 7], device=loaded.device)
+
+    return Entry(module=lambda loaded: loaded.model, dynamic_dims=HEAD_DIMS, inputs=inputs)
