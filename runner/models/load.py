@@ -572,7 +572,7 @@ def _checkpoint_model(source: ModelSource, config: PreTrainedConfig, dtype: torc
             raise
         raise CheckpointError(f"the weights of {source.model!r} cannot be read: {_first_line(error)}") from error
     model, info = loaded
-    _check_loading_info(source, {**info, "unexpected_keys": ()} if kind.ignores_other_weights else info)
+    _check_loading_info(source, _without_other_parts(model, config, info, kind))
     return model
 
 
@@ -600,7 +600,7 @@ def _rank_checkpoint_model(
         return _checkpoint_model(source, config, dtype, kind), None, None
     except SafetensorError as error:
         raise CheckpointError(f"a weight file of {source.model!r} is corrupt: {_first_line(error)}") from error
-    _check_loading_info(source, {**info, "unexpected_keys": ()} if kind.ignores_other_weights else info)
+    _check_loading_info(source, _without_other_parts(model, config, info, kind))
     return model, plan, bytes_read
 
 
@@ -714,6 +714,27 @@ def check_weight_files(source: ModelSource) -> None:
             raise CheckpointError(
                 f"{file} is corrupt or truncated ({_first_line(error)}). Copy or download the file again."
             ) from error
+
+
+def _without_other_parts(
+    model: PreTrainedModel, config: PreTrainedConfig, info: Mapping[str, Any], kind: ModelKind
+) -> Mapping[str, Any]:
+    """Return `info` without unexpected tensors of parts that the model does not have.
+
+    These are the head of a model that pools; and the towers of a model of several modalities, whose text model is
+    loaded: modules that lie beside those of the text model, or within its outermost one.
+    """
+    if kind.ignores_other_weights:
+        return {**info, "unexpected_keys": ()}
+    if config.get_text_config(decoder=True) is config:
+        return info
+    prefix = f"{model.base_model_prefix}."
+
+    def module(name: str) -> str:
+        return name.removeprefix(prefix).partition(".")[0]
+
+    own = {module(name) for name in model.state_dict()}
+    return {**info, "unexpected_keys": [name for name in info["unexpected_keys"] if module(name) in own]}
 
 
 def _check_loading_info(source: ModelSource, info: Mapping[str, Any]) -> None:
