@@ -131,4 +131,7 @@ class ReadyModel:
         for condition in self.built.size_conditions:
             if condition.is_violated_by(by_symbol):
                 text = condition.with_size_names(self._size_symbols)
-                raise InputMismatch(f"sizes {dict(sizes)} do not satisfy {text}, on which the model's code relies.")
+                raise InputMismatch(
+                    f"sizes {dict(sizes)} do not satisfy {text}, on which the model's code relies. Compile the module "
+                    "once more for such calls, with an example of that size and without its name in dynamic_dims."
+                )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import inspect
 import re
@@ -151,7 +152,8 @@ def _trace(
             "tensors only, so the change would happen once, at trace time. Return the value instead, or keep it in a "
             "buffer changed in place."
         )
-    inputs, symbols = _graph_inputs(graph, module, examples, given.paths, declared)
+    roots = {"args": bound.args, "kwargs": bound.kwargs, "sized": sized}
+    inputs, symbols = _graph_inputs(graph, module, examples, given.paths, declared, roots)
     sources = [each.source for each in inputs if isinstance(each, BoundInput) and each.source]
     reads = traced_reads(
         graph.guards,
@@ -254,8 +256,13 @@ def _graph_inputs(
     examples: Sequence[Any],
     paths: Sequence[str],
     declared: Mapping[int, Mapping[int, str]],
+    roots: Mapping[str, Any],
 ) -> tuple[tuple[GraphInput, ...], dict[str, str]]:
-    """Return the meaning of each placeholder, and the size name of each symbol."""
+    """Return the meaning of each placeholder, and the size name of each symbol.
+
+    `roots` are the local variables of the traced call: Dynamo names by them a size of a tensor that is no placeholder,
+    because the graph does not read it.
+    """
     leaf_of = {id(example): index for index, example in enumerate(examples) if isinstance(example, torch.Tensor)}
     weight_of = {id(t): (name, "buffer") for name, t in module.named_buffers(remove_duplicate=False)}
     weight_of |= {id(t): (name, "parameter") for name, t in module.named_parameters(remove_duplicate=False)}
@@ -291,8 +298,14 @@ def _graph_inputs(
                 name, kind = weight_of.get(id(example), (node.name, "constant"))
                 source = source_of_placeholder(node) if kind == "constant" else ""
                 inputs.append(BoundInput(name, kind, example, source=source))
-        elif isinstance(example, torch.SymInt) and str(example.node.expr) in places:
-            symbol = str(example.node.expr)
+            continue
+        symbol = str(example.node.expr) if isinstance(example, torch.SymInt) else ""
+        if symbol and symbol not in places:
+            tensor, dim = _tensor_and_dim(source_of_placeholder(node), roots)
+            leaf = leaf_of.get(id(tensor))
+            if leaf is not None and dim in declared.get(leaf, {}):
+                symbols[symbol], places[symbol] = declared[leaf][dim], (leaf, dim)
+        if symbol in places:
             inputs.append(SizeInput(symbols[symbol], *places[symbol]))
         else:
             raise CompileError(
@@ -300,6 +313,29 @@ def _graph_inputs(
                 "size. Declare the dim it comes from in dynamic_dims, or pass the value as a tensor."
             )
     return tuple(inputs), symbols
+
+
+def _tensor_and_dim(expression: str, roots: Mapping[str, Any]) -> tuple[Any, int]:
+    """Return what Dynamo's expression `L['args'][1].size()[0]` names: the tensor and the dim; (None, 0) for any other.
+
+    The expression is parsed and never evaluated.
+    """
+
+    def value(node: ast.expr) -> Any:
+        match node:
+            case ast.Subscript(value=ast.Name(id="L"), slice=ast.Constant(value=name)):
+                return roots[name]
+            case ast.Subscript(value=owner, slice=ast.Constant(value=key)):
+                return value(owner)[key]
+            case ast.Attribute(value=owner, attr=name):
+                return getattr(value(owner), name)
+        raise LookupError
+
+    match ast.parse(expression or "None", mode="eval").body:
+        case ast.Subscript(value=ast.Call(func=ast.Attribute(value=owner, attr="size")), slice=ast.Constant(value=dim)):
+            with contextlib.suppress(LookupError, AttributeError, TypeError):
+                return value(owner), int(dim)
+    return None, 0
 
 
 def _line_that_fixes(placeholder: fx.Node, size: Any) -> str:

@@ -48,6 +48,20 @@ def check_request_fields(
         ) from error
 
 
+def check_unicode(text: str) -> None:
+    """Raise `RequestError` if the prompt `text` has a half of a surrogate pair, which UTF-8 cannot encode.
+
+    A byte of a command line that is not UTF-8 becomes such a character.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"the prompt is not valid Unicode: character {error.start} is {text[error.start]!r}, half of a surrogate "
+            "pair. Give text in UTF-8."
+        ) from error
+
+
 def refuse_lora(lora_request: object) -> None:
     """Raise `RequestError` unless `lora_request` asks for no adapter: None, or a list of Nones."""
     several = (

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 from piecegraph.errors import RequestError, did_you_mean
 from piecegraph.runner.common.token_ids import as_token_ids
+from piecegraph.runner.prompts.request_options import check_unicode
 
 if TYPE_CHECKING:
     import torch
@@ -151,13 +152,7 @@ def tokenize_text(
         )
     if not text:
         raise RequestError("the prompt is empty; give some text.")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:  # a byte of a command line that was not UTF-8 comes as such a character
-        raise RequestError(
-            f"the prompt is not valid Unicode: character {error.start} is {text[error.start]!r}, half of a surrogate "
-            "pair. Give text in UTF-8."
-        ) from error
+    check_unicode(text)
     options = {"add_special_tokens": add_special_tokens, "verbose": False, **(tokenization_kwargs or {})}
     if "return_tensors" in options:
         raise RequestError("tokenization_kwargs has 'return_tensors'; token ids are lists here. Leave it out.")

@@ -13,6 +13,7 @@ import click
 
 from piecegraph.errors import RequestError
 from piecegraph.progress import Phase
+from piecegraph.runner.prompts.request_options import check_unicode
 from piecegraph.tools.command_line.compile_flags import with_compile_flags
 from piecegraph.tools.command_line.interrupts import raise_if_interrupted
 from piecegraph.tools.command_line.options import (
@@ -73,7 +74,7 @@ def split_arguments(first: str | None, second: str | None) -> tuple[str | None, 
 def read_prompt(prompt: str | None) -> str:
     """Return the prompt. It is read from standard input if it is "-", or if none is given and input is piped in.
 
-    Raises `click.UsageError` if there is none, and `RequestError` if it is empty.
+    Raises `click.UsageError` if there is none, and `RequestError` if it is empty or not valid Unicode.
     """
     if prompt == "-" or (prompt is None and not sys.stdin.isatty()):
         piped = read_standard_input().rstrip("\n")
@@ -82,6 +83,7 @@ def read_prompt(prompt: str | None) -> str:
         raise click.UsageError('no prompt. Give one: piecegraph run "What is the capital of France?"')
     if not prompt:
         raise RequestError("the prompt is empty; a model needs at least one token to go on from.")
+    check_unicode(prompt)
     return prompt
 
 

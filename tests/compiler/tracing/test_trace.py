@@ -55,6 +55,30 @@ def test_code_that_asks_whether_a_size_is_one_is_compiled_for_two_or_more() -> N
         model(torch.ones(1), torch.ones(3))
 
 
+def test_the_advice_for_a_size_that_was_not_compiled_works() -> None:
+    x, y = torch.ones(1), torch.ones(3)
+    model = pg.compile(AsksForOne(), CONFIG, dynamic_dims={"y": {0: "other"}}, example_inputs=(x, y))
+    assert torch.equal(model(x * 5, torch.ones(7)), x * 5)
+
+
+class ReadsSizeAlone(nn.Module):
+    def forward(self, x: torch.Tensor, y: torch.Tensor, *, z: dict[str, torch.Tensor]) -> torch.Tensor:
+        return x[: z["rows"].shape[1]] * 2
+
+
+def test_a_declared_argument_need_not_be_read() -> None:
+    """Neither at all (y), nor anything but its size (z). It is checked as every other."""
+    dims = {"x": {0: "length"}, "y": {0: "other"}, "z['rows']": {1: "rows"}}
+    z = {"rows": torch.ones(2, 4)}
+    example = {"x": torch.ones(5), "y": torch.ones(3), "z": z}
+    model = pg.compile(ReadsSizeAlone(), CONFIG, dynamic_dims=dims, example_inputs=example)
+    for length, other, rows in ((5, 3, 4), (7, 1, 2), (2, 9, 2)):
+        result = model(torch.ones(length), torch.ones(other), z={"rows": torch.ones(2, rows)})
+        assert result.tolist() == [2.0] * min(length, rows)
+    with pytest.raises(InputMismatch, match="y has dtype"):
+        model(torch.ones(5), torch.ones(3, dtype=torch.int64), z=z)
+
+
 def test_code_that_asks_anything_else_about_a_size_is_refused() -> None:
     with pytest.raises(SizeSpecialized, match="u0 > 7"):
         pg.compile(AsksForMore(), CONFIG, dynamic_dims={"x": 0}, example_inputs=(torch.ones(4),))

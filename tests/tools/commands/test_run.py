@@ -292,4 +292,9 @@ def test_input_that_is_not_utf8_is_refused_in_one_line(
         "error: standard input is not valid UTF-8: byte 0xff at offset 2 (invalid start byte). "
         "Convert it, for instance with iconv.\n"
     )
+    assert main(["run", b"ab\xff".decode(errors="surrogateescape")]) == 3
+    assert capsys.readouterr().err == (
+        "error: the prompt is not valid Unicode: character 2 is '\\udcff', half of a surrogate pair. "
+        "Give text in UTF-8.\n"
+    )
     assert fake_llm.made == []
