@@ -22,6 +22,7 @@ from piecegraph.config import CompileConfig
 from piecegraph.errors import ConfigError, RequestError, UsageError, translate_out_of_memory
 from piecegraph.paused_gc import paused_gc
 from piecegraph.progress import OnPhase, Phase, timed_phase
+from piecegraph.runner.clusters.make_executor import make_executor
 from piecegraph.runner.common.engine_config import EngineConfig, compile_config, refuse_unknown
 from piecegraph.runner.common.logits_processor import LogitsProcessor, logits_processor_classes
 from piecegraph.runner.common.logprobs_mode import LogprobsMode
@@ -32,7 +33,6 @@ from piecegraph.runner.common.speculative_config import SpeculativeConfig
 from piecegraph.runner.common.vllm_interface import OLDER_METHODS, UNAVAILABLE_METHODS
 from piecegraph.runner.data_parallel.engine_processes import EngineProcesses
 from piecegraph.runner.data_parallel.loaded_elsewhere import LoadedElsewhere, load_elsewhere
-from piecegraph.runner.distributed.executor import make_executor
 from piecegraph.runner.distributed.protocol import Executor
 from piecegraph.runner.engine.metrics import Metric, pooling_metrics
 from piecegraph.runner.engine.progress_bar import progress_bar

@@ -44,6 +44,7 @@ ROOMS: Mapping[str, Sequence[str]] = {
     "runner": (
         ".",
         "data_parallel",
+        "clusters",
         "distributed",
         "startup",
         "inspect",

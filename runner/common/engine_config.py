@@ -41,7 +41,7 @@ MAX_COUNTS: Mapping[str, int] = {
 """The largest value of each count, so that a typing error is refused before memory is allocated for it. Block numbers
 are int32."""
 
-EXECUTORS = ("uniproc", "mp", "external_launcher")
+EXECUTORS = ("uniproc", "mp", "ray", "external_launcher")
 """The values of `distributed_executor_backend`."""
 
 MAX_RANKS = 1024

@@ -382,7 +382,7 @@ OLDER_ARGUMENTS: Mapping[str, Unavailable] = {
 """Arguments that earlier versions of vLLM's `LLM` had, which scripts still give."""
 
 DIFFERENT_ARGUMENTS: Mapping[str, str] = {
-    "distributed_executor_backend": "`uniproc` (also `uni`), `mp` and `external_launcher`",
+    "distributed_executor_backend": "`uniproc` (also `uni`), `mp`, `ray` and `external_launcher`",
     "distributed_timeout_seconds": "of a step, not of the start; the default is 8",
     "speculative_config": "methods ngram and draft_model; with a seed, sampled tokens are those without drafts",
     "attention_backend": "`flash_attn`, `triton` and `sdpa`, also by vLLM's names of them; None is `auto`",

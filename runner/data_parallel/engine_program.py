@@ -183,7 +183,7 @@ def main() -> None:
 
 
 def _serve(connection: Connection, number: int) -> None:
-    from piecegraph.runner.distributed.executor import make_executor
+    from piecegraph.runner.clusters.make_executor import make_executor
 
     config: EngineConfig = connection.recv()
     channel = _Channel(connection)

@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from typing import Protocol
 
 from piecegraph import environment
 from piecegraph.errors import UsageError
@@ -22,13 +23,33 @@ CAUSE_S = 1.5
 """How long a process has, after something failed, to say why, and to end."""
 
 
+class ChildProcess(Protocol):
+    """What a `Child` needs of its process; `subprocess.Popen` has it."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def poll(self) -> int | str | None:
+        """Return the exit code, or a sentence about the end where there is no code; None: it runs."""
+
+    def wait(self, timeout: float | None = None) -> int | str:
+        """Wait for the end, and return as `poll`. Raises `subprocess.TimeoutExpired`."""
+
+    def kill(self) -> None:
+        """End the process."""
+
+
+END_S = 10.0
+"""How long a process that was killed may take to end."""
+
+
 @dataclass(frozen=True, slots=True)
 class Child:
     """A process, and the channel to it."""
 
     role: str  # "rank", or "engine"
     number: int
-    process: subprocess.Popen[bytes]
+    process: ChildProcess
     channel: Connection
 
     @property
@@ -57,7 +78,7 @@ def start_child(module: str, role: str, number: int, lifeline: int, timeout_s: f
     return Child(role, number, process, Connection(ours.detach()))
 
 
-def failure_from(child: Child) -> Failure | int | None:
+def failure_from(child: Child) -> Failure | int | str | None:
     """Return what a process said, or the exit code of one that ended without a word; None: it runs."""
     with contextlib.suppress(OSError, EOFError):
         while child.channel.poll():
@@ -68,14 +89,17 @@ def failure_from(child: Child) -> Failure | int | None:
     return child.process.poll()
 
 
-def how_it_ended(child: Child, found: Failure | int) -> str:
+def how_it_ended(child: Child, found: Failure | int | str) -> str:
     """Return a sentence with a process's name, exit code and, if it raised, the last line of its traceback."""
     if isinstance(found, int):
         return f"{child.name} (process {child.process.pid}) ended with exit code {found}."
+    if isinstance(found, str):
+        return f"{child.name} (process {child.process.pid}) ended: {found}."
     with contextlib.suppress(subprocess.TimeoutExpired):
         child.process.wait(CAUSE_S)
     code = child.process.poll()
-    return f"{child.name} (process {child.process.pid}, exit code {code}) failed: {found.error.rstrip('.')}."
+    end = f", exit code {code}" if isinstance(code, int) else ""
+    return f"{child.name} (process {child.process.pid}{end}) failed: {found.error.rstrip('.')}."
 
 
 def pickled(value: object, what: str) -> bytes:
@@ -102,5 +126,6 @@ def end_all(processes: Sequence[Child], lifeline: int) -> None:
         if each.process.poll() is None:
             each.process.kill()
     for each in processes:
-        each.process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            each.process.wait(END_S)
         each.channel.close()

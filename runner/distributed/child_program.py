@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from typing import NoReturn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +24,7 @@ class Failure:
     is_consequence: bool  # whether another rank's end or silence is the cause
 
 
-def run_child(role: str, serve: Callable[[Connection, int], None]) -> None:
+def run_child(role: str, serve: Callable[[Connection, int], None]) -> NoReturn:
     """Call `serve` with the channel and this process's number, then end the process.
 
     The arguments of the program are two file descriptors, the channel and the lifeline, and the number. The lifeline
@@ -33,6 +34,11 @@ def run_child(role: str, serve: Callable[[Connection, int], None]) -> None:
     channel, lifeline, number = Connection(int(sys.argv[1])), int(sys.argv[2]), int(sys.argv[3])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started this one gets it too, and ends this one
     threading.Thread(target=_end_with, args=(lifeline,), name="piecegraph lifeline", daemon=True).start()
+    serve_channel(role, number, channel, serve)
+
+
+def serve_channel(role: str, number: int, channel: Connection, serve: Callable[[Connection, int], None]) -> NoReturn:
+    """Do what `run_child` does, over a channel that exists."""
     logging.basicConfig(format=f"[{role} {number}] %(levelname)s %(name)s: %(message)s")
     code = 0
     try:

@@ -16,7 +16,7 @@ from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any
 
 from piecegraph.compiler.common.private_folder import private_folder
-from piecegraph.errors import ConfigError, WorkerError
+from piecegraph.errors import WorkerError
 from piecegraph.runner.common.engine_config import DISTRIBUTED_TIMEOUT_S
 from piecegraph.runner.distributed.child_process import (
     CAUSE_S,
@@ -29,8 +29,7 @@ from piecegraph.runner.distributed.child_process import (
     wait_for,
 )
 from piecegraph.runner.distributed.child_program import Failure
-from piecegraph.runner.distributed.external_launcher import ExternalLauncherExecutor
-from piecegraph.runner.distributed.protocol import Executor, Method
+from piecegraph.runner.distributed.protocol import Method
 from piecegraph.runner.distributed.worker import Worker, WorkerJob
 
 if TYPE_CHECKING:
@@ -72,15 +71,14 @@ class MpExecutor:
     def __init__(self, config: EngineConfig) -> None:
         self._num_ranks = config.tensor_parallel_size
         self._timeout_s = config.distributed_timeout_seconds or DISTRIBUTED_TIMEOUT_S
-        self._store = str(private_folder("ranks") / "store")
         self._failure: str | None = None
         self._is_closed = False
         self._processes: list[Child] = []
         lifeline, self._lifeline = os.pipe()
         self._end = weakref.finalize(self, end_all, self._processes, self._lifeline)
         try:
-            for rank in range(1, self._num_ranks):
-                self._processes.append(start_child(WORKER, "rank", rank, lifeline, self._timeout_s))
+            self._store = self._make_store()
+            self._processes += self._start_ranks(lifeline)
             for each in self._processes:
                 job = WorkerJob(
                     config=replace(config, skip_tokenizer_init=True),
@@ -113,14 +111,12 @@ class MpExecutor:
 
     def parallel(self) -> Parallel:
         """Return how rank 0 takes part in the engine."""
-        import torch.distributed as dist
-
         from piecegraph.runner.distributed.group_runner import LeadingRunner
         from piecegraph.runner.tensor_parallel.parallel import Parallel
-        from piecegraph.runner.tensor_parallel.process_group import RankGroup
+        from piecegraph.runner.tensor_parallel.process_group import RankGroup, open_store
 
         group = RankGroup(
-            dist.FileStore(self._store, self._num_ranks), 0, self._num_ranks, self._timeout_s, check=self.check
+            open_store(self._store, self._num_ranks), 0, self._num_ranks, self._timeout_s, check=self.check
         )
 
         def kind(**parts: Any) -> LeadingRunner:
@@ -181,6 +177,21 @@ class MpExecutor:
             wait_for(self._processes, CLOSE_S)
         self._end()
 
+    def _make_store(self) -> str:
+        """Return the address of a new store at which the ranks meet."""
+        return str(private_folder("ranks") / "store")
+
+    def _start_ranks(self, lifeline: int) -> list[Child]:
+        """Start ranks 1 and up."""
+        children: list[Child] = []
+        try:
+            for rank in range(1, self._num_ranks):
+                children.append(start_child(WORKER, "rank", rank, lifeline, self._timeout_s))
+        except BaseException:
+            self._processes += children  # `close` ends them
+            raise
+        return children
+
     def _answer(self, worker: Child, deadline: float | None) -> Any:
         left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
         if not wait([worker.channel], left):
@@ -226,14 +237,3 @@ class MpExecutor:
         if silent:
             return f"rank {', '.join(silent)} did not answer within {self._timeout_s:g} s ({error})."
         return f"the ranks lost each other: {error}."
-
-
-def make_executor(config: EngineConfig) -> Executor:
-    """Return the executor that the config asks for. Raises `ConfigError`."""
-    if config.distributed_executor_backend == "uniproc":
-        return UniProcExecutor()
-    if config.distributed_executor_backend == "mp":
-        return MpExecutor(config)
-    if config.distributed_executor_backend == "external_launcher":
-        return ExternalLauncherExecutor(config)
-    raise ConfigError(f"distributed_executor_backend={config.distributed_executor_backend!r} is not available here.")

@@ -29,7 +29,7 @@ START_COMMAND = (
 class ExternalLauncherExecutor:
     """One rank of several that a launcher has started; it starts and ends no process itself.
 
-    The launcher's variables say which rank this is: RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as
+    The launcher's variables say which rank this is: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, as
     torchrun sets them. Raises `ConfigError` where they are missing or name another number of ranks than the config.
     """
 
@@ -41,7 +41,6 @@ class ExternalLauncherExecutor:
                 f"the launcher has started {self.num_ranks} ranks, and tensor_parallel_size="
                 f"{config.tensor_parallel_size} asks for another number; start as many as it says."
             )
-        self._is_one_host = environment.read("LOCAL_WORLD_SIZE") in (None, str(self.num_ranks))
         self._timeout_s = config.distributed_timeout_seconds or DISTRIBUTED_TIMEOUT_S
         self._failure: str | None = None
 
@@ -64,7 +63,6 @@ class ExternalLauncherExecutor:
             self.rank,
             self.num_ranks,
             self._timeout_s,
-            is_one_host=self._is_one_host,
             local_rank=self.rank if environment.read("LOCAL_RANK") is None else _number("LOCAL_RANK"),
         )
 

@@ -22,7 +22,7 @@ class WorkerJob:
     config: EngineConfig
     rank: int
     num_ranks: int
-    store: str  # the file of the store that ranks meet at
+    store: str  # the address of the store that ranks meet at, for `open_store`
     timeout_s: float
 
 
@@ -63,23 +63,22 @@ class Worker:
 
 def main() -> None:
     """Serve rank 0 until it says that all is over, or ends."""
+    run_child("rank", serve_rank)
 
-    def serve(channel: Connection, rank: int) -> None:
-        job = channel.recv()
-        _serve(channel, job, _load(job))
 
-    run_child("rank", serve)
+def serve_rank(channel: Connection, rank: int) -> None:
+    """Load what the first message says, then do what rank 0 says until it closes."""
+    job = channel.recv()
+    _serve(channel, job, _load(job))
 
 
 def _load(job: WorkerJob) -> Loaded:
-    import torch.distributed as dist
-
     from piecegraph.runner.distributed.group_runner import GroupRunner
     from piecegraph.runner.startup.load_engine import load_engine
     from piecegraph.runner.tensor_parallel.parallel import Parallel
-    from piecegraph.runner.tensor_parallel.process_group import RankGroup
+    from piecegraph.runner.tensor_parallel.process_group import RankGroup, open_store
 
-    group = RankGroup(dist.FileStore(job.store, job.num_ranks), job.rank, job.num_ranks, job.timeout_s)
+    group = RankGroup(open_store(job.store, job.num_ranks), job.rank, job.num_ranks, job.timeout_s)
 
     def kind(**parts: Any) -> GroupRunner:
         return GroupRunner(group=group, **parts)

@@ -7,6 +7,7 @@ talk over its loopback address only.
 from __future__ import annotations
 
 import json
+import socket
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -37,6 +38,31 @@ def launched_store(rank: int, num_ranks: int) -> dist.Store:
     return dist.PrefixStore(f"piecegraph engine {number}", store)
 
 
+def open_store(address: str, num_ranks: int) -> dist.Store:
+    """Return the store at an address: a file of this machine, or `tcp://HOST:PORT`."""
+    if not address.startswith("tcp://"):
+        return dist.FileStore(address, num_ranks)
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    return dist.TCPStore(host, int(port), num_ranks, is_master=False, wait_for_workers=False)
+
+
+def hosted_store(host: str, num_ranks: int, port: int = 0) -> dist.TCPStore:
+    """Start a store in this process, which lives as long as the object. `port`: 0 is any that is free."""
+    return dist.TCPStore(host, port, num_ranks, is_master=True, wait_for_workers=False)
+
+
+def own_address(store: dist.Store) -> str:
+    """Return the address at which other ranks reach this process: loopback unless the store is on a network."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    if not isinstance(store, dist.TCPStore):
+        return "127.0.0.1"
+    host = socket.getaddrinfo(store.host, store.port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(host[0], socket.SOCK_DGRAM) as towards:
+        towards.connect(host[4])  # sends nothing; it asks for the way
+        return str(towards.getsockname()[0])
+
+
 class RankGroup:
     """One rank's connection to the others: values of all ranks at start, then collectives.
 
@@ -51,16 +77,14 @@ class RankGroup:
         size: int,
         timeout_s: float,
         *,
-        is_one_host: bool = True,
         local_rank: int | None = None,
         check: Callable[[], None] = no_check,
     ) -> None:
         """Store the parts. `check` is called while the rank waits in `exchange`, and may raise.
 
-        `timeout_s`: how long a collective waits for other ranks. `is_one_host`: all ranks are on this machine.
+        `timeout_s`: how long a collective waits for other ranks.
         `local_rank`: the rank among those of this machine, and the number of its GPU; None: `rank`.
         """
-        self._is_one_host = is_one_host
         self.rank = rank
         self.size = size
         self.local_rank = rank if local_rank is None else local_rank
@@ -112,10 +136,7 @@ class RankGroup:
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
         options._timeout = self._timeout
-        if self._is_one_host:
-            options._devices = [gloo.create_device(hostname="127.0.0.1")]
-        else:
-            options._devices = [gloo.create_default_device()]
+        options._devices = [gloo.create_device(hostname=own_address(self._store))]
         return gloo(dist.PrefixStore("gloo", self._store), self.rank, self.size, options)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:

@@ -217,8 +217,9 @@ LLM_FLAGS = (
     ),
     Flag(
         name="distributed_executor_backend",
-        type=click.Choice(["uniproc", "mp", "external_launcher"]),
-        help="Who runs the ranks: without it uniproc for one rank, mp for several; external_launcher under torchrun.",
+        type=click.Choice(["uniproc", "mp", "ray", "external_launcher"]),
+        help="Who runs the ranks: mp on this machine, ray on a cluster, external_launcher under torchrun. "
+        "[default: uniproc for one rank, mp for several]",
     ),
     Flag(
         name="speculative_config",

@@ -96,7 +96,7 @@ def test_one_process_is_called_like_several(llm: LLM) -> None:
     [
         ({"tensor_parallel_size": 0}, "tensor_parallel_size=0; it must be a whole number, 1 or more"),
         ({"tensor_parallel_size": 2, "distributed_executor_backend": "uniproc"}, "needs a process for each rank"),
-        ({"distributed_executor_backend": "ray"}, "'ray' is not available here"),
+        ({"distributed_executor_backend": "gloo"}, "'gloo' is not available here"),
         ({"distributed_executor_backend": 3}, "distributed_executor_backend='3' is not available here"),
         ({"distributed_timeout_seconds": 0}, "distributed_timeout_seconds=0; it must be above 0"),
         ({"tensor_parallel_size": 2, "enable_prompt_embeds": True}, "enable_prompt_embeds is not yet available with"),
