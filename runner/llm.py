@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from piecegraph.compiler.workers.prestart import started_early
 from piecegraph.config import CompileConfig
@@ -37,6 +37,7 @@ from piecegraph.runner.distributed.protocol import Executor
 from piecegraph.runner.engine.metrics import Metric, pooling_metrics
 from piecegraph.runner.engine.progress_bar import progress_bar
 from piecegraph.runner.engine.vllm_engine import LLMEngine, ModelConfig
+from piecegraph.runner.lora.request import LoRARequest, per_prompt_loras
 from piecegraph.runner.models.generation_defaults import GenerationDefaults, default_sampling_params
 from piecegraph.runner.output.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
 from piecegraph.runner.output.outbox import Outbox
@@ -103,6 +104,11 @@ class LLM:
         trust_remote_code: bool = False,
         dtype: str | torch.dtype = "auto",
         quantization: str | None = None,
+        enable_lora: bool = False,
+        max_loras: int = 1,
+        max_lora_rank: int = 16,
+        max_cpu_loras: int | None = None,
+        lora_target_modules: Sequence[str] | None = None,
         device: str | torch.device | None = None,
         load_format: str = "auto",
         max_model_len: int | None = None,
@@ -270,7 +276,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool | Callable[..., Any] = True,
-        lora_request: object = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         priority: int | Sequence[int] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
@@ -279,23 +285,25 @@ class LLM:
         """Return one finished output for each prompt, in the order of the prompts.
 
         `prompts`: one prompt or several, each a string, token ids or a dictionary (docs/generation.md).
-        `sampling_params` and `priority` (lower values are scheduled first): one for all prompts, or one for each;
+        `sampling_params`, `lora_request` and `priority` (lower values are scheduled first): one for all prompts, or one
+        for each; an adapter is read from its folder unless it is loaded;
         without `sampling_params`, those of `get_default_sampling_params`. `use_tqdm`: True shows a progress bar on a
         terminal, False shows none, and a callable, called like `tqdm.tqdm`, makes one. `tokenization_kwargs` are passed
         to the tokenizer.
 
-        Raises `RequestError`, before any prompt runs, if one of the prompts or parameters is refused.
+        Raises `RequestError`, before any prompt runs, if one of the prompts or parameters is refused, and
+        `CheckpointError`, `UnsupportedModel` or `ConfigError` for an adapter that cannot be applied.
         """
         refuse_unknown_options("generate", unknown, mm_processor_kwargs=mm_processor_kwargs)
-        refuse_lora(lora_request)
-        return self._generate(self._tokenize(prompts, tokenization_kwargs), sampling_params, use_tqdm, priority)
+        tokenized = self._tokenize(prompts, tokenization_kwargs)
+        return self._generate(tokenized, sampling_params, use_tqdm, priority, lora_request)
 
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
-        lora_request: object = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         priority: int | Sequence[int] | None = None,
         chat_template: str | None = None,
         chat_template_content_format: str = "auto",
@@ -313,7 +321,6 @@ class LLM:
         documents the other options.
         """
         refuse_unknown_options("chat", unknown, mm_processor_kwargs=mm_processor_kwargs)
-        refuse_lora(lora_request)
         options = ChatOptions(
             chat_template=chat_template if chat_template is not None else self._chat_template,
             chat_template_content_format=chat_template_content_format,
@@ -325,13 +332,14 @@ class LLM:
         )
         conversations = conversation_sequence(messages)
         prompts = [tokenize_chat(conversation, self.tokenizer, options) for conversation in conversations]
-        return self._generate(prompts, sampling_params, use_tqdm, priority)
+        return self._generate(prompts, sampling_params, use_tqdm, priority, lora_request)
 
     def stream(
         self,
         prompts: Prompts,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         priority: int | Sequence[int] | None = None,
     ) -> Iterator[RequestOutput]:
         """Yield outputs as tokens arrive. Each has all text of its prompt so far, unless `output_kind` says otherwise.
@@ -339,13 +347,13 @@ class LLM:
         The `request_id`s ascend in the order of the prompts. Ending the iteration early aborts the prompts that are
         unfinished.
         """
-        return self._run(self._requests(self._tokenize(prompts), sampling_params, priority))
+        return self._run(self._requests(self._tokenize(prompts), sampling_params, priority, lora_request))
 
     def beam_search(
         self,
         prompts: Prompts,
         params: BeamSearchParams,
-        lora_request: object = None,
+        lora_request: LoRARequest | None = None,
         use_tqdm: bool = False,
         concurrency_limit: int | None = None,
         priority: int | Sequence[int] | None = None,
@@ -353,9 +361,13 @@ class LLM:
         """Return the likeliest continuations of each prompt, in the order of the prompts.
 
         `concurrency_limit`: how many prompts are searched at a time; None: all. `use_tqdm` is accepted as in vLLM, but
-        no progress bar is shown. Raises `RequestError` if the `LLM` has a `logprobs_mode` other than the default.
+        no progress bar is shown. `lora_request`: one adapter for all prompts. Raises `RequestError` if the `LLM`
+        has a `logprobs_mode` other than the default.
         """
-        refuse_lora(lora_request)
+        if isinstance(lora_request, Sequence):
+            raise RequestError(
+                "beam search takes one lora_request for all prompts; search in one call for each adapter."
+            )
         if self._logprobs_mode is not LogprobsMode.RAW_LOGPROBS:
             raise RequestError(
                 "beam search adds up the model's own log probabilities, and "
@@ -371,7 +383,7 @@ class LLM:
         return beam_search(
             tokenized,
             params,
-            lambda beams, one_token, priorities: self._generate(beams, one_token, False, priorities),
+            lambda beams, one_token, priorities: self._generate(beams, one_token, False, priorities, lora_request),
             priorities=per_request_priority(priority, len(tokenized)),
             eos_token_ids=self.engine.eos_token_ids,
             max_model_len=self.max_model_len,
@@ -595,8 +607,9 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool | Callable[..., Any],
         priority: int | Sequence[int] | None,
+        lora_request: object = None,
     ) -> list[RequestOutput]:
-        requests = self._requests(prompts, sampling_params, priority)
+        requests = self._requests(prompts, sampling_params, priority, lora_request)
         finished: dict[str, RequestOutput] = {}
         with progress_bar(len(requests), self.engine, shown=use_tqdm) as advance:
             for output in self._run(requests, is_final_only=True, on_step=advance):
@@ -608,8 +621,9 @@ class LLM:
         prompts: Sequence[TokenizedPrompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         priority: int | Sequence[int] | None,
-    ) -> dict[str, tuple[TokenizedPrompt, SamplingParams, int]]:
-        """Return (prompt, parameters, priority) by new request id, in order. All are checked, and none is queued."""
+        lora_request: object,
+    ) -> dict[str, _Queued]:
+        """Return what is queued by new request id, in order. All are checked, and none is queued."""
         params = sampling_params if sampling_params is not None else self.get_default_sampling_params()
         if isinstance(params, SamplingParams):
             per_prompt = [params] * len(prompts)
@@ -625,9 +639,13 @@ class LLM:
         for prompt, one in zip(prompts, per_prompt, strict=True):
             self.engine.check_request(prompt.token_ids, one, prompt.embeds)
         priorities = per_request_priority(priority, len(prompts))
+        loras = per_prompt_loras(lora_request, len(prompts))
+        for each in dict.fromkeys(loras):
+            self.engine.check_lora(each)
         first_id = self._first_free_id(len(prompts))
         self._num_requests = first_id + len(prompts)
-        return {str(first_id + i): each for i, each in enumerate(zip(prompts, per_prompt, priorities, strict=True))}
+        queued = map(_Queued, prompts, per_prompt, priorities, loras)
+        return {str(first_id + i): each for i, each in enumerate(queued)}
 
     def _first_free_id(self, count: int) -> int:
         """Return the first of `count` consecutive numbers that are no ids of requests added directly to the engine."""
@@ -641,7 +659,7 @@ class LLM:
 
     def _run(
         self,
-        requests: Mapping[str, tuple[TokenizedPrompt, SamplingParams, int]],
+        requests: Mapping[str, _Queued],
         *,
         is_final_only: bool = False,
         on_step: Callable[[Sequence[RequestOutput]], None] = lambda outputs: None,
@@ -654,7 +672,7 @@ class LLM:
         running: set[str] = set()
         outbox = Outbox()
         try:
-            for request_id, (prompt, params, priority) in requests.items():
+            for request_id, (prompt, params, priority, lora_request) in requests.items():
                 self.engine.add_request(
                     request_id,
                     prompt.token_ids,
@@ -663,6 +681,7 @@ class LLM:
                     priority=priority,
                     cache_salt=prompt.cache_salt,
                     prompt_embeds=prompt.embeds,
+                    lora_request=lora_request,
                     is_final_only=is_final_only,
                     is_checked=True,  # by `_requests`, which checks all before any is queued
                     outbox=outbox,
@@ -679,6 +698,15 @@ class LLM:
             for request_id in running:
                 if self._loaded is not None:
                     self._loaded.engine.abort(request_id)
+
+
+class _Queued(NamedTuple):
+    """A prompt with everything that it is queued with."""
+
+    prompt: TokenizedPrompt
+    params: SamplingParams
+    priority: int
+    lora_request: LoRARequest | None
 
 
 def _snapshots(params: Sequence[SamplingParams]) -> list[SamplingParams]:

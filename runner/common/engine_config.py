@@ -50,6 +50,9 @@ MAX_RANKS = 1024
 DISTRIBUTED_TIMEOUT_S = 8.0
 """How long a rank waits for another in a step: an error with its reason takes at most two seconds more."""
 
+MAX_LORA_COUNT = 4096
+"""The largest number of adapters, and the largest rank."""
+
 MAX_SEED = 2**64 - 1
 """The largest seed that `torch.manual_seed` accepts."""
 
@@ -126,6 +129,16 @@ class EngineConfig:
     """Whether this is the config of the model that drafts, whose graphs hold its passes for other requests."""
     quantization: str | None = None
     """The scheme of `runner/quantization/schemes.py` that weights are quantised by while they load; None: as read."""
+    enable_lora: bool = False
+    """Whether requests may run with LoRA adapters."""
+    max_loras: int = 1
+    """The number of slots on the device for adapters: the most adapters whose requests run at once."""
+    max_lora_rank: int = 16
+    """The largest rank of an adapter's matrices; memory is taken for it in every slot."""
+    max_cpu_loras: int | None = None
+    """The number of adapters that stay loaded on the CPU, `max_loras` or more; None: `max_loras`."""
+    lora_target_modules: tuple[str, ...] | None = None
+    """Names of the modules that adapters may change; None: every linear layer and embedding, the output included."""
     seed: int = 0
     tensor_parallel_size: int = 1
     """The number of ranks among which each layer is divided."""
@@ -172,7 +185,7 @@ class EngineConfig:
                 "check once without speculative_config."
             )
         self._check_parallel()
-        self._check_quantization()
+        self._check_weights()
         if self.enable_prompt_embeds and self.speculative is not None:
             raise ConfigError(
                 "enable_prompt_embeds=True gives prompts without tokens, in which speculative_config finds no drafts; "
@@ -273,16 +286,51 @@ class EngineConfig:
                     "two arguments."
                 )
 
-    def _check_quantization(self) -> None:
-        """Raise `ConfigError` for a scheme that there is not, and for what quantised weights cannot be given with."""
+    def _check_weights(self) -> None:
+        """Raise `ConfigError` for a scheme that there is not, and for what quantised weights or adapters exclude."""
+        self._check_lora()
         check_quantization(self.quantization)
         if self.quantization is not None:
             self.check_beside_quantised(f"quantization={self.quantization!r}")
+
+    def _check_lora(self) -> None:
+        """Resolve the fields about adapters. Raises `ConfigError` for what these cannot be given with."""
+        check_boolean("enable_lora", self.enable_lora)
+        for name in ("max_loras", "max_lora_rank"):
+            _check_count(name, getattr(self, name), MAX_LORA_COUNT)
+        if self.max_cpu_loras is None:
+            object.__setattr__(self, "max_cpu_loras", self.max_loras)
+        _check_count("max_cpu_loras", self.max_cpu_loras, MAX_LORA_COUNT)
+        names = self.lora_target_modules
+        if names is not None:
+            if isinstance(names, str) or not names or not all(isinstance(each, str) and each for each in names):
+                raise ConfigError(f"lora_target_modules={names!r}; it must be a list of names of modules, or None.")
+            object.__setattr__(self, "lora_target_modules", tuple(names))
+        if not self.enable_lora:
+            if names is not None:
+                raise ConfigError(f"lora_target_modules={list(names)} is of adapters; give enable_lora=True, too.")
+            return
+        if self.max_cpu_loras < self.max_loras:  # type: ignore[operator]  # a number from here on
+            raise ConfigError(
+                f"max_cpu_loras={self.max_cpu_loras} is less than max_loras={self.max_loras}: what lies on the device "
+                "is on the CPU, too. Raise it, or leave it out."
+            )
+        for is_given, what in (
+            (self.tensor_parallel_size > 1, f"tensor_parallel_size={self.tensor_parallel_size}"),
+            (self.data_parallel_size > 1, f"data_parallel_size={self.data_parallel_size}"),
+            (self.speculative is not None, "speculative_config"),
+            (self.quantization is not None, f"quantization={self.quantization!r}"),
+            (self.compile.selfcheck, "selfcheck"),
+            (self.runner == "pooling", "runner='pooling'"),
+        ):
+            if is_given:
+                raise ConfigError(f"{what} is not yet available with enable_lora=True; give one of the two.")
 
     def check_beside_quantised(self, quantised: str) -> None:
         """Raise `ConfigError` for an argument that cannot be given with quantised weights; `quantised` names these."""
         for is_given, what in (
             (self.tensor_parallel_size > 1, "tensor_parallel_size"),
+            (self.enable_lora, "enable_lora"),
             (self.speculative is not None, "speculative_config"),
             (self.enable_prompt_embeds, "enable_prompt_embeds"),
             (self.runner == "pooling", "runner='pooling'"),

@@ -108,7 +108,7 @@ class Unavailable:
     """Whether every value is accepted, because none changes what is generated."""
 
 
-_NO_LORA = "LoRA adapters are not yet available: merge the adapter into the weights."
+_NO_LORA = "adapters of plain LoRA change linear layers and embeddings: give enable_lora and a lora_request."
 _NO_SPECULATION = "give speculative_config."
 _NO_POOLER = "pooling follows the model's modules.json; give PoolingParams for what varies."
 _NO_QUANTIZATION = "a checkpoint's own config says how it is quantised; quantization='int8' quantises a plain one."
@@ -192,7 +192,6 @@ UNAVAILABLE_ARGUMENTS: Mapping[str, Unavailable] = {
     "enable_hc_sp": Unavailable(_NO_PARALLELISM, (False,)),
     "enable_layerwise_nvtx_tracing": Unavailable(_NO_PROFILER, (False,)),
     "enable_logging_iteration_details": Unavailable(_NO_LOGGING, (False,)),
-    "enable_lora": Unavailable(_NO_LORA, (False, None)),
     "enable_mamba_cache_stochastic_rounding": Unavailable(_NO_STATE_SPACE, (False,)),
     "enable_mamba_shared_prefix_checkpoint": Unavailable(_NO_STATE_SPACE, (False,)),
     "enable_mfu_metrics": Unavailable(_NO_LOGGING, (False,)),
@@ -242,7 +241,6 @@ UNAVAILABLE_ARGUMENTS: Mapping[str, Unavailable] = {
     "long_prefill_token_threshold": Unavailable("lower max_num_batched_tokens.", (0, None)),
     "long_prefill_token_threshold_adaptive": Unavailable("lower max_num_batched_tokens.", (False,)),
     "lora_dtype": Unavailable(_NO_LORA, ("auto", None)),
-    "lora_target_modules": Unavailable(_NO_LORA),
     "mamba_backend": Unavailable(_NO_STATE_SPACE, ("triton", None)),
     "mamba_block_size": Unavailable(_NO_STATE_SPACE),
     "mamba_cache_dtype": Unavailable(_NO_STATE_SPACE, ("auto",)),
@@ -253,11 +251,8 @@ UNAVAILABLE_ARGUMENTS: Mapping[str, Unavailable] = {
     "mamba_ssu_algorithm": Unavailable(_NO_STATE_SPACE),
     "master_addr": Unavailable(_NO_PARALLELISM, ("127.0.0.1",)),
     "master_port": Unavailable(_NO_PARALLELISM, (29501,)),
-    "max_cpu_loras": Unavailable(_NO_LORA),
     "max_cudagraph_capture_size": Unavailable("give cudagraph_capture_sizes."),
     "max_lora_cls_labels": Unavailable(_NO_LORA),
-    "max_lora_rank": Unavailable(_NO_LORA, accepts_any=True),
-    "max_loras": Unavailable(_NO_LORA, accepts_any=True),
     "max_num_active_seqs": Unavailable("give max_num_seqs."),
     "max_num_queued_reqs": Unavailable(_NO_SERVER),
     "max_num_queued_tokens": Unavailable(_NO_SERVER),
@@ -399,6 +394,9 @@ DIFFERENT_ARGUMENTS: Mapping[str, str] = {
     "gpu_memory_utilization": "the default is 0.9",
     "hf_overrides": "a dictionary, not a callable",
     "load_format": "`auto`, `safetensors`, `gguf` or `dummy`",
+    "lora_target_modules": "None is every linear layer and embedding, the output layer included",
+    "max_cpu_loras": "None is max_loras; an adapter that has gone is read again",
+    "max_lora_rank": "any number, 16 unless given",
     "max_model_len": "no -1: give a number, or None for the model's",
     "max_num_batched_tokens": "None is 2048 on the CPU, 8192 on a GPU",
     "max_logprobs": "the default is -1, the whole vocabulary",
@@ -437,7 +435,7 @@ DIFFERENT_SAMPLING_PARAMS: Mapping[str, str] = {
 UNAVAILABLE_OUTPUTS: Mapping[str, str] = {
     "encoder_prompt": "this version runs decoders only",
     "encoder_prompt_token_ids": "this version runs decoders only",
-    "lora_request": "not yet available",
+    "lora_request": "outputs have the order of the prompts",
     "num_cache_creation_tokens": "see `LLM.get_metrics`",
 }
 """Fields and methods of vLLM's `RequestOutput` that ours lacks."""
@@ -445,7 +443,7 @@ UNAVAILABLE_OUTPUTS: Mapping[str, str] = {
 DIFFERENT_OUTPUTS: Mapping[str, str] = {}
 
 UNAVAILABLE_COMPLETIONS: Mapping[str, str] = {
-    "lora_request": "not yet available",
+    "lora_request": "outputs have the order of the prompts",
     "routed_experts": "routing is not returned",
     "sampling_mask": "masks are not returned",
     "spec_decode_metrics": "not yet available",

@@ -63,9 +63,20 @@ def plan_for(
         strict=config.strict,
         num_speculative_tokens=num_drafts,
     )
+    if config.enable_lora:
+        plan = _with_adapters(plan, config.max_loras)
     if not config.is_draft:
         return plan
     return _draft_plan(plan, backend, num_first_tokens=num_first_draft_tokens(config.speculative), strict=config.strict)
+
+
+def _with_adapters(plan: GraphPlan, num_slots: int) -> GraphPlan:
+    """Return the plan with a second graph of each bucket, for batches with adapters."""
+    full, piecewise = (
+        (*buckets, *(replace(each, num_active_loras=num_slots) for each in buckets))
+        for buckets in (plan.full, plan.piecewise)
+    )
+    return replace(plan, full=full, piecewise=piecewise)
 
 
 def num_first_draft_tokens(speculative: SpeculativeConfig | None) -> int:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from piecegraph.runner.common.engine_config import EngineConfig
     from piecegraph.runner.data_parallel.engine_processes import EngineProcesses
+    from piecegraph.runner.lora.request import LoRARequest
     from piecegraph.runner.scheduling.request import Request
 
 _LAST_MESSAGE = 2**62
@@ -151,6 +152,7 @@ class FrontDoor(Engine):
         priority: int = 0,
         cache_salt: str = "",
         prompt_embeds: torch.Tensor | None = None,
+        lora_request: LoRARequest | None = None,
         is_final_only: bool = False,
         is_checked: bool = False,
         outbox: Outbox | None = None,
@@ -166,6 +168,7 @@ class FrontDoor(Engine):
             priority=priority,
             cache_salt=cache_salt,
         )
+        self.check_lora(lora_request)
         if request_id in self._routed:
             raise RequestError(f"a request {request_id!r} is already running; give each its own id.")
         params = sampling_params.snapshot()
@@ -202,6 +205,13 @@ class FrontDoor(Engine):
             merged=MergedOutput(prompt, tokens, params) if is_merged else None,
             outbox=self._outbox if outbox is None else outbox,
         )
+
+    def check_lora(self, lora_request: LoRARequest | None) -> None:
+        """Raise `RequestError` for an adapter: no engine has one, since the config refuses them."""
+        if lora_request is not None:
+            raise RequestError(
+                f"lora_request={lora_request.lora_name!r}; adapters are not yet available with data_parallel_size."
+            )
 
     def step(self, outbox: Outbox | None = None) -> list[RequestOutput]:
         """Wait for news of any engine unless some have come, and return the outputs of `outbox` that have changed.

@@ -43,6 +43,9 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerBase
 
+    from piecegraph.runner.lora.adapter import LoadedAdapter
+    from piecegraph.runner.lora.request import LoRARequest
+    from piecegraph.runner.lora.store import AdapterStore
     from piecegraph.runner.structured_output.protocol import StructuredOutputBackend
 
 
@@ -79,6 +82,7 @@ class Engine:
         embedding_size: int | None = None,
         max_logprobs: int = -1,
         logits_processors: LogitsProcessors = (),
+        adapters: AdapterStore | None = None,
     ) -> None:
         """Store the parts of the engine.
 
@@ -87,6 +91,7 @@ class Engine:
         one have come to the host. `embedding_size`: the row size of prompt embeddings; None: they are refused.
         `max_logprobs`: the largest number of log probabilities that a request may ask for; -1: the whole vocabulary.
         `logits_processors`: the classes of the runner's logits processors, which also validate parameters here.
+        `adapters`: the loaded adapters; None: they are not enabled.
         """
         self._scheduler = scheduler
         self._runner = runner
@@ -99,6 +104,7 @@ class Engine:
         self._embedding_size = embedding_size
         self._max_logprobs = vocab_size if max_logprobs == -1 else max_logprobs
         self._logits_processors = logits_processors
+        self._adapters = adapters
         self._processor = OutputProcessor(tokenizer, eos_token_ids)
         self._grammars = Grammars(partial(_grammar_backend, tokenizer, vocab_size, self._eos_token_ids))
         self._requests: dict[str, Request] = {}  # the scheduler's requests, by id
@@ -180,6 +186,13 @@ class Engine:
         """Discard all cached prefixes; running requests continue."""
         self._scheduler.reset_prefix_cache()
 
+    @property
+    def adapters(self) -> AdapterStore:
+        """The loaded LoRA adapters, which any thread may use. Raises `UsageError` if adapters are not enabled."""
+        if self._adapters is None:
+            raise UsageError("adapters are not enabled; make the LLM with enable_lora=True.")
+        return self._adapters
+
     def close(self) -> None:
         """End the threads that compile grammars. Idempotent."""
         self._grammars.close()
@@ -194,6 +207,7 @@ class Engine:
         priority: int = 0,
         cache_salt: str = "",
         prompt_embeds: torch.Tensor | None = None,
+        lora_request: LoRARequest | None = None,
         is_final_only: bool = False,
         is_checked: bool = False,
         outbox: Outbox | None = None,
@@ -202,25 +216,22 @@ class Engine:
 
         Prompts with a lower `priority` are scheduled first; prompts with different `cache_salt` share no cached prefix.
         `is_final_only`: outputs are returned only when the prompt has finished. `is_checked`: `check_request` has been
-        called. `outbox`: only `step` and `collect` with this outbox return the outputs; None: those without one do.
+        called. `lora_request`: its adapter; None: the model itself. `outbox`: only `step` and `collect` with this
+        outbox return the outputs; None: those without one do.
 
-        Raises `RequestError` if the prompt can never run or its id is in use. It is not queued after any exception.
+        Raises `RequestError` if the prompt can never run or its id is in use, and what `check_lora` raises. It is not
+        queued after any exception.
         """
         self._recover()
-        check_request_fields(
-            request_id=request_id,
-            prompt=prompt,
-            sampling_params=sampling_params,
-            priority=priority,
-            cache_salt=cache_salt,
-        )
+        fields = {"request_id": request_id, "prompt": prompt, "priority": priority, "cache_salt": cache_salt}
+        check_request_fields(sampling_params=sampling_params, **fields)
         assert outbox is None or isinstance(outbox, Outbox), f"outbox={outbox!r}; it must be an Outbox"
         if request_id in self._processor:
             raise RequestError(f"a request {request_id!r} is already running; give each its own id.")
         params = sampling_params.snapshot()
         if not is_checked:
             self.check_request(prompt_token_ids, params, prompt_embeds)
-        bad_words = self._tokenize_bad_words(params)
+        bad_words, adapter = self._tokenize_bad_words(params), self._adapter(lora_request)
         seed = params.seed if params.seed is not None else self._random.getrandbits(63)
         tokens = self._prompt_tokens(prompt_token_ids, params)
         num_prompt = len(tokens)
@@ -237,13 +248,12 @@ class Engine:
                 bad_words=bad_words,
                 cache_salt=cache_salt,
                 prompt_embeds=prompt_embeds,
+                lora=adapter,
                 grammar=self._grammars.start(params.structured_outputs),
             )
             for index in range(params.n)
         ]
-        for request in requests:
-            if request.request_id in self._requests:
-                raise RequestError(f"a request {request.request_id!r} is already running; give each its own id.")
+        self._refuse_used_ids(requests)
         self._runner.step.sampler.check_request(
             params, prompt_len=num_prompt, stop_token_ids=requests[0].stop_token_ids, bad_words=bad_words
         )
@@ -354,6 +364,25 @@ class Engine:
         for token in token_ids:
             if not 0 <= token < self._vocab_size:
                 raise RequestError(f"the prompt has token id {token!r}; ids go from 0 to {self._vocab_size - 1}.")
+
+    def _refuse_used_ids(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            if request.request_id in self._requests:
+                raise RequestError(f"a request {request.request_id!r} is already running; give each its own id.")
+
+    def check_lora(self, lora_request: LoRARequest | None) -> None:
+        """Read the adapter of a request unless it is loaded. Raises what `add_request` raises for an adapter."""
+        self._adapter(lora_request)
+
+    def _adapter(self, lora_request: LoRARequest | None) -> LoadedAdapter | None:
+        if lora_request is None:
+            return None
+        if self._adapters is None:
+            raise RequestError(
+                f"lora_request={lora_request.lora_name!r}, and adapters are not enabled; make the LLM with "
+                "enable_lora=True."
+            )
+        return self._adapters.add(lora_request)
 
     def _stop_token_ids(self, params: SamplingParams) -> frozenset[int]:
         """Return all tokens that end a completion; EOS tokens are among them unless `ignore_eos` is set."""

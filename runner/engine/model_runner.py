@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -15,9 +15,13 @@ from piecegraph.runner.common.without_grad import without_grad
 from piecegraph.runner.cudagraphs.dispatch_counters import DispatchCounters, refuse_downgrade
 from piecegraph.runner.cudagraphs.dispatcher import Dispatched, Dispatcher, uniform_token_count
 from piecegraph.runner.cudagraphs.manager import CudaGraphManager
+from piecegraph.runner.lora.adapter import LoadedAdapter
+from piecegraph.runner.lora.modules import AdaptedModules
+from piecegraph.runner.lora.slot_map import NO_ADAPTER
 from piecegraph.runner.output.async_output import AsyncOutput, OutputStream
 from piecegraph.runner.sampling.logprobs import LogprobsTensors
 from piecegraph.runner.sampling.options.grammar import GrammarOutput, apply_grammar
+from piecegraph.runner.scheduling.lora_slots import LoraAssignment
 from piecegraph.runner.scheduling.scheduler_output import (
     AddedRequest,
     ScheduledDecodes,
@@ -57,7 +61,9 @@ class ModelRunner:
         dispatcher: Dispatcher,
         needs_host_batch: bool,
         strict: bool,
+        adapted: AdaptedModules | None = None,
     ) -> None:
+        """`adapted`: the modules that adapters are written to; None: adapters are not enabled."""
         self.step = step
         self.graphs = graphs
         self.dispatcher = dispatcher
@@ -66,6 +72,8 @@ class ModelRunner:
         self._strict = strict
         self._prompt_logprobs = PromptLogprobsStates()
         self._prompt_embeds = PromptEmbedsStates()
+        self._adapted = adapted
+        self._with_adapter: set[str] = set()  # requests that have rows and an adapter
         self._outputs = OutputStream(step.buffers.input_ids.device)
         self._pending: _Pending | None = None
         self._last_rows: tuple[tuple[str, ...], tuple[int, ...]] = ((), ())
@@ -104,6 +112,7 @@ class ModelRunner:
             row = step.states.remove(request_id)
             self._prompt_logprobs.remove(request_id)
             self._prompt_embeds.remove(request_id)
+            self._with_adapter.discard(request_id)
             if row is not None:
                 step.sampler.remove_request(row)
         for added in output.added:
@@ -112,6 +121,8 @@ class ModelRunner:
             step.states.append_blocks(output.new_blocks)
         step.states.apply_writes()
         step.sampler.apply_staged_writes()
+        if step.slot_map is not None:
+            step.slot_map.apply_writes()
 
     def dispatch(
         self, batch: Batch, at_most: CUDAGraphMode = CUDAGraphMode.FULL, *, needed: str | None = None
@@ -130,6 +141,7 @@ class ModelRunner:
                 num_tokens=num_tokens,
                 num_reqs=batch.num_reqs,
                 uniform_token_count=uniform_token_count(batch.query_lens),
+                num_active_loras=batch.num_active_loras,
                 at_most=at_most,
             )
             self._last_dispatched = batch, at_most, num_tokens, dispatched
@@ -154,8 +166,9 @@ class ModelRunner:
         metadata = self._metadata(batch, dispatched, scheduled)
         if dispatched.mode is CUDAGraphMode.PIECEWISE:
             return self.graphs.replay_piecewise(descriptor, metadata)
-        step.prepare(descriptor.num_tokens, batch.num_reqs)
-        return step.draw(step.run_uncaptured(metadata, batch.num_logits))
+        loras = batch.num_active_loras
+        step.prepare(descriptor.num_tokens, batch.num_reqs, num_active_loras=loras)
+        return step.draw(step.run_uncaptured(metadata, batch.num_logits, num_active_loras=loras))
 
     @without_grad
     def sample_tokens(self, grammar_output: GrammarOutput | None = None) -> AsyncOutput:
@@ -227,6 +240,9 @@ class ModelRunner:
         self.step.states.clear()
         self._prompt_logprobs.clear()
         self._prompt_embeds.clear()
+        self._with_adapter.clear()
+        if self.step.slot_map is not None:
+            self.step.slot_map.clear_staged()
 
     def close(self) -> None:
         """Free the graphs. Idempotent."""
@@ -249,16 +265,42 @@ class ModelRunner:
         )
         self._prompt_logprobs.add(added)
         self._prompt_embeds.add(added)
+        if step.slot_map is not None:
+            step.slot_map.assign(row, NO_ADAPTER if added.lora is None else added.lora.slot)
+        if added.lora is not None:
+            self._add_adapter(added.request_id, added.lora)
+
+    def _add_adapter(self, request_id: str, assigned: LoraAssignment) -> None:
+        """Note that a request has an adapter, and write that to its slot if it does not lie there."""
+        self._with_adapter.add(request_id)
+        adapter = assigned.to_write
+        if adapter is not None:
+            assert self._adapted is not None and isinstance(adapter, LoadedAdapter), "adapters are not enabled"
+            self._adapted.write(assigned.slot, adapter.matrices)
+
+    def _num_active_loras(self, request_ids: Iterable[str]) -> int:
+        """Return the number of slots if one of the requests has an adapter, else 0.
+
+        What adapters' kernels are launched with depends on nothing else.
+        """
+        if not self._with_adapter or self._with_adapter.isdisjoint(request_ids):
+            return 0
+        assert self._adapted is not None
+        return self._adapted.options.num_slots
 
     def _batch(self, output: SchedulerOutput) -> Batch:
         """Return the batch of a step; the last decode step's batch again if its requests are the same."""
         scheduled = output.scheduled
         if not isinstance(scheduled, ScheduledDecodes):
-            return build_batch(scheduled)
+            loras = self._num_active_loras([item.request_id for item in scheduled]) if self._with_adapter else 0
+            return build_batch(scheduled, num_active_loras=loras)
         if self._last_decodes is None or self._last_decodes.request_ids is not scheduled.request_ids:
             ones = (1,) * len(scheduled)
             self._last_decodes = Batch(
-                request_ids=scheduled.request_ids, query_lens=ones, num_decode_reqs=len(scheduled)
+                request_ids=scheduled.request_ids,
+                query_lens=ones,
+                num_decode_reqs=len(scheduled),
+                num_active_loras=self._num_active_loras(scheduled.request_ids),
             )
         return self._last_decodes
 
@@ -331,8 +373,9 @@ class ModelRunner:
         step = self.step
         self._fill(batch)
         metadata = self._metadata(batch, dispatched, scheduled)
-        step.prepare(dispatched.descriptor.num_tokens, batch.num_reqs)
-        logits = step.run_uncaptured(metadata, batch.num_logits, embeds=embeds)
+        loras = batch.num_active_loras
+        step.prepare(dispatched.descriptor.num_tokens, batch.num_reqs, num_active_loras=loras)
+        logits = step.run_uncaptured(metadata, batch.num_logits, embeds=embeds, num_active_loras=loras)
         return _Pending(step.draw(logits), batch, scheduled, None)
 
     def _run_with_prompt_logits(
@@ -346,8 +389,9 @@ class ModelRunner:
         step = self.step
         self._fill(batch)
         metadata = self._metadata(batch, dispatched, scheduled)
-        step.prepare(dispatched.descriptor.num_tokens, batch.num_reqs)
-        device = step.buffers.input_ids.device
-        logits = step.run_uncaptured(metadata, batch.num_logits, prompt_batch.logits_indices(device), embeds)
+        loras = batch.num_active_loras
+        step.prepare(dispatched.descriptor.num_tokens, batch.num_reqs, num_active_loras=loras)
+        indices = prompt_batch.logits_indices(step.buffers.input_ids.device)
+        logits = step.run_uncaptured(metadata, batch.num_logits, indices, embeds, num_active_loras=loras)
         logprobs = prompt_batch.gather(logits[batch.num_logits :], step.states)
         return step.draw(logits[: batch.num_logits]), logprobs

@@ -10,7 +10,7 @@ from piecegraph.errors import UsageError
 from piecegraph.runner.common.outputs import RequestOutput
 from piecegraph.runner.common.sampling_params import SamplingParams
 from piecegraph.runner.engine.metrics import Metric, engine_metrics
-from piecegraph.runner.prompts.request_options import refuse_lora
+from piecegraph.runner.lora.request import LoRARequest, per_prompt_loras
 from piecegraph.runner.prompts.tokenize import Prompt, tokenize
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class LLMEngine:
         prompt: Prompt,
         params: SamplingParams | None = None,
         arrival_time: float | None = None,
-        lora_request: object = None,
+        lora_request: LoRARequest | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
@@ -66,7 +66,7 @@ class LLMEngine:
         `arrival_time` and `trace_headers` have no effect. Raises `RequestError`, without any change, if the prompt
         can never run.
         """
-        refuse_lora(lora_request)
+        (adapter,) = per_prompt_loras([lora_request], 1)
         tokenized = tokenize(prompt, self.tokenizer, tokenization_kwargs)
         self.engine.add_request(
             request_id,
@@ -76,8 +76,26 @@ class LLMEngine:
             priority=priority,
             cache_salt=tokenized.cache_salt,
             prompt_embeds=tokenized.embeds,
+            lora_request=adapter,
         )
         return request_id
+
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Load an adapter unless it is loaded, and return True. Raises what `AdapterStore.add` raises."""
+        self.engine.adapters.add(lora_request)
+        return True
+
+    def remove_lora(self, lora_id: int) -> bool:
+        """Drop an adapter and return whether it was loaded. Requests that run with it go on."""
+        return self.engine.adapters.remove(lora_id)
+
+    def list_loras(self) -> set[int]:
+        """Return the numbers of the loaded adapters."""
+        return set(self.engine.adapters.loaded())
+
+    def pin_lora(self, lora_id: int) -> bool:
+        """Keep a loaded adapter until it is removed; return whether it is loaded."""
+        return self.engine.adapters.pin(lora_id)
 
     def step(self) -> list[RequestOutput]:
         """Run one step and return the outputs of the prompts that received a token."""

@@ -37,6 +37,7 @@ from piecegraph.runner.cudagraphs.graph_plan import GraphPlan, plan_for
 from piecegraph.runner.inspect.layer_view import LayerView, middle_layer
 from piecegraph.runner.inspect.untraceable import refused_by_module
 from piecegraph.runner.kv_cache.groups import fitting_block_size, kv_cache_layout
+from piecegraph.runner.lora.modules import lora_options
 from piecegraph.runner.models.causal_lm import DYNAMIC_DIMS, CausalLMForward, example_inputs
 from piecegraph.runner.models.first_position import first_position
 from piecegraph.runner.models.layer_rules import apply_layer_rules
@@ -222,7 +223,11 @@ def _load(
     """Return the model over meta tensors, and notes about it."""
     config, head = with_head(config, hf_config, needs_weights=False)
     source = replace(config.source, load_format="dummy")
-    options: dict[str, Any] = {"num_ranks": config.tensor_parallel_size, "quantization": config.quantization}
+    options: dict[str, Any] = {
+        "num_ranks": config.tensor_parallel_size,
+        "quantization": config.quantization,
+        "lora": lora_options(config),
+    }
     loaded = load_model(source, hf_config, dtype=dtype, device=torch.device("meta"), on_phase=on_phase, **options)
     notes = (*([str(head)] if head is not None else []), *loaded.notes, *fix_longrope(loaded.model, max_model_len))
     return loaded, (*notes, *apply_layer_rules(loaded.model, max_model_len))

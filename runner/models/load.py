@@ -41,6 +41,7 @@ from piecegraph.runner.attention.modules.replace import (
     unknown_attention,
 )
 from piecegraph.runner.common.model_source import ModelSource
+from piecegraph.runner.lora.modules import AdaptedModules, LoraOptions, adapt_modules
 from piecegraph.runner.models.first_position import first_position
 from piecegraph.runner.models.layer_rules import first_layer_with_rules
 from piecegraph.runner.models.quiet_transformers import quiet_transformers
@@ -119,6 +120,7 @@ class LoadedModel:
     rank_plan: RankPlan | None = None  # what this rank holds; None: all of the model
     bytes_read: int | None = None  # of weight files, if only a rank's part was read
     quantisation: QuantisationSummary | None = None  # None: weights have the dtype
+    adapted: AdaptedModules | None = None  # the modules that adapters may change; None: adapters are not enabled
 
 
 def load_config(source: ModelSource) -> PreTrainedConfig:
@@ -235,11 +237,12 @@ def load_model(
     rank: int = 0,
     num_ranks: int = 1,
     quantization: str | None = None,
+    lora: LoraOptions | None = None,
 ) -> LoadedModel:
     """Return the model with our attention, with the weights of `source`, or with random weights for format `dummy`.
 
     With several ranks, the model has the weights of `rank` only. `quantization`: the scheme that weights are quantised
-    by once they are read; matrices of one module after another, each then freed.
+    by once they are read; matrices of one module after another, each then freed. `lora`: adapters may change the model.
 
     Raises:
         UnsupportedModel: the model's class is not supported; no weights were read.
@@ -283,6 +286,7 @@ def load_model(
         quantised = _quantised(model, quantization, checkpoint, quantised)
     model = model.to(device).eval().requires_grad_(False)  # type: ignore[arg-type]  # transformers decorates .to
     let_hidden_states_leave(model, source.hidden_states)
+    adapted = None if lora is None else adapt_modules(model, lora, dtype=dtype, device=device)
     name_layers(model)
     if on_phase is not None:
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -299,6 +303,7 @@ def load_model(
         rank_plan=plan,
         bytes_read=bytes_read,
         quantisation=quantised,
+        adapted=adapted,
     )
 
 

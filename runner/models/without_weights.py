@@ -12,6 +12,7 @@ from piecegraph.errors import PiecegraphError
 from piecegraph.progress import OnPhase
 from piecegraph.runner.common.engine_config import EngineConfig
 from piecegraph.runner.common.model_source import ModelSource
+from piecegraph.runner.lora.modules import LoraOptions, lora_options
 from piecegraph.runner.models.first_position import first_position
 from piecegraph.runner.models.layer_rules import apply_layer_rules
 from piecegraph.runner.models.length import model_length
@@ -46,6 +47,7 @@ def load_without_weights(config: EngineConfig, on_phase: OnPhase | None = None) 
         max_model_len=max_model_len,
         num_ranks=config.tensor_parallel_size,
         quantization=config.quantization,
+        lora=lora_options(config),
         on_phase=on_phase,
     )
 
@@ -59,6 +61,7 @@ def model_without_weights(
     max_model_len: int,
     num_ranks: int = 1,
     quantization: str | None = None,
+    lora: LoraOptions | None = None,
     on_phase: OnPhase | None = None,
 ) -> LoadedModel:
     """Return the model that `load_model` and `fix_longrope` would make, with fake tensors.
@@ -73,6 +76,7 @@ def model_without_weights(
         device=torch.device("meta"),
         num_ranks=num_ranks,
         quantization=quantization,
+        lora=lora,
         on_phase=on_phase,
     )
     notes = (*fix_longrope(loaded.model, max_model_len), *apply_layer_rules(loaded.model, max_model_len))
@@ -92,6 +96,7 @@ def stand_in_for(
     max_model_len: int,
     num_ranks: int = 1,
     quantization: str | None = None,
+    lora: LoraOptions | None = None,
 ) -> tuple[LoadedModel | None, str]:
     """Return the model without weights and "", or None and the reason if it cannot be constructed.
 
@@ -106,6 +111,7 @@ def stand_in_for(
             max_model_len=max_model_len,
             num_ranks=num_ranks,
             quantization=quantization,
+            lora=lora,
         )
         return made, ""
     except PiecegraphError:

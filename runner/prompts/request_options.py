@@ -63,14 +63,17 @@ def check_unicode(text: str) -> None:
 
 
 def refuse_lora(lora_request: object) -> None:
-    """Raise `RequestError` unless `lora_request` asks for no adapter: None, or a list of Nones."""
+    """Raise `RequestError` unless `lora_request` asks for no adapter: None, or a list of Nones.
+
+    For calls that run without adapters.
+    """
     several = (
         lora_request if isinstance(lora_request, Sequence) and not isinstance(lora_request, str) else [lora_request]
     )
     for one in several:
         if one is not None:
             raise RequestError(
-                f"lora_request={one!r}; LoRA adapters are not yet available: merge the adapter into the weights."
+                f"lora_request={one!r}; a model that pools takes no LoRA adapter: merge it into the weights."
             )
 
 

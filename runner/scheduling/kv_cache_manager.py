@@ -300,7 +300,7 @@ class KVCacheManager:
         if len(digests) < num_blocks:
             tokens = request.token_ids(len(digests) * self.block_size, num_blocks * self.block_size)
             parent = digests[-1] if digests else ROOT_DIGEST
-            digests += hash_blocks(parent, tokens, self.block_size, request.cache_salt.encode())
+            digests += hash_blocks(parent, tokens, self.block_size, request.prefix_salt)
 
     def _release_passed(self, request: Request, holding: _Holding) -> None:
         num_computed = request.num_computed_tokens - request.num_unverified_tokens

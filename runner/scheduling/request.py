@@ -11,6 +11,7 @@ from piecegraph.runner.common.sampling_params import SamplingParams
 if TYPE_CHECKING:
     import torch
 
+    from piecegraph.runner.scheduling.lora_slots import Adapter
     from piecegraph.runner.structured_output.grammars import GrammarState
 
 NEVER = sys.maxsize
@@ -59,6 +60,7 @@ class Request:
     bad_words: tuple[tuple[int, ...], ...] = ()  # those of its parameters, as tokens
     cache_salt: str = ""  # requests with different salts never share cached blocks
     prompt_embeds: torch.Tensor | None = None  # [num_prompt_tokens, size] on the CPU; replaces the prompt's token ids
+    lora: Adapter | None = None  # None: the model itself
     grammar: GrammarState | None = field(default=None, repr=False)  # the output's progress; None: any output
 
     settled_output_token_ids: list[int] = field(default_factory=list)  # see Note [late counts]
@@ -139,6 +141,12 @@ class Request:
     def wants_prompt_logprobs(self) -> bool:
         """True if log probabilities of the prompt are asked for."""
         return getattr(self.sampling_params, "prompt_logprobs", None) is not None
+
+    @property
+    def prefix_salt(self) -> bytes:
+        """What the request's cached blocks depend on besides tokens: its salt, and the contents of its adapter."""
+        salt = self.cache_salt.encode()
+        return salt if self.lora is None else b"\xff" + self.lora.digest + salt  # no UTF-8 text begins with 0xff
 
     def token_ids(self, start: int, end: int) -> list[int]:
         """Return a copy of known tokens `start:end` of prompt and output together."""

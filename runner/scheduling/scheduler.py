@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import attrgetter
 from time import monotonic
 
 from piecegraph.errors import RequestError
 from piecegraph.runner.scheduling.kv_cache_manager import KVCacheManager
+from piecegraph.runner.scheduling.lora_slots import LoraSlots
 from piecegraph.runner.scheduling.request import NEVER, Request
 from piecegraph.runner.scheduling.request_queue import RequestQueue, SchedulingPolicy
 from piecegraph.runner.scheduling.scheduler_output import (
@@ -48,6 +49,14 @@ class SchedulerStats:
     speculation: SpeculationStats | None = None  # counters; None: no speculative decoding
 
 
+@dataclass(slots=True)
+class _PassedOver:
+    """The waiting requests that were passed over in a step because their adapters have no slot."""
+
+    requests: list[Request] = field(default_factory=list)
+    adapters: set[bytes] = field(default_factory=set)  # those that wait for a slot, by digest
+
+
 class Scheduler:
     """The scheduler of requests, which spends a budget of tokens in each step.
 
@@ -82,16 +91,19 @@ class Scheduler:
         policy: SchedulingPolicy = SchedulingPolicy.FCFS,
         watermark: float = 0.01,
         prompt_logprobs_chunk: int = 512,
+        lora_slots: LoraSlots | None = None,
     ) -> None:
         """Start without requests.
 
         `max_num_seqs`: the largest number of running requests. `max_num_batched_tokens`: the largest number of tokens
         in a step. `watermark`: the fraction of the blocks that admission leaves free while any request runs.
         `prompt_logprobs_chunk`: the largest number of prompt tokens, over all requests, for which one step computes
-        prompt log probabilities; each of these tokens needs a row of logits.
+        prompt log probabilities; each of these tokens needs a row of logits. `lora_slots`: where adapters lie; None: no
+        request has one.
         """
         assert max_num_seqs >= 1 and max_num_batched_tokens >= 1 and prompt_logprobs_chunk >= 1
         self._kv_cache = kv_cache
+        self._lora_slots = lora_slots
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._policy = policy
@@ -325,6 +337,8 @@ class Scheduler:
                 request.batched_by.settle()
                 request.batched_by = None
         self._kv_cache.start_over()
+        if self._lora_slots is not None:
+            self._lora_slots.start_over()
         self._steady, self._running, self._waiting = None, [], RequestQueue(self._policy)
         self._requests = {}
         for request in requests:
@@ -471,13 +485,18 @@ class Scheduler:
         """Free the blocks of a request that no longer runs, and its row of device state in the next step."""
         self._removed.append(request.request_id)
         self._kv_cache.free(request)
+        if request.lora is not None and self._lora_slots is not None:
+            self._lora_slots.release(request.lora)
 
     def _admit_all(
         self, budget: int, decodes: list[ScheduledRequest], others: list[ScheduledRequest]
     ) -> tuple[AddedRequest, ...]:
         """Admit waiting requests while they fit; append what each computes in this step to `decodes` or `others`."""
         added: list[AddedRequest] = []
+        passed = _PassedOver()
         while budget and self._can_admit:
+            if self._lora_slots is not None and self._passes_over(passed):
+                continue
             admitted = self._admit(budget)
             if admitted is None:
                 break
@@ -485,7 +504,28 @@ class Scheduler:
             added.append(added_request)
             budget -= item.num_tokens
             (decodes if item.num_tokens == 1 else others).append(item)
+        for request in passed.requests:
+            self._waiting.add(request)
         return tuple(added)
+
+    def _passes_over(self, passed: _PassedOver) -> bool:
+        """Take the first waiting request out of the queue if its adapter has no slot now, so that others are admitted.
+
+        For each adapter that waits for a slot, one adapter in use, that of the fewest requests, is given to no more
+        requests until its slot is free. So no adapter waits longer than the requests that run now.
+        """
+        assert self._lora_slots is not None
+        request = self._waiting.peek()
+        if request.lora is None:
+            return False
+        slots, digest = self._lora_slots, request.lora.digest
+        ending = slots.least_used(len(passed.adapters), passed.adapters) if passed.adapters else ()
+        if slots.can_hold(request.lora) and digest not in ending and digest not in passed.adapters:
+            return False
+        if digest not in ending:
+            passed.adapters.add(digest)
+        passed.requests.append(self._waiting.pop())
+        return True
 
     def _admit(self, budget: int) -> tuple[AddedRequest, ScheduledRequest] | None:
         """Admit the first waiting request with up to `budget` tokens, or return None if it cannot run now.
@@ -525,6 +565,7 @@ class Scheduler:
             stop_token_ids=request.stop_token_ids,
             bad_words=request.bad_words,
             prompt_embeds=request.prompt_embeds,
+            lora=None if request.lora is None or self._lora_slots is None else self._lora_slots.acquire(request.lora),
         )
         is_sampled = num_tokens == num_uncomputed
         item = ScheduledRequest(request.request_id, num_tokens, hit.num_tokens, is_sampled, request.epoch)

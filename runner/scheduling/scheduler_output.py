@@ -16,6 +16,8 @@ from piecegraph.runner.common.sampling_params import SamplingParams
 if TYPE_CHECKING:
     import torch
 
+    from piecegraph.runner.scheduling.lora_slots import LoraAssignment
+
 
 class ScheduledRequest(NamedTuple):
     """One request's part of a step.
@@ -119,6 +121,7 @@ class AddedRequest:
     stop_token_ids: frozenset[int] = frozenset()
     bad_words: tuple[tuple[int, ...], ...] = ()
     prompt_embeds: torch.Tensor | None = None  # [num_prompt_tokens, size] on the CPU; None: the prompt is token ids
+    lora: LoraAssignment | None = None  # None: it runs without an adapter
 
 
 class NewBlocks(NamedTuple):

@@ -71,8 +71,9 @@ class SpeculativeStep(ModelStep):
             named.append((f"drafts' {name}", getattr(self.speculation, name)))
         return [*ModelStep.fixed_tensors(self), *named]
 
-    def prepare(self, num_tokens: int, num_reqs: int) -> None:
+    def prepare(self, num_tokens: int, num_reqs: int, *, num_active_loras: int = 0) -> None:
         """Derive the step's inputs from the states of the rows in `idx_mapping`, and its rows of logits."""
+        assert not num_active_loras, "refused with adapters"
         num_reqs = min(num_reqs, self.buffers.max_num_reqs)
         ModelStep.prepare(self, num_tokens, num_reqs)
         buffers, states = self.buffers, self.states

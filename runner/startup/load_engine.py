@@ -35,6 +35,8 @@ from piecegraph.runner.cudagraphs.manager import CudaGraphManager
 from piecegraph.runner.engine.engine import Engine
 from piecegraph.runner.engine.model_runner import ModelRunner
 from piecegraph.runner.kv_cache.allocation import CacheAllocation, CacheSizes, allocate_given, allocate_on_gpu
+from piecegraph.runner.lora.modules import AdaptedModules, lora_options
+from piecegraph.runner.lora.store import AdapterStore
 from piecegraph.runner.models.causal_lm import CausalLMForward
 from piecegraph.runner.models.first_position import first_position
 from piecegraph.runner.models.generation_defaults import eos_token_ids, generation_config_of, sampling_defaults
@@ -53,6 +55,7 @@ from piecegraph.runner.models.rope import fix_longrope
 from piecegraph.runner.models.without_weights import stand_in_for
 from piecegraph.runner.sampling.batch_sampler import Sampler
 from piecegraph.runner.scheduling.kv_cache_manager import KVCacheManager
+from piecegraph.runner.scheduling.lora_slots import LoraSlots
 from piecegraph.runner.scheduling.request_queue import SchedulingPolicy
 from piecegraph.runner.scheduling.scheduler import Scheduler
 from piecegraph.runner.speculative.drafter import slots_tensor
@@ -153,12 +156,12 @@ def load_engine(config: EngineConfig, on_phase: OnPhase | None, parallel: Parall
     model, draft = compile_draft(draft_source, model, max_num_tokens, on_phase)
     model, draft = compile_head(head, model, draft, loaded, (max_model_len, max_num_tokens), on_phase)
     weights_first = weights_first or model.compiled.report().weights_first
+    loaded, store = _with_store(config, loaded, model.compiled)
     vocab_size = loaded.config.get_text_config(decoder=True).vocab_size
-    with timed_phase(on_phase, "buffers"):
-        sampler = _sampler(config, max_model_len, vocab_size, device)
+    sampler = _sampler(config, max_model_len, vocab_size, device, on_phase)
     over_embeds = None if embeds_size is None else embeds_forward(loaded.model, loaded.first_position)
     make_runner = functools.partial(
-        _runner, model, draft, config, sampler, max_num_tokens, over_embeds, device, on_phase
+        _runner, model, draft, config, sampler, max_num_tokens, over_embeds, device, on_phase, loaded.adapted
     )
     if parallel is None:
         runner, num_blocks = make_runner()
@@ -167,7 +170,7 @@ def load_engine(config: EngineConfig, on_phase: OnPhase | None, parallel: Parall
     with timed_phase(on_phase, "engine"):
         generation_config = generation_config_of(config.source, loaded.model)
         engine = _engine_kind(config)(
-            scheduler=_scheduler(config, model, num_blocks, max_num_tokens, steps_ahead),
+            scheduler=_scheduler(config, model, num_blocks, max_num_tokens, steps_ahead, store),
             runner=runner,
             tokenizer=tokenizer,
             eos_token_ids=eos_token_ids(generation_config, loaded.model, tokenizer),
@@ -178,6 +181,7 @@ def load_engine(config: EngineConfig, on_phase: OnPhase | None, parallel: Parall
             embedding_size=embeds_size,
             max_logprobs=config.max_logprobs,
             logits_processors=config.logits_processors,
+            adapters=store,
         )
     checked: SelfcheckReport | None = None
     if config.compile.selfcheck:
@@ -237,6 +241,7 @@ def _stand_in(
             max_model_len=max_model_len,
             num_ranks=config.tensor_parallel_size,
             quantization=config.quantization,
+            lora=lora_options(config),
         )
 
 
@@ -260,6 +265,7 @@ def _load_weights(
         rank=rank,
         num_ranks=config.tensor_parallel_size,
         quantization=config.quantization,
+        lora=lora_options(config),
     )
     rules = apply_layer_rules(loaded.model, max_model_len)
     loaded = replace(loaded, notes=(*loaded.notes, *fix_longrope(loaded.model, max_model_len), *rules))
@@ -269,14 +275,24 @@ def _load_weights(
     return loaded
 
 
-def _sampler(config: EngineConfig, max_model_len: int, vocab_size: int, device: torch.device) -> Sampler:
-    return Sampler(
-        max_num_reqs=config.max_num_seqs,
-        max_model_len=max_model_len,
-        vocab_size=vocab_size,
-        device=device,
-        logprobs_mode=LogprobsMode.parse(config.logprobs_mode),
-    )
+def _embeds_size(config: EngineConfig, stand_in: LoadedModel | None, load: Callable[[], LoadedModel]) -> int | None:
+    """Return the row size of prompt embeddings, or None if they are not enabled."""
+    if not config.enable_prompt_embeds:
+        return None
+    return embedding_size((stand_in if stand_in is not None else load()).model)
+
+
+def _sampler(
+    config: EngineConfig, max_model_len: int, vocab_size: int, device: torch.device, on_phase: OnPhase | None
+) -> Sampler:
+    with timed_phase(on_phase, "buffers"):
+        return Sampler(
+            max_num_reqs=config.max_num_seqs,
+            max_model_len=max_model_len,
+            vocab_size=vocab_size,
+            device=device,
+            logprobs_mode=LogprobsMode.parse(config.logprobs_mode),
+        )
 
 
 def _engine_kind(config: EngineConfig) -> Callable[..., Engine]:
@@ -308,7 +324,12 @@ def _steps_ahead(config: EngineConfig, model: CompiledLM, device: torch.device) 
 
 
 def _scheduler(
-    config: EngineConfig, model: CompiledLM, num_blocks: int, max_num_tokens: int, steps_ahead: int
+    config: EngineConfig,
+    model: CompiledLM,
+    num_blocks: int,
+    max_num_tokens: int,
+    steps_ahead: int,
+    store: AdapterStore | None,
 ) -> Scheduler:
     """Return the scheduler over a KV cache of `num_blocks` blocks."""
     kind: Callable[..., Scheduler] = Scheduler
@@ -331,10 +352,26 @@ def _scheduler(
             enable_prefix_caching=config.enable_prefix_caching is not False,
             cached_states=config.cached_states,
         ),
+        lora_slots=None if store is None else LoraSlots(config.max_loras, store.pinned_digests),
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=max_num_tokens,
         policy=SchedulingPolicy.PRIORITY,  # first come, first served among equal priorities, which is the default
     )
+
+
+def _with_store(
+    config: EngineConfig, loaded: LoadedModel, compiled: CompiledModel
+) -> tuple[LoadedModel, AdapterStore | None]:
+    """Return the model with those modules only whose adapters its compiled pieces read, and an empty store for it.
+
+    The code of a model may use a module's weight without calling the module. Adapters for it are refused by name.
+    """
+    if loaded.adapted is None:
+        return loaded, None
+    assert config.max_cpu_loras is not None, "resolved in EngineConfig"
+    adapted = loaded.adapted.only_read({id(tensor) for _, tensor in compiled.bound_tensors()})
+    loaded = replace(loaded, adapted=adapted, notes=(*loaded.notes, *adapted.notes))
+    return loaded, AdapterStore(adapted, capacity=config.max_cpu_loras, dtype=loaded.dtype, device=loaded.device)
 
 
 def _span(config: EngineConfig, max_num_tokens: int) -> int:
@@ -444,6 +481,7 @@ def _runner(
     over_embeds: EmbedsForward | None,
     device: torch.device,
     on_phase: OnPhase | None,
+    adapted: AdaptedModules | None,
     runner_kind: Callable[..., ModelRunner] | None = None,
 ) -> tuple[ModelRunner, int]:
     """Return the runner, with its graphs captured, and the number of blocks of its KV cache."""
@@ -510,6 +548,7 @@ def _runner(
         dispatcher=dispatcher,
         needs_host_batch=model.needs_host_batch,
         strict=config.strict,
+        adapted=adapted,
     )
     return runner, num_blocks
 

@@ -69,13 +69,22 @@ def prepare_step(step: ModelStep, *, num_tokens: int, max_model_len: int, needs_
     common = dummy_batch(
         step.buffers, num_tokens=num_tokens, max_model_len=max_model_len, with_host_batch=needs_host_batch
     )
-    step.prepare(num_tokens, step.num_logits(num_tokens))
+    step.prepare(num_tokens, step.num_logits(num_tokens), num_active_loras=_num_active_loras(step))
     return common
 
 
 def run_model(step: ModelStep, common: StepMetadata) -> torch.Tensor:
     """Return the logits `[num_rows, vocab_size]` of as many requests as the step can have."""
-    return step.run_uncaptured(step.metadata_builder.build(common), step.num_logits(common.num_tokens))
+    return step.run_uncaptured(
+        step.metadata_builder.build(common),
+        step.num_logits(common.num_tokens),
+        num_active_loras=_num_active_loras(step),
+    )
+
+
+def _num_active_loras(step: ModelStep) -> int:
+    """Return 1 if adapters are enabled: their ops run then, although no row of a dummy batch has one."""
+    return 0 if step.slot_map is None else 1
 
 
 def sample_every_way(step: ModelStep, logits: torch.Tensor) -> None:

@@ -21,6 +21,7 @@ class Batch:
     request_ids: tuple[str, ...]
     query_lens: tuple[int, ...]
     num_decode_reqs: int  # the leading requests that have one token each
+    num_active_loras: int = 0  # as in `BatchDescriptor`
     num_draft_tokens: int = 0  # of all requests; their tokens are verified, so each has a row of logits
 
     @property
@@ -44,7 +45,9 @@ class Batch:
         return max(self.query_lens)
 
 
-def build_batch(scheduled: Sequence[ScheduledRequest], num_draft_tokens: int = 0) -> Batch:
+def build_batch(
+    scheduled: Sequence[ScheduledRequest], num_draft_tokens: int = 0, *, num_active_loras: int = 0
+) -> Batch:
     """Return the batch of the scheduled requests, in the given order, of whose tokens some are drafts."""
     assert scheduled, "a step must have requests"
     query_lens = tuple([item.num_tokens for item in scheduled])
@@ -52,6 +55,7 @@ def build_batch(scheduled: Sequence[ScheduledRequest], num_draft_tokens: int = 0
         request_ids=tuple([item.request_id for item in scheduled]),
         query_lens=query_lens,
         num_decode_reqs=_num_leading_ones(query_lens),
+        num_active_loras=num_active_loras,
         num_draft_tokens=num_draft_tokens,
     )
 

@@ -8,8 +8,14 @@ from typing import NamedTuple
 
 import torch
 
+from piecegraph.compiler.graphs.batch_descriptor import BatchDescriptor
 from piecegraph.runner.attention.interface.backend import AttentionBackend, AttentionImpl
-from piecegraph.runner.attention.interface.forward_context import ForwardContext, set_forward_context
+from piecegraph.runner.attention.interface.forward_context import (
+    ForwardContext,
+    LoraRows,
+    get_forward_context,
+    set_forward_context,
+)
 from piecegraph.runner.attention.interface.kv_cache import (
     KVCache,
     LayerCache,
@@ -22,6 +28,7 @@ from piecegraph.runner.attention.interface.layer import AttentionLayer
 from piecegraph.runner.attention.interface.step_metadata import StepMetadata, StepMetadataBuilder
 from piecegraph.runner.common.engine_config import EngineConfig
 from piecegraph.runner.kv_cache.groups import KVCacheLayout
+from piecegraph.runner.lora.slot_map import SlotMap
 from piecegraph.runner.sampling.batch_sampler import Sampler
 from piecegraph.runner.sampling.gumbel_sample import gumbel_sample
 from piecegraph.runner.scheduling.kv_cache_group import blocks_for
@@ -59,12 +66,15 @@ class ModelStep:
     buffers: InputBuffers
     sampler: Sampler
     block_size: int  # the kernels' block size: that of a page of an allocated block
+    slot_map: SlotMap | None = None  # None: adapters are not enabled
     embeds_forward: EmbedsForward | None = None  # the model over embeddings; None: prompt embeddings are not enabled
 
     def fixed_tensors(self) -> list[tuple[str, torch.Tensor]]:
         """Return the tensors, with names, that a captured step reads or writes besides the model's own."""
         tensors = [(f"requests' {name}", value) for name, value in self.states.tensors().items()]
         tensors += [("requests' temperature", self.sampler.temperature), ("requests' seeds", self.sampler.seeds)]
+        if self.slot_map is not None:
+            tensors += list(self.slot_map.tensors().items())
         tensors += [(f"input buffer {name}", value) for name, value in vars(self.buffers).items()]
         for layers in self.layout.tensors if self.layout.page_bytes is None else ():
             cache, names = self.kv_caches[layers[0]], ", ".join(layers)
@@ -76,13 +86,32 @@ class ModelStep:
             tensors += [(f"last states of {name}", tensor) for tensor in recent]
         return [(name, value) for name, value in tensors if isinstance(value, torch.Tensor)]
 
-    def prepare(self, num_tokens: int, num_reqs: int) -> None:
+    def prepare(self, num_tokens: int, num_reqs: int, *, num_active_loras: int = 0) -> None:
         """Derive the step's inputs from the states of the rows in `idx_mapping`."""
         prepare_inputs(self.states, self.buffers, num_tokens=num_tokens, num_reqs=num_reqs, block_size=self.block_size)
+        if num_active_loras:
+            assert self.slot_map is not None, "a request has an adapter, and adapters are not enabled"
+            buffers = self.buffers
+            self.slot_map.prepare(
+                buffers.idx_mapping, buffers.query_start_loc, num_tokens=num_tokens, num_reqs=num_reqs
+            )
 
-    def context(self, metadata: StepMetadata, mode: str = "NONE", descriptor: object | None = None) -> ForwardContext:
-        """Return the forward context of a step; `metadata` comes from the builder's `build` or `init_capture`."""
+    def context(
+        self,
+        metadata: StepMetadata,
+        mode: str = "NONE",
+        descriptor: BatchDescriptor | None = None,
+        lora: LoraRows | None = None,
+    ) -> ForwardContext:
+        """Return the forward context of a step; `metadata` comes from the builder's `build` or `init_capture`.
+
+        `lora`: the slots of the step's rows; None: they are those of `descriptor`, if it has adapters.
+        """
         groups = metadata.groups
+        if lora is None and descriptor is not None and descriptor.num_active_loras:
+            assert self.slot_map is not None
+            num_tokens = descriptor.num_tokens
+            lora = self.slot_map.rows(num_tokens, descriptor.num_reqs or self.num_logits(num_tokens))
         return ForwardContext(
             impl=self.impl,
             metadata=groups[0],
@@ -93,6 +122,7 @@ class ModelStep:
             group_of=self.layout.group_of,
             cudagraph_mode=mode,
             descriptor=descriptor,
+            lora=lora,
         )
 
     def model_inputs(self, num_tokens: int, num_logits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -110,16 +140,23 @@ class ModelStep:
         num_reqs: int,
         more_indices: torch.Tensor | None = None,
         embeds: EmbedsBatch | None = None,
+        *,
+        num_active_loras: int = 0,
     ) -> torch.Tensor:
         """Run the model on the prepared inputs without graphs, and return logits `[num_reqs + num_more, vocab_size]`.
 
         `more_indices` `[num_more]` int64: additional rows of the batch whose logits are returned after the requests'.
         `embeds`: rows that are given as embeddings; the model's own code runs then instead of the compiled pieces.
+        `num_active_loras`: as in `BatchDescriptor`; the inputs were prepared with the same number.
         """
         input_ids, positions, indices = self.model_inputs(metadata.num_tokens, num_reqs)
         if more_indices is not None:
             indices = torch.cat([indices, more_indices])
-        with set_forward_context(self.context(metadata)):
+        lora = None
+        if num_active_loras:
+            assert self.slot_map is not None
+            lora = self.slot_map.rows(metadata.num_tokens, num_reqs if more_indices is None else indices)
+        with set_forward_context(self.context(metadata, lora=lora)):
             if embeds is not None:
                 assert self.embeds_forward is not None, "checked when the request was added"
                 return self.embeds_forward(input_ids, positions, indices, embeds)
@@ -127,7 +164,7 @@ class ModelStep:
 
     def prepare_piecewise(self, input_ids: torch.Tensor, positions: torch.Tensor, logits_indices: torch.Tensor) -> None:
         """Run `prepare` for the sizes of these model inputs, at the start of a PIECEWISE bucket's first graph."""
-        self.prepare(input_ids.shape[0], logits_indices.shape[0])
+        self.prepare(input_ids.shape[0], logits_indices.shape[0], num_active_loras=self._num_active_loras())
 
     def draw(self, logits: torch.Tensor) -> StepOutput:
         """Sample a token for every row of `logits` `[num_reqs, vocab_size]`, and record the tokens in the states.
@@ -155,8 +192,12 @@ class ModelStep:
         the sizes are read here. The caller must have entered a forward context.
         """
         num_reqs, num_tokens = idx_mapping.shape[0], input_ids.shape[0]
-        self.prepare(num_tokens, num_reqs)
+        self.prepare(num_tokens, num_reqs, num_active_loras=self._num_active_loras())
         return self.draw(self.forward(*self.model_inputs(num_tokens, num_reqs)))
+
+    def _num_active_loras(self) -> int:
+        """Return 1 if the current forward context has adapters, else 0."""
+        return 0 if self.slot_map is None or get_forward_context().lora is None else 1
 
 
 def needs_host_batches(backend: AttentionBackend, with_states: Sequence[StateLayer], device: torch.device) -> bool:
@@ -217,7 +258,15 @@ def build_step(
         buffers=buffers,
         sampler=sampler,
         block_size=block_size,
+        slot_map=_slot_map(config, max_num_tokens, device),
     )
+
+
+def _slot_map(config: EngineConfig, max_num_tokens: int, device: torch.device) -> SlotMap | None:
+    if not config.enable_lora:
+        return None
+    max_num_reqs = config.max_num_seqs
+    return SlotMap(max_num_tokens=max(max_num_tokens, max_num_reqs), max_num_reqs=max_num_reqs, device=device)
 
 
 def _caches_of_one_block(

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from piecegraph.runner.common.outputs import CompletionOutput, RequestOutput
     from piecegraph.runner.common.sampling_params import RequestOutputKind, SamplingParams
     from piecegraph.runner.llm import LLM
+    from piecegraph.runner.lora.request import LoRARequest
     from piecegraph.runner.output.beam_search import BeamSearchParams
     from piecegraph.runner.pooling.outputs import (
         ClassificationRequestOutput,
@@ -66,6 +67,7 @@ _HOME = {
     "Logprob": "piecegraph.runner.common.logprobs",
     "RequestOutputKind": "piecegraph.runner.common.sampling_params",
     "LLM": "piecegraph.runner.llm",
+    "LoRARequest": "piecegraph.runner.lora.request",
     "RequestOutput": "piecegraph.runner.common.outputs",
     "SamplingParams": "piecegraph.runner.common.sampling_params",
     "StructuredOutputsParams": "piecegraph.runner.structured_output.params",
@@ -89,6 +91,7 @@ __all__ = [
     "EmbedsPrompt",
     "FlatLogprobs",
     "Graphs",
+    "LoRARequest",
     "LogitsProcessor",
     "Logprob",
     "MoveDirectionality",

@@ -82,8 +82,8 @@ def test_a_forgotten_prefix_is_computed_again(llm: LLM) -> None:
 
 
 def test_unavailable_arguments_and_methods_are_refused_by_name(llm: LLM) -> None:
-    with pytest.raises(RequestError, match="lora_request='a'; LoRA adapters are not yet available"):
-        llm.generate("a", GREEDY, lora_request="a")
+    with pytest.raises(RequestError, match="lora_request='a'; it must be a LoRARequest or None"):
+        llm.generate("a", GREEDY, lora_request="a")  # type: ignore[arg-type]
     with pytest.raises(RequestError, match="generate takes no prompt_token_ids: give the ids as prompts"):
         llm.generate(sampling_params=GREEDY, prompt_token_ids=[[1]])
     with pytest.raises(AttributeError, match="LLM has no sleep, unlike vLLM's LLM: close the LLM"):

@@ -95,6 +95,7 @@ def decoding_engine(
         states=RequestStates(max_num_reqs=num_reqs, max_model_len=max_len, max_blocks=max_blocks, device=on),
         buffers=InputBuffers(max_num_tokens=max_num_tokens, max_num_reqs=num_reqs, max_blocks=max_blocks, device=on),
         sampler=sampler,
+        slot_map=None,
         block_size=block_size,
     )
     runner = ModelRunner(

@@ -1,13 +1,13 @@
-"""The forward context: the ambient value that the attention ops read in a step.
+"""The forward context: the ambient value that the attention ops, and the ops of adapters, read in a step.
 
 A piece passes tensors only, so the split op between pieces cannot be handed this step's metadata; it reads the
-context instead. The context is global state: nothing but the attention op reads it, entering does nothing but set it,
+context instead. The context is global state: nothing but these ops reads it, entering does nothing but set it,
 and nesting is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -27,6 +27,30 @@ class StepContext:
     __slots__ = ()
 
 
+class LoraRows:
+    """The slots of the adapters of a step's rows, views of buffers at fixed addresses; -1: the row has no adapter."""
+
+    __slots__ = ("_groups", "logits", "tokens")
+
+    def __init__(self, tokens: torch.Tensor, logits: torch.Tensor) -> None:
+        self.tokens = tokens  # [num_tokens] int32
+        self.logits = logits  # [num_logits] int32
+        self._groups: dict[tuple[str, int], list[tuple[int, torch.Tensor]]] = {}
+
+    def groups(self, kind: str, num_rows: int) -> Sequence[tuple[int, torch.Tensor]]:
+        """Return each slot in the first `num_rows` rows of a kind ("tokens", "logits") with the indices of its rows.
+
+        Reads the tensors at the first call, once for all layers of a step; for the CPU only.
+        """
+        found = self._groups.get((kind, num_rows))
+        if found is None:
+            slots = (self.logits if kind == "logits" else self.tokens)[:num_rows]
+            assert slots.shape[0] == num_rows, f"{num_rows} rows of {kind}, and the slots of {slots.shape[0]}"
+            found = [(slot, (slots == slot).nonzero()[:, 0]) for slot in sorted(set(slots.tolist())) if slot >= 0]
+            self._groups[kind, num_rows] = found
+        return found
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardContext(StepContext):
     """The attention impl, metadata and caches of one forward pass of the model."""
@@ -40,6 +64,7 @@ class ForwardContext(StepContext):
     group_of: Mapping[str, int] = field(default_factory=dict)  # by the layer's name; read if there are several groups
     cudagraph_mode: str = "NONE"  # how this step runs; set by the dispatcher once there are graphs
     descriptor: object | None = None  # the batch descriptor that the step was dispatched to
+    lora: LoraRows | None = None  # None: no request of the step has an adapter
 
     def metadata_of(self, layer: str) -> AttentionMetadata:
         """Return the metadata of the layer of that name."""
@@ -84,5 +109,5 @@ def get_forward_context() -> ForwardContext:
 
 
 def current_context() -> StepContext | None:
-    """Return the current context, of whatever kind. Only ops without a cache may call this."""
+    """Return the current context, of whatever kind, or None. Only ops without a cache may call this."""
     return _current.get()

@@ -33,7 +33,7 @@ def test_invalid_priorities_are_refused(priority: Any, message: str) -> None:
 def test_adapters_are_refused() -> None:
     refuse_lora(None)
     refuse_lora([None, None])
-    with pytest.raises(RequestError, match="lora_request='a'; LoRA adapters are not yet available"):
+    with pytest.raises(RequestError, match="lora_request='a'; a model that pools takes no LoRA adapter"):
         refuse_lora("a")
 
 

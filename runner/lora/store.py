@@ -1,0 +1,116 @@
+"""`AdapterStore`, the adapters that an engine has loaded, on the CPU."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+
+import torch
+
+from piecegraph.errors import RequestError
+from piecegraph.runner.lora.adapter import LoadedAdapter, read_adapter
+from piecegraph.runner.lora.modules import AdaptedModules
+from piecegraph.runner.lora.request import LoRARequest
+
+
+class AdapterStore:
+    """The loaded adapters by number, at most `capacity`, of which the least recently used goes first; pinned ones stay.
+
+    An adapter that has gone is read again when a request names it. Requests hold the adapters that they run with, so
+    neither removal nor eviction touches a request that was added before. Any thread may call any method: files are read
+    outside the lock, so a thread that reads an adapter delays nobody.
+    """
+
+    def __init__(self, modules: AdaptedModules, *, capacity: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._modules = modules
+        self._capacity = capacity
+        self._dtype = dtype
+        self._locks_pages = device.type == "cuda"  # so that a copy to the device does not wait
+        self._lock = threading.Lock()
+        self._adapters: OrderedDict[int, LoadedAdapter] = OrderedDict()  # the least recently used first
+        self._pinned: set[int] = set()
+        self.pinned_digests: set[bytes] = set()
+        """The digests of pinned adapters, which keep their slots on the device, too."""
+
+    @property
+    def modules(self) -> AdaptedModules:
+        """The modules that adapters may change."""
+        return self._modules
+
+    def add(self, request: LoRARequest) -> LoadedAdapter:
+        """Return the adapter of a request, read from its folder unless it is loaded.
+
+        Raises what `read_adapter` raises, with nothing changed; `RequestError` if the number belongs to a loaded
+        adapter from another folder, or if all loaded adapters are pinned and there is room for no other.
+        """
+        found = self._find(request)
+        if found is not None:
+            return found
+        made = read_adapter(request, self._modules, self._dtype, pinned=self._locks_pages)
+        with self._lock:
+            if request.lora_int_id not in self._adapters:
+                self._make_room()
+                self._adapters[request.lora_int_id] = made
+            return self._adapters[request.lora_int_id]
+
+    def remove(self, lora_int_id: int) -> bool:
+        """Drop an adapter, pinned or not, and return whether it was loaded. Requests that run with it go on."""
+        with self._lock:
+            adapter = self._adapters.pop(lora_int_id, None)
+            self._pinned.discard(lora_int_id)
+            self._update_digests()
+            return adapter is not None
+
+    def pin(self, lora_int_id: int) -> bool:
+        """Keep an adapter until it is removed; return whether it is loaded.
+
+        Raises `RequestError` if no slot on the device would be left for an adapter that is not pinned.
+        """
+        with self._lock:
+            if lora_int_id not in self._adapters:
+                return False
+            digests = self.pinned_digests | {self._adapters[lora_int_id].digest}
+            most = self._modules.options.num_slots - 1
+            if len(digests) > most:
+                raise RequestError(
+                    f"adapter {lora_int_id} cannot be pinned: max_loras={most + 1} leaves room for {most} pinned "
+                    "ones, so that others can run. Raise max_loras, or remove a pinned adapter."
+                )
+            self._pinned.add(lora_int_id)
+            self._update_digests()
+            return True
+
+    def loaded(self) -> dict[int, LoRARequest]:
+        """Return the requests of all loaded adapters by number."""
+        with self._lock:
+            return {number: adapter.request for number, adapter in self._adapters.items()}
+
+    def _find(self, request: LoRARequest) -> LoadedAdapter | None:
+        with self._lock:
+            found = self._adapters.get(request.lora_int_id)
+            if found is None:
+                return None
+            if found.request.lora_path != request.lora_path:
+                raise RequestError(
+                    f"lora_int_id={request.lora_int_id} is the adapter {found.request.lora_name!r} from "
+                    f"{found.request.lora_path!r}, not one from {request.lora_path!r}; give each adapter its own "
+                    "number, or remove that one first."
+                )
+            self._adapters.move_to_end(request.lora_int_id)
+            return found
+
+    def _make_room(self) -> None:
+        while len(self._adapters) >= self._capacity:
+            victim = next((number for number in self._adapters if number not in self._pinned), None)
+            if victim is None:
+                raise RequestError(
+                    f"all {len(self._adapters)} loaded adapters are pinned, and max_cpu_loras={self._capacity}; remove "
+                    "one, or raise it."
+                )
+            del self._adapters[victim]
+
+    def _update_digests(self) -> None:
+        """Make `pinned_digests`, which others hold, those of the pinned adapters."""
+        digests = {self._adapters[number].digest for number in self._pinned}
+        self.pinned_digests &= digests
+        self.pinned_digests |= digests
