@@ -17,6 +17,10 @@ def make_executor(config: EngineConfig) -> Executor:
     """Return the executor that the config asks for. Raises `ConfigError`."""
     if config.distributed_executor_backend == "uniproc":
         return UniProcExecutor()
+    if config.distributed_executor_backend == "mp" and config.nnodes > 1:
+        from piecegraph.runner.clusters.nodes_executor import NodesExecutor
+
+        return NodesExecutor(config)
     if config.distributed_executor_backend == "mp":
         return MpExecutor(config)
     if config.distributed_executor_backend == "external_launcher":

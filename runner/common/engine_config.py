@@ -47,6 +47,9 @@ EXECUTORS = ("uniproc", "mp", "ray", "external_launcher")
 MAX_RANKS = 1024
 """The largest `tensor_parallel_size`."""
 
+DEFAULT_MASTER_PORT = 29501
+"""The port where several machines meet unless another is given; vLLM's."""
+
 DISTRIBUTED_TIMEOUT_S = 8.0
 """How long a rank waits for another in a step: an error with its reason takes at most two seconds more."""
 
@@ -144,6 +147,14 @@ class EngineConfig:
     """The number of ranks among which each layer is divided."""
     data_parallel_size: int = 1
     """The number of engines, each with all ranks and a KV cache of its own, among which requests are divided."""
+    nnodes: int = 1
+    """The number of machines, on each of which the same number of ranks runs (executor "mp")."""
+    node_rank: int = 0
+    """Which of `nnodes` machines this is; the engine is on machine 0, and the others only run ranks."""
+    master_addr: str = "127.0.0.1"
+    """The address of machine 0, at which the others reach it."""
+    master_port: int = DEFAULT_MASTER_PORT
+    """A free port of machine 0, where the machines meet."""
     distributed_executor_backend: str | None = None
     """The executor that runs the ranks, one of `EXECUTORS`; None: "uniproc" for one rank, "mp" for several."""
     distributed_timeout_seconds: float | None = None
@@ -249,6 +260,7 @@ class EngineConfig:
             )
         object.__setattr__(self, "distributed_executor_backend", backend)
         self._check_engines()
+        self._check_nodes()
         if size == 1:
             return
         if backend == "uniproc":
@@ -268,6 +280,32 @@ class EngineConfig:
                 raise ConfigError(
                     f"{what} is not yet available with tensor_parallel_size={size}; give one of the two arguments."
                 )
+
+    def _check_nodes(self) -> None:
+        """Raise `ConfigError` for ranks that cannot be divided among machines as asked."""
+        _check_count("nnodes", self.nnodes, MAX_RANKS)
+        _check_count("master_port", self.master_port, 65_535)
+        if type(self.node_rank) is not int or not 0 <= self.node_rank < self.nnodes:
+            raise ConfigError(f"node_rank={self.node_rank!r}; it must be from 0 to nnodes - 1, {self.nnodes - 1}.")
+        if not isinstance(self.master_addr, str) or not self.master_addr:
+            raise ConfigError(f"master_addr={self.master_addr!r}; it must be the address of machine 0, as a string.")
+        if self.nnodes == 1:
+            return
+        if self.node_rank:
+            raise ConfigError(
+                f"node_rank={self.node_rank}: machines other than 0 only run ranks, and have no LLM. Use the command "
+                "line there, or piecegraph.runner.clusters.node.serve_node."
+            )
+        if self.distributed_executor_backend != "mp" or self.data_parallel_size > 1:
+            raise ConfigError(
+                f"nnodes={self.nnodes} is of distributed_executor_backend='mp' and one engine; under torchrun and Ray "
+                "leave it out, and start one server on each machine instead of data_parallel_size."
+            )
+        if self.tensor_parallel_size % self.nnodes:
+            raise ConfigError(
+                f"tensor_parallel_size={self.tensor_parallel_size} cannot be divided among nnodes={self.nnodes} "
+                "machines, with as many ranks on each; change one of the two."
+            )
 
     def _check_engines(self) -> None:
         """Raise `ConfigError` for what several engines cannot do."""

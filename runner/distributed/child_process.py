@@ -86,6 +86,9 @@ def failure_from(child: Child) -> Failure | int | str | None:
             if name == "failed":
                 assert isinstance(value, Failure), value
                 return value
+            if name == "ended":  # so says the machine that it ran on
+                assert isinstance(value, int), value
+                return value
     return child.process.poll()
 
 

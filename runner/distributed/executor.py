@@ -197,7 +197,7 @@ class MpExecutor:
         if not wait([worker.channel], left):
             raise TimeoutError(f"rank {worker.number} did not answer in time")
         name, value = worker.channel.recv()
-        if name == "failed":
+        if name in ("failed", "ended"):
             raise WorkerError(how_it_ended(worker, value))
         return value
 

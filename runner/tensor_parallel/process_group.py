@@ -43,7 +43,8 @@ def open_store(address: str, num_ranks: int) -> dist.Store:
     if not address.startswith("tcp://"):
         return dist.FileStore(address, num_ranks)
     host, _, port = address.removeprefix("tcp://").rpartition(":")
-    return dist.TCPStore(host, int(port), num_ranks, is_master=False, wait_for_workers=False)
+    timeout = timedelta(seconds=START_TIMEOUT_S)
+    return dist.TCPStore(host, int(port), num_ranks, is_master=False, timeout=timeout, wait_for_workers=False)
 
 
 def hosted_store(host: str, num_ranks: int, port: int = 0) -> dist.TCPStore:

@@ -215,6 +215,10 @@ LLM_FLAGS = (
         default=1,
         help="Engines, each with a cache of its own, that requests are divided among; CPU only so far.",
     ),
+    Flag(name="nnodes", type=int, default=1, help="Machines that the ranks are divided among, without Ray."),
+    Flag(name="node_rank", type=int, default=0, help="Which of them this is; on 0 the command does its work."),
+    Flag(name="master_addr", default="127.0.0.1", help="Address of machine 0, the same on all."),
+    Flag(name="master_port", type=int, default=29501, help="Free port of machine 0, the same on all."),
     Flag(
         name="distributed_executor_backend",
         type=click.Choice(["uniproc", "mp", "ray", "external_launcher"]),
@@ -419,5 +423,9 @@ class Command(click.Command):
         from piecegraph.tools.command_line.settings import check_environment
 
         check_environment()
+        if ctx.params.get("node_rank"):
+            from piecegraph.runner.clusters.node import serve_node_as
+
+            return serve_node_as(given(LLM_FLAGS, ctx.params))
         with only_rank_0_writes(ctx):
             return super().invoke(ctx)
