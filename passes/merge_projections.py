@@ -18,7 +18,10 @@ from piecegraph.passes.matching.effects import changed_between
 from piecegraph.passes.matching.foreign_ops import relies_on_strides
 from piecegraph.passes.matching.graph_pass import GraphPass, Miss, PassContext, PassResult
 from piecegraph.passes.matching.torch_ir import NoMatch
-from piecegraph.passes.ops.int8_linear import INT8_LINEAR
+from piecegraph.passes.ops.quantised.fp8_linear import FP8_LINEAR
+from piecegraph.passes.ops.quantised.grouped_linear import GROUPED_LINEAR
+from piecegraph.passes.ops.quantised.int8_inputs_linear import INT8_INPUTS_LINEAR
+from piecegraph.passes.ops.quantised.int8_linear import INT8_LINEAR
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +30,8 @@ class MergeProjections(GraphPass):
 
     A group is two linears or more with no split op between them. Their weights `[out, in]` are weights
     (`PassContext.is_weight`) that nothing else reads, of one dtype and device; all have a bias or none has. Weights of
-    `piecegraph::int8_linear` are merged with their scales. Each linear's output becomes columns of the merged output:
+    our quantised linears, such as `piecegraph::int8_linear`, are merged with their scales. Each linear's output becomes
+    columns of the merged output:
     a view, or a contiguous copy of it if an op that is not torch's reads it and may rely on strides (`foreign_ops`).
     """
 
@@ -42,10 +46,13 @@ class MergeProjections(GraphPass):
 
 _LINEARS: dict[Any, tuple[str, ...]] = {
     **dict.fromkeys(ir.LINEAR, ("input", "weight", "bias")),
-    INT8_LINEAR: ("x", "weight", "scale", "bias"),
+    **dict.fromkeys((INT8_LINEAR, INT8_INPUTS_LINEAR, GROUPED_LINEAR, FP8_LINEAR), ("x", "weight", "scale", "bias")),
 }
-"""The calls that are merged, with the names of their arguments. Each tensor but the first has a row, or a number, for
-each output column."""
+"""The calls that are merged, with the names of their tensors. Each tensor but the first has a row, or a number, for
+each output column, or for each block of as many columns as `block` says."""
+
+_CONSTANTS: dict[Any, tuple[str, ...]] = {FP8_LINEAR: ("block", "input_group")}
+"""The arguments after the tensors, which merged calls share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +61,18 @@ class _Linear:
 
     node: fx.Node
     x: Any
-    tensors: dict[str, Any]  # the other arguments by name; a bias may be None
+    tensors: dict[str, Any]  # the other tensors by name; a bias may be None
+    constants: tuple[Any, ...]
 
     @classmethod
     def of(cls, node: fx.Node) -> _Linear:
         x, *names = _LINEARS[node.target]
         tensors = {name: ir.argument(node, at, name) for at, name in enumerate(names, start=1)}
-        return cls(node, ir.argument(node, 0, x), tensors)
+        after = enumerate(_CONSTANTS.get(node.target, ()), start=1 + len(names))
+        constants = tuple(ir.argument(node, at, name) for at, name in after)
+        return cls(
+            node, ir.argument(node, 0, x), tensors, tuple(tuple(c) if isinstance(c, list) else c for c in constants)
+        )
 
     def kind(self, context: PassContext) -> tuple[object, ...]:
         """Return a value that is equal for linears that can be merged. Raises `NoMatch` if this one cannot."""
@@ -72,12 +84,18 @@ class _Linear:
                 readers = ", ".join(user.name for user in node.users)
                 raise NoMatch(f"its {what} {node} has more than one reader: {readers}")
         values = [ir.value_of(node) for node in own.values()]
-        if [value.ndim for value in values] != [2, 1, 1][: len(values)] or len({v.shape[0] for v in values}) > 1:
+        block = self.constants[0][0] if self.constants else 1
+        rows = {
+            name: value.shape[0] * (block if name == "scale" else 1) for name, value in zip(own, values, strict=True)
+        }
+        is_plain = self.node.target in ir.LINEAR
+        if len(set(rows.values())) > 1 or (is_plain and [value.ndim for value in values] != [2, 1][: len(values)]):
             raise NoMatch(
                 f"its {' and '.join(self.tensors)} have the shapes {[tuple(value.shape) for value in values]}"
             )
-        call = "linear" if self.node.target in ir.LINEAR else self.node.target
-        return (call, tuple(own), values[0].shape[1], *((value.dtype, value.device) for value in values))
+        call = "linear" if is_plain else self.node.target
+        kinds = ((value.dtype, value.device, value.shape[1:]) for value in values)
+        return (call, tuple(own), self.constants, *kinds)
 
 
 def _groups(graph: fx.Graph, context: PassContext) -> tuple[list[tuple[_Linear, ...]], tuple[Miss, ...]]:
@@ -128,7 +146,7 @@ def _merge(graph: fx.Graph, group: tuple[_Linear, ...], context: PassContext) ->
     tensors = [together.get(name) for name in first.tensors]
     with graph.inserting_before(first.node):
         call: Any = first.node.target
-        merged = graph.call_function(call, (first.x, *tensors))
+        merged = graph.call_function(call, (first.x, *tensors, *first.constants))
     start = 0
     for linear in group:
         node, size = linear.node, ir.value_of(linear.tensors["weight"]).shape[0]

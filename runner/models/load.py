@@ -53,11 +53,10 @@ from piecegraph.runner.models.support import (
     has_pluggable_attention,
     is_decoder,
 )
-from piecegraph.runner.quantization.compressed_tensors import (
-    ChannelCheckpoint,
-    opened_checkpoint,
-    read_checkpoint_config,
-)
+from piecegraph.runner.quantization.checkpoints.all_formats import stored_checkpoint
+from piecegraph.runner.quantization.checkpoints.load import CannotStream, PlainCheckpoint, read_model
+from piecegraph.runner.quantization.checkpoints.stored import StoredCheckpoint
+from piecegraph.runner.quantization.online import online_schemes
 from piecegraph.runner.quantization.quantise import QuantisationSummary, quantise_model
 from piecegraph.runner.state_layers.modules.replace import (
     first_state_layer,
@@ -194,7 +193,7 @@ def resolve_dtype(
                 f"quantization={quantization!r} is made from a plain checkpoint, and this one is quantised already; "
                 "leave it out."
             )
-        quantization = "int8"
+        quantization = "a quantised checkpoint"
     resolved = _resolve_dtype(dtype, config, device, quantization)
     if quantization is not None and device.type == "cuda":
         raise ConfigError(
@@ -242,7 +241,8 @@ def load_model(
     """Return the model with our attention, with the weights of `source`, or with random weights for format `dummy`.
 
     With several ranks, the model has the weights of `rank` only. `quantization`: the scheme that weights are quantised
-    by once they are read; matrices of one module after another, each then freed. `lora`: adapters may change the model.
+    by, each when it is read; if the files have other names than the model's modules, once all are read. `lora`: adapters
+    may change the model.
 
     Raises:
         UnsupportedModel: the model's class is not supported; no weights were read.
@@ -271,8 +271,9 @@ def load_model(
     with quiet_transformers(on_weights), _construction_errors(source):
         if source.load_format == "dummy":
             model = _random_model(source, config, dtype, device, seed, kind)
-        elif checkpoint is not None:
-            model, quantised = _quantised_checkpoint_model(source, config, dtype, kind, known_class, checkpoint)
+        elif checkpoint is not None or (quantization is not None and kind.generates and num_ranks == 1):
+            stored = checkpoint or PlainCheckpoint(quantization or "")
+            model, quantised = _quantised_checkpoint_model(source, config, dtype, kind, known_class, stored)
         elif num_ranks > 1 and known_class is not None and source.weight_files and not source.is_gguf:
             model, plan, bytes_read = _rank_checkpoint_model(source, config, dtype, kind, known_class, rank, num_ranks)
         else:
@@ -307,14 +308,14 @@ def load_model(
     )
 
 
-def split_quantisation(config: PreTrainedConfig) -> tuple[ChannelCheckpoint | None, PreTrainedConfig]:
-    """Return what is quantised in the checkpoint, or None, and the config of the model without it."""
+def split_quantisation(config: PreTrainedConfig) -> tuple[StoredCheckpoint | None, PreTrainedConfig]:
+    """Return how the checkpoint is quantised, or None, and the config of the model without it."""
     written = getattr(config, "quantization_config", None)
     if written is None:
         return None, config
     plain = copy.deepcopy(config)
     del plain.quantization_config
-    return read_checkpoint_config(written), plain
+    return stored_checkpoint(written), plain
 
 
 def _quantised_checkpoint_model(
@@ -323,47 +324,38 @@ def _quantised_checkpoint_model(
     dtype: torch.dtype,
     kind: ModelKind,
     known_class: type[PreTrainedModel] | None,
-    checkpoint: ChannelCheckpoint,
-) -> tuple[Any, QuantisationSummary]:
-    """Return the model with the weights as they are stored, and the summary; no weight is ever a float here."""
+    checkpoint: StoredCheckpoint | PlainCheckpoint,
+) -> tuple[Any, QuantisationSummary | None]:
+    """Return the model with quantised weights, and the summary; there is no copy of all weights in floats.
+
+    If the tensors of a plain checkpoint are not those of the model's modules, one for one, the model has floats still,
+    and the summary is None.
+    """
     from safetensors import SafetensorError
 
     check_weight_files(source)
-    if known_class is None or not source.weight_files:
+    files = source.weight_files
+    if known_class is None or not files or source.is_gguf or any(file.suffix != ".safetensors" for file in files):
+        if isinstance(checkpoint, PlainCheckpoint):
+            return _checkpoint_model(source, config, dtype, kind), None
         raise UnsupportedModel(
             f"{source.model!r} is quantised, and can be read only from safetensors files and with a class of "
             "transformers."
         )
-    model_class: Any = known_class
-    summaries: list[QuantisationSummary] = []
-
-    def construct(self: Any, *args: Any, **kwargs: Any) -> None:
-        model_class.__init__(self, *args, **kwargs)
-        summaries.append(quantise_model(self, "int8", checkpoint.is_quantised))
-
-    own: Any = type(model_class.__name__, (model_class,), {"__init__": construct, "__module__": model_class.__module__})
     try:
-        with opened_checkpoint(source.weight_files) as state:
-            model, info = own.from_pretrained(
-                None,
-                config=config,
-                state_dict=state,
-                dtype=dtype,
-                attn_implementation=kind.attention,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,
-            )
+        model, info, summary = read_model(known_class, config, files, checkpoint, dtype=dtype, attention=kind.attention)
+    except CannotStream:
+        return _checkpoint_model(source, config, dtype, kind), None
     except SafetensorError as error:
         raise CheckpointError(f"a weight file of {source.model!r} is corrupt: {_first_line(error)}") from error
-    model.__class__ = model_class
     _check_loading_info(source, info)
-    return model, summaries[-1]
+    return model, summary
 
 
 def _quantised(
     model: PreTrainedModel,
     quantization: str | None,
-    checkpoint: ChannelCheckpoint | None,
+    checkpoint: StoredCheckpoint | None,
     read: QuantisationSummary | None,
 ) -> QuantisationSummary:
     """Quantise a model in place, unless it was `read` so. Raises `UnsupportedModel` for a kind that cannot be yet."""
@@ -374,10 +366,12 @@ def _quantised(
             f"{type(model).__name__} has {what}, with which quantised weights (quantization={quantization!r}) are not "
             "yet available; use unquantised ones."
         )
+    if read is not None:
+        return read
     if checkpoint is None:
         assert quantization is not None
-        return quantise_model(model, quantization)
-    return quantise_model(model, "int8", checkpoint.is_quantised) if read is None else read
+        return quantise_model(model, quantization, online_schemes(quantization))
+    return quantise_model(model, checkpoint.quant_method, checkpoint.scheme_of, is_read=True, must_fit=True)
 
 
 def _check_divisible(config: PreTrainedConfig) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from piecegraph.errors import ModelError, UnsupportedModel
 from piecegraph.runner.attention.interface.layer import AttentionLayer
-from piecegraph.runner.quantization.compressed_tensors import METHOD, read_checkpoint_config
+from piecegraph.runner.quantization.checkpoints.all_formats import stored_checkpoint
 from piecegraph.runner.state_layers.layer import StateLayer
 
 if TYPE_CHECKING:
@@ -108,14 +108,8 @@ def check_config(config: PreTrainedConfig, written: Mapping[str, Any] | None = N
     if written is not None and has_attention:
         _check_heads(config, text_config, written)
     quantization = getattr(config, "quantization_config", None)
-    if isinstance(quantization, Mapping) and quantization.get("quant_method") == METHOD:
-        read_checkpoint_config(quantization)
-    elif quantization is not None:
-        method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization.quant_method
-        raise UnsupportedModel(
-            f"the weights are quantised with {str(getattr(method, 'value', method))!r}, which cannot be read here. "
-            "Use an unquantised checkpoint of the model, a GGUF file, or one of compressed-tensors with W8A16."
-        )
+    if quantization is not None:
+        stored_checkpoint(quantization)
 
 
 def check_class(model_class: type[PreTrainedModel], inputs: Sequence[str] = ("position_ids", "logits_to_keep")) -> None:

@@ -7,18 +7,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from piecegraph.runner.quantization.linear_method import METHODS, PackedWeight
+from piecegraph.runner.quantization.methods.all_methods import METHODS
+from piecegraph.runner.quantization.methods.linear_method import Block, PackedWeight
 
 
 class QuantisedLinear(nn.Linear):
     """A linear layer without `weight`: code that reads it must not take integers for weights."""
 
     scheme: str
+    block: Block
     weight_packed: nn.Parameter
     weight_scale: nn.Parameter
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002  torch's name
-        packed = PackedWeight(values=self.weight_packed, scale=self.weight_scale)
+        packed = PackedWeight(values=self.weight_packed, scale=self.weight_scale, block=self.block)
         return METHODS[self.scheme].apply(input, packed, self.bias)
 
 
@@ -26,11 +28,12 @@ class QuantisedEmbedding(nn.Embedding):
     """An embedding without `weight`."""
 
     scheme: str
+    block: Block
     weight_packed: nn.Parameter
     weight_scale: nn.Parameter
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002  torch's name
-        packed = PackedWeight(values=self.weight_packed, scale=self.weight_scale)
+        packed = PackedWeight(values=self.weight_packed, scale=self.weight_scale, block=self.block)
         return METHODS[self.scheme].rows(packed, input)
 
 
@@ -38,10 +41,12 @@ REPLACED: dict[type[nn.Module], Any] = {nn.Linear: QuantisedLinear, nn.Embedding
 """Our classes by torch's; subclasses may read their weights in ways of their own and stay as they are."""
 
 
-def replace_weight(module: nn.Module, scheme: str, values: nn.Parameter, scale: nn.Parameter) -> None:
+def replace_weight(module: nn.Module, method: str, values: nn.Parameter, scale: nn.Parameter, block: Block) -> None:
     """Give `module`, whose class is in `REPLACED`, quantised weights in place of `weight`."""
     del module._parameters["weight"]
     module.__class__ = REPLACED[type(module)]
-    module.scheme = scheme  # type: ignore[assignment]  # a plain attribute, which the key of a plan holds
+    module.scheme = method  # type: ignore[assignment]  # a plain attribute, which the key of a plan holds
+    module.block = block  # type: ignore[assignment]
     module.weight_packed = values
     module.weight_scale = scale
+    module._is_hf_initialized = True  # type: ignore[assignment]  # transformers would initialize `weight`

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from piecegraph.errors import CheckpointError, UnsupportedModel
-from piecegraph.runner.quantization.linear_method import METHODS, NotFinite
+from piecegraph.runner.quantization.methods.all_methods import METHODS, fastest
+from piecegraph.runner.quantization.methods.linear_method import DoesNotFit, NotFinite, Scheme
 from piecegraph.runner.quantization.modules import REPLACED, replace_weight
+
+SchemeOf = Callable[[str, str], Scheme | None]
+"""A function from the path and the class name of a module to its scheme; None: it is not quantised."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,69 +23,81 @@ class QuantisationSummary:
     """What is quantised in a model, and what is not."""
 
     scheme: str
-    kernel: str
-    num_linears: int
-    num_embeddings: int
+    counts: Mapping[str, int]  # of modules, by what they are and the scheme that they have
+    kernels: Mapping[str, str]  # by method
     bytes_by_dtype: dict[str, int]  # of all parameters, each once
     left: tuple[str, ...]  # weights of two dims or more that stay as they are, alike ones together, with reasons
+    methods: Mapping[str, Scheme]  # by the path of a module
 
     def __str__(self) -> str:
         sizes = ", ".join(f"{size / 1e6:.1f} MB {dtype}" for dtype, size in self.bytes_by_dtype.items())
-        embeddings = f" and {self.num_embeddings} embedding" + ("s" if self.num_embeddings > 1 else "")
-        what = f"{self.num_linears} linears{embeddings if self.num_embeddings else ''} are {self.scheme}"
+        what = "; ".join(f"{count} {kind}" for kind, count in self.counts.items())
+        kernels = "; ".join(f"{method} by {kernel}" for method, kernel in self.kernels.items())
         left = f"; not quantised: {'; '.join(self.left)}" if self.left else ""
-        return f"quantization: {what}, multiplied by {self.kernel}; weights: {sizes}{left}"
+        return f"quantization: {what}; {kernels}; weights: {sizes}{left}"
 
 
 def quantise_model(
-    model: nn.Module, scheme: str, is_quantised: Callable[[str, str], bool] | None = None
+    model: nn.Module, scheme: str, scheme_of: SchemeOf, *, is_read: bool = False, must_fit: bool = False
 ) -> QuantisationSummary:
     """Quantise the weights of a model in place, one after another, so that no second copy of the model is made.
 
     Weights that several modules share are quantised once and stay shared; they stay as they are if one of the modules
-    is of a class that cannot be quantised. Works on meta tensors too. `is_quantised`: which modules are, by their path
-    and the name of their class; None: all that can be.
+    is of a class that cannot be quantised, or has no scheme. `scheme` names what was asked for. `is_read`: whether the
+    weights are read from a checkpoint later, so that they get their shapes only; so they do on the meta device.
+    `must_fit`: whether a weight that the scheme cannot store is an error, instead of one that stays as it is.
 
-    Raises `CheckpointError` for a weight that is not finite, and `UnsupportedModel` if nothing can be quantised.
+    Raises `CheckpointError` for a weight that is not finite or does not fit, and
+    `UnsupportedModel` if nothing can be quantised.
     """
-    method = METHODS[scheme]
     owners: dict[int, list[tuple[str, nn.Module, str]]] = {}
     for path, module in model.named_modules():
         for short, parameter in module._parameters.items():
             if parameter is not None and parameter.ndim > 1:
                 owners.setdefault(id(parameter), []).append((path, module, short))
-    counts: Counter[type[nn.Module]] = Counter()
+    counts: Counter[str] = Counter()
     left: Counter[str] = Counter()
+    methods: dict[str, Scheme] = {}
     for places in owners.values():
         path, first, short = places[0]
-        why_not = next((why for why in (_why_not(*place, is_quantised) for place in places) if why), None)
-        if why_not is not None:
+        weight = first._parameters[short]
+        assert weight is not None, path
+        chosen, why_not = _chosen(places, scheme_of, weight)
+        if chosen is None:
             left[why_not] += 1
             continue
-        counts.update({type(module) for _, module, _ in places})
+        method = METHODS[chosen.method]
         try:
             with torch.no_grad():
-                packed = method.pack(first._parameters[short].detach())  # type: ignore[union-attr]  # see above
-        except NotFinite as error:
+                make = method.empty if is_read or weight.is_meta else method.pack
+                packed = make(weight.detach(), chosen)
+        except (NotFinite, DoesNotFit) as error:
+            if isinstance(error, DoesNotFit) and not must_fit:
+                left[f"{type(first).__name__}.{short} ({error})"] += 1
+                continue
             raise CheckpointError(
-                f"{path}.{short} cannot be quantised to {scheme}: {error}. Check the checkpoint, or leave quantization "
+                f"{path}.{short} cannot be quantised to {chosen}: {error}. Check the checkpoint, or leave quantization "
                 "out."
             ) from error
+        for kind in {type(module) for _, module, _ in places}:
+            counts[f"{'linears' if kind is nn.Linear else 'embeddings'} are {chosen}"] += 1
+        methods.update(dict.fromkeys((place[0] for place in places), chosen))
         values, scale = (nn.Parameter(each, requires_grad=False) for each in (packed.values, packed.scale))
         for _, module, _ in places:
-            replace_weight(module, scheme, values, scale)
-    if not counts:
+            replace_weight(module, chosen.method, values, scale, packed.block)
+    if not methods:
         raise UnsupportedModel(
             f"{type(model).__name__} has no weights that quantization={scheme!r} can quantise "
             f"({'; '.join(left) or 'no matrices'}); leave it out."
         )
+    used = sorted({found.method for found in methods.values()})
     return QuantisationSummary(
         scheme=scheme,
-        kernel=method.kernel,
-        num_linears=counts[nn.Linear],
-        num_embeddings=counts[nn.Embedding],
+        counts=dict(counts),
+        kernels={method: METHODS[method].kernel for method in used},
         bytes_by_dtype=bytes_by_dtype(model),
         left=tuple(f"{count} x {what}" for what, count in left.items()),
+        methods=methods,
     )
 
 
@@ -93,10 +109,19 @@ def bytes_by_dtype(model: nn.Module) -> dict[str, int]:
     return dict(found.most_common())
 
 
-def _why_not(path: str, module: nn.Module, short: str, is_quantised: Callable[[str, str], bool] | None) -> str | None:
-    """Return why a parameter cannot be quantised, the same text for parameters that are alike; None if it can."""
-    if type(module) in REPLACED and short == "weight":
-        if is_quantised is None or is_quantised(path, type(module).__name__):
-            return None
-        return f"{type(module).__name__}.{short} (not quantised in the checkpoint)"
-    return f"{type(module).__name__}.{short} (neither a plain linear nor a plain embedding)"
+def _chosen(
+    places: list[tuple[str, nn.Module, str]], scheme_of: SchemeOf, weight: torch.Tensor
+) -> tuple[Scheme | None, str]:
+    """Return the scheme of a parameter and "", or None and why it has none, the same text for parameters alike."""
+    schemes: list[Scheme] = []
+    for path, module, short in places:
+        name = f"{type(module).__name__}.{short}"
+        if type(module) not in REPLACED or short != "weight":
+            return None, f"{name} (neither a plain linear nor a plain embedding)"
+        scheme = scheme_of(path, type(module).__name__)
+        if scheme is None:
+            return None, f"{name} (not quantised in the checkpoint)"
+        schemes.append(scheme)
+    # A linear that shares its weight with an embedding has the scheme of the embedding, which comes first.
+    is_linear = all(type(module) is nn.Linear for _, module, _ in places)
+    return fastest(schemes[0], weight, is_linear=is_linear), ""

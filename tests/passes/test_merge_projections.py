@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from piecegraph.passes.merge_projections import MergeProjections
-from piecegraph.passes.ops.int8_linear import INT8_LINEAR
+from piecegraph.passes.ops.quantised.int8_linear import INT8_LINEAR
 from tests.passes.pass_context import FakeContext
 from tests.passes.relative_error import Tensors, assert_no_less_exact, quick_and_all
 from tests.passes.spelled import calls, graph_of

@@ -26,7 +26,7 @@ REFUSED: list[tuple[dict[str, object], str]] = [
     ({"strict": True}, "strict=True allows no downgrade of cudagraph_mode='FULL_AND_PIECEWISE'"),
     ({"max_modellen": 3}, "LLM has no argument 'max_modellen'. Did you mean 'max_model_len'?"),
     ({"cpu_offload_gb": 4}, "cpu_offload_gb=4 is not available here: weights and cache lie on the device"),
-    ({"quantization": "fp8"}, "quantization='fp8' is not yet available. The schemes that are: 'int8'"),
+    ({"quantization": "hqq"}, "quantization='hqq' is not available here; use quantization='int8' or 'int4' with"),
     ({"quantization": "int9"}, "quantization='int9' is unknown. Did you mean 'int8'?"),
     ({"quantization": "int8", "tensor_parallel_size": 2}, "tensor_parallel_size is not yet available with"),
     ({"quantization": "int8", "enable_prompt_embeds": True}, "enable_prompt_embeds is not yet available with"),

@@ -8,7 +8,10 @@ from torch import nn
 
 from piecegraph.errors import CheckpointError, UnsupportedModel
 from piecegraph.runner.quantization.modules import QuantisedEmbedding, QuantisedLinear
+from piecegraph.runner.quantization.online import online_schemes
 from piecegraph.runner.quantization.quantise import bytes_by_dtype, quantise_model
+
+SCHEMES = online_schemes("int8")
 
 
 class OtherLinear(nn.Linear):
@@ -32,12 +35,12 @@ def test_linears_and_embeddings_are_quantised_and_shared_weights_stay_shared() -
     model = Model().requires_grad_(False)
     tokens = torch.arange(12)
     before = model(tokens)
-    summary = quantise_model(model, "int8")
+    summary = quantise_model(model, "int8", SCHEMES)
     assert isinstance(model.head, QuantisedLinear) and isinstance(model.embedding, QuantisedEmbedding)
     assert model.head.weight_packed is model.embedding.weight_packed
     assert model.head.weight_scale is model.embedding.weight_scale
     assert not hasattr(model.head, "weight")  # who would read it must not take integers for weights
-    assert (summary.num_linears, summary.num_embeddings, summary.left) == (2, 1, ())
+    assert (summary.counts, summary.left) == ({"linears are int8": 2, "embeddings are int8": 1}, ())
     assert summary.bytes_by_dtype == bytes_by_dtype(model) == {"int8": 12 * 32 + 32 * 32, "float32": 4 * (44 + 96)}
     assert (model(tokens) - before).abs().amax() < 0.05 * before.abs().amax()
 
@@ -45,7 +48,7 @@ def test_linears_and_embeddings_are_quantised_and_shared_weights_stay_shared() -
 def test_what_is_not_quantised_is_said() -> None:
     """A shared weight stays as it is if one of its modules is of a class that cannot be quantised."""
     model = Model(head=OtherLinear)
-    summary = quantise_model(model, "int8")
+    summary = quantise_model(model, "int8", SCHEMES)
     assert type(model.head) is OtherLinear and type(model.embedding) is nn.Embedding
     assert summary.left == ("1 x OtherLinear.weight (neither a plain linear nor a plain embedding)",)
     assert "1 linears are int8" in str(summary) and "not quantised: 1 x OtherLinear.weight" in str(summary)
@@ -53,7 +56,7 @@ def test_what_is_not_quantised_is_said() -> None:
 
 def test_a_model_without_such_weights_is_refused() -> None:
     with pytest.raises(UnsupportedModel, match="Sequential has no weights that quantization='int8' can quantise"):
-        quantise_model(nn.Sequential(nn.LayerNorm(4)), "int8")
+        quantise_model(nn.Sequential(nn.LayerNorm(4)), "int8", SCHEMES)
 
 
 def test_a_weight_that_is_not_finite_is_named() -> None:
@@ -61,4 +64,4 @@ def test_a_weight_that_is_not_finite_is_named() -> None:
     with torch.no_grad():
         model.inner.weight[3, 4] = float("nan")
     with pytest.raises(CheckpointError, match=r"inner\.weight cannot be quantised to int8: it has values that are inf"):
-        quantise_model(model, "int8")
+        quantise_model(model, "int8", SCHEMES)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from piecegraph.errors import CheckpointError, ConfigError, PiecegraphError, UnsupportedModel
@@ -18,69 +17,40 @@ from piecegraph.runner.common.model_source import ModelSource
 from piecegraph.runner.inspect.explanation import explain
 from piecegraph.runner.models.load import load_config, load_model
 from piecegraph.runner.models.without_weights import load_without_weights
-from piecegraph.runner.quantization.compressed_tensors import ChannelCheckpoint, read_checkpoint_config
+from piecegraph.runner.quantization.checkpoints.compressed_tensors import CompressedTensors
+from tests.runner.quantization.checkpoints.written import (
+    INT8,
+    Tensors,
+    change_tensors,
+    compressed,
+    int8_channels,
+    words,
+    write_checkpoint,
+)
 from tests.runner.quantization.test_llm_quantised import MAX_DIFFERENCE, largest_difference, load
-from tests.runner.tiny_models import make_config, random_model, save
-
-WEIGHTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
 
 
 def written_config(weight_format: str = "pack-quantized", **weights: object) -> dict[str, Any]:
-    group = {"targets": ["Linear"], "weights": {**WEIGHTS, **weights}, "input_activations": None}
-    return {
-        "quant_method": "compressed-tensors",
-        "format": weight_format,
-        "config_groups": {"group_0": group},
-        "ignore": ["lm_head", "re:.*layers\\.0\\.mlp\\.down_proj"],
-    }
+    return compressed({**INT8, **weights}, None, weight_format)
 
 
-def packed(values: torch.Tensor) -> torch.Tensor:
-    """Return int8 values in int32, four in each, the first in the lowest bits, each 128 too large."""
-    rows, columns = values.shape
-    padded = torch.nn.functional.pad(values.long() + 128, (0, -columns % 4)).view(rows, -1, 4)
-    words = (padded << torch.tensor([0, 8, 16, 24])).sum(-1)
-    return (words - ((words >> 31) << 32)).to(torch.int32)
+def write_w8a16(folder: Path, weight_format: str = "pack-quantized") -> PreTrainedModel:
+    """Write a checkpoint of 8-bit weights, and return the model with the dequantised weights."""
 
-
-def write_checkpoint(folder: Path, weight_format: str = "pack-quantized") -> PreTrainedModel:
-    """Write a quantised checkpoint, and return the model with the dequantised weights."""
-    model = random_model(make_config("LlamaConfig", intermediate_size=50))
-    save(model, folder)
-    tensors = load_file(folder / "model.safetensors")
-    names = [name for name in tensors if name.endswith("_proj.weight") and "layers.0.mlp.down" not in name]
-    for number, name in enumerate(names):
-        weight = tensors.pop(name)
-        scale = (weight.abs().amax(1, keepdim=True) / (100 + number)).bfloat16()
-        values = (weight / scale.float()).round().clamp(-128, 127).to(torch.int8)
-        tensors[f"{name}_scale"] = scale
+    def write(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        stored, floats = int8_channels(weight)
         if weight_format == "pack-quantized":
-            tensors[f"{name}_packed"] = packed(values)
-            tensors[f"{name}_shape"] = torch.tensor(values.shape)
-        else:
-            tensors[name] = values
-        model.get_parameter(name).data = values.float() * scale.float()
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    change_config(folder, lambda config: config.update(quantization_config=written_config(weight_format)))
-    return model
+            values = stored.pop("weight").long() + 128
+            stored |= {"weight_packed": words(values, 8, 1), "weight_shape": torch.tensor(weight.shape)}
+        return stored, floats
 
-
-def change_config(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    change(config)
-    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-
-
-def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return write_checkpoint(folder, written_config(weight_format), write, intermediate_size=50)
 
 
 @pytest.mark.parametrize("weight_format", ["pack-quantized", "int-quantized"])
 def test_log_probabilities_are_those_of_the_dequantised_model(weight_format: str, tmp_path: Path) -> None:
     """Sizes that 4 does not divide are padded in the file, and 13 of 15 linears are quantised there and here."""
-    reference = write_checkpoint(tmp_path, weight_format)
+    reference = write_w8a16(tmp_path, weight_format)
     with load(tmp_path, quantization=None, dtype="float32", compiler="eager") as llm:
         assert largest_difference(reference, llm) < MAX_DIFFERENCE
         (note,) = [note for note in llm.notes if note.startswith("quantization")]
@@ -97,8 +67,8 @@ def test_log_probabilities_are_those_of_the_dequantised_model(weight_format: str
 
 
 Q = "model.layers.1.self_attn.q_proj.weight"
-BAD_TENSORS: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], str]] = {
-    "scale of groups": (lambda t: t.update({f"{Q}_scale": torch.ones(32, 2)}), "of another shape: .*weight_scale"),
+BAD_TENSORS: dict[str, tuple[Callable[[Tensors], object], str]] = {
+    "scale of groups": (lambda t: t.update({f"{Q}_scale": torch.ones(32, 2)}), "weight_scale is of another shape: "),
     "no scale": (lambda t: t.pop(f"{Q}_scale"), "missing: .*q_proj.weight_scale"),
     "no shape": (lambda t: t.pop(f"{Q}_shape"), "q_proj.weight_packed is packed, and its weight_shape is missing"),
     "a wrong shape": (lambda t: t.update({f"{Q}_shape": torch.tensor([32, 40])}), r"weights of shape \[32, 40\] take"),
@@ -113,7 +83,7 @@ BAD_TENSORS: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], str]] 
 @pytest.mark.parametrize("name", BAD_TENSORS)
 def test_bad_files_are_refused(name: str, tmp_path: Path) -> None:
     change, message = BAD_TENSORS[name]
-    write_checkpoint(tmp_path)
+    write_w8a16(tmp_path)
     change_tensors(tmp_path, change)
     with pytest.raises(CheckpointError, match=message) as raised:
         load(tmp_path, quantization=None, enforce_eager=True)
@@ -121,11 +91,11 @@ def test_bad_files_are_refused(name: str, tmp_path: Path) -> None:
 
 
 OTHERS: list[tuple[dict[str, Any], str]] = [
-    (written_config(num_bits=4), r"whose weights\.num_bits=4 cannot be read here"),
-    (written_config(symmetric=False), r"weights\.symmetric=False cannot"),
-    (written_config(strategy="group", group_size=128), r"weights\.strategy='group' cannot"),
-    (written_config(type="float"), r"weights\.type='float' cannot"),
-    (written_config("float-quantized"), "format='float-quantized' cannot"),
+    (written_config(num_bits=2), r"whose weights\.num_bits=2 cannot be read here"),
+    (written_config(strategy="tensor"), r"weights\.strategy='tensor' cannot"),
+    (written_config(type="float", strategy="group"), r"weights\.strategy='group' cannot"),
+    (written_config(actorder="group"), r"weights\.actorder='group' cannot"),
+    (written_config("nvfp4-pack-quantized"), "format='nvfp4-pack-quantized' cannot"),
     ({**written_config(), "kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme="),
     ({**written_config(), "config_groups": {}}, r"config_groups=\[\] cannot"),
 ]
@@ -134,23 +104,26 @@ OTHERS: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("written", "message"), OTHERS)
 def test_other_schemes_are_refused_by_name(written: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedModel, match=message) as raised:
-        read_checkpoint_config(written)
+        CompressedTensors.of(written)
     assert raised.value.exit_code == 3
 
 
-def test_quantised_activations_are_refused() -> None:
+def test_inputs_with_fixed_scales_are_refused() -> None:
     written = written_config()
-    written["config_groups"]["group_0"]["input_activations"] = {"num_bits": 8, "dynamic": True}
-    with pytest.raises(UnsupportedModel, match="input_activations="):
-        read_checkpoint_config(written)
+    written["config_groups"]["group_0"]["input_activations"] = {"num_bits": 8, "type": "int", "dynamic": False}
+    with pytest.raises(UnsupportedModel, match=r"input_activations\.strategy="):
+        CompressedTensors.of(written)
 
 
 def test_modules_are_ignored_by_name_class_or_pattern() -> None:
-    checkpoint = ChannelCheckpoint(("lm_head", "re:.*gate$"))
-    found = [checkpoint.is_quantised(path, "Linear") for path in ("lm_head", "layers.0.gate", "layers.0.gate_proj")]
+    def is_quantised(ignore: list[str], path: str, class_name: str = "Linear") -> bool:
+        return CompressedTensors.of({**written_config(), "ignore": ignore}).scheme_of(path, class_name) is not None
+
+    ignore = ["lm_head", "re:.*gate$"]
+    found = [is_quantised(ignore, path) for path in ("lm_head", "layers.0.gate", "layers.0.gate_proj")]
     assert found == [False, False, True]
-    assert not checkpoint.is_quantised("embedding", "Embedding")
-    assert not ChannelCheckpoint(("Linear",)).is_quantised("layers.0.up_proj", "Linear")
+    assert not is_quantised(ignore, "embedding", "Embedding")
+    assert not is_quantised(["Linear"], "layers.0.up_proj")
 
 
 @pytest.mark.parametrize(
@@ -161,7 +134,7 @@ def test_modules_are_ignored_by_name_class_or_pattern() -> None:
     ],
 )
 def test_combinations_that_are_not_there_are_refused(options: dict[str, Any], message: str, tmp_path: Path) -> None:
-    write_checkpoint(tmp_path)
+    write_w8a16(tmp_path)
     with pytest.raises(PiecegraphError, match=message) as raised:
         load(tmp_path, **{"quantization": None, **options})
     assert isinstance(raised.value, ConfigError)
@@ -169,7 +142,7 @@ def test_combinations_that_are_not_there_are_refused(options: dict[str, Any], me
 
 def test_the_model_without_weights_has_the_same_tensors(tmp_path: Path) -> None:
     """It is traced in place of the model while that is read."""
-    write_checkpoint(tmp_path)
+    write_w8a16(tmp_path)
     config = EngineConfig(source=ModelSource(model=str(tmp_path)), device="cpu", dtype="float32")
     hf_config = load_config(config.source)
     read = load_model(config.source, hf_config, dtype=torch.float32, device=torch.device("cpu"))
@@ -183,6 +156,6 @@ def test_the_model_without_weights_has_the_same_tensors(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_compiled_model_reads_the_same_weights(tmp_path: Path) -> None:
-    reference = write_checkpoint(tmp_path)
+    reference = write_w8a16(tmp_path)
     with load(tmp_path, quantization=None, dtype="float32") as llm:
         assert largest_difference(reference, llm) < MAX_DIFFERENCE

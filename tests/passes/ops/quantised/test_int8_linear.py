@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from piecegraph.compiler.torch_compat.fake_tensors import FakeTensorMode
-from piecegraph.passes.ops.int8_linear import INT8_LINEAR, MAX_PACKED_ROWS, dequantised
+from piecegraph.passes.ops.quantised.int8_linear import INT8_LINEAR, MAX_PACKED_ROWS, dequantised
 
 ROWS = (1, 3, MAX_PACKED_ROWS, MAX_PACKED_ROWS + 1, 40)
 WEIGHTS = [(7, 32), (64, 48), (5, 20), (64, 33), (3, 8), (130, 576)]

@@ -1,0 +1,42 @@
+"""The op `piecegraph::int8_inputs_linear`: a linear whose weights and inputs are int8 (W8A8)."""
+
+from __future__ import annotations
+
+import torch
+
+from piecegraph.passes.ops.library import define_op
+
+_HALF_RANGE = 127.5
+"""The largest magnitude of a token over this is its scale, as compressed-tensors has it: half of 127 - (-128)."""
+
+
+def int8_inputs_linear(
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """Return `x8 @ (weight * scale[:, None]).T + bias` in the dtype of `x`, `[..., num_columns]`.
+
+    `x` is a float `[..., size]`, and `x8` what it becomes when each token is rounded to int8 times a scale of its own;
+    `weight` is int8 `[num_columns, size]`; `scale` and `bias` are floats `[num_columns]`. Sums are exact integers. A
+    new tensor; nothing is mutated.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    values, step = rounded_to_int8(rows)
+    sums = torch._int_mm(values, weight.t())
+    out = (sums.float() * step * scale.float()).to(x.dtype)
+    if bias is not None:
+        out += bias
+    return out.view(*x.shape[:-1], weight.shape[0])
+
+
+def rounded_to_int8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return int8 values `[num_tokens, size]` and the scale of each token `[num_tokens, 1]` float32."""
+    wide = x.float()
+    step = (wide.abs().amax(-1, keepdim=True) / _HALF_RANGE).clamp(min=1e-12)
+    return (wide / step).round().clamp(-128, 127).to(torch.int8), step
+
+
+INT8_INPUTS_LINEAR = define_op(
+    "int8_inputs_linear(Tensor x, Tensor weight, Tensor scale, Tensor? bias) -> Tensor",
+    int8_inputs_linear,
+    lambda x, weight, scale, bias: x.new_empty((*x.shape[:-1], weight.shape[0])),
+)

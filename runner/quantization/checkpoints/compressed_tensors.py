@@ -1,0 +1,240 @@
+"""Checkpoints of the library compressed-tensors: which ones can be read, and what their modules store.
+
+The layouts follow its compressors `pack-quantized`, `int-quantized` and `float-quantized`, and the schemes those of its
+presets W8A16, W4A16, W8A8, FP8_DYNAMIC and FP8_BLOCK.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from piecegraph.errors import CheckpointError, UnsupportedModel
+from piecegraph.runner.quantization.checkpoints.packed_integers import unpacked
+from piecegraph.runner.quantization.checkpoints.stored import Parts, check_scale, check_shape, part_of
+from piecegraph.runner.quantization.methods.all_methods import METHODS
+from piecegraph.runner.quantization.methods.groups import GroupedInt8
+from piecegraph.runner.quantization.methods.linear_method import Block, PackedWeight, Scheme
+
+FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Group:
+    targets: tuple[str, ...]
+    scheme: Scheme
+    num_bits: int
+    is_symmetric: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CompressedTensors:
+    """Which modules of a checkpoint are quantised, and how. An entry is the name of a module or of a class, or `re:`
+    and a pattern for the start of a module's name."""
+
+    quant_method: ClassVar[str] = "compressed-tensors"
+    marks: ClassVar[tuple[str, ...]] = ("weight_packed", "weight_scale")
+    suffixes: ClassVar[frozenset[str]] = frozenset(
+        ("weight", "weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx", "input_scale")
+    )
+
+    groups: tuple[_Group, ...]
+    ignore: tuple[str, ...]
+
+    @classmethod
+    def of(cls, written: Mapping[str, Any]) -> CompressedTensors:
+        """Return what a `quantization_config` says. Raises `UnsupportedModel`, naming what cannot be read."""
+        groups: Mapping[str, Mapping[str, Any]] = written.get("config_groups") or {}
+        for name, found, is_readable in (
+            ("format", written.get("format"), written.get("format") in FORMATS),
+            ("kv_cache_scheme", written.get("kv_cache_scheme"), not written.get("kv_cache_scheme")),
+            ("sparsity_config", written.get("sparsity_config"), not written.get("sparsity_config")),
+            ("transform_config", written.get("transform_config"), not written.get("transform_config")),
+            ("config_groups", list(groups), len(groups) >= 1),
+        ):
+            if not is_readable:
+                raise _unsupported(name, found)
+        for group in groups.values():
+            if group.get("output_activations"):
+                raise _unsupported("output_activations", group["output_activations"])
+            if (found := group.get("format")) not in (None, *FORMATS):
+                raise _unsupported("format", found)
+        return cls(tuple(map(_group, groups.values())), tuple(written.get("ignore") or ()))
+
+    def scheme_of(self, path: str, class_name: str) -> Scheme | None:
+        """Return the scheme of the first group that has the module; only plain linears can have one."""
+        group = self._group_of(path, class_name)
+        return None if group is None else group.scheme
+
+    def packed(self, path: str, parts: Parts, scheme: Scheme, dtype: torch.dtype) -> PackedWeight:
+        """Return integers and scales as they are stored, the latter in `dtype`; float8 keeps its scales in float32."""
+        group = self._group_of(path, "Linear")
+        assert group is not None, path
+        scale = part_of(path, parts, "weight_scale")
+        check_scale(path, "weight_scale", scale)
+        if scheme.method.startswith("fp8"):
+            return fp8_weight(path, part_of(path, parts, "weight"), scale, scheme, "weight_scale")
+        values = self._integers(path, parts, group)
+        rows, size = values.shape
+        if scheme.method in ("int8", "int8-inputs"):
+            check_shape(path, "weight_scale", scale, rows, 1)
+            signed = (values.to(torch.int16) - 128).to(torch.int8)
+            return PackedWeight(values=signed, scale=scale[:, 0].to(dtype).contiguous())
+        groups = size // scheme.group_size if scheme.group_size else 1
+        if scheme.group_size and size % scheme.group_size:
+            raise CheckpointError(f"{path} has {size} columns, which groups of {scheme.group_size} do not divide.")
+        check_shape(path, "weight_scale", scale, rows, groups)
+        zero = float(1 << (group.num_bits - 1))
+        offset = -zero * scale.float()
+        if not group.is_symmetric:
+            stored = part_of(path, parts, "weight_zero_point")
+            if stored.dtype is torch.int32:
+                zeros = unpacked(stored, group.num_bits, 0)[:rows].float()
+            else:
+                zeros = stored.float() + zero
+            check_shape(path, "weight_zero_point", zeros, rows, groups)
+            offset = -zeros * scale.float()
+        elif group.num_bits == 8:
+            values, offset = (values.to(torch.int16) - 128).to(torch.int8), None  # type: ignore[assignment]
+        method = METHODS[scheme.method]
+        assert isinstance(method, GroupedInt8), method
+        return method.stored(values, scale.float(), offset, dtype)
+
+    def _group_of(self, path: str, class_name: str) -> _Group | None:
+        if class_name != "Linear" or _is_in(self.ignore, path, class_name):
+            return None
+        return next((group for group in self.groups if _is_in(group.targets, path, class_name)), None)
+
+    def _integers(self, path: str, parts: Parts, group: _Group) -> torch.Tensor:
+        """Return the integers of a module, each `2**(num_bits - 1)` too large, as uint8 `[rows, columns]`."""
+        half = 1 << (group.num_bits - 1)
+        if "weight" in parts:  # int-quantized
+            return (part_of(path, parts, "weight", torch.int8).to(torch.int16) + half).to(torch.uint8)
+        packed = part_of(path, parts, "weight_packed", torch.int32)
+        if "weight_shape" not in parts:
+            raise CheckpointError(
+                f"{path}.weight_packed is packed, and its weight_shape is missing. Copy or download the files again."
+            )
+        shape = parts["weight_shape"].tolist()
+        if len(shape) != 2 or list(packed.shape) != [shape[0], -(-shape[1] * group.num_bits // 32)]:
+            raise CheckpointError(
+                f"{path}.weight_packed is {list(packed.shape)}; weights of shape {shape} take [rows, columns * "
+                f"{group.num_bits} / 32]. Check the checkpoint."
+            )
+        return unpacked(packed, group.num_bits, 1)[:, : shape[1]].contiguous()
+
+
+def fp8_weight(path: str, values: torch.Tensor, scale: torch.Tensor, scheme: Scheme, name: str) -> PackedWeight:
+    """Return a float8 weight with one scale for the whole, for each channel or for each block.
+
+    `name` is what the format calls the scales. Raises `CheckpointError` for what does not fit, or is not a number.
+    """
+    if values.dtype is not torch.float8_e4m3fn or values.ndim != 2:
+        raise CheckpointError(f"{path}.weight is {values.dtype} {list(values.shape)}, not a matrix in float8_e4m3fn.")
+    rows, size = values.shape
+    block: Block = (scheme.block_rows, scheme.group_size)
+    check_scale(path, name, scale)
+    if bool((values.view(torch.uint8) & 0x7F == 0x7F).any()):
+        raise CheckpointError(f"{path}.weight has values that are not numbers. Copy the file again.")
+    if scheme.block_rows == 1:
+        if scale.numel() == 1:
+            scale = scale.reshape(1, 1).expand(rows, 1)
+        elif scale.ndim == 1:
+            scale = scale.unsqueeze(1)
+        check_shape(path, name, scale, rows, 1)
+    else:
+        check_shape(path, name, scale, -(-rows // block[0]), -(-size // block[1]))
+    return PackedWeight(values=values, scale=scale.float().contiguous(), block=block)
+
+
+def _is_in(entries: Sequence[str], path: str, class_name: str) -> bool:
+    return any(
+        re.match(entry[3:], path) is not None if entry.startswith("re:") else entry in (path, class_name)
+        for entry in entries
+    )
+
+
+def _group(written: Mapping[str, Any]) -> _Group:
+    """Return one of the `config_groups`. Raises `UnsupportedModel`."""
+    weights: Mapping[str, Any] = written.get("weights") or {}
+    inputs: Mapping[str, Any] = written.get("input_activations") or {}
+    kind, bits, strategy = (weights.get(name) for name in ("type", "num_bits", "strategy"))
+    if kind == "float" and bits == 8:
+        scheme = _float_scheme(weights, inputs)
+    elif kind == "int" and bits in (4, 8):
+        scheme = _int_scheme(weights, inputs)
+    else:
+        raise _unsupported(
+            "weights.type" if kind not in ("int", "float") else "weights.num_bits", kind if bits == 8 else bits
+        )
+    if weights.get("dynamic"):
+        raise _unsupported("weights.dynamic", weights["dynamic"])
+    if weights.get("actorder") not in (None, "weight", "static"):
+        raise _unsupported("weights.actorder", weights["actorder"])
+    assert strategy is not None
+    return _Group(
+        targets=tuple(written.get("targets") or ()),
+        scheme=scheme,
+        num_bits=int(bits),
+        is_symmetric=bool(weights.get("symmetric", True)),
+    )
+
+
+def _int_scheme(weights: Mapping[str, Any], inputs: Mapping[str, Any]) -> Scheme:
+    bits, strategy, is_symmetric = weights["num_bits"], weights.get("strategy"), weights.get("symmetric", True)
+    if strategy not in ("channel", "group"):
+        raise _unsupported("weights.strategy", strategy)
+    group_size = weights.get("group_size") if strategy == "group" else 0
+    if group_size is None or group_size < 0:
+        raise _unsupported("weights.group_size", group_size)
+    if inputs:
+        if bits != 8 or strategy != "channel" or not is_symmetric:
+            raise _unsupported("input_activations", inputs)
+        _check_inputs(inputs, kind="int", strategies=("token",))
+        return Scheme(method="int8-inputs")
+    if bits == 8 and strategy == "channel" and is_symmetric:
+        return Scheme(method="int8")
+    if bits == 8:
+        return Scheme(method="int8-groups", group_size=group_size, has_offset=not is_symmetric)
+    return Scheme(method="int4", group_size=group_size, has_offset=True)
+
+
+def _float_scheme(weights: Mapping[str, Any], inputs: Mapping[str, Any]) -> Scheme:
+    strategy = weights.get("strategy")
+    if not weights.get("symmetric", True):
+        raise _unsupported("weights.symmetric", False)
+    if strategy in ("tensor", "channel"):
+        if not inputs:
+            return Scheme(method="fp8")
+        _check_inputs(inputs, kind="float", strategies=("token",))
+        return Scheme(method="fp8-tokens")
+    block = weights.get("block_structure")
+    if strategy != "block" or not isinstance(block, list | tuple) or len(block) != 2:
+        raise _unsupported("weights.strategy", strategy)
+    if not inputs:
+        return Scheme(method="fp8", block_rows=block[0], group_size=block[1])
+    _check_inputs(inputs, kind="float", strategies=("group",))
+    if inputs.get("group_size") != block[1]:
+        raise _unsupported("input_activations.group_size", inputs.get("group_size"))
+    return Scheme(method="fp8-groups", block_rows=block[0], group_size=block[1])
+
+
+def _check_inputs(inputs: Mapping[str, Any], *, kind: str, strategies: tuple[str, ...]) -> None:
+    for name, wanted in (("type", (kind,)), ("num_bits", (8,)), ("strategy", strategies), ("dynamic", (True,))):
+        if inputs.get(name) not in wanted:
+            raise _unsupported(f"input_activations.{name}", inputs.get(name))
+    if not inputs.get("symmetric", True):
+        raise _unsupported("input_activations.symmetric", False)
+
+
+def _unsupported(name: str, found: object) -> UnsupportedModel:
+    return UnsupportedModel(
+        f"the weights are quantised with 'compressed-tensors', whose {name}={found!r} cannot be read here; what can "
+        "are the schemes of the presets W8A16, W4A16, W8A8, FP8_DYNAMIC and FP8_BLOCK, in the formats "
+        f"{', '.join(FORMATS)}. "
+        "Use such a checkpoint, or an unquantised one with quantization='int8'."
+    )

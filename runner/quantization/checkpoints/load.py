@@ -1,0 +1,127 @@
+"""Reading of a model whose weights are quantised in the files, or quantised one by one while they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from piecegraph.errors import CheckpointError
+from piecegraph.runner.quantization.checkpoints.stored import Parts, StoredCheckpoint, named_weights, part_of
+from piecegraph.runner.quantization.methods.all_methods import METHODS
+from piecegraph.runner.quantization.methods.linear_method import NotFinite, PackedWeight, Scheme
+from piecegraph.runner.quantization.online import online_schemes
+from piecegraph.runner.quantization.quantise import QuantisationSummary, SchemeOf, quantise_model
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+
+class CannotStream(Exception):
+    """The names in the files are not those of the model's modules, so weights cannot be quantised one by one."""
+
+
+class PlainCheckpoint:
+    """A checkpoint of floats, each weight of which is quantised when it is read."""
+
+    marks: ClassVar[tuple[str, ...]] = ("weight",)
+    suffixes: ClassVar[frozenset[str]] = frozenset(("weight",))
+
+    def __init__(self, quantization: str) -> None:
+        self.scheme_of: SchemeOf = online_schemes(quantization)
+        self._quantization = quantization
+
+    @property
+    def quant_method(self) -> str:
+        """The value of `quantization`."""
+        return self._quantization
+
+    def packed(self, path: str, parts: Parts, scheme: Scheme, dtype: torch.dtype) -> PackedWeight:
+        """Return the weight quantised. Raises `CheckpointError` for one that is not finite."""
+        try:
+            return METHODS[scheme.method].pack(part_of(path, parts, "weight").to(dtype), scheme)
+        except NotFinite as error:
+            raise CheckpointError(
+                f"{path}.weight cannot be quantised to {self.quant_method}: {error}. Check the checkpoint, or leave "
+                "quantization out."
+            ) from error
+
+
+def read_model(
+    model_class: type[PreTrainedModel],
+    config: PreTrainedConfig,
+    files: Sequence[Path],
+    checkpoint: StoredCheckpoint | PlainCheckpoint,
+    *,
+    dtype: torch.dtype,
+    attention: str,
+) -> tuple[Any, Mapping[str, Any], QuantisationSummary]:
+    """Return the model, transformers' loading information, and the summary of what is quantised.
+
+    Each tensor is read, and quantised if it is to be, when its parameter is filled, so that there is never a copy of
+    all weights in floats. Raises `CannotStream` for a plain checkpoint with other names than the model's.
+    """
+    from safetensors import safe_open
+
+    base: Any = model_class
+    summaries: list[QuantisationSummary] = []
+    state: dict[str, Any] = {}
+    with ExitStack() as stack:
+        slices: dict[str, Any] = {}
+        for file in files:
+            handle = stack.enter_context(safe_open(str(file), framework="pt"))
+            slices.update((name, handle.get_slice(name)) for name in handle.keys())  # noqa: SIM118  no mapping
+
+        def construct(self: Any, *args: Any, **kwargs: Any) -> None:
+            base.__init__(self, *args, **kwargs)
+            is_stored = not isinstance(checkpoint, PlainCheckpoint)
+            method, scheme_of = checkpoint.quant_method, checkpoint.scheme_of
+            self.tie_weights()
+            summary = quantise_model(self, method, scheme_of, is_read=True, must_fit=is_stored)
+            self.all_tied_weights_keys = dict(_tied(self.all_tied_weights_keys, summary.methods))
+            summaries.append(summary)
+            state.update(_state(self, slices, checkpoint, summary, dtype))
+
+        own: Any = type(base.__name__, (base,), {"__init__": construct, "__module__": base.__module__})
+        model, info = own.from_pretrained(
+            None,
+            config=config,
+            state_dict=state,
+            dtype=dtype,
+            attn_implementation=attention,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )
+    model.__class__ = model_class
+    return model, info, summaries[-1]
+
+
+def _tied(tied: Mapping[str, str], quantised: Mapping[str, Scheme]) -> Iterator[tuple[str, str]]:
+    """Return the names of tied parameters, the later ones by the first ones, with those of quantised weights."""
+    for pair in tied.items():
+        path = pair[0].removesuffix(".weight")
+        if path == pair[0] or path not in quantised:
+            yield pair
+        else:
+            yield from ((pair[0] + part, pair[1] + part) for part in ("_packed", "_scale"))
+
+
+def _state(
+    model: torch.nn.Module,
+    slices: Mapping[str, Any],
+    checkpoint: StoredCheckpoint | PlainCheckpoint,
+    summary: QuantisationSummary,
+    dtype: torch.dtype,
+) -> dict[str, Any]:
+    if not isinstance(checkpoint, PlainCheckpoint):
+        return named_weights(slices, checkpoint, summary.methods, dtype)
+    paths = {path for path in summary.methods if f"{path}.weight" in slices}
+    parameters = dict(model.named_parameters())  # of shared ones, the first name alone
+    if missing := [path for path in summary.methods if f"{path}.weight_packed" in parameters and path not in paths]:
+        raise CannotStream(f"no tensor is named {missing[0]}.weight")
+    quantised = {f"{path}.weight": slices[f"{path}.weight"] for path in paths}
+    others = {name: stored for name, stored in slices.items() if name not in quantised}
+    return {**others, **named_weights(quantised, checkpoint, summary.methods, dtype)}

@@ -1,0 +1,149 @@
+"""`StoredCheckpoint`, how one format stores quantised weights, and the reading of such files as a model needs them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+import torch
+
+from piecegraph.errors import CheckpointError
+from piecegraph.runner.quantization.methods.linear_method import PackedWeight, Scheme
+
+Parts = Mapping[str, torch.Tensor]
+"""The stored tensors of one module, by the last part of their names."""
+
+
+class StoredCheckpoint(Protocol):
+    """A format of quantised checkpoints with the settings of one of them."""
+
+    @property
+    def quant_method(self) -> str:
+        """The name of the format in a config."""
+
+    marks: ClassVar[tuple[str, ...]]
+    """The last parts of tensors' names of which a quantised module has one or more."""
+
+    suffixes: ClassVar[frozenset[str]]
+    """The last parts of the names of a quantised module's tensors; others, such as its bias, are read as they are."""
+
+    def scheme_of(self, path: str, class_name: str) -> Scheme | None:
+        """Return the scheme of the module at `path`, or None if it is not quantised."""
+
+    def packed(self, path: str, parts: Parts, scheme: Scheme, dtype: torch.dtype) -> PackedWeight:
+        """Return the weight of the module at `path` as its method stores it, with scales in `dtype` if that is free.
+
+        Raises `CheckpointError` for tensors that are missing or do not fit each other.
+        """
+
+
+def part_of(path: str, parts: Parts, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return the tensor `name` of a module. Raises `CheckpointError` if it is missing or not of `dtype`."""
+    found = parts.get(name)
+    if found is None:
+        raise CheckpointError(f"the checkpoint has a tensor missing: {path}.{name}. Copy or download the files again.")
+    if dtype is not None and found.dtype is not dtype:
+        raise CheckpointError(f"{path}.{name} is {found.dtype}, and {dtype} is needed. Check the checkpoint.")
+    return found
+
+
+def check_shape(path: str, name: str, tensor: torch.Tensor, *wanted: int) -> None:
+    """Raise `CheckpointError` if a tensor of a module has another shape."""
+    if tuple(tensor.shape) != wanted:
+        raise CheckpointError(
+            f"{path}.{name} is of another shape: {tuple(tensor.shape)}, and the module's other tensors need {wanted}. "
+            "Check the checkpoint."
+        )
+
+
+def check_scale(path: str, name: str, scale: torch.Tensor) -> None:
+    """Raise `CheckpointError` for scales that are not finite."""
+    if not bool(scale.float().isfinite().all()):
+        raise CheckpointError(f"{path}.{name} has values that are infinite or not numbers. Copy the file again.")
+
+
+@contextmanager
+def opened_checkpoint(
+    files: Sequence[Path], checkpoint: StoredCheckpoint, schemes: Mapping[str, Scheme], dtype: torch.dtype
+) -> Iterator[dict[str, Any]]:
+    """Yield the tensors of the files by the names of the model's parameters; each is read when it is indexed.
+
+    `schemes`, by the path of a module, may be filled later: when the model is constructed, before a tensor is read.
+    """
+    from safetensors import safe_open
+
+    with ExitStack() as stack:
+        slices: dict[str, Any] = {}
+        for file in files:
+            handle = stack.enter_context(safe_open(str(file), framework="pt"))
+            slices.update((name, handle.get_slice(name)) for name in handle.keys())  # noqa: SIM118  no mapping
+        yield named_weights(slices, checkpoint, schemes, dtype)
+
+
+def named_weights(
+    slices: Mapping[str, Any], checkpoint: StoredCheckpoint, schemes: Mapping[str, Scheme], dtype: torch.dtype
+) -> dict[str, Any]:
+    """Return what `opened_checkpoint` yields, from stored tensors by their names; each is read when it is indexed."""
+    named: dict[str, Any] = {}
+    modules: dict[str, dict[str, Any]] = {}
+    for name in slices:
+        path, _, suffix = name.rpartition(".")
+        if suffix in checkpoint.marks:
+            modules[path] = {}
+    for name, stored in slices.items():
+        path, _, suffix = name.rpartition(".")
+        if path in modules and suffix in checkpoint.suffixes:
+            modules[path][suffix] = stored
+        else:
+            named[name] = stored
+    for path, parts in modules.items():
+        weight = _LazyWeight(_reader(path, parts, checkpoint, schemes, dtype))
+        named[f"{path}.weight_packed"] = _LazyPart(weight, "values")
+        named[f"{path}.weight_scale"] = _LazyPart(weight, "scale")
+    return named
+
+
+def _reader(
+    path: str, parts: Mapping[str, Any], checkpoint: StoredCheckpoint, schemes: Mapping[str, Scheme], dtype: torch.dtype
+) -> Callable[[], PackedWeight]:
+    def read() -> PackedWeight:
+        if path not in schemes:
+            raise CheckpointError(
+                f"{path} is quantised in the files, and not by the model's config. Check that they belong together."
+            )
+        return checkpoint.packed(path, {name: part[...] for name, part in parts.items()}, schemes[path], dtype)
+
+    return read
+
+
+class _LazyWeight:
+    """A weight that is read once for all its parts, by whichever thread comes first, and then dropped."""
+
+    def __init__(self, read: Callable[[], PackedWeight]) -> None:
+        self._read = read
+        self._lock = threading.Lock()
+        self._found: dict[str, torch.Tensor] = {}
+
+    def take(self, part: str) -> torch.Tensor:
+        with self._lock:
+            if part not in self._found:
+                packed = self._read()
+                self._found = {"values": packed.values, "scale": packed.scale}
+            return self._found.pop(part)
+
+
+class _LazyPart:
+    """The values or the scales of a weight, as transformers reads a tensor of a file."""
+
+    def __init__(self, weight: _LazyWeight, part: str) -> None:
+        self._weight, self._part = weight, part
+
+    def get_dtype(self) -> str:
+        """Return safetensors' name of a dtype that is not converted: the values are as the model needs them."""
+        return "U8"
+
+    def __getitem__(self, index: object) -> torch.Tensor:
+        return self._weight.take(self._part)

@@ -1,0 +1,36 @@
+"""The list of methods, and the method for the shape, the dtype and the device of a module's weights."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from piecegraph.runner.quantization.methods.channels import Int8Channels, Int8Inputs
+from piecegraph.runner.quantization.methods.fp8 import Fp8, Fp8Groups, Fp8Tokens
+from piecegraph.runner.quantization.methods.groups import GroupedInt4, GroupedInt8, Int4Tiles
+from piecegraph.runner.quantization.methods.linear_method import LinearMethod, Scheme
+
+_ALL: tuple[LinearMethod, ...] = (
+    Int8Channels(),
+    Int8Inputs(),
+    GroupedInt8(),
+    GroupedInt4(),
+    Int4Tiles(),
+    Fp8(),
+    Fp8Tokens(),
+    Fp8Groups(),
+)
+
+METHODS: dict[str, LinearMethod] = {method.name: method for method in _ALL}
+"""The methods by name."""
+
+
+def fastest(scheme: Scheme, weight: torch.Tensor, *, is_linear: bool) -> Scheme:
+    """Return `scheme` with the method whose kernel is the fastest for `weight` on this machine.
+
+    `is_linear`: whether only linears read the weight, and no embedding looks up its rows.
+    """
+    if scheme.method == GroupedInt4.name and is_linear and Int4Tiles.fits(weight, scheme):
+        return replace(scheme, method=Int4Tiles.name)
+    return scheme

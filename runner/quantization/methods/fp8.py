@@ -1,0 +1,67 @@
+"""The methods with float8 weights (e4m3), and with inputs in floats or in e4m3."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from piecegraph.passes.ops.quantised.fp8_linear import FP8_LINEAR, MAX_E4M3, WHOLE_TOKEN, dequantised
+from piecegraph.runner.quantization.methods.linear_method import PackedWeight, Scheme, check_finite
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8:
+    """Weights in e4m3 with a scale for each output channel or block; inputs stay floats."""
+
+    name: ClassVar[str] = "fp8"
+    kernel: ClassVar[str] = "GEMM over weights that are dequantised 2048 channels at a time"
+    inputs: ClassVar[str] = "floats"
+
+    def empty(self, weight: torch.Tensor, scheme: Scheme) -> PackedWeight:
+        """Return e4m3 `[num_columns, size]` and float32 scales `[row blocks, column blocks]`."""
+        rows, size = weight.shape
+        block = (scheme.block_rows, scheme.group_size)
+        shape = (-(-rows // block[0]), -(-size // block[1]) if block[1] else 1)
+        values = torch.empty_like(weight, dtype=torch.float8_e4m3fn)
+        return PackedWeight(values=values, scale=weight.new_empty(shape, dtype=torch.float32), block=block)
+
+    def pack(self, weight: torch.Tensor, scheme: Scheme) -> PackedWeight:
+        """Return e4m3 values and scales `[num_columns, 1]`, the largest magnitude of a channel over 448."""
+        assert scheme == Scheme(method=self.name), "weights are quantised by channel"
+        wide = weight.float()
+        largest = wide.abs().amax(1, keepdim=True)
+        check_finite(largest)
+        scale = torch.where(largest == 0, 1.0, largest / MAX_E4M3)
+        return PackedWeight(values=(wide / scale).clamp(-MAX_E4M3, MAX_E4M3).to(torch.float8_e4m3fn), scale=scale)
+
+    def unpack(self, packed: PackedWeight) -> torch.Tensor:
+        """Return the weights in float32."""
+        return dequantised(packed.values, packed.scale, packed.block, packed.scale.dtype)
+
+    def apply(self, x: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | None) -> torch.Tensor:
+        """Call `piecegraph::fp8_linear`."""
+        input_group = {"floats": 0, "tokens": WHOLE_TOKEN, "groups": packed.block[1]}[self.inputs]
+        out: torch.Tensor = FP8_LINEAR(x, packed.values, packed.scale, bias, packed.block, input_group)
+        return out
+
+    def rows(self, packed: PackedWeight, index: torch.Tensor) -> torch.Tensor:
+        """Raise: embeddings have no such checkpoints."""
+        raise AssertionError("an embedding is not stored in fp8")
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Tokens(Fp8):
+    """The weights of `Fp8`; inputs are rounded to e4m3 with a scale for each token."""
+
+    name: ClassVar[str] = "fp8-tokens"
+    inputs: ClassVar[str] = "tokens"
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Groups(Fp8):
+    """The weights of `Fp8`; inputs are rounded to e4m3 with a scale for each group of a block's columns."""
+
+    name: ClassVar[str] = "fp8-groups"
+    inputs: ClassVar[str] = "groups"

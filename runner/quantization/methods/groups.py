@@ -1,0 +1,140 @@
+"""The methods with a scale for each group of weights, and perhaps an offset: integers of 4 or 8 bits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from piecegraph.passes.ops.quantised import int4_tiles_linear
+from piecegraph.passes.ops.quantised.grouped_linear import GROUPED_LINEAR, dequantised
+from piecegraph.runner.quantization.methods.linear_method import (
+    DoesNotFit,
+    PackedWeight,
+    Scheme,
+    check_finite,
+    num_groups,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedInt8:
+    """Weights of 8 bits with a scale, and perhaps an offset, for each group."""
+
+    name: ClassVar[str] = "int8-groups"
+    kernel: ClassVar[str] = "GEMM over weights that are dequantised 2048 channels at a time"
+    bits: ClassVar[int] = 8
+
+    def empty(self, weight: torch.Tensor, scheme: Scheme) -> PackedWeight:
+        """Return the values as `grouped_linear` takes them, and scales in the dtype of `weight`."""
+        rows, size = weight.shape
+        groups = num_groups(size, scheme.group_size)
+        if self.bits == 4 and size % 2:
+            raise DoesNotFit(f"its {size} columns are not even")
+        shape = (rows, size) if self.bits == 8 else (rows, size // 2)
+        values = torch.empty(shape, dtype=torch.int8 if self.bits == 8 else torch.uint8, device=weight.device)
+        scale = weight.new_empty((rows, groups, 2) if scheme.has_offset else (rows, groups))
+        return PackedWeight(values=values, scale=scale)
+
+    def pack(self, weight: torch.Tensor, scheme: Scheme) -> PackedWeight:
+        """Return `weight` rounded to the nearest step between the smallest and the largest value of each group.
+
+        Scales and offsets are rounded to the dtype of `weight` first, so that this is no error of its own.
+        """
+        check_finite(weight)
+        groups = weight.unflatten(1, (num_groups(weight.shape[1], scheme.group_size), -1)).float()
+        low, high = groups.amin(-1), groups.amax(-1)
+        step = ((high - low) / (2**self.bits - 1)).to(weight.dtype).float()
+        step = torch.where(step == 0, 1.0, step)
+        low = low.to(weight.dtype).float()
+        values = ((groups - low.unsqueeze(-1)) / step.unsqueeze(-1)).round_().clamp_(0, 2**self.bits - 1).flatten(1)
+        return self.stored(values.to(torch.uint8), step, low, weight.dtype)
+
+    def stored(
+        self, values: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor | None, dtype: torch.dtype
+    ) -> PackedWeight:
+        """Return unpacked values `[num_columns, size]` with the scales and offsets of their groups as they are stored.
+
+        Values are from 0 to 15 for 4 bits; for 8 bits int8, or uint8, which is stored as int8 with another offset.
+        """
+        if self.bits == 4:
+            values = values.to(torch.uint8)
+            values = values[:, ::2] | (values[:, 1::2] << 4)
+        elif values.dtype is torch.uint8:
+            values = (values.to(torch.int16) - 128).to(torch.int8)
+            offset = 128 * scale + (0 if offset is None else offset)
+        together = scale if offset is None else torch.stack((scale, offset), -1)
+        return PackedWeight(values=values.contiguous(), scale=together.to(dtype))
+
+    def unpack(self, packed: PackedWeight) -> torch.Tensor:
+        """Return the weights, rounded to the dtype of the scale."""
+        return dequantised(packed.values, packed.scale, packed.scale.dtype)
+
+    def apply(self, x: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | None) -> torch.Tensor:
+        """Call `piecegraph::grouped_linear`."""
+        out: torch.Tensor = GROUPED_LINEAR(x, packed.values, packed.scale, bias)
+        return out
+
+    def rows(self, packed: PackedWeight, index: torch.Tensor) -> torch.Tensor:
+        """Look up values and scales."""
+        return dequantised(packed.values[index], packed.scale[index], packed.scale.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedInt4(GroupedInt8):
+    """Weights of 4 bits, two in a byte, with a scale and perhaps an offset for each group."""
+
+    name: ClassVar[str] = "int4"
+    bits: ClassVar[int] = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Int4Tiles(GroupedInt4):
+    """The weights of `GroupedInt4` in the order that torch's kernel for this CPU reads, for bfloat16 inputs."""
+
+    name: ClassVar[str] = "int4-tiles"
+    kernel: ClassVar[str] = (
+        f"_weight_int4pack_mm_for_cpu for up to {int4_tiles_linear.MAX_PACKED_ROWS} rows, bfloat16 GEMM for more"
+    )
+
+    @staticmethod
+    def fits(weight: torch.Tensor, scheme: Scheme) -> bool:
+        """Return whether the kernel of this machine takes weights of this shape, dtype and group size."""
+        rows = int4_tiles_linear.tile_rows()
+        return (
+            rows is not None
+            and weight.dtype is torch.bfloat16
+            and weight.shape[0] % rows == 0
+            and scheme.group_size in int4_tiles_linear.GROUP_SIZES
+            and weight.shape[1] % scheme.group_size == 0
+        )
+
+    def empty(self, weight: torch.Tensor, scheme: Scheme) -> PackedWeight:
+        """Return uint8 `[num_columns, size / 2]` and scales `[num_groups, num_columns, 2]`."""
+        rows, size = weight.shape
+        values = torch.empty((rows, size // 2), dtype=torch.uint8, device=weight.device)
+        return PackedWeight(values=values, scale=weight.new_empty((num_groups(size, scheme.group_size), rows, 2)))
+
+    def stored(
+        self, values: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor | None, dtype: torch.dtype
+    ) -> PackedWeight:
+        """Return what `GroupedInt4.stored` does, in tiles; the second number of a group is the weight of value 8."""
+        rows = int4_tiles_linear.tile_rows()
+        assert rows is not None, "this machine's kernel has no tiles"
+        middle = 8 * scale + (0 if offset is None else offset)
+        together = torch.stack((scale, middle), -1).transpose(0, 1).to(dtype).contiguous()
+        return PackedWeight(values=int4_tiles_linear.to_tiles(values.to(torch.uint8), rows), scale=together)
+
+    def unpack(self, packed: PackedWeight) -> torch.Tensor:
+        """Return the weights, rounded to the dtype of the scale."""
+        return int4_tiles_linear.dequantised(packed.values, packed.scale, packed.scale.dtype)
+
+    def apply(self, x: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | None) -> torch.Tensor:
+        """Call `piecegraph::int4_tiles_linear`."""
+        out: torch.Tensor = int4_tiles_linear.INT4_TILES_LINEAR(x, packed.values, packed.scale, bias)
+        return out
+
+    def rows(self, packed: PackedWeight, index: torch.Tensor) -> torch.Tensor:
+        """Raise: embeddings are stored in rows."""
+        raise AssertionError("an embedding is not stored in tiles")

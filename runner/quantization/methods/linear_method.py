@@ -1,0 +1,86 @@
+"""`LinearMethod`: how the weights of a linear layer are stored and applied; `Scheme`, which says what a module gets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+Block = tuple[int, int]
+"""The output channels and the columns of the input that share a scale."""
+
+
+class NotFinite(ValueError):
+    """Weights have an infinite value or a NaN."""
+
+
+class DoesNotFit(ValueError):
+    """Weights have a shape that a scheme cannot store; the message says why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scheme:
+    """How the weights of one module are stored."""
+
+    method: str  # a name in `METHODS`
+    group_size: int = 0  # columns of the input that share a scale; 0: all of them
+    block_rows: int = 1  # output channels that share a scale
+    has_offset: bool = False  # whether a group has an offset beside its scale
+
+    def __str__(self) -> str:
+        if self.block_rows > 1:
+            return f"{self.method} in blocks of {self.block_rows} x {self.group_size}"
+        return f"{self.method} in groups of {self.group_size}" if self.group_size else self.method
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedWeight:
+    """A weight `[num_columns, size]` as a method stores it."""
+
+    values: torch.Tensor
+    scale: torch.Tensor
+    block: Block = (1, 0)  # as of `Scheme`; only methods whose op needs it read it
+
+
+class LinearMethod(Protocol):
+    """One way to store the weights of a linear layer or an embedding, and to multiply by them."""
+
+    @property
+    def name(self) -> str:
+        """The name of the method."""
+
+    @property
+    def kernel(self) -> str:
+        """The kernels that multiply, for `explain`."""
+
+    def empty(self, weight: torch.Tensor, scheme: Scheme) -> PackedWeight:
+        """Return tensors of the shapes that `weight`, `[num_columns, size]`, takes, on its device and without values.
+
+        Raises `DoesNotFit`.
+        """
+
+    def pack(self, weight: torch.Tensor, scheme: Scheme) -> PackedWeight:
+        """Return `weight` quantised, as new tensors. Raises `NotFinite` and `DoesNotFit`."""
+
+    def unpack(self, packed: PackedWeight) -> torch.Tensor:
+        """Return the weights that `apply` multiplies by, `[num_columns, size]`, in the dtype of the scale."""
+
+    def apply(self, x: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | None) -> torch.Tensor:
+        """Return `x @ weight.T + bias`, `[..., num_columns]`, in the dtype of `x`, `[..., size]`."""
+
+    def rows(self, packed: PackedWeight, index: torch.Tensor) -> torch.Tensor:
+        """Return the rows `index` of the weights, `[*index.shape, size]`, in the dtype of the scale."""
+
+
+def check_finite(weight: torch.Tensor) -> None:
+    """Raise `NotFinite` for a weight with values that are not finite."""
+    if not bool(weight.isfinite().all()):
+        raise NotFinite("it has values that are infinite or not numbers")
+
+
+def num_groups(size: int, group_size: int) -> int:
+    """Return the groups of a row. Raises `DoesNotFit`."""
+    if group_size and size % group_size:
+        raise DoesNotFit(f"groups of {group_size} do not divide its {size} columns")
+    return size // group_size if group_size else 1
