@@ -241,8 +241,7 @@ def load_model(
     """Return the model with our attention, with the weights of `source`, or with random weights for format `dummy`.
 
     With several ranks, the model has the weights of `rank` only. `quantization`: the scheme that weights are quantised
-    by, each when it is read; if the files have other names than the model's modules, once all are read. `lora`: adapters
-    may change the model.
+    by, each when it is read, or all then if files have other names. `lora`: adapters may change the model.
 
     Raises:
         UnsupportedModel: the model's class is not supported; no weights were read.
@@ -265,8 +264,7 @@ def load_model(
     known_class = _known_class(config, kind)
     if known_class is not None:
         kind = _checked_kind(known_class, config, kind, num_ranks)
-    if num_ranks > 1:
-        _check_divisible(config)
+    _check_divisible(config, num_ranks)
     plan, bytes_read, quantised = None, None, None
     with quiet_transformers(on_weights), _construction_errors(source):
         if source.load_format == "dummy":
@@ -374,9 +372,9 @@ def _quantised(
     return quantise_model(model, checkpoint.quant_method, checkpoint.scheme_of, is_read=True, must_fit=True)
 
 
-def _check_divisible(config: PreTrainedConfig) -> None:
+def _check_divisible(config: PreTrainedConfig, num_ranks: int) -> None:
     """Raise `UnsupportedModel` for what several ranks cannot divide."""
-    if compresses_keys(config):
+    if num_ranks > 1 and compresses_keys(config):
         raise UnsupportedModel(
             "the model has latent attention (kv_lora_rank), which tensor parallelism does not divide yet; use "
             "tensor_parallel_size=1."
