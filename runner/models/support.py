@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from piecegraph.errors import ModelError, UnsupportedModel
@@ -126,9 +126,32 @@ def check_class(model_class: type[PreTrainedModel], inputs: Sequence[str] = ("po
             and ("kwargs" in parameters or not model_class._is_stateful)  # it may count (`causal_lm.CountedPositions`)
         )
         if wanted not in parameters and not can_do_without:
-            raise UnsupportedModel(
-                f"{name}.forward takes no {wanted}, without which it cannot run on a flattened batch."
-            )
+            raise UnsupportedModel(f"{name} {_what_is_missing(model_class, wanted, parameters)}")
+
+
+def _what_is_missing(model_class: type[PreTrainedModel], wanted: str, parameters: Collection[str]) -> str:
+    """Return what a class whose forward takes no `wanted` does instead, as the end of a sentence about it."""
+    if "shared_kv_states" in parameters:
+        return (
+            "attends to the keys and values of another model's layers (shared_kv_states), as a draft head does, and "
+            "keeps none of its own; a draft needs a model of its own here (method 'draft_model')."
+        )
+    if "cache_params" in parameters:
+        return (
+            "keeps a recurrent state between tokens (cache_params) in layers of a kind that cannot run here, and whose "
+            "scan would need an op of its own."
+        )
+    if hasattr(sys.modules[model_class.__module__], "ngram_attention_bias"):
+        return (
+            "predicts several tokens at each place, in streams that attend to each other beside the text; no op here "
+            "does that."
+        )
+    if wanted == "logits_to_keep":
+        return (
+            "computes the logits of every row of a batch (its forward takes no logits_to_keep), and a flattened batch "
+            "needs those of its last rows."
+        )
+    return f"takes no {wanted} in its forward, without which it cannot run on a flattened batch."
 
 
 def has_pluggable_attention(model_class: type[PreTrainedModel], *, pools: bool = False) -> bool:
@@ -237,7 +260,8 @@ def check_layers(
     declares_window = not layer_types and hasattr(type(text_config), "sliding_window")
     if declares_window and text_config.sliding_window and not any(layer.window for layer in layers):
         raise UnsupportedModel(
-            f"the config has sliding_window={text_config.sliding_window}, but no layer calls attention with a window."
+            f"the config has sliding_window={text_config.sliding_window}, but no layer calls attention with a window: "
+            "a mask alone has it, and none is built here."
         )
 
 

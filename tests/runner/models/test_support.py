@@ -15,7 +15,14 @@ from piecegraph.errors import ModelError, UnsupportedModel
 from piecegraph.runner.attention.interface.layer import AttentionLayer
 from piecegraph.runner.common.model_source import ModelSource
 from piecegraph.runner.models.load import load_model
-from piecegraph.runner.models.support import MAX_SIZES, causality, check_config, check_layers, check_model_sizes
+from piecegraph.runner.models.support import (
+    MAX_SIZES,
+    causality,
+    check_class,
+    check_config,
+    check_layers,
+    check_model_sizes,
+)
 from tests.runner.architectures import tiny_config
 from tests.runner.tiny_models import CHUNKED, FAMILIES, llama_config
 
@@ -43,6 +50,21 @@ def test_refused_by_mechanism(name: str, options: dict[str, Any], message: str) 
     config = getattr(transformers, name)(**options)
     with pytest.raises(UnsupportedModel, match=message):
         check(config)
+
+
+@pytest.mark.parametrize(
+    ("name", "mechanism"),
+    [
+        ("Gemma4AssistantForCausalLM", "attends to the keys and values of another model's layers"),
+        ("xLSTMForCausalLM", "keeps a recurrent state between tokens"),
+        ("ProphetNetForCausalLM", "predicts several tokens at each place"),
+        ("WhisperForCausalLM", "computes the logits of every row"),
+    ],
+)
+def test_a_class_without_what_is_needed_is_refused_for_what_it_does(name: str, mechanism: str) -> None:
+    """A missing argument is a line of code; what the model does instead is the reason."""
+    with pytest.raises(UnsupportedModel, match=f"{name} {mechanism}"):
+        check_class(getattr(transformers, name))
 
 
 def test_attention_classes_of_a_model_s_own_are_named() -> None:
