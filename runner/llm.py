@@ -446,13 +446,13 @@ class LLM:
         """Return the results of `embed` or `classify` as tensors, `outputs.data`.
 
         `pooling_task`: "embed" or "classify"; any other task than the one that the model was loaded for is refused.
-        None: that task.
+        None: that task. "token_embed", of a model that embeds: an embedding of each token, `[num_tokens, size]`.
         """
         from piecegraph.runner.pooling.requests import checked_task, encode
 
         refuse_lora(lora_request)
-        checked_task(self._pooler, pooling_task)
-        return encode(self._pooler, prompts, pooling_params, use_tqdm, tokenization_kwargs)
+        of_tokens = checked_task(self._pooler, pooling_task)
+        return encode(self._pooler, prompts, pooling_params, use_tqdm, tokenization_kwargs, of_tokens=of_tokens)
 
     def score(
         self,

@@ -50,12 +50,12 @@ class OutputRules:
             raise RequestError(f"dimensions={params.dimensions}, but the model's embeddings have {self.size}.")
 
     def finish(self, row: torch.Tensor, params: PoolingParams) -> torch.Tensor:
-        """Return what a caller gets for a row `[size]`."""
+        """Return what a caller gets for a row `[size]`, or for those of tokens, `[num_tokens, size]`."""
         if self.task is PoolingTask.CLASSIFY:
             assert self.activation is not None, "a classifier has an activation"
             return row if params.use_activation is False else self.activation(row)
         if params.dimensions is not None:
-            row = row[: params.dimensions]
+            row = row[..., : params.dimensions]
         is_normal = self.normalize if params.normalize is None else params.normalize
         return torch.nn.functional.normalize(row, dim=-1) if is_normal else row
 
@@ -74,6 +74,7 @@ class _Request:
     request_id: str
     text: Text
     params: PoolingParams
+    of_tokens: bool
 
 
 class PoolingEngine:
@@ -151,9 +152,15 @@ class PoolingEngine:
                 raise RequestError(f"token_type_ids go from 0 to {self.num_token_types - 1} in this model.")
 
     def add_request(
-        self, request_id: str, text: Text, params: PoolingParams | None = None, *, is_checked: bool = False
+        self,
+        request_id: str,
+        text: Text,
+        params: PoolingParams | None = None,
+        *,
+        is_checked: bool = False,
+        of_tokens: bool = False,
     ) -> None:
-        """Queue a text; `is_checked`: `check_request` has passed it.
+        """Queue a text; `is_checked`: `check_request` has passed it. `of_tokens`: a row for each token is wanted.
 
         Raises `RequestError` if it cannot run, and `UsageError` if the id is queued already.
         """
@@ -162,7 +169,7 @@ class PoolingEngine:
             self.check_request(text, params)
         if request_id in self._waiting:
             raise UsageError(f"request {request_id!r} is queued already; give each request an id of its own.")
-        self._waiting[request_id] = _Request(request_id=request_id, text=text, params=params)
+        self._waiting[request_id] = _Request(request_id=request_id, text=text, params=params, of_tokens=of_tokens)
 
     def abort(self, request_id: str) -> None:
         """Drop a queued request. Unknown ids are ignored."""
@@ -175,8 +182,13 @@ class PoolingEngine:
             return []
         self._num_running = len(batch)
         try:
-            self._runner.execute_model([request.text for request in batch])
-            rows = self._runner.pool()
+            texts = [request.text for request in batch]
+            if batch[0].of_tokens:
+                self._runner.execute_model(texts, of_tokens=True)
+                rows: Sequence[torch.Tensor] = self._runner.pool().split([len(text.token_ids) for text in texts])
+            else:
+                self._runner.execute_model(texts)
+                rows = self._runner.pool().unbind()
         except BaseException:
             self._runner.reset()
             raise
@@ -195,12 +207,17 @@ class PoolingEngine:
         ]
 
     def _next_batch(self) -> Sequence[_Request]:
-        """Return the first waiting requests that fit into a step; equal lengths are adjacent, for attention."""
+        """Return the first waiting requests that fit into a step; equal lengths are adjacent, for attention.
+
+        All want rows of texts, or all want those of tokens.
+        """
         batch: list[_Request] = []
         num_tokens = 0
         for request in self._waiting.values():
             num_tokens += len(request.text.token_ids)
             if num_tokens > self._max_num_batched_tokens or len(batch) == self.max_num_seqs:
+                break
+            if batch and request.of_tokens is not batch[0].of_tokens:
                 break
             batch.append(request)
         return sorted(batch, key=lambda request: len(request.text.token_ids))

@@ -11,6 +11,7 @@ from piecegraph.errors import RequestError
 FIELDS_OF_TASK: Mapping[str, tuple[str, ...]] = {
     "embed": ("dimensions", "normalize"),
     "classify": ("use_activation",),
+    "token_embed": ("dimensions", "normalize"),
 }
 """The fields that have a meaning for each task, besides `truncate_prompt_tokens`."""
 

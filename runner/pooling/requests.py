@@ -62,13 +62,19 @@ def classify(
 
 
 def encode(
-    pooler: LoadedPooler, prompts: Prompts, params: Params, shown: Shown, options: Mapping[str, Any] | None
+    pooler: LoadedPooler,
+    prompts: Prompts,
+    params: Params,
+    shown: Shown,
+    options: Mapping[str, Any] | None,
+    *,
+    of_tokens: bool = False,
 ) -> list[PooledOutput]:
-    """Return what is pooled of each prompt, as tensors."""
+    """Return what is pooled of each prompt, as tensors; `of_tokens`: a row for each of its tokens."""
     several = prompt_sequence(prompts)
     per_prompt = _per_prompt(params, len(several))
     texts = [tokenized_text(pooler, prompt, one, options) for prompt, one in zip(several, per_prompt, strict=True)]
-    return _run(pooler, texts, per_prompt, shown)
+    return _run(pooler, texts, per_prompt, shown, of_tokens=of_tokens)
 
 
 def score(
@@ -119,14 +125,26 @@ def _scored(request_id: str, value: float, token_ids: list[int]) -> ScoringReque
     return ScoringRequestOutput(request_id=request_id, outputs=ScoringOutput(value), prompt_token_ids=token_ids)
 
 
-def checked_task(pooler: LoadedPooler, name: str | None) -> None:
-    """Raise `RequestError` for an unknown task of `encode`, and `UnsupportedModel` if the model has another one."""
+def checked_task(pooler: LoadedPooler, name: str | None) -> bool:
+    """Return whether the task of `encode` is about each token.
+
+    Raises `RequestError` for an unknown task, and `UnsupportedModel` if the model was loaded for another one, or pools
+    several rows of a text, which a token does not have.
+    """
     if name is None:
-        return
+        return False
     known = {task.value: task for task in PoolingTask}
     if name not in known:
         raise RequestError(f"pooling_task={name!r}; it may be {', '.join(map(repr, known))} here.")
-    _check_task(pooler, known[name], f"pooling_task={name!r}")
+    of_tokens = known[name] is PoolingTask.TOKEN_EMBED
+    _check_task(pooler, PoolingTask.EMBED if of_tokens else known[name], f"pooling_task={name!r}")
+    pooled = pooler.runner.step.pooling
+    if of_tokens and len(pooled) > 1:
+        raise UnsupportedModel(
+            f"pooling_task={name!r}: the model's embeddings are {len(pooled)} rows of a text, one after the other "
+            f"({', '.join(kind.value for kind in pooled)}), and a token has one; use embed."
+        )
+    return of_tokens
 
 
 def _check_task(pooler: LoadedPooler, task: PoolingTask, method: str) -> None:
@@ -213,7 +231,12 @@ def _truncation(pooler: LoadedPooler, params: PoolingParams) -> dict[str, Any]:
 
 
 def _run(
-    pooler: LoadedPooler, texts: Sequence[Text], params: Sequence[PoolingParams], shown: Shown
+    pooler: LoadedPooler,
+    texts: Sequence[Text],
+    params: Sequence[PoolingParams],
+    shown: Shown,
+    *,
+    of_tokens: bool = False,
 ) -> list[PooledOutput]:
     """Run texts, all of them checked before any is queued, and return their outputs in order."""
     engine = pooler.engine
@@ -224,7 +247,7 @@ def _run(
     found: dict[str, PooledOutput] = {}
     try:
         for request_id, text, one in zip(ids, texts, params, strict=True):
-            engine.add_request(request_id, text, one)
+            engine.add_request(request_id, text, one, of_tokens=of_tokens)
         with _progress(len(texts), shown) as advance:
             while waiting:
                 outputs = [output for output in engine.step() if output.request_id in waiting]

@@ -19,6 +19,9 @@ from piecegraph.runner.cudagraphs.graph_plan import GraphPlan
 from piecegraph.runner.pooling.step import PoolingStep, Text
 
 
+TOKEN_ROWS_RUN_UNCAPTURED = "token_embed: every graph ends with a row for each text"
+
+
 class PoolingRunner:
     """The owner of a pooling model's graphs. `execute_model` launches a batch, and `pool` returns its rows."""
 
@@ -34,10 +37,17 @@ class PoolingRunner:
         self._pending: tuple[torch.Tensor, int] | None = None  # rows on the device, of which the first so many are real
 
     @without_grad
-    def execute_model(self, texts: Sequence[Text]) -> None:
-        """Launch the model on `texts`, which fit into a step, and the pooling of its hidden states."""
+    def execute_model(self, texts: Sequence[Text], *, of_tokens: bool = False) -> None:
+        """Launch the model on `texts`, which fit into a step, and the pooling of its hidden states.
+
+        `of_tokens`: a row for each token is wanted. Such a step runs without graphs, also if the runner is strict,
+        because graphs end with the rows of texts.
+        """
         assert self._pending is None, "pool has not run since the last execute_model"
         num_tokens = sum(len(text.token_ids) for text in texts)
+        if of_tokens:
+            self._execute_of_tokens(texts, num_tokens)
+            return
         dispatched = self.dispatcher.dispatch(num_tokens=num_tokens, num_reqs=len(texts), uniform_token_count=None)
         refuse_downgrade(dispatched, self._strict)
         self.counters.record(dispatched, num_tokens)
@@ -50,14 +60,26 @@ class PoolingRunner:
             rows = self.step.pool(self.step.hidden_states(metadata))
         self._pending = rows, len(texts)
 
+    def _execute_of_tokens(self, texts: Sequence[Text], num_tokens: int) -> None:
+        dispatched = self.dispatcher.dispatch(
+            num_tokens=num_tokens, num_reqs=len(texts), uniform_token_count=None, at_most=CUDAGraphMode.NONE
+        )
+        if dispatched.reason is not None:
+            dispatched = dispatched._replace(reason=TOKEN_ROWS_RUN_UNCAPTURED)
+        self.counters.record(dispatched, num_tokens)
+        metadata = self.step.buffers.fill(texts, dispatched.descriptor.num_tokens)
+        self._pending = self.step.token_rows(self.step.hidden_states(metadata)), num_tokens
+
     def pool(self) -> torch.Tensor:
         """Return the rows of the texts of the last `execute_model`, `[num_texts, size]` float32 on the CPU.
+
+        With `of_tokens` they are those of its tokens, `[num_tokens, size]`.
 
         Takes the place of a generating runner's `sample_tokens`. Waits for the device.
         """
         assert self._pending is not None, "execute_model has not run"
-        (rows, num_texts), self._pending = self._pending, None
-        return rows[:num_texts].to("cpu", copy=True)
+        (rows, num_rows), self._pending = self._pending, None
+        return rows[:num_rows].to("cpu", copy=True)
 
     def reset(self) -> None:
         """Drop a batch that was launched but not pooled because of an error. Idempotent."""

@@ -95,6 +95,11 @@ class PoolingStep:
         rows = pool(hidden_states, bounds, self.buffers.positions[:num_tokens], self.pooling)
         return rows if self.head is None else self.head(rows)
 
+    def token_rows(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Return a row of float32 for each token, as if each were pooled alone."""
+        rows = hidden_states.float()
+        return rows if self.head is None else self.head(rows)
+
     def hidden_states(self, metadata: VarlenMetadata) -> torch.Tensor:
         """Run the pieces on the prepared inputs without graphs."""
         with self.context(metadata):

@@ -24,6 +24,7 @@ class PoolingTask(enum.Enum):
 
     EMBED = "embed"
     CLASSIFY = "classify"
+    TOKEN_EMBED = "token_embed"  # an embedding of each token, by request, of a model that embeds
 
 
 def pooling_task(config: EngineConfig) -> PoolingTask | None:

@@ -89,6 +89,25 @@ def test_vectors_have_length_one_unless_asked_otherwise(bert: LLM, bert_dir: tup
     assert encoded.outputs.data.tolist() == scaled.outputs.embedding
 
 
+def test_each_token_has_an_embedding_if_asked(bert: LLM, bert_dir: tuple[Path, Any]) -> None:
+    """The rows of all tokens, special ones included; texts share steps, and other requests are not changed."""
+    prompts = texts(6)
+    raw = bert.encode(prompts, RAW, pooling_task="token_embed", use_tqdm=False)
+    for output in raw:
+        assert_close(output.outputs.data, hidden_states(bert_dir[1], output.prompt_token_ids))
+    (cut,) = bert.encode(prompts[0], pooling_task="token_embed")
+    assert_close(cut.outputs.data, normalize(raw[0].outputs.data, dim=-1))
+    (plain,) = bert.embed(prompts[0], pooling_params=RAW)
+    assert_close(plain.outputs.embedding, raw[0].outputs.data[0])
+
+
+def test_classes_of_tokens_are_refused(bert: LLM, cross_encoder: LLM) -> None:
+    with pytest.raises(RequestError, match="pooling_task='token_classify'; it may be 'embed', 'classify', 'token_e"):
+        bert.encode("a", pooling_task="token_classify")
+    with pytest.raises(UnsupportedModel, match="pooling_task='token_embed' needs embeddings"):
+        cross_encoder.encode("a", pooling_task="token_embed")
+
+
 def test_a_cross_encoder_reads_both_texts(cross_encoder: LLM, cross_encoder_dir: tuple[Path, Any]) -> None:
     """Scores are the sigmoid of transformers' logits over the pair, with the second text's token types."""
     first, second = texts(3, seed=2), texts(3, seed=3)
