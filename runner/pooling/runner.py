@@ -18,7 +18,6 @@ from piecegraph.runner.cudagraphs.dispatcher import Dispatcher
 from piecegraph.runner.cudagraphs.graph_plan import GraphPlan
 from piecegraph.runner.pooling.step import PoolingStep, Text
 
-
 TOKEN_ROWS_RUN_UNCAPTURED = "token_embed: every graph ends with a row for each text"
 
 
