@@ -131,6 +131,7 @@ class LLM:
         enforce_eager: bool = False,
         strict: bool = False,
         tensor_parallel_size: int = 1,
+        pipeline_parallel_size: int = 1,
         data_parallel_size: int = 1,
         nnodes: int = 1,
         node_rank: int = 0,
@@ -803,8 +804,11 @@ def _load(
             else:
                 from piecegraph.runner.pooling.load import load_pooler
 
-                if config.tensor_parallel_size > 1:
-                    raise ConfigError("a model that pools runs on one rank only; leave tensor_parallel_size out.")
+                if config.num_ranks > 1:
+                    raise ConfigError(
+                        "a model that pools runs on one rank only; leave tensor_parallel_size and "
+                        "pipeline_parallel_size out."
+                    )
                 if config.data_parallel_size > 1:
                     raise ConfigError("a model that pools runs in one engine only; leave data_parallel_size out.")
                 if config.quantization is not None:

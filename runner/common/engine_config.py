@@ -145,6 +145,8 @@ class EngineConfig:
     seed: int = 0
     tensor_parallel_size: int = 1
     """The number of ranks among which each layer is divided."""
+    pipeline_parallel_size: int = 1
+    """The number of stages among which layers are divided, each with `tensor_parallel_size` ranks."""
     data_parallel_size: int = 1
     """The number of engines, each with all ranks and a KV cache of its own, among which requests are divided."""
     nnodes: int = 1
@@ -243,14 +245,14 @@ class EngineConfig:
 
     def _check_parallel(self) -> None:
         """Resolve the fields about several ranks. Raises `ConfigError` for what these cannot do."""
-        for name in ("tensor_parallel_size", "data_parallel_size"):
+        for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
             _check_count(name, getattr(self, name), MAX_RANKS)
         timeout = self.distributed_timeout_seconds
         if timeout is None:
             object.__setattr__(self, "distributed_timeout_seconds", DISTRIBUTED_TIMEOUT_S)
         elif isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout <= 86_400:
             raise ConfigError(f"distributed_timeout_seconds={timeout!r}; it must be above 0, at most 86400.")
-        size, backend = self.tensor_parallel_size, self.distributed_executor_backend
+        size, backend = self.num_ranks, self.distributed_executor_backend
         if backend is None:
             backend = "uniproc" if size == 1 else "mp"
         backend = {"uni": "uniproc"}.get(backend, backend) if isinstance(backend, str) else repr(backend)
@@ -265,7 +267,7 @@ class EngineConfig:
             return
         if backend == "uniproc":
             raise ConfigError(
-                f"tensor_parallel_size={size} needs a process for each rank, and distributed_executor_backend="
+                f"{self.ranks_argument} needs a process for each rank, and distributed_executor_backend="
                 "'uniproc' has one; leave the second out."
             )
         for is_given, what in (
@@ -278,8 +280,28 @@ class EngineConfig:
         ):
             if is_given:
                 raise ConfigError(
-                    f"{what} is not yet available with tensor_parallel_size={size}; give one of the two arguments."
+                    f"{what} is not yet available with {self.ranks_argument}; give one of the two arguments."
                 )
+        if self.pipeline_parallel_size > 1 and backend != "mp":
+            raise ConfigError(
+                f"distributed_executor_backend={backend!r} runs no stages yet; leave it or pipeline_parallel_size out."
+            )
+        if self.pipeline_parallel_size > 1 and self.async_scheduling:
+            raise ConfigError(
+                "async_scheduling=True launches a step before the tokens of the preceding step are known, and with "
+                "pipeline_parallel_size several batches of different requests are in flight instead; leave it out."
+            )
+
+    @property
+    def num_ranks(self) -> int:
+        """The number of processes that run a step together: the ranks of all stages."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def ranks_argument(self) -> str:
+        """The argument that asks for several ranks, with its value."""
+        name = "tensor_parallel_size" if self.tensor_parallel_size > 1 else "pipeline_parallel_size"
+        return f"{name}={getattr(self, name)}"
 
     def _check_nodes(self) -> None:
         """Raise `ConfigError` for ranks that cannot be divided among machines as asked."""
@@ -296,10 +318,11 @@ class EngineConfig:
                 f"node_rank={self.node_rank}: machines other than 0 only run ranks, and have no LLM. Use the command "
                 "line there, or piecegraph.runner.clusters.node.serve_node."
             )
-        if self.distributed_executor_backend != "mp" or self.data_parallel_size > 1:
+        if self.distributed_executor_backend != "mp" or self.data_parallel_size > 1 or self.pipeline_parallel_size > 1:
             raise ConfigError(
-                f"nnodes={self.nnodes} is of distributed_executor_backend='mp' and one engine; under torchrun and Ray "
-                "leave it out, and start one server on each machine instead of data_parallel_size."
+                f"nnodes={self.nnodes} is of distributed_executor_backend='mp', one engine and one stage; under "
+                "torchrun and Ray leave it out; leave pipeline_parallel_size out, and start one server on each machine "
+                "instead of data_parallel_size."
             )
         if self.tensor_parallel_size % self.nnodes:
             raise ConfigError(
@@ -355,6 +378,7 @@ class EngineConfig:
             )
         for is_given, what in (
             (self.tensor_parallel_size > 1, f"tensor_parallel_size={self.tensor_parallel_size}"),
+            (self.pipeline_parallel_size > 1, f"pipeline_parallel_size={self.pipeline_parallel_size}"),
             (self.data_parallel_size > 1, f"data_parallel_size={self.data_parallel_size}"),
             (self.speculative is not None, "speculative_config"),
             (self.quantization is not None, f"quantization={self.quantization!r}"),
@@ -369,6 +393,7 @@ class EngineConfig:
         for is_given, what in (
             (self.tensor_parallel_size > 1, "tensor_parallel_size"),
             (self.enable_lora, "enable_lora"),
+            (self.pipeline_parallel_size > 1, "pipeline_parallel_size"),
             (self.speculative is not None, "speculative_config"),
             (self.enable_prompt_embeds, "enable_prompt_embeds"),
             (self.runner == "pooling", "runner='pooling'"),
@@ -423,7 +448,7 @@ def static_sizes(config: EngineConfig, *, is_cuda: bool) -> tuple[int, ...]:
     These are the requested sizes, else on a GPU those of `DEFAULT_COMPILE_SIZES` that a batch can reach; none unless
     Inductor compiles.
     """
-    if config.compile.compiler != "inductor" or config.tensor_parallel_size > 1:  # one rank alone times nothing
+    if config.compile.compiler != "inductor" or config.num_ranks > 1:  # one rank alone times nothing
         return ()
     if config.compile_sizes is not None:
         return config.compile_sizes

@@ -113,7 +113,9 @@ _NO_SPECULATION = "give speculative_config."
 _NO_POOLER = "pooling follows the model's modules.json; give PoolingParams for what varies."
 _NO_QUANTIZATION = "a checkpoint's own config says how it is quantised; quantization='int8' quantises a plain one."
 _NO_STRUCTURE = "give each request its structured_outputs; llguidance compiles them."
-_NO_PARALLELISM = "of the kinds of parallelism, this version has tensor_parallel_size and data_parallel_size."
+_NO_PARALLELISM = (
+    "of the kinds of parallelism, this version has tensor_parallel_size, pipeline_parallel_size and data_parallel_size."
+)
 _NO_EXPERT_PARALLELISM = "this version runs all experts on one device."
 _NO_MEDIA = "this version accepts text only."
 _NO_OFFLOADING = "weights and cache lie on the device: use a smaller model, or lower max_model_len."
@@ -292,7 +294,6 @@ UNAVAILABLE_ARGUMENTS: Mapping[str, Unavailable] = {
     "otlp_traces_endpoint": Unavailable(_NO_LOGGING),
     "per_request_spec_decode_metrics": Unavailable(_NO_SPECULATION, ("none",)),
     "performance_mode": Unavailable("give max_num_batched_tokens and max_num_seqs.", ("balanced", None)),
-    "pipeline_parallel_size": Unavailable(_NO_PARALLELISM, (1, None)),
     "pooler_config": Unavailable(_NO_POOLER),
     "prefill_context_parallel_size": Unavailable(_NO_PARALLELISM, (1,)),
     "prefill_schedule_interval": Unavailable("every step admits prompts.", (1,)),
@@ -400,6 +401,7 @@ DIFFERENT_ARGUMENTS: Mapping[str, str] = {
     "model": "None is the embedded model",
     "override_generation_config": "fields that sampling has; others are refused",
     "quantization": "`int8`, `int4` or `fp8`, made from a plain checkpoint on a CPU, or None (as it is stored)",
+    "pipeline_parallel_size": "on CPUs so far, for models with a plan in transformers",
     "tensor_parallel_size": "on CPUs so far, for models with a plan in transformers",
     "trust_remote_code": "the model's code has to trace to one graph",
 }

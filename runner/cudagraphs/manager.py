@@ -207,7 +207,7 @@ class CudaGraphManager:
             self._full_metadata[descriptor] = self._step.metadata_builder.init_capture(common)
         return set_forward_context(self._step.context(self._full_metadata[descriptor], "FULL", descriptor))
 
-    def _piecewise_inputs(self, descriptor: BatchDescriptor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _piecewise_inputs(self, descriptor: BatchDescriptor) -> tuple[torch.Tensor, ...]:
         return self._step.model_inputs(descriptor.num_tokens, self._step.num_logits(descriptor.num_tokens))
 
     def _piecewise_context(self, descriptor: BatchDescriptor, phase: str) -> AbstractContextManager[None]:

@@ -69,7 +69,8 @@ class MpExecutor:
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        self._num_ranks = config.tensor_parallel_size
+        self._config = config
+        self._num_ranks = config.num_ranks
         self._timeout_s = config.distributed_timeout_seconds or DISTRIBUTED_TIMEOUT_S
         self._failure: str | None = None
         self._is_closed = False
@@ -111,18 +112,11 @@ class MpExecutor:
 
     def parallel(self) -> Parallel:
         """Return how rank 0 takes part in the engine."""
-        from piecegraph.runner.distributed.group_runner import LeadingRunner
-        from piecegraph.runner.tensor_parallel.parallel import Parallel
-        from piecegraph.runner.tensor_parallel.process_group import RankGroup, open_store
+        from piecegraph.runner.distributed.rank_parallel import rank_parallel
+        from piecegraph.runner.tensor_parallel.process_group import open_store
 
-        group = RankGroup(
-            open_store(self._store, self._num_ranks), 0, self._num_ranks, self._timeout_s, check=self.check
-        )
-
-        def kind(**parts: Any) -> LeadingRunner:
-            return LeadingRunner(executor=self, group=group, **parts)
-
-        return Parallel(group=group, runner_kind=kind)
+        store = open_store(self._store, self._num_ranks)
+        return rank_parallel(self._config, store, 0, self._timeout_s, leading=self, check=self.check)
 
     def check(self) -> None:
         """Raise `WorkerError` if a worker has ended or failed. Only while nothing else is expected from workers."""

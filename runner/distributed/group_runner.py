@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
@@ -27,11 +28,23 @@ class GroupRunner(ModelRunner):
     def __init__(self, *, group: RankGroup, **parts: Any) -> None:
         super().__init__(**parts)
         self.group = group
+        self._unread: deque[AsyncOutput] = deque()  # of `follow`
 
     def execute_model(self, output: SchedulerOutput, *, at_most: CUDAGraphMode = CUDAGraphMode.FULL) -> None:
         """Compute the scheduled tokens, as `ModelRunner` does."""
         with running_in(self.group):
             super().execute_model(output, at_most=at_most)
+
+    def follow(self, grammar_output: GrammarOutput | None) -> None:
+        """Sample as a rank whose output nobody reads."""
+        self._unread.append(self.sample_tokens(grammar_output))
+        if len(self._unread) > 1:
+            self._unread.popleft().get()  # its memory is reused then
+
+    def reset(self) -> None:
+        """Release all rows, and drop outputs."""
+        self._unread.clear()
+        super().reset()
 
     def close(self) -> None:
         """Free the graphs, then the connections to other ranks. Idempotent."""
@@ -49,34 +62,34 @@ class LeadingRunner(GroupRunner):
 
     def __init__(self, *, executor: MpExecutor, **parts: Any) -> None:
         super().__init__(**parts)
-        self._executor = executor
+        self.executor = executor
 
     def execute_model(self, output: SchedulerOutput, *, at_most: CUDAGraphMode = CUDAGraphMode.FULL) -> None:
         """Compute the scheduled tokens on all ranks."""
-        with self._executor.in_step():
-            self._executor.send("execute", output, at_most)
+        with self.executor.in_step():
+            self.executor.send("execute", output, at_most)
             super().execute_model(output, at_most=at_most)
 
     def sample_tokens(self, grammar_output: GrammarOutput | None = None) -> AsyncOutput:
         """Sample on all ranks, and return what rank 0 drew."""
-        with self._executor.in_step():
-            self._executor.send("sample", grammar_output)
+        with self.executor.in_step():
+            self.executor.send("sample", grammar_output)
             output = super().sample_tokens(grammar_output)
         if not self.group.is_on_gpu:
             return output
-        return WatchedOutput(output, self._executor, self.group, self._executor.timeout_s)
+        return WatchedOutput(output, self.executor, self.group, self.executor.timeout_s)
 
     def reset(self) -> None:
         """Release all rows of all ranks."""
-        if self._executor.is_running:  # else every later call raises anyway
-            with self._executor.in_step():
-                self._executor.send("reset")
+        if self.executor.is_running:  # else every later call raises anyway
+            with self.executor.in_step():
+                self.executor.send("reset")
         super().reset()
 
     def close(self) -> None:
         """Free the graphs, and end the other ranks. Idempotent."""
         super().close()
-        self._executor.close()
+        self.executor.close()
 
 
 class LaunchedRunner(GroupRunner):
@@ -87,14 +100,14 @@ class LaunchedRunner(GroupRunner):
 
     def __init__(self, *, executor: ExternalLauncherExecutor, **parts: Any) -> None:
         super().__init__(**parts)
-        self._executor = executor
+        self.executor = executor
 
     def execute_model(self, output: SchedulerOutput, *, at_most: CUDAGraphMode = CUDAGraphMode.FULL) -> None:
         """Compute the scheduled tokens, as all ranks do."""
-        with self._executor.in_step():
+        with self.executor.in_step():
             super().execute_model(output, at_most=at_most)
 
     def sample_tokens(self, grammar_output: GrammarOutput | None = None) -> AsyncOutput:
         """Sample, as all ranks do."""
-        with self._executor.in_step():
+        with self.executor.in_step():
             return super().sample_tokens(grammar_output)

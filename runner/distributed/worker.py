@@ -45,6 +45,7 @@ class Worker:
             "bytes_read": model.bytes_read,
             "q_heads": None if plan is None or plan.heads is None else plan.heads.q_heads,
             "kv_heads": None if plan is None or plan.heads is None else plan.heads.kv_heads,
+            "layers": None if model.stage is None else (model.stage.layers.start, model.stage.layers.stop),
             "cache": self.loaded.compiled.report().cache.state,
         }
 
@@ -69,30 +70,27 @@ def main() -> None:
 def serve_rank(channel: Connection, rank: int) -> None:
     """Load what the first message says, then do what rank 0 says until it closes."""
     job = channel.recv()
-    _serve(channel, job, _load(job))
+    follow_rank_0(channel, job, _load(job))
 
 
 def _load(job: WorkerJob) -> Loaded:
-    from piecegraph.runner.distributed.group_runner import GroupRunner
+    from piecegraph.runner.distributed.rank_parallel import rank_parallel
     from piecegraph.runner.startup.load_engine import load_engine
-    from piecegraph.runner.tensor_parallel.parallel import Parallel
-    from piecegraph.runner.tensor_parallel.process_group import RankGroup, open_store
+    from piecegraph.runner.tensor_parallel.process_group import open_store
 
-    group = RankGroup(open_store(job.store, job.num_ranks), job.rank, job.num_ranks, job.timeout_s)
-
-    def kind(**parts: Any) -> GroupRunner:
-        return GroupRunner(group=group, **parts)
-
-    return load_engine(job.config, None, Parallel(group=group, runner_kind=kind))
+    store = open_store(job.store, job.num_ranks)
+    return load_engine(job.config, None, rank_parallel(job.config, store, job.rank, job.timeout_s))
 
 
-def _serve(channel: Connection, job: WorkerJob, loaded: Loaded) -> None:
+def follow_rank_0(channel: Connection, job: WorkerJob, loaded: Loaded) -> None:
+    """Do what rank 0 says on `channel`, in that order, until it says that all is over. Raises EOFError at its end."""
+    from piecegraph.runner.distributed.group_runner import GroupRunner
     from piecegraph.runner.scheduling.scheduler_output import ScheduledDecodes
 
     runner = loaded.runner
+    assert isinstance(runner, GroupRunner), runner
     worker = Worker(rank=job.rank, num_ranks=job.num_ranks, loaded=loaded)
     last_ids: tuple[str, ...] = ()
-    unread: list[Any] = []
     while True:
         name, *args = channel.recv()
         if name == "execute":
@@ -103,11 +101,8 @@ def _serve(channel: Connection, job: WorkerJob, loaded: Loaded) -> None:
                 last_ids = output.scheduled.request_ids
             runner.execute_model(output, at_most=at_most)
         elif name == "sample":
-            unread.append(runner.sample_tokens(*args))
-            if len(unread) > 1:
-                unread.pop(0).get()  # its memory is reused then
+            runner.follow(*args)
         elif name == "reset":
-            unread.clear()
             runner.reset()
         elif name == "call":
             channel.send(("result", worker.call(*args)))

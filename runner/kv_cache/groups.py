@@ -8,7 +8,7 @@ tensors, and one pool of equal blocks serves all groups. The functions here are 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from piecegraph.runner.attention.interface.cache_spec import CachedLayer, CacheSpec, Reach, common_page_bytes
@@ -42,6 +42,11 @@ class KVCacheLayout:
     def notes(self) -> tuple[str, ...]:
         """The notes for the engine: `note`, if there is one."""
         return () if self.note is None else (f"kv cache groups: {self.note}",)
+
+    def of_stage(self, names: Container[str]) -> KVCacheLayout:
+        """Return the layout of a stage of a pipeline that holds the layers `names`: all groups, and its own tensors."""
+        own = [tuple(name for name in shared if name in names) for shared in self.tensors]
+        return replace(self, tensors=tuple(shared for shared in own if shared))
 
     def blocks_per_request(self, num_tokens: int, block_size: int, max_step_tokens: int) -> int:
         """Return the largest number of blocks that a request of `num_tokens` holds at a time, over all groups."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import json
 import time
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from piecegraph.compiler.repeated_layers.find import name_layers
 from piecegraph.errors import (
@@ -42,6 +44,7 @@ from piecegraph.runner.attention.modules.replace import (
 )
 from piecegraph.runner.common.model_source import ModelSource
 from piecegraph.runner.lora.modules import AdaptedModules, LoraOptions, adapt_modules
+from piecegraph.runner.models.causal_lm import DYNAMIC_DIMS, CausalLMForward, counts_positions, example_inputs
 from piecegraph.runner.models.first_position import first_position
 from piecegraph.runner.models.layer_rules import first_layer_with_rules
 from piecegraph.runner.models.quiet_transformers import quiet_transformers
@@ -52,6 +55,13 @@ from piecegraph.runner.models.support import (
     check_structure,
     has_pluggable_attention,
     is_decoder,
+)
+from piecegraph.runner.pipeline_parallel.stage import Stage, StageCut, StagePlan
+from piecegraph.runner.pipeline_parallel.stage_forward import (
+    check_passes_through,
+    stage_dims,
+    stage_forward,
+    stage_inputs,
 )
 from piecegraph.runner.quantization.checkpoints.all_formats import stored_checkpoint
 from piecegraph.runner.quantization.checkpoints.load import CannotStream, PlainCheckpoint, read_model
@@ -118,8 +128,28 @@ class LoadedModel:
     notes: tuple[str, ...]
     rank_plan: RankPlan | None = None  # what this rank holds; None: all of the model
     bytes_read: int | None = None  # of weight files, if only a rank's part was read
+    stage: StagePlan | None = None  # what this stage of a pipeline holds; None: all of the model
     quantisation: QuantisationSummary | None = None  # None: weights have the dtype
     adapted: AdaptedModules | None = None  # the modules that adapters may change; None: adapters are not enabled
+
+    def forward_module(self) -> nn.Module:
+        """Return the module that is compiled, `(tokens, positions, logits_indices) -> logits`.
+
+        Stages of a pipeline differ: see `stage_forward`.
+        """
+        if self.stage is not None:
+            return stage_forward(self.model, self.first_position, self.stage)
+        return CausalLMForward(self.model, self.first_position)
+
+    @property
+    def dynamic_dims(self) -> Mapping[str, Mapping[int, str]]:
+        """The dims of the arguments of `forward_module` that vary."""
+        return DYNAMIC_DIMS if self.stage is None else stage_dims(self.stage.stage)
+
+    def example_inputs(self, device: torch.device) -> tuple[torch.Tensor, ...]:
+        """Return inputs to trace `forward_module` with; the trace does not depend on their sizes."""
+        example = example_inputs(device)
+        return example if self.stage is None else stage_inputs(self.stage, self.dtype, example)
 
 
 def load_config(source: ModelSource) -> PreTrainedConfig:
@@ -235,13 +265,15 @@ def load_model(
     kind: ModelKind = GENERATION,
     rank: int = 0,
     num_ranks: int = 1,
+    stage: Stage | None = None,
     quantization: str | None = None,
     lora: LoraOptions | None = None,
 ) -> LoadedModel:
     """Return the model with our attention, with the weights of `source`, or with random weights for format `dummy`.
 
-    With several ranks, the model has the weights of `rank` only. `quantization`: the scheme that weights are quantised
-    by, each when it is read, or all then if files have other names. `lora`: adapters may change the model.
+    With several ranks, the model has the weights of `rank` only, and with a `stage` those of its layers.
+    `quantization`: the scheme that weights are quantised by, each when it is read, or all then if files have other
+    names. `lora`: adapters may change the model.
 
     Raises:
         UnsupportedModel: the model's class is not supported; no weights were read.
@@ -250,47 +282,42 @@ def load_model(
     from transformers import PreTrainedModel
 
     started = time.monotonic()
-    if on_phase is not None:
-        on_phase(Phase(name="load", detail=source.model))
-
-    def on_weights(done: int, total: int) -> None:
-        if on_phase is not None:
-            on_phase(Phase(name="load", done=done, total=total, detail=source.model))
-
+    report = on_phase or (lambda phase: None)
+    on_weights = functools.partial(_report_weights, report, source.model)
+    report(Phase(name="load", detail=source.model))
     register_attention()
     checkpoint, config = split_quantisation(config)
-    if checkpoint is not None and (num_ranks > 1 or not kind.generates):
+    if checkpoint is not None and (num_ranks > 1 or stage is not None or not kind.generates):
         raise UnsupportedModel("a quantised checkpoint can generate on one rank so far; use an unquantised one.")
     known_class = _known_class(config, kind)
     if known_class is not None:
         kind = _checked_kind(known_class, config, kind, num_ranks)
     _check_divisible(config, num_ranks)
-    plan, bytes_read, quantised = None, None, None
+    plan, bytes_read, quantised, stages = None, None, None, StageCut(stage)
     with quiet_transformers(on_weights), _construction_errors(source):
         if source.load_format == "dummy":
             model = _random_model(source, config, dtype, device, seed, kind)
         elif checkpoint is not None or (quantization is not None and kind.generates and num_ranks == 1):
             stored = checkpoint or PlainCheckpoint(quantization or "")
             model, quantised = _quantised_checkpoint_model(source, config, dtype, kind, known_class, stored)
-        elif num_ranks > 1 and known_class is not None and source.weight_files and not source.is_gguf:
-            model, plan, bytes_read = _rank_checkpoint_model(source, config, dtype, kind, known_class, rank, num_ranks)
+        elif num_ranks > 1 or stage is not None:
+            parts = (rank, num_ranks, stages)
+            model, plan, bytes_read = _rank_checkpoint_model(source, config, dtype, kind, known_class, *parts)
         else:
             model = _checkpoint_model(source, config, dtype, kind)
     assert isinstance(model, PreTrainedModel), type(model)
     check_class(type(model), kind.inputs)
+    stages.cut(model)
     notes = _replace_layers(model) if kind.generates else _check_pools(model)
-    if num_ranks > 1:
-        plan = _cut_to_rank(model, plan, rank, num_ranks)
+    plan = _cut_to_rank(model, plan, rank, num_ranks) if num_ranks > 1 else None
+    _check_stages(model, stages.plan)
     if checkpoint is not None or quantization is not None:
         quantised = _quantised(model, quantization, checkpoint, quantised)
     model = model.to(device).eval().requires_grad_(False)  # type: ignore[arg-type]  # transformers decorates .to
     let_hidden_states_leave(model, source.hidden_states)
     adapted = None if lora is None else adapt_modules(model, lora, dtype=dtype, device=device)
     name_layers(model)
-    if on_phase is not None:
-        num_parameters = sum(parameter.numel() for parameter in model.parameters())
-        detail = f"{type(model).__name__}, {num_parameters / 1e6:.1f}M parameters, {dtype} on {device}"
-        on_phase(Phase(name="load", seconds=time.monotonic() - started, detail=detail.replace("torch.", "")))
+    report(Phase(name="load", seconds=time.monotonic() - started, detail=_what_was_loaded(model, dtype, device)))
     first = first_position(source, config, auto_class=kind.auto_class, attention=kind.attention)
     return LoadedModel(
         model=model,
@@ -301,9 +328,20 @@ def load_model(
         notes=(*((first.note,) if first.note else ()), *notes, *(() if quantised is None else (str(quantised),))),
         rank_plan=plan,
         bytes_read=bytes_read,
+        stage=stages.plan,
         quantisation=quantised,
         adapted=adapted,
     )
+
+
+def _report_weights(report: OnPhase, model: str, done: int, total: int) -> None:
+    report(Phase(name="load", done=done, total=total, detail=model))
+
+
+def _what_was_loaded(model: PreTrainedModel, dtype: torch.dtype, device: torch.device) -> str:
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    detail = f"{type(model).__name__}, {num_parameters / 1e6:.1f}M parameters, {dtype} on {device}"
+    return detail.replace("torch.", "")
 
 
 def split_quantisation(config: PreTrainedConfig) -> tuple[StoredCheckpoint | None, PreTrainedConfig]:
@@ -417,6 +455,23 @@ def _cut_to_rank(model: PreTrainedModel, plan: RankPlan | None, rank: int, num_r
         shard_model(model, plan)
     fill_rank_buffers(model, rank)
     return plan
+
+
+def _check_stages(model: PreTrainedModel, plan: StagePlan | None) -> None:
+    """Raise `UnsupportedModel` for a model that has a `plan` and cannot run in stages; without weights less is seen."""
+    if plan is None:
+        return
+    if has_state_layers(model):
+        raise UnsupportedModel(
+            f"{type(model).__name__} has layers with a state ({first_state_layer(model)}), which cannot run in stages "
+            "yet; use pipeline_parallel_size=1."
+        )
+    if counts_positions(type(model)):
+        raise UnsupportedModel(
+            f"{type(model).__name__} takes no positions, which its stages need; use pipeline_parallel_size=1."
+        )
+    if not any(parameter.is_meta for parameter in model.parameters()):
+        check_passes_through(model, plan)
 
 
 def compresses_keys(config: PreTrainedConfig) -> bool:
@@ -578,9 +633,10 @@ def _rank_checkpoint_model(
     config: PreTrainedConfig,
     dtype: torch.dtype,
     kind: ModelKind,
-    known_class: type[PreTrainedModel],
+    known_class: type[PreTrainedModel] | None,
     rank: int,
     num_ranks: int,
+    stages: StageCut,
 ) -> tuple[Any, RankPlan | None, int | None]:
     """Return the model with one rank's weights, its plan, and the bytes read.
 
@@ -588,10 +644,19 @@ def _rank_checkpoint_model(
     """
     from safetensors import SafetensorError
 
+    if known_class is None or not source.weight_files or source.is_gguf:
+        return _checkpoint_model(source, config, dtype, kind), None, None
     check_weight_files(source)
     try:
         model, info, plan, bytes_read = rank_model(
-            known_class, config, source.weight_files, rank, num_ranks, dtype=dtype, attn_implementation=kind.attention
+            known_class,
+            config,
+            source.weight_files,
+            rank,
+            num_ranks,
+            stages.cut,
+            dtype=dtype,
+            attn_implementation=kind.attention,
         )
     except CannotSlice:
         return _checkpoint_model(source, config, dtype, kind), None, None

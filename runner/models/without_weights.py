@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from piecegraph.compiler.torch_compat.fake_tensors import FakeTensorMode
-from piecegraph.errors import PiecegraphError
+from piecegraph.errors import ConfigError, PiecegraphError
 from piecegraph.progress import OnPhase
 from piecegraph.runner.common.engine_config import EngineConfig
 from piecegraph.runner.common.model_source import ModelSource
@@ -24,6 +24,7 @@ from piecegraph.runner.models.load import (
     resolve_dtype,
 )
 from piecegraph.runner.models.rope import fix_longrope
+from piecegraph.runner.pipeline_parallel.stage import Stage
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -33,8 +34,14 @@ def load_without_weights(config: EngineConfig, on_phase: OnPhase | None = None) 
     """Return the model that `LLM` with this config would run, from the model's config alone.
 
     No weight file is read, and no memory is allocated for weights. The model can be traced and compiled, but not
-    called. Raises what `LLM` raises for the model and the config.
+    called. Raises what `LLM` raises for the model and the config, and `ConfigError` for a pipeline, whose stages are
+    several models.
     """
+    if config.pipeline_parallel_size > 1:
+        raise ConfigError(
+            f"pipeline_parallel_size={config.pipeline_parallel_size} makes a model of each stage, which only a start "
+            "compiles so far; leave it out."
+        )
     device = resolve_device(config.device)
     hf_config = load_config(config.source)
     dtype = resolve_dtype(config.dtype, hf_config, device, config.quantization)
@@ -60,13 +67,14 @@ def model_without_weights(
     device: torch.device,
     max_model_len: int,
     num_ranks: int = 1,
+    stage: Stage | None = None,
     quantization: str | None = None,
     lora: LoraOptions | None = None,
     on_phase: OnPhase | None = None,
 ) -> LoadedModel:
     """Return the model that `load_model` and `fix_longrope` would make, with fake tensors.
 
-    The shapes are those of any of `num_ranks`.
+    The shapes are those of any of `num_ranks`, or of those of a `stage` of a pipeline.
     """
     dummy = replace(source, load_format="dummy")
     loaded = load_model(
@@ -75,6 +83,7 @@ def model_without_weights(
         dtype=dtype,
         device=torch.device("meta"),
         num_ranks=num_ranks,
+        stage=stage,
         quantization=quantization,
         lora=lora,
         on_phase=on_phase,
@@ -95,6 +104,7 @@ def stand_in_for(
     device: torch.device,
     max_model_len: int,
     num_ranks: int = 1,
+    stage: Stage | None = None,
     quantization: str | None = None,
     lora: LoraOptions | None = None,
 ) -> tuple[LoadedModel | None, str]:
@@ -110,6 +120,7 @@ def stand_in_for(
             device=device,
             max_model_len=max_model_len,
             num_ranks=num_ranks,
+            stage=stage,
             quantization=quantization,
             lora=lora,
         )

@@ -125,7 +125,7 @@ def _compile(
     module = entry.module(loaded)
     compile = replace(config.compile, compile_sizes=static_sizes(config, is_cuda=loaded.device.type == "cuda"))
     cache = CompileCache(store, True, reads=not anew)
-    inputs, dims = entry.inputs(loaded), entry.dynamic_dims
+    inputs, dims = entry.inputs(loaded), entry.dynamic_dims(loaded)
     with torch.no_grad():
         plans = PlanStore.of(cache, module, ExampleCall.of(module, inputs, {}, dims), compile)
         if plans.key is None:

@@ -19,9 +19,8 @@ from piecegraph.runner.common.engine_config import EngineConfig, static_sizes
 from piecegraph.runner.cudagraphs.graph_plan import GraphPlan
 from piecegraph.runner.inspect.untraceable import refused_by_module
 from piecegraph.runner.kv_cache.groups import KVCacheLayout
-from piecegraph.runner.models.causal_lm import DYNAMIC_DIMS, CausalLMForward, example_inputs
 from piecegraph.runner.models.load import LoadedModel
-from piecegraph.runner.startup.decide import Decided, compile_step_kernels, decide_for
+from piecegraph.runner.startup.decide import AllLayers, Decided, compile_step_kernels, decide_for
 from piecegraph.runner.startup.step_kernels import (
     StepKernels,
     compiles_kernels,
@@ -38,14 +37,14 @@ class Entry:
     """The module that is traced of a loaded model, its dynamic dims, and inputs to trace with."""
 
     module: Callable[[LoadedModel], torch.nn.Module]
-    dynamic_dims: Mapping[str, Mapping[int, str]]
+    dynamic_dims: Callable[[LoadedModel], Mapping[str, Mapping[int, str]]]
     inputs: Callable[[LoadedModel], tuple[Any, ...]]
 
 
 LANGUAGE_MODEL = Entry(
-    module=lambda loaded: CausalLMForward(loaded.model, loaded.first_position),
-    dynamic_dims=DYNAMIC_DIMS,
-    inputs=lambda loaded: example_inputs(loaded.device),
+    module=lambda loaded: loaded.forward_module(),
+    dynamic_dims=lambda loaded: loaded.dynamic_dims,
+    inputs=lambda loaded: loaded.example_inputs(loaded.device),
 )
 """How the model that is served is traced, and a model that drafts for it."""
 
@@ -71,6 +70,7 @@ def compile_model(
     max_model_len: int,
     max_num_tokens: int,
     on_phase: OnPhase | None,
+    all_layers: AllLayers | None = None,
     *,
     entry: Entry = LANGUAGE_MODEL,
 ) -> CompiledLM:
@@ -78,13 +78,14 @@ def compile_model(
 
     A graph that cannot be served is refused before anything is compiled. If `stand_in` is given, it is traced instead
     of the model, and `load` loads the weights while the pieces compile; the kernels of a step are compiled then, too.
+    `all_layers`: a function from the layers of this stage of a pipeline to those of all stages.
     """
     loaded = load() if stand_in is None else stand_in
     device = loaded.device
     decided: list[Decided] = []
 
     def decide(calls: tuple[SplitCall, ...]) -> None:
-        decided.append(decide_for(calls, loaded, config, max_model_len, max_num_tokens))
+        decided.append(decide_for(calls, loaded, config, max_model_len, max_num_tokens, all_layers))
 
     def launch_kernels() -> None:
         compile_step_kernels(decided[-1], loaded, max_model_len, max_num_tokens)
@@ -115,7 +116,7 @@ def compile_model(
             compiled = compile_module(
                 entry.module(loaded),
                 replace(config.compile, compile_sizes=sizes),
-                dynamic_dims=entry.dynamic_dims,
+                dynamic_dims=entry.dynamic_dims(loaded),
                 example_inputs=entry.inputs(loaded),
                 on_phase=on_every_phase,
                 before_compile=decide,

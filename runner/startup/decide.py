@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from piecegraph.compiler.splitting.plan import SplitCall
@@ -19,6 +20,9 @@ from piecegraph.runner.startup.step_kernels import NUM_TOKENS, AttentionOnlyMode
 from piecegraph.runner.state_layers.layer import StateLayer, state_layers
 from piecegraph.runner.step.model_step import build_step, needs_host_batches
 
+AllLayers = Callable[[tuple[AttentionLayer, ...]], tuple[AttentionLayer, ...]]
+"""A function from the layers of one stage of a pipeline to those of all stages, in the model's order."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decided:
@@ -34,11 +38,20 @@ class Decided:
 
 
 def decide_for(
-    calls: tuple[SplitCall, ...], loaded: LoadedModel, config: EngineConfig, max_model_len: int, max_num_tokens: int
+    calls: tuple[SplitCall, ...],
+    loaded: LoadedModel,
+    config: EngineConfig,
+    max_model_len: int,
+    max_num_tokens: int,
+    all_layers: AllLayers | None = None,
 ) -> Decided:
-    """Return the decisions for a model whose graph has these split calls. Raises if the graph cannot be served."""
+    """Return the decisions for a model whose graph has these split calls. Raises if the graph cannot be served.
+
+    All stages of a pipeline have the same groups of blocks, those of `all_layers`; a stage has the tensors of its own.
+    """
     layers, with_states = attention_layers(calls), state_layers(calls, rollback=num_rollback(config))
-    check_layers(layers, loaded.config, with_states, max_model_len=max_model_len)
+    laid_out = layers if all_layers is None else all_layers(layers)
+    check_layers(laid_out, loaded.config, with_states, max_model_len=max_model_len)
     refuse_states(config, with_states)
     if config.cached_states is not None and not with_states:
         raise ConfigError(
@@ -57,12 +70,14 @@ def decide_for(
         max_num_batched_tokens=max_num_tokens,
     )
     layout = kv_cache_layout(
-        (*layers, *with_states),
+        (*laid_out, *with_states),
         max_model_len=max_model_len,
         block_size=config.block_size,
         kernel_block_size=choice.backend.kernel_block_size(config.block_size),
         keeps_boundaries=config.enable_prefix_caching is not False,
     )
+    if all_layers is not None:
+        layout = layout.of_stage({layer.name for layer in layers})
     return Decided(
         calls=calls, config=config, layers=layers, state_layers=with_states, layout=layout, attention=choice, plan=plan
     )

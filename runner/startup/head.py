@@ -119,4 +119,4 @@ def head_entry(head: Eagle3Config) -> Entry:
         hidden = torch.zeros(8, head.layer_config.hidden_size, dtype=loaded.dtype, device=loaded.device)
         return torch.zeros_like(positions), positions, hidden, torch.tensor([2, 4, 7], device=loaded.device)
 
-    return Entry(module=lambda loaded: loaded.model, dynamic_dims=HEAD_DIMS, inputs=inputs)
+    return Entry(module=lambda loaded: loaded.model, dynamic_dims=lambda loaded: HEAD_DIMS, inputs=inputs)

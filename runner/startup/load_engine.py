@@ -53,6 +53,9 @@ from piecegraph.runner.models.load import (
 )
 from piecegraph.runner.models.rope import fix_longrope
 from piecegraph.runner.models.without_weights import stand_in_for
+from piecegraph.runner.pipeline_parallel.pipeline_scheduler import PipelineScheduler
+from piecegraph.runner.pipeline_parallel.stage import Stage
+from piecegraph.runner.pipeline_parallel.stage_step import stage_step
 from piecegraph.runner.sampling.batch_sampler import Sampler
 from piecegraph.runner.scheduling.kv_cache_manager import KVCacheManager
 from piecegraph.runner.scheduling.lora_slots import LoraSlots
@@ -66,6 +69,7 @@ from piecegraph.runner.speculative.speculative_runner import SpeculativeRunner
 from piecegraph.runner.speculative.speculative_scheduler import SpeculativeScheduler
 from piecegraph.runner.speculative.speculative_step import SpeculativeStep, speculative_step
 from piecegraph.runner.startup.compile_model import CompiledLM, compile_model
+from piecegraph.runner.startup.decide import AllLayers
 from piecegraph.runner.startup.draft import (
     CompiledDraft,
     capture_drafter,
@@ -78,7 +82,7 @@ from piecegraph.runner.startup.profile import measure_step
 from piecegraph.runner.startup.rank_device import rank_device
 from piecegraph.runner.step.model_step import ModelStep, build_step
 from piecegraph.runner.step.prompt_embeds import EmbedsForward, embedding_size, embeds_forward
-from piecegraph.runner.tensor_parallel.parallel import Parallel, rank_facts
+from piecegraph.runner.tensor_parallel.parallel import Parallel, graph_facts, rank_facts
 from piecegraph.runner.tensor_parallel.plan import check_heads
 
 if TYPE_CHECKING:
@@ -132,10 +136,8 @@ def load_engine(config: EngineConfig, on_phase: OnPhase | None, parallel: Parall
     """
     check_backend_name(config.attention_backend)
     with timed_phase(on_phase, "device"):  # torch creates the context of a GPU here
-        device = resolve_device(config.device) if parallel is None else rank_device(config.device, parallel.group)
-    max_num_tokens = batched_tokens(config, device.type)
-    if config.cudagraph_capture_sizes is not None:
-        check_capture_sizes(config.cudagraph_capture_sizes, max_num_tokens)
+        device = _device(config, parallel)
+    max_num_tokens = _max_num_tokens(config, device)
     with timed_phase(on_phase, "config"):
         hf_config = load_config(config.source)
         if getattr(hf_config, "quantization_config", None) is not None:
@@ -146,11 +148,13 @@ def load_engine(config: EngineConfig, on_phase: OnPhase | None, parallel: Parall
     check_weight_files(config.source)
     config, head = with_head(config, hf_config)
     draft_source = check_draft(config, hf_config, tokenizer, dtype, device, max_model_len, max_num_tokens)
-    rank = 0 if parallel is None else parallel.group.rank
-    load = functools.cache(lambda: _load_weights(config, hf_config, dtype, device, max_model_len, rank, on_phase))
-    stand_in, weights_first = _stand_in(config, hf_config, dtype, device, max_model_len, on_phase)
+    rank, stage = (0, None) if parallel is None else (parallel.group.rank, parallel.stage)
+    load = functools.cache(
+        lambda: _load_weights(config, hf_config, dtype, device, max_model_len, rank, stage, on_phase)
+    )
+    stand_in, weights_first = _stand_in(config, hf_config, dtype, device, max_model_len, stage, on_phase)
     embeds_size = _embeds_size(config, stand_in, load)
-    model = compile_model(stand_in, load, config, max_model_len, max_num_tokens, on_phase)
+    model = compile_model(stand_in, load, config, max_model_len, max_num_tokens, on_phase, _all_layers(parallel))
     config = model.config
     steps_ahead, loaded = _steps_ahead(config, model, device), load()
     model, draft = compile_draft(draft_source, model, max_num_tokens, on_phase)
@@ -160,12 +164,11 @@ def load_engine(config: EngineConfig, on_phase: OnPhase | None, parallel: Parall
     vocab_size = loaded.config.get_text_config(decoder=True).vocab_size
     sampler = _sampler(config, max_model_len, vocab_size, device, on_phase)
     over_embeds = None if embeds_size is None else embeds_forward(loaded.model, loaded.first_position)
-    make_runner = functools.partial(
-        _runner, model, draft, config, sampler, max_num_tokens, over_embeds, device, on_phase, loaded.adapted
-    )
+    parts = model, draft, config, sampler, max_num_tokens, over_embeds, device, on_phase, loaded.adapted
     if parallel is None:
-        runner, num_blocks = make_runner()
+        runner, num_blocks = _runner(*parts)
     else:
+        make_runner = functools.partial(_runner, *parts)
         runner, num_blocks = _runner_of_rank(parallel, loaded, model, config.source.weight_files, make_runner, on_phase)
     with timed_phase(on_phase, "engine"):
         generation_config = generation_config_of(config.source, loaded.model)
@@ -227,6 +230,7 @@ def _stand_in(
     dtype: torch.dtype,
     device: torch.device,
     max_model_len: int,
+    stage: Stage | None,
     on_phase: OnPhase | None,
 ) -> tuple[LoadedModel | None, str]:
     """Return what `stand_in_for` returns, or no model where nothing is compiled while weights are loaded."""
@@ -240,6 +244,7 @@ def _stand_in(
             device=device,
             max_model_len=max_model_len,
             num_ranks=config.tensor_parallel_size,
+            stage=stage,
             quantization=config.quantization,
             lora=lora_options(config),
         )
@@ -252,6 +257,7 @@ def _load_weights(
     device: torch.device,
     max_model_len: int,
     rank: int,
+    stage: Stage | None,
     on_phase: OnPhase | None,
 ) -> LoadedModel:
     """Return the model with its weights, and report its notes as phases."""
@@ -264,6 +270,7 @@ def _load_weights(
         on_phase=on_phase,
         rank=rank,
         num_ranks=config.tensor_parallel_size,
+        stage=stage,
         quantization=config.quantization,
         lora=lora_options(config),
     )
@@ -305,8 +312,10 @@ def _steps_ahead(config: EngineConfig, model: CompiledLM, device: torch.device) 
     """Return how many steps are launched ahead.
 
     None are if attention plans with lengths on the host that drafts make vary. Raises `ConfigError` if steps ahead were
-    asked for all the same.
+    asked for all the same. Each stage of a pipeline but the last has a batch of its own in flight.
     """
+    if config.pipeline_parallel_size > 1:
+        return config.pipeline_parallel_size - 1
     if config.speculative is None or not model.needs_host_batch:
         return int(runs_ahead(config, device.type))
     if config.async_scheduling and model.attention.backend.needs_host_batch:
@@ -333,6 +342,8 @@ def _scheduler(
 ) -> Scheduler:
     """Return the scheduler over a KV cache of `num_blocks` blocks."""
     kind: Callable[..., Scheduler] = Scheduler
+    if config.pipeline_parallel_size > 1:
+        kind = functools.partial(PipelineScheduler, num_stages=config.pipeline_parallel_size)
     if config.speculative is not None:
         max_drafts = config.speculative.num_speculative_tokens
         kind = functools.partial(
@@ -452,6 +463,32 @@ def _selfcheck(
         raise
 
 
+def _max_num_tokens(config: EngineConfig, device: torch.device) -> int:
+    """Return the largest number of tokens of a step. Raises `ConfigError` for capture sizes that do not fit it."""
+    max_num_tokens = batched_tokens(config, device.type)
+    if config.cudagraph_capture_sizes is not None:
+        check_capture_sizes(config.cudagraph_capture_sizes, max_num_tokens)
+    return max_num_tokens
+
+
+def _all_layers(parallel: Parallel | None) -> AllLayers | None:
+    """Return the function that finds the layers of all stages of a pipeline; None: there is one stage."""
+    return None if parallel is None or parallel.stage is None else parallel.all_layers
+
+
+def _device(config: EngineConfig, parallel: Parallel | None) -> torch.device:
+    """Return the device of this process. Raises `ConfigError`."""
+    if parallel is None:
+        return resolve_device(config.device)
+    device = rank_device(config.device, parallel.group)
+    if parallel.stage is not None and device.type != "cpu":
+        raise ConfigError(
+            f"pipeline_parallel_size={config.pipeline_parallel_size} is not yet available on {device.type}; give "
+            "device='cpu', or leave it out."
+        )
+    return device
+
+
 def _runner_of_rank(
     parallel: Parallel,
     loaded: LoadedModel,
@@ -461,15 +498,19 @@ def _runner_of_rank(
     on_phase: OnPhase | None,
 ) -> tuple[ModelRunner, int]:
     """Return what `make_runner`, `_runner` with its arguments, returns, once all ranks have proved to be alike."""
-    group = parallel.group
+    group, everyone = parallel.group, parallel.everyone
     check_heads(loaded.rank_plan, [(layer.name, layer.num_q_heads, layer.num_kv_heads) for layer in model.layers])
-    facts = rank_facts(weight_files, config=str(loaded.config.to_json_string()), graph=model.compiled.source)
+    facts = rank_facts(weight_files, config=str(loaded.config.to_json_string()))
     with timed_phase(on_phase, "ranks"):
-        group.agree("facts", facts)
+        everyone.agree("facts", facts)
+        group.agree("graph", graph_facts(model.compiled.source))
         group.connect(loaded.device)
+        parallel.connect_stages()
+    plan = loaded.stage
+    staged = None if plan is None else functools.partial(stage_step, plan=plan, dtype=loaded.dtype)
     with running_in(group):
-        runner, num_blocks = make_runner(parallel.runner_kind)
-    return runner, group.smallest("num_blocks", num_blocks)
+        runner, num_blocks = make_runner(staged, parallel.runner_kind)
+    return runner, everyone.smallest("num_blocks", num_blocks)
 
 
 def _runner(
@@ -482,6 +523,7 @@ def _runner(
     device: torch.device,
     on_phase: OnPhase | None,
     adapted: AdaptedModules | None,
+    staged: Callable[[ModelStep], ModelStep] | None = None,
     runner_kind: Callable[..., ModelRunner] | None = None,
 ) -> tuple[ModelRunner, int]:
     """Return the runner, with its graphs captured, and the number of blocks of its KV cache."""
@@ -504,6 +546,7 @@ def _runner(
     if speculative is not None and isinstance(draft, CompiledHead):
         speculative = headed_step(speculative, draft.head.hidden_size, draft.loaded.dtype)
     step = step if speculative is None else speculative
+    step = step if staged is None else staged(step)
     cache = _allocate(model, draft, config, step, max_num_tokens, on_phase)
     step = replace(step, kv_caches=cache.kv_caches, state_caches=cache.state_caches, embeds_forward=over_embeds)
     graphs = CudaGraphManager(
@@ -539,10 +582,8 @@ def _runner(
         failed=graphs.failed(),
         static_sizes=model.compiled.report().static_sizes,
     )
-    kind: Callable[..., ModelRunner] = ModelRunner
-    if speculative is not None:
-        kind = functools.partial(SpeculativeRunner, drafter=drafter)
-    runner = (kind if runner_kind is None else runner_kind)(
+    speculative_kind = functools.partial(SpeculativeRunner, drafter=drafter)
+    runner = (runner_kind or (ModelRunner if speculative is None else speculative_kind))(
         step=step,
         graphs=graphs,
         dispatcher=dispatcher,

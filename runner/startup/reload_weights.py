@@ -50,9 +50,10 @@ def reload_weights(loaded: Loaded, weights: NewWeights | None, draft_weights: Ne
     requests are unfinished, `ConfigError` if another model's config differs, and `CheckpointError` for a name that the
     model does not have or a tensor that does not fit; with mappings or files nothing has been written then.
     """
-    if loaded.model.rank_plan is not None:
+    if loaded.model.rank_plan is not None or loaded.model.stage is not None:
         raise UsageError(
-            "reload_weights is not yet available with several ranks (tensor_parallel_size); make a new LLM."
+            "reload_weights is not yet available with several ranks (tensor_parallel_size, pipeline_parallel_size); "
+            "make a new LLM."
         )
     if draft_weights is not None and loaded.draft is None:
         raise UsageError("draft_weights are given, and no model drafts here (speculative_config); leave them out.")

@@ -40,8 +40,8 @@ from piecegraph.runner.step.prompt_embeds import EmbedsBatch, EmbedsForward
 from piecegraph.runner.step.state.input_buffers import InputBuffers
 from piecegraph.runner.step.state.request_states import RequestStates
 
-Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""The compiled model, `(input_ids, positions, logits_indices) -> logits`."""
+Forward = Callable[..., torch.Tensor]
+"""The compiled model, `(input_ids, positions, logits_indices) -> logits`; a stage of a pipeline differs."""
 
 
 class StepOutput(NamedTuple):
@@ -125,7 +125,7 @@ class ModelStep:
             lora=lora,
         )
 
-    def model_inputs(self, num_tokens: int, num_logits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def model_inputs(self, num_tokens: int, num_logits: int) -> tuple[torch.Tensor, ...]:
         """Return the model's arguments, views of the fixed buffers."""
         buffers = self.buffers
         return buffers.input_ids[:num_tokens], buffers.positions[:num_tokens], buffers.logits_indices[:num_logits]
@@ -149,22 +149,23 @@ class ModelStep:
         `embeds`: rows that are given as embeddings; the model's own code runs then instead of the compiled pieces.
         `num_active_loras`: as in `BatchDescriptor`; the inputs were prepared with the same number.
         """
-        input_ids, positions, indices = self.model_inputs(metadata.num_tokens, num_reqs)
+        inputs = self.model_inputs(metadata.num_tokens, num_reqs)
         if more_indices is not None:
-            indices = torch.cat([indices, more_indices])
+            inputs = (*inputs[:-1], torch.cat([inputs[-1], more_indices]))
         lora = None
         if num_active_loras:
             assert self.slot_map is not None
-            lora = self.slot_map.rows(metadata.num_tokens, num_reqs if more_indices is None else indices)
+            lora = self.slot_map.rows(metadata.num_tokens, num_reqs if more_indices is None else inputs[-1])
         with set_forward_context(self.context(metadata, lora=lora)):
             if embeds is not None:
                 assert self.embeds_forward is not None, "checked when the request was added"
+                input_ids, positions, indices = inputs
                 return self.embeds_forward(input_ids, positions, indices, embeds)
-            return self.forward(input_ids, positions, indices)
+            return self.forward(*inputs)
 
-    def prepare_piecewise(self, input_ids: torch.Tensor, positions: torch.Tensor, logits_indices: torch.Tensor) -> None:
+    def prepare_piecewise(self, *inputs: torch.Tensor) -> None:
         """Run `prepare` for the sizes of these model inputs, at the start of a PIECEWISE bucket's first graph."""
-        self.prepare(input_ids.shape[0], logits_indices.shape[0], num_active_loras=self._num_active_loras())
+        self.prepare(inputs[0].shape[0], inputs[-1].shape[0], num_active_loras=self._num_active_loras())
 
     def draw(self, logits: torch.Tensor) -> StepOutput:
         """Sample a token for every row of `logits` `[num_reqs, vocab_size]`, and record the tokens in the states.

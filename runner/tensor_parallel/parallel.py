@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import platform
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
+
+from piecegraph.runner.attention.interface.layer import AttentionLayer
 from piecegraph.runner.tensor_parallel.process_group import RankGroup
+
+if TYPE_CHECKING:
+    from piecegraph.runner.pipeline_parallel.stage import Stage
 
 _SAMPLES, _SAMPLE_BYTES = 256, 4096
 
@@ -18,13 +25,34 @@ _SAMPLES, _SAMPLE_BYTES = 256, 4096
 class Parallel:
     """One rank of an engine."""
 
-    group: RankGroup
+    group: RankGroup  # those that divide its layers among them: all ranks, or those of its stage
     runner_kind: Callable[..., Any]  # called as `ModelRunner`
+    world: RankGroup | None = None  # all ranks, which exchange values at start; None: those of `group`
+    stage: Stage | None = None  # its stage of a pipeline; None: there is one stage
+    connect_stages: Callable[[], None] = lambda: None  # connects the stages; all ranks call it at about the same time
+
+    @property
+    def everyone(self) -> RankGroup:
+        """All ranks of the engine."""
+        return self.group if self.world is None else self.world
+
+    def all_layers(self, layers: tuple[AttentionLayer, ...]) -> tuple[AttentionLayer, ...]:
+        """Return the attention layers of all stages, in the model's order; waits until every rank has its own."""
+        own = json.dumps([{**asdict(layer), "dtype": str(layer.dtype).removeprefix("torch.")} for layer in layers])
+        found: dict[str, AttentionLayer] = {}
+        for text in self.everyone.exchange("layers", own):  # ranks of one stage have the same
+            for fields in json.loads(text):
+                found[fields["name"]] = AttentionLayer(**{**fields, "dtype": getattr(torch, fields["dtype"])})
+        return tuple(found.values())
 
 
-def rank_facts(weight_files: Sequence[Path], *, config: str, graph: str) -> dict[str, str]:
-    """Return what must be equal on all ranks, by name: software, config, graph and weights, the latter as digests."""
-    import torch
+def graph_facts(graph: str) -> dict[str, str]:
+    """Return what must be equal on all ranks that divide the same layers: a digest of the compiled graph."""
+    return {"compiled graph": _digest(graph.encode())}
+
+
+def rank_facts(weight_files: Sequence[Path], *, config: str) -> dict[str, str]:
+    """Return what must be equal on all ranks, by name: software, config and weights, the latter two as digests."""
     import transformers
 
     from piecegraph import __version__
@@ -35,7 +63,6 @@ def rank_facts(weight_files: Sequence[Path], *, config: str, graph: str) -> dict
         "version of transformers": transformers.__version__,
         "version of Python": platform.python_version(),
         "config of the model": _digest(config.encode()),
-        "compiled graph": _digest(graph.encode()),
         "set of weights": weights_digest(weight_files),
     }
 

@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from piecegraph.errors import ModelError, UnsupportedModel
+from piecegraph.runner.pipeline_parallel.missing_module import MissingModule
 from piecegraph.runner.tensor_parallel.shards import HeadSplit, Shard, even_shard
 
 REPLICATED = frozenset({"replicated_with_grad_allreduce", "mla_kv_a_proj", "replicate", "replicated"})
@@ -54,8 +55,11 @@ def styles_of(model: Any) -> dict[str, str]:
 def rank_plan(model: Any, rank: int, num_ranks: int) -> RankPlan:
     """Return what `rank` holds of a transformers model, which may be on the meta device.
 
-    Raises `UnsupportedModel`, with the module's name, for what cannot be divided.
+    Modules of other stages of a pipeline (`MissingModule`) are left out. Raises `UnsupportedModel`, with the module's
+    name, for what cannot be divided.
     """
+    if num_ranks == 1:
+        return RankPlan(rank=0, num_ranks=1, heads=None, shards={})
     rules = styles_of(model)
     planned = _planned(model, rules)
     shards: dict[str, Shard] = {}
@@ -67,7 +71,7 @@ def rank_plan(model: Any, rank: int, num_ranks: int) -> RankPlan:
         except AttributeError:
             continue
         module = model.get_submodule(name) if not isinstance(found, nn.Parameter) else None
-        if style in REPLICATED:
+        if style in REPLICATED or isinstance(module, MissingModule):
             continue
         if module is None:
             shards[name] = _parameter_shard(model, name, style, heads, rank, num_ranks)
@@ -211,7 +215,7 @@ def _divide_vocabulary(model: Any, shards: dict[str, Shard], styles: dict[str, s
     head = model.get_output_embeddings()
     name = next((name for name, module in model.named_modules() if module is embedding), "")
     head_name = next((name for name, module in model.named_modules() if module is head and head is not None), "")
-    is_tied = head is not None and head.weight is embedding.weight
+    is_tied = isinstance(head, nn.Linear) and head.weight is getattr(embedding, "weight", None)
     if styles.get(head_name) == GATHERED and isinstance(embedding, nn.Embedding) and name not in styles:
         shards[f"{name}.weight"] = even_shard(-2, embedding.weight.shape[0], rank, num_ranks)
         styles[name] = EMBEDDING

@@ -7,7 +7,7 @@ operation that we cannot divide is refused, and the caller then loads the model 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -64,16 +64,25 @@ class RankSlice:
 
 
 def rank_model(
-    model_class: type[Any], config: Any, files: Sequence[Path], rank: int, num_ranks: int, **options: Any
+    model_class: type[Any],
+    config: Any,
+    files: Sequence[Path],
+    rank: int,
+    num_ranks: int,
+    prepare: Callable[[Any], None] = lambda model: None,
+    **options: Any,
 ) -> tuple[Any, dict[str, Any], RankPlan, int]:
     """Return one rank's model, transformers' loading information, the plan, and the number of bytes read.
 
-    `options` are those of `from_pretrained`. Raises `CannotSlice`, `UnsupportedModel`, and what loading raises.
+    `prepare` is called on each model without weights that is made, before it is divided; it may take modules away, and
+    what only these would read is not read. `options` are those of `from_pretrained`. Raises `CannotSlice`,
+    `UnsupportedModel`, and what loading raises.
     """
     plans: list[RankPlan] = []
 
     def construct(self: Any, *args: Any, **kwargs: Any) -> None:
         model_class.__init__(self, *args, **kwargs)
+        prepare(self)
         plans.append(rank_plan(self, rank, num_ranks))
         shard_model(self, plans[-1])
 
@@ -81,9 +90,15 @@ def rank_model(
     bytes_read = [0]
     with torch.device("meta"):
         blank = model_class(config)
+        names = set(blank.state_dict())
+        prepare(blank)
+        others = names - set(blank.state_dict())
         plan = rank_plan(blank, rank, num_ranks)
     with _opened(files) as tensors:
-        state = {name: RankSlice(whole, shard, bytes_read) for name, whole, shard in _with_shards(blank, tensors, plan)}
+        state = {
+            name: RankSlice(whole, shard, bytes_read)
+            for name, whole, shard in _with_shards(blank, tensors, plan, others)
+        }
         model, info = own.from_pretrained(
             None, config=config, state_dict=state, output_loading_info=True, ignore_mismatched_sizes=True, **options
         )
@@ -104,18 +119,25 @@ def _opened(files: Sequence[Path]) -> Iterator[dict[str, Any]]:
         yield tensors
 
 
-def _with_shards(model: Any, tensors: Mapping[str, Any], plan: RankPlan) -> Iterator[tuple[str, Any, Shard | None]]:
-    """Yield each tensor of a checkpoint with the part of it that the rank reads; None: all of it."""
+def _with_shards(
+    model: Any, tensors: Mapping[str, Any], plan: RankPlan, others: set[str]
+) -> Iterator[tuple[str, Any, Shard | None]]:
+    """Yield each tensor of a checkpoint with the part of it that the rank reads; None: all of it.
+
+    Tensors of parameters in `others`, which other ranks hold, are left out.
+    """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
     mapping = get_model_conversion_mapping(model)
     renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
     converters = [each for each in mapping if isinstance(each, WeightConverter)]
-    state = model.state_dict()
+    state = {**dict.fromkeys(others), **model.state_dict()}  # renaming looks at names alone
     by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
     for name, whole in tensors.items():
         target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
+        if target in others:
+            continue
         shard = plan.shards.get(target)
         if shard is None or pattern is None:
             yield name, whole, shard

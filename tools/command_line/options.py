@@ -220,6 +220,13 @@ LLM_FLAGS = (
     Flag(name="master_addr", default="127.0.0.1", help="Address of machine 0, the same on all."),
     Flag(name="master_port", type=int, default=29501, help="Free port of machine 0, the same on all."),
     Flag(
+        name="pipeline_parallel_size",
+        short="-pp",
+        type=int,
+        default=1,
+        help="Stages that layers are divided among, each of --tensor-parallel-size ranks; CPU only so far.",
+    ),
+    Flag(
         name="distributed_executor_backend",
         type=click.Choice(["uniproc", "mp", "ray", "external_launcher"]),
         help="Who runs the ranks: mp on this machine, ray on a cluster, external_launcher under torchrun. "

@@ -107,7 +107,16 @@ def test_one_process_is_called_like_several(llm: LLM) -> None:
             "speculative_config is not yet available with",
         ),
         ({"tensor_parallel_size": 2, "compilation_config": {"selfcheck": True}}, "selfcheck is not yet available with"),
-        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2 is not available here"),
+        ({"pipeline_parallel_size": 0}, "pipeline_parallel_size=0; it must be a whole number, 1 or more"),
+        (
+            {"pipeline_parallel_size": 2, "async_scheduling": True},
+            "several batches of different requests",
+        ),
+        (
+            {"pipeline_parallel_size": 2, "distributed_executor_backend": "external_launcher"},
+            "'external_launcher' runs no stages yet",
+        ),
+        ({"pipeline_parallel_size": 2, "runner": "pooling"}, "not yet available with pipeline_parallel_size=2"),
         ({"enable_expert_parallel": True}, "enable_expert_parallel=True is not available here"),
     ],
 )

@@ -149,8 +149,8 @@ def test_what_is_planned_is_captured(llama_dir: Path, monkeypatch: pytest.Monkey
     """Of the model and of its draft, and nothing else, so that what is explained is what runs."""
     plans: dict[bool, GraphPlan] = {}
 
-    def noting(calls: Any, loaded: Any, config: EngineConfig, *sizes: int) -> Decided:
-        found = decide_for(calls, loaded, config, *sizes)
+    def noting(calls: Any, loaded: Any, config: EngineConfig, *others: Any) -> Decided:
+        found = decide_for(calls, loaded, config, *others)
         plans[config.is_draft] = found.plan
         return found
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from piecegraph.errors import ConfigError
 from piecegraph.passes.ops.collectives import CollectiveError
-from piecegraph.runner.tensor_parallel.parallel import rank_facts, weights_digest
+from piecegraph.runner.tensor_parallel.parallel import graph_facts, rank_facts, weights_digest
 from piecegraph.runner.tensor_parallel.process_group import RankGroup
 
 CPU = torch.device("cpu")
@@ -87,6 +87,7 @@ def test_the_digest_of_weights_changes_with_size_and_bytes(tmp_path: Path) -> No
     file.write_bytes(b"")
     digests.append(weights_digest([file]))
     assert len(set(digests)) == 4
-    facts = rank_facts([file], config="a", graph="b")
-    assert facts != rank_facts([file], config="a", graph="c")
-    assert facts == rank_facts([file], config="a", graph="b")
+    facts = rank_facts([file], config="a")
+    assert facts != rank_facts([file], config="b")
+    assert graph_facts("a") != graph_facts("b")
+    assert facts == rank_facts([file], config="a")

@@ -1,0 +1,54 @@
+"""How one rank of `mp` takes part in an engine, from its number: its stage, its groups and its runner."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from piecegraph.runner.distributed.group_runner import GroupRunner, LeadingRunner
+from piecegraph.runner.distributed.stage_runner import LeadingStageRunner, StageRunner
+from piecegraph.runner.pipeline_parallel.stage import Stage
+from piecegraph.runner.pipeline_parallel.stage_link import StageLink
+from piecegraph.runner.tensor_parallel.parallel import Parallel
+from piecegraph.runner.tensor_parallel.process_group import RankGroup, no_check, own_address
+
+if TYPE_CHECKING:
+    from piecegraph.runner.common.engine_config import EngineConfig
+    from piecegraph.runner.distributed.executor import MpExecutor
+
+
+def rank_parallel(
+    config: EngineConfig,
+    store: dist.Store,
+    rank: int,
+    timeout_s: float,
+    *,
+    leading: MpExecutor | None = None,
+    check: Callable[[], None] = no_check,
+) -> Parallel:
+    """Return how `rank` takes part. Ranks of one stage follow each other; `leading`: the executor, on rank 0.
+
+    `check` is called while the rank waits for others at start, and may raise.
+    """
+    size, num_stages = config.tensor_parallel_size, config.pipeline_parallel_size
+    world = RankGroup(store, rank, config.num_ranks, timeout_s, check=check)
+    lead: dict[str, Any] = {} if leading is None else {"executor": leading}
+    if num_stages == 1:
+        plain: Any = GroupRunner if leading is None else LeadingRunner
+        return Parallel(group=world, runner_kind=partial(plain, group=world, **lead))
+    stage = Stage(index=rank // size, num_stages=num_stages)
+    group = RankGroup(
+        dist.PrefixStore(f"stage {stage.index}", store), rank % size, size, timeout_s, local_rank=rank, check=check
+    )
+    link = StageLink(dist.PrefixStore(f"line {rank % size}", store), stage, timeout_s, address=own_address(store))
+    staged: Any = StageRunner if leading is None else LeadingStageRunner
+    return Parallel(
+        group=group,
+        runner_kind=partial(staged, group=group, link=link, **lead),
+        world=world,
+        stage=stage,
+        connect_stages=link.connect,
+    )

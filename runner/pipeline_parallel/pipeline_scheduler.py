@@ -1,0 +1,48 @@
+"""`PipelineScheduler`, which keeps several batches in flight, one a stage."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from operator import attrgetter
+from typing import Any
+
+from piecegraph.runner.scheduling.scheduler import Scheduler
+
+
+class PipelineScheduler(Scheduler):
+    """A scheduler for several stages: a request computes no token that it has not received yet.
+
+    While a batch is in flight, the next one is made of other requests. A step takes at most as many running requests as
+    their number divided by the number of stages, those admitted earlier first, so that each stage has a batch of its
+    own. Once every stage but one has such a full batch, the next step takes all requests that are left, so none waits
+    for ever.
+
+    A prompt that runs in chunks has the tokens of its next chunk, and may be in several batches in flight.
+    """
+
+    def __init__(self, *, num_stages: int, **options: Any) -> None:
+        super().__init__(**options)
+        assert num_stages > 1, num_stages
+        self._num_stages = num_stages
+        self._may_be_steady = False  # a steady batch computes tokens that are pending
+
+    def _shares_of_budget(self) -> Mapping[str, int]:
+        """Return how many tokens each request of the next batch computes; a request that is missing waits."""
+        budget = self._max_num_batched_tokens
+        places = -(-len(self._running) // self._num_stages)
+        shares: dict[str, int] = {}
+        for request in sorted(self._running, key=attrgetter("epoch")):
+            if not places or not budget:
+                break
+            num_tokens = request.settled_num_tokens_with_pending
+            if num_tokens != request.num_tokens or num_tokens >= request.max_total_tokens:
+                continue  # its token is in flight, or it has all
+            num_tokens -= request.settled_num_computed_tokens
+            if num_tokens != 1:
+                num_tokens = self._take_share(request, num_tokens, budget)
+            num_tokens = min(num_tokens, budget)
+            if num_tokens:
+                shares[request.request_id] = num_tokens
+                budget -= num_tokens
+                places -= 1
+        return shares

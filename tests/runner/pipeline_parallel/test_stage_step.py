@@ -1,0 +1,95 @@
+"""Stages of a pipeline answer as one process does, over random schedules: arrivals, aborts, preemption, prefixes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+from piecegraph import LLM, SamplingParams
+from piecegraph.runner.pipeline_parallel.stage_step import count_computed
+from tests.runner.margin_rule import assert_same_tokens
+from tests.runner.pipeline_parallel.stages_in_threads import llm_of_threads
+from tests.runner.tiny_models import llama_config, make_model, random_model, save
+
+PREFIX = [7, 8, 9, 10] * 6
+
+
+def random_request(random: Random) -> tuple[list[int], SamplingParams]:
+    tail = [random.randrange(3, 120) for _ in range(random.randrange(1, 6))]
+    prompt = [*PREFIX[: random.choice((0, 0, 8, 16, 24))], *tail]
+    options: dict[str, Any] = {}
+    if random.random() < 0.5:
+        options = {"temperature": 1.1, "seed": random.randrange(99), "top_k": 20, "repetition_penalty": 1.2}
+        options["logprobs"] = random.choice((None, 1))
+        options["prompt_logprobs"] = random.choice((None, None, 0))
+    return prompt, SamplingParams(**{"temperature": 0.0, "max_tokens": random.randrange(1, 12), **options})
+
+
+def run_at_random(llm: LLM, seed: int, num_requests: int = 14) -> dict[str, list[int]]:
+    """Add and abort requests between steps; return the tokens of those that end by themselves."""
+    random, engine = Random(seed), llm.engine
+    arrivals = [(f"r{number}", *random_request(random)) for number in range(num_requests)]
+    finished: dict[str, list[int]] = {}
+    aborts = 3
+    while arrivals or engine.has_unfinished:
+        if arrivals and (random.random() < 0.4 or not engine.has_unfinished):
+            name, prompt, params = arrivals.pop(0)
+            engine.add_request(name, prompt, params)
+        if aborts and random.random() < 0.04 and engine.requests:
+            aborts -= 1
+            engine.abort(random.choice(list(engine.requests)))
+        for output in engine.step() if engine.has_unfinished else ():
+            if output.finished and output.outputs[0].finish_reason != "abort":
+                finished[output.request_id] = list(output.outputs[0].token_ids)
+    return finished
+
+
+def test_stages_answer_as_transformers_does_and_as_one_process(tmp_path: Path) -> None:
+    """Three stages over graphs that are recorded; blocks are so few that requests are preempted."""
+    model = random_model(llama_config(num_hidden_layers=4, tie_word_embeddings=True))
+    folder = save(model, tmp_path)
+    options = {"num_kv_blocks": 12, "block_size": 4, "max_model_len": 44, "max_num_batched_tokens": 16}
+    answers = []
+    num_preemptions = 0
+    for num_stages in (1, 3):
+        with llm_of_threads(folder, pipeline_parallel_size=num_stages, graph_kind="recorded", **options) as llm:
+            answers.append([run_at_random(llm, seed) for seed in range(3)])
+            num_preemptions = llm.engine.stats.num_preemptions
+            reports = llm.collective_rpc("report")
+    assert num_preemptions, "no request was preempted: the test shows less than it says"
+    assert [report["layers"] for report in reports] == [(0, 1), (1, 3), (3, 4)]
+    for seed, (one, three) in enumerate(zip(*answers, strict=True)):
+        both = one.keys() & three.keys()  # an abort may come after the end
+        assert len(both) > 7
+        requests = Random(seed)
+        for name, (prompt, params) in {f"r{n}": random_request(requests) for n in range(14)}.items():
+            if name not in both:
+                continue
+            if params.temperature == 0.0:
+                assert_same_tokens(model, prompt, three[name])
+            else:
+                assert one[name] == three[name], (seed, name)
+
+
+def test_counts_of_padding_change_nothing() -> None:
+    num_computed = torch.tensor([5, 0, 7], dtype=torch.int32)
+    count_computed(num_computed, torch.tensor([2, 1, -1, -1]), torch.tensor([9, 3, 100, 100], dtype=torch.int32))
+    assert num_computed.tolist() == [5, 3, 9]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3", "gemma3", "mixtral", "qwen3-moe"])
+def test_stages_of_ranks_of_a_family(name: str, tmp_path: Path) -> None:
+    """Two stages of two ranks each; sliding windows, tied embeddings, experts."""
+    model = make_model(name)
+    folder = save(model, tmp_path)
+    with llm_of_threads(folder, pipeline_parallel_size=2, tensor_parallel_size=2, max_num_batched_tokens=16) as llm:
+        prompts = [[5, 17, 3], [9], list(range(20, 44))]
+        greedy = SamplingParams(temperature=0.0, max_tokens=12)
+        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], greedy, use_tqdm=False)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert_same_tokens(model, prompt, output.outputs[0].token_ids)
