@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from piecegraph.compiler.backend import GraphModel, graph_models_of
+from piecegraph.compiler.building.background import BackgroundCompile
 from piecegraph.compiler.building.build import BeforeCompile
 from piecegraph.compiler.building.deferred_weights import LoadWeights
 from piecegraph.compiler.compiled_model import CompiledModel
@@ -26,6 +27,7 @@ def compile(
     on_phase: OnPhase | None = None,
     before_compile: BeforeCompile | None = None,
     load_weights: LoadWeights | None = None,
+    background: BackgroundCompile | None = None,
 ) -> CompiledModel:
     """Compile `module` for inference, its graph cut at `config.split_ops`.
 
@@ -48,6 +50,11 @@ def compile(
     or at once where the cache has the model. The returned module is the one that is bound, and its parameters may
     become views. Without `load_weights`, a module of fake tensors can be compiled into the cache but not called.
 
+    With `background`, a new `BackgroundCompile`, this returns before the pieces are compiled, unless the cache has
+    them: the model runs their graphs, and each compiled piece takes the place of its graph in `background.swap()`,
+    which the caller calls between two calls of the model. `close` of the model ends the compile. It needs a module with
+    its weights.
+
     Raises `GraphBreak`, `SizeSpecialized`, `UnknownGuard`, `SplitOpNotFound`, `SplitOpUnused`,
     `PieceCompileFailed`, `ConfigError` and `InputMismatch` (see `piecegraph.errors`).
     """
@@ -56,7 +63,9 @@ def compile(
             f"piecegraph.compile takes a torch.nn.Module, not {type(module).__name__}. "
             "For a function, use torch.compile(fn, backend='piecegraph')."
         )
-    model = CompiledModel(module, config or CompileConfig(), dynamic_dims or {}, on_phase, before_compile, load_weights)
+    model = CompiledModel(
+        module, config or CompileConfig(), dynamic_dims or {}, on_phase, before_compile, load_weights, background
+    )
     if isinstance(example_inputs, Mapping):
         model.compile_for((), example_inputs)
     elif example_inputs is not None:

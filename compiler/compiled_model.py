@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from piecegraph.compiler.building.background import BackgroundCompile
 from piecegraph.compiler.building.build import BeforeCompile
 from piecegraph.compiler.building.capturable import CapturableModel
 from piecegraph.compiler.building.deferred_weights import LoadWeights
@@ -53,6 +54,7 @@ class CompiledModel(CapturableModel):
         on_phase: OnPhase | None = None,
         before_compile: BeforeCompile | None = None,
         load_weights: LoadWeights | None = None,
+        background: BackgroundCompile | None = None,
     ) -> None:
         self._module: torch.nn.Module | None = module  # None once closed
         self._config = config
@@ -60,6 +62,7 @@ class CompiledModel(CapturableModel):
         self._on_phase: OnPhase = on_phase or (lambda phase: None)
         self._before_compile = before_compile
         self._load_weights = load_weights
+        self._background = background
         self._ready: ReadyModel | None = None
         self._closed = False
 
@@ -81,6 +84,7 @@ class CompiledModel(CapturableModel):
             on_phase=self._on_phase,
             before_compile=self._before_compile,
             load_weights=self._load_weights,
+            background=self._background,
         )
         self._load_weights = None  # the function may hold the loaded weights
 
@@ -159,6 +163,8 @@ class CompiledModel(CapturableModel):
     def close(self) -> None:
         """Release the module, its weights and the compiled pieces; further calls raise `CompileError`. Idempotent."""
         self._closed = True
+        if self._background is not None:
+            self._background.close()
         self._ready = None
         self._module = None
         self._load_weights = None

@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from piecegraph.runner.engine.engine import Engine
     from piecegraph.runner.engine.model_runner import ModelRunner
     from piecegraph.runner.inspect.selfcheck import SelfcheckReport
+    from piecegraph.runner.late_start.fast_start import StartProgress
     from piecegraph.runner.pooling.engine import PooledOutput
     from piecegraph.runner.pooling.load import LoadedPooler
     from piecegraph.runner.pooling.outputs import (
@@ -129,6 +130,7 @@ class LLM:
         graph_kind: str = "auto",
         compilation_config: CompileConfig | Mapping[str, Any] | int | None = None,
         enforce_eager: bool = False,
+        start: str = "full",
         strict: bool = False,
         tensor_parallel_size: int = 1,
         pipeline_parallel_size: int = 1,
@@ -267,8 +269,37 @@ class LLM:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Decisions made while loading that a caller may want to know, one sentence for each."""
-        return self._model_in_use.notes
+        """Decisions made while loading that a caller may want to know, one sentence for each.
+
+        With `start="fast"`, also what failed since.
+        """
+        start = None if self._loaded is None else self._loaded.start
+        return (*self._model_in_use.notes, *(() if start is None else start.notes))
+
+    @property
+    def start_progress(self) -> StartProgress:
+        """How far the start is: with `start="fast"`, "compiling n of m", "capturing n of m", at last "full speed"."""
+        from piecegraph.runner.late_start.fast_start import FULL_SPEED, StartProgress
+
+        start = None if self._model_in_use is self._loaded_pooler else self._generator.start
+        return StartProgress(FULL_SPEED) if start is None else start.progress
+
+    def use_idle_moment(self) -> float | None:
+        """Do a part of what remains of a start with `start="fast"`, for a program that runs its own loop.
+
+        Returns the seconds after which there may be more to do, or None if nothing remains. No step may be running.
+        Raises what `finish_start` raises.
+        """
+        start = self._generator.start
+        return None if start is None else start.use_idle_moment()
+
+    def finish_start(self) -> None:
+        """With `start="fast"`, wait until everything is compiled and captured; then all runs at full speed.
+
+        No step may be running. Raises `CompileError` and `CaptureError` if `strict` and something failed.
+        """
+        if self._loaded is not None and self._loaded.start is not None:
+            self._loaded.start.finish()
 
     @property
     def selfcheck(self) -> SelfcheckReport | None:
@@ -532,9 +563,10 @@ class LLM:
     def get_metrics(self) -> list[Metric]:
         """Return counters since the start and current gauges, under vLLM's names."""
         pooler = self._loaded_pooler
-        return (
-            self.llm_engine.get_metrics() if pooler is None else pooling_metrics(pooler.engine.stats, self.model_name)
-        )
+        if pooler is not None:
+            return pooling_metrics(pooler.engine.stats, self.model_name)
+        start = self._generator.start
+        return [*self.llm_engine.get_metrics(), *([] if start is None else start.metrics(self.model_name))]
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the parameters that `sampling_params=None` stands for, as a new object that may be changed.
@@ -547,6 +579,8 @@ class LLM:
     def close(self) -> None:
         """Free the model and its cache. Idempotent; any other call afterwards raises `UsageError`."""
         if self._loaded is not None:
+            if self._loaded.start is not None:
+                self._loaded.start.close()
             self._loaded.engine.close()
         for loaded in (self._loaded, self._loaded_pooler):
             if loaded is not None and not isinstance(loaded, LoadedElsewhere):
@@ -825,4 +859,4 @@ def _will_compile(config: EngineConfig) -> bool:
     """Return whether the model will probably be compiled, as a look at the cache suggests."""
     from piecegraph.runner.startup.compile_guess import will_compile
 
-    return will_compile(config)
+    return config.start == "full" and will_compile(config)

@@ -48,6 +48,7 @@ ROOMS: Mapping[str, Sequence[str]] = {
         "clusters",
         "distributed",
         "startup",
+        "late_start",
         "inspect",
         "speculative",
         "engine",
@@ -168,6 +169,8 @@ def test_folders_are_small() -> None:
 
 
 COVERED_BY: Mapping[str, str] = {
+    "compiler/piece_compilers/graphs_first.py": "tests/compiler/building/test_background.py",
+    "runner/cudagraphs/late_dispatcher.py": "tests/runner/late_start/test_fast_start.py",
     "passes/ops/collectives.py": "tests/runner/tensor_parallel/test_sharded_modules.py",
     "runner/data_parallel/engine_program.py": "tests/runner/data_parallel/test_engine_processes.py",
     "runner/data_parallel/loaded_elsewhere.py": "tests/runner/data_parallel/test_engine_processes.py",

@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
@@ -21,8 +21,14 @@ from piecegraph.compiler.common.size_conditions import SizeCondition
 from piecegraph.compiler.piece_compilers.compile_static import CompiledStatic, compile_static, tuning_inputs
 from piecegraph.compiler.piece_compilers.eager import EagerPieceCompiler
 from piecegraph.compiler.piece_compilers.forwards import Forwards
+from piecegraph.compiler.piece_compilers.graphs_first import GraphsFirst
 from piecegraph.compiler.piece_compilers.protocol import CompiledPiece, PieceCompiler
-from piecegraph.compiler.piece_compilers.static_piece import static_pieces, symbols_by_unique
+from piecegraph.compiler.piece_compilers.static_piece import (
+    Refused,
+    StaticPiece,
+    static_pieces,
+    symbols_by_unique,
+)
 from piecegraph.compiler.rewriting import dump
 from piecegraph.compiler.rewriting.apply_passes import apply_to_pieces, pass_row, report_failure
 from piecegraph.compiler.rewriting.expectations import check_expected_matches
@@ -38,6 +44,9 @@ from piecegraph.compiler.store.compile_cache import CompileCache
 from piecegraph.config import CompileConfig
 from piecegraph.passes.matching.graph_pass import GraphPass, Place
 from piecegraph.progress import OnPhase, Phase, timed_phase
+
+if TYPE_CHECKING:
+    from piecegraph.compiler.building.inductor_pieces import InductorPieceCompiler
 
 BeforeCompile = Callable[[tuple[SplitCall, ...]], None]
 """Receives all calls of split ops before any piece is compiled; may raise."""
@@ -62,12 +71,23 @@ class BuildResult:
     not_saved: tuple[str, ...]  # why pieces could not be saved
     size_conditions: tuple[SizeCondition, ...]  # over size symbols; they must hold
     report: CompileReport
+    assembly: Assembly | None = None  # what compiled pieces are put into later; None: nothing is compiled later
 
 
 def piece_compiler(config: CompileConfig, cache: CompileCache, on_wait: OnWait | None = None) -> PieceCompiler:
     """Return the piece compiler that `config` names, over `cache`. `on_wait` is that of `CompileCache.flight`."""
     if config.compiler == "eager":
         return EagerPieceCompiler()
+    return inductor_compiler(config, cache, on_wait)
+
+
+def inductor_compiler(
+    config: CompileConfig, cache: CompileCache, on_wait: OnWait | None = None, *, is_in_background: bool = False
+) -> InductorPieceCompiler:
+    """Return the piece compiler that uses Inductor.
+
+    `is_in_background`: a thread will call it while the model runs, so at least one process compiles, at low priority.
+    """
     from piecegraph.compiler.building.inductor_pieces import InductorPieceCompiler
 
     return InductorPieceCompiler(
@@ -78,6 +98,7 @@ def piece_compiler(config: CompileConfig, cache: CompileCache, on_wait: OnWait |
         cache,
         on_wait,
         strict=config.strict,
+        is_in_background=is_in_background,
     )
 
 
@@ -110,55 +131,116 @@ def build(
     post_grad = PostGrad.of(passes, config)
     bound = functools.cache(bind)
     compiled, compile_seconds = _compile(parts.unique, compiler, post_grad, bound, on_phase)
-    rows = [*rows, *parts.rows, *_post_grad_rows(passes, parts.unique, compiled, config)]
     plan, namespace = make_plan(
         graph_module, inputs, parts.constants, bound(), parts.parts, parts.unique, parts.written_inputs
     )
     symbols = symbols_by_unique(parts.unique, parts.pieces)
     wanted, refused = static_pieces(parts.unique, symbols, config.compile_sizes, inputs.call_sizes, parts.conditions)
-    slots_of = {step.unique: step.inputs for step in reversed(plan.piece_steps)}  # of the first piece that runs it
-    static = compile_static(
-        wanted,
-        refused,
-        compiler,
-        post_grad,
-        make_inputs=lambda piece: tuning_inputs(piece, slots_of[piece.piece.index], namespace),
-        on_phase=on_phase,
-    )
-    start = time.perf_counter()
-    on_phase(Phase(name="stitch"))
-    source = generate_source(plan)
-    fallbacks = {} if config.strict else {i: done.fallback for i, done in enumerate(compiled) if done.fallback}
-    forwards = Forwards(source, namespace, [done.run for done in compiled], static.runs, symbols, fallbacks)
-    stitch_seconds = time.perf_counter() - start
-    on_phase(Phase(name="stitch", seconds=stitch_seconds))
-    if config.dump_dir is not None:
-        dump.write_source(config.dump_dir, source)
-    dump.emit_source(source)
-    report = replace(
-        _report(parts, plan, compiler, compiled, static),
+    assembly = Assembly(
+        config=config,
+        passes=passes,
+        rows=(*rows, *parts.rows),
+        parts=parts,
+        post_grad=post_grad,
+        plan=plan,
+        namespace=namespace,
+        symbols=symbols,
+        static=wanted,
+        refused=refused,
         trace_seconds=trace_seconds,
         trace_note=trace_note,
-        compile_seconds=compile_seconds,
-        stitch_seconds=stitch_seconds,
-        passes=tuple(row for each in passes for row in rows if row.name == each.name),
     )
-    with timed_phase(on_phase, "store") if compiler.can_save else contextlib.nullcontext():
-        not_saved = compiler.save_pending()
-    return BuildResult(
-        forwards=forwards,
-        plan=plan,
-        source=source,
-        namespace=namespace,
-        split_calls=parts.calls,
-        read_unique=lambda: parts.unique,
-        symbols=symbols,
-        pieces=compiled,
-        static_keys=static.keys,
-        not_saved=not_saved,
-        size_conditions=parts.conditions,
-        report=report,
-    )
+    static = assembly.compile_static(compiler, on_phase)
+    return assembly.result(compiler, compiled, static, compile_seconds, on_phase)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assembly:
+    """Everything of a traced graph except its compiled pieces, with which it makes a `BuildResult`.
+
+    Results with other pieces share the plan and the bound tensors.
+    """
+
+    config: CompileConfig
+    passes: Sequence[GraphPass]
+    rows: Sequence[PassRow]  # of the passes on the graph and on pieces
+    parts: _SplitGraph
+    post_grad: PostGrad
+    plan: Plan
+    namespace: Mapping[str, Any]
+    symbols: tuple[frozenset[str], ...]  # size symbols that each unique piece takes
+    static: tuple[StaticPiece, ...]  # the static pieces to compile
+    refused: tuple[Refused, ...]
+    trace_seconds: float
+    trace_note: str
+
+    @property
+    def unique(self) -> tuple[UniquePiece, ...]:
+        """The unique pieces, after the passes on pieces."""
+        return self.parts.unique
+
+    def compile_static(self, compiler: PieceCompiler, on_phase: OnPhase) -> CompiledStatic:
+        """Compile the static pieces, and tune those that need it."""
+        slots_of = {step.unique: step.inputs for step in reversed(self.plan.piece_steps)}  # of the first that runs it
+        return compile_static(
+            self.static,
+            self.refused,
+            compiler,
+            self.post_grad,
+            make_inputs=lambda piece: tuning_inputs(piece, slots_of[piece.piece.index], self.namespace),
+            on_phase=on_phase,
+        )
+
+    def result(
+        self,
+        compiler: PieceCompiler,
+        compiled: tuple[CompiledPiece, ...],
+        static: CompiledStatic,
+        compile_seconds: float,
+        on_phase: OnPhase,
+    ) -> BuildResult:
+        """Stitch these pieces, save those that `compiler` has not saved yet, and return the result.
+
+        Raises `PassFailed` and `PassExpectation` for the passes that ran inside the compiler.
+        """
+        config, parts = self.config, self.parts
+        rows = [*self.rows, *_post_grad_rows(self.passes, parts.unique, compiled, config)]
+        start = time.perf_counter()
+        on_phase(Phase(name="stitch"))
+        source = generate_source(self.plan)
+        fallbacks = {} if config.strict else {i: done.fallback for i, done in enumerate(compiled) if done.fallback}
+        runs = [done.run for done in compiled]
+        forwards = Forwards(source, self.namespace, runs, static.runs, self.symbols, fallbacks)
+        stitch_seconds = time.perf_counter() - start
+        on_phase(Phase(name="stitch", seconds=stitch_seconds))
+        if config.dump_dir is not None:
+            dump.write_source(config.dump_dir, source)
+        dump.emit_source(source)
+        report = replace(
+            _report(parts, self.plan, compiler, compiled, static),
+            trace_seconds=self.trace_seconds,
+            trace_note=self.trace_note,
+            compile_seconds=compile_seconds,
+            stitch_seconds=stitch_seconds,
+            passes=tuple(row for each in self.passes for row in rows if row.name == each.name),
+        )
+        with timed_phase(on_phase, "store") if compiler.can_save else contextlib.nullcontext():
+            not_saved = compiler.save_pending()
+        return BuildResult(
+            forwards=forwards,
+            plan=self.plan,
+            source=source,
+            namespace=self.namespace,
+            split_calls=parts.calls,
+            read_unique=lambda: parts.unique,
+            symbols=self.symbols,
+            pieces=compiled,
+            static_keys=static.keys,
+            not_saved=not_saved,
+            size_conditions=parts.conditions,
+            report=report,
+            assembly=self if isinstance(compiler, GraphsFirst) else None,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -67,12 +67,17 @@ from piecegraph.passes.matching.pass_data import NotData
 
 logger = logging.getLogger(__name__)
 
+BACKGROUND_NICENESS = 5
+"""How much lower the priority of processes is that compile while the model runs."""
+
 
 class InductorPieceCompiler:
     """A piece compiler that uses Inductor in `workers` child processes (None: `num_workers`; 0 or 1: in this process).
 
     A piece on which Inductor fails runs as its graph; under `strict` that is an error. `options` are Inductor's;
-    `static_options` are added to them for static pieces of sizes up to `static_options_up_to`.
+    `static_options` are added to them for static pieces of sizes up to `static_options_up_to`. `is_in_background`:
+    another thread runs the model meanwhile, so at least one child process compiles, and child processes have a lower
+    priority.
     """
 
     name = "inductor"
@@ -87,7 +92,9 @@ class InductorPieceCompiler:
         on_wait: OnWait | None = None,
         *,
         strict: bool = False,
+        is_in_background: bool = False,
     ) -> None:
+        self._is_in_background = is_in_background
         self.options = dict(options)
         self.static_options_up_to = static_options_up_to
         self.static_options = dict(static_options or {})
@@ -106,11 +113,12 @@ class InductorPieceCompiler:
 
     def start(self) -> None:
         """Start worker processes, unless some have started early, so that their imports overlap with tracing."""
-        if self.workers > 1 and self._pool is None and _is_data(self.options):
+        if (self.workers > 1 or self._is_in_background) and self._pool is None and _is_data(self.options):
             early = early_processes()
             started = [] if early is None else early.take()
             try:
-                self._pool = CompilePool(self.workers, self._inductor, self._triton, started)
+                niceness = BACKGROUND_NICENESS if self._is_in_background else 0
+                self._pool = CompilePool(max(self.workers, 1), self._inductor, self._triton, started, niceness)
             except BaseException:
                 for process in started:
                     process.end()
@@ -128,6 +136,15 @@ class InductorPieceCompiler:
 
         Raises `ConfigError` for options that Inductor does not have.
         """
+        self.prepare(pieces, post_grad)
+        compiled: dict[int, CompiledPiece] = {}
+        for index, piece in self.compile_each(pieces, post_grad, meanwhile=meanwhile):
+            compiled[index] = piece
+            on_piece(len(compiled))
+        return tuple(compiled[index] for index in range(len(pieces)))
+
+    def prepare(self, pieces: Sequence[UniquePiece], post_grad: PostGrad) -> None:
+        """Check the options, and load our own kernels for `pieces`. Raises `ConfigError`."""
         if post_grad.passes and POST_GRAD_OPTION in {**self.options, **self.static_options}:
             raise ConfigError(
                 f"inductor_options has {POST_GRAD_OPTION!r}, which {post_grad.passes[0].name!r} needs; "
@@ -140,7 +157,18 @@ class InductorPieceCompiler:
                 raise ConfigError(f"{field} has {unknown[0]!r}, which is not a field of torch._inductor.config.{hint}")
         if self._cache is not None and pieces:
             OWN_KERNELS.begin_without_plan(self._cache, pieces, device_of_piece(pieces[0]))
-        compiled: dict[int, CompiledPiece] = {}
+
+    def compile_each(
+        self,
+        pieces: Sequence[UniquePiece],
+        post_grad: PostGrad = NO_PASSES,
+        *,
+        meanwhile: Callable[[], object] = lambda: None,
+    ) -> Iterator[tuple[int, CompiledPiece]]:
+        """Yield the number and the result of each piece as soon as it is known, after `prepare`.
+
+        Raises what `compile` raises, and `CompileInterrupted` after `interrupt`.
+        """
         options = {**NOTHING_MEASURED, **self.options}
         tasks = [_Task(piece, options) for piece in pieces]
         for index, outcome in self._compile_all(tasks, post_grad, meanwhile=meanwhile):
@@ -149,11 +177,9 @@ class InductorPieceCompiler:
                 name = f"unique piece {failed.index}"
                 if self._strict:
                     raise piece_failed(name, failed.num_nodes, outcome.reason) from outcome.cause
-                compiled[index] = self._eagerly(tasks[index], outcome.reason)
+                yield index, self._eagerly(tasks[index], outcome.reason)
             else:
-                compiled[index] = outcome
-            on_piece(len(compiled))
-        return tuple(compiled[index] for index in range(len(pieces)))
+                yield index, outcome
 
     def compile_static(
         self, pieces: Sequence[StaticPiece], on_piece: OnPiece, post_grad: PostGrad = NO_PASSES
@@ -199,6 +225,11 @@ class InductorPieceCompiler:
         reasons, self._not_saved = self._not_saved, []
         OWN_KERNELS.save()
         return tuple(dict.fromkeys(reasons))
+
+    def interrupt(self) -> None:
+        """End the child processes, so that a compile in another thread ends with `CompileInterrupted`. Idempotent."""
+        if self._pool is not None:
+            self._pool.close()
 
     def close(self) -> None:
         """Release all claims and end the child processes. Idempotent."""

@@ -14,7 +14,7 @@ from piecegraph.compiler.building.build import BuildResult
 from piecegraph.compiler.building.captured_models import add_running_model
 from piecegraph.compiler.common.ambient_state import AmbientState
 from piecegraph.compiler.common.report import CompileReport
-from piecegraph.compiler.piece_compilers.protocol import RunPiece
+from piecegraph.compiler.piece_compilers.protocol import CompiledPiece, RunPiece
 from piecegraph.compiler.splitting.overlaps import OverlapCheck
 from piecegraph.compiler.splitting.plan import Plan
 from piecegraph.compiler.splitting.segments import Lifetimes
@@ -59,6 +59,18 @@ class ReadyModel:
     def with_report(self, report: CompileReport) -> ReadyModel:
         """Return the same model with another report. The model must not have been called yet."""
         return ReadyModel(self.interface, replace(self.built, report=report), self.weights)
+
+    def put_piece(self, index: int, piece: CompiledPiece, *, is_watched: bool) -> None:
+        """Run unique piece `index` as `piece` from the next call on; watch its first runs if `is_watched`."""
+        self.built.forwards.put(index, piece.run, piece.fallback if is_watched else None)
+        self._forward_at.clear()
+
+    def adopt(self, built: BuildResult) -> None:
+        """Run the pieces of `built`, which has the same plan and namespace, from the next call on."""
+        assert built.plan is self.built.plan and built.namespace is self.built.namespace, "another model's pieces"
+        self.built = built
+        self._forward_at.clear()
+        self._num_failures = 0
 
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run the model and return its result. Raises `InputMismatch` for arguments or weights that do not match."""

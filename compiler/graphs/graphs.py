@@ -138,6 +138,22 @@ class Graphs:
             self._check()
         return graph.result if out is None else _copied_to(graph.result, out)
 
+    def add(self, other: Graphs) -> None:
+        """Take over the graphs of `other`, captured later over the same step and pool; `other` is closed afterwards."""
+        assert (other.mode, other.pool) == (self.mode, self.pool) and not self._closed, "graphs of another capture"
+        if not self._captured:
+            self._watched = other._watched
+        self._captured |= other._captured
+        self.failed = (*self.failed, *other.failed)
+        for each in other._weights:
+            if any(each is known for known in self._weights):
+                each.unpin()  # pinned by both
+            else:
+                self._weights = (*self._weights, each)
+        self._runs_beside = other._runs_beside
+        other._captured, other._weights = {}, ()
+        other.close()
+
     def ledger(self) -> dict[BatchDescriptor, int]:
         """Return the bytes by which the pool grew for each graph."""
         return {descriptor: replayed.graph.nbytes for descriptor, replayed in self._captured.items()}

@@ -79,6 +79,12 @@ class Forwards:
             return self.at(sizes)
         return load_code(self._code, self._with(self.pieces(sizes)))
 
+    def put(self, index: int, run: RunPiece, fallback: Fallback | None) -> None:
+        """Run unique piece `index` as `run` from now on. `fallback` replaces it if it fails its own checks."""
+        if fallback is not None:
+            self._fallbacks[index] = fallback
+        self._use((*self._dynamic[:index], run, *self._dynamic[index + 1 :]))
+
     @property
     def num_failures(self) -> int:
         """The number of pieces that failed their own checks so far."""
@@ -108,12 +114,17 @@ class Forwards:
         logger.warning("unique piece %d%s %s: %s (strict=True makes this an error)", index, where, instead, reason)
         if size is None:
             graph = self._fallbacks[index].graph()
-            self._dynamic = tuple(graph if at == index else run for at, run in enumerate(self._dynamic))
+            self._use((*self._dynamic[:index], graph, *self._dynamic[index + 1 :]))
         else:
             del self._static[index, size]
+            self._use(self._dynamic)
+        self.on_failure(index, size, reason)
+
+    def _use(self, dynamic: tuple[RunPiece, ...]) -> None:
+        """Make the stitched functions again, with these dynamic pieces."""
+        self._dynamic = dynamic
         self._all_dynamic = load_code(self._code, self._with(self._dynamic))
         self._loaded = {(None,) * len(self._dynamic): self._all_dynamic}
-        self.on_failure(index, size, reason)
 
     def _pieces(self, chosen: Sequence[int | None]) -> tuple[RunPiece, ...]:
         return tuple(

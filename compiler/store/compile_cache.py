@@ -11,7 +11,7 @@ import torch
 
 from piecegraph import __version__
 from piecegraph.cache.store.entry import Entry
-from piecegraph.cache.store.single_flight import Flight, Flights, OnWait, single_flight
+from piecegraph.cache.store.single_flight import Flight, Flights, OnWait, Patience, single_flight
 from piecegraph.cache.store.store import Loaded, NotSaved, Saved, Store
 from piecegraph.cache.trust.folder_trust import Access
 from piecegraph.cache.upkeep.capacity import max_cache_bytes
@@ -38,6 +38,7 @@ class CompileCache:
         self._reads = reads
         self._max_bytes = max_cache_bytes()  # raises `ConfigError`
         self.misses: dict[str, str] = {}  # key -> why there was nothing to load
+        self.patience: Patience | None = None  # how long other processes are waited for; None: the default
 
     @classmethod
     def open(cls, config: CompileConfig) -> CompileCache:
@@ -113,14 +114,14 @@ class CompileCache:
         if self.store is None or not self.store.prepare():
             yield Flight(False, 0.0, "no cache to share")
             return
-        with single_flight(self.store.layout, key, on_wait=on_wait) as flight:
+        with single_flight(self.store.layout, key, self.patience, on_wait) as flight:
             yield flight
 
     def flights(self, on_wait: OnWait | None = None) -> Flights | None:
         """Return claims for several keys, none of which is held yet; None if there is no shared cache."""
         if self.store is None or not self._reads or not self.store.prepare():
             return None
-        return Flights(self.store.layout, on_wait=on_wait)
+        return Flights(self.store.layout, self.patience, on_wait)
 
     @staticmethod
     def versions() -> dict[str, str]:

@@ -61,23 +61,30 @@ class CompileFailure:
     needs_parent: bool = False  # whether the parent can compile the piece, as only it has a pass
 
 
+class CompileInterrupted(Exception):
+    """The pool was closed by another thread while results were awaited."""
+
+
 class CompilePool:
     """The owner of up to `workers` child processes, each of which compiles one job at a time.
 
     Unless children have started already, all but one start (and import torch) at once, which leaves a core for tracing
     the model; the others start with the jobs if there are enough. A child that dies fails its job, and another child
-    takes its place. `inductor` and `triton` are the folders of the children's caches.
+    takes its place. `inductor` and `triton` are the folders of the children's caches. `niceness` is added to that of
+    this process.
     """
 
-    def __init__(self, workers: int, inductor: Path, triton: Path, started: Sequence[CompileProcess] = ()) -> None:
+    def __init__(
+        self, workers: int, inductor: Path, triton: Path, started: Sequence[CompileProcess] = (), niceness: int = 0
+    ) -> None:
         """Start children, or take over `started`, which were started with the same folders."""
-        self._start = partial(CompileProcess.start, inductor, triton)
+        self._start = partial(CompileProcess.start, inductor, triton, niceness)
         self._workers = workers
         self._children = list(started) or [self._start() for _ in range(num_at_once(workers))]
         self._lock = threading.Lock()
         self._closed = False
         self._jobs: queue.SimpleQueue[CompileJob] = queue.SimpleQueue()
-        self._results: queue.SimpleQueue[CompileResult | CompileFailure] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[CompileResult | CompileFailure | None] = queue.SimpleQueue()  # None: closed
         self._expected = 0
 
     def submit(self, jobs: Sequence[CompileJob], *, at_once: int | None = None) -> None:
@@ -93,19 +100,22 @@ class CompilePool:
             threading.Thread(target=self._feed, args=(child,), daemon=True).start()
 
     def results(self) -> Iterator[CompileResult | CompileFailure]:
-        """Yield the result of each job as it finishes or fails."""
+        """Yield the result of each job as it finishes or fails. Raises `CompileInterrupted` once the pool is closed."""
         while self._expected:
             result = self._results.get()
+            if result is None:
+                raise CompileInterrupted
             self._expected -= 1
             yield result
 
     def close(self) -> None:
-        """End all children, busy ones too. Idempotent."""
+        """End all children, busy ones too, and a wait for `results` in another thread. Idempotent."""
         with self._lock:
             self._closed = True
-        for child in self._children:
+            children, self._children = self._children, []
+        for child in children:
             child.end()
-        self._children = []
+        self._results.put(None)
 
     def _feed(self, child: CompileProcess) -> None:
         """Give jobs to one child, or to the child that replaces it, until none is left."""

@@ -100,10 +100,17 @@ class CompileProcess(ChildProcess):
     __slots__ = ()
 
     @classmethod
-    def start(cls, inductor: Path, triton: Path) -> CompileProcess:
-        """Start a process whose caches of Inductor and Triton are in these folders."""
+    def start(cls, inductor: Path, triton: Path, niceness: int = 0) -> CompileProcess:
+        """Start a process whose caches of Inductor and Triton are in these folders.
+
+        `niceness` is added to that of this process.
+        """
         module = "piecegraph.compiler.workers.child"
-        return cls.spawn(module, child_arguments(), child_environment(inductor, triton))
+        started = cls.spawn(module, child_arguments(), child_environment(inductor, triton))
+        if niceness:
+            with suppress(OSError):  # it has ended, and its first job will say why
+                os.setpriority(os.PRIO_PROCESS, started.process.pid, os.nice(0) + niceness)
+        return started
 
 
 def claim_standard_output() -> IO[str]:

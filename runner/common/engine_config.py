@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 GRAPH_KINDS = ("auto", "cuda", "recorded")
 
+STARTS = ("fast", "full")
+
 DEFAULT_MAX_NUM_SEQS = 256
 
 DEFAULT_COMPILE_SIZES = (1, 2, 4, 8)
@@ -115,6 +117,9 @@ class EngineConfig:
     graph_kind: str = "auto"
     """The kind of graph: "cuda"; "recorded", which follows the same rules without a GPU and without the speed; or
     "auto", which is "cuda" on a GPU and no graphs on a CPU."""
+    start: str = "full"
+    """"full": everything is compiled and captured before the engine is ready. "fast": the engine serves meanwhile, with
+    pieces that run as their graphs until they are compiled."""
     strict: bool = False
     """Whether a batch that cannot run under the requested mode, or a pass that fails (`CompileConfig.strict`), is an
     error. A batch with `prompt_logprobs`, which no graph can return, still runs without graphs and is counted."""
@@ -169,13 +174,7 @@ class EngineConfig:
             check_boolean(name, getattr(self, name))
         if self.async_scheduling is not None:
             check_boolean("async_scheduling", self.async_scheduling, "True, False or None (on a GPU)")
-        if self.cached_states is not None and (type(self.cached_states) is not int or self.cached_states < 1):
-            raise ConfigError(
-                f"cached_states={self.cached_states!r}; it must be 1 or more, or None (all). Without any, give "
-                "enable_prefix_caching=False."
-            )
-        if self.cached_states is not None and not self.enable_prefix_caching:
-            raise ConfigError("cached_states is of cached prefixes, and enable_prefix_caching=False; give one of them.")
+        self._check_cached_states()
         check_boolean("trust_remote_code", self.source.trust_remote_code)
         object.__setattr__(self, "logprobs_mode", LogprobsMode.parse(self.logprobs_mode))
         if type(self.max_logprobs) is not int or self.max_logprobs < -1:
@@ -199,6 +198,7 @@ class EngineConfig:
             )
         self._check_parallel()
         self._check_weights()
+        self._check_start()
         if self.enable_prompt_embeds and self.speculative is not None:
             raise ConfigError(
                 "enable_prompt_embeds=True gives prompts without tokens, in which speculative_config finds no drafts; "
@@ -346,6 +346,21 @@ class EngineConfig:
                     f"{what} is not yet available with data_parallel_size={self.data_parallel_size}; give one of the "
                     "two arguments."
                 )
+
+    def _check_cached_states(self) -> None:
+        """Raise `ConfigError` for a number of states that there cannot be."""
+        if self.cached_states is not None and (type(self.cached_states) is not int or self.cached_states < 1):
+            raise ConfigError(
+                f"cached_states={self.cached_states!r}; it must be 1 or more, or None (all). Without any, give "
+                "enable_prefix_caching=False."
+            )
+        if self.cached_states is not None and not self.enable_prefix_caching:
+            raise ConfigError("cached_states is of cached prefixes, and enable_prefix_caching=False; give one of them.")
+
+    def _check_start(self) -> None:
+        """Raise `ConfigError` for a mode of the start that there is not."""
+        if self.start not in STARTS:
+            raise ConfigError(f"start={self.start!r} is unknown.{did_you_mean(str(self.start), STARTS)}")
 
     def _check_weights(self) -> None:
         """Raise `ConfigError` for a scheme that there is not, and for what quantised weights or adapters exclude."""

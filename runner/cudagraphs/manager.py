@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import logging
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -29,12 +29,15 @@ logger = logging.getLogger(__name__)
 
 class _State(enum.Enum):
     NEW = "new"
+    CAPTURING = "capturing"
     READY = "ready"
     CLOSED = "closed"
 
 
 class CudaGraphManager:
-    """The owner of every graph that the dispatcher may choose: captures all of them once, and then only replays.
+    """The owner of every graph that the dispatcher may choose: captures each of them once, during the start.
+
+    `capture` captures all of them at once; `begin`, `capture_more` and `finish` are for a start that serves meanwhile.
 
     Both modes share one memory pool and one stream, because only one graph runs at a time.
 
@@ -64,6 +67,8 @@ class CudaGraphManager:
         self._full_metadata: dict[BatchDescriptor, StepMetadata] = {}
         self._graphs: dict[CUDAGraphMode, Graphs] = {}
         self._state = _State.NEW
+        self._shared: dict[str, object] = {}  # the pool and the stream of all graphs, on a GPU
+        self._spent_bytes = 0  # of the pool
         self.device_bytes = 0
         """The GPU memory that the graphs and their pool take, in bytes."""
 
@@ -85,51 +90,85 @@ class CudaGraphManager:
         Overwrites the input buffers. Raises `CaptureError` if called again, and, if strict, for a bucket that cannot
         be captured; otherwise such a bucket is listed in `failed`.
         """
+        self.begin()
+        for mode, descriptors in ((CUDAGraphMode.PIECEWISE, piecewise), (CUDAGraphMode.FULL, full)):
+            if descriptors:
+                self.capture_more(mode, descriptors, max_bytes=max_bytes, on_phase=on_phase)
+        self.finish()
+
+    def begin(self) -> None:
+        """Make the pool and the stream of all graphs. `capture_more` and `finish` follow.
+
+        Raises `CaptureError` if called again.
+        """
         if self._state is not _State.NEW:
             raise CaptureError(
                 f"the graph manager is {self._state.value}: graphs are captured once, at start. A capture while "
                 "serving would stall every request; name all sizes in cudagraph_capture_sizes."
             )
-        device = self._step.buffers.input_ids.device
-        shared: dict[str, object] = {}
+        self._state = _State.CAPTURING
+        device = self._device
         if device.type == "cuda" and self._options["kind"] != "recorded":
-            shared = {"pool": torch.cuda.graph_pool_handle(), "stream": torch.cuda.Stream(device)}
-        spent = 0
-        free_before = 0
-        if device.type == "cuda":
-            torch.cuda.empty_cache()  # unused memory must not reduce the measured memory of the graphs
-            free_before = torch.cuda.mem_get_info(device)[0]
+            self._shared = {"pool": torch.cuda.graph_pool_handle(), "stream": torch.cuda.Stream(device)}
+
+    def capture_more(
+        self,
+        mode: CUDAGraphMode,
+        descriptors: Sequence[BatchDescriptor],
+        *,
+        max_bytes: int | None = None,
+        on_phase: OnPhase | None = None,
+    ) -> None:
+        """Capture graphs of one mode, as long as all graphs so far take at most `max_bytes`.
+
+        Overwrites the input buffers; no step may be running. Raises `CaptureError` before `begin` and after `finish`,
+        and, if strict, for a bucket that cannot be captured.
+        """
+        if self._state is not _State.CAPTURING:
+            raise CaptureError(f"the graph manager is {self._state.value}: graphs are captured during the start only.")
+        free_before = self._free_bytes()
+        is_full = mode is CUDAGraphMode.FULL
         warm_up = replace(self._step, forward=partial(call_each_kind, self._compiled)).run_whole
-        for mode, descriptors in ((CUDAGraphMode.PIECEWISE, piecewise), (CUDAGraphMode.FULL, full)):
-            if not descriptors:
-                continue
-            is_full = mode is CUDAGraphMode.FULL
-            graphs = capture(
-                self._step.run_whole if is_full else self._compiled,
-                descriptors,
-                self._full_inputs if is_full else self._piecewise_inputs,
-                mode=mode,
-                context=self._full_context if is_full else self._piecewise_context,
-                before=None if is_full else self._step.prepare_piecewise,
-                after=None if is_full else self._step.draw,
-                warm_up=warm_up if is_full else None,
-                max_bytes=None if max_bytes is None else max_bytes - spent,
-                watched=self._step.fixed_tensors(),
-                on_phase=on_phase,
-                **self._options,  # type: ignore[arg-type]  # values by name
-                **shared,  # type: ignore[arg-type]  # values by name
-            )
-            self._graphs[mode] = graphs
-            spent += sum(graphs.ledger().values())
-        if device.type == "cuda":
-            with timed_phase(on_phase, "settle"):
-                torch.cuda.synchronize(device)
-                torch.cuda.empty_cache()  # free the memory of the warm-ups
-            self.device_bytes = max(free_before - torch.cuda.mem_get_info(device)[0], 0)
-        self._state = _State.READY
-        logger.info(
-            "captured %d graphs, %.2f GiB", sum(len(g.descriptors) for g in self._graphs.values()), spent / 2**30
+        graphs = capture(
+            self._step.run_whole if is_full else self._compiled,
+            descriptors,
+            self._full_inputs if is_full else self._piecewise_inputs,
+            mode=mode,
+            context=self._full_context if is_full else self._piecewise_context,
+            before=None if is_full else self._step.prepare_piecewise,
+            after=None if is_full else self._step.draw,
+            warm_up=warm_up if is_full else None,
+            max_bytes=None if max_bytes is None else max_bytes - self._spent_bytes,
+            watched=self._step.fixed_tensors(),
+            on_phase=on_phase,
+            **self._options,  # type: ignore[arg-type]  # values by name
+            **self._shared,  # type: ignore[arg-type]  # values by name
         )
+        self._spent_bytes += sum(graphs.ledger().values())
+        if mode in self._graphs:
+            self._graphs[mode].add(graphs)
+        else:
+            self._graphs[mode] = graphs
+        with timed_phase(on_phase, "settle") if self._device.type == "cuda" else nullcontext():
+            self.device_bytes += max(free_before - self._free_bytes(), 0)
+
+    def finish(self) -> None:
+        """End the captures: from now on graphs are only replayed."""
+        self._state = _State.READY
+        num_graphs = sum(len(graphs.descriptors) for graphs in self._graphs.values())
+        logger.info("captured %d graphs, %.2f GiB", num_graphs, self._spent_bytes / 2**30)
+
+    @property
+    def _device(self) -> torch.device:
+        return self._step.buffers.input_ids.device
+
+    def _free_bytes(self) -> int:
+        """Return the free memory of a GPU, without what torch keeps unused; 0 on a CPU."""
+        if self._device.type != "cuda":
+            return 0
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()  # unused memory, such as that of warm-ups, must not count as that of graphs
+        return int(torch.cuda.mem_get_info(self._device)[0])
 
     @property
     def graphs(self) -> Mapping[CUDAGraphMode, Graphs]:

@@ -91,7 +91,7 @@ class EngineProcesses:
         self._threads: list[threading.Thread] = []
         lifeline, self._lifeline = os.pipe()
         self._end = weakref.finalize(self, _end_engines, self._children, self._threads, self._outboxes, self._lifeline)
-        job = pickled(replace(config, data_parallel_size=1), "the arguments of this LLM")
+        job = pickled(replace(config, data_parallel_size=1, start="full"), "the arguments of this LLM")
         try:
             for number in range(self.num_engines):
                 child = start_child(PROGRAM, "engine", number, lifeline, self._timeout_s)

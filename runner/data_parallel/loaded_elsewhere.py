@@ -40,6 +40,7 @@ class LoadedElsewhere:
     report: CompileReport  # of the first engine
     notes: tuple[str, ...]  # of the first engine
     selfcheck: SelfcheckReport | None  # of the first engine
+    start: None = None  # nothing remains of it: these engines start full
 
     @property
     def runner(self) -> ModelRunner:

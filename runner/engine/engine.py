@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from inspect import unwrap
 from random import Random
@@ -117,6 +117,7 @@ class Engine:
         self._outbox = Outbox()  # for callers of `step` without an outbox
         self._num_arrived = 0
         self._num_output_tokens = 0
+        self._between_steps: Callable[[], bool] | None = None
 
     def __contains__(self, request_id: str) -> bool:
         """Return whether a prompt with that id is unfinished."""
@@ -192,6 +193,10 @@ class Engine:
         if self._adapters is None:
             raise UsageError("adapters are not enabled; make the LLM with enable_lora=True.")
         return self._adapters
+
+    def call_between_steps(self, action: Callable[[], bool]) -> None:
+        """Call `action` before each step, until it returns True. A step raises what it raises."""
+        self._between_steps = action
 
     def close(self) -> None:
         """End the threads that compile grammars. Idempotent."""
@@ -440,6 +445,8 @@ class Engine:
     def _advance(self) -> None:
         """Launch one step, and distribute the result of the oldest one if more than `steps_ahead` are in flight."""
         self._is_dirty = True
+        if self._between_steps is not None and self._between_steps():
+            self._between_steps = None
         output = self._scheduler.schedule()
         if not output.is_empty:
             self._in_flight.append((output, self._launch(output)))

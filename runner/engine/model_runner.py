@@ -103,6 +103,11 @@ class ModelRunner:
         step_output, logprobs = self._run_with_prompt_logits(batch, dispatched, output.scheduled, prompt_batch)
         self._pending = _Pending(step_output, batch, output.scheduled, (prompt_batch, logprobs))
 
+    def use_dispatcher(self, dispatcher: Dispatcher, *, strict: bool) -> None:
+        """Look batches up in `dispatcher` from the next step on, which sees buffers that a capture has overwritten."""
+        self.dispatcher, self._strict = dispatcher, strict
+        self._last_dispatched = None
+
     def update_states(self, output: SchedulerOutput) -> None:
         """Free, assign and extend state rows as the scheduler has decided."""
         step = self.step

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from piecegraph.compiler.api import compile as compile_module
+from piecegraph.compiler.building.background import BackgroundCompile
 from piecegraph.compiler.compiled_model import CompiledModel
 from piecegraph.compiler.own_kernels.registry import OWN_KERNELS
 from piecegraph.compiler.splitting.plan import SplitCall
@@ -73,12 +74,14 @@ def compile_model(
     all_layers: AllLayers | None = None,
     *,
     entry: Entry = LANGUAGE_MODEL,
+    background: BackgroundCompile | None = None,
 ) -> CompiledLM:
     """Trace and compile the model, and return it with everything that follows from its graph.
 
     A graph that cannot be served is refused before anything is compiled. If `stand_in` is given, it is traced instead
     of the model, and `load` loads the weights while the pieces compile; the kernels of a step are compiled then, too.
     `all_layers`: a function from the layers of this stage of a pipeline to those of all stages.
+    With `background` there must be no `stand_in`: the pieces run as their graphs until it has compiled them.
     """
     loaded = load() if stand_in is None else stand_in
     device = loaded.device
@@ -121,6 +124,7 @@ def compile_model(
                 on_phase=on_every_phase,
                 before_compile=decide,
                 load_weights=None if stand_in is None else load_late,
+                background=background,
             )
         wait_for_kernels()
     finally:

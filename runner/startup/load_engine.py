@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from piecegraph.compiler.building.background import BackgroundCompile
 from piecegraph.compiler.compiled_model import CompiledModel
 from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
 from piecegraph.errors import ConfigError
@@ -35,7 +36,9 @@ from piecegraph.runner.cudagraphs.manager import CudaGraphManager
 from piecegraph.runner.engine.engine import Engine
 from piecegraph.runner.engine.model_runner import ModelRunner
 from piecegraph.runner.kv_cache.allocation import CacheAllocation, CacheSizes, allocate_given, allocate_on_gpu
-from piecegraph.runner.lora.modules import AdaptedModules, lora_options
+from piecegraph.runner.kv_cache.budget import graph_budget_bytes
+from piecegraph.runner.late_start.fast_start import FastStart, why_not_fast
+from piecegraph.runner.lora.modules import lora_options
 from piecegraph.runner.lora.store import AdapterStore
 from piecegraph.runner.models.causal_lm import CausalLMForward
 from piecegraph.runner.models.first_position import first_position
@@ -61,7 +64,7 @@ from piecegraph.runner.scheduling.kv_cache_manager import KVCacheManager
 from piecegraph.runner.scheduling.lora_slots import LoraSlots
 from piecegraph.runner.scheduling.request_queue import SchedulingPolicy
 from piecegraph.runner.scheduling.scheduler import Scheduler
-from piecegraph.runner.speculative.drafter import slots_tensor
+from piecegraph.runner.speculative.drafter import Drafter, slots_tensor
 from piecegraph.runner.speculative.heads.head_config import with_head
 from piecegraph.runner.speculative.heads.head_step import HeadedStep, headed_step
 from piecegraph.runner.speculative.speculative_engine import SpeculativeEngine
@@ -86,8 +89,6 @@ from piecegraph.runner.tensor_parallel.parallel import Parallel, graph_facts, ra
 from piecegraph.runner.tensor_parallel.plan import check_heads
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
     from piecegraph.runner.inspect.selfcheck import SelfcheckReport
@@ -112,6 +113,7 @@ class Loaded:
     plan: GraphPlan
     notes: tuple[str, ...]
     selfcheck: SelfcheckReport | None  # None: not requested
+    start: FastStart | None  # what remains of the start; None: nothing does
 
     @property
     def dtype(self) -> torch.dtype:
@@ -129,11 +131,32 @@ class Loaded:
         return self.runner.step.buffers.max_num_reqs
 
 
+MakeRunner = Callable[..., tuple[ModelRunner, int, FastStart | None]]
+"""Returns the runner, the number of blocks of its KV cache, and what remains of the start."""
+
+
 def load_engine(config: EngineConfig, on_phase: OnPhase | None, parallel: Parallel | None = None) -> Loaded:
     """Load and compile the model, allocate its KV cache, and capture its graphs; refuse early what cannot work.
 
-    `parallel`: how this process takes part in an engine with several ranks, which all call this at the same time.
+    With `config.start` "fast", pieces compile and graphs are captured later (`Loaded.start`). `parallel`: how this
+    process takes part in an engine with several ranks, which all call this at the same time.
     """
+    background = BackgroundCompile() if config.start == "fast" and not why_not_fast(config) else None
+    try:
+        loaded = _load(config, on_phase, parallel, background)
+    except BaseException:
+        if background is not None:
+            background.close()
+        raise
+    if loaded.start is not None:
+        loaded.engine.call_between_steps(loaded.start.between_steps)
+    return loaded
+
+
+def _load(
+    config: EngineConfig, on_phase: OnPhase | None, parallel: Parallel | None, background: BackgroundCompile | None
+) -> Loaded:
+    """Load an engine; `background` compiles the pieces of a fast start."""
     check_backend_name(config.attention_backend)
     with timed_phase(on_phase, "device"):  # torch creates the context of a GPU here
         device = _device(config, parallel)
@@ -152,24 +175,27 @@ def load_engine(config: EngineConfig, on_phase: OnPhase | None, parallel: Parall
     load = functools.cache(
         lambda: _load_weights(config, hf_config, dtype, device, max_model_len, rank, stage, on_phase)
     )
-    stand_in, weights_first = _stand_in(config, hf_config, dtype, device, max_model_len, stage, on_phase)
+    args = (config, hf_config, dtype, device, max_model_len, stage, on_phase)
+    stand_in, weights_first = _stand_in(*args) if background is None else (None, "")
     embeds_size = _embeds_size(config, stand_in, load)
-    model = compile_model(stand_in, load, config, max_model_len, max_num_tokens, on_phase, _all_layers(parallel))
+    layers = _all_layers(parallel)
+    model = compile_model(
+        stand_in, load, config, max_model_len, max_num_tokens, on_phase, layers, background=background
+    )
     config = model.config
     steps_ahead, loaded = _steps_ahead(config, model, device), load()
     model, draft = compile_draft(draft_source, model, max_num_tokens, on_phase)
     model, draft = compile_head(head, model, draft, loaded, (max_model_len, max_num_tokens), on_phase)
-    weights_first = weights_first or model.compiled.report().weights_first
     loaded, store = _with_store(config, loaded, model.compiled)
     vocab_size = loaded.config.get_text_config(decoder=True).vocab_size
     sampler = _sampler(config, max_model_len, vocab_size, device, on_phase)
     over_embeds = None if embeds_size is None else embeds_forward(loaded.model, loaded.first_position)
-    parts = model, draft, config, sampler, max_num_tokens, over_embeds, device, on_phase, loaded.adapted
-    if parallel is None:
-        runner, num_blocks = _runner(*parts)
-    else:
-        make_runner = functools.partial(_runner, *parts)
-        runner, num_blocks = _runner_of_rank(parallel, loaded, model, config.source.weight_files, make_runner, on_phase)
+    make_runner: MakeRunner = functools.partial(
+        _runner, model, draft, config, sampler, max_num_tokens, over_embeds, device, on_phase, background, loaded
+    )
+    if parallel is not None:
+        make_runner = functools.partial(_runner_of_rank, parallel, loaded, model, config, make_runner, on_phase)
+    runner, num_blocks, start = make_runner()
     with timed_phase(on_phase, "engine"):
         generation_config = generation_config_of(config.source, loaded.model)
         engine = _engine_kind(config)(
@@ -186,9 +212,7 @@ def load_engine(config: EngineConfig, on_phase: OnPhase | None, parallel: Parall
             logits_processors=config.logits_processors,
             adapters=store,
         )
-    checked: SelfcheckReport | None = None
-    if config.compile.selfcheck:
-        checked = _selfcheck(loaded, model, config, engine, runner, max_model_len, on_phase)
+    checked = _selfcheck(loaded, model, config, engine, runner, max_model_len, on_phase)
     if config.logits_processors:
         sampler.use_logits_processors(_logits_processors(config, loaded, max_model_len, max_num_tokens, vocab_size))
     return Loaded(
@@ -205,16 +229,10 @@ def load_engine(config: EngineConfig, on_phase: OnPhase | None, parallel: Parall
         sampling_defaults=sampling_defaults(generation_config),
         attention=model.attention,
         plan=model.plan,
-        notes=_notes(config, loaded, model, draft, weights_first, checked),
+        notes=_notes(config, loaded, model, draft, weights_first or model.compiled.report().weights_first, checked),
         selfcheck=checked,
+        start=start,
     )
-
-
-def _embeds_size(config: EngineConfig, stand_in: LoadedModel | None, load: Callable[[], LoadedModel]) -> int | None:
-    """Return the size of prompt embeddings; None: they are not enabled."""
-    if not config.enable_prompt_embeds:
-        return None
-    return embedding_size((stand_in if stand_in is not None else load()).model)
 
 
 def _tokenizer(config: EngineConfig, on_phase: OnPhase | None) -> PreTrainedTokenizerBase | None:
@@ -381,7 +399,7 @@ def _with_store(
         return loaded, None
     assert config.max_cpu_loras is not None, "resolved in EngineConfig"
     adapted = loaded.adapted.only_read({id(tensor) for _, tensor in compiled.bound_tensors()})
-    loaded = replace(loaded, adapted=adapted, notes=(*loaded.notes, *adapted.notes))
+    loaded = replace(loaded, adapted=loaded.adapted, notes=(*loaded.notes, *adapted.notes))
     return loaded, AdapterStore(adapted, capacity=config.max_cpu_loras, dtype=loaded.dtype, device=loaded.device)
 
 
@@ -414,6 +432,7 @@ def _notes(
         *(draft.notes if draft is not None else ()),
         *([f"weights were loaded before anything was compiled: {weights_first}"] if weights_first else ()),
         *static_sizes_note(config),
+        *([reason] if config.start == "fast" and (reason := why_not_fast(config)) else ()),
         *([str(checked)] if checked is not None else ()),
     )
 
@@ -442,8 +461,10 @@ def _selfcheck(
     runner: ModelRunner,
     max_model_len: int,
     on_phase: OnPhase | None,
-) -> SelfcheckReport:
-    """Compare the compiled model with the traced one. After a failure the graphs are closed."""
+) -> SelfcheckReport | None:
+    """Compare the compiled model with the traced one, if that was asked for. After a failure the graphs are closed."""
+    if not config.compile.selfcheck:
+        return None
     from piecegraph.runner.inspect.selfcheck import selfcheck
 
     try:
@@ -493,14 +514,14 @@ def _runner_of_rank(
     parallel: Parallel,
     loaded: LoadedModel,
     model: CompiledLM,
-    weight_files: Sequence[Path],
-    make_runner: Callable[..., tuple[ModelRunner, int]],
+    config: EngineConfig,
+    make_runner: MakeRunner,
     on_phase: OnPhase | None,
-) -> tuple[ModelRunner, int]:
+) -> tuple[ModelRunner, int, None]:
     """Return what `make_runner`, `_runner` with its arguments, returns, once all ranks have proved to be alike."""
     group, everyone = parallel.group, parallel.everyone
     check_heads(loaded.rank_plan, [(layer.name, layer.num_q_heads, layer.num_kv_heads) for layer in model.layers])
-    facts = rank_facts(weight_files, config=str(loaded.config.to_json_string()))
+    facts = rank_facts(config.source.weight_files, config=str(loaded.config.to_json_string()))
     with timed_phase(on_phase, "ranks"):
         everyone.agree("facts", facts)
         group.agree("graph", graph_facts(model.compiled.source))
@@ -509,8 +530,8 @@ def _runner_of_rank(
     plan = loaded.stage
     staged = None if plan is None else functools.partial(stage_step, plan=plan, dtype=loaded.dtype)
     with running_in(group):
-        runner, num_blocks = make_runner(staged, parallel.runner_kind)
-    return runner, everyone.smallest("num_blocks", num_blocks)
+        runner, num_blocks, _ = make_runner(staged, parallel.runner_kind)
+    return runner, everyone.smallest("num_blocks", num_blocks), None
 
 
 def _runner(
@@ -522,24 +543,18 @@ def _runner(
     over_embeds: EmbedsForward | None,
     device: torch.device,
     on_phase: OnPhase | None,
-    adapted: AdaptedModules | None,
+    background: BackgroundCompile | None,
+    loaded: LoadedModel,
     staged: Callable[[ModelStep], ModelStep] | None = None,
     runner_kind: Callable[..., ModelRunner] | None = None,
-) -> tuple[ModelRunner, int]:
-    """Return the runner, with its graphs captured, and the number of blocks of its KV cache."""
-    backend, plan = model.attention.backend, model.plan
+) -> tuple[ModelRunner, int, FastStart | None]:
+    """Return the runner, with its graphs captured, the number of blocks of its KV cache, and the rest of the start.
+
+    With `background` no graph is captured, and memory for graphs is set aside.
+    """
+    plan = model.plan
     with timed_phase(on_phase, "buffers"):
-        step = build_step(
-            model.compiled,
-            layers=model.layers,
-            state_layers=model.state_layers,
-            layout=model.layout,
-            backend=backend,
-            config=config,
-            sampler=sampler,
-            max_num_tokens=max_num_tokens,
-            device=device,
-        )
+        step = _step_of(model, config, sampler, max_num_tokens, device)
         slots = None if draft is None else slots_tensor(config.max_num_seqs, device)
         num_slots = None if slots is None else slots.gpu[0]
         speculative = None if config.speculative is None else speculative_step(step, config.speculative, num_slots)
@@ -559,17 +574,15 @@ def _runner(
     )
     drafter = None
     try:
-        graphs.capture(full=plan.full, piecewise=plan.piecewise, max_bytes=cache.max_graph_bytes, on_phase=on_phase)
+        if background is None:
+            graphs.capture(full=plan.full, piecewise=plan.piecewise, max_bytes=cache.max_graph_bytes, on_phase=on_phase)
         if draft is not None:
             assert isinstance(step, SpeculativeStep) and slots is not None
-            if isinstance(draft, CompiledHead):
-                assert isinstance(step, HeadedStep)
-                drafter = make_head_drafter(draft, step, slots)
-            else:
-                drafter = make_drafter(draft, step, slots)
+            drafter = _drafter(draft, step, slots)
             capture_drafter(drafter, draft, config, cache.max_graph_bytes, on_phase)
         graph_bytes = graphs.device_bytes + (0 if drafter is None else drafter.graph_bytes)
-        num_blocks = _fill(cache, graph_bytes, device, on_phase)
+        set_aside = graph_budget_bytes(device) if background is not None and plan.has_graphs else 0
+        num_blocks = _fill(cache, graph_bytes, set_aside, device, on_phase)
     except BaseException:
         if drafter is not None:
             drafter.close()
@@ -589,9 +602,37 @@ def _runner(
         dispatcher=dispatcher,
         needs_host_batch=model.needs_host_batch,
         strict=config.strict,
-        adapted=adapted,
+        adapted=loaded.adapted,
     )
-    return runner, num_blocks
+    if background is None:
+        return runner, num_blocks, None
+    max_bytes = set_aside or cache.max_graph_bytes
+    return runner, num_blocks, FastStart(background, model.compiled, runner, plan, max_bytes, config.strict)
+
+
+def _step_of(
+    model: CompiledLM, config: EngineConfig, sampler: Sampler, max_num_tokens: int, device: torch.device
+) -> ModelStep:
+    """Return a step of the model over new buffers, before its cache is allocated."""
+    return build_step(
+        model.compiled,
+        layers=model.layers,
+        state_layers=model.state_layers,
+        layout=model.layout,
+        backend=model.attention.backend,
+        config=config,
+        sampler=sampler,
+        max_num_tokens=max_num_tokens,
+        device=device,
+    )
+
+
+def _drafter(draft: CompiledDraft, step: SpeculativeStep, slots: Any) -> Drafter:
+    """Return what drafts with `draft`, a model or a head, for the requests of `step`."""
+    if not isinstance(draft, CompiledHead):
+        return make_drafter(draft, step, slots)
+    assert isinstance(step, HeadedStep)
+    return make_head_drafter(draft, step, slots)
 
 
 def _allocate(
@@ -668,13 +709,18 @@ def _allocate(
     return cache
 
 
-def _fill(cache: CacheAllocation, graph_bytes: int, device: torch.device, on_phase: OnPhase | None) -> int:
-    """Allocate the rest of a growing cache after capture, and return the final number of blocks."""
+def _fill(
+    cache: CacheAllocation, graph_bytes: int, set_aside: int, device: torch.device, on_phase: OnPhase | None
+) -> int:
+    """Allocate the rest of a growing cache after capture, and return the final number of blocks.
+
+    `set_aside`: bytes that are left free for graphs which are captured later.
+    """
     if not cache.is_growing:
         return cache.num_blocks
     started = time.monotonic()
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)  # torch caches no unused memory after capture
-    num_blocks = cache.fill(total_bytes - free_bytes, graph_bytes)
+    num_blocks = cache.fill(total_bytes - free_bytes + set_aside, graph_bytes + set_aside)
     if on_phase is not None:
         on_phase(Phase(name="kv_cache", seconds=time.monotonic() - started, detail=str(cache)))
     return num_blocks

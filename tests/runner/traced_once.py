@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from piecegraph.cache.store.keys import key_of, plain
 from piecegraph.compiler import load_or_compile
 from piecegraph.compiler.building import cold_start
+from piecegraph.compiler.piece_compilers.graphs_first import GraphsFirst
 from piecegraph.compiler.plans.plan_factors import plan_factors
 from piecegraph.compiler.tracing.dynamic_dims import DynamicDims
 from piecegraph.compiler.tracing.signature import BoundInput, ExampleCall
@@ -28,6 +29,7 @@ from piecegraph.compiler.tracing.trace import Traced, trace
 from piecegraph.compiler.tracing.traced_reads import find_changed_read
 from piecegraph.config import CompileConfig
 from piecegraph.errors import KeyFactorError
+from tests.compiler.later_compiler import LaterCompiler
 
 
 @contextmanager
@@ -55,11 +57,17 @@ def shared_traces() -> Iterator[dict[str, Traced]]:
         *others: Any,
         **options: Any,
     ) -> cold_start.ColdStart:
-        with patch.object(cold_start, "trace", shared) if config.compiler == "eager" else nullcontext():
+        is_shared = config.compiler == "eager" or (bool(others) and _is_compiled_by_a_test(others[0]))
+        with patch.object(cold_start, "trace", shared) if is_shared else nullcontext():
             return own_cold_start(module, args, kwargs, dims, config, *others, **options)
 
     with patch.object(load_or_compile, "cold_start", start):
         yield kept
+
+
+def _is_compiled_by_a_test(compiler: object) -> bool:
+    """Return whether graphs run until a compiler of a test, which is not Inductor, has pieces for them."""
+    return isinstance(compiler, GraphsFirst) and isinstance(getattr(compiler._start, "__self__", None), LaterCompiler)
 
 
 def trace_key(module: nn.Module, call: ExampleCall) -> str:

@@ -192,6 +192,12 @@ LLM_FLAGS = (
         default="auto",
         help="recorded: the rules of graphs without a GPU, and without the speed.",
     ),
+    Flag(
+        name="start",
+        type=click.Choice(["fast", "full"]),
+        default="full",
+        help="fast: answer while pieces compile and graphs are captured.",
+    ),
     Flag(name="strict", switch=True, default=False, help="Refuse to run a batch in a slower way than asked for."),
     Flag(
         name="max_num_seqs",

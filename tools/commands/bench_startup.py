@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from piecegraph.compiler.common.private_folder import scratch_folder
+from piecegraph.errors import did_you_mean
 from piecegraph.progress import Phase
+from piecegraph.runner.common.engine_config import STARTS
 from piecegraph.tools.bench.session import bench_arguments, output_flags
 from piecegraph.tools.command_line.compile_flags import with_compile_flags
 from piecegraph.tools.command_line.options import COMPILE_FLAGS, CONTEXT, LLM_FLAGS, Command, flags
@@ -21,10 +23,27 @@ if TYPE_CHECKING:
 EPILOG = """\b
 Examples:
   piecegraph bench startup
+  piecegraph bench startup --start fast,full --cold-only
   piecegraph bench startup shape:qwen3-0.6b --compiler inductor eager --repeat 3
   piecegraph bench startup shape:qwen3-0.6b:2 --cold-only --json"""
 
-OTHER_FLAGS = tuple(flag for flag in LLM_FLAGS if flag.name != "compiler")
+OTHER_FLAGS = tuple(flag for flag in LLM_FLAGS if flag.name not in ("compiler", "start"))
+
+
+class _Modes(click.ParamType[Any]):
+    """Modes of a start, separated by commas."""
+
+    name = "fast|full"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
+        words = value.split(",") if isinstance(value, str) else list(map(str, value))
+        for word in words:
+            if word not in STARTS:
+                self.fail(f"there is no start {word!r}.{did_you_mean(word, STARTS)}", param, ctx)
+        return tuple(dict.fromkeys(words))
+
+
+MODES = _Modes()
 COMPILER = next(flag for flag in LLM_FLAGS if flag.name == "compiler")
 
 
@@ -40,6 +59,15 @@ COMPILER = next(flag for flag in LLM_FLAGS if flag.name == "compiler")
     envvar=COMPILER.variable,
     help="What compiles a piece; several are shown side by side.",
 )
+@click.option(
+    "--start",
+    "modes",
+    type=MODES,
+    default="full",
+    show_default=True,
+    envvar="PIECEGRAPH_START",
+    help="How a start goes: full, fast, or fast,full side by side.",
+)
 @click.option("--no-tokenizer", is_flag=True, help="Start without a tokenizer, as other benches do.")
 @click.option("--cold-only", is_flag=True, help="No second start over what the first one left in the caches.")
 @click.option("--repeat", type=click.IntRange(min=1), default=1, show_default=True, help="Times all of it is done.")
@@ -49,6 +77,7 @@ COMPILER = next(flag for flag in LLM_FLAGS if flag.name == "compiler")
 def startup(
     model: str | None,
     compilers: tuple[str, ...],
+    modes: tuple[str, ...],
     no_tokenizer: bool,
     cold_only: bool,
     repeat: int,
@@ -65,7 +94,7 @@ def startup(
     for the innermost phase, imports wherever they happen; time outside all phases is unnamed. Work of other threads is
     in none of these sums.
     """
-    arguments = with_compile_flags(bench_arguments(model or "", {**values, "compiler": None}), values)
+    arguments = with_compile_flags(bench_arguments(model or "", {**values, "compiler": None, "start": None}), values)
     with PhaseDisplay(quiet=quiet) as display, scratch_folder() as scratch:
         display(Phase(name="start"))
         display.spin()
@@ -86,6 +115,7 @@ def startup(
             arguments,
             tuple(dict.fromkeys(compilers)),
             scratch=scratch / "caches",
+            modes=modes,
             is_warm_too=not cold_only,
             repeats=repeat,
             on_start=lambda number, total, name: display(Phase(name="start", done=number, total=total, detail=name)),
@@ -123,6 +153,8 @@ def as_lines(rows: Sequence[StartupRow]) -> Iterator[str]:
     ):
         yield line(f"- after {name.replace('_', ' ')}", [cell(row.unnamed_after.get(name)) for row in rows])
     yield line("to the first token", [cell(row.seconds) for row in rows])
+    if any(start.mode == "fast" for row in rows for start in row.starts):
+        yield line("to full speed", [cell(row.full_speed_seconds) for row in rows])
     yield line("of that ours", [cell(row.own_seconds) for row in rows])
     yield line("named", [f"{row.named_share:.1%}" for row in rows])
     yield line("of the first column", [f"{row.of_first:.2f}x" for row in rows])

@@ -18,6 +18,9 @@ import openai
 import pytest
 
 from piecegraph import LLM, SamplingParams
+from piecegraph.cache.store.store import Loaded
+from piecegraph.compiler.store.cache_choice import open_store
+from piecegraph.config import CompileConfig
 from tests.runner.byte_tokenizer import byte_tokenizer
 from tests.runner.tiny_models import llama_config, random_model, save
 from tests.tools.serve.malformed_bodies import malformed_bodies
@@ -308,7 +311,7 @@ def test_a_request_needs_a_key(server: ServerProcess) -> None:
         assert assert_error(post(server, "/v1/chat/completions", body, **headers), 401)["code"] == "invalid_api_key"
     assert httpx.get(f"{server.url}/metrics").status_code == 401
     assert httpx.get(f"{server.url}/health").status_code == 200
-    assert httpx.get(f"{server.url}/ready").json() == {"status": "serving"}
+    assert httpx.get(f"{server.url}/ready").json() == {"status": "serving", "start": "full speed"}
     other = openai.OpenAI(base_url=f"{server.url}/v1", api_key="another key", max_retries=0)
     assert other.completions.create(model="tiny", prompt="a", max_tokens=1).choices
 
@@ -440,6 +443,23 @@ def test_sigterm_drains(server: ServerProcess) -> None:
     assert b'"finish_reason":"length"' in received
     assert server.process.wait(60) == 0
     assert "Traceback" not in server.log
+
+
+@pytest.mark.slow
+def test_a_server_answers_while_it_compiles_and_ends_without_a_trace(model: Path, tmp_path: Path) -> None:
+    """`/ready` says how far it is; SIGTERM ends the compile processes with it, and the cache holds whole entries."""
+    environment = {"PIECEGRAPH_CACHE_DIR": str(tmp_path), "PIECEGRAPH_CACHE": "on"}
+    with running_server(model, "--compiler", "inductor", **environment) as server:
+        found = httpx.get(f"{server.url}/ready").json()
+        assert found["status"] == "serving"
+        assert found["start"] == "full speed" or found["start"].startswith("compiling ")
+        assert post(server, "/v1/completions", {"prompt": "a", "max_tokens": 2}).status_code == 200
+        assert "piecegraph:is_at_full_speed" in httpx.get(f"{server.url}/metrics").text
+        children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
+        assert server.end() == 0
+    assert not [child for child in children if Path(f"/proc/{child}").exists()]
+    store = open_store(CompileConfig(cache_dir=str(tmp_path)))
+    assert all(isinstance(store.load(row.key), Loaded) for row in store.list())
 
 
 @pytest.mark.slow

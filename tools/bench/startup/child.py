@@ -35,6 +35,7 @@ class StartRecord:
 
     begin: float
     end: float  # the first token is on the host
+    full_speed: float  # everything is compiled and captured
     spans: list[Span]
     report: dict[str, Any]  # the compile report
     graphs: dict[str, Any]  # by mode, and `device_bytes`, what all of them took of a GPU
@@ -44,6 +45,7 @@ class StartRecord:
 def start(job: StartJob, ready: float) -> StartRecord:
     """Start the model and draw one token. `ready` is the time at which the interpreter began to run this module."""
     phases, imports = PhaseSpans(), ImportSpans()
+    is_fast = job.arguments.get("start") == "fast"
     with imports.measured():
         from piecegraph.runner.common.sampling_params import SamplingParams
         from piecegraph.runner.llm import LLM
@@ -54,9 +56,11 @@ def start(job: StartJob, ready: float) -> StartRecord:
             with timed_phase(phases, "first_token"):
                 next(iter(llm.stream(prompt, params)))
             end = time.monotonic()
+            llm.finish_start()
             return StartRecord(
                 begin=job.began,
                 end=end,
+                full_speed=time.monotonic() if is_fast else end,
                 spans=[Span("interpreter", job.began, ready), *phases.spans, *imports.spans],
                 report=llm.report.as_dict(),
                 graphs={**llm.runner.graphs.summary(), "device_bytes": llm.runner.graphs.device_bytes},

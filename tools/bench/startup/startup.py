@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -45,10 +46,12 @@ class Start:
     report: Mapping[str, Any]  # the compile report, with a row a piece
     graphs: Mapping[str, Any]  # by mode, and `device_bytes`
     notes: tuple[str, ...]
+    mode: str = "full"  # "fast": it serves while pieces compile and graphs are captured
+    full_speed_seconds: float | None = None  # until everything is compiled and captured; None: with the first token
 
     @property
     def name(self) -> str:
-        return f"{self.compiler} {self.caches}"
+        return f"{self.compiler} {self.caches}" if self.mode == "full" else f"{self.compiler} fast {self.caches}"
 
     @property
     def unnamed(self) -> float:
@@ -90,6 +93,12 @@ class StartupRow:
         return Spread.of([start.seconds for start in self.starts])
 
     @property
+    def full_speed_seconds(self) -> Spread:
+        """The seconds until everything is compiled and captured, with no request but the first."""
+        times = [start.full_speed_seconds for start in self.starts]
+        return Spread.of([start.seconds if s is None else s for start, s in zip(self.starts, times, strict=True)])
+
+    @property
     def own_seconds(self) -> Spread:
         return Spread.of([start.own_seconds for start in self.starts])
 
@@ -122,7 +131,8 @@ class StartupRow:
         return {name: Spread.of([start.spans.get(name, 0.0) for start in self.starts]) for name in did}
 
     def as_record(self) -> dict[str, Any]:
-        spreads = {name: asdict(getattr(self, name)) for name in ("seconds", "own_seconds", "unnamed")}
+        names = ("seconds", "full_speed_seconds", "own_seconds", "unnamed")
+        spreads = {name: asdict(getattr(self, name)) for name in names}
         return {
             "name": self.name,
             **spreads,
@@ -141,25 +151,27 @@ def measure_startup(
     compilers: Sequence[str],
     *,
     scratch: Path,
+    modes: Sequence[str] = ("full",),
     is_warm_too: bool = True,
     repeats: int = 1,
     on_start: Callable[[int, int, str], None] = lambda number, total, name: None,
 ) -> list[StartupRow]:
-    """Start `repeats` times with each compiler, cold and then warm over the cache of the cold start.
+    """Start `repeats` times with each compiler in each mode, cold and then warm over the cache of the cold start.
 
+    `modes` are values of the argument `start` of `LLM`.
     Every cold start has caches of its own in `scratch`: ours, Inductor's and Triton's. Compilers take turns, so that a
     machine that gets slower slows all of them. `on_start(number, total, name)` is called before each start. Raises
     `StartFailed`.
     """
     kinds = (COLD, WARM) if is_warm_too else (COLD,)
-    total = repeats * len(compilers) * len(kinds)
+    total = repeats * len(compilers) * len(modes) * len(kinds)
     starts: list[Start] = []
     for repeat in range(repeats):
-        for compiler in compilers:
+        for compiler, mode in product(compilers, modes):
             for caches in kinds:
-                on_start(len(starts) + 1, total, f"{compiler} {caches}")
-                folder = scratch / f"{compiler}-{repeat}"
-                starts.append(start_once(model, {**arguments, "compiler": compiler}, caches, folder))
+                on_start(len(starts) + 1, total, f"{compiler} {mode} {caches}")
+                folder = scratch / f"{compiler}-{mode}-{repeat}"
+                starts.append(start_once(model, {**arguments, "compiler": compiler, "start": mode}, caches, folder))
     return list(startup_rows(starts))
 
 
@@ -195,10 +207,11 @@ def start_once(model: str, arguments: Mapping[str, Any], caches: str, folder: Pa
         reason = last.removeprefix("error: ")
         code = done.returncode if done.returncode > 0 else 1  # below 0: a signal
         raise StartFailed(f"a {caches} start ended with status {done.returncode}: {reason}", code)
-    return as_start(json.loads(done.stdout.splitlines()[-1]), str(arguments["compiler"]), caches)
+    record = json.loads(done.stdout.splitlines()[-1])
+    return as_start(record, str(arguments["compiler"]), caches, str(arguments.get("start", "full")))
 
 
-def as_start(record: Mapping[str, Any], compiler: str, caches: str) -> Start:
+def as_start(record: Mapping[str, Any], compiler: str, caches: str, mode: str = "full") -> Start:
     """Return the start that a `StartRecord` in JSON describes, with its time attributed to phases."""
     spans = [Span(*span) for span in record["spans"]]
     shares = share_out(spans, record["begin"], record["end"])
@@ -215,4 +228,6 @@ def as_start(record: Mapping[str, Any], compiler: str, caches: str) -> Start:
         report=record["report"],
         graphs=record["graphs"],
         notes=tuple(record["notes"]),
+        mode=mode,
+        full_speed_seconds=record["full_speed"] - record["begin"],
     )

@@ -77,7 +77,7 @@ PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
 @click.option("--convert", type=click.Choice(CONVERSIONS), help="The results of a model that pools. [default: auto]")
 @click.option("--access-log", is_flag=True, help="Log every request on stderr.")
 @click.option("--seed", type=int, help="Seed of requests without one, and of --load-format dummy.")
-@flags(LLM_FLAGS)
+@flags(LLM_FLAGS, start="fast")
 @flags(COMPILE_FLAGS)
 @click.option("--quiet", is_flag=True, help="Print no phases.")
 @click.option("--debug", is_flag=True, help="Show tracebacks and what the libraries say.")
@@ -88,7 +88,7 @@ def command(model: str | None, quiet: bool, debug: bool, **values: Any) -> int:
     MODEL is a folder, a .gguf file or a hub id; without it the embedded SmolLM2-135M-Instruct is served.
     """
     settings = serve_settings(model, values)
-    arguments = given(LLM_FLAGS, values)
+    arguments = {"start": "fast", **given(LLM_FLAGS, values)}
     for name in ("seed", "chat_template", "runner", "convert"):
         if values[name] is not None:
             arguments[name] = values[name]

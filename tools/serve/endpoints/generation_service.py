@@ -30,7 +30,7 @@ class GenerationService(Service):
         super().__init__(
             llm,
             settings,
-            GenerationSteps(llm.engine),
+            GenerationSteps(llm.engine, llm.use_idle_moment),
             device=llm.device,
             max_num_reqs=llm.max_num_seqs,
             vocab_size=llm.engine.vocab_size,

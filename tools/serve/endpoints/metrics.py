@@ -39,6 +39,13 @@ _DOCUMENTATION = {
     "spec_decode_num_accepted_tokens_per_pos": "Accepted tokens per draft position.",
 }
 
+_OWN_DOCUMENTATION = {
+    "piecegraph:start_failures": "Pieces and graphs that could not be compiled or captured while serving.",
+    "piecegraph:is_at_full_speed": "1 once everything is compiled and captured.",
+    "piecegraph:spec_decode_is_stopped": "1 if drafting has stopped, because it was measured to be slower.",
+}
+"""Of the metrics that vLLM does not have."""
+
 _HISTOGRAMS = {
     "time_to_first_token_seconds": ("Histogram of time to first token in seconds.", _SECONDS),
     "request_time_per_output_token_seconds": ("Histogram of time per output token in seconds per request.", _SECONDS),
@@ -64,8 +71,10 @@ class _EngineCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         for metric in self._read():
-            documentation = _DOCUMENTATION[metric.name.removeprefix("vllm:")]
+            documentation = {**_DOCUMENTATION, **_OWN_DOCUMENTATION}[metric.name.removeprefix("vllm:")]
             family: CounterMetricFamily | GaugeMetricFamily
+            more = {name: value for name, value in metric.labels.items() if name not in _LABELS}
+            labels = (*_LABELS, *more)
             if isinstance(metric, Vector):
                 family = CounterMetricFamily(metric.name, documentation, labels=(*_LABELS, "position"))
                 for position, value in enumerate(metric.values):
@@ -73,10 +82,10 @@ class _EngineCollector(Collector):
                 yield family
                 continue
             if isinstance(metric, Counter):
-                family = CounterMetricFamily(metric.name, documentation, labels=_LABELS)
+                family = CounterMetricFamily(metric.name, documentation, labels=labels)
             else:
-                family = GaugeMetricFamily(metric.name, documentation, labels=_LABELS)
-            family.add_metric((self._model_name, "0"), metric.value)  # type: ignore[attr-defined]
+                family = GaugeMetricFamily(metric.name, documentation, labels=labels)
+            family.add_metric((self._model_name, "0", *more.values()), metric.value)  # type: ignore[attr-defined]
             yield family
 
 

@@ -9,6 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
@@ -167,8 +168,9 @@ class EngineThread(Generic[_Request, _Output]):
     def _take_commands(self) -> bool:
         """Apply the commands that have come; without a request, wait for one. Returns False once asked to stop."""
         while True:
+            may_wait = not self._engine.has_unfinished and not self._is_stopping
             try:
-                command = self._commands.get(block=not self._engine.has_unfinished and not self._is_stopping)
+                command = self._next_command() if may_wait else self._commands.get(block=False)
             except queue.Empty:
                 return not self._is_stopping
             if isinstance(command, _Stop):
@@ -177,6 +179,15 @@ class EngineThread(Generic[_Request, _Output]):
                 self._abort(command.stream)
             else:
                 self._add(command)
+
+    def _next_command(self) -> _Add | _Abort | _Stop:
+        """Wait for a command; until it comes, do what the engine has to do in idle moments."""
+        while True:
+            if not self._commands.empty():
+                return self._commands.get()
+            wait_s = self._engine.use_idle_moment()
+            with suppress(queue.Empty):
+                return self._commands.get(block=wait_s != 0.0, timeout=wait_s)
 
     def _add(self, add: _Add) -> None:
         stream = add.stream

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -28,8 +28,10 @@ class GenerationRequest:
 class GenerationSteps:
     """The steps of `engine`, whose outputs go to an outbox of their own. Implements `Steps`."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, use_idle_moment: Callable[[], float | None] = lambda: None) -> None:
+        """`use_idle_moment` is `LLM.use_idle_moment`."""
         self._engine = engine
+        self._use_idle_moment = use_idle_moment
         self._outbox = Outbox()
 
     @property
@@ -58,6 +60,10 @@ class GenerationSteps:
     def abort(self, request_id: str) -> None:
         """End a request."""
         self._engine.abort(request_id)
+
+    def use_idle_moment(self) -> float | None:
+        """Go on with the start."""
+        return self._use_idle_moment()
 
     def step(self) -> Sequence[RequestOutput]:
         """Run a step and return the outputs of this object's requests."""

@@ -43,6 +43,10 @@ class PoolingSteps:
         """Drop a queued text."""
         self._engine.abort(request_id)
 
+    def use_idle_moment(self) -> float | None:
+        """Return None: nothing waits for one."""
+        return None
+
     def step(self) -> Sequence[PooledOutput]:
         """Run the next batch and return its outputs."""
         return self._engine.step()

@@ -38,5 +38,11 @@ class Steps(Protocol[Request_contra, Output_co]):
     def abort(self, request_id: str) -> None:
         """Forget a request. Unknown ids are ignored."""
 
+    def use_idle_moment(self) -> float | None:
+        """Do a part of what waits for a moment without requests.
+
+        Returns the seconds after which there may be more to do, or None if there will be nothing.
+        """
+
     def step(self) -> Sequence[Output_co]:
         """Run the next batch and return its outputs. A batch that raises is computed again by the next step."""

@@ -148,7 +148,7 @@ def _add_information(app: FastAPI, service: Service) -> None:
             return json_response({"status": "failed"}, HTTPStatus.SERVICE_UNAVAILABLE)
         if service.is_draining:
             return json_response({"status": "shutting down"}, HTTPStatus.SERVICE_UNAVAILABLE)
-        return json_response({"status": "serving"})
+        return json_response({"status": "serving", "start": str(service.llm.start_progress)})
 
     @app.get("/metrics", response_model=None)
     async def metrics() -> Response:

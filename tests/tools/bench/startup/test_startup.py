@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,7 @@ def test_a_record_is_handed_out_to_its_phases() -> None:
     record = {
         "begin": 100.0,
         "end": 110.0,
+        "full_speed": 140.0,
         "spans": [["trace", 102.0, 108.0], ["import torch", 103.0, 105.0], ["trace", 109.0, 109.5]],
         "report": {"num_pieces": 3},
         "graphs": {"device_bytes": 7},
@@ -64,6 +66,14 @@ def test_a_record_is_handed_out_to_its_phases() -> None:
     assert start.spans == {"trace": 6.5, "import torch": 2.0}
     assert (start.seconds, start.unnamed) == (10.0, 3.5)
     assert start.named_share == pytest.approx(0.65)
+    assert start.full_speed_seconds == 40.0
+
+
+def test_a_fast_start_has_a_row_of_its_own_with_the_time_to_full_speed() -> None:
+    fast = replace(a_start(10), mode="fast", full_speed_seconds=25.0)
+    rows = {row.name: row.full_speed_seconds.median for row in startup_rows([a_start(10), fast])}
+    assert rows == {a_start(10).name: 10.0, fast.name: 25.0}
+    assert " fast " in fast.name
 
 
 def test_a_start_that_fails_says_why_with_its_exit_code(tmp_path: Path) -> None:

@@ -97,6 +97,31 @@ def test_outputs_reach_their_coroutines() -> None:
     assert engine.threads != {threading.get_ident()}
 
 
+def test_idle_moments_go_on_with_the_start_until_it_is_over() -> None:
+    """A request that comes meanwhile is run before the next one of them."""
+    engine = FakeEngine(finish_all)
+    left, is_over = [0.0, 0.0, 0.01, 0.0], threading.Event()
+
+    def use_idle_moment() -> float | None:
+        engine.threads.add(threading.get_ident())
+        if left:
+            return left.pop()
+        is_over.set()
+        return None
+
+    steps = GenerationSteps(engine, use_idle_moment)  # type: ignore[arg-type]  # a fake
+    thread = EngineThread(steps, device=torch.device("cpu"))
+    thread.start()
+    assert is_over.wait(60)
+
+    async def use() -> str:
+        return (await thread.submit("a", REQUEST).get()).request_id
+
+    assert asyncio.run(use()) == "a"
+    assert thread.stop(10)
+    assert len(engine.threads) == 1
+
+
 def test_an_aborted_request_takes_part_in_no_further_step() -> None:
     """The engine is told before its next step; the stream gets nothing more."""
     engine = FakeEngine(lambda engine: [output(name, finished=False) for name in engine.requests])

@@ -1,0 +1,77 @@
+"""A piece compiler whose pieces run as their graphs at first, and are compiled by another compiler later."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from piecegraph.compiler.piece_compilers.protocol import NO_PASSES, CompiledPiece, OnPiece, RunPiece
+from piecegraph.compiler.piece_compilers.static_piece import StaticPiece
+from piecegraph.compiler.rewriting.post_grad import PostGrad
+from piecegraph.compiler.splitting.passthrough import build_graph_runner
+from piecegraph.compiler.splitting.piece import UniquePiece
+
+NOTE = "runs as its graph until it is compiled"
+"""The note in the report on a piece that is not compiled yet."""
+
+
+class GraphsFirst:
+    """A piece compiler that returns each piece as its graph, so that the model can run at once.
+
+    `name` is that of the compiler that compiles the pieces later, and `start` and `prepare` do what can be done for it
+    now.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        start: Callable[[], object] = lambda: None,
+        prepare: Callable[[Sequence[UniquePiece], PostGrad], object] = lambda pieces, post_grad: None,
+    ) -> None:
+        self.name = name
+        self._start = start
+        self._prepare = prepare
+
+    def start(self) -> None:
+        """Start the work that does not depend on the pieces."""
+        self._start()
+
+    def compile(
+        self,
+        pieces: Sequence[UniquePiece],
+        on_piece: OnPiece,
+        post_grad: PostGrad = NO_PASSES,
+        *,
+        meanwhile: Callable[[], object] = lambda: None,
+    ) -> tuple[CompiledPiece, ...]:
+        """Return each piece as its graph. Raises what `prepare` raises."""
+        self._prepare(pieces, post_grad)
+        made = []
+        for piece in pieces:
+            begin = time.perf_counter()
+            run = build_graph_runner(piece.graph_module)
+            made.append(CompiledPiece(run=run, seconds=time.perf_counter() - begin, note=NOTE))
+        return tuple(made)
+
+    def compile_static(
+        self, pieces: Sequence[StaticPiece], on_piece: OnPiece, post_grad: PostGrad = NO_PASSES
+    ) -> tuple[CompiledPiece | str, ...]:
+        """Return, for each piece, that it is compiled later."""
+        return ("it is compiled later",) * len(pieces)
+
+    def tune(self, run: RunPiece, inputs: Sequence[Any]) -> None:
+        """Do nothing."""
+
+    @property
+    def can_save(self) -> bool:
+        """False: graphs are not stored."""
+        return False
+
+    def save_pending(self) -> tuple[str, ...]:
+        """Return no reasons: there is nothing to save."""
+        return ()
+
+    def close(self) -> None:
+        """Do nothing."""
