@@ -12,6 +12,7 @@ from piecegraph.runner.common.without_grad import without_grad
 from piecegraph.runner.cudagraphs.dispatcher import Dispatcher
 from piecegraph.runner.cudagraphs.manager import CudaGraphManager
 from piecegraph.runner.engine.model_runner import ModelRunner
+from piecegraph.runner.lora.modules import AdaptedModules
 from piecegraph.runner.sampling.options.grammar import GrammarOutput, apply_grammar
 from piecegraph.runner.scheduling.scheduler_output import SchedulerOutput
 from piecegraph.runner.speculative.drafter import Drafter
@@ -54,11 +55,17 @@ class SpeculativeRunner(ModelRunner):
         dispatcher: Dispatcher,
         needs_host_batch: bool,
         strict: bool,
+        adapted: AdaptedModules | None = None,
         drafter: Drafter | None = None,
     ) -> None:
-        """Store the parts; `drafter`: the draft model, for a method that has one."""
+        """Store the parts; `drafter`: the draft model, for a method that has one. `adapted`: as in `ModelRunner`."""
         super().__init__(
-            step=step, graphs=graphs, dispatcher=dispatcher, needs_host_batch=needs_host_batch, strict=strict
+            step=step,
+            graphs=graphs,
+            dispatcher=dispatcher,
+            needs_host_batch=needs_host_batch,
+            strict=strict,
+            adapted=adapted,
         )
         self._speculative_step = step
         self.drafter = drafter
