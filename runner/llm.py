@@ -598,6 +598,11 @@ class LLM:
         self.close()
 
     @property
+    def _shows_progress(self) -> bool:
+        """Whether this process shows how far requests are; of ranks that run the same program, one does."""
+        return isinstance(self._executor, EngineProcesses) or self._executor.shows_progress
+
+    @property
     def _model_in_use(self) -> Loaded | LoadedElsewhere | LoadedPooler:
         """Return what was loaded, to generate or to pool. Raises `UsageError` if this LLM is closed."""
         return self._loaded_pooler if self._loaded_pooler is not None else self._generator
@@ -650,7 +655,7 @@ class LLM:
     ) -> list[RequestOutput]:
         requests = self._requests(prompts, sampling_params, priority, lora_request)
         finished: dict[str, RequestOutput] = {}
-        with progress_bar(len(requests), self.engine, shown=use_tqdm) as advance:
+        with progress_bar(len(requests), self.engine, shown=use_tqdm if self._shows_progress else False) as advance:
             for output in self._run(requests, is_final_only=True, on_step=advance):
                 finished[output.request_id] = output
         return [finished[request_id] for request_id in requests]
@@ -851,7 +856,7 @@ def _load(
             return load_elsewhere(config, executor, on_phase), None
         with translate_out_of_memory():
             if task is None:
-                return load_engine(config, on_phase, executor.parallel()), None
+                return load_engine(config, executor.watched(on_phase), executor.parallel()), None
             return None, load_pooler(config, task, on_phase)
 
 

@@ -217,7 +217,7 @@ def _load(config: EngineConfig, channel: _Channel | None, executor: Executor) ->
         assert channel is not None
         channel.send("phase", phase)
 
-    return load_engine(config, None if channel is None else on_phase, executor.parallel())
+    return load_engine(config, executor.watched(None if channel is None else on_phase), executor.parallel())
 
 
 def _facts(loaded: Loaded) -> EngineFacts:

@@ -33,6 +33,7 @@ from piecegraph.runner.distributed.protocol import Method
 from piecegraph.runner.distributed.worker import Worker, WorkerJob
 
 if TYPE_CHECKING:
+    from piecegraph.progress import OnPhase, Phase
     from piecegraph.runner.common.engine_config import EngineConfig
     from piecegraph.runner.startup.load_engine import Loaded
     from piecegraph.runner.tensor_parallel.parallel import Parallel
@@ -47,9 +48,15 @@ CLOSE_S = 3.0
 class UniProcExecutor:
     """The executor of one process on one device."""
 
+    shows_progress = True
+
     def parallel(self) -> Parallel | None:
         """Return None."""
         return None
+
+    def watched(self, on_phase: OnPhase | None) -> OnPhase | None:
+        """Return `on_phase`."""
+        return on_phase
 
     def collective_rpc(
         self, loaded: Loaded, method: Method, timeout: float | None, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -67,6 +74,8 @@ class MpExecutor:
     Raises `WorkerError` from whatever call notices that a worker ended, raised or does not answer; the other workers
     are ended then.
     """
+
+    shows_progress = True
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
@@ -117,6 +126,16 @@ class MpExecutor:
 
         store = open_store(self._store, self._num_ranks)
         return rank_parallel(self._config, store, 0, self._timeout_s, leading=self, check=self.check)
+
+    def watched(self, on_phase: OnPhase | None) -> OnPhase:
+        """Return an `on_phase` that first looks at the workers, so that rank 0 does not load for nothing."""
+
+        def watch(phase: Phase) -> None:
+            self.check()
+            if on_phase is not None:
+                on_phase(phase)
+
+        return watch
 
     def check(self) -> None:
         """Raise `WorkerError` if a worker has ended or failed. Only while nothing else is expected from workers."""

@@ -16,6 +16,7 @@ from piecegraph.runner.common.engine_config import DISTRIBUTED_TIMEOUT_S
 from piecegraph.runner.distributed.worker import Worker
 
 if TYPE_CHECKING:
+    from piecegraph.progress import OnPhase
     from piecegraph.runner.common.engine_config import EngineConfig
     from piecegraph.runner.distributed.protocol import Method
     from piecegraph.runner.startup.load_engine import Loaded
@@ -43,6 +44,15 @@ class ExternalLauncherExecutor:
             )
         self._timeout_s = config.distributed_timeout_seconds or DISTRIBUTED_TIMEOUT_S
         self._failure: str | None = None
+
+    @property
+    def shows_progress(self) -> bool:
+        """Return whether this is rank 0."""
+        return self.rank == 0
+
+    def watched(self, on_phase: OnPhase | None) -> OnPhase | None:
+        """Return `on_phase` on rank 0, and None on the others; the launcher watches the ranks."""
+        return on_phase if self.shows_progress else None
 
     @property
     def is_running(self) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    from piecegraph.progress import OnPhase
     from piecegraph.runner.startup.load_engine import Loaded
     from piecegraph.runner.tensor_parallel.parallel import Parallel
 
@@ -18,6 +19,13 @@ class Executor(Protocol):
 
     def parallel(self) -> Parallel | None:
         """Return how this process takes part in the engine; None: it is alone. Call it once, before loading."""
+
+    @property
+    def shows_progress(self) -> bool:
+        """Whether this process shows how far loading and requests are: one rank of an engine does."""
+
+    def watched(self, on_phase: OnPhase | None) -> OnPhase | None:
+        """Return an `on_phase` for loading here, which raises `WorkerError` once another rank has failed."""
 
     def collective_rpc(
         self, loaded: Loaded, method: Method, timeout: float | None, args: Sequence[Any], kwargs: Mapping[str, Any]
