@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 
 from piecegraph.errors import ConfigError, did_you_mean
 
-HEADS = ("eagle3",)
+HEADS = ("eagle3", "mtp")
 """The methods by which a head drafts that reads the model's hidden states."""
 
 METHODS = ("ngram", "draft_model", *HEADS)
@@ -21,7 +21,6 @@ _WITHOUT = "leave speculative_config out, the tokens are the same without it, or
 
 UNAVAILABLE_METHODS: Mapping[str, str] = {
     "eagle": f"EAGLE heads of the first two versions are not available: {_WITHOUT}, or an EAGLE-3 head",
-    "mtp": f"multi-token prediction layers are not yet available: {_WITHOUT}",
     "suffix": f"suffix decoding is not available: {_WITHOUT}",
     "medusa": f"Medusa heads are not available: {_WITHOUT}",
     "mlp_speculator": f"MLP speculators are not available: {_WITHOUT}",
@@ -59,7 +58,8 @@ class SpeculativeConfig:
     """The most tokens that a step drafts for a request. A request may ask for fewer."""
     model: str | None = None
     """draft_model: the folder, .gguf file or hub id of the model that drafts, which must have the same tokenizer.
-    eagle3: the folder or hub id of the head, in the format of the speculators library."""
+    eagle3: the folder or hub id of the head, in the format of the speculators library. mtp: None, since the layers lie
+    among the model's own weights."""
     prompt_lookup_max: int = None  # type: ignore[assignment]  # an int from `__post_init__` on
     """ngram: the longest sequence of last tokens that is looked up; None: `prompt_lookup_min`, else 5."""
     prompt_lookup_min: int = None  # type: ignore[assignment]  # an int from `__post_init__` on
@@ -67,7 +67,7 @@ class SpeculativeConfig:
     rejection_sample_method: str = "standard"
     """How drafts are verified: "standard" accepts each with the probability that keeps the target's distribution."""
     draft_sample_method: str = "greedy"
-    """draft_model, eagle3: how drafts are chosen. "greedy" takes the likeliest; "probabilistic" draws them at the
+    """draft_model, eagle3, mtp: how drafts are chosen. "greedy" takes the likeliest; "probabilistic" draws them at the
     request's temperature, with the noise that the model's own token is drawn with."""
 
     stops_when_slower: bool = True
@@ -147,7 +147,7 @@ class SpeculativeConfig:
             given["method"] = "draft_model" if "model" in given else None
         if given["method"] is None:
             raise ConfigError(f"speculative_config names no method; give one of {', '.join(map(repr, METHODS))}.")
-        if given["method"] == "ngram" and "model" in given:
+        if given["method"] in ("ngram", "mtp") and "model" in given:
             raise ConfigError(
                 f"speculative_config: model={given['model']!r}, but method {given['method']!r} has no draft model; "
                 "leave one of the two out."

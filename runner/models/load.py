@@ -384,7 +384,7 @@ def _quantised_checkpoint_model(
         return _checkpoint_model(source, config, dtype, kind), None
     except SafetensorError as error:
         raise CheckpointError(f"a weight file of {source.model!r} is corrupt: {_first_line(error)}") from error
-    _check_loading_info(source, info)
+    _check_loading_info(source, info, config)
     return model, summary
 
 
@@ -624,7 +624,7 @@ def _checkpoint_model(source: ModelSource, config: PreTrainedConfig, dtype: torc
             raise
         raise CheckpointError(f"the weights of {source.model!r} cannot be read: {_first_line(error)}") from error
     model, info = loaded
-    _check_loading_info(source, _without_other_parts(model, config, info, kind))
+    _check_loading_info(source, _without_other_parts(model, config, info, kind), config)
     return model
 
 
@@ -662,7 +662,7 @@ def _rank_checkpoint_model(
         return _checkpoint_model(source, config, dtype, kind), None, None
     except SafetensorError as error:
         raise CheckpointError(f"a weight file of {source.model!r} is corrupt: {_first_line(error)}") from error
-    _check_loading_info(source, _without_other_parts(model, config, info, kind))
+    _check_loading_info(source, _without_other_parts(model, config, info, kind), config)
     return model, plan, bytes_read
 
 
@@ -799,9 +799,16 @@ def _without_other_parts(
     return {**info, "unexpected_keys": [name for name in info["unexpected_keys"] if module(name) in own]}
 
 
-def _check_loading_info(source: ModelSource, info: Mapping[str, Any]) -> None:
+def _check_loading_info(source: ModelSource, info: Mapping[str, Any], config: PreTrainedConfig) -> None:
+    """Raise `CheckpointError` unless the checkpoint has the tensors of the model with `config`, and no others.
+
+    Layers for multi-token prediction, which follow the model's, are no part of it.
+    """
     missing = sorted(info["missing_keys"])
-    unexpected = sorted(info["unexpected_keys"])
+    text = config.get_text_config(decoder=True)
+    count = getattr(text, "num_mtp_layers", None) or getattr(text, "num_nextn_predict_layers", None) or 0
+    of_prediction = tuple(f"layers.{text.num_hidden_layers + place}." for place in range(count))
+    unexpected = sorted(name for name in info["unexpected_keys"] if not any(each in name for each in of_prediction))
     mismatched = sorted(
         f"{name} (checkpoint {tuple(found)}, model {tuple(wanted)})" for name, found, wanted in info["mismatched_keys"]
     )

@@ -58,7 +58,10 @@ class SpeculativeRunner(ModelRunner):
         adapted: AdaptedModules | None = None,
         drafter: Drafter | None = None,
     ) -> None:
-        """Store the parts; `drafter`: the draft model, for a method that has one. `adapted`: as in `ModelRunner`."""
+        """Store the parts; `drafter`: the draft model or the head, for a method that has one.
+
+        `adapted`: as in `ModelRunner`.
+        """
         super().__init__(
             step=step,
             graphs=graphs,

@@ -23,7 +23,7 @@ from piecegraph.runner.models.length import model_length
 from piecegraph.runner.models.load import LoadedModel, load_config
 from piecegraph.runner.models.without_weights import load_without_weights
 from piecegraph.runner.speculative.common.fitting_draft import naming_the_draft
-from piecegraph.runner.speculative.heads.head_config import naming_the_head, with_head
+from piecegraph.runner.speculative.heads.head_config import MtpConfig, naming_the_head, with_head
 from piecegraph.runner.speculative.heads.load_head import head_without_weights
 from piecegraph.runner.startup.compile_model import LANGUAGE_MODEL, Entry
 from piecegraph.runner.startup.decide import Decided, compile_step_kernels, decide_for
@@ -88,6 +88,9 @@ def compile_ahead(
         needs_weights=False,
     )
     compiled = _compile(config, loaded, max_model_len, max_num_tokens, store, anew=anew, on_phase=on_phase)
+    if isinstance(head, MtpConfig):
+        note = "the layer for multi-token prediction is compiled at the first start"
+        return replace(compiled, notes=(*compiled.notes, note))
     if head is not None:
         with naming_the_head():
             of_head = replace(config, source=head.source, is_draft=True, may_raise_block_size=False)

@@ -14,9 +14,9 @@ from piecegraph.runner.models.load import LoadedModel
 from piecegraph.runner.speculative.draft_layers import DraftCaches, with_draft_layers
 from piecegraph.runner.speculative.draft_step import DraftBuffers
 from piecegraph.runner.speculative.drafter import Drafter
-from piecegraph.runner.speculative.heads.head_config import Eagle3Config, naming_the_head
+from piecegraph.runner.speculative.heads.head_config import HeadConfig, MtpConfig, naming_the_head
 from piecegraph.runner.speculative.heads.head_step import HeadedStep, HeadStep
-from piecegraph.runner.speculative.heads.load_head import load_eagle3
+from piecegraph.runner.speculative.heads.load_head import load_eagle3, load_mtp
 from piecegraph.runner.startup.compile_model import CompiledLM, Entry, compile_model
 from piecegraph.runner.startup.draft import CompiledDraft
 
@@ -32,12 +32,12 @@ HEAD_DIMS = {
 class CompiledHead(CompiledDraft):
     """A compiled head."""
 
-    head: Eagle3Config
+    head: HeadConfig
     target_ids: torch.Tensor | None  # see `LoadedHead`
 
 
 def compile_head(
-    head: Eagle3Config | None,
+    head: HeadConfig | None,
     model: CompiledLM,
     draft: CompiledDraft | None,
     target: LoadedModel,
@@ -60,7 +60,10 @@ def compile_head(
             f"at most max_model_len={max_model_len} tokens; draft fewer."
         )
     with naming_the_head():
-        loaded = load_eagle3(head, target, seed=config.seed)
+        if isinstance(head, MtpConfig):
+            loaded = load_mtp(head, target, seed=config.seed)
+        else:
+            loaded = load_eagle3(head, target, seed=config.seed)
         compiled = compile_model(
             None, lambda: loaded.loaded, config, max_model_len, max_num_tokens, on_phase, entry=head_entry(head)
         )
@@ -111,12 +114,12 @@ def make_head_drafter(head: CompiledHead, step: HeadedStep, slots: StagedWriteTe
     return Drafter(step=head_step, compiled=head.model.compiled, block_size=head.model.config.block_size, slots=slots)
 
 
-def head_entry(head: Eagle3Config) -> Entry:
+def head_entry(head: HeadConfig) -> Entry:
     """Return how the head is traced."""
 
     def inputs(loaded: LoadedModel) -> tuple[Any, ...]:
         positions = torch.arange(8, device=loaded.device)
-        hidden = torch.zeros(8, head.layer_config.hidden_size, dtype=loaded.dtype, device=loaded.device)
+        hidden = torch.zeros(8, head.state_size, dtype=loaded.dtype, device=loaded.device)
         return torch.zeros_like(positions), positions, hidden, torch.tensor([2, 4, 7], device=loaded.device)
 
     return Entry(module=lambda loaded: loaded.model, dynamic_dims=lambda loaded: HEAD_DIMS, inputs=inputs)

@@ -20,6 +20,7 @@ from piecegraph.runner.common.engine_config import EngineConfig
 from piecegraph.runner.common.model_source import ModelSource
 from piecegraph.runner.common.speculative_config import HEADS
 from piecegraph.runner.models.load import check_weight_files
+from piecegraph.runner.traceable.hidden_states import LAST
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -53,9 +54,68 @@ class Eagle3Config:
         )
 
     @property
+    def state_size(self) -> int:
+        """The numbers of a hidden state that the head's layers read."""
+        return int(self.layer_config.hidden_size)
+
+    @property
     def hidden_size(self) -> int:
         """The numbers of a token that leave the model."""
         return len(self.hidden_states) * self.target_hidden_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MtpConfig:
+    """The layer for multi-token prediction among the weights of a model (`num_nextn_predict_layers`)."""
+
+    source: ModelSource  # of the model
+    state_size: int  # of a hidden state
+    hidden_states: tuple[int, ...] = (LAST,)
+
+    def __str__(self) -> str:
+        return f"head: the multi-token prediction layer of {self.source.model}"
+
+    @property
+    def hidden_size(self) -> int:
+        """The numbers of a token that leave the model."""
+        return self.state_size
+
+
+HeadConfig = Eagle3Config | MtpConfig
+
+
+def mtp_config(source: ModelSource, hf_config: PreTrainedConfig, *, needs_weights: bool = True) -> MtpConfig:
+    """Return the config of the layer for multi-token prediction of the model in `source`.
+
+    Raises `ConfigError` for a model without one, and `UnsupportedModel` for one with several.
+    """
+    from safetensors import safe_open
+
+    model = hf_config.get_text_config(decoder=True)
+    count = getattr(model, "num_mtp_layers", None) or getattr(model, "num_nextn_predict_layers", None)
+    if not count:
+        raise ConfigError(
+            f"the config of {source.model!r} has no num_nextn_predict_layers, so the model has no layer for multi-token"
+            " prediction; draft with another method."
+        )
+    if count != 1:
+        raise UnsupportedModel(
+            f"{source.model!r} has {count} layers for multi-token prediction, and one is available; draft with another "
+            "method."
+        )
+    if needs_weights and source.load_format != "dummy":
+        wanted = f"layers.{model.num_hidden_layers}.eh_proj.weight"
+        for file in source.weight_files if not source.is_gguf else ():
+            with safe_open(str(file), framework="pt") as opened:
+                names = list(opened.keys())
+            if any(name.endswith(wanted) for name in names):
+                break
+        else:
+            raise CheckpointError(
+                f"{source.model!r} has no tensor {wanted} in its safetensors files: its layer for multi-token "
+                "prediction was left out of this checkpoint. Take one with it, or draft with another method."
+            )
+    return MtpConfig(source=source, state_size=model.hidden_size)
 
 
 def eagle3_config(source: ModelSource, hf_config: PreTrainedConfig, *, needs_weights: bool = True) -> Eagle3Config:
@@ -108,7 +168,7 @@ def eagle3_config(source: ModelSource, hf_config: PreTrainedConfig, *, needs_wei
 
 def with_head(
     config: EngineConfig, hf_config: PreTrainedConfig, *, needs_weights: bool = True
-) -> tuple[EngineConfig, Eagle3Config | None]:
+) -> tuple[EngineConfig, HeadConfig | None]:
     """Return `config` with the hidden states that leave the model for the head that it names, and the head's config.
 
     Without a head, `config` itself and None. Raises what `eagle3_config` raises, naming the head.
@@ -121,7 +181,8 @@ def with_head(
             "tensor_parallel_size out, or draft with method 'ngram'."
         )
     with naming_the_head():
-        head = eagle3_config(head_source(config), hf_config, needs_weights=needs_weights)
+        read = mtp_config if config.speculative.method == "mtp" else eagle3_config
+        head = read(head_source(config), hf_config, needs_weights=needs_weights)
     return replace(config, source=replace(config.source, hidden_states=head.hidden_states)), head
 
 

@@ -43,8 +43,11 @@ class HeadedStep(SpeculativeStep):
         num_reqs: int,
         more_indices: torch.Tensor | None = None,
         embeds: EmbedsBatch | None = None,
+        *,
+        num_active_loras: int = 0,
     ) -> torch.Tensor:
         """Return the logits, as `ModelStep.run_uncaptured` does, and keep the hidden states."""
+        assert not num_active_loras, "refused with adapters"
         return self._kept(SpeculativeStep.run_uncaptured(self, metadata, num_reqs, more_indices, embeds))
 
     def draw(self, logits: Any) -> StepOutput:

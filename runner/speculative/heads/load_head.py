@@ -13,9 +13,11 @@ from piecegraph.compiler.repeated_layers.find import name_layers
 from piecegraph.errors import CheckpointError
 from piecegraph.runner.common.model_source import ModelSource
 from piecegraph.runner.models.load import LoadedModel
+from piecegraph.runner.models.quiet_transformers import quiet_transformers
 from piecegraph.runner.models.without_weights import make_fake
 from piecegraph.runner.speculative.heads.eagle3 import Eagle3Head
-from piecegraph.runner.speculative.heads.head_config import Eagle3Config
+from piecegraph.runner.speculative.heads.head_config import Eagle3Config, MtpConfig
+from piecegraph.runner.speculative.heads.mtp import mtp_head
 
 _NOT_READ = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")
 """Tensors of a checkpoint that only training reads."""
@@ -60,6 +62,22 @@ def load_eagle3(config: Eagle3Config, target: LoadedModel, *, seed: int) -> Load
         notes=notes,
     )
     return LoadedHead(loaded=loaded, target_ids=_target_ids(d2t, config, target.device), notes=notes)
+
+
+def load_mtp(config: MtpConfig, target: LoadedModel, *, seed: int) -> LoadedHead:
+    """Return the layer for multi-token prediction with its weights, in the model's dtype and on its device.
+
+    transformers reads it; embedding and logits are the model's. Raises `CheckpointError` for tensors that are missing.
+    """
+    with quiet_transformers(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        head = mtp_head(target.model, is_random=config.source.load_format == "dummy")
+    head = head.to(target.dtype).to(target.device).eval().requires_grad_(False)
+    notes = (str(config),)
+    loaded = LoadedModel(
+        model=head, config=head.config, dtype=target.dtype, device=target.device, first_position=0, notes=notes
+    )
+    return LoadedHead(loaded=loaded, target_ids=None, notes=notes)
 
 
 def head_without_weights(config: Eagle3Config, dtype: torch.dtype, device: torch.device) -> LoadedModel:

@@ -88,12 +88,12 @@ def states_of(model: PreTrainedModel, text: list[int]) -> torch.Tensor:
 
 
 @torch.no_grad()
-def drafts_of_whole_text(head: Any, model: PreTrainedModel, ids: torch.Tensor | None, text: list[int]) -> list[int]:
+def drafts_of_whole_text(head: Any, states: torch.Tensor, ids: torch.Tensor | None, text: list[int]) -> list[int]:
     """What a head drafts behind `text`, whose last token no model has read, by torch's attention over all of it.
 
-    `head` has torch's attention; `ids` are the model's tokens of the head's.
+    `head` has torch's attention; `states` are the model's, and `ids` the model's tokens of the head's.
     """
-    hidden = head.joined(states_of(model, text[:-1]))
+    hidden = head.joined(states)
     tokens, found = text[1:], []
     for _ in range(NUM_DRAFTS):
         positions = torch.arange(len(tokens))
@@ -138,7 +138,10 @@ def test_drafts_are_those_of_the_whole_text(
             for request in [one for one in running if one.num_ready_drafts]:
                 found = llm.runner.proposed([request.request_id])[request.request_id]  # type: ignore[attr-defined]
                 text = [*prompts[int(request.request_id)], *request.output_token_ids]
-                assert found == drafts_of_whole_text(alone, llama, step.target_ids, text)[: len(found)], text
+                assert (
+                    found
+                    == drafts_of_whole_text(alone, states_of(llama, text[:-1]), step.target_ids, text)[: len(found)]
+                )
                 num_compared += len(found)
         stats, num_accepted = engine.stats, speculation(llm).num_accepted_tokens
     assert num_compared > 60
