@@ -785,7 +785,7 @@ def _engine_config(arguments: Mapping[str, Any]) -> EngineConfig:
     if model is None:
         from piecegraph.runner.models.embedded_model import embedded_model_dir
 
-        model = embedded_model_dir(arguments["on_phase"])
+        model = embedded_model_dir(arguments["on_phase"], keeps_blocks=arguments["quantization"] == "gguf")
     if not isinstance(model, str | Path):
         raise ConfigError(f"model={model!r}; it must be a folder, a .gguf file or a hub id, as a string or a path.")
     source = ModelSource(
@@ -794,6 +794,7 @@ def _engine_config(arguments: Mapping[str, Any]) -> EngineConfig:
         trust_remote_code=arguments["trust_remote_code"],
         load_format=arguments["load_format"],
         hf_overrides={} if arguments["hf_overrides"] is None else arguments["hf_overrides"],
+        keeps_blocks=arguments["quantization"] == "gguf",
     )
     fields = {field.name for field in dataclasses.fields(EngineConfig)}
     converted = {

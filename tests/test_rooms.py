@@ -189,6 +189,7 @@ COVERED_BY: Mapping[str, str] = {
     "runner/quantization/methods/linear_method.py": "tests/runner/quantization/methods/test_groups.py",
     "runner/quantization/checkpoints/all_formats.py": "tests/runner/quantization/checkpoints/test_stored.py",
     "runner/quantization/checkpoints/finegrained_fp8.py": "tests/runner/quantization/checkpoints/test_stored.py",
+    "runner/quantization/checkpoints/gguf_file.py": "tests/runner/quantization/checkpoints/test_gguf_blocks.py",
     "runner/quantization/checkpoints/load.py": "tests/runner/quantization/test_llm_quantised.py",
     "runner/quantization/checkpoints/packed_integers.py": "tests/runner/quantization/checkpoints/test_gptq.py",
     "runner/tensor_parallel/parallel.py": "tests/runner/tensor_parallel/test_process_group.py",

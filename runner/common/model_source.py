@@ -25,6 +25,7 @@ class ModelSource:
     trust_remote_code: bool = False
     load_format: str = "auto"
     hf_overrides: Mapping[str, Any] = field(default_factory=dict)
+    keeps_blocks: bool = False  # the blocks of a .gguf file stay quantised
     hidden_states: tuple[int, ...] = ()  # the places whose hidden states leave the model, for a head that drafts
 
     def __post_init__(self) -> None:

@@ -34,10 +34,11 @@ FORMAT = 1
 _STEPS = 3  # open, tokenizer, weights
 
 
-def embedded_model_dir(on_phase: OnPhase | None = None) -> Path:
+def embedded_model_dir(on_phase: OnPhase | None = None, *, keeps_blocks: bool = False) -> Path:
     """Return the folder of the embedded default model, converted from its GGUF file on first use.
 
-    The folder is signed and checked by `converted_model`.
+    `keeps_blocks`: the weights stay in the file's blocks (`quantization="gguf"`), in a folder of their own. The folder
+    is signed and checked by `converted_model`.
 
     Raises:
         ModelError: a required package is missing; the message has the command that installs it.
@@ -47,12 +48,13 @@ def embedded_model_dir(on_phase: OnPhase | None = None) -> Path:
     def convert_it(folder: Path) -> None:
         _require_gguf()
         started = time.monotonic()
-        convert(gguf, folder, on_phase)
+        convert(gguf, folder, on_phase, **({"keeps_blocks": True} if keeps_blocks else {}))
         if on_phase is not None:
             seconds = time.monotonic() - started
             on_phase(Phase(name="convert", done=_STEPS, total=_STEPS, seconds=seconds, detail=MODEL_NAME))
 
-    return converted_model(Conversion(name=MODEL_NAME, source=gguf, format=FORMAT, convert=convert_it))
+    name = f"{MODEL_NAME}-GGUF" if keeps_blocks else MODEL_NAME
+    return converted_model(Conversion(name=name, source=gguf, format=FORMAT, convert=convert_it))
 
 
 def find_gguf() -> Path:
@@ -75,8 +77,11 @@ def _require_gguf() -> None:
         )
 
 
-def convert(gguf: Path, folder: Path, on_phase: OnPhase | None = None) -> None:
-    """Write the Llama model in `gguf` to `folder`: config, tokenizer, float32 safetensors. No torch is needed."""
+def convert(gguf: Path, folder: Path, on_phase: OnPhase | None = None, *, keeps_blocks: bool = False) -> None:
+    """Write the Llama model in `gguf` to `folder`: config, tokenizer, float32 safetensors. No torch is needed.
+
+    `keeps_blocks`: quantised weights are written as they are, uint8 `[rows, bytes of a row]`.
+    """
     from gguf import GGUFReader
 
     def step(done: int, detail: str) -> None:
@@ -88,7 +93,7 @@ def convert(gguf: Path, folder: Path, on_phase: OnPhase | None = None) -> None:
     step(1, "tokenizer")
     write_tokenizer(reader, folder)
     step(2, "weights")
-    write_model(reader, folder)
+    write_model(reader, folder, keeps_blocks=keeps_blocks)
 
 
 def write_tokenizer(reader: GGUFReader, folder: Path) -> None:
@@ -129,8 +134,11 @@ def write_tokenizer(reader: GGUFReader, folder: Path) -> None:
     (folder / "chat_template.jinja").write_text(_field(reader, "tokenizer.chat_template"), encoding="utf-8")
 
 
-def write_model(reader: GGUFReader, folder: Path) -> None:
-    """Write the config and the weights, dequantised to float32 and under transformers' names, to `folder`."""
+def write_model(reader: GGUFReader, folder: Path, *, keeps_blocks: bool = False) -> None:
+    """Write the config and the weights, in float32 and under transformers' names, to `folder`.
+
+    `keeps_blocks`: quantised weights are the file's blocks instead, and the config has their kinds.
+    """
     import numpy as np
     from gguf import dequantize
     from safetensors.numpy import save_file
@@ -138,12 +146,20 @@ def write_model(reader: GGUFReader, folder: Path) -> None:
     config = llama_config(reader)
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     weights: dict[str, np.ndarray[Any, Any]] = {}
+    blocks: dict[str, str] = {}
     for tensor in reader.tensors:
-        weight = dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False)
+        name = transformers_name(tensor.name)
+        if keeps_blocks and tensor.tensor_type.name != "F32":
+            blocks[name.removesuffix(".weight")] = tensor.tensor_type.name
+            name, weight = f"{name}_blocks", np.asarray(tensor.data)
+        else:
+            weight = dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False)
         kind = tensor.name.split(".")[-2]
         if kind in heads:
             weight = _rotate_in_halves(weight, heads[kind])
-        weights[transformers_name(tensor.name)] = np.ascontiguousarray(weight)
+        weights[name] = np.ascontiguousarray(weight)
+    if blocks:
+        config["quantization_config"] = {"quant_method": "gguf", "blocks": blocks}
     special = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     _write_json(folder / "config.json", config)
     _write_json(folder / "generation_config.json", special)

@@ -9,7 +9,7 @@ import json
 import time
 import traceback
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -64,7 +64,8 @@ from piecegraph.runner.pipeline_parallel.stage_forward import (
     stage_inputs,
 )
 from piecegraph.runner.quantization.checkpoints.all_formats import stored_checkpoint
-from piecegraph.runner.quantization.checkpoints.load import CannotStream, PlainCheckpoint, read_model
+from piecegraph.runner.quantization.checkpoints.gguf_file import gguf_quantization, gguf_tensors
+from piecegraph.runner.quantization.checkpoints.load import CannotStream, PlainCheckpoint, opened_files, read_model
 from piecegraph.runner.quantization.checkpoints.stored import StoredCheckpoint
 from piecegraph.runner.quantization.online import online_schemes
 from piecegraph.runner.quantization.quantise import QuantisationSummary, quantise_model
@@ -178,6 +179,8 @@ def load_config(source: ModelSource) -> PreTrainedConfig:
     assert isinstance(config, PreTrainedConfig), type(config)
     if source.is_gguf and hasattr(config, "quantization_config"):
         del config.quantization_config  # read into plain floats by transformers
+    if source.is_gguf and source.keeps_blocks:
+        config.quantization_config = gguf_quantization(Path(source.model))
     check_model_sizes(config)
     check_config(config, written)
     return config
@@ -217,8 +220,14 @@ def resolve_dtype(
     has 16 bits, else bfloat16. Raises `ConfigError` for an unknown name, and for quantised weights with float16 or on a
     GPU.
     """
-    if getattr(config, "quantization_config", None) is not None:
-        if quantization is not None:
+    written = getattr(config, "quantization_config", None)
+    if quantization == "gguf" and (not isinstance(written, Mapping) or written.get("quant_method") != "gguf"):
+        raise ConfigError(
+            "quantization='gguf' keeps the blocks of a .gguf file, and the model is none; leave it out, or use 'int8' "
+            "or 'int4'."
+        )
+    if written is not None:
+        if quantization not in (None, "gguf"):
             raise ConfigError(
                 f"quantization={quantization!r} is made from a plain checkpoint, and this one is quantised already; "
                 "leave it out."
@@ -371,7 +380,9 @@ def _quantised_checkpoint_model(
 
     check_weight_files(source)
     files = source.weight_files
-    if known_class is None or not files or source.is_gguf or any(file.suffix != ".safetensors" for file in files):
+    keeps_blocks = checkpoint.quant_method == "gguf" and source.is_gguf
+    is_readable = keeps_blocks or (files and all(file.suffix == ".safetensors" for file in files))
+    if known_class is None or not is_readable:
         if isinstance(checkpoint, PlainCheckpoint):
             return _checkpoint_model(source, config, dtype, kind), None
         raise UnsupportedModel(
@@ -379,7 +390,11 @@ def _quantised_checkpoint_model(
             "transformers."
         )
     try:
-        model, info, summary = read_model(known_class, config, files, checkpoint, dtype=dtype, attention=kind.attention)
+        opened = nullcontext(gguf_tensors(Path(source.model))) if keeps_blocks else opened_files(files)
+        with opened as tensors:
+            model, info, summary = read_model(
+                known_class, config, tensors, checkpoint, dtype=dtype, attention=kind.attention
+            )
     except CannotStream:
         return _checkpoint_model(source, config, dtype, kind), None
     except SafetensorError as error:

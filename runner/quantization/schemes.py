@@ -9,13 +9,14 @@ from piecegraph.errors import ConfigError, did_you_mean
 SCHEMES: Mapping[str, str] = {
     "int8": "weights of 8 bits with a scale for each output channel, made from a plain checkpoint while it loads",
     "int4": "weights of 4 bits with a scale and an offset for each 32 of a channel, and embeddings of 8 bits",
+    "gguf": "the blocks of a .gguf file, or of the embedded model, as they are stored",
     "fp8": "weights in e4m3 with a scale for each output channel; embeddings stay as they are",
 }
 """The schemes of quantised weights, each with what it does."""
 
 UNAVAILABLE_SCHEMES: Mapping[str, str] = {
     **dict.fromkeys(
-        ("awq", "awq_marlin", "compressed-tensors", "fp_quant", "gguf", "gptq", "gptq_marlin", "moe_wna16", "mxfp4"),
+        ("awq", "awq_marlin", "compressed-tensors", "fp_quant", "gptq", "gptq_marlin", "moe_wna16", "mxfp4"),
         "is how a checkpoint is stored, which its own config says; leave quantization out",
     ),
     **dict.fromkeys(

@@ -161,7 +161,7 @@ LLM_FLAGS = (
     ),
     Flag(
         name="quantization",
-        help="int8, int4 or fp8: quantise the weights while they load. Without it they stay as they are read.",
+        help="int8, int4 or fp8: quantise the weights while they load; gguf: keep a GGUF file's blocks.",
     ),
     Flag(name="device", help="cpu, cuda or cuda:N. Without it: a GPU if there is one."),
     Flag(name="max_model_len", type=int, help="Longest prompt and answer together, in tokens."),

@@ -8,11 +8,12 @@ from typing import Any
 from piecegraph.errors import UnsupportedModel
 from piecegraph.runner.quantization.checkpoints.compressed_tensors import CompressedTensors
 from piecegraph.runner.quantization.checkpoints.finegrained_fp8 import FineGrainedFp8
+from piecegraph.runner.quantization.checkpoints.gguf_blocks import GgufBlocks
 from piecegraph.runner.quantization.checkpoints.gptq import Awq, Gptq
 from piecegraph.runner.quantization.checkpoints.stored import StoredCheckpoint
 
 _FORMATS: Mapping[str, Callable[[Mapping[str, Any]], StoredCheckpoint]] = {
-    kind.quant_method: kind.of for kind in (CompressedTensors, FineGrainedFp8, Gptq, Awq)
+    kind.quant_method: kind.of for kind in (CompressedTensors, FineGrainedFp8, Gptq, Awq, GgufBlocks)
 }
 """The readers of a `quantization_config`, by its `quant_method`."""
 
@@ -29,6 +30,6 @@ def stored_checkpoint(written: object) -> StoredCheckpoint:
         return _FORMATS[method](fields)
     raise UnsupportedModel(
         f"the weights are quantised with {method!r}, which cannot be read here; formats that can are "
-        f"{', '.join(_FORMATS)}, and GGUF files. Use such a checkpoint, or an unquantised one of the model, which "
+        f"{', '.join(_FORMATS)}. Use such a checkpoint, or an unquantised one of the model, which "
         "quantization='int8' or 'int4' quantises while it loads."
     )

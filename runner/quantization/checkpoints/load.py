@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -50,10 +50,23 @@ class PlainCheckpoint:
             ) from error
 
 
+@contextmanager
+def opened_files(files: Sequence[Path]) -> Iterator[Mapping[str, Any]]:
+    """Yield the tensors of safetensors files by name; each is read when it is indexed."""
+    from safetensors import safe_open
+
+    with ExitStack() as stack:
+        tensors: dict[str, Any] = {}
+        for file in files:
+            handle = stack.enter_context(safe_open(str(file), framework="pt"))
+            tensors.update((name, handle.get_slice(name)) for name in handle.keys())  # noqa: SIM118  no mapping
+        yield tensors
+
+
 def read_model(
     model_class: type[PreTrainedModel],
     config: PreTrainedConfig,
-    files: Sequence[Path],
+    stored: Mapping[str, Any],
     checkpoint: StoredCheckpoint | PlainCheckpoint,
     *,
     dtype: torch.dtype,
@@ -61,40 +74,34 @@ def read_model(
 ) -> tuple[Any, Mapping[str, Any], QuantisationSummary]:
     """Return the model, transformers' loading information, and the summary of what is quantised.
 
-    Each tensor is read, and quantised if it is to be, when its parameter is filled, so that there is never a copy of
-    all weights in floats. Raises `CannotStream` for a plain checkpoint with other names than the model's.
+    `stored`: the tensors by name. Each is read, and quantised if it is to be, when its parameter is filled, so that
+    there is never a copy of all weights in floats. Raises `CannotStream` for a plain checkpoint with other names than
+    the model's.
     """
-    from safetensors import safe_open
-
     base: Any = model_class
     summaries: list[QuantisationSummary] = []
     state: dict[str, Any] = {}
-    with ExitStack() as stack:
-        slices: dict[str, Any] = {}
-        for file in files:
-            handle = stack.enter_context(safe_open(str(file), framework="pt"))
-            slices.update((name, handle.get_slice(name)) for name in handle.keys())  # noqa: SIM118  no mapping
+    is_stored = not isinstance(checkpoint, PlainCheckpoint)
 
-        def construct(self: Any, *args: Any, **kwargs: Any) -> None:
-            base.__init__(self, *args, **kwargs)
-            is_stored = not isinstance(checkpoint, PlainCheckpoint)
-            method, scheme_of = checkpoint.quant_method, checkpoint.scheme_of
-            self.tie_weights()
-            summary = quantise_model(self, method, scheme_of, is_read=True, must_fit=is_stored)
-            self.all_tied_weights_keys = dict(_tied(self.all_tied_weights_keys, summary.methods))
-            summaries.append(summary)
-            state.update(_state(self, slices, checkpoint, summary, dtype))
+    def construct(self: Any, *args: Any, **kwargs: Any) -> None:
+        base.__init__(self, *args, **kwargs)
+        self.tie_weights()
+        method, scheme_of = checkpoint.quant_method, checkpoint.scheme_of
+        summary = quantise_model(self, method, scheme_of, is_read=True, must_fit=is_stored)
+        self.all_tied_weights_keys = dict(_tied(self.all_tied_weights_keys, summary.methods))
+        summaries.append(summary)
+        state.update(_state(self, stored, checkpoint, summary, dtype))
 
-        own: Any = type(base.__name__, (base,), {"__init__": construct, "__module__": base.__module__})
-        model, info = own.from_pretrained(
-            None,
-            config=config,
-            state_dict=state,
-            dtype=dtype,
-            attn_implementation=attention,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,
-        )
+    own: Any = type(base.__name__, (base,), {"__init__": construct, "__module__": base.__module__})
+    model, info = own.from_pretrained(
+        None,
+        config=config,
+        state_dict=state,
+        dtype=dtype,
+        attn_implementation=attention,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,
+    )
     model.__class__ = model_class
     return model, info, summaries[-1]
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -65,28 +63,13 @@ def check_scale(path: str, name: str, scale: torch.Tensor) -> None:
         raise CheckpointError(f"{path}.{name} has values that are infinite or not numbers. Copy the file again.")
 
 
-@contextmanager
-def opened_checkpoint(
-    files: Sequence[Path], checkpoint: StoredCheckpoint, schemes: Mapping[str, Scheme], dtype: torch.dtype
-) -> Iterator[dict[str, Any]]:
-    """Yield the tensors of the files by the names of the model's parameters; each is read when it is indexed.
-
-    `schemes`, by the path of a module, may be filled later: when the model is constructed, before a tensor is read.
-    """
-    from safetensors import safe_open
-
-    with ExitStack() as stack:
-        slices: dict[str, Any] = {}
-        for file in files:
-            handle = stack.enter_context(safe_open(str(file), framework="pt"))
-            slices.update((name, handle.get_slice(name)) for name in handle.keys())  # noqa: SIM118  no mapping
-        yield named_weights(slices, checkpoint, schemes, dtype)
-
-
 def named_weights(
     slices: Mapping[str, Any], checkpoint: StoredCheckpoint, schemes: Mapping[str, Scheme], dtype: torch.dtype
 ) -> dict[str, Any]:
-    """Return what `opened_checkpoint` yields, from stored tensors by their names; each is read when it is indexed."""
+    """Return the stored tensors by the names of the model's parameters; each is read when it is indexed.
+
+    `schemes` are by the path of a module.
+    """
     named: dict[str, Any] = {}
     modules: dict[str, dict[str, Any]] = {}
     for name in slices:
