@@ -20,6 +20,7 @@ from piecegraph.tools.command_line.lazy_group import LazyGroup
 COMMANDS = {
     "run": ("piecegraph.tools.commands.run", "Stream a model's answer to a prompt."),
     "serve": ("piecegraph.tools.serve.commands.serve", "Serve a model through the OpenAI API."),
+    "chat": ("piecegraph.tools.serve.commands.chat", "Talk with a model."),
     "compile": ("piecegraph.tools.commands.compile", "Fill the cache with a model, from its config alone."),
     "explain": (
         "piecegraph.tools.commands.explain",
