@@ -6,6 +6,7 @@ MODULES: tuple[str, ...] = (
     "piecegraph.passes.ops.act_mul",
     "piecegraph.passes.ops.collectives",
     "piecegraph.passes.ops.linear",
+    "piecegraph.passes.ops.lora",
     "piecegraph.passes.ops.moe_experts",
     "piecegraph.passes.ops.norm_linear",
     "piecegraph.passes.ops.quantised.fp8_linear",

@@ -133,9 +133,7 @@ def _not_there(folder: Path, path: str, modules: AdaptedModules) -> str:
 
 def _check_base(folder: Path, path: str, tensor: torch.Tensor, module: Any) -> None:
     """Raise `CheckpointError` unless a base weight that peft saved beside an embedding's matrices is the model's."""
-    weight = getattr(module, "weight", None)
-    if weight is None:
-        return  # it is quantised
+    weight: torch.Tensor = module.weight
     if tensor.shape != weight.shape:
         raise CheckpointError(
             f"{folder}: the weight of {path} in it is {tuple(tensor.shape)}, the model's {tuple(weight.shape)}; it is "

@@ -17,9 +17,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from piecegraph.errors import ConfigError, UnsupportedModel
+from piecegraph.passes.ops.lora import LOGITS, LORA_EXPAND, LORA_LOOKUP, LORA_SHRINK, TOKENS
 from piecegraph.runner.common.engine_config import EngineConfig
-from piecegraph.runner.lora.ops import LOGITS, LORA_EXPAND, LORA_LOOKUP, LORA_SHRINK, TOKENS
-from piecegraph.runner.quantization.modules import QuantisedEmbedding, QuantisedLinear
 
 
 def _add(module: Any, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -49,25 +48,9 @@ class LoraEmbedding(nn.Embedding):
         return _add_looked_up(self, F.embedding(input, self.weight), input)
 
 
-class LoraQuantisedLinear(QuantisedLinear):
-    """A quantised linear layer with adapters in the dtype of the activations."""
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002  torch's name
-        return _add(self, QuantisedLinear.forward(self, input), input)
-
-
-class LoraQuantisedEmbedding(QuantisedEmbedding):
-    """A quantised embedding with adapters in the dtype of the activations."""
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002  torch's name
-        return _add_looked_up(self, QuantisedEmbedding.forward(self, input), input)
-
-
 _CLASSES: dict[type[nn.Module], Any] = {
     nn.Linear: LoraLinear,
     nn.Embedding: LoraEmbedding,
-    QuantisedLinear: LoraQuantisedLinear,
-    QuantisedEmbedding: LoraQuantisedEmbedding,
 }
 """Our classes by those they replace. Subclasses may compute in ways of their own, and are not adapted."""
 

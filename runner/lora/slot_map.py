@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from piecegraph.runner.attention.interface.forward_context import LoraRows
+from piecegraph.passes.ops.lora import LoraRows
 from piecegraph.runner.device_memory.staged_write import StagedWriteTensor
 
 NO_ADAPTER = -1

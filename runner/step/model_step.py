@@ -9,10 +9,10 @@ from typing import NamedTuple
 import torch
 
 from piecegraph.compiler.graphs.batch_descriptor import BatchDescriptor
+from piecegraph.passes.ops.lora import LoraRows
 from piecegraph.runner.attention.interface.backend import AttentionBackend, AttentionImpl
 from piecegraph.runner.attention.interface.forward_context import (
     ForwardContext,
-    LoraRows,
     get_forward_context,
     set_forward_context,
 )

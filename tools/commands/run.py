@@ -13,6 +13,8 @@ import click
 
 from piecegraph.errors import RequestError
 from piecegraph.progress import Phase
+from piecegraph.runner.lora.peft_config import read_config
+from piecegraph.runner.lora.request import LoRARequest
 from piecegraph.runner.prompts.request_options import check_unicode
 from piecegraph.tools.command_line.compile_flags import with_compile_flags
 from piecegraph.tools.command_line.interrupts import raise_if_interrupted
@@ -126,6 +128,7 @@ class Answer:
 @flags(LLM_FLAGS, max_num_seqs=1, cudagraph_capture_sizes="1")
 @flags(COMPILE_FLAGS)
 @click.option("--chat/--no-chat", default=None, help="Use the model's chat template. [default: if it has one]")
+@click.option("--lora", metavar="FOLDER", help="Answer with a LoRA adapter that peft has written.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object when done instead of streaming text.")
 @click.option("--quiet", is_flag=True, help="Print no phases and no summary.")
 @click.option("--debug", is_flag=True, help="Show tracebacks and what the libraries say.")
@@ -134,6 +137,7 @@ def command(
     model: str | None,
     prompt: str | None,
     chat: bool | None,
+    lora: str | None,
     as_json: bool,
     quiet: bool,
     debug: bool,
@@ -154,7 +158,7 @@ def command(
 
     sampling = SamplingParams(**{**DEFAULTS, **given(SAMPLING_FLAGS, values)})
     defaults = LLM_DEFAULTS if sampling.n == 1 else {"runner": "generate", "max_num_seqs": sampling.n}
-    arguments = {**defaults, **given(LLM_FLAGS, values)}
+    arguments = {**defaults, **_lora_arguments(lora), **given(LLM_FLAGS, values)}
     if values["seed"] is not None:
         arguments["seed"] = values["seed"]  # --seed is also the seed of the random weights of --load-format dummy
     with PhaseDisplay(quiet=quiet) as display:
@@ -166,7 +170,10 @@ def command(
         on_phase = display if debug else quiet_once_imported(display)
         llm = LLM(model, on_phase=on_phase, **with_compile_flags(arguments, values))
         try:
-            answer = answer_prompt(llm, text, sampling, chat=chat, display=display, stream=not as_json)
+            adapter = None if lora is None else LoRARequest(Path(lora).name or lora, 1, lora)
+            answer = answer_prompt(
+                llm, text, sampling, chat=chat, display=display, stream=not as_json, lora_request=adapter
+            )
             if as_json:
                 record = as_record(llm, model, text, answer, display.seconds)
                 click.echo(json.dumps(record, ensure_ascii=False))
@@ -176,8 +183,26 @@ def command(
             llm.close()
 
 
+def _lora_arguments(folder: str | None) -> dict[str, Any]:
+    """Return the arguments of `LLM` for the adapter in `folder`, if one is given, with room for its rank.
+
+    Raises `CheckpointError` or `UnsupportedModel` for a config that cannot be applied, before anything is loaded.
+    """
+    if folder is None:
+        return {}
+    config = read_config(Path(folder).expanduser())
+    return {"enable_lora": True, "max_lora_rank": max(config.rank, *config.rank_pattern.values(), 1)}
+
+
 def answer_prompt(
-    llm: LLM, text: str, sampling: SamplingParams, *, chat: bool | None, display: PhaseDisplay, stream: bool
+    llm: LLM,
+    text: str,
+    sampling: SamplingParams,
+    *,
+    chat: bool | None,
+    display: PhaseDisplay,
+    stream: bool,
+    lora_request: LoRARequest | None = None,
 ) -> Answer:
     """Run the request to its end; with `stream`, write its text to stdout as it comes.
 
@@ -190,7 +215,8 @@ def answer_prompt(
     num_written = 0  # characters
     output: RequestOutput | None = None
     display(Phase(name="first_token"))
-    for output in llm.stream(prompt, sampling):
+    options = {} if lora_request is None else {"lora_request": lora_request}
+    for output in llm.stream(prompt, sampling, **options):
         raise_if_interrupted()
         if first_seconds is None:
             first_seconds = time.perf_counter() - started

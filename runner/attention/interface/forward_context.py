@@ -1,17 +1,19 @@
-"""The forward context: the ambient value that the attention ops, and the ops of adapters, read in a step.
+"""The forward context: the ambient value that the attention ops read in a step.
 
 A piece passes tensors only, so the split op between pieces cannot be handed this step's metadata; it reads the
-context instead. The context is global state: nothing but these ops reads it, entering does nothing but set it,
-and nesting is refused.
+context instead. The context is global state: nothing but the attention op reads it, entering does nothing but set it
+(and its `lora`, which the ops of adapters read), and nesting is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING
+
+from piecegraph.passes.ops.lora import LoraRows, set_lora_rows
 
 if TYPE_CHECKING:
     import torch
@@ -25,30 +27,6 @@ class StepContext:
     """The base of what the split ops of one kind of model read in a step."""
 
     __slots__ = ()
-
-
-class LoraRows:
-    """The slots of the adapters of a step's rows, views of buffers at fixed addresses; -1: the row has no adapter."""
-
-    __slots__ = ("_groups", "logits", "tokens")
-
-    def __init__(self, tokens: torch.Tensor, logits: torch.Tensor) -> None:
-        self.tokens = tokens  # [num_tokens] int32
-        self.logits = logits  # [num_logits] int32
-        self._groups: dict[tuple[str, int], list[tuple[int, torch.Tensor]]] = {}
-
-    def groups(self, kind: str, num_rows: int) -> Sequence[tuple[int, torch.Tensor]]:
-        """Return each slot in the first `num_rows` rows of a kind ("tokens", "logits") with the indices of its rows.
-
-        Reads the tensors at the first call, once for all layers of a step; for the CPU only.
-        """
-        found = self._groups.get((kind, num_rows))
-        if found is None:
-            slots = (self.logits if kind == "logits" else self.tokens)[:num_rows]
-            assert slots.shape[0] == num_rows, f"{num_rows} rows of {kind}, and the slots of {slots.shape[0]}"
-            found = [(slot, (slots == slot).nonzero()[:, 0]) for slot in sorted(set(slots.tolist())) if slot >= 0]
-            self._groups[kind, num_rows] = found
-        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,16 +67,19 @@ class set_forward_context:  # noqa: N801  a verb: it is read as `with set_forwar
     def __enter__(self) -> None:
         assert _current.get() is None, "a forward pass is already running in this thread; forward contexts do not nest"
         _current.set(self._context)
+        if isinstance(self._context, ForwardContext) and self._context.lora is not None:
+            set_lora_rows(self._context.lora)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        _current.set(None)
+        clear_forward_context()
 
 
 def clear_forward_context() -> None:
     """Clear the context that a step left behind when it was interrupted. Idempotent."""
     _current.set(None)
+    set_lora_rows(None)
 
 
 def get_forward_context() -> ForwardContext:

@@ -298,3 +298,23 @@ def test_input_that_is_not_utf8_is_refused_in_one_line(
         "Give text in UTF-8.\n"
     )
     assert fake_llm.made == []
+
+
+def test_an_adapter_brings_room_for_its_rank(
+    fake_llm: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given: list[Any] = []
+    stream = fake_llm.stream
+
+    def with_adapter(self: Any, *arguments: Any, lora_request: Any) -> Any:
+        given.append(lora_request)
+        return stream(self, *arguments)
+
+    monkeypatch.setattr(fake_llm, "stream", with_adapter)
+    written = {"peft_type": "LORA", "r": 4, "target_modules": ["q_proj"], "rank_pattern": {"q_proj": 24}}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(written), encoding="utf-8")
+    assert main(["run", "Where?", "--lora", str(tmp_path)]) == 0
+    assert (given[0].lora_name, given[0].lora_path) == (tmp_path.name, str(tmp_path))
+    assert fake_llm.made[-1].arguments["enable_lora"] and fake_llm.made[-1].arguments["max_lora_rank"] == 24
+    assert main(["run", "Where?", "--lora", str(tmp_path / "none")]) == 3
+    assert "is not a folder" in capsys.readouterr().err

@@ -75,6 +75,17 @@ PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
     help="What the model is loaded for: to generate, or to pool texts (/v1/embeddings). [default: auto]",
 )
 @click.option("--convert", type=click.Choice(CONVERSIONS), help="The results of a model that pools. [default: auto]")
+@click.option(
+    "--lora-modules",
+    multiple=True,
+    metavar="NAME=FOLDER",
+    help="Serve a LoRA adapter under a name of its own (needs --enable-lora). May be repeated.",
+)
+@click.option(
+    "--allow-runtime-lora-updating",
+    is_flag=True,
+    help="Let requests load adapters from any folder that the server can read, and unload them.",
+)
 @click.option("--access-log", is_flag=True, help="Log every request on stderr.")
 @click.option("--seed", type=int, help="Seed of requests without one, and of --load-format dummy.")
 @flags(LLM_FLAGS, start="fast")
@@ -143,8 +154,13 @@ def serve_settings(model: str | None, values: dict[str, Any]) -> ServeSettings:
         max_wait_s=values["max_wait"] or None,
         shutdown_timeout_s=values["shutdown_timeout"],
         trust_request_chat_template=values["trust_request_chat_template"],
+        lora_modules=tuple(_named_folder(each) for each in values["lora_modules"]),
+        allow_runtime_lora_updating=values["allow_runtime_lora_updating"],
         access_log=values["access_log"],
     )
+    for name in ("lora_modules", "allow_runtime_lora_updating"):
+        if getattr(settings, name) and not values["enable_lora"]:
+            raise ConfigError(f"--{name.replace('_', '-')} is of adapters; give --enable-lora, too.")
     if settings.is_open_to_others and not settings.api_keys:
         click.echo(
             f"warning: {settings.host} may be reached by other machines, and no key is needed; set --api-key-file or "
@@ -152,6 +168,14 @@ def serve_settings(model: str | None, values: dict[str, Any]) -> ServeSettings:
             err=True,
         )
     return settings
+
+
+def _named_folder(text: str) -> tuple[str, str]:
+    """Return the name and the folder of `NAME=FOLDER`. Raises `ConfigError` for any other text."""
+    name, _, folder = text.partition("=")
+    if not name or not folder:
+        raise ConfigError(f"--lora-modules {text!r}; it must be NAME=FOLDER, such as sql=./adapters/sql.")
+    return name, folder
 
 
 def missing_packages() -> list[str]:

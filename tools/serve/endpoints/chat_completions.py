@@ -91,7 +91,9 @@ async def chat_completions(service: GenerationService, body: ChatBody, request: 
     )
     prompt = await service.rendered(messages, options, body.cache_salt)
     await service.check(prompt, params)
-    job = Job(first_index=0, request_id=f"chatcmpl-{body.request_id or uuid4().hex}", prompt=prompt)
+    adapter = await service.adapters.ready(model)
+    request_id = f"chatcmpl-{body.request_id or uuid4().hex}"
+    job = Job(first_index=0, request_id=request_id, prompt=prompt, lora_request=adapter)
     chat = _Chat(service=service, body=body, form=form, params=params, job=job, model=model, created=int(time.time()))
     if body.stream:
         return event_stream(_chunks(chat))

@@ -102,13 +102,20 @@ async def completions(service: GenerationService, body: CompletionBody, request:
         raise bad_request("echo with logprobs is not available in a stream; leave out one of the three.")
     exit_stack(request).enter_context(service.places(params.n * len(prompts)))
     request_id = f"cmpl-{body.request_id or uuid4().hex}"
-    jobs = []
+    jobs, adapter = [], await service.adapters.ready(model)
     for number, prompt in enumerate(prompts):
         tokenized = await service.tokenized(
             prompt, add_special_tokens=body.add_special_tokens, cache_salt=body.cache_salt
         )
         await service.check(tokenized, params)
-        jobs.append(Job(first_index=number * params.n, request_id=f"{request_id}-{number}", prompt=tokenized))
+        jobs.append(
+            Job(
+                first_index=number * params.n,
+                request_id=f"{request_id}-{number}",
+                prompt=tokenized,
+                lora_request=adapter,
+            )
+        )
     work = _Completions(
         service=service,
         body=body,

@@ -25,6 +25,7 @@ from piecegraph.tools.serve.protocol.error_replies import ApiError, json_text
 if TYPE_CHECKING:
     from piecegraph.runner.common.outputs import CompletionOutput, RequestOutput
     from piecegraph.runner.llm import LLM
+    from piecegraph.runner.lora.request import LoRARequest
 
 _T = TypeVar("_T")
 
@@ -44,6 +45,7 @@ class Job:
     first_index: int  # of its completions among the request's choices
     request_id: str
     prompt: TokenizedPrompt
+    lora_request: LoRARequest | None = None  # None: the model itself
 
 
 def exit_stack(request: Request) -> ExitStack:
@@ -71,7 +73,14 @@ async def outputs_of(
     arrived: asyncio.Queue[tuple[Job, RequestOutput] | BaseException | None] = asyncio.Queue()
 
     async def read(job: Job) -> None:
-        outputs = service.outputs(job.request_id, job.prompt, params, priority=priority, is_final_only=is_final_only)
+        outputs = service.outputs(
+            job.request_id,
+            job.prompt,
+            params,
+            priority=priority,
+            is_final_only=is_final_only,
+            lora_request=job.lora_request,
+        )
         try:
             async with aclosing(outputs) as closing:  # type: ignore[type-var]  # an async generator
                 async for output in closing:

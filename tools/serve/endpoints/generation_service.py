@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, ClassVar
 
 from piecegraph.runner.prompts.tokenize import TokenizedPrompt
+from piecegraph.tools.serve.endpoints.served_adapters import ServedAdapters
 from piecegraph.tools.serve.endpoints.service import Service
 from piecegraph.tools.serve.endpoints.settings import ServeSettings
 from piecegraph.tools.serve.engine.engine_thread import OutputStream
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from piecegraph.runner.common.outputs import RequestOutput
     from piecegraph.runner.common.sampling_params import SamplingParams
     from piecegraph.runner.llm import LLM
+    from piecegraph.runner.lora.request import LoRARequest
 
 
 class GenerationService(Service):
@@ -36,6 +38,11 @@ class GenerationService(Service):
             vocab_size=llm.engine.vocab_size,
             on_failure=on_failure,
         )
+        self.adapters = ServedAdapters(llm, settings, self.model_names)
+
+    def check_model(self, name: str | None) -> str:
+        """Return the name of the model, or of an adapter, in replies. Raises `ApiError` for any other name."""
+        return name if name is not None and name in self.adapters else super().check_model(name)
 
     async def check(self, prompt: TokenizedPrompt, params: SamplingParams) -> None:
         """Raise `RequestError` if the engine cannot run such a prompt. Waits until its grammar is compiled."""
@@ -44,11 +51,20 @@ class GenerationService(Service):
         self.llm.engine.check_request(prompt.token_ids, params)
 
     async def outputs(
-        self, request_id: str, prompt: TokenizedPrompt, params: SamplingParams, *, priority: int, is_final_only: bool
+        self,
+        request_id: str,
+        prompt: TokenizedPrompt,
+        params: SamplingParams,
+        *,
+        priority: int,
+        is_final_only: bool,
+        lora_request: LoRARequest | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Yield a prompt's outputs; a reader that stops earlier, or is cancelled, aborts the prompt."""
         self._num_prompts += 1
-        request = GenerationRequest(prompt=prompt, params=params, priority=priority, is_final_only=is_final_only)
+        request = GenerationRequest(
+            prompt=prompt, params=params, priority=priority, is_final_only=is_final_only, lora_request=lora_request
+        )
         stream: OutputStream[RequestOutput] = self.thread.submit(f"{request_id}#{self._num_prompts}", request)
         num_tokens = [0] * params.n
         try:

@@ -37,6 +37,10 @@ class ServeSettings:
     """The longest time for which a shutdown waits for running requests; None: until they end."""
     trust_request_chat_template: bool = False
     """Whether a request may bring its own chat template, which is code, although sandboxed."""
+    lora_modules: tuple[tuple[str, str], ...] = ()
+    """The names by which requests may call LoRA adapters, each with its folder."""
+    allow_runtime_lora_updating: bool = False
+    """Whether requests may load adapters, from any folder that the server can read, and unload them."""
     access_log: bool = False
     """Whether every request is logged on stderr."""
 

@@ -6,12 +6,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from piecegraph.errors import ConfigError, ModelError, RequestError
 from piecegraph.runner.output.outbox import Outbox
 
 if TYPE_CHECKING:
     from piecegraph.runner.common.outputs import RequestOutput
     from piecegraph.runner.common.sampling_params import SamplingParams
     from piecegraph.runner.engine.engine import Engine
+    from piecegraph.runner.lora.request import LoRARequest
     from piecegraph.runner.prompts.tokenize import TokenizedPrompt
 
 
@@ -23,6 +25,7 @@ class GenerationRequest:
     params: SamplingParams
     priority: int = 0
     is_final_only: bool = False  # only the finished output is returned
+    lora_request: LoRARequest | None = None  # None: the model itself
 
 
 class GenerationSteps:
@@ -40,18 +43,22 @@ class GenerationSteps:
         return self._engine.has_unfinished
 
     def add(self, request_id: str, request: GenerationRequest) -> None:
-        """Queue a checked prompt. Raises `RequestError` for an id that is in use."""
-        self._engine.add_request(
-            request_id,
-            request.prompt.token_ids,
-            request.params,
-            prompt=request.prompt.text,
-            priority=request.priority,
-            cache_salt=request.prompt.cache_salt,
-            is_final_only=request.is_final_only,
-            is_checked=True,
-            outbox=self._outbox,
-        )
+        """Queue a checked prompt. Raises `RequestError` for an id that is in use, and for an adapter that is gone."""
+        try:
+            self._engine.add_request(
+                request_id,
+                request.prompt.token_ids,
+                request.params,
+                prompt=request.prompt.text,
+                priority=request.priority,
+                cache_salt=request.prompt.cache_salt,
+                lora_request=request.lora_request,
+                is_final_only=request.is_final_only,
+                is_checked=True,
+                outbox=self._outbox,
+            )
+        except (ModelError, ConfigError) as error:  # the adapter was evicted since, and its files have changed
+            raise RequestError(str(error)) from error
 
     def is_waiting(self, request_id: str) -> bool:
         """Return whether no completion of the request has been scheduled."""

@@ -9,7 +9,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from piecegraph import __version__
@@ -25,7 +25,14 @@ from piecegraph.tools.serve.endpoints.tokenizing import detokenize_reply, tokeni
 from piecegraph.tools.serve.http.gate import Gate
 from piecegraph.tools.serve.protocol.embedding_body import EmbeddingBody
 from piecegraph.tools.serve.protocol.error_replies import ApiError, bad_request, invalid_body, json_response
-from piecegraph.tools.serve.protocol.request_models import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from piecegraph.tools.serve.protocol.request_models import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    LoadLoraBody,
+    TokenizeBody,
+    UnloadLoraBody,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +94,16 @@ def _add_generation(app: FastAPI, service: GenerationService) -> None:
     async def text(body: CompletionBody, request: Request) -> Response:
         return await completions(service, body, request)
 
+    @app.post("/v1/load_lora_adapter", response_model=None)
+    async def load(body: LoadLoraBody) -> Response:
+        await service.adapters.load(body.lora_name, body.lora_path)
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+    @app.post("/v1/unload_lora_adapter", response_model=None)
+    async def unload(body: UnloadLoraBody) -> Response:
+        service.adapters.unload(body.lora_name)
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
     @app.post("/v1/embeddings", response_model=None)
     async def embeddings() -> Response:
         raise bad_request("embeddings are not available: the model generates text. Serve it with --runner pooling.")
@@ -111,20 +128,26 @@ def _add_pooling(app: FastAPI, service: PoolingService) -> None:
 def _add_information(app: FastAPI, service: Service) -> None:
     """Add the routes that tell of the model and the server."""
 
+    adapters = service.adapters if isinstance(service, GenerationService) else None
+
     def card(name: str) -> dict[str, Any]:
+        adapter = None if adapters is None else adapters.find(name)
         return {
             "id": name,
             "object": "model",
             "created": service.created,
             "owned_by": "piecegraph",
-            "root": service.llm.model_name,
-            "parent": None,
+            "root": service.llm.model_name if adapter is None else adapter.lora_path,
+            "parent": None if adapter is None else service.model_names[0],
             "max_model_len": service.llm.max_model_len,
         }
 
+    def names() -> list[str]:
+        return [*service.model_names, *(each.lora_name for each in adapters or ())]
+
     @app.get("/v1/models", response_model=None)
     async def models() -> Response:
-        return json_response({"object": "list", "data": [card(name) for name in service.model_names]})
+        return json_response({"object": "list", "data": [card(name) for name in names()]})
 
     @app.get("/v1/models/{name:path}", response_model=None)
     async def model(name: str) -> Response:

@@ -95,7 +95,7 @@ class GenerationBody(Body):
         "mm_processor_kwargs": "this version takes text alone",
         "logits_processors": "classes given to the server's LLM process logits; give their arguments as vllm_xargs",
         "kv_transfer_params": "keys and values stay in this process",
-        "lora_request": "LoRA adapters are not yet available",
+        "lora_request": "an adapter is named by `model`",
         "prompt_embeds": "give token ids",
         "guided_json": "structured_outputs has taken its place",
         "guided_regex": "structured_outputs has taken its place",
@@ -255,6 +255,20 @@ class CompletionBody(GenerationBody):
         if self.echo and self.logprobs is not None:
             given["prompt_logprobs"] = max(self.logprobs, self.prompt_logprobs or 0)
         return given
+
+
+class LoadLoraBody(Body):
+    """The body of POST /v1/load_lora_adapter."""
+
+    lora_name: str
+    lora_path: str
+
+
+class UnloadLoraBody(Body):
+    """The body of POST /v1/unload_lora_adapter."""
+
+    lora_name: str
+    lora_int_id: int | None = None  # has no effect: the name says which
 
 
 class TokenizeBody(Body):

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
-from unittest.mock import Mock
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from piecegraph.runner.attention.interface.forward_context import ForwardContext, LoraRows, set_forward_context
-from piecegraph.runner.lora.ops import LORA_EXPAND, LORA_LOOKUP, LORA_SHRINK
+from piecegraph.passes.ops.lora import LORA_EXPAND, LORA_LOOKUP, LORA_SHRINK, LoraRows, set_lora_rows
 
 RANKS = torch.tensor([2, 0], dtype=torch.int32)
 SLOTS = torch.tensor([0, -1, 1], dtype=torch.int32)
 
 
-def context(lora: LoraRows | None) -> Any:
-    return set_forward_context(ForwardContext(impl=Mock(), metadata=Mock(), kv_caches={}, lora=lora))
+@contextmanager
+def context(rows: LoraRows | None) -> Iterator[None]:
+    set_lora_rows(rows)
+    try:
+        yield
+    finally:
+        set_lora_rows(None)
 
 
 def apply(x: torch.Tensor, rows: str = "tokens") -> torch.Tensor:

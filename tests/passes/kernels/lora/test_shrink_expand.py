@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from piecegraph.runner.lora.kernels import shrink_expand as kernels
+from piecegraph.passes.kernels.lora import shrink_expand as kernels
 from tests.compiled_for_gpu import compile_for_gpu
 from tests.interpreter import interpreted
 
