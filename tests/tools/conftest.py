@@ -57,6 +57,7 @@ class FakeLLM:
         self.asked: list[tuple[Any, SamplingParams]] = []
         self.notes = ("a note",)
         self.compiled = FakeCompiled()
+        self.report = self.compiled.report()
         self.engine = SimpleNamespace(stats=SimpleNamespace(speculation=None))
         self.closed = False
         if self.raises is not None:
