@@ -134,6 +134,7 @@ class LLM:
         strict: bool = False,
         tensor_parallel_size: int = 1,
         pipeline_parallel_size: int = 1,
+        enable_expert_parallel: bool = False,
         data_parallel_size: int = 1,
         nnodes: int = 1,
         node_rank: int = 0,

@@ -193,7 +193,6 @@ COVERED_BY: Mapping[str, str] = {
     "runner/quantization/checkpoints/load.py": "tests/runner/quantization/test_llm_quantised.py",
     "runner/quantization/checkpoints/packed_integers.py": "tests/runner/quantization/checkpoints/test_gptq.py",
     "runner/tensor_parallel/parallel.py": "tests/runner/tensor_parallel/test_process_group.py",
-    "runner/tensor_parallel/summary.py": "tests/tools/commands/test_explain.py",
     "compiler/torch_compat/fake_tensors.py": "tests/compiler/building/test_deferred_weights.py",
     "passes/ops/op_types.py": "tests/compiler/splitting/test_split.py",
     "runner/attention/varlen/call.py": "tests/runner/attention/varlen/test_sdpa.py",

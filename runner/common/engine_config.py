@@ -150,6 +150,8 @@ class EngineConfig:
     seed: int = 0
     tensor_parallel_size: int = 1
     """The number of ranks among which each layer is divided."""
+    enable_expert_parallel: bool = False
+    """Whether each of `tensor_parallel_size` ranks holds some experts of a layer whole, not a part of each expert."""
     pipeline_parallel_size: int = 1
     """The number of stages among which layers are divided, each with `tensor_parallel_size` ranks."""
     data_parallel_size: int = 1
@@ -252,6 +254,12 @@ class EngineConfig:
             object.__setattr__(self, "distributed_timeout_seconds", DISTRIBUTED_TIMEOUT_S)
         elif isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout <= 86_400:
             raise ConfigError(f"distributed_timeout_seconds={timeout!r}; it must be above 0, at most 86400.")
+        check_boolean("enable_expert_parallel", self.enable_expert_parallel)
+        if self.enable_expert_parallel and self.tensor_parallel_size == 1:
+            raise ConfigError(
+                "enable_expert_parallel=True divides experts among the ranks of tensor_parallel_size, and there is one "
+                "rank; give tensor_parallel_size, too."
+            )
         size, backend = self.num_ranks, self.distributed_executor_backend
         if backend is None:
             backend = "uniproc" if size == 1 else "mp"

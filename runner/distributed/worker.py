@@ -45,6 +45,7 @@ class Worker:
             "bytes_read": model.bytes_read,
             "q_heads": None if plan is None or plan.heads is None else plan.heads.q_heads,
             "kv_heads": None if plan is None or plan.heads is None else plan.heads.kv_heads,
+            "experts": None if plan is None else plan.num_experts,
             "layers": None if model.stage is None else (model.stage.layers.start, model.stage.layers.stop),
             "cache": self.loaded.compiled.report().cache.state,
         }

@@ -45,6 +45,7 @@ from piecegraph.runner.models.length import model_length
 from piecegraph.runner.models.load import LoadedModel, load_config, load_model, resolve_device, resolve_dtype
 from piecegraph.runner.models.rope import fix_longrope
 from piecegraph.runner.models.support import check_layers
+from piecegraph.runner.pipeline_parallel.summary import StageSummary, stages_summary
 from piecegraph.runner.speculative.common.fitting_draft import (
     FittingDraft,
     fitting_draft,
@@ -123,6 +124,7 @@ class Explanation:
     draft: Explanation | None  # the model that drafts; its graphs are those of its passes
     notes: tuple[str, ...]
     ranks: RanksSummary | None  # None: one rank; all other fields are about one of several
+    stages: tuple[StageSummary, ...]  # empty: one stage; all other fields are about all stages together
     slower_paths: tuple[str, ...]  # every reason for something slower than what was asked for
 
     @property
@@ -209,8 +211,16 @@ def explain(config: EngineConfig, *, assume_gpu: bool = False, on_phase: OnPhase
         draft=drafting,
         notes=(*notes, *layout.notes, *([f"trace: {traced.report.trace_note}"] if traced.report.trace_note else [])),
         ranks=None if loaded.rank_plan is None else ranks_summary(loaded.model, loaded.rank_plan),
+        stages=_stages(config, loaded),
         slower_paths=tuple(_slower_paths(config, choice, plan, split_ops, decode, mixed, verification, drafting)),
     )
+
+
+def _stages(config: EngineConfig, loaded: LoadedModel) -> tuple[StageSummary, ...]:
+    """Return the stages of a pipeline; none without one."""
+    if config.pipeline_parallel_size == 1:
+        return ()
+    return stages_summary(loaded.model, config.pipeline_parallel_size, loaded.dtype.itemsize)
 
 
 def _load(
@@ -225,6 +235,7 @@ def _load(
     source = replace(config.source, load_format="dummy")
     options: dict[str, Any] = {
         "num_ranks": config.tensor_parallel_size,
+        "divides_experts": config.enable_expert_parallel,
         "quantization": config.quantization,
         "lora": lora_options(config),
     }

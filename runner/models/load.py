@@ -275,12 +275,14 @@ def load_model(
     rank: int = 0,
     num_ranks: int = 1,
     stage: Stage | None = None,
+    divides_experts: bool = False,
     quantization: str | None = None,
     lora: LoraOptions | None = None,
 ) -> LoadedModel:
     """Return the model with our attention, with the weights of `source`, or with random weights for format `dummy`.
 
     With several ranks, the model has the weights of `rank` only, and with a `stage` those of its layers.
+    `divides_experts`: a rank has some experts whole, not a part of each.
     `quantization`: the scheme that weights are quantised by, each when it is read, or all then if files have other
     names. `lora`: adapters may change the model.
 
@@ -302,7 +304,8 @@ def load_model(
     if known_class is not None:
         kind = _checked_kind(known_class, config, kind, num_ranks)
     _check_divisible(config, num_ranks)
-    plan, bytes_read, quantised, stages = None, None, None, StageCut(stage)
+    plan, bytes_read, quantised = None, None, None
+    stages, of_rank = StageCut(stage), (rank, num_ranks, divides_experts)
     with quiet_transformers(on_weights), _construction_errors(source):
         if source.load_format == "dummy":
             model = _random_model(source, config, dtype, device, seed, kind)
@@ -310,15 +313,14 @@ def load_model(
             stored = checkpoint or PlainCheckpoint(quantization or "")
             model, quantised = _quantised_checkpoint_model(source, config, dtype, kind, known_class, stored)
         elif num_ranks > 1 or stage is not None:
-            parts = (rank, num_ranks, stages)
-            model, plan, bytes_read = _rank_checkpoint_model(source, config, dtype, kind, known_class, *parts)
+            model, plan, bytes_read = _rank_checkpoint_model(source, config, dtype, kind, known_class, stages, of_rank)
         else:
             model = _checkpoint_model(source, config, dtype, kind)
     assert isinstance(model, PreTrainedModel), type(model)
     check_class(type(model), kind.inputs)
     stages.cut(model)
     notes = _replace_layers(model) if kind.generates else _check_pools(model)
-    plan = _cut_to_rank(model, plan, rank, num_ranks) if num_ranks > 1 else None
+    plan = _cut_to_rank(model, plan, of_rank) if num_ranks > 1 else None
     _check_stages(model, stages.plan)
     if checkpoint is not None or quantization is not None:
         quantised = _quantised(model, quantization, checkpoint, quantised)
@@ -453,8 +455,9 @@ def _checked_kind(
     return replace(kind, attention=WITHOUT_INTERFACE) if is_replaced else kind
 
 
-def _cut_to_rank(model: PreTrainedModel, plan: RankPlan | None, rank: int, num_ranks: int) -> RankPlan:
+def _cut_to_rank(model: PreTrainedModel, plan: RankPlan | None, of_rank: tuple[int, int, bool]) -> RankPlan:
     """Cut a model to one rank, unless it was loaded so, which is what a `plan` says; return the plan."""
+    rank, num_ranks, divides_experts = of_rank
     if has_state_layers(model):
         raise UnsupportedModel(
             f"{type(model).__name__} has layers with a state ({first_state_layer(model)}), which tensor parallelism "
@@ -466,7 +469,7 @@ def _cut_to_rank(model: PreTrainedModel, plan: RankPlan | None, rank: int, num_r
             "parallelism does not divide; use tensor_parallel_size=1."
         )
     if plan is None:
-        plan = rank_plan(model, rank, num_ranks)
+        plan = rank_plan(model, rank, num_ranks, divides_experts=divides_experts)
         shard_model(model, plan)
     fill_rank_buffers(model, rank)
     return plan
@@ -649,14 +652,14 @@ def _rank_checkpoint_model(
     dtype: torch.dtype,
     kind: ModelKind,
     known_class: type[PreTrainedModel] | None,
-    rank: int,
-    num_ranks: int,
     stages: StageCut,
+    of_rank: tuple[int, int, bool],
 ) -> tuple[Any, RankPlan | None, int | None]:
     """Return the model with one rank's weights, its plan, and the bytes read.
 
     A checkpoint that cannot be read in parts is read whole; the plan is None then, and nothing is cut yet.
     """
+    rank, num_ranks, divides_experts = of_rank
     from safetensors import SafetensorError
 
     if known_class is None or not source.weight_files or source.is_gguf:
@@ -670,6 +673,7 @@ def _rank_checkpoint_model(
             rank,
             num_ranks,
             stages.cut,
+            divides_experts,
             dtype=dtype,
             attn_implementation=kind.attention,
         )

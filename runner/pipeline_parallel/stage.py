@@ -118,7 +118,7 @@ def cut_to_stage(model: Any, plan: StagePlan) -> None:
     """Replace the modules that the stage does not hold by `MissingModule`s, in place."""
     for name in plan.missing:
         parent, _, short = name.rpartition(".")
-        setattr(model.get_submodule(parent), short, MissingModule(model.get_submodule(name)))
+        setattr(model.get_submodule(parent), short, MissingModule(model.get_submodule(name), name))
     held = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     tied = getattr(model, "all_tied_weights_keys", None)
     if tied:  # transformers ties the weights of a loaded model by this

@@ -119,9 +119,9 @@ def check_passes_through(model: Any, plan: StagePlan) -> None:
         (1, 3, plan.hidden_size), dtype=parameter.dtype, device=parameter.device, generator=_generator(parameter.device)
     )
     try:
-        setattr(base, short, nn.ModuleList([MissingModule(layer) for layer in layers]))
+        setattr(base, short, nn.ModuleList([MissingModule(layer, str(place)) for place, layer in enumerate(layers)]))
         for name in behind:
-            setattr(base, name, MissingModule(kept[name]))
+            setattr(base, name, MissingModule(kept[name], name))
         with torch.no_grad():
             positions = torch.arange(3, device=parameter.device)[None]
             found = base(inputs_embeds=given, position_ids=positions, use_cache=False)[0]

@@ -263,6 +263,7 @@ def _stand_in(
             max_model_len=max_model_len,
             num_ranks=config.tensor_parallel_size,
             stage=stage,
+            divides_experts=config.enable_expert_parallel,
             quantization=config.quantization,
             lora=lora_options(config),
         )
@@ -289,6 +290,7 @@ def _load_weights(
         rank=rank,
         num_ranks=config.tensor_parallel_size,
         stage=stage,
+        divides_experts=config.enable_expert_parallel,
         quantization=config.quantization,
         lora=lora_options(config),
     )

@@ -22,6 +22,9 @@ REPLICATED = frozenset({"replicated_with_grad_allreduce", "mla_kv_a_proj", "repl
 
 GATHERED, REDUCED, SPLIT_INPUT = "colwise_gather_output", "rowwise", "rowwise_split_input"
 EMBEDDING, MODULE_REDUCED = "embedding_rowwise", ("moe_tp_experts", "all_reduce")
+WHOLE_EXPERTS, EXPERT_PARAMETER, ROUTER = "ep_experts", "grouped_gemm", "ep_router"
+"""Styles of expert parallelism: a module of experts (ours; transformers calls it by a style of tensor parallelism), a
+parameter whose first dim counts experts, and what chooses experts, which every rank holds whole."""
 SHARDED_PARAMETERS = {"colwise": (-2, 1), "packed_colwise": (-2, 2), "rowwise": (-1, 1), "packed_rowwise": (-1, 2)}
 """By style, the dim of a parameter (of 2 dims or more) that is divided, and how many tensors are packed in it."""
 
@@ -36,9 +39,18 @@ class RankPlan:
     shards: Mapping[str, Shard]  # by the parameter's name; others are held whole
     styles: Mapping[str, str] = field(default_factory=dict)  # of modules whose forward changes
 
+    @property
+    def num_experts(self) -> int | None:
+        """The experts of a layer that a rank holds whole, with padding; None: experts are not divided so."""
+        modules = [name for name, style in self.styles.items() if style == WHOLE_EXPERTS]
+        return next((shard.size for name, shard in self.shards.items() if name.rpartition(".")[0] in modules), None)
 
-def styles_of(model: Any) -> dict[str, str]:
-    """Return the rules of a transformers model by name. Raises `UnsupportedModel` if it has none."""
+
+def styles_of(model: Any, *, divides_experts: bool = False) -> dict[str, str]:
+    """Return the rules of a transformers model by name. Raises `UnsupportedModel` if it has none.
+
+    `divides_experts`: each rank holds some experts whole (`base_model_ep_plan`), not a part of each.
+    """
     config = model.config.get_text_config(decoder=True)
     prefix = model.base_model_prefix
     base = getattr(config, "base_model_tp_plan", None) or {}
@@ -49,10 +61,27 @@ def styles_of(model: Any) -> dict[str, str]:
             f"{type(model).__name__} has no plan for tensor parallelism in transformers (base_model_tp_plan); use "
             "tensor_parallel_size=1."
         )
-    return rules
+    return {**rules, **_expert_rules(model, rules)} if divides_experts else rules
 
 
-def rank_plan(model: Any, rank: int, num_ranks: int) -> RankPlan:
+def _expert_rules(model: Any, rules: dict[str, str]) -> dict[str, str]:
+    """Return the rules of expert parallelism, and take those of the same experts out of `rules`."""
+    config = model.config.get_text_config(decoder=True)
+    plan = getattr(config, "base_model_ep_plan", None) or {}
+    prefix = f"{model.base_model_prefix}." if model.base_model_prefix else ""
+    experts = [f"{prefix}{name}" for name, style in plan.items() if style == "moe_tp_experts"]
+    if not experts:
+        raise UnsupportedModel(
+            f"{type(model).__name__} has no plan for expert parallelism in transformers (base_model_ep_plan); leave "
+            "enable_expert_parallel out."
+        )
+    for name in [name for name in rules if any(name == each or name.startswith(f"{each}.") for each in experts)]:
+        del rules[name]
+    found = {f"{prefix}{name}": style for name, style in plan.items() if style == EXPERT_PARAMETER}
+    return {**found, **dict.fromkeys(experts, WHOLE_EXPERTS)}
+
+
+def rank_plan(model: Any, rank: int, num_ranks: int, *, divides_experts: bool = False) -> RankPlan:
     """Return what `rank` holds of a transformers model, which may be on the meta device.
 
     Modules of other stages of a pipeline (`MissingModule`) are left out. Raises `UnsupportedModel`, with the module's
@@ -60,7 +89,7 @@ def rank_plan(model: Any, rank: int, num_ranks: int) -> RankPlan:
     """
     if num_ranks == 1:
         return RankPlan(rank=0, num_ranks=1, heads=None, shards={})
-    rules = styles_of(model)
+    rules = styles_of(model, divides_experts=divides_experts)
     planned = _planned(model, rules)
     shards: dict[str, Shard] = {}
     styles: dict[str, str] = {}
@@ -73,8 +102,14 @@ def rank_plan(model: Any, rank: int, num_ranks: int) -> RankPlan:
         module = model.get_submodule(name) if not isinstance(found, nn.Parameter) else None
         if style in REPLICATED or isinstance(module, MissingModule):
             continue
-        if module is None:
+        if module is None and style == EXPERT_PARAMETER:
+            parameter = model.get_parameter(name)
+            shards[name] = even_shard(-parameter.ndim, parameter.shape[0], rank, num_ranks)
+        elif module is None:
             shards[name] = _parameter_shard(model, name, style, heads, rank, num_ranks)
+        elif style == WHOLE_EXPERTS:
+            _check_experts(name, module)
+            styles[name] = style
         elif style in MODULE_REDUCED:
             styles[name] = style
         else:
@@ -83,6 +118,16 @@ def rank_plan(model: Any, rank: int, num_ranks: int) -> RankPlan:
                 styles[name] = style
     _divide_vocabulary(model, shards, styles, rank, num_ranks)
     return RankPlan(rank=rank, num_ranks=num_ranks, heads=heads, shards=shards, styles=styles)
+
+
+def _check_experts(name: str, module: Any) -> None:
+    num_experts = getattr(module, "num_experts", None)
+    sizes = {parameter.shape[0] for parameter in module.parameters(recurse=False)}
+    if sizes != {num_experts} or list(module.children()) not in ([], [getattr(module, "act_fn", None)]):
+        raise UnsupportedModel(
+            f"{name} ({type(module).__name__}) keeps its experts in another way than expert parallelism can divide; "
+            "leave enable_expert_parallel out."
+        )
 
 
 def check_heads(plan: RankPlan | None, layers: Iterable[tuple[str, int, int]]) -> None:

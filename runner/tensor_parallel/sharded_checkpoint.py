@@ -7,6 +7,7 @@ operation that we cannot divide is refused, and the caller then loads the model 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -70,20 +71,21 @@ def rank_model(
     rank: int,
     num_ranks: int,
     prepare: Callable[[Any], None] = lambda model: None,
+    divides_experts: bool = False,
     **options: Any,
 ) -> tuple[Any, dict[str, Any], RankPlan, int]:
     """Return one rank's model, transformers' loading information, the plan, and the number of bytes read.
 
     `prepare` is called on each model without weights that is made, before it is divided; it may take modules away, and
-    what only these would read is not read. `options` are those of `from_pretrained`. Raises `CannotSlice`,
-    `UnsupportedModel`, and what loading raises.
+    what only these would read is not read. `divides_experts`: as for `rank_plan`. `options` are those of
+    `from_pretrained`. Raises `CannotSlice`, `UnsupportedModel`, and what loading raises.
     """
     plans: list[RankPlan] = []
 
     def construct(self: Any, *args: Any, **kwargs: Any) -> None:
         model_class.__init__(self, *args, **kwargs)
         prepare(self)
-        plans.append(rank_plan(self, rank, num_ranks))
+        plans.append(rank_plan(self, rank, num_ranks, divides_experts=divides_experts))
         shard_model(self, plans[-1])
 
     own: Any = type(model_class.__name__, (model_class,), {"__init__": construct, "__module__": model_class.__module__})
@@ -93,7 +95,7 @@ def rank_model(
         names = set(blank.state_dict())
         prepare(blank)
         others = names - set(blank.state_dict())
-        plan = rank_plan(blank, rank, num_ranks)
+        plan = rank_plan(blank, rank, num_ranks, divides_experts=divides_experts)
     with _opened(files) as tensors:
         state = {
             name: RankSlice(whole, shard, bytes_read)
@@ -142,7 +144,26 @@ def _with_shards(
         if shard is None or pattern is None:
             yield name, whole, shard
             continue
-        yield name, whole, _source_shard(target, shard, by_pattern[pattern], len(state[target].shape))
+        num_dims = len(state[target].shape)
+        if shard.dim == -num_dims and _merges_experts(by_pattern[pattern]):
+            if _expert_of(name, pattern) in range(*shard.parts[0][:2]):
+                yield name, whole, None
+            continue
+        yield name, whole, _source_shard(target, shard, by_pattern[pattern], num_dims)
+
+
+def _merges_experts(converter: Any) -> bool:
+    """Return whether tensors of single experts become one with a first dim that counts them."""
+    first = converter.operations[0]
+    return type(first).__name__ == "MergeModulelist" and first.dim == 0
+
+
+def _expert_of(name: str, pattern: str) -> int:
+    """Return the number that stands in a tensor's name where `pattern` has its last `*`."""
+    found = re.search(re.escape(pattern).replace(r"\*", r"(\d+)"), name)
+    if found is None:
+        raise CannotSlice(f"{name} does not say of which expert it is")
+    return int(found.groups()[-1])
 
 
 def _source_shard(target: str, shard: Shard, converter: Any, num_dims: int) -> Shard:

@@ -13,7 +13,14 @@ import torch
 from torch import nn
 
 from piecegraph.passes.ops.collectives import ALL_GATHER, ALL_REDUCE, OWN_COLUMNS
-from piecegraph.runner.tensor_parallel.plan import EMBEDDING, GATHERED, MODULE_REDUCED, SPLIT_INPUT, RankPlan
+from piecegraph.runner.tensor_parallel.plan import (
+    EMBEDDING,
+    GATHERED,
+    MODULE_REDUCED,
+    SPLIT_INPUT,
+    WHOLE_EXPERTS,
+    RankPlan,
+)
 
 
 class RowwiseLinear(nn.Linear):
@@ -66,6 +73,26 @@ class _Reduced(nn.Module):
         return output
 
 
+class _ExpertsPart(nn.Module):
+    """A module of experts of which this rank has some whole; the other ranks compute the pairs of all others.
+
+    A pair of a token and an expert of another rank gets the number behind the last expert and no weight, as experts of
+    transformers expect it. The first expert is a buffer and no number, because ranks share one graph.
+    """
+
+    first_expert: torch.Tensor  # [] int64
+    num_experts: int  # of this rank
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        local = top_k_index - self.first_expert
+        is_elsewhere = (local < 0) | (local >= self.num_experts)
+        local, weights = local.masked_fill(is_elsewhere, self.num_experts), top_k_weights.masked_fill(is_elsewhere, 0.0)
+        output: torch.Tensor = ALL_REDUCE(super().forward(hidden_states, local, weights))
+        return output
+
+
 @functools.cache
 def _over(ours: Hashable, own: Hashable) -> Any:
     """Return a class over both, the same one each time."""
@@ -112,6 +139,13 @@ def _change_class(module: Any, style: str, plan: RankPlan, name: str) -> None:
         module.__class__ = _over(_VocabularyPart, own)
     elif style in MODULE_REDUCED:
         module.__class__ = _over(_Reduced, own)
+    elif style == WHOLE_EXPERTS:
+        parameter = next(module.parameters(recurse=False))
+        module.num_experts = parameter.shape[0]
+        module.register_buffer(
+            "first_expert", torch.zeros((), dtype=torch.int64, device=parameter.device), persistent=False
+        )
+        module.__class__ = _over(_ExpertsPart, own)
     elif style == GATHERED:
         module.full_out_features = plan.shards[f"{name}.weight"].full_size
         module.num_ranks = plan.num_ranks
@@ -125,3 +159,5 @@ def fill_rank_buffers(model: nn.Module, rank: int) -> None:
     for module in model.modules():
         if isinstance(module, _VocabularyPart):
             module.first_token.fill_(rank * module.num_embeddings)
+        elif isinstance(module, _ExpertsPart):
+            module.first_expert.fill_(rank * module.num_experts)

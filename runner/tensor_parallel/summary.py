@@ -31,6 +31,7 @@ class RanksSummary:
     q_heads: int | None  # of one rank; None: heads are not divided
     kv_heads: int | None
     padded_q_heads: int  # heads of zeros on all ranks together
+    experts: int | None  # of a layer, held whole by one rank; None: experts are not divided so
     kv_copies: int  # ranks' heads, at most, that hold the same KV head
     collectives: tuple[CollectiveRow, ...]
 
@@ -54,6 +55,7 @@ def ranks_summary(model: Any, plan: RankPlan) -> RanksSummary:
         q_heads=None if heads is None else heads.q_heads,
         kv_heads=None if heads is None else heads.kv_heads,
         padded_q_heads=0 if heads is None else heads.padded_q_heads,
+        experts=plan.num_experts,
         kv_copies=1 if heads is None else heads.kv_copies,
         collectives=tuple(
             CollectiveRow(op=op, calls=calls, bytes_per_row=size, is_of_logits=is_of_logits)

@@ -230,6 +230,13 @@ LLM_FLAGS = (
     Flag(name="master_addr", default="127.0.0.1", help="Address of machine 0, the same on all."),
     Flag(name="master_port", type=int, default=29501, help="Free port of machine 0, the same on all."),
     Flag(
+        name="enable_expert_parallel",
+        short="-ep",
+        switch=True,
+        default=False,
+        help="Each rank of --tensor-parallel-size holds some experts whole, not a part of each; CPU only so far.",
+    ),
+    Flag(
         name="pipeline_parallel_size",
         short="-pp",
         type=int,

@@ -21,6 +21,7 @@ from piecegraph.tools.command_line.settings import config_option
 if TYPE_CHECKING:
     from piecegraph.runner.cudagraphs.dispatch_table import DispatchRange
     from piecegraph.runner.inspect.explanation import AttentionRow, Explanation
+    from piecegraph.runner.pipeline_parallel.summary import StageSummary
     from piecegraph.runner.tensor_parallel.summary import RanksSummary
 
 EPILOG = """\b
@@ -109,6 +110,8 @@ def as_lines(explained: Explanation, eager_pieces: Mapping[str, str] | None = No
     )
     if explained.ranks is not None:
         yield _titled("ranks", *_rank_lines(explained.ranks))
+    if explained.stages:
+        yield _titled("stages", *_stage_lines(explained.stages))
     yield _titled(
         "limits",
         f"{explained.max_model_len} tokens a text, {explained.max_num_seqs} requests at once, "
@@ -234,9 +237,19 @@ def _rank_lines(ranks: RanksSummary) -> Iterator[str]:
         padding = f"; {ranks.padded_q_heads} query heads are padding" if ranks.padded_q_heads else ""
         copies = f"; a KV head is held up to {ranks.kv_copies} times" if ranks.kv_copies > 1 else ""
         yield f"{ranks.q_heads} query and {ranks.kv_heads} KV heads on a rank{padding}{copies}"
+    if ranks.experts is not None:
+        yield f"{ranks.experts} experts of each layer on a rank, whole"
     for row in ranks.collectives:
         unit = "request" if row.is_of_logits else "token"
         yield f"{row.calls} x {row.op} a step, {row.bytes_per_row} bytes a {unit}"
+
+
+def _stage_lines(stages: Sequence[StageSummary]) -> Iterator[str]:
+    """Yield what each rank of each stage holds and sends; the rest of the page is about all stages together."""
+    for index, stage in enumerate(stages):
+        layers = f"layers {stage.first_layer} to {stage.end_layer - 1}, {stage.weight_bytes / 2**20:.1f} MiB of weights"
+        what = "tokens to all others" if index == len(stages) - 1 else "hidden states to the next"
+        yield f"stage {index}: {layers} on a rank; sends {what}, {stage.sent_bytes_per_token} bytes a token"
 
 
 def _replay_lines(explained: Explanation) -> list[str]:

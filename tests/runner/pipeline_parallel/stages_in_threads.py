@@ -43,6 +43,7 @@ class ThreadsExecutor:
     """An executor like `MpExecutor`, of threads."""
 
     is_running = True
+    shows_progress = True
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
@@ -56,6 +57,9 @@ class ThreadsExecutor:
         for thread in self._threads:
             thread.start()
         return rank_parallel(self._config, self._store, 0, TIMEOUT_S, leading=self, check=self.check)  # type: ignore[arg-type]
+
+    def watched(self, on_phase: Any) -> Any:
+        return on_phase
 
     def check(self) -> None:
         if self.errors:

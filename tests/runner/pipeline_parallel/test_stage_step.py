@@ -15,6 +15,8 @@ from tests.runner.margin_rule import assert_same_tokens
 from tests.runner.pipeline_parallel.stages_in_threads import llm_of_threads
 from tests.runner.tiny_models import llama_config, make_model, random_model, save
 
+PROMPTS = [[5, 17, 3], [9], list(range(20, 44))]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 PREFIX = [7, 8, 9, 10] * 6
 
 
@@ -81,6 +83,21 @@ def test_counts_of_padding_change_nothing() -> None:
     assert num_computed.tolist() == [5, 3, 9]
 
 
+@pytest.mark.parametrize("name", ["mixtral", pytest.param("qwen3-moe", marks=pytest.mark.slow)])
+def test_ranks_with_whole_experts_answer_as_transformers_does(name: str, tmp_path: Path) -> None:
+    """Each of two ranks reads and holds two of four experts of each layer."""
+    model = make_model(name)
+    folder = save(model, tmp_path)
+    with llm_of_threads(folder, tensor_parallel_size=2, enable_expert_parallel=True, graph_kind="recorded") as llm:
+        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], GREEDY, use_tqdm=False)
+        reports = llm.collective_rpc("report")
+    assert [report["experts"] for report in reports] == [2, 2]
+    whole = sum(parameter.nbytes for parameter in model.parameters())
+    assert all(report["weight_bytes"] == report["bytes_read"] < 0.55 * whole for report in reports)
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        assert_same_tokens(model, prompt, output.outputs[0].token_ids)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3", "gemma3", "mixtral", "qwen3-moe"])
 def test_stages_of_ranks_of_a_family(name: str, tmp_path: Path) -> None:
@@ -88,8 +105,6 @@ def test_stages_of_ranks_of_a_family(name: str, tmp_path: Path) -> None:
     model = make_model(name)
     folder = save(model, tmp_path)
     with llm_of_threads(folder, pipeline_parallel_size=2, tensor_parallel_size=2, max_num_batched_tokens=16) as llm:
-        prompts = [[5, 17, 3], [9], list(range(20, 44))]
-        greedy = SamplingParams(temperature=0.0, max_tokens=12)
-        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], greedy, use_tqdm=False)
-    for prompt, output in zip(prompts, outputs, strict=True):
+        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], GREEDY, use_tqdm=False)
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
         assert_same_tokens(model, prompt, output.outputs[0].token_ids)

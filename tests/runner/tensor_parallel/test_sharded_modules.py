@@ -16,10 +16,10 @@ from tests.runner.tiny_models import FAMILIES, UNLISTED, make_model
 PLANNED = sorted({*FAMILIES, *UNLISTED} - {"opt", "gpt2", "gpt-oss", "llama3-rope", "llama-yarn", "phi3-longrope-long"})
 
 
-def cut(model: Any, rank: int, num_ranks: int) -> Any:
+def cut(model: Any, rank: int, num_ranks: int, *, divides_experts: bool = False) -> Any:
     """Return a copy of `model` with one rank's weights, that transformers' own attention can run."""
     part = copy.deepcopy(model).requires_grad_(False)
-    plan = rank_plan(part, rank, num_ranks)
+    plan = rank_plan(part, rank, num_ranks, divides_experts=divides_experts)
     shard_model(part, plan)
     fill_rank_buffers(part, rank)
     for module in part.modules():  # which ours does not read
@@ -37,6 +37,26 @@ def test_ranks_together_compute_the_model(name: str, num_ranks: int) -> None:
     with torch.no_grad():
         expected = model(input_ids, use_cache=False).logits
     parts = [cut(model, rank, num_ranks) for rank in range(num_ranks)]
+
+    def run(group: ThreadGroup) -> torch.Tensor:
+        logits: torch.Tensor = parts[group.rank](input_ids, use_cache=False).logits
+        return logits
+
+    for logits in run_ranks(num_ranks, run):
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe"])
+def test_ranks_with_whole_experts_compute_the_model(name: str, num_ranks: int) -> None:
+    """Three ranks have four experts: two, two and none."""
+    model = make_model(name)
+    input_ids = torch.randint(1, 128, (1, 9), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = model(input_ids, use_cache=False).logits
+    parts = [cut(model, rank, num_ranks, divides_experts=True) for rank in range(num_ranks)]
+    held = [parameter.shape[0] for name, parameter in parts[0].named_parameters() if name.endswith("experts.down_proj")]
+    assert set(held) == {2}
 
     def run(group: ThreadGroup) -> torch.Tensor:
         logits: torch.Tensor = parts[group.rank](input_ids, use_cache=False).logits
