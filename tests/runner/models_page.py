@@ -34,7 +34,8 @@ Of {total} architectures, {runs} run and {refused} are refused; of {not_built} n
 let through or refused by its mechanisms, never by its name, so a config with other options than those of the tiny \
 model may be answered differently. Architectures that can be encoders are listed as decoders (`is_decoder=true`); as \
 encoders they are refused, and can pool ([pooling.md](pooling.md)). Models of several modalities run on text where \
-their class is a causal language model. [hybrid_models.md](hybrid_models.md) says which layers with states run.
+their class is a causal language model. [hybrid_models.md](hybrid_models.md) says which layers with states run, \
+[models_under_inductor.md](models_under_inductor.md) which were compiled by Inductor as well.
 
 | model type | class | answer | mechanisms, or what is missing |
 |---|---|---|---|

@@ -15,8 +15,8 @@ from tests.runner.architectures import OPTIONS, shrunk
 from tests.runner.margin_rule import generate_alone
 
 PROMPTS = [[5, 17, 3, 44, 9, 31, 8, 2, 77], [9]]
-SLOW = ("gemma3", "gemma4", "got_ocr2", "mllama", "qwen3_5_moe")
-WRAPPERS = ["qwen3_5", "llama4", *[pytest.param(name, marks=pytest.mark.slow) for name in SLOW]]
+SLOW = ("gemma3", "llama4", "mllama")
+WRAPPERS = ["qwen3_5", *[pytest.param(name, marks=pytest.mark.slow) for name in SLOW]]
 
 
 def saved(name: str, folder: Path) -> PreTrainedModel:

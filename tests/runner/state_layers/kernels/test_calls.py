@@ -193,7 +193,10 @@ def test_a_model_runs_by_the_kernels() -> None:
     interpreted(check_a_model)
 
 
-@pytest.mark.parametrize("name", CASES)
+FAST = ("gated delta net with drafts", "mamba-2 with drafts", "mamba", "short convolution", "wide window")
+
+
+@pytest.mark.parametrize("name", [*FAST, *[pytest.param(n, marks=pytest.mark.slow) for n in CASES if n not in FAST]])
 def test_equals_the_torch_path(name: str) -> None:
     interpreted_case(__name__, name)
 
