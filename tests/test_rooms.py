@@ -379,6 +379,7 @@ COVERED_BY: Mapping[str, str] = {
     "tools/serve/message_parsers/protocol.py": "tests/tools/serve/message_parsers/test_message_parsers.py",
     "tools/serve/message_parsers/think.py": "tests/tools/serve/message_parsers/test_message_parsers.py",
     "runner/speculative/common/drafting_policy.py": "tests/runner/speculative/test_drafting_policy.py",
+    "runner/speculative/common/synthetic_acceptance.py": "tests/runner/speculative/test_synthetic_acceptance.py",
     "runner/speculative/heads/eagle3.py": "tests/runner/speculative/heads/test_head_step.py",
     "runner/speculative/heads/load_head.py": "tests/runner/speculative/heads/test_head_config.py",
     "runner/startup/head.py": "tests/runner/speculative/heads/test_head_config.py",

@@ -36,7 +36,7 @@ UNAVAILABLE_KEYS = (
     *("draft_load_config", "draft_tensor_parallel_size", "enforce_eager", "max_model_len", "moe_backend"),
     *("parallel_drafting", "quantization", "revision", "speculative_token_tree", "suffix_decoding_max_cached_requests"),
     *("suffix_decoding_max_spec_factor", "suffix_decoding_max_tree_depth", "suffix_decoding_min_token_prob"),
-    *("synthetic_acceptance_length", "synthetic_acceptance_rates", "tensor_parallel_size", "tokenizer"),
+    *("tensor_parallel_size", "tokenizer"),
     *("use_heterogeneous_vocab", "use_local_argmax_reduction"),
 )
 """Keys of vLLM's that no method here reads."""
@@ -65,11 +65,17 @@ class SpeculativeConfig:
     prompt_lookup_min: int = None  # type: ignore[assignment]  # an int from `__post_init__` on
     """ngram: the shortest one; None: `prompt_lookup_max`."""
     rejection_sample_method: str = "standard"
-    """How drafts are verified: "standard" accepts each with the probability that keeps the target's distribution."""
+    """How drafts are verified: "standard" accepts each with the probability that keeps the target's distribution.
+    "block" (Sun et al., 2024) accepts as many in distribution for drafts that are chosen as here, so it is the same.
+    "synthetic" accepts by `synthetic_acceptance_rates`, for measurements with random weights: answers mean nothing."""
     draft_sample_method: str = "greedy"
     """draft_model, eagle3, mtp: how drafts are chosen. "greedy" takes the likeliest; "probabilistic" draws them at the
     request's temperature, with the noise that the model's own token is drawn with."""
 
+    synthetic_acceptance_rates: tuple[float, ...] | None = None
+    """synthetic: for each draft of a step, the probability that it and all drafts before it are accepted."""
+    synthetic_acceptance_length: float | None = None
+    """synthetic: instead of rates, the mean number of tokens that a verification gives."""
     stops_when_slower: bool = True
     """Whether batches are no longer drafted for where measured steps say that this is slower."""
 
@@ -102,9 +108,10 @@ class SpeculativeConfig:
         _check_choice(
             "rejection_sample_method",
             self.rejection_sample_method,
-            available=("standard",),
-            unavailable=("block", "synthetic"),
+            available=("standard", "block", "synthetic"),
+            unavailable=(),
         )
+        self._check_synthetic()
         chosen = ("greedy",) if self.method == "ngram" else ("greedy", "probabilistic")
         if self.draft_sample_method == "probabilistic" and "probabilistic" not in chosen:
             raise ConfigError(
@@ -120,9 +127,52 @@ class SpeculativeConfig:
                 f"speculative_config: model={self.model!r}; method {self.method!r} needs {wanted} or a hub id."
             )
 
+    def _check_synthetic(self) -> None:
+        """Raise `ConfigError` unless the rates or the length are given where they belong, and possible."""
+        count, rates, length = (
+            self.num_speculative_tokens,
+            self.synthetic_acceptance_rates,
+            self.synthetic_acceptance_length,
+        )
+        is_given = (rates is not None) + (length is not None)
+        if self.rejection_sample_method != "synthetic":
+            if is_given:
+                raise ConfigError(
+                    "speculative_config: synthetic_acceptance_rates and synthetic_acceptance_length belong to "
+                    "rejection_sample_method 'synthetic'; leave them out."
+                )
+            return
+        if is_given != 1:
+            raise ConfigError(
+                "speculative_config: rejection_sample_method='synthetic' needs synthetic_acceptance_rates or "
+                "synthetic_acceptance_length; give one of the two."
+            )
+        if length is not None and (not _is_number(length) or not 1 <= length <= count + 1):
+            raise ConfigError(
+                f"speculative_config: synthetic_acceptance_length={length!r}; it must be a number from 1 to "
+                f"{count + 1}, one more than num_speculative_tokens."
+            )
+        if rates is None:
+            return
+        is_list = isinstance(rates, list | tuple) and len(rates) == count and all(map(_is_number, rates))
+        if not is_list or any(not 0 <= one <= 1 for one in rates) or sorted(rates, reverse=True) != list(rates):
+            raise ConfigError(
+                f"speculative_config: synthetic_acceptance_rates={rates!r}; there must be {count} numbers from 0 to 1, "
+                "none above the one before."
+            )
+        object.__setattr__(self, "synthetic_acceptance_rates", tuple(rates))
+
+    @property
+    def is_synthetic(self) -> bool:
+        """Return whether drafts are accepted by given rates, so that answers mean nothing."""
+        return self.rejection_sample_method == "synthetic"
+
     def __str__(self) -> str:
-        of = f"of {self.prompt_lookup_min} to {self.prompt_lookup_max} tokens" if self.model is None else self.model
+        of = self.model or "the model's own layer"
+        if self.method == "ngram":
+            of = f"of {self.prompt_lookup_min} to {self.prompt_lookup_max} tokens"
         stops = ", while measured steps say that it pays" if self.stops_when_slower else ""
+        stops += ", accepted by given rates: the answers mean nothing" if self.is_synthetic else ""
         return f"{self.method} ({of}), up to {self.num_speculative_tokens} tokens a request and step{stops}"
 
     @classmethod
@@ -169,6 +219,10 @@ class SpeculativeConfig:
             raise ConfigError("speculative_config has no num_speculative_tokens; say how many tokens a step drafts.")
         given.setdefault("num_speculative_tokens", 1)  # of a method that is refused by name
         return cls(**given)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _check_count(name: str, value: object, largest: int) -> None:

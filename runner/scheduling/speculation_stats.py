@@ -21,6 +21,8 @@ class SpeculationStats:
     """Steps that could have verified drafts and did not, because that was measured to be slower."""
     stop_reason: str = ""
     """Why batches like the last one are not drafted for now; "": they are."""
+    is_synthetic: bool = False
+    """Whether drafts are accepted by given rates, and not by the model."""
 
     @property
     def num_wasted_tokens(self) -> int:
@@ -40,6 +42,7 @@ class SpeculationStats:
     def __str__(self) -> str:
         stopped = f"; {self.num_stopped_steps} steps without drafts" if self.num_stopped_steps else ""
         stopped += f", which are faster: {self.stop_reason}" if self.stop_reason else ""
+        stopped += "; accepted by given rates, not by the model" if self.is_synthetic else ""
         if self.acceptance_rate is None or self.mean_acceptance_length is None:
             return f"no drafts{stopped}"
         return (

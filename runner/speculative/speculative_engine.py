@@ -30,7 +30,13 @@ class SpeculativeEngine(Engine):
     """
 
     def __init__(
-        self, *, scheduler: SpeculativeScheduler, runner: SpeculativeRunner, max_drafts: int, **options: Any
+        self,
+        *,
+        scheduler: SpeculativeScheduler,
+        runner: SpeculativeRunner,
+        max_drafts: int,
+        is_synthetic: bool = False,
+        **options: Any,
     ) -> None:
         """Store the parts of the engine; `options` are those of `Engine`."""
         super().__init__(scheduler=scheduler, runner=runner, **options)
@@ -39,11 +45,17 @@ class SpeculativeEngine(Engine):
         self._drafted = ConstrainedDrafts(max(options["vocab_size"], 0 if tokenizer is None else len(tokenizer)))
         self._constrained = self._drafted
         self._max_drafts = max_drafts
+        self._is_synthetic = is_synthetic
 
     def check_request(
         self, token_ids: Sequence[int], params: SamplingParams, prompt_embeds: torch.Tensor | None = None
     ) -> None:
         """Raise `RequestError` if such a request can never run here."""
+        if self._is_synthetic and params.structured_outputs is not None:
+            raise RequestError(
+                "structured_outputs ask for answers of a grammar, and with rejection_sample_method='synthetic' drafts "
+                "are accepted whatever they are; leave one of the two out."
+            )
         super().check_request(token_ids, params, prompt_embeds)
         asked = (params.extra_args or {}).get(REQUEST_KEY, 0)
         if isinstance(asked, bool) or not isinstance(asked, int) or not 0 <= asked <= self._max_drafts:

@@ -42,6 +42,7 @@ class SpeculativeScheduler(Scheduler):
         is_uniform: bool,
         num_slots_ahead: int = 0,
         stops_when_slower: bool = False,
+        is_synthetic: bool = False,
         clock: Callable[[], float] = time.perf_counter,
         **options: Any,
     ) -> None:
@@ -49,10 +50,12 @@ class SpeculativeScheduler(Scheduler):
 
         `num_slots_ahead`: the slots behind a step's tokens that a draft model writes to before the next step.
         `stops_when_slower`: whether a `DraftingPolicy` decides which steps draft, by steps that are timed with `clock`.
+        `is_synthetic`: whether drafts are accepted by given rates, which the counters say.
         """
         super().__init__(**options)
         self._num_slots_ahead = num_slots_ahead
         self._max_drafts = max_drafts
+        self._is_synthetic = is_synthetic
         self._is_ahead = is_ahead
         self._is_uniform = is_uniform
         self._may_be_steady = False
@@ -73,6 +76,7 @@ class SpeculativeScheduler(Scheduler):
         return replace(
             super().stats,
             speculation=SpeculationStats(
+                is_synthetic=self._is_synthetic,
                 num_verifications=self._num_verifications,
                 num_draft_tokens=self._num_draft_tokens,
                 num_accepted_tokens=sum(self._num_accepted_by_position),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import torch
@@ -9,6 +10,11 @@ import torch
 from piecegraph.runner.common.speculative_config import SpeculativeConfig
 from piecegraph.runner.sampling.gumbel_sample import gumbel_sample
 from piecegraph.runner.speculative.common.draft_source import DraftModel, DraftSource, PromptLookup
+from piecegraph.runner.speculative.common.synthetic_acceptance import (
+    conditional_rates,
+    rates_of_length,
+    synthetic_tokens,
+)
 from piecegraph.runner.speculative.common.verified_rows import NUM_COUNTS, VerifiedRows
 from piecegraph.runner.speculative.verification import lay_out_rows, write_behind
 from piecegraph.runner.speculative.verify_drafts import verify_drafts
@@ -19,9 +25,18 @@ class SpeculativeBuffers:
     """The tensors at fixed addresses that a step with drafts needs beside the input buffers."""
 
     def __init__(
-        self, *, max_num_reqs: int, max_drafts: int, device: torch.device, num_slots: torch.Tensor | None = None
+        self,
+        *,
+        max_num_reqs: int,
+        max_drafts: int,
+        device: torch.device,
+        num_slots: torch.Tensor | None = None,
+        rates: Sequence[float] | None = None,
     ) -> None:
-        """Allocate the tensors, except `num_slots` if it is given."""
+        """Allocate the tensors, except `num_slots` if it is given.
+
+        `rates`: those by which drafts are accepted (`synthetic_acceptance.conditional_rates`); None: by the model.
+        """
 
         def zeros(size: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
             return torch.zeros(size, dtype=dtype, device=device)
@@ -39,6 +54,8 @@ class SpeculativeBuffers:
         """How many drafts lie behind each request's tokens, `[rows]` int32 by state row."""
         self.draft_rows = zeros(max_num_reqs, torch.int32)
         """draft_model: the state rows of the requests that the step has sampled for, -1 for others, `[num_reqs]`."""
+        self.rates = None if rates is None else torch.tensor(rates, dtype=torch.float32, device=device)
+        """synthetic: how probably each draft is accepted where those before it are, `[max_drafts]` float32."""
         self.num_slots = zeros(max_num_reqs, torch.int32) if num_slots is None else num_slots
         """draft_model: how many tokens have a slot in the cache, `[rows]` int32 by state row."""
 
@@ -69,6 +86,8 @@ class SpeculativeStep(ModelStep):
         named = [(f"drafts' {name}", value) for name, value in self.speculation.rows._asdict().items()]
         for name in ("num_proposed", "draft_rows", "num_slots"):
             named.append((f"drafts' {name}", getattr(self.speculation, name)))
+        if self.speculation.rates is not None:
+            named.append(("drafts' rates", self.speculation.rates))
         return [*ModelStep.fixed_tensors(self), *named]
 
     def prepare(self, num_tokens: int, num_reqs: int, *, num_active_loras: int = 0) -> None:
@@ -118,6 +137,15 @@ class SpeculativeStep(ModelStep):
 
         Idempotent, after `restore_drafts`.
         """
+        if self.speculation.rates is not None:
+            drawn = synthetic_tokens(
+                drawn,
+                self.speculation.rows,
+                input_ids=self.buffers.input_ids,
+                seeds=self.sampler.seeds,
+                rates=self.speculation.rates,
+                vocab_size=self.sampler.vocab_size,
+            )
         return verify_drafts(
             drawn,
             self.speculation.rows,
@@ -172,6 +200,11 @@ def speculative_step(
 
     `num_slots`: `SpeculativeBuffers.num_slots`, where the host writes it.
     """
+    rates: Sequence[float] | None = None
+    if config.is_synthetic:
+        length, given = config.synthetic_acceptance_length, config.synthetic_acceptance_rates
+        count = config.num_speculative_tokens
+        rates = conditional_rates(rates_of_length(length, count) if length is not None else given or ())
     return SpeculativeStep(
         **{field.name: getattr(step, field.name) for field in fields(ModelStep)},
         config=config,
@@ -180,5 +213,6 @@ def speculative_step(
             max_drafts=config.num_speculative_tokens,
             device=step.buffers.input_ids.device,
             num_slots=num_slots,
+            rates=rates,
         ),
     )

@@ -12,6 +12,10 @@ without chance with the probability p(d) that the target gives it; else a token 
 token x from p and accepting d if x = d does just that, and x is the token of either case. So each row draws the token
 that it would draw without drafts, with the same noise of (seed, position), and the output has the very tokens that it
 has without speculation, greedy or sampled, up to the rounding of logits.
+
+Block verification (Sun et al., 2024, https://arxiv.org/abs/2403.10444) is the same here in distribution: of drafts that
+were chosen without chance both accept the first i or more with the product of the probabilities that the target gives
+them (tests/runner/speculative/test_verification.py). So `rejection_sample_method="block"` is this rule.
 """
 
 from __future__ import annotations

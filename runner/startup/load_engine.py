@@ -325,7 +325,10 @@ def _sampler(
 def _engine_kind(config: EngineConfig) -> Callable[..., Engine]:
     if config.speculative is None:
         return Engine
-    return functools.partial(SpeculativeEngine, max_drafts=config.speculative.num_speculative_tokens)
+    speculative = config.speculative
+    return functools.partial(
+        SpeculativeEngine, max_drafts=speculative.num_speculative_tokens, is_synthetic=speculative.is_synthetic
+    )
 
 
 def _steps_ahead(config: EngineConfig, model: CompiledLM, device: torch.device) -> int:
@@ -373,6 +376,7 @@ def _scheduler(
             is_uniform=any(one.uniform_token_count == 1 + max_drafts for one in model.plan.full),
             num_slots_ahead=0 if config.speculative.method == "ngram" else max_drafts,
             stops_when_slower=config.speculative.stops_when_slower,
+            is_synthetic=config.speculative.is_synthetic,
         )
     return kind(
         kv_cache=KVCacheManager(

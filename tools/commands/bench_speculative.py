@@ -35,6 +35,14 @@ RANDOM_PROMPTS = (3, (64, 64))
 @click.command("speculative", cls=Command, epilog=EPILOG, context_settings=CONTEXT)
 @click.argument("model")
 @click.option("--draft", help="A model that drafts: its folder, .gguf file or hub id. Without it: prompt lookup only.")
+@click.option("--eagle3", help="An EAGLE-3 head that drafts: its folder or hub id.")
+@click.option("--mtp", is_flag=True, help="The model's own layer for multi-token prediction drafts.")
+@click.option(
+    "--synthetic-acceptance-length",
+    type=click.FloatRange(min=1),
+    help="Tokens that a verification gives in the mean, whatever the model says: for random weights. Answers mean "
+    "nothing then and are not compared.",
+)
 @click.option(
     "--num-speculative-tokens",
     "counts",
@@ -53,6 +61,9 @@ RANDOM_PROMPTS = (3, (64, 64))
 def speculative(
     model: str,
     draft: str | None,
+    eagle3: str | None,
+    mtp: bool,
+    synthetic_acceptance_length: float | None,
     counts: tuple[int, ...],
     prompts: tuple[str, ...],
     output_tokens: int,
@@ -66,7 +77,7 @@ def speculative(
 
     The answers are greedy, and each kind of drafts has to give those of the run without: if two tokens differ that do
     not nearly tie, there is no figure. Acceptance stands beside each figure. MODEL may be shape:NAME, whose random
-    weights accept hardly any draft of another model.
+    weights accept hardly any draft of another model; --synthetic-acceptance-length says how many are accepted instead.
     """
     arguments = bench_arguments(model, values)
     if "speculative_config" in arguments:
@@ -101,7 +112,7 @@ def speculative(
             options: dict[str, Any] = {"repeat": repeat, "expected": expected}
             show(measure(llm, asked, output_tokens, method=NO_DRAFTS, num_drafts=0, **options))
             record = {"model": model, "draft": draft, "output_tokens": output_tokens, **about(llm, display)}
-        for config in kinds(draft, counts):
+        for config in kinds(draft, counts, eagle3=eagle3, mtp=mtp, synthetic_length=synthetic_acceptance_length):
             method, count = config["method"], config["num_speculative_tokens"]
             with LLM(begun.folder, speculative_config=config, **arguments) as llm:
                 show(measure(llm, asked, output_tokens, method=method, num_drafts=count, **options))
@@ -109,13 +120,27 @@ def speculative(
             click.echo(json.dumps({**record, "rows": [row.as_record() for row in rows]}))
 
 
-def kinds(draft: str | None, counts: tuple[int, ...]) -> list[dict[str, Any]]:
+def kinds(
+    draft: str | None,
+    counts: tuple[int, ...],
+    *,
+    eagle3: str | None = None,
+    mtp: bool = False,
+    synthetic_length: float | None = None,
+) -> list[dict[str, Any]]:
     """Return the `speculative_config` of each row behind the first."""
     methods: list[dict[str, Any]] = [{"method": "ngram"}]
     if draft is not None:
         methods.append({"method": "draft_model", "model": draft})
+    if eagle3 is not None:
+        methods.append({"method": "eagle3", "model": eagle3})
+    if mtp:
+        methods.append({"method": "mtp"})
+    synthetic: dict[str, Any] = {}
+    if synthetic_length is not None:
+        synthetic = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": synthetic_length}
     return [
-        {**method, "num_speculative_tokens": count, "stops_when_slower": False}
+        {**method, **synthetic, "num_speculative_tokens": count, "stops_when_slower": False}
         for method in methods
         for count in counts
     ]
@@ -132,4 +157,5 @@ def as_line(row: SpeculativeRow, without: SpeculativeRow) -> str:
     return (
         f"{row.method:>12} {row.num_drafts or '':>3} {row.tokens_per_s:>9.1f} "
         f"{row.tokens_per_s / without.tokens_per_s:>8.2f} {rate:>8} {mean:>13} {row.num_ties:>4}"
+        f"{'  synthetic acceptance' if row.is_synthetic else ''}"
     )

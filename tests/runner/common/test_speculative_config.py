@@ -11,6 +11,7 @@ from piecegraph.errors import ConfigError
 from piecegraph.runner.common.speculative_config import UNAVAILABLE_KEYS, UNAVAILABLE_METHODS, SpeculativeConfig
 
 NGRAM: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 4}
+SYNTHETIC: dict[str, Any] = {**NGRAM, "rejection_sample_method": "synthetic"}
 
 
 @pytest.mark.parametrize(
@@ -47,7 +48,12 @@ def test_nothing_and_an_older_spelling() -> None:
         ({**NGRAM, "num_speculative_tokens": True}, "from 1 to 64"),
         ({**NGRAM, "num_speculative_tokens": 65}, "from 1 to 64"),
         ({**NGRAM, "prompt_lookup_min": 3, "prompt_lookup_max": 2}, "above prompt_lookup_max=2"),
-        ({**NGRAM, "rejection_sample_method": "synthetic"}, "is not yet available"),
+        ({**NGRAM, "rejection_sample_method": "synthetic"}, "give one of the two"),
+        ({**NGRAM, "synthetic_acceptance_length": 2.0}, "belong to rejection_sample_method 'synthetic'"),
+        ({**SYNTHETIC, "synthetic_acceptance_length": 9}, "a number from 1 to 5"),
+        ({**SYNTHETIC, "synthetic_acceptance_length": 0.5}, "a number from 1 to 5"),
+        ({**SYNTHETIC, "synthetic_acceptance_rates": [0.5]}, "there must be 4 numbers from 0 to 1"),
+        ({**SYNTHETIC, "synthetic_acceptance_rates": [0.5, 0.6, 0.1, 0]}, "none above the one before"),
         ({**NGRAM, "rejection_sample_method": "lenient"}, "is unknown"),
         ({**NGRAM, "draft_sample_method": "probabilistic"}, "draws nothing"),
         ({**NGRAM, "model": "some/model"}, "has no draft model"),

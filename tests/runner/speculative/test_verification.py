@@ -264,3 +264,26 @@ def test_a_wrong_rule_fails_the_test() -> None:
     """Accepting every draft, for one, is seen."""
     counts = torch.full((4,), 12_500) + torch.tensor([400, -400, 0, 0])
     assert p_value(counts, torch.full((4,), 0.25, dtype=torch.float64)) < 0.001
+
+
+def test_block_verification_of_drafts_without_chance_accepts_as_many() -> None:
+    """Algorithm 2 of Sun et al. (2024) with drafts whose own probability is 1: exactly i are accepted as by one after
+    the other, with p_i - p_(i+1) for the products p of the target's probabilities."""
+    generator = torch.Generator().manual_seed(0)
+    for num_drafts in (1, 2, 5):
+        target = torch.rand(num_drafts, dtype=torch.float64, generator=generator).tolist()  # of each draft
+        products = [1.0]
+        for one in target:
+            products.append(min(products[-1] * one / 1.0, 1.0))
+        accepts = []  # h_i of the algorithm, from i = 1
+        for i in range(1, num_drafts):
+            rest = products[i] * (1 - target[i])  # the sum of max(p_i M_b(x) - M_s(x), 0) over all tokens but the draft
+            accepts.append(rest / (rest + 1 - products[i]))
+        accepts.append(products[-1])
+        none_later = 1.0
+        for i in range(num_drafts, 0, -1):
+            exactly = accepts[i - 1] * none_later
+            one_by_one = products[i] - (products[i + 1] if i < num_drafts else 0.0)
+            assert exactly == pytest.approx(one_by_one, abs=1e-12)
+            none_later *= 1 - accepts[i - 1]
+        assert none_later == pytest.approx(1 - products[1], abs=1e-12)

@@ -52,3 +52,14 @@ def test_what_the_bench_sets_itself_is_refused(
 def test_each_method_has_each_number() -> None:
     assert [one["num_speculative_tokens"] for one in kinds("draft", (1, 3))] == [1, 3, 1, 3]
     assert [one["method"] for one in kinds(None, (1,))] == ["ngram"]
+    heads = kinds(None, (2,), eagle3="head", mtp=True)
+    assert [(one["method"], one.get("model")) for one in heads] == [("ngram", None), ("eagle3", "head"), ("mtp", None)]
+
+
+def test_synthetic_acceptance_is_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Beside the figure, whose answers were not compared."""
+    flags = ["--draft", str(folder), "--synthetic-acceptance-length", "2"]
+    assert main(["bench", "speculative", str(folder), *FLAGS, *flags]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.endswith("synthetic acceptance") for line in lines[1:4]] == [False, True, True]
+    assert lines[3].split()[0] == "draft_model" and "2.00" in lines[3]
