@@ -165,7 +165,9 @@ class RankGroup:
         if self._group is None:
             raise CollectiveError("this group of ranks is closed.")
         try:
-            start().wait()
+            work = start()
+            if work is not None:  # else it runs on the current stream
+                work.wait()
         except RuntimeError as error:
             raise CollectiveError(str(error).partition("\n")[0]) from error
 
