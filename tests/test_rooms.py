@@ -82,7 +82,7 @@ ROOMS: Mapping[str, Sequence[str]] = {
     "runner/state_layers": ("modules", ".", "kernels"),
     "runner/step": (".", "kernels", "state"),
     "tools": (".", "commands", "serve", "bench", "cache", "report", "command_line"),
-    "tools/bench": ("compare", "growth", ".", "kernels", "measure", "startup"),
+    "tools/bench": ("compare", "growth", "scale", ".", "kernels", "measure", "startup"),
     "tools/serve": ("commands", "http", "endpoints", "protocol", "message_parsers", "engine"),
     "tools/cache": ("changing", "reading", "entries", "terminal"),
 }

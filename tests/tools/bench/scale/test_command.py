@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from piecegraph.errors import ConfigError
+from piecegraph.tools.bench.scale.command import command, parse_step_times, read_trace
+from piecegraph.tools.bench.scale.simulate import Arrival
+from tests.runner.tiny_models import llama_config
+
+STEPS = ["--step-time", "1:10", "--step-time", "64:30", "--num-requests", "8", "--output-len", "4", "--input-len", "3"]
+
+
+def test_step_times_are_sorted() -> None:
+    found = parse_step_times(["8:2.5", "1:1"])
+    assert (found.tokens, found.seconds) == ((1, 8), (0.001, 0.0025))
+
+
+@pytest.mark.parametrize("text", ["8", "0:1", "8:-1", "x:1", "8:nan", "8:inf"])
+def test_what_is_no_step_time_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="is not TOKENS:MILLISECONDS"):
+        parse_step_times([text])
+
+
+def test_no_step_time_is_refused() -> None:
+    with pytest.raises(ConfigError, match="there are no step times"):
+        parse_step_times([])
+
+
+def test_a_trace_is_read_and_sorted(tmp_path: Path) -> None:
+    file = tmp_path / "trace.jsonl"
+    lines = [{"at_s": 2, "prompt_tokens": 5, "output_tokens": 1}, {"at_s": 0.5, "prompt_tokens": 3, "output_tokens": 2}]
+    file.write_text("\n".join(map(json.dumps, lines)))
+    assert read_trace(file) == [Arrival(0.5, 3, 2), Arrival(2.0, 5, 1)]
+    file.write_text(json.dumps(lines[0]) + "\n{}")
+    with pytest.raises(ConfigError, match="line 2 is no request"):
+        read_trace(file)
+    file.write_text("")
+    with pytest.raises(ConfigError, match="has no line"):
+        read_trace(file)
+
+
+def test_a_table_with_its_assumptions(tmp_path: Path) -> None:
+    llama_config().save_pretrained(str(tmp_path))
+    result = CliRunner().invoke(command, [str(tmp_path), *STEPS], catch_exceptions=False)
+    rows = [line for line in result.stdout.splitlines() if "TP" in line and "DP" in line]
+    assert len(rows) == 11
+    assert rows[-1].split()[0] == "1024"
+    assert "memory is not modelled" in result.stdout
+    result = CliRunner().invoke(command, [str(tmp_path), *STEPS, "--gpus", "4", "--all", "--json"])
+    record = json.loads(result.stdout)
+    assert len(record["rows"]) == 6
+    assert record["rows"][0]["tokens_per_s"] >= record["rows"][-1]["tokens_per_s"]

@@ -1,0 +1,115 @@
+"""The time of a step on a layout of GPUs, from measured step times and an alpha-beta model of collectives.
+
+Everything here is pure. `ASSUMPTIONS` says what the model leaves out.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+ASSUMPTIONS = (
+    "a step takes the measured time of its tokens on one device, by lines between the measured ones and beyond them",
+    "tensor parallelism divides that time evenly, and adds two all-reduces of the hidden states in each layer, one of "
+    "the embedding and an all-gather of the logits; nothing overlaps",
+    "an all-reduce of n bytes among t ranks takes 2 (t - 1) alpha + 2 (t - 1) / t * n / beta (ring), an all-gather "
+    "half of that, and a message alpha + n / beta",
+    "stages of a pipeline divide layers evenly and work at a batch each; the slowest batch sets the pace",
+    "engines of data parallelism share nothing, and requests go to them in turn",
+    "memory is not modelled: every layout holds the model and the caches of all requests, and none is preempted",
+)
+"""What the simulation assumes, as sentences to print."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """How GPUs are used."""
+
+    tensor: int
+    pipeline: int
+    data: int
+
+    @property
+    def num_gpus(self) -> int:
+        """The GPUs of all ranks."""
+        return self.tensor * self.pipeline * self.data
+
+    def __str__(self) -> str:
+        return f"TP {self.tensor} x PP {self.pipeline} x DP {self.data}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSize:
+    """The sizes of a model that collectives depend on."""
+
+    num_layers: int
+    hidden_bytes: int  # of a token's hidden state
+    logits_bytes: int  # of a request's logits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """The alpha-beta model of a connection."""
+
+    alpha_s: float  # of a message of no bytes
+    bytes_per_s: float
+
+    def message_s(self, num_bytes: float) -> float:
+        """Return the seconds of a message between two ranks."""
+        return self.alpha_s + num_bytes / self.bytes_per_s
+
+    def all_gather_s(self, num_bytes: float, num_ranks: int) -> float:
+        """Return the seconds of an all-gather whose result has `num_bytes`."""
+        return (num_ranks - 1) * (self.alpha_s + num_bytes / num_ranks / self.bytes_per_s)
+
+    def all_reduce_s(self, num_bytes: float, num_ranks: int) -> float:
+        """Return the seconds of an all-reduce of `num_bytes`: a reduce-scatter and an all-gather."""
+        return 2 * self.all_gather_s(num_bytes, num_ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Measured times of a step on one device: tokens of a step, ascending, and its seconds."""
+
+    tokens: tuple[int, ...]
+    seconds: tuple[float, ...]
+
+    def at(self, num_tokens: float) -> float:
+        """Return the seconds of a step of `num_tokens`, on lines through the measured times.
+
+        Below the smallest number of tokens the time is that of the smallest.
+        """
+        tokens, seconds = self.tokens, self.seconds
+        if num_tokens <= tokens[0] or len(tokens) == 1:
+            return seconds[0] * max(1.0, num_tokens / tokens[0]) if len(tokens) == 1 else seconds[0]
+        place = min(bisect_left(tokens, num_tokens), len(tokens) - 1)
+        slope = (seconds[place] - seconds[place - 1]) / (tokens[place] - tokens[place - 1])
+        return max(seconds[place - 1] + slope * (num_tokens - tokens[place - 1]), 0.0)
+
+
+def stage_seconds(
+    num_tokens: int, num_reqs: int, layout: Layout, times: StepTimes, size: ModelSize, link: Link
+) -> float:
+    """Return the seconds of a batch in one stage of a pipeline, its message to the next stage included."""
+    compute = times.at(num_tokens) / layout.tensor
+    if layout.tensor > 1:
+        hidden = link.all_reduce_s(num_tokens * size.hidden_bytes, layout.tensor)
+        compute += (2 * size.num_layers + 1) * hidden
+        compute += link.all_gather_s(num_reqs * size.logits_bytes, layout.tensor)
+    if layout.pipeline == 1:
+        return compute
+    return compute / layout.pipeline + link.message_s(num_tokens * size.hidden_bytes)
+
+
+def layouts(num_gpus: int, *, most_tensor: int = 8, most_pipeline: int = 8) -> Sequence[Layout]:
+    """Return the layouts of `num_gpus`, a power of two, by powers of two of each kind."""
+    found = []
+    tensor = 1
+    while tensor <= min(most_tensor, num_gpus):
+        pipeline = 1
+        while pipeline <= min(most_pipeline, num_gpus // tensor):
+            found.append(Layout(tensor=tensor, pipeline=pipeline, data=num_gpus // tensor // pipeline))
+            pipeline *= 2
+        tensor *= 2
+    return found
