@@ -75,8 +75,8 @@ def simulate(
 ) -> ScaleRow:
     """Return what `trace`, in the order of arrival, takes on `layout`.
 
-    Each engine runs at most `max_num_seqs` requests, and a step has at most `max_num_batched_tokens` tokens; a prompt of
-    more runs in chunks.
+    Each engine runs at most `max_num_seqs` requests, and a step has at most `max_num_batched_tokens` tokens: a longer
+    prompt runs in chunks.
     """
     shares: list[list[Arrival]] = [[] for _ in range(layout.data)]
     for number, arrival in enumerate(trace):
