@@ -30,6 +30,7 @@ from piecegraph.compiler.splitting.plan import Plan, SplitCall
 from piecegraph.compiler.store.compile_cache import CompileCache
 from piecegraph.compiler.tracing.dynamo import code_being_traced, compiled_by_torch, drawn_from_objects
 from piecegraph.compiler.tracing.guards import GuardAudit
+from piecegraph.compiler.tracing.signature import NEGATED
 from piecegraph.config import CompileConfig
 from piecegraph.errors import CompileError, UsageError
 from piecegraph.passes.matching.torch_ir import value_of
@@ -172,6 +173,9 @@ def compile_backend(
             "Call the model under torch.no_grad() or torch.inference_mode(), or call model.requires_grad_(False)."
         )
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    for node, value in zip(placeholders, example_inputs, strict=True):
+        if isinstance(value, torch.Tensor) and value.is_neg():
+            raise CompileError(f"the input {node.name} is {NEGATED}. Call .resolve_neg() on it.")
     _refuse_frozen_draws(placeholders, example_inputs)
     sizes = _size_sources(placeholders)
     inputs = NamedInputs(

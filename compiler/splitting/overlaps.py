@@ -36,39 +36,43 @@ class OverlapCheck:
 
     def check(self, arguments: Sequence[Any]) -> None:
         """Raise `InputMismatch` if a tensor that is written overlaps with another input."""
-        places: dict[int, list[tuple[str, torch.Tensor, bool]]] = {}
-        given = [
-            (name, value, number in self._written)
+        places = [
+            (*_span(value), (name, value, number in self._written))
             for number, (name, value) in enumerate(zip(self._names, arguments, strict=True))
             if isinstance(value, torch.Tensor)
         ]
-        for name, value, is_written in given:
-            places.setdefault(value.untyped_storage().data_ptr(), []).append((name, value, is_written))
+        for number, (start, end, place) in enumerate(places):
+            _compare(place, [other for its, its_end, other in places[:number] if its < end and start < its_end])
         for name, value, is_written in self._bound:
-            others = places.get(value.untyped_storage().data_ptr())
-            if others is not None:
-                _compare([(name, value, is_written)], others)
-        for together in places.values():
-            for number in range(1, len(together)):
-                _compare(together[:number], together[number : number + 1])
+            start, end = _span(value)
+            near = [other for its, its_end, other in places if its < end and start < its_end]
+            if near:
+                _compare((name, value, is_written), near)
 
 
 Place = tuple[str, torch.Tensor, bool]
 
 
-def _compare(ones: Sequence[Place], others: Sequence[Place]) -> None:
-    for name, value, is_written in ones:
-        for other, its, its_is_written in others:
-            if (is_written or its_is_written) and may_overlap(value, its):
-                changed, read = (name, other) if is_written else (other, name)
-                raise InputMismatch(
-                    f"{changed} and {read} lie in the same memory, and the model changes {changed} in place; it was "
-                    f"compiled for inputs that lie apart. Pass a copy of one (.clone()), or call the module itself."
-                )
+def _span(value: torch.Tensor) -> tuple[int, int]:
+    """Return where the storage of `value` begins and ends. Two storages may overlap: slices of one numpy array do."""
+    storage = value.untyped_storage()
+    start = storage.data_ptr()
+    return start, start + storage.nbytes()
+
+
+def _compare(place: Place, others: Sequence[Place]) -> None:
+    name, value, is_written = place
+    for other, its, its_is_written in others:
+        if (is_written or its_is_written) and may_overlap(value, its):
+            changed, read = (name, other) if is_written else (other, name)
+            raise InputMismatch(
+                f"{changed} and {read} lie in the same memory, and the model changes {changed} in place; it was "
+                f"compiled for inputs that lie apart. Pass a copy of one (.clone()), or call the module itself."
+            )
 
 
 def may_overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return False for tensors of one storage that are known to share no byte, else True.
+    """Return False for tensors that are known to share no byte, else True.
 
     Tensors share no byte if one ends before the other begins, or if they are different columns of rows with the same
     stride.

@@ -20,6 +20,9 @@ from piecegraph.compiler.tracing.dynamic_dims import (
 from piecegraph.compiler.tracing.guards import GuardAudit
 from piecegraph.errors import InputMismatch
 
+NEGATED = "negated when it is read (`tensor.is_neg()`), and compiled code would read the numbers in its memory"
+"""What is said of a tensor such as `z.conj().imag`, whose sign is not in its memory."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorLeaf:
@@ -43,6 +46,8 @@ class TensorLeaf:
             raise InputMismatch(
                 f"{self.path} is on {value.device}; it was compiled for {self.device}. Move it there, or compile again."
             )
+        if value.is_neg():
+            raise InputMismatch(f"{self.path} is {NEGATED}. Call .resolve_neg() on it.")
         if value.ndim != len(self.shape):
             raise InputMismatch(f"{self.path} has shape {tuple(value.shape)}; wanted {self.describe()}.")
         for dim, (size, wanted) in enumerate(zip(value.shape, self.shape, strict=True)):

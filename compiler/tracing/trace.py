@@ -39,6 +39,7 @@ from piecegraph.compiler.tracing.dynamo import (
 from piecegraph.compiler.tracing.guards import GuardAudit, audit_guards
 from piecegraph.compiler.tracing.python_kernels import called_ops, own_functions
 from piecegraph.compiler.tracing.signature import (
+    NEGATED,
     ArgumentInput,
     BoundInput,
     CallSpec,
@@ -297,6 +298,8 @@ def _graph_inputs(
             else:
                 name, kind = weight_of.get(id(example), (node.name, "constant"))
                 source = source_of_placeholder(node) if kind == "constant" else ""
+                if example.is_neg():
+                    raise CompileError(f"the {kind} {name} is {NEGATED}. Store what its .resolve_neg() returns.")
                 inputs.append(BoundInput(name, kind, example, source=source))
             continue
         symbol = str(example.node.expr) if isinstance(example, torch.SymInt) else ""

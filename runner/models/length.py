@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -47,6 +48,9 @@ def position_limit(config: PreTrainedConfig) -> int | None:
     rope = getattr(text_config, "rope_parameters", None) or {}
     if isinstance(rope, Mapping) and rope.get("rope_type") in _EXTENDING:
         original = rope.get("original_max_position_embeddings")
-        extended = (original or limit) * (rope.get("factor") or 1.0)
+        factor = rope.get("factor") or 1.0
+        if not isinstance(factor, int | float) or not 0 < factor < math.inf:
+            raise ConfigError(f"rope_parameters has factor={factor!r}; it must be a number above 0. Check config.json.")
+        extended = (original or limit) * factor
         limit = max(limit, int(extended))
     return limit

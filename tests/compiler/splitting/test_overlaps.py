@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -45,6 +46,17 @@ def test_one_tensor_twice_is_refused_where_it_is_written() -> None:
         model(memory[:4], memory[2:])
     with pytest.raises(InputMismatch, match="the same memory"):
         model(memory[2:], memory[:4])
+
+
+def test_arrays_that_overlap_are_refused_though_their_storages_differ() -> None:
+    """Each tensor made of a slice of a numpy array has a storage of its own, which begins where the slice does."""
+    model, numbers = compiled(Writes()), np.ones((8, 8), np.float32)
+    x, y, apart = (torch.from_numpy(numbers[at : at + 4]) for at in (0, 2, 4))
+    with pytest.raises(InputMismatch, match="the same memory"):
+        model(x, y)
+    with pytest.raises(InputMismatch, match="the same memory"):
+        model(y, x)
+    assert torch.equal(model(x, apart), torch.full((4, 8), 5.0))
 
 
 def test_neighbours_in_one_memory_are_accepted() -> None:

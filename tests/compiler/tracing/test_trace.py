@@ -61,6 +61,30 @@ def test_the_advice_for_a_size_that_was_not_compiled_works() -> None:
     assert torch.equal(model(x * 5, torch.ones(7)), x * 5)
 
 
+class Adds(nn.Module):
+    def __init__(self, held: torch.Tensor) -> None:
+        super().__init__()
+        self.register_buffer("held", held)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.held
+
+
+def test_a_tensor_whose_sign_is_not_in_its_memory_is_refused() -> None:
+    """Such as the imaginary part of a conjugate: Inductor's code reads the memory, and by name torch's does, too."""
+    negated = torch.complex(torch.ones(2, 4), torch.ones(2, 4)).conj().imag
+    example = torch.complex(torch.ones(2, 4), torch.ones(2, 4)).imag
+    model = pg.compile(Adds(torch.ones(4)), CONFIG, example_inputs=(example,))
+    assert torch.equal(model(example), torch.full((2, 4), 2.0))
+    with pytest.raises(InputMismatch, match=r"x is negated when it is read .* Call \.resolve_neg\(\) on it"):
+        model(negated)
+    with pytest.raises(CompileError, match="buffer held is negated when it is read"):
+        pg.compile(Adds(negated), CONFIG, example_inputs=(torch.ones(4),))
+    by_name = torch.compile(Adds(torch.ones(4)), backend="piecegraph", fullgraph=True, options={"compiler": "eager"})
+    with pytest.raises(Exception, match="is negated when it is read"):
+        by_name(negated)
+
+
 class ReadsSizeAlone(nn.Module):
     def forward(self, x: torch.Tensor, y: torch.Tensor, *, z: dict[str, torch.Tensor]) -> torch.Tensor:
         return x[: z["rows"].shape[1]] * 2

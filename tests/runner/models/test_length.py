@@ -32,3 +32,11 @@ def test_position_limit_follows_the_config(options: dict[str, object], limit: in
 
 def test_longrope_positions_include_the_scaling_factor() -> None:
     assert model_length(FAMILIES["phi3-longrope-long"](), None) == MAX_LEN
+
+
+@pytest.mark.parametrize("factor", ["a", -2.0, float("nan"), float("inf")])
+def test_a_factor_that_is_no_positive_number_is_refused(factor: object) -> None:
+    config = llama_config(**rope("linear"))
+    config.rope_parameters["factor"] = factor
+    with pytest.raises(ConfigError, match=r"rope_parameters has factor=.*; it must be a number above 0"):
+        model_length(config, None)
