@@ -80,6 +80,8 @@ def read_chat_template(template: str | Path | None) -> str | None:
     """Return the text of `template`, a Jinja template or the path of a file that holds one. Raises `ConfigError`."""
     if template is None or (isinstance(template, str) and _is_template(template)):
         return template
+    if not isinstance(template, str | Path):
+        raise ConfigError(f"chat_template={template!r}; it must be a Jinja template or the path of a file with one.")
     path = Path(template).expanduser()
     try:
         return path.read_text(encoding="utf-8")

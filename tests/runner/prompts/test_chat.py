@@ -128,3 +128,5 @@ def test_a_template_is_text_or_a_file(tmp_path: Path) -> None:
     assert read_chat_template(None) is None
     with pytest.raises(ConfigError, match="neither a Jinja template nor a file"):
         read_chat_template("nowhere.jinja")
+    with pytest.raises(ConfigError, match="chat_template=5; it must be a Jinja template or the path"):
+        read_chat_template(5)  # type: ignore[arg-type]
