@@ -326,7 +326,7 @@ def _tensor_and_dim(expression: str, roots: Mapping[str, Any]) -> tuple[Any, int
 
     def value(node: ast.expr) -> Any:
         match node:
-            case ast.Subscript(value=ast.Name(id="L"), slice=ast.Constant(value=name)):
+            case ast.Subscript(value=ast.Name(id="L"), slice=ast.Constant(value=str(name))):
                 return roots[name]
             case ast.Subscript(value=owner, slice=ast.Constant(value=key)):
                 return value(owner)[key]
@@ -335,9 +335,11 @@ def _tensor_and_dim(expression: str, roots: Mapping[str, Any]) -> tuple[Any, int
         raise LookupError
 
     match ast.parse(expression or "None", mode="eval").body:
-        case ast.Subscript(value=ast.Call(func=ast.Attribute(value=owner, attr="size")), slice=ast.Constant(value=dim)):
+        case ast.Subscript(
+            value=ast.Call(func=ast.Attribute(value=owner, attr="size")), slice=ast.Constant(value=int(dim))
+        ):
             with contextlib.suppress(LookupError, AttributeError, TypeError):
-                return value(owner), int(dim)
+                return value(owner), dim
     return None, 0
 
 

@@ -62,6 +62,8 @@ def test_the_advice_for_a_size_that_was_not_compiled_works() -> None:
 
 
 class Adds(nn.Module):
+    held: torch.Tensor
+
     def __init__(self, held: torch.Tensor) -> None:
         super().__init__()
         self.register_buffer("held", held)
