@@ -71,7 +71,7 @@ class RayExecutor(MpExecutor):
         """Place and start the actors, and return them once they have connected."""
         ray = _import_ray()
         if not ray.is_initialized():
-            ray.init(logging_level="warning", log_to_driver=True)
+            ray.init(logging_level="warning", log_to_driver=False)  # it shows logs on standard output
             self._has_started_ray = True
         numbers = list(range(1, self._num_ranks))
         self._group = _placement_group(ray, len(numbers))

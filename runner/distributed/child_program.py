@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import NoReturn
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
@@ -47,8 +49,11 @@ def serve_channel(role: str, number: int, channel: Connection, serve: Callable[[
         pass
     except BaseException as error:
         code = 1
+        failure = failure_of(error)
+        if not failure.is_consequence:
+            logger.error("this process ends", exc_info=error)
         with contextlib.suppress(OSError):
-            channel.send(("failed", failure_of(error)))
+            channel.send(("failed", failure))
     sys.stderr.flush()
     os._exit(code)  # nothing here needs the interpreter's own end, which takes a second
 

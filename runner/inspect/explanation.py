@@ -123,6 +123,7 @@ class Explanation:
     verification: tuple[DispatchRange, ...]  # batches of requests that verify all drafts each
     draft: Explanation | None  # the model that drafts; its graphs are those of its passes
     notes: tuple[str, ...]
+    num_engines: int  # that requests are divided among; all other fields are about one of them
     ranks: RanksSummary | None  # None: one rank; all other fields are about one of several
     stages: tuple[StageSummary, ...]  # empty: one stage; all other fields are about all stages together
     slower_paths: tuple[str, ...]  # every reason for something slower than what was asked for
@@ -210,6 +211,7 @@ def explain(config: EngineConfig, *, assume_gpu: bool = False, on_phase: OnPhase
         verification=verification,
         draft=drafting,
         notes=(*notes, *layout.notes, *([f"trace: {traced.report.trace_note}"] if traced.report.trace_note else [])),
+        num_engines=config.data_parallel_size,
         ranks=None if loaded.rank_plan is None else ranks_summary(loaded.model, loaded.rank_plan),
         stages=_stages(config, loaded),
         slower_paths=tuple(_slower_paths(config, choice, plan, split_ops, decode, mixed, verification, drafting)),

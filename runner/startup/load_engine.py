@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -533,11 +534,20 @@ def _runner_of_rank(
         group.agree("graph", graph_facts(model.compiled.source))
         group.connect(loaded.device)
         parallel.connect_stages()
+        read = everyone.exchange("bytes read", json.dumps(loaded.bytes_read))
+    if on_phase is not None:
+        on_phase(Phase(name="ranks", detail=_bytes_read(read)))
     plan = loaded.stage
     staged = None if plan is None else functools.partial(stage_step, plan=plan, dtype=loaded.dtype)
     with running_in(group):
         runner, num_blocks, _ = make_runner(staged, parallel.runner_kind)
     return runner, everyone.smallest("num_blocks", num_blocks), None
+
+
+def _bytes_read(read: Sequence[str]) -> str:
+    """Return what each rank has read of the weights, from JSON by rank: null where it is not known."""
+    sizes = [None if text == "null" else f"{int(text) / 2**20:.1f} MiB" for text in read]
+    return "weights read: " + ", ".join(f"rank {rank} {size or 'all'}" for rank, size in enumerate(sizes))
 
 
 def _runner(

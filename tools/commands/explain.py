@@ -108,6 +108,12 @@ def as_lines(explained: Explanation, eager_pieces: Mapping[str, str] | None = No
     yield _titled(
         "model", f"{explained.model_class}, {explained.num_parameters / 1e6:.1f}M parameters, {dtype} on {where}"
     )
+    if explained.num_engines > 1:
+        yield _titled(
+            "engines",
+            f"{explained.num_engines}, each as below, with weights and a KV cache of its own; nothing is exchanged in "
+            "a step",
+        )
     if explained.ranks is not None:
         yield _titled("ranks", *_rank_lines(explained.ranks))
     if explained.stages:

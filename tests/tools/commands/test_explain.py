@@ -130,10 +130,11 @@ def test_drafts_are_explained(folder: str, capsys: pytest.CaptureFixture[str]) -
 
 def test_ranks_are_explained(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
     """What one of them holds, heads of zeros included, and the collectives of a step."""
-    flags = ["--device", "cpu", "--enforce-eager", "--tensor-parallel-size", "3"]
+    flags = ["--device", "cpu", "--enforce-eager", "--tensor-parallel-size", "3", "--data-parallel-size", "2"]
     assert main(["explain", folder, "--quiet", *flags]) == 0
     out = capsys.readouterr().out
     lines = [line.strip() for line in out.splitlines()]
+    assert any(line.startswith("engines     2, each as below") for line in lines)
     assert any(line.startswith("ranks       3 ranks, each with 0.") for line in lines), out
     assert "2 query and 1 KV heads on a rank; 2 query heads are padding" in lines, out
     assert "5 x all_reduce a step, 128 bytes a token" in lines, out
@@ -222,6 +223,10 @@ VALUES: dict[str, Any] = {
     "graph_kind": "cuda",
     "strict": True,
     "distributed_executor_backend": "mp",
+    "start": "full",
+    "nnodes": 1,  # more need as many ranks
+    "node_rank": 0,
+    "master_addr": "10.0.0.1",
 }
 
 
