@@ -91,7 +91,7 @@ def compile_step_kernels(decided: Decided, loaded: LoadedModel, max_model_len: i
     step = build_step(
         AttentionOnlyModel(decided.calls, vocab_size=vocab_size, dtype=loaded.dtype, max_num_reqs=config.max_num_seqs),
         layers=decided.layers,
-        state_layers=decided.state_layers,
+        state_layers=[replace(layer, rollback=0) for layer in decided.state_layers],  # no layer with a state runs
         layout=decided.layout,
         backend=backend,
         config=config,

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
+from piecegraph.errors import OutOfMemory, is_out_of_memory
 from piecegraph.runner.attention.interface.metadata import HostBatch
 from piecegraph.runner.state_layers.layer import StateLayer
 
@@ -25,15 +26,28 @@ RecentStates = Mapping[str, tuple[torch.Tensor, ...]]
 
 
 def allocate_recent_states(layers: Sequence[StateLayer], num_rows: int, device: torch.device) -> RecentStates:
-    """Return tensors for the last `1 + rollback` states of `num_rows` requests, for layers with a rollback."""
-    return {
-        layer.name: tuple(
-            torch.zeros((num_rows * (1 + layer.rollback), *state.shape), dtype=state.dtype, device=device)
-            for state in layer.states
-        )
-        for layer in layers
-        if layer.rollback
-    }
+    """Return tensors for the last `1 + rollback` states of `num_rows` requests, for layers with a rollback.
+
+    Raises `OutOfMemory`, with the bytes they would take.
+    """
+    kept = [layer for layer in layers if layer.rollback]
+    try:
+        return {
+            layer.name: tuple(
+                torch.zeros((num_rows * (1 + layer.rollback), *state.shape), dtype=state.dtype, device=device)
+                for state in layer.states
+            )
+            for layer in kept
+        }
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        num_bytes = sum(num_rows * (1 + layer.rollback) * state.num_bytes for layer in kept for state in layer.states)
+        raise OutOfMemory(
+            f"drafts need the last {1 + kept[0].rollback} states of {num_rows} requests in {len(kept)} layers, which "
+            f"take {num_bytes / 2**30:.2f} GiB, more than {device} has left ({error}). Lower max_num_seqs or "
+            "num_speculative_tokens."
+        ) from error
 
 
 def place_of(row: int, position: int, num_places: int) -> int:

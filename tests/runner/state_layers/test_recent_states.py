@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
+from piecegraph.errors import OutOfMemory
 from piecegraph.runner.attention.interface.cache_spec import CacheTensor
 from piecegraph.runner.state_layers.calls import SHORT_CONV_OP
 from piecegraph.runner.state_layers.layer import StateLayer
@@ -24,3 +26,10 @@ def test_each_of_the_last_tokens_has_a_place_of_its_own() -> None:
             (state,) = state_after(found["a"], 1, kept, 3)
             assert state.eq(kept).all()
     assert tensor[:3].eq(0).all() and tensor[6:].eq(0).all()
+
+
+def test_more_states_than_memory_has_are_refused_with_their_size() -> None:
+    states = (CacheTensor(name="recurrent", shape=(1 << 20, 1 << 20), dtype=torch.float32),)
+    layer = StateLayer(name="a", op=SHORT_CONV_OP, states=states, rollback=3)
+    with pytest.raises(OutOfMemory, match=r"the last 4 states of 256 requests in 1 layers, .* take 4194304\.00 GiB"):
+        allocate_recent_states([layer], 256, torch.device("cpu"))
