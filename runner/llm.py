@@ -12,7 +12,7 @@ import itertools
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -71,6 +71,7 @@ if TYPE_CHECKING:
         EmbeddingRequestOutput,
         ScoringRequestOutput,
     )
+    from piecegraph.runner.sleeping.sleep import Sleep
     from piecegraph.runner.startup.load_engine import Loaded
     from piecegraph.runner.startup.reload_weights import NewWeights
 
@@ -533,6 +534,36 @@ class LLM:
             raise UsageError("reload_weights is not yet available with data_parallel_size; make a new LLM.")
         return reload_weights(loaded, weights, draft_weights)
 
+    def sleep(self, level: int = 1) -> int:
+        """Give memory back while there is nothing to do, and return how many bytes; requests are refused meanwhile.
+
+        `level` 1 drops the KV cache, 2 the weights as well. Nothing is compiled or captured again after `wake_up`,
+        because addresses stay. On CPUs only. Raises `UsageError`, with nothing changed, while requests are unfinished
+        and for what cannot be restored.
+        """
+        return self._sleep.sleep(level)
+
+    def wake_up(self) -> None:
+        """Restore what `sleep` has dropped; answers are those from before. Weights are read again from their files.
+
+        Idempotent. If reading fails, what it raises is raised, and the engine sleeps on.
+        """
+        self._sleep.wake_up()
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether `sleep` was called, and `wake_up` was not."""
+        return self._sleep.is_asleep
+
+    @cached_property
+    def _sleep(self) -> Sleep:
+        from piecegraph.runner.sleeping.sleep import Sleep
+
+        loaded = self._generator
+        if isinstance(loaded, LoadedElsewhere):
+            raise UsageError("sleep is not yet available with data_parallel_size.")
+        return Sleep(loaded)
+
     def collective_rpc(
         self,
         method: str | Callable[..., Any],
@@ -589,6 +620,7 @@ class LLM:
                 loaded.compiled.close()
         self._executor.close()
         self._loaded = self._loaded_pooler = None
+        self.__dict__.pop("_sleep", None)
 
     def __enter__(self) -> LLM:
         return self

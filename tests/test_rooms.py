@@ -47,6 +47,7 @@ ROOMS: Mapping[str, Sequence[str]] = {
         "data_parallel",
         "clusters",
         "distributed",
+        "sleeping",
         "startup",
         "late_start",
         "inspect",
@@ -169,6 +170,7 @@ def test_folders_are_small() -> None:
 
 
 COVERED_BY: Mapping[str, str] = {
+    "runner/device_memory/host_memory/released_memory.py": "tests/runner/sleeping/test_sleep.py",
     "compiler/piece_compilers/graphs_first.py": "tests/compiler/building/test_background.py",
     "runner/cudagraphs/late_dispatcher.py": "tests/runner/late_start/test_fast_start.py",
     "passes/ops/collectives.py": "tests/runner/tensor_parallel/test_sharded_modules.py",

@@ -463,7 +463,6 @@ UNAVAILABLE_METHODS: Mapping[str, str] = {
     "release_kv_cache_memory": _NO_SLEEP[:-1],
     "reset_mm_cache": "this version accepts text only",
     "shutdown_weight_transfer_engine": "make another `LLM`",
-    "sleep": _NO_SLEEP[:-1],
     "start_draft_weight_update": "make another `LLM`",
     "start_profile": _NO_PROFILER[:-1],
     "start_weight_update": "make another `LLM`",
@@ -471,11 +470,12 @@ UNAVAILABLE_METHODS: Mapping[str, str] = {
     "update_weight_version": "make another `LLM`",
     "update_weights": "make another `LLM`",
     "wait_for_completion": "step `llm.llm_engine`",
-    "wake_up": _NO_SLEEP[:-1],
 }
 """Public methods of vLLM's `LLM` that ours lacks, each with what to do."""
 
 DIFFERENT_METHODS: Mapping[str, str] = {
+    "sleep": "needs no enable_sleep_mode, has no mode, and works on CPUs only so far",
+    "wake_up": "has no tags: everything wakes up, and weights are read again from their files",
     "beam_search": "shows no progress",
     "collective_rpc": "workers have the methods of `runner.distributed.worker.Worker`",
     "encode": "of tasks, `embed` and `classify`; none of every token",

@@ -118,6 +118,7 @@ class Engine:
         self._num_arrived = 0
         self._num_output_tokens = 0
         self._between_steps: Callable[[], bool] | None = None
+        self._why_no_requests = ""
 
     def __contains__(self, request_id: str) -> bool:
         """Return whether a prompt with that id is unfinished."""
@@ -194,6 +195,10 @@ class Engine:
             raise UsageError("adapters are not enabled; make the LLM with enable_lora=True.")
         return self._adapters
 
+    def refuse_requests(self, why: str) -> None:
+        """Refuse new requests with `UsageError` and this reason, until this is called with ""."""
+        self._why_no_requests = why
+
     def call_between_steps(self, action: Callable[[], bool]) -> None:
         """Call `action` before each step, until it returns True. A step raises what it raises."""
         self._between_steps = action
@@ -227,6 +232,8 @@ class Engine:
         Raises `RequestError` if the prompt can never run or its id is in use, and what `check_lora` raises. It is not
         queued after any exception.
         """
+        if self._why_no_requests:
+            raise UsageError(f"{self._why_no_requests}.")
         self._recover()
         fields = {"request_id": request_id, "prompt": prompt, "priority": priority, "cache_salt": cache_salt}
         check_request_fields(sampling_params=sampling_params, **fields)
