@@ -534,20 +534,23 @@ class LLM:
             raise UsageError("reload_weights is not yet available with data_parallel_size; make a new LLM.")
         return reload_weights(loaded, weights, draft_weights)
 
-    def sleep(self, level: int = 1) -> int:
+    def sleep(self, level: int = 1, mode: str = "abort") -> int:
         """Give memory back while there is nothing to do, and return how many bytes; requests are refused meanwhile.
 
         `level` 1 drops the KV cache, 2 the weights as well. Nothing is compiled or captured again after `wake_up`,
-        because addresses stay. On CPUs only. Raises `UsageError`, with nothing changed, while requests are unfinished
+        because addresses stay. On CPUs only. `mode` has no effect: unfinished requests are never aborted. Raises `UsageError`, with nothing changed, while requests are unfinished
         and for what cannot be restored.
         """
         return self._sleep.sleep(level)
 
-    def wake_up(self) -> None:
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Restore what `sleep` has dropped; answers are those from before. Weights are read again from their files.
 
-        Idempotent. If reading fails, what it raises is raised, and the engine sleeps on.
+        Idempotent. If reading fails, what it raises is raised, and the engine sleeps on. Raises `UsageError` for
+        `tags`, because everything wakes up together.
         """
+        if tags is not None:
+            raise UsageError(f"tags={tags!r}; everything wakes up together, so leave them out.")
         self._sleep.wake_up()
 
     @property

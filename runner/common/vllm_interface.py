@@ -474,8 +474,8 @@ UNAVAILABLE_METHODS: Mapping[str, str] = {
 """Public methods of vLLM's `LLM` that ours lacks, each with what to do."""
 
 DIFFERENT_METHODS: Mapping[str, str] = {
-    "sleep": "needs no enable_sleep_mode, has no mode, and works on CPUs only so far",
-    "wake_up": "has no tags: everything wakes up, and weights are read again from their files",
+    "sleep": "needs no enable_sleep_mode, refuses while requests are unfinished, and works on CPUs only so far",
+    "wake_up": "takes no tags; weights are read again from their files",
     "beam_search": "shows no progress",
     "collective_rpc": "workers have the methods of `runner.distributed.worker.Worker`",
     "encode": "of tasks, `embed` and `classify`; none of every token",
