@@ -538,8 +538,9 @@ class LLM:
         """Give memory back while there is nothing to do, and return how many bytes; requests are refused meanwhile.
 
         `level` 1 drops the KV cache, 2 the weights as well. Nothing is compiled or captured again after `wake_up`,
-        because addresses stay. On CPUs only. `mode` has no effect: unfinished requests are never aborted. Raises `UsageError`, with nothing changed, while requests are unfinished
-        and for what cannot be restored.
+        because addresses stay. On CPUs only. `mode` has no effect: unfinished requests are never aborted.
+
+        Raises `UsageError`, with nothing changed, while requests are unfinished and for what cannot be restored.
         """
         return self._sleep.sleep(level)
 
