@@ -215,7 +215,7 @@ def answer_prompt(
     num_written = 0  # characters
     output: RequestOutput | None = None
     display(Phase(name="first_token"))
-    options = {} if lora_request is None else {"lora_request": lora_request}
+    options: dict[str, Any] = {} if lora_request is None else {"lora_request": lora_request}
     for output in llm.stream(prompt, sampling, **options):
         raise_if_interrupted()
         if first_seconds is None:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import PreTrainedModel
 
 from piecegraph import LLM, LoRARequest, SamplingParams
+from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
 from piecegraph.config import PASSES
+from piecegraph.errors import CheckpointError, RequestError, UsageError
+from piecegraph.passes.ops.lora import LoraRows
 from tests.runner.lora.adapters import write_adapter
 from tests.runner.margin_rule import assert_same_tokens
 from tests.runner.tiny_models import make_model, save
@@ -121,3 +126,76 @@ def test_compiled_pieces_and_a_warm_start(family: Family, tmp_path: Path, monkey
         with family.load(compiler="inductor", max_loras=4) as llm:
             mixed(family, llm)
             assert (llm.compiled.report().trace_seconds == 0) == is_warm
+
+
+def test_a_step_without_adapters_runs_none_of_their_code(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each bucket has a graph of either kind, and the dispatcher picks by what the batch has."""
+    with family.load(
+        max_loras=4, graph_kind="recorded", attention_backend="triton", cudagraph_capture_sizes=[2, 4]
+    ) as llm:
+        for mode, graphs in llm.runner.graphs.graphs.items():
+            kinds = Counter(each.num_active_loras for each in graphs.descriptors)
+            assert set(kinds) == {0, 4} and kinds[0] == kinds[4], mode
+        dispatched: list[int] = []
+        dispatch = llm.runner.dispatcher.dispatch
+
+        def counted(**batch: Any) -> Any:
+            found = dispatch(**batch)
+            dispatched.append(found.descriptor.num_active_loras)
+            return found
+
+        monkeypatch.setattr(llm.runner.dispatcher, "dispatch", counted)
+        family.check(llm, [2, None], PROMPTS[:2])
+        assert set(dispatched) == {4}
+        dispatched.clear()
+        for name in ("groups", "__init__"):
+            monkeypatch.setattr(LoraRows, name, None)  # a call would raise
+        family.check(llm, [None, None], PROMPTS[:2])
+        assert set(dispatched) == {0} and llm.runner.counters.by_mode()[CUDAGraphMode.FULL] > 0
+
+
+def test_a_bad_adapter_runs_nothing_and_others_go_on(family: Family, llm: LLM, tmp_path: Path) -> None:
+    bad = LoRARequest("bad", 77, str(tmp_path))
+    before = llm.engine.num_output_tokens, set(llm.llm_engine.list_loras())
+    with pytest.raises(CheckpointError, match=r"has no adapter_config\.json") as raised:
+        llm.generate([{"prompt_token_ids": PROMPTS[0]}] * 2, GREEDY, lora_request=[family.requests[0], bad])
+    assert raised.value.exit_code == 3
+    assert llm.engine.num_output_tokens == before[0] and 77 not in llm.llm_engine.list_loras()
+    family.check(llm, [0, None], PROMPTS[:2])
+
+
+def test_adapters_by_vllms_engine(family: Family, llm: LLM) -> None:
+    engine = llm.llm_engine
+    assert engine.add_lora(family.requests[0]) and engine.pin_lora(1) and not engine.pin_lora(99)
+    assert 1 in engine.list_loras()
+    engine.add_request("x", {"prompt_token_ids": PROMPTS[0]}, GREEDY, lora_request=family.requests[0])
+    assert engine.remove_lora(1) and 1 not in engine.list_loras()
+    outputs = []
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    assert_same_tokens(family.merged[0], PROMPTS[0], outputs[-1].outputs[0].token_ids)
+
+
+def test_prompts_as_embeddings_and_several_completions(family: Family) -> None:
+    """Such a step runs the model's own code, in which the same modules have adapters."""
+    with family.load(max_loras=2, enable_prompt_embeds=True) as llm:
+        embedding = family.model.get_parameter("model.embed_tokens.weight").data
+        prompt = {"prompt_embeds": embedding[torch.tensor(PROMPTS[0])]}
+        (output,) = llm.generate(prompt, GREEDY, lora_request=family.requests[1], use_tqdm=False)
+        assert_same_tokens(family.merged[1], PROMPTS[0], output.outputs[0].token_ids)
+        drawn = SamplingParams(temperature=1.0, n=3, max_tokens=4, seed=5, prompt_logprobs=0)
+        (output,) = llm.generate({"prompt_token_ids": PROMPTS[0]}, drawn, lora_request=family.requests[6])
+        assert len(output.outputs) == 3 and output.prompt_logprobs is not None
+        with torch.no_grad():
+            logits = family.merged[6](torch.tensor([PROMPTS[0]])).logits[0].double().log_softmax(-1)
+        for position, row in enumerate(output.prompt_logprobs[1:], start=1):
+            token = PROMPTS[0][position]
+            assert row is not None and row[token].logprob == pytest.approx(float(logits[position - 1, token]), abs=1e-3)
+
+
+def test_adapters_that_are_not_enabled_are_refused(family: Family, llama_dir: Path) -> None:
+    with LLM(llama_dir, dtype="float32", compiler="eager", num_kv_blocks=8) as plain:
+        with pytest.raises(RequestError, match="'adapter1', and adapters are not enabled; make the LLM"):
+            plain.generate("a", GREEDY, lora_request=family.requests[0])
+        with pytest.raises(UsageError, match="adapters are not enabled"):
+            plain.llm_engine.list_loras()

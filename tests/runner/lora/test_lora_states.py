@@ -127,7 +127,7 @@ def test_every_order_of_events_gives_the_tokens_of_the_merged_models(
     engine_and_modes: tuple[AdaptedEngineUnderTest, Sequence[CUDAGraphMode]],
 ) -> None:
     engine, _ = engine_and_modes
-    run_randomly(engine, num_steps=150, seed=3)
+    run_randomly(engine, num_steps=100, seed=3)
     assert engine.most_adapters == MAX_LORAS and all(engine.events[each] for each in ("load", "evict", "remove", "pin"))
 
 

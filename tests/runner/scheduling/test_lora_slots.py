@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from piecegraph.runner.scheduling.lora_slots import LoraSlots
+from piecegraph.runner.scheduling.kv_cache_manager import KVCacheManager
+from piecegraph.runner.scheduling.lora_slots import LoraAssignment, LoraSlots
+from piecegraph.runner.scheduling.request import Request
+from piecegraph.runner.scheduling.scheduler import Scheduler
+from tests.runner.scheduling.make_request import make_request
 
 
 @dataclass(frozen=True)
@@ -58,3 +62,72 @@ def test_after_a_failed_step_every_slot_is_written_again() -> None:
     slots.acquire(A)
     slots.start_over()
     assert slots.acquire(A).to_write is A and slots.num_users(A.digest) == 1
+
+
+def scheduler(num_slots: int, max_num_seqs: int = 8) -> Scheduler:
+    return Scheduler(
+        kv_cache=KVCacheManager(num_blocks=64, block_size=4, max_num_batched_tokens=64),
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=64,
+        watermark=0.0,
+        lora_slots=LoraSlots(num_slots),
+    )
+
+
+def with_adapter(name: str, adapter: Named | None, prompt: int | list[int] = 3) -> Request:
+    request = make_request(name, prompt)
+    request.lora = adapter
+    return request
+
+
+def step(scheduler: Scheduler) -> dict[str, LoraAssignment | None]:
+    """Run a step and return the slots of the requests that it adds."""
+    output = scheduler.schedule()
+    scheduler.complete_step(output, {item.request_id: 5 for item in output.sampled})
+    return {added.request_id: added.lora for added in output.added}
+
+
+def test_a_request_whose_adapter_has_no_slot_delays_no_other() -> None:
+    """It takes the slot that is free first, before others that came later."""
+    made = scheduler(num_slots=1)
+    for name, adapter in (("a", A), ("b", B), ("plain", None), ("c", C)):
+        made.add(with_adapter(name, adapter))
+    assert step(made) == {"a": LoraAssignment(0, A), "plain": None}
+    made.finish("plain", "stop")
+    assert step(made) == {}
+    made.finish("a", "stop")
+    assert step(made) == {"b": LoraAssignment(0, B)}
+
+
+def test_an_adapter_that_many_use_does_not_keep_another_waiting() -> None:
+    """While B waits, A is given to no further request; C, in the other slot with more requests, still is."""
+    made = scheduler(num_slots=2)
+    for name, adapter in (("a", A), ("c1", C), ("c2", C)):
+        made.add(with_adapter(name, adapter))
+    step(made)
+    for name, adapter in (("b", B), ("a2", A), ("c3", C)):
+        made.add(with_adapter(name, adapter))
+    assert set(step(made)) == {"c3"}
+    made.finish("a", "stop")
+    assert step(made) == {"b": LoraAssignment(1, B)}
+    for name in ("c1", "c2", "c3"):
+        made.finish(name, "stop")
+    assert set(step(made)) == {"a2"}
+
+
+def test_prefixes_are_those_of_an_adapters_contents() -> None:
+    made, prompt = scheduler(num_slots=2), [*range(9)]
+    for name, adapter, num_cached in (("1", A, 0), ("2", B, 0), ("3", None, 0), ("4", Named(A.digest), 8), ("5", B, 8)):
+        made.add(with_adapter(name, adapter, prompt))
+        output = made.schedule()
+        assert output.added[0].num_computed_tokens == num_cached, name
+        made.complete_step(output, {item.request_id: 5 for item in output.sampled})
+        made.finish(name, "stop")
+
+
+def test_a_preempted_request_gets_a_slot_again() -> None:
+    made = scheduler(num_slots=1)
+    made.add(with_adapter("a", A))
+    step(made)
+    made.start_over(list(made._requests.values()))
+    assert step(made) == {"a": LoraAssignment(0, A)}

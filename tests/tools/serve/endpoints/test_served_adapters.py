@@ -95,7 +95,7 @@ def test_adapters_load_and_unload_while_others_run(llm: LLM, folder: Path, model
         service = GenerationService(llm, settings(folder))
         service.thread.start()
         try:
-            transport = httpx.ASGITransport(app=make_app(service))  # type: ignore[arg-type]
+            transport = httpx.ASGITransport(app=make_app(service))
             async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
                 await use(client, folder, models)
         finally:
