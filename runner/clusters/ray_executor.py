@@ -37,7 +37,8 @@ class RankActor:
         from piecegraph.runner.distributed.child_program import serve_channel
         from piecegraph.runner.distributed.worker import serve_rank
 
-        os.dup2(2, 1)  # standard output is for answers, and Ray shows what an actor prints
+        os.dup2(2, 1)  # standard output is for answers, and Ray may show what an actor prints
+        # The actor's process goes on, since Ray would report its end on the standard output of rank 0.
         serve_channel("rank", rank, connect(host, port, key, rank, os.getpid()), serve_rank)
 
 
@@ -63,6 +64,8 @@ class RayExecutor(MpExecutor):
 
             group, self._group = self._group, None
             with contextlib.suppress(Exception):  # the cluster may have ended
+                for actor in self._actors:
+                    ray.kill(actor, no_restart=True)
                 ray.util.remove_placement_group(group)
                 if self._has_started_ray:
                     ray.shutdown()

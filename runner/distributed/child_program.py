@@ -36,11 +36,12 @@ def run_child(role: str, serve: Callable[[Connection, int], None]) -> NoReturn:
     channel, lifeline, number = Connection(int(sys.argv[1])), int(sys.argv[2]), int(sys.argv[3])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started this one gets it too, and ends this one
     threading.Thread(target=_end_with, args=(lifeline,), name="piecegraph lifeline", daemon=True).start()
-    serve_channel(role, number, channel, serve)
+    code = serve_channel(role, number, channel, serve)
+    os._exit(code)  # nothing here needs the interpreter's own end, which takes a second
 
 
-def serve_channel(role: str, number: int, channel: Connection, serve: Callable[[Connection, int], None]) -> NoReturn:
-    """Do what `run_child` does, over a channel that exists."""
+def serve_channel(role: str, number: int, channel: Connection, serve: Callable[[Connection, int], None]) -> int:
+    """Do what `run_child` does over a channel that exists, but for the end; return the exit code."""
     logging.basicConfig(format=f"[{role} {number}] %(levelname)s %(name)s: %(message)s")
     code = 0
     try:
@@ -55,7 +56,7 @@ def serve_channel(role: str, number: int, channel: Connection, serve: Callable[[
         with contextlib.suppress(OSError):
             channel.send(("failed", failure))
     sys.stderr.flush()
-    os._exit(code)  # nothing here needs the interpreter's own end, which takes a second
+    return code
 
 
 def failure_of(error: BaseException) -> Failure:
