@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
-from piecegraph.passes.ops.collectives import running_in
+from piecegraph.passes.ops.collectives import CollectiveError, running_in
 from piecegraph.runner.common.without_grad import without_grad
 from piecegraph.runner.distributed.group_runner import GroupRunner, LeadingRunner
 from piecegraph.runner.output.async_output import ModelRunnerOutput, PromptLogprobs, TokenLogprobs
@@ -80,9 +81,10 @@ class StageRunner(GroupRunner):
         super().update_states(output)
 
     def reset(self) -> None:
-        """Release all rows, once all tokens that are on their way have come."""
+        """Release all rows, once all tokens that are on their way have come; none come from a stage that has ended."""
         while self._awaited:
-            self._awaited.popleft().receive()
+            with suppress(CollectiveError):  # every later call raises
+                self._awaited.popleft().receive()
         self._executed.clear()
         super().reset()
 

@@ -86,6 +86,25 @@ def test_two_processes_answer_as_one_until_one_is_killed(tmp_path: Path) -> None
         llm.close()
 
 
+@pytest.mark.slow
+def test_two_stages_answer_as_one_process_until_one_is_killed(tmp_path: Path) -> None:
+    """Each reads and holds a layer; the end of the last stage is noticed where its tokens are waited for."""
+    llm = two_ranks(save(make_model("qwen3"), tmp_path), size=1, pipeline_parallel_size=2)
+    try:
+        (pid,) = processes_of(llm)
+        assert_answers(llm, "qwen3")
+        reports = llm.collective_rpc("report")
+        assert [report["layers"] for report in reports] == [(0, 1), (1, 2)]
+        assert all(report["weight_bytes"] == report["bytes_read"] for report in reports)
+        os.kill(pid, signal.SIGKILL)
+        for _ in range(2):  # and so does every later call
+            with pytest.raises(WorkerError, match=rf"rank 1 \(process {pid}\) ended with exit code -9"):
+                llm.generate([{"prompt_token_ids": PROMPTS[0]}], GREEDY, use_tqdm=False)
+        assert not is_there(pid)
+    finally:
+        llm.close()
+
+
 def test_one_process_is_called_like_several(llm: LLM) -> None:
     assert llm.collective_rpc(pid_of) == [os.getpid()]
     assert llm.collective_rpc("report")[0]["rank"] == 0
