@@ -16,7 +16,14 @@ from piecegraph import RequestOutput, SamplingParams
 from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
 from piecegraph.runner.speculative.heads.head_step import HeadStep
 from tests.runner.speculative.drafting_llm import FEW, SIZES, answers, assert_same
-from tests.runner.speculative.heads.random_heads import NUM_DRAFTS, drafts_by_head, save_eagle3, save_small_head
+from tests.runner.speculative.heads.random_heads import (
+    NUM_DRAFTS,
+    drafts_by_head,
+    eagle3_checkpoint,
+    save_eagle3,
+    save_head,
+    save_small_head,
+)
 from tests.runner.speculative.test_drafter import (
     STEPS,
     assert_two_graphs_and_one_copy,
@@ -25,6 +32,7 @@ from tests.runner.speculative.test_drafter import (
     texts,
 )
 from tests.runner.test_graphs import load
+from tests.runner.tiny_models import FAMILIES, random_model, save
 
 NONE = CUDAGraphMode.NONE
 PLACES = (0, 1, 2)
@@ -180,3 +188,44 @@ def test_a_text_ends_at_the_longest_length(llama_dir: Path, small_head_dir: Path
             if options:
                 assert 5 < speculation(llm).num_accepted_tokens < speculation(llm).num_draft_tokens
     assert found[0] == found[1] and [len(one) for one in found[0]] == [29, 29, 8, 8, 1, 1, 26, 26]
+
+
+@pytest.mark.parametrize(
+    ("family", "num_drafts", "head"),
+    [
+        ("llama", 7, {}),
+        (
+            "llama",
+            1,
+            {
+                "kind": "qwen3",
+                "norm_before_fc": True,
+                "fc_norm": True,
+                "norm_output": True,
+                "layer": {"num_hidden_layers": 2},
+            },
+        ),
+        ("mistral", 3, {"target_hidden_size": 32, "layer": {"hidden_size": 16}}),
+    ],
+    ids=["more drafts than a block has tokens", "all norms, two layers, one draft", "windows alone, a smaller head"],
+)
+def test_heads_of_other_kinds_draft(tmp_path: Path, family: str, num_drafts: int, head: dict[str, Any]) -> None:
+    """Over graphs, a step ahead, where requests give way."""
+    model = random_model(FAMILIES[family]())
+    config, tensors = eagle3_checkpoint(model, draft_vocab=len(FEW), **head)
+    tensors["d2t"] = torch.tensor(FEW) - torch.arange(len(FEW))
+    folder, head_dir = save(model, tmp_path / "model"), save_head(tmp_path / "head", config, tensors)
+    prompts = [{"prompt_token_ids": [token % 120 + 3 for token in TEXT[:count]]} for count in (1, 22, 9, 24, 30, 13)]
+    params = [
+        SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=14, ignore_eos=True, allowed_token_ids=FEW)
+        for i in range(len(prompts))
+    ]
+    found = []
+    drafts = drafts_by_head(head_dir, num_speculative_tokens=num_drafts)
+    for options in ({"num_kv_blocks": 96}, {"speculative_config": drafts, "async_scheduling": True}):
+        with load(folder, **{**SIZES, "num_kv_blocks": 34, **options}) as llm:
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            found.append([list(one.outputs[0].token_ids) for one in outputs])
+            if "speculative_config" in options:
+                assert speculation(llm).num_accepted_tokens > 5
+    assert found[0] == found[1]
