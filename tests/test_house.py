@@ -187,6 +187,10 @@ MAY_RUN_BYTES = {
         "tools/cache/reading/dump.py",
         "compile",
     ): "of an authenticated stitched source; its bytecode is shown, and not run",
+    (
+        "runner/device_memory/host_memory/released_memory.py",
+        "ctypes",
+    ): "calls madvise of the C library that Python is linked with",
     ("runner/device_memory/cuda_memory.py", "ctypes"): "calls the driver that torch has loaded",
     ("runner/device_memory/cuda_memory.py", "CDLL"): "of the driver, by the loader's own search; no path",
     ("tools/bench/startup/clock.py", "SourceFileLoader"): "only to time what Python itself imports",
