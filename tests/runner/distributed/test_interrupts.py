@@ -1,4 +1,4 @@
-"""Ctrl-C ends all processes of a command with several ranks or engines: `tools/cli.py` over `runner/distributed/`."""
+"""Ctrl-C ends all processes of a command with several ranks: `tools/cli.py` over `runner/distributed/`."""
 
 from __future__ import annotations
 
@@ -23,21 +23,20 @@ def descendants(pid: int) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flag", ["--tensor-parallel-size", "--data-parallel-size"])
-def test_ctrl_c_ends_every_process(flag: str, llama_dir: Path, tmp_path: Path) -> None:
+def test_ctrl_c_ends_every_process(llama_dir: Path, tmp_path: Path) -> None:
     """The answer has begun when the interrupt comes, as a terminal sends it to the whole foreground group."""
     folder = save(random_model(llama_config(vocab_size=261, max_position_embeddings=8192)), tmp_path)
     for file in llama_dir.glob("*token*"):
         (folder / file.name).write_bytes(file.read_bytes())
     command = [*PROGRAM, "run", str(folder), "the end", "--no-chat", "--compiler", "eager", "--ignore-eos"]
-    command += [flag, "2", "--device", "cpu", "--max-tokens", "8000"]
+    command += ["--tensor-parallel-size", "2", "--device", "cpu", "--max-tokens", "8000"]
     process = subprocess.Popen(
         command, env=environment.child_environment({}), stdout=subprocess.PIPE, start_new_session=True, text=True
     )
     assert process.stdout is not None
     process.stdout.read(1)
     others = descendants(process.pid)
-    assert len(others) == (1 if flag == "--tensor-parallel-size" else 2)
+    assert len(others) == 1
     assert all(map(is_running, others))
     process.send_signal(signal.SIGINT)
     process.stdout.read()
