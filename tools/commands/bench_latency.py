@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from piecegraph.errors import ConfigError
 from piecegraph.tools.bench.session import about, bench_arguments, bench_start, ceilings_line, output_flags
 from piecegraph.tools.command_line.compile_flags import with_compile_flags
 from piecegraph.tools.command_line.options import COMPILE_FLAGS, CONTEXT, LLM_FLAGS, Command, flags
@@ -72,6 +73,11 @@ def latency(
     llama-8b). A step is input preparation, model, logits and the draw of a token, timed between CUDA events. The
     roofline reads every weight and every cached key once, at the rates measured in the same run.
     """
+    if values.get("pipeline_parallel_size", 1) > 1:
+        raise ConfigError(
+            "bench latency times the steps of one batch, and with pipeline_parallel_size each stage works at another; "
+            "use `piecegraph bench throughput`, or leave it out."
+        )
     arguments = bench_arguments(model, values)
     arguments.setdefault("max_model_len", max(context + steps, prefill_tokens) + 64)
     arguments.setdefault("max_num_seqs", max(*batch_sizes, 1) + (prefill_tokens > 0))

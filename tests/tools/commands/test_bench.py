@@ -52,6 +52,11 @@ def test_requests_that_do_not_fit_are_refused(folder: Path, capsys: pytest.Captu
     assert "tokens a request do not fit max_model_len=10; raise it." in capsys.readouterr().err
 
 
+def test_latency_of_stages_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "latency", "shape:qwen3-0.6b", "--pipeline-parallel-size", "2"]) == 3
+    assert "use `piecegraph bench throughput`" in capsys.readouterr().err
+
+
 def test_throughput_in_json_has_every_run_the_floor_and_the_environment(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
