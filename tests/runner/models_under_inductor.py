@@ -91,8 +91,10 @@ def row_of(model_type: str) -> Row:
     with tempfile.TemporaryDirectory() as folder:
         try:
             report = compiled(model_type, Path(folder))
-            raised = re.findall(r"Inductor failed: (\w+)", " ".join(report.eager_pieces.values()))
-            answer = f"{EQUAL}, but a piece runs eagerly: {raised[0]}" if report.eager_pieces else EQUAL
+            answer = EQUAL
+            for reason in list(report.eager_pieces.values())[:1]:
+                raised = re.search(r"Inductor failed: (\w+)", reason)
+                answer += f", but a piece runs eagerly: {raised[1] if raised else reason.partition(':')[0]}"
             return Row(model_type, answer, str(report.num_unique_pieces))
         except Exception as error:  # a survey goes on, whatever one model raises
             return Row(model_type, f"{type(error).__name__}: {plain(error)}", "")
