@@ -118,6 +118,7 @@ class LLM:
         max_num_batched_tokens: int | None = None,
         block_size: int | None = None,
         num_kv_blocks: int | None = None,
+        kv_cache_dtype: str = "auto",
         kv_cache_memory_bytes: int | None = None,
         gpu_memory_utilization: float = 0.9,
         enable_prefix_caching: bool | None = True,

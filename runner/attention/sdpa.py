@@ -14,6 +14,7 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 
+from piecegraph.passes.ops.quantised.fp8_linear import MAX_E4M3, e4m3_to_bfloat16
 from piecegraph.runner.attention.interface.backend import AttentionBackend, AttentionCGSupport
 from piecegraph.runner.attention.interface.cache_spec import Reach
 from piecegraph.runner.attention.interface.kv_cache import KVCache
@@ -176,8 +177,8 @@ class SdpaImpl:
         for batched in metadata.calls:
             view = batched.key_views[call.reach]
             rows = query[batched.first_row : batched.last_row]
-            keys = _read(kv_cache.key, view.slots)
-            values = keys[..., : value.shape[2]] if call.is_latent else _read(kv_cache.value, view.slots)
+            keys = _read(kv_cache.key, view.slots, rows.dtype)
+            values = keys[..., : value.shape[2]] if call.is_latent else _read(kv_cache.value, view.slots, rows.dtype)
             attended = attend(
                 rows.unflatten(0, (batched.num_reqs, batched.query_len)).transpose(1, 2),
                 keys.transpose(1, 2),
@@ -203,15 +204,26 @@ def _bias(call: AttentionCall, view: KeyView) -> torch.Tensor:
 
 
 def _write(cached: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> None:
-    """Write `rows` `[num_rows, heads, dim]` to `slots` of `cached` `[num_blocks, block_size, heads, dim]`."""
+    """Write `rows` `[num_rows, heads, dim]` to `slots` of `cached` `[num_blocks, block_size, heads, dim]`.
+
+    A cache in e4m3 takes values beyond its range as its largest ones.
+    """
+    if cached.dtype is torch.float8_e4m3fn:
+        rows = rows.clamp(-MAX_E4M3, MAX_E4M3).to(cached.dtype).view(torch.uint8)
+        cached = cached.view(torch.uint8)
     if cached.is_contiguous():
         cached.flatten(0, 1).index_copy_(0, slots, rows.to(cached.dtype))
     else:  # blocks that share their memory with states
         cached[slots // cached.shape[1], slots % cached.shape[1]] = rows.to(cached.dtype)
 
 
-def _read(cached: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """Return the tokens at `slots` `[num_reqs, num_keys]` of `cached`, `[num_reqs, num_keys, heads, dim]`."""
+def _read(cached: torch.Tensor, slots: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the tokens at `slots` `[num_reqs, num_keys]` of `cached`, `[num_reqs, num_keys, heads, dim]`.
+
+    Those of a cache in e4m3 are converted to `dtype`.
+    """
+    if cached.dtype is torch.float8_e4m3fn:
+        return e4m3_to_bfloat16(_read(cached.view(torch.uint8), slots, dtype)).to(dtype)
     if cached.is_contiguous():
         return cached.flatten(0, 1)[slots]
     return cached[slots // cached.shape[1], slots % cached.shape[1]]

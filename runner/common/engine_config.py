@@ -32,6 +32,9 @@ makes for one size reads large weights faster. docs/decisions/001-static-sizes.m
 VLLM_BACKENDS: Mapping[str, str] = {"FLASH_ATTN": "flash_attn", "TRITON_ATTN": "triton", "TORCH_SDPA": "sdpa"}
 """Our names of attention backends by vLLM's names."""
 
+KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
+"""In what keys and values can be kept: the model's dtype, or float8 (e4m3), by both of vLLM's names."""
+
 MAX_COUNTS: Mapping[str, int] = {
     "max_num_seqs": 65_536,
     "block_size": 65_536,
@@ -94,6 +97,8 @@ class EngineConfig:
     """Whether blocks of a model with states get more tokens than `block_size`, until these take as much memory as a
     state. True if no block size was given."""
     num_kv_blocks: int | None = None
+    kv_cache_dtype: str = "auto"
+    """In what keys and values are kept, one of `KV_CACHE_DTYPES`: "auto" is the model's dtype."""
     kv_cache_memory_bytes: int | None = None
     gpu_memory_utilization: float = 0.9
     enable_prefix_caching: bool | None = True
@@ -168,6 +173,11 @@ class EngineConfig:
     """The executor that runs the ranks, one of `EXECUTORS`; None: "uniproc" for one rank, "mp" for several."""
     distributed_timeout_seconds: float | None = None
     """How long a rank waits for another in a step before the step fails; None: `DISTRIBUTED_TIMEOUT_S`."""
+
+    @property
+    def keeps_fp8(self) -> bool:
+        """Return whether keys and values are kept in float8."""
+        return self.kv_cache_dtype != "auto"
 
     def __post_init__(self) -> None:
         if self.enable_prefix_caching is None:  # as vLLM: the default
@@ -374,6 +384,11 @@ class EngineConfig:
         """Raise `ConfigError` for a scheme that there is not, and for what quantised weights or adapters exclude."""
         self._check_lora()
         check_quantization(self.quantization)
+        if self.kv_cache_dtype is None:  # as vLLM
+            object.__setattr__(self, "kv_cache_dtype", "auto")
+        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
+            found = str(self.kv_cache_dtype)
+            raise ConfigError(f"kv_cache_dtype={found!r} is not available here.{did_you_mean(found, KV_CACHE_DTYPES)}")
         if self.quantization is not None:
             self.check_beside_quantised(f"quantization={self.quantization!r}")
 

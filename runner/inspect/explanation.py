@@ -298,7 +298,7 @@ def _trace(
     ] = []
 
     def decide(calls: tuple[SplitCall, ...]) -> None:
-        layers = attention_layers(calls)
+        layers = attention_layers(calls, keeps_fp8=config.keeps_fp8)
         with_states = state_layers(calls, rollback=num_rollback(config))
         check_layers(layers, loaded.config, with_states, max_model_len=max_model_len)
         refuse_states(config, with_states)

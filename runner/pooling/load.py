@@ -153,6 +153,7 @@ def _refuse_generation_options(config: EngineConfig) -> None:
         ("num_kv_blocks", config.num_kv_blocks, None),
         ("cached_states", config.cached_states, None),
         ("kv_cache_memory_bytes", config.kv_cache_memory_bytes, None),
+        ("kv_cache_dtype", config.kv_cache_dtype, "auto"),
         ("selfcheck", config.compile.selfcheck, False),
     ):
         if value != default:

@@ -49,7 +49,10 @@ def decide_for(
 
     All stages of a pipeline have the same groups of blocks, those of `all_layers`; a stage has the tensors of its own.
     """
-    layers, with_states = attention_layers(calls), state_layers(calls, rollback=num_rollback(config))
+    layers, with_states = (
+        attention_layers(calls, keeps_fp8=config.keeps_fp8),
+        state_layers(calls, rollback=num_rollback(config)),
+    )
     laid_out = layers if all_layers is None else all_layers(layers)
     check_layers(laid_out, loaded.config, with_states, max_model_len=max_model_len)
     refuse_states(config, with_states)

@@ -167,6 +167,12 @@ LLM_FLAGS = (
     Flag(name="max_loras", type=int, default=1, help="Adapters whose requests run at once, at most."),
     Flag(name="max_lora_rank", type=int, default=16, help="Largest rank of an adapter."),
     Flag(name="max_cpu_loras", type=int, help="Adapters that stay loaded. [default: --max-loras]"),
+    Flag(
+        name="kv_cache_dtype",
+        type=click.Choice(["auto", "fp8", "fp8_e4m3"]),
+        default="auto",
+        help="What keys and values are kept in: the model's dtype, or float8 (e4m3).",
+    ),
     Flag(name="device", help="cpu, cuda or cuda:N. Without it: a GPU if there is one."),
     Flag(name="max_model_len", type=int, help="Longest prompt and answer together, in tokens."),
     Flag(name="compiler", type=click.Choice(["inductor", "eager"]), help="What compiles a piece; without it inductor."),

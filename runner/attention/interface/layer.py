@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -31,14 +31,16 @@ class AttentionLayer:
     is_latent: bool = False  # the value is the beginning of the key, which alone is cached
     chunk_size: int = 0  # tokens of a chunk, of which a query sees its own; 0: no chunks
     has_slopes: bool = False  # a bias by position is added to the scores of keys (ALiBi)
+    cache_dtype: torch.dtype | None = None  # in which keys and values are kept; None: `dtype`
 
     @property
     def cache_spec(self) -> CacheSpec:
         """Return what the layer keeps of all tokens, a window or a chunk: keys and values, or one vector for both."""
+        dtype = self.cache_dtype or self.dtype
         key = CacheTensor(
-            name="latent" if self.is_latent else "key", shape=(self.num_kv_heads, self.key_dim), dtype=self.dtype
+            name="latent" if self.is_latent else "key", shape=(self.num_kv_heads, self.key_dim), dtype=dtype
         )
-        value = CacheTensor(name="value", shape=(self.num_kv_heads, self.value_dim), dtype=self.dtype)
+        value = CacheTensor(name="value", shape=(self.num_kv_heads, self.value_dim), dtype=dtype)
         whole = CacheKind.LATENT if self.is_latent else CacheKind.CHUNKED if self.chunk_size else CacheKind.FULL
         return CacheSpec(
             kind=CacheKind.SLIDING if self.window else whole,
@@ -49,8 +51,10 @@ class AttentionLayer:
         )
 
 
-def attention_layers(calls: Sequence[SplitCall]) -> tuple[AttentionLayer, ...]:
+def attention_layers(calls: Sequence[SplitCall], *, keeps_fp8: bool = False) -> tuple[AttentionLayer, ...]:
     """Return the attention layers of a graph's split calls, in the order the model runs them.
+
+    `keeps_fp8`: keys and values are kept in e4m3, and not in the dtype that each layer computes in.
 
     Raises `UnsupportedModel` if a layer asks for what our attention cannot do, or runs twice a step
     (its second call would overwrite the keys of its first).
@@ -65,7 +69,7 @@ def attention_layers(calls: Sequence[SplitCall]) -> tuple[AttentionLayer, ...]:
                 f"{layer.name} runs more than once in a forward pass; its second call would overwrite the keys and "
                 "values of its first. Models that share one attention module between layers cannot run here."
             )
-        layers[layer.name] = layer
+        layers[layer.name] = replace(layer, cache_dtype=torch.float8_e4m3fn) if keeps_fp8 else layer
     return tuple(layers.values())
 
 

@@ -71,6 +71,8 @@ def layer_unsupported_reason(layer: AttentionLayer) -> str | None:
     """Return why our kernels cannot run this layer, or None."""
     if layer.dtype not in DTYPES:
         return f"{layer.name} computes in {layer.dtype}; the kernels have {', '.join(map(str, DTYPES))}."
+    if layer.cache_dtype not in (None, layer.dtype):
+        return f"{layer.name} keeps keys and values in {layer.cache_dtype}; the kernels read {layer.dtype}."
     if layer.is_latent:
         return f"{layer.name} keeps latents, whose values are part of its keys; the kernels take them apart."
     if layer.chunk_size:

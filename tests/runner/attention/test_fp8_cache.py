@@ -1,0 +1,86 @@
+"""`kv_cache_dtype="fp8"`: keys and values are those that e4m3 has, and the same memory has more tokens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+from piecegraph.errors import ConfigError
+from piecegraph.runner.attention.interface.layer import AttentionLayer
+from piecegraph.runner.attention.sdpa import _read, _write
+from piecegraph.runner.attention.triton.backend import layer_unsupported_reason
+from tests.runner.quantization.test_llm_quantised import largest_difference, load
+from tests.runner.tiny_models import make_model, save
+
+
+def test_values_are_rounded_to_the_nearest_of_e4m3() -> None:
+    """Those beyond its range become its largest; what is read is exactly what torch converts."""
+    cached = torch.empty(4, 16, 2, 8, dtype=torch.float8_e4m3fn)
+    rows = torch.randn(5, 2, 8) * torch.logspace(-4, 3, 5).view(5, 1, 1)
+    slots = torch.tensor([0, 5, 17, 20, 63])
+    for dtype in (torch.float32, torch.bfloat16):
+        _write(cached, slots, rows.to(dtype))
+        found = _read(cached, slots.unsqueeze(0), dtype)[0]
+        assert found.dtype is dtype
+        assert torch.equal(found, rows.to(dtype).clamp(-448, 448).to(torch.float8_e4m3fn).to(dtype))
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(make_model("llama"), tmp_path_factory.mktemp("llama"))
+
+
+def test_the_same_memory_has_twice_the_tokens_of_bfloat16(llama: Path) -> None:
+    def num_blocks(**options: object) -> int:
+        with load(llama, quantization=None, enforce_eager=True, num_kv_blocks=None, **options) as llm:
+            assert llm._loaded is not None
+            return llm._loaded.engine.scheduler.kv_cache.num_blocks
+
+    memory = {"kv_cache_memory_bytes": 1 << 22, "max_model_len": 64, "dtype": "bfloat16"}
+    assert num_blocks(**memory, kv_cache_dtype="fp8") == 2 * num_blocks(**memory)
+
+
+def test_log_probabilities_are_those_of_keys_and_values_that_were_rounded(llama: Path) -> None:
+    """The reference rounds what its key and value projections return, the keys after their rotation."""
+    reference = make_model("llama").float()
+
+    def rounded(x: torch.Tensor) -> torch.Tensor:
+        return x.to(torch.float8_e4m3fn).to(x.dtype)
+
+    def attend(module, query, key, value, mask, **options):  # type: ignore[no-untyped-def]
+        return sdpa_attention_forward(module, query, rounded(key), rounded(value), mask, **options)
+
+    AttentionInterface.register("rounded_keys_and_values", attend)
+    AttentionMaskInterface.register("rounded_keys_and_values", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    reference.set_attn_implementation("rounded_keys_and_values")
+    with load(llama, quantization=None, dtype="float32", enforce_eager=True, kv_cache_dtype="fp8_e4m3") as llm:
+        assert largest_difference(reference, llm) < 5e-2
+
+
+def test_our_gpu_kernels_say_that_they_do_not_read_it() -> None:
+    layer = AttentionLayer(
+        name="attention",
+        num_q_heads=8,
+        num_kv_heads=2,
+        key_dim=64,
+        value_dim=64,
+        dtype=torch.bfloat16,
+        scale=0.125,
+        window=0,
+        softcap=0.0,
+        has_sinks=False,
+    )
+    assert layer_unsupported_reason(layer) is None
+    found = layer_unsupported_reason(replace(layer, cache_dtype=torch.float8_e4m3fn))
+    assert found is not None and "keeps keys and values in torch.float8_e4m3fn; the kernels read" in found
+
+
+def test_other_dtypes_are_refused_by_name(llama: Path) -> None:
+    with pytest.raises(ConfigError, match="kv_cache_dtype='fp8_e5m2' is not available here. Did you mean 'fp8_e4m3'?"):
+        load(llama, quantization=None, kv_cache_dtype="fp8_e5m2")
