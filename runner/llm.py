@@ -169,8 +169,7 @@ class LLM:
             self._executor.close()
             raise
         self._model, self._seed = config.source.model, config.seed
-        self._logprobs_mode = LogprobsMode.parse(config.logprobs_mode)
-        self._num_requests = 0
+        self._logprobs_mode, self._num_requests = LogprobsMode.parse(config.logprobs_mode), 0
 
     @property
     def compiled(self) -> CompiledModel:

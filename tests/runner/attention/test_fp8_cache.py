@@ -40,7 +40,7 @@ def test_the_same_memory_has_twice_the_tokens_of_bfloat16(llama: Path) -> None:
     def num_blocks(**options: object) -> int:
         with load(llama, quantization=None, enforce_eager=True, num_kv_blocks=None, **options) as llm:
             assert llm._loaded is not None
-            return llm._loaded.engine.scheduler.kv_cache.num_blocks
+            return llm._loaded.engine.scheduler._kv_cache.num_blocks
 
     memory = {"kv_cache_memory_bytes": 1 << 22, "max_model_len": 64, "dtype": "bfloat16"}
     assert num_blocks(**memory, kv_cache_dtype="fp8") == 2 * num_blocks(**memory)
