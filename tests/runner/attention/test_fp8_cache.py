@@ -42,7 +42,7 @@ def test_the_same_memory_has_twice_the_tokens_of_bfloat16(llama: Path) -> None:
             assert llm._loaded is not None
             return llm._loaded.engine.scheduler._kv_cache.num_blocks
 
-    memory = {"kv_cache_memory_bytes": 1 << 22, "max_model_len": 64, "dtype": "bfloat16"}
+    memory = {"kv_cache_memory_bytes": 1 << 18, "max_model_len": 64, "dtype": "bfloat16"}
     assert num_blocks(**memory, kv_cache_dtype="fp8") == 2 * num_blocks(**memory)
 
 
