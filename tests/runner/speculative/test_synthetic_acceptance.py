@@ -50,7 +50,11 @@ def test_rows_take_the_draft_or_another_token() -> None:
     assert tokens(1.0, 0.0) == [51, 7, 8, 61, 7, 7, 0]
 
 
-@pytest.mark.parametrize("is_ahead", [False, True], ids=["each step awaited", "a step ahead"])
+@pytest.mark.parametrize(
+    "is_ahead",
+    [False, pytest.param(True, marks=pytest.mark.slow)],
+    ids=["each step awaited", "a step ahead"],
+)
 def test_an_engine_accepts_as_many_as_it_is_told(llama_dir: Path, is_ahead: bool) -> None:
     """Over graphs and for requests with options; it says so, and refuses grammars."""
     config = drafts_by(llama_dir, rejection_sample_method="synthetic", synthetic_acceptance_rates=(0.75, 0.5, 0.5))

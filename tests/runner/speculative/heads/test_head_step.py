@@ -25,7 +25,6 @@ from tests.runner.speculative.heads.random_heads import (
     save_small_head,
 )
 from tests.runner.speculative.test_drafter import (
-    STEPS,
     assert_two_graphs_and_one_copy,
     drafter_of,
     speculation,
@@ -35,6 +34,11 @@ from tests.runner.test_graphs import load
 from tests.runner.tiny_models import FAMILIES, random_model, save
 
 NONE = CUDAGraphMode.NONE
+SLOW_IF_AWAITED = pytest.mark.parametrize(
+    "is_ahead",
+    [pytest.param(False, marks=pytest.mark.slow), True],
+    ids=["each step awaited", "a step ahead"],
+)
 PLACES = (0, 1, 2)
 """The hidden states that the heads read."""
 
@@ -61,7 +65,7 @@ def expected(llama_dir: Path) -> tuple[list[RequestOutput], list[list[int]]]:
         return answers(llm), texts(llm)
 
 
-@STEPS
+@SLOW_IF_AWAITED
 def test_answers_are_those_without_drafts(
     llama_dir: Path, small_head_dir: Path, expected: tuple[list[RequestOutput], list[list[int]]], is_ahead: bool
 ) -> None:
@@ -112,7 +116,11 @@ def drafts_of_whole_text(head: Any, states: torch.Tensor, ids: torch.Tensor | No
     return found
 
 
-@pytest.mark.parametrize("options", [{}, {"attention_backend": "sdpa", "graph_kind": "auto"}], ids=["graphs", "none"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, pytest.param({"attention_backend": "sdpa", "graph_kind": "auto"}, marks=pytest.mark.slow)],
+    ids=["graphs", "none"],
+)
 @pytest.mark.parametrize("is_small", [False, True], ids=["the model's tokens", "three tokens"])
 def test_drafts_are_those_of_the_whole_text(
     llama: PreTrainedModel,
@@ -164,7 +172,7 @@ def test_a_verification_is_one_graph_and_its_drafts_another(llama_dir: Path, hea
         assert_two_graphs_and_one_copy(llm)
 
 
-@STEPS
+@SLOW_IF_AWAITED
 def test_a_text_ends_at_the_longest_length(llama_dir: Path, small_head_dir: Path, is_ahead: bool) -> None:
     """By drafts that are drawn with the model's noise, of another number for each request."""
     found = []
@@ -190,6 +198,7 @@ def test_a_text_ends_at_the_longest_length(llama_dir: Path, small_head_dir: Path
     assert found[0] == found[1] and [len(one) for one in found[0]] == [29, 29, 8, 8, 1, 1, 26, 26]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "num_drafts", "head"),
     [
