@@ -88,7 +88,9 @@ class _Stored:
         rows = torch.from_numpy(data.copy())
         if self._num_heads is None:
             return rows
-        pairs = rows.unflatten(0, (self._num_heads, -1, 2))  # llama.cpp has the two rows of a pair side by side
+        pairs: torch.Tensor = rows.unflatten(
+            0, (self._num_heads, -1, 2)
+        )  # llama.cpp has the two rows of a pair side by side
         return pairs.transpose(1, 2).reshape(rows.shape)
 
 
