@@ -85,7 +85,7 @@ class _Stored:
 
         stored = self._tensor
         data = stored.data if stored.tensor_type.name in KINDS else dequantize(stored.data, stored.tensor_type)
-        rows = torch.from_numpy(data.copy())
+        rows: torch.Tensor = torch.from_numpy(data.copy())
         if self._num_heads is None:
             return rows
         pairs: torch.Tensor = rows.unflatten(

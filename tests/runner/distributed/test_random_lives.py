@@ -12,11 +12,11 @@ from tests.runner.engine.test_engine_states import (
     GRAPHS,
     MODES,
     TINY,
-    AloneModel,
     EngineUnderTest,
     assert_much_was_seen,
     run_randomly,
 )
+from tests.runner.engine_model import AloneModel
 from tests.runner.test_graphs import load
 
 
