@@ -23,7 +23,8 @@ from piecegraph.runner.common.speculative_config import SpeculativeConfig
 from piecegraph.runner.models.without_weights import load_without_weights
 from piecegraph.runner.startup import compile_ahead as module
 from piecegraph.runner.startup.compile_ahead import check_can_compile_for, compile_ahead
-from tests.runner.tiny_models import llama_config
+from tests.runner.speculative.heads.random_heads import save_eagle3
+from tests.runner.tiny_models import llama_config, random_model
 
 
 @pytest.fixture(autouse=True)
@@ -170,3 +171,17 @@ def test_a_draft_is_compiled_too(config: EngineConfig, store: Store, tmp_path: P
     llama_config(vocab_size=77).save_pretrained(str(draft))
     with pytest.raises(ConfigError, match="the draft model: .*a vocabulary of 77 tokens"):
         compile_ahead(asked, store)
+
+
+@pytest.mark.slow
+def test_a_head_is_compiled_too(config: EngineConfig, store: Store, tmp_path: Path) -> None:
+    """With the hidden states that leave the model, which make its plan another one."""
+    model = random_model(llama_config(num_hidden_layers=1))
+    head = save_eagle3(model, tmp_path / "head", eagle_aux_hidden_state_layer_ids=[0, 1])
+    speculative = SpeculativeConfig(method="eagle3", model=str(head), num_speculative_tokens=2)
+    asked = replace(config, speculative=speculative)
+    first, again = compile_ahead(asked, store), compile_ahead(asked, store)
+    assert first.draft is not None and again.draft is not None
+    assert not first.was_cached and not first.draft.was_cached
+    assert again.was_cached and again.draft.was_cached
+    assert len({first.key, first.draft.key, compile_ahead(config, store).key}) == 3
