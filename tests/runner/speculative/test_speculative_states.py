@@ -97,7 +97,7 @@ def engine_and_modes(
 
 
 @pytest.mark.parametrize(
-    ("max_examples", "min_steps"), [(4, 100), pytest.param(40, 1_500, marks=slow)], ids=["quick", "long"]
+    ("max_examples", "min_steps"), [(4, 150), pytest.param(40, 1_500, marks=slow)], ids=["quick", "long"]
 )
 def test_every_order_of_events_gives_the_right_outputs(
     engine_and_modes: tuple[EngineUnderTest, Sequence[CUDAGraphMode]], max_examples: int, min_steps: int
