@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from piecegraph.compiler.splitting.plan import Plan
-from piecegraph.errors import InputMismatch
+from piecegraph.compiler.torch_compat.fake_tensors import FakeTensor
+from piecegraph.errors import InputMismatch, UnsupportedModel
 
 
 class OverlapCheck:
@@ -19,6 +20,7 @@ class OverlapCheck:
     """
 
     def __init__(self, plan: Plan, namespace: Mapping[str, Any]) -> None:
+        """Store what is compared. Raises `UnsupportedModel` for bound tensors whose own overlap no trace has seen."""
         written = {slot.name for slot in plan.written}
         self._names = tuple(slot.name for slot in plan.arguments)
         self._written = tuple(number for number, name in enumerate(self._names) if name in written)
@@ -28,6 +30,8 @@ class OverlapCheck:
             if isinstance(namespace[slot.name], torch.Tensor)
         )
         self._writes_bound = any(is_written for _, _, is_written in self._bound)
+        if self._writes_bound:
+            _check_storages(self._bound)
 
     @property
     def is_needed(self) -> bool:
@@ -58,6 +62,27 @@ def _span(value: torch.Tensor) -> tuple[int, int]:
     storage = value.untyped_storage()
     start = storage.data_ptr()
     return start, start + storage.nbytes()
+
+
+def _check_storages(bound: Sequence[Place]) -> None:
+    """Raise `UnsupportedModel` if a bound tensor that is written overlaps with one of another storage.
+
+    Tensors of one storage are known to the trace, which keeps them right. Slices of one numpy array have storages of
+    their own.
+    """
+    real = [place for place in bound if not isinstance(place[1], FakeTensor)]
+    for name, value, _ in (place for place in real if place[2]):
+        start, end = _span(value)
+        for other, its, _ in real:
+            its_start, its_end = _span(its)
+            apart = (
+                its_end <= start or end <= its_start or its.untyped_storage()._cdata == value.untyped_storage()._cdata
+            )
+            if not apart and may_overlap(value, its):
+                raise UnsupportedModel(
+                    f"{name} and {other} lie in the same memory but are no views of one tensor (slices of one numpy "
+                    f"array, for instance), and the model changes {name} in place. Make both views of one tensor."
+                )
 
 
 def _compare(place: Place, others: Sequence[Place]) -> None:

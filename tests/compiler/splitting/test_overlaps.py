@@ -9,7 +9,7 @@ from torch import nn
 
 import piecegraph as pg
 from piecegraph.compiler.splitting.overlaps import may_overlap
-from piecegraph.errors import InputMismatch
+from piecegraph.errors import InputMismatch, UnsupportedModel
 
 CONFIG = pg.CompileConfig(compiler="eager", passes=(), cache=False)
 
@@ -92,3 +92,34 @@ def test_columns_of_the_same_rows_are_apart() -> None:
     assert may_overlap(rows[:, :5], rows[:, 3:])
     assert may_overlap(rows, rows[1])
     assert not may_overlap(rows[:0], rows[:0])
+
+
+class Buffers(nn.Module):
+    """Two buffers, one of which is written; a value of the other is read before and after."""
+
+    x: torch.Tensor
+    y: torch.Tensor
+
+    def __init__(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        super().__init__()
+        self.register_buffer("x", x)
+        self.register_buffer("y", y)
+
+    def forward(self, t: torch.Tensor) -> torch.Tensor:
+        before = self.y * 2
+        self.x[3:] += t.sum()
+        return before + self.y * 3
+
+
+def test_buffers_of_overlapping_arrays_are_refused_where_one_is_written() -> None:
+    """Inductor computes from what it has read before the write: no storage tells it that the two overlap."""
+    numbers = np.arange(16, dtype=np.float32)
+    x, y, apart = (torch.from_numpy(numbers[at : at + 8]) for at in (0, 2, 8))
+    with pytest.raises(UnsupportedModel, match="x and .*y lie in the same memory but are no views of one tensor"):
+        pg.compile(Buffers(x, y), CONFIG, example_inputs=(torch.ones(3),))
+    model = pg.compile(Buffers(x, apart), CONFIG, example_inputs=(torch.ones(3),))
+    assert torch.equal(model(torch.ones(3)), 5 * apart)
+    of_one = torch.arange(10.0)
+    views = pg.compile(Buffers(of_one[:8], of_one[2:]), CONFIG, example_inputs=(torch.ones(3),))
+    again = torch.arange(10.0)
+    assert torch.equal(views(torch.ones(3)), Buffers(again[:8], again[2:])(torch.ones(3)))
