@@ -90,7 +90,7 @@ def test_unavailable_arguments_and_methods_are_refused_by_name(llm: LLM) -> None
         llm.release_kv_cache_memory()  # type: ignore[attr-defined]
     with pytest.raises(AttributeError, match="'LLM' object has no attribute 'generat'"):
         llm.generat("a")  # type: ignore[attr-defined]
-    assert not hasattr(llm, "wake_up")
+    assert not hasattr(llm, "release_kv_cache_memory")
     with pytest.raises(AttributeError, match="LLM has no set_tokenizer, .*: give `tokenizer` to `LLM`"):
         llm.set_tokenizer(None)  # type: ignore[attr-defined]
 

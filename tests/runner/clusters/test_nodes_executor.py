@@ -65,7 +65,7 @@ def test_two_machines_answer_as_one_until_a_rank_is_killed(tmp_path: Path) -> No
         ({"nnodes": 2, "node_rank": 2}, "node_rank=2; it must be from 0 to nnodes - 1, 1"),
         ({"nnodes": 2, "node_rank": 1, "tensor_parallel_size": 2}, "machines other than 0 only run ranks"),
         ({"nnodes": 2, "tensor_parallel_size": 3}, "tensor_parallel_size=3 cannot be divided among nnodes=2"),
-        ({"nnodes": 2, "data_parallel_size": 2, "tensor_parallel_size": 2}, "and one engine"),
+        ({"nnodes": 2, "data_parallel_size": 2, "tensor_parallel_size": 2}, "one engine and one stage"),
         ({"master_port": 70_000}, "master_port=70000; it must be at most 65535"),
         ({"master_addr": ""}, "it must be the address of machine 0"),
     ],

@@ -191,9 +191,9 @@ BROKEN_CONFIGS: list[tuple[Callable[[dict[str, object]], object], type[Piecegrap
     (lambda c: c.update(model_type="no-such-type"), ModelError, "no-such-type"),
     (lambda c: c.update(num_attention_heads="four"), ModelError, "not valid: .*num_attention_heads"),
     (
-        lambda c: c.update(quantization_config={"quant_method": "gptq", "bits": 4}),
+        lambda c: c.update(quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True}),
         UnsupportedModel,
-        "quantised with 'gptq'",
+        "quantised with 'bitsandbytes'",
     ),
     (lambda c: c.update(hidden_act="nope"), ModelError, "no model can be made from the config of .*'nope'"),
     (lambda c: c.update(rope_parameters={"rope_type": "nope", "rope_theta": 1e4}), ModelError, "no model can be made"),
