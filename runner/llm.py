@@ -90,6 +90,9 @@ class LLM:
     not fit, and `CompileError` or a subclass when compilation fails.
     """
 
+    _loaded: Loaded | LoadedElsewhere | None  # what generates; None: this LLM pools, or is closed
+    _loaded_pooler: LoadedPooler | None  # what pools; None: this LLM generates, or is closed
+
     def __init__(
         self,
         model: str | Path | None = None,
@@ -130,6 +133,7 @@ class LLM:
         cudagraph_capture_sizes: Sequence[int] | None = None,
         compile_sizes: Sequence[int] | None = None,
         graph_kind: str = "auto",
+        measure_graphs: bool = False,
         compilation_config: CompileConfig | Mapping[str, Any] | int | None = None,
         enforce_eager: bool = False,
         start: str = "full",
@@ -159,8 +163,6 @@ class LLM:
         self._chat_template = read_chat_template(chat_template)
         self._generation = GenerationDefaults(kind=generation_config, override=override_generation_config)
         config = _engine_config(arguments)
-        self._loaded: Loaded | LoadedElsewhere | None  # what generates; None: this LLM pools, or is closed
-        self._loaded_pooler: LoadedPooler | None  # what pools; None: this LLM generates, or is closed
         self._executor: Executor | EngineProcesses
         self._executor = make_executor(config) if config.data_parallel_size == 1 else EngineProcesses(config)
         try:
@@ -617,6 +619,8 @@ class LLM:
         if self._loaded is not None:
             if self._loaded.start is not None:
                 self._loaded.start.close()
+            if not isinstance(self._loaded, LoadedElsewhere):
+                self._loaded.keep_traffic()
             self._loaded.engine.close()
         for loaded in (self._loaded, self._loaded_pooler):
             if loaded is not None and not isinstance(loaded, LoadedElsewhere):

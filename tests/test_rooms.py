@@ -54,6 +54,7 @@ ROOMS: Mapping[str, Sequence[str]] = {
         "speculative",
         "engine",
         "pooling",
+        "traffic",
         "cudagraphs",
         "models",
         "tensor_parallel",

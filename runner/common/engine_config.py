@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 GRAPH_KINDS = ("auto", "cuda", "recorded")
 
+BOOLEANS = ("skip_tokenizer_init", "enable_prompt_embeds", "enable_prefix_caching", "strict", "measure_graphs")
+"""Fields that are True or False, whatever the other fields are."""
+
 STARTS = ("fast", "full")
 
 DEFAULT_MAX_NUM_SEQS = 256
@@ -122,6 +125,9 @@ class EngineConfig:
     graph_kind: str = "auto"
     """The kind of graph: "cuda"; "recorded", which follows the same rules without a GPU and without the speed; or
     "auto", which is "cuda" on a GPU and no graphs on a CPU."""
+    measure_graphs: bool = False
+    """Whether a start measures graphs of up to 512 tokens, so that each batch runs under what takes the least time
+    instead of the smallest graph that holds it. Two starts may pad differently then."""
     start: str = "full"
     """"full": everything is compiled and captured before the engine is ready. "fast": the engine serves meanwhile, with
     pieces that run as their graphs until they are compiled."""
@@ -182,7 +188,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.enable_prefix_caching is None:  # as vLLM: the default
             object.__setattr__(self, "enable_prefix_caching", True)
-        for name in ("skip_tokenizer_init", "enable_prompt_embeds", "enable_prefix_caching", "strict"):
+        for name in BOOLEANS:
             check_boolean(name, getattr(self, name))
         if self.async_scheduling is not None:
             check_boolean("async_scheduling", self.async_scheduling, "True, False or None (on a GPU)")

@@ -54,8 +54,8 @@ class DispatchCounters:
 
 
 def refuse_downgrade(dispatched: Dispatched, strict: bool) -> None:
-    """Raise `GraphNotCaptured` if `strict` and the batch is downgraded."""
-    if strict and dispatched.reason is not None:
+    """Raise `GraphNotCaptured` if `strict` and the batch is downgraded, unless the lower mode is cheaper."""
+    if strict and dispatched.reason is not None and not dispatched.is_cheaper:
         raise GraphNotCaptured(
             f"strict=True, and a batch of {dispatched.descriptor.num_tokens} tokens would run "
             f"{dispatched.mode.value}: {dispatched.reason}. Capture a size that holds it, or leave strict out."

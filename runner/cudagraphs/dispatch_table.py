@@ -8,9 +8,11 @@ from dataclasses import dataclass
 
 from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
 from piecegraph.runner.cudagraphs.dispatcher import Dispatched, Dispatcher
+from piecegraph.runner.cudagraphs.measured_dispatcher import MeasuredDispatcher
 
 _ORDER = {CUDAGraphMode.FULL: 0, CUDAGraphMode.PIECEWISE: 1, CUDAGraphMode.NONE: 2}
-"""The order of modes as batches grow. It never reverses, because a graph that holds a batch holds smaller ones."""
+"""The order of modes as batches grow. It reverses only where costs decide (`MeasuredDispatcher`), because a graph that
+holds a batch holds smaller ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +36,7 @@ def decode_ranges(
             num_tokens=num_reqs * uniform_token_count, num_reqs=num_reqs, uniform_token_count=uniform_token_count
         )
 
-    return _ranges(dispatch, 1, max_num_seqs)
+    return _ranges(dispatch, 1, max_num_seqs, irregular_up_to=_irregular_up_to(dispatcher))
 
 
 def mixed_ranges(dispatcher: Dispatcher, *, max_num_seqs: int, max_num_tokens: int) -> tuple[DispatchRange, ...]:
@@ -48,20 +50,34 @@ def mixed_ranges(dispatcher: Dispatcher, *, max_num_seqs: int, max_num_tokens: i
             num_tokens=num_tokens, num_reqs=min(num_tokens, max_num_seqs), uniform_token_count=None
         )
 
-    return _ranges(dispatch, 2, max_num_tokens)
+    return _ranges(dispatch, 2, max_num_tokens, irregular_up_to=_irregular_up_to(dispatcher))
 
 
-def _ranges(dispatch: Callable[[int], Dispatched], first: int, last: int) -> tuple[DispatchRange, ...]:
-    """Return the ranges from `first` to `last`, found by binary search instead of one dispatch per size."""
+def _irregular_up_to(dispatcher: Dispatcher) -> int:
+    return dispatcher.irregular_up_to if isinstance(dispatcher, MeasuredDispatcher) else 0
 
-    def order(size: int) -> tuple[int, int]:
+
+def _ranges(
+    dispatch: Callable[[int], Dispatched], first: int, last: int, *, irregular_up_to: int
+) -> tuple[DispatchRange, ...]:
+    """Return the ranges from `first` to `last`, found by binary search instead of one dispatch per size.
+
+    Sizes up to `irregular_up_to` are dispatched one by one.
+    """
+
+    def order(size: int) -> tuple[int, int, str | None]:
         found = dispatch(size)
-        return _ORDER[found.mode], 0 if found.mode is CUDAGraphMode.NONE else found.descriptor.num_tokens
+        padded = 0 if found.mode is CUDAGraphMode.NONE else found.descriptor.num_tokens
+        return _ORDER[found.mode], padded, found.reason if found.is_cheaper else None
+
+    def num_alike(first: int) -> int:
+        if first > irregular_up_to:
+            return bisect_right(range(first, last + 1), order(first)[:2], key=lambda size: order(size)[:2])
+        return next((size for size in range(first + 1, last + 1) if order(size) != order(first)), last + 1) - first
 
     ranges: list[DispatchRange] = []
     while first <= last:
-        alike = bisect_right(range(first, last + 1), order(first), key=order)
-        found = dispatch(first)
+        alike, found = num_alike(first), dispatch(first)
         is_padded = found.mode is not CUDAGraphMode.NONE
         ranges.append(
             DispatchRange(

@@ -16,7 +16,8 @@ Agree = Callable[[CUDAGraphMode, int], tuple[CUDAGraphMode, int]]
 """A function by which data-parallel ranks agree. It takes the (mode, padded num_tokens) that this rank proposes, and
 returns those that all ranks run: a mode that is not higher, and a padding that is not smaller."""
 
-_RANK = {NONE: 0, PIECEWISE: 1, FULL: 2}
+MODE_RANK = {NONE: 0, PIECEWISE: 1, FULL: 2}
+"""The modes, each with a higher number than the modes below it."""
 
 
 class Dispatched(NamedTuple):
@@ -25,6 +26,7 @@ class Dispatched(NamedTuple):
     mode: CUDAGraphMode
     descriptor: BatchDescriptor
     reason: str | None  # why the mode is lower than the one resolved for such batches; None: it is not
+    is_cheaper: bool = False  # it was measured to be cheaper than the graph of the resolved mode
 
 
 class Dispatcher:
@@ -88,13 +90,16 @@ class Dispatcher:
         if agree is not None:
             mode, padded = agree(found.mode, found.descriptor.num_tokens)
             if (mode, padded) != (found.mode, found.descriptor.num_tokens):
-                assert _RANK[mode] <= _RANK[found.mode] and padded >= found.descriptor.num_tokens, (mode, padded)
+                assert MODE_RANK[mode] <= MODE_RANK[found.mode] and padded >= found.descriptor.num_tokens, (
+                    mode,
+                    padded,
+                )
                 found = self._agreed(mode, padded, num_reqs, uniform_token_count, num_active_loras, found)
-        if found.mode is wanted or _RANK[found.mode] >= _RANK[wanted]:
+        if found.mode is wanted or MODE_RANK[found.mode] >= MODE_RANK[wanted]:
             return found if found.reason is None else found._replace(reason=None)
         if found.reason is not None:
             return found
-        if _RANK[at_most] < _RANK[wanted] and found.mode is at_most:
+        if MODE_RANK[at_most] < MODE_RANK[wanted] and found.mode is at_most:
             return found._replace(reason=f"no mode above {at_most.value} was allowed for this batch")
         return found._replace(reason=self._why_not(wanted, num_tokens, num_reqs, num_active_loras, uniform_token_count))
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import enum
 import logging
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -21,10 +23,18 @@ from piecegraph.errors import CaptureError
 from piecegraph.progress import OnPhase, timed_phase
 from piecegraph.runner.attention.interface.forward_context import set_forward_context
 from piecegraph.runner.attention.interface.step_metadata import StepMetadata
+from piecegraph.runner.common.without_grad import without_grad
+from piecegraph.runner.cudagraphs.dispatcher import Dispatcher
+from piecegraph.runner.cudagraphs.measured_dispatcher import MeasuredDispatcher
+from piecegraph.runner.cudagraphs.measured_times import MEASURED_UP_TO, MeasuredTimes
+from piecegraph.runner.cudagraphs.policy import ResolvedMode
 from piecegraph.runner.step.model_step import ModelStep, StepOutput
 from piecegraph.runner.step.state.input_buffers import dummy_batch
 
 logger = logging.getLogger(__name__)
+
+NUM_MEASUREMENTS = 3
+"""The runs of a step that are timed, after one that is not; the fastest counts."""
 
 
 class _State(enum.Enum):
@@ -69,6 +79,7 @@ class CudaGraphManager:
         self._state = _State.NEW
         self._shared: dict[str, object] = {}  # the pool and the stream of all graphs, on a GPU
         self._spent_bytes = 0  # of the pool
+        self._times = MeasuredTimes()
         self.device_bytes = 0
         """The GPU memory that the graphs and their pool take, in bytes."""
 
@@ -83,17 +94,22 @@ class CudaGraphManager:
         full: Sequence[BatchDescriptor],
         piecewise: Sequence[BatchDescriptor],
         max_bytes: int | None = None,
+        measures: bool = False,
         on_phase: OnPhase | None = None,
     ) -> None:
         """Capture the graphs of both modes, PIECEWISE first, within `max_bytes` of graph memory.
 
-        Overwrites the input buffers. Raises `CaptureError` if called again, and, if strict, for a bucket that cannot
-        be captured; otherwise such a bucket is listed in `failed`.
+        `measures`: measure them, too (see `measure`). Overwrites the input buffers. Raises `CaptureError` if called
+        again, and, if strict, for a bucket that cannot be captured; otherwise such a bucket is listed in `failed`.
         """
         self.begin()
         for mode, descriptors in ((CUDAGraphMode.PIECEWISE, piecewise), (CUDAGraphMode.FULL, full)):
             if descriptors:
                 self.capture_more(mode, descriptors, max_bytes=max_bytes, on_phase=on_phase)
+        with timed_phase(on_phase, "measure graphs") if measures else nullcontext():
+            for mode, descriptors in ((CUDAGraphMode.PIECEWISE, piecewise), (CUDAGraphMode.FULL, full)):
+                if measures:
+                    self.measure(mode, descriptors)
         self.finish()
 
     def begin(self) -> None:
@@ -152,6 +168,60 @@ class CudaGraphManager:
         with timed_phase(on_phase, "settle") if self._device.type == "cuda" else nullcontext():
             self.device_bytes += max(free_before - self._free_bytes(), 0)
 
+    @without_grad
+    def measure(self, mode: CUDAGraphMode, descriptors: Sequence[BatchDescriptor]) -> None:
+        """Measure the seconds of steps of dummy requests under the graphs of `descriptors`, and without graphs.
+
+        Those that were not captured, have adapters, or hold more than `MEASURED_UP_TO` tokens are left out. Overwrites
+        the input buffers; no step may be running. Raises `CaptureError` if no graph is captured any more.
+        """
+        if self._state is not _State.CAPTURING:
+            raise CaptureError(f"the graph manager is {self._state.value}: graphs are measured during the start only.")
+        captured = self.descriptors(mode)
+        for one in descriptors:
+            if one in captured and one.num_tokens <= MEASURED_UP_TO and not one.num_active_loras:
+                self._measure(mode, one)
+
+    def _measure(self, mode: CUDAGraphMode, one: BatchDescriptor) -> None:
+        metadata = self._dummy_metadata(one.num_tokens)
+        graphs, uncaptured = dict(self._times.graphs), dict(self._times.uncaptured)
+        if one.num_tokens not in uncaptured:
+            uncaptured[one.num_tokens] = self._seconds(lambda: self._run_uncaptured(metadata))
+        if mode is CUDAGraphMode.PIECEWISE:
+            graphs[mode, one] = self._seconds(lambda: self.replay_piecewise(one, metadata))
+        else:
+            if one.uniform_token_count is not None and one.num_reqs is not None:
+                self._step.buffers.fill([-1] * one.num_reqs, [one.uniform_token_count] * one.num_reqs)
+            graphs[mode, one] = self._seconds(lambda: self.replay_full(one))
+        self._times = MeasuredTimes(graphs, uncaptured)
+
+    @property
+    def times(self) -> MeasuredTimes:
+        """What `measure` has measured so far."""
+        return self._times
+
+    def _run_uncaptured(self, metadata: StepMetadata) -> None:
+        """Run a step of the requests in the buffers without graphs, as a batch that no graph holds."""
+        step, num_tokens = self._step, metadata.num_tokens
+        num_reqs = step.num_logits(num_tokens)
+        step.prepare(num_tokens, num_reqs)
+        step.draw(step.run_uncaptured(metadata, num_reqs))
+
+    def _seconds(self, run: Callable[[], object]) -> float:
+        """Return the seconds that `run` takes at its fastest."""
+        is_cuda = self._device.type == "cuda"
+        fastest = float("inf")
+        for number in range(1 + NUM_MEASUREMENTS):
+            if is_cuda:
+                torch.cuda.synchronize(self._device)
+            start = time.perf_counter()
+            run()
+            if is_cuda:
+                torch.cuda.synchronize(self._device)
+            if number:
+                fastest = min(fastest, time.perf_counter() - start)
+        return fastest
+
     def finish(self) -> None:
         """End the captures: from now on graphs are only replayed."""
         self._state = _State.READY
@@ -187,6 +257,17 @@ class CudaGraphManager:
             for mode, graphs in self._graphs.items()
             for failed in graphs.failed
         }
+
+    def dispatcher(self, resolved: ResolvedMode, static_sizes: Collection[int]) -> Dispatcher:
+        """Return a dispatcher over the captured graphs, by cost if they were measured."""
+        captured: dict[str, Any] = {
+            "full": self.descriptors(CUDAGraphMode.FULL),
+            "piecewise": self.descriptors(CUDAGraphMode.PIECEWISE),
+            "resolved": resolved,
+            "failed": self.failed(),
+            "static_sizes": static_sizes,
+        }
+        return MeasuredDispatcher(**captured, times=self._times) if self._times.graphs else Dispatcher(**captured)
 
     def summary(self) -> dict[str, dict[str, float]]:
         """Return, by mode, how many graphs were captured, the seconds they took and the bytes of the pool they hold."""
@@ -249,12 +330,16 @@ class CudaGraphManager:
     def _piecewise_inputs(self, descriptor: BatchDescriptor) -> tuple[torch.Tensor, ...]:
         return self._step.model_inputs(descriptor.num_tokens, self._step.num_logits(descriptor.num_tokens))
 
-    def _piecewise_context(self, descriptor: BatchDescriptor, phase: str) -> AbstractContextManager[None]:
+    def _dummy_metadata(self, num_tokens: int) -> StepMetadata:
+        """Fill the buffers with dummy requests of `num_tokens` tokens, and return their metadata."""
         common = dummy_batch(
             self._step.buffers,
-            num_tokens=descriptor.num_tokens,
+            num_tokens=num_tokens,
             max_model_len=self._max_model_len,
             with_host_batch=self._needs_host_batch,
         )
-        metadata = self._step.metadata_builder.build(common)
+        return self._step.metadata_builder.build(common)
+
+    def _piecewise_context(self, descriptor: BatchDescriptor, phase: str) -> AbstractContextManager[None]:
+        metadata = self._dummy_metadata(descriptor.num_tokens)
         return set_forward_context(self._step.context(metadata, "PIECEWISE", descriptor))

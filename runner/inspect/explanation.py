@@ -22,6 +22,7 @@ from piecegraph.errors import ConfigError, UsageError
 from piecegraph.passes.kernels.common.gpu_limits import H200, GpuLimits
 from piecegraph.passes.matching.graph_pass import Place
 from piecegraph.passes.pipeline import default_passes, pipeline
+from piecegraph.paths import traffic_folder
 from piecegraph.progress import OnPhase
 from piecegraph.runner.attention.interface.backend import AttentionBackend
 from piecegraph.runner.attention.interface.cache_spec import CachedLayer
@@ -34,6 +35,8 @@ from piecegraph.runner.cudagraphs.capture_sizes import NUM_FIRST_DRAFT_TOKENS, c
 from piecegraph.runner.cudagraphs.dispatch_table import DispatchRange, decode_ranges, mixed_ranges
 from piecegraph.runner.cudagraphs.dispatcher import Dispatcher
 from piecegraph.runner.cudagraphs.graph_plan import GraphPlan, plan_for
+from piecegraph.runner.cudagraphs.measured_dispatcher import CostChoice, MeasuredDispatcher
+from piecegraph.runner.cudagraphs.measured_times import why_not_measured
 from piecegraph.runner.inspect.layer_view import LayerView, middle_layer
 from piecegraph.runner.inspect.untraceable import refused_by_module
 from piecegraph.runner.kv_cache.groups import fitting_block_size, kv_cache_layout
@@ -56,6 +59,7 @@ from piecegraph.runner.speculative.common.fitting_draft import (
 from piecegraph.runner.speculative.heads.head_config import with_head
 from piecegraph.runner.state_layers.layer import StateLayer, state_layers
 from piecegraph.runner.tensor_parallel.summary import RanksSummary, ranks_summary
+from piecegraph.runner.traffic.kept import kept_key, read_kept
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -119,6 +123,7 @@ class Explanation:
     num_piecewise: int
     decode: tuple[DispatchRange, ...]
     mixed: tuple[DispatchRange, ...]
+    by_cost: tuple[CostChoice, ...]  # batches for which something is cheaper than the smallest graph that fits
     drafting: str  # how tokens are drafted, and how many; "": they are not
     verification: tuple[DispatchRange, ...]  # batches of requests that verify all drafts each
     draft: Explanation | None  # the model that drafts; its graphs are those of its passes
@@ -151,17 +156,16 @@ def explain(config: EngineConfig, *, assume_gpu: bool = False, on_phase: OnPhase
     check_backend_name(config.attention_backend)
     device, is_assumed = _target(config, assume_gpu)
     max_num_tokens = batched_tokens(config, device.type)
-    if config.cudagraph_capture_sizes is not None:
-        check_capture_sizes(config.cudagraph_capture_sizes, max_num_tokens)
+    _check_sizes(config, max_num_tokens)
     hf_config = load_config(config.source)
     dtype = resolve_dtype(config.dtype, hf_config, device, config.quantization)
+    key = kept_key(hf_config, dtype, device)
     max_model_len = model_length(hf_config, config.max_model_len, first_position(config.source, hf_config).value)
     lens = max_model_len, max_num_tokens
     draft = fitting_draft(config, hf_config, lens, dtype=dtype, needs_weights=False)
     loaded, notes = _load(config, hf_config, dtype, max_model_len, on_phase)
     traced = _trace(config, loaded, device, is_assumed, max_num_tokens, max_model_len, on_phase)
-    layers, choice, plan, pieces = traced.layers, traced.choice, traced.graph_plan, traced.plan
-    config = traced.config
+    layers, choice, plan, pieces, config = traced.layers, traced.choice, traced.graph_plan, traced.plan, traced.config
     cached: tuple[CachedLayer, ...] = (*layers, *traced.state_layers)
     layout = kv_cache_layout(
         cached,
@@ -174,7 +178,7 @@ def explain(config: EngineConfig, *, assume_gpu: bool = False, on_phase: OnPhase
     costs = expected_costs(pieces, prepared_ops(), _refusals(choice.backend, layers), is_patched=is_patched)
     gaining = any(map(gains_by_static_size, traced.unique))
     sizes = static_sizes(config, is_cuda=device.type == "cuda") if gaining else ()
-    dispatcher = Dispatcher(full=plan.full, piecewise=plan.piecewise, resolved=plan.resolved, static_sizes=sizes)
+    dispatcher, dispatch_notes = _dispatcher(config, plan, sizes, key)
     split_ops = _split_op_rows(costs)
     decode, verification, mixed = _ranges(config, dispatcher, max_num_tokens)
     drafting = None if draft is None else _explain_draft(draft, config.block_size, assume_gpu, on_phase)
@@ -207,15 +211,47 @@ def explain(config: EngineConfig, *, assume_gpu: bool = False, on_phase: OnPhase
         num_piecewise=len(plan.piecewise),
         decode=decode,
         mixed=mixed,
+        by_cost=dispatcher.choices if isinstance(dispatcher, MeasuredDispatcher) else (),
         drafting="" if config.is_draft else str(config.speculative or ""),
         verification=verification,
         draft=drafting,
-        notes=(*notes, *layout.notes, *([f"trace: {traced.report.trace_note}"] if traced.report.trace_note else [])),
+        notes=(*notes, *layout.notes, *dispatch_notes, *_trace_notes(traced.report)),
         num_engines=config.data_parallel_size,
         ranks=None if loaded.rank_plan is None else ranks_summary(loaded.model, loaded.rank_plan),
         stages=_stages(config, loaded),
         slower_paths=tuple(_slower_paths(config, choice, plan, split_ops, decode, mixed, verification, drafting)),
     )
+
+
+def _dispatcher(
+    config: EngineConfig, plan: GraphPlan, sizes: Sequence[int], key: str
+) -> tuple[Dispatcher, tuple[str, ...]]:
+    """Return the dispatcher over all planned graphs, by the costs that the last start has measured, and notes."""
+    planned: dict[str, Any] = {
+        "full": plan.full,
+        "piecewise": plan.piecewise,
+        "resolved": plan.resolved,
+        "static_sizes": sizes,
+    }
+    if not config.measure_graphs or not plan.has_graphs:
+        return Dispatcher(**planned), ()
+    if reason := why_not_measured(config):
+        return Dispatcher(**planned), (reason,)
+    times = read_kept(traffic_folder(), key).times
+    if not times.graphs:
+        note = "measure_graphs: no start of this model has measured its graphs on such a device yet"
+        return Dispatcher(**planned), (note,)
+    note = f"measure_graphs: dispatch is by the times of the last start that measured, {len(times.graphs)} graphs"
+    return MeasuredDispatcher(**planned, times=times), (note,)
+
+
+def _check_sizes(config: EngineConfig, max_num_tokens: int) -> None:
+    if config.cudagraph_capture_sizes is not None:
+        check_capture_sizes(config.cudagraph_capture_sizes, max_num_tokens)
+
+
+def _trace_notes(report: CompileReport) -> tuple[str, ...]:
+    return (f"trace: {report.trace_note}",) if report.trace_note else ()
 
 
 def _stages(config: EngineConfig, loaded: LoadedModel) -> tuple[StageSummary, ...]:

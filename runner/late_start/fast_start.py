@@ -14,6 +14,7 @@ from piecegraph.runner.common.engine_config import EngineConfig
 from piecegraph.runner.cudagraphs.dispatcher import Dispatcher
 from piecegraph.runner.cudagraphs.graph_plan import GraphPlan
 from piecegraph.runner.cudagraphs.late_dispatcher import Bucket, LateDispatcher
+from piecegraph.runner.cudagraphs.measured_times import why_not_measured
 from piecegraph.runner.engine.metrics import Counter as CounterMetric
 from piecegraph.runner.engine.metrics import Gauge, Metric
 from piecegraph.runner.engine.model_runner import ModelRunner
@@ -65,18 +66,20 @@ class FastStart:
         runner: ModelRunner,
         plan: GraphPlan,
         max_graph_bytes: int | None,
-        strict: bool,
+        config: EngineConfig,
     ) -> None:
         """Have `runner`, whose graph manager has captured nothing, run without graphs until they are captured.
 
-        `max_graph_bytes`: the memory set aside for graphs. `strict`: a failure is raised instead of noted.
+        `max_graph_bytes`: the memory set aside for graphs. With `config.strict` a failure is raised instead of noted,
+        and with `config.measure_graphs` each graph is measured after its capture.
         """
         self._background = background
         self._compiled = compiled
         self._runner = runner
         self._plan = plan
         self._max_graph_bytes = max_graph_bytes
-        self._strict = strict
+        self._strict = config.strict
+        self._measures = config.measure_graphs and not why_not_measured(config)
         full, piecewise = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE
         self._to_capture: list[Bucket] = [(piecewise, one) for one in reversed(plan.piecewise)]
         self._to_capture += [(full, one) for one in reversed(plan.full)]
@@ -184,6 +187,8 @@ class FastStart:
         mode, descriptor = bucket
         graphs = self._runner.graphs
         graphs.capture_more(mode, (descriptor,), max_bytes=self._max_graph_bytes)
+        if self._measures:
+            graphs.measure(mode, (descriptor,))
         reason = graphs.failed().get(bucket)
         if reason is not None:
             self._failures.append(f"start: {mode.value} for {descriptor.num_tokens} tokens was not captured: {reason}")
@@ -212,13 +217,7 @@ class FastStart:
         """Serve on as after a full start."""
         graphs = self._runner.graphs
         graphs.finish()
-        dispatcher = Dispatcher(
-            full=graphs.descriptors(CUDAGraphMode.FULL),
-            piecewise=graphs.descriptors(CUDAGraphMode.PIECEWISE),
-            resolved=self._plan.resolved,
-            failed=graphs.failed(),
-            static_sizes=self._compiled.report().static_sizes,
-        )
+        dispatcher = graphs.dispatcher(self._plan.resolved, self._compiled.report().static_sizes)
         self._runner.use_dispatcher(dispatcher, strict=self._strict)
         self._is_over = True
         logger.info("the start is over: every piece that could be compiled is, and %d graphs", self._num_captures)

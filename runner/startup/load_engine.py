@@ -7,15 +7,16 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from piecegraph.compiler.building.background import BackgroundCompile
 from piecegraph.compiler.compiled_model import CompiledModel
-from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
 from piecegraph.errors import ConfigError
 from piecegraph.passes.ops.collectives import running_in
+from piecegraph.paths import traffic_folder
 from piecegraph.progress import OnPhase, Phase, timed_phase
 from piecegraph.runner.attention.interface.cache_spec import CachedLayer
 from piecegraph.runner.attention.interface.kv_cache import (
@@ -31,9 +32,9 @@ from piecegraph.runner.common.logits_processor import LogitsProcessor, LogitsPro
 from piecegraph.runner.common.logprobs_mode import LogprobsMode
 from piecegraph.runner.common.model_source import ModelSource
 from piecegraph.runner.cudagraphs.capture_sizes import check_capture_sizes
-from piecegraph.runner.cudagraphs.dispatcher import Dispatcher
 from piecegraph.runner.cudagraphs.graph_plan import GraphPlan
 from piecegraph.runner.cudagraphs.manager import CudaGraphManager
+from piecegraph.runner.cudagraphs.measured_times import why_not_measured
 from piecegraph.runner.engine.engine import Engine
 from piecegraph.runner.engine.model_runner import ModelRunner
 from piecegraph.runner.kv_cache.allocation import CacheAllocation, CacheSizes, allocate_given, allocate_on_gpu
@@ -88,6 +89,7 @@ from piecegraph.runner.step.model_step import ModelStep, build_step
 from piecegraph.runner.step.prompt_embeds import EmbedsForward, embedding_size, embeds_forward
 from piecegraph.runner.tensor_parallel.parallel import Parallel, graph_facts, rank_facts
 from piecegraph.runner.tensor_parallel.plan import check_heads
+from piecegraph.runner.traffic.kept import Kept, add_to_kept, kept_key
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -100,6 +102,7 @@ class Loaded:
     """A running engine and everything else that an `LLM` holds."""
 
     source: ModelSource
+    kept: Kept  # what was known of the model's traffic when the start ended: its measured times
     model: LoadedModel
     seed: int  # for random weights
     hf_config: PretrainedConfig
@@ -130,6 +133,12 @@ class Loaded:
     def max_num_seqs(self) -> int:
         """The largest number of requests that run at once."""
         return self.runner.step.buffers.max_num_reqs
+
+    def keep_traffic(self) -> None:
+        """Keep in the cache directory what was measured since the start has ended; nothing if nothing was."""
+        times = self.runner.graphs.times
+        if times.graphs and times != self.kept.times:
+            add_to_kept(traffic_folder(), replace(self.kept, times=times))
 
 
 MakeRunner = Callable[..., tuple[ModelRunner, int, FastStart | None]]
@@ -168,6 +177,7 @@ def _load(
             config.check_beside_quantised("a quantised checkpoint")
         dtype = resolve_dtype(config.dtype, hf_config, device, config.quantization)
         max_model_len = model_length(hf_config, config.max_model_len, first_position(config.source, hf_config).value)
+        key = kept_key(hf_config, dtype, device)
     tokenizer = _tokenizer(config, on_phase)
     check_weight_files(config.source)
     config, head = with_head(config, hf_config)
@@ -176,13 +186,11 @@ def _load(
     load = functools.cache(
         lambda: _load_weights(config, hf_config, dtype, device, max_model_len, rank, stage, on_phase)
     )
-    args = (config, hf_config, dtype, device, max_model_len, stage, on_phase)
-    stand_in, weights_first = _stand_in(*args) if background is None else (None, "")
+    of_model = (config, hf_config, dtype, device, max_model_len, stage, on_phase)
+    stand_in, weights_first = _stand_in(*of_model) if background is None else (None, "")
     embeds_size = _embeds_size(config, stand_in, load)
-    layers = _all_layers(parallel)
-    model = compile_model(
-        stand_in, load, config, max_model_len, max_num_tokens, on_phase, layers, background=background
-    )
+    args = (stand_in, load, config, max_model_len, max_num_tokens, on_phase, _all_layers(parallel))
+    model = compile_model(*args, background=background)
     config = model.config
     steps_ahead, loaded = _steps_ahead(config, model, device), load()
     model, draft = compile_draft(draft_source, model, max_num_tokens, on_phase)
@@ -218,6 +226,7 @@ def _load(
         sampler.use_logits_processors(_logits_processors(config, loaded, max_model_len, max_num_tokens, vocab_size))
     return Loaded(
         source=config.source,
+        kept=_keep_times(key, config, device, runner),
         model=loaded,
         seed=config.seed,
         hf_config=loaded.config,
@@ -234,6 +243,14 @@ def _load(
         selfcheck=checked,
         start=start,
     )
+
+
+def _keep_times(key: str, config: EngineConfig, device: torch.device, runner: ModelRunner) -> Kept:
+    """Keep the times of graphs in the cache directory if they were measured, and return what identifies the model."""
+    kept = Kept(key=key, model=Path(config.source.model).name, device=device.type, times=runner.graphs.times)
+    if kept.times.graphs:
+        add_to_kept(traffic_folder(), kept)
+    return kept
 
 
 def _tokenizer(config: EngineConfig, on_phase: OnPhase | None) -> PreTrainedTokenizerBase | None:
@@ -440,6 +457,7 @@ def _notes(
         *([f"weights were loaded before anything was compiled: {weights_first}"] if weights_first else ()),
         *static_sizes_note(config),
         *([reason] if config.start == "fast" and (reason := why_not_fast(config)) else ()),
+        *([reason] if config.measure_graphs and (reason := why_not_measured(config)) else ()),
         *([str(checked)] if checked is not None else ()),
     )
 
@@ -591,7 +609,13 @@ def _runner(
     drafter = None
     try:
         if background is None:
-            graphs.capture(full=plan.full, piecewise=plan.piecewise, max_bytes=cache.max_graph_bytes, on_phase=on_phase)
+            graphs.capture(
+                full=plan.full,
+                piecewise=plan.piecewise,
+                max_bytes=cache.max_graph_bytes,
+                measures=config.measure_graphs and not why_not_measured(config),
+                on_phase=on_phase,
+            )
         if draft is not None:
             assert isinstance(step, SpeculativeStep) and slots is not None
             drafter = _drafter(draft, step, slots)
@@ -604,18 +628,11 @@ def _runner(
             drafter.close()
         graphs.close()
         raise
-    dispatcher = Dispatcher(
-        full=graphs.descriptors(CUDAGraphMode.FULL),
-        piecewise=graphs.descriptors(CUDAGraphMode.PIECEWISE),
-        resolved=plan.resolved,
-        failed=graphs.failed(),
-        static_sizes=model.compiled.report().static_sizes,
-    )
     speculative_kind = functools.partial(SpeculativeRunner, drafter=drafter)
     runner = (runner_kind or (ModelRunner if speculative is None else speculative_kind))(
         step=step,
         graphs=graphs,
-        dispatcher=dispatcher,
+        dispatcher=graphs.dispatcher(plan.resolved, model.compiled.report().static_sizes),
         needs_host_batch=model.needs_host_batch,
         strict=config.strict,
         adapted=loaded.adapted,
@@ -623,7 +640,7 @@ def _runner(
     if background is None:
         return runner, num_blocks, None
     max_bytes = set_aside or cache.max_graph_bytes
-    return runner, num_blocks, FastStart(background, model.compiled, runner, plan, max_bytes, config.strict)
+    return runner, num_blocks, FastStart(background, model.compiled, runner, plan, max_bytes, config)
 
 
 def _step_of(

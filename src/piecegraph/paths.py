@@ -1,4 +1,5 @@
-"""The location of files that piecegraph keeps between runs and could recreate: converted models and compiled pieces."""
+"""The location of files that piecegraph keeps between runs and could recreate: converted models, compiled pieces, and
+facts about traffic."""
 
 from __future__ import annotations
 
@@ -18,3 +19,8 @@ def cache_root() -> Path:
     from platformdirs import user_cache_path
 
     return user_cache_path("piecegraph", appauthor=False)
+
+
+def traffic_folder() -> Path:
+    """Return the directory in which batch shapes and measured times of models are kept. It need not exist."""
+    return cache_root() / "traffic"

@@ -203,6 +203,12 @@ LLM_FLAGS = (
         help="recorded: the rules of graphs without a GPU, and without the speed.",
     ),
     Flag(
+        name="measure_graphs",
+        switch=True,
+        default=False,
+        help="Measure graphs at the start, and run each batch under the cheapest one.",
+    ),
+    Flag(
         name="start",
         type=click.Choice(["fast", "full"]),
         default="full",

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from piecegraph.compiler.common.private_folder import scratch_folder
+from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
 from piecegraph.errors import ConfigError
 from piecegraph.progress import Phase
 from piecegraph.tools.command_line.compile_flags import engine_config, with_compile_flags
@@ -20,6 +21,8 @@ from piecegraph.tools.command_line.settings import config_option
 
 if TYPE_CHECKING:
     from piecegraph.runner.cudagraphs.dispatch_table import DispatchRange
+    from piecegraph.runner.cudagraphs.dispatcher import Dispatched
+    from piecegraph.runner.cudagraphs.measured_dispatcher import CostChoice
     from piecegraph.runner.inspect.explanation import AttentionRow, Explanation
     from piecegraph.runner.pipeline_parallel.summary import StageSummary
     from piecegraph.runner.tensor_parallel.summary import RanksSummary
@@ -153,6 +156,10 @@ def as_lines(explained: Explanation, eager_pieces: Mapping[str, str] | None = No
     )
     yield _titled("decode", "requests -> mode, padded to", *dispatch_lines(explained.decode))
     yield _titled("other", "tokens -> mode, padded to", *dispatch_lines(explained.mixed))
+    if explained.by_cost:
+        yield _titled(
+            "by cost", "cheaper than the smallest graph that fits, in milliseconds", *cost_lines(explained.by_cost)
+        )
     if explained.drafting:
         yield _titled("drafts", *_draft_lines(explained))
     if explained.notes:
@@ -194,6 +201,45 @@ def dispatch_lines(ranges: Sequence[DispatchRange]) -> list[str]:
             line += f" {last.num_tokens}"
         lines.append(line + (f"  ({first.reason})" if first.reason else ""))
     return lines
+
+
+def cost_lines(choices: Sequence[CostChoice]) -> list[str]:
+    """Return a line for each range of batches that do not run under the smallest graph that fits, with both times."""
+    return [
+        f"{_batches_of(choice):>11} -> {_run_as(choice.taken)} {choice.seconds * 1e3:.3g}, "
+        f"not {_run_as(choice.instead_of)} {choice.instead_of_seconds * 1e3:.3g}"
+        for choice in choices
+    ]
+
+
+def _batches_of(choice: CostChoice) -> str:
+    count = choice.uniform_token_count
+    kind = "others of" if count is None else "decodes of" if count == 1 else f"batches of {count} each,"
+    return (
+        f"{kind} {choice.first}-{choice.last} tokens" if choice.first < choice.last else f"{kind} {choice.first} tokens"
+    )
+
+
+def _run_as(dispatched: Dispatched) -> str:
+    is_padded = dispatched.mode is not CUDAGraphMode.NONE
+    return f"{dispatched.mode.value} {dispatched.descriptor.num_tokens}" if is_padded else dispatched.mode.value
+
+
+def cost_record(choice: CostChoice) -> dict[str, Any]:
+    """Return what `--json` prints of a choice by cost. The padded size of a mode without graphs is None."""
+
+    def run_as(dispatched: Dispatched, seconds: float) -> dict[str, Any]:
+        is_padded = dispatched.mode is not CUDAGraphMode.NONE
+        num_tokens = dispatched.descriptor.num_tokens if is_padded else None
+        return {"mode": dispatched.mode.value, "num_tokens": num_tokens, "seconds": seconds}
+
+    return {
+        "uniform_token_count": choice.uniform_token_count,
+        "first": choice.first,
+        "last": choice.last,
+        "taken": run_as(choice.taken, choice.seconds),
+        "instead_of": run_as(choice.instead_of, choice.instead_of_seconds),
+    }
 
 
 def _in_steps(ranges: Sequence[DispatchRange]) -> list[list[DispatchRange]]:
@@ -299,6 +345,7 @@ def as_record(model: str, explained: Explanation) -> dict[str, Any]:
         "mixed_mode": explained.mixed_mode.value,
         "decode": ranges(explained.decode),
         "mixed": ranges(explained.mixed),
+        "by_cost": [cost_record(choice) for choice in explained.by_cost],
         "verification": ranges(explained.verification),
         "draft": None if explained.draft is None else as_record(explained.draft.source, explained.draft),
         "replay_costs": explained.replay_costs,

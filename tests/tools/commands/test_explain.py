@@ -222,6 +222,7 @@ VALUES: dict[str, Any] = {
     "compile_sizes": (1,),
     "graph_kind": "cuda",
     "strict": True,
+    "measure_graphs": True,
     "distributed_executor_backend": "mp",
     "start": "full",
     "nnodes": 1,  # more need as many ranks
