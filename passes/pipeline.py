@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from piecegraph.passes.eliminate_noops import EliminateNoops
 from piecegraph.passes.fuse_act_mul import FuseActMul
 from piecegraph.passes.fuse_add_rms_norm import FuseAddRMSNorm
+from piecegraph.passes.fuse_all_reduce import FuseAllReduce
 from piecegraph.passes.fuse_linear import FuseLinear
 from piecegraph.passes.fuse_lookups import FuseLookups
 from piecegraph.passes.fuse_moe import FuseMoe
@@ -27,27 +28,36 @@ def all_passes() -> tuple[GraphPass, ...]:
         SelectRowsEarly(),
         FuseLinear(),
         FuseMoe(),
+        FuseAllReduce(),
         FuseLookups(),
     )
 
 
-def default_passes(device_type: str) -> tuple[GraphPass, ...]:
-    """Return the passes that run by default on a device type (`"cpu"`, `"cuda"`)."""
-    return tuple(each for each in all_passes() if device_type == "cuda" or each.name not in ON_A_GPU)
+def default_passes(device_type: str, num_ranks: int = 1) -> tuple[GraphPass, ...]:
+    """Return the passes that run by default on a device type (`"cpu"`, `"cuda"`).
+
+    `num_ranks`: how many ranks divide each layer (`tensor_parallel_size`).
+    """
+    left_out = (frozenset() if device_type == "cuda" else ON_A_GPU) | (frozenset() if num_ranks > 1 else OF_RANKS)
+    return tuple(each for each in all_passes() if each.name not in left_out)
 
 
 ON_A_GPU = frozenset(
-    {"fuse-add-rms-norm", "fuse-act-mul", "fuse-rope-kv-write", "fuse-linear", "fuse-moe", "fuse-lookups"}
+    {"fuse-add-rms-norm", "fuse-act-mul", "fuse-rope-kv-write", "fuse-linear", "fuse-moe", "fuse-all-reduce"}
+    | {"fuse-lookups"}
 )
 """The passes that insert calls of Triton kernels. On a CPU the reference of such an op in plain torch would run, and
 Inductor's own code is faster: these passes run there only if they are named."""
+
+OF_RANKS = frozenset({"fuse-all-reduce"})
+"""The passes over collectives, which run only if several ranks divide each layer, or if they are named."""
 
 
 def pipeline(passes: Sequence[str | GraphPass] | None, device_type: str) -> tuple[GraphPass, ...]:
     """Return the passes of `CompileConfig.passes` for a device type.
 
     Built-in passes are given by name and run in their own order; the user's passes follow in the order given. None
-    means the default passes.
+    means the default passes of one rank.
     """
     if passes is None:
         return default_passes(device_type)

@@ -18,6 +18,7 @@ from torch import fx
 from piecegraph.compiler.common.split_ops import op_name
 from piecegraph.compiler.torch_compat.fake_tensors import FakeTensor
 from piecegraph.passes.matching.torch_ir import value_of
+from piecegraph.passes.ops.collectives import WITHOUT_SUM
 from piecegraph.passes.ops.op_types import OpOverload
 
 ROWS = (1, 2, 3, 16, 32, 64, 128, 256, 2048)
@@ -42,13 +43,14 @@ def precompile_launches(graph: fx.Graph, is_split_op: Callable[[fx.Node], bool])
             continue
         if not any(isinstance(value_of(x), torch.Tensor) and value_of(x).is_cuda for x in node.all_input_nodes):
             continue
-        if not isinstance(node.target, OpOverload) or node.target._schema.is_mutable:
+        op = WITHOUT_SUM.get(node.target, node.target)  # no rank may start a sum alone
+        if not isinstance(op, OpOverload) or op._schema.is_mutable:
             continue
-        kind = (node.target, str(fx.map_arg((node.args, node.kwargs), _kind)))
+        kind = (op, str(fx.map_arg((node.args, node.kwargs), _kind)))
         for rows in ROWS:
             if _num_bytes(node, rows) > MAX_BYTES:
                 continue  # for example logits: a library computes so many rows of a large weight
-            launches.setdefault((*kind, rows), partial(_launch, node.target, node.args, node.kwargs, rows))
+            launches.setdefault((*kind, rows), partial(_launch, op, node.args, node.kwargs, rows))
     return list(launches.values())
 
 

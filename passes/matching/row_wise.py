@@ -55,7 +55,12 @@ _SOFTMAX = frozenset({F.softmax, torch.softmax, F.log_softmax, torch.log_softmax
 _LAYER_NORM = frozenset({F.layer_norm, torch.layer_norm}) | RMS_NORM
 _SAME_DIMS = CONTIGUOUS | CLONE
 
-_OURS = {"piecegraph::rms_norm": 1, "piecegraph::add_rms_norm": 2, "piecegraph::act_mul": 1}
+_OURS = {
+    "piecegraph::rms_norm": 1,
+    "piecegraph::add_rms_norm": 2,
+    "piecegraph::act_mul": 1,
+    "piecegraph::all_reduce": 1,
+}
 """The ops over the last dim, each with how many of its first arguments have the rows."""
 
 Rows = dict[fx.Node, int]

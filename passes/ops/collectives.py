@@ -1,19 +1,24 @@
 """The collectives of tensor parallelism: `piecegraph::all_reduce`, `all_gather` and `own_columns`.
 
+`all_reduce_add_rms_norm` and `all_reduce_add_norm_linear` do what follows a sum over the ranks, too.
+
 They are ops inside pieces and take plain local tensors. No rank is in a graph: an op finds its group in a context
 variable that whoever runs a step sets (`running_in`), so that all ranks share one compiled piece.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from piecegraph.passes.ops.library import define_op
+from piecegraph.passes.ops.norm_linear import ADD_NORM_LINEAR, add_norm_linear
+from piecegraph.passes.ops.op_types import OpOverload
+from piecegraph.passes.ops.rms_norm import ADD_RMS_NORM, add_rms_norm
 
 
 class CollectiveError(RuntimeError):
@@ -31,6 +36,9 @@ class Group(Protocol):
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Return the sum of `x` over all ranks, a new tensor of the same bits on every rank."""
+
+    def all_reduce_in_place(self, x: torch.Tensor) -> None:
+        """Replace `x`, which is contiguous, by what `all_reduce` returns."""
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """Return `x` of all ranks, joined in the last dim in the order of ranks."""
@@ -57,6 +65,33 @@ def _current() -> Group:
 
 def _all_reduce(x: torch.Tensor) -> torch.Tensor:
     return _current().all_reduce(x)
+
+
+def _summed(x: torch.Tensor) -> torch.Tensor:
+    """Return the sum of `x` over all ranks, in the memory of `x` if that is contiguous."""
+    if not x.is_contiguous():
+        return _current().all_reduce(x)
+    _current().all_reduce_in_place(x)
+    return x
+
+
+def all_reduce_add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `add_rms_norm(all_reduce(x), residual, weight, eps, offset)`; `x` is overwritten.
+
+    `x` and `residual` are of one shape and dtype; both results are new and contiguous, and the bits are those of the
+    separate ops.
+    """
+    return add_rms_norm(_summed(x), residual, weight, eps, offset)
+
+
+def all_reduce_add_norm_linear(x: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `add_norm_linear(all_reduce(x), *others)`; `x` is overwritten.
+
+    Both results are new and contiguous, and the bits are those of the separate ops.
+    """
+    return add_norm_linear(_summed(x), *others)
 
 
 def _all_gather(x: torch.Tensor, num_ranks: int) -> torch.Tensor:
@@ -86,3 +121,23 @@ OWN_COLUMNS = define_op(
     _own_columns,
     lambda x, num_columns: x.new_empty((*x.shape[:-1], num_columns)),
 )
+
+ALL_REDUCE_ADD_RMS_NORM = define_op(
+    "all_reduce_add_rms_norm(Tensor(a!) x, Tensor residual, Tensor? weight, float eps, float offset) -> "
+    "(Tensor, Tensor)",
+    all_reduce_add_rms_norm,
+    ADD_RMS_NORM,
+)
+
+ALL_REDUCE_ADD_NORM_LINEAR = define_op(
+    "all_reduce_add_norm_linear(Tensor(a!) x, Tensor residual, Tensor? norm_weight, float eps, float offset, "
+    "Tensor weight, Tensor? bias, str activation) -> (Tensor, Tensor)",
+    all_reduce_add_norm_linear,
+    ADD_NORM_LINEAR,
+)
+
+WITHOUT_SUM: Mapping[Any, OpOverload] = {
+    ALL_REDUCE_ADD_RMS_NORM: ADD_RMS_NORM,
+    ALL_REDUCE_ADD_NORM_LINEAR: ADD_NORM_LINEAR,
+}
+"""The ops that start with a sum over the ranks, each with the op of the same arguments that does the rest."""

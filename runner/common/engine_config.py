@@ -500,6 +500,20 @@ def static_sizes(config: EngineConfig, *, is_cuda: bool) -> tuple[int, ...]:
     return config.compile.compile_sizes or (smallest if is_cuda else ())
 
 
+def options_on(config: EngineConfig, device_type: str) -> CompileConfig:
+    """Return the compile config for a device: with its static sizes and, unless passes are named, those of its ranks.
+
+    Imports the passes, and with them torch, only if there are several ranks.
+    """
+    compile = replace(config.compile, compile_sizes=static_sizes(config, is_cuda=device_type == "cuda"))
+    if compile.passes is not None or config.tensor_parallel_size == 1:
+        return compile
+    from piecegraph.passes.pipeline import default_passes
+
+    names = tuple(each.name for each in default_passes(device_type, config.tensor_parallel_size))
+    return replace(compile, passes=names)
+
+
 def refuse_unknown(arguments: Mapping[str, object], known: tuple[str, ...]) -> None:
     """Raise `ConfigError` for an argument that `LLM` does not have, by name.
 

@@ -396,7 +396,7 @@ def _passes(config: EngineConfig, device: torch.device) -> tuple[Any, ...]:
     """Return the passes for the explained device; the traced parameters, meta tensors, are on no device."""
     if config.compile.passes is not None:
         return config.compile.passes
-    return tuple(each.name for each in default_passes(device.type))
+    return tuple(each.name for each in default_passes(device.type, config.tensor_parallel_size))
 
 
 def _expected_here(config: EngineConfig, device: torch.device) -> dict[str, int | str]:

@@ -23,6 +23,7 @@ from piecegraph.runner.attention.interface.op_call import ATTENTION_OP, ATTENTIO
 
 LAUNCHES: Mapping[str, int] = {
     "piecegraph::moe_experts": 4, "piecegraph::add_norm_linear": 2, "piecegraph::linear_add_norm_linear": 3,
+    "piecegraph::all_reduce": 2, "piecegraph::all_reduce_add_rms_norm": 2, "piecegraph::all_reduce_add_norm_linear": 3,
 }  # fmt: skip
 """The number of kernels that a call of one of our ops launches in a decode step of two or more requests, if not one."""
 
@@ -86,7 +87,10 @@ def middle_layer(
     return LayerView(unique_pieces=pieces, ours=dict(ours), matmuls=matmuls, left_to_inductor=left, split_ops=split_ops)
 
 
-_ACTIVATION_AT = {"piecegraph::linear": 3, "piecegraph::add_norm_linear": 7, "piecegraph::linear_add_norm_linear": 9}
+_ACTIVATION_AT = {
+    "piecegraph::linear": 3, "piecegraph::add_norm_linear": 7, "piecegraph::all_reduce_add_norm_linear": 7,
+    "piecegraph::linear_add_norm_linear": 9,
+}  # fmt: skip
 """The index of the activation among an op's arguments; the weight is two before it."""
 
 

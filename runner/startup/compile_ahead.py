@@ -18,7 +18,7 @@ from piecegraph.compiler.tracing.signature import ExampleCall
 from piecegraph.errors import CacheError, CompileError, ConfigError, KeyFactorError
 from piecegraph.progress import OnPhase, timed_phase
 from piecegraph.runner.attention.select import check_backend_name
-from piecegraph.runner.common.engine_config import EngineConfig, batched_tokens, static_sizes
+from piecegraph.runner.common.engine_config import EngineConfig, batched_tokens, options_on
 from piecegraph.runner.models.length import model_length
 from piecegraph.runner.models.load import LoadedModel, load_config
 from piecegraph.runner.models.without_weights import load_without_weights
@@ -126,7 +126,7 @@ def _compile(
         decided.append(decide_for(calls, loaded, config, max_model_len, max_num_tokens))
 
     module = entry.module(loaded)
-    compile = replace(config.compile, compile_sizes=static_sizes(config, is_cuda=loaded.device.type == "cuda"))
+    compile = options_on(config, loaded.device.type)
     cache = CompileCache(store, True, reads=not anew)
     inputs, dims = entry.inputs(loaded), entry.dynamic_dims(loaded)
     with torch.no_grad():

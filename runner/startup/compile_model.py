@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from piecegraph.compiler.splitting.plan import SplitCall
 from piecegraph.progress import OnPhase, Phase, timed_phase
 from piecegraph.runner.attention.interface.layer import AttentionLayer
 from piecegraph.runner.attention.select import BackendChoice
-from piecegraph.runner.common.engine_config import EngineConfig, static_sizes
+from piecegraph.runner.common.engine_config import EngineConfig, options_on
 from piecegraph.runner.cudagraphs.graph_plan import GraphPlan
 from piecegraph.runner.inspect.untraceable import refused_by_module
 from piecegraph.runner.kv_cache.groups import KVCacheLayout
@@ -113,12 +113,11 @@ def compile_model(
         if on_phase is not None:
             on_phase(phase)
 
-    sizes = static_sizes(config, is_cuda=device.type == "cuda")
     try:
         with torch.no_grad(), refused_by_module(loaded.model):
             compiled = compile_module(
                 entry.module(loaded),
-                replace(config.compile, compile_sizes=sizes),
+                options_on(config, device.type),
                 dynamic_dims=entry.dynamic_dims(loaded),
                 example_inputs=entry.inputs(loaded),
                 on_phase=on_every_phase,

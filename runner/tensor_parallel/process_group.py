@@ -143,10 +143,14 @@ class RankGroup:
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Return the sum over all ranks; the bits are equal on all ranks."""
         output = x.clone(memory_format=torch.contiguous_format)
+        self.all_reduce_in_place(output)
+        return output
+
+    def all_reduce_in_place(self, x: torch.Tensor) -> None:
+        """Replace `x`, which must be contiguous, by the sum over all ranks; the bits are equal on all ranks."""
         options = dist.AllreduceOptions()
         options.asyncOp = False  # NCCL then runs it on the current stream
-        self._wait(lambda: self._group.allreduce([output], options))
-        return output
+        self._wait(lambda: self._group.allreduce([x], options))
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """Return `x` of all ranks, joined in the last dim."""

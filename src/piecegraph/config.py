@@ -34,6 +34,7 @@ PASSES = (
     "select-rows-early",
     "fuse-linear",
     "fuse-moe",
+    "fuse-all-reduce",
     "fuse-lookups",
 )
 """The names of all built-in passes, in the order they run."""

@@ -28,6 +28,8 @@ from piecegraph.passes.matching.graph_pass import GraphPass
 from piecegraph.runner.attention.interface.transformers_attention import register_attention
 from piecegraph.runner.models.causal_lm import DYNAMIC_DIMS, CausalLMForward, example_inputs
 from piecegraph.runner.models.rope import fix_longrope
+from piecegraph.runner.tensor_parallel.plan import rank_plan
+from piecegraph.runner.tensor_parallel.sharded_modules import fill_rank_buffers, shard_model
 from tests.runner.tiny_models import FAMILIES, MAX_LEN, UNLISTED, VOCAB_SIZE
 
 
@@ -91,13 +93,19 @@ def family(name: str, dtype: torch.dtype, num_layers: int | None = None) -> Fami
     return Family(traced, copy.deepcopy(traced.graph_module.graph))
 
 
+def family_of_rank(name: str, dtype: torch.dtype, rank: int, num_ranks: int) -> Family:
+    """A graph of one's own of the part of family `name` that one of several ranks computes."""
+    traced = _traced(name, dtype, None, rank, num_ranks)
+    return Family(traced, copy.deepcopy(traced.graph_module.graph))
+
+
 def prompt(num_tokens: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(num_tokens)
     return torch.randint(VOCAB_SIZE, (num_tokens,), generator=generator)
 
 
 @cache  # five files of tests ask for most families
-def _traced(name: str, dtype: torch.dtype, num_layers: int | None) -> Traced:
+def _traced(name: str, dtype: torch.dtype, num_layers: int | None, rank: int = 0, num_ranks: int = 1) -> Traced:
     register_attention()
     config = {**FAMILIES, **UNLISTED}[name]()
     if num_layers is not None:
@@ -110,6 +118,10 @@ def _traced(name: str, dtype: torch.dtype, num_layers: int | None) -> Traced:
         if parameter.dim() <= 1:
             nn.init.normal_(parameter, mean=float(parameter.data.float().mean()), std=0.2)
     fix_longrope(model, MAX_LEN)
+    if num_ranks > 1:
+        model.requires_grad_(False)
+        shard_model(model, rank_plan(model, rank, num_ranks))
+        fill_rank_buffers(model, rank)
     name_layers(model)
     traced = trace(CausalLMForward(model), example_inputs(torch.device("cpu")), {}, DYNAMIC_DIMS)
     gc.collect()

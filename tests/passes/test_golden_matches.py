@@ -7,12 +7,12 @@ from importlib.metadata import version
 import pytest
 
 from piecegraph.passes.pipeline import all_passes
-from tests.passes.golden_matches import COMMAND, committed_matches, difference, found_matches
+from tests.passes.golden_matches import COMMAND, OF_TWO_RANKS, committed_matches, difference, found_matches
 from tests.quick_families import families
 from tests.runner.tiny_models import FAMILIES, UNLISTED
 
 
-@pytest.mark.parametrize("family", families([*FAMILIES, *UNLISTED]))
+@pytest.mark.parametrize("family", families([*FAMILIES, *UNLISTED, *OF_TWO_RANKS]))
 def test_matches_and_misses_are_those_committed(family: str) -> None:
     changed = difference(committed_matches().get(family, {}), found_matches(family))
     if not version("transformers").startswith("5.17."):  # models of other versions have other operations without effect
@@ -22,7 +22,7 @@ def test_matches_and_misses_are_those_committed(family: str) -> None:
 
 def test_the_table_has_every_pass_and_every_family() -> None:
     table = committed_matches()
-    assert list(table) == [*FAMILIES, *UNLISTED]
+    assert list(table) == [*FAMILIES, *UNLISTED, *OF_TWO_RANKS]
     passes = [each.name for each in all_passes()]
     assert all(list(rows) == passes for rows in table.values()), f"its passes are not {passes}: {COMMAND}"
 

@@ -14,10 +14,12 @@ from piecegraph.compiler.rewriting.pass_contexts import FixedInputs
 from piecegraph.compiler.rewriting.run_pass import PassOutcome, run_pass
 from piecegraph.compiler.tracing.trace import trace
 from piecegraph.passes.eliminate_noops import EliminateNoops
+from piecegraph.passes.ops.collectives import ALL_REDUCE
 from piecegraph.passes.ops.rms_norm import ADD_RMS_NORM
 from piecegraph.passes.select_rows_early import SelectRowsEarly
 from tests.passes.family_runs import family, graph_inputs, prompt
 from tests.quick_families import families
+from tests.runner.tensor_parallel.ranks_in_threads import run_ranks
 from tests.runner.tiny_models import FAMILIES, UNLISTED
 
 MOE = ("qwen3-moe", "mixtral", "gpt-oss", "deepseek-v3")
@@ -174,6 +176,13 @@ def test_our_norms_are_row_wise() -> None:
     outcome, calls = moved(lambda h, i: ADD_RMS_NORM(h.exp(), h, None, 1e-6, 0.0)[0][i])
     assert outcome.matches == 1
     assert [name for name, _ in calls if name == "getitem"] and all(rows == "chosen" for _, rows in calls)
+
+
+def test_a_sum_over_ranks_is_row_wise() -> None:
+    """All ranks choose the same rows, so fewer are added up."""
+    outcome, calls = run_ranks(1, lambda group: moved(lambda h, i: ALL_REDUCE(h.exp())[i]))[0]
+    assert outcome.matches == 1
+    assert {("exp", "chosen"), ("all_reduce.default", "chosen")} <= set(calls), calls
 
 
 def test_an_item_is_chosen_from_where_its_tuple_stays() -> None:

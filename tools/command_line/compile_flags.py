@@ -27,15 +27,16 @@ def with_compile_flags(
         options["passes"] = passes_without(
             [word.removeprefix("-") for word in options["passes"]],
             "cuda" if assume_gpu else _device_type(arguments.get("device")),
+            arguments.get("tensor_parallel_size", 1),
         )
     return {**arguments, "compilation_config": options}
 
 
-def passes_without(dropped: Sequence[str], device_type: str) -> tuple[str, ...]:
-    """Return the names of the passes that pay on a device, except the dropped ones."""
+def passes_without(dropped: Sequence[str], device_type: str, num_ranks: int = 1) -> tuple[str, ...]:
+    """Return the names of the passes that pay on a device, except the dropped ones; see `default_passes`."""
     from piecegraph.passes.pipeline import default_passes
 
-    return tuple(each.name for each in default_passes(device_type) if each.name not in dropped)
+    return tuple(each.name for each in default_passes(device_type, num_ranks) if each.name not in dropped)
 
 
 def _device_type(device: Any) -> str:

@@ -71,7 +71,8 @@ def passes(
         device_type = resolve_device(arguments.get("device")).type
         arguments = with_compile_flags(arguments, values)
         named = arguments.get("compilation_config", {}).get("passes")
-        names = [each.name for each in default_passes(device_type)] if named is None else named
+        num_ranks = arguments.get("tensor_parallel_size", 1)
+        names = [each.name for each in default_passes(device_type, num_ranks)] if named is None else named
         compiler = "eager" if arguments.pop("enforce_eager", False) else arguments.pop("compiler", "inductor")
         plan = Plan(batch_sizes=batch_sizes, context=context, steps=steps, repeats=repeat, with_pieces=with_pieces)
         measured, ceilings = measure_passes(

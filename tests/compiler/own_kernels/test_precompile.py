@@ -14,6 +14,7 @@ from piecegraph.passes.kernels.linear.linear_config import LinearConfig, linear_
 from piecegraph.passes.kernels.linear.linear_parts import parts_config
 from piecegraph.passes.kernels.linear.streamed_config import StreamedConfig
 from piecegraph.passes.ops.act_mul import ACT_MUL
+from piecegraph.passes.ops.collectives import ALL_REDUCE_ADD_RMS_NORM
 from piecegraph.passes.ops.linear import LINEAR
 from piecegraph.passes.ops.rotary_tables import ROTARY_TABLES
 from tests.gpus import H200
@@ -89,6 +90,21 @@ def kernels_taken(rows: int) -> set[object]:
                 )
             )
     return taken
+
+
+def test_a_norm_behind_a_sum_over_ranks_is_launched_without_the_sum() -> None:
+    """One rank alone would wait for the others."""
+    graph = fx.Graph()
+    x, residual, weight = (graph.placeholder(name) for name in ("x", "residual", "weight"))
+    for node, *shape in ((x, 3, 8), (residual, 3, 8), (weight, 8)):
+        node.meta["example_value"] = torch.empty(shape).as_subclass(_Cuda)
+    norm = graph.call_function(ALL_REDUCE_ADD_RMS_NORM, (x, residual, weight, 1e-6, 0.0))
+    norm.meta["example_value"] = (torch.empty(3, 8).as_subclass(_Cuda),) * 2
+    graph.output((norm,))
+    launches = precompile_launches(graph, lambda node: False)
+    assert len(launches) == len(ROWS)
+    for launch in launches:
+        launch({"weight": torch.ones(8)})  # a sum would fail: no ranks are there
 
 
 def test_the_rows_cover_every_kernel() -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from piecegraph import LLM
+from piecegraph.config import PASSES
 from piecegraph.errors import ConfigError, OutOfMemory, UnsupportedModel
 from piecegraph.progress import CONCURRENT_PHASES
-from piecegraph.runner.common.engine_config import EngineConfig, batched_tokens
+from piecegraph.runner.common.engine_config import EngineConfig, batched_tokens, options_on
 from piecegraph.runner.common.model_source import ModelSource
 
 REFUSED: list[tuple[dict[str, object], str]] = [
@@ -181,3 +183,12 @@ def test_attention_that_disagrees_with_the_config_stops_before_compiling(llama_d
             on_phase=lambda phase: phases.append(phase.name),
         )
     assert "compile" not in phases
+
+
+def test_passes_over_collectives_run_for_several_ranks_only() -> None:
+    one, two = (EngineConfig(source=ModelSource(model="a"), tensor_parallel_size=size) for size in (1, 2))
+    assert options_on(one, "cuda").passes is None
+    assert options_on(two, "cuda").passes == PASSES
+    assert "fuse-all-reduce" not in (options_on(two, "cpu").passes or ())
+    named = replace(two, compile=replace(two.compile, passes=("fuse-moe",)))
+    assert options_on(named, "cuda").passes == ("fuse-moe",)

@@ -12,7 +12,7 @@ from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
 from piecegraph.passes.pipeline import default_passes
 from piecegraph.runner.cudagraphs.dispatch_table import DispatchRange
 from piecegraph.tools.cli import main
-from piecegraph.tools.command_line.compile_flags import engine_config
+from piecegraph.tools.command_line.compile_flags import engine_config, passes_without
 from piecegraph.tools.command_line.options import LLM_FLAGS
 from piecegraph.tools.commands.explain import dispatch_lines
 from tests.runner.tiny_models import llama_config
@@ -207,6 +207,17 @@ def test_passes_of_an_assumed_gpu_are_those_that_pay_there(
     names = [each.name for each in default_passes("cuda")]
     given = [word for name in dropped for word in ("--passes", f"-{name}")]
     assert explained_passes(folder, capsys, "--assume-gpu", *given) == [name for name in names if name not in dropped]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: nothing is assumed")
+def test_sums_of_ranks_are_part_of_norms_on_a_gpu(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two a layer, each of two kernels; the row is there for several ranks only, and with that pass dropped not."""
+    flags = ["--assume-gpu", "--quiet", "--tensor-parallel-size", "2"]
+    assert main(["explain", folder, *flags]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split() for line in lines if "fuse-all-reduce" in line] == [["fuse-all-reduce", "4", "0", "4"]]
+    assert any("piecegraph::all_reduce_add_rms_norm 4" in line for line in lines), lines
+    assert passes_without(["fuse-all-reduce"], "cuda", 2) == tuple(each.name for each in default_passes("cuda"))
 
 
 VALUES: dict[str, Any] = {

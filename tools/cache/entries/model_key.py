@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from piecegraph.compiler.store.compile_cache import CompileCache
 from piecegraph.compiler.tracing.signature import ExampleCall
 from piecegraph.compiler.tracing.traced_sources import find_changed_module
 from piecegraph.progress import OnPhase
-from piecegraph.runner.common.engine_config import EngineConfig, static_sizes
+from piecegraph.runner.common.engine_config import EngineConfig, options_on
 from piecegraph.runner.models.causal_lm import DYNAMIC_DIMS, CausalLMForward, example_inputs
 from piecegraph.runner.models.load import load_config
 from piecegraph.runner.models.without_weights import load_without_weights
@@ -40,7 +40,7 @@ def model_key(config: EngineConfig, on_phase: OnPhase | None = None) -> ModelKey
         config, _ = with_head(config, load_config(config.source), needs_weights=False)
     loaded = load_without_weights(config, on_phase)
     device, module = loaded.device, CausalLMForward(loaded.model, loaded.first_position)
-    compile = replace(config.compile, compile_sizes=static_sizes(config, is_cuda=device.type == "cuda"))
+    compile = options_on(config, device.type)
     cache = CompileCache.open(compile)
     with torch.no_grad():
         call = ExampleCall.of(module, example_inputs(device), {}, DYNAMIC_DIMS)
