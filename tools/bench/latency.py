@@ -74,6 +74,16 @@ def model_size(llm: LLM) -> ModelSize:
     )
 
 
+def floor_notes(num_ranks: int) -> tuple[str, ...]:
+    """Return what to know of the floor where `num_ranks` ranks divide each layer; nothing for one."""
+    if num_ranks == 1:
+        return ()
+    return (
+        f"times and kernels are rank 0's, and the floor is of what one of {num_ranks} ranks reads and computes: sums "
+        "over the ranks are in the times and not in the floor",
+    )
+
+
 def measure_latency(
     llm: LLM,
     batch_sizes: Sequence[int],

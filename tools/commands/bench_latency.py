@@ -88,7 +88,7 @@ def latency(
 
         display, arguments = begun.display, with_compile_flags(arguments, values)
         with LLM(begun.folder, skip_tokenizer_init=True, on_phase=begun.on_phase, **arguments) as llm:
-            from piecegraph.tools.bench.latency import measure_latency
+            from piecegraph.tools.bench.latency import floor_notes, measure_latency
             from piecegraph.tools.bench.measure.ceilings import measure_ceilings
 
             buffers = llm.runner.step.buffers
@@ -107,6 +107,7 @@ def latency(
                 prefill_tokens=prefill_tokens,
                 on_row=lambda row: None if as_json else click.echo(as_line(row)),
             )
+            notes = [*llm.notes, *floor_notes(arguments.get("tensor_parallel_size", 1))]
             if as_json:
                 record = {
                     "model": model,
@@ -116,11 +117,12 @@ def latency(
                     "ceilings": as_plain(ceilings),
                     "rows": [{**as_plain(row), "share_of_roofline": row.share_of_roofline} for row in rows],
                     **about(llm, display),
+                    "notes": notes,
                 }
                 click.echo(json.dumps(record))
                 return
             click.echo(ceilings_line(ceilings))
-            for note in llm.notes:
+            for note in notes:
                 click.echo(f"note: {note}", err=True)
 
 

@@ -163,6 +163,16 @@ def test_ranks_of_a_family_answer_as_transformers_does(name: str, size: int, tmp
 
 
 @pytest.mark.slow
+def test_sums_that_are_part_of_norms_answer_as_transformers_does(tmp_path: Path) -> None:
+    """Behind attention and behind experts, in eager pieces of two processes."""
+    passes = ("merge-projections", "fuse-add-rms-norm", "select-rows-early", "fuse-moe", "fuse-all-reduce")
+    options = {"passes": passes, "expect": {"fuse-all-reduce": "all"}}
+    with two_ranks(save(make_model("qwen3-moe"), tmp_path), compilation_config=options) as llm:
+        assert {row.name: row.matches for row in llm.compiled.report().passes}["fuse-all-reduce"] == 4
+        assert_answers(llm, "qwen3-moe")
+
+
+@pytest.mark.slow
 def test_one_rank_compiles_and_the_others_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From an empty cache one rank stores what it compiles; a second start compiles nothing."""
     monkeypatch.setenv("PIECEGRAPH_CACHE", "on")

@@ -41,15 +41,16 @@ def in_threads(num_ranks: int, run: Callable[[RankGroup], object], timeout_s: fl
 
 
 def test_collectives_give_every_rank_the_same() -> None:
-    def run(group: RankGroup) -> tuple[list[float], list[float], list[float], int]:
+    def run(group: RankGroup) -> tuple[list[list[float]], int]:
         group.connect(CPU)
         x = torch.full((2, 3), group.rank + 1.0).T  # of other strides
         added, joined, own = group.all_reduce(x), group.all_gather(x[:1]), x.clone().T
         assert torch.equal(x, torch.full((3, 2), group.rank + 1.0))
         group.all_reduce_in_place(own)
-        return (*(each.flatten().tolist() for each in (added, own, joined)), group.smallest("blocks", 10 - group.rank))
+        found = [each.flatten().tolist() for each in (added, own, joined)]
+        return found, group.smallest("blocks", 10 - group.rank)
 
-    assert in_threads(3, run) == [([6.0] * 6, [6.0] * 6, [1.0, 1.0, 2.0, 2.0, 3.0, 3.0], 8)] * 3
+    assert in_threads(3, run) == [([[6.0] * 6, [6.0] * 6, [1.0, 1.0, 2.0, 2.0, 3.0, 3.0]], 8)] * 3
 
 
 def test_ranks_that_differ_are_refused_by_name() -> None:
