@@ -59,9 +59,6 @@ ALWAYS = (
     "gpt_neo",
     "falcon with biases",
     "bloom of 6 heads",
-    "mpt, clipped, of 6 heads",
-    "mvp",
-    "doge",
 )
 """The others are slow tests."""
 CPU = torch.device("cpu")
@@ -104,7 +101,9 @@ def test_all_that_a_trace_depends_on_is_known(name: str, tmp_path: Path) -> None
     assert len(calls) == 2, "a call for each layer"
 
 
-@pytest.mark.parametrize(("name", "field"), [("bloom", "n_layer"), ("diffllama", "num_hidden_layers")])
+@pytest.mark.parametrize(
+    ("name", "field"), [("bloom", "n_layer"), pytest.param("diffllama", "num_hidden_layers", marks=pytest.mark.slow)]
+)
 def test_a_layer_is_traced_and_compiled_once(name: str, field: str, tmp_path: Path) -> None:
     """However many there are: their numbers and tables are buffers."""
     with patch.dict(MODELS, {"deep": (name, {field: 6})}):

@@ -35,7 +35,7 @@ PROMPTS = [
 """Three of them many times as long as the windows, of 8 tokens; two share a prefix."""
 GREEDY = SamplingParams(temperature=0.0, max_tokens=14, ignore_eos=True)
 NUM_GROUPS = {"mistral": 1, "gemma2": 2, "gemma3": 3, "gpt-oss": 2, "gemma3-deep": 3}
-SLOW = pytest.mark.slow  # two groups as gpt-oss has them, three as the deeper one has them
+SLOW = pytest.mark.slow
 BACKENDS = [
     pytest.param({"attention_backend": "triton"}, id="triton"),
     pytest.param({"attention_backend": "sdpa"}, id="sdpa"),
@@ -57,7 +57,7 @@ def make(name: str) -> PreTrainedModel:
 
 @pytest.fixture(
     scope="module",
-    params=["mistral", "gpt-oss", "gemma3-deep", *(pytest.param(name, marks=SLOW) for name in ("gemma2", "gemma3"))],
+    params=["mistral", "gpt-oss", *(pytest.param(name, marks=SLOW) for name in ("gemma2", "gemma3", "gemma3-deep"))],
 )
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, Path]:
     model = make(request.param)

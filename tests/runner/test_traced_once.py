@@ -21,6 +21,7 @@ PROMPT = [5, 6, 7]
 OPTIONS: dict[str, Any] = {"skip_tokenizer_init": True, "dtype": "float32", "compiler": "eager", "num_kv_blocks": 8}
 
 
+@pytest.mark.slow
 def test_models_of_one_config_share_a_trace_and_nothing_else(tmp_path: Path) -> None:
     """The weights are each model's own; another config, and another value that the trace read, are traced."""
     base = {"num_hidden_layers": 1}

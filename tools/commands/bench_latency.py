@@ -73,7 +73,7 @@ def latency(
     llama-8b). A step is input preparation, model, logits and the draw of a token, timed between CUDA events. The
     roofline reads every weight and every cached key once, at the rates measured in the same run.
     """
-    if values.get("pipeline_parallel_size", 1) > 1:
+    if (values.get("pipeline_parallel_size") or 1) > 1:
         raise ConfigError(
             "bench latency times the steps of one batch, and with pipeline_parallel_size each stage works at another; "
             "use `piecegraph bench throughput`, or leave it out."

@@ -160,6 +160,7 @@ def test_a_killed_start_leaves_its_compiled_pieces(tmp_path: Path) -> None:
     assert with_pieces_kept(tmp_path / "cache").report().cache.loaded_pieces == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ends", ["stored", "killed"])
 def test_a_piece_that_another_process_compiles_is_waited_for(tmp_path: Path, filled: Path, ends: str) -> None:
     """Without a plan's key too. What is not being compiled elsewhere is compiled meanwhile; in the end each piece was

@@ -99,6 +99,7 @@ def test_captured_graphs_use_static_pieces(mode: str) -> None:
         counted.take()
 
 
+@pytest.mark.slow
 def test_the_report_tells_sizes_and_seconds_apart() -> None:
     phases: list[Phase] = []
     _, model = compiled_decoder(phases.append, compile_sizes=(1, 4))

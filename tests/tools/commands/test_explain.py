@@ -236,6 +236,9 @@ VALUES: dict[str, Any] = {
     "measure_graphs": True,
     "distributed_executor_backend": "mp",
     "start": "full",
+    "enable_lora": True,
+    "enable_expert_parallel": False,  # True needs several ranks
+    "kv_cache_dtype": "fp8",
     "nnodes": 1,  # more need as many ranks
     "node_rank": 0,
     "master_addr": "10.0.0.1",

@@ -189,7 +189,7 @@ def test_nothing_is_generated(server: ServerProcess, client: openai.OpenAI) -> N
     text = httpx.post(f"{server.url}/detokenize", json={"tokens": tokens["tokens"]}).json()
     assert "the cat" in text["prompt"]
     refused(server, {"tokens": [VOCAB_SIZE]}, "/detokenize")
-    assert httpx.get(f"{server.url}/ready").json() == {"status": "serving"}
+    assert httpx.get(f"{server.url}/ready").json() == {"status": "serving", "start": "full speed"}
     assert httpx.get(f"{server.url}/health").status_code == 200
 
 
