@@ -174,7 +174,6 @@ COVERED_BY: Mapping[str, str] = {
     "runner/device_memory/host_memory/released_memory.py": "tests/runner/sleeping/test_sleep.py",
     "compiler/piece_compilers/graphs_first.py": "tests/compiler/building/test_background.py",
     "runner/cudagraphs/late_dispatcher.py": "tests/runner/late_start/test_fast_start.py",
-    "passes/ops/collectives.py": "tests/runner/tensor_parallel/test_sharded_modules.py",
     "runner/data_parallel/engine_program.py": "tests/runner/data_parallel/test_engine_processes.py",
     "runner/data_parallel/loaded_elsewhere.py": "tests/runner/data_parallel/test_engine_processes.py",
     "runner/distributed/child_process.py": "tests/runner/distributed/test_executor.py",
