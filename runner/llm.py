@@ -130,7 +130,7 @@ class LLM:
         attention_backend: str | None = "auto",
         compiler: str | None = None,
         cudagraph_mode: str = "FULL_AND_PIECEWISE",
-        cudagraph_capture_sizes: Sequence[int] | None = None,
+        cudagraph_capture_sizes: Sequence[int] | str | None = None,
         compile_sizes: Sequence[int] | None = None,
         graph_kind: str = "auto",
         measure_graphs: bool = False,
@@ -844,7 +844,7 @@ def _engine_config(arguments: Mapping[str, Any]) -> EngineConfig:
         "may_raise_block_size": block_size is None,
         "attention_backend": "auto" if backend is None else backend,
         "cudagraph_mode": "NONE" if enforce_eager else graphs.get("cudagraph_mode", arguments["cudagraph_mode"]),
-        "cudagraph_capture_sizes": None if capture_sizes is None else tuple(capture_sizes),
+        "cudagraph_capture_sizes": capture_sizes,
         "compile_sizes": None if compile_sizes is None else tuple(compile_sizes),
         "compile": compile_config(
             arguments["compiler"], enforce_eager, arguments["compile_workers"], compilation.compile
@@ -892,6 +892,10 @@ def _load(
                     )
                 if config.data_parallel_size > 1:
                     raise ConfigError("a model that pools runs in one engine only; leave data_parallel_size out.")
+                if config.sizes_from_traffic:
+                    raise ConfigError(
+                        "a model that pools counts no batches; leave cudagraph_capture_sizes='traffic' out."
+                    )
                 if config.quantization is not None:
                     raise ConfigError("a model that pools cannot be quantised yet; leave quantization out.")
         if isinstance(executor, EngineProcesses):

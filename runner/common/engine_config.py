@@ -119,6 +119,9 @@ class EngineConfig:
     cudagraph_capture_sizes: tuple[int, ...] | None = None
     """The padded token counts to capture, ascending; None: `default_capture_sizes`. A batch above the largest size
     runs without graphs."""
+    sizes_from_traffic: bool = False
+    """Whether the sizes are chosen by what earlier engines of the model have run; until then `cudagraph_capture_sizes`
+    is None. True if "traffic" was given for these."""
     compile_sizes: tuple[int, ...] | None = None
     """The token counts for which pieces that become faster are compiled with static shapes. None:
     `DEFAULT_COMPILE_SIZES` on a GPU."""
@@ -250,16 +253,29 @@ class EngineConfig:
         object.__setattr__(self, "cudagraph_mode", CUDAGraphMode.parse(self.cudagraph_mode))
         if self.graph_kind not in GRAPH_KINDS:
             raise ConfigError(f"graph_kind={self.graph_kind!r} is unknown.{did_you_mean(self.graph_kind, GRAPH_KINDS)}")
-        for name in ("cudagraph_capture_sizes", "compile_sizes"):
-            sizes = getattr(self, name)
-            if sizes is not None:
-                object.__setattr__(self, name, tuple(sizes))
+        self._resolve_sizes()
         for size in self.compile_sizes or ():
             _check_count("compile_sizes", size, MAX_COUNTS["max_num_batched_tokens"])
         if self.strict and not self.compile.strict:
             object.__setattr__(self, "compile", replace(self.compile, strict=True))
         if self.max_model_len is not None and self.max_model_len < 2:
             raise ConfigError("max_model_len=1 leaves no room for an answer; it must be 2 or more.")
+
+    def _resolve_sizes(self) -> None:
+        """Make tuples of sizes, and `sizes_from_traffic` of "traffic". Raises `ConfigError` for another word."""
+        given: object = self.cudagraph_capture_sizes
+        if isinstance(given, str):
+            if given != "traffic":
+                raise ConfigError(
+                    f"cudagraph_capture_sizes={given!r}; it must be sizes, such as (1, 2, 4), or 'traffic': those that "
+                    "cost least for the steps of earlier engines."
+                )
+            object.__setattr__(self, "cudagraph_capture_sizes", None)
+            object.__setattr__(self, "sizes_from_traffic", True)
+        for name in ("cudagraph_capture_sizes", "compile_sizes"):
+            sizes = getattr(self, name)
+            if sizes is not None:
+                object.__setattr__(self, name, tuple(sizes))
 
     def _check_parallel(self) -> None:
         """Resolve the fields about several ranks. Raises `ConfigError` for what these cannot do."""

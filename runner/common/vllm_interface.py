@@ -380,7 +380,7 @@ DIFFERENT_ARGUMENTS: Mapping[str, str] = {
     "block_size": "None is 16",
     "compilation_config": "a `CompileConfig` or a dictionary of its fields, which may have vLLM's `mode`, "
     "`cudagraph_mode` and `cudagraph_capture_sizes`; or a level, 0 to 3, where 0 compiles nothing",
-    "cudagraph_capture_sizes": "tokens, as vLLM's, ascending",
+    "cudagraph_capture_sizes": 'tokens, as vLLM\'s, ascending; or "traffic": those that suit what was run',
     "data_parallel_size": "engines in processes of their own, behind one `LLM`; on CPUs of one machine so far",
     "dtype": "`float32`, `bfloat16`, `float16` or `auto`, which on the CPU is float32",
     "enable_prefix_caching": "None is on",

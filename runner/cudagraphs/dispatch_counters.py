@@ -29,26 +29,38 @@ class DispatchCounters:
     """The mutable counters of one runner."""
 
     def __init__(self) -> None:
-        self._counts: dict[tuple[CUDAGraphMode, int, str | None], list[int]] = {}  # -> [batches, tokens]
+        # steps by mode, padded size, reason, whether the batch is a decode, and its size without padding
+        self._counts: dict[tuple[CUDAGraphMode, int, str | None, bool, int], int] = {}
 
-    def record(self, dispatched: Dispatched, num_tokens: int) -> None:
-        """Count a batch of `num_tokens` tokens before padding."""
-        counts = self._counts.setdefault((dispatched.mode, dispatched.descriptor.num_tokens, dispatched.reason), [0, 0])
-        counts[0] += 1
-        counts[1] += num_tokens
+    def record(self, dispatched: Dispatched, num_tokens: int, *, is_decode: bool = False) -> None:
+        """Count a batch of `num_tokens` tokens before padding. `is_decode`: each request has one token."""
+        key = dispatched.mode, dispatched.descriptor.num_tokens, dispatched.reason, is_decode, num_tokens
+        self._counts[key] = self._counts.get(key, 0) + 1
 
     def rows(self) -> list[DispatchRow]:
         """Return all counters, most frequent first."""
+        sums: dict[tuple[CUDAGraphMode, int, str | None], tuple[int, int]] = {}
+        for (mode, padded, reason, _, num_tokens), count in self._counts.items():
+            batches, tokens = sums.get((mode, padded, reason), (0, 0))
+            sums[mode, padded, reason] = batches + count, tokens + count * num_tokens
         rows = [
             DispatchRow(mode=mode, num_tokens=num_tokens, reason=reason, batches=batches, real_tokens=real_tokens)
-            for (mode, num_tokens, reason), (batches, real_tokens) in self._counts.items()
+            for (mode, num_tokens, reason), (batches, real_tokens) in sums.items()
         ]
         return sorted(rows, key=lambda row: -row.batches)
+
+    def shapes(self, *, is_decode: bool) -> dict[int, int]:
+        """Return the number of batches by tokens before padding, of decode batches or of all others."""
+        shapes: dict[int, int] = {}
+        for (_, _, _, decodes, num_tokens), count in self._counts.items():
+            if decodes is is_decode:
+                shapes[num_tokens] = shapes.get(num_tokens, 0) + count
+        return shapes
 
     def by_mode(self) -> dict[CUDAGraphMode, int]:
         """Return the number of batches by mode."""
         counts: dict[CUDAGraphMode, int] = {}
-        for (mode, _, _), (batches, _) in self._counts.items():
+        for (mode, *_), batches in self._counts.items():
             counts[mode] = counts.get(mode, 0) + batches
         return counts
 

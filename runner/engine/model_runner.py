@@ -79,7 +79,7 @@ class ModelRunner:
         self._last_rows: tuple[tuple[str, ...], tuple[int, ...]] = ((), ())
         self._last_plain_rows: Sequence[int] | None = None  # rows that need no sampler; their options cannot change
         self._last_decodes: Batch | None = None
-        self._last_dispatched: tuple[Batch, CUDAGraphMode, int, Dispatched] | None = None
+        self._last_dispatched: tuple[Batch, CUDAGraphMode, int, bool, Dispatched] | None = None
 
     @without_grad
     def execute_model(self, output: SchedulerOutput, *, at_most: CUDAGraphMode = CUDAGraphMode.FULL) -> None:
@@ -139,9 +139,9 @@ class ModelRunner:
         """
         last = self._last_dispatched
         if last is not None and last[0] is batch and last[1] is at_most:
-            _, _, num_tokens, dispatched = last
+            _, _, num_tokens, is_decode, dispatched = last
         else:
-            num_tokens = batch.num_tokens
+            num_tokens, is_decode = batch.num_tokens, batch.num_decode_reqs == batch.num_reqs
             dispatched = self.dispatcher.dispatch(
                 num_tokens=num_tokens,
                 num_reqs=batch.num_reqs,
@@ -149,12 +149,12 @@ class ModelRunner:
                 num_active_loras=batch.num_active_loras,
                 at_most=at_most,
             )
-            self._last_dispatched = batch, at_most, num_tokens, dispatched
+            self._last_dispatched = batch, at_most, num_tokens, is_decode, dispatched
         if needed is None:
             refuse_downgrade(dispatched, self._strict)
         elif dispatched.reason is not None:
             dispatched = dispatched._replace(reason=needed)
-        self.counters.record(dispatched, num_tokens)
+        self.counters.record(dispatched, num_tokens, is_decode=is_decode)
         return dispatched
 
     def run(self, batch: Batch, dispatched: Dispatched, scheduled: Sequence[ScheduledRequest] = ()) -> StepOutput:

@@ -60,6 +60,7 @@ from piecegraph.runner.speculative.heads.head_config import with_head
 from piecegraph.runner.state_layers.layer import StateLayer, state_layers
 from piecegraph.runner.tensor_parallel.summary import RanksSummary, ranks_summary
 from piecegraph.runner.traffic.kept import kept_key, read_kept
+from piecegraph.runner.traffic.traffic_sizes import with_traffic_sizes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -161,6 +162,7 @@ def explain(config: EngineConfig, *, assume_gpu: bool = False, on_phase: OnPhase
     dtype = resolve_dtype(config.dtype, hf_config, device, config.quantization)
     key = kept_key(hf_config, dtype, device)
     max_model_len = model_length(hf_config, config.max_model_len, first_position(config.source, hf_config).value)
+    config, sizes_note = with_traffic_sizes(config, read_kept(traffic_folder(), key), max_num_tokens)
     lens = max_model_len, max_num_tokens
     draft = fitting_draft(config, hf_config, lens, dtype=dtype, needs_weights=False)
     loaded, notes = _load(config, hf_config, dtype, max_model_len, on_phase)
@@ -215,7 +217,7 @@ def explain(config: EngineConfig, *, assume_gpu: bool = False, on_phase: OnPhase
         drafting="" if config.is_draft else str(config.speculative or ""),
         verification=verification,
         draft=drafting,
-        notes=(*notes, *layout.notes, *dispatch_notes, *_trace_notes(traced.report)),
+        notes=(*notes, *layout.notes, *sizes_note, *dispatch_notes, *_trace_notes(traced.report)),
         num_engines=config.data_parallel_size,
         ranks=None if loaded.rank_plan is None else ranks_summary(loaded.model, loaded.rank_plan),
         stages=_stages(config, loaded),

@@ -89,7 +89,8 @@ from piecegraph.runner.step.model_step import ModelStep, build_step
 from piecegraph.runner.step.prompt_embeds import EmbedsForward, embedding_size, embeds_forward
 from piecegraph.runner.tensor_parallel.parallel import Parallel, graph_facts, rank_facts
 from piecegraph.runner.tensor_parallel.plan import check_heads
-from piecegraph.runner.traffic.kept import Kept, add_to_kept, kept_key
+from piecegraph.runner.traffic.kept import Kept, add_to_kept, kept_key, read_kept
+from piecegraph.runner.traffic.traffic_sizes import with_traffic_sizes
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -135,10 +136,14 @@ class Loaded:
         return self.runner.step.buffers.max_num_reqs
 
     def keep_traffic(self) -> None:
-        """Keep in the cache directory what was measured since the start has ended; nothing if nothing was."""
-        times = self.runner.graphs.times
-        if times.graphs and times != self.kept.times:
-            add_to_kept(traffic_folder(), replace(self.kept, times=times))
+        """Add the shapes of all steps to those in the cache directory, with the times that were measured.
+
+        To be called once, when the engine ends. Nothing is written if there were no steps.
+        """
+        counters, times = self.runner.counters, self.runner.graphs.times
+        decode, mixed = (counters.shapes(is_decode=is_decode) for is_decode in (True, False))
+        if decode or mixed or times != self.kept.times:
+            add_to_kept(traffic_folder(), replace(self.kept, decode=decode, mixed=mixed, times=times))
 
 
 MakeRunner = Callable[..., tuple[ModelRunner, int, FastStart | None]]
@@ -178,15 +183,14 @@ def _load(
         dtype = resolve_dtype(config.dtype, hf_config, device, config.quantization)
         max_model_len = model_length(hf_config, config.max_model_len, first_position(config.source, hf_config).value)
         key = kept_key(hf_config, dtype, device)
+        config, sizes_note = with_traffic_sizes(config, read_kept(traffic_folder(), key), max_num_tokens)
     tokenizer = _tokenizer(config, on_phase)
     check_weight_files(config.source)
     config, head = with_head(config, hf_config)
     draft_source = check_draft(config, hf_config, tokenizer, dtype, device, max_model_len, max_num_tokens)
     rank, stage = (0, None) if parallel is None else (parallel.group.rank, parallel.stage)
-    load = functools.cache(
-        lambda: _load_weights(config, hf_config, dtype, device, max_model_len, rank, stage, on_phase)
-    )
     of_model = (config, hf_config, dtype, device, max_model_len, stage, on_phase)
+    load = functools.cache(functools.partial(_load_weights, *of_model, rank=rank))
     stand_in, weights_first = _stand_in(*of_model) if background is None else (None, "")
     embeds_size = _embeds_size(config, stand_in, load)
     args = (stand_in, load, config, max_model_len, max_num_tokens, on_phase, _all_layers(parallel))
@@ -239,7 +243,8 @@ def _load(
         sampling_defaults=sampling_defaults(generation_config),
         attention=model.attention,
         plan=model.plan,
-        notes=_notes(config, loaded, model, draft, weights_first or model.compiled.report().weights_first, checked),
+        notes=sizes_note
+        + _notes(config, loaded, model, draft, weights_first or model.compiled.report().weights_first, checked),
         selfcheck=checked,
         start=start,
     )
@@ -247,7 +252,14 @@ def _load(
 
 def _keep_times(key: str, config: EngineConfig, device: torch.device, runner: ModelRunner) -> Kept:
     """Keep the times of graphs in the cache directory if they were measured, and return what identifies the model."""
-    kept = Kept(key=key, model=Path(config.source.model).name, device=device.type, times=runner.graphs.times)
+    kept = Kept(
+        key=key,
+        model=Path(config.source.model).name,
+        device=device.type,
+        max_num_seqs=config.max_num_seqs,
+        max_num_tokens=batched_tokens(config, device.type),
+        times=runner.graphs.times,
+    )
     if kept.times.graphs:
         add_to_kept(traffic_folder(), kept)
     return kept
@@ -293,9 +305,10 @@ def _load_weights(
     dtype: torch.dtype,
     device: torch.device,
     max_model_len: int,
-    rank: int,
     stage: Stage | None,
     on_phase: OnPhase | None,
+    *,
+    rank: int,
 ) -> LoadedModel:
     """Return the model with its weights, and report its notes as phases."""
     loaded = load_model(

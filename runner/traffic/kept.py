@@ -39,6 +39,8 @@ class Kept:
     device: str = ""
     decode: Mapping[int, int] = field(default_factory=dict)  # requests of a decode batch -> steps
     mixed: Mapping[int, int] = field(default_factory=dict)  # tokens of any other batch -> steps
+    max_num_seqs: int = 1  # of the last engine that counted
+    max_num_tokens: int = 1  # of a step of that engine
     times: MeasuredTimes = field(default_factory=MeasuredTimes)  # of the last start that measured its graphs
 
 
@@ -75,7 +77,15 @@ def add_to_kept(folder: Path, added: Kept) -> bool:
             for old, new in ((before.decode, added.decode), (before.mixed, added.mixed))
         )
         times = added.times if added.times.graphs else before.times
-        merged = replace(added, decode=decode, mixed=mixed, times=times)
+        limits = added if added.decode or added.mixed else before
+        merged = replace(
+            added,
+            decode=decode,
+            mixed=mixed,
+            max_num_seqs=limits.max_num_seqs,
+            max_num_tokens=limits.max_num_tokens,
+            times=times,
+        )
         write_atomically(folder / f"{added.key}.json", json.dumps(as_record(merged)).encode(), folder)
         return True
     return False
@@ -89,6 +99,8 @@ def as_record(kept: Kept) -> dict[str, Any]:
         "device": kept.device,
         "decode": {str(size): count for size, count in sorted(kept.decode.items())},
         "mixed": {str(size): count for size, count in sorted(kept.mixed.items())},
+        "max_num_seqs": kept.max_num_seqs,
+        "max_num_tokens": kept.max_num_tokens,
         "times": kept.times.as_record(),
     }
 
@@ -103,6 +115,8 @@ def _parse(key: str, data: bytes) -> Kept:
         device=str(record["device"]),
         decode=_counts(record["decode"]),
         mixed=_counts(record["mixed"]),
+        max_num_seqs=max(1, int(record["max_num_seqs"])),
+        max_num_tokens=max(1, int(record["max_num_tokens"])),
         times=MeasuredTimes.from_record(record["times"]),
     )
 

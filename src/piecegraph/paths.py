@@ -7,6 +7,9 @@ from pathlib import Path
 
 from piecegraph import environment
 
+TRAFFIC = "traffic"
+"""The name of the folder of `traffic_folder` under the root."""
+
 
 def cache_root() -> Path:
     """Return the directory under which all our caches lie. The directory need not exist.
@@ -23,4 +26,4 @@ def cache_root() -> Path:
 
 def traffic_folder() -> Path:
     """Return the directory in which batch shapes and measured times of models are kept. It need not exist."""
-    return cache_root() / "traffic"
+    return cache_root() / TRAFFIC

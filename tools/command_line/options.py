@@ -64,6 +64,15 @@ class _Sizes(_Numbers):
         return () if sizes == (0,) else sizes
 
 
+class _CaptureSizes(_Sizes):
+    """Integers separated by commas, or `traffic`: the sizes that cost least for the steps of earlier engines."""
+
+    name = "sizes|traffic"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return value if value == "traffic" else super().convert(value, param, ctx)
+
+
 class _Biases(click.ParamType[Any]):
     """Pairs `token:number` separated by commas. A config file may give a mapping."""
 
@@ -150,6 +159,7 @@ class Several(click.Option):
 
 NUMBERS = _Numbers()
 SIZES = _Sizes()
+CAPTURE_SIZES = _CaptureSizes()
 BIASES = _Biases()
 RANGE = _Range()
 MAPPING = _Mapping()
@@ -193,7 +203,9 @@ LLM_FLAGS = (
         help="Which CUDA graphs batches run under.",
     ),
     Flag(
-        name="cudagraph_capture_sizes", type=SIZES, help="Padded token counts to capture: 1,2,4,8. [default: a ladder]"
+        name="cudagraph_capture_sizes",
+        type=CAPTURE_SIZES,
+        help="Padded token counts to capture: 1,2,4,8; traffic: those that suit what was run. [default: a ladder]",
     ),
     Flag(name="compile_sizes", type=SIZES, help="Token counts compiled statically: 1,2,4; none: 0."),
     Flag(

@@ -19,6 +19,10 @@ SUBCOMMANDS = {
     "verify": ("piecegraph.tools.cache.changing.verify", "Check signatures and digests; nothing is run."),
     "du": ("piecegraph.tools.cache.reading.du", "Show disk usage."),
     "stats": ("piecegraph.tools.cache.reading.stats", "Show the hit rate, misses by reason, and seconds saved."),
+    "sizes": (
+        "piecegraph.tools.cache.reading.sizes",
+        "Show the batch shapes of engines, and what other sizes of graphs would save.",
+    ),
     "gc": ("piecegraph.tools.cache.changing.gc", "Remove what was longest unused."),
     "rm": ("piecegraph.tools.cache.changing.rm", "Remove entries."),
     "clear": ("piecegraph.tools.cache.changing.clear", "Remove everything."),
