@@ -86,6 +86,7 @@ PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
     is_flag=True,
     help="Let requests load adapters from any folder that the server can read, and unload them.",
 )
+@click.option("--enable-sleep-mode", is_flag=True, help="Add POST /sleep and /wake_up, and GET /is_sleeping.")
 @click.option("--access-log", is_flag=True, help="Log every request on stderr.")
 @click.option("--seed", type=int, help="Seed of requests without one, and of --load-format dummy.")
 @flags(LLM_FLAGS, start="fast")
@@ -156,6 +157,7 @@ def serve_settings(model: str | None, values: dict[str, Any]) -> ServeSettings:
         trust_request_chat_template=values["trust_request_chat_template"],
         lora_modules=tuple(_named_folder(each) for each in values["lora_modules"]),
         allow_runtime_lora_updating=values["allow_runtime_lora_updating"],
+        enable_sleep_mode=values["enable_sleep_mode"],
         access_log=values["access_log"],
     )
     for name in ("lora_modules", "allow_runtime_lora_updating"):

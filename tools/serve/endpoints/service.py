@@ -61,6 +61,7 @@ class Service:
         self.model_names = settings.served_model_name or (llm.model_name,)
         self.created = int(time.time())
         self.is_draining = False
+        self.is_asleep = False  # the engine's memory is given back, or about to be
         self.num_open = 0  # of `unit` that run or wait, those of requests that are being tokenized included
         self.num_requests = 0  # HTTP requests that are read, run or answered
         self.max_open = max_num_reqs + settings.max_num_queued_reqs
@@ -102,6 +103,10 @@ class Service:
         """Hold `count` places. Raises `ApiError` if as many are not free."""
         if self.is_draining:
             raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "the server is shutting down.", code="shutting_down")
+        if self.is_asleep:
+            raise ApiError(
+                HTTPStatus.SERVICE_UNAVAILABLE, "the engine sleeps; POST /wake_up wakes it up.", code="sleeping"
+            )
         if not self.thread.is_alive:
             raise ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, "the engine has stopped.", code="engine_stopped")
         if count > self.max_open:

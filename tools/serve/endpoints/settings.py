@@ -41,6 +41,8 @@ class ServeSettings:
     """The names by which requests may call LoRA adapters, each with its folder."""
     allow_runtime_lora_updating: bool = False
     """Whether requests may load adapters, from any folder that the server can read, and unload them."""
+    enable_sleep_mode: bool = False
+    """Whether requests may give the memory of an idle engine back (`/sleep`) and restore it (`/wake_up`)."""
     access_log: bool = False
     """Whether every request is logged on stderr."""
 

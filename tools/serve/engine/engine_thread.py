@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 _Request = TypeVar("_Request")
 _Output = TypeVar("_Output", bound=StepOutput)
+_Result = TypeVar("_Result")
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +68,37 @@ class _Abort(NamedTuple):
     stream: OutputStream[Any]
 
 
+class _Call(NamedTuple):
+    function: Callable[[], Any]
+    loop: asyncio.AbstractEventLoop
+    future: asyncio.Future[Any]  # of `loop`
+
+    def run(self) -> None:
+        """Call the function, and give its result or its error to who waits."""
+        try:
+            result = self.function()
+        except Exception as error:
+            self.settle(error=error)
+        else:
+            self.settle(result)
+
+    def settle(self, result: Any = None, *, error: BaseException | None = None) -> None:
+        """End the wait with a result or an error, unless nobody waits any more."""
+
+        def put() -> None:
+            if self.future.done():
+                return
+            if error is None:
+                self.future.set_result(result)
+            else:
+                self.future.set_exception(error)
+
+        try:
+            self.loop.call_soon_threadsafe(put)
+        except RuntimeError:  # the loop is closed
+            logger.debug("the result of a call has no reader any more")
+
+
 class _Stop(NamedTuple):
     pass
 
@@ -100,7 +132,7 @@ class EngineThread(Generic[_Request, _Output]):
         self._device = device
         self._max_wait_s = max_wait_s
         self._on_failure = on_failure
-        self._commands: queue.SimpleQueue[_Add | _Abort | _Stop] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[_Add | _Abort | _Call | _Stop] = queue.SimpleQueue()
         self._streams: dict[str, OutputStream[_Output]] = {}  # unfinished, by request id
         self._waiting: deque[_Waiting] = deque()  # in order of their deadlines
         self._is_stopping = False
@@ -129,6 +161,20 @@ class EngineThread(Generic[_Request, _Output]):
                 raise EngineStopped("the engine has stopped.")
             self._commands.put(_Add(stream, request))
         return stream
+
+    async def call(self, function: Callable[[], _Result]) -> _Result:
+        """Call `function` in the engine's thread, between two steps, and return what it returns.
+
+        Raises what it raises, and `EngineStopped` if the engine has stopped.
+        """
+        loop = asyncio.get_running_loop()
+        call = _Call(function, loop, loop.create_future())
+        with self._lock:
+            if self._is_over or not self._thread.is_alive():
+                raise EngineStopped("the engine has stopped.")
+            self._commands.put(call)
+        result: _Result = await call.future
+        return result
 
     def abort(self, stream: OutputStream[_Output]) -> None:
         """End a request before the next step, unless it is finished. Its stream gets nothing more. Idempotent."""
@@ -177,10 +223,12 @@ class EngineThread(Generic[_Request, _Output]):
                 self._is_stopping = True
             elif isinstance(command, _Abort):
                 self._abort(command.stream)
+            elif isinstance(command, _Call):
+                command.run()
             else:
                 self._add(command)
 
-    def _next_command(self) -> _Add | _Abort | _Stop:
+    def _next_command(self) -> _Add | _Abort | _Call | _Stop:
         """Wait for a command; until it comes, do what the engine has to do in idle moments."""
         while True:
             if not self._commands.empty():
@@ -252,6 +300,8 @@ class EngineThread(Generic[_Request, _Output]):
                 break
             if isinstance(command, _Add):
                 ended.append(command.stream)
+            elif isinstance(command, _Call):
+                command.settle(error=error)
         self._deliver([(stream, error) for stream in ended])
         for stream in ended:
             try:

@@ -23,6 +23,7 @@ from piecegraph.tools.serve.endpoints.pooling_service import PoolingService
 from piecegraph.tools.serve.endpoints.service import Service
 from piecegraph.tools.serve.endpoints.tokenizing import detokenize_reply, tokenize_reply
 from piecegraph.tools.serve.http.gate import Gate
+from piecegraph.tools.serve.http.sleep_routes import add_sleep
 from piecegraph.tools.serve.protocol.embedding_body import EmbeddingBody
 from piecegraph.tools.serve.protocol.error_replies import ApiError, bad_request, invalid_body, json_response
 from piecegraph.tools.serve.protocol.request_models import (
@@ -46,6 +47,8 @@ def make_app(service: Service) -> ASGIApp:
         assert isinstance(service, GenerationService), service
         _add_generation(app, service)
     _add_information(app, service)
+    if service.settings.enable_sleep_mode:
+        add_sleep(app, service)
 
     async def refuse(request: Request, error: Exception) -> Response:
         return as_api_error(error).response()
@@ -171,6 +174,8 @@ def _add_information(app: FastAPI, service: Service) -> None:
             return json_response({"status": "failed"}, HTTPStatus.SERVICE_UNAVAILABLE)
         if service.is_draining:
             return json_response({"status": "shutting down"}, HTTPStatus.SERVICE_UNAVAILABLE)
+        if service.is_asleep:
+            return json_response({"status": "sleeping"}, HTTPStatus.SERVICE_UNAVAILABLE)
         return json_response({"status": "serving", "start": str(service.llm.start_progress)})
 
     @app.get("/metrics", response_model=None)

@@ -26,6 +26,7 @@ HANDLERS = frozenset(
         *("/health", "/ready", "/metrics", "/version", "/tokenize", "/detokenize"),
         *("/v1/models", "/v1/chat/completions", "/v1/completions", "/v1/embeddings"),
         *("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
+        *("/sleep", "/wake_up", "/is_sleeping"),
     }
 )
 """Paths that metrics name; all others are counted as one, or a client could make any number of them."""

@@ -211,3 +211,21 @@ def test_stopping_ends_what_runs() -> None:
 
     asyncio.run(use())
     assert not engine.requests
+
+
+def test_a_call_runs_in_the_engines_thread() -> None:
+    """Its result and its error come back, the engine goes on, and after the end it is refused."""
+
+    async def run() -> None:
+        engine = FakeEngine(on_step=lambda engine: [])
+        thread = EngineThread(GenerationSteps(engine), device=torch.device("cpu"))  # type: ignore[arg-type]
+        thread.start()
+        assert await thread.call(threading.get_ident) == thread._thread.ident
+        with pytest.raises(ZeroDivisionError):
+            await thread.call(lambda: 1 // 0)
+        assert thread.is_alive and await thread.call(lambda: "again") == "again"
+        assert await asyncio.to_thread(thread.stop, 60)
+        with pytest.raises(EngineStopped):
+            await thread.call(lambda: "never")
+
+    asyncio.run(run())

@@ -1,0 +1,109 @@
+"""A server that sleeps: requests get 503 meanwhile, and the answers of before afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+
+import httpx
+import pytest
+
+from piecegraph import LLM
+from piecegraph.tools.serve.endpoints.generation_service import GenerationService
+from piecegraph.tools.serve.endpoints.settings import ServeSettings
+from piecegraph.tools.serve.http.app import make_app
+from tests.runner.tiny_models import make_model, save
+
+BODY = {"prompt": [5, 9, 2], "max_tokens": 6, "temperature": 0, "ignore_eos": True, "logprobs": 0}
+
+Use = Callable[[httpx.AsyncClient, GenerationService], Awaitable[None]]
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    folder = save(make_model("llama"), tmp_path_factory.mktemp("llama"))
+    with LLM(
+        folder, skip_tokenizer_init=True, device="cpu", dtype="float32", compiler="eager", num_kv_blocks=16
+    ) as llm:
+        yield llm
+
+
+def serve(llm: LLM, use: Use, *, enable_sleep_mode: bool = True) -> None:
+    """Have `use` talk with a server of `llm` in this process."""
+
+    async def run() -> None:
+        settings = ServeSettings(served_model_name=("base",), enable_sleep_mode=enable_sleep_mode)
+        service = GenerationService(llm, settings)
+        service.thread.start()
+        try:
+            transport = httpx.ASGITransport(app=make_app(service))
+            async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+                await use(client, service)
+        finally:
+            assert await asyncio.to_thread(service.close, 60)
+
+    asyncio.run(run())
+
+
+async def tokens(client: httpx.AsyncClient) -> list[str]:
+    reply = await client.post("/v1/completions", json={**BODY, "return_tokens_as_token_ids": True})
+    assert reply.status_code == 200, reply.text
+    found: list[str] = reply.json()["choices"][0]["logprobs"]["tokens"]
+    return found
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_answers_after_a_wake_up_are_those_from_before(level: int, llm: LLM) -> None:
+    async def use(client: httpx.AsyncClient, service: GenerationService) -> None:
+        before = await tokens(client)
+        assert (await client.get("/is_sleeping")).json() == {"is_sleeping": False}
+        slept = await client.post("/sleep", params={"level": level})
+        assert slept.status_code == 200 and slept.json()["is_sleeping"] and slept.json()["freed_bytes"] > 0
+        assert (await client.get("/is_sleeping")).json() == {"is_sleeping": True}
+        refused = await client.post("/v1/completions", json=BODY)
+        assert refused.status_code == 503 and refused.json()["error"]["code"] == "sleeping"
+        ready = await client.get("/ready")
+        assert (ready.status_code, ready.json()) == (503, {"status": "sleeping"})
+        assert (await client.post("/wake_up")).json() == {"is_sleeping": False}
+        assert (await client.get("/ready")).status_code == 200
+        assert await tokens(client) == before
+
+    serve(llm, use)
+
+
+def test_what_cannot_be_done_is_refused_and_changes_nothing(llm: LLM) -> None:
+    async def use(client: httpx.AsyncClient, service: GenerationService) -> None:
+        for path, message in (
+            ("/sleep?level=3", "level=3; it must be 1"),
+            ("/sleep?level=deep", "level: "),
+            ("/wake_up?tags=weights", "everything wakes up together"),
+        ):
+            refused = await client.post(path)
+            assert refused.status_code == 400 and message in refused.json()["error"]["message"], refused.text
+        with service.places(1):  # as a request that is being tokenized
+            busy = await client.post("/sleep")
+        assert busy.status_code == 409 and busy.json()["error"]["code"] == "not_idle"
+        assert (await client.get("/is_sleeping")).json() == {"is_sleeping": False}
+        assert len(await tokens(client)) == 6
+
+    serve(llm, use)
+
+
+def test_a_start_that_is_not_over_cannot_sleep(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LLM, "start_progress", property(lambda llm: "compiling 1 of 4"))
+
+    async def use(client: httpx.AsyncClient, service: GenerationService) -> None:
+        refused = await client.post("/sleep")
+        assert refused.status_code == 409 and "compiling 1 of 4" in refused.json()["error"]["message"]
+        assert not service.is_asleep
+
+    serve(llm, use)
+
+
+def test_without_the_flag_there_are_no_such_paths(llm: LLM) -> None:
+    async def use(client: httpx.AsyncClient, service: GenerationService) -> None:
+        assert (await client.post("/sleep")).status_code == 404
+        assert (await client.post("/wake_up")).status_code == 404
+        assert (await client.get("/is_sleeping")).status_code == 404
+
+    serve(llm, use, enable_sleep_mode=False)

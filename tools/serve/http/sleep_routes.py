@@ -1,0 +1,58 @@
+"""The paths that give an idle engine's memory back and restore it: `/sleep`, `/wake_up`, `/is_sleeping`."""
+
+from __future__ import annotations
+
+import asyncio
+from http import HTTPStatus
+
+from fastapi import FastAPI
+from starlette.responses import Response
+
+from piecegraph.errors import UsageError
+from piecegraph.runner.late_start.fast_start import FULL_SPEED
+from piecegraph.tools.serve.endpoints.service import Service
+from piecegraph.tools.serve.protocol.error_replies import ApiError, bad_request, json_response
+
+
+def add_sleep(app: FastAPI, service: Service) -> None:
+    """Add the routes, with the parameters of vLLM's server. They run in the engine's thread, one at a time."""
+    one_at_a_time = asyncio.Lock()
+
+    @app.post("/sleep", response_model=None)
+    async def sleep(level: int = 1) -> Response:
+        async with one_at_a_time:
+            _refuse_unless_idle(service)
+            was_asleep, service.is_asleep = service.is_asleep, True  # from now on no request gets a place
+            try:
+                freed_bytes = await service.thread.call(lambda: service.llm.sleep(level))
+            except BaseException as error:
+                service.is_asleep = was_asleep
+                if isinstance(error, UsageError):
+                    raise bad_request(str(error)) from error
+                raise
+        return json_response({"is_sleeping": True, "freed_bytes": freed_bytes})
+
+    @app.post("/wake_up", response_model=None)
+    async def wake_up(tags: str | None = None) -> Response:
+        async with one_at_a_time:
+            try:
+                await service.thread.call(lambda: service.llm.wake_up(None if tags is None else [tags]))
+            except UsageError as error:
+                raise bad_request(str(error)) from error
+            service.is_asleep = False
+        return json_response({"is_sleeping": False})
+
+    @app.get("/is_sleeping", response_model=None)
+    async def is_sleeping() -> Response:
+        return json_response({"is_sleeping": service.is_asleep})
+
+
+def _refuse_unless_idle(service: Service) -> None:
+    """Raise `ApiError` while requests run, wait or are being tokenized, and before the start is over."""
+    if service.num_open:
+        message = f"{service.num_open} {service.unit} run or wait; sleep once they are finished."
+        raise ApiError(HTTPStatus.CONFLICT, message, code="not_idle")
+    start = str(service.llm.start_progress)
+    if start != FULL_SPEED:
+        message = f"the start is not over ({start}); sleep once /ready says {FULL_SPEED!r}."
+        raise ApiError(HTTPStatus.CONFLICT, message, code="starting")
