@@ -17,6 +17,7 @@ from piecegraph.runner.inspect.explanation import explain
 from piecegraph.runner.llm import _engine_config
 from piecegraph.runner.traffic.kept import add_to_kept, read_all
 from piecegraph.tools.commands.explain import as_lines, as_record
+from piecegraph.tools.report.page import as_page
 from tests.runner.test_graphs import GREEDY, PROMPTS, SIZES, load
 
 FULL, PIECEWISE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE
@@ -88,7 +89,8 @@ def test_explain_shows_what_is_cheaper(llama_dir: Path) -> None:
     lines = "\n".join(as_lines(explained))
     assert "decodes of 2 tokens -> FULL 4 2, not FULL 2 4" in lines
     assert [(row.first, row.last, row.num_tokens) for row in explained.decode] == [(1, 1, 1), (2, 4, 4), (5, 6, 6)]
-    (row,) = as_record("model", explained)["by_cost"]
+    record = as_record("model", explained)
+    (row,) = record["by_cost"]
     assert row == {
         "uniform_token_count": 1,
         "first": 2,
@@ -96,6 +98,8 @@ def test_explain_shows_what_is_cheaper(llama_dir: Path) -> None:
         "taken": {"mode": "FULL", "num_tokens": 4, "seconds": 0.002},
         "instead_of": {"mode": "FULL", "num_tokens": 2, "seconds": 0.004},
     }
+    page = as_page({**record, "eager_pieces": {}}, seconds={"trace": 1.0}, weight_bytes=1, version="0")
+    assert "Batches that run under something cheaper" in page and "<td>FULL 2</td>" in page and ">4 ms</td>" in page
     assert explain(arguments(llama_dir)).by_cost == ()
 
 

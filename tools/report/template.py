@@ -86,7 +86,17 @@ is padded to, up to {{ rows[-1].num_tokens or rows[-1].last }} tokens. Both scal
 <td>{{ row.mode }}</td><td class="number">{{ row.num_tokens or '' }}</td><td>{{ row.reason or '' }}</td></tr>
 {% endfor %}</tbody></table></details>
 {% endfor %}
-<h2>Memory</h2>
+{% if record.by_cost %}<h3>Batches that run under something cheaper than the smallest graph that fits</h3>
+<table><thead><tr><th>tokens</th><th class="number">of each request</th><th>mode</th><th class="number">padded to</th>
+<th class="number">measured</th><th>smallest graph</th><th class="number">measured</th></tr></thead><tbody>
+{% for row in record.by_cost %}<tr><td>{{ row.first }}{% if row.last != row.first %} to {{ row.last }}{% endif %}</td>
+<td class="number">{{ row.uniform_token_count or '' }}</td><td>{{ row.taken.mode }}</td>
+<td class="number">{{ row.taken.num_tokens or '' }}</td>
+<td class="number">{{ '%.3g ms' % (row.taken.seconds * 1000) }}</td>
+<td>{{ row.instead_of.mode }} {{ row.instead_of.num_tokens }}</td>
+<td class="number">{{ '%.3g ms' % (row.instead_of.seconds * 1000) }}</td></tr>
+{% endfor %}</tbody></table>
+{% endif %}<h2>Memory</h2>
 {{ chart(memory, in_bytes) }}
 <p class="quiet">A start measures what is left for the cache and what the graphs take; a text's cache grows with it.</p>
 <h2>Timeline</h2>
