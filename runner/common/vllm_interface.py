@@ -119,7 +119,7 @@ _NO_PARALLELISM = (
 _NO_EXPERT_PARALLELISM = "experts stay on the ranks of tensor_parallel_size where enable_expert_parallel puts them."
 _NO_MEDIA = "this version accepts text only."
 _NO_OFFLOADING = "weights and cache lie on the device: use a smaller model, or lower max_model_len."
-_NO_SLEEP = "close the LLM and make another, which starts from the compile cache."
+_NO_SLEEP = "LLM.sleep and wake_up are here, or close the LLM and make another, which starts from the compile cache."
 _NO_LOGGING = "nothing is logged unless asked for: pass on_phase, or read get_metrics()."
 _NO_PROFILER = "use torch.profiler around generate."
 _NO_TRANSFER = "keys and values stay in this process."
@@ -203,7 +203,7 @@ UNAVAILABLE_ARGUMENTS: Mapping[str, Unavailable] = {
     "enable_nccl_comm_suspend": Unavailable(_NO_SLEEP, (False,)),
     "enable_return_routed_experts": Unavailable("routing is not returned.", (False,)),
     "enable_shm_tensor_arena": Unavailable(_NO_PARALLELISM, (False,)),
-    "enable_sleep_mode": Unavailable(_NO_SLEEP, (False,)),
+    "enable_sleep_mode": Unavailable("LLM.sleep and LLM.wake_up need no argument.", accepts_any=True),
     "enable_tower_connector_lora": Unavailable(_NO_LORA, (False,)),
     "enable_trace_replay": Unavailable("prompt_logprobs scores a text that is given.", (False,)),
     "engram_config": Unavailable("no such model is supported."),
