@@ -68,12 +68,12 @@ class BackgroundCompile:
 
     @property
     def is_finished(self) -> bool:
-        """Whether `swap` has nothing more to do, now or later."""
+        """Return whether `swap` has nothing more to do, now or later."""
         return self._thread is None or self._is_finished
 
     @property
     def is_waited_for(self) -> bool:
-        """Whether `swap` has something to do now."""
+        """Return whether `swap` has something to do now."""
         return not self._arrived.empty()
 
     def begin(

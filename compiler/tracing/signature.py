@@ -21,7 +21,7 @@ from piecegraph.compiler.tracing.guards import GuardAudit
 from piecegraph.errors import InputMismatch
 
 NEGATED = "negated when it is read (`tensor.is_neg()`), and compiled code would read the numbers in its memory"
-"""What is said of a tensor such as `z.conj().imag`, whose sign is not in its memory."""
+"""The text that refuses a tensor such as `z.conj().imag`, whose sign is not in its memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
