@@ -70,7 +70,7 @@ def _check_storages(bound: Sequence[Place]) -> None:
     Tensors of one storage are known to the trace, which keeps them right. Slices of one numpy array have storages of
     their own.
     """
-    real = [place for place in bound if not isinstance(place[1], FakeTensor)]
+    real = [place for place in bound if not isinstance(place[1], FakeTensor) and not place[1].is_meta]
     for name, value, _ in (place for place in real if place[2]):
         start, end = _span(value)
         for other, its, _ in real:

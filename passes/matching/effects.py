@@ -52,6 +52,9 @@ _MORE_VIEWS = frozenset(
 VIEWS = TRANSPOSE | SQUEEZE | UNSQUEEZE | EXPAND | VIEW | _MORE_VIEWS
 """Calls whose result is their first argument's memory, whatever its layout."""
 
+VIEW_ATTRIBUTES = frozenset({"T", "mT", "H", "mH", "real", "imag", "data"})
+"""Attributes of a tensor that are views of it. Dynamo writes reading one as a call of `getattr`."""
+
 _EMBEDDINGS = frozenset({F.embedding, F.embedding_bag})
 _STATISTICS = _EMBEDDINGS | {F.batch_norm, torch.batch_norm, F.instance_norm, torch.instance_norm}
 """Functions that may change an argument although neither their names nor a schema say so."""
@@ -101,11 +104,16 @@ def is_pure(node: fx.Node) -> bool:
     module = getattr(target, "__module__", None) or "torch"
     if module in ("_operator", "operator"):
         return not (name.startswith("i") and hasattr(operator, name[1:])) and name not in ("setitem", "delitem")
-    if name == "_log_api_usage_once":
+    if name == "_log_api_usage_once" or reads_view_attribute(node):
         return True
     if not module.startswith("torch") or "functorch" in module or "autocast" in module:
         return False  # enters or leaves a region
     return value_of(node) is not None and not name.endswith("_")
+
+
+def reads_view_attribute(node: fx.Node) -> bool:
+    """Return whether a node reads an attribute of a tensor that is a view of the tensor."""
+    return node.target is getattr and is_tensor(node.args[0]) and node.args[1] in VIEW_ATTRIBUTES
 
 
 def _updated_statistics(node: fx.Node) -> tuple[fx.Node, ...]:
@@ -205,7 +213,7 @@ def view_source(node: fx.Node) -> fx.Node | None:
     if not is_tensor(node) or not node.args or not is_tensor(node.args[0]):
         return None
     source = node.args[0]
-    if is_call(node, VIEWS):
+    if is_call(node, VIEWS) or reads_view_attribute(node):
         return source
     if is_call(node, GETITEM):
         return source if _is_basic_index(node.args[1]) else None

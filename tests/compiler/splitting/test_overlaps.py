@@ -123,3 +123,9 @@ def test_buffers_of_overlapping_arrays_are_refused_where_one_is_written() -> Non
     views = pg.compile(Buffers(of_one[:8], of_one[2:]), CONFIG, example_inputs=(torch.ones(3),))
     again = torch.arange(10.0)
     assert torch.equal(views(torch.ones(3)), Buffers(again[:8], again[2:])(torch.ones(3)))
+
+
+def test_buffers_without_memory_overlap_with_nothing() -> None:
+    """Tensors on the meta device all begin at address 0."""
+    nothing = torch.ones(8, device="meta")
+    pg.compile(Buffers(nothing, nothing.clone()), CONFIG, example_inputs=(torch.ones(3, device="meta"),))

@@ -76,6 +76,8 @@ def test_views_are_told_from_copies() -> None:
     assert view_source(call(graph, operator.getitem, x, [0, 1])) is None
     assert view_source(call(graph, F.dropout, x, 0.5, training=False)) is x
     assert view_source(call(graph, F.dropout, x, 0.5)) is None
+    turned = call(graph, getattr, x, "T")
+    assert view_source(turned) is x and is_pure(turned) and not written_by(turned)
     assert is_contiguous(x) and not is_contiguous(across)
 
 
