@@ -14,12 +14,12 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Send
 
-from piecegraph.errors import RequestError
+from piecegraph.errors import RequestError, UsageError
 from piecegraph.runner.common.sampling_params import FIELDS, RequestOutputKind, SamplingParams
 from piecegraph.runner.prompts.tokenize import TokenizedPrompt
 from piecegraph.tools.serve.endpoints.generation_service import GenerationService
 from piecegraph.tools.serve.endpoints.service import refused
-from piecegraph.tools.serve.engine.engine_thread import EngineStopped, WaitedTooLong
+from piecegraph.tools.serve.engine.engine_thread import EngineStopped, StepsFailed, WaitedTooLong
 from piecegraph.tools.serve.protocol.error_replies import ApiError, json_text
 
 if TYPE_CHECKING:
@@ -164,6 +164,10 @@ def as_api_error(error: Exception) -> ApiError:
         return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, str(error), code="waited_too_long")
     if isinstance(error, EngineStopped):
         return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, str(error), code="engine_stopped")
+    if isinstance(error, UsageError):  # of the engine's state, such as its sleep, and not of the request
+        return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, str(error), code="engine_unavailable")
+    if isinstance(error, StepsFailed):  # the log has what the steps raised
+        return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, str(error), code="steps_failed")
     logger.error("a request has failed", exc_info=error)
     return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, "the server has failed on this request; its log has more.")
 

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
-from piecegraph.errors import PiecegraphError, RequestError
+from piecegraph.errors import PiecegraphError
 from piecegraph.tools.serve.engine.steps import StepOutput, Steps
 
 if TYPE_CHECKING:
@@ -25,12 +25,22 @@ _Result = TypeVar("_Result")
 
 logger = logging.getLogger(__name__)
 
-MOST_FAILED_STEPS = 3
-"""Steps in a row that may raise before the engine is given up; each is computed again by the next."""
+FAILURES_BEFORE_THE_NEWEST_ENDS = 3
+"""Steps in a row that may raise before the newest request ends with an error; each is computed again by the next."""
+
+FAILURES_BEFORE_ALL_END = 4
+"""Steps in a row that may raise before every unfinished request ends with an error."""
+
+MOST_FAILED_STEPS = 7
+"""Steps in a row that may raise, whatever their requests, before the engine is given up."""
 
 
 class EngineStopped(PiecegraphError):
     """The engine has stopped, because the server ends or because its steps fail."""
+
+
+class StepsFailed(PiecegraphError):
+    """A request has ended because the steps in which it ran have failed."""
 
 
 class WaitedTooLong(PiecegraphError):
@@ -113,6 +123,10 @@ class EngineThread(Generic[_Request, _Output]):
 
     Requests and their ends come through a queue, which is read before every step, so a request that is aborted takes
     part in no further step. The outputs of a step go to the event loop in one call.
+
+    No request ends the thread: what the engine raises for a request is raised by the stream of that request. A step
+    that raises is computed again. If it keeps raising, the newest request ends, which has probably caused it, then all
+    of them, and only an engine whose steps fail for other requests, too, is given up.
     """
 
     def __init__(
@@ -153,7 +167,7 @@ class EngineThread(Generic[_Request, _Output]):
     def submit(self, request_id: str, request: _Request) -> OutputStream[_Output]:
         """Queue a checked request and return the stream of its outputs; called by a coroutine.
 
-        What the engine refuses nevertheless, a `request_id` that is in use for one, the stream raises.
+        What the engine raises nevertheless, for a `request_id` that is in use or because it sleeps, the stream raises.
         """
         stream: OutputStream[_Output] = OutputStream(request_id, asyncio.get_running_loop())
         with self._lock:
@@ -241,7 +255,7 @@ class EngineThread(Generic[_Request, _Output]):
         stream = add.stream
         try:
             self._engine.add(stream.request_id, add.request)
-        except RequestError as error:
+        except Exception as error:  # of any kind: it ends this request, and not the thread
             self._deliver([(stream, error)])
             return
         self._streams[stream.request_id] = stream
@@ -251,7 +265,14 @@ class EngineThread(Generic[_Request, _Output]):
     def _abort(self, stream: OutputStream[_Output]) -> None:
         if self._streams.get(stream.request_id) is stream:
             del self._streams[stream.request_id]
+            self._abort_quietly(stream)
+
+    def _abort_quietly(self, stream: OutputStream[_Output]) -> None:
+        """Have the engine forget a request. If that raises, the request runs on without a reader."""
+        try:
             self._engine.abort(stream.request_id)
+        except Exception as error:
+            logger.error("request %r could not be aborted", stream.request_id, exc_info=error)
 
     def _step(self) -> None:
         if self._waiting:
@@ -263,6 +284,10 @@ class EngineThread(Generic[_Request, _Output]):
             if self._num_failed_steps == MOST_FAILED_STEPS:
                 raise
             logger.error("a step has failed and is computed again", exc_info=error)
+            if self._num_failed_steps == FAILURES_BEFORE_THE_NEWEST_ENDS:
+                self._end_failed(list(self._streams.values())[-1:])
+            elif self._num_failed_steps == FAILURES_BEFORE_ALL_END:
+                self._end_failed(list(self._streams.values()))
             return
         self._num_failed_steps = 0
         if not outputs:
@@ -276,6 +301,13 @@ class EngineThread(Generic[_Request, _Output]):
                 del self._streams[output.request_id]
             delivered.append((stream, output))
         self._deliver(delivered)
+
+    def _end_failed(self, streams: list[OutputStream[_Output]]) -> None:
+        """End requests because steps keep failing."""
+        for stream in streams:
+            self._abort(stream)
+        error = StepsFailed(f"{self._num_failed_steps} steps in a row have failed, so the request was ended.")
+        self._deliver([(stream, error) for stream in streams])
 
     def _end_waits(self) -> None:
         """End the requests that no step has run before their deadlines."""
@@ -304,10 +336,7 @@ class EngineThread(Generic[_Request, _Output]):
                 command.settle(error=error)
         self._deliver([(stream, error) for stream in ended])
         for stream in ended:
-            try:
-                self._engine.abort(stream.request_id)
-            except Exception:  # of an engine that has failed
-                logger.debug("request %r could not be aborted", stream.request_id, exc_info=True)
+            self._abort_quietly(stream)
 
     @staticmethod
     def _deliver(items: list[tuple[OutputStream[_Output], _Output | BaseException]]) -> None:

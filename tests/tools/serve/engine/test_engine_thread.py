@@ -9,14 +9,27 @@ from typing import Any
 import pytest
 import torch
 
-from piecegraph.errors import RequestError
+from piecegraph.errors import RequestError, UsageError
 from piecegraph.runner.common.outputs import RequestOutput
 from piecegraph.runner.common.sampling_params import SamplingParams
 from piecegraph.runner.prompts.tokenize import TokenizedPrompt
-from piecegraph.tools.serve.engine.engine_thread import EngineStopped, EngineThread, WaitedTooLong
+from piecegraph.tools.serve.engine.engine_thread import (
+    MOST_FAILED_STEPS,
+    EngineStopped,
+    EngineThread,
+    StepsFailed,
+    WaitedTooLong,
+)
 from piecegraph.tools.serve.engine.generation_steps import GenerationRequest, GenerationSteps
 
 REQUEST = GenerationRequest(prompt=TokenizedPrompt(text="a", token_ids=[5]), params=SamplingParams())
+
+
+REFUSALS: dict[str, Exception] = {
+    "refused": RequestError("a reason"),
+    "asleep": UsageError("the engine sleeps."),
+    "unforeseen": ZeroDivisionError("of no kind of ours"),
+}
 
 
 @dataclass
@@ -40,8 +53,8 @@ class FakeEngine:
 
     def add_request(self, request_id: str, *arguments: Any, **options: Any) -> None:
         self.threads.add(threading.get_ident())
-        if request_id == "refused":
-            raise RequestError("a reason")
+        if request_id in REFUSALS:
+            raise REFUSALS[request_id]
         self.requests[request_id] = FakeRequest()
 
     def is_waiting(self, request_id: str) -> bool:
@@ -177,23 +190,86 @@ def test_a_step_that_fails_is_tried_again() -> None:
     assert thread.stop(10)
 
 
+def test_whatever_the_engine_raises_for_a_request_ends_that_request_alone() -> None:
+    engine = FakeEngine(finish_all)
+    thread = thread_over(engine)
+
+    async def use() -> None:
+        for request_id, error in REFUSALS.items():
+            with pytest.raises(type(error), match=str(error)):
+                await thread.submit(request_id, REQUEST).get()
+        assert (await thread.submit("a", REQUEST).get()).finished
+
+    asyncio.run(use())
+    assert thread.is_alive
+    assert thread.stop(10)
+
+
+def test_an_abort_that_fails_ends_nothing_else() -> None:
+    engine = FakeEngine(lambda engine: [output(name, finished=False) for name in engine.requests])
+    thread = thread_over(engine)
+
+    def fail(request_id: str) -> None:
+        engine.requests.pop(request_id)
+        raise UsageError("another thread is using the engine.")
+
+    engine.abort = fail  # type: ignore[method-assign]
+
+    async def use() -> str:
+        stream = thread.submit("a", REQUEST)
+        await stream.get()
+        thread.abort(stream)
+        return (await thread.submit("b", REQUEST).get()).request_id
+
+    assert asyncio.run(use()) == "b"
+    assert thread.is_alive
+    assert thread.stop(10)
+
+
+def test_a_request_whose_steps_keep_failing_ends_without_the_others() -> None:
+    """The newest one ends, which has probably caused it; the engine serves on."""
+
+    def fail_with_the_last(engine: FakeEngine) -> list[RequestOutput]:
+        if "b" in engine.requests:
+            raise RuntimeError("of b")
+        return [] if len(engine.requests) == 1 and not engine.aborted else finish_all(engine)
+
+    engine = FakeEngine(fail_with_the_last)
+    thread = thread_over(engine)
+
+    async def use() -> bool:
+        first = thread.submit("a", REQUEST)
+        with pytest.raises(StepsFailed, match="3 steps in a row"):
+            await thread.submit("b", REQUEST).get()
+        return (await first.get()).finished
+
+    assert asyncio.run(use())
+    assert engine.aborted == ["b"] and thread.is_alive
+    assert thread.stop(10)
+
+
 def test_an_engine_that_keeps_failing_is_given_up() -> None:
-    """Its requests end with an error, the owner is told, and no further request is taken."""
+    """First its requests end with an error; if others fail, too, the owner is told, and no further one is taken."""
 
     def fail(engine: FakeEngine) -> list[RequestOutput]:
         raise RuntimeError("always")
 
     told: list[BaseException] = []
-    thread = thread_over(FakeEngine(fail), on_failure=told.append)
+    engine = FakeEngine(fail)
+    thread = thread_over(engine, on_failure=told.append)
 
     async def use() -> None:
+        for request_id in ("a", "b"):
+            with pytest.raises(StepsFailed):
+                await thread.submit(request_id, REQUEST).get()
         with pytest.raises(EngineStopped, match="RuntimeError"):
-            await thread.submit("a", REQUEST).get()
+            await thread.submit("c", REQUEST).get()
         with pytest.raises(EngineStopped):
-            thread.submit("b", REQUEST)
+            thread.submit("d", REQUEST)
 
     asyncio.run(use())
     assert [str(error) for error in told] == ["always"]
+    assert engine.num_steps == MOST_FAILED_STEPS
     assert not thread.is_alive
 
 

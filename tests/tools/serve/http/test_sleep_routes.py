@@ -71,6 +71,28 @@ def test_answers_after_a_wake_up_are_those_from_before(level: int, llm: LLM) -> 
     serve(llm, use)
 
 
+def test_an_engine_that_sleeps_without_the_servers_knowledge_answers_503(llm: LLM) -> None:
+    """A program may call `llm.sleep` beside its server: requests are refused, streams too, and the thread lives on."""
+
+    async def use(client: httpx.AsyncClient, service: GenerationService) -> None:
+        before = await tokens(client)
+        await service.thread.call(llm.sleep)
+        try:
+            refused = await client.post("/v1/completions", json=BODY)
+            assert refused.status_code == 503 and "Retry-After" in refused.headers
+            error = refused.json()["error"]
+            assert set(error) == {"message", "type", "param", "code"}
+            assert error["message"] == "the engine sleeps; call wake_up first."
+            stream = await client.post("/v1/completions", json={**BODY, "stream": True})
+            assert "the engine sleeps" in stream.text and stream.text.endswith("data: [DONE]\n\n")
+            assert (await client.get("/health")).status_code == 200
+        finally:
+            await service.thread.call(llm.wake_up)
+        assert await tokens(client) == before
+
+    serve(llm, use)
+
+
 def test_what_cannot_be_done_is_refused_and_changes_nothing(llm: LLM) -> None:
     async def use(client: httpx.AsyncClient, service: GenerationService) -> None:
         for path, message in (
