@@ -54,5 +54,5 @@ class WatchedOutput(AsyncOutput):
                         raise CollectiveError("the step did not end on the GPU of rank 0")
                     time.sleep(POLL_S)
         except WorkerError:
-            self._group.close()  # ends the collective that this rank's GPU still runs
+            self._group.abort(lambda: self._watched.is_there)  # ends collectives that this rank's GPU still runs
             raise

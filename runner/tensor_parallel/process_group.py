@@ -9,8 +9,10 @@ from __future__ import annotations
 import json
 import socket
 import time
+import uuid
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ import torch.distributed as dist
 
 from piecegraph.errors import ConfigError
 from piecegraph.passes.ops.collectives import CollectiveError
+from piecegraph.runner.tensor_parallel.symmetric_sums import NCCL, SymmetricSums, why_not_symmetric
 
 START_TIMEOUT_S = 1800.0
 """How long a rank waits at start for the others, which load and compile meanwhile."""
@@ -94,6 +97,9 @@ class RankGroup:
         self._timeout = timedelta(seconds=timeout_s)
         self._check = check
         self._group: Any = None
+        self._symmetric: SymmetricSums | None = None
+        self.sums_note = ""
+        """How sums over the ranks are made on GPUs, and why; known once connected."""
 
     def exchange(self, name: str, value: str) -> list[str]:
         """Return what each rank gave under `name`, by rank. Waits until all have."""
@@ -130,8 +136,27 @@ class RankGroup:
             self._group = _nccl_group(self._store, self.rank, self.size, self._timeout)
             self.all_reduce(torch.zeros(1, device=device))  # makes the communicator, which no capture can do
             torch.cuda.synchronize(device)
+            self._symmetric, self.sums_note = self._symmetric_sums(device)
         else:
             self._group = self._gloo_group()
+
+    def _symmetric_sums(self, device: torch.device) -> tuple[SymmetricSums | None, str]:
+        """Return the sums through symmetric memory, None where NCCL makes all of them, and the note about it."""
+        hosts = self.exchange("host", f"{socket.gethostname()} {_boot_id()}")
+        reason = why_not_symmetric(hosts, torch.cuda.device_count(), torch.cuda.can_device_access_peer)
+        if reason := next(filter(None, self.exchange("why there is no symmetric memory", reason)), ""):
+            return None, f"sums over the ranks: NCCL; {reason}"
+        name = self.exchange("name of symmetric memory", f"piecegraph {uuid.uuid4().hex}")[0]
+        sums: SymmetricSums | None = None
+        try:
+            sums = SymmetricSums(self._store, self.rank, self.size, device, name)
+        except RuntimeError as error:
+            reason = f"rank {self.rank}: {str(error).partition(chr(10))[0]}"
+        reason = next(filter(None, self.exchange("why symmetric memory failed", reason)), "")
+        if sums is None or reason:
+            return None, f"sums over the ranks: NCCL; {reason}"
+        sums.measure(self.exchange, self._nccl_sum)
+        return sums, sums.describe()
 
     def _gloo_group(self) -> Any:
         gloo: Any = dist.ProcessGroupGloo
@@ -142,12 +167,24 @@ class RankGroup:
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Return the sum over all ranks; the bits are equal on all ranks."""
-        output = x.clone(memory_format=torch.contiguous_format)
-        self.all_reduce_in_place(output)
+        way = NCCL if self._symmetric is None or not x.is_contiguous() else self._symmetric.way(x)
+        if self._symmetric is not None and way != NCCL:
+            output = torch.empty_like(x)
+            self._symmetric.add_up(x, output, way)
+        else:
+            output = x.clone(memory_format=torch.contiguous_format)
+            self.all_reduce_in_place(output)
         return output
 
     def all_reduce_in_place(self, x: torch.Tensor) -> None:
         """Replace `x`, which must be contiguous, by the sum over all ranks; the bits are equal on all ranks."""
+        way = NCCL if self._symmetric is None else self._symmetric.way(x)
+        if self._symmetric is not None and way != NCCL:
+            self._symmetric.add_up(x, x, way)
+        else:
+            self._nccl_sum(x)
+
+    def _nccl_sum(self, x: torch.Tensor) -> None:
         options = dist.AllreduceOptions()
         options.asyncOp = False  # NCCL then runs it on the current stream
         self._wait(lambda: self._group.allreduce([x], options))
@@ -159,8 +196,16 @@ class RankGroup:
         self._wait(lambda: self._group.allgather([parts], [own]))
         return torch.cat(parts, -1)
 
+    def abort(self, is_done: Callable[[], bool]) -> None:
+        """Close, and end the collectives in which this rank's GPU waits for a rank that is lost, until `is_done`."""
+        symmetric = self._symmetric
+        self.close()
+        if symmetric is not None:
+            symmetric.release(is_done)
+
     def close(self) -> None:
         """Close the connections, which makes collectives of other ranks fail. Idempotent."""
+        self._symmetric = None
         if self._group is not None:
             group, self._group = self._group, None
             group.abort()
@@ -174,6 +219,12 @@ class RankGroup:
                 work.wait()
         except RuntimeError as error:
             raise CollectiveError(str(error).partition("\n")[0]) from error
+
+
+def _boot_id() -> str:
+    """Return what tells this machine from others of the same name; "" where the system does not say."""
+    path = Path("/proc/sys/kernel/random/boot_id")
+    return path.read_text().strip() if path.exists() else ""
 
 
 def _nccl_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
