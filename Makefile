@@ -54,7 +54,7 @@ $(READY): $(wildcard requirements/*) pyproject.toml
 	@touch $@
 
 $(NEWEST)/.ready: requirements/install_newest.sh requirements/dev.txt requirements/model.txt pyproject.toml
-	@PYTHON='$(PYTHON)' bash requirements/install_newest.sh
+	@PYTHON='$(PYTHON)' NEWEST='$(NEWEST)' bash requirements/install_newest.sh
 	@touch $@
 
 clean: ## remove .venv, .venv-newest and everything generated

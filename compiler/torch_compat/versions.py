@@ -70,17 +70,17 @@ def guard_missing_attributes() -> Iterator[None]:
     kinds = (misc.PythonModuleVariable, functions.BaseUserFunctionVariable, functions.UserFunctionVariable)
     with _patching, contextlib.ExitStack() as patches:
         for kind in kinds:
-            if "call_obj_hasattr" in vars(kind):
-                patches.enter_context(_guarding_hasattr(kind))
+            patches.enter_context(_guarding_hasattr(kind))
         yield
 
 
 @contextlib.contextmanager
 def _guarding_hasattr(kind: Any) -> Iterator[None]:
+    """Make one kind of variable guard the answer. In torch 2.15 Python modules inherit the method."""
     from torch._dynamo.guards import GuardBuilder, install_guard
     from torch._dynamo.source import AttrSource
 
-    original = kind.call_obj_hasattr
+    own, original = vars(kind).get("call_obj_hasattr"), kind.call_obj_hasattr
     is_on_owner = "attr" in inspect.signature(GuardBuilder.HASATTR).parameters  # not in torch 2.11
 
     def call_obj_hasattr(self: Any, tx: Any, name: str) -> Any:
@@ -94,7 +94,10 @@ def _guarding_hasattr(kind: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        kind.call_obj_hasattr = original
+        if own is None:
+            del kind.call_obj_hasattr
+        else:
+            kind.call_obj_hasattr = own
 
 
 def symbol_hint(shape_env: ShapeEnv, symbol: Any) -> int:

@@ -15,9 +15,10 @@ from pathlib import Path
 import transformers
 
 from piecegraph.errors import PiecegraphError
+from piecegraph.runner.attention.interface.layer import AttentionLayer
 from piecegraph.runner.common.engine_config import EngineConfig
 from piecegraph.runner.common.model_source import ModelSource
-from piecegraph.runner.inspect.explanation import Explanation, explain
+from piecegraph.runner.inspect.explanation import AttentionRow, explain
 from tests.runner.architectures import architectures, class_name, save_tiny, tiny_model
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
@@ -74,31 +75,36 @@ def row_of(model_type: str) -> Row:
             source=ModelSource(model=str(save_tiny(model_type, model, Path(folder)))), device="cpu", max_model_len=48
         )
         try:
-            return Row(model_type, name, RUNS, ", ".join(mechanisms(explain(config))))
+            explained = explain(config)
+            ops = [each.op for each in explained.split_ops]
+            return Row(model_type, name, RUNS, mechanisms(explained.attention, ops, explained.notes))
         except PiecegraphError as error:
             return Row(model_type, name, REFUSED, plain(error))
 
 
-def mechanisms(explained: Explanation) -> list[str]:
+def mechanisms(
+    layers: Iterable[AttentionRow] | Iterable[AttentionLayer], split_ops: Iterable[str], notes: Iterable[str]
+) -> str:
     """Return the kinds of a model's layers, in words."""
     found: dict[str, None] = {}
-    for row in explained.attention:
-        if row.is_latent:
+    for layer in layers:
+        if layer.is_latent:
             found["latent attention"] = None
             continue
-        found["sliding window" if row.window else "chunked attention" if row.chunk_size else "full attention"] = None
-        if row.softcap:
+        kind = "sliding window" if layer.window else "chunked attention" if layer.chunk_size else "full attention"
+        found[kind] = None
+        if layer.softcap:
             found["soft cap"] = None
-        if row.has_sinks:
+        if layer.has_sinks:
             found["sinks"] = None
-        if row.has_slopes:
+        if layer.has_slopes:
             found["ALiBi"] = None
-        if row.key_dim != row.value_dim:
+        if layer.key_dim != layer.value_dim:
             found["keys and values of different sizes"] = None
-    found.update(dict.fromkeys(_STATES[each.op] for each in explained.split_ops if each.op in _STATES))
-    if any(note.startswith("positions begin at") for note in explained.notes):
+    found.update(dict.fromkeys(_STATES[op] for op in split_ops if op in _STATES))
+    if any(note.startswith("positions begin at") for note in notes):
         found["positions that do not begin at 0"] = None
-    return list(found)
+    return ", ".join(found)
 
 
 def plain(error: Exception) -> str:

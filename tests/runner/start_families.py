@@ -1,6 +1,7 @@
 """Load each folder given with `LLM`, in a process of its own; print what its plan would depend on, as JSON.
 
-Standard input holds what an earlier process printed, or `{}`.
+Standard input holds what an earlier process printed, or `{}`. A folder that it has is not traced again. Each start ends
+where its graph would be compiled.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 from unittest.mock import patch
 
@@ -24,49 +26,43 @@ from piecegraph.compiler.tracing.trace import Traced, trace
 from piecegraph.compiler.tracing.traced_reads import find_changed_read
 
 
+class Seen(Exception):
+    """All that a plan depends on is known, so the start may end."""
+
+
 def main() -> None:
     earlier = json.loads(sys.stdin.read())
-    found: dict[str, dict[str, Any]] = {}
-    for folder in sys.argv[1:]:
-
-        def traced(
-            module: nn.Module,
-            args: Sequence[Any],
-            kwargs: Mapping[str, Any],
-            dims: DynamicDims,
-            folder: str = folder,
-        ) -> Traced:
-            changed = None
-            if folder in earlier:
-                stored = reads_of_data(earlier[folder]["reads"])
-                changed, _ = find_changed_read(stored.places, stored.facts, stored.identities, module)
-            call = ExampleCall.of(module, args, kwargs, dims)
-            key = PlanStore.of(CompileCache(None, False), module, call, CompileConfig()).key
-            made = trace(module, args, kwargs, dims)
-            not_comparable = list(made.reads.not_comparable)
-            found[folder] = {
-                "key": key,
-                "changed": changed,
-                "not_comparable": not_comparable,
-                "reads": reads_as_data(made.reads),
-            }
-            return made
-
-        with (
-            patch.object(cold_start, "trace", traced),
-            LLM(
-                folder,
-                skip_tokenizer_init=True,
-                dtype="float32",
-                compiler="eager",
-                cudagraph_mode="NONE",
-                max_model_len=24,
-                max_num_seqs=2,
-                num_kv_blocks=8,
-            ),
-        ):
-            pass
+    found = {folder: start(folder, earlier.get(folder)) for folder in sys.argv[1:]}
     sys.stdout.write(json.dumps(found))
+
+
+def start(folder: str, earlier: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the key of a model's plan with what its trace read, or with what has changed since an earlier trace."""
+    found: dict[str, Any] = {}
+
+    def traced(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], dims: DynamicDims) -> Traced:
+        call = ExampleCall.of(module, args, kwargs, dims)
+        found["key"] = PlanStore.of(CompileCache(None, False), module, call, CompileConfig()).key
+        if earlier is None:
+            reads = trace(module, args, kwargs, dims).reads
+            found.update(not_comparable=list(reads.not_comparable), reads=reads_as_data(reads))
+        else:
+            stored = reads_of_data(earlier["reads"])
+            found["changed"], _ = find_changed_read(stored.places, stored.facts, stored.identities, module)
+        raise Seen
+
+    with patch.object(cold_start, "trace", traced), suppress(Seen):
+        LLM(
+            folder,
+            skip_tokenizer_init=True,
+            dtype="float32",
+            compiler="eager",
+            cudagraph_mode="NONE",
+            max_model_len=24,
+            max_num_seqs=2,
+            num_kv_blocks=8,
+        )
+    return found
 
 
 if __name__ == "__main__":
