@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -48,6 +49,7 @@ class BenchStart:
     display: PhaseDisplay
     on_phase: OnPhase  # the display; keeps libraries quiet, unless their voices were asked for
     folder: str  # the model's, or the model as it was named
+    scratch: Path  # where that of a `shape:` lies and others can be made; removed at the end
 
 
 @contextmanager
@@ -62,7 +64,8 @@ def bench_start(model: str, *, quiet: bool, debug: bool) -> Iterator[BenchStart]
         from piecegraph.tools.command_line.shapes import model_folder
 
         on_phase = display if debug else quiet_once_imported(display)
-        yield BenchStart(display=display, on_phase=on_phase, folder=model_folder(model, scratch))
+        folder = model_folder(model, scratch)
+        yield BenchStart(display=display, on_phase=on_phase, folder=folder, scratch=scratch)
 
 
 def about(llm: LLM, display: PhaseDisplay) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from piecegraph.runner.common.outputs import RequestOutput
 from piecegraph.runner.common.sampling_params import SamplingParams
 from piecegraph.runner.llm import LLM
 from piecegraph.runner.scheduling.speculation_stats import SpeculationStats
+from piecegraph.runner.speculative.drafter import Drafter
 
 NOISE: Mapping[torch.dtype, float] = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.25}
 """By dtype, the difference of two tokens' log probabilities up to which they nearly tie.
@@ -36,6 +37,15 @@ class SpeculativeRow:
     num_ties: int  # answers that go on differently behind two tokens that nearly tie
     speculation: SpeculationStats | None  # of the timed runs
     is_synthetic: bool = False  # drafts were accepted by given rates, so answers were not compared and mean nothing
+    steps: Mapping[str, int] = field(default_factory=dict)  # of the timed runs, by mode, those that read prompts too
+    num_draft_graphs: int = 0  # replays after them that drafted
+    num_draft_passes: int = 0  # drafts without a graph after them
+
+    @property
+    def ms_per_step(self) -> float | None:
+        """The milliseconds of a step in the mean of all timed runs; those that read prompts are among them."""
+        num_steps = sum(self.steps.values())
+        return 1000 * sum(self.seconds) / num_steps if num_steps else None
 
     @property
     def tokens_per_s(self) -> float:
@@ -56,6 +66,10 @@ class SpeculativeRow:
             "acceptance_rate": None if drafted is None else drafted.acceptance_rate,
             "mean_acceptance_length": None if drafted is None else drafted.mean_acceptance_length,
             "accepted_by_position": None if drafted is None else list(drafted.num_accepted_by_position),
+            "ms_per_step": self.ms_per_step,
+            "steps": dict(self.steps),
+            "draft_graphs": self.num_draft_graphs,
+            "draft_passes_without_a_graph": self.num_draft_passes,
         }
 
 
@@ -87,20 +101,44 @@ def measure(
     found, stats = answers(llm, prompts, max_tokens), llm.engine.stats.speculation
     is_synthetic = stats is not None and stats.is_synthetic
     num_ties = 0 if is_synthetic else count_ties(found, expected, NOISE[dtype])
-    before, seconds = llm.engine.stats.speculation, []
+    before, seconds = _Counts.of(llm), []
     for _ in range(repeat):
         started = time.perf_counter()
         answers(llm, prompts, max_tokens)
         seconds.append(time.perf_counter() - started)
+    after = _Counts.of(llm)
     return SpeculativeRow(
         method=method,
         num_drafts=num_drafts,
         output_tokens=len(prompts) * max_tokens,
         seconds=tuple(seconds),
         num_ties=num_ties,
-        speculation=_since(before, llm.engine.stats.speculation),
+        speculation=_since(before.speculation, after.speculation),
         is_synthetic=is_synthetic,
+        steps={mode: count - before.steps.get(mode, 0) for mode, count in after.steps.items()},
+        num_draft_graphs=after.num_draft_graphs - before.num_draft_graphs,
+        num_draft_passes=after.num_draft_passes - before.num_draft_passes,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Counts:
+    """What an engine has counted since its start."""
+
+    speculation: SpeculationStats | None
+    steps: Mapping[str, int]  # by mode
+    num_draft_graphs: int
+    num_draft_passes: int
+
+    @classmethod
+    def of(cls, llm: LLM) -> _Counts:
+        drafter: Drafter | None = getattr(llm.runner, "drafter", None)
+        return cls(
+            speculation=llm.engine.stats.speculation,
+            steps={mode.value: count for mode, count in llm.runner.counters.by_mode().items()},
+            num_draft_graphs=0 if drafter is None else drafter.num_replays,
+            num_draft_passes=0 if drafter is None else drafter.num_uncaptured,
+        )
 
 
 def count_ties(found: Sequence[RequestOutput], expected: Sequence[RequestOutput], noise: float) -> int:

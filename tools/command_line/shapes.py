@@ -83,6 +83,10 @@ SHAPES: dict[str, dict[str, Any]] = {
 """The shapes peers publish figures for. Read off those models' published configs."""
 
 
+HEAD_TOKENS = 32_000
+"""The vocabulary of a head for a shape, as published EAGLE-3 heads have it."""
+
+
 def model_folder(model: str, scratch: Path) -> str:
     """Return `model` itself, or for `shape:NAME` a folder made in `scratch` with that shape's config.
 
@@ -101,3 +105,32 @@ def model_folder(model: str, scratch: Path) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     return str(folder)
+
+
+def head_folder(head: str, scratch: Path) -> str:
+    """Return `head` itself, or for `shape:NAME` a folder made in `scratch` with the config of an EAGLE-3 head for it.
+
+    The head has one layer of the shape's sizes. Raises `ModelError` as `model_folder` does.
+    """
+    if not head.startswith(PREFIX):
+        return head
+    model = json.loads(Path(model_folder(head, scratch), "config.json").read_text())
+    layer = {name: value for name, value in model.items() if name in _HEAD_SIZES}
+    config = {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "speculators_config": {"algorithm": "eagle3"},
+        "draft_vocab_size": min(HEAD_TOKENS, model["vocab_size"]),
+        "transformer_layer_config": {**layer, "model_type": "llama", "num_hidden_layers": 1},
+    }
+    folder = scratch / f"{head.removeprefix(PREFIX).replace(':', '-')}-eagle3"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+_HEAD_SIZES = (
+    *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"),
+    *("rms_norm_eps", "rope_theta", "max_position_embeddings", "hidden_act"),
+)
+"""What a head for a shape has as the shape's layers have it."""

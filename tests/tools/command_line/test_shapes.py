@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from piecegraph.errors import ModelError
-from piecegraph.tools.command_line.shapes import SHAPES, model_folder
+from piecegraph.runner.common.model_source import ModelSource
+from piecegraph.runner.speculative.heads.head_config import eagle3_config
+from piecegraph.tools.command_line.shapes import HEAD_TOKENS, SHAPES, head_folder, model_folder
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -39,4 +41,15 @@ def test_an_unknown_shape_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_model_is_left_as_it_is(tmp_path: Path) -> None:
-    assert model_folder("org/model", tmp_path) == "org/model"
+    assert model_folder("org/model", tmp_path) == head_folder("org/model", tmp_path) == "org/model"
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_shape_has_a_head(name: str, tmp_path: Path) -> None:
+    """It fits the shape, with three of its hidden states and the vocabulary of published heads."""
+    from transformers import AutoConfig
+
+    source = ModelSource(model=head_folder(f"shape:{name}", tmp_path), load_format="dummy")
+    head = eagle3_config(source, AutoConfig.from_pretrained(model_folder(f"shape:{name}", tmp_path)))
+    assert len(head.hidden_states) == 3 and head.draft_vocab_size == HEAD_TOKENS
+    assert head.layer_config.num_hidden_layers == 1 and head.layer_config.head_dim == 128
