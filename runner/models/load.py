@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from piecegraph.compiler.repeated_layers.find import name_layers
+from piecegraph.cpu_instructions import cpu_instructions, has_bfloat16
 from piecegraph.errors import (
     CheckpointError,
     ConfigError,
@@ -212,13 +213,19 @@ def resolve_device(device: str | torch.device | None) -> torch.device:
 
 
 def resolve_dtype(
-    dtype: str | torch.dtype, config: PreTrainedConfig, device: torch.device, quantization: str | None = None
+    dtype: str | torch.dtype,
+    config: PreTrainedConfig,
+    device: torch.device,
+    quantization: str | None = None,
+    *,
+    instructions: frozenset[str] | None = None,
 ) -> torch.dtype:
     """Return the dtype that weights are loaded as, and that activations have.
 
-    `"auto"` is float32 on the CPU, and bfloat16 with quantised weights; on a GPU it is the checkpoint's dtype if that
-    has 16 bits, else bfloat16. Raises `ConfigError` for an unknown name, and for quantised weights with float16 or on a
-    GPU.
+    On the CPU, `"auto"` is bfloat16 with quantised weights, and if the checkpoint has 16 bits and the processor has
+    instructions for bfloat16, else float32; `instructions` are those of this machine unless given. On a GPU it is the
+    checkpoint's dtype if that has 16 bits, else bfloat16. Raises `ConfigError` for an unknown name, and for quantised
+    weights with float16 or on a GPU.
     """
     written = getattr(config, "quantization_config", None)
     if quantization == "gguf" and (not isinstance(written, Mapping) or written.get("quant_method") != "gguf"):
@@ -233,7 +240,8 @@ def resolve_dtype(
                 "leave it out."
             )
         quantization = "a quantised checkpoint"
-    resolved = _resolve_dtype(dtype, config, device, quantization)
+    listed = cpu_instructions() if instructions is None else instructions
+    resolved = _resolve_dtype(dtype, config, device, quantization, computes_bfloat16=has_bfloat16(listed))
     if quantization is not None and device.type == "cuda":
         raise ConfigError(
             f"quantization={quantization!r} has no kernel for GPUs yet; give device='cpu', or leave it out."
@@ -247,7 +255,12 @@ def resolve_dtype(
 
 
 def _resolve_dtype(
-    dtype: str | torch.dtype, config: PreTrainedConfig, device: torch.device, quantization: str | None
+    dtype: str | torch.dtype,
+    config: PreTrainedConfig,
+    device: torch.device,
+    quantization: str | None,
+    *,
+    computes_bfloat16: bool,
 ) -> torch.dtype:
     if isinstance(dtype, torch.dtype):
         if dtype not in DTYPES.values():
@@ -255,9 +268,10 @@ def _resolve_dtype(
         return dtype
     if dtype == "auto":
         stored = getattr(config.get_text_config(decoder=True), "dtype", None) or config.dtype
+        has_16_bits = stored in (torch.bfloat16, torch.float16)
         if device.type == "cpu":
-            return torch.float32 if quantization is None else torch.bfloat16
-        return stored if stored in (torch.bfloat16, torch.float16) else torch.bfloat16
+            return torch.bfloat16 if quantization is not None or (has_16_bits and computes_bfloat16) else torch.float32
+        return stored if has_16_bits else torch.bfloat16
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise ConfigError(f"dtype={dtype!r} is unknown.{did_you_mean(str(dtype), ['auto', *DTYPES])}")
     return DTYPES[dtype]

@@ -14,7 +14,7 @@ def online_schemes(quantization: str) -> SchemeOf:
     int8 = Scheme(method="int8")
     linears, embeddings = {
         "int8": (int8, int8),
-        "int4": (Scheme(method="int4", group_size=INT4_GROUP, has_offset=True), int8),
+        "int4": (Scheme(method="int4", group_size=INT4_GROUP, has_offset=True, may_round=True), int8),
         "fp8": (Scheme(method="fp8"), None),
     }[quantization]
 

@@ -560,6 +560,7 @@ def _runner_of_rank(
     group, everyone = parallel.group, parallel.everyone
     check_heads(loaded.rank_plan, [(layer.name, layer.num_q_heads, layer.num_kv_heads) for layer in model.layers])
     facts = rank_facts(config.source.weight_files, config=str(loaded.config.to_json_string()))
+    facts["dtype (with dtype='auto' each machine's processor decides)"] = str(loaded.dtype)
     with timed_phase(on_phase, "ranks"):
         everyone.agree("facts", facts)
         group.agree("graph", graph_facts(model.compiled.source))

@@ -48,21 +48,23 @@ def from_tiles(packed: torch.Tensor, rows: int) -> torch.Tensor:
 def int4_tiles_linear(
     x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return `x @ w.T + bias` in bfloat16, `[..., num_columns]`, for `w = (q - 8) * scale[..., 0] + scale[..., 1]`.
+    """Return `x @ w.T + bias` in the dtype of `x`, for `w = (q - 8) * scale[..., 0] + scale[..., 1]`.
 
-    `x` is bfloat16 `[..., size]`; `weight` uint8 `[num_columns, size / 2]` as of `to_tiles`; `scale` bfloat16
-    `[num_groups, num_columns, 2]`, contiguous; the group size is one of `GROUP_SIZES`. Sums accumulate in float32. A
-    new tensor; nothing is mutated.
+    `x` is bfloat16 or float32, `[..., size]`, and the result `[..., num_columns]`; `weight` uint8 `[num_columns, size /
+    2]` as of `to_tiles`; `scale` bfloat16 `[num_groups, num_columns, 2]`, contiguous; the group size is one of
+    `GROUP_SIZES`. `x` is rounded to bfloat16; sums accumulate in float32 and are rounded to bfloat16, before `bias`,
+    which has the dtype of `x`, is added. A new tensor; nothing is mutated.
     """
     num_columns, size = weight.shape[0], x.shape[-1]
-    rows = x.reshape(-1, size)
+    rows = x.reshape(-1, size).to(torch.bfloat16)
     if rows.shape[0] <= MAX_PACKED_ROWS:
         out = torch._weight_int4pack_mm_for_cpu(rows.contiguous(), weight, size // scale.shape[0], scale)
     else:
         out = rows.new_empty((rows.shape[0], num_columns))
         for first in range(0, num_columns, _ROWS_AT_ONCE):
             part = slice(first, min(first + _ROWS_AT_ONCE, num_columns))
-            out[:, part] = F.linear(rows, dequantised(weight[part], scale[:, part], x.dtype))
+            out[:, part] = F.linear(rows, dequantised(weight[part], scale[:, part], rows.dtype))
+    out = out.to(x.dtype)
     if bias is not None:
         out += bias
     return out.view(*x.shape[:-1], num_columns)

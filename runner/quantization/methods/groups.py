@@ -26,6 +26,10 @@ class GroupedInt8:
     kernel: ClassVar[str] = "GEMM over weights that are dequantised 2048 channels at a time"
     bits: ClassVar[int] = 8
 
+    def scale_dtype(self, weight: torch.Tensor) -> torch.dtype:
+        """Return the dtype of scales and offsets: that of `weight`."""
+        return weight.dtype
+
     def empty(self, weight: torch.Tensor, scheme: Scheme) -> PackedWeight:
         """Return the values as `grouped_linear` takes them, and scales in the dtype of `weight`."""
         rows, size = weight.shape
@@ -40,16 +44,17 @@ class GroupedInt8:
     def pack(self, weight: torch.Tensor, scheme: Scheme) -> PackedWeight:
         """Return `weight` rounded to the nearest step between the smallest and the largest value of each group.
 
-        Scales and offsets are rounded to the dtype of `weight` first, so that this is no error of its own.
+        Scales and offsets are rounded to the dtype that they are stored in first, so that this is no error of its own.
         """
+        dtype = self.scale_dtype(weight)
         check_finite(weight)
         groups = weight.unflatten(1, (num_groups(weight.shape[1], scheme.group_size), -1)).float()
         low, high = groups.amin(-1), groups.amax(-1)
-        step = ((high - low) / (2**self.bits - 1)).to(weight.dtype).float()
+        step = ((high - low) / (2**self.bits - 1)).to(dtype).float()
         step = torch.where(step == 0, 1.0, step)
-        low = low.to(weight.dtype).float()
+        low = low.to(dtype).float()
         values = ((groups - low.unsqueeze(-1)) / step.unsqueeze(-1)).round_().clamp_(0, 2**self.bits - 1).flatten(1)
-        return self.stored(values.to(torch.uint8), step, low, weight.dtype)
+        return self.stored(values.to(torch.uint8), step, low, dtype)
 
     def stored(
         self, values: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor | None, dtype: torch.dtype
@@ -91,7 +96,10 @@ class GroupedInt4(GroupedInt8):
 
 @dataclass(frozen=True, slots=True)
 class Int4Tiles(GroupedInt4):
-    """The weights of `GroupedInt4` in the order that torch's kernel for this CPU reads, for bfloat16 inputs."""
+    """The weights of `GroupedInt4` in the order that torch's kernel for this CPU reads, for bfloat16 inputs.
+
+    Float32 inputs are rounded, for schemes that say so (`Scheme.may_round`).
+    """
 
     name: ClassVar[str] = "int4-tiles"
     kernel: ClassVar[str] = (
@@ -104,17 +112,22 @@ class Int4Tiles(GroupedInt4):
         rows = int4_tiles_linear.tile_rows()
         return (
             rows is not None
-            and weight.dtype is torch.bfloat16
+            and (weight.dtype is torch.bfloat16 or (weight.dtype is torch.float32 and scheme.may_round))
             and weight.shape[0] % rows == 0
             and scheme.group_size in int4_tiles_linear.GROUP_SIZES
             and weight.shape[1] % scheme.group_size == 0
         )
 
+    def scale_dtype(self, weight: torch.Tensor) -> torch.dtype:
+        """Return bfloat16, which the kernel takes."""
+        return torch.bfloat16
+
     def empty(self, weight: torch.Tensor, scheme: Scheme) -> PackedWeight:
         """Return uint8 `[num_columns, size / 2]` and scales `[num_groups, num_columns, 2]`."""
         rows, size = weight.shape
         values = torch.empty((rows, size // 2), dtype=torch.uint8, device=weight.device)
-        return PackedWeight(values=values, scale=weight.new_empty((num_groups(size, scheme.group_size), rows, 2)))
+        shape = (num_groups(size, scheme.group_size), rows, 2)
+        return PackedWeight(values=values, scale=weight.new_empty(shape, dtype=torch.bfloat16))
 
     def stored(
         self, values: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor | None, dtype: torch.dtype

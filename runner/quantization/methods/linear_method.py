@@ -27,6 +27,7 @@ class Scheme:
     group_size: int = 0  # columns of the input that share a scale; 0: all of them
     block_rows: int = 1  # output channels that share a scale
     has_offset: bool = False  # whether a group has an offset beside its scale
+    may_round: bool = False  # whether float32 inputs and scales may be rounded to bfloat16, for a faster kernel
 
     def __str__(self) -> str:
         if self.block_rows > 1:

@@ -267,8 +267,30 @@ def test_the_tokenizer_may_come_from_elsewhere(llama_dir: Path, tmp_path: Path) 
     assert len(tokenizer) == 261
 
 
+@pytest.mark.parametrize(
+    ("stored", "instructions", "wanted"),
+    [
+        (torch.bfloat16, {"avx512f", "avx512_bf16"}, torch.bfloat16),
+        (torch.float16, {"amx_bf16"}, torch.bfloat16),
+        (torch.bfloat16, {"asimd", "bf16"}, torch.bfloat16),
+        (torch.bfloat16, {"avx512f", "avx512_vnni"}, torch.float32),
+        (torch.bfloat16, set(), torch.float32),
+        (torch.float32, {"avx512_bf16"}, torch.float32),
+    ],
+)
+def test_the_dtype_on_a_cpu_follows_from_its_instructions(
+    stored: torch.dtype, instructions: set[str], wanted: torch.dtype
+) -> None:
+    """Checkpoints of 16 bits are bfloat16 where the processor multiplies that; a dtype that is given is kept."""
+    config = llama_config(dtype=stored)
+    listed = frozenset(instructions)
+    assert resolve_dtype("auto", config, CPU, instructions=listed) == wanted
+    assert resolve_dtype("float32", config, CPU, instructions=listed) == torch.float32
+    assert resolve_dtype("auto", config, CPU, "int8", instructions=listed) == torch.bfloat16
+
+
 def test_dtype_names() -> None:
-    """auto: float32 on the CPU; on a GPU the checkpoint's if it has 16 bits, else bfloat16."""
+    """auto: on the CPU by its instructions; on a GPU the checkpoint's if it has 16 bits, else bfloat16."""
     config, gpu = llama_config(), torch.device("cuda")
     assert resolve_dtype("auto", config, CPU) == torch.float32
     assert resolve_dtype("auto", config, gpu) == torch.bfloat16

@@ -51,3 +51,5 @@ def test_it_multiplies_by_the_dequantised_weights(rows: int, group: int, monkeyp
     size = F.linear(x.double().abs(), exact.abs()).amax()
     found = INT4_TILES_LINEAR(x, weight, scale, bias)
     assert found.dtype is torch.bfloat16 and (found.double() - wanted).abs().amax() <= 3 * 2**-9 * size
+    rounded = INT4_TILES_LINEAR(x.float(), weight, scale, bias.float())
+    assert rounded.dtype is torch.float32 and (rounded.double() - wanted).abs().amax() <= 3 * 2**-9 * size

@@ -53,6 +53,8 @@ def test_tiles_are_for_linears_in_bfloat16_whose_sizes_fit() -> None:
     for other in (weight.float(), weight[:50]):
         assert fastest(scheme, other, is_linear=True) == scheme
     assert fastest(scheme, weight, is_linear=False) == scheme
+    rounding = replace(scheme, may_round=True)
+    assert fastest(rounding, weight.float(), is_linear=True) == (replace(TILES, may_round=True) if fits else rounding)
     assert fastest(replace(scheme, group_size=48), weight, is_linear=True).method == "int4"
 
 
