@@ -382,7 +382,8 @@ DIFFERENT_ARGUMENTS: Mapping[str, str] = {
     "`cudagraph_mode` and `cudagraph_capture_sizes`; or a level, 0 to 3, where 0 compiles nothing",
     "cudagraph_capture_sizes": 'tokens, as vLLM\'s, ascending; or "traffic": those that suit what was run',
     "data_parallel_size": "engines in processes of their own, behind one `LLM`; on CPUs of one machine so far",
-    "dtype": "`float32`, `bfloat16`, `float16` or `auto`, which on the CPU is float32",
+    "dtype": "`float32`, `bfloat16`, `float16` or `auto`: on a CPU bfloat16 for checkpoints of 16 bits if the "
+    "processor lists `avx512_bf16`, `amx_bf16` or ARM's `bf16` (and for quantised ones), else float32",
     "enable_prefix_caching": "None is on",
     "enable_prompt_embeds": "steps that compute such a prompt run the model's own code, without graphs",
     "generation_config": "`auto` or `vllm`, not a folder",

@@ -49,18 +49,22 @@ class LatencyRow:
 
 
 def model_size(llm: LLM) -> ModelSize:
-    """Return what a step reads: every parameter except an embedding that no matmul uses."""
+    """Return what a step reads: every parameter except an embedding that no matmul uses.
+
+    Quantised weights count with the bytes that they are stored in; a byte of uint8 holds two parameters.
+    """
     layers = attention_layers(llm.compiled.split_calls)
-    tensors = {t.data_ptr(): (name, t) for name, t in llm.compiled.bound_tensors() if t.is_floating_point()}
+    tensors = {t.data_ptr(): (name, t) for name, t in llm.compiled.bound_tensors() if _is_weight(t)}
     params = size_bytes = logits_params = expert_params = expert_bytes = num_experts = 0
     is_tied = not any("lm_head" in name for name, _ in tensors.values())
     for name, tensor in tensors.values():
         if tensor.dim() < 2 or ("embed" in name and not is_tied):
             continue
-        params += tensor.numel()
-        size_bytes += tensor.numel() * tensor.element_size()
+        num_params = _num_params(name, tensor)
+        params += num_params
+        size_bytes += tensor.nbytes
         if "lm_head" in name or ("embed" in name and is_tied):
-            logits_params += tensor.numel()
+            logits_params += num_params
         if tensor.dim() == 3:  # one matrix an expert
             num_experts = tensor.shape[0]
             expert_params += tensor.numel()
@@ -72,6 +76,17 @@ def model_size(llm: LLM) -> ModelSize:
     return ModelSize(
         matmul_params=params, logits_params=logits_params, weight_bytes=size_bytes, layers=layers, experts=experts
     )
+
+
+def _is_weight(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.dtype in (torch.int8, torch.uint8)
+
+
+def _num_params(name: str, tensor: torch.Tensor) -> int:
+    """Return the parameters that the values of a tensor are: none for the scales of quantised ones."""
+    if name.endswith("weight_scale"):
+        return 0
+    return tensor.numel() * (2 if tensor.dtype is torch.uint8 else 1)
 
 
 def floor_notes(num_ranks: int) -> tuple[str, ...]:

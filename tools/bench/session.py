@@ -83,4 +83,7 @@ def about(llm: LLM, display: PhaseDisplay) -> dict[str, Any]:
 
 
 def ceilings_line(ceilings: Ceilings) -> str:
+    """Return the rates in words, with units that suit a GPU or a CPU."""
+    if ceilings.read_bytes_per_s < 1e11:
+        return f"ceilings: {ceilings.read_bytes_per_s / 1e9:.1f} GB/s read, {ceilings.flops_per_s / 1e9:.0f} GFLOP/s"
     return f"ceilings: {ceilings.read_bytes_per_s / 1e12:.2f} TB/s read, {ceilings.flops_per_s / 1e12:.0f} TFLOP/s"

@@ -92,8 +92,7 @@ def latency(
             from piecegraph.tools.bench.measure.ceilings import measure_ceilings
 
             buffers = llm.runner.step.buffers
-            layer = next(iter(llm.runner.step.kv_caches.values()))
-            ceilings = measure_ceilings(buffers.input_ids.device, layer.key.dtype)
+            ceilings = measure_ceilings(buffers.input_ids.device, llm.model_config.dtype)
             display.stop()
             if not as_json:
                 click.echo(HEADER)

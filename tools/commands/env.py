@@ -14,8 +14,18 @@ from piecegraph.tools.command_line.options import CONTEXT, Command
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--debug", is_flag=True, help="Show tracebacks.")
 def command(as_json: bool, debug: bool) -> None:
-    """Show versions, devices, compilers and folders for a bug report."""
+    """Show versions, devices, compilers and folders for a bug report, and measured rates of the CPU.
+
+    The rates are of this moment: other programs take their share. Decoding cannot be faster than the bytes of a
+    model's weights over the rate at which memory is read.
+    """
     facts = machine_facts()
+    if "torch_problem" not in facts:
+        from piecegraph.tools.bench.measure.cpu_rates import measure_cpu_rates
+        from piecegraph.tools.command_line.records import as_plain
+
+        rates = measure_cpu_rates()
+        facts["cpu_rates"] = as_plain(rates) if as_json else str(rates)
     if as_json:
         click.echo(json.dumps(facts))
         return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,9 +17,17 @@ from piecegraph.tools.bench.measure.ceilings import Ceilings
 from tests.runner.distributed.test_executor import two_ranks
 from tests.runner.tiny_models import FAMILIES, llama_config, make_model, random_model, save
 
+LLM_ARGUMENTS: dict[str, Any] = {
+    "device": "cpu",
+    "compiler": "eager",
+    "num_kv_blocks": 8,
+    "skip_tokenizer_init": True,
+    "dtype": "float32",
+}
+
 
 def opened(folder: Path) -> LLM:
-    return LLM(folder, device="cpu", compiler="eager", num_kv_blocks=8, skip_tokenizer_init=True, dtype="float32")
+    return LLM(folder, **LLM_ARGUMENTS)
 
 
 def test_routed_experts_are_told_from_what_every_token_takes(tmp_path: Path) -> None:
@@ -41,6 +50,15 @@ def test_a_model_without_routes_reads_all_of_it(tmp_path: Path) -> None:
     assert size.experts is None
     assert size.bytes_read(1) == size.weight_bytes
     assert size.params_a_token == size.matmul_params - size.logits_params
+
+
+def test_quantised_weights_are_read_in_the_bytes_they_are_stored_in(tmp_path: Path) -> None:
+    config = llama_config(hidden_size=64, intermediate_size=128)
+    folder = save(random_model(config), tmp_path)
+    with opened(folder) as plain, LLM(folder, **LLM_ARGUMENTS, quantization="int8") as llm:
+        whole, small = model_size(plain), model_size(llm)
+    assert (small.matmul_params, small.logits_params) == (whole.matmul_params, whole.logits_params)
+    assert small.weight_bytes == whole.weight_bytes / 4  # scales have one dim
 
 
 @pytest.mark.parametrize("measure", [mean_of_steps, time_steps])

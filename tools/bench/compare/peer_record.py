@@ -76,8 +76,7 @@ def measure_as_peer(job: PeerJob) -> dict[str, Any]:
             "tpot_ms": {str(size): tpot_ms(llm, prompts, size, job) for size in job.batch_sizes},
             "prefill_tok_s": prefill_rate(llm, prompts, *job.prefill),
         }
-        layer = next(iter(llm.runner.step.kv_caches.values()))
-        ceilings = measure_ceilings(llm.runner.step.buffers.input_ids.device, layer.key.dtype)
+        ceilings = measure_ceilings(llm.runner.step.buffers.input_ids.device, llm.model_config.dtype)
         record["floors"] = floors(llm, job, ceilings)
         if job.offline_requests:
             offline(llm, job, ceilings, record)

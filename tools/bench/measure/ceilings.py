@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
+BEYOND_CACHES = 256 << 20
+"""Bytes of which the caches of a processor hold the smaller part."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ceilings:
@@ -18,16 +21,23 @@ class Ceilings:
 
 
 def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
-    """Return the best of several runs of one large matvec and one large matmul."""
-    rows, size = (32768, 8192) if device.type == "cuda" else (4096, 1024)
-    matrix = torch.randn(rows, size, device=device, dtype=dtype)
-    vector = torch.randn(size, device=device, dtype=dtype)
+    """Return the best of several runs of one large matvec and one large matmul of `dtype`.
+
+    On a CPU the matvec is in float32, whose kernel takes bytes as fast as memory gives them; that of bfloat16 does not.
+    """
+    if device.type == "cuda":
+        size, matrix = 8192, torch.randn(32768, 8192, device=device, dtype=dtype)
+    else:
+        size, matrix = 1024, torch.ones(BEYOND_CACHES // 4096, 1024)
     square = torch.randn(size, size, device=device, dtype=dtype)
-    read_s = best_seconds(lambda: matrix @ vector, device)
     matmul_s = best_seconds(lambda: square @ square, device)
-    return Ceilings(
-        read_bytes_per_s=matrix.numel() * matrix.element_size() / read_s, flops_per_s=2 * size**3 / matmul_s
-    )
+    return Ceilings(read_bytes_per_s=read_rate(matrix, device), flops_per_s=2 * size**3 / matmul_s)
+
+
+def read_rate(matrix: torch.Tensor, device: torch.device) -> float:
+    """Return the bytes a second of `matrix` that a product with a vector reads."""
+    vector = torch.randn(matrix.shape[1], device=device, dtype=matrix.dtype)
+    return matrix.nbytes / best_seconds(lambda: matrix @ vector, device)
 
 
 def best_seconds(run: Callable[[], object], device: torch.device, repeats: int = 20) -> float:

@@ -9,6 +9,7 @@ import subprocess
 from typing import Any
 
 from piecegraph import __version__, environment
+from piecegraph.cpu_instructions import OF_KERNELS, cpu_instructions
 from piecegraph.paths import cache_root
 
 PACKAGES = (
@@ -64,6 +65,7 @@ def devices() -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "gpus": "; ".join(gpus) or None,
         "cpu": f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads",
+        "cpu_instructions": ", ".join(name for name in OF_KERNELS if name in cpu_instructions()) or None,
     }
 
 
