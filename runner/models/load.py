@@ -268,10 +268,11 @@ def _resolve_dtype(
         return dtype
     if dtype == "auto":
         stored = getattr(config.get_text_config(decoder=True), "dtype", None) or config.dtype
-        has_16_bits = stored in (torch.bfloat16, torch.float16)
+        of_16_bits = stored if stored in (torch.bfloat16, torch.float16) else None
         if device.type == "cpu":
-            return torch.bfloat16 if quantization is not None or (has_16_bits and computes_bfloat16) else torch.float32
-        return stored if has_16_bits else torch.bfloat16
+            is_bfloat16 = quantization is not None or (of_16_bits is not None and computes_bfloat16)
+            return torch.bfloat16 if is_bfloat16 else torch.float32
+        return torch.bfloat16 if of_16_bits is None else of_16_bits
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise ConfigError(f"dtype={dtype!r} is unknown.{did_you_mean(str(dtype), ['auto', *DTYPES])}")
     return DTYPES[dtype]
