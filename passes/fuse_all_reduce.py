@@ -57,7 +57,10 @@ class FuseAllReduce(GraphPass):
 
 
 def _is_of_embedding(all_reduce: fx.Node) -> bool:
-    """Return whether the rows of a vocabulary's parts, which may be scaled, are added up."""
+    """Return whether the summands are embeddings, of which each rank has those of its part of the vocabulary.
+
+    They may be scaled before the sum.
+    """
     rows = all_reduce.args[0]
     while ir.is_call(rows, _MASKED_FILL | ir.MUL | ir.CASTS):
         rows = rows.args[0]
@@ -91,7 +94,7 @@ def _norm_behind(all_reduce: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
 
 
 def _is_other_shape(node: fx.Node, source: fx.Node) -> bool:
-    """Return whether a node is the numbers of `source` in another shape, without a copy."""
+    """Return whether a node is `source` in another shape, without a copy."""
     if not ir.is_call(node, VIEW | RESHAPE) or node.kwargs or view_source(node) is not source:
         return False
     return ir.dtype_of(node) == ir.dtype_of(source)
@@ -129,7 +132,7 @@ def _check_memory(all_reduce: fx.Node, norm: fx.Node, context: PassContext) -> N
 
 
 def _fuse(graph: fx.Graph, all_reduce: fx.Node, views: list[fx.Node], norm: fx.Node) -> None:
-    """Replace the sum, its views and `norm` by one op; others take its two results as items, as they did."""
+    """Replace the sum, its views and `norm` by one op, which has the same two results as `norm`."""
     x, added = _summand(all_reduce), views[-1] if views else all_reduce
     for view in views:
         assert isinstance(view.target, str) or callable(view.target), view

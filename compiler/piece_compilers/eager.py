@@ -16,6 +16,7 @@ class EagerPieceCompiler:
     """A piece compiler whose pieces make the module's torch calls in the same order, bitwise equal to the module."""
 
     name = "eager"
+    why_not_static = "compile_sizes has no effect with compiler='eager'"
 
     def start(self) -> None:
         """Do nothing."""
@@ -41,14 +42,14 @@ class EagerPieceCompiler:
         self, pieces: Sequence[StaticPiece], on_piece: OnPiece, post_grad: PostGrad = NO_PASSES
     ) -> tuple[CompiledPiece | str, ...]:
         """Return, for each piece, the reason why it stays dynamic."""
-        return ("compile_sizes has no effect with compiler='eager'",) * len(pieces)
+        return (self.why_not_static,) * len(pieces)
 
     def tune(self, run: RunPiece, inputs: Sequence[Any]) -> None:
         """Do nothing."""
 
     @property
     def can_save(self) -> bool:
-        """False: eager pieces are not stored."""
+        """False: graphs are not stored."""
         return False
 
     def save_pending(self) -> tuple[str, ...]:

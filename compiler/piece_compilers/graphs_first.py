@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
-from piecegraph.compiler.piece_compilers.protocol import NO_PASSES, CompiledPiece, OnPiece, RunPiece
-from piecegraph.compiler.piece_compilers.static_piece import StaticPiece
+from piecegraph.compiler.piece_compilers.eager import EagerPieceCompiler
+from piecegraph.compiler.piece_compilers.protocol import NO_PASSES, CompiledPiece, OnPiece
 from piecegraph.compiler.rewriting.post_grad import PostGrad
 from piecegraph.compiler.splitting.passthrough import build_graph_runner
 from piecegraph.compiler.splitting.piece import UniquePiece
@@ -16,12 +15,14 @@ NOTE = "runs as its graph until it is compiled"
 """The note in the report on a piece that is not compiled yet."""
 
 
-class GraphsFirst:
+class GraphsFirst(EagerPieceCompiler):
     """A piece compiler that returns each piece as its graph, so that the model can run at once.
 
     `name` is that of the compiler that compiles the pieces later, and `start` and `prepare` do what can be done for it
-    now.
+    now. Nothing is compiled for static sizes, tuned or stored here.
     """
+
+    why_not_static = "it is compiled later"
 
     def __init__(
         self,
@@ -54,24 +55,3 @@ class GraphsFirst:
             run = build_graph_runner(piece.graph_module)
             made.append(CompiledPiece(run=run, seconds=time.perf_counter() - begin, note=NOTE))
         return tuple(made)
-
-    def compile_static(
-        self, pieces: Sequence[StaticPiece], on_piece: OnPiece, post_grad: PostGrad = NO_PASSES
-    ) -> tuple[CompiledPiece | str, ...]:
-        """Return, for each piece, that it is compiled later."""
-        return ("it is compiled later",) * len(pieces)
-
-    def tune(self, run: RunPiece, inputs: Sequence[Any]) -> None:
-        """Do nothing."""
-
-    @property
-    def can_save(self) -> bool:
-        """False: graphs are not stored."""
-        return False
-
-    def save_pending(self) -> tuple[str, ...]:
-        """Return no reasons: there is nothing to save."""
-        return ()
-
-    def close(self) -> None:
-        """Do nothing."""

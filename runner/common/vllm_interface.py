@@ -374,7 +374,7 @@ OLDER_ARGUMENTS: Mapping[str, Unavailable] = {
 DIFFERENT_ARGUMENTS: Mapping[str, str] = {
     "distributed_executor_backend": "`uniproc` (also `uni`), `mp`, `ray` and `external_launcher`",
     "distributed_timeout_seconds": "of a step, not of the start; the default is 8",
-    "speculative_config": "methods ngram and draft_model; with a seed, sampled tokens are those without drafts",
+    "speculative_config": "methods ngram, draft_model, eagle3 and mtp; with a seed, sampled tokens are those without drafts",
     "attention_backend": "`flash_attn`, `triton` and `sdpa`, also by vLLM's names of them; None is `auto`",
     "async_scheduling": "also: on the CPU it is off unless asked for",
     "block_size": "None is 16",
@@ -403,7 +403,7 @@ DIFFERENT_ARGUMENTS: Mapping[str, str] = {
     "quantization": "`int8`, `int4` or `fp8`, made from a plain checkpoint on a CPU, `gguf`, or None (as stored)",
     "enable_expert_parallel": "among the ranks of tensor_parallel_size, and not of data_parallel_size; on CPUs so far",
     "pipeline_parallel_size": "on CPUs so far, for models with a plan in transformers",
-    "tensor_parallel_size": "on CPUs so far, for models with a plan in transformers",
+    "tensor_parallel_size": "for models with a plan in transformers",
     "trust_remote_code": "the model's code has to trace to one graph",
 }
 """Arguments that both have and that differ, each with the difference."""

@@ -15,8 +15,8 @@ from piecegraph.runner.cudagraphs.policy import ResolvedMode
 FULL, PIECEWISE, NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
 
 MIN_GAIN = 0.05
-"""The share of its time by which something else must be cheaper than the smallest graph that holds a batch, so that
-two starts of the same model do not differ by the noise of a measurement."""
+"""The smallest gain that counts: something else must take this share less time than the smallest graph that holds a
+batch. Otherwise noise in the measurements would make two starts of the same model differ."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +26,7 @@ class CostChoice:
     uniform_token_count: int | None  # tokens of each request; None: any other batch
     first: int
     last: int
-    taken: Dispatched  # under NONE, for `last` tokens
+    taken: Dispatched  # without a graph, its descriptor is that of a batch of `last` tokens
     seconds: float
     instead_of: Dispatched
     instead_of_seconds: float
@@ -74,8 +74,8 @@ class MeasuredDispatcher(Dispatcher):
     ) -> Dispatched:
         """Return what takes the least time for a batch, as far as it was measured.
 
-        A mode that is lower because it is cheaper has a reason, and `is_cheaper`. The arguments are those of
-        `Dispatcher.dispatch`.
+        If cost alone makes the mode lower than the configured one, the result has a reason, and `is_cheaper` is True.
+        The arguments are those of `Dispatcher.dispatch`.
         """
         if agree is None and at_most is FULL and not num_active_loras:
             choice = self._chosen.get(uniform_token_count, self._other).find(num_tokens, num_reqs)
@@ -145,9 +145,9 @@ _Graph = tuple[CUDAGraphMode, BatchDescriptor]
 def _cheaper(
     smallest: _Graph, fitting: Sequence[_Graph], first: int, last: int, times: MeasuredTimes
 ) -> Iterator[tuple[int, int, _Graph | None]]:
-    """Yield the parts of the batches of `first` to `last` tokens that something else than `smallest` is cheaper for.
+    """Divide the batches of `first` to `last` tokens, and yield each range that `smallest` is not the cheapest for.
 
-    Each part is its first and last number of tokens, and the graph among `fitting` that is taken; None: no graph.
+    A range is its first and last number of tokens, and the graph among `fitting` that is the cheapest; None: no graph.
     """
     seconds = times.graphs.get(smallest)
     if seconds is None:

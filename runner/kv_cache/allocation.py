@@ -25,8 +25,8 @@ from piecegraph.runner.kv_cache.kv_memory import GrowingMemory
 logger = logging.getLogger(__name__)
 
 AllocateCaches = Callable[..., Mapping[str, LayerCache]]
-"""A function `(num_blocks, *, empty=torch.empty) -> caches by the layer's name`, a new dict. The first dimension of the
-tensors counts blocks, or equal parts of blocks; the rest of their layout is free."""
+"""A function `(num_blocks, *, empty=torch.empty)` that returns a new dict of caches by the layer's name. The first
+dimension of each tensor is the number of blocks, or a multiple of it; the other dimensions are free."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -55,8 +55,8 @@ def why_not_fast(config: EngineConfig) -> str:
 class FastStart:
     """The rest of a start, done by the thread that steps the engine: between two steps, and in idle moments.
 
-    Compiled pieces take the places of their graphs as they arrive. Then graphs are captured, one between two steps,
-    those first that most batches wait for; those that no batch has waited for are left to idle moments.
+    Compiled pieces replace their graphs as they arrive. Then CUDA graphs are captured, one between two steps, beginning
+    with the graph that most batches have run without. Graphs that no batch has missed are left to idle moments.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class FastStart:
         return tuple(self._failures)
 
     def metrics(self, model: str) -> list[Metric]:
-        """Return the number of failures, and 1 or 0 for a start that is over or is not."""
+        """Return the number of failures, and whether the start is over, as 1 or 0."""
         labels = {"model_name": model, "engine": "0"}
         return [
             CounterMetric("piecegraph:start_failures", dict(labels), len(self._failures)),

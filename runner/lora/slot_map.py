@@ -42,7 +42,7 @@ class SlotMap:
     def prepare(
         self, idx_mapping: torch.Tensor, query_start_loc: torch.Tensor, *, num_tokens: int, num_reqs: int
     ) -> None:
-        """Derive the slots of `num_tokens` tokens, and of a row of logits of each of `num_reqs` requests.
+        """Compute the slots of `num_tokens` tokens, and of `num_reqs` rows of logits, one for each request.
 
         `idx_mapping` `[max_num_reqs]` and `query_start_loc` `[max_num_reqs + 1]`, int32, are those of `InputBuffers`.
         Both counts include padding, which has no adapter.
@@ -59,8 +59,11 @@ class SlotMap:
         )
 
     def rows(self, num_tokens: int, logits_indices: torch.Tensor | int) -> LoraRows:
-        """Return the slots of a step's rows. `logits_indices`: the number of its rows of logits, one for each request,
-        or, if there are more, the tokens that they are computed of, `[num_logits]` int64."""
+        """Return the slots of a step's rows.
+
+        `logits_indices`: the number of rows of logits if there is one for each request. Otherwise the token that each
+        row is computed from, `[num_logits]` int64.
+        """
         tokens = self._tokens[:num_tokens]
         if isinstance(logits_indices, int):
             return LoraRows(tokens, self._logits[:logits_indices])

@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from piecegraph.errors import ConfigError, UnsupportedModel
 from piecegraph.progress import OnPhase, timed_phase
 from piecegraph.runner.common.engine_config import EngineConfig
+from piecegraph.runner.cudagraphs.capture_sizes import NUM_FIRST_DRAFT_TOKENS
 from piecegraph.runner.device_memory.staged_write import StagedWriteTensor
 from piecegraph.runner.models.layer_rules import apply_layer_rules
 from piecegraph.runner.models.load import LoadedModel, load_model
@@ -124,43 +125,70 @@ def compile_draft(
 
         compiled = compile_model(draft.stand_in, load, config, draft.max_model_len, max_num_tokens, on_phase)
         notes.extend(load().notes)
-        sizes = [one.attention.backend.kernel_block_size(config.block_size) for one in (compiled, model)]
-        if sizes[0] != sizes[1]:
-            compiled.compiled.close()
-            raise ConfigError(
-                f"its attention needs pages of {sizes[0]} tokens and the model's pages of {sizes[1]}; name an "
-                "attention_backend that suits both."
-            )
+        check_pages(compiled, model)
     layout, group = with_draft_layers(model.layout, compiled.layers)
     what = "" if group < len(model.layout.groups) else ", in a group of its own"
     note = f"draft model: {config.source.model}, {len(compiled.layers)} layers{what}"
-    known = model.plan.resolved.reasons
-    reasons = [f"draft model: {reason}" for reason in compiled.plan.resolved.reasons if reason not in known]
+    notes = [note, *notes, *reasons_of(compiled, model, "draft model")]
     return replace(model, layout=layout), CompiledDraft(
-        model=compiled, loaded=load(), config=config, group=group, notes=(note, *notes, *reasons)
+        model=compiled, loaded=load(), config=config, group=group, notes=tuple(notes)
     )
+
+
+def check_pages(compiled: CompiledLM, model: CompiledLM) -> None:
+    """Close the compiled draft and raise `ConfigError` unless its attention takes pages of as many tokens."""
+    sizes = [one.attention.backend.kernel_block_size(model.config.block_size) for one in (compiled, model)]
+    if sizes[0] != sizes[1]:
+        compiled.compiled.close()
+        raise ConfigError(
+            f"its attention needs pages of {sizes[0]} tokens and the model's pages of {sizes[1]}; name an "
+            "attention_backend that suits both."
+        )
+
+
+def reasons_of(compiled: CompiledLM, model: CompiledLM, what: str) -> tuple[str, ...]:
+    """Return why the draft's graphs are not what was asked for, as far as it is not why the model's are not."""
+    known = model.plan.resolved.reasons
+    return tuple(f"{what}: {reason}" for reason in compiled.plan.resolved.reasons if reason not in known)
+
+
+def pass_parts(draft: CompiledDraft, step: SpeculativeStep) -> dict[str, Any]:
+    """Return the parts of the passes of a draft model or a head over the rows and caches of `step`, by name."""
+    backend = draft.model.attention.backend
+    metadata_builder = backend.metadata_builder(
+        draft.model.layers, step.block_size, step.buffers.input_ids.device, max_num_reqs=step.buffers.max_num_reqs
+    )
+    return {
+        "forward": draft.model.compiled,
+        "impl": backend.impl(),
+        "metadata_builder": metadata_builder,
+        "needs_host_batch": backend.needs_host_batch,
+        "kv_caches": DraftCaches(step.kv_caches),
+        "target": step,
+        "group": draft.group,
+    }
+
+
+def buffers_for(step: SpeculativeStep, num_first_tokens: int = NUM_FIRST_DRAFT_TOKENS) -> DraftBuffers:
+    """Allocate the buffers of passes over the rows of `step`."""
+    buffers = step.buffers
+    return DraftBuffers(
+        max_num_reqs=buffers.max_num_reqs,
+        max_blocks=buffers.block_table.shape[2],
+        device=buffers.input_ids.device,
+        num_first_tokens=num_first_tokens,
+    )
+
+
+def drafter_of(draft: CompiledDraft, draft_step: DraftStep, slots: StagedWriteTensor) -> Drafter:
+    """Return the owner of the passes `draft_step`; nothing is captured yet."""
+    block_size = draft.model.config.block_size
+    return Drafter(step=draft_step, compiled=draft.model.compiled, block_size=block_size, slots=slots)
 
 
 def make_drafter(draft: CompiledDraft, step: SpeculativeStep, slots: StagedWriteTensor) -> Drafter:
-    """Return the owner of the draft's passes over the rows and caches of `step`; nothing is captured yet."""
-    backend, device = draft.model.attention.backend, step.buffers.input_ids.device
-    draft_step = DraftStep(
-        forward=draft.model.compiled,
-        impl=backend.impl(),
-        metadata_builder=backend.metadata_builder(
-            draft.model.layers, step.block_size, device, max_num_reqs=step.buffers.max_num_reqs
-        ),
-        needs_host_batch=backend.needs_host_batch,
-        kv_caches=DraftCaches(step.kv_caches),
-        target=step,
-        group=draft.group,
-        buffers=DraftBuffers(
-            max_num_reqs=step.buffers.max_num_reqs, max_blocks=step.buffers.block_table.shape[2], device=device
-        ),
-    )
-    return Drafter(
-        step=draft_step, compiled=draft.model.compiled, block_size=draft.model.config.block_size, slots=slots
-    )
+    """Return the owner of a draft model's passes over the rows and caches of `step`; nothing is captured yet."""
+    return drafter_of(draft, DraftStep(**pass_parts(draft, step), buffers=buffers_for(step)), slots)
 
 
 def capture_drafter(

@@ -11,14 +11,20 @@ from piecegraph.errors import ConfigError
 from piecegraph.progress import OnPhase
 from piecegraph.runner.device_memory.staged_write import StagedWriteTensor
 from piecegraph.runner.models.load import LoadedModel
-from piecegraph.runner.speculative.draft_layers import DraftCaches, with_draft_layers
-from piecegraph.runner.speculative.draft_step import DraftBuffers
+from piecegraph.runner.speculative.draft_layers import with_draft_layers
 from piecegraph.runner.speculative.drafter import Drafter
 from piecegraph.runner.speculative.heads.head_config import HeadConfig, MtpConfig, naming_the_head
 from piecegraph.runner.speculative.heads.head_step import HeadedStep, HeadStep
 from piecegraph.runner.speculative.heads.load_head import load_eagle3, load_mtp
 from piecegraph.runner.startup.compile_model import CompiledLM, Entry, compile_model
-from piecegraph.runner.startup.draft import CompiledDraft
+from piecegraph.runner.startup.draft import (
+    CompiledDraft,
+    buffers_for,
+    check_pages,
+    drafter_of,
+    pass_parts,
+    reasons_of,
+)
 
 HEAD_DIMS = {
     "input_ids": {0: "num_tokens"},
@@ -67,22 +73,14 @@ def compile_head(
         compiled = compile_model(
             None, lambda: loaded.loaded, config, max_model_len, max_num_tokens, on_phase, entry=head_entry(head)
         )
-        sizes = [one.attention.backend.kernel_block_size(config.block_size) for one in (compiled, model)]
-        if sizes[0] != sizes[1]:
-            compiled.compiled.close()
-            raise ConfigError(
-                f"its attention needs pages of {sizes[0]} tokens and the model's pages of {sizes[1]}; name an "
-                "attention_backend that suits both."
-            )
+        check_pages(compiled, model)
     layout, group = with_draft_layers(model.layout, compiled.layers)
-    known = model.plan.resolved.reasons
-    reasons = [f"head: {reason}" for reason in compiled.plan.resolved.reasons if reason not in known]
     made = CompiledHead(
         model=compiled,
         loaded=loaded.loaded,
         config=config,
         group=group,
-        notes=(*loaded.notes, *reasons),
+        notes=(*loaded.notes, *reasons_of(compiled, model, "head")),
         head=head,
         target_ids=loaded.target_ids,
     )
@@ -91,27 +89,13 @@ def compile_head(
 
 def make_head_drafter(head: CompiledHead, step: HeadedStep, slots: StagedWriteTensor) -> Drafter:
     """Return the owner of the head's passes over the rows and caches of `step`; nothing is captured yet."""
-    backend, device = head.model.attention.backend, step.buffers.input_ids.device
     head_step = HeadStep(
-        forward=head.model.compiled,
-        impl=backend.impl(),
-        metadata_builder=backend.metadata_builder(
-            head.model.layers, step.block_size, device, max_num_reqs=step.buffers.max_num_reqs
-        ),
-        needs_host_batch=backend.needs_host_batch,
-        kv_caches=DraftCaches(step.kv_caches),
-        target=step,
-        group=head.group,
-        buffers=DraftBuffers(
-            max_num_reqs=step.buffers.max_num_reqs,
-            max_blocks=step.buffers.block_table.shape[2],
-            device=device,
-            num_first_tokens=1 + step.max_drafts,
-        ),
+        **pass_parts(head, step),
+        buffers=buffers_for(step, num_first_tokens=1 + step.max_drafts),
         head=head.loaded.model,
         target_ids=head.target_ids,
     )
-    return Drafter(step=head_step, compiled=head.model.compiled, block_size=head.model.config.block_size, slots=slots)
+    return drafter_of(head, head_step, slots)
 
 
 def head_entry(head: HeadConfig) -> Entry:

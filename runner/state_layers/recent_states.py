@@ -1,13 +1,12 @@
 """The last states of each request, kept so that a step can be taken back to a token that it computed.
 
-A step that verifies drafts computes tokens of which some may be rejected. It keeps the state after each of them, beside
-the blocks of the cache: that after the token at position `p` in place `p % num_places` of the request's row. A request
-that goes on after any of its last `num_places` tokens so finds the state after that token, and no step has to be told
-which drafts were accepted.
+A step that verifies drafts computes tokens of which some may be rejected. It keeps the state after each of them outside
+the blocks of the cache: the state after the token at position `p` lies in place `p % num_places` of the request's row.
+So a request can go on after any of its last `num_places` tokens, and no step has to know which drafts were accepted.
 
-Blocks hold the states after prompts, from where the first token is decoded, and those at block boundaries, for requests
-with the same prefix. A boundary behind a rejected draft is written again when its token is decided, and no request can
-find a block before.
+The blocks of the cache hold two kinds of states: those at the end of prompts, where decoding begins, and those at block
+boundaries, for requests with the same prefix. A state at a boundary that was computed from a rejected draft is written
+again once the token at that place is final. Other requests find a block only after that.
 """
 
 from __future__ import annotations

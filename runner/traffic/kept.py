@@ -52,7 +52,7 @@ def kept_key(hf_config: PreTrainedConfig, dtype: torch.dtype, device: torch.devi
 
 
 def read_kept(folder: Path, key: str) -> Kept:
-    """Return what is kept under `key` in `folder`; nothing is for a file that is missing or damaged."""
+    """Return what is kept under `key` in `folder`, or an empty `Kept` if the file is missing or damaged."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         return _parse(key, read_regular(folder / f"{key}.json", MAX_BYTES))
     return Kept(key=key)
@@ -67,8 +67,8 @@ def read_all(folder: Path) -> list[Kept]:
 def add_to_kept(folder: Path, added: Kept) -> bool:
     """Add the counts of `added` to what is kept under its key, and put its times in the place of older ones.
 
-    Processes that do so at once wait for each other. Returns False, and changes nothing, where the folder cannot be
-    written: facts that only make steps faster are not worth an error.
+    Processes that do so at once wait for each other. Returns False, and changes nothing, if the folder cannot be
+    written. That is no error, because these facts only make steps faster.
     """
     with contextlib.suppress(OSError), _locked(folder):
         before = read_kept(folder, added.key)

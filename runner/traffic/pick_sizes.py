@@ -11,12 +11,12 @@ from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
 from piecegraph.runner.cudagraphs.measured_times import MeasuredTimes
 
 FIXED_TOKENS = 64
-"""The fixed part of a step in the linear model: it takes as long as this number of tokens does. The model is used where
-nothing was measured, and decides nothing but how large the saving looks."""
+"""The fixed part of a step's time in the linear model, as the number of tokens that take as long. The model is used if
+nothing was measured; it changes the savings that are shown, and not which sizes are chosen."""
 
 EXACT_UP_TO = 32
-"""The largest number of tokens that is a candidate whatever its neighbours are. Between two powers of two above there
-are 16 candidates, so that a choice is made in a fraction of a second."""
+"""Every number of tokens up to this one is a candidate. Above it there are 16 candidates between two powers of two, so
+that a choice is made in a fraction of a second."""
 
 Seconds = Callable[[int], float]
 """The seconds of a step by its padded number of tokens; they do not decrease."""

@@ -23,6 +23,7 @@ from tests.runner import architectures
 from tests.runner.architectures import save_tiny, tiny_config, tiny_model
 from tests.runner.test_hybrid_models import check, generate, load_hybrid, manager
 from tests.runner.test_sliding_windows import load_windowed
+from tests.runner.test_tiny_shapes import kernels_that_do_nothing
 from tests.runner.traced_once import is_shareable
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -61,6 +62,8 @@ ALWAYS = (
     "bloom of 6 heads",
 )
 """The others are slow tests."""
+BUILT = (*ALWAYS, "gptj", "xglm", "doge", "dbrx of two experts", "mpt, clipped, of 6 heads")
+"""Those whose pieces are compiled as a whole: biases, rotary embeddings, experts, clipped values, odd sizes."""
 CPU = torch.device("cpu")
 
 models = pytest.mark.parametrize(
@@ -136,11 +139,22 @@ def test_no_table_and_no_mask_is_computed(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", BUILT)
 def test_inductor_gives_the_same_tokens(name: str, tmp_path: Path) -> None:
     model, folder = made(name, tmp_path)
     with load_hybrid(folder, compiler="inductor", num_kv_blocks=60) as llm:
         check(model, generate(llm))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in BUILT])
+def test_inductor_compiles_every_piece(name: str, tmp_path: Path) -> None:
+    """Sizes and strides are what its code asserts; C++, most of the time of a compile, is not built."""
+    _, folder = made(name, tmp_path)
+    options = {"compiler": "inductor", "compilation_config": {"cache": False}}
+    with kernels_that_do_nothing(), load_hybrid(folder, num_kv_blocks=60, **options) as llm:
+        generate(llm)
+        assert llm.compiled.report().eager_pieces == {}
 
 
 def test_modules_of_an_unknown_kind_are_refused_before_weights_are_read() -> None:

@@ -18,7 +18,6 @@ import torch
 
 from piecegraph.runner.attention.interface.forward_context import set_forward_context
 from piecegraph.runner.attention.interface.step_metadata import StepMetadata
-from piecegraph.runner.sampling.gumbel_sample import gumbel_sample
 from piecegraph.runner.speculative.draft_step import DraftRows, DraftStep
 from piecegraph.runner.speculative.speculative_step import SpeculativeStep
 from piecegraph.runner.step.batch import Batch
@@ -211,19 +210,13 @@ class HeadStep(DraftStep):
     def _drawn(self, logits: torch.Tensor, rows: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
         """Return the draft of each row of logits, a token of the model; `last`: the position before the draft's."""
         ids = self.target_ids
+        if ids is None:
+            return DraftStep._drawn(self, logits, rows, last)
         if self.target.config.draft_sample_method == "greedy":
-            best = logits.argmax(-1)
-            return best if ids is None else ids[best]
-        if ids is not None:  # noise is drawn for each token of the model
-            known, logits = logits, logits.new_full((logits.shape[0], self.target.sampler.vocab_size), -torch.inf)
-            logits[:, ids] = known
-        return gumbel_sample(
-            logits,
-            idx_mapping=rows,
-            temperature=self.target.sampler.temperature,
-            seeds=self.target.sampler.seeds,
-            positions=last + 1,
-        )
+            return ids[DraftStep._drawn(self, logits, rows, last)]
+        of_model = logits.new_full((logits.shape[0], self.target.sampler.vocab_size), -torch.inf)
+        of_model[:, ids] = logits  # noise is drawn for each token of the model
+        return DraftStep._drawn(self, of_model, rows, last)
 
 
 def headed_step(step: SpeculativeStep, size: int, dtype: torch.dtype) -> HeadedStep:

@@ -7,7 +7,7 @@ from typing import Protocol, TypeVar
 
 
 class StepOutput(Protocol):
-    """What a step returns of a request."""
+    """The output of one request in a step, as far as the thread reads it."""
 
     @property
     def request_id(self) -> str:
