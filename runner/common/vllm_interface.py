@@ -374,7 +374,7 @@ OLDER_ARGUMENTS: Mapping[str, Unavailable] = {
 DIFFERENT_ARGUMENTS: Mapping[str, str] = {
     "distributed_executor_backend": "`uniproc` (also `uni`), `mp`, `ray` and `external_launcher`",
     "distributed_timeout_seconds": "of a step, not of the start; the default is 8",
-    "speculative_config": "methods ngram, draft_model, eagle3 and mtp; with a seed, sampled tokens are those without drafts",
+    "speculative_config": "ngram, draft_model, eagle3 and mtp; with a seed, sampled tokens are those without drafts",
     "attention_backend": "`flash_attn`, `triton` and `sdpa`, also by vLLM's names of them; None is `auto`",
     "async_scheduling": "also: on the CPU it is off unless asked for",
     "block_size": "None is 16",
