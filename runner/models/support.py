@@ -136,7 +136,7 @@ def _what_is_missing(model_class: type[PreTrainedModel], wanted: str, parameters
             "attends to the keys and values of another model's layers (shared_kv_states), as a draft head does, and "
             "keeps none of its own; a draft needs a model of its own here (method 'draft_model')."
         )
-    if "cache_params" in parameters:
+    if "cache_params" in parameters or model_class._is_stateful:  # a newer transformers calls it cache
         return (
             "keeps a recurrent state between tokens (cache_params) in layers of a kind that cannot run here, and whose "
             "scan would need an op of its own."

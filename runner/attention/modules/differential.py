@@ -46,7 +46,8 @@ class DifferentialAttention(nn.Module):
         cos, sin = (each.unsqueeze(1) for each in position_embeddings)
         query, key = ((each * cos) + (_half_turned(each) * sin) for each in (query, key))
         value = torch.cat(torch.chunk(value, 2, dim=1), dim=-1).repeat(1, 2, 1, 1)
-        kwargs.pop("past_key_values", None)
+        for cache in ("past_key_values", "cache"):  # transformers renamed the argument
+            kwargs.pop(cache, None)
         out = attend(self, query, key, value, scaling=this.scaling, **kwargs)
         one, other = torch.chunk(out, 2, dim=2)
         first, second = (

@@ -48,7 +48,6 @@ class MtpHead(nn.Module):
             position_embeddings=rotary,
             attention_mask=None,
             position_ids=position_ids,
-            past_key_values=None,
         )
         if mtp.use_shared_post_norm:
             hidden = mtp.shared_post_norm(hidden)
