@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import json
 import time
 import traceback
 from collections.abc import Iterator, Mapping
@@ -28,7 +27,6 @@ from piecegraph.errors import (
     UnsupportedModel,
     did_you_mean,
     is_out_of_memory,
-    shorten,
 )
 from piecegraph.progress import OnPhase, Phase
 from piecegraph.runner.attention.interface.latent import keep_latents
@@ -46,6 +44,14 @@ from piecegraph.runner.attention.modules.replace import (
 from piecegraph.runner.common.model_source import ModelSource
 from piecegraph.runner.lora.modules import AdaptedModules, LoraOptions, adapt_modules
 from piecegraph.runner.models.causal_lm import DYNAMIC_DIMS, CausalLMForward, counts_positions, example_inputs
+from piecegraph.runner.models.checkpoint.files import (
+    check_exists,
+    check_generation_config,
+    check_weight_files,
+    first_line,
+    not_found,
+)
+from piecegraph.runner.models.checkpoint.tensors import check_tensors, without_other_parts
 from piecegraph.runner.models.first_position import first_position
 from piecegraph.runner.models.layer_rules import first_layer_with_rules
 from piecegraph.runner.models.quiet_transformers import quiet_transformers
@@ -158,8 +164,8 @@ def load_config(source: ModelSource) -> PreTrainedConfig:
     """Return the model's config, checked. Raises `ModelNotFound`, `ModelError` or `UnsupportedModel`."""
     from transformers import AutoConfig, PreTrainedConfig
 
-    _check_exists(source)
-    _check_generation_config(source)
+    check_exists(source)
+    check_generation_config(source)
     with quiet_transformers():
         try:
             written = None
@@ -170,13 +176,13 @@ def load_config(source: ModelSource) -> PreTrainedConfig:
             if source.hf_overrides:  # from_pretrained would drop fields that the class does not have
                 config = _overridden(config, written, source.hf_overrides)
         except ValueError as error:
-            raise ModelError(f"{source.model!r}: {_first_line(error)}") from error
+            raise ModelError(f"{source.model!r}: {first_line(error)}") from error
         except OSError as error:
             if Path(source.location).is_dir():  # the folder exists, but cannot be read
-                raise ModelError(f"the config of {source.model!r} cannot be read: {_first_line(error)}") from error
-            raise ModelNotFound(_not_found(source, error)) from error
+                raise ModelError(f"the config of {source.model!r} cannot be read: {first_line(error)}") from error
+            raise ModelNotFound(not_found(source, error)) from error
         except Exception as error:  # config classes check their fields with their own error types
-            raise ModelError(f"the config of {source.model!r} is not valid: {_first_line(error)}") from error
+            raise ModelError(f"the config of {source.model!r} is not valid: {first_line(error)}") from error
     assert isinstance(config, PreTrainedConfig), type(config)
     if source.is_gguf and hasattr(config, "quantization_config"):
         del config.quantization_config  # read into plain floats by transformers
@@ -415,8 +421,8 @@ def _quantised_checkpoint_model(
     except CannotStream:
         return _checkpoint_model(source, config, dtype, kind), None
     except SafetensorError as error:
-        raise CheckpointError(f"a weight file of {source.model!r} is corrupt: {_first_line(error)}") from error
-    _check_loading_info(source, info, config)
+        raise CheckpointError(f"a weight file of {source.model!r} is corrupt: {first_line(error)}") from error
+    check_tensors(source, info, config)
     return model, summary
 
 
@@ -587,7 +593,7 @@ def load_tokenizer(source: ModelSource, tokenizer: str | None = None) -> PreTrai
             loaded = AutoTokenizer.from_pretrained(tokenizer or source.location, **options)
         except Exception as error:  # whatever transformers raises for a broken or missing tokenizer
             raise ModelError(
-                f"no usable tokenizer at {tokenizer or source.model!r} ({_first_line(error)}). "
+                f"no usable tokenizer at {tokenizer or source.model!r} ({first_line(error)}). "
                 "Name one with tokenizer=..., or pass token ids with skip_tokenizer_init=True."
             ) from error
     assert isinstance(loaded, PreTrainedTokenizerBase), type(loaded)
@@ -608,7 +614,7 @@ def _construction_errors(source: ModelSource) -> Iterator[None]:
                 "ours cannot run."
             ) from error
         raise ModelError(
-            f"no model can be made from the config of {source.model!r}: {type(error).__name__}: {_first_line(error)}. "
+            f"no model can be made from the config of {source.model!r}: {type(error).__name__}: {first_line(error)}. "
             "Check config.json and hf_overrides."
         ) from error
 
@@ -647,17 +653,17 @@ def _checkpoint_model(source: ModelSource, config: PreTrainedConfig, dtype: torc
             **options,
         )
     except (SafetensorError, EOFError) as error:
-        raise CheckpointError(f"a weight file of {source.model!r} is corrupt: {_first_line(error)}") from error
+        raise CheckpointError(f"a weight file of {source.model!r} is corrupt: {first_line(error)}") from error
     except OSError as error:
-        raise CheckpointError(f"no weights to read at {source.model!r}: {_first_line(error)}") from error
+        raise CheckpointError(f"no weights to read at {source.model!r}: {first_line(error)}") from error
     except Exception as error:  # a damaged file, for instance a pickled one, may raise anything
         if is_out_of_memory(error) or isinstance(error, PiecegraphError):
             raise
         if isinstance(error, _CONSTRUCTOR_ERRORS) and not _was_unpickling(error):
             raise
-        raise CheckpointError(f"the weights of {source.model!r} cannot be read: {_first_line(error)}") from error
+        raise CheckpointError(f"the weights of {source.model!r} cannot be read: {first_line(error)}") from error
     model, info = loaded
-    _check_loading_info(source, _without_other_parts(model, config, info, kind), config)
+    check_tensors(source, without_other_parts(model, config, info, is_pooling=kind.ignores_other_weights), config)
     return model
 
 
@@ -695,8 +701,8 @@ def _rank_checkpoint_model(
     except CannotSlice:
         return _checkpoint_model(source, config, dtype, kind), None, None
     except SafetensorError as error:
-        raise CheckpointError(f"a weight file of {source.model!r} is corrupt: {_first_line(error)}") from error
-    _check_loading_info(source, _without_other_parts(model, config, info, kind), config)
+        raise CheckpointError(f"a weight file of {source.model!r} is corrupt: {first_line(error)}") from error
+    check_tensors(source, without_other_parts(model, config, info, is_pooling=kind.ignores_other_weights), config)
     return model, plan, bytes_read
 
 
@@ -739,141 +745,7 @@ def _known_class(config: PreTrainedConfig, kind: ModelKind) -> type[PreTrainedMo
     return known if isinstance(known, type) and issubclass(known, PreTrainedModel) else None
 
 
-def _check_exists(source: ModelSource) -> None:
-    path = Path(source.model)
-    try:
-        is_folder = path.is_dir()
-    except OSError as error:  # the path is too long, or in a folder that cannot be read
-        raise ModelNotFound(f"no model {shorten(source.model)!r}: {error.strerror}.") from error
-    if source.is_gguf:
-        if path.exists() and not path.is_file():  # opening a named pipe would block
-            raise ModelNotFound(f"{source.model!r} is not a regular file.")
-        if not path.is_file():
-            raise ModelNotFound(f"no file {source.model!r}.")
-        with path.open("rb") as stream:
-            if stream.read(4) != b"GGUF":
-                raise CheckpointError(f"{source.model!r} is not a GGUF file (it does not begin with 'GGUF').")
-    elif is_folder:
-        for file in sorted((*path.glob("*.json"), *path.glob("*.jinja"))):
-            if file.exists() and not file.is_file() and not file.is_dir():  # opening a named pipe would block
-                raise ModelError(f"{str(file)!r} is not a regular file. Remove it, or replace it by the model's file.")
-        if not (path / "config.json").is_file():
-            raise ModelNotFound(f"the folder {source.model!r} has no config.json, so it is not a model.")
-    elif path.is_absolute() or source.model.startswith((".", "~")) or source.model.count("/") > 1:
-        raise ModelNotFound(f"no folder {source.model!r}. Give a model folder, a .gguf file or a hub id (owner/name).")
-
-
-def _check_generation_config(source: ModelSource) -> None:
-    """Raise `ModelError` for a local generation_config.json that transformers could not read."""
-    file = Path(source.location) / "generation_config.json"
-    if source.is_gguf or not file.is_file():
-        return
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError, OSError) as error:
-        raise ModelError(f"{file} is not valid JSON ({_first_line(error)}). Correct it, or remove it.") from error
-    if not isinstance(found, dict):
-        raise ModelError(f"{file} holds a {type(found).__name__}; an object is needed. Correct it, or remove it.")
-    eos = found.get("eos_token_id")
-    ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
-    if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
-        raise ModelError(f"{file} has eos_token_id={eos!r}; it must be a token id, or a list of them.")
-
-
 def _was_unpickling(error: BaseException) -> bool:
     """Return whether `error` was raised while torch read a pickled file, whose damaged bytes can raise a `KeyError`."""
     frames = traceback.walk_tb(error.__traceback__)
     return any(frame.f_globals.get("__name__") == "torch.serialization" for frame, _ in frames)
-
-
-def check_weight_files(source: ModelSource) -> None:
-    """Open every local weight file, so that a truncated one is found by reading its header alone.
-
-    Raises `CheckpointError`, which names the file, also for a folder without weight files.
-    """
-    from safetensors import SafetensorError, safe_open
-
-    folder = Path(source.location)
-    if source.load_format == "dummy" or source.is_gguf or not folder.is_dir():
-        return
-    files, pickled = sorted(folder.glob("*.safetensors")), sorted(folder.glob("*.bin"))
-    if not files and not pickled:
-        raise CheckpointError(f"no weights to read at {source.model!r}: the folder has no .safetensors or .bin file.")
-    for file in (*files, *pickled):
-        if not file.is_file():  # opening a named pipe would block
-            raise CheckpointError(f"{file} is not a regular file, so no weights can be read from it.")
-    for file in files:
-        try:
-            with safe_open(str(file), framework="pt"):
-                pass
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(
-                f"{file} is corrupt or truncated ({_first_line(error)}). Copy or download the file again."
-            ) from error
-
-
-def _without_other_parts(
-    model: PreTrainedModel, config: PreTrainedConfig, info: Mapping[str, Any], kind: ModelKind
-) -> Mapping[str, Any]:
-    """Return `info` without unexpected tensors of parts that the model does not have.
-
-    These are the head of a model that pools; and the towers of a model of several modalities, whose text model is
-    loaded: modules that lie beside those of the text model, or within its outermost one.
-    """
-    if kind.ignores_other_weights:
-        return {**info, "unexpected_keys": ()}
-    if config.get_text_config(decoder=True) is config:
-        return info
-    prefix = f"{model.base_model_prefix}."
-
-    def module(name: str) -> str:
-        return name.removeprefix(prefix).partition(".")[0]
-
-    own = {module(name) for name in model.state_dict()}
-    return {**info, "unexpected_keys": [name for name in info["unexpected_keys"] if module(name) in own]}
-
-
-def _check_loading_info(source: ModelSource, info: Mapping[str, Any], config: PreTrainedConfig) -> None:
-    """Raise `CheckpointError` unless the checkpoint has the tensors of the model with `config`, and no others.
-
-    Layers for multi-token prediction, which follow the model's, are no part of it.
-    """
-    missing = sorted(info["missing_keys"])
-    text = config.get_text_config(decoder=True)
-    count = getattr(text, "num_mtp_layers", None) or getattr(text, "num_nextn_predict_layers", None) or 0
-    of_prediction = tuple(f"layers.{text.num_hidden_layers + place}." for place in range(count))
-    unexpected = sorted(name for name in info["unexpected_keys"] if not any(each in name for each in of_prediction))
-    mismatched = sorted(
-        f"{name} (checkpoint {tuple(found)}, model {tuple(wanted)})" for name, found, wanted in info["mismatched_keys"]
-    )
-    problems = [
-        f"{len(names)} {what}: {_shorten(names)}"
-        for what, names in (("missing", missing), ("unexpected", unexpected), ("of another shape", mismatched))
-        if names
-    ]
-    if problems:
-        raise CheckpointError(
-            f"the weights of {source.model!r} do not fit its config; tensors {'; '.join(problems)}. "
-            "Check that config.json belongs to these weights."
-        )
-
-
-def _shorten(names: list[str], limit: int = 20) -> str:
-    more = f", ... and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more
-
-
-def _not_found(source: ModelSource, error: OSError) -> str:
-    return (
-        f"no model {source.model!r}: there is no such folder, and the hub returned none ({_first_line(error)}). "
-        "Check the name; offline (HF_HUB_OFFLINE) only models already downloaded are found."
-    )
-
-
-def _first_line(error: BaseException) -> str:
-    """Return the first line of a message, and the second if the first ends in a colon, because it has the reason."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    if not lines:
-        return type(error).__name__
-    is_heading = lines[0].endswith(":") and len(lines) > 1
-    return (f"{lines[0]} {lines[1]}" if is_heading else lines[0]).rstrip(".")

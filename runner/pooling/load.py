@@ -20,10 +20,10 @@ from piecegraph.runner.attention.varlen.transformers_varlen import register_varl
 from piecegraph.runner.common.engine_config import EngineConfig, batched_tokens, static_sizes, static_sizes_note
 from piecegraph.runner.cudagraphs.capture_sizes import check_capture_sizes
 from piecegraph.runner.cudagraphs.graph_plan import GraphPlan, plan_graphs
+from piecegraph.runner.models.checkpoint.files import check_weight_files
 from piecegraph.runner.models.first_position import first_position
 from piecegraph.runner.models.length import model_length
 from piecegraph.runner.models.load import (
-    check_weight_files,
     load_config,
     load_tokenizer,
     resolve_device,

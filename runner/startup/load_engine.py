@@ -43,13 +43,13 @@ from piecegraph.runner.late_start.fast_start import FastStart, why_not_fast
 from piecegraph.runner.lora.modules import lora_options
 from piecegraph.runner.lora.store import AdapterStore
 from piecegraph.runner.models.causal_lm import CausalLMForward
+from piecegraph.runner.models.checkpoint.files import check_weight_files
 from piecegraph.runner.models.first_position import first_position
 from piecegraph.runner.models.generation_defaults import eos_token_ids, generation_config_of, sampling_defaults
 from piecegraph.runner.models.layer_rules import apply_layer_rules
 from piecegraph.runner.models.length import model_length
 from piecegraph.runner.models.load import (
     LoadedModel,
-    check_weight_files,
     load_config,
     load_model,
     load_tokenizer,

@@ -19,7 +19,7 @@ from piecegraph.runner.attention.interface.transformers_attention import ATTENTI
 from piecegraph.runner.common.engine_config import EngineConfig
 from piecegraph.runner.common.model_source import ModelSource
 from piecegraph.runner.common.speculative_config import HEADS
-from piecegraph.runner.models.load import check_weight_files
+from piecegraph.runner.models.checkpoint.files import check_weight_files
 from piecegraph.runner.traceable.hidden_states import LAST
 
 if TYPE_CHECKING:
