@@ -457,7 +457,6 @@ class EngineConfig:
             (self.speculative is not None, "speculative_config"),
             (self.enable_prompt_embeds, "enable_prompt_embeds"),
             (self.runner == "pooling", "runner='pooling'"),
-            (self.device is not None and not str(self.device).startswith("cpu"), f"device={str(self.device)!r}"),
         ):
             if is_given:
                 raise ConfigError(f"{what} is not yet available with {quantised}; give one of the two.")

@@ -400,7 +400,7 @@ DIFFERENT_ARGUMENTS: Mapping[str, str] = {
     "max_num_seqs": "None is 256, or max_num_batched_tokens if that is less",
     "model": "None is the embedded model",
     "override_generation_config": "fields that sampling has; others are refused",
-    "quantization": "`int8`, `int4` or `fp8`, made from a plain checkpoint on a CPU, `gguf`, or None (as stored)",
+    "quantization": "`int8`, `int4` or `fp8`, made from a plain checkpoint, `gguf`, or None (as stored)",
     "enable_expert_parallel": "among the ranks of tensor_parallel_size, and not of data_parallel_size; on CPUs so far",
     "pipeline_parallel_size": "on CPUs so far, for models with a plan in transformers",
     "tensor_parallel_size": "for models with a plan in transformers",

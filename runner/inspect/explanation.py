@@ -165,7 +165,7 @@ def explain(config: EngineConfig, *, assume_gpu: bool = False, on_phase: OnPhase
     config, sizes_note = with_traffic_sizes(config, read_kept(traffic_folder(), key), max_num_tokens)
     lens = max_model_len, max_num_tokens
     draft = fitting_draft(config, hf_config, lens, dtype=dtype, needs_weights=False)
-    loaded, notes = _load(config, hf_config, dtype, max_model_len, on_phase)
+    loaded, notes = _load(config, hf_config, dtype, device, max_model_len, on_phase)
     traced = _trace(config, loaded, device, is_assumed, max_num_tokens, max_model_len, on_phase)
     layers, choice, plan, pieces, config = traced.layers, traced.choice, traced.graph_plan, traced.plan, traced.config
     cached: tuple[CachedLayer, ...] = (*layers, *traced.state_layers)
@@ -267,6 +267,7 @@ def _load(
     config: EngineConfig,
     hf_config: PreTrainedConfig,
     dtype: torch.dtype,
+    device: torch.device,
     max_model_len: int,
     on_phase: OnPhase | None,
 ) -> tuple[LoadedModel, tuple[str, ...]]:
@@ -278,6 +279,7 @@ def _load(
         "divides_experts": config.enable_expert_parallel,
         "quantization": config.quantization,
         "lora": lora_options(config),
+        "runs_on": device,
     }
     loaded = load_model(source, hf_config, dtype=dtype, device=torch.device("meta"), on_phase=on_phase, **options)
     notes = (*([str(head)] if head is not None else []), *loaded.notes, *fix_longrope(loaded.model, max_model_len))

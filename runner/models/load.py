@@ -228,10 +228,10 @@ def resolve_dtype(
 ) -> torch.dtype:
     """Return the dtype that weights are loaded as, and that activations have.
 
-    On the CPU, `"auto"` is bfloat16 with quantised weights, and if the checkpoint has 16 bits and the processor has
-    instructions for bfloat16, else float32; `instructions` are those of this machine unless given. On a GPU it is the
-    checkpoint's dtype if that has 16 bits, else bfloat16. Raises `ConfigError` for an unknown name, and for quantised
-    weights with float16 or on a GPU.
+    `"auto"` is bfloat16 with quantised weights. Otherwise it is, on the CPU, bfloat16 if the checkpoint has 16 bits and
+    the processor has instructions for bfloat16, else float32; `instructions` are those of this machine unless given. On
+    a GPU it is the checkpoint's dtype if that has 16 bits, else bfloat16. Raises `ConfigError` for an unknown name, and
+    for quantised weights with float16.
     """
     written = getattr(config, "quantization_config", None)
     if quantization == "gguf" and (not isinstance(written, Mapping) or written.get("quant_method") != "gguf"):
@@ -248,10 +248,6 @@ def resolve_dtype(
         quantization = "a quantised checkpoint"
     listed = cpu_instructions() if instructions is None else instructions
     resolved = _resolve_dtype(dtype, config, device, quantization, computes_bfloat16=has_bfloat16(listed))
-    if quantization is not None and device.type == "cuda":
-        raise ConfigError(
-            f"quantization={quantization!r} has no kernel for GPUs yet; give device='cpu', or leave it out."
-        )
     if quantization is not None and resolved is torch.float16:
         raise ConfigError(
             f"dtype=float16 is not available with quantization={quantization!r}, whose scales have the range of "
@@ -278,7 +274,7 @@ def _resolve_dtype(
         if device.type == "cpu":
             is_bfloat16 = quantization is not None or (of_16_bits is not None and computes_bfloat16)
             return torch.bfloat16 if is_bfloat16 else torch.float32
-        return torch.bfloat16 if of_16_bits is None else of_16_bits
+        return torch.bfloat16 if of_16_bits is None or quantization is not None else of_16_bits
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise ConfigError(f"dtype={dtype!r} is unknown.{did_you_mean(str(dtype), ['auto', *DTYPES])}")
     return DTYPES[dtype]
@@ -299,13 +295,15 @@ def load_model(
     divides_experts: bool = False,
     quantization: str | None = None,
     lora: LoraOptions | None = None,
+    runs_on: torch.device | None = None,
 ) -> LoadedModel:
     """Return the model with our attention, with the weights of `source`, or with random weights for format `dummy`.
 
     With several ranks, the model has the weights of `rank` only, and with a `stage` those of its layers.
     `divides_experts`: a rank has some experts whole, not a part of each.
     `quantization`: the scheme that weights are quantised by, each when it is read, or all then if files have other
-    names. `lora`: adapters may change the model.
+    names. `lora`: adapters may change the model. `runs_on`: the device that the model will run on, if that is not
+    `device`; quantised weights are stored as its kernels read them.
 
     Raises:
         UnsupportedModel: the model's class is not supported; no weights were read.
@@ -326,13 +324,16 @@ def load_model(
         kind = _checked_kind(known_class, config, kind, num_ranks)
     _check_divisible(config, num_ranks)
     plan, bytes_read, quantised = None, None, None
+    device_type = "cuda" if (runs_on or device).type == "cuda" else "cpu"
     stages, of_rank = StageCut(stage), (rank, num_ranks, divides_experts)
     with quiet_transformers(on_weights), _construction_errors(source):
         if source.load_format == "dummy":
             model = _random_model(source, config, dtype, device, seed, kind)
         elif checkpoint is not None or (quantization is not None and kind.generates and num_ranks == 1):
             stored = checkpoint or PlainCheckpoint(quantization or "")
-            model, quantised = _quantised_checkpoint_model(source, config, dtype, kind, known_class, stored)
+            model, quantised = _quantised_checkpoint_model(
+                source, config, dtype, kind, known_class, stored, device_type
+            )
         elif num_ranks > 1 or stage is not None:
             model, plan, bytes_read = _rank_checkpoint_model(source, config, dtype, kind, known_class, stages, of_rank)
         else:
@@ -344,7 +345,7 @@ def load_model(
     plan = _cut_to_rank(model, plan, of_rank) if num_ranks > 1 else None
     _check_stages(model, stages.plan)
     if checkpoint is not None or quantization is not None:
-        quantised = _quantised(model, quantization, checkpoint, quantised)
+        quantised = _quantised(model, quantization, checkpoint, quantised, device_type)
     model = model.to(device).eval().requires_grad_(False)  # type: ignore[arg-type]  # transformers decorates .to
     let_hidden_states_leave(model, source.hidden_states)
     adapted = None if lora is None else adapt_modules(model, lora, dtype=dtype, device=device)
@@ -393,6 +394,7 @@ def _quantised_checkpoint_model(
     kind: ModelKind,
     known_class: type[PreTrainedModel] | None,
     checkpoint: StoredCheckpoint | PlainCheckpoint,
+    device_type: str,
 ) -> tuple[Any, QuantisationSummary | None]:
     """Return the model with quantised weights, and the summary; there is no copy of all weights in floats.
 
@@ -416,7 +418,13 @@ def _quantised_checkpoint_model(
         opened = nullcontext(gguf_tensors(Path(source.model))) if keeps_blocks else opened_files(files)
         with opened as tensors:
             model, info, summary = read_model(
-                known_class, config, tensors, checkpoint, dtype=dtype, attention=kind.attention
+                known_class,
+                config,
+                tensors,
+                checkpoint,
+                dtype=dtype,
+                attention=kind.attention,
+                device_type=device_type,
             )
     except CannotStream:
         return _checkpoint_model(source, config, dtype, kind), None
@@ -431,6 +439,7 @@ def _quantised(
     quantization: str | None,
     checkpoint: StoredCheckpoint | None,
     read: QuantisationSummary | None,
+    device_type: str,
 ) -> QuantisationSummary:
     """Quantise a model in place, unless it was `read` so. Raises `UnsupportedModel` for a kind that cannot be yet."""
     has_states = has_state_layers(model)
@@ -444,8 +453,10 @@ def _quantised(
         return read
     if checkpoint is None:
         assert quantization is not None
-        return quantise_model(model, quantization, online_schemes(quantization))
-    return quantise_model(model, checkpoint.quant_method, checkpoint.scheme_of, is_read=True, must_fit=True)
+        return quantise_model(model, quantization, online_schemes(quantization), device_type=device_type)
+    return quantise_model(
+        model, checkpoint.quant_method, checkpoint.scheme_of, device_type=device_type, is_read=True, must_fit=True
+    )
 
 
 def _check_divisible(config: PreTrainedConfig, num_ranks: int) -> None:

@@ -89,6 +89,7 @@ def model_without_weights(
         divides_experts=divides_experts,
         quantization=quantization,
         lora=lora,
+        runs_on=device,
         on_phase=on_phase,
     )
     notes = (*fix_longrope(loaded.model, max_model_len), *apply_layer_rules(loaded.model, max_model_len))

@@ -38,13 +38,20 @@ class QuantisationSummary:
 
 
 def quantise_model(
-    model: nn.Module, scheme: str, scheme_of: SchemeOf, *, is_read: bool = False, must_fit: bool = False
+    model: nn.Module,
+    scheme: str,
+    scheme_of: SchemeOf,
+    *,
+    device_type: str = "cpu",
+    is_read: bool = False,
+    must_fit: bool = False,
 ) -> QuantisationSummary:
     """Quantise the weights of a model in place, one after another, so that no second copy of the model is made.
 
     Weights that several modules share are quantised once and stay shared; they stay as they are if one of the modules
-    is of a class that cannot be quantised, or has no scheme. `scheme` names what was asked for. `is_read`: whether the
-    weights are read from a checkpoint later, so that they get their shapes only; so they do on the meta device.
+    is of a class that cannot be quantised, or has no scheme. `scheme` names what was asked for. `device_type`: where
+    the model runs, which decides between kernels; the weights may lie elsewhere. `is_read`: whether the weights are
+    read from a checkpoint later, so that they get their shapes only; so they do on the meta device.
     `must_fit`: whether a weight that the scheme cannot store is an error, instead of one that stays as it is.
 
     Raises `CheckpointError` for a weight that is not finite or does not fit, and
@@ -62,7 +69,7 @@ def quantise_model(
         path, first, short = places[0]
         weight = first._parameters[short]
         assert weight is not None, path
-        chosen, why_not = _chosen(places, scheme_of, weight)
+        chosen, why_not = _chosen(places, scheme_of, weight, device_type)
         if chosen is None:
             left[why_not] += 1
             continue
@@ -94,7 +101,7 @@ def quantise_model(
     return QuantisationSummary(
         scheme=scheme,
         counts=dict(counts),
-        kernels={method: METHODS[method].kernel for method in used},
+        kernels={method: METHODS[method].kernels[device_type] for method in used},
         bytes_by_dtype=bytes_by_dtype(model),
         left=tuple(f"{count} x {what}" for what, count in left.items()),
         methods=methods,
@@ -110,7 +117,7 @@ def bytes_by_dtype(model: nn.Module) -> dict[str, int]:
 
 
 def _chosen(
-    places: list[tuple[str, nn.Module, str]], scheme_of: SchemeOf, weight: torch.Tensor
+    places: list[tuple[str, nn.Module, str]], scheme_of: SchemeOf, weight: torch.Tensor, device_type: str
 ) -> tuple[Scheme | None, str]:
     """Return the scheme of a parameter and "", or None and why it has none, the same text for parameters alike."""
     schemes: list[Scheme] = []
@@ -124,4 +131,4 @@ def _chosen(
         schemes.append(scheme)
     # A linear that shares its weight with an embedding has the scheme of the embedding, which comes first.
     is_linear = all(type(module) is nn.Linear for _, module, _ in places)
-    return fastest(schemes[0], weight, is_linear=is_linear), ""
+    return fastest(schemes[0], weight, is_linear=is_linear, device_type=device_type), ""

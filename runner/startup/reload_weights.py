@@ -135,6 +135,7 @@ def _read(part: _Part, model: str | Path | None) -> Mapping[str, torch.Tensor]:
         device=torch.device("cpu"),
         seed=part.seed,
         quantization=None if quantised is None or is_read else quantised.scheme,
+        runs_on=part.model.device,
     )
     state: Mapping[str, torch.Tensor] = read.model.state_dict()
     return state

@@ -36,6 +36,10 @@ def fp8_linear(
     """
     num_columns = weight.shape[0]
     rows = x.reshape(-1, x.shape[-1])
+    if x.is_cuda:
+        found = _on_gpu(rows, weight, scale, bias, block, input_group)
+        if found is not None:
+            return found.view(*x.shape[:-1], num_columns)
     if input_group:
         rows = rounded_to_e4m3(rows, input_group)
     out = rows.new_empty((rows.shape[0], num_columns))
@@ -47,6 +51,27 @@ def fp8_linear(
     if bias is not None:
         out += bias
     return out.view(*x.shape[:-1], num_columns)
+
+
+def _on_gpu(
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    block: Sequence[int],
+    input_group: int,
+) -> torch.Tensor | None:
+    """Return what our kernels compute; None if the groups fit none of their tiles."""
+    if input_group == 0:
+        from piecegraph.passes.kernels.quantised.weights_only import weights_only_linear_on_gpu
+
+        return weights_only_linear_on_gpu(rows, weight, scale, bias, block, rows.dtype)
+    from piecegraph.passes.kernels.quantised.rounded_linear import rounded_linear_on_gpu
+    from piecegraph.passes.kernels.quantised.rounded_rows import rounded_rows_on_gpu
+
+    group = rows.shape[1] if input_group == WHOLE_TOKEN else input_group
+    values, step = rounded_rows_on_gpu(rows, group, torch.float8_e4m3fn)
+    return rounded_linear_on_gpu(values, step, weight, scale, bias, block, rows.dtype)
 
 
 def rounded_to_e4m3(x: torch.Tensor, group: int) -> torch.Tensor:

@@ -26,6 +26,13 @@ def grouped_linear(
     """
     num_columns = weight.shape[0]
     rows = x.reshape(-1, x.shape[-1])
+    if x.is_cuda:
+        from piecegraph.passes.kernels.quantised.weights_only import weights_only_linear_on_gpu
+
+        block = (1, x.shape[-1] // scale.shape[1])
+        found = weights_only_linear_on_gpu(rows, weight, scale, bias, block, x.dtype)
+        if found is not None:
+            return found.view(*x.shape[:-1], num_columns)
     out = rows.new_empty((rows.shape[0], num_columns))
     for first in range(0, num_columns, _ROWS_AT_ONCE):
         part = slice(first, min(first + _ROWS_AT_ONCE, num_columns))

@@ -25,7 +25,13 @@ def int8_linear(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias
     """
     num_columns, size = weight.shape
     rows = x.reshape(-1, size).to(torch.bfloat16)
-    if rows.shape[0] <= MAX_PACKED_ROWS and size % _CHUNK == 0 and rows.device.type == "cpu":
+    if x.is_cuda:
+        from piecegraph.passes.kernels.quantised.weights_only import weights_only_linear_on_gpu
+
+        by_channel = weights_only_linear_on_gpu(rows, weight, scale.unsqueeze(1), bias, (1, 0), x.dtype)
+        assert by_channel is not None, "scales by channel fit every tile"
+        return by_channel.view(*x.shape[:-1], num_columns)
+    if rows.shape[0] <= MAX_PACKED_ROWS and size % _CHUNK == 0:
         if scale.dtype is torch.bfloat16:
             out = torch._weight_int8pack_mm(rows, weight, scale)
         else:

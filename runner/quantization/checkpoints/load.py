@@ -71,12 +71,13 @@ def read_model(
     *,
     dtype: torch.dtype,
     attention: str,
+    device_type: str,
 ) -> tuple[Any, Mapping[str, Any], QuantisationSummary]:
     """Return the model, transformers' loading information, and the summary of what is quantised.
 
     `stored`: the tensors by name. Each is read, and quantised if it is to be, when its parameter is filled, so that
-    there is never a copy of all weights in floats. Raises `CannotStream` for a plain checkpoint with other names than
-    the model's.
+    there is never a copy of all weights in floats. `device_type`: where the model will run. Raises
+    `CannotStream` for a plain checkpoint with other names than the model's.
     """
     base: Any = model_class
     summaries: list[QuantisationSummary] = []
@@ -87,7 +88,7 @@ def read_model(
         base.__init__(self, *args, **kwargs)
         self.tie_weights()
         method, scheme_of = checkpoint.quant_method, checkpoint.scheme_of
-        summary = quantise_model(self, method, scheme_of, is_read=True, must_fit=is_stored)
+        summary = quantise_model(self, method, scheme_of, device_type=device_type, is_read=True, must_fit=is_stored)
         self.all_tied_weights_keys = dict(_tied(self.all_tied_weights_keys, summary.methods))
         summaries.append(summary)
         state.update(_state(self, stored, checkpoint, summary, dtype))

@@ -26,11 +26,13 @@ METHODS: dict[str, LinearMethod] = {method.name: method for method in _ALL}
 """The methods by name."""
 
 
-def fastest(scheme: Scheme, weight: torch.Tensor, *, is_linear: bool) -> Scheme:
-    """Return `scheme` with the method whose kernel is the fastest for `weight` on this machine.
+def fastest(scheme: Scheme, weight: torch.Tensor, *, is_linear: bool, device_type: str) -> Scheme:
+    """Return `scheme` with the method whose kernel is the fastest for `weight` on this machine's `device_type`.
 
     `is_linear`: whether only linears read the weight, and no embedding looks up its rows.
     """
+    if device_type != "cpu":
+        return scheme
     if scheme.method == GroupedInt4.name and is_linear and Int4Tiles.fits(weight, scheme):
         return replace(scheme, method=Int4Tiles.name)
     return scheme

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -9,7 +10,7 @@ import torch
 
 from piecegraph.passes.ops.quantised.int8_inputs_linear import INT8_INPUTS_LINEAR
 from piecegraph.passes.ops.quantised.int8_linear import INT8_LINEAR, MAX_PACKED_ROWS, dequantised
-from piecegraph.runner.quantization.methods.linear_method import PackedWeight, Scheme, check_finite
+from piecegraph.runner.quantization.methods.linear_method import STREAMED, PackedWeight, Scheme, check_finite
 
 MAX_INT8 = 127
 """The largest magnitude of a quantised weight; -128 is not used, so that zero stays zero and signs are alike."""
@@ -23,7 +24,10 @@ class Int8Channels:
     """
 
     name: ClassVar[str] = "int8"
-    kernel: ClassVar[str] = f"_weight_int8pack_mm for up to {MAX_PACKED_ROWS} rows, bfloat16 GEMM for more"
+    kernels: ClassVar[Mapping[str, str]] = {
+        "cpu": f"_weight_int8pack_mm for up to {MAX_PACKED_ROWS} rows, bfloat16 GEMM for more",
+        "cuda": STREAMED,
+    }
 
     def empty(self, weight: torch.Tensor, scheme: Scheme) -> PackedWeight:
         """Return int8 `[num_columns, size]` and scales `[num_columns]` in the dtype of `weight`."""
@@ -58,7 +62,10 @@ class Int8Inputs(Int8Channels):
     """The weights of `Int8Channels`, multiplied by inputs that are rounded to int8 too, a scale for each token."""
 
     name: ClassVar[str] = "int8-inputs"
-    kernel: ClassVar[str] = "_int_mm over inputs in int8"
+    kernels: ClassVar[Mapping[str, str]] = {
+        "cpu": "_int_mm over inputs in int8",
+        "cuda": "our Triton kernel over inputs in int8",
+    }
 
     def apply(self, x: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | None) -> torch.Tensor:
         """Call `piecegraph::int8_inputs_linear`."""

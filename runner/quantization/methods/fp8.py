@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
 from piecegraph.passes.ops.quantised.fp8_linear import FP8_LINEAR, MAX_E4M3, WHOLE_TOKEN, dequantised
-from piecegraph.runner.quantization.methods.linear_method import PackedWeight, Scheme, check_finite
+from piecegraph.runner.quantization.methods.linear_method import (
+    DEQUANTISED,
+    STREAMED,
+    PackedWeight,
+    Scheme,
+    check_finite,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +23,7 @@ class Fp8:
     """Weights in e4m3 with a scale for each output channel or block; inputs stay floats."""
 
     name: ClassVar[str] = "fp8"
-    kernel: ClassVar[str] = "GEMM over weights that are dequantised 2048 channels at a time"
+    kernels: ClassVar[Mapping[str, str]] = {"cpu": DEQUANTISED, "cuda": STREAMED}
     inputs: ClassVar[str] = "floats"
 
     def empty(self, weight: torch.Tensor, scheme: Scheme) -> PackedWeight:
@@ -56,6 +63,10 @@ class Fp8Tokens(Fp8):
     """The weights of `Fp8`; inputs are rounded to e4m3 with a scale for each token."""
 
     name: ClassVar[str] = "fp8-tokens"
+    kernels: ClassVar[Mapping[str, str]] = {
+        "cpu": DEQUANTISED,
+        "cuda": "our Triton kernel over inputs in e4m3, torch._scaled_mm for many rows",
+    }
     inputs: ClassVar[str] = "tokens"
 
 
@@ -64,4 +75,5 @@ class Fp8Groups(Fp8):
     """The weights of `Fp8`; inputs are rounded to e4m3 with a scale for each group of a block's columns."""
 
     name: ClassVar[str] = "fp8-groups"
+    kernels: ClassVar[Mapping[str, str]] = {"cpu": DEQUANTISED, "cuda": "our Triton kernel over inputs in e4m3"}
     inputs: ClassVar[str] = "groups"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -10,6 +11,8 @@ import torch
 from piecegraph.passes.ops.quantised import int4_tiles_linear
 from piecegraph.passes.ops.quantised.grouped_linear import GROUPED_LINEAR, dequantised
 from piecegraph.runner.quantization.methods.linear_method import (
+    DEQUANTISED,
+    STREAMED,
     DoesNotFit,
     PackedWeight,
     Scheme,
@@ -23,7 +26,7 @@ class GroupedInt8:
     """Weights of 8 bits with a scale, and perhaps an offset, for each group."""
 
     name: ClassVar[str] = "int8-groups"
-    kernel: ClassVar[str] = "GEMM over weights that are dequantised 2048 channels at a time"
+    kernels: ClassVar[Mapping[str, str]] = {"cpu": DEQUANTISED, "cuda": STREAMED}
     bits: ClassVar[int] = 8
 
     def scale_dtype(self, weight: torch.Tensor) -> torch.dtype:
@@ -102,9 +105,9 @@ class Int4Tiles(GroupedInt4):
     """
 
     name: ClassVar[str] = "int4-tiles"
-    kernel: ClassVar[str] = (
-        f"_weight_int4pack_mm_for_cpu for up to {int4_tiles_linear.MAX_PACKED_ROWS} rows, bfloat16 GEMM for more"
-    )
+    kernels: ClassVar[Mapping[str, str]] = {
+        "cpu": f"_weight_int4pack_mm_for_cpu for up to {int4_tiles_linear.MAX_PACKED_ROWS} rows, bfloat16 GEMM for more"
+    }
 
     @staticmethod
     def fits(weight: torch.Tensor, scheme: Scheme) -> bool:

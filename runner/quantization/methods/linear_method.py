@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -9,6 +10,13 @@ import torch
 
 Block = tuple[int, int]
 """The output channels and the columns of the input that share a scale."""
+
+
+DEQUANTISED = "GEMM over weights that are dequantised 2048 channels at a time"
+"""What multiplies by weights of few bits on a CPU that has no kernel for them."""
+
+STREAMED = "our Triton kernel for up to 256 rows, GEMM over weights that are dequantised for more"
+"""What multiplies floats by weights of few bits on a GPU."""
 
 
 class NotFinite(ValueError):
@@ -52,8 +60,8 @@ class LinearMethod(Protocol):
         """The name of the method."""
 
     @property
-    def kernel(self) -> str:
-        """The kernels that multiply, for `explain`."""
+    def kernels(self) -> Mapping[str, str]:
+        """The kernels that multiply, by the type of the device, for `explain`."""
 
     def empty(self, weight: torch.Tensor, scheme: Scheme) -> PackedWeight:
         """Return tensors of the shapes that `weight`, `[num_columns, size]`, takes, on its device and without values.

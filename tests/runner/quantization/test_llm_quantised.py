@@ -110,14 +110,18 @@ def test_weights_of_4_bits_have_an_order_of_their_own_for_bfloat16(dtype: torch.
         assert "11 linears are int4-tiles in groups of 32" in note
 
 
-def test_activations_are_bfloat16_unless_said_otherwise(llama: Path) -> None:
+def test_activations_are_bfloat16_unless_said_otherwise(llama: Path, tmp_path: Path) -> None:
     with load(llama, enforce_eager=True) as llm:
         assert llm.model_config.dtype is torch.bfloat16
     with pytest.raises(ConfigError, match="dtype=float16 is not available with quantization='int8'"):
         load(llama, dtype="float16")
     source = ModelSource(model=str(llama))
-    with pytest.raises(ConfigError, match="quantization='int8' has no kernel for GPUs yet"):
-        explain(EngineConfig(source=source, quantization="int8"), assume_gpu=True)
+    half = ModelSource(model=str(save(random_model(make_config("LlamaConfig", dtype=torch.float16)), tmp_path)))
+    for each, method in ((source, "int8"), (half, "int4")):
+        told = explain(EngineConfig(source=each, quantization=method), assume_gpu=True)
+        assert told.dtype is torch.bfloat16
+        (note,) = [note for note in told.notes if note.startswith("quantization")]
+        assert f"linears are {method}" in note and f"{method} by our Triton kernel" in note
 
 
 def test_weights_are_read_again_quantised(llama: Path, tmp_path: Path) -> None:

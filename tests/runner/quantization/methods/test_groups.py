@@ -49,13 +49,15 @@ def test_shapes_and_rows(scheme: Scheme) -> None:
 def test_tiles_are_for_linears_in_bfloat16_whose_sizes_fit() -> None:
     weight, scheme = weights().bfloat16(), SCHEMES[0]
     fits = tile_rows() is not None
-    assert fastest(scheme, weight, is_linear=True) == (TILES if fits else scheme)
+    assert fastest(scheme, weight, is_linear=True, device_type="cpu") == (TILES if fits else scheme)
     for other in (weight.float(), weight[:50]):
-        assert fastest(scheme, other, is_linear=True) == scheme
-    assert fastest(scheme, weight, is_linear=False) == scheme
+        assert fastest(scheme, other, is_linear=True, device_type="cpu") == scheme
+    assert fastest(scheme, weight, is_linear=False, device_type="cpu") == scheme
+    assert fastest(scheme, weight, is_linear=True, device_type="cuda") == scheme
     rounding = replace(scheme, may_round=True)
-    assert fastest(rounding, weight.float(), is_linear=True) == (replace(TILES, may_round=True) if fits else rounding)
-    assert fastest(replace(scheme, group_size=48), weight, is_linear=True).method == "int4"
+    found = fastest(rounding, weight.float(), is_linear=True, device_type="cpu")
+    assert found == (replace(TILES, may_round=True) if fits else rounding)
+    assert fastest(replace(scheme, group_size=48), weight, is_linear=True, device_type="cpu").method == "int4"
 
 
 def test_what_cannot_be_stored_is_refused() -> None:

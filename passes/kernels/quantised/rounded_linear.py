@@ -1,0 +1,144 @@
+"""Linears whose weights and inputs are both int8, or both e4m3: products of stored values, scaled afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from piecegraph.passes.kernels.common.overlapped import OverlappedKernel
+from piecegraph.passes.kernels.common.own_kernel import own_kernel
+from piecegraph.passes.kernels.quantised.weight_tiles import WeightLayout
+from piecegraph.passes.kernels.quantised.weights_only import Tiles
+
+MIN_LIBRARY_ROWS = 256
+"""The least rows of e4m3 whose product the library computes, if a row and a channel have one scale each."""
+
+
+def pick_rounded_tiles(num_rows: int, layout: WeightLayout) -> Tiles | None:
+    """Return the tiles for `num_rows`; None if groups fit no tile."""
+    if num_rows <= 16:
+        block_n = 32 if layout.num_columns >= 4096 else 16
+        block_m, num_warps, wanted, stages = 16, block_n // 8, 256, 4
+    elif num_rows <= 64:
+        block_m, block_n, num_warps, wanted, stages = triton.next_power_of_2(num_rows), 64, 4, 128, 4
+    else:
+        block_m, block_n, num_warps, wanted, stages = 128, 128, 8, 128, 3
+    block_k = layout.block_k(min(wanted, layout.group) if layout.group else wanted, 32)
+    return None if block_k is None else Tiles(block_m, block_n, block_k, num_warps, stages)
+
+
+def rounded_linear_on_gpu(
+    values: torch.Tensor,  # [num_rows, size] int8 or e4m3, contiguous
+    step: torch.Tensor,  # [num_rows, 1], or [num_rows, groups of weights] float32
+    weight: torch.Tensor,  # [num_columns, size] of the same dtype
+    scale: torch.Tensor,  # [row blocks, groups]
+    bias: torch.Tensor | None,
+    block: Sequence[int],
+    dtype: torch.dtype,
+) -> torch.Tensor | None:
+    """Return `(values * step) @ (weight * scale).T + bias` in `dtype`; None if no kernel fits the groups."""
+    layout = WeightLayout.of(weight, scale, block)
+    num_rows, size = values.shape
+    tiles = pick_rounded_tiles(num_rows, layout)
+    if tiles is None or step.shape[1] != scale.shape[1]:
+        return None
+    if _library_multiplies(num_rows, layout, weight.dtype, dtype):
+        scales = scale.float().t().contiguous()
+        return torch._scaled_mm(values, weight.t(), step, scales, bias, out_dtype=dtype)
+    out = values.new_empty((num_rows, layout.num_columns), dtype=dtype)
+    if num_rows == 0:
+        return out
+    _rounded_linear.launch(
+        (triton.cdiv(layout.num_columns, tiles.block_n), triton.cdiv(num_rows, tiles.block_m), 1),
+        (values, step, weight, scale, bias, out, layout.num_columns, size, scale.shape[1], num_rows),
+        {
+            "BLOCK_M": tiles.block_m,
+            "BLOCK_N": tiles.block_n,
+            "BLOCK_K": tiles.block_k,
+            "STAGES": tiles.num_stages,
+            "GROUP": layout.group,
+            "BLOCK_ROWS": layout.block_rows,
+        },
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )
+    return out
+
+
+def _library_multiplies(num_rows: int, layout: WeightLayout, stored: torch.dtype, dtype: torch.dtype) -> bool:
+    return (
+        stored is torch.float8_e4m3fn
+        and dtype is torch.bfloat16
+        and num_rows >= MIN_LIBRARY_ROWS
+        and layout.group == 0
+        and layout.block_rows == 1
+        and layout.size % 16 == layout.num_columns % 16 == 0
+    )
+
+
+@own_kernel
+@triton.jit(do_not_specialize=["num_rows"])
+def rounded_linear_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
+    values,  # [num_rows, size] int8 or e4m3
+    step,  # [num_rows, num_groups] float32
+    weight,  # [num_columns, size] of the same dtype
+    scale,  # [row blocks, num_groups]
+    bias,  # [num_columns], or None
+    out,  # [num_rows, num_columns], written
+    num_columns,
+    size,
+    num_groups,
+    num_rows,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,  # divides GROUP
+    STAGES: tl.constexpr,
+    GROUP: tl.constexpr,  # columns with one scale; 0: all
+    BLOCK_ROWS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Grid: (column blocks, row blocks). Sums of a group are scaled before the next group's are added."""
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    is_column, is_row = column < num_columns, row < num_rows
+    at = tl.arange(0, BLOCK_K)
+    weights = weight + column[:, None].to(tl.int64) * size + at[None, :]
+    inputs = values + row[:, None].to(tl.int64) * size + at[None, :]
+    scales = scale + (column // BLOCK_ROWS).to(tl.int64) * num_groups
+    steps = step + row.to(tl.int64) * num_groups
+    IS_INTEGER: tl.constexpr = values.dtype.element_ty == tl.int8
+    SUM: tl.constexpr = tl.int32 if IS_INTEGER else tl.float32
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32 if GROUP > 0 else SUM)
+    for start in tl.range(0, size, BLOCK_K, num_stages=STAGES):
+        is_inside = (start + at < size)[None, :]
+        w = tl.load(weights + start, mask=is_column[:, None] & is_inside, other=0.0)
+        v = tl.load(inputs + start, mask=is_row[:, None] & is_inside, other=0.0)
+        if GROUP > 0:
+            part = tl.dot(w, tl.trans(v), out_dtype=SUM).to(tl.float32)
+            group = start // GROUP
+            factor = tl.load(scales + group, mask=is_column, other=0.0).to(tl.float32)
+            each = tl.load(steps + group, mask=is_row, other=0.0)
+            total += part * factor[:, None] * each[None, :]
+        else:
+            total = tl.dot(w, tl.trans(v), total, out_dtype=SUM)
+    wide = total.to(tl.float32)
+    if GROUP == 0:
+        wide *= tl.load(scales, mask=is_column, other=0.0).to(tl.float32)[:, None]
+        wide *= tl.load(steps, mask=is_row, other=0.0)[None, :]
+    if bias is not None:
+        wide += tl.load(bias + column, mask=is_column, other=0.0).to(tl.float32)[:, None]
+    tl.store(
+        out + row[None, :].to(tl.int64) * num_columns + column[:, None],
+        wide.to(out.dtype.element_ty),
+        mask=is_row[None, :] & is_column[:, None],
+    )
+
+
+_rounded_linear = OverlappedKernel(rounded_linear_kernel)

@@ -1,0 +1,95 @@
+"""How kernels read quantised weights: `WeightLayout`, and what makes floats of a tile of stored values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from piecegraph.passes.kernels.common.own_kernel import own_kernel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightLayout:
+    """A weight `[num_columns, size]` in int8, in e4m3, or in uint8 with two neighbouring values of 4 bits in a byte.
+
+    A scale, and perhaps an offset behind it, stands for `block_rows` output channels and `group` columns of the input.
+    """
+
+    num_columns: int
+    size: int
+    is_packed: bool  # two values in a byte, the first in the low bits
+    group: int  # 0: a scale for the whole row
+    block_rows: int
+    has_offset: bool
+
+    @classmethod
+    def of(cls, weight: torch.Tensor, scale: torch.Tensor, block: Sequence[int]) -> WeightLayout:
+        """Return the layout of a weight whose scales are `[row blocks, groups]`, or `[row blocks, groups, 2]`."""
+        is_packed = weight.dtype is torch.uint8
+        group = block[1] if scale.shape[1] > 1 else 0
+        size = weight.shape[1] * (2 if is_packed else 1)
+        return cls(
+            num_columns=weight.shape[0],
+            size=size,
+            is_packed=is_packed,
+            group=group,
+            block_rows=block[0],
+            has_offset=scale.ndim == 3,
+        )
+
+    def block_k(self, wanted: int, least: int) -> int | None:
+        """Return how many columns of the input a tile has, so that tiles and groups do not cross; None: impossible."""
+        block = wanted
+        while block >= least:
+            if self.group == 0 or self.group % block == 0 or block % self.group == 0:
+                return block
+            block //= 2
+        return None
+
+    def groups_in(self, block_k: int) -> int:
+        """Return the groups in a tile of `block_k` columns; 1 if they are larger than the tile."""
+        return max(block_k // self.group, 1) if self.group else 1
+
+
+@own_kernel
+@triton.jit
+def floats(stored):  # type: ignore[no-untyped-def]  # compiled by Triton
+    """Return stored values, int8 or e4m3, in float32.
+
+    An integer is added to the bits of 1.5 * 2 ** 23, whose last bit is worth 1: an eighth of the time that the GPU's
+    own conversion of integers takes.
+    """
+    if stored.dtype == tl.int8:
+        wide = (stored.to(tl.int32) + 0x4B400000).to(tl.float32, bitcast=True) - 12582912.0
+    else:
+        wide = stored.to(tl.float32)
+    return wide
+
+
+@own_kernel
+@triton.jit
+def scaled_tile(  # type: ignore[no-untyped-def]  # compiled by Triton
+    stored,  # [BLOCK_N, COLUMNS] int8 or e4m3
+    scales,  # [BLOCK_N] pointers to the first scale of each output channel
+    is_column,  # [BLOCK_N]
+    first_group,
+    num_groups,
+    BLOCK_N: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    GROUPS: tl.constexpr,  # in the tile
+    HAS_OFFSET: tl.constexpr,
+):
+    """Return the weights of a tile in float32: each value times its group's scale, plus its offset."""
+    STRIDE: tl.constexpr = 2 if HAS_OFFSET else 1
+    group = first_group + tl.arange(0, GROUPS)
+    places = scales[:, None] + group[None, :] * STRIDE
+    is_there = is_column[:, None] & (group < num_groups)[None, :]
+    step = tl.load(places, mask=is_there, other=0.0).to(tl.float32)
+    grouped = floats(stored).reshape([BLOCK_N, GROUPS, COLUMNS // GROUPS]) * step[:, :, None]
+    if HAS_OFFSET:
+        grouped += tl.load(places + 1, mask=is_there, other=0.0).to(tl.float32)[:, :, None]
+    return grouped.reshape([BLOCK_N, COLUMNS])

@@ -1,0 +1,258 @@
+"""Linears whose weights are quantised and whose inputs are floats.
+
+Up to `MAX_STREAMED_ROWS` rows, a tile of weights becomes floats in registers and is multiplied there, so that only the
+stored bytes are read. More rows are worth a copy of a part of the weights in floats, which the library multiplies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from piecegraph.passes.kernels.common.overlapped import OverlappedKernel
+from piecegraph.passes.kernels.common.own_kernel import own_kernel
+from piecegraph.passes.kernels.quantised.weight_tiles import WeightLayout, floats, scaled_tile
+
+MAX_STREAMED_ROWS = 256
+"""The most rows whose product reads the weights as they are stored."""
+
+FLOAT_BYTES = 64 * 2**20
+"""The most bytes of weights that are floats at one time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """The rows, the output channels and the input's columns of a program, and how it runs."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+def pick_tiles(num_rows: int, layout: WeightLayout, itemsize: int) -> Tiles | None:
+    """Return the tiles for `num_rows`; None if groups fit no tile.
+
+    `itemsize`: bytes of a number of the input. Few rows take few channels, so that all multiprocessors read weights.
+    """
+    least = 32 if layout.is_packed else 16
+    if num_rows <= 16:
+        block_n = 32 if layout.num_columns >= 4096 else 16
+        block_m, num_warps, wanted, stages = 16, block_n // 8, 256, 4
+    elif num_rows <= 64:
+        block_m, block_n, num_warps, wanted, stages = triton.next_power_of_2(num_rows), 64, 4, 128, 4
+    else:
+        block_m, block_n, num_warps, wanted, stages = 128, 64, 4, 64, 3
+    if itemsize == 4:  # sums of float32 products have no tensor cores, and their operands twice the bytes
+        wanted, stages = min(wanted, 64), 2
+    block_k = layout.block_k(wanted, least)
+    return None if block_k is None else Tiles(block_m, block_n, block_k, num_warps, stages)
+
+
+def weights_only_linear_on_gpu(
+    x: torch.Tensor,  # [num_rows, size]
+    weight: torch.Tensor,
+    scale: torch.Tensor,  # [row blocks, groups] or, with offsets, [row blocks, groups, 2], contiguous
+    bias: torch.Tensor | None,
+    block: Sequence[int],  # output channels and columns of the input that share a scale; 0 columns: all
+    dtype: torch.dtype,
+) -> torch.Tensor | None:
+    """Return `x @ w.T + bias` in `dtype`, `[num_rows, num_columns]`; None if the groups of weights fit no tile."""
+    layout = WeightLayout.of(weight, scale, block)
+    num_rows = x.shape[0]
+    tiles = pick_tiles(num_rows, layout, x.element_size())
+    if tiles is None:
+        return None
+    if num_rows > MAX_STREAMED_ROWS:
+        return _by_the_library(x, weight, scale, bias, layout, dtype)
+    out = x.new_empty((num_rows, layout.num_columns), dtype=dtype)
+    if num_rows == 0:
+        return out
+    _weights_only.launch(
+        (triton.cdiv(layout.num_columns, tiles.block_n), triton.cdiv(num_rows, tiles.block_m), 1),
+        (x.contiguous(), weight, scale, bias, out, layout.num_columns, layout.size, scale.shape[1], num_rows),
+        {
+            "BLOCK_M": tiles.block_m,
+            "BLOCK_N": tiles.block_n,
+            "BLOCK_K": tiles.block_k,
+            "STAGES": tiles.num_stages,
+            "PACKED": 2 if layout.is_packed else 1,
+            "GROUP": layout.group,
+            "GROUPS": layout.groups_in(tiles.block_k),
+            "BLOCK_ROWS": layout.block_rows,
+            "HAS_OFFSET": layout.has_offset,
+        },
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )
+    return out
+
+
+def dequantised_on_gpu(
+    weight: torch.Tensor, scale: torch.Tensor, layout: WeightLayout, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return the weights in `dtype`, `[rows of weight, size]`. `scale` begins with the first row of `weight`."""
+    num_columns = weight.shape[0]
+    out = torch.empty((num_columns, layout.size), dtype=dtype, device=weight.device)
+    block_k = layout.block_k(128, 2)
+    assert block_k is not None, layout
+    _dequantise.launch(
+        (triton.cdiv(num_columns, 32), triton.cdiv(layout.size, block_k), 1),
+        (weight, scale, out, num_columns, layout.size, scale.shape[1]),
+        {
+            "BLOCK_N": 32,
+            "BLOCK_K": block_k,
+            "PACKED": 2 if layout.is_packed else 1,
+            "GROUP": layout.group,
+            "GROUPS": layout.groups_in(block_k),
+            "BLOCK_ROWS": layout.block_rows,
+            "HAS_OFFSET": layout.has_offset,
+        },
+        num_warps=4,
+    )
+    return out
+
+
+def _by_the_library(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    layout: WeightLayout,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Multiply by a part of the channels after another, whose weights are floats meanwhile."""
+    out = x.new_empty((x.shape[0], layout.num_columns), dtype=dtype)
+    at_once = max(FLOAT_BYTES // (layout.size * x.element_size()) // layout.block_rows, 1) * layout.block_rows
+    for first in range(0, layout.num_columns, at_once):
+        part = slice(first, min(first + at_once, layout.num_columns))
+        scales = scale[first // layout.block_rows :]
+        floats = dequantised_on_gpu(weight[part], scales, layout, x.dtype)
+        out[:, part] = F.linear(x, floats, None if bias is None else bias[part].to(x.dtype))
+    return out
+
+
+@own_kernel
+@triton.jit(do_not_specialize=["num_rows"])
+def weights_only_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
+    x,  # [num_rows, size]
+    weight,  # [num_columns, size / PACKED]
+    scale,  # [row blocks, num_groups], or [row blocks, num_groups, 2]
+    bias,  # [num_columns], or None
+    out,  # [num_rows, num_columns], written
+    num_columns,
+    size,
+    num_groups,
+    num_rows,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    PACKED: tl.constexpr,  # values in a byte
+    GROUP: tl.constexpr,  # columns with one scale; 0: all
+    GROUPS: tl.constexpr,  # in BLOCK_K columns, 1 or more
+    BLOCK_ROWS: tl.constexpr,
+    HAS_OFFSET: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Grid: (column blocks, row blocks). Weights are the left operand, which tensor cores take from registers."""
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    is_column, is_row = column < num_columns, row < num_rows
+    COLUMNS: tl.constexpr = BLOCK_K // PACKED
+    IS_SCALED_LATER: tl.constexpr = GROUP == 0 and not HAS_OFFSET
+    at = tl.arange(0, COLUMNS)
+    length = size // PACKED
+    weights = weight + column[:, None].to(tl.int64) * length + at[None, :]
+    scales = scale + (column // BLOCK_ROWS).to(tl.int64) * num_groups * (2 if HAS_OFFSET else 1)
+    values = x + row[:, None].to(tl.int64) * size + at[None, :] * PACKED
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for start in tl.range(0, size, BLOCK_K, num_stages=STAGES):
+        first = start // PACKED
+        is_inside = (first + at < length)[None, :]
+        stored = tl.load(weights + first, mask=is_column[:, None] & is_inside, other=0.0)
+        for part in tl.static_range(PACKED):
+            v = tl.load(values + start + part, mask=is_row[:, None] & is_inside, other=0.0)
+            w = stored if PACKED == 1 else ((stored >> (4 * part)) & 15).to(tl.int8)
+            if IS_SCALED_LATER:
+                w = floats(w)
+            else:
+                group = start // GROUP if GROUP > 0 else 0
+                w = scaled_tile(w, scales, is_column, group, num_groups, BLOCK_N, COLUMNS, GROUPS, HAS_OFFSET)
+            total = tl.dot(w.to(v.dtype), tl.trans(v), total, input_precision="ieee")
+    if IS_SCALED_LATER:
+        total *= tl.load(scales, mask=is_column, other=0.0).to(tl.float32)[:, None]
+    if bias is not None:
+        total += tl.load(bias + column, mask=is_column, other=0.0).to(tl.float32)[:, None]
+    tl.store(
+        out + row[None, :].to(tl.int64) * num_columns + column[:, None],
+        total.to(out.dtype.element_ty),
+        mask=is_row[None, :] & is_column[:, None],
+    )
+
+
+@own_kernel
+@triton.jit(do_not_specialize=["num_columns"])
+def dequantise_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
+    weight,  # [num_columns, size / PACKED]
+    scale,  # [row blocks, num_groups], or [row blocks, num_groups, 2]
+    out,  # [num_columns, size], written
+    num_columns,
+    size,
+    num_groups,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PACKED: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    HAS_OFFSET: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Grid: (column blocks, blocks of BLOCK_K columns of the input)."""
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    start = tl.program_id(1) * BLOCK_K
+    is_column = column < num_columns
+    COLUMNS: tl.constexpr = BLOCK_K // PACKED
+    at = start // PACKED + tl.arange(0, COLUMNS)
+    length = size // PACKED
+    scales = scale + (column // BLOCK_ROWS).to(tl.int64) * num_groups * (2 if HAS_OFFSET else 1)
+    group = start // GROUP if GROUP > 0 else 0
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    stored = tl.load(
+        weight + column[:, None].to(tl.int64) * length + at[None, :],
+        mask=is_column[:, None] & (at < length)[None, :],
+        other=0.0,
+    )
+    if PACKED == 2:
+        low = scaled_tile(
+            (stored & 15).to(tl.int8), scales, is_column, group, num_groups, BLOCK_N, COLUMNS, GROUPS, HAS_OFFSET
+        )
+        high = scaled_tile(
+            (stored >> 4).to(tl.int8), scales, is_column, group, num_groups, BLOCK_N, COLUMNS, GROUPS, HAS_OFFSET
+        )
+        w = tl.interleave(low, high)
+    else:
+        w = scaled_tile(stored, scales, is_column, group, num_groups, BLOCK_N, COLUMNS, GROUPS, HAS_OFFSET)
+    to = start + tl.arange(0, BLOCK_K)
+    tl.store(
+        out + column[:, None].to(tl.int64) * size + to[None, :],
+        w.to(out.dtype.element_ty),
+        mask=is_column[:, None] & (to < size)[None, :],
+    )
+
+
+_weights_only = OverlappedKernel(weights_only_kernel)
+_dequantise = OverlappedKernel(dequantise_kernel)

@@ -1,0 +1,106 @@
+"""Rounded rows, and linears over them: in Triton's interpreter, compiled for sm_90, and at real sizes on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from piecegraph.passes.kernels.quantised import rounded_linear as kernels
+from piecegraph.passes.kernels.quantised import rounded_rows
+from piecegraph.passes.kernels.quantised.weight_tiles import WeightLayout
+from piecegraph.passes.ops.quantised.fp8_linear import FP8_LINEAR, WHOLE_TOKEN, rounded_to_e4m3
+from piecegraph.passes.ops.quantised.int8_inputs_linear import INT8_INPUTS_LINEAR, rounded_to_int8
+from tests.compiled_for_gpu import compile_for_gpu
+from tests.interpreter import interpreted
+from tests.passes.kernels.quantised.quantised_inputs import E4M3, Weights, relative_rms, rounded_inputs
+
+
+def check_rounding() -> None:
+    """As the references do it, a row longer than a block and a row of zeros included.
+
+    Triton's interpreter rounds to e4m3 wrongly where a carry reaches the exponent, so those numbers are on its grid.
+    """
+    rounded_rows.BLOCK = 64
+    x = torch.randn(5, 200) * torch.logspace(-3, 3, 5).unsqueeze(1)
+    x[2] = 0
+    values, step = rounded_rows.rounded_rows_on_gpu(x, 200, torch.int8)
+    wanted, wanted_step = rounded_to_int8(x)
+    assert torch.equal(values, wanted) and torch.equal(step, wanted_step)
+    near = x.to(E4M3).float()
+    near[:, ::64] = rounded_rows.MAX_E4M3
+    near *= 2.0 ** torch.arange(-2, 3).unsqueeze(1)
+    for group in (200, 64):
+        values, step = rounded_rows.rounded_rows_on_gpu(near, group, E4M3)
+        assert torch.equal(values.float() * step.repeat_interleave(group, 1)[:, :200], near)
+        assert torch.equal(rounded_to_e4m3(near, WHOLE_TOKEN if group == 200 else group), near)
+
+
+def computed(weights: Weights, x: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the kernels compute, and the exact product of the same rounded inputs."""
+    group = x.shape[1] if weights.input_group == WHOLE_TOKEN else weights.input_group
+    values, step = rounded_rows.rounded_rows_on_gpu(x, group, weights.values.dtype)
+    found = kernels.rounded_linear_on_gpu(values, step, weights.values, weights.scale, bias, weights.block, x.dtype)
+    assert found is not None
+    inputs = values.double() * step.double().repeat_interleave(group, 1)[:, : x.shape[1]]
+    return found, inputs @ weights.floats().T + bias.double()
+
+
+def check_products() -> None:
+    """Sizes that no tile divides, for few rows and for more."""
+    for name, weights in rounded_inputs(70, 200).items():
+        for num_rows in (3, 20):
+            found, wanted = computed(weights, torch.randn(num_rows, 200), torch.randn(70))
+            assert relative_rms(found, wanted) < 1e-5, (name, num_rows)
+
+
+@pytest.mark.parametrize("check", [check_rounding, check_products])
+def test_the_interpreted_kernels_equal_the_references(check: object) -> None:
+    interpreted(check)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("num_rows", [1, 64, 128])
+@pytest.mark.parametrize("scheme", ["int8", "e4m3", "e4m3 in blocks"])
+def test_they_compile_for_hopper(scheme: str, num_rows: int) -> None:
+    """With tensor cores, and in the memory of a program."""
+    weights = rounded_inputs(4096, 512)[scheme]
+    layout = WeightLayout.of(weights.values, weights.scale, weights.block)
+    tiles = kernels.pick_rounded_tiles(num_rows, layout)
+    assert tiles is not None
+    arguments = {
+        "values": weights.values, "step": torch.empty(0), "weight": weights.values, "scale": weights.scale,
+        "bias": None, "out": torch.empty(0, dtype=torch.bfloat16), "num_columns": 4096, "size": 4096,
+        "num_groups": 8, "num_rows": num_rows, "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n,
+        "BLOCK_K": tiles.block_k, "STAGES": tiles.num_stages, "GROUP": layout.group, "BLOCK_ROWS": layout.block_rows,
+        "OVERLAP": True,
+    }  # fmt: skip
+    options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+    assert "mma" in compile_for_gpu(kernels.rounded_linear_kernel, arguments, options)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, E4M3])
+def test_rounding_compiles_for_hopper(dtype: torch.dtype) -> None:
+    arguments = {
+        "x": torch.empty(0, dtype=torch.bfloat16), "values": torch.empty(0, dtype=dtype), "step": torch.empty(0),
+        "size": 4096, "group": 4096, "BLOCK": 4096, "IS_INTEGER": dtype is torch.int8, "MOST": 448.0, "OVERLAP": True,
+    }  # fmt: skip
+    assert "st.global" in compile_for_gpu(rounded_rows.round_rows_kernel, arguments, {"num_warps": 8})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(1024, 3072), (6144, 4096), (4096, 14336), (1008, 576)])
+def test_the_kernels_equal_float64_at_sizes_of_real_models(shape: tuple[int, int]) -> None:
+    """The op, with rounded inputs: what rounding costs is in both."""
+    for name, weights in rounded_inputs(*shape).items():
+        exact = weights.floats().cuda()
+        values, scale = weights.values.cuda(), weights.scale.cuda()
+        for num_rows in (1, 8, 16, 17, 64, 128, 256, 1000):
+            x = torch.randn(num_rows, shape[1], device="cuda", dtype=torch.bfloat16)
+            bias = torch.randn(shape[0], device="cuda", dtype=torch.bfloat16)
+            if values.dtype is torch.int8:
+                found = INT8_INPUTS_LINEAR(x, values, scale[:, 0], bias)
+                integers, step = rounded_to_int8(x)
+                inputs = integers.double() * step.double()
+            else:
+                found = FP8_LINEAR(x, values, scale, bias, weights.block, weights.input_group)
+                inputs = rounded_to_e4m3(x.float(), weights.input_group).double()
+            assert relative_rms(found, inputs @ exact.T + bias.double()) < 6e-3, (name, num_rows)

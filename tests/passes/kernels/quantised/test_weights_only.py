@@ -1,0 +1,117 @@
+"""Linears over quantised weights: in Triton's interpreter, compiled for sm_90, and at real sizes on a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from piecegraph.passes.kernels.quantised import weights_only as kernels
+from piecegraph.passes.kernels.quantised.weight_tiles import WeightLayout
+from piecegraph.passes.ops.quantised.fp8_linear import FP8_LINEAR
+from piecegraph.passes.ops.quantised.grouped_linear import GROUPED_LINEAR
+from piecegraph.passes.ops.quantised.int8_linear import INT8_LINEAR
+from tests.compiled_for_gpu import compile_for_gpu
+from tests.interpreter import interpreted
+from tests.passes.kernels.quantised.quantised_inputs import Weights, integers, relative_rms, weights_only
+
+BOUND = {torch.float16: 1e-3, torch.float32: 1e-5}
+"""Relative root mean square error to float64: weights and sums are rounded once to the dtype of the input."""
+
+
+def check_every_scheme() -> None:
+    """Sizes that no tile divides, with a bias; rows of NaN spoil no others. The interpreter multiplies no bfloat16."""
+    for dtype, num_rows in ((torch.float32, 3), (torch.float16, 20)):
+        for name, weights in weights_only(70, 192, dtype).items():
+            x, bias = torch.randn(num_rows, 192).to(dtype), torch.randn(70).to(dtype)
+            x[-1] = float("nan")
+            found = kernels.weights_only_linear_on_gpu(x, weights.values, weights.scale, bias, weights.block, dtype)
+            assert found is not None and found.dtype is dtype
+            wanted = x[:-1].double() @ weights.floats().T + bias.double()
+            assert relative_rms(found[:-1], wanted) < BOUND[dtype], (name, dtype)
+
+
+def check_many_rows() -> None:
+    """More rows are multiplied by a part of the weights as floats after another."""
+    kernels.MAX_STREAMED_ROWS, kernels.FLOAT_BYTES = 4, 40 * 192 * 4
+    for name, weights in weights_only(70, 192, torch.float32).items():
+        x, bias = torch.randn(5, 192), torch.randn(70)
+        found = kernels.weights_only_linear_on_gpu(x, weights.values, weights.scale, bias, weights.block, x.dtype)
+        assert found is not None
+        assert relative_rms(found, x.double() @ weights.floats().T + bias.double()) < 1e-5, name
+
+
+def check_groups_that_fit_no_tile() -> None:
+    """The op computes those without this kernel."""
+    weights = integers(16, 72, bits=8, group=24, offset=False, dtype=torch.float32)
+    found = kernels.weights_only_linear_on_gpu(
+        torch.randn(1, 72), weights.values, weights.scale, None, weights.block, torch.float32
+    )
+    assert found is None
+
+
+@pytest.mark.parametrize("check", [check_every_scheme, check_many_rows, check_groups_that_fit_no_tile])
+def test_the_interpreted_kernel_equals_float64(check: Any) -> None:
+    interpreted(check)
+
+
+@pytest.mark.parametrize("num_rows", [1, 64, 128])
+@pytest.mark.parametrize("scheme", ["int8", "int4 in groups of 32", "e4m3 in blocks"])
+def test_it_compiles_for_hopper(scheme: str, num_rows: int) -> None:
+    """With tensor cores, and in the memory of a program."""
+    weights = weights_only(4096, 512, torch.bfloat16)[scheme]
+    layout = WeightLayout.of(weights.values, weights.scale, weights.block)
+    tiles = kernels.pick_tiles(num_rows, layout, 2)
+    assert tiles is not None
+    floats = torch.empty(0, dtype=torch.bfloat16)
+    arguments = {
+        "x": floats, "weight": weights.values, "scale": weights.scale, "bias": None, "out": floats,
+        "num_columns": 4096, "size": 4096, "num_groups": 128, "num_rows": num_rows,
+        "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k, "STAGES": tiles.num_stages,
+        "PACKED": 2 if layout.is_packed else 1, "GROUP": layout.group, "GROUPS": layout.groups_in(tiles.block_k),
+        "BLOCK_ROWS": layout.block_rows, "HAS_OFFSET": layout.has_offset, "OVERLAP": True,
+    }  # fmt: skip
+    options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+    assert "mma" in compile_for_gpu(kernels.weights_only_kernel, arguments, options)
+
+
+def test_weights_become_floats_on_hopper() -> None:
+    weights = weights_only(4096, 512, torch.bfloat16)["int4 in groups of 32"]
+    arguments = {
+        "weight": weights.values, "scale": weights.scale, "out": torch.empty(0, dtype=torch.bfloat16),
+        "num_columns": 4096, "size": 4096, "num_groups": 128, "BLOCK_N": 32, "BLOCK_K": 128, "PACKED": 2, "GROUP": 32,
+        "GROUPS": 4, "BLOCK_ROWS": 1, "HAS_OFFSET": True, "OVERLAP": True,
+    }  # fmt: skip
+    assert "st.global" in compile_for_gpu(kernels.dequantise_kernel, arguments, {"num_warps": 4})
+
+
+def called(x: torch.Tensor, weights: Weights, bias: torch.Tensor) -> torch.Tensor:
+    """The op of a scheme, with all tensors where `x` is."""
+    values, scale = weights.values.to(x.device), weights.scale.to(x.device)
+    if values.dtype is torch.float8_e4m3fn:
+        out: torch.Tensor = FP8_LINEAR(x, values, scale, bias, weights.block, 0)
+    elif values.dtype is torch.int8 and scale.shape[1:] == (1,):
+        out = INT8_LINEAR(x, values, scale[:, 0], bias)
+    else:
+        out = GROUPED_LINEAR(x, values, scale, bias)
+    return out
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(1024, 3072), (6144, 4096), (4096, 14336), (1000, 576)])
+def test_the_kernel_equals_float64_at_sizes_of_real_models(shape: tuple[int, int]) -> None:
+    """Also inside a CUDA graph, bit by bit."""
+    for name, weights in weights_only(*shape, torch.bfloat16).items():
+        exact = weights.floats().cuda()
+        for num_rows in (1, 2, 8, 16, 17, 32, 64, 128, 256, 257, 1000):
+            x = torch.randn(num_rows, shape[1], device="cuda", dtype=torch.bfloat16)
+            bias = torch.randn(shape[0], device="cuda", dtype=torch.bfloat16)
+            found = called(x, weights, bias)
+            assert relative_rms(found, x.double() @ exact.T + bias.double()) < 6e-3, (name, num_rows)
+            if num_rows in (1, 64):
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    again = called(x, weights, bias)
+                graph.replay()
+                assert torch.equal(again, found), (name, num_rows)

@@ -1,0 +1,47 @@
+"""Quantised models on a GPU: every format and scheme answers as the dequantised model, from CUDA graphs too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.runner.quantization.checkpoints.test_stored import MAX_DIFFERENCE, assert_tokens_are_those_of
+from tests.runner.quantization.checkpoints.written import FORMATS, write_checkpoint
+from tests.runner.quantization.test_llm_quantised import dequantised, largest_difference, load
+from tests.runner.tiny_models import make_config, make_model, random_model, save
+
+pytestmark = pytest.mark.gpu
+
+ON_GPU: dict[str, object] = {"device": "cuda", "dtype": "float32", "compiler": "eager"}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_checkpoint_answers_as_the_dequantised_model(name: str, tmp_path: Path) -> None:
+    config, write, inputs = FORMATS[name]
+    reference = write_checkpoint(tmp_path, config, write, inputs, intermediate_size=48)
+    with load(tmp_path, quantization=None, **ON_GPU) as llm:
+        assert largest_difference(reference, llm) < max(10 * MAX_DIFFERENCE[inputs], 1e-3)
+        assert_tokens_are_those_of(reference, llm)
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4", "fp8"])
+@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+def test_a_plain_checkpoint_answers_as_the_dequantised_model(quantization: str, compiler: str, tmp_path: Path) -> None:
+    model = random_model(make_config("LlamaConfig", hidden_size=64, intermediate_size=128))
+    save(model, tmp_path)
+    with load(tmp_path, quantization=quantization, **{**ON_GPU, "compiler": compiler}) as llm:
+        bound = 0.15 if quantization == "int8" else 1e-3  # inputs are rounded to bfloat16 with int8
+        assert largest_difference(dequantised(model, quantization), llm) < bound
+        (note,) = [note for note in llm.notes if note.startswith("quantization")]
+        assert "our Triton kernel" in note and "int4-tiles" not in note
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4", "fp8"])
+def test_graphs_answer_in_bfloat16_as_no_graphs_do(quantization: str, tmp_path: Path) -> None:
+    """Log probabilities of the same tokens, within what another kernel for other row counts rounds differently."""
+    save(make_model("llama"), tmp_path)
+    reference = dequantised(make_model("llama"), quantization)
+    for options in ({"enforce_eager": True}, {"compiler": "eager"}):
+        with load(tmp_path, quantization=quantization, device="cuda", dtype="bfloat16", **options) as llm:
+            assert largest_difference(reference, llm) < 0.15
