@@ -41,7 +41,7 @@ ROOMS: Mapping[str, Sequence[str]] = {
     "compiler/graphs": (".", "replay", "recording"),
     "passes": (".", "matching", "ops", "kernels"),
     "passes/ops": ("quantised", "."),
-    "passes/kernels": ("moe", "norm", "linear", "lora", "elementwise", "common"),
+    "passes/kernels": ("moe", "norm", "linear", "lora", "quantised", "elementwise", "common"),
     "runner": (
         ".",
         "data_parallel",

@@ -302,18 +302,15 @@ def load_model(
     With several ranks, the model has the weights of `rank` only, and with a `stage` those of its layers.
     `divides_experts`: a rank has some experts whole, not a part of each.
     `quantization`: the scheme that weights are quantised by, each when it is read, or all then if files have other
-    names. `lora`: adapters may change the model. `runs_on`: the device that the model will run on, if that is not
-    `device`; quantised weights are stored as its kernels read them.
+    names. `lora`: adapters may change the model. `runs_on`: where it will run, if that is not `device`.
 
-    Raises:
-        UnsupportedModel: the model's class is not supported; no weights were read.
-        CheckpointError: files are missing or corrupt, or tensors are missing, unexpected or of another shape.
+    Raises `UnsupportedModel` if the model's class is not supported, and `CheckpointError` if files are missing or
+    corrupt, or tensors are missing, unexpected or of another shape.
     """
     from transformers import PreTrainedModel
 
     started = time.monotonic()
     report = on_phase or (lambda phase: None)
-    on_weights = functools.partial(_report_weights, report, source.model)
     report(Phase(name="load", detail=source.model))
     register_attention()
     checkpoint, config = split_quantisation(config)
@@ -323,10 +320,9 @@ def load_model(
     if known_class is not None:
         kind = _checked_kind(known_class, config, kind, num_ranks)
     _check_divisible(config, num_ranks)
-    plan, bytes_read, quantised = None, None, None
-    device_type = "cuda" if (runs_on or device).type == "cuda" else "cpu"
+    plan, bytes_read, quantised, device_type = None, None, None, _kernels_of(runs_on or device)
     stages, of_rank = StageCut(stage), (rank, num_ranks, divides_experts)
-    with quiet_transformers(on_weights), _construction_errors(source):
+    with quiet_transformers(functools.partial(_report_weights, report, source.model)), _construction_errors(source):
         if source.load_format == "dummy":
             model = _random_model(source, config, dtype, device, seed, kind)
         elif checkpoint is not None or (quantization is not None and kind.generates and num_ranks == 1):
@@ -344,8 +340,7 @@ def load_model(
     notes = _replace_layers(model) if kind.generates else _check_pools(model)
     plan = _cut_to_rank(model, plan, of_rank) if num_ranks > 1 else None
     _check_stages(model, stages.plan)
-    if checkpoint is not None or quantization is not None:
-        quantised = _quantised(model, quantization, checkpoint, quantised, device_type)
+    quantised = _quantised(model, quantization, checkpoint, quantised, device_type)
     model = model.to(device).eval().requires_grad_(False)  # type: ignore[arg-type]  # transformers decorates .to
     let_hidden_states_leave(model, source.hidden_states)
     adapted = None if lora is None else adapt_modules(model, lora, dtype=dtype, device=device)
@@ -365,6 +360,11 @@ def load_model(
         quantisation=quantised,
         adapted=adapted,
     )
+
+
+def _kernels_of(device: torch.device) -> str:
+    """Return the type of devices whose kernels a model on `device` runs: "cuda" or "cpu"."""
+    return "cuda" if device.type == "cuda" else "cpu"
 
 
 def _report_weights(report: OnPhase, model: str, done: int, total: int) -> None:
@@ -440,8 +440,13 @@ def _quantised(
     checkpoint: StoredCheckpoint | None,
     read: QuantisationSummary | None,
     device_type: str,
-) -> QuantisationSummary:
-    """Quantise a model in place, unless it was `read` so. Raises `UnsupportedModel` for a kind that cannot be yet."""
+) -> QuantisationSummary | None:
+    """Quantise a model in place, unless it was `read` so or stays plain, and return the summary.
+
+    Raises `UnsupportedModel` for a kind that cannot be quantised yet.
+    """
+    if checkpoint is None and quantization is None:
+        return None
     has_states = has_state_layers(model)
     if has_states or compresses_keys(model.config):
         what = f"layers with a state ({first_state_layer(model)})" if has_states else "latent attention (kv_lora_rank)"

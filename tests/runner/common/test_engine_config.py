@@ -32,7 +32,6 @@ REFUSED: list[tuple[dict[str, object], str]] = [
     ({"quantization": "int9"}, "quantization='int9' is unknown. Did you mean 'int8'?"),
     ({"quantization": "int8", "tensor_parallel_size": 2}, "tensor_parallel_size is not yet available with"),
     ({"quantization": "int8", "enable_prompt_embeds": True}, "enable_prompt_embeds is not yet available with"),
-    ({"quantization": "int8", "device": "cuda"}, "device='cuda' is not yet available with quantization='int8'"),
     ({"fully_sharded_loras": True}, "fully_sharded_loras=True is not available here: adapters of plain LoRA change"),
     ({"enable_lora": 1}, "enable_lora=1; it must be True or False"),
     ({"max_lora_rank": 0}, "max_lora_rank=0; it must be a whole number, 1 or more"),

@@ -1,4 +1,4 @@
-"""Rounded rows, and linears over them: in Triton's interpreter, compiled for sm_90, and at real sizes on a GPU."""
+"""Linears over rounded rows: in Triton's interpreter, compiled for sm_90, and at real sizes on a GPU."""
 
 from __future__ import annotations
 
@@ -12,27 +12,7 @@ from piecegraph.passes.ops.quantised.fp8_linear import FP8_LINEAR, WHOLE_TOKEN, 
 from piecegraph.passes.ops.quantised.int8_inputs_linear import INT8_INPUTS_LINEAR, rounded_to_int8
 from tests.compiled_for_gpu import compile_for_gpu
 from tests.interpreter import interpreted
-from tests.passes.kernels.quantised.quantised_inputs import E4M3, Weights, relative_rms, rounded_inputs
-
-
-def check_rounding() -> None:
-    """As the references do it, a row longer than a block and a row of zeros included.
-
-    Triton's interpreter rounds to e4m3 wrongly where a carry reaches the exponent, so those numbers are on its grid.
-    """
-    rounded_rows.BLOCK = 64
-    x = torch.randn(5, 200) * torch.logspace(-3, 3, 5).unsqueeze(1)
-    x[2] = 0
-    values, step = rounded_rows.rounded_rows_on_gpu(x, 200, torch.int8)
-    wanted, wanted_step = rounded_to_int8(x)
-    assert torch.equal(values, wanted) and torch.equal(step, wanted_step)
-    near = x.to(E4M3).float()
-    near[:, ::64] = rounded_rows.MAX_E4M3
-    near *= 2.0 ** torch.arange(-2, 3).unsqueeze(1)
-    for group in (200, 64):
-        values, step = rounded_rows.rounded_rows_on_gpu(near, group, E4M3)
-        assert torch.equal(values.float() * step.repeat_interleave(group, 1)[:, :200], near)
-        assert torch.equal(rounded_to_e4m3(near, WHOLE_TOKEN if group == 200 else group), near)
+from tests.passes.kernels.quantised.quantised_inputs import Weights, relative_rms, rounded_inputs
 
 
 def computed(weights: Weights, x: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -53,14 +33,13 @@ def check_products() -> None:
             assert relative_rms(found, wanted) < 1e-5, (name, num_rows)
 
 
-@pytest.mark.parametrize("check", [check_rounding, check_products])
-def test_the_interpreted_kernels_equal_the_references(check: object) -> None:
-    interpreted(check)  # type: ignore[arg-type]
+def test_the_interpreted_kernel_equals_float64() -> None:
+    interpreted(check_products)
 
 
 @pytest.mark.parametrize("num_rows", [1, 64, 128])
 @pytest.mark.parametrize("scheme", ["int8", "e4m3", "e4m3 in blocks"])
-def test_they_compile_for_hopper(scheme: str, num_rows: int) -> None:
+def test_it_compiles_for_hopper(scheme: str, num_rows: int) -> None:
     """With tensor cores, and in the memory of a program."""
     weights = rounded_inputs(4096, 512)[scheme]
     layout = WeightLayout.of(weights.values, weights.scale, weights.block)
@@ -75,15 +54,6 @@ def test_they_compile_for_hopper(scheme: str, num_rows: int) -> None:
     }  # fmt: skip
     options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
     assert "mma" in compile_for_gpu(kernels.rounded_linear_kernel, arguments, options)
-
-
-@pytest.mark.parametrize("dtype", [torch.int8, E4M3])
-def test_rounding_compiles_for_hopper(dtype: torch.dtype) -> None:
-    arguments = {
-        "x": torch.empty(0, dtype=torch.bfloat16), "values": torch.empty(0, dtype=dtype), "step": torch.empty(0),
-        "size": 4096, "group": 4096, "BLOCK": 4096, "IS_INTEGER": dtype is torch.int8, "MOST": 448.0, "OVERLAP": True,
-    }  # fmt: skip
-    assert "st.global" in compile_for_gpu(rounded_rows.round_rows_kernel, arguments, {"num_warps": 8})
 
 
 @pytest.mark.gpu

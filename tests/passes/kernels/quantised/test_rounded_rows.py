@@ -1,0 +1,61 @@
+"""Rows are rounded as the references round them: in Triton's interpreter, compiled for sm_90, and on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from piecegraph.passes.kernels.quantised import rounded_rows
+from piecegraph.passes.ops.quantised.fp8_linear import WHOLE_TOKEN, rounded_to_e4m3
+from piecegraph.passes.ops.quantised.int8_inputs_linear import rounded_to_int8
+from tests.compiled_for_gpu import compile_for_gpu
+from tests.interpreter import interpreted
+from tests.passes.kernels.quantised.quantised_inputs import E4M3
+
+
+def check_rounding() -> None:
+    """As the references do it, a row longer than a block and a row of zeros included.
+
+    Triton's interpreter rounds to e4m3 wrongly where a carry reaches the exponent, so those numbers are on its grid.
+    """
+    rounded_rows.BLOCK = 64
+    x = torch.randn(5, 200) * torch.logspace(-3, 3, 5).unsqueeze(1)
+    x[2] = 0
+    values, step = rounded_rows.rounded_rows_on_gpu(x, 200, torch.int8)
+    wanted, wanted_step = rounded_to_int8(x)
+    assert torch.equal(values, wanted) and torch.equal(step, wanted_step)
+    near = x.to(E4M3).float()
+    near[:, ::64] = rounded_rows.MAX_E4M3
+    near *= 2.0 ** torch.arange(-2, 3).unsqueeze(1)
+    for group in (200, 64):
+        values, step = rounded_rows.rounded_rows_on_gpu(near, group, E4M3)
+        assert torch.equal(values.float() * step.repeat_interleave(group, 1)[:, :200], near)
+        assert torch.equal(rounded_to_e4m3(near, WHOLE_TOKEN if group == 200 else group), near)
+
+
+def test_the_interpreted_kernel_equals_the_references() -> None:
+    interpreted(check_rounding)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, E4M3])
+def test_rounding_compiles_for_hopper(dtype: torch.dtype) -> None:
+    arguments = {
+        "x": torch.empty(0, dtype=torch.bfloat16), "values": torch.empty(0, dtype=dtype), "step": torch.empty(0),
+        "size": 4096, "group": 4096, "BLOCK": 4096, "IS_INTEGER": dtype is torch.int8, "MOST": 448.0, "OVERLAP": True,
+    }  # fmt: skip
+    assert "st.global" in compile_for_gpu(rounded_rows.round_rows_kernel, arguments, {"num_warps": 8})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(1, 4096), (300, 576), (17, 14336)])
+def test_the_kernel_equals_the_references(shape: tuple[int, int]) -> None:
+    """Bit by bit for int8; for e4m3 the products that the reference gives are the same up to their last bit."""
+    x = torch.randn(shape, device="cuda").bfloat16()
+    values, step = rounded_rows.rounded_rows_on_gpu(x, shape[1], torch.int8)
+    wanted, wanted_step = rounded_to_int8(x)
+    assert torch.equal(step, wanted_step) and (values == wanted).float().mean() > 0.9999
+    for group in (shape[1], 64):
+        values, step = rounded_rows.rounded_rows_on_gpu(x, group, E4M3)
+        found = values.float() * step.repeat_interleave(group, 1)[:, : shape[1]]
+        near = rounded_to_e4m3(x.float(), WHOLE_TOKEN if group == shape[1] else group)
+        assert ((found - near).abs() <= 1e-5 * near.abs()).float().mean() > 0.9999
