@@ -91,17 +91,3 @@ def test_the_floor_of_several_ranks_has_a_note() -> None:
     assert floor_notes(1) == ()
     (note,) = floor_notes(2)
     assert "one of 2 ranks" in note and "not in the floor" in note
-
-
-def test_a_quantised_model_reads_its_stored_bytes(tmp_path: Path) -> None:
-    """Two weights of 4 bits are in a byte; scales are read, and multiply nothing on their own."""
-    folder = save(random_model(llama_config()), tmp_path)
-    with opened(folder) as llm:
-        plain = model_size(llm)
-    with LLM(
-        folder, device="cpu", compiler="eager", num_kv_blocks=8, skip_tokenizer_init=True, dtype="float32",
-        quantization="int4",
-    ) as llm:  # fmt: skip
-        size = model_size(llm)
-    assert (size.matmul_params, size.logits_params) == (plain.matmul_params, plain.logits_params)
-    assert plain.weight_bytes / 8 < size.weight_bytes < plain.weight_bytes / 2
