@@ -307,7 +307,10 @@ TALKS_TO: dict[str, tuple[str, *tuple[str, ...]]] = {
     "compiler/rewriting/dump.py": ("the structured trace", "torch._logging"),
     "compiler/torch_compat/fake_tensors.py": ("the classes of fake tensors, for all other files", "torch._subclasses"),
     "compiler/torch_compat/process_settings.py": ("their settings", "torch._dynamo", "torch._inductor"),
-    "compiler/torch_compat/versions.py": ("what versions do not have alike", "torch._dynamo", "torch._inductor"),
+    "compiler/torch_compat/versions.py": (
+        "what versions do not have alike",
+        *("torch._dynamo", "torch._inductor", "torch._prims_common"),
+    ),
     "compiler/tracing/dynamo.py": ("a graph of a call", "torch._dynamo", "torch._guards"),
     "compiler/tracing/python_kernels.py": ("which file registered an op's kernels", "torch._C", "torch._library"),
     "compiler/tracing/read_facts.py": ("the dispatch keys that Dynamo guards on", "torch._C"),

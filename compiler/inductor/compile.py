@@ -14,6 +14,7 @@ from piecegraph.compiler.splitting.exact_strides import with_exact_strides
 from piecegraph.compiler.torch_compat.versions import (
     allow_unbacked_layouts,
     compare_sizes_of_views_for_all_values,
+    undecided_layouts_are_contiguous,
     without_fake_tensor_cache,
 )
 
@@ -42,6 +43,7 @@ def _compile(graph_module: fx.GraphModule, examples: Sequence[Any], options: Map
         without_assumptions(examples),
         allow_unbacked_layouts(),
         compare_sizes_of_views_for_all_values(),
+        undecided_layouts_are_contiguous(),
     ):
         return torch._inductor.standalone_compile(
             with_exact_strides(graph_module),

@@ -192,6 +192,36 @@ def without_fake_tensor_cache(mode: FakeTensorMode | None) -> Iterator[None]:
         mode.cache_enabled = was_enabled
 
 
+@contextlib.contextmanager
+def undecided_layouts_are_contiguous() -> Iterator[None]:
+    """Let fake values have contiguous strides where their memory format depends on whether a size is 1.
+
+    In torch 2.13 to 2.15 one comparison of `are_strides_like_channels_last_or_false` raises
+    `GuardOnDataDependentSymNode` for a tensor of shape (1, 1, num_tokens, 1), as half of two rotated numbers of one
+    head has it. Formats differ there in strides of dims of size 1 only.
+    """
+    import torch._prims_common as prims
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    original = getattr(prims, "are_strides_like_channels_last_or_false", None)
+    if original is None:
+        yield
+        return
+
+    def are_strides_like_channels_last(shape: Sequence[Any], strides: Sequence[Any]) -> bool:
+        try:
+            return bool(original(shape, strides))
+        except GuardOnDataDependentSymNode:
+            return False
+
+    with _patching:
+        setattr(prims, "are_strides_like_channels_last_or_false", are_strides_like_channels_last)  # noqa: B010
+        try:
+            yield
+        finally:
+            setattr(prims, "are_strides_like_channels_last_or_false", original)  # noqa: B010
+
+
 def _guessed_sizes(sizevars: Any, sizes: Sequence[Any]) -> Sequence[int]:
     """Return guessed numbers for `sizes`, for choices that are right either way. torch 2.11 calls this `size_hints`."""
     from torch._inductor import config

@@ -14,7 +14,12 @@ import torch._guards
 from torch import fx
 from torch.fx.node import Node
 
-from piecegraph.compiler.torch_compat.versions import guard_missing_attributes, guard_standard_library, source_name
+from piecegraph.compiler.torch_compat.versions import (
+    guard_missing_attributes,
+    guard_standard_library,
+    source_name,
+    undecided_layouts_are_contiguous,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +89,13 @@ def dynamo_graph(
         use_numpy_random_stream=True,  # or torch's numbers stand for those of numpy.random, whatever its seed
     )
     try:
-        with config, warnings.catch_warnings(), guard_standard_library(), guard_missing_attributes():
+        with (
+            config,
+            warnings.catch_warnings(),
+            guard_standard_library(),
+            guard_missing_attributes(),
+            undecided_layouts_are_contiguous(),
+        ):
             # transformers caches a few lookups; Dynamo traces through them, as it should.
             warnings.filterwarnings("ignore", message=".*lru_cache.*", category=UserWarning)
             optimize = torch._dynamo.optimize(capture, nopython=True, guard_filter_fn=drop_guards)

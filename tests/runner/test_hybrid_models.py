@@ -22,7 +22,7 @@ from piecegraph.runner.inspect.explanation import explain
 from piecegraph.runner.scheduling.kv_cache_manager import KVCacheManager
 from tests.runner.margin_rule import assert_same_tokens
 from tests.runner.test_graphs import load
-from tests.runner.tiny_models import HYBRIDS, make_config, make_model, save
+from tests.runner.tiny_models import HYBRIDS, make_config, make_model, random_model, save
 
 COMMON = [(7 * i + 3) % 97 + 5 for i in range(17)]
 PROMPTS = [
@@ -101,6 +101,18 @@ def test_a_hybrid_answers_as_transformers_does(name: str, tmp_path: Path) -> Non
             assert stats.num_preemptions > 0
         assert manager(llm).num_free_blocks == manager(llm).num_blocks
         assert any(group.is_state for group in manager(llm).groups)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head_dim", [8, 2, 1])
+def test_two_numbers_of_a_head_or_fewer_are_rotated(head_dim: int, tmp_path: Path) -> None:
+    """With one KV head no dim but that of the tokens says where a number lies; steps of one token run, too."""
+    config = HYBRIDS["qwen3.5"]().to_dict()
+    config["rope_parameters"]["partial_rotary_factor"] = min(2 / head_dim, 1.0)
+    config |= {"head_dim": head_dim, "num_attention_heads": 2, "num_key_value_heads": 1}
+    model = random_model(make_config("Qwen3_5TextConfig", **{k: v for k, v in config.items() if k != "model_type"}))
+    with load_hybrid(save(model, tmp_path)) as llm:
+        check(model, generate(llm))
 
 
 @pytest.mark.slow

@@ -61,6 +61,27 @@ def test_the_advice_for_a_size_that_was_not_compiled_works() -> None:
     assert torch.equal(model(x * 5, torch.ones(7)), x * 5)
 
 
+class RotatesTwoNumbers(nn.Module):
+    """The rotary embedding of one head, of two numbers: halves of shape (1, 1, length, 1)."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        head = x.view(1, -1, 1, 4).transpose(1, 2)
+        first, second = head[..., :1], head[..., 1:2]
+        return torch.cat((-second, first), dim=-1)
+
+
+@pytest.mark.parametrize("compiler", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_halves_of_one_number_do_not_ask_for_two_rows(compiler: str) -> None:
+    """The fake values of torch ask for the memory format of such a tensor, which one row would change."""
+    config = pg.CompileConfig(compiler=compiler, cache=False, compile_workers=0)
+    model = pg.compile(
+        RotatesTwoNumbers(), config, dynamic_dims={"x": {0: "length"}}, example_inputs=(torch.randn(3, 4),)
+    )
+    for length in (1, 2, 5):
+        x = torch.randn(length, 4)
+        assert torch.equal(model(x), RotatesTwoNumbers()(x))
+
+
 class Adds(nn.Module):
     held: torch.Tensor
 
