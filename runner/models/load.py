@@ -62,6 +62,7 @@ from piecegraph.runner.models.support import (
     check_structure,
     has_pluggable_attention,
     is_decoder,
+    layer_that_differs,
 )
 from piecegraph.runner.pipeline_parallel.stage import Stage, StageCut, StagePlan
 from piecegraph.runner.pipeline_parallel.stage_forward import (
@@ -480,7 +481,10 @@ def _checked_kind(
 
     Raises `UnsupportedModel` if the class lacks what the runner needs, or has layers of kinds that are not known here.
     """
-    check_class(known_class, kind.inputs)
+    try:
+        check_class(known_class, kind.inputs)
+    except UnsupportedModel as error:
+        raise UnsupportedModel(f"{error}{_differing_layer(config, kind)}") from None
     is_replaced = not has_pluggable_attention(known_class, pools=not kind.generates)
     if is_replaced and num_ranks > 1:
         raise UnsupportedModel(
@@ -490,6 +494,19 @@ def _checked_kind(
     if is_replaced or (kind.generates and (known_class._is_stateful or compresses_keys(config))):
         check_replaceable(config, WITHOUT_INTERFACE if is_replaced else None, kind)
     return replace(kind, attention=WITHOUT_INTERFACE) if is_replaced else kind
+
+
+def _differing_layer(config: PreTrainedConfig, kind: ModelKind) -> str:
+    """Return a sentence that names the first module for which a model's class is refused, or ""."""
+    import transformers
+
+    auto: Any = getattr(transformers, kind.auto_class)
+    try:
+        with quiet_transformers(), torch.device("meta"):
+            found = layer_that_differs(auto.from_config(copy.deepcopy(config), attn_implementation=WITHOUT_INTERFACE))
+    except Exception:  # whatever a model's constructor raises; the class is refused all the same
+        return ""
+    return "" if found is None else f" The first such module is {found}."
 
 
 def _cut_to_rank(model: PreTrainedModel, plan: RankPlan | None, of_rank: tuple[int, int, bool]) -> RankPlan:
@@ -585,9 +602,12 @@ def _replace_layers(model: PreTrainedModel) -> tuple[str, ...]:
     if problem is not None or other_problem is not None:
         raise UnsupportedModel(f"{name}: {problem or other_problem}")
     if model._is_stateful and not has_state_layers(model):
+        first = layer_that_differs(model)
         raise UnsupportedModel(
-            f"{name} keeps a recurrent state between tokens in layers of a kind that cannot run here: linear attention "
-            "by the gated delta rule, Mamba, Mamba-2 and gated short convolutions can."
+            f"{name} keeps a recurrent state between tokens in layers of a kind that cannot run here"
+            + (f", such as {first}" if first is not None else "")
+            + "; their scan would need an op of its own. Linear attention by the gated delta rule, Mamba, Mamba-2 and "
+            "gated short convolutions have one."
         )
     return notes
 
@@ -595,7 +615,8 @@ def _replace_layers(model: PreTrainedModel) -> tuple[str, ...]:
 def _unknown(model: PreTrainedModel) -> str:
     return (
         f"{type(model).__name__} computes its attention itself (it has no pluggable attention), and "
-        f"{unknown_attention(model)}."
+        f"{unknown_attention(model)}. It would need to call transformers' attention interface, or a class for its kind "
+        "in runner/attention/modules."
     )
 
 
@@ -625,9 +646,11 @@ def _construction_errors(source: ModelSource) -> Iterator[None]:
         if isinstance(error, PiecegraphError):
             raise
         if isinstance(error, KeyError) and error.args == (ATTENTION_IMPLEMENTATION,):
+            owner = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
             raise UnsupportedModel(
-                "the model's class has a list of attention classes of its own, and each computes attention itself, so "
-                "ours cannot run."
+                f"each layer's {type(owner).__name__} picks one of a list of attention classes of its own, and each "
+                "computes attention itself, so ours cannot run; it would need to call transformers' attention "
+                "interface."
             ) from error
         raise ModelError(
             f"no model can be made from the config of {source.model!r}: {type(error).__name__}: {first_line(error)}. "

@@ -6,6 +6,7 @@ Every check concerns a mechanism (state, masks, quantisation), not the name of a
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -94,9 +95,11 @@ def check_config(config: PreTrainedConfig, written: Mapping[str, Any] | None = N
         set(getattr(text_config, "layer_types", None) or ()) - _LAYER_TYPES - _STATE_LAYER_TYPES - _MLP_LAYER_TYPES
     )
     if foreign:
+        first = list(text_config.layer_types).index(foreign[0])
         raise UnsupportedModel(
-            f"{kind} has layers of type {', '.join(foreign)}, for which there is no cache here; layers can be "
-            f"full_attention, sliding_attention, chunked_attention, {', '.join(sorted(_STATE_LAYER_TYPES))}."
+            f"{kind} has layers of type {', '.join(foreign)} (the first is layers.{first}), for which there is no "
+            "cache here; such a layer would need a CacheSpec and an op of its own. Layers can be full_attention, "
+            f"sliding_attention, chunked_attention, {', '.join(sorted(_STATE_LAYER_TYPES))}."
         )
     if "dynamic" in _rope_types(text_config):
         raise UnsupportedModel(
@@ -138,20 +141,33 @@ def _what_is_missing(model_class: type[PreTrainedModel], wanted: str, parameters
         )
     if "cache_params" in parameters or model_class._is_stateful:  # a newer transformers calls it cache
         return (
-            "keeps a recurrent state between tokens (cache_params) in layers of a kind that cannot run here, and whose "
+            "keeps a recurrent state between tokens (cache_params) in layers of a kind that cannot run here; their "
             "scan would need an op of its own."
         )
     if hasattr(sys.modules[model_class.__module__], "ngram_attention_bias"):
         return (
-            "predicts several tokens at each place, in streams that attend to each other beside the text; no op here "
-            "does that."
+            "predicts several tokens at each place, in streams that attend to each other beside the text; that would "
+            "need an attention op with a stream for each of them."
         )
     if wanted == "logits_to_keep":
         return (
-            "computes the logits of every row of a batch (its forward takes no logits_to_keep), and a flattened batch "
-            "needs those of its last rows."
+            "computes the logits of every row of a batch; it would need a forward that takes logits_to_keep, since a "
+            "flattened batch needs those of its last rows."
         )
     return f"takes no {wanted} in its forward, without which it cannot run on a flattened batch."
+
+
+def layer_that_differs(model: PreTrainedModel) -> str | None:
+    """Return the first module for which `check_class` refuses the class of a model, with its class; None: not found."""
+    head = model.get_output_embeddings()
+    for name, module in model.named_modules():
+        parameters = inspect.signature(type(module).forward).parameters
+        differs = bool({"shared_kv_states", "state"} & set(parameters)) or hasattr(module, "ngram")
+        has_layers = any(type(child).__name__ == "ModuleList" for child in module.children())
+        if name and differs and not has_layers:
+            return f"{name} ({type(module).__name__})"
+    found = [name for name, module in model.named_modules() if module is head]
+    return f"{found[0]} ({type(head).__name__})" if found else None
 
 
 def has_pluggable_attention(model_class: type[PreTrainedModel], *, pools: bool = False) -> bool:
@@ -185,8 +201,8 @@ def check_structure(model: PreTrainedModel) -> None:
         what = f"{type(model).__name__}: {name or 'the model'} ({type(module).__name__})"
         if module._modules.get("patcher") is not None:
             raise UnsupportedModel(
-                f"{what} joins tokens to patches, as many as their values say, and has layers over patches; here every "
-                "layer runs over the tokens of a step."
+                f"{what} joins tokens to patches, as many as their values say, and has layers over patches; they would "
+                "need a batch and a cache of patches, and here every layer runs over the tokens of a step."
             )
         if hasattr(type(module), "prepare_dynamic_mask"):
             raise UnsupportedModel(
@@ -194,7 +210,10 @@ def check_structure(model: PreTrainedModel) -> None:
                 "causal, within a window or a chunk, and with biases by position."
             )
         if (why := _not_left_to_right(module)) is not None:
-            raise UnsupportedModel(f"{what} {why}, so no token's keys are final when it was computed.")
+            raise UnsupportedModel(
+                f"{what} {why}, so no token's keys are final when it was computed; each step would need to compute all "
+                "of a text anew."
+            )
 
 
 def _not_left_to_right(module: Any) -> str | None:
@@ -239,13 +258,15 @@ def check_layers(
         num_attention = sum(kind in _ATTENTION_LAYER_TYPES for kind in kinds)
         if len(layers) < num_attention:
             raise UnsupportedModel(
-                f"only {len(layers)} of {num_attention} layers with attention call it in a way that can run here."
+                f"only {len(layers)} of {num_attention} layers with attention call it in a way that can run here; "
+                f"{_others(layers, with_states)} would need to call transformers' attention interface."
             )
     if len(layers) + len(with_states) < num_layers:
         raise UnsupportedModel(
             f"only {len(layers) + len(with_states)} of {num_layers} layers call attention"
             + (" or keep a state that is known" if with_states else "")
-            + "; the others work in a way that cannot run here."
+            + f"; {_others(layers, with_states)} would need to call transformers' attention interface, or to be of a "
+            "kind with a state that is known here."
         )
     layer_types = getattr(text_config, "layer_types", None)
     if layer_types and len(layer_types) == len(layers):
@@ -258,11 +279,23 @@ def check_layers(
                 )
     _check_chunks(layers, text_config, max_model_len)
     declares_window = not layer_types and hasattr(type(text_config), "sliding_window")
-    if declares_window and text_config.sliding_window and not any(layer.window for layer in layers):
+    window = text_config.sliding_window if declares_window else None
+    if window and not any(layer.window for layer in layers) and (not max_model_len or window < max_model_len):
         raise UnsupportedModel(
-            f"the config has sliding_window={text_config.sliding_window}, but no layer calls attention with a window: "
-            "a mask alone has it, and none is built here."
+            f"the config has sliding_window={window}, but no layer calls attention with a window, {layers[0].name} "
+            "being the first: a mask alone has it, and none is built here. They would need to pass sliding_window to "
+            f"attention; max_model_len={window} runs without."
         )
+
+
+def _others(layers: Sequence[AttentionLayer], with_states: Sequence[StateLayer]) -> str:
+    """Return what the layers are that are not among these: by their numbers, where all names have one."""
+    numbers = [re.search(r"\.(\d+)\b", layer.name) for layer in (*layers, *with_states)]
+    if not numbers or None in numbers:
+        return "the others"
+    found = {int(number[1]) for number in numbers if number is not None}
+    missing = [number for number in range(max(found) + 2) if number not in found]
+    return f"the others (the first is layers.{missing[0]})"
 
 
 def _check_chunks(layers: Sequence[AttentionLayer], text_config: PreTrainedConfig, max_model_len: int) -> None:

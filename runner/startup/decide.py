@@ -16,7 +16,7 @@ from piecegraph.runner.models.load import LoadedModel
 from piecegraph.runner.models.support import check_layers
 from piecegraph.runner.sampling.batch_sampler import Sampler
 from piecegraph.runner.speculative.common.fitting_draft import num_rollback, refuse_states
-from piecegraph.runner.startup.step_kernels import NUM_TOKENS, AttentionOnlyModel, launch_step_kernels
+from piecegraph.runner.startup.step_kernels import NUM_TOKENS, SplitOpsModel, launch_step_kernels
 from piecegraph.runner.state_layers.layer import StateLayer, state_layers
 from piecegraph.runner.step.model_step import build_step, needs_host_batches
 
@@ -91,10 +91,13 @@ def compile_step_kernels(decided: Decided, loaded: LoadedModel, max_model_len: i
     config = decided.config
     vocab_size = loaded.config.get_text_config(decoder=True).vocab_size
     backend = decided.attention.backend
+    model = SplitOpsModel(decided.calls, vocab_size=vocab_size, dtype=loaded.dtype, max_num_reqs=config.max_num_seqs)
     step = build_step(
-        AttentionOnlyModel(decided.calls, vocab_size=vocab_size, dtype=loaded.dtype, max_num_reqs=config.max_num_seqs),
+        model,
         layers=decided.layers,
-        state_layers=[replace(layer, rollback=0) for layer in decided.state_layers],  # no layer with a state runs
+        state_layers=[  # those that do not run need no memory for last states
+            layer if layer.name in model.layers else replace(layer, rollback=0) for layer in decided.state_layers
+        ],
         layout=decided.layout,
         backend=backend,
         config=config,

@@ -1,4 +1,4 @@
-"""Compilation of a step's kernels for attention, input preparation and sampling, while the model's pieces compile.
+"""Compilation of a step's kernels for layers, input preparation and sampling, while the model's pieces compile.
 
 Triton compiles a kernel at its first launch. Without this module the kernels would be compiled one after the other,
 in the profile run and in the first capture.
@@ -26,6 +26,8 @@ from piecegraph.runner.attention.triton import kernels as attention_kernels
 from piecegraph.runner.device_memory import kernels as memory_kernels
 from piecegraph.runner.sampling import kernels as sampling_kernels
 from piecegraph.runner.startup.profile import prepare_step, rows_with_all_options, run_model
+from piecegraph.runner.state_layers import kernels as state_kernels
+from piecegraph.runner.state_layers.calls import STATE_OPS
 from piecegraph.runner.step import kernels as step_kernels
 from piecegraph.runner.step.model_step import ModelStep
 
@@ -84,31 +86,40 @@ class StepKernels:
         self._seconds = time.perf_counter() - started
 
 
-class AttentionOnlyModel:
-    """A stand-in for the model in a step: one attention layer of each kind runs on dummy tokens; logits are zeros.
+class SplitOpsModel:
+    """A stand-in for the model in a step: one layer of each kind, with attention or a state, runs on dummy tokens.
+
+    Logits are zeros.
 
     The memory layout of the heads may differ from the model's (separate or merged projections); the compiled kernels
     are the same for both.
     """
 
     def __init__(self, calls: Sequence[SplitCall], *, vocab_size: int, dtype: torch.dtype, max_num_reqs: int) -> None:
-        """Keep one call of each kind of attention.
+        """Keep one call of each kind of layer.
 
         `calls`: the split calls of the model's graph. `dtype`: the dtype of the logits.
         """
-        kinds = {(call.op, call.args[:-1]): call for call in calls if call.op in ATTENTION_OPS}
+        kinds = {(call.op, call.args[:-1]): call for call in calls if call.op in (*ATTENTION_OPS, *STATE_OPS)}
         self._calls = tuple(kinds.values())
+        self.layers = frozenset(call.args[-1] for call in self._calls)
+        """The names of the layers that run."""
         self._vocab_size = vocab_size
         self._dtype = dtype
         self._max_num_reqs = max_num_reqs
 
     def __call__(self, input_ids: torch.Tensor, positions: torch.Tensor, logits_indices: torch.Tensor) -> torch.Tensor:
-        """Run the attention layers and return zero logits; the signature is `model_step.Forward`."""
+        """Run the layers and return zero logits; the signature is `model_step.Forward`."""
         num_rows = input_ids.shape[0]
         if input_ids.is_cuda:  # a graph's kernels serve every batch of up to as many rows
             num_rows = max(num_rows, self._max_num_reqs)
         for call in self._calls:
-            launch_prepared(call_of(call.op, [_as_tensor(each, num_rows) for each in call.args]))
+            arguments = [_as_tensor(each, num_rows) for each in call.args]
+            if call.op in STATE_OPS:
+                namespace, _, name = call.op.partition("::")
+                getattr(getattr(torch.ops, namespace), name).default(*arguments)
+            else:
+                launch_prepared(call_of(call.op, arguments))
         return self.logits(logits_indices.shape[0], input_ids.device)
 
     def logits(self, num_rows: int, device: torch.device) -> torch.Tensor:
@@ -126,7 +137,7 @@ def _as_tensor(argument: Any, num_rows: int) -> Any:
 
 @torch.no_grad()
 def launch_step_kernels(step: ModelStep, *, max_model_len: int, needs_host_batch: bool) -> None:
-    """Run the parts of a step of a few tokens whose model is an `AttentionOnlyModel`, and wait for them.
+    """Run the parts of a step of a few tokens whose model is a `SplitOpsModel`, and wait for them.
 
     Each part runs in a thread of its own, because it waits for its kernels to be compiled one after the other. The
     parts use little of the GPU's memory and time, since weights are loaded meanwhile. Raises what a part raises.
@@ -136,9 +147,9 @@ def launch_step_kernels(step: ModelStep, *, max_model_len: int, needs_host_batch
     num_tokens = min(NUM_TOKENS, step.buffers.max_num_reqs)
     device = step.buffers.input_ids.device
     if device.type == "cuda":
-        _import_kernels()
+        _import_kernels(has_states=bool(step.state_caches))
     common = prepare_step(step, num_tokens=num_tokens, max_model_len=max_model_len, needs_host_batch=needs_host_batch)
-    assert isinstance(step.forward, AttentionOnlyModel), "the parts run concurrently, which a real model does not allow"
+    assert isinstance(step.forward, SplitOpsModel), "the parts run concurrently, which a real model does not allow"
     logits = step.forward.logits(step.num_logits(num_tokens), device)
 
     def sample() -> None:
@@ -173,9 +184,12 @@ def _write_states(step: ModelStep) -> None:
         states.remove("dummy")
 
 
-def _import_kernels() -> None:
+def _import_kernels(*, has_states: bool) -> None:
     """Import all kernel modules, since concurrent imports of dependent modules could deadlock the threads."""
-    for package in (attention_kernels, step_kernels, sampling_kernels, memory_kernels):
+    packages = [attention_kernels, step_kernels, sampling_kernels, memory_kernels]
+    if has_states:
+        packages.append(state_kernels)
+    for package in packages:
         for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
             importlib.import_module(module.name)
 

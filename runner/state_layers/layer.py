@@ -42,7 +42,8 @@ def state_layers(calls: Sequence[SplitCall], *, rollback: int = 0) -> tuple[Stat
         if name in layers:
             raise UnsupportedModel(
                 f"{name} runs more than once in a forward pass; its second call would continue from the state of its "
-                "first. Models that share one module with a state between layers cannot run here."
+                "first. It would need a state for each call; models that share one module with a state between layers "
+                "cannot run here."
             )
         states = STATE_OPS[call.op](*_specs(call))
         layers[name] = StateLayer(name=name, op=call.op, states=states, rollback=rollback)

@@ -108,10 +108,9 @@ def mechanisms(
 
 
 def plain(error: Exception) -> str:
-    """Return the beginning of a message, without folders, table marks and what else could be done."""
+    """Return a message without folders and table marks, or the beginning of a long one."""
     text = re.sub(r"\S*/(?=transformers/)", "", " ".join(str(error).split())).replace("|", "/")
-    text = text.partition("; ")[0]
-    return text if len(text) <= 240 else text[:240].rsplit(" ", 1)[0] + " ..."
+    return text if len(text) <= 420 else text[:420].rsplit(" ", 1)[0] + " ..."
 
 
 def rows_of(page: str) -> dict[str, Row]:

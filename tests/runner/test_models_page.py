@@ -49,11 +49,14 @@ def test_the_page_lists_every_architecture() -> None:
 
 
 def test_enough_run_and_each_refusal_has_a_reason() -> None:
-    """A reason is a sentence about a mechanism, not the name of a model."""
+    """A reason is about a mechanism of a layer or module, not the name of a model, and says what would be needed."""
     assert sum(row.answer == RUNS for row in ROWS.values()) >= NEEDED
     for row in ROWS.values():
         assert row.answer in ANSWERS
         assert len(row.mechanisms.split()) > (0 if row.answer == RUNS else 6), row
+        if row.answer == REFUSED:  # in which layer, and what it would need to run
+            assert re.search(r"\w\.\d+\b|\w+ \(\w+\)|each layer", row.mechanisms), row
+            assert re.search(r"would need|needs", row.mechanisms), row
 
 
 @of_this_transformers

@@ -69,7 +69,8 @@ def keep_latents(model: nn.Module) -> tuple[str | None, tuple[str, ...]]:
         if difference is not None:
             return (
                 f"{name} ({type(module).__name__}) compresses keys and values, and differs from the layers with latent "
-                f"attention that can run here: {difference}."
+                f"attention that can run here: {difference}. It would need to expand them as those do, so that they "
+                "can be kept as they are."
             ), ()
     kept = [module for _, module in layers if hasattr(type(module), _METHOD)]
     for module in kept:

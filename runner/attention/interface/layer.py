@@ -67,7 +67,8 @@ def attention_layers(calls: Sequence[SplitCall], *, keeps_fp8: bool = False) -> 
         if layer.name in layers:
             raise UnsupportedModel(
                 f"{layer.name} runs more than once in a forward pass; its second call would overwrite the keys and "
-                "values of its first. Models that share one attention module between layers cannot run here."
+                "values of its first. It would need a layer of the cache for each call; models that share one "
+                "attention module between layers cannot run here."
             )
         layers[layer.name] = replace(layer, cache_dtype=torch.float8_e4m3fn) if keeps_fp8 else layer
     return tuple(layers.values())

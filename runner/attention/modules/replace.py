@@ -82,7 +82,8 @@ def sees_later_tokens(model: nn.Module) -> str | None:
         if isinstance(module, separate.CausalOrNot) and module.is_decoder and not module.is_causal:
             return (
                 f"{name} is a decoder's by the config, but the code of transformers around it makes no causal mask, so "
-                "that every token of a prompt sees the whole prompt, and none is final before the last"
+                "that every token of a prompt sees the whole prompt, and none is final before the last; it would need "
+                "a causal mask in transformers"
             )
     return None
 

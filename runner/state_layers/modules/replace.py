@@ -41,7 +41,8 @@ def replace_state_layers(model: nn.Module) -> str | None:
             parts = ", ".join((*module._parameters, *module._buffers, *module._modules))
             return (
                 f"{name} ({type(module).__name__}) keeps a state between tokens, and differs from the layers with "
-                f"states that can run here: it has {parts}."
+                f"states that can run here; it would need a class for its kind in runner/state_layers/modules, and an "
+                f"op for its scan. It has {parts}."
             )
         found[module] = kind
         inner.update(module.modules())

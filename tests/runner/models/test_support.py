@@ -28,7 +28,12 @@ from tests.runner.tiny_models import CHUNKED, FAMILIES, llama_config
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("T5Config", {"is_encoder_decoder": True}, "encoder-decoder"),
-    ("RwkvConfig", {"num_hidden_layers": 2}, "RwkvForCausalLM keeps a recurrent state"),
+    (
+        "RwkvConfig",
+        {"num_hidden_layers": 2},
+        r"keeps a recurrent state .* rwkv\.blocks\.0 .* would need",
+    ),
+    ("WhisperConfig", {"decoder_layers": 1, "is_encoder_decoder": False}, r"would need a forward .* is proj_out"),
     ("RecurrentGemmaConfig", {"num_hidden_layers": 2}, "layers of type|keeps a state between tokens"),
     ("XLNetConfig", {"n_layer": 1}, "XLNetModel. predicts a token in the place of an empty one"),
     ("Qwen3NextConfig", {"num_hidden_layers": 2, "hidden_act": "gelu"}, "GatedDeltaNet. keeps a state between tokens"),
@@ -75,7 +80,7 @@ def test_a_class_without_what_is_needed_is_refused_for_what_it_does(name: str, m
 
 def test_attention_classes_of_a_model_s_own_are_named() -> None:
     source = ModelSource(model="./nowhere", load_format="dummy")
-    with pytest.raises(UnsupportedModel, match="the model's class has a list of attention classes of its own"):
+    with pytest.raises(UnsupportedModel, match=r"each layer's GitAttention picks one of a list .* would need"):
         load_model(source, tiny_config("git"), dtype=torch.float32, device=torch.device("cpu"))
 
 
@@ -119,10 +124,10 @@ def layers(windows: Sequence[int]) -> list[AttentionLayer]:
 @pytest.mark.parametrize(
     ("family", "windows", "message"),
     [
-        ("llama", [0], "only 1 of 2 layers call attention"),
+        ("llama", [0], r"only 1 of 2 layers call attention; the others \(the first is layers\.1\) would need"),
         ("gemma2", [0, 0], r"layers\.0 is sliding_attention by the config, but .* no window"),
         ("gemma2", [8, 8], r"layers\.1 is full_attention by the config, but .* a window of 8"),
-        ("mistral", [0, 0], "sliding_window=8, but no layer calls attention with a window"),
+        ("mistral", [0, 0], r"sliding_window=8, but no layer calls attention with a window, layers\.0 being the first"),
     ],
 )
 def test_attention_must_be_what_the_config_says(family: str, windows: list[int], message: str) -> None:
@@ -134,6 +139,13 @@ def test_attention_must_be_what_the_config_says(family: str, windows: list[int],
 @pytest.mark.parametrize(("family", "windows"), [("llama", [0, 0]), ("gemma2", [8, 0]), ("mistral", [8, 8])])
 def test_attention_that_agrees_passes(family: str, windows: list[int]) -> None:
     check_layers(layers(windows), FAMILIES[family]())
+
+
+def test_a_window_that_holds_every_text_need_not_be_passed() -> None:
+    """Each token sees all before it, with a window or without."""
+    check_layers(layers([0, 0]), FAMILIES["mistral"](), max_model_len=8)
+    with pytest.raises(UnsupportedModel, match="max_model_len=8 runs without"):
+        check_layers(layers([0, 0]), FAMILIES["mistral"](), max_model_len=9)
 
 
 @pytest.mark.parametrize(("chunks", "max_model_len"), [([8, 8, 8, 0], 64), ([0, 0, 0, 0], 8)])

@@ -20,16 +20,32 @@ from piecegraph.runner.attention.interface.op_call import AttentionCall
 from piecegraph.runner.attention.triton.backend import TritonImpl
 from piecegraph.runner.common.engine_config import EngineConfig
 from piecegraph.runner.common.model_source import ModelSource
+from piecegraph.runner.common.speculative_config import SpeculativeConfig
 from piecegraph.runner.models.load import LoadedModel
 from piecegraph.runner.models.without_weights import load_without_weights
 from piecegraph.runner.startup import compile_model as compiling
 from piecegraph.runner.startup import decide
 from piecegraph.runner.startup.compile_model import CompiledLM, compile_model
 from piecegraph.runner.startup.step_kernels import StepKernels, launch_step_kernels
+from piecegraph.runner.state_layers import ops
 from piecegraph.runner.step.model_step import ModelStep
-from tests.runner.tiny_models import FAMILIES, MAX_LEN, llama_config, random_model, save
+from tests.runner.tiny_models import FAMILIES, HYBRIDS, MAX_LEN, make_config, random_model, save
 
 CPU = torch.device("cpu")
+_HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2}
+_LINEAR = {"layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2}
+SIZES_OF_ITS_OWN: dict[str, dict[str, Any]] = {
+    "LlamaConfig": {**_HEADS, "head_dim": 80},
+    "Qwen3_5TextConfig": {
+        **_HEADS, **_LINEAR, "head_dim": 96, "linear_key_head_dim": 24, "linear_value_head_dim": 40,
+        "linear_num_value_heads": 6,
+    },
+    "BambaConfig": {
+        **_HEADS, "num_hidden_layers": 3, "attn_layer_indices": [1], "attn_rotary_emb": 4, "hidden_size": 64,
+        "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 24,
+    },
+}  # fmt: skip
+"""Sizes that no other test of this process has."""
 MAX_NUM_SEQS = 4
 
 
@@ -65,7 +81,12 @@ class Launches:
 
 
 def compiled(
-    folder: Path, launches: Launches | None = None, *, stand_in: bool = True, passes: tuple[str, ...] = ()
+    folder: Path,
+    launches: Launches | None = None,
+    *,
+    stand_in: bool = True,
+    passes: tuple[str, ...] = (),
+    **options: Any,
 ) -> CompiledLM:
     happened = [] if launches is None else launches.happened
     config = EngineConfig(
@@ -75,6 +96,7 @@ def compiled(
         max_num_seqs=MAX_NUM_SEQS,
         num_kv_blocks=8,
         compile=CompileConfig(compiler="eager", passes=passes),
+        **options,
     )
     without_weights = load_without_weights(config)
 
@@ -90,7 +112,7 @@ def compiled(
 
 
 def config_only(family: str, folder: Path) -> Path:
-    FAMILIES[family]().save_pretrained(str(folder))
+    {**FAMILIES, **HYBRIDS}[family]().save_pretrained(str(folder))
     return folder
 
 
@@ -112,6 +134,28 @@ def test_a_layer_of_each_kind_attends_once(
     assert {call.rotary is not None for call in launches.layers} == {bool(passes)}
     for names in (("split", "load", "launched", STEP_KERNELS), ("split", "load", "compile", STEP_KERNELS)):
         assert [each for each in launches.happened if each in names] == list(names)
+
+
+@pytest.mark.parametrize("drafts", [None, {"method": "ngram", "num_speculative_tokens": 2}], ids=["plain", "drafts"])
+def test_a_layer_of_each_kind_with_a_state_runs_once(
+    drafts: dict[str, Any] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over states of one block, and with drafts over last states of the layers that run, and of no others."""
+    launches, ran = Launches(monkeypatch), list[str]()
+    monkeypatch.setattr(compiling, "compiles_kernels", lambda device: True)
+    run_layer = ops.run_layer
+
+    def recorded(*arguments: Any) -> None:
+        ran.append(arguments[2])
+        run_layer(*arguments)
+
+    monkeypatch.setattr(ops, "run_layer", recorded)
+    model = compiled(config_only("qwen3.5", tmp_path), launches, speculative=SpeculativeConfig.parse(drafts))
+    (name,) = ran
+    assert name in {layer.name for layer in model.state_layers} and len(model.state_layers) == 2
+    (step,) = launches.steps
+    assert list(step.recent_states) == (ran if drafts else [])
+    assert [call.layer for call in launches.layers] == [model.layers[0].name]
 
 
 def test_no_thread_starts_without_kernels_or_when_weights_come_first(
@@ -198,8 +242,9 @@ def test_no_piece_is_timed_while_the_thread_runs(name: str, tmp_path: Path, monk
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("name", ["LlamaConfig", "Qwen3_5TextConfig", "BambaConfig"])
 def test_profile_and_capture_on_a_gpu_compile_no_further_kernels(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from piecegraph import LLM
     from piecegraph.passes.kernels.common import own_kernel
@@ -224,9 +269,14 @@ def test_profile_and_capture_on_a_gpu_compile_no_further_kernels(
         compile_with(compile)
 
     monkeypatch.setattr("piecegraph.compiler.own_kernels.registry.compile_with", counting)
-    heads = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 80}  # no other test of this process has
-    save(random_model(llama_config(**heads)), tmp_path / "model")
+    config = make_config(name, **SIZES_OF_ITS_OWN[name])
+    save(random_model(config), tmp_path / "model")
     with LLM(str(tmp_path / "model"), skip_tokenizer_init=True, dtype="bfloat16", on_phase=on_phase):
         pass
-    assert "decode_kernel" in {name for names in by_phase.values() for name in names}
+    every = {
+        "LlamaConfig": "decode_kernel",
+        "Qwen3_5TextConfig": "delta_step_kernel",
+        "BambaConfig": "scan_step_kernel",
+    }
+    assert every[name] in {kernel for kernels in by_phase.values() for kernel in kernels}
     assert by_phase["profile"] == by_phase["capture"] == []
