@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -159,6 +159,16 @@ class CompiledModel(CapturableModel):
         replaced; `NotCompiled` before the first trace.
         """
         return self._compiled().weights.refresh()
+
+    def move_weights(self, move: Callable[[Sequence[torch.Tensor]], None]) -> None:
+        """Call `move` with all tensor objects through which pieces and their checks reach the weights, before capture.
+
+        `move` may make each a view of other memory (`tensor.data = ...`) with the same values, shape, strides and
+        alignment; tensors of one storage must stay views of one storage. Unlike assignments that the next call finds,
+        it may move parameters that were merged. Raises `NotCompiled` before the first trace.
+        """
+        ready = self._compiled()
+        ready.weights.move(move, [tensor for _, tensor in ready.bound_tensors()])
 
     def close(self) -> None:
         """Release the module, its weights and the compiled pieces; further calls raise `CompileError`. Idempotent."""

@@ -137,6 +137,7 @@ class LLM:
         compilation_config: CompileConfig | Mapping[str, Any] | int | None = None,
         enforce_eager: bool = False,
         start: str = "full",
+        enable_sleep_mode: bool = False,
         strict: bool = False,
         tensor_parallel_size: int = 1,
         pipeline_parallel_size: int = 1,
@@ -539,18 +540,20 @@ class LLM:
     def sleep(self, level: int = 1, mode: str = "abort") -> int:
         """Give memory back while there is nothing to do, and return how many bytes; requests are refused meanwhile.
 
-        `level` 1 drops the KV cache, 2 the weights as well. Nothing is compiled or captured again after `wake_up`,
-        because addresses stay. On CPUs only. `mode` has no effect: unfinished requests are never aborted.
+        `level` 1 drops the KV cache, and on a GPU moves the weights to host memory, where a CPU has them already; 2
+        drops both. Nothing is compiled or captured again after `wake_up`, because addresses stay. A GPU's LLM must have
+        been made with `enable_sleep_mode=True`. `mode` has no effect: unfinished requests are never aborted.
 
-        Raises `UsageError`, with nothing changed, while requests are unfinished and for what cannot be restored.
+        Raises `UsageError`, with nothing changed, while requests are unfinished, before the end of a start with
+        `start="fast"`, and for what cannot be restored.
         """
         return self._sleep.sleep(level)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Restore what `sleep` has dropped; answers are those from before. Weights are read again from their files.
+        """Restore what `sleep` has given back; answers are those from before. Dropped weights are read from files.
 
-        Idempotent. If reading fails, what it raises is raised, and the engine sleeps on. Raises `UsageError` for
-        `tags`, because everything wakes up together.
+        Idempotent. If reading fails, or a GPU has too little memory (`OutOfMemory`), that is raised, and the engine
+        sleeps on. Raises `UsageError` for `tags`, because everything wakes up together.
         """
         if tags is not None:
             raise UsageError(f"tags={tags!r}; everything wakes up together, so leave them out.")

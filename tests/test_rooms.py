@@ -173,6 +173,7 @@ def test_folders_are_small() -> None:
 
 COVERED_BY: Mapping[str, str] = {
     "runner/device_memory/host_memory/released_memory.py": "tests/runner/sleeping/test_sleep.py",
+    "runner/device_memory/restorable_storages.py": "tests/runner/sleeping/test_sleep.py",
     "compiler/piece_compilers/graphs_first.py": "tests/compiler/building/test_background.py",
     "runner/cudagraphs/late_dispatcher.py": "tests/runner/late_start/test_fast_start.py",
     "runner/data_parallel/engine_program.py": "tests/runner/data_parallel/test_engine_processes.py",

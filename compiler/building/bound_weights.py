@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import getitem, is_
 from typing import Any
@@ -102,6 +102,16 @@ class BoundWeights:
     def unpin(self) -> None:
         """Undo one call of `pin`."""
         self._num_pins -= 1
+
+    def move(self, move: Callable[[Sequence[torch.Tensor]], None], read: Iterable[torch.Tensor]) -> None:
+        """Call `move` with every tensor of the weights and every one of `read`, which it makes views of other memory.
+
+        The objects, their values, shapes and strides must stay. No graph may have been captured.
+        """
+        assert not self.is_pinned, "graphs were captured over the bound addresses"
+        own = [tensor for weight in self._weights for tensor in (weight.memory, *(p.held for p in weight.places))]
+        move([tensor for tensor in (*own, *read) if not isinstance(tensor, FakeTensor)])
+        self._update_lists()
 
     def are_unchanged(self) -> bool:
         """Return whether the module still has the bound tensors at the bound addresses.

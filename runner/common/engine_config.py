@@ -21,7 +21,14 @@ if TYPE_CHECKING:
 
 GRAPH_KINDS = ("auto", "cuda", "recorded")
 
-BOOLEANS = ("skip_tokenizer_init", "enable_prompt_embeds", "enable_prefix_caching", "strict", "measure_graphs")
+BOOLEANS = (
+    "skip_tokenizer_init",
+    "enable_prompt_embeds",
+    "enable_prefix_caching",
+    "strict",
+    "measure_graphs",
+    "enable_sleep_mode",
+)
 """Fields that are True or False, whatever the other fields are."""
 
 STARTS = ("fast", "full")
@@ -134,6 +141,8 @@ class EngineConfig:
     start: str = "full"
     """"full": everything is compiled and captured before the engine is ready. "fast": the engine serves meanwhile, with
     pieces that run as their graphs until they are compiled."""
+    enable_sleep_mode: bool = False
+    """Whether weights and KV cache of a GPU lie in memory that `LLM.sleep` can give back; a CPU's always do."""
     strict: bool = False
     """Whether a batch that cannot run under the requested mode, or a pass that fails (`CompileConfig.strict`), is an
     error. A batch with `prompt_logprobs`, which no graph can return, still runs without graphs and is counted."""
@@ -220,6 +229,7 @@ class EngineConfig:
         self._check_parallel()
         self._check_weights()
         self._check_start()
+        self._check_sleep()
         if self.enable_prompt_embeds and self.speculative is not None:
             raise ConfigError(
                 "enable_prompt_embeds=True gives prompts without tokens, in which speculative_config finds no drafts; "
@@ -401,6 +411,18 @@ class EngineConfig:
         """Raise `ConfigError` for a mode of the start that there is not."""
         if self.start not in STARTS:
             raise ConfigError(f"start={self.start!r} is unknown.{did_you_mean(str(self.start), STARTS)}")
+
+    def _check_sleep(self) -> None:
+        """Raise `ConfigError` for what cannot sleep on any device."""
+        if not self.enable_sleep_mode:
+            return
+        for is_given, what in (
+            (self.num_ranks > 1, self.ranks_argument),
+            (self.data_parallel_size > 1, f"data_parallel_size={self.data_parallel_size}"),
+            (self.runner == "pooling", "runner='pooling'"),
+        ):
+            if is_given:
+                raise ConfigError(f"{what} is not yet available with enable_sleep_mode=True; give one of the two.")
 
     def _check_weights(self) -> None:
         """Raise `ConfigError` for a scheme that there is not, and for what quantised weights or adapters exclude."""

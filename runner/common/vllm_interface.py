@@ -203,7 +203,6 @@ UNAVAILABLE_ARGUMENTS: Mapping[str, Unavailable] = {
     "enable_nccl_comm_suspend": Unavailable(_NO_SLEEP, (False,)),
     "enable_return_routed_experts": Unavailable("routing is not returned.", (False,)),
     "enable_shm_tensor_arena": Unavailable(_NO_PARALLELISM, (False,)),
-    "enable_sleep_mode": Unavailable("LLM.sleep and LLM.wake_up need no argument.", accepts_any=True),
     "enable_tower_connector_lora": Unavailable(_NO_LORA, (False,)),
     "enable_trace_replay": Unavailable("prompt_logprobs scores a text that is given.", (False,)),
     "engram_config": Unavailable("no such model is supported."),
@@ -475,8 +474,8 @@ UNAVAILABLE_METHODS: Mapping[str, str] = {
 """Public methods of vLLM's `LLM` that ours lacks, each with what to do."""
 
 DIFFERENT_METHODS: Mapping[str, str] = {
-    "sleep": "needs no enable_sleep_mode, refuses while requests are unfinished, and works on CPUs only so far",
-    "wake_up": "takes no tags; weights are read again from their files",
+    "sleep": "refuses while requests are unfinished; a CPU needs no enable_sleep_mode",
+    "wake_up": "takes no tags; after level 2 weights are read again from their files",
     "beam_search": "shows no progress",
     "collective_rpc": "workers have the methods of `runner.distributed.worker.Worker`",
     "encode": "of tasks, `embed` and `classify`; none of every token",

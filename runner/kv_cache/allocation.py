@@ -11,6 +11,7 @@ import torch
 from piecegraph.errors import OutOfMemory, is_out_of_memory
 from piecegraph.runner.attention.interface.kv_cache import LayerCache, split_caches
 from piecegraph.runner.device_memory.cuda_memory import CudaMemoryDriver, MemoryDriver, unavailable_reason
+from piecegraph.runner.device_memory.growing_memory import GrowingMemory
 from piecegraph.runner.kv_cache.budget import (
     MemoryBudget,
     cpu_budget_bytes,
@@ -20,7 +21,6 @@ from piecegraph.runner.kv_cache.budget import (
     pick_num_blocks,
     with_graphs,
 )
-from piecegraph.runner.kv_cache.kv_memory import GrowingMemory
 
 logger = logging.getLogger(__name__)
 
@@ -79,8 +79,8 @@ class CacheAllocation:
     ) -> None:
         """Store the parts.
 
-        `num_blocks`: the number of blocks in the tensors. `memory`: the owner of the tensors' memory if it grows;
-        `budget` is then the budget before capture.
+        `num_blocks`: the number of blocks in the tensors. `memory`: the owner of the tensors' memory, if it can be
+        unmapped. With a `budget`, which is then that before capture, it still grows.
         """
         self.kv_caches, self.state_caches = split_caches(caches)
         """The caches of tokens, and those of states, by the layer's name. `fill` replaces the tensors, at the same
@@ -89,14 +89,16 @@ class CacheAllocation:
         """The memory limit of graphs in bytes; None: no limit."""
         self.budget = budget
         """The budget that determined the size; None: the size was given, or there is no GPU."""
+        self.memory = memory
+        """The owner of the tensors' memory; None: torch's allocator is."""
         self._num_blocks = num_blocks
         self._sizes = sizes
-        self._memory = memory
+        self._is_filled = budget is None or memory is None
 
     @property
     def is_growing(self) -> bool:
         """Whether `fill` still has memory to allocate."""
-        return self._memory is not None
+        return not self._is_filled
 
     @property
     def num_blocks(self) -> int:
@@ -111,10 +113,10 @@ class CacheAllocation:
         arithmetic, if one request of full length would not fit. Idempotent, and without effect if all memory was
         allocated at once.
         """
-        memory = self._memory
-        if memory is None:
+        if self._is_filled:
             return self._num_blocks
-        assert self.budget is not None, "a growing cache has a budget"
+        memory = self.memory
+        assert self.budget is not None and memory is not None, "a growing cache has both"
         budget = with_graphs(self.budget, used_bytes=used_bytes - memory.mapped_bytes, graph_bytes=graph_bytes)
         usable_bytes = memory.blocks_within(budget.cache_bytes) * self._sizes.block_bytes
         num_blocks = min(self._sizes.pick_num_blocks(usable_bytes, budget=budget), self._num_blocks)
@@ -126,7 +128,7 @@ class CacheAllocation:
             self.kv_caches[name] = cache.first_blocks(num_blocks, self._num_blocks)
         for name, states in self.state_caches.items():
             self.state_caches[name] = states.first_blocks(num_blocks, self._num_blocks)
-        self.budget, self._num_blocks, self._memory = budget, num_blocks, None
+        self.budget, self._num_blocks, self._is_filled = budget, num_blocks, True
         return num_blocks
 
     def __str__(self) -> str:
@@ -144,10 +146,15 @@ def allocate_at_once(
     *,
     max_graph_bytes: int | None = None,
     budget: MemoryBudget | None = None,
+    driver: MemoryDriver | None = None,
 ) -> CacheAllocation:
-    """Return a cache of `num_blocks` with all memory allocated. Raises `OutOfMemory`."""
+    """Return a cache of `num_blocks` with all memory allocated, by `driver` if there is one. Raises `OutOfMemory`."""
+    assert budget is None or driver is None, "a cache with a budget and a driver grows: see `reserve`"
+    memory = None if driver is None else GrowingMemory(driver)
     try:
-        caches = allocate(num_blocks)
+        caches = allocate(num_blocks) if memory is None else allocate(num_blocks, empty=memory.empty)
+        if memory is not None:
+            memory.grow(num_blocks)
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
@@ -156,7 +163,7 @@ def allocate_at_once(
             f"than {device} has left ({error}). Lower num_kv_blocks, kv_cache_memory_bytes or gpu_memory_utilization."
         ) from error
     return CacheAllocation(
-        caches=caches, num_blocks=num_blocks, sizes=sizes, max_graph_bytes=max_graph_bytes, budget=budget
+        caches=caches, num_blocks=num_blocks, sizes=sizes, max_graph_bytes=max_graph_bytes, budget=budget, memory=memory
     )
 
 
@@ -190,10 +197,12 @@ def allocate_given(
     num_kv_blocks: int | None,
     kv_cache_memory_bytes: int | None,
     has_graphs: bool,
+    driver: MemoryDriver | None = None,
 ) -> CacheAllocation:
     """Return a cache of the requested size, or of the CPU's default size.
 
-    `num_kv_blocks` takes precedence over `kv_cache_memory_bytes`.
+    `num_kv_blocks` takes precedence over `kv_cache_memory_bytes`. `driver`: allocates memory that can be unmapped;
+    None: torch allocates it.
     """
     if kv_cache_memory_bytes is not None:
         budget_bytes = kv_cache_memory_bytes
@@ -201,7 +210,7 @@ def allocate_given(
         budget_bytes = cpu_budget_bytes(sizes.request_bytes) if device.type == "cpu" else 0
     num_blocks = sizes.pick_num_blocks(budget_bytes, num_kv_blocks=num_kv_blocks)
     graph_bytes = graph_budget_bytes(device) if has_graphs else 0
-    return allocate_at_once(allocate, sizes, device, num_blocks, max_graph_bytes=graph_bytes or None)
+    return allocate_at_once(allocate, sizes, device, num_blocks, max_graph_bytes=graph_bytes or None, driver=driver)
 
 
 def allocate_on_gpu(

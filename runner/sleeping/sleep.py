@@ -5,13 +5,14 @@ Graphs and compiled pieces hold addresses, so they remain valid: nothing is comp
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
 
 from piecegraph.errors import UsageError
 from piecegraph.runner.device_memory.host_memory.released_memory import release
+from piecegraph.runner.device_memory.restorable_storages import restorable
+from piecegraph.runner.late_start.fast_start import FULL_SPEED
 from piecegraph.runner.startup.reload_weights import reload_weights
 
 if TYPE_CHECKING:
@@ -36,8 +37,8 @@ class Sleep:
     def sleep(self, level: int) -> int:
         """Give memory back, and return how many bytes.
 
-        Level 1 drops the KV cache, level 2 the weights as well. On a CPU level 1 moves no weights, because they lie in
-        host memory already. Raises `UsageError`, with nothing changed, for another level, while requests are
+        Level 1 drops the KV cache, and on a GPU moves the weights to host memory, where a CPU has them already. Level 2
+        drops both. Raises `UsageError`, with nothing changed, for another level, while requests are
         unfinished, and for what cannot be restored.
         """
         if level not in LEVELS:
@@ -48,24 +49,37 @@ class Sleep:
             return 0
         loaded.engine.refuse_requests("the engine sleeps; call wake_up first")
         loaded.engine.reset_prefix_cache()
-        step = loaded.runner.step
-        caches: list[LayerCache] = [*step.kv_caches.values(), *step.state_caches.values()]
-        num_bytes = release(tensor for cache in caches for tensor in cache.tensors)
-        if level == 2:
-            num_bytes += release(_restorable(loaded.model.model))
+        num_bytes = self._release_on_cpu(level) if loaded.device.type == "cpu" else self._release_on_gpu(level)
         self._level = level
         return num_bytes
 
     def wake_up(self) -> None:
         """Restore what was dropped, so that requests get the answers that they got before. Idempotent.
 
-        Weights are read again from the model's own files. If that fails, what it raises is raised, and the engine
-        sleeps on.
+        After level 2 weights are read again from the model's own files. If that fails, or memory is short
+        (`OutOfMemory`), that is raised, and the engine sleeps on.
         """
+        mapped = self._loaded.mapped
+        if self._level and mapped is not None:
+            mapped.cache.map_again()
+            mapped.weights.restore()
         if self._level == 2:
             reload_weights(self._loaded, None)
         self._level = 0
         self._loaded.engine.refuse_requests("")
+
+    def _release_on_cpu(self, level: int) -> int:
+        step = self._loaded.runner.step
+        caches: list[LayerCache] = [*step.kv_caches.values(), *step.state_caches.values()]
+        num_bytes = release(tensor for cache in caches for tensor in cache.tensors)
+        return num_bytes + (release(restorable(self._loaded.model.model)) if level == 2 else 0)
+
+    def _release_on_gpu(self, level: int) -> int:
+        mapped = self._loaded.mapped
+        assert mapped is not None, "checked by `_check`"
+        num_bytes = mapped.weights.release(is_reloaded=level == 2) + mapped.cache.unmap()
+        torch.cuda.empty_cache()
+        return num_bytes
 
     def _check(self, level: int) -> None:
         """Raise `UsageError` if the engine cannot sleep now, or not at this level."""
@@ -74,10 +88,15 @@ class Sleep:
             raise UsageError(
                 f"{len(loaded.engine.requests)} requests are unfinished; let them finish, or abort them, before sleep."
             )
-        if loaded.device.type != "cpu":
+        if loaded.device.type != "cpu" and loaded.mapped is None:
             raise UsageError(
-                f"sleep is not yet available on {loaded.device.type}; close the LLM and make another, which starts "
-                "from the compile cache."
+                f"on {loaded.device.type} the LLM must be made with enable_sleep_mode=True, so that its memory can be "
+                "given back."
+            )
+        if loaded.start is not None and str(loaded.start.progress) != FULL_SPEED:
+            raise UsageError(
+                f"the start is not over ({loaded.start.progress}), and what is captured later would use the memory; "
+                "call finish_start first."
             )
         for is_so, what in (
             (loaded.model.rank_plan is not None or loaded.model.stage is not None, "with several ranks"),
@@ -86,31 +105,3 @@ class Sleep:
         ):
             if is_so:
                 raise UsageError(f"sleep is not yet available {what}.")
-
-
-def _restorable(module: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """Yield a tensor of each storage of which every byte belongs to a tensor of the module's `state_dict`.
-
-    `reload_weights` writes exactly these tensors.
-    """
-    by_storage: dict[int, list[torch.Tensor]] = {}
-    for tensor in module.state_dict().values():
-        by_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
-    for tensors in by_storage.values():
-        if _covered_bytes(tensors) >= tensors[0].untyped_storage().nbytes():
-            yield tensors[0]
-
-
-def _covered_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Return how many bytes of their common storage contiguous tensors cover; 0 if one is not contiguous."""
-    spans = []
-    for tensor in tensors:
-        if not tensor.is_contiguous():
-            return 0
-        begin = int(tensor.storage_offset()) * tensor.element_size()
-        spans.append((begin, begin + tensor.nbytes))
-    covered = end = 0
-    for begin, last in sorted(spans):
-        covered += max(last - max(begin, end), 0)
-        end = max(end, last)
-    return covered

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -35,6 +35,10 @@ from piecegraph.runner.cudagraphs.capture_sizes import check_capture_sizes
 from piecegraph.runner.cudagraphs.graph_plan import GraphPlan
 from piecegraph.runner.cudagraphs.manager import CudaGraphManager
 from piecegraph.runner.cudagraphs.measured_times import why_not_measured
+from piecegraph.runner.device_memory.cuda_memory import CudaMemoryDriver, MemoryDriver, unavailable_reason
+from piecegraph.runner.device_memory.growing_memory import GrowingMemory
+from piecegraph.runner.device_memory.mapped_weights import MappedWeights
+from piecegraph.runner.device_memory.restorable_storages import restorable
 from piecegraph.runner.engine.engine import Engine
 from piecegraph.runner.engine.model_runner import ModelRunner
 from piecegraph.runner.kv_cache.allocation import CacheAllocation, CacheSizes, allocate_given, allocate_on_gpu
@@ -98,6 +102,13 @@ if TYPE_CHECKING:
     from piecegraph.runner.inspect.selfcheck import SelfcheckReport
 
 
+class Mapped(NamedTuple):
+    """The memory of an engine on a GPU that sleeps: it is unmapped, and mapped again at the same addresses."""
+
+    weights: MappedWeights
+    cache: GrowingMemory
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
     """A running engine and everything else that an `LLM` holds."""
@@ -119,6 +130,7 @@ class Loaded:
     notes: tuple[str, ...]
     selfcheck: SelfcheckReport | None  # None: not requested
     start: FastStart | None  # what remains of the start; None: nothing does
+    mapped: Mapped | None  # memory that a sleep unmaps; None: torch has allocated it
 
     @property
     def dtype(self) -> torch.dtype:
@@ -146,8 +158,16 @@ class Loaded:
             add_to_kept(traffic_folder(), replace(self.kept, decode=decode, mixed=mixed, times=times))
 
 
-MakeRunner = Callable[..., tuple[ModelRunner, int, FastStart | None]]
-"""Returns the runner, the number of blocks of its KV cache, and what remains of the start."""
+class MadeRunner(NamedTuple):
+    """A runner and what belongs to it."""
+
+    runner: ModelRunner
+    num_blocks: int  # of the KV cache
+    start: FastStart | None  # what remains of the start
+    mapped: Mapped | None  # see `Loaded.mapped`
+
+
+MakeRunner = Callable[..., MadeRunner]
 
 
 def load_engine(config: EngineConfig, on_phase: OnPhase | None, parallel: Parallel | None = None) -> Loaded:
@@ -156,6 +176,7 @@ def load_engine(config: EngineConfig, on_phase: OnPhase | None, parallel: Parall
     With `config.start` "fast", pieces compile and graphs are captured later (`Loaded.start`). `parallel`: how this
     process takes part in an engine with several ranks, which all call this at the same time.
     """
+    check_backend_name(config.attention_backend)
     background = BackgroundCompile() if config.start == "fast" and not why_not_fast(config) else None
     try:
         loaded = _load(config, on_phase, parallel, background)
@@ -172,7 +193,6 @@ def _load(
     config: EngineConfig, on_phase: OnPhase | None, parallel: Parallel | None, background: BackgroundCompile | None
 ) -> Loaded:
     """Load an engine; `background` compiles the pieces of a fast start."""
-    check_backend_name(config.attention_backend)
     with timed_phase(on_phase, "device"):  # torch creates the context of a GPU here
         device = _device(config, parallel)
     max_num_tokens = _max_num_tokens(config, device)
@@ -208,7 +228,7 @@ def _load(
     )
     if parallel is not None:
         make_runner = functools.partial(_runner_of_rank, parallel, loaded, model, config, make_runner, on_phase)
-    runner, num_blocks, start = make_runner()
+    runner, num_blocks, start, mapped = make_runner()
     with timed_phase(on_phase, "engine"):
         generation_config = generation_config_of(config.source, loaded.model)
         engine = _engine_kind(config)(
@@ -247,6 +267,7 @@ def _load(
         + _notes(config, loaded, model, draft, weights_first or model.compiled.report().weights_first, checked),
         selfcheck=checked,
         start=start,
+        mapped=mapped,
     )
 
 
@@ -440,6 +461,39 @@ def _with_store(
     return loaded, AdapterStore(adapted, capacity=config.max_cpu_loras, dtype=loaded.dtype, device=loaded.device)
 
 
+def _map_weights(
+    config: EngineConfig, loaded: LoadedModel, compiled: CompiledModel, on_phase: OnPhase | None
+) -> MappedWeights | None:
+    """Move the weights into memory that can be unmapped, before anything is captured; None: nothing needs that.
+
+    Raises `ConfigError` for what cannot sleep on a GPU.
+    """
+    if not config.enable_sleep_mode or loaded.device.type == "cpu":
+        return None
+    reason = unavailable_reason(loaded.device)
+    for is_so, what in (
+        (bool(reason), f"{loaded.device}, because {reason}"),
+        (config.speculative is not None, "speculative_config on a GPU"),
+        (config.enable_lora, "enable_lora on a GPU"),
+    ):
+        if is_so:
+            raise ConfigError(f"enable_sleep_mode=True is not yet available with {what}; leave it out.")
+    with timed_phase(on_phase, "sleep mode"):
+        return mapped_weights(loaded.model, compiled, CudaMemoryDriver(loaded.device))
+
+
+def mapped_weights(module: torch.nn.Module, compiled: CompiledModel, driver: MemoryDriver) -> MappedWeights:
+    """Move everything that `module` and the pieces compiled from it hold into memory of `driver`. Raises `OutOfMemory`.
+
+    No graph may have been captured.
+    """
+    weights = MappedWeights(driver)
+    reloaded = {tensor.untyped_storage().data_ptr() for tensor in restorable(module)}
+    own = [*module.parameters(), *module.buffers()]
+    compiled.move_weights(lambda bound: weights.move([*own, *bound], reloaded))
+    return weights
+
+
 def _span(config: EngineConfig, max_num_tokens: int) -> int:
     """Return the most tokens that a request's computed tokens may change in a step.
 
@@ -555,7 +609,7 @@ def _runner_of_rank(
     config: EngineConfig,
     make_runner: MakeRunner,
     on_phase: OnPhase | None,
-) -> tuple[ModelRunner, int, None]:
+) -> MadeRunner:
     """Return what `make_runner`, `_runner` with its arguments, returns, once all ranks have proved to be alike."""
     group, everyone = parallel.group, parallel.everyone
     check_heads(loaded.rank_plan, [(layer.name, layer.num_q_heads, layer.num_kv_heads) for layer in model.layers])
@@ -574,8 +628,8 @@ def _runner_of_rank(
     plan = loaded.stage
     staged = None if plan is None else functools.partial(stage_step, plan=plan, dtype=loaded.dtype)
     with running_in(group):
-        runner, num_blocks, _ = make_runner(staged, parallel.runner_kind)
-    return runner, everyone.smallest("num_blocks", num_blocks), None
+        made: MadeRunner = make_runner(staged, parallel.runner_kind)
+    return made._replace(num_blocks=everyone.smallest("num_blocks", made.num_blocks))
 
 
 def _bytes_read(read: Sequence[str]) -> str:
@@ -597,7 +651,7 @@ def _runner(
     loaded: LoadedModel,
     staged: Callable[[ModelStep], ModelStep] | None = None,
     runner_kind: Callable[..., ModelRunner] | None = None,
-) -> tuple[ModelRunner, int, FastStart | None]:
+) -> MadeRunner:
     """Return the runner, with its graphs captured, the number of blocks of its KV cache, and the rest of the start.
 
     With `background` no graph is captured, and memory for graphs is set aside.
@@ -612,6 +666,7 @@ def _runner(
         speculative = headed_step(speculative, draft.head.hidden_size, draft.loaded.dtype)
     step = step if speculative is None else speculative
     step = step if staged is None else staged(step)
+    weights = _map_weights(config, loaded, model.compiled, on_phase)
     cache = _allocate(model, draft, config, step, max_num_tokens, on_phase)
     step = replace(step, kv_caches=cache.kv_caches, state_caches=cache.state_caches, embeds_forward=over_embeds)
     graphs = CudaGraphManager(
@@ -638,7 +693,7 @@ def _runner(
             capture_drafter(drafter, draft, config, cache.max_graph_bytes, on_phase)
         graph_bytes = graphs.device_bytes + (0 if drafter is None else drafter.graph_bytes)
         set_aside = graph_budget_bytes(device) if background is not None and plan.has_graphs else 0
-        num_blocks = _fill(cache, graph_bytes, set_aside, device, on_phase)
+        _fill(cache, graph_bytes, set_aside, device, on_phase)
     except BaseException:
         if drafter is not None:
             drafter.close()
@@ -653,10 +708,10 @@ def _runner(
         strict=config.strict,
         adapted=loaded.adapted,
     )
-    if background is None:
-        return runner, num_blocks, None
+    mapped = None if weights is None or cache.memory is None else Mapped(weights, cache.memory)
     max_bytes = set_aside or cache.max_graph_bytes
-    return runner, num_blocks, FastStart(background, model.compiled, runner, plan, max_bytes, config)
+    rest = None if background is None else FastStart(background, model.compiled, runner, plan, max_bytes, config)
+    return MadeRunner(runner, cache.num_blocks, rest, mapped)
 
 
 def _step_of(
@@ -736,6 +791,7 @@ def _allocate(
             num_kv_blocks=config.num_kv_blocks,
             kv_cache_memory_bytes=config.kv_cache_memory_bytes,
             has_graphs=has_graphs,
+            driver=CudaMemoryDriver(device) if config.enable_sleep_mode and device.type == "cuda" else None,
         )
     else:
         with timed_phase(on_phase, "profile"):
@@ -760,16 +816,15 @@ def _allocate(
 
 def _fill(
     cache: CacheAllocation, graph_bytes: int, set_aside: int, device: torch.device, on_phase: OnPhase | None
-) -> int:
-    """Allocate the rest of a growing cache after capture, and return the final number of blocks.
+) -> None:
+    """Allocate the rest of a growing cache after capture.
 
     `set_aside`: bytes that are left free for graphs which are captured later.
     """
     if not cache.is_growing:
-        return cache.num_blocks
+        return
     started = time.monotonic()
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)  # torch caches no unused memory after capture
-    num_blocks = cache.fill(total_bytes - free_bytes + set_aside, graph_bytes + set_aside)
+    cache.fill(total_bytes - free_bytes + set_aside, graph_bytes + set_aside)
     if on_phase is not None:
         on_phase(Phase(name="kv_cache", seconds=time.monotonic() - started, detail=str(cache)))
-    return num_blocks

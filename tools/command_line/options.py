@@ -226,6 +226,12 @@ LLM_FLAGS = (
         default="full",
         help="fast: answer while pieces compile and graphs are captured.",
     ),
+    Flag(
+        name="enable_sleep_mode",
+        switch=True,
+        default=False,
+        help="Have the memory of weights and cache such that LLM.sleep can give it back; serve: add POST /sleep.",
+    ),
     Flag(name="strict", switch=True, default=False, help="Refuse to run a batch in a slower way than asked for."),
     Flag(
         name="max_num_seqs",

@@ -1,6 +1,6 @@
 """Sleep gives memory back, and after a wake-up the same graphs over the same addresses give the same tokens.
 
-Also tests `device_memory/host_memory/released_memory.py`.
+Also tests `device_memory/host_memory/released_memory.py` and `device_memory/restorable_storages.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from piecegraph import LLM, SamplingParams
 from piecegraph.errors import UsageError
 from piecegraph.runner.device_memory.host_memory.released_memory import release
-from piecegraph.runner.sleeping.sleep import _restorable
+from piecegraph.runner.device_memory.restorable_storages import restorable
 from tests.runner.tiny_models import llama_config, random_model, save
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, detokenize=False)
@@ -111,4 +111,4 @@ def test_only_storages_that_a_reload_fills_are_dropped() -> None:
             self.first, self.second = torch.nn.Parameter(merged[:4]), torch.nn.Parameter(merged[4:])
 
     module = Module()
-    assert [tensor.data_ptr() for tensor in _restorable(module)] == [module.first.data_ptr()]
+    assert [tensor.data_ptr() for tensor in restorable(module)] == [module.first.data_ptr()]

@@ -234,6 +234,7 @@ VALUES: dict[str, Any] = {
     "graph_kind": "cuda",
     "strict": True,
     "measure_graphs": True,
+    "enable_sleep_mode": True,
     "distributed_executor_backend": "mp",
     "start": "full",
     "enable_lora": True,

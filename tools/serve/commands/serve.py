@@ -86,7 +86,6 @@ PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
     is_flag=True,
     help="Let requests load adapters from any folder that the server can read, and unload them.",
 )
-@click.option("--enable-sleep-mode", is_flag=True, help="Add POST /sleep and /wake_up, and GET /is_sleeping.")
 @click.option("--access-log", is_flag=True, help="Log every request on stderr.")
 @click.option("--seed", type=int, help="Seed of requests without one, and of --load-format dummy.")
 @flags(LLM_FLAGS, start="fast")

@@ -25,11 +25,16 @@ class GrowingMemory:
     GPUs), so up to that much per tensor is idle, or is left over by `blocks_within`: 0.1 % of a cache of 100 GiB in 56
     tensors.
 
+    `unmap` gives all memory back while addresses stay, and `map_again` allocates as much as there was.
+
     The memory is freed with the last tensor over it, views included, or by `close`. Not thread-safe.
     """
 
-    def __init__(self, driver: MemoryDriver) -> None:
+    def __init__(self, driver: MemoryDriver, *, holds: str = "the key/value cache") -> None:
+        """Start without tensors. `holds`: what lies in the memory, for error messages."""
         self._driver = driver
+        self._holds = holds
+        self._unmapped: list[tuple[_Range, int]] = []  # the ranges without memory, and how much they had
         self._ranges: list[_Range] = []
         self._finalizer = weakref.finalize(self, _free, driver, self._ranges)
         self._finalizer.atexit = False  # the driver frees the memory of a process that exits
@@ -90,6 +95,44 @@ class GrowingMemory:
         assert num_blocks <= reserved, f"{num_blocks} blocks, but addresses are reserved for {reserved}"
         self._map([(part, self._rounded(num_blocks * part.block_bytes)) for part in self._ranges])
 
+    @property
+    def is_mapped(self) -> bool:
+        """Whether the tensors have memory: `unmap` was not called, or `map_again` after it."""
+        return not self._unmapped
+
+    def unmap(self) -> int:
+        """Wait for the device, free the memory of all tensors, and return how many bytes that were.
+
+        The tensors keep their addresses. Until `map_again` any access to them is a device fault. Idempotent.
+        """
+        assert self._finalizer.alive, "this memory is closed"
+        if not self.is_mapped:
+            return 0
+        self._driver.synchronize()  # because unmapping does not wait
+        num_bytes = self.mapped_bytes
+        self._unmapped = [(part, part.mapped_bytes) for part in self._ranges]
+        for part in self._ranges:
+            while part.pieces:
+                part.unmap_last(self._driver)
+        return num_bytes
+
+    def map_again(self) -> None:
+        """Allocate what `unmap` has freed, at the same addresses, with undefined contents. Idempotent.
+
+        Raises `OutOfMemory`, without any change, if the device has too little.
+        """
+        assert self._finalizer.alive, "this memory is closed"
+        self._map(self._unmapped)
+        self._unmapped = []
+
+    def tensor_at(self, base: torch.Tensor, offset: int, num_bytes: int) -> torch.Tensor:
+        """Return a tensor `[num_bytes]` uint8, with a storage of its own, `offset` bytes behind the start of `base`.
+
+        `base` is a tensor of this memory, and all of the bytes lie in it. They must be mapped now.
+        """
+        assert offset >= 0 and offset + num_bytes <= base.nbytes, f"{offset} + {num_bytes} of {base.nbytes} bytes"
+        return self._driver.bytes_at(base.data_ptr() + offset, num_bytes, self)
+
     def close(self) -> None:
         """Wait for the device and free all memory. Idempotent.
 
@@ -113,7 +156,7 @@ class GrowingMemory:
             if isinstance(error, OutOfMemory):
                 asked = sum(max(num_bytes - part.mapped_bytes, 0) for part, num_bytes in wanted)
                 raise OutOfMemory(
-                    f"the key/value cache asked for {asked / 2**20:.1f} MiB more in {len(wanted)} tensors, on top of "
+                    f"{self._holds} asked for {asked / 2**20:.1f} MiB more in {len(wanted)} tensors, on top of "
                     f"{self.mapped_bytes / 2**20:.1f} MiB, and the GPU ran out after {made_bytes / 2**20:.1f} MiB. "
                     "Another process may have taken memory since it was measured: lower gpu_memory_utilization, or "
                     "give num_kv_blocks."

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from piecegraph.errors import OutOfMemory
-from piecegraph.runner.kv_cache.kv_memory import GrowingMemory
+from piecegraph.runner.device_memory.growing_memory import GrowingMemory
 from tests.runner.fake_memory_driver import FakeMemoryDriver
 
 CPU = torch.device("cpu")
@@ -170,3 +170,31 @@ def test_a_tensor_without_memory_for_one_block() -> None:
 def test_a_tensor_of_nothing_is_refused() -> None:
     with pytest.raises(AssertionError, match="has nothing to grow"):
         GrowingMemory(FakeMemoryDriver(100)).empty((0, 8), dtype=torch.uint8, device=CPU)
+
+
+def test_memory_is_given_back_and_allocated_again_at_the_same_addresses() -> None:
+    driver = FakeMemoryDriver(10_000)
+    memory, key, value = made(driver)
+    memory.grow(4)
+    before, used = (key.data_ptr(), value.data_ptr()), driver.used_bytes
+    assert memory.unmap() == used == 320 and memory.unmap() == 0
+    assert not memory.is_mapped and driver.used_bytes == 0 and not driver.mapped
+    memory.map_again()
+    memory.map_again()
+    assert memory.is_mapped and (memory.num_blocks, driver.used_bytes) == (4, used)
+    assert (key.data_ptr(), value.data_ptr()) == before
+    key[3], value[3] = 1, 2
+
+
+def test_without_memory_for_all_of_it_nothing_is_allocated_again() -> None:
+    driver = FakeMemoryDriver(10_000)
+    memory, *_ = made(driver)
+    memory.grow(10)
+    memory.unmap()
+    driver.capacity = 600  # of 768
+    with pytest.raises(OutOfMemory, match="the key/value cache asked for"):
+        memory.map_again()
+    assert not memory.is_mapped and driver.used_bytes == 0
+    driver.capacity = 768
+    memory.map_again()
+    assert memory.num_blocks == 10

@@ -13,7 +13,7 @@ from piecegraph import LLM, SamplingParams
 from piecegraph.errors import OutOfMemory
 from piecegraph.progress import Phase
 from piecegraph.runner.device_memory.cuda_memory import CudaMemoryDriver
-from piecegraph.runner.kv_cache.kv_memory import GrowingMemory
+from piecegraph.runner.device_memory.growing_memory import GrowingMemory
 from tests.runner.byte_tokenizer import byte_tokenizer
 from tests.runner.tiny_models import llama_config, random_model, save
 
