@@ -13,7 +13,7 @@ PYTEST = OMP_NUM_THREADS=1 $(BIN)/python $(RUN_PYTEST)
 NEWEST = .venv-newest
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-slow test-newest lint format setup clean
+.PHONY: help run test test-slow test-newest peers lint format setup clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -57,6 +57,14 @@ $(NEWEST)/.ready: requirements/install_newest.sh requirements/dev.txt requiremen
 	@PYTHON='$(PYTHON)' NEWEST='$(NEWEST)' bash requirements/install_newest.sh
 	@touch $@
 
-clean: ## remove .venv, .venv-newest and everything generated
-	rm -rf .venv $(NEWEST) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+peers: .venv-peers/.ready ## build llama.cpp in .venv-peers, a peer of `piecegraph bench compare` (minutes of C++)
+
+.venv-peers/.ready: requirements/peers.txt
+	$(PYTHON) -m venv .venv-peers
+	.venv-peers/bin/python -m pip --disable-pip-version-check install --quiet -r requirements/peers.txt
+	.venv-peers/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --editable .
+	@touch $@
+
+clean: ## remove .venv, .venv-newest, .venv-peers and everything generated
+	rm -rf .venv $(NEWEST) .venv-peers build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -102,14 +102,15 @@ def compare(
 
     Ours is measured as the others measure themselves, in a process of its own: milliseconds a token (of a long answer
     less one token), prompt tokens a second, nano-vllm's offline workload, seconds to the first token. COMMAND, after
-    --, is another program, and so is each --peer; {model} in them is MODEL's folder. A ratio above 1 says that ours is
+    --, is another program, and so is each --peer; {model} in them is MODEL's folder, and {job} the whole workload as
+    JSON. A ratio above 1 says that ours is
     better. The floor is the best a figure could be at the rates measured in the same run. A program that fails is a
     line with the reason; only if ours does is the exit code 1.
     """
     arguments = with_compile_flags(bench_arguments(model, values), values)
     with PhaseDisplay(quiet=quiet) as display, scratch_folder() as scratch:
         from piecegraph.tools.bench.compare import compare as bench
-        from piecegraph.tools.bench.compare.peer_record import PeerJob
+        from piecegraph.tools.bench.compare.workload import PeerJob
         from piecegraph.tools.bench.measure.machine import machine_facts
         from piecegraph.tools.command_line.records import as_plain
         from piecegraph.tools.command_line.shapes import model_folder
@@ -125,7 +126,8 @@ def compare(
             offline_requests=num_requests,
             offline_tokens=offline_tokens,
         )
-        program = (sys.executable, "-m", "piecegraph.tools.bench.compare.peer_record", json.dumps(as_plain(job)))
+        job_text = json.dumps(as_plain(job))
+        program = (sys.executable, "-m", "piecegraph.tools.bench.compare.peer_record", job_text)
         others = [bench.parse_peer(text) for text in peers]
         if command:
             others.append(bench.Peer(name_of(command), command))
@@ -133,7 +135,7 @@ def compare(
         display(Phase(name="compare"))
         display.spin()
         runs = bench.compare(
-            [bench.Peer(bench.OURS, program), *(with_model(peer, folder) for peer in others)],
+            [bench.Peer(bench.OURS, program), *(with_job(peer, folder, job_text) for peer in others)],
             repeats=repeat,
             timeout_s=timeout,
             on_run=lambda number, total, name: display(Phase(name="compare", done=number, total=total, detail=name)),
@@ -145,6 +147,7 @@ def compare(
                 "model": model,
                 "job": as_plain(job),
                 "rows": [as_record(row) for row in rows],
+                "agreements": as_plain(bench.agreements(runs)),
                 "failures": [{"name": run.name, "reason": run.reason} for run in runs if run.reason],
                 "runs": as_plain(runs),
                 "environment": machine_facts(),
@@ -169,9 +172,10 @@ def check_names(names: Sequence[str]) -> None:
             raise UsageError(f"two programs are called {name!r}; name each by --peer NAME=COMMAND.")
 
 
-def with_model(peer: Peer, folder: str) -> Peer:
-    """Return the peer with `{model}` in its command replaced."""
-    return replace(peer, command=tuple(word.replace("{model}", folder) for word in peer.command))
+def with_job(peer: Peer, folder: str, job: str) -> Peer:
+    """Return the peer with `{model}` and `{job}` in its command replaced."""
+    words = (job if word == "{job}" else word.replace("{model}", folder) for word in peer.command)
+    return replace(peer, command=tuple(words))
 
 
 def as_record(row: CompareRow) -> dict[str, Any]:
@@ -187,7 +191,7 @@ def as_record(row: CompareRow) -> dict[str, Any]:
 
 def as_lines(rows: Sequence[CompareRow], runs: Sequence[PeerRun]) -> Iterator[str]:
     """Return a line per figure with a column per program and the ratio beside it, then the failures."""
-    from piecegraph.tools.bench.compare.compare import OURS
+    from piecegraph.tools.bench.compare.compare import OURS, agreements
 
     others = [name for name in dict.fromkeys(run.name for run in runs) if name != OURS]
     heads = ["figure", OURS, "floor", "of floor", *(head for name in others for head in (name, "ratio"))]
@@ -207,6 +211,7 @@ def as_lines(rows: Sequence[CompareRow], runs: Sequence[PeerRun]) -> Iterator[st
         yield "  ".join([first.strip().ljust(widths[0]), *rest])
     if others:
         yield f"ratio: how many times better {OURS} is, by medians"
+    yield from (agreement.as_line() for agreement in agreements(runs))
     for run in runs:
         if run.reason is not None:
             yield f"{run.name} FAILED after {run.seconds:.1f} s: {run.reason}"

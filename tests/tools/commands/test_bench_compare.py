@@ -11,7 +11,7 @@ import pytest
 
 from piecegraph.tools.bench.compare.compare import OURS, Peer, PeerRun
 from piecegraph.tools.cli import main
-from piecegraph.tools.commands.bench_compare import as_lines, compare, name_of, with_model
+from piecegraph.tools.commands.bench_compare import as_lines, compare, name_of, with_job
 from tests.runner.tiny_models import llama_config
 
 FLAGS = [
@@ -75,8 +75,8 @@ def test_flags_after_two_dashes_are_the_programs() -> None:
 def test_names_and_commands() -> None:
     assert name_of(("python", "-u", "some/vllm_bench.py", "x")) == "vllm_bench"
     assert name_of(("/opt/bin/bench", "x")) == "bench"
-    peer = with_model(Peer("a", ("python", "--model={model}", "{model}")), "/m")
-    assert peer.command == ("python", "--model=/m", "/m")
+    peer = with_job(Peer("a", ("python", "--model={model}", "{job}")), "/m", "{}")
+    assert peer.command == ("python", "--model=/m", "{}")
 
 
 def test_the_table() -> None:

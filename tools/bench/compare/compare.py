@@ -12,6 +12,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from piecegraph import environment
@@ -21,6 +22,9 @@ from piecegraph.tools.bench.compare.process_group import end_group
 OURS = "piecegraph"
 FLOORS = "floors"
 """The key of an object under which it has the best possible values of its figures, by their names."""
+
+GREEDY_TOKENS = "greedy_tokens"
+"""The key of the tokens that a program generates greedily for the prompt that all have."""
 
 HIGHER_IS_BETTER = ("_tok_s", "_per_s")
 LOWER_IS_BETTER = ("_s", "_ms", "_us", "_gib", "_bytes")
@@ -178,6 +182,36 @@ def compare_rows(runs: Sequence[PeerRun]) -> list[CompareRow]:
         )
         for metric, of_metric in values.items()
     ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agreement:
+    """How far another program generates our greedy tokens for one prompt, which says that it runs the same model."""
+
+    name: str
+    same: int  # tokens before the first that differs
+    num_tokens: int
+
+    def as_line(self) -> str:
+        """Return the agreement as a sentence."""
+        return f"{self.name}: the first {self.same} of {self.num_tokens} greedy tokens of a prompt are {OURS}'s"
+
+
+def agreements(runs: Sequence[PeerRun]) -> list[Agreement]:
+    """Return the agreement of the first run of each other program that gives `greedy_tokens`, if ours does."""
+    tokens: dict[str, list[int]] = {}
+    for run in runs:
+        if run.record is not None and isinstance(run.record.get(GREEDY_TOKENS), list):
+            tokens.setdefault(run.name, run.record[GREEDY_TOKENS])
+    ours = tokens.pop(OURS, None)
+    if ours is None:
+        return []
+    found = []
+    for name, theirs in tokens.items():
+        pairs = zip(ours, theirs, strict=False)
+        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        found.append(Agreement(name=name, same=same, num_tokens=len(ours)))
+    return found
 
 
 def numbers(record: Any) -> Iterator[tuple[str, float]]:

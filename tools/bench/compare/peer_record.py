@@ -2,50 +2,26 @@
 
 The command is `python -m piecegraph.tools.bench.compare.peer_record JOB`. JOB is a `PeerJob` as JSON. The last line of
 stdout is one JSON object, with the names that other peers' objects have: `import_s`, `init_s`, `first_token_s`,
-`start_to_first_token_s`, `tpot_ms` by batch size, `prefill_tok_s`, `offline_tok_s`, `offline_s`; and `floors`, the
-best values these could have. A failure is a line on stderr and the exit code that the command line has for it.
+`start_to_first_token_s`, `tpot_ms` by batch size and `tpot_processor_ms` (processor time of all threads),
+`prefill_tok_s`, `peak_rss_bytes`, `offline_tok_s`, `offline_s`; `greedy_tokens`, by which programs are checked against
+one another; and `floors`, the best values these could have. A failure is a line on stderr and the exit code that the
+command line has for it.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from random import Random
 from typing import TYPE_CHECKING, Any
+
+from piecegraph.tools.bench.compare.workload import PeerJob, Prompts, job_of, measured
 
 if TYPE_CHECKING:
     from piecegraph.runner.llm import LLM
     from piecegraph.tools.bench.measure.ceilings import Ceilings
-
-LARGEST_TOKEN_ID = 10_000  # of a prompt, as in the peers' benches
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PeerJob:
-    """The workloads to run; the numbers are those of the peers' benches."""
-
-    model: str
-    arguments: dict[str, Any]  # of `LLM`
-    batch_sizes: Sequence[int] = (1, 8, 32, 128, 256)
-    prompt_tokens: int = 512
-    decode_tokens: int = 128
-    prefill: Sequence[int] = (8, 2048)  # requests, and tokens of each
-    offline_requests: int = 256  # 0: no offline workload
-    offline_tokens: Sequence[int] = (100, 1024)  # of prompts, and of outputs; both included
-
-    @property
-    def longest(self) -> int:
-        """The number of tokens of the longest request."""
-        offline = 2 * self.offline_tokens[1] if self.offline_requests else 0
-        return max(self.prompt_tokens + self.decode_tokens + 1, self.prefill[1] + 1, offline)
-
-    @property
-    def most_requests(self) -> int:
-        """The largest number of requests that run at once."""
-        return max(*self.batch_sizes, self.prefill[0], self.offline_requests)
 
 
 def measure_as_peer(job: PeerJob) -> dict[str, Any]:
@@ -65,17 +41,8 @@ def measure_as_peer(job: PeerJob) -> dict[str, Any]:
     }
     with LLM(job.model, **arguments) as llm:
         ready = time.perf_counter()
-        prompts = _Prompts(llm.engine.vocab_size)
-        first_token_s = generate_seconds(llm, prompts.make(1, min(16, job.prompt_tokens)), 2)
-        record: dict[str, Any] = {
-            "peer": "piecegraph",
-            "import_s": imported - began,
-            "init_s": ready - imported,
-            "first_token_s": first_token_s,
-            "start_to_first_token_s": time.perf_counter() - began,
-            "tpot_ms": {str(size): tpot_ms(llm, prompts, size, job) for size in job.batch_sizes},
-            "prefill_tok_s": prefill_rate(llm, prompts, *job.prefill),
-        }
+        record: dict[str, Any] = {"peer": "piecegraph", "import_s": imported - began, "init_s": ready - imported}
+        record |= measured(job, functools.partial(generate_tokens, llm), Prompts(llm.engine.vocab_size), began)
         ceilings = measure_ceilings(llm.runner.step.buffers.input_ids.device, llm.model_config.dtype)
         record["floors"] = floors(llm, job, ceilings)
         if job.offline_requests:
@@ -83,43 +50,13 @@ def measure_as_peer(job: PeerJob) -> dict[str, Any]:
         return record
 
 
-class _Prompts:
-    """A source of random token ids, new ones at each call."""
-
-    def __init__(self, vocab_size: int) -> None:
-        self._random = Random(0)
-        self._largest = min(LARGEST_TOKEN_ID, vocab_size - 1)
-
-    def make(self, num_requests: int, num_tokens: int) -> list[list[int]]:
-        return [[self._random.randint(0, self._largest) for _ in range(num_tokens)] for _ in range(num_requests)]
-
-
-def generate_seconds(llm: LLM, prompts: Sequence[list[int]], num_tokens: int) -> float:
-    """Return the seconds it takes to generate `num_tokens` greedy tokens for each prompt."""
+def generate_tokens(llm: LLM, prompts: Sequence[list[int]], num_tokens: int) -> list[list[int]]:
+    """Return `num_tokens` greedy tokens for each prompt."""
     from piecegraph.runner.common.sampling_params import SamplingParams
 
     params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
-    started = time.perf_counter()
-    llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
-    return time.perf_counter() - started
-
-
-def tpot_ms(llm: LLM, prompts: _Prompts, batch_size: int, job: PeerJob) -> float:
-    """Return milliseconds per decode step: the better of two differences between long answers and answers of one
-    token.
-    """
-    found = []
-    for _ in range(2):
-        batch = prompts.make(batch_size, job.prompt_tokens)
-        one = generate_seconds(llm, batch, 1)
-        found.append((generate_seconds(llm, batch, job.decode_tokens + 1) - one) / job.decode_tokens)
-    return 1e3 * min(found)
-
-
-def prefill_rate(llm: LLM, prompts: _Prompts, num_requests: int, num_tokens: int) -> float:
-    """Return prompt tokens per second, measured on the second run."""
-    generate_seconds(llm, prompts.make(num_requests, num_tokens), 1)
-    return num_requests * num_tokens / generate_seconds(llm, prompts.make(num_requests, num_tokens), 1)
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
 
 
 def floors(llm: LLM, job: PeerJob, ceilings: Ceilings) -> dict[str, Any]:
@@ -169,7 +106,7 @@ def main() -> int:
     from piecegraph.tools.command_line.failures import exit_code_of, show
 
     try:
-        record = measure_as_peer(PeerJob(**json.loads(sys.argv[1])))
+        record = measure_as_peer(job_of(sys.argv[1]))
     except Exception as error:
         show(error, debug=False)
         return exit_code_of(error)

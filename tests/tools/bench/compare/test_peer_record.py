@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from piecegraph.tools.bench.compare.peer_record import PeerJob, measure_as_peer
+from piecegraph.tools.bench.compare.peer_record import measure_as_peer
+from piecegraph.tools.bench.compare.workload import PeerJob
 from tests.runner.tiny_models import llama_config
 
 
@@ -28,7 +29,9 @@ def test_it_has_the_peers_names(offline_requests: int, tmp_path_factory: pytest.
     record = measure_as_peer(a_job(str(folder), offline_requests=offline_requests))
     offline = {"offline_s", "offline_tok_s"} if offline_requests else set()
     times = {"import_s", "init_s", "first_token_s", "start_to_first_token_s"}
-    assert set(record) == {"peer", "floors", "tpot_ms", "prefill_tok_s"} | times | offline
+    figures = {"tpot_ms", "tpot_processor_ms", "prefill_tok_s", "peak_rss_bytes", "greedy_tokens"}
+    assert set(record) == {"peer", "floors"} | figures | times | offline
+    assert len(record["greedy_tokens"]) == 16 and record["peak_rss_bytes"] > 1 << 20
     assert set(record["floors"]) == {"tpot_ms", "prefill_tok_s"} | offline
     assert set(record["tpot_ms"]) == set(record["floors"]["tpot_ms"]) == {"1", "2"}
     assert all(record["floors"]["tpot_ms"][size] > 0 for size in ("1", "2"))
@@ -37,7 +40,7 @@ def test_it_has_the_peers_names(offline_requests: int, tmp_path_factory: pytest.
 
 
 def test_a_job_knows_its_longest_request_and_its_largest_batch() -> None:
-    assert (a_job("m").longest, a_job("m").most_requests) == (17, 256)
+    assert (a_job("m").longest, a_job("m").most_requests) == (32, 256)
     job = PeerJob(model="m", arguments={}, batch_sizes=(1,), offline_requests=0, prefill=(8, 100))
     assert (job.longest, job.most_requests) == (512 + 128 + 1, 8)
     assert PeerJob(model="m", arguments={}).longest == 2049
