@@ -7,6 +7,7 @@ Sequences decode in one batch of llama.cpp's.
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from collections.abc import Sequence
@@ -17,10 +18,11 @@ from piecegraph.tools.bench.compare.workload import Generate, PeerJob, job_of, m
 
 def generator(job: PeerJob, num_threads: int) -> tuple[Generate, int]:
     """Return the function that generates with the file's model, whose weights stay in their blocks."""
-    import llama_cpp
     import numpy as np
 
-    api: Any = llama_cpp
+    api: Any = importlib.import_module("llama_cpp")
+    silence = api.llama_log_callback(lambda level, text, data: None)  # C code holds it as long as `generate` lives
+    api.llama_log_set(silence, None)
     model = api.llama_model_load_from_file(job.model.encode(), api.llama_model_default_params())
     if not model:
         raise SystemExit(f"llama.cpp cannot read {job.model}; its model must be a .gguf file.")
@@ -51,7 +53,7 @@ def generator(job: PeerJob, num_threads: int) -> tuple[Generate, int]:
         logits = (np.ctypeslib.as_array(api.llama_get_logits_ith(context, row), shape=(vocab_size,)) for row in last)
         return [int(each.argmax()) for each in logits]
 
-    def generate(prompts: Sequence[list[int]], num_tokens: int) -> list[list[int]]:
+    def generate(prompts: Sequence[list[int]], num_tokens: int, held: object = silence) -> list[list[int]]:
         api.llama_memory_clear(api.llama_get_memory(context), True)
         start, rows = 0, list(prompts)
         answers: list[list[int]] = [[] for _ in prompts]
@@ -67,19 +69,11 @@ def generator(job: PeerJob, num_threads: int) -> tuple[Generate, int]:
 
 
 def import_it() -> None:
-    """Import llama.cpp, and silence what it says. Raises `SystemExit` with what to do if it is missing."""
+    """Import llama.cpp. Raises `SystemExit` with what to do if it is missing."""
     try:
-        import llama_cpp
+        importlib.import_module("llama_cpp")
     except ImportError as error:
         raise SystemExit(f"llama-cpp-python is missing ({error}); `make peers` builds it in .venv-peers.") from error
-    api: Any = llama_cpp
-    silence = api.llama_log_callback(lambda level, text, data: None)
-    api.llama_log_set(silence, None)
-    _KEPT.append(silence)
-
-
-_KEPT: list[object] = []
-"""Callbacks that C code holds."""
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -23,8 +24,8 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
-        monkeypatch.setattr(workload.time, "perf_counter", lambda: self.now)
-        monkeypatch.setattr(workload.time, "process_time", lambda: self.now / 2)
+        monkeypatch.setattr(time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(time, "process_time", lambda: self.now / 2)
 
     def generate(self, prompts: Sequence[list[int]], num_tokens: int) -> list[list[int]]:
         self.now += 10 + num_tokens
