@@ -272,6 +272,8 @@ COVERED_BY: Mapping[str, str] = {
     "runner/engine/progress_bar.py": "tests/runner/test_llm.py",
     "tools/bench/kernels/attention.py": "tests/runner/attention/triton/kernels/test_decode.py",
     "tools/bench/kernels/attention_prefill.py": "tests/runner/attention/triton/kernels/test_prefill.py",
+    "tools/bench/compare/llama_cpp_peer.py": "tests/tools/bench/compare/test_workload.py",
+    "tools/bench/compare/transformers_peer.py": "tests/tools/bench/compare/test_workload.py",
     "tools/bench/measure/machine.py": "tests/tools/commands/test_env.py",
     "tools/bench/pieces.py": "tests/tools/bench/test_passes.py",
     "tools/bench/session.py": "tests/tools/commands/test_bench.py",
