@@ -31,17 +31,16 @@ from piecegraph.runner.attention.interface.layer import AttentionLayer, attentio
 from piecegraph.runner.attention.interface.op_call import ATTENTION_OPS, AttentionCall
 from piecegraph.runner.attention.select import BackendChoice, check_backend_name, choose_backend
 from piecegraph.runner.common.engine_config import EngineConfig, batched_tokens, static_sizes, static_sizes_note
-from piecegraph.runner.cudagraphs.capture_sizes import NUM_FIRST_DRAFT_TOKENS, check_capture_sizes
+from piecegraph.runner.cudagraphs.capture_sizes import check_capture_sizes
 from piecegraph.runner.cudagraphs.dispatch_table import DispatchRange, decode_ranges, mixed_ranges
 from piecegraph.runner.cudagraphs.dispatcher import Dispatcher
-from piecegraph.runner.cudagraphs.graph_plan import GraphPlan, plan_for
+from piecegraph.runner.cudagraphs.graph_plan import GraphPlan, num_first_draft_tokens, plan_for
 from piecegraph.runner.cudagraphs.measured_dispatcher import CostChoice, MeasuredDispatcher
 from piecegraph.runner.cudagraphs.measured_times import why_not_measured
 from piecegraph.runner.inspect.layer_view import LayerView, middle_layer
 from piecegraph.runner.inspect.untraceable import refused_by_module
 from piecegraph.runner.kv_cache.groups import fitting_block_size, kv_cache_layout
 from piecegraph.runner.lora.modules import lora_options
-from piecegraph.runner.models.causal_lm import DYNAMIC_DIMS, CausalLMForward, example_inputs
 from piecegraph.runner.models.first_position import first_position
 from piecegraph.runner.models.layer_rules import apply_layer_rules
 from piecegraph.runner.models.length import model_length
@@ -56,7 +55,8 @@ from piecegraph.runner.speculative.common.fitting_draft import (
     num_rollback,
     refuse_states,
 )
-from piecegraph.runner.speculative.heads.head_config import with_head
+from piecegraph.runner.speculative.heads.head_config import HeadConfig, is_head, naming_the_head, with_head
+from piecegraph.runner.speculative.heads.load_head import head_on_meta
 from piecegraph.runner.state_layers.layer import StateLayer, state_layers
 from piecegraph.runner.tensor_parallel.summary import RanksSummary, ranks_summary
 from piecegraph.runner.traffic.kept import kept_key, read_kept
@@ -127,7 +127,7 @@ class Explanation:
     by_cost: tuple[CostChoice, ...]  # batches for which something is cheaper than the smallest graph that fits
     drafting: str  # how tokens are drafted, and how many; "": they are not
     verification: tuple[DispatchRange, ...]  # batches of requests that verify all drafts each
-    draft: Explanation | None  # the model that drafts; its graphs are those of its passes
+    draft: Explanation | None  # the model or head that drafts; its graphs are those of its passes
     notes: tuple[str, ...]
     num_engines: int  # that requests are divided among; all other fields are about one of them
     ranks: RanksSummary | None  # None: one rank; all other fields are about one of several
@@ -165,7 +165,42 @@ def explain(config: EngineConfig, *, assume_gpu: bool = False, on_phase: OnPhase
     config, sizes_note = with_traffic_sizes(config, read_kept(traffic_folder(), key), max_num_tokens)
     lens = max_model_len, max_num_tokens
     draft = fitting_draft(config, hf_config, lens, dtype=dtype, needs_weights=False)
+    config, head = with_head(config, hf_config, needs_weights=False)
+    about = _About(device=device, is_assumed=is_assumed, lens=lens, key=key, on_phase=on_phase)
     loaded, notes = _load(config, hf_config, dtype, device, max_model_len, on_phase)
+    notes = (*([str(head)] if head is not None else []), *notes, *sizes_note)
+
+    def drafting(block_size: int) -> Explanation | None:
+        if head is not None:
+            return _explain_head(replace(config, block_size=block_size), head, hf_config, dtype, about)
+        return None if draft is None else _explain_draft(draft, block_size, assume_gpu, on_phase)
+
+    return _explain_loaded(config, loaded, notes, about, drafting)
+
+
+class _About(NamedTuple):
+    """What the explanations of a model and of its head have in common."""
+
+    device: torch.device
+    is_assumed: bool
+    lens: tuple[int, int]  # the most tokens of a text, and of a step
+    key: str  # of the model's traffic
+    on_phase: OnPhase | None
+
+
+def _explain_loaded(
+    config: EngineConfig,
+    loaded: LoadedModel,
+    notes: tuple[str, ...],
+    about: _About,
+    explain_draft: Callable[[int], Explanation | None],
+) -> Explanation:
+    """Return the explanation of `loaded`, a model or a head over meta tensors.
+
+    `explain_draft`: a function from the size of a block to the explanation of what drafts for it.
+    """
+    device, is_assumed, (max_model_len, max_num_tokens), key, on_phase = about
+    dtype = loaded.dtype
     traced = _trace(config, loaded, device, is_assumed, max_num_tokens, max_model_len, on_phase)
     layers, choice, plan, pieces, config = traced.layers, traced.choice, traced.graph_plan, traced.plan, traced.config
     cached: tuple[CachedLayer, ...] = (*layers, *traced.state_layers)
@@ -183,11 +218,11 @@ def explain(config: EngineConfig, *, assume_gpu: bool = False, on_phase: OnPhase
     dispatcher, dispatch_notes = _dispatcher(config, plan, sizes, key)
     split_ops = _split_op_rows(costs)
     decode, verification, mixed = _ranges(config, dispatcher, max_num_tokens)
-    drafting = None if draft is None else _explain_draft(draft, config.block_size, assume_gpu, on_phase)
+    drafting = explain_draft(config.block_size)
     return Explanation(
         source=config.source.model,
         model_class=type(loaded.model).__name__,
-        num_parameters=sum(parameter.numel() for parameter in loaded.model.parameters()),
+        num_parameters=loaded.num_parameters,
         dtype=dtype,
         device=device,
         is_assumed=is_assumed,
@@ -217,7 +252,7 @@ def explain(config: EngineConfig, *, assume_gpu: bool = False, on_phase: OnPhase
         drafting="" if config.is_draft else str(config.speculative or ""),
         verification=verification,
         draft=drafting,
-        notes=(*notes, *layout.notes, *sizes_note, *dispatch_notes, *_trace_notes(traced.report)),
+        notes=(*notes, *layout.notes, *dispatch_notes, *_trace_notes(traced.report)),
         num_engines=config.data_parallel_size,
         ranks=None if loaded.rank_plan is None else ranks_summary(loaded.model, loaded.rank_plan),
         stages=_stages(config, loaded),
@@ -272,7 +307,6 @@ def _load(
     on_phase: OnPhase | None,
 ) -> tuple[LoadedModel, tuple[str, ...]]:
     """Return the model over meta tensors, and notes about it."""
-    config, head = with_head(config, hf_config, needs_weights=False)
     source = replace(config.source, load_format="dummy")
     options: dict[str, Any] = {
         "num_ranks": config.tensor_parallel_size,
@@ -282,7 +316,7 @@ def _load(
         "runs_on": device,
     }
     loaded = load_model(source, hf_config, dtype=dtype, device=torch.device("meta"), on_phase=on_phase, **options)
-    notes = (*([str(head)] if head is not None else []), *loaded.notes, *fix_longrope(loaded.model, max_model_len))
+    notes = (*loaded.notes, *fix_longrope(loaded.model, max_model_len))
     return loaded, (*notes, *apply_layer_rules(loaded.model, max_model_len))
 
 
@@ -291,16 +325,26 @@ def _explain_draft(draft: FittingDraft, block_size: int, assume_gpu: bool, on_ph
         return explain(replace(draft.config, block_size=block_size), assume_gpu=assume_gpu, on_phase=on_phase)
 
 
+def _explain_head(
+    config: EngineConfig, head: HeadConfig, hf_config: PreTrainedConfig, dtype: torch.dtype, about: _About
+) -> Explanation:
+    with naming_the_head():
+        loaded = head_on_meta(head, hf_config, dtype)
+        of_head = replace(config, source=head.source, dtype=dtype, is_draft=True, may_raise_block_size=False)
+        return _explain_loaded(of_head, loaded, (), about, lambda block_size: None)
+
+
 def _ranges(
     config: EngineConfig, dispatcher: Dispatcher, max_num_tokens: int
 ) -> tuple[tuple[DispatchRange, ...], tuple[DispatchRange, ...], tuple[DispatchRange, ...]]:
     """Return the ranges of requests that decode, of requests that verify all drafts each, and of other batches.
 
-    Of a draft model they are those of its passes, and no others.
+    Of a draft model or a head they are those of its passes, and no others.
     """
     most = config.max_num_seqs
     if config.is_draft:
-        return decode_ranges(dispatcher, max_num_seqs=most, uniform_token_count=NUM_FIRST_DRAFT_TOKENS), (), ()
+        count = num_first_draft_tokens(config.speculative)
+        return decode_ranges(dispatcher, max_num_seqs=most, uniform_token_count=count), (), ()
     decode = decode_ranges(dispatcher, max_num_seqs=min(most, max_num_tokens))
     mixed = mixed_ranges(dispatcher, max_num_seqs=most, max_num_tokens=max_num_tokens)
     if config.speculative is None:
@@ -360,12 +404,12 @@ def _trace(
         torch.no_grad(),
         refused_by_module(loaded.model),
         compile_module(
-            CausalLMForward(loaded.model, loaded.first_position),
+            loaded.forward_module(),
             replace(
                 config.compile, compiler="eager", passes=_passes(config, device), expect=_expected_here(config, device)
             ),
-            dynamic_dims=DYNAMIC_DIMS,
-            example_inputs=example_inputs(torch.device("meta")),
+            dynamic_dims=loaded.dynamic_dims,
+            example_inputs=loaded.example_inputs(torch.device("meta")),
             on_phase=on_phase,
             before_compile=decide,
         ) as compiled,
@@ -477,5 +521,6 @@ def _slower_paths(
             if row.reason is not None
         ]
     if draft is not None:
-        found += [f"draft model: {reason}" for reason in draft.slower_paths if reason not in found]
+        what = "head" if config.speculative is not None and is_head(config.speculative.method) else "draft model"
+        found += [f"{what}: {reason}" for reason in draft.slower_paths if reason not in found]
     return found

@@ -151,6 +151,11 @@ class LoadedModel:
         return CausalLMForward(self.model, self.first_position)
 
     @property
+    def num_parameters(self) -> int:
+        """The number of parameters."""
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+    @property
     def dynamic_dims(self) -> Mapping[str, Mapping[int, str]]:
         """The dims of the arguments of `forward_module` that vary."""
         return DYNAMIC_DIMS if self.stage is None else stage_dims(self.stage.stage)

@@ -23,12 +23,10 @@ from piecegraph.runner.models.length import model_length
 from piecegraph.runner.models.load import LoadedModel, load_config
 from piecegraph.runner.models.without_weights import load_without_weights
 from piecegraph.runner.speculative.common.fitting_draft import naming_the_draft
-from piecegraph.runner.speculative.heads.head_config import MtpConfig, naming_the_head, with_head
+from piecegraph.runner.speculative.heads.head_config import naming_the_head, with_head
 from piecegraph.runner.speculative.heads.load_head import head_without_weights
-from piecegraph.runner.startup.compile_model import LANGUAGE_MODEL, Entry
 from piecegraph.runner.startup.decide import Decided, compile_step_kernels, decide_for
 from piecegraph.runner.startup.draft import check_draft
-from piecegraph.runner.startup.head import head_entry
 from piecegraph.runner.startup.step_kernels import compiles_kernels
 
 
@@ -40,7 +38,7 @@ class CompiledAhead:
     was_cached: bool  # nothing had to be compiled
     report: CompileReport
     notes: tuple[str, ...]
-    draft: CompiledAhead | None = None  # the model that drafts for it, if there is one
+    draft: CompiledAhead | None = None  # the model or head that drafts for it, if there is one
 
 
 def check_can_compile_for(device: str | torch.device | None) -> None:
@@ -58,7 +56,8 @@ def check_can_compile_for(device: str | torch.device | None) -> None:
 def compile_ahead(
     config: EngineConfig, store: Store, *, anew: bool = False, on_phase: OnPhase | None = None
 ) -> CompiledAhead:
-    """Put into `store` everything that an `LLM` with this config would look up on this machine, a draft model included.
+    """Put into `store` everything that an `LLM` with this config would look up on this machine, a draft model or a head
+    included.
 
     `anew`: compile everything again, whatever the store holds.
 
@@ -88,17 +87,11 @@ def compile_ahead(
         needs_weights=False,
     )
     compiled = _compile(config, loaded, max_model_len, max_num_tokens, store, anew=anew, on_phase=on_phase)
-    if isinstance(head, MtpConfig):
-        note = "the layer for multi-token prediction is compiled at the first start"
-        return replace(compiled, notes=(*compiled.notes, note))
     if head is not None:
         with naming_the_head():
             of_head = replace(config, source=head.source, is_draft=True, may_raise_block_size=False)
-            stand_in = head_without_weights(head, loaded.dtype, loaded.device)
-            entry = head_entry(head)
-            made = _compile(
-                of_head, stand_in, max_model_len, max_num_tokens, store, anew=anew, on_phase=on_phase, entry=entry
-            )
+            stand_in = head_without_weights(head, loaded.config, loaded.dtype, loaded.device)
+            made = _compile(of_head, stand_in, max_model_len, max_num_tokens, store, anew=anew, on_phase=on_phase)
         return replace(compiled, draft=made)
     if draft is None:
         return compiled
@@ -117,7 +110,6 @@ def _compile(
     *,
     anew: bool,
     on_phase: OnPhase | None,
-    entry: Entry = LANGUAGE_MODEL,
 ) -> CompiledAhead:
     """Put one model, `loaded` without weights, into `store`; see `compile_ahead`."""
     decided: list[Decided] = []
@@ -125,10 +117,10 @@ def _compile(
     def decide(calls: tuple[SplitCall, ...]) -> None:
         decided.append(decide_for(calls, loaded, config, max_model_len, max_num_tokens))
 
-    module = entry.module(loaded)
+    module = loaded.forward_module()
     compile = options_on(config, loaded.device.type)
     cache = CompileCache(store, True, reads=not anew)
-    inputs, dims = entry.inputs(loaded), entry.dynamic_dims(loaded)
+    inputs, dims = loaded.example_inputs(loaded.device), loaded.dynamic_dims
     with torch.no_grad():
         plans = PlanStore.of(cache, module, ExampleCall.of(module, inputs, {}, dims), compile)
         if plans.key is None:

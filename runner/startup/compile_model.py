@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -34,23 +33,6 @@ _MEASURING = ("compile_sizes", "tune_sizes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
-    """The module that is traced of a loaded model, its dynamic dims, and inputs to trace with."""
-
-    module: Callable[[LoadedModel], torch.nn.Module]
-    dynamic_dims: Callable[[LoadedModel], Mapping[str, Mapping[int, str]]]
-    inputs: Callable[[LoadedModel], tuple[Any, ...]]
-
-
-LANGUAGE_MODEL = Entry(
-    module=lambda loaded: loaded.forward_module(),
-    dynamic_dims=lambda loaded: loaded.dynamic_dims,
-    inputs=lambda loaded: loaded.example_inputs(loaded.device),
-)
-"""How the model that is served is traced, and a model that drafts for it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class CompiledLM:
     """A compiled model with the attention layers in its graph, their backend, and the CUDA graphs to capture."""
 
@@ -73,7 +55,6 @@ def compile_model(
     on_phase: OnPhase | None,
     all_layers: AllLayers | None = None,
     *,
-    entry: Entry = LANGUAGE_MODEL,
     background: BackgroundCompile | None = None,
 ) -> CompiledLM:
     """Trace and compile the model, and return it with everything that follows from its graph.
@@ -99,7 +80,7 @@ def compile_model(
         weights = load()  # before the kernels: loading changes the default dtype of every thread
         if decided and compiles_kernels(device):  # else nothing is compiled, or not yet
             kernels.start()
-        return entry.module(weights)
+        return weights.forward_module()
 
     def wait_for_kernels() -> None:
         if kernels.is_running:
@@ -116,10 +97,10 @@ def compile_model(
     try:
         with torch.no_grad(), refused_by_module(loaded.model):
             compiled = compile_module(
-                entry.module(loaded),
+                loaded.forward_module(),
                 options_on(config, device.type),
-                dynamic_dims=entry.dynamic_dims(loaded),
-                example_inputs=entry.inputs(loaded),
+                dynamic_dims=loaded.dynamic_dims,
+                example_inputs=loaded.example_inputs(device),
                 on_phase=on_every_phase,
                 before_compile=decide,
                 load_weights=None if stand_in is None else load_late,

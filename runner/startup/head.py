@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -16,7 +15,7 @@ from piecegraph.runner.speculative.drafter import Drafter
 from piecegraph.runner.speculative.heads.head_config import HeadConfig, MtpConfig, naming_the_head
 from piecegraph.runner.speculative.heads.head_step import HeadedStep, HeadStep
 from piecegraph.runner.speculative.heads.load_head import load_eagle3, load_mtp
-from piecegraph.runner.startup.compile_model import CompiledLM, Entry, compile_model
+from piecegraph.runner.startup.compile_model import CompiledLM, compile_model
 from piecegraph.runner.startup.draft import (
     CompiledDraft,
     buffers_for,
@@ -25,13 +24,6 @@ from piecegraph.runner.startup.draft import (
     pass_parts,
     reasons_of,
 )
-
-HEAD_DIMS = {
-    "input_ids": {0: "num_tokens"},
-    "positions": {0: "num_tokens"},
-    "hidden_states": {0: "num_tokens"},
-    "logits_indices": {0: "num_logits"},
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,9 +62,7 @@ def compile_head(
             loaded = load_mtp(head, target, seed=config.seed)
         else:
             loaded = load_eagle3(head, target, seed=config.seed)
-        compiled = compile_model(
-            None, lambda: loaded.loaded, config, max_model_len, max_num_tokens, on_phase, entry=head_entry(head)
-        )
+        compiled = compile_model(None, lambda: loaded.loaded, config, max_model_len, max_num_tokens, on_phase)
         check_pages(compiled, model)
     layout, group = with_draft_layers(model.layout, compiled.layers)
     made = CompiledHead(
@@ -96,14 +86,3 @@ def make_head_drafter(head: CompiledHead, step: HeadedStep, slots: StagedWriteTe
         target_ids=head.target_ids,
     )
     return drafter_of(head, head_step, slots)
-
-
-def head_entry(head: HeadConfig) -> Entry:
-    """Return how the head is traced."""
-
-    def inputs(loaded: LoadedModel) -> tuple[Any, ...]:
-        positions = torch.arange(8, device=loaded.device)
-        hidden = torch.zeros(8, head.state_size, dtype=loaded.dtype, device=loaded.device)
-        return torch.zeros_like(positions), positions, hidden, torch.tensor([2, 4, 7], device=loaded.device)
-
-    return Entry(module=lambda loaded: loaded.model, dynamic_dims=lambda loaded: HEAD_DIMS, inputs=inputs)

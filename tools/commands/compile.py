@@ -16,6 +16,7 @@ from piecegraph.cache.trust.key_pair import PublicKey
 from piecegraph.compiler.common.private_folder import scratch_folder
 from piecegraph.errors import ConfigError
 from piecegraph.progress import Phase
+from piecegraph.runner.common.speculative_config import HEADS
 from piecegraph.tools.cache.reading.filled import Filled, read_filled, table_lines, target_lines
 from piecegraph.tools.cache.terminal.place import CacheDir, Place, place
 from piecegraph.tools.command_line.compile_flags import engine_config, with_compile_flags
@@ -94,7 +95,8 @@ def command(
         draft = next((model_record(one, of_draft) for one, of_draft in drafts), None)
         click.echo(json.dumps({**record, "draft": draft}))
     else:
-        lines = [line for one, of_draft in drafts for line in draft_lines(one, of_draft)]
+        what = "head" if config.speculative is not None and config.speculative.method in HEADS else "draft model"
+        lines = [line for one, of_draft in drafts for line in draft_lines(what, one, of_draft)]
         click.echo("\n".join([*as_lines(where, signing_key_file, compiled, filled), *lines]))
 
 
@@ -125,10 +127,10 @@ def as_lines(where: Place, signing_key_file: Path | None, compiled: CompiledAhea
     yield from _titled("notes", *notes_of(compiled))
 
 
-def draft_lines(compiled: CompiledAhead, filled: Filled) -> Iterator[str]:
-    """Return the draft model and its table."""
+def draft_lines(what: str, compiled: CompiledAhead, filled: Filled) -> Iterator[str]:
+    """Return the draft model or the head, which `what` says, and its table."""
     counts = f"{compiled.report.num_pieces} pieces, {compiled.report.num_unique_pieces} unique"
-    yield f"draft model, {filled.title}: {_state(compiled)}, {counts}"
+    yield f"{what}, {filled.title}: {_state(compiled)}, {counts}"
     yield from table_lines(filled.rows)
     yield from _titled("all", bytes_text(filled.bytes))
     yield from _titled("notes", *notes_of(compiled))

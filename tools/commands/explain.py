@@ -13,6 +13,7 @@ from piecegraph.compiler.common.private_folder import scratch_folder
 from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
 from piecegraph.errors import ConfigError
 from piecegraph.progress import Phase
+from piecegraph.runner.common.speculative_config import HEADS
 from piecegraph.tools.command_line.compile_flags import engine_config, with_compile_flags
 from piecegraph.tools.command_line.options import COMPILE_FLAGS, CONTEXT, LLM_FLAGS, Command, flags, given
 from piecegraph.tools.command_line.passes_text import layer_lines, layer_record, pass_lines, pass_record
@@ -177,7 +178,8 @@ def _draft_lines(explained: Explanation) -> Iterator[str]:
     if draft is None:
         return
     report, cost = draft.report, f"{draft.cache_bytes_per_token / 1024:.1f} KiB of key/value cache a token more"
-    yield f"draft model {draft.model_class}, {draft.num_parameters / 1e6:.1f}M parameters, {cost}"
+    what = "head" if explained.drafting.startswith(HEADS) else "draft model"
+    yield f"{what} {draft.model_class}, {draft.num_parameters / 1e6:.1f}M parameters, {cost}"
     yield from map(_attention_line, draft.attention)
     yield from (f"backend {reason}" for reason in draft.backend_reasons)
     yield f"pieces {report.num_pieces} -> {report.num_unique_pieces} unique, {report.num_split_ops} split ops"

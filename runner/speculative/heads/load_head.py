@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -12,22 +12,63 @@ from torch import nn
 from piecegraph.compiler.repeated_layers.find import name_layers
 from piecegraph.errors import CheckpointError
 from piecegraph.runner.common.model_source import ModelSource
-from piecegraph.runner.models.load import LoadedModel
+from piecegraph.runner.models.load import LoadedModel, load_model
 from piecegraph.runner.models.quiet_transformers import quiet_transformers
 from piecegraph.runner.models.without_weights import make_fake
 from piecegraph.runner.speculative.heads.eagle3 import Eagle3Head
-from piecegraph.runner.speculative.heads.head_config import Eagle3Config, MtpConfig
-from piecegraph.runner.speculative.heads.mtp import mtp_head
+from piecegraph.runner.speculative.heads.head_config import Eagle3Config, HeadConfig, MtpConfig
+from piecegraph.runner.speculative.heads.mtp import MtpHead, mtp_head
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 _NOT_READ = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")
 """Tensors of a checkpoint that only training reads."""
+
+
+HEAD_DIMS = {
+    "input_ids": {0: "num_tokens"},
+    "positions": {0: "num_tokens"},
+    "hidden_states": {0: "num_tokens"},
+    "logits_indices": {0: "num_logits"},
+}
+"""The dims of a head's arguments that vary."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadModel(LoadedModel):
+    """A head on its device, which is traced over tokens, positions and hidden states."""
+
+    state_size: int  # of a hidden state
+
+    def forward_module(self) -> nn.Module:
+        """Return the head itself."""
+        return self.model
+
+    @property
+    def num_parameters(self) -> int:
+        """The number of parameters, without those that are certainly the model's."""
+        model: Any = self.model
+        own = model.mtp.layers if isinstance(model, MtpHead) else model
+        return sum(parameter.numel() for parameter in own.parameters())
+
+    @property
+    def dynamic_dims(self) -> Mapping[str, Mapping[int, str]]:
+        """The dims of the arguments of the head that vary."""
+        return HEAD_DIMS
+
+    def example_inputs(self, device: torch.device) -> tuple[torch.Tensor, ...]:
+        """Return inputs to trace the head with; the trace does not depend on their sizes."""
+        positions = torch.arange(8, device=device)
+        hidden = torch.zeros(8, self.state_size, dtype=self.dtype, device=device)
+        return torch.zeros_like(positions), positions, hidden, torch.tensor([2, 4, 7], device=device)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedHead:
     """A head with its weights."""
 
-    loaded: LoadedModel
+    loaded: HeadModel
     target_ids: torch.Tensor | None  # [draft_vocab_size] int64: the model's token of each of the head's; None: the same
     notes: tuple[str, ...]
 
@@ -53,14 +94,7 @@ def load_eagle3(config: Eagle3Config, target: LoadedModel, *, seed: int) -> Load
     head = head.to(target.device)
     name_layers(head)
     notes = (str(config), *([f"head: {' and '.join(shared)} of the model itself"] if shared else ()))
-    loaded = LoadedModel(
-        model=head,
-        config=config.layer_config,
-        dtype=target.dtype,
-        device=target.device,
-        first_position=0,
-        notes=notes,
-    )
+    loaded = _head_model(head, config, target.dtype, target.device, notes)
     return LoadedHead(loaded=loaded, target_ids=_target_ids(d2t, config, target.device), notes=notes)
 
 
@@ -74,20 +108,48 @@ def load_mtp(config: MtpConfig, target: LoadedModel, *, seed: int) -> LoadedHead
         head = mtp_head(target.model, is_random=config.source.load_format == "dummy")
     head = head.to(target.dtype).to(target.device).eval().requires_grad_(False)
     notes = (str(config),)
-    loaded = LoadedModel(
-        model=head, config=head.config, dtype=target.dtype, device=target.device, first_position=0, notes=notes
+    return LoadedHead(
+        loaded=_head_model(head, config, target.dtype, target.device, notes), target_ids=None, notes=notes
     )
-    return LoadedHead(loaded=loaded, target_ids=None, notes=notes)
 
 
-def head_without_weights(config: Eagle3Config, dtype: torch.dtype, device: torch.device) -> LoadedModel:
-    """Return the head with fake tensors, which can be traced and compiled."""
-    with torch.device("meta"):
-        head: Any = Eagle3Head(config)
+def head_on_meta(config: HeadConfig, hf_config: PreTrainedConfig, dtype: torch.dtype) -> HeadModel:
+    """Return the head with meta tensors, which can be traced. `hf_config`: the model's."""
+    meta = torch.device("meta")
+    if isinstance(config, MtpConfig):
+        source = replace(config.source, load_format="dummy")
+        target = load_model(source, hf_config, dtype=dtype, device=meta).model
+        with quiet_transformers(), meta:
+            head: Any = mtp_head(target, is_random=True)
+    else:
+        with meta:
+            head = Eagle3Head(config)
+        name_layers(head)
     head = head.to(dtype).eval().requires_grad_(False)
-    make_fake(head, device)
-    name_layers(head)
-    return LoadedModel(model=head, config=config.layer_config, dtype=dtype, device=device, first_position=0, notes=())
+    return _head_model(head, config, dtype, meta, (str(config),))
+
+
+def head_without_weights(
+    config: HeadConfig, hf_config: PreTrainedConfig, dtype: torch.dtype, device: torch.device
+) -> HeadModel:
+    """Return the head with fake tensors, which can be traced and compiled. `hf_config`: the model's."""
+    loaded = head_on_meta(config, hf_config, dtype)
+    make_fake(loaded.model, device)
+    return replace(loaded, device=device)
+
+
+def _head_model(
+    head: Any, config: HeadConfig, dtype: torch.dtype, device: torch.device, notes: tuple[str, ...]
+) -> HeadModel:
+    return HeadModel(
+        model=head,
+        config=head.config,
+        dtype=dtype,
+        device=device,
+        first_position=0,
+        notes=notes,
+        state_size=config.state_size,
+    )
 
 
 def _read_state(source: ModelSource) -> dict[str, torch.Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,10 @@ from piecegraph.runner.common.model_source import ModelSource
 from piecegraph.runner.common.speculative_config import SpeculativeConfig
 from piecegraph.runner.inspect.explanation import Explanation, explain
 from piecegraph.runner.speculative.speculative_runner import SpeculativeRunner
-from tests.runner.tiny_models import FAMILIES, HYBRIDS, llama_config, make_config
+from tests.runner.speculative.heads.random_heads import eagle3_checkpoint, save_head
+from tests.runner.speculative.heads.test_mtp import mtp_model_config
+from tests.runner.test_graphs import load
+from tests.runner.tiny_models import FAMILIES, HYBRIDS, llama_config, make_config, random_model
 
 FULL, PIECEWISE, NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: nothing is assumed")
@@ -119,6 +123,40 @@ def test_decisions_about_drafts_are_those_of_llm(drafting: EngineConfig) -> None
         "draft model: dispatch: passes for 5 to 6 requests run NONE: 10 tokens are above the largest captured size 8 "
         "(FULL)"
     ]
+
+
+@pytest.mark.parametrize("method", ["eagle3", pytest.param("mtp", marks=pytest.mark.slow)])
+def test_decisions_about_heads_are_those_of_llm(config: EngineConfig, tmp_path: Path, method: str) -> None:
+    """Without weights: graphs of verifications and of the head's passes, its pieces, and the memory of its layers."""
+    drafts: dict[str, Any] = {"method": method, "num_speculative_tokens": 3}
+    model = config.source.model
+    if method == "eagle3":
+        written, _ = eagle3_checkpoint(random_model(llama_config()))
+        drafts["model"] = str(save_head(tmp_path / "head", written, {}))
+    else:
+        model = str(tmp_path / "model")
+        mtp_model_config("GLM-4.5").save_pretrained(model)
+    speculative = SpeculativeConfig.parse(drafts)
+    found = explain(replace(config, source=ModelSource(model=model, load_format="dummy"), speculative=speculative))
+    assert found.draft is not None
+    options: dict[str, Any] = {"cudagraph_capture_sizes": [1, 2, 4], "num_kv_blocks": 16, "block_size": 16}
+    with load(Path(model), load_format="dummy", dtype="auto", speculative_config=drafts, **options) as llm:
+        runner = llm.runner
+        assert isinstance(runner, SpeculativeRunner) and runner.drafter is not None
+        assert found.num_full == len(runner.graphs.descriptors(FULL)) == 6
+        assert found.draft.num_full == len(runner.drafter.descriptors) == 3 and found.draft.num_piecewise == 0
+        report = runner.drafter.compiled.report()
+        assert found.draft.report.pieces == report.pieces and report.num_split_ops == 1
+        assert len(runner.step.kv_caches) == sum(row.layers for row in (*found.attention, *found.draft.attention)) == 3
+    assert [(row.first, row.last, row.mode, row.num_tokens) for row in found.draft.decode] == [
+        (1, 1, FULL, 4),
+        (2, 2, FULL, 8),
+        (3, 4, FULL, 16),
+        (5, 6, NONE, None),
+    ]
+    assert found.drafting.startswith(f"{method} (") and found.draft.drafting == "" and found.draft.mixed == ()
+    assert any(path.startswith("head: dispatch: passes for 5 to 6 requests run NONE") for path in found.slower_paths)
+    assert any(note.startswith("head: ") for note in found.notes)
 
 
 def test_prompt_lookup_has_verifications_and_no_second_model(config: EngineConfig) -> None:

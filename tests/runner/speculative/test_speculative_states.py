@@ -33,6 +33,7 @@ from tests.runner.engine_model import AloneModel
 from tests.runner.speculative.draft_models import drafts_by, save_first_layers
 from tests.runner.speculative.drafting_llm import NGRAM, NUM_DRAFTS
 from tests.runner.speculative.heads.random_heads import drafts_by_head, save_small_head
+from tests.runner.speculative.heads.test_mtp import MTP, save_with_mtp
 from tests.runner.test_graphs import load
 
 
@@ -61,11 +62,12 @@ class DraftingEngineUnderTest(EngineUnderTest):
         return (1 + NUM_DRAFTS) * (1 + self._steps_ahead)
 
 
-NUM_STEPS = 2_500
-"""Steps of a long life of one engine; there are eight engines."""
+NUM_STEPS = 2_000
+"""Steps of a long life of one engine; there are ten engines."""
 
 HALF = "half"
 HEAD = "head"
+OWN_LAYER = "mtp"
 LIKELY = [50, 40]
 """The tokens of a head: 50 is what a text that repeats itself consists of."""
 GRAPHS = {"attention_backend": "triton"}
@@ -84,6 +86,8 @@ slow = pytest.mark.slow
         pytest.param((1, MODES, GRAPHS, HALF), id="half, graphs, ahead", marks=slow),
         pytest.param((0, MODES[2:], NO_GRAPHS, HALF), id="half, no graphs, in step", marks=slow),
         pytest.param((1, MODES, GRAPHS, HEAD), id="head, graphs, ahead"),
+        pytest.param((0, MODES[2:], NO_GRAPHS, HEAD), id="head, no graphs, in step", marks=slow),
+        pytest.param((1, MODES, GRAPHS, OWN_LAYER), id="mtp, graphs, ahead", marks=slow),
     ],
 )
 def engine_and_modes(
@@ -95,8 +99,12 @@ def engine_and_modes(
         config = drafts_by(save_first_layers(llama, 1, tmp_path_factory.mktemp("half"), llama_dir))
     if drafts == HEAD:
         config = drafts_by_head(save_small_head(llama, tmp_path_factory.mktemp("head"), LIKELY))
-    with load(llama_dir, async_scheduling=bool(steps_ahead), speculative_config=config, **TINY, **options) as llm:
-        yield DraftingEngineUnderTest(llm, AloneModel(llama), steps_ahead=steps_ahead), modes
+    folder, alone = llama_dir, llama
+    if drafts == OWN_LAYER:
+        config, folder = MTP, tmp_path_factory.mktemp("mtp")
+        alone = save_with_mtp("GLM-4.5", folder)
+    with load(folder, async_scheduling=bool(steps_ahead), speculative_config=config, **TINY, **options) as llm:
+        yield DraftingEngineUnderTest(llm, AloneModel(alone), steps_ahead=steps_ahead), modes
 
 
 @pytest.mark.parametrize(
@@ -122,7 +130,7 @@ def test_every_order_of_events_gives_the_right_outputs(
 
 @slow
 def test_a_long_life(engine_and_modes: tuple[EngineUnderTest, Sequence[CUDAGraphMode]]) -> None:
-    """Of 20,000 steps over the eight engines."""
+    """Of 20,000 steps over the ten engines, of every method."""
     engine, modes = engine_and_modes
     run_randomly(engine, num_steps=engine.num_steps + NUM_STEPS, seed=5)
     assert_much_was_seen(engine, NUM_STEPS, modes)

@@ -15,7 +15,8 @@ from piecegraph.tools.cli import main
 from piecegraph.tools.command_line.compile_flags import engine_config, passes_without
 from piecegraph.tools.command_line.options import LLM_FLAGS
 from piecegraph.tools.commands.explain import dispatch_lines
-from tests.runner.tiny_models import llama_config
+from tests.runner.speculative.heads.random_heads import eagle3_checkpoint
+from tests.runner.tiny_models import llama_config, random_model
 
 FULL, PIECEWISE, NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
 SMALL = ["--max-num-seqs", "4", "--max-num-batched-tokens", "8", "--cudagraph-capture-sizes", "1,2,4"]
@@ -126,6 +127,23 @@ def test_drafts_are_explained(folder: str, capsys: pytest.CaptureFixture[str]) -
     assert record["verification"][0]["mode"] == "PIECEWISE"
     assert record["draft"]["model"] == folder and record["draft"]["num_full"] == 0
     assert record["draft"]["report"] == record["report"] and record["draft"]["draft"] is None
+
+
+def test_a_head_is_explained(folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its config is enough."""
+    written, _ = eagle3_checkpoint(random_model(llama_config()), eagle_aux_hidden_state_layer_ids=[1])
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    config = json.dumps({"method": "eagle3", "model": str(tmp_path), "num_speculative_tokens": 3})
+    flags = ["--device", "cpu", "--graph-kind", "recorded", "--speculative", config, "--quiet", *SMALL]
+    assert main(["explain", folder, "--attention-backend", "triton", *flags]) == 0
+    lines = [line.strip() for line in capsys.readouterr().out.partition("drafts      ")[2].splitlines()]
+    assert any(
+        line.startswith("head Eagle3Head, 0.0M parameters, 0.1 KiB of key/value cache a token") for line in lines
+    )
+    assert "1 layers of 4 query and 2 KV heads, head size 8" in lines
+    assert any(line.startswith("pieces ") and line.endswith(" unique, 1 split ops") for line in lines)
+    text = "graphs of its passes to capture: 3 FULL, one for each number of requests; prompts are read without graphs"
+    assert text in lines
 
 
 def test_ranks_are_explained(folder: str, capsys: pytest.CaptureFixture[str]) -> None:

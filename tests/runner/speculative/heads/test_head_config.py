@@ -11,13 +11,21 @@ import torch
 from transformers import PreTrainedModel
 
 from piecegraph import LLM
+from piecegraph.cache.store.store import Store
+from piecegraph.compiler.plans.plan_store import PlanStore
+from piecegraph.compiler.store.compile_cache import CompileCache
+from piecegraph.compiler.tracing.signature import ExampleCall
+from piecegraph.config import CompileConfig
 from piecegraph.errors import CheckpointError, ConfigError, ModelError, ModelNotFound, PiecegraphError, UnsupportedModel
 from piecegraph.runner.common.engine_config import EngineConfig
 from piecegraph.runner.common.model_source import ModelSource
 from piecegraph.runner.common.speculative_config import SpeculativeConfig
-from piecegraph.runner.speculative.heads.head_config import eagle3_config, with_head
+from piecegraph.runner.models.load import load_config, load_model
+from piecegraph.runner.speculative.heads.head_config import MtpConfig, eagle3_config, mtp_config, with_head
+from piecegraph.runner.speculative.heads.load_head import head_without_weights, load_eagle3, load_mtp
 from piecegraph.tools.cli import main
 from tests.runner.speculative.heads.random_heads import drafts_by_head, eagle3_checkpoint, save_eagle3, save_head
+from tests.runner.speculative.heads.test_mtp import save_with_mtp
 from tests.runner.speculative.test_drafter import drafter_of
 from tests.runner.test_graphs import load
 from tests.runner.tiny_models import llama_config
@@ -34,6 +42,31 @@ CHANGES: dict[str, tuple[dict[str, Any], type[PiecegraphError], str]] = {
     "a deeper model": ({"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}, ConfigError, "ascend from 0 .* to 2"),
     "no numbers": ({"eagle_aux_hidden_state_layer_ids": ["a"]}, ConfigError, "a list of layers' numbers"),
 }
+
+
+@pytest.mark.parametrize("method", ["eagle3", "mtp"])
+def test_a_head_without_weights_has_the_key_of_the_head(
+    llama: PreTrainedModel, llama_dir: Path, tmp_path: Path, method: str
+) -> None:
+    """So that a start finds what was compiled ahead."""
+    folder, head_dir = llama_dir, save_eagle3(llama, tmp_path / "head")
+    if method == "mtp":
+        folder = tmp_path / "model"
+        save_with_mtp("GLM-4.5", folder)
+    source, config = ModelSource(model=str(folder)), load_config(ModelSource(model=str(folder)))
+    head = mtp_config(source, config) if method == "mtp" else eagle3_config(ModelSource(model=str(head_dir)), config)
+    cpu = torch.device("cpu")
+    target = load_model(source, config, dtype=torch.float32, device=cpu)
+    read: Any = load_mtp if isinstance(head, MtpConfig) else load_eagle3
+    keys = []
+    for loaded in (read(head, target, seed=0).loaded, head_without_weights(head, config, torch.float32, cpu)):
+        module, dims = loaded.forward_module(), loaded.dynamic_dims
+        cache = CompileCache(Store.open(tmp_path / "cache", key_file=tmp_path / "own.key"), True)
+        call = ExampleCall.of(module, loaded.example_inputs(cpu), {}, dims)
+        plans = PlanStore.of(cache, module, call, CompileConfig())
+        keys.append(plans.key)
+        assert plans.key, plans.reason
+    assert keys[0] == keys[1]
 
 
 def write(folder: Path, llama: PreTrainedModel, changes: dict[str, Any]) -> Path:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from piecegraph import SamplingParams
 from piecegraph.errors import CheckpointError, ConfigError, PiecegraphError, UnsupportedModel
@@ -41,12 +41,16 @@ MTP: dict[str, Any] = {"method": "mtp", "num_speculative_tokens": 3, "stops_when
 NUM_LAYERS = 2
 
 
+def mtp_model_config(kind: str, num_layers: int = NUM_LAYERS) -> PreTrainedConfig:
+    """The config of a model of `num_layers` layers with one for multi-token prediction behind them."""
+    name, options = KINDS[kind]
+    sizes = {"vocab_size": 261, "max_position_embeddings": 96, "num_hidden_layers": num_layers}
+    return make_config(name, **options, **sizes, num_mtp_layers=1, eos_token_id=1)
+
+
 def save_with_mtp(kind: str, folder: Path) -> PreTrainedModel:
     """Save a model with a layer for multi-token prediction behind its own, under the names of published checkpoints."""
-    name, options = KINDS[kind]
-    options = {**options, "vocab_size": 261, "num_mtp_layers": 1, "max_position_embeddings": 96}
-    model = random_model(make_config(name, **options))
-    deeper = random_model(make_config(name, **{**options, "num_hidden_layers": NUM_LAYERS + 1}))
+    model, deeper = (random_model(mtp_model_config(kind, count)) for count in (NUM_LAYERS, NUM_LAYERS + 1))
     save(deeper, folder / "deeper")
     save(model, folder)
     prefix, size = f"model.layers.{NUM_LAYERS}.", 32
