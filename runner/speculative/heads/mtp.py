@@ -42,13 +42,8 @@ class MtpHead(nn.Module):
         """Return logits `[num_logits, vocab_size]` and the hidden states of the same rows."""
         mtp, embeds, position_ids = self.mtp, self.mtp.embed_tokens(input_ids)[None], positions[None]
         rotary = None if mtp.rotary_emb is None else mtp.rotary_emb(embeds, position_ids=position_ids)
-        hidden = mtp.layers[0](
-            embeds,
-            hidden_states[None],
-            position_embeddings=rotary,
-            attention_mask=None,
-            position_ids=position_ids,
-        )
+        mask = cache = None  # by position: versions of transformers name the last otherwise
+        hidden = mtp.layers[0](embeds, hidden_states[None], rotary, mask, position_ids, cache)
         if mtp.use_shared_post_norm:
             hidden = mtp.shared_post_norm(hidden)
         chosen = hidden[0, logits_indices]
