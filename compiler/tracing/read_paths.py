@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import builtins
 import importlib
+import re
 import sys
 import types
 import weakref
@@ -23,6 +24,10 @@ Step = tuple[str, Any]
 
 HOME = "piecegraph.compiler.tracing.trace"
 """The module in which a trace begins: globals that Dynamo names without a module are in this module."""
+
+_TORCH_BY_ID = re.compile(r"_\d+_c\d+")
+"""The global by which Dynamo names torch where the code of a model asks for the type of a tensor. It has the id of the
+module, which is another in each process."""
 
 
 class UnknownReadExpression(Exception):
@@ -83,6 +88,8 @@ class ReadTree:
             if (module := modules.get(name.removeprefix("__import_"))) is None:
                 raise UnknownReadExpression
             return self.add(-1, ("module", module))
+        if _TORCH_BY_ID.fullmatch(name):
+            return self.add(-1, ("module", "torch"))
         if name.startswith("__"):
             raise UnknownReadExpression  # a name that Dynamo made for this process
         return self.add(self.add(-1, ("module", HOME)), ("attribute", name))

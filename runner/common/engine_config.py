@@ -473,9 +473,7 @@ class EngineConfig:
     def check_beside_quantised(self, quantised: str) -> None:
         """Raise `ConfigError` for an argument that cannot be given with quantised weights; `quantised` names these."""
         for is_given, what in (
-            (self.tensor_parallel_size > 1, "tensor_parallel_size"),
             (self.enable_lora, "enable_lora"),
-            (self.pipeline_parallel_size > 1, "pipeline_parallel_size"),
             (self.speculative is not None, "speculative_config"),
             (self.enable_prompt_embeds, "enable_prompt_embeds"),
             (self.runner == "pooling", "runner='pooling'"),

@@ -35,9 +35,14 @@ class Worker:
     loaded: Loaded
 
     def report(self) -> dict[str, Any]:
-        """Return what the rank holds: bytes of weights, bytes read of files, heads and layers of attention."""
+        """Return what the rank holds: bytes of weights, bytes read of files, heads and layers of attention, and pieces.
+
+        `compiled_pieces`: how many of its unique pieces this rank has not found in the cache.
+        """
         model = self.loaded.model
         plan = model.rank_plan
+        compiled = self.loaded.compiled.report()
+        keys = [row.key for row in compiled.unique_pieces]
         return {
             "rank": self.rank,
             "pid": os.getpid(),
@@ -47,7 +52,9 @@ class Worker:
             "kv_heads": None if plan is None or plan.heads is None else plan.heads.kv_heads,
             "experts": None if plan is None else plan.num_experts,
             "layers": None if model.stage is None else (model.stage.layers.start, model.stage.layers.stop),
-            "cache": self.loaded.compiled.report().cache.state,
+            "cache": compiled.cache.state,
+            "unique_pieces": keys,
+            "compiled_pieces": 0 if compiled.cache.state == "hit" else len(keys) - compiled.cache.loaded_pieces,
         }
 
     def call(self, method: str | Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -73,7 +73,13 @@ from piecegraph.runner.pipeline_parallel.stage_forward import (
 )
 from piecegraph.runner.quantization.checkpoints.all_formats import stored_checkpoint
 from piecegraph.runner.quantization.checkpoints.gguf_file import gguf_quantization, gguf_tensors
-from piecegraph.runner.quantization.checkpoints.load import CannotStream, PlainCheckpoint, opened_files, read_model
+from piecegraph.runner.quantization.checkpoints.load import (
+    WHOLE_MODEL,
+    CannotStream,
+    PlainCheckpoint,
+    opened_files,
+    read_model,
+)
 from piecegraph.runner.quantization.checkpoints.stored import StoredCheckpoint
 from piecegraph.runner.quantization.online import online_schemes
 from piecegraph.runner.quantization.quantise import QuantisationSummary, quantise_model
@@ -83,7 +89,7 @@ from piecegraph.runner.state_layers.modules.replace import (
     replace_state_layers,
 )
 from piecegraph.runner.tensor_parallel.plan import RankPlan, rank_plan
-from piecegraph.runner.tensor_parallel.sharded_checkpoint import CannotSlice, rank_model
+from piecegraph.runner.tensor_parallel.sharded_checkpoint import CannotSlice, RankDivision, rank_model
 from piecegraph.runner.tensor_parallel.sharded_modules import fill_rank_buffers, shard_model
 from piecegraph.runner.traceable.hidden_states import let_hidden_states_leave
 from piecegraph.runner.traceable.replace import make_traceable
@@ -306,9 +312,9 @@ def load_model(
     """Return the model with our attention, with the weights of `source`, or with random weights for format `dummy`.
 
     With several ranks, the model has the weights of `rank` only, and with a `stage` those of its layers.
-    `divides_experts`: a rank has some experts whole, not a part of each.
-    `quantization`: the scheme that weights are quantised by, each when it is read, or all then if files have other
-    names. `lora`: adapters may change the model. `runs_on`: where it will run, if that is not `device`.
+    `divides_experts`: a rank has some experts whole. `quantization`: the scheme that weights are quantised by, each
+    when it is read, or all then if files have other names. `lora`: adapters may change the model. `runs_on`: where it
+    will run, if that is not `device`.
 
     Raises `UnsupportedModel` if the model's class is not supported, and `CheckpointError` if files are missing or
     corrupt, or tensors are missing, unexpected or of another shape.
@@ -320,8 +326,8 @@ def load_model(
     report(Phase(name="load", detail=source.model))
     register_attention()
     checkpoint, config = split_quantisation(config)
-    if checkpoint is not None and (num_ranks > 1 or stage is not None or not kind.generates):
-        raise UnsupportedModel("a quantised checkpoint can generate on one rank so far; use an unquantised one.")
+    if checkpoint is not None and not kind.generates:
+        raise UnsupportedModel("a quantised checkpoint can generate, but not pool so far; use an unquantised one.")
     known_class = _known_class(config, kind)
     if known_class is not None:
         kind = _checked_kind(known_class, config, kind, num_ranks)
@@ -331,11 +337,9 @@ def load_model(
     with quiet_transformers(functools.partial(_report_weights, report, source.model)), _construction_errors(source):
         if source.load_format == "dummy":
             model = _random_model(source, config, dtype, device, seed, kind)
-        elif checkpoint is not None or (quantization is not None and kind.generates and num_ranks == 1):
-            stored = checkpoint or PlainCheckpoint(quantization or "")
-            model, quantised = _quantised_checkpoint_model(
-                source, config, dtype, kind, known_class, stored, device_type
-            )
+        elif checkpoint is not None or (quantization is not None and kind.generates):
+            of_kind = (source, config, dtype, kind, known_class, checkpoint or PlainCheckpoint(quantization or ""))
+            model, quantised, plan, bytes_read = _quantised_checkpoint_model(*of_kind, device_type, stages, of_rank)
         elif num_ranks > 1 or stage is not None:
             model, plan, bytes_read = _rank_checkpoint_model(source, config, dtype, kind, known_class, stages, of_rank)
         else:
@@ -344,9 +348,10 @@ def load_model(
     check_class(type(model), kind.inputs)
     stages.cut(model)
     notes = _replace_layers(model) if kind.generates else _check_pools(model)
-    plan = _cut_to_rank(model, plan, of_rank) if num_ranks > 1 else None
+    is_cut, plan = plan is not None, _rank_plan(model, plan, of_rank)
     _check_stages(model, stages.plan)
-    quantised = _quantised(model, quantization, checkpoint, quantised, device_type)
+    quantised = _quantised(model, quantization, checkpoint, quantised, device_type, plan)
+    _cut_to_rank(model, plan, is_cut=is_cut)
     model = model.to(device).eval().requires_grad_(False)  # type: ignore[arg-type]  # transformers decorates .to
     let_hidden_states_leave(model, source.hidden_states)
     adapted = None if lora is None else adapt_modules(model, lora, dtype=dtype, device=device)
@@ -401,11 +406,13 @@ def _quantised_checkpoint_model(
     known_class: type[PreTrainedModel] | None,
     checkpoint: StoredCheckpoint | PlainCheckpoint,
     device_type: str,
-) -> tuple[Any, QuantisationSummary | None]:
-    """Return the model with quantised weights, and the summary; there is no copy of all weights in floats.
+    stages: StageCut,
+    of_rank: tuple[int, int, bool],
+) -> tuple[Any, QuantisationSummary | None, RankPlan | None, int | None]:
+    """Return the model with quantised weights, the summary, and of a rank or a stage the plan and the bytes read.
 
-    If the tensors of a plain checkpoint are not those of the model's modules, one for one, the model has floats still,
-    and the summary is None.
+    There is no copy of all weights in floats. If the tensors of a plain checkpoint are not those of the model's
+    modules, one for one, the model has floats still, is whole, and all else is None.
     """
     from safetensors import SafetensorError
 
@@ -415,11 +422,15 @@ def _quantised_checkpoint_model(
     is_readable = keeps_blocks or (files and all(file.suffix == ".safetensors" for file in files))
     if known_class is None or not is_readable:
         if isinstance(checkpoint, PlainCheckpoint):
-            return _checkpoint_model(source, config, dtype, kind), None
+            return _checkpoint_model(source, config, dtype, kind), None, None, None
         raise UnsupportedModel(
             f"{source.model!r} is quantised, and can be read only from safetensors files and with a class of "
             "transformers."
         )
+    rank, num_ranks, divides_experts = of_rank
+    division = None
+    if num_ranks > 1 or stages.cuts:
+        division = RankDivision(known_class, config, rank, num_ranks, stages.cut, divides_experts)
     try:
         opened = nullcontext(gguf_tensors(Path(source.model))) if keeps_blocks else opened_files(files)
         with opened as tensors:
@@ -431,13 +442,16 @@ def _quantised_checkpoint_model(
                 dtype=dtype,
                 attention=kind.attention,
                 device_type=device_type,
+                division=division or WHOLE_MODEL,
             )
-    except CannotStream:
-        return _checkpoint_model(source, config, dtype, kind), None
+    except (CannotStream, CannotSlice):
+        return _checkpoint_model(source, config, dtype, kind), None, None, None
     except SafetensorError as error:
         raise CheckpointError(f"a weight file of {source.model!r} is corrupt: {first_line(error)}") from error
     check_tensors(source, info, config)
-    return model, summary
+    if division is None:
+        return model, summary, None, None
+    return model, summary, division.plan, division.bytes_read
 
 
 def _quantised(
@@ -446,10 +460,12 @@ def _quantised(
     checkpoint: StoredCheckpoint | None,
     read: QuantisationSummary | None,
     device_type: str,
+    plan: RankPlan | None,
 ) -> QuantisationSummary | None:
     """Quantise a model in place, unless it was `read` so or stays plain, and return the summary.
 
-    Raises `UnsupportedModel` for a kind that cannot be quantised yet.
+    `plan`: what will be left on this rank of a whole model. Raises `UnsupportedModel` for a kind that cannot be
+    quantised yet.
     """
     if checkpoint is None and quantization is None:
         return None
@@ -462,12 +478,14 @@ def _quantised(
         )
     if read is not None:
         return read
+    shards = None if plan is None else plan.shards
     if checkpoint is None:
         assert quantization is not None
-        return quantise_model(model, quantization, online_schemes(quantization), device_type=device_type)
-    return quantise_model(
-        model, checkpoint.quant_method, checkpoint.scheme_of, device_type=device_type, is_read=True, must_fit=True
-    )
+        scheme_of = online_schemes(quantization)
+        return quantise_model(model, quantization, scheme_of, device_type=device_type, shards=shards)
+    method, scheme_of = checkpoint.quant_method, checkpoint.scheme_of
+    options: dict[str, Any] = {"device_type": device_type, "is_read": True, "must_fit": True, "shards": shards}
+    return quantise_model(model, method, scheme_of, **options)
 
 
 def _check_divisible(config: PreTrainedConfig, num_ranks: int) -> None:
@@ -514,9 +532,14 @@ def _differing_layer(config: PreTrainedConfig, kind: ModelKind) -> str:
     return "" if found is None else f" The first such module is {found}."
 
 
-def _cut_to_rank(model: PreTrainedModel, plan: RankPlan | None, of_rank: tuple[int, int, bool]) -> RankPlan:
-    """Cut a model to one rank, unless it was loaded so, which is what a `plan` says; return the plan."""
+def _rank_plan(model: PreTrainedModel, plan: RankPlan | None, of_rank: tuple[int, int, bool]) -> RankPlan | None:
+    """Return what a rank holds of a whole model, or `plan` if the model has been cut; None: there is one rank.
+
+    Raises `UnsupportedModel` for layers of kinds that are not divided.
+    """
     rank, num_ranks, divides_experts = of_rank
+    if num_ranks == 1:
+        return None
     if has_state_layers(model):
         raise UnsupportedModel(
             f"{type(model).__name__} has layers with a state ({first_state_layer(model)}), which tensor parallelism "
@@ -527,11 +550,16 @@ def _cut_to_rank(model: PreTrainedModel, plan: RankPlan | None, of_rank: tuple[i
             f"{type(model).__name__} has attention whose forward is replaced (docs/own_attention.md), which tensor "
             "parallelism does not divide; use tensor_parallel_size=1."
         )
+    return rank_plan(model, rank, num_ranks, divides_experts=divides_experts) if plan is None else plan
+
+
+def _cut_to_rank(model: PreTrainedModel, plan: RankPlan | None, *, is_cut: bool) -> None:
+    """Cut a model to a rank's plan, unless it was loaded so, and write the buffers that differ between ranks."""
     if plan is None:
-        plan = rank_plan(model, rank, num_ranks, divides_experts=divides_experts)
+        return
+    if not is_cut:
         shard_model(model, plan)
-    fill_rank_buffers(model, rank)
-    return plan
+    fill_rank_buffers(model, plan.rank)
 
 
 def _check_stages(model: PreTrainedModel, plan: StagePlan | None) -> None:

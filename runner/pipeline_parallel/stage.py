@@ -142,6 +142,11 @@ class StageCut:
         self.plan: StagePlan | None = None
         """What the stage holds of the last model; None: there is no stage, or no model has been cut."""
 
+    @property
+    def cuts(self) -> bool:
+        """Whether there is a stage."""
+        return self._stage is not None
+
     def cut(self, model: Any) -> None:
         """Cut a transformers model in place; one that is cut already stays as it is. Raises what `stage_plan` does."""
         if self._stage is None or any(isinstance(module, MissingModule) for module in model.modules()):

@@ -36,6 +36,15 @@ def stage_inputs(
     return (tokens, positions, indices) if plan.stage.is_last else (tokens, positions)
 
 
+def _one_batch(hidden_states: torch.Tensor) -> torch.Tensor:
+    """Return `hidden_states` as a batch of one, `[1, num_tokens, hidden_size]`, a view.
+
+    A view of a new shape has the strides of a new tensor. Those of `hidden_states[None]` are written in another way for
+    a varying number of tokens, and by nothing else would pieces of this stage differ from those of the first.
+    """
+    return hidden_states.view(1, hidden_states.shape[0], hidden_states.shape[1])
+
+
 class _Stage(nn.Module):
     """The base of stages over the flattened tokens of all requests, whose positions count from `first_position` on."""
 
@@ -75,7 +84,7 @@ class MiddleStage(_Stage):
         positions: torch.Tensor,  # [num_tokens] int64
     ) -> torch.Tensor:
         """Return hidden states `[num_tokens, hidden_size]`."""
-        hidden: torch.Tensor = self.call(self.model.base_model, positions, inputs_embeds=hidden_states[None])[0]
+        hidden: torch.Tensor = self.call(self.model.base_model, positions, inputs_embeds=_one_batch(hidden_states))[0]
         return hidden[0]
 
 
@@ -89,7 +98,9 @@ class LastStage(_Stage):
         logits_indices: torch.Tensor,  # [num_logits] int64
     ) -> torch.Tensor:
         """Return logits `[num_logits, vocab_size]`."""
-        output = self.call(self.model, positions, inputs_embeds=hidden_states[None], logits_to_keep=logits_indices)
+        output = self.call(
+            self.model, positions, inputs_embeds=_one_batch(hidden_states), logits_to_keep=logits_indices
+        )
         logits: torch.Tensor = output.logits[0]
         return logits
 
@@ -115,9 +126,8 @@ def check_passes_through(model: Any, plan: StagePlan) -> None:
     behind = [name for name in behind if name in model.config.get_text_config(decoder=True).base_model_pp_plan]
     kept = {name: getattr(base, name) for name in (short, *behind)}
     parameter = next(model.parameters())
-    given = torch.randn(
-        (1, 3, plan.hidden_size), dtype=parameter.dtype, device=parameter.device, generator=_generator(parameter.device)
-    )
+    given = torch.randn((1, 3, plan.hidden_size), device=parameter.device, generator=_generator(parameter.device))
+    given = given.to(_dtype_of(model))
     try:
         setattr(base, short, nn.ModuleList([MissingModule(layer, str(place)) for place, layer in enumerate(layers)]))
         for name in behind:
@@ -138,6 +148,12 @@ def check_passes_through(model: Any, plan: StagePlan) -> None:
             f"{type(model).__name__} changes hidden states outside of the modules that its plan for pipeline "
             "parallelism names, so it cannot run in stages; use pipeline_parallel_size=1."
         )
+
+
+def _dtype_of(model: nn.Module) -> torch.dtype:
+    """Return the dtype of activations, by the first parameter that is not quantised."""
+    dtypes = (parameter.dtype for parameter in model.parameters())
+    return next((each for each in dtypes if each in (torch.float32, torch.bfloat16, torch.float16)), torch.float32)
 
 
 def _is_held(module: nn.Module) -> bool:

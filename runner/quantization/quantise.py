@@ -12,6 +12,7 @@ from torch import nn
 from piecegraph.errors import CheckpointError, UnsupportedModel
 from piecegraph.runner.quantization.methods.all_methods import METHODS, fastest
 from piecegraph.runner.quantization.methods.linear_method import DoesNotFit, NotFinite, Scheme
+from piecegraph.runner.quantization.methods.shard import Shard
 from piecegraph.runner.quantization.modules import REPLACED, replace_weight
 
 SchemeOf = Callable[[str, str], Scheme | None]
@@ -45,6 +46,7 @@ def quantise_model(
     device_type: str = "cpu",
     is_read: bool = False,
     must_fit: bool = False,
+    shards: Mapping[str, Shard] | None = None,
 ) -> QuantisationSummary:
     """Quantise the weights of a model in place, one after another, so that no second copy of the model is made.
 
@@ -52,7 +54,8 @@ def quantise_model(
     is of a class that cannot be quantised, or has no scheme. `scheme` names what was asked for. `device_type`: where
     the model runs, which decides between kernels; the weights may lie elsewhere. `is_read`: whether the weights are
     read from a checkpoint later, so that they get their shapes only; so they do on the meta device.
-    `must_fit`: whether a weight that the scheme cannot store is an error, instead of one that stays as it is.
+    `must_fit`: whether a weight that the scheme cannot store is an error, instead of one that stays as it is. `shards`:
+    by a weight's name the part that a rank will hold, for which the kernels are chosen; weights stay whole.
 
     Raises `CheckpointError` for a weight that is not finite or does not fit, and
     `UnsupportedModel` if nothing can be quantised.
@@ -69,7 +72,8 @@ def quantise_model(
         path, first, short = places[0]
         weight = first._parameters[short]
         assert weight is not None, path
-        chosen, why_not = _chosen(places, scheme_of, weight, device_type)
+        shard = (shards or {}).get(f"{path}.{short}")
+        chosen, why_not = _chosen(places, scheme_of, weight, device_type, shard)
         if chosen is None:
             left[why_not] += 1
             continue
@@ -117,7 +121,11 @@ def bytes_by_dtype(model: nn.Module) -> dict[str, int]:
 
 
 def _chosen(
-    places: list[tuple[str, nn.Module, str]], scheme_of: SchemeOf, weight: torch.Tensor, device_type: str
+    places: list[tuple[str, nn.Module, str]],
+    scheme_of: SchemeOf,
+    weight: torch.Tensor,
+    device_type: str,
+    shard: Shard | None,
 ) -> tuple[Scheme | None, str]:
     """Return the scheme of a parameter and "", or None and why it has none, the same text for parameters alike."""
     schemes: list[Scheme] = []
@@ -131,4 +139,4 @@ def _chosen(
         schemes.append(scheme)
     # A linear that shares its weight with an embedding has the scheme of the embedding, which comes first.
     is_linear = all(type(module) is nn.Linear for _, module, _ in places)
-    return fastest(schemes[0], weight, is_linear=is_linear, device_type=device_type), ""
+    return fastest(schemes[0], weight, is_linear=is_linear, device_type=device_type, shard=shard), ""

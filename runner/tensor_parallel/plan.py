@@ -15,7 +15,8 @@ from torch import nn
 
 from piecegraph.errors import ModelError, UnsupportedModel
 from piecegraph.runner.pipeline_parallel.missing_module import MissingModule
-from piecegraph.runner.tensor_parallel.shards import HeadSplit, Shard, even_shard
+from piecegraph.runner.quantization.methods.shard import Shard
+from piecegraph.runner.tensor_parallel.shards import HeadSplit, even_shard
 
 REPLICATED = frozenset({"replicated_with_grad_allreduce", "mla_kv_a_proj", "replicate", "replicated"})
 """Styles of modules that every rank holds whole; they differ only in the gradients of training."""

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
+from piecegraph.runner.quantization.methods.shard import Shard
 from piecegraph.runner.tensor_parallel.plan import RankPlan, rank_plan
 from piecegraph.runner.tensor_parallel.sharded_modules import shard_model
-from piecegraph.runner.tensor_parallel.shards import Shard
 
 _DIVISIBLE = frozenset({"MergeModulelist", "Concatenate", "_IdentityOp"})
 """Conversions that join tensors along dims that are not divided, or along that in which they are packed."""
@@ -106,6 +106,91 @@ def rank_model(
         )
     model.__class__ = model_class
     return model, info, plans[-1], bytes_read[0]
+
+
+class RankDivision:
+    """What one rank holds of a model with quantised weights, as `read_model` asks for it.
+
+    Quantised weights are read whole, one after another, since a scale may be of values on several ranks; of all else
+    the rank's ranges are read.
+    """
+
+    def __init__(
+        self,
+        model_class: type[Any],
+        config: Any,
+        rank: int,
+        num_ranks: int,
+        prepare: Callable[[Any], None],
+        divides_experts: bool,
+    ) -> None:
+        """`prepare` and `divides_experts` are those of `rank_model`."""
+        self._rank, self._num_ranks, self._divides_experts = rank, num_ranks, divides_experts
+        self._prepare = prepare
+        self._bytes_read = [0]
+        self._plan: RankPlan | None = None
+        with torch.device("meta"):
+            self._blank = model_class(config)
+        names = set(self._blank.state_dict())
+        prepare(self._blank)
+        self._others = names - set(self._blank.state_dict())
+
+    @property
+    def plan(self) -> RankPlan:
+        """What the rank holds of the model that has been read."""
+        assert self._plan is not None, "no model has been read yet"
+        return self._plan
+
+    @property
+    def bytes_read(self) -> int:
+        """The bytes that have been read of files."""
+        return self._bytes_read[0]
+
+    def shards(self, model: Any) -> Mapping[str, Shard]:
+        """Take away modules of other stages, and return the rank's part of each parameter, by name."""
+        self._prepare(model)
+        self._plan = rank_plan(model, self._rank, self._num_ranks, divides_experts=self._divides_experts)
+        return self._plan.shards
+
+    def cut(self, model: Any) -> None:
+        """Cut the parameters of a model to the rank's parts."""
+        shard_model(model, self.plan)
+
+    def held(self, stored: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the tensors but those of quantised weights of other stages; what is read of them is counted."""
+        elsewhere = {name.removesuffix(".weight") for name in self._others if name.endswith(".weight")}
+        return {
+            name: _Counted(whole, self._bytes_read)
+            for name, whole in stored.items()
+            if name.rpartition(".")[0] not in elsewhere
+        }
+
+    def parts(self, stored: Mapping[str, Any]) -> dict[str, Any]:
+        """Return tensors of plain parameters so that reading them reads the rank's part; all others as they are."""
+        return {
+            name: whole if shard is None else RankSlice(whole, shard, [0])
+            for name, whole, shard in _with_shards(self._blank, stored, self.plan, self._others)
+        }
+
+
+class _Counted:
+    """A tensor of a file; the bytes that are read of it are added to a count."""
+
+    def __init__(self, whole: Any, bytes_read: list[int]) -> None:
+        self._whole, self._bytes_read = whole, bytes_read
+
+    def get_shape(self) -> list[int]:
+        """Return the shape of the tensor."""
+        return list(self._whole.get_shape())
+
+    def get_dtype(self) -> str:
+        """Return safetensors' name of the dtype."""
+        return str(self._whole.get_dtype())
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        tensor: torch.Tensor = self._whole[index]
+        self._bytes_read[0] += tensor.nbytes
+        return tensor
 
 
 @contextmanager

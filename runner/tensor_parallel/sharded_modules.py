@@ -12,7 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from piecegraph.errors import UnsupportedModel
 from piecegraph.passes.ops.collectives import ALL_GATHER, ALL_REDUCE, OWN_COLUMNS
+from piecegraph.runner.quantization.methods.all_methods import METHODS
+from piecegraph.runner.quantization.methods.linear_method import DoesNotFit
+from piecegraph.runner.quantization.methods.shard import Shard
+from piecegraph.runner.quantization.modules import CutWeights, QuantisedEmbedding, QuantisedLinear
 from piecegraph.runner.tensor_parallel.plan import (
     EMBEDDING,
     GATHERED,
@@ -23,29 +28,44 @@ from piecegraph.runner.tensor_parallel.plan import (
 )
 
 
-class RowwiseLinear(nn.Linear):
+def _product(module: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Return `x @ weight.T + bias` for the weight of a linear layer, however it is stored."""
+    if isinstance(module, QuantisedLinear):
+        return module.product(x, bias)
+    return nn.functional.linear(x, module.weight, bias)
+
+
+class _Rowwise(nn.Linear):
     """A linear layer over this rank's columns: partial products are added up over ranks."""
 
+    num_ranks: int
+
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002  torch's name
-        output: torch.Tensor = ALL_REDUCE(nn.functional.linear(input, self.weight))
+        output: torch.Tensor = ALL_REDUCE(self._partial(input))
         return output if self.bias is None else output + self.bias
 
+    def _partial(self, x: torch.Tensor) -> torch.Tensor:
+        if isinstance(self, QuantisedLinear) and METHODS[self.scheme].rounds_tokens:
+            largest = ALL_GATHER(x.abs().amax(-1, keepdim=True), self.num_ranks).amax(-1, keepdim=True)
+            return self.product(x, None, largest)
+        return _product(self, x, None)
 
-class SplitInputLinear(RowwiseLinear):
+
+class _SplitInput(_Rowwise):
     """The same, for an input that every rank has whole."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002  torch's name
         return super().forward(OWN_COLUMNS(input, self.in_features))
 
 
-class GatheredLinear(nn.Linear):
+class _Gathered(nn.Linear):
     """A linear layer over this rank's rows, whose output is joined from all ranks."""
 
     num_ranks: int
     full_out_features: int
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002  torch's name
-        output: torch.Tensor = ALL_GATHER(nn.functional.linear(input, self.weight, self.bias), self.num_ranks)
+        output: torch.Tensor = ALL_GATHER(_product(self, input, self.bias), self.num_ranks)
         return output if output.shape[-1] == self.full_out_features else output[..., : self.full_out_features]
 
 
@@ -103,12 +123,17 @@ def _over(ours: Hashable, own: Hashable) -> Any:
 def shard_model(model: Any, plan: RankPlan) -> None:
     """Cut the parameters of a model to `plan`, and give modules that need a collective their class, in place.
 
-    Parameters that share memory are cut once. Call `fill_rank_buffers` when the model has its values.
+    Parameters that share memory are cut once. Quantised weights are cut by their method. Call `fill_rank_buffers` when
+    the model has its values. Raises `UnsupportedModel` for a weight that is stored in a way that cannot be cut so.
     """
+    quantised = CutWeights()
     cut: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # with the old parameter, which must live to keep its id
     for name, shard in plan.shards.items():
         owner_name, _, short = name.rpartition(".")
         owner = model.get_submodule(owner_name)
+        if short == "weight" and isinstance(owner, QuantisedLinear | QuantisedEmbedding):
+            _cut_quantised(quantised, owner, name, shard)
+            continue
         parameter = owner._parameters[short]
         if id(parameter) in {id(new) for _, new in cut.values()}:
             continue  # tied, and cut under its other name
@@ -117,6 +142,8 @@ def shard_model(model: Any, plan: RankPlan) -> None:
             cut[id(parameter)] = parameter, local
         owner._parameters[short] = cut[id(parameter)][1]
     for module in model.modules():  # other names of tied parameters
+        if isinstance(module, QuantisedLinear | QuantisedEmbedding):
+            quantised.share(module)
         for short, parameter in module._parameters.items():
             if parameter is not None and id(parameter) in cut:
                 module._parameters[short] = cut[id(parameter)][1]
@@ -124,18 +151,29 @@ def shard_model(model: Any, plan: RankPlan) -> None:
         _change_class(model.get_submodule(name), style, plan, name)
     for name in plan.shards:
         module = model.get_submodule(name.rpartition(".")[0])
-        if isinstance(module, nn.Linear):
-            module.out_features, module.in_features = module.weight.shape
+        if isinstance(module, nn.Linear) and name.endswith(".weight"):
+            shape = plan.shards[name].local_shape((module.out_features, module.in_features))
+            module.out_features, module.in_features = shape
+
+
+def _cut_quantised(weights: CutWeights, module: Any, name: str, shard: Shard) -> None:
+    """Cut the quantised weight of a module. Raises `UnsupportedModel`."""
+    try:
+        weights.cut(module, shard)
+    except DoesNotFit as error:
+        raise UnsupportedModel(
+            f"{name} is quantised ({module.scheme}) in a way that ranks cannot divide: {error}. Use another "
+            "tensor_parallel_size, or unquantised weights."
+        ) from error
 
 
 def _change_class(module: Any, style: str, plan: RankPlan, name: str) -> None:
     own: Any = type(module)
     if style == EMBEDDING:
-        module.num_embeddings = module.weight.shape[0]
+        module.num_embeddings = plan.shards[f"{name}.weight"].size
         module.padding_idx = None  # only gradients depend on it
-        module.register_buffer(
-            "first_token", torch.zeros((), dtype=torch.int64, device=module.weight.device), persistent=False
-        )
+        device = next(module.parameters(recurse=False)).device
+        module.register_buffer("first_token", torch.zeros((), dtype=torch.int64, device=device), persistent=False)
         module.__class__ = _over(_VocabularyPart, own)
     elif style in MODULE_REDUCED:
         module.__class__ = _over(_Reduced, own)
@@ -149,9 +187,10 @@ def _change_class(module: Any, style: str, plan: RankPlan, name: str) -> None:
     elif style == GATHERED:
         module.full_out_features = plan.shards[f"{name}.weight"].full_size
         module.num_ranks = plan.num_ranks
-        module.__class__ = GatheredLinear
+        module.__class__ = _over(_Gathered, own)
     else:
-        module.__class__ = SplitInputLinear if style == SPLIT_INPUT else RowwiseLinear
+        module.num_ranks = plan.num_ranks
+        module.__class__ = _over(_SplitInput if style == SPLIT_INPUT else _Rowwise, own)
 
 
 def fill_rank_buffers(model: nn.Module, rank: int) -> None:

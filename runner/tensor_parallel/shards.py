@@ -1,53 +1,13 @@
-"""The part of a tensor that a rank holds: ranges of one dim, padded with zeros to the same size on every rank.
+"""Which part of a tensor each rank holds: equal parts of a dim, or whole heads of attention.
 
 Everything here is pure: sizes and ranks in, ranges out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
-Part = tuple[int, int, int]
-"""`(start, stop, size)`: the range from `start` to `stop`, followed by zeros up to `size`."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shard:
-    """The ranges of dim `dim` that a rank holds, one after the other. `dim` is negative, as it counts from the end."""
-
-    dim: int
-    full_size: int
-    parts: tuple[Part, ...]
-
-    @property
-    def size(self) -> int:
-        """The size of the dim on the rank, zeros included: equal on all ranks."""
-        return sum(size for _, _, size in self.parts)
-
-    @property
-    def num_read(self) -> int:
-        """The size of what is read of the full tensor."""
-        return sum(stop - start for start, stop, _ in self.parts)
-
-    def local_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape on the rank of a tensor of `shape`."""
-        local = list(shape)
-        local[self.dim] = self.size
-        return tuple(local)
-
-    def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the rank's part of a full tensor, a new contiguous tensor."""
-        found = []
-        for start, stop, size in self.parts:
-            found.append(tensor.narrow(self.dim, start, stop - start))
-            if size > stop - start:
-                shape = list(tensor.shape)
-                shape[self.dim] = size - (stop - start)
-                found.append(tensor.new_zeros(shape))
-        return torch.cat(found, self.dim).contiguous()
+from piecegraph.runner.quantization.methods.shard import Part, Shard
 
 
 def even_part(full_size: int, rank: int, num_ranks: int, *, start: int = 0) -> Part:

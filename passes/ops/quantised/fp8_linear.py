@@ -25,23 +25,24 @@ def fp8_linear(
     bias: torch.Tensor | None,
     block: Sequence[int],
     input_group: int,
+    largest: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return `x @ (weight * scale).T + bias` in the dtype of `x`, `[..., num_columns]`.
 
     `x` is a float `[..., size]`; `weight` float8_e4m3fn `[num_columns, size]` without NaN; `scale` float
     `[ceil(num_columns / block[0]), ceil(size / block[1])]`, one for each block of weights. `input_group`: 0 leaves `x`
     as it is; otherwise it is rounded to e4m3 with a scale for each group of as many values (`WHOLE_TOKEN`: for each
-    token), its largest magnitude over 448. Weights times scales are rounded to the dtype of `x`. A new tensor; nothing
-    is mutated.
+    token), its largest magnitude over 448. `largest`: that magnitude of each token, `[..., 1]`; None: its own. Weights
+    times scales are rounded to the dtype of `x`. A new tensor; nothing is mutated.
     """
     num_columns = weight.shape[0]
     rows = x.reshape(-1, x.shape[-1])
-    if x.is_cuda:
+    if x.is_cuda and largest is None:
         found = _on_gpu(rows, weight, scale, bias, block, input_group)
         if found is not None:
             return found.view(*x.shape[:-1], num_columns)
     if input_group:
-        rows = rounded_to_e4m3(rows, input_group)
+        rows = rounded_to_e4m3(rows, input_group, None if largest is None else largest.reshape(-1, 1, 1))
     out = rows.new_empty((rows.shape[0], num_columns))
     at_once = max(_ROWS_AT_ONCE // block[0], 1) * block[0]
     for first in range(0, num_columns, at_once):
@@ -74,12 +75,16 @@ def _on_gpu(
     return rounded_linear_on_gpu(values, step, weight, scale, bias, block, rows.dtype)
 
 
-def rounded_to_e4m3(x: torch.Tensor, group: int) -> torch.Tensor:
-    """Return `x`, `[num_tokens, size]`, rounded to e4m3 times a scale for each group, in its own dtype."""
+def rounded_to_e4m3(x: torch.Tensor, group: int, largest: torch.Tensor | None = None) -> torch.Tensor:
+    """Return `x`, `[num_tokens, size]`, rounded to e4m3 times a scale for each group, in its own dtype.
+
+    `largest`: the magnitude that becomes 448, `[num_tokens, 1, 1]`; None: the largest of each group.
+    """
     size = x.shape[-1]
     length = size if group == WHOLE_TOKEN else group
     padded: torch.Tensor = F.pad(x, (0, -size % length)).unflatten(-1, (-1, length)).float()
-    step = (padded.abs().amax(-1, keepdim=True) / MAX_E4M3).clamp(min=1e-12)
+    most = padded.abs().amax(-1, keepdim=True) if largest is None else largest.float()
+    step = (most / MAX_E4M3).clamp(min=1e-12)
     near = (padded / step).clamp(-MAX_E4M3, MAX_E4M3).to(torch.float8_e4m3fn).float() * step
     return near.flatten(-2)[..., :size].to(x.dtype)
 
@@ -107,7 +112,8 @@ def e4m3_to_bfloat16(weight: torch.Tensor) -> torch.Tensor:
 
 
 FP8_LINEAR = define_op(
-    "fp8_linear(Tensor x, Tensor weight, Tensor scale, Tensor? bias, int[] block, int input_group) -> Tensor",
+    "fp8_linear(Tensor x, Tensor weight, Tensor scale, Tensor? bias, int[] block, int input_group, "
+    "Tensor? largest=None) -> Tensor",
     fp8_linear,
-    lambda x, weight, scale, bias, block, input_group: x.new_empty((*x.shape[:-1], weight.shape[0])),
+    lambda x, weight, scale, bias, block, input_group, largest=None: x.new_empty((*x.shape[:-1], weight.shape[0])),
 )

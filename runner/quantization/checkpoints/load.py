@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 
@@ -13,8 +14,14 @@ from piecegraph.errors import CheckpointError
 from piecegraph.runner.quantization.checkpoints.stored import Parts, StoredCheckpoint, named_weights, part_of
 from piecegraph.runner.quantization.methods.all_methods import METHODS
 from piecegraph.runner.quantization.methods.linear_method import NotFinite, PackedWeight, Scheme
+from piecegraph.runner.quantization.methods.shard import Shard
 from piecegraph.runner.quantization.online import online_schemes
-from piecegraph.runner.quantization.quantise import QuantisationSummary, SchemeOf, quantise_model
+from piecegraph.runner.quantization.quantise import (
+    QuantisationSummary,
+    SchemeOf,
+    bytes_by_dtype,
+    quantise_model,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -50,6 +57,44 @@ class PlainCheckpoint:
             ) from error
 
 
+class Division(Protocol):
+    """What a rank holds of a model, and reads of its files."""
+
+    def shards(self, model: Any) -> Mapping[str, Shard]:
+        """Take away the modules that the rank does not hold, and return its part of each parameter, by name."""
+
+    def cut(self, model: Any) -> None:
+        """Cut the parameters of a model, whose weights are quantised by now, to the rank's parts."""
+
+    def held(self, stored: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return those tensors of the files, by name, that belong to modules which the rank holds."""
+
+    def parts(self, stored: Mapping[str, Any]) -> dict[str, Any]:
+        """Return tensors of plain parameters so that reading them reads the rank's part; all others as they are."""
+
+
+class _WholeModel:
+    """The division of a model that one rank holds."""
+
+    def shards(self, model: Any) -> Mapping[str, Shard]:
+        """Return none."""
+        return {}
+
+    def cut(self, model: Any) -> None:
+        """Do nothing."""
+
+    def held(self, stored: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return all."""
+        return stored
+
+    def parts(self, stored: Mapping[str, Any]) -> dict[str, Any]:
+        """Return all as they are."""
+        return dict(stored)
+
+
+WHOLE_MODEL: Division = _WholeModel()
+
+
 @contextmanager
 def opened_files(files: Sequence[Path]) -> Iterator[Mapping[str, Any]]:
     """Yield the tensors of safetensors files by name; each is read when it is indexed."""
@@ -72,12 +117,13 @@ def read_model(
     dtype: torch.dtype,
     attention: str,
     device_type: str,
+    division: Division = WHOLE_MODEL,
 ) -> tuple[Any, Mapping[str, Any], QuantisationSummary]:
     """Return the model, transformers' loading information, and the summary of what is quantised.
 
     `stored`: the tensors by name. Each is read, and quantised if it is to be, when its parameter is filled, so that
-    there is never a copy of all weights in floats. `device_type`: where the model will run. Raises
-    `CannotStream` for a plain checkpoint with other names than the model's.
+    there is never a copy of all weights in floats. `device_type`: where the model will run. `division`: the rank's part
+    of the model. Raises `CannotStream` for a plain checkpoint with other names than the model's.
     """
     base: Any = model_class
     summaries: list[QuantisationSummary] = []
@@ -86,12 +132,15 @@ def read_model(
 
     def construct(self: Any, *args: Any, **kwargs: Any) -> None:
         base.__init__(self, *args, **kwargs)
-        self.tie_weights()
+        _tie(self)
+        shards = division.shards(self)
         method, scheme_of = checkpoint.quant_method, checkpoint.scheme_of
-        summary = quantise_model(self, method, scheme_of, device_type=device_type, is_read=True, must_fit=is_stored)
+        options: dict[str, Any] = {"device_type": device_type, "is_read": True, "must_fit": is_stored, "shards": shards}
+        summary = quantise_model(self, method, scheme_of, **options)
         self.all_tied_weights_keys = dict(_tied(self.all_tied_weights_keys, summary.methods))
         summaries.append(summary)
-        state.update(_state(self, stored, checkpoint, summary, dtype))
+        division.cut(self)
+        state.update(_state(self, division.held(stored), checkpoint, summary, dtype, shards, division))
 
     own: Any = type(base.__name__, (base,), {"__init__": construct, "__module__": base.__module__})
     model, info = own.from_pretrained(
@@ -104,7 +153,14 @@ def read_model(
         ignore_mismatched_sizes=True,
     )
     model.__class__ = model_class
-    return model, info, summaries[-1]
+    return model, info, replace(summaries[-1], bytes_by_dtype=bytes_by_dtype(model))
+
+
+def _tie(model: Any) -> None:
+    """Let modules share the parameters that transformers ties, which it does only when weights have been loaded."""
+    for name, source in model.all_tied_weights_keys.items():
+        owner, _, short = name.rpartition(".")
+        model.get_submodule(owner)._parameters[short] = model.get_parameter(source)
 
 
 def _tied(tied: Mapping[str, str], quantised: Mapping[str, Scheme]) -> Iterator[tuple[str, str]]:
@@ -123,13 +179,19 @@ def _state(
     checkpoint: StoredCheckpoint | PlainCheckpoint,
     summary: QuantisationSummary,
     dtype: torch.dtype,
+    shards: Mapping[str, Shard],
+    division: Division,
 ) -> dict[str, Any]:
+    def cut(path: str, scheme: Scheme, packed: PackedWeight) -> PackedWeight:
+        shard = shards.get(f"{path}.weight")
+        return packed if shard is None else METHODS[scheme.method].cut(packed, shard)
+
     if not isinstance(checkpoint, PlainCheckpoint):
-        return named_weights(slices, checkpoint, summary.methods, dtype)
+        return division.parts(named_weights(slices, checkpoint, summary.methods, dtype, cut))
     paths = {path for path in summary.methods if f"{path}.weight" in slices}
     parameters = dict(model.named_parameters())  # of shared ones, the first name alone
     if missing := [path for path in summary.methods if f"{path}.weight_packed" in parameters and path not in paths]:
         raise CannotStream(f"no tensor is named {missing[0]}.weight")
     quantised = {f"{path}.weight": slices[f"{path}.weight"] for path in paths}
     others = {name: stored for name, stored in slices.items() if name not in quantised}
-    return {**others, **named_weights(quantised, checkpoint, summary.methods, dtype)}
+    return {**division.parts(others), **named_weights(quantised, checkpoint, summary.methods, dtype, cut)}

@@ -14,6 +14,14 @@ from piecegraph.runner.quantization.methods.linear_method import PackedWeight, S
 Parts = Mapping[str, torch.Tensor]
 """The stored tensors of one module, by the last part of their names."""
 
+CutPacked = Callable[[str, Scheme, PackedWeight], PackedWeight]
+"""A function from the path of a module, its scheme and its weight to the part of the weight that a rank holds."""
+
+
+def whole_weight(path: str, scheme: Scheme, packed: PackedWeight) -> PackedWeight:
+    """Return the weight as it is."""
+    return packed
+
 
 class StoredCheckpoint(Protocol):
     """A format of quantised checkpoints with the settings of one of them."""
@@ -64,11 +72,15 @@ def check_scale(path: str, name: str, scale: torch.Tensor) -> None:
 
 
 def named_weights(
-    slices: Mapping[str, Any], checkpoint: StoredCheckpoint, schemes: Mapping[str, Scheme], dtype: torch.dtype
+    slices: Mapping[str, Any],
+    checkpoint: StoredCheckpoint,
+    schemes: Mapping[str, Scheme],
+    dtype: torch.dtype,
+    cut: CutPacked = whole_weight,
 ) -> dict[str, Any]:
     """Return the stored tensors by the names of the model's parameters; each is read when it is indexed.
 
-    `schemes` are by the path of a module.
+    `schemes` are by the path of a module. `cut` makes a rank's part of each quantised weight, which is read whole.
     """
     named: dict[str, Any] = {}
     modules: dict[str, dict[str, Any]] = {}
@@ -83,21 +95,27 @@ def named_weights(
         else:
             named[name] = stored
     for path, parts in modules.items():
-        weight = _LazyWeight(_reader(path, parts, checkpoint, schemes, dtype))
+        weight = _LazyWeight(_reader(path, parts, checkpoint, schemes, dtype, cut))
         named[f"{path}.weight_packed"] = _LazyPart(weight, "values")
         named[f"{path}.weight_scale"] = _LazyPart(weight, "scale")
     return named
 
 
 def _reader(
-    path: str, parts: Mapping[str, Any], checkpoint: StoredCheckpoint, schemes: Mapping[str, Scheme], dtype: torch.dtype
+    path: str,
+    parts: Mapping[str, Any],
+    checkpoint: StoredCheckpoint,
+    schemes: Mapping[str, Scheme],
+    dtype: torch.dtype,
+    cut: CutPacked,
 ) -> Callable[[], PackedWeight]:
     def read() -> PackedWeight:
         if path not in schemes:
             raise CheckpointError(
                 f"{path} is quantised in the files, and not by the model's config. Check that they belong together."
             )
-        return checkpoint.packed(path, {name: part[...] for name, part in parts.items()}, schemes[path], dtype)
+        stored = {name: part[...] for name, part in parts.items()}
+        return cut(path, schemes[path], checkpoint.packed(path, stored, schemes[path], dtype))
 
     return read
 

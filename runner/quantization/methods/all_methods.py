@@ -10,6 +10,7 @@ from piecegraph.runner.quantization.methods.channels import Int8Channels, Int8In
 from piecegraph.runner.quantization.methods.fp8 import Fp8, Fp8Groups, Fp8Tokens
 from piecegraph.runner.quantization.methods.groups import GroupedInt4, GroupedInt8, Int4Tiles
 from piecegraph.runner.quantization.methods.linear_method import LinearMethod, Scheme
+from piecegraph.runner.quantization.methods.shard import Shard
 
 _ALL: tuple[LinearMethod, ...] = (
     Int8Channels(),
@@ -26,13 +27,16 @@ METHODS: dict[str, LinearMethod] = {method.name: method for method in _ALL}
 """The methods by name."""
 
 
-def fastest(scheme: Scheme, weight: torch.Tensor, *, is_linear: bool, device_type: str) -> Scheme:
+def fastest(
+    scheme: Scheme, weight: torch.Tensor, *, is_linear: bool, device_type: str, shard: Shard | None = None
+) -> Scheme:
     """Return `scheme` with the method whose kernel is the fastest for `weight` on this machine's `device_type`.
 
-    `is_linear`: whether only linears read the weight, and no embedding looks up its rows.
+    `is_linear`: whether only linears read the weight, and no embedding looks up its rows. `shard`: the part of it that
+    the rank holds; None: all of it.
     """
     if device_type != "cpu":
         return scheme
-    if scheme.method == GroupedInt4.name and is_linear and Int4Tiles.fits(weight, scheme):
+    if scheme.method == GroupedInt4.name and is_linear and Int4Tiles.fits(weight, scheme, shard):
         return replace(scheme, method=Int4Tiles.name)
     return scheme

@@ -11,6 +11,7 @@ import torch
 from piecegraph.passes.ops.quantised.int8_inputs_linear import INT8_INPUTS_LINEAR
 from piecegraph.passes.ops.quantised.int8_linear import INT8_LINEAR, MAX_PACKED_ROWS, dequantised
 from piecegraph.runner.quantization.methods.linear_method import STREAMED, PackedWeight, Scheme, check_finite
+from piecegraph.runner.quantization.methods.shard import Shard
 
 MAX_INT8 = 127
 """The largest magnitude of a quantised weight; -128 is not used, so that zero stays zero and signs are alike."""
@@ -28,6 +29,7 @@ class Int8Channels:
         "cpu": f"_weight_int8pack_mm for up to {MAX_PACKED_ROWS} rows, bfloat16 GEMM for more",
         "cuda": STREAMED,
     }
+    rounds_tokens: ClassVar[bool] = False
 
     def empty(self, weight: torch.Tensor, scheme: Scheme) -> PackedWeight:
         """Return int8 `[num_columns, size]` and scales `[num_columns]` in the dtype of `weight`."""
@@ -42,11 +44,18 @@ class Int8Channels:
         values = (weight / scale[:, None]).round_().clamp_(-MAX_INT8, MAX_INT8).to(torch.int8)
         return PackedWeight(values=values, scale=scale.to(weight.dtype))
 
+    def cut(self, packed: PackedWeight, shard: Shard) -> PackedWeight:
+        """Return the rank's values; a part of the input has the scales of whole channels."""
+        scale = shard.in_units(1, -1).of(packed.scale) if shard.dim == -2 else packed.scale.clone()
+        return PackedWeight(values=shard.of(packed.values), scale=scale)
+
     def unpack(self, packed: PackedWeight) -> torch.Tensor:
         """Return the weights, rounded to the dtype of the scale."""
         return dequantised(packed.values, packed.scale, packed.scale.dtype)
 
-    def apply(self, x: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | None) -> torch.Tensor:
+    def apply(
+        self, x: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | None, largest: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Call `piecegraph::int8_linear`."""
         out: torch.Tensor = INT8_LINEAR(x, packed.values, packed.scale, bias)
         return out
@@ -66,8 +75,11 @@ class Int8Inputs(Int8Channels):
         "cpu": "_int_mm over inputs in int8",
         "cuda": "our Triton kernel over inputs in int8",
     }
+    rounds_tokens: ClassVar[bool] = True
 
-    def apply(self, x: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | None) -> torch.Tensor:
+    def apply(
+        self, x: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | None, largest: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Call `piecegraph::int8_inputs_linear`."""
-        out: torch.Tensor = INT8_INPUTS_LINEAR(x, packed.values, packed.scale, bias)
+        out: torch.Tensor = INT8_INPUTS_LINEAR(x, packed.values, packed.scale, bias, largest)
         return out

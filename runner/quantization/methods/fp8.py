@@ -12,10 +12,12 @@ from piecegraph.passes.ops.quantised.fp8_linear import FP8_LINEAR, MAX_E4M3, WHO
 from piecegraph.runner.quantization.methods.linear_method import (
     DEQUANTISED,
     STREAMED,
+    DoesNotFit,
     PackedWeight,
     Scheme,
     check_finite,
 )
+from piecegraph.runner.quantization.methods.shard import Shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +27,7 @@ class Fp8:
     name: ClassVar[str] = "fp8"
     kernels: ClassVar[Mapping[str, str]] = {"cpu": DEQUANTISED, "cuda": STREAMED}
     inputs: ClassVar[str] = "floats"
+    rounds_tokens: ClassVar[bool] = False
 
     def empty(self, weight: torch.Tensor, scheme: Scheme) -> PackedWeight:
         """Return e4m3 `[num_columns, size]` and float32 scales `[row blocks, column blocks]`."""
@@ -43,14 +46,33 @@ class Fp8:
         scale = torch.where(largest == 0, 1.0, largest / MAX_E4M3)
         return PackedWeight(values=(wide / scale).clamp(-MAX_E4M3, MAX_E4M3).to(torch.float8_e4m3fn), scale=scale)
 
+    def cut(self, packed: PackedWeight, shard: Shard) -> PackedWeight:
+        """Return the rank's values, and scales for blocks that lie on one rank whole."""
+        place = 0 if shard.dim == -2 else 1
+        values, scale, block = shard.of(packed.values), packed.scale, list(packed.block)
+        if scale.shape[place] == 1 and place == 1:
+            return PackedWeight(values=values, scale=scale.clone(), block=packed.block)
+        unit = shard.unit(block[place])
+        if unit != block[place]:
+            if self.inputs == "groups" and place == 1:
+                raise DoesNotFit(
+                    f"inputs are rounded in groups of {block[1]}, which do not lie on one rank whole: {shard.parts}"
+                )
+            size = -(-shard.full_size // unit)
+            scale = scale.repeat_interleave(block[place] // unit, place).narrow(place, 0, size)
+            block[place] = unit
+        return PackedWeight(values=values, scale=shard.in_units(unit, shard.dim).of(scale), block=(block[0], block[1]))
+
     def unpack(self, packed: PackedWeight) -> torch.Tensor:
         """Return the weights in float32."""
         return dequantised(packed.values, packed.scale, packed.block, packed.scale.dtype)
 
-    def apply(self, x: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | None) -> torch.Tensor:
+    def apply(
+        self, x: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | None, largest: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Call `piecegraph::fp8_linear`."""
         input_group = {"floats": 0, "tokens": WHOLE_TOKEN, "groups": packed.block[1]}[self.inputs]
-        out: torch.Tensor = FP8_LINEAR(x, packed.values, packed.scale, bias, packed.block, input_group)
+        out: torch.Tensor = FP8_LINEAR(x, packed.values, packed.scale, bias, packed.block, input_group, largest)
         return out
 
     def rows(self, packed: PackedWeight, index: torch.Tensor) -> torch.Tensor:
@@ -68,6 +90,7 @@ class Fp8Tokens(Fp8):
         "cuda": "our Triton kernel over inputs in e4m3, torch._scaled_mm for many rows",
     }
     inputs: ClassVar[str] = "tokens"
+    rounds_tokens: ClassVar[bool] = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from piecegraph.runner.quantization.methods.linear_method import (
     check_finite,
     num_groups,
 )
+from piecegraph.runner.quantization.methods.shard import Shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,7 @@ class GroupedInt8:
     name: ClassVar[str] = "int8-groups"
     kernels: ClassVar[Mapping[str, str]] = {"cpu": DEQUANTISED, "cuda": STREAMED}
     bits: ClassVar[int] = 8
+    rounds_tokens: ClassVar[bool] = False
 
     def scale_dtype(self, weight: torch.Tensor) -> torch.dtype:
         """Return the dtype of scales and offsets: that of `weight`."""
@@ -75,11 +77,27 @@ class GroupedInt8:
         together = scale if offset is None else torch.stack((scale, offset), -1)
         return PackedWeight(values=values.contiguous(), scale=together.to(dtype))
 
+    def cut(self, packed: PackedWeight, shard: Shard) -> PackedWeight:
+        """Return the rank's values and scales; a group of which a rank has a part becomes several smaller ones."""
+        if shard.dim == -2:
+            scale = shard.in_units(1, -packed.scale.ndim).of(packed.scale)
+            return PackedWeight(values=shard.of(packed.values), scale=scale)
+        per_byte = 8 // self.bits
+        if shard.unit(per_byte) != per_byte:
+            raise DoesNotFit(f"a byte has {per_byte} values of its input, and a rank's part is {shard.parts}")
+        group = shard.full_size // packed.scale.shape[1]
+        unit = shard.unit(group)
+        scale = packed.scale.repeat_interleave(group // unit, 1)
+        values = shard.in_units(per_byte, -1).of(packed.values)
+        return PackedWeight(values=values, scale=shard.in_units(unit, 1 - scale.ndim).of(scale))
+
     def unpack(self, packed: PackedWeight) -> torch.Tensor:
         """Return the weights, rounded to the dtype of the scale."""
         return dequantised(packed.values, packed.scale, packed.scale.dtype)
 
-    def apply(self, x: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | None) -> torch.Tensor:
+    def apply(
+        self, x: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | None, largest: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Call `piecegraph::grouped_linear`."""
         out: torch.Tensor = GROUPED_LINEAR(x, packed.values, packed.scale, bias)
         return out
@@ -110,15 +128,22 @@ class Int4Tiles(GroupedInt4):
     }
 
     @staticmethod
-    def fits(weight: torch.Tensor, scheme: Scheme) -> bool:
-        """Return whether the kernel of this machine takes weights of this shape, dtype and group size."""
-        rows = int4_tiles_linear.tile_rows()
+    def fits(weight: torch.Tensor, scheme: Scheme, shard: Shard | None = None) -> bool:
+        """Return whether the kernel of this machine takes weights of this shape, dtype and group size.
+
+        `shard`: the part of the weight that the rank holds, which has to fit too.
+        """
+        rows, group = int4_tiles_linear.tile_rows(), scheme.group_size
+        if shard is not None and (
+            shard.size % (rows or 1) if shard.dim == -2 else not group or shard.unit(group) != group
+        ):
+            return False
         return (
             rows is not None
             and (weight.dtype is torch.bfloat16 or (weight.dtype is torch.float32 and scheme.may_round))
             and weight.shape[0] % rows == 0
-            and scheme.group_size in int4_tiles_linear.GROUP_SIZES
-            and weight.shape[1] % scheme.group_size == 0
+            and group in int4_tiles_linear.GROUP_SIZES
+            and weight.shape[1] % group == 0
         )
 
     def scale_dtype(self, weight: torch.Tensor) -> torch.dtype:
@@ -142,11 +167,24 @@ class Int4Tiles(GroupedInt4):
         together = torch.stack((scale, middle), -1).transpose(0, 1).to(dtype).contiguous()
         return PackedWeight(values=int4_tiles_linear.to_tiles(values.to(torch.uint8), rows), scale=together)
 
+    def cut(self, packed: PackedWeight, shard: Shard) -> PackedWeight:
+        """Return the rank's part in tiles of its own, which `fastest` has found to fit."""
+        rows = int4_tiles_linear.tile_rows()
+        assert rows is not None, "this machine's kernel has no tiles"
+        values = shard.of(int4_tiles_linear.from_tiles(packed.values, rows))
+        if shard.dim == -2:
+            scale = shard.of(packed.scale)
+        else:
+            scale = shard.in_units(shard.full_size // packed.scale.shape[0], -3).of(packed.scale)
+        return PackedWeight(values=int4_tiles_linear.to_tiles(values, rows), scale=scale)
+
     def unpack(self, packed: PackedWeight) -> torch.Tensor:
         """Return the weights, rounded to the dtype of the scale."""
         return int4_tiles_linear.dequantised(packed.values, packed.scale, packed.scale.dtype)
 
-    def apply(self, x: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | None) -> torch.Tensor:
+    def apply(
+        self, x: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | None, largest: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Call `piecegraph::int4_tiles_linear`."""
         out: torch.Tensor = int4_tiles_linear.INT4_TILES_LINEAR(x, packed.values, packed.scale, bias)
         return out

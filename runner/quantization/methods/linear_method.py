@@ -8,6 +8,8 @@ from typing import Protocol
 
 import torch
 
+from piecegraph.runner.quantization.methods.shard import Shard
+
 Block = tuple[int, int]
 """The output channels and the columns of the input that share a scale."""
 
@@ -63,6 +65,10 @@ class LinearMethod(Protocol):
     def kernels(self) -> Mapping[str, str]:
         """The kernels that multiply, by the type of the device, for `explain`."""
 
+    @property
+    def rounds_tokens(self) -> bool:
+        """Whether the input is rounded with a scale for each token, so that a rank with a part of it needs all."""
+
     def empty(self, weight: torch.Tensor, scheme: Scheme) -> PackedWeight:
         """Return tensors of the shapes that `weight`, `[num_columns, size]`, takes, on its device and without values.
 
@@ -72,11 +78,23 @@ class LinearMethod(Protocol):
     def pack(self, weight: torch.Tensor, scheme: Scheme) -> PackedWeight:
         """Return `weight` quantised, as new tensors. Raises `NotFinite` and `DoesNotFit`."""
 
+    def cut(self, packed: PackedWeight, shard: Shard) -> PackedWeight:
+        """Return a rank's part of a weight, which stands for the same numbers, as new tensors.
+
+        `shard` is of the weight `[num_columns, size]`: of its columns (dim -2) or of the size of its input (dim -1).
+        Scales that ranks would share are repeated for smaller groups. Raises `DoesNotFit`.
+        """
+
     def unpack(self, packed: PackedWeight) -> torch.Tensor:
         """Return the weights that `apply` multiplies by, `[num_columns, size]`, in the dtype of the scale."""
 
-    def apply(self, x: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | None) -> torch.Tensor:
-        """Return `x @ weight.T + bias`, `[..., num_columns]`, in the dtype of `x`, `[..., size]`."""
+    def apply(
+        self, x: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | None, largest: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return `x @ weight.T + bias`, `[..., num_columns]`, in the dtype of `x`, `[..., size]`.
+
+        `largest`, where `rounds_tokens`: the largest magnitude of each token `[..., 1]`, of which `x` is a part.
+        """
 
     def rows(self, packed: PackedWeight, index: torch.Tensor) -> torch.Tensor:
         """Return the rows `index` of the weights, `[*index.shape, size]`, in the dtype of the scale."""

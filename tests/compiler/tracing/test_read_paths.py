@@ -41,6 +41,7 @@ HOME = "G['__import_read_paths_home']"
 @pytest.mark.parametrize(
     ("expression", "value", "name"),
     [
+        ("G['_140353296715264_c0'].Tensor", torch.Tensor, "torch.Tensor"),
         (f"{HOME}.table['a'][1][0]", 2, "read_paths_home.table['a'][1][0]"),
         (f"{HOME}.table[(1, 'b')]", 4, "read_paths_home.table[(1, 'b')]"),
         (f"list.__getitem__({HOME}.table['a'], 0)", 1, "read_paths_home.table['a'][0]"),

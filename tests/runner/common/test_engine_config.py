@@ -30,7 +30,7 @@ REFUSED: list[tuple[dict[str, object], str]] = [
     ({"cpu_offload_gb": 4}, "cpu_offload_gb=4 is not available here: weights and cache lie on the device"),
     ({"quantization": "hqq"}, "quantization='hqq' is not available here; use quantization='int8' or 'int4' with"),
     ({"quantization": "int9"}, "quantization='int9' is unknown. Did you mean 'int8'?"),
-    ({"quantization": "int8", "tensor_parallel_size": 2}, "tensor_parallel_size is not yet available with"),
+    ({"quantization": "int8", "runner": "pooling"}, "runner='pooling' is not yet available with"),
     ({"quantization": "int8", "enable_prompt_embeds": True}, "enable_prompt_embeds is not yet available with"),
     ({"fully_sharded_loras": True}, "fully_sharded_loras=True is not available here: adapters of plain LoRA change"),
     ({"enable_lora": 1}, "enable_lora=1; it must be True or False"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from piecegraph import LLM, SamplingParams
 from piecegraph.errors import ConfigError, UsageError, WorkerError
 from piecegraph.runner.distributed.executor import MpExecutor
 from piecegraph.runner.distributed.worker import Worker
+from tests.runner.distributed.compiles_of_layouts import Start, model_of, start
 from tests.runner.margin_rule import assert_same_tokens
 from tests.runner.tiny_models import make_model, save
 
@@ -173,17 +175,20 @@ def test_sums_that_are_part_of_norms_answer_as_transformers_does(tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_one_rank_compiles_and_the_others_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From an empty cache one rank stores what it compiles; a second start compiles nothing."""
+def test_ranks_and_stages_compile_each_unique_piece_once_in_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From an empty cache, two stages of two ranks: one rank stores what it compiles. A second start compiles nothing.
+
+    The two stages have four different pieces of their own and share the piece of a layer.
+    """
     monkeypatch.setenv("PIECEGRAPH_CACHE", "on")
     monkeypatch.setenv("PIECEGRAPH_CACHE_DIR", str(tmp_path / "cache"))
-    folder = save(make_model("llama"), tmp_path / "model")
-    states = []
-    for _ in range(2):
-        with two_ranks(folder, compiler="inductor") as llm:
-            states.append(sorted(report["cache"] for report in llm.collective_rpc("report")))
-            assert_answers(llm, "llama")
-    assert states == [["hit", "miss"], ["hit", "hit"]]
+    model = model_of("TP 2 x PP 2")
+    folder = save(model, tmp_path / "model")
+    cold, warm = (start(folder, model, "TP 2 x PP 2") for _ in range(2))
+    assert cold == Start(num_keys=5, num_held=12, num_compiled=5, num_traced=4)
+    assert warm == replace(cold, num_compiled=0, num_traced=0)
 
 
 @pytest.mark.slow

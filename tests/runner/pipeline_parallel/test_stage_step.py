@@ -62,6 +62,8 @@ def test_stages_answer_as_transformers_does_and_as_one_process(tmp_path: Path) -
             answers.append([run_at_random(llm, seed) for seed in range(3)])
             num_preemptions = llm.engine.stats.num_preemptions
             reports = llm.collective_rpc("report")
+    first, middle, last = ({*report["unique_pieces"]} for report in reports)
+    assert first & middle and not last & (first | middle), "the piece of a layer is shared by stages that have one"
     assert num_preemptions, "no request was preempted: the test shows less than it says"
     assert [report["layers"] for report in reports] == [(0, 1), (1, 3), (3, 4)]
     for seed, (one, three) in enumerate(zip(*answers, strict=True)):
