@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
 
 from piecegraph.errors import ConfigError, did_you_mean
 
@@ -179,7 +182,9 @@ class SpeculativeConfig:
     def parse(cls, value: object) -> SpeculativeConfig | None:
         """Return the config for `LLM`'s argument, a mapping; None stands for no speculative decoding.
 
-        A key with the value None counts as absent. Raises `ConfigError` for unknown keys and for values out of range.
+        A key with the value None counts as absent. Without a method, that of the folder `model` is taken: eagle3 for an
+        EAGLE-3 head, else draft_model. The number of tokens that such a head was made for is its default. Raises
+        `ConfigError` for unknown keys and for values out of range.
         """
         if value is None or isinstance(value, cls):
             return value
@@ -194,7 +199,7 @@ class SpeculativeConfig:
             del given["model"]
             given.setdefault("method", "ngram")
         if "method" not in given:
-            given["method"] = "draft_model" if "model" in given else None
+            given["method"] = _method_of(given.get("model"))
         if given["method"] is None:
             raise ConfigError(f"speculative_config names no method; give one of {', '.join(map(repr, METHODS))}.")
         if given["method"] in ("ngram", "mtp") and "model" in given:
@@ -215,10 +220,48 @@ class SpeculativeConfig:
                 raise ConfigError(f"speculative_config: {key!r} is not available here; leave it out.")
             if key not in known:
                 raise ConfigError(f"speculative_config has no key {key!r}.{did_you_mean(str(key), known)}")
+        if "num_speculative_tokens" not in given and given["method"] == "eagle3":
+            given |= _proposal_of(given.get("model"))
         if "num_speculative_tokens" not in given and given["method"] in METHODS:
             raise ConfigError("speculative_config has no num_speculative_tokens; say how many tokens a step drafts.")
         given.setdefault("num_speculative_tokens", 1)  # of a method that is refused by name
         return cls(**given)
+
+
+def head_kind(model: object) -> str | None:
+    """Return the kind of head that lies in the folder `model`, as the speculators library names it.
+
+    None: it is no such head, or no folder that can be read; whoever reads it says what is wrong.
+    """
+    kind = _written(model).get("speculators_model_type")
+    return kind if isinstance(kind, str) else None
+
+
+def _method_of(model: object) -> str | None:
+    """Return the method for a folder, file or hub id that was given without one."""
+    if model is None:
+        return None
+    return head_kind(model) or "draft_model"
+
+
+def _proposal_of(model: object) -> dict[str, int]:
+    """Return the number of tokens that the head in the folder `model` proposes, as its config says, or nothing."""
+    config = _written(model).get("speculators_config")
+    methods = config.get("proposal_methods") if isinstance(config, Mapping) else None
+    first = methods[0] if isinstance(methods, list) and methods else None
+    count = first.get("speculative_tokens") if isinstance(first, Mapping) else None
+    return {} if type(count) is not int else {"num_speculative_tokens": count}
+
+
+def _written(model: object) -> Mapping[str, Any]:
+    """Return the content of the config.json in the folder `model`; empty if there is none that can be read."""
+    if not isinstance(model, str | os.PathLike):
+        return {}
+    try:
+        found = json.loads(Path(model).expanduser().joinpath("config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _is_number(value: object) -> bool:

@@ -13,6 +13,7 @@ import torch
 from piecegraph.errors import ConfigError, ModelError, UnsupportedModel
 from piecegraph.runner.common.engine_config import EngineConfig
 from piecegraph.runner.common.model_source import ModelSource
+from piecegraph.runner.common.speculative_config import head_kind
 from piecegraph.runner.models.checkpoint.files import check_weight_files
 from piecegraph.runner.models.first_position import first_position
 from piecegraph.runner.models.length import model_length
@@ -62,6 +63,11 @@ def fitting_draft(
         return None
     with naming_the_draft():
         source = draft_source(config)
+        if (kind := head_kind(source.model)) is not None:
+            raise ConfigError(
+                f"{source.model!r} is a head of kind {kind!r} in the format of the speculators library, and no model; "
+                f"give method {kind!r}, or leave the method out."
+            )
         found = load_config(source)
         _check_vocabulary(found, hf_config, source)
         model_length(found, max_model_len, first_position(source, found).value)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -67,6 +69,36 @@ def test_nothing_and_an_older_spelling() -> None:
 def test_what_cannot_be_is_refused(value: object, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         SpeculativeConfig.parse(value)
+
+
+def head_folder(folder: Path, **written: Any) -> str:
+    """A folder with a config.json as the speculators library writes it."""
+    proposal = {"proposal_type": "greedy", "speculative_tokens": 5}
+    config = {"speculators_model_type": "eagle3", "speculators_config": {"proposal_methods": [proposal]}, **written}
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def test_a_folder_without_a_method_says_what_it_is(tmp_path: Path) -> None:
+    """A head drafts as one, as many tokens as it was made for; everything else is a model that drafts."""
+    config = SpeculativeConfig.parse({"model": head_folder(tmp_path)})
+    assert config is not None and (config.method, config.num_speculative_tokens) == ("eagle3", 5)
+    config = SpeculativeConfig.parse({"model": head_folder(tmp_path), "num_speculative_tokens": 2})
+    assert config is not None and (config.method, config.num_speculative_tokens) == ("eagle3", 2)
+    for kind, text in (("dflash", "DFlash drafts are not available"), ("another", "method='another' is unknown")):
+        with pytest.raises(ConfigError, match=text):
+            SpeculativeConfig.parse({"model": head_folder(tmp_path, speculators_model_type=kind)})
+    for written in ('{"model_type": "llama"}', "[]", "{"):
+        (tmp_path / "config.json").write_text(written)
+        config = SpeculativeConfig.parse({"model": str(tmp_path), "num_speculative_tokens": 2})
+        assert config is not None and config.method == "draft_model"
+
+
+@pytest.mark.parametrize("proposals", [None, [], [3], [{}], [{"speculative_tokens": "5"}]])
+def test_a_head_that_names_no_number_needs_one(tmp_path: Path, proposals: object) -> None:
+    folder = head_folder(tmp_path, speculators_config={"proposal_methods": proposals})
+    with pytest.raises(ConfigError, match="has no num_speculative_tokens"):
+        SpeculativeConfig.parse({"model": folder})
 
 
 @pytest.mark.parametrize("method", UNAVAILABLE_METHODS)

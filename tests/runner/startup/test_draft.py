@@ -57,6 +57,11 @@ def stateful(llama_dir: Path, folder: Path) -> None:
     save(random_model(config), folder)
 
 
+def a_head(llama_dir: Path, folder: Path) -> None:
+    folder.mkdir()
+    (folder / "config.json").write_text('{"speculators_model_type": "eagle3", "speculators_config": {}}')
+
+
 def other_tokenizer(llama_dir: Path, folder: Path) -> None:
     shutil.copytree(llama_dir, folder)
     tokenizer = byte_tokenizer()
@@ -73,6 +78,7 @@ def other_tokenizer(llama_dir: Path, folder: Path) -> None:
         (other_vocabulary, ConfigError, "a vocabulary of 128 tokens and the model one of 261", 3),
         (short, ConfigError, "positions end at 40", 3),
         (stateful, UnsupportedModel, "cannot be taken back", 3),
+        (a_head, ConfigError, "is a head of kind 'eagle3' .* give method 'eagle3'", 3),
         (other_tokenizer, ConfigError, "another tokenizer than the model: 'another' is token", 3),
     ],
 )
