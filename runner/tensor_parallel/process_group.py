@@ -205,7 +205,9 @@ class RankGroup:
 
     def close(self) -> None:
         """Close the connections, which makes collectives of other ranks fail. Idempotent."""
-        self._symmetric = None
+        if self._symmetric is not None:
+            self._symmetric.close()
+            self._symmetric = None
         if self._group is not None:
             group, self._group = self._group, None
             group.abort()

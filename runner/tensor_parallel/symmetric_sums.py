@@ -51,10 +51,12 @@ class SymmetricSums:
 
         `name`: the same on all ranks, and used once in a process.
         """
-        from torch._C._distributed_c10d import _SymmetricMemory
+        from torch._C._distributed_c10d import _register_process_group, _SymmetricMemory
 
         self._name = name
-        _SymmetricMemory.set_group_info(self._name, rank, size, dist.PrefixStore("symmetric memory", store))
+        store = dist.PrefixStore("symmetric memory", store)
+        _register_process_group(name, dist.ProcessGroup(store, rank, size))  # torch looks for its store by name
+        _SymmetricMemory.set_group_info(name, rank, size, store)
         self._buffer = _SymmetricMemory.empty_strided_p2p((SIZES[-1],), (1,), torch.uint8, device)
         self._handle = _SymmetricMemory.rendezvous(self._buffer, self._name)
         self._rank, self._size, self._device = rank, size, device
@@ -81,6 +83,14 @@ class SymmetricSums:
         else:
             staged.copy_(x)
             torch.ops.symm_mem.two_shot_all_reduce_out(staged, "sum", self._name, output)
+
+    def close(self) -> None:
+        """Forget the name of the group. Idempotent."""
+        from torch._C._distributed_c10d import _unregister_process_group
+
+        name, self._name = self._name, ""
+        if name:
+            _unregister_process_group(name)
 
     def release(self, is_done: Callable[[], bool]) -> None:
         """Let kernels of this GPU that wait for lost ranks go on until `is_done`. What they compute is worthless.
