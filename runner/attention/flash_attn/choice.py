@@ -120,6 +120,8 @@ def _head_reason(layer: AttentionLayer, sizes: str, fits: bool) -> str | None:
         return f"{layer.name} attends within chunks, and it has windows"
     if layer.has_slopes:
         return f"{layer.name} adds a bias by position to its scores (ALiBi), and here it is given none"
+    if layer.cache_dtype not in (None, layer.dtype):
+        return f"{layer.name} keeps keys and values in {layer.cache_dtype}; it reads {layer.dtype}"
     if layer.dtype not in DTYPES:
         return f"{layer.name} computes in {layer.dtype}; it has {' and '.join(map(str, DTYPES))}"
     if not fits:

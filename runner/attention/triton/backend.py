@@ -32,6 +32,10 @@ MIN_CAPABILITY = (8, 0)
 """The compute capability that brought bfloat16 and asynchronous copies."""
 
 
+E4M3_CAPABILITY = (8, 9)
+"""The compute capability that brought conversions of e4m3."""
+
+
 class TritonBackend(AttentionBackend):
     """The backend over our own Triton kernels."""
 
@@ -54,6 +58,8 @@ class TritonBackend(AttentionBackend):
         capability = torch.cuda.get_device_capability(device)
         if capability < MIN_CAPABILITY:
             return "its kernels need compute capability 8.0, and this GPU has {}.{}.".format(*capability)
+        if capability < E4M3_CAPABILITY and any(layer.cache_dtype is torch.float8_e4m3fn for layer in layers):
+            return "keys and values in e4m3 need compute capability 8.9, and this GPU has {}.{}.".format(*capability)
         return self.layers_unsupported_reason(layers, block_size)
 
     def metadata_builder(
@@ -71,7 +77,7 @@ def layer_unsupported_reason(layer: AttentionLayer) -> str | None:
     """Return why our kernels cannot run this layer, or None."""
     if layer.dtype not in DTYPES:
         return f"{layer.name} computes in {layer.dtype}; the kernels have {', '.join(map(str, DTYPES))}."
-    if layer.cache_dtype not in (None, layer.dtype):
+    if layer.cache_dtype not in (None, layer.dtype, torch.float8_e4m3fn):
         return f"{layer.name} keeps keys and values in {layer.cache_dtype}; the kernels read {layer.dtype}."
     if layer.is_latent:
         return f"{layer.name} keeps latents, whose values are part of its keys; the kernels take them apart."

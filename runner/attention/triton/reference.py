@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from piecegraph.passes.ops.quantised.fp8_linear import MAX_E4M3
 from piecegraph.runner.attention.interface.kv_cache import KVCache
 from piecegraph.runner.attention.interface.op_call import AttentionCall, position_bias
 from piecegraph.runner.attention.interface.rotary import Rotary
@@ -53,7 +54,11 @@ def write_kv(key: torch.Tensor, value: torch.Tensor, *, kv_cache: KVCache, slot_
     rows = (slot_mapping >= 0).nonzero().squeeze(1)
     slots = slot_mapping[rows]
     for new, cached in ((key, kv_cache.key), (value, kv_cache.value)):  # of latents, the second is part of the first
-        cached[slots // block_size, slots % block_size] = new[rows].to(cached.dtype)
+        numbers = new[rows]
+        if cached.dtype is torch.float8_e4m3fn:  # torch indexes no e4m3
+            numbers = numbers.clamp(-MAX_E4M3, MAX_E4M3).to(cached.dtype).view(torch.uint8)
+            cached = cached.view(torch.uint8)
+        cached[slots // block_size, slots % block_size] = numbers.to(cached.dtype)
 
 
 def paged_attention(
@@ -82,8 +87,7 @@ def paged_attention(
             first = (seq_len - (stop - start)) // chunk_size * chunk_size
         key_positions = torch.arange(first, seq_len, device=query.device)
         blocks = block_table[request].index_select(0, key_positions // block_size).long()
-        key = kv_cache.key[blocks, key_positions % block_size]
-        value = kv_cache.value[blocks, key_positions % block_size]
+        key, value = (_taken(cached, blocks, key_positions % block_size) for cached in (kv_cache.key, kv_cache.value))
         visible = key_positions <= positions[:, None]
         if window:
             visible &= key_positions > positions[:, None] - window
@@ -94,6 +98,13 @@ def paged_attention(
             query[start:stop], key, value, visible, scale=call.scale, softcap=call.softcap, sinks=call.sinks, bias=bias
         )
         out[start:stop] = attended.to(out.dtype)
+
+
+def _taken(cached: torch.Tensor, blocks: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Return the keys or values of these tokens of these blocks; those in e4m3 as bfloat16, which holds them."""
+    if cached.dtype is torch.float8_e4m3fn:
+        return cached.view(torch.uint8)[blocks, tokens].view(cached.dtype).to(torch.bfloat16)
+    return cached[blocks, tokens]
 
 
 def attend(

@@ -57,6 +57,7 @@ def make_case(
     is_passed_freed: bool = False,
     block_size: int = 4,
     dtype: torch.dtype = torch.float32,
+    is_e4m3: bool = False,  # the cache; keys and values are numbers that it holds
     seed: int = 0,
 ) -> PagedCase:
     random = torch.Generator().manual_seed(seed)
@@ -94,6 +95,8 @@ def make_case(
         block_table[row, : blocks_each[row]] = torch.tensor([shuffled.pop() for _ in range(blocks_each[row])])
         slots = [int(block_table[row, t // block_size]) * block_size + t % block_size for t in range(past + new)]
         key, value = normal(past + new, num_kv_heads, key_dim), normal(past + new, num_kv_heads, value_dim)
+        if is_e4m3:
+            key, value = (x.to(torch.float8_e4m3fn).to(dtype) for x in (key, value))
         # Whole blocks before the window or the chunk of the first new token may be another's by now, and hold anything.
         first = max(0, past - window + 1) // block_size * block_size if window and is_passed_freed else 0
         if chunk_size:
@@ -106,6 +109,8 @@ def make_case(
         keys.append(key[past:])
         values.append(value[past:])
         expected.append(naive_attention(query, key, value, layer, sinks, slopes))
+    if is_e4m3:
+        cache = KVCache(cache.key.to(torch.float8_e4m3fn), cache.value.to(torch.float8_e4m3fn))
     slot_mapping += [PAD_SLOT_ID] * num_padded
     queries.append(normal(num_padded, num_q_heads, key_dim))
     keys.append(normal(num_padded, num_kv_heads, key_dim))

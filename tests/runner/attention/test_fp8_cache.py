@@ -11,6 +11,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
+from piecegraph import SamplingParams
 from piecegraph.errors import ConfigError
 from piecegraph.runner.attention.interface.layer import AttentionLayer
 from piecegraph.runner.attention.sdpa import _read, _write
@@ -46,9 +47,8 @@ def test_the_same_memory_has_twice_the_tokens_of_bfloat16(llama: Path) -> None:
     assert num_blocks(**memory, kv_cache_dtype="fp8") == 2 * num_blocks(**memory)
 
 
-def test_log_probabilities_are_those_of_keys_and_values_that_were_rounded(llama: Path) -> None:
-    """The reference rounds what its key and value projections return, the keys after their rotation."""
-    reference = make_model("llama").float()
+def rounding_attention() -> str:
+    """The name, in transformers, of attention over keys and values that are rounded to e4m3."""
 
     def rounded(x: torch.Tensor) -> torch.Tensor:
         return x.to(torch.float8_e4m3fn).to(x.dtype)
@@ -58,12 +58,18 @@ def test_log_probabilities_are_those_of_keys_and_values_that_were_rounded(llama:
 
     AttentionInterface.register("rounded_keys_and_values", attend)
     AttentionMaskInterface.register("rounded_keys_and_values", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
-    reference.set_attn_implementation("rounded_keys_and_values")
+    return "rounded_keys_and_values"
+
+
+def test_log_probabilities_are_those_of_keys_and_values_that_were_rounded(llama: Path) -> None:
+    """The reference rounds what its key and value projections return, the keys after their rotation."""
+    reference = make_model("llama").float()
+    reference.set_attn_implementation(rounding_attention())
     with load(llama, quantization=None, dtype="float32", enforce_eager=True, kv_cache_dtype="fp8_e4m3") as llm:
         assert largest_difference(reference, llm) < 5e-2
 
 
-def test_our_gpu_kernels_say_that_they_do_not_read_it() -> None:
+def test_our_gpu_kernels_read_it_and_no_other_dtype_than_the_layers() -> None:
     layer = AttentionLayer(
         name="attention",
         num_q_heads=8,
@@ -77,8 +83,38 @@ def test_our_gpu_kernels_say_that_they_do_not_read_it() -> None:
         has_sinks=False,
     )
     assert layer_unsupported_reason(layer) is None
-    found = layer_unsupported_reason(replace(layer, cache_dtype=torch.float8_e4m3fn))
-    assert found is not None and "keeps keys and values in torch.float8_e4m3fn; the kernels read" in found
+    assert layer_unsupported_reason(replace(layer, cache_dtype=torch.float8_e4m3fn)) is None
+    found = layer_unsupported_reason(replace(layer, cache_dtype=torch.float16))
+    assert found is not None and "keeps keys and values in torch.float16; the kernels read" in found
+
+
+def test_their_torch_reference_answers_as_sdpa_does(llama: Path) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    answers = []
+    for backend in ("sdpa", "triton"):
+        with load(
+            llama,
+            quantization=None,
+            dtype="float32",
+            enforce_eager=True,
+            kv_cache_dtype="fp8",
+            attention_backend=backend,
+        ) as llm:
+            outputs = llm.generate([{"prompt_token_ids": [5, 9, 2, 77]}, {"prompt_token_ids": [3]}], params)
+            answers.append([output.outputs[0].token_ids for output in outputs])
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.gpu
+def test_a_gpu_answers_from_graphs_as_a_cpu_does(llama: Path) -> None:
+    """Log probabilities are those of keys and values that were rounded; FULL graphs hold the decode steps."""
+    reference = make_model("llama").float()
+    reference.set_attn_implementation(rounding_attention())
+    with load(
+        llama, quantization=None, dtype="float32", compiler="eager", kv_cache_dtype="fp8", device="cuda",
+        attention_backend="triton",
+    ) as llm:  # fmt: skip
+        assert largest_difference(reference, llm) < 5e-2
 
 
 def test_other_dtypes_are_refused_by_name(llama: Path) -> None:

@@ -311,6 +311,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
                 VALUE_TOKEN_STRIDE, VALUE_HEAD_STRIDE, GROUP, KEY_DIM, VALUE_DIM, KEY_BLOCK, VALUE_BLOCK, BLOCK_SIZE,
                 BLOCK_M, HAS_SOFTCAP, PRECISION, JOINT, ROTARY_DIM, HAS_NORM,
             )  # fmt: skip
+        k, v = k.to(q.dtype), v.to(q.dtype)  # those of e4m3; others are what they were
         scores = log2_scores(tl.dot(q, tl.trans(k), input_precision=PRECISION), scale, softcap, HAS_SOFTCAP)
         scores = tl.where(is_visible[None, :], scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, axis=1))

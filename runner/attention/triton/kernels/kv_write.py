@@ -16,7 +16,7 @@ from piecegraph.passes.kernels.common.own_kernel import own_kernel
 from piecegraph.runner.attention.interface.kv_cache import KVCache
 from piecegraph.runner.attention.interface.rotary import Rotary
 from piecegraph.runner.attention.triton.kernels.launch import Grid, KernelCall
-from piecegraph.runner.attention.triton.kernels.paged import cache_strides
+from piecegraph.runner.attention.triton.kernels.paged import as_cached, cache_strides
 from piecegraph.runner.attention.triton.kernels.rotate import (
     load_and_rotate,
     load_tables,
@@ -202,14 +202,19 @@ def kv_write_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
                 new_keys = load_and_rotate(
                     from_heads, is_real, c, s, key_weights, norm_eps, norm_offset,
                     KEY_DIM, KEY_BLOCK, ROTARY_DIM, HAS_NORM,
-                ).to(key_cache.dtype.element_ty)  # fmt: skip
+                )  # fmt: skip
             else:
                 new_keys = tl.load(from_heads + key_at, mask=mask)
-            tl.store(key_cache + head * KEY_HEAD_STRIDE + key_to + key_at, new_keys, mask=mask)
+            tl.store(
+                key_cache + head * KEY_HEAD_STRIDE + key_to + key_at,
+                as_cached(new_keys, key_cache.dtype.element_ty),
+                mask=mask,
+            )
             source = value + head * value_head_stride + rows[:, None] * value_token_stride + value_at
             mask = is_real & (value_at < VALUE_DIM)
             to = value_cache + head * VALUE_HEAD_STRIDE + value_to + value_at
-            tl.store(to, tl.load(source, mask=mask), mask=mask)
+            new_values = tl.load(source, mask=mask)
+            tl.store(to, as_cached(new_values, value_cache.dtype.element_ty), mask=mask)
         elif ROTARY_DIM > 0:
             to_heads = query + (head - NUM_KV_HEADS) * query_head_stride + rows[:, None] * query_token_stride
             rotated = load_and_rotate(

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from piecegraph.passes.kernels.common.own_kernel import own_kernel
-from piecegraph.runner.attention.triton.kernels.paged import LOG2E, log2_scores
+from piecegraph.runner.attention.triton.kernels.paged import LOG2E, as_cached, log2_scores
 from piecegraph.runner.attention.triton.kernels.rotate import load_rotated, load_tables, load_unrotated, rotate
 
 
@@ -78,6 +78,7 @@ def load_new_token(  # type: ignore[no-untyped-def]  # compiled by Triton
     new_value = tl.load(
         value + request * value_token_stride + kv_head * value_head_stride + value_at, mask=is_value, other=0.0
     )
+    new_value = as_cached(new_value, value_cache.dtype.element_ty)
     if JOINT:  # the new key is one more row of the tile, and is rotated together with the query heads
         is_key_row = rows == GROUP
         no_rows = tl.zeros([BLOCK_M, 1], tl.int32)
@@ -113,10 +114,10 @@ def load_new_token(  # type: ignore[no-untyped-def]  # compiled by Triton
                 KEY_DIM, KEY_BLOCK, ROTARY_DIM, HAS_NORM,
             )  # fmt: skip
             # Rounded as it will be read from the cache, so that now and later it is the same key.
-            new_key = tl.reshape(new_key, [KEY_BLOCK]).to(key_cache.dtype.element_ty)
+            new_key = as_cached(tl.reshape(new_key, [KEY_BLOCK]), key_cache.dtype.element_ty)
         else:
             q = tl.load(query_heads[:, None] + key_at[None, :], mask=is_row[:, None] & is_key[None, :], other=0.0)
-            new_key = tl.load(key_head + key_at, mask=is_key, other=0.0)
+            new_key = as_cached(tl.load(key_head + key_at, mask=is_key, other=0.0), key_cache.dtype.element_ty)
         new_score = tl.sum(q.to(tl.float32) * new_key.to(tl.float32)[None, :], axis=1)
     new_score = log2_scores(new_score, scale, softcap, HAS_SOFTCAP)
     top = tl.where(is_first, new_score, float("-inf"))

@@ -30,6 +30,16 @@ def cache_strides(kv_cache: KVCache) -> dict[str, int]:
 
 @own_kernel
 @triton.jit
+def as_cached(x, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]  # compiled by Triton
+    """Return keys or values in the dtype of the cache. Values beyond the range of e4m3 become its largest ones."""
+    if tl.float8e4nv == DTYPE:
+        low = tl.maximum(x.to(tl.float32), -448.0, propagate_nan=tl.PropagateNan.ALL)
+        x = tl.minimum(low, 448.0, propagate_nan=tl.PropagateNan.ALL)
+    return x.to(DTYPE)
+
+
+@own_kernel
+@triton.jit
 def load_pages(blocks, first, end, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, ONE_PAGE: tl.constexpr):  # type: ignore[no-untyped-def]  # compiled by Triton
     """Load the block numbers of the tile that starts at position `first`: int32, one, or `[BLOCK_N]`.
 

@@ -393,6 +393,7 @@ def _attend(  # type: ignore[no-untyped-def]  # compiled by Triton
         else:
             k = tl.load(keys[None, :] + key_rows[:, None], mask=is_key, other=0.0)
             v = tl.load(values[None, :] + value_rows[:, None], mask=is_value, other=0.0)
+        k, v = k.to(q.dtype), v.to(q.dtype)  # those of e4m3; others are what they were
         scores = log2_scores(tl.dot(q, tl.trans(k), input_precision=PRECISION), scale, softcap, HAS_SOFTCAP)
         if MASKED:
             is_visible = positions[None, :] <= query_positions[:, None]

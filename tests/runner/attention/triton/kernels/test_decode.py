@@ -73,8 +73,9 @@ def check(
         assert out[num_rows:].isnan().all(), "padded rows are not written"
     slots = batch.slot_mapping[:num_rows]
     for cached, new in ((case.kv_cache.key, key), (case.kv_cache.value, value)):
-        assert torch.equal(cached.flatten(0, 1)[slots], new[:num_rows])
-        num_written = int((~cached.flatten(0, 1).isnan()).any(-1).any(-1).sum())
+        numbers = cached.to(new.dtype).flatten(0, 1)
+        assert torch.equal(numbers[slots], new[:num_rows])
+        num_written = int((~numbers.isnan()).any(-1).any(-1).sum())
         assert num_written == int(batch.seq_lens.sum()) or kind.get("is_passed_freed")
 
 
@@ -111,6 +112,8 @@ CASES = {
     "blocks of one": partial(check, block_size=1),
     "blocks of three": partial(check, block_size=3),
     "float16": partial(check, dtype=torch.float16, key_dim=24, value_dim=16),
+    "e4m3": partial(check, is_e4m3=True, num_launches=2, window=40, has_sinks=True),
+    "e4m3 beside float16": partial(check, is_e4m3=True, dtype=torch.float16, num_q_heads=6),
 }
 
 
@@ -122,13 +125,14 @@ def test_equals_naive_attention(name: str) -> None:
 GPU_SHAPES: list[tuple[Any, ...]] = [
     (1, 16, 8, 128, torch.bfloat16, {}),
     (8, 16, 8, 128, torch.bfloat16, {}),
+    (8, 32, 8, 128, torch.bfloat16, {"cached": torch.float8_e4m3fn}),
     (256, 16, 8, 128, torch.bfloat16, {}),
     (1, 16, 8, 128, torch.float32, {}),
     (1, 8, 4, 256, torch.bfloat16, {"window": 512, "softcap": 50.0}),
     (2, 32, 1, 80, torch.float16, {}),
 ]
 GPU_KERNELS = [
-    pytest.param(*shape, norm, marks=() if shape in GPU_SHAPES[:2] else pytest.mark.slow)
+    pytest.param(*shape, norm, marks=() if shape in GPU_SHAPES[1:3] else pytest.mark.slow)
     for norm in ("norm", "no norm", None)
     for shape in GPU_SHAPES
 ]
@@ -158,10 +162,11 @@ def test_it_compiles_for_a_gpu(
         shared_bytes=H200.shared_bytes, can_overlap=True,
     )  # fmt: skip
     partials = config.num_partials(num_reqs) * num_q_heads
+    of_layer = {name: option for name, option in options.items() if name != "cached"}
     rotary = None if norm is None else make_rotary(num_reqs, dim, **NORMS[norm], dtype=dtype)
     call = decode_call(
-        AttentionCall(query, key, value, query.clone(), scale=1.0, **options, rotary=rotary),
-        KVCache(*torch.zeros(2, 4, 16, num_kv_heads, dim, dtype=dtype)),
+        AttentionCall(query, key, value, query.clone(), scale=1.0, **of_layer, rotary=rotary),
+        KVCache(*torch.zeros(2, 4, 16, num_kv_heads, dim, dtype=options.get("cached") or dtype)),
         seq_lens=torch.zeros(num_reqs, dtype=torch.int32), block_table=torch.zeros(num_reqs, 99, dtype=torch.int32),
         slot_mapping=torch.zeros(num_reqs, dtype=torch.int64), num_reqs=num_reqs, config=config,
         workspace=SplitWorkspace.allocate(

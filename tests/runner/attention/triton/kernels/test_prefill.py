@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 
+from piecegraph.runner.attention.triton.reference import write_kv
 from tests.interpreter import interpreted_case
 from tests.runner.attention.paged_case import make_case
 
@@ -24,8 +25,10 @@ def check(*, block_m: int = 16, block_n: int = 16, first_req: int = 0, num_sms: 
     layer, batch = case.layer, case.metadata
     batch.block_table[batch.block_table >= case.kv_cache.key.shape[0]] = 0x7F7F7F7F
     num_rows = case.expected.shape[0]
-    case.kv_cache.key.flatten(0, 1)[batch.slot_mapping[:num_rows]] = case.key[:num_rows]
-    case.kv_cache.value.flatten(0, 1)[batch.slot_mapping[:num_rows]] = case.value[:num_rows]
+    write_kv(
+        case.key[:num_rows], case.value[:num_rows],
+        kv_cache=case.kv_cache, slot_mapping=batch.slot_mapping[:num_rows],
+    )  # fmt: skip
     out = case.query.new_full((case.query.shape[0], layer.num_q_heads, layer.value_dim), float("nan"))
     prefill.MIN_SPLIT_LEN = 16  # type: ignore[attr-defined]  # in a process of its own: tiny cases split, too
     workspace = SplitWorkspace.allocate(
@@ -88,6 +91,8 @@ CASES = {
         block_m=32,
         num_sms=16,
     ),
+    "e4m3": partial(check, is_e4m3=True, window=10),
+    "e4m3 beside float16, split": partial(check, is_e4m3=True, dtype=torch.float16, num_sms=16),
     "many requests": partial(check, lens=[(0, 2)] * 3 + [(0, 0)] * 300 + [(0, 3)], num_q_heads=16, num_kv_heads=1),
 }
 
