@@ -874,7 +874,7 @@ def _load(
     if "torch" in sys.modules:  # an earlier model may be garbage whose memory is needed
         gc.collect()
     prefetch(config.source.weight_files)
-    with paused_gc(), early:
+    with paused_gc(), early, executor.while_loading():
         if on_phase is not None:
             on_phase(Phase(name="import", detail="torch, transformers"))
         with timed_phase(on_phase, "import"):

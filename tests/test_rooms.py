@@ -189,6 +189,8 @@ COVERED_BY: Mapping[str, str] = {
     "runner/models/checkpoint/tensors.py": "tests/runner/models/test_load.py",
     "runner/pipeline_parallel/missing_module.py": "tests/runner/pipeline_parallel/test_stage.py",
     "runner/quantization/modules.py": "tests/runner/quantization/test_quantise.py",
+    "runner/distributed/lockstep_runner.py": "tests/runner/data_parallel/test_shared_experts.py",
+    "runner/tensor_parallel/expert_ranks.py": "tests/runner/tensor_parallel/test_engine_peers.py",
     "runner/distributed/watched_output.py": "tests/runner/distributed/test_ranks_gpu.py",
     "runner/quantization/online.py": "tests/runner/quantization/test_llm_quantised.py",
     "runner/quantization/methods/all_methods.py": "tests/runner/quantization/methods/test_groups.py",

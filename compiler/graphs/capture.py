@@ -27,6 +27,7 @@ from piecegraph.compiler.graphs.replay.step_kinds import kinds_of
 from piecegraph.compiler.graphs.warm_up import call_each_kind, run_plan
 from piecegraph.compiler.own_kernels.registry import OWN_KERNELS
 from piecegraph.errors import CaptureError, OutOfMemory, UsageError
+from piecegraph.passes.ops.collectives import CollectiveError
 from piecegraph.paused_gc import paused_gc
 from piecegraph.progress import OnPhase, Phase
 
@@ -214,7 +215,7 @@ def _capture_buckets(
                 if recorder is None:
                     recorder = make_recorder(options.kind, _device_of(static_inputs), options.pool, options.stream)
                 captured[descriptor] = capturer.capture(descriptor, static_inputs, recorder, is_first=not captured)
-            except (CaptureError, UsageError):  # the call is wrong, for the other descriptors too
+            except (CaptureError, UsageError, CollectiveError):  # it would fail for the other descriptors, too
                 _release(captured)
                 raise
             except Exception as raised:

@@ -1,5 +1,6 @@
 """The collectives of tensor parallelism: `piecegraph::all_reduce`, `all_gather` and `own_columns`.
 
+Those of experts that several engines share are `gather_tokens` and `scatter_sum`.
 `all_reduce_add_rms_norm` and `all_reduce_add_norm_linear` do what follows a sum over the ranks, too.
 
 They are ops inside pieces and take plain local tensors. No rank is in a graph: an op finds its group in a context
@@ -42,6 +43,12 @@ class Group(Protocol):
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """Return `x` of all ranks, joined in the last dim in the order of ranks."""
+
+    def gather_tokens(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the rows of `x` of all engines that share experts, in their order; each has as many."""
+
+    def scatter_sum(self, x: torch.Tensor) -> torch.Tensor:
+        """Return this engine's rows of the sum of `x` over the engines that share experts."""
 
 
 _group: ContextVar[Group | None] = ContextVar("_group", default=None)
@@ -108,6 +115,14 @@ def _own_columns(x: torch.Tensor, num_columns: int) -> torch.Tensor:
     return torch.nn.functional.pad(own, (0, missing)) if missing else own.clone(memory_format=torch.contiguous_format)
 
 
+def _gather_tokens(x: torch.Tensor, num_engines: int) -> torch.Tensor:
+    return _current().gather_tokens(x)
+
+
+def _scatter_sum(x: torch.Tensor, num_engines: int) -> torch.Tensor:
+    return _current().scatter_sum(x)
+
+
 ALL_REDUCE = define_op("all_reduce(Tensor x) -> Tensor", _all_reduce, lambda x: x.new_empty(x.shape))
 
 ALL_GATHER = define_op(
@@ -120,6 +135,18 @@ OWN_COLUMNS = define_op(
     "own_columns(Tensor x, int num_columns) -> Tensor",
     _own_columns,
     lambda x, num_columns: x.new_empty((*x.shape[:-1], num_columns)),
+)
+
+GATHER_TOKENS = define_op(
+    "gather_tokens(Tensor x, int num_engines) -> Tensor",
+    _gather_tokens,
+    lambda x, num_engines: x.new_empty((x.shape[0] * num_engines, *x.shape[1:])),
+)
+
+SCATTER_SUM = define_op(
+    "scatter_sum(Tensor x, int num_engines) -> Tensor",
+    _scatter_sum,
+    lambda x, num_engines: x.new_empty((x.shape[0] // num_engines, *x.shape[1:])),
 )
 
 ALL_REDUCE_ADD_RMS_NORM = define_op(

@@ -11,10 +11,16 @@ from piecegraph.runner.distributed.external_launcher import ExternalLauncherExec
 if TYPE_CHECKING:
     from piecegraph.runner.common.engine_config import EngineConfig
     from piecegraph.runner.distributed.protocol import Executor
+    from piecegraph.runner.tensor_parallel.engine_peers import EnginePeers
 
 
-def make_executor(config: EngineConfig) -> Executor:
-    """Return the executor that the config asks for. Raises `ConfigError`."""
+def make_executor(config: EngineConfig, peers: EnginePeers | None = None) -> Executor:
+    """Return the executor that the config asks for. Raises `ConfigError`.
+
+    `peers`: the engines that share experts with this one, in processes of this machine.
+    """
+    if peers is not None:
+        return MpExecutor(config, peers)
     if config.distributed_executor_backend == "uniproc":
         return UniProcExecutor()
     if config.distributed_executor_backend == "mp" and config.nnodes > 1:

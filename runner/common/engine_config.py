@@ -297,10 +297,10 @@ class EngineConfig:
         elif isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout <= 86_400:
             raise ConfigError(f"distributed_timeout_seconds={timeout!r}; it must be above 0, at most 86400.")
         check_boolean("enable_expert_parallel", self.enable_expert_parallel)
-        if self.enable_expert_parallel and self.tensor_parallel_size == 1:
+        if self.enable_expert_parallel and self.tensor_parallel_size == self.data_parallel_size == 1:
             raise ConfigError(
-                "enable_expert_parallel=True divides experts among the ranks of tensor_parallel_size, and there is one "
-                "rank; give tensor_parallel_size, too."
+                "enable_expert_parallel=True divides experts among the ranks of tensor_parallel_size and "
+                "data_parallel_size, and there is one rank; give one of them, too."
             )
         size, backend = self.num_ranks, self.distributed_executor_backend
         if backend is None:
@@ -313,9 +313,9 @@ class EngineConfig:
         object.__setattr__(self, "distributed_executor_backend", backend)
         self._check_engines()
         self._check_nodes()
-        if size == 1:
+        if size == 1 and not self.shares_experts:
             return
-        if backend == "uniproc":
+        if backend == "uniproc" and size > 1:
             raise ConfigError(
                 f"{self.ranks_argument} needs a process for each rank, and distributed_executor_backend="
                 "'uniproc' has one; leave the second out."
@@ -348,8 +348,15 @@ class EngineConfig:
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
+    def shares_experts(self) -> bool:
+        """Whether several engines share experts, and so run each step together."""
+        return self.enable_expert_parallel and self.data_parallel_size > 1
+
+    @property
     def ranks_argument(self) -> str:
         """The argument that asks for several ranks, with its value."""
+        if self.num_ranks == 1:
+            return f"data_parallel_size={self.data_parallel_size} and enable_expert_parallel"
         name = "tensor_parallel_size" if self.tensor_parallel_size > 1 else "pipeline_parallel_size"
         return f"{name}={getattr(self, name)}"
 
@@ -390,6 +397,11 @@ class EngineConfig:
                 self.distributed_executor_backend not in ("uniproc", "mp"),
                 f"distributed_executor_backend={self.distributed_executor_backend!r}",
             ),
+            (
+                self.shares_experts and self.pipeline_parallel_size > 1,
+                f"enable_expert_parallel with pipeline_parallel_size={self.pipeline_parallel_size}",
+            ),
+            (self.shares_experts and self.strict, "enable_expert_parallel with strict=True"),
         ):
             if is_given:
                 raise ConfigError(

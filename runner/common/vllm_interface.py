@@ -116,7 +116,7 @@ _NO_STRUCTURE = "give each request its structured_outputs; llguidance compiles t
 _NO_PARALLELISM = (
     "of the kinds of parallelism, this version has tensor_parallel_size, pipeline_parallel_size and data_parallel_size."
 )
-_NO_EXPERT_PARALLELISM = "experts stay on the ranks of tensor_parallel_size where enable_expert_parallel puts them."
+_NO_EXPERT_PARALLELISM = "experts stay on the ranks where enable_expert_parallel puts them."
 _NO_MEDIA = "this version accepts text only."
 _NO_OFFLOADING = "weights and cache lie on the device: use a smaller model, or lower max_model_len."
 _NO_SLEEP = "LLM.sleep and wake_up are here, or close the LLM and make another, which starts from the compile cache."
@@ -400,7 +400,7 @@ DIFFERENT_ARGUMENTS: Mapping[str, str] = {
     "model": "None is the embedded model",
     "override_generation_config": "fields that sampling has; others are refused",
     "quantization": "`int8`, `int4` or `fp8`, made from a plain checkpoint, `gguf`, or None (as stored)",
-    "enable_expert_parallel": "among the ranks of tensor_parallel_size, and not of data_parallel_size; on CPUs so far",
+    "enable_expert_parallel": "among the ranks of tensor_parallel_size and data_parallel_size; on CPUs so far",
     "pipeline_parallel_size": "on CPUs so far, for models with a plan in transformers",
     "tensor_parallel_size": "for models with a plan in transformers",
     "trust_remote_code": "the model's code has to trace to one graph",

@@ -13,8 +13,8 @@ from piecegraph.runner.cudagraphs.policy import ResolvedMode
 FULL, PIECEWISE, NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
 
 Agree = Callable[[CUDAGraphMode, int], tuple[CUDAGraphMode, int]]
-"""A function by which data-parallel ranks agree. It takes the (mode, padded num_tokens) that this rank proposes, and
-returns those that all ranks run: a mode that is not higher, and a padding that is not smaller."""
+"""A function by which engines that share experts agree. It takes the (mode, padded num_tokens) that this one proposes,
+and returns those that it runs: a mode that is not higher, and a padding that is not smaller and that of all engines."""
 
 MODE_RANK = {NONE: 0, PIECEWISE: 1, FULL: 2}
 """The modes, each with a higher number than the modes below it."""
@@ -88,7 +88,10 @@ class Dispatcher:
             wanted = self.resolved.decode_mode
         found = self._find(num_tokens, num_reqs, uniform_token_count, num_active_loras, at_most)
         if agree is not None:
-            mode, padded = agree(found.mode, found.descriptor.num_tokens)
+            proposed = found.descriptor.num_tokens
+            if found.mode is NONE:  # others may have a graph for their batch, which this padding lets them use
+                proposed = self._padded(proposed, num_active_loras)
+            mode, padded = agree(found.mode, proposed)
             if (mode, padded) != (found.mode, found.descriptor.num_tokens):
                 assert MODE_RANK[mode] <= MODE_RANK[found.mode] and padded >= found.descriptor.num_tokens, (
                     mode,
@@ -102,6 +105,19 @@ class Dispatcher:
         if MODE_RANK[at_most] < MODE_RANK[wanted] and found.mode is at_most:
             return found._replace(reason=f"no mode above {at_most.value} was allowed for this batch")
         return found._replace(reason=self._why_not(wanted, num_tokens, num_reqs, num_active_loras, uniform_token_count))
+
+    def padded_to(self, padded: int, *, num_reqs: int, uniform_token_count: int | None) -> Dispatched:
+        """Return the highest mode with a graph of exactly `padded` tokens, for a batch of no more; else NONE."""
+        num_reqs = max(num_reqs, 1)  # a descriptor has one at least
+        found = self._find(padded, num_reqs, uniform_token_count, 0, FULL)
+        if found.descriptor.num_tokens == padded:
+            return found
+        return Dispatched(NONE, _unpadded(padded, num_reqs, None, 0), f"no graph of {padded} tokens was captured")
+
+    def _padded(self, num_tokens: int, loras: int) -> int:
+        """Return the smallest captured size that holds a batch of any requests, `num_tokens` if there is none."""
+        tables = [table for table in (self._mixed.get(loras), self._piecewise.get(loras)) if table is not None]
+        return min((size for table in tables for size in table.sizes if size >= num_tokens), default=num_tokens)
 
     def _find(
         self,
@@ -135,10 +151,13 @@ class Dispatcher:
         loras: int,
         proposed: Dispatched,
     ) -> Dispatched:
-        """Return what this rank runs after `agree`: NONE if it has no graph of the agreed mode and padding."""
+        """Return what this engine runs after `agree`: its highest mode with a graph of that padding, else NONE."""
         found = self._find(padded, num_reqs, uniform_token_count, loras, mode)
-        reason = f"ranks agreed on {mode.value} with {padded} tokens; this one proposed {proposed.mode.value}"
-        if found.mode is not mode or found.descriptor.num_tokens != padded:
+        reason = (
+            f"engines agreed on {padded} tokens; this one proposed {proposed.mode.value} with "
+            f"{proposed.descriptor.num_tokens}"
+        )
+        if found.mode is NONE or found.descriptor.num_tokens != padded:
             return Dispatched(NONE, _unpadded(padded, num_reqs, None, loras), f"{reason}, and has no such graph")
         return found._replace(reason=reason)
 

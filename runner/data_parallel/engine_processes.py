@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
+from piecegraph.compiler.common.private_folder import private_folder
 from piecegraph.errors import WorkerError
 from piecegraph.progress import OnPhase
 from piecegraph.runner.common.engine_config import DISTRIBUTED_TIMEOUT_S
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from piecegraph.runner.distributed.child_program import Failure
     from piecegraph.runner.distributed.protocol import Method
     from piecegraph.runner.startup.load_engine import Loaded
+    from piecegraph.runner.tensor_parallel.engine_peers import EnginePeers
     from piecegraph.runner.tensor_parallel.parallel import Parallel
 
 PROGRAM = "piecegraph.runner.data_parallel.engine_program"
@@ -91,12 +93,14 @@ class EngineProcesses:
         self._threads: list[threading.Thread] = []
         lifeline, self._lifeline = os.pipe()
         self._end = weakref.finalize(self, _end_engines, self._children, self._threads, self._outboxes, self._lifeline)
-        job = pickled(replace(config, data_parallel_size=1, start="full"), "the arguments of this LLM")
+        self.in_lockstep = config.shares_experts
+        """Whether all engines run each step together, because they share experts."""
+        store = str(private_folder("engines") / "store") if self.in_lockstep else None
         try:
             for number in range(self.num_engines):
                 child = start_child(PROGRAM, "engine", number, lifeline, self._timeout_s)
                 self._children.append(child)
-                child.channel.send_bytes(job)
+                child.channel.send_bytes(pickled(_job(config, number, store), "the arguments of this LLM"))
                 self._start_threads(child)
         except BaseException:
             self.close()
@@ -112,6 +116,10 @@ class EngineProcesses:
     def parallel(self) -> Parallel | None:
         """Return None: this process runs no step."""
         return None
+
+    def while_loading(self) -> contextlib.AbstractContextManager[None]:
+        """Return a block that does nothing: `wait_until_ready` notices an engine's end."""
+        return contextlib.nullcontext()
 
     def wait_until_ready(self, on_phase: OnPhase | None) -> list[EngineFacts]:
         """Return the facts of all engines once they can take requests; the first one's phases go to `on_phase`.
@@ -260,6 +268,16 @@ class EngineProcesses:
             raise WorkerError(self._failure)
         if self._is_closed:
             raise WorkerError("the engines of this LLM are closed; make a new one.")
+
+
+def _job(config: EngineConfig, number: int, store: str | None) -> tuple[EngineConfig, EnginePeers | None]:
+    """Return what an engine is told once, at start. `store`: where engines that share experts meet."""
+    if store is None:
+        return replace(config, data_parallel_size=1, start="full"), None
+    from piecegraph.runner.tensor_parallel.engine_peers import EnginePeers
+
+    peers = EnginePeers(engine=number, num_engines=config.data_parallel_size, store=store)
+    return replace(config, start="full"), peers
 
 
 def _end_engines(

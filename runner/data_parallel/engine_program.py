@@ -102,33 +102,52 @@ class _Channel:
 
 
 class _EngineLoop:
-    """An engine that is driven by messages."""
+    """An engine that is driven by messages.
+
+    Engines that share experts run each step together. From the first "wake" message on, which all get for each request
+    of one of them, an engine without requests takes part in the steps of the others. All sleep at the same time, once
+    none has requests and all have had the same messages, so that no message is of a step that is over.
+    """
 
     def __init__(self, connection: Connection, channel: _Channel, executor: Executor, loaded: Loaded) -> None:
+        from piecegraph.runner.distributed.lockstep_runner import LeadingLockstepRunner
+
         self._connection = connection
         self._channel = channel
         self._executor = executor
         self._loaded = loaded
         self._engine = loaded.engine
         self._unscheduled: dict[str, None] = {}  # requests that no step has run
+        runner = loaded.runner
+        self._lockstep = runner if isinstance(runner, LeadingLockstepRunner) else None
+        self._is_awake = False  # whether some engine that this one steps with may have requests
 
     def run(self) -> None:
         """Step the engine as long as it has requests, and take messages between steps, until told to close."""
         engine = self._engine
         wait_s = 0.0
         while True:
-            while not engine.has_unfinished or self._connection.poll(wait_s):
+            while not (engine.has_unfinished or self._is_awake) or self._connection.poll(wait_s):
                 name, *values = self._connection.recv()
                 if name == "close":
                     return
                 wait_s = LINGER_S if self._take(name, values) else 0.0
             wait_s = 0.0
-            self._tell(engine.step())
+            if engine.has_unfinished:
+                self._tell(engine.step())
+            else:
+                assert self._lockstep is not None, "an engine that steps alone sleeps without requests"
+                self._lockstep.run_idle()
+                self._is_awake = not self._lockstep.agreement.is_over
 
     def _take(self, name: str, values: list[Any]) -> bool:
         """Do what a message says. Return whether the front door waits for an answer and may have another message."""
         if name == "add":
             self._add(*values)
+            return False
+        if name == "wake":
+            assert self._lockstep is not None, "an engine that steps alone is woken by its requests"
+            self._is_awake, self._lockstep.agreement.num_seen = True, *values
             return False
         question, *arguments = values
         answer: Any = None
@@ -185,12 +204,13 @@ def main() -> None:
 def _serve(connection: Connection, number: int) -> None:
     from piecegraph.runner.clusters.make_executor import make_executor
 
-    config: EngineConfig = connection.recv()
+    config, peers = connection.recv()
     channel = _Channel(connection)
-    executor = make_executor(config)
+    executor = make_executor(config, peers)
     try:
         try:
-            loaded = _load(config, channel if number == 0 else None, executor)
+            with executor.while_loading():
+                loaded = _load(config, channel if number == 0 else None, executor)
         except PiecegraphError as error:
             channel.send("refused", error)
             return

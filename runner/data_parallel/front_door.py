@@ -91,6 +91,8 @@ class FrontDoor(Engine):
         self._routed: dict[str, _Routed] = {}
         self._stats = [each.stats for each in facts]
         self._num_tokens = [0] * len(facts)
+        self._num_added = 0  # requests that all engines have to hear of; 0 where each steps alone
+        self._num_told = [0] * len(facts)
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._routed
@@ -195,6 +197,9 @@ class FrontDoor(Engine):
             prompt_embeds=prompt_embeds,
             is_final_only=is_final_only,
         )
+        if self._processes.in_lockstep:
+            self._num_added += 1
+            self._wake()
         self._processes.send(engine, "add", new)
         self._routed[request_id] = _Routed(
             request_id=request_id,
@@ -274,9 +279,22 @@ class FrontDoor(Engine):
         kind = RequestOutputKind.FINAL_ONLY if is_final_only else RequestOutputKind.DELTA
         return replace(params, seed=seed, output_kind=kind)
 
+    def _wake(self) -> None:
+        """Tell every engine that does not know it how many requests there were, so that it steps with the others.
+
+        Called by whatever waits for engines, too, since an interrupt may have come between two messages.
+        """
+        for engine in self._all:
+            if self._num_told[engine] != self._num_added:
+                self._processes.send(engine, "wake", self._num_added)
+                self._num_told[engine] = self._num_added
+
     def _take_news(self) -> None:
         """Wait for the news of a step and take them."""
-        busy = tuple({routed.engine for routed in self._routed.values()})
+        self._wake()
+        busy: Sequence[int] = tuple({routed.engine for routed in self._routed.values()})
+        if self._processes.in_lockstep:
+            busy = self._all  # a step of one needs all
         number, engine, news = self._processes.next_news(busy)
         self._take(number, engine, news)
         self._processes.drop_news()

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import NoReturn
 
+from piecegraph.errors import PiecegraphError
+
 logger = logging.getLogger(__name__)
 
 
@@ -24,6 +26,7 @@ class Failure:
     error: str  # the last line of the traceback
     trace: str
     is_consequence: bool  # whether another rank's end or silence is the cause
+    refusal: PiecegraphError | None = None  # what was refused, and not an error of the program
 
 
 def run_child(role: str, serve: Callable[[Connection, int], None]) -> NoReturn:
@@ -65,7 +68,12 @@ def failure_of(error: BaseException) -> Failure:
 
     lines = traceback.format_exception(error)
     last = next((line.strip() for line in reversed("".join(lines).splitlines()) if line.strip()), repr(error))
-    return Failure(error=last, trace="".join(lines), is_consequence=isinstance(error, CollectiveError))
+    return Failure(
+        error=last,
+        trace="".join(lines),
+        is_consequence=isinstance(error, CollectiveError),
+        refusal=error if isinstance(error, PiecegraphError) else None,
+    )
 
 
 def _end_with(lifeline: int) -> None:

@@ -10,13 +10,13 @@ import os
 import pickle
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any
 
 from piecegraph.compiler.common.private_folder import private_folder
-from piecegraph.errors import WorkerError
+from piecegraph.errors import PiecegraphError, WorkerError
 from piecegraph.runner.common.engine_config import DISTRIBUTED_TIMEOUT_S
 from piecegraph.runner.distributed.child_process import (
     CAUSE_S,
@@ -29,6 +29,7 @@ from piecegraph.runner.distributed.child_process import (
     wait_for,
 )
 from piecegraph.runner.distributed.child_program import Failure
+from piecegraph.runner.distributed.loading_watch import RankLost, ended_by_loss
 from piecegraph.runner.distributed.protocol import Method
 from piecegraph.runner.distributed.worker import Worker, WorkerJob
 
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from piecegraph.progress import OnPhase, Phase
     from piecegraph.runner.common.engine_config import EngineConfig
     from piecegraph.runner.startup.load_engine import Loaded
+    from piecegraph.runner.tensor_parallel.engine_peers import EnginePeers
     from piecegraph.runner.tensor_parallel.parallel import Parallel
 
 WORKER = "piecegraph.runner.distributed.worker"
@@ -58,6 +60,10 @@ class UniProcExecutor:
         """Return `on_phase`."""
         return on_phase
 
+    def while_loading(self) -> contextlib.AbstractContextManager[None]:
+        """Return a block that does nothing."""
+        return contextlib.nullcontext()
+
     def collective_rpc(
         self, loaded: Loaded, method: Method, timeout: float | None, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> list[Any]:
@@ -77,13 +83,17 @@ class MpExecutor:
 
     shows_progress = True
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, peers: EnginePeers | None = None) -> None:
+        """Start the ranks. `peers`: the engines that share experts with this one; there may be one rank then."""
         self._config = config
+        self._peers = peers
         self._num_ranks = config.num_ranks
         self._timeout_s = config.distributed_timeout_seconds or DISTRIBUTED_TIMEOUT_S
         self._failure: str | None = None
         self._is_closed = False
         self._processes: list[Child] = []
+        self._parallel: Parallel | None = None
+        self._refusal: PiecegraphError | None = None  # of the rank that failed first: why it could not load
         lifeline, self._lifeline = os.pipe()
         self._end = weakref.finalize(self, end_all, self._processes, self._lifeline)
         try:
@@ -96,6 +106,7 @@ class MpExecutor:
                     num_ranks=self._num_ranks,
                     store=self._store,
                     timeout_s=self._timeout_s,
+                    peers=peers,
                 )
                 each.channel.send_bytes(pickled(job, "the arguments of this LLM"))
         except BaseException:
@@ -125,7 +136,10 @@ class MpExecutor:
         from piecegraph.runner.tensor_parallel.process_group import open_store
 
         store = open_store(self._store, self._num_ranks)
-        return rank_parallel(self._config, store, 0, self._timeout_s, leading=self, check=self.check)
+        self._parallel = rank_parallel(
+            self._config, store, 0, self._timeout_s, leading=self, check=self.check, peers=self._peers
+        )
+        return self._parallel
 
     def watched(self, on_phase: OnPhase | None) -> OnPhase:
         """Return an `on_phase` that first looks at the workers, so that rank 0 does not load for nothing."""
@@ -136,6 +150,31 @@ class MpExecutor:
                 on_phase(phase)
 
         return watch
+
+    @contextlib.contextmanager
+    def while_loading(self) -> Iterator[None]:
+        """Load inside the block: it ends as soon as a rank ends or fails, in the middle of whatever it does."""
+        try:
+            with ended_by_loss(self._processes, self._abort):
+                yield
+        except RankLost:
+            failure = self._fail(None)
+            raise self._refusal or failure from None
+        except WorkerError:
+            if self._refusal is not None:
+                raise self._refusal from None
+            raise
+        except RuntimeError as error:
+            from piecegraph.passes.ops.collectives import CollectiveError
+
+            if isinstance(error, CollectiveError):
+                raise self._fail(error) from error
+            raise
+
+    def _abort(self, is_over: Callable[[], bool]) -> None:
+        """End the collectives in which a GPU of this process waits for ranks that are gone, until the load is over."""
+        if self._parallel is not None and self._parallel.group.is_on_gpu:
+            self._parallel.group.abort(is_over)
 
     def check(self) -> None:
         """Raise `WorkerError` if a worker has ended or failed. Only while nothing else is expected from workers."""
@@ -225,10 +264,11 @@ class MpExecutor:
 
     def _cause(self, error: BaseException | None) -> str:
         """Return which rank failed first and how; workers have a moment to say so."""
-        from piecegraph.passes.ops.collectives import CollectiveError
+        if error is not None:
+            from piecegraph.passes.ops.collectives import CollectiveError
 
-        if error is not None and not isinstance(error, (CollectiveError, OSError, EOFError)):
-            return f"rank 0 raised {type(error).__name__}: {error}."
+            if not isinstance(error, (CollectiveError, OSError, EOFError)):
+                return f"rank 0 raised {type(error).__name__}: {error}."
         failures: dict[int, str] = {}
         consequences: set[int] = set()
         deadline = time.monotonic() + CAUSE_S
@@ -241,6 +281,7 @@ class MpExecutor:
                     consequences.add(each.number)
                 elif found is not None:
                     failures[each.number] = how_it_ended(each, found)
+                    self._refusal = found.refusal if isinstance(found, Failure) else None
             if failures:
                 break
             time.sleep(0.02)

@@ -54,6 +54,10 @@ class ExternalLauncherExecutor:
         """Return `on_phase` on rank 0, and None on the others; the launcher watches the ranks."""
         return on_phase if self.shows_progress else None
 
+    def while_loading(self) -> contextlib.AbstractContextManager[None]:
+        """Return a block that does nothing: the launcher ends this rank when another ends."""
+        return contextlib.nullcontext()
+
     @property
     def is_running(self) -> bool:
         """Return whether the ranks are in step, as far as is known."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -26,6 +27,12 @@ class Executor(Protocol):
 
     def watched(self, on_phase: OnPhase | None) -> OnPhase | None:
         """Return an `on_phase` for loading here, which raises `WorkerError` once another rank has failed."""
+
+    def while_loading(self) -> AbstractContextManager[None]:
+        """Return a block to load in, which ends with `WorkerError` as soon as another rank ends or fails.
+
+        If the rank has refused the model or its config, the block ends with the rank's own `PiecegraphError`.
+        """
 
     def collective_rpc(
         self, loaded: Loaded, method: Method, timeout: float | None, args: Sequence[Any], kwargs: Mapping[str, Any]

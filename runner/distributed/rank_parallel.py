@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from piecegraph.runner.distributed.group_runner import GroupRunner, LeadingRunner
+from piecegraph.runner.distributed.lockstep_runner import LeadingLockstepRunner, LockstepRunner
 from piecegraph.runner.distributed.stage_runner import LeadingStageRunner, StageRunner
 from piecegraph.runner.pipeline_parallel.stage import Stage
 from piecegraph.runner.pipeline_parallel.stage_link import StageLink
+from piecegraph.runner.tensor_parallel.engine_peers import Agreement, EnginePeers
 from piecegraph.runner.tensor_parallel.parallel import Parallel
 from piecegraph.runner.tensor_parallel.process_group import RankGroup, no_check, own_address
 
@@ -28,14 +30,17 @@ def rank_parallel(
     *,
     leading: MpExecutor | None = None,
     check: Callable[[], None] = no_check,
+    peers: EnginePeers | None = None,
 ) -> Parallel:
     """Return how `rank` takes part. Ranks of one stage follow each other; `leading`: the executor, on rank 0.
 
-    `check` is called while the rank waits for others at start, and may raise.
+    `check` is called while the rank waits for others at start, and may raise. `peers`: the engines that share experts.
     """
     size, num_stages = config.tensor_parallel_size, config.pipeline_parallel_size
     world = RankGroup(store, rank, config.num_ranks, timeout_s, check=check)
     lead: dict[str, Any] = {} if leading is None else {"executor": leading}
+    if peers is not None:
+        return _lockstep_parallel(world, peers, timeout_s, lead, check)
     if num_stages == 1:
         plain: Any = GroupRunner if leading is None else LeadingRunner
         return Parallel(group=world, runner_kind=partial(plain, group=world, **lead))
@@ -50,5 +55,22 @@ def rank_parallel(
         runner_kind=partial(staged, group=group, link=link, **lead),
         world=world,
         stage=stage,
-        connect_stages=link.connect,
+        connect_others=link.connect,
     )
+
+
+def _lockstep_parallel(
+    world: RankGroup, peers: EnginePeers, timeout_s: float, lead: dict[str, Any], check: Callable[[], None]
+) -> Parallel:
+    """Return how a rank takes part in an engine that steps together with others."""
+    world.engines = peers.group(f"rank {world.rank}", world.size, timeout_s, check=check)
+    agreement = Agreement.of(peers, world.size, check=check) if lead else None
+
+    def connect() -> None:
+        assert world.engines is not None
+        world.engines.connect(world.device)
+        if agreement is not None:
+            agreement.connect()
+
+    kind: Any = LockstepRunner if agreement is None else partial(LeadingLockstepRunner, agreement=agreement)
+    return Parallel(group=world, runner_kind=partial(kind, group=world, **lead), peers=peers, connect_others=connect)

@@ -13,6 +13,7 @@ from piecegraph.runner.distributed.child_program import run_child
 if TYPE_CHECKING:
     from piecegraph.runner.common.engine_config import EngineConfig
     from piecegraph.runner.startup.load_engine import Loaded
+    from piecegraph.runner.tensor_parallel.engine_peers import EnginePeers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +25,7 @@ class WorkerJob:
     num_ranks: int
     store: str  # the address of the store that ranks meet at, for `open_store`
     timeout_s: float
+    peers: EnginePeers | None = None  # the engines that share experts with this rank's; None: there are none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,17 +89,21 @@ def _load(job: WorkerJob) -> Loaded:
     from piecegraph.runner.tensor_parallel.process_group import open_store
 
     store = open_store(job.store, job.num_ranks)
-    return load_engine(job.config, None, rank_parallel(job.config, store, job.rank, job.timeout_s))
+    parallel = rank_parallel(job.config, store, job.rank, job.timeout_s, peers=job.peers)
+    return load_engine(job.config, None, parallel)
 
 
 def follow_rank_0(channel: Connection, job: WorkerJob, loaded: Loaded) -> None:
     """Do what rank 0 says on `channel`, in that order, until it says that all is over. Raises EOFError at its end."""
     from piecegraph.runner.distributed.group_runner import GroupRunner
+    from piecegraph.runner.distributed.lockstep_runner import LockstepRunner
     from piecegraph.runner.scheduling.scheduler_output import ScheduledDecodes
 
     runner = loaded.runner
     assert isinstance(runner, GroupRunner), runner
     worker = Worker(rank=job.rank, num_ranks=job.num_ranks, loaded=loaded)
+    if isinstance(runner, LockstepRunner):
+        runner.hear(channel)
     last_ids: tuple[str, ...] = ()
     while True:
         name, *args = channel.recv()
@@ -110,6 +116,9 @@ def follow_rank_0(channel: Connection, job: WorkerJob, loaded: Loaded) -> None:
             runner.execute_model(output, at_most=at_most)
         elif name == "sample":
             runner.follow(*args)
+        elif name == "idle":
+            assert isinstance(runner, LockstepRunner), runner
+            runner.run_idle()
         elif name == "reset":
             runner.reset()
         elif name == "call":

@@ -13,7 +13,7 @@ from piecegraph.runner.attention.interface.forward_context import clear_forward_
 from piecegraph.runner.attention.interface.step_metadata import StepMetadata
 from piecegraph.runner.common.without_grad import without_grad
 from piecegraph.runner.cudagraphs.dispatch_counters import DispatchCounters, refuse_downgrade
-from piecegraph.runner.cudagraphs.dispatcher import Dispatched, Dispatcher, uniform_token_count
+from piecegraph.runner.cudagraphs.dispatcher import Agree, Dispatched, Dispatcher, uniform_token_count
 from piecegraph.runner.cudagraphs.manager import CudaGraphManager
 from piecegraph.runner.lora.adapter import LoadedAdapter
 from piecegraph.runner.lora.modules import AdaptedModules
@@ -52,6 +52,9 @@ class ModelRunner:
 
     Neither phase waits for the device; only `AsyncOutput.get` does.
     """
+
+    agree: Agree | None = None
+    """By which engines that step together agree on each batch; None: this engine steps alone."""
 
     def __init__(
         self,
@@ -147,9 +150,11 @@ class ModelRunner:
                 num_reqs=batch.num_reqs,
                 uniform_token_count=uniform_token_count(batch.query_lens),
                 num_active_loras=batch.num_active_loras,
+                agree=self.agree,
                 at_most=at_most,
             )
-            self._last_dispatched = batch, at_most, num_tokens, is_decode, dispatched
+            if self.agree is None:
+                self._last_dispatched = batch, at_most, num_tokens, is_decode, dispatched
         if needed is None:
             refuse_downgrade(dispatched, self._strict)
         elif dispatched.reason is not None:

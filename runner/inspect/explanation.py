@@ -58,6 +58,7 @@ from piecegraph.runner.speculative.common.fitting_draft import (
 from piecegraph.runner.speculative.heads.head_config import HeadConfig, is_head, naming_the_head, with_head
 from piecegraph.runner.speculative.heads.load_head import head_on_meta
 from piecegraph.runner.state_layers.layer import StateLayer, state_layers
+from piecegraph.runner.tensor_parallel.expert_ranks import expert_ranks
 from piecegraph.runner.tensor_parallel.summary import RanksSummary, ranks_summary
 from piecegraph.runner.traffic.kept import kept_key, read_kept
 from piecegraph.runner.traffic.traffic_sizes import with_traffic_sizes
@@ -310,7 +311,7 @@ def _load(
     source = replace(config.source, load_format="dummy")
     options: dict[str, Any] = {
         "num_ranks": config.tensor_parallel_size,
-        "divides_experts": config.enable_expert_parallel,
+        "experts": expert_ranks(config),
         "quantization": config.quantization,
         "lora": lora_options(config),
         "runs_on": device,

@@ -88,6 +88,7 @@ from piecegraph.runner.state_layers.modules.replace import (
     has_state_layers,
     replace_state_layers,
 )
+from piecegraph.runner.tensor_parallel.expert_ranks import ExpertRanks
 from piecegraph.runner.tensor_parallel.plan import RankPlan, rank_plan
 from piecegraph.runner.tensor_parallel.sharded_checkpoint import CannotSlice, RankDivision, rank_model
 from piecegraph.runner.tensor_parallel.sharded_modules import fill_rank_buffers, shard_model
@@ -304,7 +305,7 @@ def load_model(
     rank: int = 0,
     num_ranks: int = 1,
     stage: Stage | None = None,
-    divides_experts: bool = False,
+    experts: ExpertRanks | None = None,
     quantization: str | None = None,
     lora: LoraOptions | None = None,
     runs_on: torch.device | None = None,
@@ -312,9 +313,9 @@ def load_model(
     """Return the model with our attention, with the weights of `source`, or with random weights for format `dummy`.
 
     With several ranks, the model has the weights of `rank` only, and with a `stage` those of its layers.
-    `divides_experts`: a rank has some experts whole. `quantization`: the scheme that weights are quantised by, each
-    when it is read, or all then if files have other names. `lora`: adapters may change the model. `runs_on`: where it
-    will run, if that is not `device`.
+    `experts`: among whose ranks experts are divided; None: a rank has a part of each. `quantization`: the scheme by
+    which weights are quantised, when read or, under other names, all then. `lora`: adapters may change the model.
+    `runs_on`: where it will run, if that is not `device`.
 
     Raises `UnsupportedModel` if the model's class is not supported, and `CheckpointError` if files are missing or
     corrupt, or tensors are missing, unexpected or of another shape.
@@ -333,14 +334,14 @@ def load_model(
         kind = _checked_kind(known_class, config, kind, num_ranks)
     _check_divisible(config, num_ranks)
     plan, bytes_read, quantised, device_type = None, None, None, _kernels_of(runs_on or device)
-    stages, of_rank = StageCut(stage), (rank, num_ranks, divides_experts)
+    stages, of_rank = StageCut(stage), (rank, num_ranks, experts)
     with quiet_transformers(functools.partial(_report_weights, report, source.model)), _construction_errors(source):
         if source.load_format == "dummy":
             model = _random_model(source, config, dtype, device, seed, kind)
         elif checkpoint is not None or (quantization is not None and kind.generates):
             of_kind = (source, config, dtype, kind, known_class, checkpoint or PlainCheckpoint(quantization or ""))
             model, quantised, plan, bytes_read = _quantised_checkpoint_model(*of_kind, device_type, stages, of_rank)
-        elif num_ranks > 1 or stage is not None:
+        elif _is_divided(of_rank) or stage is not None:
             model, plan, bytes_read = _rank_checkpoint_model(source, config, dtype, kind, known_class, stages, of_rank)
         else:
             model = _checkpoint_model(source, config, dtype, kind)
@@ -407,7 +408,7 @@ def _quantised_checkpoint_model(
     checkpoint: StoredCheckpoint | PlainCheckpoint,
     device_type: str,
     stages: StageCut,
-    of_rank: tuple[int, int, bool],
+    of_rank: tuple[int, int, ExpertRanks | None],
 ) -> tuple[Any, QuantisationSummary | None, RankPlan | None, int | None]:
     """Return the model with quantised weights, the summary, and of a rank or a stage the plan and the bytes read.
 
@@ -427,10 +428,10 @@ def _quantised_checkpoint_model(
             f"{source.model!r} is quantised, and can be read only from safetensors files and with a class of "
             "transformers."
         )
-    rank, num_ranks, divides_experts = of_rank
+    rank, num_ranks, experts = of_rank
     division = None
-    if num_ranks > 1 or stages.cuts:
-        division = RankDivision(known_class, config, rank, num_ranks, stages.cut, divides_experts)
+    if _is_divided(of_rank) or stages.cuts:
+        division = RankDivision(known_class, config, rank, num_ranks, stages.cut, experts)
     try:
         opened = nullcontext(gguf_tensors(Path(source.model))) if keeps_blocks else opened_files(files)
         with opened as tensors:
@@ -532,13 +533,21 @@ def _differing_layer(config: PreTrainedConfig, kind: ModelKind) -> str:
     return "" if found is None else f" The first such module is {found}."
 
 
-def _rank_plan(model: PreTrainedModel, plan: RankPlan | None, of_rank: tuple[int, int, bool]) -> RankPlan | None:
-    """Return what a rank holds of a whole model, or `plan` if the model has been cut; None: there is one rank.
+def _is_divided(of_rank: tuple[int, int, ExpertRanks | None]) -> bool:
+    """Return whether a rank holds less than the whole model."""
+    _, num_ranks, experts = of_rank
+    return num_ranks > 1 or (experts is not None and experts.num_engines > 1)
+
+
+def _rank_plan(
+    model: PreTrainedModel, plan: RankPlan | None, of_rank: tuple[int, int, ExpertRanks | None]
+) -> RankPlan | None:
+    """Return what a rank holds of a whole model, or `plan` if the model has been cut; None: nothing is divided.
 
     Raises `UnsupportedModel` for layers of kinds that are not divided.
     """
-    rank, num_ranks, divides_experts = of_rank
-    if num_ranks == 1:
+    rank, num_ranks, experts = of_rank
+    if not _is_divided(of_rank):
         return None
     if has_state_layers(model):
         raise UnsupportedModel(
@@ -550,7 +559,7 @@ def _rank_plan(model: PreTrainedModel, plan: RankPlan | None, of_rank: tuple[int
             f"{type(model).__name__} has attention whose forward is replaced (docs/own_attention.md), which tensor "
             "parallelism does not divide; use tensor_parallel_size=1."
         )
-    return rank_plan(model, rank, num_ranks, divides_experts=divides_experts) if plan is None else plan
+    return rank_plan(model, rank, num_ranks, experts=experts) if plan is None else plan
 
 
 def _cut_to_rank(model: PreTrainedModel, plan: RankPlan | None, *, is_cut: bool) -> None:
@@ -559,7 +568,7 @@ def _cut_to_rank(model: PreTrainedModel, plan: RankPlan | None, *, is_cut: bool)
         return
     if not is_cut:
         shard_model(model, plan)
-    fill_rank_buffers(model, plan.rank)
+    fill_rank_buffers(model, plan)
 
 
 def _check_stages(model: PreTrainedModel, plan: StagePlan | None) -> None:
@@ -746,13 +755,13 @@ def _rank_checkpoint_model(
     kind: ModelKind,
     known_class: type[PreTrainedModel] | None,
     stages: StageCut,
-    of_rank: tuple[int, int, bool],
+    of_rank: tuple[int, int, ExpertRanks | None],
 ) -> tuple[Any, RankPlan | None, int | None]:
     """Return the model with one rank's weights, its plan, and the bytes read.
 
     A checkpoint that cannot be read in parts is read whole; the plan is None then, and nothing is cut yet.
     """
-    rank, num_ranks, divides_experts = of_rank
+    rank, num_ranks, experts = of_rank
     from safetensors import SafetensorError
 
     if known_class is None or not source.weight_files or source.is_gguf:
@@ -766,7 +775,7 @@ def _rank_checkpoint_model(
             rank,
             num_ranks,
             stages.cut,
-            divides_experts,
+            experts,
             dtype=dtype,
             attn_implementation=kind.attention,
         )

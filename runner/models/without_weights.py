@@ -25,6 +25,7 @@ from piecegraph.runner.models.load import (
 )
 from piecegraph.runner.models.rope import fix_longrope
 from piecegraph.runner.pipeline_parallel.stage import Stage
+from piecegraph.runner.tensor_parallel.expert_ranks import ExpertRanks, expert_ranks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -53,7 +54,7 @@ def load_without_weights(config: EngineConfig, on_phase: OnPhase | None = None) 
         device=device,
         max_model_len=max_model_len,
         num_ranks=config.tensor_parallel_size,
-        divides_experts=config.enable_expert_parallel,
+        experts=expert_ranks(config),
         quantization=config.quantization,
         lora=lora_options(config),
         on_phase=on_phase,
@@ -69,7 +70,7 @@ def model_without_weights(
     max_model_len: int,
     num_ranks: int = 1,
     stage: Stage | None = None,
-    divides_experts: bool = False,
+    experts: ExpertRanks | None = None,
     quantization: str | None = None,
     lora: LoraOptions | None = None,
     on_phase: OnPhase | None = None,
@@ -86,7 +87,7 @@ def model_without_weights(
         device=torch.device("meta"),
         num_ranks=num_ranks,
         stage=stage,
-        divides_experts=divides_experts,
+        experts=experts,
         quantization=quantization,
         lora=lora,
         runs_on=device,
@@ -109,7 +110,7 @@ def stand_in_for(
     max_model_len: int,
     num_ranks: int = 1,
     stage: Stage | None = None,
-    divides_experts: bool = False,
+    experts: ExpertRanks | None = None,
     quantization: str | None = None,
     lora: LoraOptions | None = None,
 ) -> tuple[LoadedModel | None, str]:
@@ -126,7 +127,7 @@ def stand_in_for(
             max_model_len=max_model_len,
             num_ranks=num_ranks,
             stage=stage,
-            divides_experts=divides_experts,
+            experts=experts,
             quantization=quantization,
             lora=lora,
         )

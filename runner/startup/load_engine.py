@@ -91,6 +91,7 @@ from piecegraph.runner.startup.profile import measure_step
 from piecegraph.runner.startup.rank_device import rank_device
 from piecegraph.runner.step.model_step import ModelStep, build_step
 from piecegraph.runner.step.prompt_embeds import EmbedsForward, embedding_size, embeds_forward
+from piecegraph.runner.tensor_parallel.expert_ranks import expert_ranks
 from piecegraph.runner.tensor_parallel.parallel import Parallel, graph_facts, rank_facts
 from piecegraph.runner.tensor_parallel.plan import check_heads
 from piecegraph.runner.traffic.kept import Kept, add_to_kept, kept_key, read_kept
@@ -208,9 +209,9 @@ def _load(
     check_weight_files(config.source)
     config, head = with_head(config, hf_config)
     draft_source = check_draft(config, hf_config, tokenizer, dtype, device, max_model_len, max_num_tokens)
-    rank, stage = (0, None) if parallel is None else (parallel.group.rank, parallel.stage)
+    stage = None if parallel is None else parallel.stage
     of_model = (config, hf_config, dtype, device, max_model_len, stage, on_phase)
-    load = functools.cache(functools.partial(_load_weights, *of_model, rank=rank))
+    load = functools.cache(functools.partial(_load_weights, *of_model, parallel=parallel))
     stand_in, weights_first = _stand_in(*of_model) if background is None else (None, "")
     embeds_size = _embeds_size(config, stand_in, load)
     args = (stand_in, load, config, max_model_len, max_num_tokens, on_phase, _all_layers(parallel))
@@ -314,7 +315,7 @@ def _stand_in(
             max_model_len=max_model_len,
             num_ranks=config.tensor_parallel_size,
             stage=stage,
-            divides_experts=config.enable_expert_parallel,
+            experts=expert_ranks(config),
             quantization=config.quantization,
             lora=lora_options(config),
         )
@@ -329,9 +330,11 @@ def _load_weights(
     stage: Stage | None,
     on_phase: OnPhase | None,
     *,
-    rank: int,
+    parallel: Parallel | None,
 ) -> LoadedModel:
     """Return the model with its weights, and report its notes as phases."""
+    rank = 0 if parallel is None else parallel.group.rank
+    engine = 0 if parallel is None or parallel.peers is None else parallel.peers.engine
     loaded = load_model(
         config.source,
         hf_config,
@@ -342,7 +345,7 @@ def _load_weights(
         rank=rank,
         num_ranks=config.tensor_parallel_size,
         stage=stage,
-        divides_experts=config.enable_expert_parallel,
+        experts=expert_ranks(config, engine),
         quantization=config.quantization,
         lora=lora_options(config),
     )
@@ -617,9 +620,11 @@ def _runner_of_rank(
     facts["dtype (with dtype='auto' each machine's processor decides)"] = str(loaded.dtype)
     with timed_phase(on_phase, "ranks"):
         everyone.agree("facts", facts)
+        if group.engines is not None:
+            group.engines.agree("facts", facts)
         group.agree("graph", graph_facts(model.compiled.source))
         group.connect(loaded.device)
-        parallel.connect_stages()
+        parallel.connect_others()
         read = everyone.exchange("bytes read", json.dumps(loaded.bytes_read))
     if on_phase is not None:
         on_phase(Phase(name="ranks", detail=_bytes_read(read)))

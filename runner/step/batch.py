@@ -41,8 +41,8 @@ class Batch:
 
     @property
     def max_query_len(self) -> int:
-        """The largest number of tokens that a request computes."""
-        return max(self.query_lens)
+        """The largest number of tokens that a request computes; 0: there are no requests."""
+        return max(self.query_lens, default=0)
 
 
 def build_batch(
@@ -81,7 +81,7 @@ def host_batch(
     padding. `block_size` is the kernels' block size, that of a page of `RequestStates`.
     """
     blocks = [states.host_blocks(item.request_id, group) for item in scheduled]
-    max_blocks = max(map(len, blocks))
+    max_blocks = max(map(len, blocks), default=0)
     block_table = torch.zeros((len(scheduled), max_blocks), dtype=torch.int64)
     slot_mapping = torch.full((num_tokens,), PAD_SLOT_ID, dtype=torch.int64)
     query_start_loc = (0, *accumulate(item.num_tokens for item in scheduled))

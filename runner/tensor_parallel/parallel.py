@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from piecegraph.runner.attention.interface.layer import AttentionLayer
+from piecegraph.runner.tensor_parallel.engine_peers import EnginePeers
 from piecegraph.runner.tensor_parallel.process_group import RankGroup
 
 if TYPE_CHECKING:
@@ -29,7 +30,8 @@ class Parallel:
     runner_kind: Callable[..., Any]  # called as `ModelRunner`
     world: RankGroup | None = None  # all ranks, which exchange values at start; None: those of `group`
     stage: Stage | None = None  # its stage of a pipeline; None: there is one stage
-    connect_stages: Callable[[], None] = lambda: None  # connects the stages; all ranks call it at about the same time
+    peers: EnginePeers | None = None  # the engines that it shares experts with; None: there are none
+    connect_others: Callable[[], None] = lambda: None  # connects stages, or engines; called at about the same time
 
     @property
     def everyone(self) -> RankGroup:

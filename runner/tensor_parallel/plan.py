@@ -16,6 +16,7 @@ from torch import nn
 from piecegraph.errors import ModelError, UnsupportedModel
 from piecegraph.runner.pipeline_parallel.missing_module import MissingModule
 from piecegraph.runner.quantization.methods.shard import Shard
+from piecegraph.runner.tensor_parallel.expert_ranks import ExpertRanks
 from piecegraph.runner.tensor_parallel.shards import HeadSplit, even_shard
 
 REPLICATED = frozenset({"replicated_with_grad_allreduce", "mla_kv_a_proj", "replicate", "replicated"})
@@ -39,6 +40,12 @@ class RankPlan:
     heads: HeadSplit | None  # None: every rank computes all heads
     shards: Mapping[str, Shard]  # by the parameter's name; others are held whole
     styles: Mapping[str, str] = field(default_factory=dict)  # of modules whose forward changes
+    experts: ExpertRanks | None = None  # who shares whole experts; None: nobody does
+
+    @property
+    def expert_rank(self) -> int:
+        """The number of this rank among those that share experts."""
+        return 0 if self.experts is None else self.experts.of(self.rank, self.num_ranks)[0]
 
     @property
     def num_experts(self) -> int | None:
@@ -47,11 +54,14 @@ class RankPlan:
         return next((shard.size for name, shard in self.shards.items() if name.rpartition(".")[0] in modules), None)
 
 
-def styles_of(model: Any, *, divides_experts: bool = False) -> dict[str, str]:
+def styles_of(model: Any, *, divides_experts: bool = False, num_ranks: int = 2) -> dict[str, str]:
     """Return the rules of a transformers model by name. Raises `UnsupportedModel` if it has none.
 
-    `divides_experts`: each rank holds some experts whole (`base_model_ep_plan`), not a part of each.
+    `divides_experts`: each rank holds some experts whole (`base_model_ep_plan`), not a part of each. An engine of one
+    rank divides nothing else.
     """
+    if num_ranks == 1:
+        return _expert_rules(model, {}) if divides_experts else {}
     config = model.config.get_text_config(decoder=True)
     prefix = model.base_model_prefix
     base = getattr(config, "base_model_tp_plan", None) or {}
@@ -82,15 +92,14 @@ def _expert_rules(model: Any, rules: dict[str, str]) -> dict[str, str]:
     return {**found, **dict.fromkeys(experts, WHOLE_EXPERTS)}
 
 
-def rank_plan(model: Any, rank: int, num_ranks: int, *, divides_experts: bool = False) -> RankPlan:
+def rank_plan(model: Any, rank: int, num_ranks: int, *, experts: ExpertRanks | None = None) -> RankPlan:
     """Return what `rank` holds of a transformers model, which may be on the meta device.
 
+    `experts`: the engines among whose ranks experts are divided, each whole; None: each rank has a part of each expert.
     Modules of other stages of a pipeline (`MissingModule`) are left out. Raises `UnsupportedModel`, with the module's
     name, for what cannot be divided.
     """
-    if num_ranks == 1:
-        return RankPlan(rank=0, num_ranks=1, heads=None, shards={})
-    rules = styles_of(model, divides_experts=divides_experts)
+    rules = styles_of(model, divides_experts=experts is not None, num_ranks=num_ranks)
     planned = _planned(model, rules)
     shards: dict[str, Shard] = {}
     styles: dict[str, str] = {}
@@ -105,7 +114,8 @@ def rank_plan(model: Any, rank: int, num_ranks: int, *, divides_experts: bool = 
             continue
         if module is None and style == EXPERT_PARAMETER:
             parameter = model.get_parameter(name)
-            shards[name] = even_shard(-parameter.ndim, parameter.shape[0], rank, num_ranks)
+            assert experts is not None, name
+            shards[name] = even_shard(-parameter.ndim, parameter.shape[0], *experts.of(rank, num_ranks))
         elif module is None:
             shards[name] = _parameter_shard(model, name, style, heads, rank, num_ranks)
         elif style == WHOLE_EXPERTS:
@@ -118,7 +128,7 @@ def rank_plan(model: Any, rank: int, num_ranks: int, *, divides_experts: bool = 
             if style != "colwise":
                 styles[name] = style
     _divide_vocabulary(model, shards, styles, rank, num_ranks)
-    return RankPlan(rank=rank, num_ranks=num_ranks, heads=heads, shards=shards, styles=styles)
+    return RankPlan(rank=rank, num_ranks=num_ranks, heads=heads, shards=shards, styles=styles, experts=experts)
 
 
 def _check_experts(name: str, module: Any) -> None:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
 import time
 import uuid
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,10 @@ from piecegraph.runner.tensor_parallel.symmetric_sums import NCCL, SymmetricSums
 
 START_TIMEOUT_S = 1800.0
 """How long a rank waits at start for the others, which load and compile meanwhile."""
+
+
+CHECK_S = 0.02
+"""How long a rank waits for others at start between two looks at what may have ended them."""
 
 
 def no_check() -> None:
@@ -93,6 +99,7 @@ class RankGroup:
         self.size = size
         self.local_rank = rank if local_rank is None else local_rank
         self.is_on_gpu = False
+        self.engines: RankGroup | None = None  # the ranks of this number in the engines that share experts
         self._store = store
         self._timeout = timedelta(seconds=timeout_s)
         self._check = check
@@ -100,6 +107,8 @@ class RankGroup:
         self._symmetric: SymmetricSums | None = None
         self.sums_note = ""
         """How sums over the ranks are made on GPUs, and why; known once connected."""
+        self.device = torch.device("cpu")
+        """Where the tensors of the ranks are, once they are connected."""
 
     def exchange(self, name: str, value: str) -> list[str]:
         """Return what each rank gave under `name`, by rank. Waits until all have."""
@@ -110,7 +119,7 @@ class RankGroup:
             self._check()
             if time.monotonic() > deadline:
                 raise CollectiveError(f"not all ranks gave their {name} within {START_TIMEOUT_S:g} s.")
-            time.sleep(0.02)
+            time.sleep(CHECK_S)
         return [self._store.get(key).decode() for key in keys]
 
     def agree(self, name: str, facts: dict[str, str]) -> None:
@@ -129,16 +138,41 @@ class RankGroup:
         return min(int(each) for each in self.exchange(name, str(value)))
 
     def connect(self, device: torch.device) -> None:
-        """Connect all ranks, which have to call this at about the same time. `device`: where their tensors are."""
+        """Connect all ranks, which have to call this at about the same time. `device`: where their tensors are.
+
+        The libraries wait for other ranks where nothing can interrupt them, so they do in a thread; an interrupt, or
+        what `check` raises, leaves it behind, and its waits end by themselves after the group's timeout.
+        """
         self.exchange("connects", "")
-        self.is_on_gpu = device.type == "cuda"
+        self.is_on_gpu, self.device = device.type == "cuda", device
+        made: Future[None] = Future()
+
+        def make() -> None:
+            try:
+                self._make_group(device)
+            except BaseException as error:
+                made.set_exception(error)
+            else:
+                made.set_result(None)
+
+        threading.Thread(target=make, name="piecegraph connects ranks", daemon=True).start()
+        while not wait([made], CHECK_S).done:
+            self._check()
+        try:
+            made.result()
+        except RuntimeError as error:
+            raise CollectiveError(str(error).partition("\n")[0]) from error
         if self.is_on_gpu:
-            self._group = _nccl_group(self._store, self.rank, self.size, self._timeout)
-            self.all_reduce(torch.zeros(1, device=device))  # makes the communicator, which no capture can do
-            torch.cuda.synchronize(device)
             self._symmetric, self.sums_note = self._symmetric_sums(device)
-        else:
+
+    def _make_group(self, device: torch.device) -> None:
+        if not self.is_on_gpu:
             self._group = self._gloo_group()
+            return
+        torch.cuda.set_device(device)  # of this thread
+        self._group = _nccl_group(self._store, self.rank, self.size, self._timeout)
+        self.all_reduce(torch.zeros(1, device=device))  # makes the communicator, which no capture can do
+        torch.cuda.synchronize(device)
 
     def _symmetric_sums(self, device: torch.device) -> tuple[SymmetricSums | None, str]:
         """Return the sums through symmetric memory, None where NCCL makes all of them, and the note about it."""
@@ -203,6 +237,27 @@ class RankGroup:
         if symmetric is not None:
             symmetric.release(is_done)
 
+    def gather_tokens(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the rows of `x` of all engines, one engine's behind the other's; each has as many rows."""
+        engines = self._engines
+        own = x.contiguous()
+        parts = own.new_empty((engines.size, *own.shape))
+        engines._wait(lambda: engines._group.allgather([list(parts.unbind(0))], [own]))
+        return parts.flatten(0, 1)
+
+    def scatter_sum(self, x: torch.Tensor) -> torch.Tensor:
+        """Return this engine's rows of the sum of `x` over the engines; the inverse of `gather_tokens`."""
+        engines = self._engines
+        own = x.new_empty((x.shape[0] // engines.size, *x.shape[1:]))
+        options = dist.ReduceScatterOptions()
+        engines._wait(lambda: engines._group._reduce_scatter_base(own, x.contiguous(), options))
+        return own
+
+    @property
+    def _engines(self) -> RankGroup:
+        assert self.engines is not None, "experts are divided among the ranks of one engine"
+        return self.engines
+
     def close(self) -> None:
         """Close the connections, which makes collectives of other ranks fail. Idempotent."""
         if self._symmetric is not None:
@@ -211,6 +266,8 @@ class RankGroup:
         if self._group is not None:
             group, self._group = self._group, None
             group.abort()
+        if self.engines is not None:
+            self.engines.close()
 
     def _wait(self, start: Callable[[], Any]) -> None:
         if self._group is None:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from piecegraph.runner.quantization.methods.shard import Shard
+from piecegraph.runner.tensor_parallel.expert_ranks import ExpertRanks
 from piecegraph.runner.tensor_parallel.plan import RankPlan, rank_plan
 from piecegraph.runner.tensor_parallel.sharded_modules import shard_model
 
@@ -71,13 +72,13 @@ def rank_model(
     rank: int,
     num_ranks: int,
     prepare: Callable[[Any], None] = lambda model: None,
-    divides_experts: bool = False,
+    experts: ExpertRanks | None = None,
     **options: Any,
 ) -> tuple[Any, dict[str, Any], RankPlan, int]:
     """Return one rank's model, transformers' loading information, the plan, and the number of bytes read.
 
     `prepare` is called on each model without weights that is made, before it is divided; it may take modules away, and
-    what only these would read is not read. `divides_experts`: as for `rank_plan`. `options` are those of
+    what only these would read is not read. `experts`: as for `rank_plan`. `options` are those of
     `from_pretrained`. Raises `CannotSlice`, `UnsupportedModel`, and what loading raises.
     """
     plans: list[RankPlan] = []
@@ -85,7 +86,7 @@ def rank_model(
     def construct(self: Any, *args: Any, **kwargs: Any) -> None:
         model_class.__init__(self, *args, **kwargs)
         prepare(self)
-        plans.append(rank_plan(self, rank, num_ranks, divides_experts=divides_experts))
+        plans.append(rank_plan(self, rank, num_ranks, experts=experts))
         shard_model(self, plans[-1])
 
     own: Any = type(model_class.__name__, (model_class,), {"__init__": construct, "__module__": model_class.__module__})
@@ -95,7 +96,7 @@ def rank_model(
         names = set(blank.state_dict())
         prepare(blank)
         others = names - set(blank.state_dict())
-        plan = rank_plan(blank, rank, num_ranks, divides_experts=divides_experts)
+        plan = rank_plan(blank, rank, num_ranks, experts=experts)
     with _opened(files) as tensors:
         state = {
             name: RankSlice(whole, shard, bytes_read)
@@ -122,10 +123,10 @@ class RankDivision:
         rank: int,
         num_ranks: int,
         prepare: Callable[[Any], None],
-        divides_experts: bool,
+        experts: ExpertRanks | None,
     ) -> None:
-        """`prepare` and `divides_experts` are those of `rank_model`."""
-        self._rank, self._num_ranks, self._divides_experts = rank, num_ranks, divides_experts
+        """`prepare` and `experts` are those of `rank_model`."""
+        self._rank, self._num_ranks, self._experts = rank, num_ranks, experts
         self._prepare = prepare
         self._bytes_read = [0]
         self._plan: RankPlan | None = None
@@ -149,7 +150,7 @@ class RankDivision:
     def shards(self, model: Any) -> Mapping[str, Shard]:
         """Take away modules of other stages, and return the rank's part of each parameter, by name."""
         self._prepare(model)
-        self._plan = rank_plan(model, self._rank, self._num_ranks, divides_experts=self._divides_experts)
+        self._plan = rank_plan(model, self._rank, self._num_ranks, experts=self._experts)
         return self._plan.shards
 
     def cut(self, model: Any) -> None:
@@ -231,6 +232,8 @@ def _with_shards(
             continue
         num_dims = len(state[target].shape)
         if shard.dim == -num_dims and _merges_experts(by_pattern[pattern]):
+            if shard.num_read < shard.size:
+                raise CannotSlice(f"{target} has fewer experts here than on other ranks")
             if _expert_of(name, pattern) in range(*shard.parts[0][:2]):
                 yield name, whole, None
             continue

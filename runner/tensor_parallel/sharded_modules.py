@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from piecegraph.errors import UnsupportedModel
-from piecegraph.passes.ops.collectives import ALL_GATHER, ALL_REDUCE, OWN_COLUMNS
+from piecegraph.passes.ops.collectives import ALL_GATHER, ALL_REDUCE, GATHER_TOKENS, OWN_COLUMNS, SCATTER_SUM
 from piecegraph.runner.quantization.methods.all_methods import METHODS
 from piecegraph.runner.quantization.methods.linear_method import DoesNotFit
 from piecegraph.runner.quantization.methods.shard import Shard
@@ -102,15 +102,24 @@ class _ExpertsPart(nn.Module):
 
     first_expert: torch.Tensor  # [] int64
     num_experts: int  # of this rank
+    num_engines: int  # whose ranks share the experts; each engine has tokens of its own, and as many
+    num_ranks: int  # of this engine
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
+        num_engines = self.num_engines
+        if num_engines > 1:
+            hidden_states, top_k_index, top_k_weights = (
+                GATHER_TOKENS(each, num_engines) for each in (hidden_states, top_k_index, top_k_weights)
+            )
         local = top_k_index - self.first_expert
         is_elsewhere = (local < 0) | (local >= self.num_experts)
         local, weights = local.masked_fill(is_elsewhere, self.num_experts), top_k_weights.masked_fill(is_elsewhere, 0.0)
-        output: torch.Tensor = ALL_REDUCE(super().forward(hidden_states, local, weights))
-        return output
+        output: torch.Tensor = super().forward(hidden_states, local, weights)
+        if num_engines > 1:
+            output = SCATTER_SUM(output, num_engines)
+        return ALL_REDUCE(output) if self.num_ranks > 1 else output
 
 
 @functools.cache
@@ -180,6 +189,8 @@ def _change_class(module: Any, style: str, plan: RankPlan, name: str) -> None:
     elif style == WHOLE_EXPERTS:
         parameter = next(module.parameters(recurse=False))
         module.num_experts = parameter.shape[0]
+        module.num_engines = 1 if plan.experts is None else plan.experts.num_engines
+        module.num_ranks = plan.num_ranks
         module.register_buffer(
             "first_expert", torch.zeros((), dtype=torch.int64, device=parameter.device), persistent=False
         )
@@ -193,10 +204,10 @@ def _change_class(module: Any, style: str, plan: RankPlan, name: str) -> None:
         module.__class__ = _over(_SplitInput if style == SPLIT_INPUT else _Rowwise, own)
 
 
-def fill_rank_buffers(model: nn.Module, rank: int) -> None:
+def fill_rank_buffers(model: nn.Module, plan: RankPlan) -> None:
     """Write the buffers that differ between ranks. Loading a checkpoint leaves them without values."""
     for module in model.modules():
         if isinstance(module, _VocabularyPart):
-            module.first_token.fill_(rank * module.num_embeddings)
+            module.first_token.fill_(plan.rank * module.num_embeddings)
         elif isinstance(module, _ExpertsPart):
-            module.first_expert.fill_(rank * module.num_experts)
+            module.first_expert.fill_(plan.expert_rank * module.num_experts)

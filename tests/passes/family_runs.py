@@ -120,8 +120,9 @@ def _traced(name: str, dtype: torch.dtype, num_layers: int | None, rank: int = 0
     fix_longrope(model, MAX_LEN)
     if num_ranks > 1:
         model.requires_grad_(False)
-        shard_model(model, rank_plan(model, rank, num_ranks))
-        fill_rank_buffers(model, rank)
+        plan = rank_plan(model, rank, num_ranks)
+        shard_model(model, plan)
+        fill_rank_buffers(model, plan)
     name_layers(model)
     traced = trace(CausalLMForward(model), example_inputs(torch.device("cpu")), {}, DYNAMIC_DIMS)
     gc.collect()

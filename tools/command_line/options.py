@@ -264,7 +264,7 @@ LLM_FLAGS = (
         short="-ep",
         switch=True,
         default=False,
-        help="Each rank of --tensor-parallel-size holds some experts whole, not a part of each; CPU only so far.",
+        help="Each rank, of all engines of --data-parallel-size, holds some experts whole; CPU only so far.",
     ),
     Flag(
         name="pipeline_parallel_size",

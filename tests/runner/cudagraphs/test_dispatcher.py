@@ -94,16 +94,29 @@ def test_full_for_any_batch_holds_tokens_and_requests() -> None:
     assert (crowded.mode, crowded.reason) == (NONE, "no FULL graph holds 5 requests in 5 tokens")
 
 
-def test_ranks_agree_on_a_lower_mode_and_a_larger_padding() -> None:
-    """Data parallel: every rank runs what the least able of them can."""
+def test_engines_agree_on_a_padding_and_each_runs_its_highest_mode_for_it() -> None:
+    """Engines that share experts: one that runs eagerly does not take the others' graphs from them."""
     table = dispatcher()
     lower = table.dispatch(**decode(3), agree=lambda mode, padded: (PIECEWISE, 16))
     assert (lower.mode, lower.descriptor) == (PIECEWISE, BatchDescriptor(num_tokens=16))
-    assert lower.reason == "ranks agreed on PIECEWISE with 16 tokens; this one proposed FULL"
+    assert lower.reason == "engines agreed on 16 tokens; this one proposed FULL with 4"
     wider = table.dispatch(**decode(3), agree=lambda mode, padded: (FULL, 8))
     assert (wider.mode, wider.descriptor.num_reqs, wider.reason) == (FULL, 8, None)
     same = table.dispatch(**decode(3), agree=lambda mode, padded: (mode, padded))
     assert same == table.dispatch(**decode(3))
+    # A rank that proposes NONE proposes a captured size, so that the others have a graph of that padding.
+    proposals = []
+
+    def agree(mode: CUDAGraphMode, padded: int) -> tuple[CUDAGraphMode, int]:
+        proposals.append((mode, padded))
+        return mode, padded
+
+    eager = table.dispatch(**decode(3), at_most=NONE, agree=agree)
+    assert (eager.mode, eager.descriptor.num_tokens, proposals) == (NONE, 4, [(NONE, 4)])
+    assert table.padded_to(8, num_reqs=0, uniform_token_count=1).mode is FULL
+    assert table.padded_to(16, num_reqs=0, uniform_token_count=1).mode is PIECEWISE
+    without = table.padded_to(17, num_reqs=0, uniform_token_count=1)
+    assert (without.mode, without.descriptor.num_tokens) == (NONE, 17)
 
 
 sizes_strategy = st.sets(st.integers(1, 64), min_size=1, max_size=8).map(lambda found: tuple(sorted(found)))

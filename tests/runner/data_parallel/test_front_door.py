@@ -46,6 +46,7 @@ class Played:
     """The processes of two engines, whose messages the test writes."""
 
     num_engines = 2
+    in_lockstep = False
 
     def __init__(self) -> None:
         self.sent: list[tuple[int, str, tuple[Any, ...]]] = []
@@ -227,3 +228,20 @@ def test_what_cannot_run_is_refused_here(door: FrontDoor, played: Played) -> Non
     with pytest.raises(UsageError, match="and requests with them"):
         _ = door.requests
     assert len(played.sent) == 1
+
+
+def test_engines_in_lockstep_are_all_woken_by_each_request(door: FrontDoor, played: Played) -> None:
+    """Also where an interrupt came between two messages; then all have to show life, as a step of one needs all."""
+    played.in_lockstep = True
+    door.add_request("a", [1, 2], SamplingParams())
+    assert [(engine, name, values[0] if name == "wake" else None) for engine, name, values in played.sent] == [
+        (0, "wake", 1),
+        (1, "wake", 1),
+        (0, "add", None),
+    ]
+    played.sent.clear()
+    door._num_told[1] = 0  # the message was not sent
+    played.say(0, output("a", 5))
+    door.step()
+    assert played.sent == [(1, "wake", (1,))]
+    assert list(played.busy) == [0, 1]

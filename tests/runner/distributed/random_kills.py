@@ -1,12 +1,14 @@
 """Kill ranks at random moments, and check that each kill ends the call with its reason and leaves no process.
 
 `python -m tests.runner.distributed.random_kills --kills 50 --ranks 3` prints a line for each kill, and exits with 1
-unless all held. Half of the kills come while the model is loaded, half while requests run.
+unless all held. Of five kills, three come while the model is loaded, at any moment from the start of the ranks to the
+end of capture, one while requests run, and one while the model is closed, which then ends without an error.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import random
 import re
@@ -20,10 +22,13 @@ from pathlib import Path
 
 from piecegraph import LLM, SamplingParams
 from piecegraph.errors import WorkerError
+from piecegraph.progress import OnPhase, Phase
 from tests.runner.tiny_models import make_model, save
 
 LIMIT_S = 10.0
 """How long after a kill the call may take to end."""
+
+PLACES = ("loading", "running", "loading", "closing", "loading")
 
 PROMPTS = [[5, 17, 3], [9], list(range(20, 44))]
 
@@ -32,17 +37,19 @@ PROMPTS = [[5, 17, 3], [9], list(range(20, 44))]
 class Outcome:
     """What came of one kill."""
 
-    is_loading: bool
+    place: str
     pid: int
-    seconds: float  # from the kill to the error
+    seconds: float  # from the kill to the error, or to the end of closing
     message: str
+    phase: str  # of rank 0, the last that had ended
     left: tuple[int, ...]  # workers that still exist
 
     @property
     def holds(self) -> bool:
         """Return whether the error came in time, names the rank and its exit code, and nothing is left."""
         is_named = re.search(rf"rank \d+ \(process {self.pid}\) ended with exit code -9", self.message)
-        return bool(is_named) and self.seconds < LIMIT_S and not self.left
+        is_right = self.message == "" if self.place == "closing" else bool(is_named)
+        return is_right and self.seconds < LIMIT_S and not self.left
 
 
 def workers() -> list[int]:
@@ -67,54 +74,73 @@ class _Killer:
         self.pid = 0
         self.at = 0.0
         self.all: list[int] = []
+        self.ended = threading.Event()
 
     def start(self, delay: float) -> None:
         threading.Thread(target=self._run, args=(delay,)).start()
 
     def _run(self, delay: float) -> None:
-        while not (found := workers()):
+        while not self.all:
             time.sleep(0.01)
+            self.all = workers()
         time.sleep(delay)
-        self.all = workers() or found
+        self.all = workers() or self.all
         self.pid = self._draw.choice(sorted(self.all))
         self.at = time.monotonic()
-        os.kill(self.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # it was closed a moment ago
+            os.kill(self.pid, signal.SIGKILL)
+        self.ended.set()
 
 
-def start(folder: Path, num_ranks: int) -> LLM:
+def start(folder: Path, num_ranks: int, device: str, on_phase: OnPhase | None = None) -> LLM:
     """Return a model on `num_ranks` ranks."""
     return LLM(
         folder,
         skip_tokenizer_init=True,
         dtype="float32",
         compiler="eager",
-        device="cpu",
+        device=device,
+        graph_kind="recorded" if device == "cpu" else "auto",
         tensor_parallel_size=num_ranks,
         max_num_seqs=8,
         num_kv_blocks=48,
+        on_phase=on_phase,
     )
 
 
-def kill_once(folder: Path, num_ranks: int, draw: random.Random, *, load_s: float | None) -> Outcome:
-    """Kill a random rank. `load_s`: at most how long after the ranks were started; None: while requests run."""
+def kill_once(folder: Path, num_ranks: int, device: str, draw: random.Random, place: str, load_s: float) -> Outcome:
+    """Kill a random rank at a random moment of `place`. `load_s`: how long a load takes from the start of ranks on."""
     killer = _Killer(draw)
     llm: LLM | None = None
+    phases: list[str] = [""]
+    message = ""
+
+    def note(phase: Phase) -> None:
+        if not killer.pid and phase.seconds is not None:
+            phases[0] = phase.name
+
     try:
-        if load_s is not None:
+        if place == "loading":
             killer.start(draw.uniform(0, load_s))
-        llm = start(folder, num_ranks)
-        if load_s is None:
+        llm = start(folder, num_ranks, device, note)
+        if place == "running":
             killer.start(draw.uniform(0, 0.5))
-        while True:
+        elif place == "closing":
+            killer.all = workers()
+            killer.start(0.0)
+            llm.close()
+            killer.ended.wait()
+        while place != "closing":
             params = SamplingParams(temperature=1.0, seed=draw.getrandbits(30), max_tokens=20)
             llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], params, use_tqdm=False)
     except WorkerError as error:
-        seconds, message = time.monotonic() - killer.at, str(error)
+        message = str(error)
     finally:
+        seconds = time.monotonic() - killer.at
         if llm is not None:
             llm.close()
     left = tuple(pid for pid in killer.all if Path(f"/proc/{pid}").exists())
-    return Outcome(is_loading=load_s is not None, pid=killer.pid, seconds=seconds, message=message, left=left)
+    return Outcome(place=place, pid=killer.pid, seconds=seconds, message=message, phase=phases[0], left=left)
 
 
 def show(line: str) -> None:
@@ -129,19 +155,22 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--ranks", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
     draw = random.Random(options.seed)
     outcomes = []
     with tempfile.TemporaryDirectory() as folder:
         model = save(make_model("llama"), Path(folder))
+        start(model, options.ranks, options.device).close()  # whose time has the imports of this process in it
         began = time.monotonic()
-        start(model, options.ranks).close()
+        start(model, options.ranks, options.device).close()
         load_s = time.monotonic() - began
         for number in range(options.kills):
-            outcome = kill_once(model, options.ranks, draw, load_s=load_s if number % 2 else None)
+            place = PLACES[number % len(PLACES)]
+            outcome = kill_once(model, options.ranks, options.device, draw, place, load_s)
             outcomes.append(outcome)
-            place = "loading" if outcome.is_loading else "running"
-            show(f"{number} {place} {outcome.seconds:.2f} s {outcome.message} left {outcome.left}")
+            behind = f" behind {outcome.phase or 'nothing'}" if place == "loading" else ""
+            show(f"{number} {place}{behind} {outcome.seconds:.2f} s {outcome.message} left {outcome.left}")
     slowest = max(outcome.seconds for outcome in outcomes)
     held = sum(outcome.holds for outcome in outcomes)
     show(f"{held} of {len(outcomes)} kills held; the slowest error came after {slowest:.2f} s")

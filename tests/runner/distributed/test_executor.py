@@ -138,7 +138,7 @@ def test_one_process_is_called_like_several(llm: LLM) -> None:
             "'external_launcher' runs no stages yet",
         ),
         ({"pipeline_parallel_size": 2, "runner": "pooling"}, "not yet available with pipeline_parallel_size=2"),
-        ({"enable_expert_parallel": True}, "divides experts among the ranks of tensor_parallel_size, and there is one"),
+        ({"enable_expert_parallel": True}, "data_parallel_size, and there is one rank"),
     ],
 )
 def test_what_is_not_built_is_refused_before_anything_starts(

@@ -61,6 +61,9 @@ class ThreadsExecutor:
     def watched(self, on_phase: Any) -> Any:
         return on_phase
 
+    def while_loading(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
     def check(self) -> None:
         if self.errors:
             raise self.errors[0]

@@ -32,6 +32,13 @@ class ThreadGroup:
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         return torch.cat(self._exchange(x), -1)
 
+    def gather_tokens(self, x: torch.Tensor) -> torch.Tensor:
+        """Take each rank for an engine of one rank, here and in `scatter_sum`."""
+        return torch.cat(self._exchange(x))
+
+    def scatter_sum(self, x: torch.Tensor) -> torch.Tensor:
+        return self.all_reduce(x).chunk(self.size)[self.rank]
+
     def _exchange(self, x: torch.Tensor) -> list[torch.Tensor]:
         self.num_collectives += 1
         self._slots[self.rank] = x

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from piecegraph.errors import ConfigError
+from piecegraph.errors import ConfigError, WorkerError
 from piecegraph.passes.ops.collectives import CollectiveError
 from piecegraph.runner.tensor_parallel.parallel import graph_facts, rank_facts, weights_digest
 from piecegraph.runner.tensor_parallel.process_group import RankGroup
@@ -94,3 +94,19 @@ def test_the_digest_of_weights_changes_with_size_and_bytes(tmp_path: Path) -> No
     assert facts != rank_facts([file], config="b")
     assert graph_facts("a") != graph_facts("b")
     assert facts == rank_facts([file], config="a")
+
+
+def test_a_rank_that_ends_before_it_connects_is_not_waited_for() -> None:
+    """The library would wait for the group's timeout; what the rank looks at meanwhile ends its wait."""
+    store = dist.HashStore()
+    store.set("connects/1", "")  # and then it ended
+    looks: list[None] = []
+
+    def check() -> None:
+        looks.append(None)
+        if len(looks) > 3:
+            raise WorkerError("rank 1 ended")
+
+    group = RankGroup(store, 0, 2, 20.0, check=check)
+    with pytest.raises(WorkerError, match="rank 1 ended"):
+        group.connect(CPU)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from piecegraph.runner.tensor_parallel.expert_ranks import ExpertRanks
 from piecegraph.runner.tensor_parallel.plan import rank_plan
 from piecegraph.runner.tensor_parallel.sharded_modules import fill_rank_buffers, shard_model
 from tests.runner.tensor_parallel.ranks_in_threads import ThreadGroup, run_ranks
@@ -16,12 +17,12 @@ from tests.runner.tiny_models import FAMILIES, UNLISTED, llama_config, make_mode
 PLANNED = sorted({*FAMILIES, *UNLISTED} - {"opt", "gpt2", "gpt-oss", "llama3-rope", "llama-yarn", "phi3-longrope-long"})
 
 
-def cut(model: Any, rank: int, num_ranks: int, *, divides_experts: bool = False) -> Any:
+def cut(model: Any, rank: int, num_ranks: int, *, experts: ExpertRanks | None = None) -> Any:
     """Return a copy of `model` with one rank's weights, that transformers' own attention can run."""
     part = copy.deepcopy(model).requires_grad_(False)
-    plan = rank_plan(part, rank, num_ranks, divides_experts=divides_experts)
+    plan = rank_plan(part, rank, num_ranks, experts=experts)
     shard_model(part, plan)
-    fill_rank_buffers(part, rank)
+    fill_rank_buffers(part, plan)
     for module in part.modules():  # which ours does not read
         if hasattr(module, "num_key_value_groups") and plan.heads is not None:
             module.num_key_value_groups = plan.heads.group
@@ -54,7 +55,7 @@ def test_ranks_with_whole_experts_compute_the_model(name: str, num_ranks: int) -
     input_ids = torch.randint(1, 128, (1, 9), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         expected = model(input_ids, use_cache=False).logits
-    parts = [cut(model, rank, num_ranks, divides_experts=True) for rank in range(num_ranks)]
+    parts = [cut(model, rank, num_ranks, experts=ExpertRanks()) for rank in range(num_ranks)]
     held = [parameter.shape[0] for name, parameter in parts[0].named_parameters() if name.endswith("experts.down_proj")]
     assert set(held) == {2}
 

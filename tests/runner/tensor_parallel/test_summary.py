@@ -1,14 +1,15 @@
 from __future__ import annotations
 
+from piecegraph.runner.tensor_parallel.expert_ranks import ExpertRanks
 from piecegraph.runner.tensor_parallel.plan import rank_plan
 from piecegraph.runner.tensor_parallel.sharded_modules import shard_model
 from piecegraph.runner.tensor_parallel.summary import CollectiveRow, RanksSummary, ranks_summary
 from tests.runner.tiny_models import make_model
 
 
-def summary_of(name: str, num_ranks: int, *, divides_experts: bool = False) -> RanksSummary:
+def summary_of(name: str, num_ranks: int, *, experts: ExpertRanks | None = None) -> RanksSummary:
     model = make_model(name)
-    plan = rank_plan(model, 0, num_ranks, divides_experts=divides_experts)
+    plan = rank_plan(model, 0, num_ranks, experts=experts)
     shard_model(model, plan)
     return ranks_summary(model, plan)
 
@@ -29,7 +30,7 @@ def test_a_rank_holds_its_share_of_weights() -> None:
 
 def test_experts_are_divided_whole() -> None:
     assert summary_of("mixtral", 2).experts is None
-    found = summary_of("mixtral", 2, divides_experts=True)
+    found = summary_of("mixtral", 2, experts=ExpertRanks())
     assert found.experts == 2
     assert found.collectives == summary_of("mixtral", 2).collectives
 

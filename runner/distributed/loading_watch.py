@@ -1,0 +1,103 @@
+"""Ends a load in the main thread as soon as another rank ends, whatever the load does at that moment."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import wait
+from types import FrameType
+
+from piecegraph.runner.distributed.child_process import Child
+
+SIGNAL = signal.SIGURG
+"""The signal that a watch sends to its own process; without a handler it has no effect."""
+
+AGAIN_S = 0.05
+"""How long after a signal the watch sends the next one, if the load has not ended."""
+
+_IMPORTS = frozenset({"<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_external>"})
+
+
+class RankLost(BaseException):
+    """Another rank has ended or failed. It is no `Exception`, so that no part of a load handles it."""
+
+
+@contextlib.contextmanager
+def ended_by_loss(ranks: Sequence[Child], on_loss: Callable[[Callable[[], bool]], None]) -> Iterator[None]:
+    """Raise `RankLost` from the block, at whatever point it is, once one of `ranks` ends or sends a message.
+
+    `on_loss` is called then, in a thread of its own, to end waits of a GPU; its argument returns whether the block has
+    ended. The exception comes from the handler of a signal, as that of Ctrl-C does, so
+    a wait of any length ends. An import is never interrupted, since half a module cannot be imported again; the
+    exception comes behind it. Python runs handlers in the main thread only: in others, and where the program has a
+    handler for the same signal, nothing is raised, and the load has to look at the ranks itself.
+    """
+    is_free = signal.getsignal(SIGNAL) in (signal.SIG_DFL, signal.SIG_IGN)
+    if threading.current_thread() is not threading.main_thread() or not is_free:
+        yield
+        return
+    ended = threading.Event()
+    is_raised = False
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        nonlocal is_raised
+        if ended.is_set() or is_raised or _is_importing(frame):
+            return
+        is_raised = True
+        raise RankLost
+
+    stop_reader, stop_writer = os.pipe()
+    thread = threading.Thread(
+        target=_watch,
+        args=(ranks, stop_reader, ended, threading.get_ident(), on_loss),
+        name="piecegraph watch of ranks",
+        daemon=True,
+    )
+    before = signal.signal(SIGNAL, handle)
+    try:
+        thread.start()
+        yield
+    finally:
+        ended.set()  # from here on the handler raises nothing
+        os.close(stop_writer)
+        thread.join()
+        os.close(stop_reader)
+        signal.signal(SIGNAL, before)
+
+
+def _watch(
+    ranks: Sequence[Child],
+    stop: int,
+    ended: threading.Event,
+    main: int,
+    on_loss: Callable[[Callable[[], bool]], None],
+) -> None:
+    """Wait until a rank ends or says something, then send signals to the main thread until the load has ended."""
+    with contextlib.ExitStack() as opened:
+        sentinels: list[int] = []
+        for each in ranks:
+            sentinels.append(each.channel.fileno())
+            if isinstance(each.process, subprocess.Popen):  # else it is on another machine; its channel ends with it
+                with contextlib.suppress(OSError):
+                    sentinels.append(os.pidfd_open(each.process.pid))
+                    opened.callback(os.close, sentinels[-1])
+        if stop in wait([stop, *sentinels]):
+            return
+    if not ended.is_set():
+        threading.Thread(target=on_loss, args=(ended.is_set,), name="piecegraph loss of a rank", daemon=True).start()
+    while not ended.is_set():
+        signal.pthread_kill(main, SIGNAL)
+        ended.wait(AGAIN_S)
+
+
+def _is_importing(frame: FrameType | None) -> bool:
+    """Return whether a module is being imported by this frame or by one that has called it."""
+    while frame is not None:
+        if frame.f_code.co_filename in _IMPORTS:
+            return True
+        frame = frame.f_back
+    return False
