@@ -24,7 +24,7 @@ def rounded_rows_on_gpu(x: torch.Tensor, group: int, dtype: torch.dtype) -> tupl
     """Return values `[num_rows, size]` in `dtype`, and scales `[num_rows, groups]` float32.
 
     `x` is `[num_rows, size]`; `group` the columns that share a scale, of which the last ones may be fewer; `dtype` int8
-    or float8_e4m3fn.
+    or float8_e4m3fn. Of a group with a number that is not finite, the scale is NaN.
     """
     num_rows, size = x.shape
     num_groups = triton.cdiv(size, group)
@@ -85,10 +85,12 @@ def round_rows_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
         gdc_launch_dependents()
         gdc_wait()
     largest = tl.zeros([BLOCK], tl.float32)
+    spoilt = tl.zeros([BLOCK], tl.float32)  # NaN where a number is not finite, which a maximum would hide
     for start in range(first, last, BLOCK):
         numbers = tl.load(x + row * size + start + at, mask=start + at < last, other=0.0).to(tl.float32)
         largest = tl.maximum(largest, tl.abs(numbers))
-    each = tl.maximum(tl.div_rn(tl.max(largest, 0), MOST), 1e-12)
+        spoilt += numbers * 0.0
+    each = tl.maximum(tl.div_rn(tl.max(largest, 0), MOST), 1e-12) + tl.sum(spoilt, 0)
     tl.store(step + row * tl.num_programs(1) + tl.program_id(1), each)
     for start in range(first, last, BLOCK):
         numbers = tl.load(x + row * size + start + at, mask=start + at < last, other=0.0).to(tl.float32)

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from piecegraph import LLM, SamplingParams
 from piecegraph.errors import CheckpointError, ConfigError, UnsupportedModel
+from piecegraph.passes.ops.quantised import int4_tiles_linear
 from piecegraph.passes.ops.quantised.int4_tiles_linear import tile_rows
 from piecegraph.runner.common.engine_config import EngineConfig
 from piecegraph.runner.common.model_source import ModelSource
@@ -146,4 +147,19 @@ def test_the_key_and_explain_know_the_scheme(llama: Path, monkeypatch: pytest.Mo
     )
     keys = {model_key(config).key for config in (plain, quantised)}
     assert None not in keys and len(keys) == 2
-    assert any("linears are int8" in note and "1 embeddings are int8" in note for note in explain(quantised).notes)
+    (note,) = [note for note in explain(quantised).notes if note.startswith("quantization")]
+    assert "15 linears are int8" in note and "1 embeddings are int8" in note
+    assert "int8 by _weight_int8pack_mm for up to 16 rows" in note and "MB int8" in note and "MB float32" in note
+
+
+@pytest.mark.skipif(tile_rows() is None, reason="torch's kernel has no tiles on this machine")
+def test_the_key_knows_the_kernel_that_was_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same scheme where torch's kernel for 4 bits has no tiles is another graph, and so another key."""
+    monkeypatch.setenv("PIECEGRAPH_CACHE", "on")
+    folder = save(random_model(make_config("LlamaConfig", hidden_size=64, intermediate_size=128)), tmp_path)
+    config = EngineConfig(source=ModelSource(model=str(folder)), device="cpu", dtype="bfloat16", quantization="int4")
+    tiled = model_key(config).key
+    monkeypatch.setattr(int4_tiles_linear, "tile_rows", lambda: None)
+    assert None not in {tiled, model_key(config).key} and model_key(config).key != tiled
+    (note,) = [note for note in explain(config).notes if note.startswith("quantization")]
+    assert "int4-tiles" not in note and "int4 by GEMM over weights that are dequantised" in note

@@ -24,6 +24,10 @@ def check_rounding() -> None:
     values, step = rounded_rows.rounded_rows_on_gpu(x, 200, torch.int8)
     wanted, wanted_step = rounded_to_int8(x)
     assert torch.equal(values, wanted) and torch.equal(step, wanted_step)
+    x[3, 150] = float("inf")
+    _, step = rounded_rows.rounded_rows_on_gpu(x, 200, torch.int8)
+    assert step.isnan().flatten().tolist() == [False, False, False, True, False], "no finite answer hides it"
+    x[3, 150] = 0
     near = x.to(E4M3).float()
     near[:, ::64] = rounded_rows.MAX_E4M3
     near *= 2.0 ** torch.arange(-2, 3).unsqueeze(1)
