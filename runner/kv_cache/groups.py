@@ -37,6 +37,7 @@ class KVCacheLayout:
     reaches: tuple[frozenset[Reach], ...]  # per group, how far back its layers see
     note: str | None  # the reason for the layout; None if there was no choice
     page_bytes: int | None = None  # of a page that layers of any kind share; None: layers of one kind share tensors
+    beside: tuple[str, ...] = ()  # names of layers that keep tokens in tensors of their own, outside of such pages
 
     @property
     def notes(self) -> tuple[str, ...]:

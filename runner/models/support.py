@@ -280,7 +280,8 @@ def check_layers(
     _check_chunks(layers, text_config, max_model_len)
     declares_window = not layer_types and hasattr(type(text_config), "sliding_window")
     window = text_config.sliding_window if declares_window else None
-    if window and not any(layer.window for layer in layers) and (not max_model_len or window < max_model_len):
+    is_needed = bool(window and layers) and (not max_model_len or window < max_model_len)
+    if is_needed and not any(layer.window for layer in layers):
         raise UnsupportedModel(
             f"the config has sliding_window={window}, but no layer calls attention with a window, {layers[0].name} "
             "being the first: a mask alone has it, and none is built here. They would need to pass sliding_window to "
@@ -290,7 +291,8 @@ def check_layers(
 
 def _others(layers: Sequence[AttentionLayer], with_states: Sequence[StateLayer]) -> str:
     """Return what the layers are that are not among these: by their numbers, where all names have one."""
-    numbers = [re.search(r"\.(\d+)\b", layer.name) for layer in (*layers, *with_states)]
+    names = [*(layer.name for layer in layers), *(layer.name for layer in with_states)]
+    numbers = [re.search(r"\.(\d+)\b", name) for name in names]
     if not numbers or None in numbers:
         return "the others"
     found = {int(number[1]) for number in numbers if number is not None}

@@ -55,16 +55,11 @@ def with_draft_layers(layout: KVCacheLayout, layers: Sequence[CachedLayer]) -> t
 
     See Note [the draft's keys lie beside the model's].
     """
-    assert layout.page_bytes is None, "a model with states has no drafts"
     group = next((number for number, one in enumerate(layout.groups) if one.keeps_all_tokens), len(layout.groups))
     if group == len(layout.groups):
         layout = replace(layout, groups=(*layout.groups, KVCacheGroup()), reaches=(*layout.reaches, frozenset()))
     names = [DraftLayer.of(layer).name for layer in layers]
-    return (
-        replace(
-            layout,
-            group_of={**layout.group_of, **dict.fromkeys(names, group)},
-            tensors=(*layout.tensors, *((name,) for name in names)),
-        ),
-        group,
-    )
+    layout = replace(layout, group_of={**layout.group_of, **dict.fromkeys(names, group)})
+    if layout.page_bytes is not None:  # the model's layers share pages of one size, and the draft's need not fit them
+        return replace(layout, beside=tuple(names)), group
+    return replace(layout, tensors=(*layout.tensors, *((name,) for name in names))), group

@@ -96,11 +96,12 @@ class Drafter:
     def update_slots(self, output: SchedulerOutput) -> None:
         """Bring the numbers of slots that requests have to the device, once their rows are assigned."""
         cells = {}
-        row = self.step.target.states.row
+        row, of_draft = self.step.target.states.row, self.step.group
         for added in output.added:
-            cells[0, row(added.request_id)] = len(added.block_ids[0]) * self._block_size
-        for request_id, _, start, block_ids in output.new_blocks:
-            cells[0, row(request_id)] = (start + len(block_ids)) * self._block_size
+            cells[0, row(added.request_id)] = len(added.block_ids[of_draft]) * self._block_size
+        for request_id, group, start, block_ids in output.new_blocks:
+            if group == of_draft:
+                cells[0, row(request_id)] = (start + len(block_ids)) * self._block_size
         if cells:
             self._slots.stage_cells(cells)
             self._slots.apply_write()

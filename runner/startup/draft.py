@@ -24,7 +24,7 @@ from piecegraph.runner.speculative.draft_step import DraftBuffers, DraftStep
 from piecegraph.runner.speculative.drafter import Drafter
 from piecegraph.runner.speculative.speculative_step import SpeculativeStep
 from piecegraph.runner.startup.compile_model import CompiledLM, compile_model
-from piecegraph.runner.state_layers.modules.replace import has_state_layers
+from piecegraph.runner.state_layers.modules.replace import first_state_layer, has_state_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -83,8 +83,9 @@ def check_draft(
         )
         if stand_in is not None and has_state_layers(stand_in.model):
             raise UnsupportedModel(
-                f"{type(stand_in.model).__name__} keeps a state between tokens, which cannot be taken back when a "
-                "draft is rejected."
+                f"{type(stand_in.model).__name__} keeps a state between tokens ({first_state_layer(stand_in.model)}). "
+                "The passes of a draft model read tokens again and past those that are kept, which overwrites keys and "
+                "values, and a state would need to be taken back each time; choose a draft without such layers."
             )
     return DraftSource(
         config=draft.config,

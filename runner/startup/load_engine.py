@@ -764,7 +764,7 @@ def _allocate(
     device, max_model_len = step.buffers.input_ids.device, step.sampler.max_model_len
     sizes = CacheSizes(
         block_size=config.block_size,
-        block_bytes=bytes_per_block(layers, config.block_size, layout.tensors, layout.page_bytes),
+        block_bytes=bytes_per_block(layers, config.block_size, layout.tensors, layout.page_bytes, layout.beside),
         blocks_per_request=layout.blocks_per_request(max_model_len, config.block_size, _span(config, max_num_tokens)),
         max_model_len=max_model_len,
         max_num_seqs=config.max_num_seqs,
@@ -772,7 +772,7 @@ def _allocate(
 
     def allocate(num_blocks: int, *, empty: Callable[..., torch.Tensor] = torch.empty) -> Mapping[str, LayerCache]:
         if layout.page_bytes is not None:
-            return allocate_pages(
+            in_pages = allocate_pages(
                 layers,
                 num_blocks,
                 config.block_size,
@@ -782,6 +782,8 @@ def _allocate(
                 kernel_block_size=step.block_size,
                 empty=empty,
             )
+            caches = allocate_kv_caches(of_draft, num_blocks, config.block_size, device, empty=empty)
+            return {**in_pages, **as_pages(caches, config.block_size // step.block_size)}
         caches = allocate_kv_caches(
             (*model.layers, *of_draft), num_blocks, config.block_size, device, tensors=layout.tensors, empty=empty
         )

@@ -5,7 +5,7 @@ The tensors belong to one layer, or are shared by one layer of each group.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -145,10 +145,15 @@ def bytes_per_block(
     block_size: int,
     tensors: Sequence[Sequence[str]] | None = None,
     page_bytes: int | None = None,
+    beside: Collection[str] = (),
 ) -> int:
-    """Return the bytes of one block over all of the cache's tensors (`allocate_kv_caches`, or `allocate_pages`)."""
+    """Return the bytes of one block over all of the cache's tensors (`allocate_kv_caches`, or `allocate_pages`).
+
+    `beside`: names of layers that have tensors of their own beside pages.
+    """
     if page_bytes is not None:
-        return page_bytes * (len(layers) if tensors is None else len(tensors))
+        own = sum(layer.cache_spec.page_bytes(block_size) for layer in layers if layer.name in beside)
+        return page_bytes * (len(layers) - len(beside) if tensors is None else len(tensors)) + own
     first = {layer.name for layer in layers} if tensors is None else {names[0] for names in tensors}
     return sum(layer.cache_spec.page_bytes(block_size) for layer in layers if layer.name in first)
 

@@ -95,11 +95,19 @@ def draft_source(config: EngineConfig) -> ModelSource:
 
 
 def refuse_states(config: EngineConfig, layers: Sequence[StateLayer]) -> None:
-    """Raise `UnsupportedModel` if `layers` with states belong to a draft model, or to a model that has one."""
-    if config.speculative is not None and layers and config.speculative.method != "ngram":
+    """Raise `UnsupportedModel` if `layers` with states belong to a draft model, or to a model that has a head."""
+    if config.speculative is None or not layers:
+        return
+    if config.is_draft:
         raise UnsupportedModel(
-            f"{layers[0].name} keeps a state, and layers of a draft model are kept beside keys and values only; "
-            + ("choose another draft." if config.is_draft else "take method 'ngram', or leave speculative_config out.")
+            f"{layers[0].name} keeps a state between tokens. The passes of a draft model read tokens again and past "
+            "those that are kept, which overwrites keys and values, and a state would need to be taken back each time; "
+            "choose a draft model without such layers."
+        )
+    if config.speculative.method not in ("ngram", "draft_model"):
+        raise UnsupportedModel(
+            f"{layers[0].name} keeps a state, and a head of method {config.speculative.method!r} drafts for models "
+            "with keys and values only; take method 'ngram' or 'draft_model', or leave speculative_config out."
         )
 
 

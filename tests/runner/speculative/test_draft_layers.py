@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from piecegraph.runner.attention.interface.cache_spec import CacheSpec, CacheTensor
-from piecegraph.runner.attention.interface.kv_cache import KVCache
+from piecegraph.runner.attention.interface.kv_cache import KVCache, bytes_per_block
 from piecegraph.runner.kv_cache.groups import KVCacheLayout, kv_cache_layout
 from piecegraph.runner.scheduling.kv_cache_group import CacheKind, KVCacheGroup
 from piecegraph.runner.speculative.draft_layers import DraftCaches, DraftLayer, with_draft_layers
@@ -41,6 +41,22 @@ def test_a_model_of_windows_alone_gets_a_group_more() -> None:
     assert not any(one.keeps_all_tokens for one in windows.groups)
     found, group = with_draft_layers(windows, [layer("a"), layer("b", 4)])
     assert group == len(windows.groups) and found.groups[group] == KVCacheGroup()
+
+
+def test_a_model_with_states_keeps_the_draft_s_layers_beside_its_pages() -> None:
+    """A page need not hold a page of the draft, and a block takes the bytes of both."""
+    kept = CacheSpec(kind=CacheKind.STATE, tensors=(CacheTensor(name="state", shape=(100,), dtype=torch.float32),))
+    layers = [DraftLayer("a", kept), layer("b")]
+    mixed, draft = layout(*layers), [layer("a"), layer("c")]
+    found, group = with_draft_layers(mixed, draft)
+    assert found.groups[group].keeps_all_tokens and found.tensors == mixed.tensors
+    assert found.beside == ("draft a", "draft c")
+    every = [*layers, *map(DraftLayer.of, draft)]
+    of_draft = sum(each.cache_spec.page_bytes(4) for each in draft)
+    assert mixed.page_bytes is not None
+    of_model = mixed.page_bytes * len(mixed.tensors)
+    assert bytes_per_block(every, 4, found.tensors, found.page_bytes, found.beside) == of_model + of_draft
+    assert bytes_per_block(layers, 4, mixed.tensors, mixed.page_bytes) == of_model
 
 
 def test_caches_have_the_names_of_the_drafts_own_graph() -> None:

@@ -1,4 +1,5 @@
-"""Models with states draft by prompt lookup: states go back to the last accepted token, and no token shows it."""
+"""Models with states draft by prompt lookup or with a draft model: states go back to the last accepted token, and no
+token shows it."""
 
 from __future__ import annotations
 
@@ -11,10 +12,11 @@ from transformers import PreTrainedModel
 from piecegraph import LLM, SamplingParams
 from piecegraph.errors import UnsupportedModel
 from tests.runner.margin_rule import assert_same_tokens
-from tests.runner.speculative.drafting_llm import NGRAM, SIZES, answers, assert_same, drafting
+from tests.runner.speculative.draft_models import drafts_by
+from tests.runner.speculative.drafting_llm import FEW, SIZES, answers, assert_same, drafting
 from tests.runner.test_graphs import load
 from tests.runner.test_hybrid_models import GREEDY, PROMPTS, manager
-from tests.runner.tiny_models import make_model, save
+from tests.runner.tiny_models import make_config, make_model, random_model, save
 
 UNCAPTURED: dict[str, Any] = {"attention_backend": "sdpa", "cudagraph_mode": "NONE"}
 MIXES: dict[str, dict[str, Any]] = {
@@ -77,11 +79,50 @@ def test_preempted_requests_draft(tmp_path: Path) -> None:
         assert llm.engine.stats.speculation.num_accepted_tokens > 0  # type: ignore[union-attr]  # it drafts
 
 
-def test_a_draft_model_of_a_hybrid_is_refused(llama_dir: Path, tmp_path: Path) -> None:
-    config = {"method": "draft_model", "model": str(llama_dir), "num_speculative_tokens": 2}
-    model = make_model("qwen3.5")
-    model.config.vocab_size = 261
-    model.config.save_pretrained(str(tmp_path))
-    with pytest.raises(UnsupportedModel, match="keeps a state, and layers of a draft model .* take method 'ngram'"):
-        load(tmp_path, load_format="dummy", speculative_config={**config})
-    assert NGRAM["method"] == "ngram"
+def draft_for(folder: Path) -> dict[str, Any]:
+    """`speculative_config` with a small Llama of the same vocabulary, saved in `folder`, that drafts few tokens."""
+    draft = random_model(make_config("LlamaConfig"), seed=3)
+    weights = draft.get_output_embeddings().weight.data
+    weights[[token for token in range(weights.shape[0]) if token not in FEW]] = 0.0
+    return drafts_by(save(draft, folder))
+
+
+DRAFT_RUNS = [
+    ("qwen3.5", "graphs"),
+    *[
+        pytest.param(name, mix, marks=pytest.mark.slow)
+        for name, mix in (("jamba", "ahead"), ("mamba2", "on the host"), ("bamba", "one slot"))
+    ],
+]
+
+
+@pytest.mark.parametrize(("name", "mix"), DRAFT_RUNS)
+def test_answers_are_those_without_a_draft_model(name: str, mix: str, tmp_path: Path) -> None:
+    """The draft's keys lie in tensors beside the pages that the model's layers share; mamba2 has no block table that
+    keeps all tokens, so the draft has one of its own."""
+    model = make_model(name)
+    folder, options = save(model, tmp_path / "model"), {"num_kv_blocks": 70, **MIXES[mix]}
+    with load(folder, **{**SIZES, **options}) as llm:
+        expected = answers(llm)
+    with load(folder, **{**SIZES, **options}, speculative_config=draft_for(tmp_path / "draft")) as llm:
+        for _ in range(2):
+            assert_same(answers(llm), expected)
+            check(model, llm)
+        stats = llm.engine.stats
+        assert stats.speculation is not None
+        assert 0 < stats.speculation.num_accepted_tokens < stats.speculation.num_draft_tokens
+        assert (stats.num_prefix_hits > 0) is (mix != "one slot")
+        assert manager(llm).num_free_blocks == manager(llm).num_blocks
+        assert not llm.runner.graphs.failed()
+        assert len(manager(llm).groups) == (2 if name == "mamba2" else 5 if name == "jamba" else 3)
+
+
+def test_a_draft_that_keeps_states_is_refused(tmp_path: Path) -> None:
+    """The layer is named, and what it would need."""
+    hybrid, llama = make_model("qwen3.5"), random_model(make_config("LlamaConfig"))
+    config = drafts_by(save(hybrid, tmp_path / "draft"))
+    wanted = (
+        r"keeps a state between tokens \(model\.layers\.0\.linear_attn\)\. .* would need to be taken back each time"
+    )
+    with pytest.raises(UnsupportedModel, match=wanted):
+        load(save(llama, tmp_path / "model"), speculative_config=config)

@@ -77,7 +77,7 @@ def other_tokenizer(llama_dir: Path, folder: Path) -> None:
         (without_weights, CheckpointError, "no weights to read", 3),
         (other_vocabulary, ConfigError, "a vocabulary of 128 tokens and the model one of 261", 3),
         (short, ConfigError, "positions end at 40", 3),
-        (stateful, UnsupportedModel, "cannot be taken back", 3),
+        (stateful, UnsupportedModel, "would need to be taken back", 3),
         (a_head, ConfigError, "is a head of kind 'eagle3' .* give method 'eagle3'", 3),
         (other_tokenizer, ConfigError, "another tokenizer than the model: 'another' is token", 3),
     ],
