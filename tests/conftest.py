@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,10 @@ def pytest_configure(config: pytest.Config) -> None:
     """Tests have a cache of their own, kept from run to run, and of what is compiled pieces alone: most are about what
     a trace comes to. Generated C++ that was compiled is not compiled again.
 
+    While tests are collected, bytecode is kept even where PYTHONDONTWRITEBYTECODE is set: hundreds of processes that
+    tests start import the same files. Modules that tests write are not kept: their bytecode could be that of an earlier
+    text of the same second.
+
     A background job of a shell starts with Ctrl-C ignored, and so would every process that tests start: those that
     are about it need it.
     """
@@ -24,11 +29,16 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("PIECEGRAPH_CACHE_DIR", str(kept / "cache"))
     os.environ["XDG_DATA_HOME"] = str(kept / "data")  # where the key lies that signs
     compiled_once.install(kept / "c++")
+    sys.dont_write_bytecode = False
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     os.fsync = lambda fd: None  # no machine stops here: tests that are about syncs record the calls
     if (memory := memory_folder()) is not None:
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(memory))  # where `tmp_path` lies
+
+
+def pytest_collection_finish() -> None:
+    sys.dont_write_bytecode = bool(os.environ.get("PYTHONDONTWRITEBYTECODE"))
 
 
 def memory_folder() -> Path | None:

@@ -99,8 +99,8 @@ def check(program: Program, compiler: str = "inductor") -> pg.CompiledModel | No
 @pytest.mark.usefixtures("functional_pieces")
 def test_random_programs_compute_what_their_modules_compute() -> None:
     """Of 100 programs that an earlier version compiled, 35 were wrong."""
-    checked = [check(draw(seed)) is not None for seed in range(16)]
-    assert sum(checked) > 12
+    checked = [check(draw(seed)) is not None for seed in range(10)]
+    assert sum(checked) > 7
 
 
 @pytest.mark.usefixtures("functional_pieces")
