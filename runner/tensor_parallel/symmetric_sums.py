@@ -13,7 +13,7 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -53,9 +53,10 @@ class SymmetricSums:
         """
         from torch._C._distributed_c10d import _register_process_group, _SymmetricMemory
 
-        self._name = name
+        self._name = cast("Any", name)
         store = dist.PrefixStore("symmetric memory", store)
-        _register_process_group(name, dist.ProcessGroup(store, rank, size))  # torch looks for its store by name
+        self._named = dist.ProcessGroup(store, rank, size)  # torch looks for its store by name, and keeps no reference
+        _register_process_group(self._name, self._named)
         _SymmetricMemory.set_group_info(name, rank, size, store)
         self._buffer = _SymmetricMemory.empty_strided_p2p((SIZES[-1],), (1,), torch.uint8, device)
         self._handle = _SymmetricMemory.rendezvous(self._buffer, self._name)
