@@ -10,7 +10,7 @@ import torch
 
 from piecegraph.passes.ops.quantised.int8_inputs_linear import INT8_INPUTS_LINEAR
 from piecegraph.passes.ops.quantised.int8_linear import INT8_LINEAR, MAX_PACKED_ROWS, dequantised
-from piecegraph.runner.quantization.methods.linear_method import STREAMED, PackedWeight, Scheme, check_finite
+from piecegraph.runner.quantization.methods.linear_method import STREAMED, PackedWeight, Scheme, check_finite, row_parts
 from piecegraph.runner.quantization.methods.shard import Shard
 
 MAX_INT8 = 127
@@ -37,11 +37,13 @@ class Int8Channels:
 
     def pack(self, weight: torch.Tensor, scheme: Scheme) -> PackedWeight:
         """Return int8 values and scales `[num_columns]` in the dtype of `weight`."""
-        largest = weight.abs().amax(dim=1).float()
+        largest = torch.linalg.vector_norm(weight, float("inf"), dim=1).float()  # no copy of the weight's magnitudes
         check_finite(largest)
         scale = (largest / MAX_INT8).to(torch.bfloat16).float()
         scale = torch.where(scale == 0, 1.0, scale)
-        values = (weight / scale[:, None]).round_().clamp_(-MAX_INT8, MAX_INT8).to(torch.int8)
+        values = torch.empty_like(weight, dtype=torch.int8)
+        for part in row_parts(weight):
+            values[part] = (weight[part] / scale[part, None]).round_().clamp_(-MAX_INT8, MAX_INT8)
         return PackedWeight(values=values, scale=scale.to(weight.dtype))
 
     def cut(self, packed: PackedWeight, shard: Shard) -> PackedWeight:

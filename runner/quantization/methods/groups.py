@@ -18,6 +18,7 @@ from piecegraph.runner.quantization.methods.linear_method import (
     Scheme,
     check_finite,
     num_groups,
+    row_parts,
 )
 from piecegraph.runner.quantization.methods.shard import Shard
 
@@ -53,13 +54,18 @@ class GroupedInt8:
         """
         dtype = self.scale_dtype(weight)
         check_finite(weight)
-        groups = weight.unflatten(1, (num_groups(weight.shape[1], scheme.group_size), -1)).float()
-        low, high = groups.amin(-1), groups.amax(-1)
-        step = ((high - low) / (2**self.bits - 1)).to(dtype).float()
-        step = torch.where(step == 0, 1.0, step)
-        low = low.to(dtype).float()
-        values = ((groups - low.unsqueeze(-1)) / step.unsqueeze(-1)).round_().clamp_(0, 2**self.bits - 1).flatten(1)
-        return self.stored(values.to(torch.uint8), step, low, dtype)
+        num = num_groups(weight.shape[1], scheme.group_size)
+        values = torch.empty_like(weight, dtype=torch.uint8)
+        step, low = (weight.new_empty((weight.shape[0], num), dtype=torch.float32) for _ in range(2))
+        for part in row_parts(weight):
+            groups = weight[part].unflatten(1, (num, -1)).float()
+            least, most = groups.amin(-1), groups.amax(-1)
+            rounded = ((most - least) / (2**self.bits - 1)).to(dtype).float()
+            step[part] = rounded = torch.where(rounded == 0, 1.0, rounded)
+            low[part] = least = least.to(dtype).float()
+            steps = (groups - least.unsqueeze(-1)).div_(rounded.unsqueeze(-1)).round_()
+            values[part] = steps.clamp_(0, 2**self.bits - 1).flatten(1)
+        return self.stored(values, step, low, dtype)
 
     def stored(
         self, values: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor | None, dtype: torch.dtype

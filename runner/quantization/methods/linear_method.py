@@ -106,6 +106,18 @@ def check_finite(weight: torch.Tensor) -> None:
         raise NotFinite("it has values that are infinite or not numbers")
 
 
+def row_parts(weight: torch.Tensor) -> list[slice]:
+    """Return the rows of a weight in parts that are quantised one after another.
+
+    Several weights are quantised at the same time while a checkpoint is read, and what is computed meanwhile would be a
+    few copies of each in floats.
+    """
+    return [slice(first, first + _ROWS_AT_ONCE) for first in range(0, weight.shape[0], _ROWS_AT_ONCE)]
+
+
+_ROWS_AT_ONCE = 256
+
+
 def num_groups(size: int, group_size: int) -> int:
     """Return the groups of a row. Raises `DoesNotFit`."""
     if group_size and size % group_size:
