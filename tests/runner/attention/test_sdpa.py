@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from piecegraph.runner.attention.sdpa import SdpaBackend
+from piecegraph.runner.attention.sdpa import KeyView, SdpaBackend, attend
 from tests.runner.attention.paged_case import PagedCase, make_case
 from tests.runner.attention.rotary_case import NORMS, check_rotated_cache, make_rotary_case
 
@@ -81,6 +85,31 @@ def test_writes_new_keys_and_values_to_their_slots() -> None:
     slots = case.metadata.slot_mapping
     assert torch.equal(case.kv_cache.key.flatten(0, 1)[slots], case.key)
     assert torch.equal(case.kv_cache.value.flatten(0, 1)[slots], case.value)
+
+
+class LargestTensor(TorchDispatchMode):
+    """The number of values of the largest tensor that an op returns."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for each in out if isinstance(out, tuple) else (out,):
+            self.largest = max(self.largest, each.numel() if isinstance(each, torch.Tensor) else 0)
+        return out
+
+
+@pytest.mark.parametrize("is_masked", [False, True])
+def test_a_decode_step_has_no_copy_of_a_key_for_each_head(is_masked: bool) -> None:
+    query, key = torch.randn(2, 8, 1, 16), torch.randn(2, 2, 32, 16)
+    mask = torch.ones(2, 1, 1, 32, dtype=torch.bool).tril(30) if is_masked else None
+    view = KeyView(slots=torch.zeros(2, 32, dtype=torch.int64), mask=mask, is_causal=False)
+    with LargestTensor() as seen:
+        found = attend(query, key, key, view, scale=0.25, softcap=0.0, sinks=None)
+    assert seen.largest <= key.numel()
+    repeated = key.repeat_interleave(4, dim=1)
+    wanted = F.scaled_dot_product_attention(query, repeated, repeated, attn_mask=mask, scale=0.25)
+    torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-5)
 
 
 def test_padding_changes_nothing() -> None:
