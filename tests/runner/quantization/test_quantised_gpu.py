@@ -9,7 +9,7 @@ import pytest
 from tests.runner.quantization.checkpoints.test_stored import MAX_DIFFERENCE, assert_tokens_are_those_of
 from tests.runner.quantization.checkpoints.written import FORMATS, write_checkpoint
 from tests.runner.quantization.test_llm_quantised import dequantised, largest_difference, load
-from tests.runner.tiny_models import make_config, make_model, random_model, save
+from tests.runner.tiny_models import make_config, random_model, save
 
 pytestmark = pytest.mark.gpu
 
@@ -21,8 +21,9 @@ def test_a_checkpoint_answers_as_the_dequantised_model(name: str, tmp_path: Path
     config, write, inputs = FORMATS[name]
     reference = write_checkpoint(tmp_path, config, write, inputs, intermediate_size=48)
     with load(tmp_path, quantization=None, **ON_GPU) as llm:
-        assert largest_difference(reference, llm) < max(10 * MAX_DIFFERENCE[inputs], 1e-3)
-        assert_tokens_are_those_of(reference, llm)
+        bound = max(5 * MAX_DIFFERENCE[inputs], 1e-3)  # a rounded input is seldom the same on both sides
+        assert largest_difference(reference, llm) < bound
+        assert_tokens_are_those_of(reference, llm, margin=bound)
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4", "fp8"])
@@ -39,9 +40,10 @@ def test_a_plain_checkpoint_answers_as_the_dequantised_model(quantization: str, 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4", "fp8"])
 def test_graphs_answer_in_bfloat16_as_no_graphs_do(quantization: str, tmp_path: Path) -> None:
-    """Log probabilities of the same tokens, within what another kernel for other row counts rounds differently."""
-    save(make_model("llama"), tmp_path)
-    reference = dequantised(make_model("llama"), quantization)
+    """Both within what activations in bfloat16 cost a model this small."""
+    model = random_model(make_config("LlamaConfig", hidden_size=64, intermediate_size=128))
+    save(model, tmp_path)
+    reference = dequantised(model, quantization)
     for options in ({"enforce_eager": True}, {"compiler": "eager"}):
         with load(tmp_path, quantization=quantization, device="cuda", dtype="bfloat16", **options) as llm:
-            assert largest_difference(reference, llm) < 0.15
+            assert largest_difference(reference, llm) < 0.4
