@@ -322,7 +322,8 @@ class EngineConfig:
             )
         for is_given, what in (
             (bool(self.logits_processors), "logits_processors"),
-            (self.speculative is not None, "speculative_config"),
+            (self._drafts_otherwise(), "speculative_config with another method than 'ngram'"),
+            (self.speculative is not None and self.pipeline_parallel_size > 1, "speculative_config"),
             (self.enable_prompt_embeds, "enable_prompt_embeds"),
             (self.compile.selfcheck, "selfcheck"),
             (bool(self.compile_sizes or self.compile.compile_sizes), "compile_sizes"),
@@ -332,6 +333,11 @@ class EngineConfig:
                 raise ConfigError(
                     f"{what} is not yet available with {self.ranks_argument}; give one of the two arguments."
                 )
+        if self.speculative is not None and backend == "external_launcher" and self.speculative.stops_when_slower:
+            raise ConfigError(
+                "speculative_config: each rank of distributed_executor_backend='external_launcher' would find by its "
+                "own clock when drafting is slower; give 'stops_when_slower': False."
+            )
         if self.pipeline_parallel_size > 1 and backend != "mp":
             raise ConfigError(
                 f"distributed_executor_backend={backend!r} runs no stages yet; leave it or pipeline_parallel_size out."
@@ -387,6 +393,13 @@ class EngineConfig:
                 "machines, with as many ranks on each; change one of the two."
             )
 
+    def _drafts_otherwise(self) -> bool:
+        """Return whether tokens are drafted by a model or a head, which ranks do not run yet.
+
+        Its logits may round differently on each rank, and ranks whose drafts differ would compute different steps.
+        """
+        return self.speculative is not None and self.speculative.method != "ngram"
+
     def _check_engines(self) -> None:
         """Raise `ConfigError` for what several engines cannot do."""
         if self.data_parallel_size == 1:
@@ -402,6 +415,7 @@ class EngineConfig:
                 f"enable_expert_parallel with pipeline_parallel_size={self.pipeline_parallel_size}",
             ),
             (self.shares_experts and self.strict, "enable_expert_parallel with strict=True"),
+            (self.shares_experts and self.speculative is not None, "enable_expert_parallel with speculative_config"),
         ):
             if is_given:
                 raise ConfigError(

@@ -35,6 +35,7 @@ class ExternalLauncherExecutor:
     """
 
     def __init__(self, config: EngineConfig) -> None:
+        self._verifies_drafts = config.speculative is not None
         self.rank = _number("RANK")
         self.num_ranks = _number("WORLD_SIZE")
         if self.num_ranks != config.tensor_parallel_size:
@@ -67,7 +68,7 @@ class ExternalLauncherExecutor:
         """Return how this rank takes part in the engine; None: it is the only one."""
         if self.num_ranks == 1:
             return None
-        from piecegraph.runner.distributed.group_runner import LaunchedRunner
+        from piecegraph.runner.distributed.group_runner import LaunchedRunner, LaunchedSpeculativeRunner
         from piecegraph.runner.tensor_parallel.parallel import Parallel
         from piecegraph.runner.tensor_parallel.process_group import RankGroup, launched_store
 
@@ -81,7 +82,8 @@ class ExternalLauncherExecutor:
         )
 
         def kind(**parts: Any) -> LaunchedRunner:
-            return LaunchedRunner(executor=self, group=group, **parts)
+            one = LaunchedSpeculativeRunner if self._verifies_drafts else LaunchedRunner
+            return one(executor=self, group=group, **parts)
 
         return Parallel(group=group, runner_kind=kind)
 

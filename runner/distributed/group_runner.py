@@ -1,4 +1,9 @@
-"""Model runners of an engine with several ranks: they run the same steps at the same time."""
+"""Model runners of an engine with several ranks: they run the same steps at the same time.
+
+With drafts, every rank has the tokens of all requests and the same logits, so each finds the same drafts by prompt
+lookup and decides alike; as without drafts, no token travels. What rank 0 alone reads, the drafts that a grammar's
+masks are made of, is what the others hold, too.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +14,7 @@ from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
 from piecegraph.passes.ops.collectives import running_in
 from piecegraph.runner.distributed.watched_output import WatchedOutput
 from piecegraph.runner.engine.model_runner import ModelRunner
+from piecegraph.runner.speculative.speculative_runner import SpeculativeRunner
 from piecegraph.runner.tensor_parallel.process_group import RankGroup
 
 if TYPE_CHECKING:
@@ -111,3 +117,15 @@ class LaunchedRunner(GroupRunner):
         """Sample, as all ranks do."""
         with self.executor.in_step():
             return super().sample_tokens(grammar_output)
+
+
+class SpeculativeGroupRunner(GroupRunner, SpeculativeRunner):
+    """A `GroupRunner` whose steps verify drafts."""
+
+
+class LeadingSpeculativeRunner(LeadingRunner, SpeculativeRunner):
+    """A `LeadingRunner` whose steps verify drafts."""
+
+
+class LaunchedSpeculativeRunner(LaunchedRunner, SpeculativeRunner):
+    """A `LaunchedRunner` whose steps verify drafts."""

@@ -8,7 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from piecegraph.runner.distributed.group_runner import GroupRunner, LeadingRunner
+from piecegraph.runner.distributed.group_runner import (
+    GroupRunner,
+    LeadingRunner,
+    LeadingSpeculativeRunner,
+    SpeculativeGroupRunner,
+)
 from piecegraph.runner.distributed.lockstep_runner import LeadingLockstepRunner, LockstepRunner
 from piecegraph.runner.distributed.stage_runner import LeadingStageRunner, StageRunner
 from piecegraph.runner.pipeline_parallel.stage import Stage
@@ -43,6 +48,8 @@ def rank_parallel(
         return _lockstep_parallel(world, peers, timeout_s, lead, check)
     if num_stages == 1:
         plain: Any = GroupRunner if leading is None else LeadingRunner
+        if config.speculative is not None:
+            plain = SpeculativeGroupRunner if leading is None else LeadingSpeculativeRunner
         return Parallel(group=world, runner_kind=partial(plain, group=world, **lead))
     stage = Stage(index=rank // size, num_stages=num_stages)
     group = RankGroup(

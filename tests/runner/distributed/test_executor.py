@@ -124,8 +124,20 @@ def test_one_process_is_called_like_several(llm: LLM) -> None:
         ({"tensor_parallel_size": 2, "compile_sizes": [1]}, "compile_sizes is not yet available with"),
         ({"tensor_parallel_size": 2, "runner": "pooling"}, "runner='pooling' is not yet available with"),
         (
-            {"tensor_parallel_size": 2, "speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
-            "speculative_config is not yet available with",
+            {"tensor_parallel_size": 2, "speculative_config": {"method": "mtp", "num_speculative_tokens": 2}},
+            "speculative_config with another method than 'ngram' is not yet available with tensor_parallel_size=2",
+        ),
+        (
+            {"pipeline_parallel_size": 2, "speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
+            "speculative_config is not yet available with pipeline_parallel_size=2",
+        ),
+        (
+            {
+                "tensor_parallel_size": 2,
+                "distributed_executor_backend": "external_launcher",
+                "speculative_config": {"method": "ngram", "num_speculative_tokens": 2},
+            },
+            "by its own clock when drafting is slower; give 'stops_when_slower': False",
         ),
         ({"tensor_parallel_size": 2, "compilation_config": {"selfcheck": True}}, "selfcheck is not yet available with"),
         ({"pipeline_parallel_size": 0}, "pipeline_parallel_size=0; it must be a whole number, 1 or more"),
