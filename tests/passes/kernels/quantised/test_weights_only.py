@@ -57,7 +57,7 @@ def test_the_interpreted_kernel_equals_float64(check: Any) -> None:
     interpreted(check)
 
 
-@pytest.mark.parametrize("num_rows", [1, 64, 128])
+@pytest.mark.parametrize("num_rows", [1, pytest.param(64, marks=pytest.mark.slow), 128])
 @pytest.mark.parametrize("scheme", ["int8", "int4 in groups of 32", "e4m3 in blocks"])
 def test_it_compiles_for_hopper(scheme: str, num_rows: int) -> None:
     """With tensor cores, and in the memory of a program."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,20 @@ from transformers import PreTrainedModel
 from piecegraph import LLM, SamplingParams
 from piecegraph.errors import CheckpointError, UnsupportedModel
 from piecegraph.runner.quantization.checkpoints.all_formats import stored_checkpoint
-from tests.runner.quantization.checkpoints.written import FORMATS, Tensors, change_tensors, write_checkpoint
+from tests.runner.quantization.checkpoints.written import (
+    FORMATS,
+    GPTQ,
+    Tensors,
+    change_tensors,
+    gptq,
+    write_checkpoint,
+)
 from tests.runner.quantization.test_llm_quantised import largest_difference, load
 
 MAX_DIFFERENCE = {None: 1e-4, "int8": 2e-2, "tokens": 2e-2, "groups": 2e-2}
 """Of log probabilities, by how inputs are rounded: a value that lies between two steps may be rounded either way."""
+
+Q = "model.layers.1.self_attn.q_proj"
 
 PROMPTS = [[(7 * number + 3 * place) % 128 for place in range(2 + number)] for number in range(20)]
 
@@ -48,7 +58,35 @@ def test_log_probabilities_and_tokens_are_those_of_the_dequantised_model(name: s
         assert "2 x Linear.weight (not quantised in the checkpoint)" in note
 
 
-Q = "model.layers.1.self_attn.q_proj"
+@pytest.mark.slow
+@pytest.mark.parametrize(("bits", "version"), [(4, 1), (4, 2), pytest.param(8, 1, id="8 bits")])
+def test_a_gptq_checkpoint_as_gptqmodel_writes_it(bits: int, version: int, tmp_path: Path) -> None:
+    """Every projection is quantised; the head and the embedding are not."""
+    config = {**GPTQ, "bits": bits, "checkpoint_format": "gptq" if version == 1 else "gptq_v2"}
+    write = partial(gptq, bits=bits, version=version)
+    reference = write_checkpoint(tmp_path, config, write, leaves_one=False, intermediate_size=48)
+    with load(tmp_path, quantization=None, dtype="float32", enforce_eager=True) as llm:
+        assert largest_difference(reference, llm) < MAX_DIFFERENCE[None]
+        assert_tokens_are_those_of(reference, llm)
+        (note,) = [note for note in llm.notes if note.startswith("quantization")]
+        assert note.startswith("quantization: 14 linears are ")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop(f"{Q}.qzeros"), "has a tensor missing: .*q_proj.qzeros"),
+        (lambda t: t.update({f"{Q}.scales": torch.ones(3, 32).half()}), r"scales is of another shape: \(3, 32\)"),
+    ],
+)
+def test_bad_files_of_gptq_are_refused(change: Callable[[Tensors], object], message: str, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, GPTQ, gptq, leaves_one=False)
+    change_tensors(tmp_path, change)
+    with pytest.raises(CheckpointError, match=message) as raised:
+        load(tmp_path, quantization=None, enforce_eager=True)
+    assert raised.value.exit_code == 3
+
+
 BAD_TENSORS: list[tuple[str, Callable[[Tensors], object], str]] = [
     ("AWQ", lambda t: t.pop(f"{Q}.qzeros"), "has a tensor missing: .*q_proj.qzeros"),
     ("AWQ", lambda t: t.update({f"{Q}.scales": torch.ones(3, 32).half()}), r"scales is of another shape: \(3, 32\)"),

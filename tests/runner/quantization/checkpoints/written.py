@@ -121,16 +121,24 @@ def rounded_inputs(kind: str) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def write_checkpoint(
-    folder: Path, config: dict[str, Any], write: Write, inputs: str | None = None, **sizes: int
+    folder: Path,
+    config: dict[str, Any],
+    write: Write,
+    inputs: str | None = None,
+    *,
+    leaves_one: bool = True,
+    **sizes: int,
 ) -> PreTrainedModel:
-    """Write a Llama whose projections are quantised, but for one, and return the model with the dequantised weights.
+    """Write a Llama whose projections are quantised, and return the model with the dequantised weights.
 
-    `inputs`: how the inputs of these linears are rounded (`rounded_inputs`).
+    `inputs`: how the inputs of these linears are rounded (`rounded_inputs`). `leaves_one`: one of them is left alone.
     """
     model = random_model(make_config("LlamaConfig", **sizes))
     save(model, folder)
     tensors = load_file(folder / "model.safetensors")
-    for name in [name for name in tensors if name.endswith("_proj.weight") and "layers.0.mlp.down" not in name]:
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        if leaves_one and "layers.0.mlp.down" in name:
+            continue
         stored, floats = write(tensors.pop(name).float())
         path = name.removesuffix(".weight")
         tensors.update({f"{path}.{suffix}": tensor for suffix, tensor in stored.items()})
@@ -206,5 +214,11 @@ FORMATS: dict[str, tuple[dict[str, Any], Write, str | None]] = {
         None,
     ),
 }
-"""By name: the config, the writer of a weight, and how inputs are rounded. GPTQ, whose config cannot leave a module
-alone, is written by its own test."""
+"""By name: the config, the writer of a weight, and how inputs are rounded. GPTQ cannot leave modules alone."""
+
+GPTQ: dict[str, Any] = {
+    "bits": 4, "group_size": 16, "desc_act": False, "sym": False, "lm_head": False, "quant_method": "gptq",
+    "checkpoint_format": "gptq", "pack_dtype": "int32", "dynamic": None,
+    "meta": {"quantizer": ["gptqmodel:2.2.0"], "damp_percent": 0.05, "damp_auto_increment": 0.01, "mse": 0.0},
+}  # fmt: skip
+"""The `quantization_config` that gptqmodel writes."""
