@@ -23,11 +23,12 @@ _FUNCTION = F.scaled_dot_product_attention.__name__
 def replacement(module: nn.Module) -> type[nn.Module] | None:
     """Return a class that runs `module` with our attention, or None if its forward does not call torch's by name."""
     code = getattr(type(module).forward, "__code__", None)
-    return _lifting(type(module)) if code is not None and _FUNCTION in code.co_names else None
+    kind: Any = type(module)
+    return _lifting(kind) if code is not None and _FUNCTION in code.co_names else None
 
 
 @functools.cache
-def _lifting(kind: type[nn.Module]) -> type[nn.Module]:
+def _lifting(kind: Any) -> type[nn.Module]:
     """Return a subclass of `kind` whose forward runs in `WithOurAttention`."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

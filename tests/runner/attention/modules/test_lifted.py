@@ -63,7 +63,7 @@ class OwnForCausalLM(PreTrainedModel, GenerationMixin):
         self.embed, self.positions = nn.Embedding(128, 32), nn.Embedding(96, 32)
         self.layers = nn.ModuleList(nn.ModuleDict({"attention": OwnAttention(config)}) for _ in range(2))
         self.head = nn.Linear(32, 128)
-        self.post_init()
+        self.post_init()  # type: ignore[no-untyped-call]
 
     def forward(
         self,
@@ -75,6 +75,7 @@ class OwnForCausalLM(PreTrainedModel, GenerationMixin):
         if position_ids is None:
             position_ids = torch.arange(input_ids.shape[1])[None]
         hidden = self.embed(input_ids) + self.positions(position_ids)
+        layer: Any
         for layer in self.layers:
             hidden = hidden + layer["attention"](hidden)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
@@ -94,7 +95,8 @@ def registered() -> Iterator[None]:
 
 def saved(call: str, folder: Path) -> OwnForCausalLM:
     torch.manual_seed(0)
-    model = OwnForCausalLM(OwnConfig(call)).eval()
+    model = OwnForCausalLM(OwnConfig(call))
+    model.eval()  # type: ignore[no-untyped-call]
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.3)
     model.save_pretrained(str(folder))
