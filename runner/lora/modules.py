@@ -9,7 +9,7 @@ plan knows them by shape, and no checkpoint is asked for them: `lora_a` `[num_sl
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -91,6 +91,7 @@ class AdaptedModules:
     shapes: Mapping[str, Adaptable]
     options: LoraOptions
     unread: tuple[str, ...] = ()  # paths of modules that the model's code does not call: no adapter changes them
+    other_classes: Mapping[str, str] = field(default_factory=dict)  # of further modules with a matrix, by path
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -161,7 +162,14 @@ def adapt_modules(
         raise UnsupportedModel(f"{type(model).__name__} has no linear layer that an adapter can change.")
     for path, module in found.items():
         _adapt(module, shapes[path], options, dtype, device)
-    return AdaptedModules(found, shapes, options)
+    others = {path: type(module).__name__ for path, module in model.named_modules() if _has_matrix(module)}
+    return AdaptedModules(found, shapes, options, other_classes=others)
+
+
+def _has_matrix(module: nn.Module) -> bool:
+    """Return whether a module of a class that no adapter can change here has a weight that peft might change."""
+    weight = module._parameters.get("weight")
+    return weight is not None and weight.ndim > 1 and type(module) not in (*_CLASSES, *_CLASSES.values())
 
 
 def _is_target(path: str, names: Sequence[str] | None) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -135,3 +136,6 @@ def test_what_is_not_prepared_is_named(folder: Path) -> None:
     none = AdaptedModules({}, {}, LoraOptions(num_slots=2, max_rank=8), (*unread, "lm_head", "model.embed_tokens"))
     with pytest.raises(CheckpointError, match="uses in a way of its own, which no adapter can change here"):
         read(folder, none)
+    others = replace(none, unread=(), other_classes=dict.fromkeys(none.unread, "Conv1D"))
+    with pytest.raises(CheckpointError, match="a Conv1D, and adapters can change plain linear layers and embeddings"):
+        read(folder, others)

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import GPT2Config
 
 from piecegraph.errors import ConfigError
 from piecegraph.runner.lora.modules import AdaptedModules, LoraOptions, adapt_modules
-from tests.runner.tiny_models import make_model
+from tests.runner.tiny_models import make_model, random_model
 
 Q, EMBED = "model.layers.0.self_attn.q_proj", "model.embed_tokens"
 
@@ -36,6 +37,15 @@ def test_only_the_named_ones_are_adapted() -> None:
     assert [*modules.modules] == [Q, Q.replace("0", "1"), "lm_head"]
     with pytest.raises(ConfigError, match="lora_target_modules has 'q_porj', and LlamaForCausalLM has no"):
         adapted(("q_porj",))
+
+
+def test_modules_of_other_classes_are_known_by_name() -> None:
+    """GPT-2's projections are transformers' Conv1D, whose weights lie the other way round."""
+    model = random_model(GPT2Config(n_embd=32, n_layer=1, n_head=4, vocab_size=64, n_positions=32))
+    options = LoraOptions(num_slots=1, max_rank=4)
+    modules = adapt_modules(model, options, dtype=torch.float32, device=torch.device("cpu"))
+    assert modules.other_classes["transformer.h.0.attn.c_attn"] == "Conv1D"
+    assert not set(modules.other_classes) & set(modules.modules)
 
 
 def test_a_slot_is_written_whole() -> None:
