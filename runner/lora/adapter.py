@@ -117,8 +117,8 @@ def _not_there(folder: Path, path: str, modules: AdaptedModules) -> str:
     """Return why the model has no module for a tensor of the adapter."""
     if path in modules.other_classes:
         return (
-            f"{folder}: it changes {path}, a {modules.other_classes[path]}, and adapters can change plain linear layers "
-            "and embeddings here. Merge the adapter into the weights (peft's merge_and_unload)."
+            f"{folder}: it changes {path}, a {modules.other_classes[path]}, and adapters can change plain linear "
+            "layers and embeddings here. Merge the adapter into the weights (peft's merge_and_unload)."
         )
     if (names := modules.options.target_modules) is not None:
         return (
