@@ -1,4 +1,7 @@
-"""The machine of random lives of requests, over two ranks in processes: `runner/distributed/group_runner.py`."""
+"""The machine of random lives of requests, over ranks in processes and over layouts of ranks in threads.
+
+`random_lives.py` runs it over every family and every layout.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedModel
 
+from tests.runner.distributed.random_lives import live
 from tests.runner.distributed.test_executor import SLOW_MACHINE_S
 from tests.runner.engine.test_engine_states import (
     GRAPHS,
@@ -27,3 +31,12 @@ def test_two_ranks_give_the_right_outputs_in_every_order_of_events(llama_dir: Pa
         engine = EngineUnderTest(llm, AloneModel(llama), steps_ahead=0)
         run_randomly(engine, num_steps=300, seed=0)
         assert_much_was_seen(engine, 300, MODES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "name"), [("PP 2", "qwen3"), ("TP 2 x PP 2", "llama"), ("EP 2", "qwen3-moe"), ("DP 2", "gemma3")]
+)
+def test_every_layout_gives_the_right_outputs(layout: str, name: str) -> None:
+    """As above, without forced modes behind a front door; stages have several batches in flight."""
+    assert "preemptions" in live(layout, name, num_steps=120)

@@ -1,0 +1,152 @@
+"""Random lives of requests over each layout of ranks and each family of models, checked by the engine's machine.
+
+`python -m tests.runner.distributed.random_lives [LAYOUT ...]` runs every family over every layout, 300 steps each, and
+writes a line for each. Ranks are threads; engines of "DP 2" are processes.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from piecegraph import LLM, SamplingParams
+from piecegraph.runner.common.outputs import RequestOutput
+from tests.runner.engine.test_engine_states import (
+    EOS,
+    GRAPHS,
+    MAX_MODEL_LEN,
+    TINY,
+    Ask,
+    EngineUnderTest,
+    random_ask,
+    run_randomly,
+)
+from tests.runner.engine_model import AloneModel, assert_answer, assert_ends_where_it_must
+from tests.runner.pipeline_parallel.stages_in_threads import llm_of_threads
+from tests.runner.tiny_models import make_config, random_model, save
+
+LAYOUTS: Mapping[str, Mapping[str, int]] = {
+    "TP 2": {"tensor_parallel_size": 2},
+    "TP 3": {"tensor_parallel_size": 3},
+    "PP 2": {"pipeline_parallel_size": 2},
+    "TP 2 x PP 2": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
+    "EP 2": {"tensor_parallel_size": 2, "enable_expert_parallel": True},
+    "DP 2": {"data_parallel_size": 2},
+}
+_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "llama": ("LlamaConfig", {}),
+    "qwen3": ("Qwen3Config", {"head_dim": 16}),
+    "gemma3": ("Gemma3TextConfig", {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 8}),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 4, "sliding_window": None}),
+    "qwen3-moe": ("Qwen3MoeConfig", {"head_dim": 16, **_MOE}),
+}
+COMBINATIONS = [
+    (layout, name) for layout in LAYOUTS for name in MODELS if layout != "EP 2" or name in ("mixtral", "qwen3-moe")
+]
+
+
+def live(layout: str, name: str, *, num_steps: int, seed: int = 0) -> str:
+    """Run requests at random, check every answer, and return what was seen.
+
+    Arrivals, aborts, chunks, cached prefixes, preemptions, sampling with seeds, and steps that fail.
+    """
+    kind, options = MODELS[name]
+    model = random_model(make_config(kind, vocab_size=261, eos_token_id=EOS, **options))
+    with tempfile.TemporaryDirectory() as folder:
+        save(model, Path(folder))
+        if layout == "DP 2":
+            return _live_behind_a_front_door(Path(folder), model, num_steps, seed)
+        arguments = {**LAYOUTS[layout], **TINY, **GRAPHS, "graph_kind": "recorded"}
+        with llm_of_threads(Path(folder), **arguments) as llm:
+            stages = LAYOUTS[layout].get("pipeline_parallel_size", 1)
+            engine = EngineUnderTest(llm, AloneModel(model), steps_ahead=stages - 1)
+            run_randomly(engine, num_steps=num_steps, seed=seed)
+            hits = llm.engine.stats.num_prefix_hits
+    assert engine.num_preemptions and hits and engine.num_repeated and engine.finished["stop"], "little was seen"
+    return (
+        f"{engine.num_steps} steps ({engine.num_failed_steps} failed), {sum(engine.finished.values())} answers, "
+        f"{engine.finished['abort']} aborts, {engine.num_preemptions} preemptions, {hits} prefix hits"
+    )
+
+
+def _live_behind_a_front_door(folder: Path, model: PreTrainedModel, num_steps: int, seed: int) -> str:
+    """The same of two engines, whose steps are their own: requests arrive and are aborted between the front door's."""
+    random, alone = Random(seed), AloneModel(model)
+    asks: dict[str, Ask] = {}
+    unfinished: set[str] = set()
+    num_answers = num_aborts = number = 0
+    with LLM(
+        folder,
+        skip_tokenizer_init=True,
+        dtype="float32",
+        device="cpu",
+        compiler="eager",
+        graph_kind="recorded",
+        data_parallel_size=2,
+        **TINY,
+        **GRAPHS,
+    ) as llm:
+        for _ in range(num_steps):
+            event = random.random()
+            if event < 0.3 or not unfinished:
+                ask = random_ask(random)
+                if ask.params.seed is None and not ask.params.is_greedy:
+                    continue
+                name, number = str(number), number + 1
+                llm.engine.add_request(name, ask.prompt, ask.params, priority=ask.priority, cache_salt=ask.cache_salt)
+                asks[name] = ask
+                unfinished.add(name)
+            elif event < 0.33:
+                name = random.choice(sorted(unfinished))
+                llm.engine.abort(name)
+                unfinished.discard(name)
+                num_aborts += 1
+            num_answers += _take(llm, alone, asks, unfinished)
+        while llm.engine.has_unfinished:
+            num_answers += _take(llm, alone, asks, unfinished)
+        stats = llm.engine.stats
+    assert not unfinished and stats.num_preemptions and stats.num_prefix_hits, "little was seen"
+    return (
+        f"{num_steps} events, {num_answers} answers, {num_aborts} aborts, {stats.num_preemptions} preemptions, "
+        f"{stats.num_prefix_hits} prefix hits"
+    )
+
+
+def _take(llm: LLM, alone: AloneModel, asks: Mapping[str, Ask], unfinished: set[str]) -> int:
+    """Take the outputs of a step, check those that are finished, and return their number."""
+    outputs = llm.engine.step() if llm.engine.has_unfinished else []
+    finished = [output for output in outputs if output.finished and output.request_id in unfinished]
+    for output in finished:
+        unfinished.discard(output.request_id)
+        _check(alone, asks[output.request_id], output)
+    return len(finished)
+
+
+def _check(alone: AloneModel, ask: Ask, output: RequestOutput) -> None:
+    params: SamplingParams = ask.params
+    for one in output.outputs:
+        reason, tokens = one.finish_reason, one.token_ids
+        assert reason is not None
+        at_most = MAX_MODEL_LEN - len(ask.prompt)
+        assert_ends_where_it_must(tokens, params, reason, at_most=at_most, eos_token_id=EOS)
+        seed = 0 if params.seed is None else (params.seed + one.index) % 2**63
+        assert_answer(alone, ask.prompt, tokens, params, seed=seed, eos_token_id=EOS)
+
+
+def main() -> None:
+    """Run all families over the layouts that are named, or over all."""
+    for layout, name in COMBINATIONS:
+        if not sys.argv[1:] or layout in sys.argv[1:]:
+            sys.stdout.write(f"{layout}, {name}: {live(layout, name, num_steps=300)}\n")
+            sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
