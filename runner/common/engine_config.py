@@ -485,7 +485,6 @@ class EngineConfig:
                 "is on the CPU, too. Raise it, or leave it out."
             )
         for is_given, what in (
-            (self.tensor_parallel_size > 1, f"tensor_parallel_size={self.tensor_parallel_size}"),
             (self.pipeline_parallel_size > 1, f"pipeline_parallel_size={self.pipeline_parallel_size}"),
             (self.data_parallel_size > 1, f"data_parallel_size={self.data_parallel_size}"),
             (self.speculative is not None, "speculative_config"),

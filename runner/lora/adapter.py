@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from piecegraph.errors import CheckpointError, ConfigError, UnsupportedModel
-from piecegraph.runner.lora.modules import AdaptedModules
+from piecegraph.runner.lora.modules import Adaptable, AdaptedModules
 from piecegraph.runner.lora.peft_config import CONFIG_FILE, AdapterConfig, read_config
 from piecegraph.runner.lora.request import LoRARequest
 
@@ -87,7 +87,7 @@ def _pairs(
         if shape is None:
             raise CheckpointError(_not_there(folder, path, modules))
         if kind == "base":
-            _check_base(folder, path, tensor, modules.modules[path])
+            _check_base(folder, path, tensor, modules.modules[path], shape)
             continue
         if ("embedding" in name.rpartition(".")[2]) != shape.is_embedding:
             what = "an embedding" if shape.is_embedding else "a linear layer"
@@ -136,14 +136,17 @@ def _not_there(folder: Path, path: str, modules: AdaptedModules) -> str:
     )
 
 
-def _check_base(folder: Path, path: str, tensor: torch.Tensor, module: Any) -> None:
+def _check_base(folder: Path, path: str, tensor: torch.Tensor, module: Any, shape: Adaptable) -> None:
     """Raise `CheckpointError` unless a base weight that peft saved beside an embedding's matrices is the model's."""
     weight: torch.Tensor = module.weight
-    if tensor.shape != weight.shape:
+    whole = weight.shape if shape.shard is None else shape.shard.whole_shape(weight.shape)
+    if tuple(tensor.shape) != tuple(whole):
         raise CheckpointError(
-            f"{folder}: the weight of {path} in it is {tuple(tensor.shape)}, the model's {tuple(weight.shape)}; it is "
+            f"{folder}: the weight of {path} in it is {tuple(tensor.shape)}, the model's {tuple(whole)}; it is "
             "for another model, or for one whose vocabulary was resized."
         )
+    if shape.shard is not None:
+        tensor = shape.shard.of(tensor)
     index = torch.linspace(0, len(weight) - 1, min(_COMPARED_ROWS, len(weight))).long()
     theirs, ours = tensor[index].float(), weight[index.to(weight.device)].float().cpu()
     if not torch.allclose(theirs, ours, rtol=2e-2, atol=1e-3):

@@ -19,6 +19,7 @@ from torch import nn
 from piecegraph.errors import ConfigError, UnsupportedModel
 from piecegraph.passes.ops.lora import LOGITS, LORA_EXPAND, LORA_LOOKUP, LORA_SHRINK, TOKENS
 from piecegraph.runner.common.engine_config import EngineConfig
+from piecegraph.runner.quantization.methods.shard import Shard
 
 
 def _add(module: Any, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -38,7 +39,14 @@ class LoraLinear(nn.Linear):
     """A linear layer with adapters."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002  torch's name
-        return _add(self, F.linear(input, self.weight, self.bias), input)
+        return self.product(input, self.bias)
+
+    def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Return `x @ weight.T + bias` and what adapters add to it.
+
+        On a rank with a part of the input it is a part of the sum over ranks, with one part of each A.
+        """
+        return _add(self, F.linear(x, self.weight, bias), x)
 
 
 class LoraEmbedding(nn.Embedding):
@@ -81,6 +89,18 @@ class Adaptable:
     num_columns: int  # of the output
     is_embedding: bool
     is_output: bool  # the output layer, which computes logits
+    shard: Shard | None = None  # the rank's part of the module's weight; None: all of it
+
+    def of_rank(self, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the rank's part of A `[rank, size]` and B `[num_columns, rank]`.
+
+        A part of the output takes rows of B, a part of the input columns of A; the other matrix is whole.
+        """
+        if self.shard is None:
+            return a, b
+        if self.is_embedding:
+            return self.shard.in_units(1, -1).of(a), b
+        return (a, self.shard.of(b)) if self.shard.dim == -2 else (self.shard.of(a), b)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +144,7 @@ class AdaptedModules:
             if found is None:
                 stacks.lora_ranks[slot] = 0
                 continue
-            a, b = found
+            a, b = self.shapes[path].of_rank(*found)
             rank = a.shape[0]
             if self.shapes[path].is_embedding:
                 stacks.lora_a[slot, :, :rank].copy_(a.T, non_blocking=True)
@@ -135,9 +155,16 @@ class AdaptedModules:
 
 
 def adapt_modules(
-    model: nn.Module, options: LoraOptions, *, dtype: torch.dtype, device: torch.device
+    model: nn.Module,
+    options: LoraOptions,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    shards: Mapping[str, Shard] | None = None,
 ) -> AdaptedModules:
     """Give the linears and embeddings of `model` stacks of matrices, in place.
+
+    `shards`: by a weight's name the part of it that the rank holds, which the model has been cut to.
 
     Raises `ConfigError` for a name in `options.target_modules` that no such module has, and `UnsupportedModel` if there
     is no such module at all.
@@ -148,10 +175,11 @@ def adapt_modules(
     found: dict[str, nn.Module] = {}
     shapes: dict[str, Adaptable] = {}
     for path, module in model.named_modules():
-        if type(module) not in _CLASSES or not _is_target(path, target_modules):
+        if _plain_class(module) not in _CLASSES or not _is_target(path, target_modules):
             continue
         found[path] = module
-        shapes[path] = _shape(module, is_output=module is output)
+        shard = (shards or {}).get(f"{path}.weight")
+        shapes[path] = _shape(module, shard, is_output=module is output)
     for name in target_modules or ():
         if not any(_is_target(path, (name,)) for path in found):
             raise ConfigError(
@@ -178,27 +206,40 @@ def _is_target(path: str, names: Sequence[str] | None) -> bool:
 
 def _adaptable_paths(model: nn.Module) -> list[str]:
     kinds = (*_CLASSES, *_CLASSES.values())
-    return [path for path, module in model.named_modules() if type(module) in kinds]
+    return [path for path, module in model.named_modules() if _plain_class(module) in kinds]
 
 
-def _shape(module: Any, *, is_output: bool) -> Adaptable:
-    if isinstance(module, nn.Embedding):
-        sizes = module.num_embeddings, module.embedding_dim
-    else:
-        sizes = module.in_features, module.out_features
+def _plain_class(module: nn.Module) -> Any:
+    """Return the class of a module; of one that has a rank's part of the weight, the class that it had before."""
+    return getattr(type(module), "plain_class", type(module))
+
+
+def _shape(module: Any, shard: Shard | None, *, is_output: bool) -> Adaptable:
+    """Return the shape that a module's matrices have on all ranks together."""
+    rows, size = module.weight.shape if shard is None else shard.whole_shape(module.weight.shape)
+    is_embedding = isinstance(module, nn.Embedding)
     return Adaptable(
-        size=sizes[0], num_columns=sizes[1], is_embedding=isinstance(module, nn.Embedding), is_output=is_output
+        size=rows if is_embedding else size,
+        num_columns=size if is_embedding else rows,
+        is_embedding=is_embedding,
+        is_output=is_output,
+        shard=shard,
     )
 
 
 def _adapt(module: Any, shape: Adaptable, options: LoraOptions, dtype: torch.dtype, device: torch.device) -> None:
     num_slots, max_rank = options.num_slots, options.max_rank
-    module.__class__ = _CLASSES[type(module)]
+    adapted, kind = _CLASSES[_plain_class(module)], type(module)
+    rows, size = module.weight.shape
+    if shape.is_embedding:
+        of_a, num_columns = (rows, max_rank), size
+    else:
+        of_a, num_columns = (max_rank, size), rows
+    module.__class__ = kind.over(adapted) if hasattr(kind, "plain_class") else adapted
     module.lora_rows = LOGITS if shape.is_output else TOKENS
-    of_a = (shape.size, max_rank) if shape.is_embedding else (max_rank, shape.size)
     for name, sizes, kind in (
         ("lora_a", (num_slots, *of_a), dtype),
-        ("lora_b", (num_slots, shape.num_columns, max_rank), dtype),
+        ("lora_b", (num_slots, num_columns, max_rank), dtype),
         ("lora_ranks", (num_slots,), torch.int32),
     ):
         module.register_buffer(name, torch.zeros(sizes, dtype=kind, device=device), persistent=False)

@@ -355,7 +355,7 @@ def load_model(
     _cut_to_rank(model, plan, is_cut=is_cut)
     model = model.to(device).eval().requires_grad_(False)  # type: ignore[arg-type]  # transformers decorates .to
     let_hidden_states_leave(model, source.hidden_states)
-    adapted = None if lora is None else adapt_modules(model, lora, dtype=dtype, device=device)
+    adapted = None if lora is None else _adapted(model, lora, dtype, device, plan)
     name_layers(model)
     report(Phase(name="load", seconds=time.monotonic() - started, detail=_what_was_loaded(model, dtype, device)))
     first = first_position(source, config, auto_class=kind.auto_class, attention=kind.attention)
@@ -372,6 +372,13 @@ def load_model(
         quantisation=quantised,
         adapted=adapted,
     )
+
+
+def _adapted(
+    model: PreTrainedModel, lora: LoraOptions, dtype: torch.dtype, device: torch.device, plan: RankPlan | None
+) -> AdaptedModules:
+    """Let adapters change a model, which has been cut to `plan`."""
+    return adapt_modules(model, lora, dtype=dtype, device=device, shards=None if plan is None else plan.shards)
 
 
 def _kernels_of(device: torch.device) -> str:

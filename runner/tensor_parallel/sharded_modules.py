@@ -14,6 +14,7 @@ from torch import nn
 
 from piecegraph.errors import UnsupportedModel
 from piecegraph.passes.ops.collectives import ALL_GATHER, ALL_REDUCE, GATHER_TOKENS, OWN_COLUMNS, SCATTER_SUM
+from piecegraph.runner.lora.modules import LoraLinear
 from piecegraph.runner.quantization.methods.all_methods import METHODS
 from piecegraph.runner.quantization.methods.linear_method import DoesNotFit
 from piecegraph.runner.quantization.methods.shard import Shard
@@ -30,7 +31,7 @@ from piecegraph.runner.tensor_parallel.plan import (
 
 def _product(module: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """Return `x @ weight.T + bias` for the weight of a linear layer, however it is stored."""
-    if isinstance(module, QuantisedLinear):
+    if isinstance(module, QuantisedLinear | LoraLinear):
         return module.product(x, bias)
     return nn.functional.linear(x, module.weight, bias)
 
@@ -124,9 +125,10 @@ class _ExpertsPart(nn.Module):
 
 @functools.cache
 def _over(ours: Hashable, own: Hashable) -> Any:
-    """Return a class over both, the same one each time."""
+    """Return a class over both, the same one each time. It knows `own`, and how to be made over another class."""
     assert isinstance(ours, type) and isinstance(own, type), (ours, own)
-    return type(f"{ours.__name__.lstrip('_')}{own.__name__}", (ours, own), {"__module__": __name__})
+    members = {"__module__": __name__, "plain_class": own, "over": staticmethod(functools.partial(_over, ours))}
+    return type(f"{ours.__name__.lstrip('_')}{own.__name__}", (ours, own), members)
 
 
 def shard_model(model: Any, plan: RankPlan) -> None:

@@ -36,6 +36,12 @@ class Shard:
         local[self.dim] = self.size
         return tuple(local)
 
+    def whole_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape on all ranks together of a tensor that has `shape` on the rank."""
+        whole = list(shape)
+        whole[self.dim] = self.full_size
+        return tuple(whole)
+
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the rank's part of a full tensor, a new contiguous tensor."""
         found = []

@@ -42,7 +42,7 @@ REFUSED: list[tuple[dict[str, object], str]] = [
         "lora_target_modules='q_proj'; it must be a list of",
     ),
     ({"enable_lora": True, "quantization": "int8"}, "is not yet available with"),
-    ({"enable_lora": True, "tensor_parallel_size": 2}, "tensor_parallel_size=2 is not yet available with enable_lora"),
+    ({"enable_lora": True, "pipeline_parallel_size": 2}, "pipeline_parallel_size=2 is not yet available with"),
     ({"enable_chunked_prefill": False}, "enable_chunked_prefill=False is not available here: prompts are computed in"),
     ({"num_gpu_blocks_override": 8}, "num_gpu_blocks_override=8 is not available here: give num_kv_blocks."),
     ({"rope_scaling": {}}, 'give hf_overrides={"rope_parameters": {...}}'),
