@@ -147,7 +147,7 @@ class HeadStep(DraftStep):
         begin = target.buffers.positions[of_step].int()
         first = torch.maximum(begin, newest - width)
         starts = inputs.query_start_loc
-        starts[0] = 0
+        starts[:1].zero_()  # an assignment of 0 would copy it from the host, which no capture may
         torch.cumsum((newest - first) * (draft_rows >= 0), 0, dtype=torch.int32, out=starts[1 : num_reqs + 1])
         self._prepare(draft_rows, first, num_tokens)
         positions = inputs.positions[:num_tokens]

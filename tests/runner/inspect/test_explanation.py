@@ -125,7 +125,8 @@ def test_decisions_about_drafts_are_those_of_llm(drafting: EngineConfig) -> None
     ]
 
 
-@pytest.mark.parametrize("method", ["eagle3", pytest.param("mtp", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["eagle3", "mtp"])
 def test_decisions_about_heads_are_those_of_llm(config: EngineConfig, tmp_path: Path, method: str) -> None:
     """Without weights: graphs of verifications and of the head's passes, its pieces, and the memory of its layers."""
     drafts: dict[str, Any] = {"method": method, "num_speculative_tokens": 3}

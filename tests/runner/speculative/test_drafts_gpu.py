@@ -107,10 +107,10 @@ STEADY_STEPS = 6
 
 def test_a_verification_is_one_graph_and_its_drafts_another(drafting: Drafting) -> None:
     """No kernel is launched beside them, nothing is copied to the device, and one copy of tokens to the host."""
-    options = {"block_size": 64, "max_model_len": 128, "async_scheduling": True}
+    options = {"block_size": 64, "max_model_len": 96, "async_scheduling": True}
     with drafting.load_drafting(**options) as llm:
         engine = llm.engine
-        params = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
+        params = SamplingParams(temperature=0.0, max_tokens=90, ignore_eos=True)
         for i in range(2):
             engine.add_request(str(i), [4 + i, 9, 17], params, is_final_only=True)
         for _ in range(4):
