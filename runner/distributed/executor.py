@@ -155,7 +155,8 @@ class MpExecutor:
     def while_loading(self) -> Iterator[None]:
         """Load inside the block: it ends as soon as a rank ends or fails, in the middle of whatever it does."""
         try:
-            with ended_by_loss(self._processes, self._abort):
+            stopped_s = max(self._timeout_s - CAUSE_S, self._timeout_s / 2)  # `_fail` waits for a cause
+            with ended_by_loss(self._processes, self._abort, stopped_s):
                 yield
         except RankLost:
             failure = self._fail(None)
@@ -289,5 +290,6 @@ class MpExecutor:
             return min(failures.items())[1]
         silent = [str(each.number) for each in self._processes if each.number not in consequences]
         if silent:
-            return f"rank {', '.join(silent)} did not answer within {self._timeout_s:g} s ({error})."
+            why = "" if error is None else f" ({error})"
+            return f"rank {', '.join(silent)} did not answer within {self._timeout_s:g} s{why}."
         return f"the ranks lost each other: {error}."

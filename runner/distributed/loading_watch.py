@@ -7,8 +7,10 @@ import os
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import wait
+from pathlib import Path
 from types import FrameType
 
 from piecegraph.runner.distributed.child_process import Child
@@ -19,6 +21,9 @@ SIGNAL = signal.SIGURG
 AGAIN_S = 0.05
 """How long after a signal the watch sends the next one, if the load has not ended."""
 
+LOOK_S = 0.5
+"""How often the watch looks whether a rank has been stopped."""
+
 _IMPORTS = frozenset({"<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_external>"})
 
 
@@ -27,8 +32,12 @@ class RankLost(BaseException):
 
 
 @contextlib.contextmanager
-def ended_by_loss(ranks: Sequence[Child], on_loss: Callable[[Callable[[], bool]], None]) -> Iterator[None]:
+def ended_by_loss(
+    ranks: Sequence[Child], on_loss: Callable[[Callable[[], bool]], None], stopped_s: float
+) -> Iterator[None]:
     """Raise `RankLost` from the block, at whatever point it is, once one of `ranks` ends or sends a message.
+
+    The same happens once a rank of this machine has been stopped (by SIGSTOP, for one) for `stopped_s` seconds.
 
     `on_loss` is called then, in a thread of its own, to end waits of a GPU; its argument returns whether the block has
     ended. The exception comes from the handler of a signal, as that of Ctrl-C does, so
@@ -53,7 +62,7 @@ def ended_by_loss(ranks: Sequence[Child], on_loss: Callable[[Callable[[], bool]]
     stop_reader, stop_writer = os.pipe()
     thread = threading.Thread(
         target=_watch,
-        args=(ranks, stop_reader, ended, threading.get_ident(), on_loss),
+        args=(ranks, stop_reader, ended, threading.get_ident(), on_loss, stopped_s),
         name="piecegraph watch of ranks",
         daemon=True,
     )
@@ -75,8 +84,10 @@ def _watch(
     ended: threading.Event,
     main: int,
     on_loss: Callable[[Callable[[], bool]], None],
+    stopped_s: float,
 ) -> None:
-    """Wait until a rank ends or says something, then send signals to the main thread until the load has ended."""
+    """Wait until a rank is lost, then send signals to the main thread until the load has ended."""
+    stopped_since: dict[int, float] = {}
     with contextlib.ExitStack() as opened:
         sentinels: list[int] = []
         for each in ranks:
@@ -85,13 +96,30 @@ def _watch(
                 with contextlib.suppress(OSError):
                     sentinels.append(os.pidfd_open(each.process.pid))
                     opened.callback(os.close, sentinels[-1])
-        if stop in wait([stop, *sentinels]):
+        while not (found := wait([stop, *sentinels], LOOK_S)):
+            now = time.monotonic()
+            stopped = [each.process.pid for each in ranks if _is_stopped(each)]
+            stopped_since = {pid: stopped_since.get(pid, now) for pid in stopped}
+            if any(now - since >= stopped_s for since in stopped_since.values()):
+                break
+        if stop in found:
             return
     if not ended.is_set():
         threading.Thread(target=on_loss, args=(ended.is_set,), name="piecegraph loss of a rank", daemon=True).start()
     while not ended.is_set():
         signal.pthread_kill(main, SIGNAL)
         ended.wait(AGAIN_S)
+
+
+def _is_stopped(rank: Child) -> bool:
+    """Return whether a signal has stopped a process of this machine; one that only waits for a processor is not."""
+    if not isinstance(rank.process, subprocess.Popen):
+        return False
+    try:
+        state = Path(f"/proc/{rank.process.pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return False
+    return state in ("T", "t")
 
 
 def _is_importing(frame: FrameType | None) -> bool:

@@ -50,7 +50,7 @@ def kill_soon(child: Child) -> None:
 def test_a_wait_without_end_ends_with_the_rank(rank: Started) -> None:
     lost = threading.Event()
     kill_soon(rank)
-    with pytest.raises(RankLost), ended_by_loss([rank], lambda is_over: lost.set()):
+    with pytest.raises(RankLost), ended_by_loss([rank], lambda is_over: lost.set(), HANG_S):
         queue.SimpleQueue[int]().get(timeout=HANG_S)
     assert lost.wait(HANG_S)
     assert signal.getsignal(SIGNAL) is signal.SIG_DFL
@@ -65,15 +65,22 @@ def test_python_code_ends_with_the_rank_and_no_handler_for_exceptions_keeps_it(r
             with contextlib.suppress(Exception):
                 sum(range(1000))
 
-    with pytest.raises(RankLost), ended_by_loss([rank], lambda is_over: None):
+    with pytest.raises(RankLost), ended_by_loss([rank], lambda is_over: None, HANG_S):
         busy()
 
 
 def test_what_a_rank_says_ends_a_load_too(rank: Started) -> None:
     rank.other_end.send(("failed", "planted"))
-    with pytest.raises(RankLost), ended_by_loss([rank], lambda is_over: None):
+    with pytest.raises(RankLost), ended_by_loss([rank], lambda is_over: None, HANG_S):
         time.sleep(HANG_S)
     assert rank.channel.recv() == ("failed", "planted")  # for whoever says why
+
+
+def test_a_rank_that_is_stopped_for_too_long_is_lost(rank: Started) -> None:
+    rank.process.send_signal(signal.SIGSTOP)  # type: ignore[attr-defined]  # of Popen
+    with pytest.raises(RankLost), ended_by_loss([rank], lambda is_over: None, 0.2):
+        time.sleep(HANG_S)
+    assert rank.process.poll() is None
 
 
 def test_an_import_is_finished_first(rank: Started, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,14 +94,14 @@ def test_an_import_is_finished_first(rank: Started, tmp_path: Path, monkeypatch:
         importlib.import_module("imported_while_lost")
         time.sleep(HANG_S)
 
-    with pytest.raises(RankLost), ended_by_loss([rank], lambda is_over: None):
+    with pytest.raises(RankLost), ended_by_loss([rank], lambda is_over: None, HANG_S):
         load()
     assert sys.modules.pop("imported_while_lost").is_half is False
 
 
 def test_a_load_that_ends_well_leaves_nothing(rank: Started) -> None:
     before = threading.active_count()
-    with ended_by_loss([rank], lambda is_over: pytest.fail("nothing was lost")):
+    with ended_by_loss([rank], lambda is_over: pytest.fail("nothing was lost"), HANG_S):
         assert signal.getsignal(SIGNAL) is not signal.SIG_DFL
     assert signal.getsignal(SIGNAL) is signal.SIG_DFL
     assert threading.active_count() == before
@@ -102,7 +109,7 @@ def test_a_load_that_ends_well_leaves_nothing(rank: Started) -> None:
 
 def test_a_thread_and_a_program_with_the_signal_look_for_themselves(rank: Started) -> None:
     def load() -> None:
-        with ended_by_loss([rank], lambda is_over: None):
+        with ended_by_loss([rank], lambda is_over: None, HANG_S):
             rank.process.kill()
             rank.process.wait()
 
