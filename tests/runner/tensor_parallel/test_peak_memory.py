@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from piecegraph.runner.tensor_parallel.sharded_checkpoint import rank_model
 
-CONFIG = {
+CONFIG: dict[str, Any] = {
     "hidden_size": 1024,
     "intermediate_size": 4096,
     "num_attention_heads": 16,

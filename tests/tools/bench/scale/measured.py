@@ -1,0 +1,148 @@
+"""Compare `piecegraph bench scale` with two processes on this machine, each with one thread.
+
+`OMP_NUM_THREADS=1 python -m tests.tools.bench.scale.measured --rounds 7` measures, in turns, one process, TP 2 and DP 2
+over the same requests. From one process come the step times, from sums between the ranks of TP 2 the alpha and beta of
+gloo; what is simulated from them is printed beside what was measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig
+
+from piecegraph import LLM, SamplingParams
+from piecegraph.passes.ops.collectives import ALL_REDUCE
+from piecegraph.runner.distributed.worker import Worker
+from piecegraph.tools.bench.scale.command import model_size
+from piecegraph.tools.bench.scale.layout_cost import Layout, Link, StepTimes
+from piecegraph.tools.bench.scale.simulate import poisson_trace, simulate
+
+NUM_REQUESTS, PROMPT, OUTPUT = 8, 32, 48
+CONFIG = LlamaConfig(
+    hidden_size=512,
+    intermediate_size=1536,
+    num_hidden_layers=8,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    vocab_size=8192,
+    max_position_embeddings=256,
+)
+LAYOUTS = {"TP 2": Layout(tensor=2, pipeline=1, data=1), "DP 2": Layout(tensor=1, pipeline=1, data=2)}
+
+
+def sums(worker: Worker) -> list[tuple[int, float]]:
+    """Return the bytes and the median seconds of sums between the ranks."""
+    found = []
+    for num_values in (64, 4096, 131_072):
+        x, seconds = torch.ones(num_values), []
+        for _ in range(30):
+            began = time.perf_counter()
+            ALL_REDUCE(x)
+            seconds.append(time.perf_counter() - began)
+        found.append((x.nbytes, statistics.median(seconds)))
+    return found
+
+
+def start(folder: Path, **layout: int) -> LLM:
+    return LLM(
+        folder,
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        dtype="float32",
+        compiler="eager",
+        device="cpu",
+        max_num_seqs=NUM_REQUESTS,
+        num_kv_blocks=128,
+        enable_prefix_caching=False,
+        distributed_timeout_seconds=120,
+        **layout,  # type: ignore[arg-type]
+    )
+
+
+def tokens_per_s(llm: LLM) -> float:
+    """Return the output tokens a second of the requests, all at once."""
+    prompts = [{"prompt_token_ids": [number + 3] * PROMPT} for number in range(NUM_REQUESTS)]
+    params = SamplingParams(temperature=0.0, max_tokens=OUTPUT, ignore_eos=True)
+    began = time.perf_counter()
+    llm.generate(prompts, params, use_tqdm=False)
+    return NUM_REQUESTS * OUTPUT / (time.perf_counter() - began)
+
+
+def step_seconds(llm: LLM, num_requests: int, found: dict[int, list[float]]) -> None:
+    """Add the seconds of each step of some requests, by the tokens of the step."""
+    params = SamplingParams(temperature=0.0, max_tokens=OUTPUT, ignore_eos=True)
+    for number in range(num_requests):
+        llm.engine.add_request(f"{num_requests} {number} {time.monotonic()}", [number + 3] * PROMPT, params)
+    num_tokens = num_requests * PROMPT
+    while llm.engine.has_unfinished:
+        began = time.perf_counter()
+        llm.engine.step()
+        found[num_tokens].append(time.perf_counter() - began)
+        num_tokens = num_requests
+
+
+def fit(points: list[tuple[int, float]]) -> Link:
+    """Return alpha and beta of messages, from the smallest and the largest of sums between two ranks."""
+    (small, small_s), *_, (large, large_s) = points
+    per_byte = max(large_s - small_s, 1e-9) / (large - small)  # two messages of half of the bytes
+    return Link(alpha_s=max(small_s - small * per_byte, 1e-9) / 2, bytes_per_s=1 / per_byte)
+
+
+def main() -> None:
+    """Measure and simulate, and print both."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=7)
+    options = parser.parse_args()
+    steps: dict[int, list[float]] = defaultdict(list)
+    rates: dict[str, list[float]] = defaultdict(list)
+    points: list[list[tuple[int, float]]] = []
+    with tempfile.TemporaryDirectory() as name:
+        CONFIG.architectures = ["LlamaForCausalLM"]
+        CONFIG.save_pretrained(name)
+        folder = Path(name)
+        one = start(folder)
+        two = {"TP 2": start(folder, tensor_parallel_size=2), "DP 2": start(folder, data_parallel_size=2)}
+        for round_number in range(options.rounds + 1):
+            of_round: dict[int, list[float]] = defaultdict(list)
+            for count in (1, NUM_REQUESTS // 2, NUM_REQUESTS):
+                step_seconds(one, count, of_round)
+            measured = {"one": tokens_per_s(one), **{layout: tokens_per_s(llm) for layout, llm in two.items()}}
+            found = two["TP 2"].collective_rpc(sums)[0]
+            if round_number:  # the first warms up
+                points.append(found)
+                for num_tokens, seconds in of_round.items():
+                    steps[num_tokens].append(statistics.median(seconds))
+                for layout, rate in measured.items():
+                    rates[layout].append(rate)
+        for each in (one, *two.values()):
+            each.close()
+    medians = {num_tokens: statistics.median(seconds) for num_tokens, seconds in sorted(steps.items())}
+    times = StepTimes(tuple(medians), tuple(medians.values()))
+    link = fit([(size, statistics.median(each[i][1] for each in points)) for i, (size, _) in enumerate(points[0])])
+    lines = ["step times: " + ", ".join(f"{count} tokens {1e3 * s:.2f} ms" for count, s in medians.items())]
+    lines.append(f"gloo: alpha {link.alpha_s * 1e6:.0f} us, beta {link.bytes_per_s / 1e9:.2f} GB/s")
+    trace = poisson_trace(NUM_REQUESTS, None, PROMPT, OUTPUT, 0)
+    for name, simulated_layout in {"one": Layout(tensor=1, pipeline=1, data=1), **LAYOUTS}.items():
+        simulated = simulate(trace, simulated_layout, times, model_size(CONFIG, 4), link).tokens_per_s
+        measured_rate = statistics.median(rates[name])
+        spread = f"{min(rates[name]):.1f} to {max(rates[name]):.1f}"
+        lines.append(
+            f"{name}: measured {measured_rate:.1f} tokens/s ({spread}), simulated {simulated:.1f}, "
+            f"error {100 * (simulated / measured_rate - 1):+.1f} %"
+        )
+    sys.stdout.write("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    # The ranks unpickle `sums` by its full name, so this runs as an imported module too.
+    from tests.tools.bench.scale import measured
+
+    measured.main()
