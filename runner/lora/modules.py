@@ -229,13 +229,13 @@ def _shape(module: Any, shard: Shard | None, *, is_output: bool) -> Adaptable:
 
 def _adapt(module: Any, shape: Adaptable, options: LoraOptions, dtype: torch.dtype, device: torch.device) -> None:
     num_slots, max_rank = options.num_slots, options.max_rank
-    adapted, kind = _CLASSES[_plain_class(module)], type(module)
+    adapted, cut_class = _CLASSES[_plain_class(module)], type(module)
     rows, size = module.weight.shape
     if shape.is_embedding:
         of_a, num_columns = (rows, max_rank), size
     else:
         of_a, num_columns = (max_rank, size), rows
-    module.__class__ = kind.over(adapted) if hasattr(kind, "plain_class") else adapted
+    module.__class__ = cut_class.over(adapted) if hasattr(cut_class, "plain_class") else adapted
     module.lora_rows = LOGITS if shape.is_output else TOKENS
     for name, sizes, kind in (
         ("lora_a", (num_slots, *of_a), dtype),

@@ -82,17 +82,8 @@ def _live_behind_a_front_door(folder: Path, model: PreTrainedModel, num_steps: i
     asks: dict[str, Ask] = {}
     unfinished: set[str] = set()
     num_answers = num_aborts = number = 0
-    with LLM(
-        folder,
-        skip_tokenizer_init=True,
-        dtype="float32",
-        device="cpu",
-        compiler="eager",
-        graph_kind="recorded",
-        data_parallel_size=2,
-        **TINY,
-        **GRAPHS,
-    ) as llm:
+    options: dict[str, Any] = {**LAYOUTS["DP 2"], **TINY, **GRAPHS, "compiler": "eager", "graph_kind": "recorded"}
+    with LLM(folder, skip_tokenizer_init=True, dtype="float32", device="cpu", **options) as llm:
         for _ in range(num_steps):
             event = random.random()
             if event < 0.3 or not unfinished:

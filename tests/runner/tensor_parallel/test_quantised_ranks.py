@@ -14,7 +14,7 @@ from tests.runner.quantization.checkpoints.written import FORMATS, write_checkpo
 from tests.runner.quantization.test_llm_quantised import PROMPTS
 from tests.runner.tiny_models import make_config, random_model, save
 
-SIZES = {"hidden_size": 64, "intermediate_size": 96}
+SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96}
 TWO, THREE, STAGES = (
     {"tensor_parallel_size": 2},
     {"tensor_parallel_size": 3},
