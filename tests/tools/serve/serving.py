@@ -52,10 +52,21 @@ class ServerProcess:
 
 
 @contextmanager
-def running_server(model: Path, *flags: str, **environment: str) -> Iterator[ServerProcess]:
-    """Start a server on a free port, wait until it serves, and end it afterwards."""
+def running_server(model: Path | None, *flags: str, **environment: str) -> Iterator[ServerProcess]:
+    """Start a server on a free port, wait until it serves, and end it afterwards. `model` None: the embedded one."""
     process = subprocess.Popen(
-        [*PROGRAM, "serve", str(model), "--port", "0", "--compiler", "eager", "--dtype", "float32", *flags],
+        [
+            *PROGRAM,
+            "serve",
+            *([] if model is None else [str(model)]),
+            "--port",
+            "0",
+            "--compiler",
+            "eager",
+            "--dtype",
+            "float32",
+            *flags,
+        ],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,

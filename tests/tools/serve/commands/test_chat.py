@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import pty
+import subprocess
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 
+from piecegraph import LLM, SamplingParams
 from piecegraph.errors import ConfigError, RequestError
 from piecegraph.tools.cli import main
 from piecegraph.tools.serve.commands.chat import Messages, ServerUnreachable, answers_of_server, talk
+from tests.runner.byte_tokenizer import byte_tokenizer
+from tests.runner.tiny_models import llama_config, random_model, save
+from tests.tools.serve.serving import PROGRAM, running_server
 
 
 def says(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
@@ -108,6 +116,69 @@ def test_a_server_answers(url: str, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert (last["model"], last["temperature"], last["max_tokens"], last["stream"]) == ("first", 0.5, 512, True)
     assert [one["content"] for one in last["messages"]] == ["hello", "you said hello", "again"]
     assert set(_Server.keys) == {"Bearer secret"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama over the byte tokenizer's vocabulary, which has a chat template."""
+    config = llama_config(vocab_size=261, eos_token_id=1, max_position_embeddings=512)
+    folder = save(random_model(config), tmp_path_factory.mktemp("llama"))
+    byte_tokenizer().save_pretrained(str(folder))
+    return folder
+
+
+GREEDY = ["--temperature", "0", "--max-tokens", "6"]
+QUESTIONS = ("the end", "and then?", "/undo", "why?")
+
+
+def answers_by_hand(model: Path) -> list[str]:
+    """Return what the questions are answered with, each prompt written out."""
+    with LLM(model, device="cpu", dtype="float32", compiler="eager", max_num_seqs=1) as llm:
+
+        def answer(prompt: str) -> str:
+            params = SamplingParams(temperature=0, max_tokens=6)
+            return llm.generate(prompt, params, use_tqdm=False)[0].outputs[0].text
+
+        first = answer("<user>the end<assistant>")
+        history = f"<user>the end<assistant>{first}"
+        return [first, answer(f"{history}<user>and then?<assistant>"), answer(f"{history}<user>why?<assistant>")]
+
+
+def test_a_model_of_this_process_answers(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With what was said before, as the chat template writes it."""
+    monkeypatch.setattr("piecegraph.tools.command_line.quiet.quiet_libraries", lambda: None)
+    expected = answers_by_hand(model)
+    capsys.readouterr()
+    says(monkeypatch, *QUESTIONS)
+    flags = ["--device", "cpu", "--dtype", "float32", "--compiler", "eager", "--quiet"]
+    assert main(["chat", str(model), *GREEDY, *flags]) == 0
+    assert capsys.readouterr().out == "".join(f"{text}\n" for text in expected)
+
+
+@pytest.mark.slow
+def test_a_conversation_in_a_terminal_with_a_real_server(model: Path) -> None:
+    """Through a pseudo-terminal, as a person has it: a prompt for each question, the answers, and code 0 at its end."""
+    expected = answers_by_hand(model)
+    master, terminal = pty.openpty()
+    with running_server(model) as server:
+        process = subprocess.Popen(
+            [*PROGRAM, "chat", "--url", server.url, *GREEDY], stdin=terminal, stdout=terminal, stderr=terminal
+        )
+        os.close(terminal)
+        shown = b""
+        for question in (*QUESTIONS, "/exit"):
+            seen = len(shown)
+            while len(shown) == seen or not shown.endswith(b"> "):
+                shown += os.read(master, 65536)
+            os.write(master, f"{question}\n".encode())
+        assert process.wait(60) == 0
+        assert server.end() == 0
+    os.close(master)
+    text = shown.decode("utf-8", "replace").replace("\r\n", "\n")
+    for question, answer in zip((QUESTIONS[0], QUESTIONS[1], QUESTIONS[3]), expected, strict=True):
+        assert f"> {question}\n{answer}\n" in text, text
 
 
 def test_what_does_not_go_together_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
