@@ -63,8 +63,26 @@ class ConstrainedRequests:
                 grammar.advance([*request.output_token_ids, *_pending(item, flights)])
             except RequestError:
                 continue  # `ended` tells it
-            grammar.matcher.fill_bitmask(bitmask, row)
+            grammar.fill_bitmask(bitmask, row)
         return GrammarOutput(bitmask=torch.from_numpy(bitmask), request_ids=tuple([item.request_id for item in items]))
+
+    def take_forced(self, request: Request, vocab_size: int) -> list[int]:
+        """Return the tokens that must come next in a request's output; they are to be appended to it now.
+
+        None are, where something else than the grammar may have a say in the next token, or asks what the model thinks
+        of it.
+        """
+        params, grammar = request.sampling_params, request.grammar
+        if request.request_id not in self.requests or grammar is None or params.logprobs is not None:
+            return []
+        if params.bad_words or params.allowed_token_ids or params.logit_bias or params.min_tokens:
+            return []
+        if request.lora is not None or request.prompt_embeds is not None or request.wants_prompt_logprobs:
+            return []  # of the parts of a row on the device, these are not made anew
+        most = request.max_total_tokens - request.num_tokens
+        forced = grammar.take_forced(request.output_token_ids, most, np.empty((1, self.num_words), dtype=np.int32))
+        assert all(token < vocab_size for token in forced), f"{forced}: the model has {vocab_size} tokens"
+        return forced
 
     def ended(self, requests: Sequence[Request]) -> list[tuple[Request, RequestError | None]]:
         """Return those of `requests` whose outputs are complete, or have left their grammars with an error."""

@@ -117,6 +117,7 @@ class Engine:
         self._outbox = Outbox()  # for callers of `step` without an outbox
         self._num_arrived = 0
         self._num_output_tokens = 0
+        self._num_forced_tokens = 0
         self._between_steps: Callable[[], bool] | None = None
         self._why_no_requests = ""
 
@@ -160,6 +161,11 @@ class Engine:
     def num_output_tokens(self) -> int:
         """The number of tokens generated since the start."""
         return self._num_output_tokens
+
+    @property
+    def num_forced_tokens(self) -> int:
+        """Those of `num_output_tokens` that grammars have forced, so that no step has drawn them."""
+        return self._num_forced_tokens
 
     @property
     def stats(self) -> SchedulerStats:
@@ -521,6 +527,35 @@ class Engine:
             self._finish(request.request_id, finish)
         if self._constrained.requests:
             self._finish_constrained(took)
+            is_plain = type(self._scheduler) is Scheduler and not self._logits_processors
+            if is_plain and not self._runner.step.state_caches:
+                self._append_forced(took)
+
+    def _append_forced(self, requests: Sequence[Request]) -> None:
+        """Give requests the tokens that their grammars force, without steps that draw them; some end by that.
+
+        The next step computes them together, as a chunk of a prompt. What steps in flight draw for such a request, the
+        first of these tokens, is dropped.
+        """
+        for request in requests:
+            if not self._scheduler.can_append(request):
+                continue
+            forced = self._constrained.take_forced(request, self._vocab_size)
+            if not forced:
+                continue
+            self._scheduler.begin_append(request)
+            for token in forced:
+                request.output_token_ids.append(token)
+                self._num_output_tokens += 1
+                self._num_forced_tokens += 1
+                ended, _ = self._processor.take_tokens([request], {})
+                for _, finish in ended:
+                    self._finish(request.request_id, finish)
+                if request.finish_reason is not None:
+                    break
+            else:
+                self._scheduler.end_append(request)
+                self._finish_constrained([request])
 
     def _check_grammar(self, params: SamplingParams) -> None:
         """Compile the grammar of `structured_outputs`, if any, and wait for it. Raises `RequestError` if that fails."""

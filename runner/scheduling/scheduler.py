@@ -116,6 +116,7 @@ class Scheduler:
         self._running: list[Request] = []  # in the order of `policy`; `Request.epoch` has the order of admission
         self._steady: SteadyDecode | None = None  # requests that can be scheduled without a loop; None: loop over all
         self._removed: list[str] = []  # ids for the next `SchedulerOutput.removed`
+        self._grown: dict[str, Request] = {}  # running ones whose rows on the device lack known tokens
         self._num_admissions = 0
         self._num_steps = 0
         self._num_completed_steps = 0
@@ -197,6 +198,29 @@ class Scheduler:
         """End a request that its caller cancels, as `finish` does with the reason "abort"."""
         return self.finish(request_id, "abort")
 
+    def can_append(self, request: Request) -> bool:
+        """Return whether known tokens may be appended to an unfinished request: it must be running."""
+        return self._requests.get(request.request_id) is request and request not in self._waiting
+
+    def begin_append(self, request: Request) -> None:
+        """Prepare a running request for tokens that no step has drawn; call `end_append` after them.
+
+        What steps in flight draw for it is dropped, as if it had been admitted again: they compute its present last
+        token, and what they draw from it is among those that are appended.
+        """
+        self._end_steady()
+        self._num_admissions += 1
+        request.epoch = self._num_admissions
+
+    def end_append(self, request: Request) -> None:
+        """Have the next step that computes a request give the device all its known tokens. The request is unfinished.
+
+        Its row on the device is removed and added, as for a request that is preempted and admitted again; its blocks
+        stay.
+        """
+        request.num_tokens_with_pending = request.num_admitted_tokens = request.num_tokens
+        self._grown[request.request_id] = request
+
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes, for instance because the weights have changed."""
         self._kv_cache.reset_prefix_cache()
@@ -263,7 +287,8 @@ class Scheduler:
 
         has_preempted = self._num_preemptions != num_preemptions_before
         # After a preemption nothing is admitted: the running requests need the blocks.
-        added = () if has_preempted else self._admit_all(budget, decodes, others)
+        grown = self._add_grown([*decodes, *others], new_blocks) if self._grown else ()
+        added = (*grown, *(() if has_preempted else self._admit_all(budget, decodes, others)))
         if not (decodes or verifications or others):
             return SchedulerOutput(step=self._num_steps)
         # Longest contexts first: the attention kernel starts programs in this order, and the last ones should be short.
@@ -340,7 +365,7 @@ class Scheduler:
         if self._lora_slots is not None:
             self._lora_slots.start_over()
         self._steady, self._running, self._waiting = None, [], RequestQueue(self._policy)
-        self._requests = {}
+        self._requests, self._grown = {}, {}
         for request in requests:
             if request.num_computed_tokens:
                 self._removed.append(request.request_id)
@@ -481,8 +506,41 @@ class Scheduler:
         request.num_computed_tokens = request.num_unverified_tokens = 0
         self._waiting.add(request)
 
+    def _add_grown(
+        self, scheduled: Sequence[ScheduledRequest], new_blocks: list[NewBlocks]
+    ) -> tuple[AddedRequest, ...]:
+        """Add those of the `scheduled` requests anew that have grown, and drop their `new_blocks`, which come along."""
+        added = []
+        for item in scheduled:
+            request = self._grown.pop(item.request_id, None)
+            if request is not None:
+                self._removed.append(request.request_id)
+                added.append(self._added(request, item.num_computed_tokens))
+        ids = {one.request_id for one in added}
+        new_blocks[:] = [one for one in new_blocks if one.request_id not in ids]
+        return tuple(added)
+
+    def _added(self, request: Request, num_computed: int) -> AddedRequest:
+        """Return what the device needs of a request that enters the running set after `num_computed` tokens."""
+        return AddedRequest(
+            request_id=request.request_id,
+            token_ids=request.token_ids(0, request.num_tokens)
+            if request.output_token_ids
+            else request.prompt_token_ids,
+            num_prompt_tokens=request.num_prompt_tokens,
+            num_computed_tokens=num_computed,
+            block_ids=self._kv_cache.block_ids(request),
+            sampling_params=request.sampling_params,
+            seed=request.seed,
+            stop_token_ids=request.stop_token_ids,
+            bad_words=request.bad_words,
+            prompt_embeds=request.prompt_embeds,
+            lora=None if request.lora is None or self._lora_slots is None else self._lora_slots.acquire(request.lora),
+        )
+
     def _leave(self, request: Request) -> None:
         """Free the blocks of a request that no longer runs, and its row of device state in the next step."""
+        self._grown.pop(request.request_id, None)
         self._removed.append(request.request_id)
         self._kv_cache.free(request)
         if request.lora is not None and self._lora_slots is not None:
@@ -554,19 +612,7 @@ class Scheduler:
             request.scheduled_ts = monotonic()
             self._num_prefix_queries += num_known
             self._num_prefix_hits += hit.num_tokens
-        added = AddedRequest(
-            request_id=request.request_id,
-            token_ids=request.token_ids(0, num_known) if request.output_token_ids else request.prompt_token_ids,
-            num_prompt_tokens=request.num_prompt_tokens,
-            num_computed_tokens=hit.num_tokens,
-            block_ids=self._kv_cache.block_ids(request),
-            sampling_params=request.sampling_params,
-            seed=request.seed,
-            stop_token_ids=request.stop_token_ids,
-            bad_words=request.bad_words,
-            prompt_embeds=request.prompt_embeds,
-            lora=None if request.lora is None or self._lora_slots is None else self._lora_slots.acquire(request.lora),
-        )
+        added = self._added(request, hit.num_tokens)
         is_sampled = num_tokens == num_uncomputed
         item = ScheduledRequest(request.request_id, num_tokens, hit.num_tokens, is_sampled, request.epoch)
         request.num_computed_tokens = hit.num_tokens + num_tokens

@@ -8,9 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
+
 from piecegraph.errors import RequestError
 from piecegraph.runner.structured_output.params import StructuredOutputsParams, as_structured_outputs
-from piecegraph.runner.structured_output.protocol import GrammarMatcher, StructuredOutputBackend
+from piecegraph.runner.structured_output.protocol import Bitmask, GrammarMatcher, StructuredOutputBackend
 
 MOST_KEPT = 256
 """Compiled grammars that are kept; the least recently used are dropped."""
@@ -89,6 +91,7 @@ class GrammarState:
         self.matcher = matcher
         self._num_accepted = 0
         self._error: str | None = None
+        self._mask: tuple[int, Bitmask] | None = None  # the number of tokens before it, and the one row of the mask
 
     def advance(self, token_ids: Sequence[int]) -> None:
         """Take the output tokens that have come since the last call. Raises `RequestError` if one is not allowed.
@@ -100,6 +103,34 @@ class GrammarState:
             self._error = self.matcher.accept(token_ids[self._num_accepted - 1 : self._num_accepted])
         if self._error is not None:
             raise RequestError(f"the output left its grammar: {self._error}")
+
+    def fill_bitmask(self, bitmask: Bitmask, row: int) -> None:
+        """Write the tokens that may come next into a row; computed once for a position."""
+        if self._mask is not None and self._mask[0] == self._num_accepted:
+            bitmask[row] = self._mask[1][0]
+            return
+        self.matcher.fill_bitmask(bitmask, row)
+        self._mask = self._num_accepted, bitmask[row : row + 1].copy()
+
+    def take_forced(self, token_ids: Sequence[int], most: int, bitmask: Bitmask) -> list[int]:
+        """Return the tokens that must come next, because the grammar allows one each time, and take them.
+
+        `token_ids` are all tokens of the output, which must have been taken; nothing is forced otherwise. At most
+        `most` tokens are returned. `bitmask`: `[1, num_words]`, overwritten.
+        """
+        forced: list[int] = []
+        while len(forced) < most and self._num_accepted == len(token_ids) + len(forced):
+            if self._error is not None or self.matcher.is_stopped():
+                break
+            self.fill_bitmask(bitmask, 0)
+            words = bitmask.view(np.uint32)[0]
+            (places,) = words.nonzero()
+            if len(places) != 1 or int(words[places[0]]).bit_count() != 1:
+                break
+            forced.append(32 * int(places[0]) + int(words[places[0]]).bit_length() - 1)
+            self._num_accepted += 1
+            self._error = self.matcher.accept(forced[-1:])
+        return forced
 
     @property
     def is_stopped(self) -> bool:
@@ -114,4 +145,4 @@ class GrammarState:
     def start_over(self) -> None:
         """Forget all tokens; the next `advance` takes them again."""
         self.matcher.reset()
-        self._num_accepted, self._error = 0, None
+        self._num_accepted, self._error, self._mask = 0, None, None

@@ -99,7 +99,8 @@ def test_what_cannot_be_compiled_is_refused_before_anything_runs(llms: LLM) -> N
 
 def test_an_interrupted_step_loses_no_progress(llms: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps that fail before or after the draw are computed again, and the grammars follow."""
-    expected = text_of(llms, JSON, seed=8)
+    form = {"regex": "[a-c]{12}yyyz"}
+    expected = text_of(llms, form, seed=8)
     sample, ended = llms.runner.sample_tokens, ConstrainedRequests.ended
     calls = {"sample": 0, "ended": 0}
 
@@ -118,7 +119,7 @@ def test_an_interrupted_step_loses_no_progress(llms: LLM, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(llms.runner, "sample_tokens", failing_sample)
     monkeypatch.setattr(ConstrainedRequests, "ended", failing_ended)
-    llms.engine.add_request("x", _tokens(llms, "hi"), params(JSON, seed=8))
+    llms.engine.add_request("x", _tokens(llms, "hi"), params(form, seed=8))
     output, num_failures = None, 0
     while llms.engine.has_unfinished:
         try:
@@ -133,3 +134,107 @@ def test_an_interrupted_step_loses_no_progress(llms: LLM, monkeypatch: pytest.Mo
 def _tokens(llm: LLM, text: str) -> list[int]:
     assert llm.tokenizer is not None
     return list(llm.tokenizer(text)["input_ids"])
+
+
+LONG = {
+    "json": {
+        "type": "object",
+        "properties": {
+            "a long name of a field": {"enum": ["yes", "no"]},
+            "another of them": {"const": "whatever it is"},
+        },
+        "required": ["a long name of a field", "another of them"],
+        "additionalProperties": False,
+    },
+    "disable_any_whitespace": True,
+}
+
+
+def test_forced_tokens_are_those_that_would_be_drawn(llms: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunked, preempted, a step ahead, `n`, stop strings, a length that ends among them, beside free requests."""
+    requests = [
+        params(LONG, max_tokens=120),
+        params(LONG, max_tokens=120, seed=2, temperature=0.7, presence_penalty=0.5, n=2),
+        params(LONG, max_tokens=20),
+        params(LONG, max_tokens=120, stop=["name of"]),
+        params(None, max_tokens=30),
+        params({"regex": "x{20}[ab]y{3}"}, max_tokens=60, repetition_penalty=1.2),
+        params({"choice": ["only this"]}, max_tokens=60, temperature=0),
+        params(LONG, max_tokens=120, logprobs=1),
+    ]
+    prompts = [f"number {number} " * (1 + number % 3) for number in range(len(requests))]
+
+    def answers() -> tuple[list[Any], int]:
+        before = llms.engine.num_forced_tokens
+        outputs = llms.generate(prompts, requests, use_tqdm=False)
+        found = [(one.token_ids, one.text, one.finish_reason) for output in outputs for one in output.outputs]
+        return found, llms.engine.num_forced_tokens - before
+
+    forced, num_forced = answers()
+    monkeypatch.setattr(ConstrainedRequests, "take_forced", lambda *arguments: [])
+    drawn, none = answers()
+    assert forced == drawn and none == 0
+    assert num_forced > 60
+    assert [reason for *_, reason in forced] == [
+        "stop",
+        "stop",
+        "stop",
+        "length",
+        "stop",
+        "length",
+        "stop",
+        "stop",
+        "stop",
+    ]
+
+
+def test_forced_tokens_cost_one_step(llms: LLM) -> None:
+    """A text without any choice takes two steps, and one more that runs ahead: its first token, then all others."""
+    engine = llms.engine
+    engine.add_request("a", [5, 6], params({"choice": ["one"]}))
+    num_steps, outputs = 0, []
+    while engine.has_unfinished:
+        outputs += engine.step()
+        num_steps += 1
+    assert outputs[-1].outputs[0].text == "one" and num_steps <= 3
+
+
+def test_an_interrupt_among_forced_tokens_loses_none(llms: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before, between and after them, wherever an exception comes; the answer is the same."""
+    expected = text_of(llms, LONG, seed=8, max_tokens=120)
+    for method in ("begin_append", "end_append", "can_append"):
+        original = getattr(llms.engine.scheduler, method)
+        calls = [0]
+
+        def failing(*arguments: Any, original: Any = original, calls: list[int] = calls) -> Any:
+            calls[0] += 1
+            if calls[0] == 2:
+                raise RuntimeError("now")
+            return original(*arguments)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(llms.engine.scheduler, method, failing)
+            assert _survived(llms, seed=8) == (expected, 1)
+    take, calls = llms.engine._processor.take_tokens, [0]
+
+    def failing_take(*arguments: Any) -> Any:
+        calls[0] += 1
+        if calls[0] in (4, 9):
+            raise RuntimeError("now")
+        return take(*arguments)
+
+    monkeypatch.setattr(llms.engine._processor, "take_tokens", failing_take)
+    assert _survived(llms, seed=8) == (expected, 2)
+
+
+def _survived(llm: LLM, *, seed: int) -> tuple[str, int]:
+    """Return the text of an answer whose steps may fail, and how many did."""
+    llm.engine.add_request("x", _tokens(llm, "hi"), params(LONG, seed=seed, max_tokens=120))
+    output, num_failures = None, 0
+    while llm.engine.has_unfinished:
+        try:
+            output = next(iter(llm.engine.step()), output)
+        except RuntimeError:
+            num_failures += 1
+    assert output is not None and output.finished
+    return output.outputs[0].text, num_failures
