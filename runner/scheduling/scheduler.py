@@ -287,8 +287,7 @@ class Scheduler:
 
         has_preempted = self._num_preemptions != num_preemptions_before
         # After a preemption nothing is admitted: the running requests need the blocks.
-        grown = self._add_grown([*decodes, *others], new_blocks) if self._grown else ()
-        added = (*grown, *(() if has_preempted else self._admit_all(budget, decodes, others)))
+        added = () if has_preempted else self._admit_all(budget, decodes, others)
         if not (decodes or verifications or others):
             return SchedulerOutput(step=self._num_steps)
         # Longest contexts first: the attention kernel starts programs in this order, and the last ones should be short.
@@ -296,7 +295,7 @@ class Scheduler:
         ranks = sorted(range(len(decodes)), key=lengths.__getitem__, reverse=True)
         decodes = [decodes[rank] for rank in ranks]
         # With budget left and no preemption, the loop has skipped only requests that have all their tokens.
-        is_decode_only = budget > 0 and not (others or added or has_preempted)
+        is_decode_only = budget > 0 and not (others or added or has_preempted or self._grown)
         if (
             is_decode_only
             and self._may_be_steady
@@ -394,6 +393,11 @@ class Scheduler:
     ) -> SchedulerOutput:
         """Return the output of a new step, with the ids that were removed since the preceding one."""
         self._num_steps += 1
+        if self._grown:
+            grown = self._add_grown(scheduled)
+            ids = {one.request_id for one in grown}
+            added = (*grown, *added)
+            new_blocks = tuple([one for one in new_blocks if one.request_id not in ids])  # they come with `grown`
         removed, self._removed = self._removed, []
         return SchedulerOutput(
             step=self._num_steps,
@@ -506,19 +510,15 @@ class Scheduler:
         request.num_computed_tokens = request.num_unverified_tokens = 0
         self._waiting.add(request)
 
-    def _add_grown(
-        self, scheduled: Sequence[ScheduledRequest], new_blocks: list[NewBlocks]
-    ) -> tuple[AddedRequest, ...]:
-        """Add those of the `scheduled` requests anew that have grown, and drop their `new_blocks`, which come along."""
+    def _add_grown(self, scheduled: Sequence[ScheduledRequest]) -> list[AddedRequest]:
+        """Remove and add anew those of the `scheduled` requests that have grown, with all their blocks."""
         added = []
         for item in scheduled:
             request = self._grown.pop(item.request_id, None)
             if request is not None:
                 self._removed.append(request.request_id)
                 added.append(self._added(request, item.num_computed_tokens))
-        ids = {one.request_id for one in added}
-        new_blocks[:] = [one for one in new_blocks if one.request_id not in ids]
-        return tuple(added)
+        return added
 
     def _added(self, request: Request, num_computed: int) -> AddedRequest:
         """Return what the device needs of a request that enters the running set after `num_computed` tokens."""

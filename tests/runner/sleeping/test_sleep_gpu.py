@@ -22,7 +22,14 @@ MIB = 2**20
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model with about 100 MiB of weights, so that their memory is seen beside everything else."""
-    config = llama_config(vocab_size=4096, hidden_size=512, intermediate_size=2048, num_hidden_layers=4, head_dim=64)
+    config = llama_config(
+        vocab_size=4096,
+        hidden_size=512,
+        intermediate_size=2048,
+        num_hidden_layers=4,
+        head_dim=64,
+        max_position_embeddings=256,
+    )
     return save(random_model(config), tmp_path_factory.mktemp("llama"))
 
 
