@@ -13,7 +13,7 @@ from piecegraph import LLM, SamplingParams
 from piecegraph.errors import ConfigError, UsageError, WorkerError
 from piecegraph.runner.distributed.executor import MpExecutor
 from piecegraph.runner.distributed.worker import Worker
-from tests.runner.distributed.compiles_of_layouts import Start, model_of, start
+from tests.runner.distributed.compiles_of_layouts import model_of, start
 from tests.runner.margin_rule import assert_same_tokens
 from tests.runner.tiny_models import make_model, save
 
@@ -199,7 +199,7 @@ def test_ranks_and_stages_compile_each_unique_piece_once_in_all(
     model = model_of("TP 2 x PP 2")
     folder = save(model, tmp_path / "model")
     cold, warm = (start(folder, model, "TP 2 x PP 2") for _ in range(2))
-    assert cold == Start(num_keys=5, num_held=12, num_compiled=5, num_traced=4)
+    assert (cold.num_keys, cold.num_held, cold.num_compiled) == (5, 12, 5)  # a late rank may find another's plan
     assert warm == replace(cold, num_compiled=0, num_traced=0)
 
 
