@@ -82,15 +82,16 @@ def host_batch(
     """
     blocks = [states.host_blocks(item.request_id, group) for item in scheduled]
     max_blocks = max(map(len, blocks), default=0)
-    block_table = torch.zeros((len(scheduled), max_blocks), dtype=torch.int64)
+    padded = [[*each, *[0] * (max_blocks - len(each))] for each in blocks]
+    block_table = torch.tensor(padded, dtype=torch.int64).view(len(scheduled), max_blocks)
     slot_mapping = torch.full((num_tokens,), PAD_SLOT_ID, dtype=torch.int64)
+    query_lens = torch.tensor([item.num_tokens for item in scheduled], dtype=torch.int64)
     query_start_loc = (0, *accumulate(item.num_tokens for item in scheduled))
-    for row, item in enumerate(scheduled):
-        start = item.num_computed_tokens
-        block_table[row, : len(blocks[row])] = torch.tensor(blocks[row])
-        positions = torch.arange(start, start + item.num_tokens)
-        slots = block_table[row, positions // block_size] * block_size + positions % block_size
-        slot_mapping[query_start_loc[row] : query_start_loc[row + 1]] = slots
+    total = query_start_loc[-1]
+    row = torch.arange(len(scheduled)).repeat_interleave(query_lens, output_size=total)  # of each token
+    first = torch.tensor([item.num_computed_tokens for item in scheduled], dtype=torch.int64)
+    positions = torch.arange(total) + (first - torch.tensor(query_start_loc[:-1], dtype=torch.int64))[row]
+    slot_mapping[:total] = block_table[row, positions // block_size] * block_size + positions % block_size
     return HostBatch(
         query_start_loc=query_start_loc,
         seq_lens=tuple(item.num_computed_tokens + item.num_tokens for item in scheduled),

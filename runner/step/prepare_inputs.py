@@ -37,28 +37,28 @@ def prepare_inputs_reference(
     states: PreparedRows, buffers: InputBuffers, *, num_tokens: int, num_reqs: int, block_size: int
 ) -> None:
     """Fill `buffers` like `prepare_inputs`, as the torch reference of the kernel."""
-    starts = buffers.query_start_loc[: num_reqs + 1].tolist()
-    for request, row in enumerate(buffers.idx_mapping[:num_reqs].tolist()):
-        start, end = starts[request], starts[request + 1]
-        buffers.logits_indices[request] = end - 1 if end > start else 0
-        if row < 0:
-            buffers.positions[start:end] = torch.arange(end - start, device=buffers.positions.device)
-            buffers.input_ids[start:end] = 0
-            buffers.slot_mapping[:, start:end] = PAD_SLOT_ID
-            buffers.block_table[:, request, : -(-(end - start) // block_size)] = 0
-            buffers.seq_lens[request] = end - start
-            continue
-        computed = int(states.num_computed_tokens[row])
-        seq_len = computed + end - start
-        positions = torch.arange(computed, seq_len, device=buffers.positions.device)
-        buffers.positions[start:end] = positions
-        buffers.input_ids[start:end] = states.token_ids[row, computed:seq_len]
-        blocks = states.block_table[:, row, positions // block_size].to(torch.int64)
-        buffers.slot_mapping[:, start:end] = blocks * block_size + positions % block_size
-        num_blocks = -(-seq_len // block_size)
-        buffers.block_table[:, request, :num_blocks] = states.block_table[:, row, :num_blocks]
-        buffers.seq_lens[request] = seq_len
-    padding = slice(starts[num_reqs], num_tokens)
+    starts = buffers.query_start_loc[: num_reqs + 1].long()
+    total, lens, rows = int(starts[num_reqs]), starts.diff(), buffers.idx_mapping[:num_reqs].long()
+    is_real, rows = rows >= 0, rows.clamp(min=0)
+    computed = states.num_computed_tokens[rows].long().where(is_real, 0)
+    seq_lens = computed + lens
+    buffers.logits_indices[:num_reqs] = (starts[1:] - 1).where(lens > 0, 0).to(buffers.logits_indices.dtype)
+    buffers.seq_lens[:num_reqs] = seq_lens.to(buffers.seq_lens.dtype)
+
+    request = torch.arange(num_reqs, device=lens.device).repeat_interleave(lens, output_size=total)  # of each token
+    positions = torch.arange(total, device=lens.device) + (computed - starts[:-1])[request]
+    row_is_real, row = is_real[request], rows[request]
+    buffers.positions[:total] = positions
+    buffers.input_ids[:total] = states.token_ids[row, positions.where(row_is_real, 0)].where(row_is_real, 0)
+    blocks = states.block_table[:, row, (positions // block_size).where(row_is_real, 0)].to(torch.int64)
+    buffers.slot_mapping[:, :total] = (blocks * block_size + positions % block_size).where(row_is_real, PAD_SLOT_ID)
+
+    num_blocks = (seq_lens + block_size - 1) // block_size
+    most = int(num_blocks.max()) if num_reqs else 0
+    is_written = torch.arange(most, device=lens.device) < num_blocks.unsqueeze(1)
+    table = buffers.block_table[:, :num_reqs, :most]
+    table.copy_(states.block_table[:, rows, :most].where(is_real.unsqueeze(1), 0).where(is_written, table))
+    padding = slice(total, num_tokens)
     buffers.input_ids[padding] = 0
     buffers.positions[padding] = 0
     buffers.slot_mapping[:, padding] = PAD_SLOT_ID
