@@ -245,8 +245,10 @@ def attend(
     if not softcap and sinks is None and bias is None:
         if groups > 1 and query.shape[2] == 1:
             # The heads that share a key are rows of one head, so each key is read once. `enable_gqa` repeats them.
-            together = query.unflatten(1, (-1, groups)).squeeze(3)
-            attended = F.scaled_dot_product_attention(together, key, value, attn_mask=view.mask, scale=scale)
+            together: torch.Tensor = query.unflatten(1, (-1, groups)).squeeze(3)
+            attended: torch.Tensor = F.scaled_dot_product_attention(
+                together, key, value, attn_mask=view.mask, scale=scale
+            )
             return attended.flatten(1, 2).unsqueeze(2)
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask=view.mask, is_causal=view.is_causal, scale=scale, enable_gqa=groups > 1

@@ -90,7 +90,9 @@ def test_writes_new_keys_and_values_to_their_slots() -> None:
 class LargestTensor(TorchDispatchMode):
     """The number of values of the largest tensor that an op returns."""
 
-    largest = 0
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's is not annotated
+        self.largest = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
