@@ -225,7 +225,8 @@ def _read(cached: torch.Tensor, slots: torch.Tensor, dtype: torch.dtype) -> torc
     if cached.dtype is torch.float8_e4m3fn:
         return e4m3_to_bfloat16(_read(cached.view(torch.uint8), slots, dtype)).to(dtype)
     if cached.is_contiguous():
-        return cached.flatten(0, 1).index_select(0, slots.flatten()).unflatten(0, slots.shape)
+        found: torch.Tensor = cached.flatten(0, 1).index_select(0, slots.flatten()).unflatten(0, slots.shape)
+        return found
     return cached[slots // cached.shape[1], slots % cached.shape[1]]
 
 
@@ -246,9 +247,7 @@ def attend(
         if groups > 1 and query.shape[2] == 1:
             # The heads that share a key are rows of one head, so each key is read once. `enable_gqa` repeats them.
             together: torch.Tensor = query.unflatten(1, (-1, groups)).squeeze(3)
-            attended: torch.Tensor = F.scaled_dot_product_attention(
-                together, key, value, attn_mask=view.mask, scale=scale
-            )
+            attended = F.scaled_dot_product_attention(together, key, value, attn_mask=view.mask, scale=scale)
             return attended.flatten(1, 2).unsqueeze(2)
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask=view.mask, is_causal=view.is_causal, scale=scale, enable_gqa=groups > 1

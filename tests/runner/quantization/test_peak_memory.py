@@ -66,6 +66,6 @@ def test_a_plain_checkpoint_takes_its_quantised_size_and_one_shard(floats: Path,
 def test_a_quantised_checkpoint_takes_its_size_and_one_shard(tmp_path: Path, small: Path) -> None:
     """The file has compressed-tensors' int8 weights, of which a second copy would be 75 MB."""
     config, write, _ = FORMATS["W8A8"]
-    write_checkpoint(tmp_path, config, write, **SIZES)
+    write_checkpoint(tmp_path, config, write, **SIZES)  # type: ignore[arg-type]  # sizes by name
     peak, params = loaded(tmp_path, small, "-")
     assert 70e6 < params < 85e6 and peak < params + SHARD, (peak, params)
