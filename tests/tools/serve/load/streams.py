@@ -22,7 +22,7 @@ def read_cases(environment: Any, **others: object) -> None:
     environment.cases = json.loads(Path(environment.parsed_options.cases).read_text())
 
 
-class Reader(User):  # type: ignore[misc]
+class Reader(User):
     """One connection after another, of which some close before their answers end."""
 
     @task
