@@ -280,8 +280,8 @@ def check_layers(
     _check_chunks(layers, text_config, max_model_len)
     declares_window = not layer_types and hasattr(type(text_config), "sliding_window")
     window = text_config.sliding_window if declares_window else None
-    is_needed = bool(window and layers) and (not max_model_len or window < max_model_len)
-    if is_needed and not any(layer.window for layer in layers):
+    has_mask_alone = bool(window and layers) and not any(layer.window for layer in layers)
+    if has_mask_alone and not (window is not None and max_model_len and max_model_len <= window):
         raise UnsupportedModel(
             f"the config has sliding_window={window}, but no layer calls attention with a window, {layers[0].name} "
             "being the first: a mask alone has it, and none is built here. They would need to pass sliding_window to "

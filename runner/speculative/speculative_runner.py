@@ -13,6 +13,7 @@ from piecegraph.runner.cudagraphs.dispatcher import Dispatcher
 from piecegraph.runner.cudagraphs.manager import CudaGraphManager
 from piecegraph.runner.engine.model_runner import ModelRunner
 from piecegraph.runner.lora.modules import AdaptedModules
+from piecegraph.runner.output.async_output import AsyncOutput
 from piecegraph.runner.sampling.options.grammar import GrammarOutput, apply_grammar
 from piecegraph.runner.scheduling.scheduler_output import SchedulerOutput
 from piecegraph.runner.speculative.drafter import Drafter
@@ -110,8 +111,11 @@ class SpeculativeRunner(ModelRunner):
         return {request_id: tokens[:count] for request_id, (count, *tokens) in zip(request_ids, found, strict=True)}
 
     @without_grad
-    def sample_tokens(self, grammar_output: GrammarOutput | None = None) -> AsyncVerifiedOutput:
-        """Return the next tokens of each request that samples in this step, still being copied to the host."""
+    def sample_tokens(self, grammar_output: GrammarOutput | None = None) -> AsyncOutput:
+        """Return the next tokens of each request that samples in this step, still being copied to the host.
+
+        `get` of the result returns a `VerifiedOutput`.
+        """
         assert self._pending is not None, "execute_model has not run"
         pending, self._pending = self._pending, None
         step, batch = self._speculative_step, pending.batch

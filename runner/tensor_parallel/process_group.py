@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from piecegraph import environment
 from piecegraph.errors import ConfigError
 from piecegraph.passes.ops.collectives import CollectiveError
 from piecegraph.runner.tensor_parallel.symmetric_sums import NCCL, SymmetricSums, why_not_symmetric
@@ -177,7 +178,10 @@ class RankGroup:
     def _symmetric_sums(self, device: torch.device) -> tuple[SymmetricSums | None, str]:
         """Return the sums through symmetric memory, None where NCCL makes all of them, and the note about it."""
         hosts = self.exchange("host", f"{socket.gethostname()} {_boot_id()}")
-        reason = why_not_symmetric(hosts, torch.cuda.device_count(), torch.cuda.can_device_access_peer)
+        if environment.read(environment.SYMMETRIC_SUMS) == "1":
+            reason = why_not_symmetric(hosts, torch.cuda.device_count(), torch.cuda.can_device_access_peer)
+        else:
+            reason = f"symmetric memory is used with {environment.SYMMETRIC_SUMS}=1"
         if reason := next(filter(None, self.exchange("why there is no symmetric memory", reason)), ""):
             return None, f"sums over the ranks: NCCL; {reason}"
         name = self.exchange("name of symmetric memory", f"piecegraph {uuid.uuid4().hex}")[0]

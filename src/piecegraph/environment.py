@@ -29,6 +29,9 @@ SIGNING_KEY_FILE = "PIECEGRAPH_SIGNING_KEY_FILE"
 API_KEY = "PIECEGRAPH_API_KEY"
 """A key that requests to `piecegraph serve` must have."""
 
+SYMMETRIC_SUMS = "PIECEGRAPH_SYMMETRIC_SUMS"
+"""`1`: sums over the GPUs of one host may go through symmetric memory (`runner/tensor_parallel/symmetric_sums.py`)."""
+
 
 def read(name: str) -> str | None:
     """Return the value of `name`, or None if it is unset or empty."""

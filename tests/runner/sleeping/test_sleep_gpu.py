@@ -41,7 +41,7 @@ def load(folder: Path, **options: Any) -> LLM:
         dtype="bfloat16",
         max_num_seqs=4,
         max_num_batched_tokens=128,
-        max_model_len=96,
+        max_model_len=256,
         gpu_memory_utilization=0.3,
         enable_sleep_mode=True,
         **options,
@@ -122,7 +122,7 @@ def test_a_fast_start_sleeps_once_it_is_over(folder: Path) -> None:
 
 
 def test_without_the_argument_it_is_refused(folder: Path) -> None:
-    with LLM(folder, skip_tokenizer_init=True, device="cuda", compiler="eager", max_model_len=96) as llm:
+    with LLM(folder, skip_tokenizer_init=True, device="cuda", compiler="eager", max_model_len=256) as llm:
         with pytest.raises(UsageError, match="must be made with enable_sleep_mode=True"):
             llm.sleep()
         assert len(answers(llm)) == 3

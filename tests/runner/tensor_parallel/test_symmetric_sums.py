@@ -104,5 +104,6 @@ def wait_for_a_lost_rank(rank: int, store: str) -> None:
 @needs_two_gpus
 @pytest.mark.gpu
 @pytest.mark.parametrize("run", [add_up_everything, wait_for_a_lost_rank])
-def test_two_gpus(run: Any, tmp_path: Path) -> None:
+def test_two_gpus(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIECEGRAPH_SYMMETRIC_SUMS", "1")
     processes.spawn(run, args=(str(tmp_path / "store"),), nprocs=2)
