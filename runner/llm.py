@@ -526,16 +526,22 @@ class LLM:
         `draft_weights`: the same for the model that drafts (`speculative_config`). None: the draft's own files are read
         again if the model's are, and else it keeps its weights; which these are changes no answer.
 
-        Raises `UsageError` while requests are unfinished and for `draft_weights` without such a model, `ConfigError` if
-        the other model's config differs, and `CheckpointError` for names or tensors that do not fit. Nothing has been
-        written then; only with an iterable, the tensors before the faulty one have been.
+        Raises `UsageError` while requests are unfinished or the engine sleeps, and for `draft_weights` without such a
+        model, `ConfigError` if the other model's config differs, and `CheckpointError` for names or tensors that do
+        not fit. Nothing has been written then; only with an iterable, the tensors before the faulty one have been.
         """
         from piecegraph.runner.startup.reload_weights import reload_weights
 
         loaded = self._generator
         if isinstance(loaded, LoadedElsewhere):
             raise UsageError("reload_weights is not yet available with data_parallel_size; make a new LLM.")
-        return reload_weights(loaded, weights, draft_weights)
+        sleep = self._sleep
+        if sleep.is_asleep:
+            raise UsageError("the engine sleeps, and the memory of its weights may be gone; call wake_up first.")
+        sleep.has_other_weights = sleep.has_other_weights or weights is not None
+        num_written = reload_weights(loaded, weights, draft_weights)
+        sleep.has_other_weights = weights is not None
+        return num_written
 
     def sleep(self, level: int = 1, mode: str = "abort") -> int:
         """Give memory back while there is nothing to do, and return how many bytes; requests are refused meanwhile.

@@ -197,10 +197,10 @@ class FrontDoor(Engine):
             prompt_embeds=prompt_embeds,
             is_final_only=is_final_only,
         )
-        if self._processes.in_lockstep:
+        self._processes.send(engine, "add", new)
+        if self._processes.in_lockstep:  # afterwards: all sleep once they have had the same messages and no request
             self._num_added += 1
             self._wake()
-        self._processes.send(engine, "add", new)
         self._routed[request_id] = _Routed(
             request_id=request_id,
             engine=engine,

@@ -70,7 +70,9 @@ class MappedWeights:
         for index, part in enumerate(self._parts):
             if is_reloaded and part.is_restorable:
                 self._saved.pop(index, None)
-            elif self._memory.is_mapped:
+            elif (
+                self._memory.is_mapped and index not in self._saved
+            ):  # what is kept of a call that was cut off is right
                 self._saved[index] = part.values.to("cpu", copy=True)
         return self._memory.unmap()
 

@@ -197,7 +197,7 @@ def adapt_modules(
 def _has_matrix(module: nn.Module) -> bool:
     """Return whether a module of a class that no adapter can change here has a weight that peft might change."""
     weight = module._parameters.get("weight")
-    return weight is not None and weight.ndim > 1 and type(module) not in (*_CLASSES, *_CLASSES.values())
+    return weight is not None and weight.ndim > 1 and _plain_class(module) not in (*_CLASSES, *_CLASSES.values())
 
 
 def _is_target(path: str, names: Sequence[str] | None) -> bool:

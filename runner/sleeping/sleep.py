@@ -28,6 +28,9 @@ class Sleep:
     def __init__(self, loaded: Loaded) -> None:
         self._loaded = loaded
         self._level = 0  # 0: awake
+        self._is_partial = False  # whether a call was cut off, so that some of the memory is there
+        self.has_other_weights = False
+        """Whether weights were written that the model's own files do not have."""
 
     @property
     def is_asleep(self) -> bool:
@@ -39,33 +42,39 @@ class Sleep:
 
         Level 1 drops the KV cache, and on a GPU moves the weights to host memory, where a CPU has them already. Level 2
         drops both. Raises `UsageError`, with nothing changed, for another level, while requests are
-        unfinished, and for what cannot be restored.
+        unfinished, and for what cannot be restored. After any other error, one of too little host memory for instance,
+        the engine counts as asleep, and `wake_up` restores it.
         """
         if level not in LEVELS:
             raise UsageError(f"level={level!r}; it must be 1 (drop the KV cache) or 2 (drop the weights as well).")
         loaded = self._loaded
         self._check(level)
-        if level <= self._level:
+        if level <= self._level and not self._is_partial:
             return 0
         loaded.engine.refuse_requests("the engine sleeps; call wake_up first")
+        self._level, self._is_partial = max(level, self._level), True
         loaded.engine.reset_prefix_cache()
-        num_bytes = self._release_on_cpu(level) if loaded.device.type == "cpu" else self._release_on_gpu(level)
-        self._level = level
+        if loaded.device.type == "cpu":
+            num_bytes = self._release_on_cpu(self._level)
+        else:
+            num_bytes = self._release_on_gpu(self._level)
+        self._is_partial = False
         return num_bytes
 
     def wake_up(self) -> None:
         """Restore what was dropped, so that requests get the answers that they got before. Idempotent.
 
         After level 2 weights are read again from the model's own files. If that fails, or memory is short
-        (`OutOfMemory`), that is raised, and the engine sleeps on.
+        (`OutOfMemory`), that is raised, and the engine sleeps on; `sleep` then gives back what was restored.
         """
         mapped = self._loaded.mapped
+        self._is_partial = self._level > 0
         if self._level and mapped is not None:
             mapped.cache.map_again()
             mapped.weights.restore()
         if self._level == 2:
             reload_weights(self._loaded, None)
-        self._level = 0
+        self._level, self._is_partial = 0, False
         self._loaded.engine.refuse_requests("")
 
     def _release_on_cpu(self, level: int) -> int:
@@ -102,6 +111,7 @@ class Sleep:
             (loaded.model.rank_plan is not None or loaded.model.stage is not None, "with several ranks"),
             (level == 2 and loaded.draft is not None, "at level 2 with a model that drafts; use level 1"),
             (level == 2 and loaded.model.adapted is not None, "at level 2 with enable_lora; use level 1"),
+            (level == 2 and self.has_other_weights, "at level 2 after reload_weights(weights); use level 1"),
         ):
             if is_so:
                 raise UsageError(f"sleep is not yet available {what}.")

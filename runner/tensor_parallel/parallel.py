@@ -40,12 +40,19 @@ class Parallel:
 
     def all_layers(self, layers: tuple[AttentionLayer, ...]) -> tuple[AttentionLayer, ...]:
         """Return the attention layers of all stages, in the model's order; waits until every rank has its own."""
-        own = json.dumps([{**asdict(layer), "dtype": str(layer.dtype).removeprefix("torch.")} for layer in layers])
+        own = json.dumps([asdict(layer) for layer in layers], default=_dtype_name)
         found: dict[str, AttentionLayer] = {}
         for text in self.everyone.exchange("layers", own):  # ranks of one stage have the same
             for fields in json.loads(text):
-                found[fields["name"]] = AttentionLayer(**{**fields, "dtype": getattr(torch, fields["dtype"])})
+                dtypes = {name: getattr(torch, fields[name]) for name in ("dtype", "cache_dtype") if fields[name]}
+                found[fields["name"]] = AttentionLayer(**{**fields, **dtypes})
         return tuple(found.values())
+
+
+def _dtype_name(dtype: object) -> str:
+    """Return `float32` for `torch.float32`."""
+    assert isinstance(dtype, torch.dtype), dtype
+    return str(dtype).removeprefix("torch.")
 
 
 def graph_facts(graph: str) -> dict[str, str]:

@@ -164,7 +164,7 @@ class RankGroup:
         except RuntimeError as error:
             raise CollectiveError(str(error).partition("\n")[0]) from error
         if self.is_on_gpu:
-            self._symmetric, self.sums_note = self._symmetric_sums(device)
+            self.sums_note = self._find_symmetric_sums(device)
 
     def _make_group(self, device: torch.device) -> None:
         if not self.is_on_gpu:
@@ -175,15 +175,15 @@ class RankGroup:
         self.all_reduce(torch.zeros(1, device=device))  # makes the communicator, which no capture can do
         torch.cuda.synchronize(device)
 
-    def _symmetric_sums(self, device: torch.device) -> tuple[SymmetricSums | None, str]:
-        """Return the sums through symmetric memory, None where NCCL makes all of them, and the note about it."""
+    def _find_symmetric_sums(self, device: torch.device) -> str:
+        """Set up sums through symmetric memory if all ranks can have them, and return the note about it."""
         hosts = self.exchange("host", f"{socket.gethostname()} {_boot_id()}")
         if environment.read(environment.SYMMETRIC_SUMS) == "1":
             reason = why_not_symmetric(hosts, torch.cuda.device_count(), torch.cuda.can_device_access_peer)
         else:
             reason = f"symmetric memory is used with {environment.SYMMETRIC_SUMS}=1"
         if reason := next(filter(None, self.exchange("why there is no symmetric memory", reason)), ""):
-            return None, f"sums over the ranks: NCCL; {reason}"
+            return f"sums over the ranks: NCCL; {reason}"
         name = self.exchange("name of symmetric memory", f"piecegraph {uuid.uuid4().hex}")[0]
         sums: SymmetricSums | None = None
         try:
@@ -192,9 +192,10 @@ class RankGroup:
             reason = f"rank {self.rank}: {str(error).partition(chr(10))[0]}"
         reason = next(filter(None, self.exchange("why symmetric memory failed", reason)), "")
         if sums is None or reason:
-            return None, f"sums over the ranks: NCCL; {reason}"
+            return f"sums over the ranks: NCCL; {reason}"
+        self._symmetric = sums  # before it is measured, so that `abort` ends a kernel that waits for a lost rank
         sums.measure(self.exchange, self._nccl_sum)
-        return sums, sums.describe()
+        return sums.describe()
 
     def _gloo_group(self) -> Any:
         gloo: Any = dist.ProcessGroupGloo

@@ -27,7 +27,9 @@ def pick_rounded_tiles(num_rows: int, layout: WeightLayout) -> Tiles | None:
         block_m, block_n, num_warps, wanted, stages = triton.next_power_of_2(num_rows), 64, 4, 128, 4
     else:
         block_m, block_n, num_warps, wanted, stages = 128, 128, 8, 128, 3
-    block_k = layout.block_k(min(wanted, layout.group) if layout.group else wanted, 32)
+    while layout.group and wanted > layout.group:
+        wanted //= 2  # a power of two, as every tile is
+    block_k = layout.block_k(wanted, 32)
     return None if block_k is None else Tiles(block_m, block_n, block_k, num_warps, stages)
 
 

@@ -74,11 +74,12 @@ def _attend(
     The first dim may be absent, as in torch. Query heads share keys, whether `enable_gqa` says so or not: torch refuses
     a call that should say so and does not.
     """
+    others = {"keys of no token": True} if query.shape[-2] != key.shape[-2] else {}  # refused, as what is not known
     has_batch = query.dim() == 4
     if not has_batch:
         query, key, value = (each.unsqueeze(0) for each in (query, key, value))
     out, _ = transformers_attention(
-        module, query, key, value, attn_mask, scaling=scale, dropout=dropout_p, is_causal=is_causal
+        module, query, key, value, attn_mask, scaling=scale, dropout=dropout_p, is_causal=is_causal, **others
     )
     out = out.transpose(1, 2)
     return out if has_batch else out.squeeze(0)

@@ -231,13 +231,16 @@ def test_what_cannot_run_is_refused_here(door: FrontDoor, played: Played) -> Non
 
 
 def test_engines_in_lockstep_are_all_woken_by_each_request(door: FrontDoor, played: Played) -> None:
-    """Also where an interrupt came between two messages; then all have to show life, as a step of one needs all."""
+    """Also where an interrupt came between two messages; then all have to show life, as a step of one needs all.
+
+    The request comes first: woken without it, its engine and all others would find nothing to do, and sleep.
+    """
     played.in_lockstep = True
     door.add_request("a", [1, 2], SamplingParams())
     assert [(engine, name, values[0] if name == "wake" else None) for engine, name, values in played.sent] == [
+        (0, "add", None),
         (0, "wake", 1),
         (1, "wake", 1),
-        (0, "add", None),
     ]
     played.sent.clear()
     door._num_told[1] = 0  # the message was not sent

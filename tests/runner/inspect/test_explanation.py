@@ -176,7 +176,7 @@ def test_a_draft_that_llm_refuses_is_refused(config: EngineConfig, tmp_path: Pat
         explain(replace(config, speculative=speculative))
     HYBRIDS["lfm2"]().save_pretrained(str(tmp_path / "hybrid"))
     hybrid = replace(config, source=ModelSource(model=str(tmp_path / "hybrid")))
-    with pytest.raises(UnsupportedModel, match="keeps a state, and layers of a draft model"):
+    with pytest.raises(UnsupportedModel, match="keeps a state between tokens. The passes of a draft model"):
         explain(replace(hybrid, speculative=replace(speculative, model=str(tmp_path / "hybrid"))))
 
 

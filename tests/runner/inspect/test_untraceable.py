@@ -83,7 +83,7 @@ def test_errors_of_other_code_stay_what_they_are() -> None:
 @pytest.mark.parametrize(
     ("model_type", "reason"),
     [
-        ("zaya", r"self_attn\.qkv_proj \(ZayaCCAProjection\) keeps a state .* it has q_proj"),
+        ("zaya", r"self_attn\.qkv_proj \(ZayaCCAProjection\) keeps a state .* It has q_proj"),
         ("rembert", r"attention\.self is a decoder's by the config, but the code of transformers .* no causal mask"),
         ("blt", r"model \(BltModel\) joins tokens to patches, as many as their values say"),
     ],

@@ -112,3 +112,51 @@ def test_only_storages_that_a_reload_fills_are_dropped() -> None:
 
     module = Module()
     assert [tensor.data_ptr() for tensor in restorable(module)] == [module.first.data_ptr()]
+
+
+def test_weights_cannot_be_reloaded_asleep_or_lost_by_sleep(folder: Path) -> None:
+    """Level 2 reads the model's own files at the wake-up, so others would be gone without a word."""
+    with load(folder) as llm:
+        own, before = dict(llm._loaded.model.model.state_dict()), answers(llm)
+        others = {name: torch.roll(value, 1, 0) for name, value in own.items()}
+        for level in (1, 2):
+            llm.sleep(level)
+            with pytest.raises(UsageError, match="the engine sleeps"):
+                llm.reload_weights(others)
+            llm.wake_up()
+        assert answers(llm) == before
+        llm.reload_weights(others)
+        changed = answers(llm)
+        assert changed != before
+        with pytest.raises(UsageError, match="after reload_weights"):
+            llm.sleep(2)
+        assert not llm.is_sleeping
+        llm.sleep(1)
+        llm.wake_up()
+        assert answers(llm) == changed
+        llm.reload_weights()
+        llm.sleep(2)
+        llm.wake_up()
+        assert answers(llm) == before
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_call_that_is_cut_off_leaves_an_engine_that_wakes_up(
+    folder: Path, level: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with load(folder) as llm:
+        before = answers(llm)
+
+        def fail(*arguments: object) -> int:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(type(llm._sleep), "_release_on_cpu", fail)
+            with pytest.raises(KeyboardInterrupt):
+                llm.sleep(level)
+        assert llm.is_sleeping
+        with pytest.raises(UsageError, match="call wake_up first"):
+            answers(llm)
+        assert llm.sleep(level) > 0 and llm.sleep(level) == 0
+        llm.wake_up()
+        assert answers(llm) == before

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
-from piecegraph.errors import PiecegraphError
+from piecegraph.errors import PiecegraphError, WorkerError
 from piecegraph.tools.serve.engine.steps import StepOutput, Steps
 
 if TYPE_CHECKING:
@@ -29,10 +29,7 @@ FAILURES_BEFORE_THE_NEWEST_ENDS = 3
 """Steps in a row that may raise before the newest request ends with an error; each is computed again by the next."""
 
 FAILURES_BEFORE_ALL_END = 4
-"""Steps in a row that may raise before every unfinished request ends with an error."""
-
-MOST_FAILED_STEPS = 7
-"""Steps in a row that may raise, whatever their requests, before the engine is given up."""
+"""Steps in a row that may raise before every request that they ran ends with an error."""
 
 
 class EngineStopped(PiecegraphError):
@@ -151,6 +148,7 @@ class EngineThread(Generic[_Request, _Output]):
         self._waiting: deque[_Waiting] = deque()  # in order of their deadlines
         self._is_stopping = False
         self._num_failed_steps = 0
+        self._suspects: list[OutputStream[_Output]] = []  # what the first failed step has run
         self._lock = threading.Lock()  # over `_is_over` and additions to the queue
         self._is_over = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -280,14 +278,10 @@ class EngineThread(Generic[_Request, _Output]):
         try:
             outputs = self._engine.step()
         except Exception as error:
-            self._num_failed_steps += 1
-            if self._num_failed_steps == MOST_FAILED_STEPS:
+            if _is_fatal(error) or not self._streams:  # without one, no request can have caused it
                 raise
             logger.error("a step has failed and is computed again", exc_info=error)
-            if self._num_failed_steps == FAILURES_BEFORE_THE_NEWEST_ENDS:
-                self._end_failed(list(self._streams.values())[-1:])
-            elif self._num_failed_steps == FAILURES_BEFORE_ALL_END:
-                self._end_failed(list(self._streams.values()))
+            self._after_a_failure()
             return
         self._num_failed_steps = 0
         if not outputs:
@@ -301,6 +295,23 @@ class EngineThread(Generic[_Request, _Output]):
                 del self._streams[output.request_id]
             delivered.append((stream, output))
         self._deliver(delivered)
+
+    def _after_a_failure(self) -> None:
+        """Count a step that has raised, and end requests that may have caused it: those that it ran, the newest first.
+
+        Requests that came after the first failure, or that no step has run, have caused none of it.
+        """
+        self._num_failed_steps += 1
+        everyone = list(self._streams.values())
+        if self._num_failed_steps == 1:
+            self._suspects = [each for each in everyone if not self._engine.is_waiting(each.request_id)]
+        suspects = [each for each in self._suspects if self._streams.get(each.request_id) is each] or everyone
+        if self._num_failed_steps == FAILURES_BEFORE_THE_NEWEST_ENDS:
+            self._end_failed(suspects[-1:])
+        elif self._num_failed_steps == FAILURES_BEFORE_ALL_END:
+            self._end_failed(suspects)
+        if self._num_failed_steps == FAILURES_BEFORE_ALL_END or not self._streams:
+            self._num_failed_steps = 0  # those that are left, or come, start anew
 
     def _end_failed(self, streams: list[OutputStream[_Output]]) -> None:
         """End requests because steps keep failing."""
@@ -352,3 +363,10 @@ class EngineThread(Generic[_Request, _Output]):
             items[0][0].loop.call_soon_threadsafe(put)
         except RuntimeError:  # the loop is closed: nobody waits any more
             logger.debug("%d outputs have no reader any more", len(items))
+
+
+def _is_fatal(error: Exception) -> bool:
+    """Return whether no step can succeed after `error`: a rank or the device is lost."""
+    import torch
+
+    return isinstance(error, WorkerError | torch.AcceleratorError)

@@ -22,11 +22,11 @@ def add_sleep(app: FastAPI, service: Service) -> None:
     async def sleep(level: int = 1) -> Response:
         async with one_at_a_time:
             _refuse_unless_idle(service)
-            was_asleep, service.is_asleep = service.is_asleep, True  # from now on no request gets a place
+            service.is_asleep = True  # from now on no request gets a place
             try:
                 freed_bytes = await service.thread.call(lambda: service.llm.sleep(level))
             except BaseException as error:
-                service.is_asleep = was_asleep
+                service.is_asleep = service.llm.is_sleeping
                 if isinstance(error, UsageError):
                     raise bad_request(str(error)) from error
                 raise

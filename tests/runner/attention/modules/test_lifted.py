@@ -47,6 +47,9 @@ class OwnAttention(nn.Module):
             out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
         elif self.call == "both ways":
             out = F.scaled_dot_product_attention(query, key, value, enable_gqa=True)
+        elif self.call == "more keys":
+            key, value = (torch.cat([each[:, :, :1], each], dim=2) for each in (key, value))
+            out = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
         elif self.call == "dropout":
             out = F.scaled_dot_product_attention(query, key, value, None, 0.1, is_causal=True, enable_gqa=True)
         else:
@@ -129,6 +132,7 @@ def test_a_causal_call_is_lifted(call: str, tmp_path: Path) -> None:
         ("masked", "passes an attention mask of its own"),
         ("both ways", "is not causal"),
         ("dropout", "applies dropout"),
+        ("more keys", "passes 'keys of no token' to its attention"),
     ],
 )
 def test_a_call_that_is_not_plain_is_refused_by_what_it_passes(call: str, met: str, tmp_path: Path) -> None:

@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from piecegraph.errors import RequestError, UsageError
+from piecegraph.errors import RequestError, UsageError, WorkerError
 from piecegraph.runner.common.outputs import RequestOutput
 from piecegraph.runner.common.sampling_params import SamplingParams
 from piecegraph.runner.prompts.tokenize import TokenizedPrompt
 from piecegraph.tools.serve.engine.engine_thread import (
-    MOST_FAILED_STEPS,
     EngineStopped,
     EngineThread,
     StepsFailed,
@@ -248,28 +247,66 @@ def test_a_request_whose_steps_keep_failing_ends_without_the_others() -> None:
     assert thread.stop(10)
 
 
-def test_an_engine_that_keeps_failing_is_given_up() -> None:
-    """First its requests end with an error; if others fail, too, the owner is told, and no further one is taken."""
+def test_requests_that_no_failed_step_has_run_go_on() -> None:
+    """The newest one waits, so it has caused nothing; one that comes between two failures has not either."""
+
+    def fail_with_the_bad(engine: FakeEngine) -> list[RequestOutput]:
+        if "bad" in engine.requests:
+            raise RuntimeError("of bad")
+        return finish_all(engine) if {"good", "waits"} <= set(engine.requests) else []
+
+    engine = FakeEngine(fail_with_the_bad)
+    engine.is_waiting = lambda request_id: request_id == "waits"  # type: ignore[method-assign]
+    thread = thread_over(engine)
+
+    async def use() -> list[bool]:
+        good, bad, waits = (thread.submit(name, REQUEST) for name in ("good", "bad", "waits"))
+        with pytest.raises(StepsFailed):
+            await bad.get()
+        return [(await each.get()).finished for each in (good, waits)]
+
+    assert asyncio.run(use()) == [True, True]
+    assert engine.aborted == ["bad"]
+    assert thread.stop(10)
+
+
+def test_requests_whose_steps_always_fail_do_not_end_the_engine() -> None:
+    """Each is ended, however many come one after another."""
 
     def fail(engine: FakeEngine) -> list[RequestOutput]:
         raise RuntimeError("always")
+
+    thread = thread_over(FakeEngine(fail))
+
+    async def use() -> None:
+        for number in range(5):
+            with pytest.raises(StepsFailed):
+                await thread.submit(str(number), REQUEST).get()
+
+    asyncio.run(use())
+    assert thread.is_alive
+    assert thread.stop(10)
+
+
+@pytest.mark.parametrize("error", [WorkerError("rank 1 is lost"), torch.AcceleratorError("an illegal address")])
+def test_an_engine_that_has_lost_a_rank_or_its_device_is_given_up(error: Exception) -> None:
+    """The owner is told at once, and no further request is taken."""
+
+    def fail(engine: FakeEngine) -> list[RequestOutput]:
+        raise error
 
     told: list[BaseException] = []
     engine = FakeEngine(fail)
     thread = thread_over(engine, on_failure=told.append)
 
     async def use() -> None:
-        for request_id in ("a", "b"):
-            with pytest.raises(StepsFailed):
-                await thread.submit(request_id, REQUEST).get()
-        with pytest.raises(EngineStopped, match="RuntimeError"):
+        with pytest.raises(EngineStopped, match=type(error).__name__):
             await thread.submit("c", REQUEST).get()
         with pytest.raises(EngineStopped):
             thread.submit("d", REQUEST)
 
     asyncio.run(use())
-    assert [str(error) for error in told] == ["always"]
-    assert engine.num_steps == MOST_FAILED_STEPS
+    assert told == [error] and engine.num_steps == 1
     assert not thread.is_alive
 
 
