@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -90,6 +91,7 @@ class MpExecutor:
         self._num_ranks = config.num_ranks
         self._timeout_s = config.distributed_timeout_seconds or DISTRIBUTED_TIMEOUT_S
         self._failure: str | None = None
+        self._load_ended = threading.Event()  # of `while_loading`
         self._is_closed = False
         self._processes: list[Child] = []
         self._parallel: Parallel | None = None
@@ -156,7 +158,7 @@ class MpExecutor:
         """Load inside the block: it ends as soon as a rank ends or fails, in the middle of whatever it does."""
         try:
             stopped_s = max(self._timeout_s - CAUSE_S, self._timeout_s / 2)  # `_fail` waits for a cause
-            with ended_by_loss(self._processes, self._abort, stopped_s):
+            with ended_by_loss(self._processes, self._abort, stopped_s) as self._load_ended:
                 yield
         except RankLost:
             failure = self._fail(None)
@@ -255,7 +257,11 @@ class MpExecutor:
         return value
 
     def _fail(self, error: BaseException | None) -> WorkerError:
-        """End all workers and return the error that says which of them is the cause."""
+        """End all workers and return the error that says which of them is the cause; the first call decides."""
+        self._load_ended.set()  # no second error while the cause of the first one is looked for
+        if self._failure is not None:
+            self._end()
+            return WorkerError(self._failure)
         if isinstance(error, WorkerError):
             self._failure = str(error)
         else:

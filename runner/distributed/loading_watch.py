@@ -34,7 +34,7 @@ class RankLost(BaseException):
 @contextlib.contextmanager
 def ended_by_loss(
     ranks: Sequence[Child], on_loss: Callable[[Callable[[], bool]], None], stopped_s: float
-) -> Iterator[None]:
+) -> Iterator[threading.Event]:
     """Raise `RankLost` from the block, at whatever point it is, once one of `ranks` ends or sends a message.
 
     The same happens once a rank of this machine has been stopped (by SIGSTOP, for one) for `stopped_s` seconds.
@@ -44,12 +44,14 @@ def ended_by_loss(
     a wait of any length ends. An import is never interrupted, since half a module cannot be imported again; the
     exception comes behind it. Python runs handlers in the main thread only: in others, and where the program has a
     handler for the same signal, nothing is raised, and the load has to look at the ranks itself.
+
+    Yields what says that the block has ended. Whoever sets it inside the block gets no exception from then on.
     """
     is_free = signal.getsignal(SIGNAL) in (signal.SIG_DFL, signal.SIG_IGN)
-    if threading.current_thread() is not threading.main_thread() or not is_free:
-        yield
-        return
     ended = threading.Event()
+    if threading.current_thread() is not threading.main_thread() or not is_free:
+        yield ended
+        return
     is_raised = False
 
     def handle(number: int, frame: FrameType | None) -> None:
@@ -69,7 +71,7 @@ def ended_by_loss(
     before = signal.signal(SIGNAL, handle)
     try:
         thread.start()
-        yield
+        yield ended
     finally:
         ended.set()  # from here on the handler raises nothing
         os.close(stop_writer)

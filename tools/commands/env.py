@@ -14,10 +14,10 @@ from piecegraph.tools.command_line.options import CONTEXT, Command
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--debug", is_flag=True, help="Show tracebacks.")
 def command(as_json: bool, debug: bool) -> None:
-    """Show versions, devices, compilers and folders for a bug report, and measured rates of the CPU.
+    """Show versions, devices, compilers and folders for a bug report.
 
-    The rates are of this moment: other programs take their share. Decoding cannot be faster than the bytes of a
-    model's weights over the rate at which memory is read.
+    It measures rates of the CPU, too, which are of this moment: other programs take their share. Decoding cannot be
+    faster than the bytes of a model's weights over the rate at which memory is read.
     """
     facts = machine_facts()
     if "torch_problem" not in facts:

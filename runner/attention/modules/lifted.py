@@ -74,7 +74,9 @@ def _attend(
     The first dim may be absent, as in torch. Query heads share keys, whether `enable_gqa` says so or not: torch refuses
     a call that should say so and does not.
     """
-    others = {"keys of no token": True} if query.shape[-2] != key.shape[-2] else {}  # refused, as what is not known
+    others: dict[str, Any] = (
+        {"keys of no token": True} if query.shape[-2] != key.shape[-2] else {}
+    )  # refused, as what is not known
     has_batch = query.dim() == 4
     if not has_batch:
         query, key, value = (each.unsqueeze(0) for each in (query, key, value))

@@ -117,7 +117,8 @@ def test_only_storages_that_a_reload_fills_are_dropped() -> None:
 def test_weights_cannot_be_reloaded_asleep_or_lost_by_sleep(folder: Path) -> None:
     """Level 2 reads the model's own files at the wake-up, so others would be gone without a word."""
     with load(folder) as llm:
-        own, before = dict(llm._loaded.model.model.state_dict()), answers(llm)
+        loaded: Any = llm._loaded
+        own, before = dict(loaded.model.model.state_dict()), answers(llm)
         others = {name: torch.roll(value, 1, 0) for name, value in own.items()}
         for level in (1, 2):
             llm.sleep(level)
