@@ -259,7 +259,7 @@ def _written(model: object) -> Mapping[str, Any]:
         return {}
     try:
         found = json.loads(Path(model).expanduser().joinpath("config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+    except (OSError, ValueError, RecursionError, RuntimeError):  # the last: `~name` of no user
         return {}
     return found if isinstance(found, dict) else {}
 

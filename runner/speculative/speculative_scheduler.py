@@ -20,6 +20,10 @@ REQUEST_KEY = "num_speculative_tokens"
 """The key of `SamplingParams.extra_args` by which a request asks for fewer drafts, 0 for none."""
 
 
+WORTH_READING = 1.5
+"""The tokens that a verification must give a request for a draft model to read on where steps without are measured."""
+
+
 class SpeculativeScheduler(Scheduler):
     """A scheduler whose steps verify drafts, which the device has made at the end of the step before.
 
@@ -103,13 +107,15 @@ class SpeculativeScheduler(Scheduler):
         """Return whether running requests are drafted for.
 
         A draft model has not read what requests wrote while it paused, so it drafts only for those that came later.
+        Where drafts are accepted, steps to be measured let it go on reading, so they take its time, too; where few are,
+        they are a pause like any other, since requests lose little.
         """
         should_draft = policy.drafts(len(self._running))
         self._is_probe = not should_draft and not policy.reason
         if not self._num_slots_ahead:  # no draft model
             return should_draft
-        if self._is_probe:
-            return True  # steps without drafts are measured, and the draft model goes on reading
+        if self._is_probe and policy.tokens_a_verification >= WORTH_READING:
+            return True
         if should_draft and any(request.epoch > self._stop_epoch for request in self._running):
             return True
         self._stop_epoch = self._num_admissions

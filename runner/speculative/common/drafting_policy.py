@@ -50,6 +50,12 @@ class DraftingPolicy:
         """Why batches like the last one are not drafted for; "": they are."""
         return "" if self._last is None else self._last.reason
 
+    @property
+    def tokens_a_verification(self) -> float:
+        """The tokens that the last verifications gave a request, for batches like the last; 1.0 if there is none."""
+        recent = [] if self._last is None else list(self._last.drafted)[-NUM_TRIALS:]
+        return fmean(tokens for _, tokens in recent) if recent else 1.0
+
     def drafts(self, num_reqs: int) -> bool:
         """Return whether a step of `num_reqs` requests that decode should verify drafts."""
         self._last = one = self._by_size.setdefault(num_reqs.bit_length(), _Measured())

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from piecegraph.runner.common.sampling_params import SamplingParams
 from piecegraph.runner.scheduling.kv_cache_manager import KVCacheManager
 from piecegraph.runner.scheduling.request import Request
@@ -178,3 +180,20 @@ def test_steps_that_are_slower_with_drafts_stop_drafting() -> None:
     assert str(stats).endswith(
         f"; {stats.num_stopped_steps} steps without drafts, which are faster: {stats.stop_reason}"
     )
+
+
+@pytest.mark.parametrize(("num_tokens", "stops"), [(1, True), (2, False)])
+def test_a_draft_model_whose_passes_cost_the_most_is_stopped(num_tokens: int, stops: bool) -> None:
+    """What is measured is a step without its passes, unless its drafts are accepted; then it reads on."""
+    now = [0.0]
+    subject = scheduler(num_blocks=100, stops_when_slower=True, num_slots_ahead=MAX_DRAFTS, clock=lambda: now[0])
+    decoding(subject, request("a", max_tokens=300))
+    num_drafted = []
+    for _ in range(100):
+        output = subject.schedule()
+        num_drafted.append(sum(output.num_drafts.values()))
+        now[0] += (0.0022 if output.num_drafts else 0.002) + (0.006 if output.drafts_next else 0.0)
+        complete(subject, output, num_tokens)
+    assert num_drafted[0] == MAX_DRAFTS and (not any(num_drafted[80:])) is stops
+    assert subject.stats.speculation is not None
+    assert bool(subject.stats.speculation.stop_reason) is stops
