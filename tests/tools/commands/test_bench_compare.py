@@ -31,7 +31,7 @@ def test_one_table_with_a_peer_and_one_that_fails(tmp_path: Path, capsys: pytest
     command = ["bench", "compare", str(tmp_path), "--peer", peer, "--json", *FLAGS, "--", sys.executable, "gone.py"]
     assert main(command) == 0
     record = json.loads(capsys.readouterr().out)
-    assert set(record) == {"model", "job", "rows", "failures", "runs", "environment"}
+    assert set(record) == {"model", "job", "rows", "failures", "runs", "agreements", "environment"}
     assert [run["name"] for run in record["runs"]] == [OURS, "slow", "gone"]
     assert record["runs"][1]["record"]["model"] == str(tmp_path)
     (failure,) = record["failures"]
