@@ -142,7 +142,7 @@ class EngineConfig:
     """"full": everything is compiled and captured before the engine is ready. "fast": the engine serves meanwhile, with
     pieces that run as their graphs until they are compiled."""
     enable_sleep_mode: bool = False
-    """Whether weights and KV cache of a GPU lie in memory that `LLM.sleep` can give back; a CPU's always do."""
+    """True puts weights and KV cache of a GPU into memory that `LLM.sleep` can give back; a CPU's always lie in such."""
     strict: bool = False
     """Whether a batch that cannot run under the requested mode, or a pass that fails (`CompileConfig.strict`), is an
     error. A batch with `prompt_logprobs`, which no graph can return, still runs without graphs and is counted."""
@@ -355,7 +355,7 @@ class EngineConfig:
 
     @property
     def shares_experts(self) -> bool:
-        """Whether several engines share experts, and so run each step together."""
+        """Return whether several engines share experts, and so run each step together."""
         return self.enable_expert_parallel and self.data_parallel_size > 1
 
     @property

@@ -94,7 +94,7 @@ class EngineProcesses:
         lifeline, self._lifeline = os.pipe()
         self._end = weakref.finalize(self, _end_engines, self._children, self._threads, self._outboxes, self._lifeline)
         self.in_lockstep = config.shares_experts
-        """Whether all engines run each step together, because they share experts."""
+        """Return whether all engines run each step together, because they share experts."""
         store = str(private_folder("engines") / "store") if self.in_lockstep else None
         try:
             for number in range(self.num_engines):

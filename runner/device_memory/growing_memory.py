@@ -97,7 +97,7 @@ class GrowingMemory:
 
     @property
     def is_mapped(self) -> bool:
-        """Whether the tensors have memory: `unmap` was not called, or `map_again` after it."""
+        """Return whether the tensors have memory: `unmap` was not called, or `map_again` was called after it."""
         return not self._unmapped
 
     def unmap(self) -> int:

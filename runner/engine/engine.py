@@ -164,7 +164,7 @@ class Engine:
 
     @property
     def num_forced_tokens(self) -> int:
-        """Those of `num_output_tokens` that grammars have forced, so that no step has drawn them."""
+        """The number of `num_output_tokens` that grammars have forced, so that no step has drawn them."""
         return self._num_forced_tokens
 
     @property

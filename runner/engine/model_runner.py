@@ -54,7 +54,7 @@ class ModelRunner:
     """
 
     agree: Agree | None = None
-    """By which engines that step together agree on each batch; None: this engine steps alone."""
+    """The agreement by which engines that step together decide on each batch; None: this engine steps alone."""
 
     def __init__(
         self,

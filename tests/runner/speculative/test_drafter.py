@@ -193,7 +193,7 @@ def test_the_embedded_model_drafts_for_itself_and_half_of_it_for_it(tmp_path: Pa
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     first_half = save_first_layers(model, model.config.num_hidden_layers // 2, tmp_path, folder)
     prompts = ["The capital of France is", "Repeat after me: one two three, one two three,", "def add(a, b):\n    "]
-    params = SamplingParams(temperature=0.0, max_tokens=20)
+    params = SamplingParams(temperature=0.0, max_tokens=32)
     options: dict[str, Any] = {"compiler": "eager", "max_model_len": 256, "max_num_seqs": 4, "dtype": "float32"}
     with LLM(folder, **options) as llm:
         plain = [list(one.outputs[0].token_ids) for one in llm.generate(prompts, params, use_tqdm=False)]
@@ -203,4 +203,4 @@ def test_the_embedded_model_drafts_for_itself_and_half_of_it_for_it(tmp_path: Pa
             stats = speculation(llm)
         assert found == plain
         if draft == folder:
-            assert stats.num_wasted_tokens <= NUM_DRAFTS and stats.num_accepted_tokens > 24, stats
+            assert stats.num_wasted_tokens <= NUM_DRAFTS and stats.num_accepted_tokens > 40, stats

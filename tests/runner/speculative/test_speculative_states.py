@@ -142,6 +142,6 @@ def assert_drafts_were_seen(engine: EngineUnderTest) -> None:
     stats = engine.llm.engine.stats.speculation
     assert stats is not None and stats.num_draft_tokens > 100
     step: Any = engine.llm.runner.step
-    assert stats.num_accepted_tokens > 0 or step.config.method == "mtp"
+    assert stats.num_accepted_tokens > 0 or (step.config.method == "mtp" and stats.num_draft_tokens < 2_000)
     if engine.llm.notes and any("half" in note for note in engine.llm.notes):
         assert stats.num_accepted_tokens < stats.num_draft_tokens
