@@ -142,7 +142,7 @@ class EngineConfig:
     """"full": everything is compiled and captured before the engine is ready. "fast": the engine serves meanwhile, with
     pieces that run as their graphs until they are compiled."""
     enable_sleep_mode: bool = False
-    """True puts weights and KV cache of a GPU into memory that `LLM.sleep` can give back; a CPU's always lie in such."""
+    """True puts weights and KV cache of a GPU into memory that `LLM.sleep` can give back; on a CPU they always are."""
     strict: bool = False
     """Whether a batch that cannot run under the requested mode, or a pass that fails (`CompileConfig.strict`), is an
     error. A batch with `prompt_logprobs`, which no graph can return, still runs without graphs and is counted."""
