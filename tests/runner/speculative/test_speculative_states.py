@@ -18,6 +18,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from transformers import PreTrainedModel
 
 from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
+from piecegraph.runner.common.sampling_params import SamplingParams
 from piecegraph.runner.scheduling.scheduler_output import ScheduledRequest, SchedulerOutput
 from tests.runner.engine.test_engine_states import (
     MODES,
@@ -125,6 +126,7 @@ def test_every_order_of_events_gives_the_right_outputs(
         ),
     )
     assert engine.num_steps >= min_steps
+    answer_repeated_texts(engine)
     assert_drafts_were_seen(engine)
 
 
@@ -135,6 +137,15 @@ def test_a_long_life(engine_and_modes: tuple[EngineUnderTest, Sequence[CUDAGraph
     run_randomly(engine, num_steps=engine.num_steps + NUM_STEPS, seed=5)
     assert_much_was_seen(engine, NUM_STEPS, modes)
     assert_drafts_were_seen(engine)
+
+
+def answer_repeated_texts(engine: EngineUnderTest) -> None:
+    """Answer greedy prompts that repeat themselves: what requests without a seed draw may leave few drafts."""
+    engine.start_over()
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logit_bias={50: 30.0})
+    for first in range(3, 33):
+        engine.add(Ask(prompt=(first, 50, 50, 50, 50), params=params))
+    engine.settle()
 
 
 def assert_drafts_were_seen(engine: EngineUnderTest) -> None:
