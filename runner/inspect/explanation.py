@@ -57,7 +57,8 @@ from piecegraph.runner.speculative.common.fitting_draft import (
 )
 from piecegraph.runner.speculative.heads.head_config import HeadConfig, is_head, naming_the_head, with_head
 from piecegraph.runner.speculative.heads.load_head import head_on_meta
-from piecegraph.runner.state_layers.layer import StateLayer, state_layers
+from piecegraph.runner.state_layers.layer import StateLayer, library_notes, state_layers, with_libraries
+from piecegraph.runner.state_layers.libraries.installed import installed
 from piecegraph.runner.tensor_parallel.expert_ranks import expert_ranks
 from piecegraph.runner.tensor_parallel.summary import RanksSummary, ranks_summary
 from piecegraph.runner.traffic.kept import kept_key, read_kept
@@ -253,7 +254,13 @@ def _explain_loaded(
         drafting="" if config.is_draft else str(config.speculative or ""),
         verification=verification,
         draft=drafting,
-        notes=(*notes, *layout.notes, *dispatch_notes, *_trace_notes(traced.report)),
+        notes=(
+            *notes,
+            *layout.notes,
+            *library_notes(traced.state_layers),
+            *dispatch_notes,
+            *_trace_notes(traced.report),
+        ),
         num_engines=config.data_parallel_size,
         ranks=None if loaded.rank_plan is None else ranks_summary(loaded.model, loaded.rank_plan),
         stages=_stages(config, loaded),
@@ -384,7 +391,11 @@ def _trace(
 
     def decide(calls: tuple[SplitCall, ...]) -> None:
         layers = attention_layers(calls, keeps_fp8=config.keeps_fp8)
-        with_states = state_layers(calls, rollback=num_rollback(config))
+        with_states = with_libraries(
+            state_layers(calls, rollback=num_rollback(config)),
+            device.type,
+            lambda: installed(imports=not is_assumed),
+        )
         check_layers(layers, loaded.config, with_states, max_model_len=max_model_len)
         refuse_states(config, with_states)
         fitted = config

@@ -17,7 +17,8 @@ from piecegraph.runner.models.support import check_layers
 from piecegraph.runner.sampling.batch_sampler import Sampler
 from piecegraph.runner.speculative.common.fitting_draft import num_rollback, refuse_states
 from piecegraph.runner.startup.step_kernels import NUM_TOKENS, SplitOpsModel, launch_step_kernels
-from piecegraph.runner.state_layers.layer import StateLayer, state_layers
+from piecegraph.runner.state_layers.layer import StateLayer, state_layers, with_libraries
+from piecegraph.runner.state_layers.libraries.installed import installed
 from piecegraph.runner.step.model_step import build_step, needs_host_batches
 
 AllLayers = Callable[[tuple[AttentionLayer, ...]], tuple[AttentionLayer, ...]]
@@ -51,7 +52,7 @@ def decide_for(
     """
     layers, with_states = (
         attention_layers(calls, keeps_fp8=config.keeps_fp8),
-        state_layers(calls, rollback=num_rollback(config)),
+        with_libraries(state_layers(calls, rollback=num_rollback(config)), loaded.device.type, installed),
     )
     laid_out = layers if all_layers is None else all_layers(layers)
     check_layers(laid_out, loaded.config, with_states, max_model_len=max_model_len)

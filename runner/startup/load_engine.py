@@ -89,6 +89,7 @@ from piecegraph.runner.startup.draft import (
 from piecegraph.runner.startup.head import CompiledHead, compile_head, make_head_drafter
 from piecegraph.runner.startup.profile import measure_step
 from piecegraph.runner.startup.rank_device import rank_device
+from piecegraph.runner.state_layers.layer import library_notes
 from piecegraph.runner.step.model_step import ModelStep, build_step
 from piecegraph.runner.step.prompt_embeds import EmbedsForward, embedding_size, embeds_forward
 from piecegraph.runner.tensor_parallel.expert_ranks import expert_ranks
@@ -523,6 +524,7 @@ def _notes(
         *(f"attention_backend: {reason}" for reason in model.attention.reasons if model.attention.is_fallback),
         *(f"cudagraph_mode: {reason}" for reason in model.plan.resolved.reasons),
         *model.layout.notes,
+        *(library_notes(model.state_layers) if loaded.device.type == "cuda" else ()),
         *(draft.notes if draft is not None else ()),
         *([f"weights were loaded before anything was compiled: {weights_first}"] if weights_first else ()),
         *static_sizes_note(config),

@@ -7,12 +7,13 @@ cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from piecegraph.runner.attention.interface.cache_spec import CacheTensor
+from piecegraph.runner.state_layers.libraries.choice import Rule, ScanKind
 
 LINEAR_ATTENTION_OP = "piecegraph::linear_attention"
 MAMBA_MIXER_OP = "piecegraph::mamba_mixer"
@@ -70,3 +71,16 @@ STATE_OPS: Mapping[str, Callable[..., tuple[CacheTensor, ...]]] = {
     SHORT_CONV_OP: short_conv_states,
 }
 """By op, the function from the arguments of a call (a `TensorSpec` for each tensor) to what the layer keeps."""
+
+
+def scan_kind(op: str, args: Sequence[Any]) -> ScanKind | None:
+    """Return what a call of an op computes besides its convolution (a `TensorSpec` for each tensor), or None."""
+    if op == LINEAR_ATTENTION_OP:
+        mixed, decay, head_k_dim = args[0], args[1], args[7]
+        rule = Rule.DELTA_BY_CHANNEL if len(decay.shape) == 3 else Rule.DELTA
+        return ScanKind(rule=rule, dtype=mixed.dtype, key_dim=head_k_dim)
+    if op == MAMBA_MIXER_OP:
+        mixed, rates, state_size = args[0], args[2], args[8]
+        rule = Rule.MAMBA if len(rates.shape) == 2 else Rule.MAMBA2
+        return ScanKind(rule=rule, dtype=mixed.dtype, key_dim=state_size)
+    return None

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from piecegraph.compiler.splitting.plan import SplitCall, TensorSpec
 from piecegraph.errors import UnsupportedModel
 from piecegraph.runner.attention.interface.cache_spec import CacheSpec, CacheTensor
 from piecegraph.runner.scheduling.kv_cache_group import CacheKind
-from piecegraph.runner.state_layers.calls import STATE_OPS
+from piecegraph.runner.state_layers.calls import STATE_OPS, scan_kind
+from piecegraph.runner.state_layers.libraries.choice import Installed, LibraryChoice, ScanKind, choose_library
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +21,8 @@ class StateLayer:
     op: str  # one of `STATE_OPS`
     states: tuple[CacheTensor, ...]
     rollback: int = 0  # tokens by which the state can be taken back
+    scan: ScanKind | None = None  # None: a convolution alone
+    prompts: LibraryChoice | None = None  # what computes prompts, once it is chosen (`with_libraries`)
 
     @property
     def cache_spec(self) -> CacheSpec:
@@ -46,8 +49,35 @@ def state_layers(calls: Sequence[SplitCall], *, rollback: int = 0) -> tuple[Stat
                 "cannot run here."
             )
         states = STATE_OPS[call.op](*_specs(call))
-        layers[name] = StateLayer(name=name, op=call.op, states=states, rollback=rollback)
+        scan = scan_kind(call.op, call.args)
+        layers[name] = StateLayer(name=name, op=call.op, states=states, rollback=rollback, scan=scan)
     return tuple(layers.values())
+
+
+def with_libraries(
+    layers: Sequence[StateLayer], device_type: str, installed: Callable[[], Installed]
+) -> tuple[StateLayer, ...]:
+    """Return the layers with the choice of what computes their prompts on a device of that type.
+
+    `installed` is asked for the libraries if the device could run one.
+    """
+    found = installed() if device_type == "cuda" and any(layer.scan is not None for layer in layers) else {}
+    return tuple(
+        [
+            layer if layer.scan is None else replace(layer, prompts=choose_library(layer.scan, device_type, found))
+            for layer in layers
+        ]
+    )
+
+
+def library_notes(layers: Sequence[StateLayer]) -> tuple[str, ...]:
+    """Return a sentence for each rule of the layers' scans about what computes prompts."""
+    notes = [
+        f"prompts: {layer.scan.rule.value} runs {layer.prompts.reason}"
+        for layer in layers
+        if layer.scan is not None and layer.prompts is not None
+    ]
+    return tuple(dict.fromkeys(notes))
 
 
 def _specs(call: SplitCall) -> tuple[object, ...]:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
 from typing import NamedTuple
 
 import torch
 
 from piecegraph.runner.attention.interface.metadata import PAD_SLOT_ID, AttentionMetadata, HostBatch
 from piecegraph.runner.device_memory.host_memory.host_copy import to_device
+from piecegraph.runner.state_layers.libraries.adapters import Adapter
+from piecegraph.runner.state_layers.libraries.segments import RaggedRows, Segment, independent, ragged_rows
 from piecegraph.runner.state_layers.recent_states import DecodingRows, place_of
 
 NO_STATE = -1
@@ -24,16 +27,49 @@ class StateSequence:
     read: int  # the block of the state after the token before; NO_STATE: there is no such token
     segments: tuple[tuple[int, int], ...]  # the row after each segment, and the block for the state there
 
+    def parts(self) -> tuple[Segment, ...]:
+        """Return the segments, each of which but the first begins with the state that the one before leaves."""
+        starts = [self.start, *[end for end, _ in self.segments]]
+        reads = [self.read, *[write for _, write in self.segments]]
+        return tuple([Segment(starts[i], end, reads[i], write) for i, (end, write) in enumerate(self.segments)])
+
+
+@dataclass(frozen=True, slots=True)
+class StateBlocks:
+    """The blocks of the states with which several texts begin, and of those that they leave."""
+
+    reads: torch.Tensor  # [num_texts] int64, 0 where there is no state
+    is_fresh: torch.Tensor | None  # [num_texts] bool, True where there is no state; None: there are all
+    writes: torch.Tensor  # [num written] int64
+    written: torch.Tensor | None  # [num written] int64, the texts whose state is kept; None: all
+
+    def load(self, cache: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the states `[num_texts, ...]` of each of a layer's tensors; where there is none, zeros."""
+        states = [kept[self.reads] for kept in cache]
+        if self.is_fresh is None:
+            return states
+        return [torch.where(self.is_fresh.view(-1, *[1] * (state.dim() - 1)), 0, state) for state in states]
+
+    def store(self, cache: Sequence[torch.Tensor], states: Sequence[torch.Tensor]) -> None:
+        """Write the states `[num_texts, ...]` to their blocks."""
+        for kept, state in zip(cache, states, strict=True):
+            kept[self.writes] = (state if self.written is None else state[self.written]).to(kept.dtype)
+
 
 @dataclass(frozen=True, slots=True)
 class StateDecodes:
     """The requests with one token each."""
 
     rows: torch.Tensor  # [num_reqs] int64
-    reads: torch.Tensor  # [num_reqs] int64, 0 where there is no state
-    is_fresh: torch.Tensor | None  # [num_reqs] bool, True where there is no state; None: there are all
-    writes: torch.Tensor  # [num written] int64
-    written: torch.Tensor | None  # [num written] int64, the requests whose state is kept; None: all
+    blocks: StateBlocks
+
+
+@dataclass(frozen=True, slots=True)
+class StateBatch:
+    """Segments of sequences that a library computes in one call."""
+
+    ragged: RaggedRows
+    blocks: StateBlocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +94,7 @@ class StatePlan:
     """
 
     sequences: tuple[StateSequence, ...]
+    batches: tuple[StateBatch, ...]  # the same, for layers that a library computes; empty if there are none
     decodes: StateDecodes | None  # None: there are none
     rounds: tuple[StateRound, ...]  # the first, second, ... tokens of decoding requests; empty without drafts
     num_rows: int  # of requests; those after are padding
@@ -71,6 +108,7 @@ class StateMetadata(AttentionMetadata):
     pages_per_block: int
     decoding: DecodingRows | None  # None: no state can be taken back
     planned: StatePlan | None  # None: the tensors, which a graph refills, are read when a layer runs
+    adapters: Mapping[str, Adapter] = field(default_factory=dict)  # by the name of a layer that a library computes
 
     def plan(self) -> StatePlan:
         """Return the plan of the batch. Waits for the device unless the host has made it."""
@@ -96,6 +134,7 @@ class StateMetadataBuilder:
     pages_per_block: int
     device: torch.device
     decoding: DecodingRows | None = None  # None: no state can be taken back
+    adapters: Mapping[str, Adapter] = field(default_factory=dict)  # by the name of a layer that a library computes
 
     def build(self, common: AttentionMetadata) -> StateMetadata:
         """Plan the step on the host, if the host knows the batch: nothing waits for the device."""
@@ -112,6 +151,7 @@ class StateMetadataBuilder:
                 device=self.device,
                 decoding=self.decoding,
                 host=host,
+                has_batches=bool(self.adapters),
             )
         return self._metadata(common, planned)
 
@@ -129,6 +169,7 @@ class StateMetadataBuilder:
             pages_per_block=self.pages_per_block,
             decoding=self.decoding,
             planned=planned,
+            adapters=self.adapters,
         )
 
 
@@ -143,10 +184,12 @@ def state_plan(
     device: torch.device,
     decoding: DecodingRows | None = None,
     host: HostBatch | None = None,
+    has_batches: bool = False,
 ) -> StatePlan:
     """Return the plan of a batch. A request whose tokens are cached nowhere begins without a state and leaves none.
 
     `decoding`: the requests that decode, if their states can be taken back; read from `host` if it is given.
+    `has_batches`: sequences are planned for libraries, too.
     """
     sequences: list[StateSequence] = []
     decodes: list[tuple[int, int, int]] = []  # row, read, write
@@ -177,6 +220,7 @@ def state_plan(
             sequences.append(sequence)
     return StatePlan(
         sequences=tuple(sequences),
+        batches=_batches(sequences, device) if has_batches else (),
         decodes=_decodes(decodes, device) if decodes else None,
         rounds=tuple([_round(tokens, device) for tokens in rounds]),
         num_rows=query_start_loc[len(seq_lens)],
@@ -200,10 +244,26 @@ def _sequence(start: int, num_computed: int, seq_len: int, blocks: Sequence[int]
 
 def _decodes(decodes: Sequence[tuple[int, int, int]], device: torch.device) -> StateDecodes:
     rows, reads, writes = zip(*decodes, strict=True)
+    return StateDecodes(rows=to_device(rows, torch.int64, device), blocks=_blocks(reads, writes, device))
+
+
+def _batches(sequences: Sequence[StateSequence], device: torch.device) -> tuple[StateBatch, ...]:
+    segments = tuple(chain.from_iterable([sequence.parts() for sequence in sequences]))
+    return tuple(
+        [
+            StateBatch(
+                ragged=ragged_rows(batch, device),
+                blocks=_blocks([each.read for each in batch], [each.write for each in batch], device),
+            )
+            for batch in independent(segments)
+        ]
+    )
+
+
+def _blocks(reads: Sequence[int], writes: Sequence[int], device: torch.device) -> StateBlocks:
     is_fresh = [read == NO_STATE for read in reads]
     written = [place for place, write in enumerate(writes) if write != NO_STATE]
-    return StateDecodes(
-        rows=to_device(rows, torch.int64, device),
+    return StateBlocks(
         reads=to_device([max(read, 0) for read in reads], torch.int64, device),
         is_fresh=to_device(is_fresh, torch.bool, device) if any(is_fresh) else None,
         writes=to_device([writes[place] for place in written], torch.int64, device),

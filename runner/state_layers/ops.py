@@ -1,12 +1,15 @@
 """The ops of layers with states, at which a model's graph is split as it is at attention.
 
-Each runs plain torch on any device: sequences one after the other, single tokens together. They are defined through
-`torch.library.Library` and called as `.default`, like attention (`runner/attention/interface/op.py`).
+Each runs plain torch on any device: sequences one after the other, single tokens together. Where a library computes a
+layer's sequences (`libraries`), it runs the parts of them that do not wait for each other in one call. They are defined
+through `torch.library.Library` and called as `.default`, like attention (`runner/attention/interface/op.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,13 +27,67 @@ from piecegraph.runner.state_layers.calls import (
 )
 from piecegraph.runner.state_layers.causal_conv import causal_conv
 from piecegraph.runner.state_layers.delta_rule import gated_delta_rule
-from piecegraph.runner.state_layers.metadata import NO_STATE, StateMetadata, StateRound
+from piecegraph.runner.state_layers.libraries.adapters import Adapter, FlashLinearAttention, MambaSsm
+from piecegraph.runner.state_layers.libraries.segments import RaggedRows
+from piecegraph.runner.state_layers.metadata import NO_STATE, StateMetadata, StateRound, StateSequence
 from piecegraph.runner.state_layers.selective_scan import selective_scan
 
 States = Sequence[torch.Tensor]
-Scan = Callable[[Sequence[torch.Tensor], States], tuple[torch.Tensor, States]]
-"""A function from inputs `[batch, num_tokens, ...]` and the states before them, `[batch, ...]` each, to the result of
-the inputs' batch and tokens and the states after them."""
+
+Convolve = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""A function from `[batch, num_tokens, channels]` and the windows before them to their convolution, and the windows
+after them."""
+
+Recur = Callable[[Sequence[torch.Tensor], torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""A function from inputs `[batch, num_tokens, ...]` and the states before them to the result of their batch and tokens,
+and the states after them, `[batch, ...]`."""
+
+RaggedRecur = Callable[[Sequence[torch.Tensor], torch.Tensor, RaggedRows], tuple[torch.Tensor, torch.Tensor]]
+"""The same for segments one after the other: inputs and result are `[1, num_rows, ...]`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scan:
+    """What a layer computes: a convolution of its first input, a recurrence over all of them, or both."""
+
+    convolve: Convolve | None
+    recur: Recur | None
+    ragged: RaggedRecur | None = None  # by a library; None: there is none, or no recurrence
+
+    def __call__(self, inputs: Sequence[torch.Tensor], states: States) -> tuple[torch.Tensor, States]:
+        """Return the result for inputs `[batch, num_tokens, ...]` and the states `[batch, ...]` before them, and the
+        states after them."""
+        first, *others = inputs
+        if self.convolve is None:
+            assert self.recur is not None
+            result, state = self.recur(inputs, states[0])
+            return result, (state,)
+        first, window = self.convolve(first, states[0])
+        if self.recur is None:
+            return first, (window,)
+        result, state = self.recur((first, *others), states[1])
+        return result, (window, state)
+
+    def over_segments(
+        self, inputs: Sequence[torch.Tensor], states: States, rows: RaggedRows
+    ) -> tuple[torch.Tensor, States]:
+        """Return the result `[num_rows, ...]` for the segments' rows of inputs `[num_tokens, ...]`, and their states.
+
+        The convolution runs for each segment, and the recurrence for all.
+        """
+        assert self.ragged is not None
+        first, *others = inputs
+        picked = [each[rows.rows].unsqueeze(0) for each in others]
+        if self.convolve is None:
+            result, state = self.ragged((first[rows.rows].unsqueeze(0), *picked), states[0], rows)
+            return result[0], (state,)
+        windows, convolved = [], []
+        for number, (start, end) in enumerate(rows.ranges):
+            x, window = self.convolve(first[start:end].unsqueeze(0), states[0][number : number + 1])
+            convolved.append(x)
+            windows.append(window)
+        result, state = self.ragged((torch.cat(convolved, dim=1), *picked), states[1], rows)
+        return result[0], (torch.cat(windows), state)
 
 
 def run_layer(inputs: Sequence[torch.Tensor], out: torch.Tensor, layer: str, scan: Scan) -> None:
@@ -42,7 +99,30 @@ def run_layer(inputs: Sequence[torch.Tensor], out: torch.Tensor, layer: str, sca
     metadata, cache = context.metadata_of(layer), context.state_caches[layer].tensors
     assert isinstance(metadata, StateMetadata), type(metadata)
     plan = metadata.plan()
-    for sequence in plan.sequences:
+    if scan.ragged is not None and plan.batches:
+        for batch in plan.batches:
+            result, states = scan.over_segments(inputs, batch.blocks.load(cache), batch.ragged)
+            out[batch.ragged.rows] = result.to(out.dtype)
+            batch.blocks.store(cache, states)
+    else:
+        _run_sequences(plan.sequences, inputs, out, scan, cache)
+    decodes = plan.decodes
+    if decodes is not None:
+        states = decodes.blocks.load(cache)
+        result, states = scan([each[decodes.rows].unsqueeze(1) for each in inputs], states)
+        out[decodes.rows] = result[:, 0].to(out.dtype)
+        decodes.blocks.store(cache, states)
+    recent = context.recent_states.get(layer, ())
+    for each in plan.rounds:
+        _run_round(each, inputs, out, scan, cache, recent)
+    out[plan.num_rows :].zero_()
+
+
+def _run_sequences(
+    sequences: Sequence[StateSequence], inputs: Sequence[torch.Tensor], out: torch.Tensor, scan: Scan, cache: States
+) -> None:
+    """Run the requests with several tokens, one after the other."""
+    for sequence in sequences:
         states: States = [
             kept.new_zeros((1, *kept.shape[1:])) if sequence.read == NO_STATE else kept[sequence.read].unsqueeze(0)
             for kept in cache
@@ -55,19 +135,6 @@ def run_layer(inputs: Sequence[torch.Tensor], out: torch.Tensor, layer: str, sca
                 for kept, state in zip(cache, states, strict=True):
                     kept[write] = state[0].to(kept.dtype)
             first = end
-    decodes = plan.decodes
-    if decodes is not None:
-        states = [kept[decodes.reads] for kept in cache]
-        if decodes.is_fresh is not None:
-            states = [torch.where(decodes.is_fresh.view(-1, *[1] * (state.dim() - 1)), 0, state) for state in states]
-        result, states = scan([each[decodes.rows].unsqueeze(1) for each in inputs], states)
-        out[decodes.rows] = result[:, 0].to(out.dtype)
-        for kept, state in zip(cache, states, strict=True):
-            kept[decodes.writes] = (state if decodes.written is None else state[decodes.written]).to(kept.dtype)
-    recent = context.recent_states.get(layer, ())
-    for each in plan.rounds:
-        _run_round(each, inputs, out, scan, cache, recent)
-    out[plan.num_rows :].zero_()
 
 
 def _run_round(
@@ -109,19 +176,27 @@ def _linear_attention(
     num_v_heads, head_v_dim = out.shape[1:]
     key_size = num_k_heads * head_k_dim
 
-    def scan(inputs: Sequence[torch.Tensor], states: States) -> tuple[torch.Tensor, States]:
-        x, decay, beta = inputs
-        window, recurrent = states
-        x, window = causal_conv(x, window, conv_weight, conv_bias, "silu")
+    def split(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         query, key, value = x.split([key_size, key_size, num_v_heads * head_v_dim], dim=-1)
         query, key = (each.unflatten(-1, (num_k_heads, head_k_dim)) for each in (query, key))
         if num_v_heads > num_k_heads:
             query, key = (each.repeat_interleave(num_v_heads // num_k_heads, dim=2) for each in (query, key))
-        value = value.unflatten(-1, (num_v_heads, head_v_dim))
-        result, recurrent = gated_delta_rule(query, key, value, decay, beta, recurrent, scale)
-        return result, (window, recurrent)
+        return query, key, value.unflatten(-1, (num_v_heads, head_v_dim))
 
-    run_layer((mixed, decay, beta), out, layer, scan)
+    def recur(inputs: Sequence[torch.Tensor], state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, decay, beta = inputs
+        return gated_delta_rule(*split(x), decay, beta, state, scale)
+
+    def ragged(
+        inputs: Sequence[torch.Tensor], states: torch.Tensor, rows: RaggedRows
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        x, decay, beta = inputs
+        assert isinstance(adapter, FlashLinearAttention)
+        return adapter.gated_delta_rule(*split(x), decay, beta, states, scale, rows)
+
+    adapter = _adapter(layer)
+    convolve = partial(causal_conv, weight=conv_weight, bias=conv_bias, activation="silu")
+    run_layer((mixed, decay, beta), out, layer, Scan(convolve, recur, None if adapter is None else ragged))
 
 
 def _mamba_mixer(
@@ -145,18 +220,27 @@ def _mamba_mixer(
     num_heads, head_dim = out.shape[1:]
     group_size = num_groups * state_size
 
-    def scan(inputs: Sequence[torch.Tensor], states: States) -> tuple[torch.Tensor, States]:
-        x, dt = inputs
-        windows = []
-        if conv_weight is not None:
-            x, window = causal_conv(x, states[0], conv_weight, conv_bias, "silu")
-            windows.append(window)
+    def split(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         x, B, C = x.split([num_heads * head_dim, group_size, group_size], dim=-1)  # noqa: N806
         B, C = (each.unflatten(-1, (num_groups, state_size)) for each in (B, C))  # noqa: N806
-        result, state = selective_scan(x.unflatten(-1, (num_heads, head_dim)), dt, A, B, C, D, states[-1])
-        return result, (*windows, state)
+        return x.unflatten(-1, (num_heads, head_dim)), B, C
 
-    run_layer((mixed, dt), out, layer, scan)
+    def recur(inputs: Sequence[torch.Tensor], state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, B, C = split(inputs[0])  # noqa: N806
+        return selective_scan(x, inputs[1], A, B, C, D, state)
+
+    def ragged(
+        inputs: Sequence[torch.Tensor], states: torch.Tensor, rows: RaggedRows
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        x, B, C = split(inputs[0])  # noqa: N806
+        assert isinstance(adapter, MambaSsm)
+        return adapter.selective_scan(x, inputs[1], A, B, C, D, states, rows)
+
+    adapter = _adapter(layer)
+    convolve = (
+        None if conv_weight is None else partial(causal_conv, weight=conv_weight, bias=conv_bias, activation="silu")
+    )
+    run_layer((mixed, dt), out, layer, Scan(convolve, recur, None if adapter is None else ragged))
 
 
 def _short_conv(
@@ -172,11 +256,15 @@ def _short_conv(
         decode_kernels.convolve_into(out, x, weight, bias, activation, found)
         return
 
-    def scan(inputs: Sequence[torch.Tensor], states: States) -> tuple[torch.Tensor, States]:
-        result, window = causal_conv(inputs[0], states[0], weight, bias, activation)
-        return result, (window,)
+    convolve = partial(causal_conv, weight=weight, bias=bias, activation=activation)
+    run_layer((x,), out, layer, Scan(convolve, None))
 
-    run_layer((x,), out, layer, scan)
+
+def _adapter(layer: str) -> Adapter | None:
+    """Return the library that computes prompts of a layer in the current step, or None for torch."""
+    metadata = get_forward_context().metadata_of(layer)
+    assert isinstance(metadata, StateMetadata), type(metadata)
+    return metadata.adapters.get(layer)
 
 
 _library = torch.library.Library("piecegraph", "FRAGMENT")

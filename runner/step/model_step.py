@@ -33,6 +33,7 @@ from piecegraph.runner.sampling.batch_sampler import Sampler
 from piecegraph.runner.sampling.gumbel_sample import gumbel_sample
 from piecegraph.runner.scheduling.kv_cache_group import blocks_for
 from piecegraph.runner.state_layers.layer import StateLayer
+from piecegraph.runner.state_layers.libraries.adapters import Adapter, load_adapter
 from piecegraph.runner.state_layers.metadata import StateMetadataBuilder
 from piecegraph.runner.state_layers.recent_states import DecodingRows, RecentStates, allocate_recent_states
 from piecegraph.runner.step.prepare_inputs import prepare_inputs
@@ -246,11 +247,16 @@ def build_step(
         num_groups=num_groups,
         device=device,
     )
+    adapters = {
+        layer.name: load_adapter(layer.prompts.library)
+        for layer in state_layers
+        if layer.prompts is not None and layer.prompts.library is not None
+    }
     decoding = DecodingRows(1 + rollback, buffers.idx_mapping, states.prefill_lens) if rollback else None
     return ModelStep(
         forward=forward,
         impl=backend.impl(),
-        metadata_builder=_metadata_builder(layers, layout, backend, config, block_size, device, decoding),
+        metadata_builder=_metadata_builder(layers, layout, backend, config, block_size, device, decoding, adapters),
         layout=layout,
         kv_caches=kv_caches,
         state_caches=state_caches,
@@ -300,12 +306,13 @@ def _metadata_builder(
     block_size: int,
     device: torch.device,
     decoding: DecodingRows | None,
+    adapters: Mapping[str, Adapter],
 ) -> StepMetadataBuilder:
     """Return the builder of a step's metadata, over kernel blocks of `block_size`."""
     of_attention = backend.metadata_builder(layers, block_size, device, max_num_reqs=config.max_num_seqs)
     if not any(group.is_state for group in layout.groups):
         return StepMetadataBuilder(of_attention)
-    of_states = StateMetadataBuilder(block_size, config.block_size // block_size, device, decoding)
+    of_states = StateMetadataBuilder(block_size, config.block_size // block_size, device, decoding, adapters)
     return StepMetadataBuilder(
         of_attention, tuple(of_states if group.is_state else of_attention for group in layout.groups)
     )

@@ -3,8 +3,8 @@
 Such a module has products, masks and a softmax in its forward, where others call transformers' attention interface. It
 gets a class of ours, whose forward calls our op; its parameters, its submodules and all code around it stay as they
 are. The kind is chosen by structure (submodules, buffers, sizes), never by the model's name, and among classes of
-transformers alone. Of other classes, those that call torch's attention by name are `lifted`. A module that differs from
-every kind stays as it is, so that the model is refused.
+transformers alone. Modules of other classes are lifted (`runner/attention/lifting`). A module that differs from every
+kind stays as it is, so that the model is refused.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import torch
 from torch import nn
 
 from piecegraph.runner.attention.interface.transformers_attention import ATTENTION_IMPLEMENTATION
+from piecegraph.runner.attention.lifting import called
 from piecegraph.runner.attention.modules import (
     by_value,
     clipped,
     differential,
-    lifted,
     local,
     merged,
     rotary_pairs,
@@ -55,7 +55,7 @@ def replace_attention(model: Any, *, pools: bool = False) -> bool:
     """Give each module in `model` that computes attention itself, in a way that is known, the class that calls our op.
 
     Modules of a model that `pools` attend within each text, without a cache. Returns whether there are any. Modules
-    whose class is not one of transformers stay as they are, unless they call torch's attention by name (`lifted`). The
+    whose class is not one of transformers stay as they are, unless they call torch's attention by name (`called`). The
     config of the model names our attention then, so that transformers makes no mask.
     """
     found: dict[nn.Module, type[nn.Module]] = {}
@@ -63,7 +63,7 @@ def replace_attention(model: Any, *, pools: bool = False) -> bool:
         if type(module).__module__.startswith("transformers."):
             kind = next(filter(None, (kind(module) for kind in KINDS)), None)
         else:
-            kind = None if pools else lifted.replacement(module)
+            kind = None if pools else called.replacement(module)
         if kind is not None:
             found[module] = kind
     for module, kind in found.items():

@@ -55,17 +55,18 @@ def test_one_slot_keeps_the_last_state() -> None:
 def test_single_tokens_run_together() -> None:
     """A first token begins without a state; at a boundary, the state goes from one block to the next."""
     decodes = plan([(4, 1), (0, 1), (6, 1)], [[1, 2], [3], [4, 5]]).decodes
-    assert decodes is not None and decodes.is_fresh is not None
-    assert decodes.rows.tolist() == [0, 1, 2] and decodes.is_fresh.tolist() == [False, True, False]
-    assert decodes.reads[[0, 2]].tolist() == [1, 5] and decodes.writes.tolist() == [2, 3, 5]
-    assert decodes.written is None
+    assert decodes is not None and decodes.rows.tolist() == [0, 1, 2]
+    blocks = decodes.blocks
+    assert blocks.is_fresh is not None and blocks.is_fresh.tolist() == [False, True, False]
+    assert blocks.reads[[0, 2]].tolist() == [1, 5] and blocks.writes.tolist() == [2, 3, 5]
+    assert blocks.written is None
 
 
 def test_dummies_leave_nothing_and_padded_requests_have_no_rows() -> None:
     found = plan([(0, 1), (3, 1), (0, 6), (0, 0)], [[9, 9], [4], [9, 9], [0x7F7F7F]], dummies=(0, 2))
     assert found.sequences == (StateSequence(2, NO_STATE, ((8, NO_STATE),)),)
-    assert found.decodes is not None and found.decodes.written is not None
-    assert (found.decodes.writes.tolist(), found.decodes.written.tolist()) == ([4], [1])
+    assert found.decodes is not None and found.decodes.blocks.written is not None
+    assert (found.decodes.blocks.writes.tolist(), found.decodes.blocks.written.tolist()) == ([4], [1])
     assert found.num_rows == 8
 
 

@@ -1,0 +1,84 @@
+"""Parts of several texts that a library computes in one call, none of which needs the state that another leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+import torch
+
+from piecegraph.runner.device_memory.host_memory.host_copy import to_device
+
+CHUNK_SIZE = 64
+"""The tokens of a chunk, in flash-linear-attention."""
+
+
+class Segment(NamedTuple):
+    """Some rows of a step that belong to one text."""
+
+    start: int  # row
+    end: int
+    read: int  # the block of the state before them; negative: there is none
+    write: int  # the block for the state after them; negative: it is kept nowhere
+
+
+def independent(segments: Sequence[Segment]) -> tuple[tuple[Segment, ...], ...]:
+    """Return the segments in batches that run one after the other as if the segments did, in their order.
+
+    A segment comes after those that leave the state with which it begins, and after those that read or write what it
+    overwrites. A batch reads all its states before it writes any.
+    """
+    batches: list[list[Segment]] = []
+    last_read: dict[int, int] = {}  # by block, the batch
+    last_write: dict[int, int] = {}
+    for segment in segments:
+        number = 0
+        if segment.read >= 0:
+            number = last_write.get(segment.read, -1) + 1
+        if segment.write >= 0:
+            number = max(number, last_read.get(segment.write, 0), last_write.get(segment.write, -1) + 1)
+            last_write[segment.write] = number
+        if segment.read >= 0:
+            last_read[segment.read] = max(number, last_read.get(segment.read, 0))
+        if number == len(batches):
+            batches.append([])
+        batches[number].append(segment)
+    return tuple([tuple(batch) for batch in batches])
+
+
+@dataclass(frozen=True, slots=True)
+class RaggedRows:
+    """The rows of a batch of segments, and where each begins among them."""
+
+    ranges: tuple[tuple[int, int], ...]  # of rows of the step
+    rows: torch.Tensor  # [num_rows] int64, those of the step
+    cu_seqlens: torch.Tensor  # [num_segments + 1] int64
+    chunk_indices: torch.Tensor  # [num_chunks, 2] int64: each chunk's segment, and its number there
+    padded: torch.Tensor | None  # [num_segments, longest] int64, rows among these; None: there is one segment
+    is_row: torch.Tensor | None  # [num_segments, longest] bool; where False, `padded` repeats the segment's last row
+    unpadded: torch.Tensor | None  # [num_rows] int64, where each row is in `padded`, flattened
+
+
+def ragged_rows(segments: Sequence[Segment], device: torch.device) -> RaggedRows:
+    """Return the rows of a batch on `device`, without waiting for it."""
+    lens = [segment.end - segment.start for segment in segments]
+    starts = [0, *accumulate(lens)]
+    longest = max(lens)
+
+    def on_device(values: Sequence[int]) -> torch.Tensor:
+        return to_device(values, torch.int64, device)
+
+    chunks = [each for i, n in enumerate(lens) for chunk in range(-(-n // CHUNK_SIZE)) for each in (i, chunk)]
+    places = [min(start + at, end - 1) for start, end in pairwise(starts) for at in range(longest)]
+    is_one = len(segments) == 1
+    return RaggedRows(
+        ranges=tuple([(segment.start, segment.end) for segment in segments]),
+        rows=on_device([row for segment in segments for row in range(segment.start, segment.end)]),
+        cu_seqlens=on_device(starts),
+        chunk_indices=on_device(chunks).view(-1, 2),
+        padded=None if is_one else on_device(places).view(-1, longest),
+        is_row=None if is_one else on_device([at < n for n in lens for at in range(longest)]).bool().view(-1, longest),
+        unpadded=None if is_one else on_device([i * longest + at for i, n in enumerate(lens) for at in range(n)]),
+    )
