@@ -89,7 +89,7 @@ def sections() -> tuple[Section, ...]:
         Section(
             "Methods of `LLM`",
             tuple(vllm.VLLM_METHODS),
-            frozenset(name for name in vars(LLM) if not name.startswith("_")),
+            frozenset(name for name in dir(LLM) if not name.startswith("_")),
             vllm.DIFFERENT_METHODS,
             vllm.UNAVAILABLE_METHODS,
         ),

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from piecegraph.runner.data_parallel.engine_program import EngineFacts, StepNews
     from piecegraph.runner.distributed.child_program import Failure
     from piecegraph.runner.distributed.protocol import Method
-    from piecegraph.runner.startup.load_engine import Loaded
+    from piecegraph.runner.startup.loaded import Loaded
     from piecegraph.runner.tensor_parallel.engine_peers import EnginePeers
     from piecegraph.runner.tensor_parallel.parallel import Parallel
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from piecegraph.runner.distributed.protocol import Executor
     from piecegraph.runner.inspect.selfcheck import SelfcheckReport
     from piecegraph.runner.scheduling.scheduler import SchedulerStats
-    from piecegraph.runner.startup.load_engine import Loaded
+    from piecegraph.runner.startup.loaded import Loaded
 
 HEARTBEAT_S = 1.0
 """How often an engine says that its process runs."""
@@ -223,7 +223,7 @@ def _serve(connection: Connection, number: int) -> None:
 
 def _load(config: EngineConfig, channel: _Channel | None, executor: Executor) -> Loaded:
     """Load the engine; the phases go to `channel`."""
-    from piecegraph.runner.models.load import resolve_device
+    from piecegraph.runner.models.config.device import resolve_device
     from piecegraph.runner.startup.load_engine import load_engine
 
     device = resolve_device(config.device)

@@ -61,7 +61,8 @@ def load_elsewhere(config: EngineConfig, processes: EngineProcesses, on_phase: O
     import torch
 
     from piecegraph.runner.data_parallel.front_door import FrontDoor
-    from piecegraph.runner.models.load import load_config, load_tokenizer
+    from piecegraph.runner.models.config.load_config import load_config
+    from piecegraph.runner.models.config.tokenizer import load_tokenizer
 
     hf_config = load_config(config.source)
     tokenizer = None if config.skip_tokenizer_init else load_tokenizer(config.source, config.tokenizer)

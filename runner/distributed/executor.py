@@ -37,7 +37,7 @@ from piecegraph.runner.distributed.worker import Worker, WorkerJob
 if TYPE_CHECKING:
     from piecegraph.progress import OnPhase, Phase
     from piecegraph.runner.common.engine_config import EngineConfig
-    from piecegraph.runner.startup.load_engine import Loaded
+    from piecegraph.runner.startup.loaded import Loaded
     from piecegraph.runner.tensor_parallel.engine_peers import EnginePeers
     from piecegraph.runner.tensor_parallel.parallel import Parallel
 

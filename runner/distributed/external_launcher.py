@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from piecegraph.progress import OnPhase
     from piecegraph.runner.common.engine_config import EngineConfig
     from piecegraph.runner.distributed.protocol import Method
-    from piecegraph.runner.startup.load_engine import Loaded
+    from piecegraph.runner.startup.loaded import Loaded
     from piecegraph.runner.tensor_parallel.parallel import Parallel
 
 START_COMMAND = (

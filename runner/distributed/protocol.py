@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from piecegraph.progress import OnPhase
-    from piecegraph.runner.startup.load_engine import Loaded
+    from piecegraph.runner.startup.loaded import Loaded
     from piecegraph.runner.tensor_parallel.parallel import Parallel
 
 Method = str | Callable[..., Any]

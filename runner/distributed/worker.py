@@ -12,7 +12,7 @@ from piecegraph.runner.distributed.child_program import run_child
 
 if TYPE_CHECKING:
     from piecegraph.runner.common.engine_config import EngineConfig
-    from piecegraph.runner.startup.load_engine import Loaded
+    from piecegraph.runner.startup.loaded import Loaded
     from piecegraph.runner.tensor_parallel.engine_peers import EnginePeers
 
 

@@ -41,12 +41,15 @@ from piecegraph.runner.inspect.layer_view import LayerView, middle_layer
 from piecegraph.runner.inspect.untraceable import refused_by_module
 from piecegraph.runner.kv_cache.groups import fitting_block_size, kv_cache_layout
 from piecegraph.runner.lora.modules import lora_options
+from piecegraph.runner.models.config.device import resolve_device
+from piecegraph.runner.models.config.dtype import resolve_dtype
+from piecegraph.runner.models.config.length import model_length
+from piecegraph.runner.models.config.load_config import load_config
 from piecegraph.runner.models.first_position import first_position
-from piecegraph.runner.models.layer_rules import apply_layer_rules
-from piecegraph.runner.models.length import model_length
-from piecegraph.runner.models.load import LoadedModel, load_config, load_model, resolve_device, resolve_dtype
+from piecegraph.runner.models.load import LoadedModel, load_model
+from piecegraph.runner.models.mechanisms.layer_rules import apply_layer_rules
+from piecegraph.runner.models.mechanisms.support import check_layers
 from piecegraph.runner.models.rope import fix_longrope
-from piecegraph.runner.models.support import check_layers
 from piecegraph.runner.pipeline_parallel.summary import StageSummary, stages_summary
 from piecegraph.runner.speculative.common.fitting_draft import (
     FittingDraft,

@@ -22,8 +22,8 @@ from piecegraph.runner.attention.modules.alibi import adds_position_bias
 from piecegraph.runner.attention.modules.replace import WITHOUT_INTERFACE, replace_attention
 from piecegraph.runner.common.model_source import ModelSource
 from piecegraph.runner.models.causal_lm import CountedPositions, counts_positions
-from piecegraph.runner.models.quiet_transformers import quiet_transformers
-from piecegraph.runner.models.support import check_class, check_is_causal, has_pluggable_attention
+from piecegraph.runner.models.common.quiet_transformers import quiet_transformers
+from piecegraph.runner.models.mechanisms.support import check_class, check_is_causal, has_pluggable_attention
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

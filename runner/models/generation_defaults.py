@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from piecegraph.errors import ConfigError, RequestError, did_you_mean
 from piecegraph.runner.common.model_source import ModelSource
 from piecegraph.runner.common.sampling_params import SamplingParams
-from piecegraph.runner.models.quiet_transformers import quiet_transformers
+from piecegraph.runner.models.common.quiet_transformers import quiet_transformers
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase

@@ -13,16 +13,13 @@ from piecegraph.progress import OnPhase
 from piecegraph.runner.common.engine_config import EngineConfig
 from piecegraph.runner.common.model_source import ModelSource
 from piecegraph.runner.lora.modules import LoraOptions, lora_options
+from piecegraph.runner.models.config.device import resolve_device
+from piecegraph.runner.models.config.dtype import resolve_dtype
+from piecegraph.runner.models.config.length import model_length
+from piecegraph.runner.models.config.load_config import load_config
 from piecegraph.runner.models.first_position import first_position
-from piecegraph.runner.models.layer_rules import apply_layer_rules
-from piecegraph.runner.models.length import model_length
-from piecegraph.runner.models.load import (
-    LoadedModel,
-    load_config,
-    load_model,
-    resolve_device,
-    resolve_dtype,
-)
+from piecegraph.runner.models.load import LoadedModel, load_model
+from piecegraph.runner.models.mechanisms.layer_rules import apply_layer_rules
 from piecegraph.runner.models.rope import fix_longrope
 from piecegraph.runner.pipeline_parallel.stage import Stage
 from piecegraph.runner.tensor_parallel.expert_ranks import ExpertRanks, expert_ranks

@@ -21,14 +21,12 @@ from piecegraph.runner.common.engine_config import EngineConfig, batched_tokens,
 from piecegraph.runner.cudagraphs.capture_sizes import check_capture_sizes
 from piecegraph.runner.cudagraphs.graph_plan import GraphPlan, plan_graphs
 from piecegraph.runner.models.checkpoint.files import check_weight_files
+from piecegraph.runner.models.config.device import resolve_device
+from piecegraph.runner.models.config.dtype import resolve_dtype
+from piecegraph.runner.models.config.length import model_length
+from piecegraph.runner.models.config.load_config import load_config
+from piecegraph.runner.models.config.tokenizer import load_tokenizer
 from piecegraph.runner.models.first_position import first_position
-from piecegraph.runner.models.length import model_length
-from piecegraph.runner.models.load import (
-    load_config,
-    load_tokenizer,
-    resolve_device,
-    resolve_dtype,
-)
 from piecegraph.runner.pooling.engine import OutputRules, PoolingEngine
 from piecegraph.runner.pooling.head import ClassifierHead, classifier_activation, num_labels
 from piecegraph.runner.pooling.model import (

@@ -15,8 +15,9 @@ from piecegraph.runner.attention.varlen.call import VARLEN_OP, VarlenCall
 from piecegraph.runner.attention.varlen.transformers_varlen import VARLEN_IMPLEMENTATION
 from piecegraph.runner.common.model_source import ModelSource
 from piecegraph.runner.models.causal_lm import CountedPositions, counts_positions
-from piecegraph.runner.models.load import LoadedModel, ModelKind, load_model
-from piecegraph.runner.models.support import causality
+from piecegraph.runner.models.common.model_kind import ModelKind
+from piecegraph.runner.models.load import LoadedModel, load_model
+from piecegraph.runner.models.mechanisms.support import causality
 from piecegraph.runner.pooling.task import PoolingTask
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from piecegraph.runner.startup.reload_weights import reload_weights
 
 if TYPE_CHECKING:
     from piecegraph.runner.attention.interface.kv_cache import LayerCache
-    from piecegraph.runner.startup.load_engine import Loaded
+    from piecegraph.runner.startup.loaded import Loaded
 
 LEVELS = (1, 2)
 

@@ -19,15 +19,16 @@ from piecegraph.errors import CacheError, CompileError, ConfigError, KeyFactorEr
 from piecegraph.progress import OnPhase, timed_phase
 from piecegraph.runner.attention.select import check_backend_name
 from piecegraph.runner.common.engine_config import EngineConfig, batched_tokens, options_on
-from piecegraph.runner.models.length import model_length
-from piecegraph.runner.models.load import LoadedModel, load_config
+from piecegraph.runner.models.config.length import model_length
+from piecegraph.runner.models.config.load_config import load_config
+from piecegraph.runner.models.load import LoadedModel
 from piecegraph.runner.models.without_weights import load_without_weights
 from piecegraph.runner.speculative.common.fitting_draft import naming_the_draft
 from piecegraph.runner.speculative.heads.head_config import naming_the_head, with_head
 from piecegraph.runner.speculative.heads.load_head import head_without_weights
-from piecegraph.runner.startup.decide import Decided, compile_step_kernels, decide_for
-from piecegraph.runner.startup.draft import check_draft
-from piecegraph.runner.startup.step_kernels import compiles_kernels
+from piecegraph.runner.startup.compiling.decide import Decided, compile_step_kernels, decide_for
+from piecegraph.runner.startup.compiling.step_kernels import compiles_kernels
+from piecegraph.runner.startup.drafts.draft import check_draft
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

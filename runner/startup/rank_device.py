@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 
 from piecegraph.errors import ConfigError
-from piecegraph.runner.models.load import resolve_device
+from piecegraph.runner.common.engine_config import EngineConfig
+from piecegraph.runner.models.config.device import resolve_device
+from piecegraph.runner.tensor_parallel.parallel import Parallel
 from piecegraph.runner.tensor_parallel.process_group import RankGroup
 
 
@@ -32,3 +34,16 @@ def rank_device(device: str | torch.device | None, group: RankGroup) -> torch.de
         )
     torch.cuda.set_device(group.local_rank)
     return torch.device("cuda", group.local_rank)
+
+
+def device_of(config: EngineConfig, parallel: Parallel | None) -> torch.device:
+    """Return the device of this process. Raises `ConfigError`."""
+    if parallel is None:
+        return resolve_device(config.device)
+    device = rank_device(config.device, parallel.group)
+    if parallel.stage is not None and device.type != "cpu":
+        raise ConfigError(
+            f"pipeline_parallel_size={config.pipeline_parallel_size} is not yet available on {device.type}; give "
+            "device='cpu', or leave it out."
+        )
+    return device

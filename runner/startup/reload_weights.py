@@ -13,15 +13,16 @@ import torch
 
 from piecegraph.errors import CheckpointError, ConfigError, UsageError, did_you_mean
 from piecegraph.runner.common.model_source import ModelSource
-from piecegraph.runner.models.load import load_config, load_model
-from piecegraph.runner.startup.head import CompiledHead
+from piecegraph.runner.models.config.load_config import load_config
+from piecegraph.runner.models.load import load_model
+from piecegraph.runner.startup.drafts.head import CompiledHead
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
     from piecegraph.compiler.compiled_model import CompiledModel
     from piecegraph.runner.models.load import LoadedModel
-    from piecegraph.runner.startup.load_engine import Loaded
+    from piecegraph.runner.startup.loaded import Loaded
 
 NewWeights = str | Path | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 """A folder, .gguf file or hub id; or tensors under the names of the model's `state_dict`, as a mapping or as pairs."""

@@ -14,7 +14,7 @@ from piecegraph.paths import traffic_folder
 from piecegraph.runner.cudagraphs.measured_dispatcher import MeasuredDispatcher
 from piecegraph.runner.cudagraphs.measured_times import MeasuredTimes
 from piecegraph.runner.inspect.explanation import explain
-from piecegraph.runner.llm import _engine_config
+from piecegraph.runner.offline.arguments import resolve_arguments
 from piecegraph.runner.traffic.kept import add_to_kept, read_all
 from piecegraph.tools.commands.explain import as_lines, as_record
 from piecegraph.tools.report.page import as_page
@@ -47,7 +47,7 @@ def arguments(folder: Path, **options: Any) -> Any:
         "max_num_batched_tokens": 16,
         "max_model_len": 64,
     }
-    return _engine_config({**defaults, **given, **options})
+    return resolve_arguments({**defaults, **given, **options})
 
 
 def test_a_start_measures_each_graph_and_answers_as_before(llama_dir: Path) -> None:

@@ -12,7 +12,7 @@ from piecegraph.errors import OutOfMemory
 from piecegraph.progress import Phase
 from piecegraph.runner.kv_cache.allocation import AllocateCaches, CacheAllocation, CacheSizes, reserve
 from piecegraph.runner.kv_cache.budget import MemoryBudget
-from piecegraph.runner.startup import load_engine
+from piecegraph.runner.startup.memory import kv_caches
 from tests.runner.fake_memory_driver import FakeMemoryDriver
 
 TOTAL_BYTES, USED_BYTES = 4_000_000, 1_000_000
@@ -34,7 +34,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> FakeMemoryDriver:
     def mem_get_info(device: torch.device) -> tuple[int, int]:
         return TOTAL_BYTES - USED_BYTES - driver.used_bytes, TOTAL_BYTES
 
-    monkeypatch.setattr(load_engine, "allocate_given", allocate)
+    monkeypatch.setattr(kv_caches, "allocate_given", allocate)
     monkeypatch.setattr(torch.cuda, "mem_get_info", mem_get_info)
     return driver
 

@@ -19,8 +19,8 @@ from piecegraph import LLM, SamplingParams
 from piecegraph.errors import OutOfMemory, UnsupportedModel
 from piecegraph.runner.attention.interface.layer import attention_layers
 from piecegraph.runner.common.model_source import ModelSource
-from piecegraph.runner.models.load import load_config
-from piecegraph.runner.startup import decide
+from piecegraph.runner.models.config.load_config import load_config
+from piecegraph.runner.startup.compiling import decide
 from tests.runner.architectures import architectures, class_name, save_tiny, tiny_config, tiny_model
 from tests.runner.margin_rule import assert_same_tokens
 from tests.runner.models_page import ANSWERS, PAGE, REFUSED, RUNS, mechanisms, page_of, plain, row_of, rows_of

@@ -18,7 +18,8 @@ from piecegraph.runner.common.engine_config import EngineConfig
 from piecegraph.runner.common.model_source import ModelSource
 from piecegraph.runner.inspect.explanation import explain
 from piecegraph.runner.models.causal_lm import DYNAMIC_DIMS, CausalLMForward, example_inputs
-from piecegraph.runner.models.load import load_config, load_model
+from piecegraph.runner.models.config.load_config import load_config
+from piecegraph.runner.models.load import load_model
 from tests.runner import architectures
 from tests.runner.architectures import save_tiny, tiny_config, tiny_model
 from tests.runner.test_hybrid_models import check, generate, load_hybrid, manager

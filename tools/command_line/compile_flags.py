@@ -40,7 +40,7 @@ def passes_without(dropped: Sequence[str], device_type: str, num_ranks: int = 1)
 
 
 def _device_type(device: Any) -> str:
-    from piecegraph.runner.models.load import resolve_device
+    from piecegraph.runner.models.config.device import resolve_device
 
     return resolve_device(device).type
 

@@ -63,7 +63,7 @@ def passes(
     arguments = bench_arguments(model, values)
     with bench_start(model, quiet=quiet, debug=debug) as begun:
         from piecegraph.passes.pipeline import default_passes
-        from piecegraph.runner.models.load import resolve_device
+        from piecegraph.runner.models.config.device import resolve_device
         from piecegraph.tools.bench.measure.machine import machine_facts
         from piecegraph.tools.bench.passes import Plan, measure_passes, variants
         from piecegraph.tools.command_line.records import as_plain

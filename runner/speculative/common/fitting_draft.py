@@ -15,9 +15,10 @@ from piecegraph.runner.common.engine_config import EngineConfig
 from piecegraph.runner.common.model_source import ModelSource
 from piecegraph.runner.common.speculative_config import head_kind
 from piecegraph.runner.models.checkpoint.files import check_weight_files
+from piecegraph.runner.models.config.length import model_length
+from piecegraph.runner.models.config.load_config import load_config
+from piecegraph.runner.models.config.tokenizer import load_tokenizer
 from piecegraph.runner.models.first_position import first_position
-from piecegraph.runner.models.length import model_length
-from piecegraph.runner.models.load import load_config, load_tokenizer
 from piecegraph.runner.state_layers.layer import StateLayer
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from torch import nn
 from piecegraph.compiler.repeated_layers.find import name_layers
 from piecegraph.errors import CheckpointError
 from piecegraph.runner.common.model_source import ModelSource
+from piecegraph.runner.models.common.quiet_transformers import quiet_transformers
 from piecegraph.runner.models.load import LoadedModel, load_model
-from piecegraph.runner.models.quiet_transformers import quiet_transformers
 from piecegraph.runner.models.without_weights import make_fake
 from piecegraph.runner.speculative.heads.eagle3 import Eagle3Head
 from piecegraph.runner.speculative.heads.head_config import Eagle3Config, HeadConfig, MtpConfig

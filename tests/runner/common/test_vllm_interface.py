@@ -23,7 +23,7 @@ def test_the_page_has_the_table() -> None:
     assert written() == table(), "the table is out of date: run python -m tests.vllm_table"
 
 
-@pytest.mark.parametrize("method", [name for name in vllm.VLLM_METHODS if inspect.isfunction(vars(LLM).get(name))])
+@pytest.mark.parametrize("method", [name for name in vllm.VLLM_METHODS if inspect.isfunction(getattr(LLM, name, None))])
 def test_methods_take_the_same_parameters(method: str) -> None:
     """Parameters are in vLLM's order, so that positional calls mean the same."""
     ours = [name for name in inspect.signature(getattr(LLM, method)).parameters if name not in ("self", "unknown")]

@@ -8,7 +8,7 @@ import torch
 from piecegraph.runner.device_memory import mapped_weights as module_of_weights
 from piecegraph.runner.device_memory.mapped_weights import MappedWeights
 from piecegraph.runner.device_memory.restorable_storages import restorable
-from piecegraph.runner.startup.load_engine import mapped_weights
+from piecegraph.runner.startup.memory.mapped_weights import mapped_weights
 from tests.compiler.building.test_bound_weights import DESCRIPTOR, Model, compiled, graphs_of, x
 from tests.runner.fake_memory_driver import FakeMemoryDriver
 

@@ -25,14 +25,11 @@ from piecegraph.errors import (
 )
 from piecegraph.progress import Phase
 from piecegraph.runner.common.model_source import ModelSource
-from piecegraph.runner.models.load import (
-    LoadedModel,
-    load_config,
-    load_model,
-    load_tokenizer,
-    resolve_device,
-    resolve_dtype,
-)
+from piecegraph.runner.models.config.device import resolve_device
+from piecegraph.runner.models.config.dtype import resolve_dtype
+from piecegraph.runner.models.config.load_config import load_config
+from piecegraph.runner.models.config.tokenizer import load_tokenizer
+from piecegraph.runner.models.load import LoadedModel, load_model
 from tests.runner.tiny_models import llama_config, random_model, save
 
 CPU = torch.device("cpu")

@@ -17,7 +17,8 @@ from piecegraph.errors import ModelNotFound
 from piecegraph.runner.common.engine_config import EngineConfig
 from piecegraph.runner.common.model_source import ModelSource
 from piecegraph.runner.models.causal_lm import DYNAMIC_DIMS, CausalLMForward, example_inputs
-from piecegraph.runner.models.load import LoadedModel, load_config, load_model
+from piecegraph.runner.models.config.load_config import load_config
+from piecegraph.runner.models.load import LoadedModel, load_model
 from piecegraph.runner.models.rope import fix_longrope
 from piecegraph.runner.models.without_weights import load_without_weights
 from tests.runner.tiny_models import FAMILIES, MAX_LEN, llama_config, random_model, save

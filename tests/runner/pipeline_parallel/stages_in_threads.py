@@ -19,8 +19,9 @@ from piecegraph.runner import llm as llm_module
 from piecegraph.runner.common.engine_config import EngineConfig
 from piecegraph.runner.distributed.rank_parallel import rank_parallel
 from piecegraph.runner.distributed.worker import Worker, WorkerJob, follow_rank_0
-from piecegraph.runner.startup import load_engine as load_engine_module
-from piecegraph.runner.startup.load_engine import Loaded, load_engine
+from piecegraph.runner.startup import load_weights as load_weights_module
+from piecegraph.runner.startup.load_engine import load_engine
+from piecegraph.runner.startup.loaded import Loaded
 
 TIMEOUT_S = 120.0
 """A time in which every rank gets a turn, also where many processes share few cores."""
@@ -113,7 +114,7 @@ def llm_of_threads(folder: Path, **options: Any) -> Iterator[LLM]:
         "num_kv_blocks": 48,
         "compile_workers": 0,
     }
-    lock, load_model = threading.Lock(), vars(load_engine_module)["load_model"]
+    lock, load_model = threading.Lock(), vars(load_weights_module)["load_model"]
 
     def one_at_a_time(*args: Any, **kwargs: Any) -> Any:
         with lock:  # transformers changes the process while it loads
@@ -121,7 +122,7 @@ def llm_of_threads(folder: Path, **options: Any) -> Iterator[LLM]:
 
     with (
         patch.object(llm_module, "make_executor", ThreadsExecutor),
-        patch.object(load_engine_module, "load_model", one_at_a_time),
+        patch.object(load_weights_module, "load_model", one_at_a_time),
     ):
         made = LLM(folder, **{**arguments, **options})
     with made:

@@ -15,7 +15,8 @@ from pathlib import Path
 import torch
 
 from piecegraph.runner.common.model_source import ModelSource
-from piecegraph.runner.models.load import LoadedModel, load_config, load_model
+from piecegraph.runner.models.config.load_config import load_config
+from piecegraph.runner.models.load import LoadedModel, load_model
 
 
 def own_bytes() -> int:

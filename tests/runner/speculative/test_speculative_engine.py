@@ -13,7 +13,7 @@ from piecegraph import LLM, RequestOutput, SamplingParams
 from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
 from piecegraph.errors import ConfigError, RequestError
 from piecegraph.runner.sampling.batch_sampler import Sampler, SamplerOutput
-from piecegraph.runner.startup.profile import run_largest_step
+from piecegraph.runner.startup.compiling.profile import run_largest_step
 from tests.runner.byte_tokenizer import byte_tokenizer
 from tests.runner.speculative.drafting_llm import FEW, NUM_DRAFTS, PROMPTS, SIZES, answers, assert_same, drafting
 from tests.runner.test_graphs import load

@@ -109,7 +109,9 @@ def refuse(error: Exception) -> Callable[..., Any]:
 def test_unsupported_layers_are_refused_before_compilation(
     config: EngineConfig, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("piecegraph.runner.startup.decide.check_layers", refuse(UnsupportedModel("no such attention")))
+    monkeypatch.setattr(
+        "piecegraph.runner.startup.compiling.decide.check_layers", refuse(UnsupportedModel("no such attention"))
+    )
     monkeypatch.setattr("piecegraph.compiler.building.inductor_pieces.InductorPieceCompiler.compile", nothing_compiles)
     with pytest.raises(UnsupportedModel, match="no such attention"):
         compile_ahead(replace(config, compile=CompileConfig(compile_workers=0)), store)

@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from piecegraph.runner.models.quiet_transformers import quiet_transformers
+from piecegraph.runner.models.common.quiet_transformers import quiet_transformers
 from piecegraph.runner.tensor_parallel.sharded_checkpoint import rank_model
 from tests.runner.tensor_parallel.test_sharded_modules import cut
 from tests.runner.tiny_models import make_model, save

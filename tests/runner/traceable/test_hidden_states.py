@@ -17,7 +17,8 @@ from piecegraph.compiler.tracing.signature import ExampleCall
 from piecegraph.errors import ConfigError
 from piecegraph.runner.common.model_source import ModelSource
 from piecegraph.runner.models.causal_lm import DYNAMIC_DIMS, CausalLMForward, example_inputs
-from piecegraph.runner.models.load import load_config, load_model
+from piecegraph.runner.models.config.load_config import load_config
+from piecegraph.runner.models.load import load_model
 from piecegraph.runner.traceable.hidden_states import LAST, has_leaving_hidden_states, let_hidden_states_leave
 from tests.runner.tiny_models import llama_config, make_config, random_model, save
 

@@ -11,7 +11,8 @@ import torch
 from piecegraph.compiler.tracing.trace import trace
 from piecegraph.runner.common.model_source import ModelSource
 from piecegraph.runner.models.causal_lm import DYNAMIC_DIMS, CausalLMForward, example_inputs
-from piecegraph.runner.models.load import load_config, load_model
+from piecegraph.runner.models.config.load_config import load_config
+from piecegraph.runner.models.load import load_model
 from piecegraph.runner.traceable.experts import GatedExperts, ZeroExperts
 from piecegraph.runner.traceable.replace import make_traceable
 from piecegraph.runner.traceable.tables import KeepsItsTable, WholeTable

@@ -167,7 +167,7 @@ def measure_starts(
     from piecegraph.runner.common.engine_config import EngineConfig, batched_tokens
     from piecegraph.runner.common.model_source import ModelSource
     from piecegraph.runner.cudagraphs.capture_sizes import default_capture_sizes
-    from piecegraph.runner.models.load import resolve_device
+    from piecegraph.runner.models.config.device import resolve_device
 
     started = {"compiler": "inductor", **arguments, "skip_tokenizer_init": True, "max_model_len": plan.longest}
     total = len(plan.depths) + len(plan.capture_counts)

@@ -144,7 +144,7 @@ def command(model: str | None, as_json: bool, shows_all: bool, **values: Any) ->
 def _config_of(folder: str | Path) -> PretrainedConfig:
     """Return the config of a model; "" is the embedded one."""
     from piecegraph.runner.common.model_source import ModelSource
+    from piecegraph.runner.models.config.load_config import load_config
     from piecegraph.runner.models.embedded_model import embedded_model_dir
-    from piecegraph.runner.models.load import load_config
 
     return load_config(ModelSource(model=str(folder or embedded_model_dir())))

@@ -17,7 +17,7 @@ from piecegraph.compiler.tracing.traced_sources import find_changed_module
 from piecegraph.progress import OnPhase
 from piecegraph.runner.common.engine_config import EngineConfig, options_on
 from piecegraph.runner.models.causal_lm import DYNAMIC_DIMS, CausalLMForward, example_inputs
-from piecegraph.runner.models.load import load_config
+from piecegraph.runner.models.config.load_config import load_config
 from piecegraph.runner.models.without_weights import load_without_weights
 from piecegraph.runner.speculative.heads.head_config import with_head
 

@@ -153,5 +153,5 @@ def hashes_in(order: str) -> list[str]:
 @pytest.mark.slow
 def test_where_there_is_no_triton_the_runner_imports_all_the_same() -> None:
     """The runner imports on a machine without Triton, which only a launch needs."""
-    lines = ("import sys", "sys.modules['triton'] = None", "import piecegraph.runner.startup.compile_model")
+    lines = ("import sys", "sys.modules['triton'] = None", "import piecegraph.runner.startup.compiling.compile_model")
     subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True, cwd=ROOT)

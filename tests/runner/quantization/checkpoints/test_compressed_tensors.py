@@ -15,7 +15,8 @@ from piecegraph.errors import CheckpointError, ConfigError, PiecegraphError, Uns
 from piecegraph.runner.common.engine_config import EngineConfig
 from piecegraph.runner.common.model_source import ModelSource
 from piecegraph.runner.inspect.explanation import explain
-from piecegraph.runner.models.load import load_config, load_model
+from piecegraph.runner.models.config.load_config import load_config
+from piecegraph.runner.models.load import load_model
 from piecegraph.runner.models.without_weights import load_without_weights
 from piecegraph.runner.quantization.checkpoints.compressed_tensors import CompressedTensors
 from tests.runner.quantization.checkpoints.written import (

@@ -20,7 +20,8 @@ from piecegraph.errors import CheckpointError, ConfigError, ModelError, ModelNot
 from piecegraph.runner.common.engine_config import EngineConfig
 from piecegraph.runner.common.model_source import ModelSource
 from piecegraph.runner.common.speculative_config import SpeculativeConfig
-from piecegraph.runner.models.load import load_config, load_model
+from piecegraph.runner.models.config.load_config import load_config
+from piecegraph.runner.models.load import load_model
 from piecegraph.runner.speculative.heads.head_config import MtpConfig, eagle3_config, mtp_config, with_head
 from piecegraph.runner.speculative.heads.load_head import head_without_weights, load_eagle3, load_mtp
 from piecegraph.tools.cli import main

@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from piecegraph import SamplingParams
 from piecegraph.errors import CheckpointError, ConfigError, PiecegraphError, UnsupportedModel
 from piecegraph.runner.common.model_source import ModelSource
-from piecegraph.runner.models.load import load_config
+from piecegraph.runner.models.config.load_config import load_config
 from piecegraph.runner.speculative.heads.head_config import mtp_config
 from piecegraph.runner.speculative.heads.head_step import HeadStep
 from tests.runner.speculative.drafting_llm import FEW, SIZES

@@ -17,8 +17,9 @@ from piecegraph.compiler.store.compile_cache import CompileCache
 from piecegraph.compiler.tracing.signature import ExampleCall
 from piecegraph.runner.common.engine_config import EngineConfig, static_sizes
 from piecegraph.runner.models.causal_lm import DYNAMIC_DIMS, CausalLMForward, example_inputs
-from piecegraph.runner.models.length import model_length
-from piecegraph.runner.models.load import load_config, load_model
+from piecegraph.runner.models.config.length import model_length
+from piecegraph.runner.models.config.load_config import load_config
+from piecegraph.runner.models.load import load_model
 from piecegraph.runner.models.rope import fix_longrope
 from piecegraph.tools.cache.entries.model_key import changed_source, model_key
 from piecegraph.tools.command_line.compile_flags import engine_config

@@ -12,7 +12,7 @@ import torch
 
 from piecegraph import LLM, SamplingParams
 from piecegraph.runner.sampling.batch_sampler import Sampler, SamplerOutput
-from piecegraph.runner.startup.profile import SAMPLED_LOGPROBS, measure_step, run_largest_step
+from piecegraph.runner.startup.compiling.profile import SAMPLED_LOGPROBS, measure_step, run_largest_step
 from tests.runner.tiny_models import llama_config, random_model, save
 
 NUM_TOKENS = 200

@@ -20,8 +20,8 @@ from piecegraph.runner.cudagraphs.graph_plan import GraphPlan
 from piecegraph.runner.inspect.untraceable import refused_by_module
 from piecegraph.runner.kv_cache.groups import KVCacheLayout
 from piecegraph.runner.models.load import LoadedModel
-from piecegraph.runner.startup.decide import AllLayers, Decided, compile_step_kernels, decide_for
-from piecegraph.runner.startup.step_kernels import (
+from piecegraph.runner.startup.compiling.decide import AllLayers, Decided, compile_step_kernels, decide_for
+from piecegraph.runner.startup.compiling.step_kernels import (
     StepKernels,
     compiles_kernels,
 )

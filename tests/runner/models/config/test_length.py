@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from piecegraph.errors import ConfigError
-from piecegraph.runner.models.length import model_length
+from piecegraph.runner.models.config.length import model_length
 from tests.runner.tiny_models import FAMILIES, MAX_LEN, llama_config
 
 

@@ -23,10 +23,10 @@ from piecegraph.runner.common.model_source import ModelSource
 from piecegraph.runner.common.speculative_config import SpeculativeConfig
 from piecegraph.runner.models.load import LoadedModel
 from piecegraph.runner.models.without_weights import load_without_weights
-from piecegraph.runner.startup import compile_model as compiling
-from piecegraph.runner.startup import decide
-from piecegraph.runner.startup.compile_model import CompiledLM, compile_model
-from piecegraph.runner.startup.step_kernels import StepKernels, launch_step_kernels
+from piecegraph.runner.startup.compiling import compile_model as compiling
+from piecegraph.runner.startup.compiling import decide
+from piecegraph.runner.startup.compiling.compile_model import CompiledLM, compile_model
+from piecegraph.runner.startup.compiling.step_kernels import StepKernels, launch_step_kernels
 from piecegraph.runner.state_layers import ops
 from piecegraph.runner.step.model_step import ModelStep
 from tests.runner.tiny_models import FAMILIES, HYBRIDS, MAX_LEN, make_config, random_model, save

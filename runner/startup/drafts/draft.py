@@ -14,8 +14,8 @@ from piecegraph.progress import OnPhase, timed_phase
 from piecegraph.runner.common.engine_config import EngineConfig
 from piecegraph.runner.cudagraphs.capture_sizes import NUM_FIRST_DRAFT_TOKENS
 from piecegraph.runner.device_memory.staged_write import StagedWriteTensor
-from piecegraph.runner.models.layer_rules import apply_layer_rules
 from piecegraph.runner.models.load import LoadedModel, load_model
+from piecegraph.runner.models.mechanisms.layer_rules import apply_layer_rules
 from piecegraph.runner.models.rope import fix_longrope
 from piecegraph.runner.models.without_weights import stand_in_for
 from piecegraph.runner.speculative.common.fitting_draft import fitting_draft, naming_the_draft
@@ -23,7 +23,7 @@ from piecegraph.runner.speculative.draft_layers import DraftCaches, DraftLayer, 
 from piecegraph.runner.speculative.draft_step import DraftBuffers, DraftStep
 from piecegraph.runner.speculative.drafter import Drafter
 from piecegraph.runner.speculative.speculative_step import SpeculativeStep
-from piecegraph.runner.startup.compile_model import CompiledLM, compile_model
+from piecegraph.runner.startup.compiling.compile_model import CompiledLM, compile_model
 from piecegraph.runner.state_layers.modules.replace import first_state_layer, has_state_layers
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from piecegraph.runner.speculative.drafter import Drafter
 from piecegraph.runner.speculative.heads.head_config import HeadConfig, MtpConfig, naming_the_head
 from piecegraph.runner.speculative.heads.head_step import HeadedStep, HeadStep
 from piecegraph.runner.speculative.heads.load_head import load_eagle3, load_mtp
-from piecegraph.runner.startup.compile_model import CompiledLM, compile_model
-from piecegraph.runner.startup.draft import (
+from piecegraph.runner.startup.compiling.compile_model import CompiledLM, compile_model
+from piecegraph.runner.startup.drafts.draft import (
     CompiledDraft,
     buffers_for,
     check_pages,

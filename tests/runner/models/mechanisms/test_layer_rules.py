@@ -8,7 +8,7 @@ import pytest
 
 from piecegraph.errors import UnsupportedModel
 from piecegraph.runner.attention.interface.transformers_attention import CHUNK_SIZE_ATTRIBUTE, TEMPERATURE_ATTRIBUTE
-from piecegraph.runner.models.layer_rules import apply_layer_rules, first_layer_with_rules
+from piecegraph.runner.models.mechanisms.layer_rules import apply_layer_rules, first_layer_with_rules
 from tests.runner.tiny_models import make_model
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from transformers.utils import logging
 
-from piecegraph.runner.models.quiet_transformers import quiet_transformers
+from piecegraph.runner.models.common.quiet_transformers import quiet_transformers
 
 
 def settings() -> tuple[int, bool, object]:

@@ -25,7 +25,7 @@ from piecegraph.runner.attention.interface.op_call import ATTENTION_OPS, call_of
 from piecegraph.runner.attention.triton import kernels as attention_kernels
 from piecegraph.runner.device_memory import kernels as memory_kernels
 from piecegraph.runner.sampling import kernels as sampling_kernels
-from piecegraph.runner.startup.profile import prepare_step, rows_with_all_options, run_model
+from piecegraph.runner.startup.compiling.profile import prepare_step, rows_with_all_options, run_model
 from piecegraph.runner.state_layers import kernels as state_kernels
 from piecegraph.runner.state_layers.calls import STATE_OPS
 from piecegraph.runner.step import kernels as step_kernels

@@ -15,7 +15,7 @@ from piecegraph.errors import CheckpointError, ModelError, UnsupportedModel
 from piecegraph.runner.attention.interface.layer import AttentionLayer
 from piecegraph.runner.common.model_source import ModelSource
 from piecegraph.runner.models.load import load_model
-from piecegraph.runner.models.support import (
+from piecegraph.runner.models.mechanisms.support import (
     MAX_SIZES,
     causality,
     check_class,

@@ -15,8 +15,9 @@ from piecegraph.errors import CheckpointError, ConfigError, ModelNotFound, Piece
 from piecegraph.runner.common.engine_config import EngineConfig
 from piecegraph.runner.cudagraphs.graph_plan import GraphPlan
 from piecegraph.runner.speculative.drafter import Drafter
-from piecegraph.runner.startup import compile_model, load_engine
-from piecegraph.runner.startup.decide import Decided, decide_for
+from piecegraph.runner.startup import load_engine, load_weights
+from piecegraph.runner.startup.compiling import compile_model
+from piecegraph.runner.startup.compiling.decide import Decided, decide_for
 from piecegraph.tools.cli import main
 from tests.runner.byte_tokenizer import byte_tokenizer
 from tests.runner.speculative.draft_models import drafts_by
@@ -94,7 +95,7 @@ def test_a_draft_that_does_not_fit_is_refused_before_anything_loads(
 ) -> None:
     draft = tmp_path / "draft"
     make(llama_dir, draft)
-    monkeypatch.setattr(load_engine, "load_model", pytest.fail)
+    monkeypatch.setattr(load_weights, "load_model", pytest.fail)
     monkeypatch.setattr(load_engine, "compile_model", pytest.fail)
     with pytest.raises(error, match=f"the draft model: .*{message}"):
         load(llama_dir, speculative_config=drafts_by(draft), skip_tokenizer_init=False)

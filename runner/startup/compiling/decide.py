@@ -13,10 +13,10 @@ from piecegraph.runner.common.engine_config import EngineConfig
 from piecegraph.runner.cudagraphs.graph_plan import GraphPlan, plan_for
 from piecegraph.runner.kv_cache.groups import KVCacheLayout, fitting_block_size, kv_cache_layout
 from piecegraph.runner.models.load import LoadedModel
-from piecegraph.runner.models.support import check_layers
+from piecegraph.runner.models.mechanisms.support import check_layers
 from piecegraph.runner.sampling.batch_sampler import Sampler
 from piecegraph.runner.speculative.common.fitting_draft import num_rollback, refuse_states
-from piecegraph.runner.startup.step_kernels import NUM_TOKENS, SplitOpsModel, launch_step_kernels
+from piecegraph.runner.startup.compiling.step_kernels import NUM_TOKENS, SplitOpsModel, launch_step_kernels
 from piecegraph.runner.state_layers.layer import StateLayer, state_layers, with_libraries
 from piecegraph.runner.state_layers.libraries.installed import installed
 from piecegraph.runner.step.model_step import build_step, needs_host_batches
