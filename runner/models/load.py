@@ -122,19 +122,8 @@ def load_model(
     check_divisible(config, num_ranks)
     stages, share = StageCut(stage), RankShare(rank=rank, num_ranks=num_ranks, experts=experts)
     device_type = _kernels_of(runs_on or device)
-    stored = checkpoint
-    if stored is None and quantization is not None and kind.generates:
-        stored = PlainCheckpoint(quantization)
-    wanted = Wanted(
-        source=source,
-        config=config,
-        dtype=dtype,
-        device=device,
-        kind=kind,
-        model_class=model_class,
-        stages=stages,
-        share=share,
-    )
+    stored = checkpoint or (PlainCheckpoint(quantization) if quantization is not None and kind.generates else None)
+    wanted = Wanted(source, config, dtype, device, kind=kind, model_class=model_class, stages=stages, share=share)
     with quiet_transformers(functools.partial(_report_weights, report, source.model)):
         made = construct(wanted, checkpoint=stored, device_type=device_type, seed=seed)
     model, plan = made.model, made.plan

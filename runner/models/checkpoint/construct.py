@@ -5,7 +5,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -39,7 +39,7 @@ _CONSTRUCTOR_ERRORS = (KeyError, TypeError, AttributeError, ZeroDivisionError, I
 """The errors that a model's constructor raises for an inconsistent config; reading weights raises other errors."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Wanted:
     """The model that is to be constructed: from where, of which class and dtype, and which part of it."""
 
@@ -47,6 +47,7 @@ class Wanted:
     config: PreTrainedConfig
     dtype: torch.dtype
     device: torch.device  # of random weights; others are on the CPU
+    _: KW_ONLY
     kind: ModelKind
     model_class: type[PreTrainedModel] | None  # None: only the model's own code knows it
     stages: StageCut
