@@ -91,13 +91,7 @@ class DraftStep:
     def fill(self, batch: Batch) -> None:
         """Cache keys and values of all tokens of the step that has just run, from its own inputs."""
         inputs, num_tokens = self.target.buffers, batch.num_tokens
-        common = inputs.metadata(
-            num_tokens=num_tokens,
-            num_reqs=batch.num_reqs,
-            max_query_len=batch.max_query_len,
-            num_decode_reqs=batch.num_decode_reqs,
-        ).groups[self.group]
-        with set_forward_context(self._context(self.metadata_builder.build(self._planned(common)))):
+        with self._over_step(batch):
             self.forward(inputs.input_ids[:num_tokens], inputs.positions[:num_tokens], inputs.logits_indices[:1])
 
     def propose(self, draft_rows: torch.Tensor) -> torch.Tensor:
@@ -106,7 +100,7 @@ class DraftStep:
         Writes up to `max_drafts` tokens behind each request's newest, as many as `num_proposed` says. The content of a
         graph: nothing depends on anything but the number of requests.
         """
-        target, num_reqs = self.target, draft_rows.shape[0]
+        target = self.target
         is_real, row = draft_rows >= 0, draft_rows.clamp(min=0).long()
         newest = target.states.num_computed_tokens[row]
         num_drafts = target.speculation.num_proposed[row]
@@ -114,42 +108,21 @@ class DraftStep:
         for place in range(target.max_drafts):
             is_read = is_real if place == 0 else is_real & (place < num_drafts)
             drawn = self._pass(torch.where(is_read, draft_rows, -1), newest + place, num_slots, is_first=place == 0)
-            is_draft = is_real & (place < num_drafts)
-            token_ids = target.states.token_ids
-            # What is not to be written rewrites the first token of the first row, where no draft can lie.
-            to_row, to_place = torch.where(is_draft, row, 0), torch.where(is_draft, newest.long() + place + 1, 0)
-            token_ids[to_row, to_place] = torch.where(is_draft, drawn.to(token_ids.dtype), token_ids[0, 0])
-        return draft_rows[:num_reqs]
+            self._write(drawn, is_real & (place < num_drafts), row, newest + place + 1)
+        return draft_rows
 
     def _pass(self, rows: torch.Tensor, last: torch.Tensor, num_slots: torch.Tensor, *, is_first: bool) -> torch.Tensor:
         """Read the tokens up to the positions `last`, and return the token drafted behind each, `[num_reqs]` int64."""
-        target, inputs, num_reqs = self.target, self.buffers.inputs, rows.shape[0]
+        inputs, num_reqs = self.buffers.inputs, rows.shape[0]
         width = NUM_FIRST_DRAFT_TOKENS if is_first else 1
         num_tokens = num_reqs * width
-        inputs.idx_mapping[:num_reqs] = rows
         inputs.query_start_loc[: num_reqs + 1] = self.buffers.places[: num_reqs + 1] * width
-        num_computed = self.buffers.num_computed_tokens
-        padding = num_computed.shape[0] - 1
-        num_computed[torch.where(rows >= 0, rows, padding).long()] = last - (width - 1)
-        states = target.states
-        prepare_inputs(
-            DraftRows(states.token_ids, num_computed, states.block_table[self.group : self.group + 1]),
-            inputs,
-            num_tokens=num_tokens,
-            num_reqs=num_reqs,
-            block_size=target.block_size,
-        )
+        self._prepare(rows, last - (width - 1), num_tokens)
         if is_first:  # the newest token may have no slot yet
             slots = inputs.slot_mapping[0, :num_tokens].view(num_reqs, width)
             has_slot = inputs.positions[:num_tokens].view(num_reqs, width) < num_slots.unsqueeze(1)
             slots.copy_(torch.where(has_slot, slots, PAD_SLOT_ID))
-        common = inputs.metadata(
-            num_tokens=num_tokens,
-            num_reqs=num_reqs,
-            max_query_len=width,
-            num_decode_reqs=num_reqs if width == 1 else 0,
-        ).groups[0]
-        with set_forward_context(self._context(self.metadata_builder.build(self._planned(common)))):
+        with self._over_pass(num_tokens, num_reqs, width):
             logits = self.forward(
                 inputs.input_ids[:num_tokens], inputs.positions[:num_tokens], inputs.logits_indices[:num_reqs]
             )
@@ -171,8 +144,55 @@ class DraftStep:
             positions=last + 1,
         )
 
-    def _context(self, metadata: AttentionMetadata) -> ForwardContext:
-        return ForwardContext(impl=self.impl, metadata=metadata, kv_caches=self.kv_caches)
+    def _prepare(self, rows: torch.Tensor, first: torch.Tensor, num_tokens: int) -> None:
+        """Fill the inputs of a pass, which reads the tokens of each request from the position `first` on.
+
+        `query_start_loc` says how many each request has; all together are `num_tokens`.
+        """
+        target, inputs, num_reqs = self.target, self.buffers.inputs, rows.shape[0]
+        inputs.idx_mapping[:num_reqs] = rows
+        num_computed = self.buffers.num_computed_tokens
+        padding = num_computed.shape[0] - 1
+        num_computed[torch.where(rows >= 0, rows, padding).long()] = first
+        states = target.states
+        prepare_inputs(
+            DraftRows(states.token_ids, num_computed, states.block_table[self.group : self.group + 1]),
+            inputs,
+            num_tokens=num_tokens,
+            num_reqs=num_reqs,
+            block_size=target.block_size,
+        )
+
+    def _write(self, drawn: torch.Tensor, is_draft: torch.Tensor, row: torch.Tensor, place: torch.Tensor) -> None:
+        """Write the tokens `drawn` to `place` in the state rows `row`, where `is_draft`."""
+        token_ids = self.target.states.token_ids
+        # What is not to be written rewrites the first token of the first row, where no draft can lie.
+        to_row, to_place = torch.where(is_draft, row, 0), torch.where(is_draft, place.long(), 0)
+        token_ids[to_row, to_place] = torch.where(is_draft, drawn.to(token_ids.dtype), token_ids[0, 0])
+
+    def _over_step(self, batch: Batch) -> set_forward_context:
+        """Return the context in which attention reads and writes for all tokens of the step that has just run."""
+        metadata = self.target.buffers.metadata(
+            num_tokens=batch.num_tokens,
+            num_reqs=batch.num_reqs,
+            max_query_len=batch.max_query_len,
+            num_decode_reqs=batch.num_decode_reqs,
+        )
+        return self._attending(metadata.groups[self.group])
+
+    def _over_pass(self, num_tokens: int, num_reqs: int, width: int) -> set_forward_context:
+        """Return the context of a pass over the prepared inputs, of up to `width` tokens of each request."""
+        metadata = self.buffers.inputs.metadata(
+            num_tokens=num_tokens,
+            num_reqs=num_reqs,
+            max_query_len=width,
+            num_decode_reqs=num_reqs if width == 1 else 0,
+        )
+        return self._attending(metadata.groups[0])
+
+    def _attending(self, common: AttentionMetadata) -> set_forward_context:
+        metadata = self.metadata_builder.build(self._planned(common))
+        return set_forward_context(ForwardContext(impl=self.impl, metadata=metadata, kv_caches=self.kv_caches))
 
     def _planned(self, common: AttentionMetadata) -> AttentionMetadata:
         """Return `common`, with the batch on the host for a backend that plans there.

@@ -11,8 +11,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from piecegraph.passes.kernels.common.overlapped import OverlappedKernel
 from piecegraph.passes.kernels.common.own_kernel import own_kernel
-from piecegraph.passes.kernels.quantised.weight_tiles import WeightLayout
-from piecegraph.passes.kernels.quantised.weights_only import Tiles
+from piecegraph.passes.kernels.quantised.weight_tiles import Tiles, WeightLayout
 
 MIN_LIBRARY_ROWS = 256
 """The least rows of e4m3 whose product the library computes, if a row and a channel have one scale each."""
@@ -54,19 +53,12 @@ def rounded_linear_on_gpu(
     out = values.new_empty((num_rows, layout.num_columns), dtype=dtype)
     if num_rows == 0:
         return out
-    _rounded_linear.launch(
-        (triton.cdiv(layout.num_columns, tiles.block_n), triton.cdiv(num_rows, tiles.block_m), 1),
+    tiles.launch(
+        _rounded_linear,
+        num_rows,
+        layout.num_columns,
         (values, step, weight, scale, bias, out, layout.num_columns, size, scale.shape[1], num_rows),
-        {
-            "BLOCK_M": tiles.block_m,
-            "BLOCK_N": tiles.block_n,
-            "BLOCK_K": tiles.block_k,
-            "STAGES": tiles.num_stages,
-            "GROUP": layout.group,
-            "BLOCK_ROWS": layout.block_rows,
-        },
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
+        {"GROUP": layout.group, "BLOCK_ROWS": layout.block_rows},
     )
     return out
 

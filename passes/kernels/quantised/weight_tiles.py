@@ -1,14 +1,16 @@
-"""How kernels read quantised weights: `WeightLayout`, and what makes floats of a tile of stored values."""
+"""How kernels read quantised weights: `WeightLayout`, `Tiles`, and what makes floats of a tile of stored values."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
+from piecegraph.passes.kernels.common.overlapped import OverlappedKernel
 from piecegraph.passes.kernels.common.own_kernel import own_kernel
 
 
@@ -53,6 +55,40 @@ class WeightLayout:
     def groups_in(self, block_k: int) -> int:
         """Return the groups in a tile of `block_k` columns; 1 if they are larger than the tile."""
         return max(block_k // self.group, 1) if self.group else 1
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """The rows, the output channels and the input's columns of a program of a linear, and how it runs."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+    def launch(
+        self,
+        kernel: OverlappedKernel,
+        num_rows: int,
+        num_columns: int,
+        arguments: tuple[Any, ...],
+        constants: Mapping[str, Any],
+    ) -> None:
+        """Launch a program for each tile of the output; `constants` are those behind the kernel's tile sizes."""
+        kernel.launch(
+            (triton.cdiv(num_columns, self.block_n), triton.cdiv(num_rows, self.block_m), 1),
+            arguments,
+            {
+                "BLOCK_M": self.block_m,
+                "BLOCK_N": self.block_n,
+                "BLOCK_K": self.block_k,
+                "STAGES": self.num_stages,
+                **constants,
+            },
+            num_warps=self.num_warps,
+            num_stages=self.num_stages,
+        )
 
 
 @own_kernel

@@ -7,7 +7,7 @@ stored bytes are read. More rows are worth a copy of a part of the weights in fl
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,24 +17,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from piecegraph.passes.kernels.common.overlapped import OverlappedKernel
 from piecegraph.passes.kernels.common.own_kernel import own_kernel
-from piecegraph.passes.kernels.quantised.weight_tiles import WeightLayout, floats, scaled_tile
+from piecegraph.passes.kernels.quantised.weight_tiles import Tiles, WeightLayout, floats, scaled_tile
 
 MAX_STREAMED_ROWS = 256
 """The most rows whose product reads the weights as they are stored."""
 
 FLOAT_BYTES = 64 * 2**20
 """The most bytes of weights that are floats at one time."""
-
-
-@dataclass(frozen=True, slots=True)
-class Tiles:
-    """The rows, the output channels and the input's columns of a program, and how it runs."""
-
-    block_m: int
-    block_n: int
-    block_k: int
-    num_warps: int
-    num_stages: int
 
 
 def pick_tiles(num_rows: int, layout: WeightLayout, itemsize: int) -> Tiles | None:
@@ -75,22 +64,12 @@ def weights_only_linear_on_gpu(
     out = x.new_empty((num_rows, layout.num_columns), dtype=dtype)
     if num_rows == 0:
         return out
-    _weights_only.launch(
-        (triton.cdiv(layout.num_columns, tiles.block_n), triton.cdiv(num_rows, tiles.block_m), 1),
+    tiles.launch(
+        _weights_only,
+        num_rows,
+        layout.num_columns,
         (x.contiguous(), weight, scale, bias, out, layout.num_columns, layout.size, scale.shape[1], num_rows),
-        {
-            "BLOCK_M": tiles.block_m,
-            "BLOCK_N": tiles.block_n,
-            "BLOCK_K": tiles.block_k,
-            "STAGES": tiles.num_stages,
-            "PACKED": 2 if layout.is_packed else 1,
-            "GROUP": layout.group,
-            "GROUPS": layout.groups_in(tiles.block_k),
-            "BLOCK_ROWS": layout.block_rows,
-            "HAS_OFFSET": layout.has_offset,
-        },
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
+        _constants(layout, tiles.block_k),
     )
     return out
 
@@ -106,18 +85,21 @@ def dequantised_on_gpu(
     _dequantise.launch(
         (triton.cdiv(num_columns, 32), triton.cdiv(layout.size, block_k), 1),
         (weight, scale, out, num_columns, layout.size, scale.shape[1]),
-        {
-            "BLOCK_N": 32,
-            "BLOCK_K": block_k,
-            "PACKED": 2 if layout.is_packed else 1,
-            "GROUP": layout.group,
-            "GROUPS": layout.groups_in(block_k),
-            "BLOCK_ROWS": layout.block_rows,
-            "HAS_OFFSET": layout.has_offset,
-        },
+        {"BLOCK_N": 32, "BLOCK_K": block_k, **_constants(layout, block_k)},
         num_warps=4,
     )
     return out
+
+
+def _constants(layout: WeightLayout, block_k: int) -> dict[str, Any]:
+    """Return what a kernel is compiled for, of weights that it reads in tiles of `block_k` columns."""
+    return {
+        "PACKED": 2 if layout.is_packed else 1,
+        "GROUP": layout.group,
+        "GROUPS": layout.groups_in(block_k),
+        "BLOCK_ROWS": layout.block_rows,
+        "HAS_OFFSET": layout.has_offset,
+    }
 
 
 def _by_the_library(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from piecegraph.errors import CheckpointError
@@ -38,17 +38,33 @@ def check_tensors(source: ModelSource, info: Mapping[str, Any], config: PreTrain
 
     Layers for multi-token prediction, which follow the model's, are no part of it.
     """
-    missing = sorted(info["missing_keys"])
     text = config.get_text_config(decoder=True)
     count = getattr(text, "num_mtp_layers", None) or getattr(text, "num_nextn_predict_layers", None) or 0
     of_prediction = tuple(f"layers.{text.num_hidden_layers + place}." for place in range(count))
-    unexpected = sorted(name for name in info["unexpected_keys"] if not any(each in name for each in of_prediction))
-    mismatched = sorted(
-        f"{name} (checkpoint {tuple(found)}, model {tuple(wanted)})" for name, found, wanted in info["mismatched_keys"]
-    )
+    unexpected = [name for name in info["unexpected_keys"] if not any(each in name for each in of_prediction)]
+    refuse_tensors(source, missing=info["missing_keys"], unexpected=unexpected, mismatched=info["mismatched_keys"])
+
+
+def refuse_tensors(
+    source: ModelSource,
+    *,
+    missing: Iterable[str],
+    unexpected: Iterable[str],
+    mismatched: Iterable[tuple[str, Sequence[int], Sequence[int]]],
+    owner: str = "model",
+) -> None:
+    """Raise `CheckpointError` if there is a tensor in one of these lists.
+
+    `mismatched`: name, shape in the checkpoint, and shape in the `owner`, which is the model or the head of it.
+    """
+    shapes = [f"{name} (checkpoint {tuple(found)}, {owner} {tuple(wanted)})" for name, found, wanted in mismatched]
     problems = [
         f"{len(names)} {what}: {_shorten(names)}"
-        for what, names in (("missing", missing), ("unexpected", unexpected), ("of another shape", mismatched))
+        for what, names in (
+            ("missing", sorted(missing)),
+            ("unexpected", sorted(unexpected)),
+            ("of another shape", sorted(shapes)),
+        )
         if names
     ]
     if problems:
@@ -58,6 +74,6 @@ def check_tensors(source: ModelSource, info: Mapping[str, Any], config: PreTrain
         )
 
 
-def _shorten(names: list[str], limit: int = 20) -> str:
+def _shorten(names: Sequence[str], limit: int = 20) -> str:
     more = f", ... and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more

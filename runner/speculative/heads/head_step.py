@@ -16,13 +16,11 @@ from typing import Any
 
 import torch
 
-from piecegraph.runner.attention.interface.forward_context import set_forward_context
 from piecegraph.runner.attention.interface.step_metadata import StepMetadata
-from piecegraph.runner.speculative.draft_step import DraftRows, DraftStep
+from piecegraph.runner.speculative.draft_step import DraftStep
 from piecegraph.runner.speculative.speculative_step import SpeculativeStep
 from piecegraph.runner.step.batch import Batch
 from piecegraph.runner.step.model_step import StepOutput
-from piecegraph.runner.step.prepare_inputs import prepare_inputs
 from piecegraph.runner.step.prompt_embeds import EmbedsBatch
 
 
@@ -88,12 +86,6 @@ class HeadStep(DraftStep):
     def fill(self, batch: Batch) -> None:
         """Cache keys and values of all tokens of the step that has just run, from its own inputs."""
         target, inputs, num_tokens = self.target, self.target.buffers, batch.num_tokens
-        common = inputs.metadata(
-            num_tokens=num_tokens,
-            num_reqs=batch.num_reqs,
-            max_query_len=batch.max_query_len,
-            num_decode_reqs=batch.num_decode_reqs,
-        ).groups[self.group]
         positions = inputs.positions[:num_tokens]
         request = torch.searchsorted(
             inputs.query_start_loc[1 : batch.num_reqs + 1].contiguous(),
@@ -102,7 +94,7 @@ class HeadStep(DraftStep):
         ).clamp(max=batch.num_reqs - 1)
         row = inputs.idx_mapping[request].long().clamp(min=0)
         forward: Any = self.forward
-        with set_forward_context(self._context(self.metadata_builder.build(self._planned(common)))):
+        with self._over_step(batch):
             forward(
                 self._next_tokens(row, positions),
                 positions,
@@ -120,7 +112,6 @@ class HeadStep(DraftStep):
         is_real, row = draft_rows >= 0, draft_rows.clamp(min=0).long()
         newest = target.states.num_computed_tokens[row]
         num_drafts = target.speculation.num_proposed[row]
-        token_ids = target.states.token_ids
         logits, hidden = self._first_pass(draft_rows, row, newest)
         for place in range(target.max_drafts):
             is_draft = is_real & (place < num_drafts)
@@ -128,9 +119,7 @@ class HeadStep(DraftStep):
                 rows = torch.where(is_draft, draft_rows, -1)
                 logits, hidden = self._next_pass(rows, row, newest + place - 1, hidden)
             drawn = self._drawn(logits, draft_rows, newest + place)
-            # What is not to be written rewrites the first token of the first row, where no draft can lie.
-            to_row, to_place = torch.where(is_draft, row, 0), torch.where(is_draft, newest.long() + place + 1, 0)
-            token_ids[to_row, to_place] = torch.where(is_draft, drawn.to(token_ids.dtype), token_ids[0, 0])
+            self._write(drawn, is_draft, row, newest + place + 1)
         return draft_rows
 
     def _first_pass(
@@ -170,35 +159,13 @@ class HeadStep(DraftStep):
         self._prepare(rows, position, num_reqs)
         return self._run(self._next_tokens(row, self.buffers.inputs.positions[:num_reqs]), hidden, num_reqs, 1)
 
-    def _prepare(self, rows: torch.Tensor, first: torch.Tensor, num_tokens: int) -> None:
-        """Fill the inputs for the tokens of each request from the position `first` on, as many as are laid out."""
-        target, inputs, num_reqs = self.target, self.buffers.inputs, rows.shape[0]
-        inputs.idx_mapping[:num_reqs] = rows
-        num_computed = self.buffers.num_computed_tokens
-        padding = num_computed.shape[0] - 1
-        num_computed[torch.where(rows >= 0, rows, padding).long()] = first
-        states = target.states
-        prepare_inputs(
-            DraftRows(states.token_ids, num_computed, states.block_table[self.group : self.group + 1]),
-            inputs,
-            num_tokens=num_tokens,
-            num_reqs=num_reqs,
-            block_size=target.block_size,
-        )
-
     def _run(
         self, token_ids: torch.Tensor, hidden: torch.Tensor, num_reqs: int, width: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the head over the prepared inputs, of up to `width` tokens of each request."""
         inputs, num_tokens = self.buffers.inputs, token_ids.shape[0]
-        common = inputs.metadata(
-            num_tokens=num_tokens,
-            num_reqs=num_reqs,
-            max_query_len=width,
-            num_decode_reqs=num_reqs if width == 1 else 0,
-        ).groups[0]
         forward: Any = self.forward
-        with set_forward_context(self._context(self.metadata_builder.build(self._planned(common)))):
+        with self._over_pass(num_tokens, num_reqs, width):
             logits, hidden = forward(token_ids, inputs.positions[:num_tokens], hidden, inputs.logits_indices[:num_reqs])
         return logits, hidden
 

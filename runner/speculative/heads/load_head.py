@@ -12,6 +12,7 @@ from torch import nn
 from piecegraph.compiler.repeated_layers.find import name_layers
 from piecegraph.errors import CheckpointError
 from piecegraph.runner.common.model_source import ModelSource
+from piecegraph.runner.models.checkpoint.tensors import refuse_tensors
 from piecegraph.runner.models.common.quiet_transformers import quiet_transformers
 from piecegraph.runner.models.load import LoadedModel, load_model
 from piecegraph.runner.models.without_weights import make_fake
@@ -194,23 +195,17 @@ def _fill(
     if is_random:
         return
     own = {name: tensor for name, tensor in head.state_dict().items() if name not in shared}
-    missing = sorted(own.keys() - state.keys())
-    unknown = sorted(state.keys() - own.keys())
-    other = [
-        f"{name} (checkpoint {tuple(state[name].shape)}, head {tuple(own[name].shape)})"
-        for name in sorted(own.keys() & state.keys())
-        if state[name].shape != own[name].shape
-    ]
-    problems = [
-        f"{len(names)} {what}: {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}"
-        for what, names in (("missing", missing), ("unexpected", unknown), ("of another shape", other))
-        if names
-    ]
-    if problems:
-        raise CheckpointError(
-            f"the weights of {config.source.model!r} do not fit its config; tensors {'; '.join(problems)}. Check that "
-            "config.json belongs to these weights."
-        )
+    refuse_tensors(
+        config.source,
+        missing=own.keys() - state.keys(),
+        unexpected=state.keys() - own.keys(),
+        mismatched=[
+            (name, state[name].shape, own[name].shape)
+            for name in own.keys() & state.keys()
+            if state[name].shape != own[name].shape
+        ],
+        owner="head",
+    )
     with torch.no_grad():
         for name, tensor in own.items():
             tensor.copy_(state[name])
