@@ -1,8 +1,8 @@
 """Differences between the supported versions of torch (2.11 to 2.15), and what hides them.
 
 The rule: a name, an option or a fault that only some versions of torch have is handled here, and no other file names
-a version of torch. Private modules that all versions share are used where their concept lies: `dynamo.py`,
-`symbolic_sizes.py`, `inductor_*.py`, `cpp_libraries.py`, `process_settings.py`, `graphs/cuda_graph.py`.
+a version of torch. Private modules that all versions share are used where their concept lies: `tracing/dynamo.py`,
+`common/symbolic_sizes.py`, the folder `inductor/`, `torch_compat/process_settings.py`, `graphs/recording/cuda_graph.py`.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from piecegraph.passes.kernels.common.own_kernel import own_kernel
-from piecegraph.runner.state_layers.kernels.request import block_of, load_request
+from piecegraph.runner.state_layers.kernels.request import keep_state, load_request, load_state
 
 
 @own_kernel
@@ -51,14 +51,10 @@ def conv_step_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     at = channel[:, None] * WIDTH + tap[None, :]  # in a window
     is_window = is_channel[:, None] & (tap < WIDTH)[None, :]
     old = tl.zeros([BLOCK_C, BLOCK_K], windows.dtype.element_ty)
-    if is_kept & (first > 0):
-        if is_in_place:
-            if NUM_PLACES > 0:
-                place = row * NUM_PLACES + (first - 1) % NUM_PLACES
-                old = tl.load(places + place * channels * WIDTH + at, mask=is_window, other=0.0)
-        else:
-            block = block_of(block_table, request, first - 1, TABLE_STRIDE, BLOCK_SIZE, PAGES)
-            old = tl.load(windows + block * block_stride + at, mask=is_window, other=0.0)
+    old = load_state(
+        old, windows, places, at, is_window, channels * WIDTH, block_stride, block_table, request, row, first, is_kept,
+        is_in_place, TABLE_STRIDE, BLOCK_SIZE, PAGES, NUM_PLACES,
+    )  # fmt: skip
     copied = before + request.to(tl.int64) * channels * WIDTH
     tl.store(copied + at, old, mask=is_window)
     tl.debug_barrier()  # a window is read from the copy alone: blocks and places are written meanwhile
@@ -77,18 +73,13 @@ def conv_step_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
             result = result * tl.sigmoid(result)
         tl.store(out + (start + token) * out_stride + channel, result.to(out.dtype.element_ty), mask=is_channel)
         if is_kept:
-            position = first + token
             window = _inputs(
                 x, copied, start, channel, source + 1, channels, x_stride, WIDTH, WIDTH, is_channel, tap
             ).to(windows.dtype.element_ty)
-            if NUM_PLACES > 0:
-                if decodes:
-                    place = row * NUM_PLACES + position % NUM_PLACES
-                    tl.store(places + place * channels * WIDTH + at, window, mask=is_window)
-            is_last = (token == count - 1) & (decodes == 0)
-            if is_last | ((position + 1) % (BLOCK_SIZE * PAGES) == 0):
-                block = block_of(block_table, request, position, TABLE_STRIDE, BLOCK_SIZE, PAGES)
-                tl.store(windows + block * block_stride + at, window, mask=is_window)
+            keep_state(
+                window, windows, places, at, is_window, channels * WIDTH, block_stride, block_table, request, row,
+                first + token, token == count - 1, decodes, TABLE_STRIDE, BLOCK_SIZE, PAGES, NUM_PLACES,
+            )  # fmt: skip
 
 
 @own_kernel

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from piecegraph.passes.kernels.common.own_kernel import own_kernel
-from piecegraph.runner.state_layers.kernels.request import block_of, load_request
+from piecegraph.runner.state_layers.kernels.request import keep_state, load_request, load_state
 
 
 @own_kernel
@@ -54,14 +54,10 @@ def delta_step_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     size = num_v_heads.to(tl.int64) * KEY_DIM * VALUE_DIM
     is_state = is_key[:, None] & is_value[None, :]
     state = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
-    if is_kept & (first > 0):
-        if is_in_place:
-            if NUM_PLACES > 0:
-                place = row * NUM_PLACES + (first - 1) % NUM_PLACES
-                state = tl.load(places + place * size + at, mask=is_state, other=0.0)
-        else:
-            block = block_of(block_table, request, first - 1, TABLE_STRIDE, BLOCK_SIZE, PAGES)
-            state = tl.load(states + block * block_stride + at, mask=is_state, other=0.0)
+    state = load_state(
+        state, states, places, at, is_state, size, block_stride, block_table, request, row, first, is_kept, is_in_place,
+        TABLE_STRIDE, BLOCK_SIZE, PAGES, NUM_PLACES,
+    )  # fmt: skip
     k_head = head // (num_v_heads // num_k_heads)
     for token in range(count):
         at_row = start + token
@@ -85,11 +81,7 @@ def delta_step_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
             out + at_row * out_stride + head * VALUE_DIM + value_at, result.to(out.dtype.element_ty), mask=is_value
         )
         if is_kept:
-            position = first + token
-            if NUM_PLACES > 0:
-                if decodes:
-                    tl.store(places + (row * NUM_PLACES + position % NUM_PLACES) * size + at, state, mask=is_state)
-            is_last = (token == count - 1) & (decodes == 0)
-            if is_last | ((position + 1) % (BLOCK_SIZE * PAGES) == 0):
-                block = block_of(block_table, request, position, TABLE_STRIDE, BLOCK_SIZE, PAGES)
-                tl.store(states + block * block_stride + at, state, mask=is_state)
+            keep_state(
+                state, states, places, at, is_state, size, block_stride, block_table, request, row, first + token,
+                token == count - 1, decodes, TABLE_STRIDE, BLOCK_SIZE, PAGES, NUM_PLACES,
+            )  # fmt: skip
