@@ -2,7 +2,7 @@
 
 The rule: a name, an option or a fault that only some versions of torch have is handled here, and no other file names
 a version of torch. Private modules that all versions share are used where their concept lies: `tracing/dynamo.py`,
-`common/symbolic_sizes.py`, the folder `inductor/`, `torch_compat/process_settings.py`, `graphs/recording/cuda_graph.py`.
+`common/symbolic_sizes.py`, `inductor/`, `torch_compat/process_settings.py`, `graphs/recording/cuda_graph.py`.
 """
 
 from __future__ import annotations
