@@ -166,8 +166,8 @@ def _model_of_rank(wanted: Wanted) -> Constructed:
         return Constructed(_whole_model(wanted))
     except SafetensorError as error:
         raise CheckpointError(f"a weight file of {source.model!r} is corrupt: {first_line(error)}") from error
-    info = without_other_parts(model, config, info, is_pooling=wanted.kind.ignores_other_weights)
-    check_tensors(source, info, config)
+    is_pooling = wanted.kind.ignores_other_weights
+    check_tensors(source, without_other_parts(model, config, info, is_pooling=is_pooling), config)
     return Constructed(model, plan=plan, bytes_read=bytes_read)
 
 
