@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from piecegraph.runner.attention.interface.forward_context import ForwardContext, set_forward_context
 from piecegraph.runner.attention.interface.kv_cache import StateCache
 from piecegraph.runner.attention.sdpa import SdpaBackend
-from piecegraph.runner.startup import decide
+from piecegraph.runner.startup.compiling import decide
 from piecegraph.runner.state_layers.layer import StateLayer
 from piecegraph.runner.state_layers.libraries.adapters import Adapter, FlashLinearAttention, MambaSsm, load_adapter
 from piecegraph.runner.state_layers.libraries.choice import Library, LibraryChoice, Rule
