@@ -113,8 +113,10 @@ def timed(generate: Generate, prompts: Sequence[list[int]], num_tokens: int) -> 
 def decode_ms(generate: Generate, prompts: Prompts, batch_size: int, job: PeerJob) -> tuple[float, float]:
     """Return milliseconds per decode step by the clock, and of processor time.
 
-    Each is the better of two differences between long answers and answers of one token.
+    Each is the better of two differences between long answers and answers of one token, after an answer of two tokens
+    for whatever is compiled or allocated once for a size.
     """
+    generate(prompts.make(batch_size, job.prompt_tokens), 2)
     wall, processor = [], []
     for _ in range(2):
         batch = prompts.make(batch_size, job.prompt_tokens)
