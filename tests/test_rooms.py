@@ -289,6 +289,7 @@ COVERED_BY: Mapping[str, str] = {
     "runner/scheduling/speculation_stats.py": "tests/runner/speculative/test_speculative_scheduler.py",
     "runner/speculative/speculative_runner.py": "tests/runner/speculative/test_speculative_engine.py",
     "runner/engine/progress_bar.py": "tests/runner/test_llm.py",
+    "tools/bench/kernels/gpu.py": "tests/tools/bench/kernels/test_layers.py",
     "tools/bench/kernels/attention.py": "tests/runner/attention/triton/kernels/test_decode.py",
     "tools/bench/kernels/attention_prefill.py": "tests/runner/attention/triton/kernels/test_prefill.py",
     "tools/bench/compare/llama_cpp_peer.py": "tests/tools/bench/compare/test_workload.py",

@@ -54,11 +54,6 @@ def place_of(row: int, position: int, num_places: int) -> int:
     return row * num_places + position % num_places
 
 
-def state_after(recent: Sequence[torch.Tensor], row: int, position: int, num_places: int) -> tuple[torch.Tensor, ...]:
-    """Return a layer's states after the token at `position`, one of the request's last `num_places` decoded ones."""
-    return tuple(each[place_of(row, position, num_places)] for each in recent)
-
-
 @dataclass(frozen=True, slots=True)
 class DecodingRows:
     """Which requests of a batch decode, and where their last states are."""

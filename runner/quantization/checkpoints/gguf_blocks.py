@@ -27,18 +27,17 @@ class Groups(NamedTuple):
 
 
 class _Kind(NamedTuple):
-    block_values: int
     block_bytes: int
     scheme: Scheme
 
 
 KINDS: Mapping[str, _Kind] = {
-    "Q8_0": _Kind(32, 34, Scheme(method="int8-groups", group_size=32)),
-    "Q4_0": _Kind(32, 18, Scheme(method="int4", group_size=32, has_offset=True)),
-    "Q4_1": _Kind(32, 20, Scheme(method="int4", group_size=32, has_offset=True)),
-    "Q4_K": _Kind(256, 144, Scheme(method="int4", group_size=32, has_offset=True)),
-    "Q5_K": _Kind(256, 176, Scheme(method="int8-groups", group_size=32, has_offset=True)),
-    "Q6_K": _Kind(256, 210, Scheme(method="int8-groups", group_size=16)),
+    "Q8_0": _Kind(34, Scheme(method="int8-groups", group_size=32)),
+    "Q4_0": _Kind(18, Scheme(method="int4", group_size=32, has_offset=True)),
+    "Q4_1": _Kind(20, Scheme(method="int4", group_size=32, has_offset=True)),
+    "Q4_K": _Kind(144, Scheme(method="int4", group_size=32, has_offset=True)),
+    "Q5_K": _Kind(176, Scheme(method="int8-groups", group_size=32, has_offset=True)),
+    "Q6_K": _Kind(210, Scheme(method="int8-groups", group_size=16)),
 }
 """The kinds of blocks that can stay as they are, by ggml's name."""
 

@@ -38,6 +38,7 @@ from piecegraph.runner.attention.triton.layouts.decode_config import (
 )
 from piecegraph.runner.attention.triton.layouts.head_shape import HeadShape
 from piecegraph.runner.attention.triton.reference import rotated
+from piecegraph.tools.bench.kernels.gpu import describe, gpu_of_benchmark
 
 READ_FLOOR_BYTES_PER_S = 4.08e12
 """The rate at which a matrix-vector product reads on an H200."""
@@ -155,12 +156,10 @@ def main(
     json_file: Path | None,
 ) -> None:
     """Time decode attention over a grid of layouts, and print the best setting of each case first."""
-    if not torch.cuda.is_available():
-        raise click.ClickException("torch sees no NVIDIA GPU; this benchmark needs one.")
-    device = torch.device("cuda", torch.cuda.current_device())
+    device = gpu_of_benchmark()
     gpu = GpuLimits.of(device)
     num_sms = gpu.num_sms
-    click.echo(f"{torch.cuda.get_device_name(device)}, {num_sms} SMs, torch {torch.__version__}, {triton_version()}")
+    click.echo(f"{describe(device)}, {num_sms} SMs")
     click.echo(f"{q_heads}/{kv_heads} heads of {head_dim}, {dtype}, blocks of {block_size}; floor at 4.08 TB/s")
     rows: list[Row] = []
     for batch, context in (_parse_case(case) for case in cases.split(",")):
@@ -207,12 +206,6 @@ def _parse_case(text: str) -> tuple[int, int]:
 
 def ints(text: str) -> list[int]:
     return [int(number) for number in text.split(",")]
-
-
-def triton_version() -> str:
-    import triton
-
-    return f"triton {triton.__version__}"
 
 
 def _configs(

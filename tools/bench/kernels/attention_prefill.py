@@ -35,8 +35,8 @@ from piecegraph.tools.bench.kernels.attention import (
     microseconds,
     short,
     show,
-    triton_version,
 )
+from piecegraph.tools.bench.kernels.gpu import describe, gpu_of_benchmark
 
 FLOOR_FLOPS_PER_S = 0.75e15
 """The rate that a large bfloat16 matrix product reaches on an H200."""
@@ -111,14 +111,12 @@ def main(
     json_file: Path | None,
 ) -> None:
     """Time prefill attention over a grid of layouts, and print the best setting of each case first."""
-    if not torch.cuda.is_available():
-        raise click.ClickException("torch sees no NVIDIA GPU; this benchmark needs one.")
-    device = torch.device("cuda", torch.cuda.current_device())
+    device = gpu_of_benchmark()
     gpu = GpuLimits.of(device)
     heads = HeadShape(
         num_q_heads=q_heads, num_kv_heads=kv_heads, key_dim=head_dim, value_dim=head_dim, dtype=getattr(torch, dtype)
     )
-    click.echo(f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, {triton_version()}")
+    click.echo(describe(device))
     click.echo(f"{q_heads}/{kv_heads} heads of {head_dim}, {dtype}, blocks of {block_size}; floor at 750 TFLOP/s")
     rows: list[Row] = []
     for case in map(_parse_case, cases.split(",")):

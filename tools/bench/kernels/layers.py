@@ -28,8 +28,8 @@ from piecegraph.tools.bench.kernels.attention import (
     ints,
     microseconds,
     short,
-    triton_version,
 )
+from piecegraph.tools.bench.kernels.gpu import describe, gpu_of_benchmark
 from piecegraph.tools.bench.kernels.layer_chain import LayerChain, LayerShape, Layouts, is_in_parts
 from piecegraph.tools.bench.kernels.linear import MODELS, SHARED_BYTES, linears_of, setting
 from piecegraph.tools.bench.kernels.linear import layouts as layouts_of
@@ -75,11 +75,9 @@ def main(
     json_file: Path | None,
 ) -> None:
     """Time layers in microseconds; the floor is a layer's weights, keys and values, read once at 4.08 TB/s."""
-    if not torch.cuda.is_available():
-        raise click.ClickException("torch sees no NVIDIA GPU; this benchmark needs one.")
-    device = torch.device("cuda", torch.cuda.current_device())
+    device = gpu_of_benchmark()
     shape = LayerShape.of(model)
-    click.echo(f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, {triton_version()}, bfloat16")
+    click.echo(f"{describe(device)}, bfloat16")
     rows: list[Row] = []
     for number in ints(batch):
         chain = LayerChain(shape, number, context, layers or shape.num_layers, device)

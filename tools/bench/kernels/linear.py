@@ -40,8 +40,8 @@ from piecegraph.tools.bench.kernels.attention import (
     ints,
     microseconds,
     short,
-    triton_version,
 )
+from piecegraph.tools.bench.kernels.gpu import describe, gpu_of_benchmark
 from piecegraph.tools.command_line.shapes import SHAPES
 
 POOL_BYTES = 512 * 2**20
@@ -140,10 +140,8 @@ def main(
     json_file: Path | None,
 ) -> None:
     """Time linears; the floor is the weight, read once at 4.08 TB/s."""
-    if not torch.cuda.is_available():
-        raise click.ClickException("torch sees no NVIDIA GPU; this benchmark needs one.")
-    device = torch.device("cuda", torch.cuda.current_device())
-    click.echo(f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, {triton_version()}, bfloat16")
+    device = gpu_of_benchmark()
+    click.echo(f"{describe(device)}, bfloat16")
     found: list[Row] = []
     for model in models:
         for linear in linears_of(model):

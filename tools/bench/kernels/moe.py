@@ -28,8 +28,8 @@ from piecegraph.tools.bench.kernels.attention import (
     ints,
     microseconds,
     short,
-    triton_version,
 )
+from piecegraph.tools.bench.kernels.gpu import describe, gpu_of_benchmark
 
 POOL_BYTES = 512 * 2**20
 """The least size of the experts that one replay reads, several times an L2."""
@@ -119,10 +119,8 @@ def main(
     json_file: Path | None,
 ) -> None:
     """Time routed experts; the floor is the bytes that must be read, at 4.08 TB/s."""
-    if not torch.cuda.is_available():
-        raise click.ClickException("torch sees no NVIDIA GPU; this benchmark needs one.")
-    device = torch.device("cuda", torch.cuda.current_device())
-    click.echo(f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, {triton_version()}, {dtype}")
+    device = gpu_of_benchmark()
+    click.echo(f"{describe(device)}, {dtype}")
     rows: list[Row] = []
     for name in layers:
         weights = _make_weights(LAYERS[name], getattr(torch, dtype), device)

@@ -20,7 +20,8 @@ import torch.nn.functional as F
 
 from piecegraph.runner.quantization.methods.all_methods import METHODS
 from piecegraph.runner.quantization.methods.linear_method import PackedWeight, Scheme
-from piecegraph.tools.bench.kernels.attention import ints, microseconds, short, triton_version
+from piecegraph.tools.bench.kernels.attention import ints, microseconds, short
+from piecegraph.tools.bench.kernels.gpu import describe, gpu_of_benchmark
 from piecegraph.tools.bench.kernels.linear import MAX_CALLS, MODELS, POOL_BYTES, Linear, linears_of
 from piecegraph.tools.bench.measure.ceilings import measure_ceilings
 
@@ -84,14 +85,9 @@ def main(
     models: Sequence[str], names: Sequence[str], schemes: Sequence[str], rows: str, json_file: Path | None
 ) -> None:
     """Time quantised linears; the floor is the stored weight, read once at the measured bandwidth."""
-    if not torch.cuda.is_available():
-        raise click.ClickException("torch sees no NVIDIA GPU; this benchmark needs one.")
-    device = torch.device("cuda", torch.cuda.current_device())
+    device = gpu_of_benchmark()
     bandwidth = measure_ceilings(device, torch.bfloat16).read_bytes_per_s
-    click.echo(
-        f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, {triton_version()}, "
-        f"{bandwidth / 1e12:.2f} TB/s measured"
-    )
+    click.echo(f"{describe(device)}, {bandwidth / 1e12:.2f} TB/s measured")
     click.echo("model       linear   scheme       rows        us    bf16 us   floor us  of floor  error")
     found: list[Row] = []
     for model in models:
