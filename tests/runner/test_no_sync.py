@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
 
-from piecegraph.runner.common.sampling_params import SamplingParams
+from tests.runner.no_sync import run_mixed_requests
 from tests.runner.test_graphs import load
 
 pytestmark = pytest.mark.gpu
 
-OPTIONS = (
+OPTIONS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
     {"temperature": 0.8, "seed": 1},
     {"temperature": 0.8, "top_k": 5, "top_p": 0.9, "min_p": 0.01},
@@ -26,35 +24,11 @@ OPTIONS = (
 )
 
 
-@contextmanager
-def no_sync() -> Iterator[None]:
-    """Whatever makes torch wait for the device raises."""
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
 def test_a_mixed_workload_waits_for_nothing(llama_dir: Path) -> None:
     """Every sampling option, chunked prompts, preemptions, aborts and arrivals in the middle, all three modes."""
     with load(llama_dir, device="cuda", dtype="bfloat16", num_kv_blocks=10) as llm:
         engine = llm.engine
-        for round_ in range(2):  # the first warms up allocators and kernels no graph has run
-            for i, options in enumerate(OPTIONS):
-                params = SamplingParams(max_tokens=24, ignore_eos=True, **options)  # type: ignore[arg-type]
-                engine.add_request(f"{round_}-{i}", list(range(4, 8 + 5 * i)), params)
-            steps = 0
-            while engine.has_unfinished:
-                if round_ == 0:
-                    engine.step()
-                    continue
-                with no_sync():
-                    engine.step()
-                steps += 1
-                if steps == 5:
-                    engine.abort(f"{round_}-1")
-                    engine.add_request("late", [9] * 20, SamplingParams(max_tokens=5, temperature=0.0))
+        run_mixed_requests(engine, OPTIONS, prompt_step=5)
         modes = {mode.value for mode, count in llm.runner.counters.by_mode().items() if count}
         assert modes == {"FULL", "PIECEWISE", "NONE"}
         assert engine.stats.num_preemptions > 0

@@ -25,6 +25,7 @@ from piecegraph.runner.device_memory.staged_write import (
     without_overlaps,
 )
 from tests.interpreter import interpreted
+from tests.runner.no_sync import no_sync
 
 CPU = torch.device("cpu")
 NUM_ROWS, WIDTH = 5, 2100  # more than two of the kernel's blocks
@@ -335,16 +336,13 @@ def test_applies_are_asynchronous_on_the_gpu(dtype: torch.dtype) -> None:
     table.stage_write(0, 0, [0])
     table.apply_write()  # compiles
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_sync():
         torch.cuda._sleep(200_000_000)
         for step in range(num_steps):
             table.stage_write(0, 0, np.full(3000, step, dtype=np.int64))  # the row every step writes
             table.stage_write(step, step, [-step] * 5)
             table.apply_write()
             seen[step].copy_(table.gpu[0], non_blocking=True)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     expected = torch.arange(num_steps).to(dtype)[:, None].expand(-1, 3000).clone()
     assert torch.equal(seen.cpu(), expected)
     found = table.gpu.cpu()

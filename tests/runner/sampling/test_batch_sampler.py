@@ -18,6 +18,7 @@ from piecegraph.runner.sampling.batch_sampler import Sampler
 from piecegraph.runner.sampling.gumbel_sample import gumbel_sample
 from piecegraph.runner.sampling.logprobs import gather_logprobs
 from piecegraph.runner.sampling.options.protocol import SamplingBatch
+from tests.runner.no_sync import no_sync
 from tests.runner.sampling.sampling_case import Case, make_sampler, plain_logits, plain_token
 
 VOCAB = 23
@@ -298,8 +299,7 @@ def test_a_large_mixed_batch_waits_for_nothing_on_the_gpu() -> None:
     sampler, inputs = make_sampler(picked, rows, device="cuda", **sizes)
     sampler.sample(on_gpu, **inputs)  # compiles
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_sync():
         for i, row in enumerate(rows[:20]):  # as they were
             sampler.add_request(
                 row, picked[i].params, seed=i, prompt_len=2, stop_token_ids=picked[i].stop_token_ids,
@@ -308,8 +308,6 @@ def test_a_large_mixed_batch_waits_for_nothing_on_the_gpu() -> None:
         sampler.apply_staged_writes()
         output = sampler.sample(on_gpu, **inputs)
         sampler.remove_request(rows[0])
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert int(output.token_ids[77]) == 0
     assert output.logprobs is not None and output.logprobs.logprobs.shape == (num_reqs, 6)
     few = 2 * len(some)  # the reference takes its time

@@ -3,19 +3,18 @@ waits for the device, and greedy tokens are those without drafts, but for pairs 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from transformers import PreTrainedModel
 
 from piecegraph import LLM, RequestOutput, SamplingParams
 from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
 from piecegraph.tools.bench.speculative import count_ties
+from tests.runner.no_sync import run_mixed_requests
 from tests.runner.speculative.draft_models import drafts_by, save_first_layers
 from tests.runner.speculative.drafting_llm import FEW, NGRAM, NUM_DRAFTS, SIZES
 from tests.runner.speculative.heads.random_heads import drafts_by_head, save_small_head
@@ -125,35 +124,11 @@ def test_a_verification_is_one_graph_and_its_drafts_another(drafting: Drafting) 
         assert llm.runner.counters.by_mode()[FULL] >= STEADY_STEPS
 
 
-@contextmanager
-def no_sync() -> Iterator[None]:
-    """Whatever makes torch wait for the device raises."""
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
 def test_no_step_waits_for_the_device(drafting: Drafting) -> None:
     """With every option, chunks, preemptions, an abort and arrivals in the middle, a step ahead."""
     with drafting.load_drafting(num_kv_blocks=24, async_scheduling=True) as llm:
         engine = llm.engine
-        for round_ in range(2):  # the first warms up allocators and kernels no graph has run
-            for i, options in enumerate(OPTIONS):
-                params = SamplingParams(max_tokens=24, ignore_eos=True, **options)
-                engine.add_request(f"{round_}-{i}", list(range(4, 8 + 4 * i)), params)
-            steps = 0
-            while engine.has_unfinished:
-                if round_ == 0:
-                    engine.step()
-                    continue
-                with no_sync():
-                    engine.step()
-                steps += 1
-                if steps == 5:
-                    engine.abort(f"{round_}-1")
-                    engine.add_request("late", [9] * 20, SamplingParams(max_tokens=5, temperature=0.0))
+        run_mixed_requests(engine, OPTIONS, prompt_step=4)
         stats = engine.stats
         assert stats.num_preemptions > 0 and stats.num_free_blocks == stats.num_blocks
         assert stats.speculation is not None and stats.speculation.num_draft_tokens > 10 * NUM_DRAFTS

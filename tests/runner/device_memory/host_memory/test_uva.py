@@ -9,6 +9,7 @@ import torch
 
 from piecegraph.runner.device_memory.host_memory import uva
 from piecegraph.runner.device_memory.host_memory.uva import SMALLEST, UvaBuffer, UvaRing, UvaTensor
+from tests.runner.no_sync import no_sync
 
 CPU = torch.device("cpu")
 
@@ -56,13 +57,10 @@ def test_a_kernel_reads_what_the_host_wrote_before_it() -> None:
 
     write_and_read(0)  # loads the kernel
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_sync():
         torch.cuda._sleep(50_000_000)
         for step in range(num_steps):
             write_and_read(step)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(out.flatten().cpu(), torch.arange(num_steps * width, dtype=torch.int32))
 
 
@@ -130,13 +128,10 @@ def test_late_kernels_read_the_values_written_for_them() -> None:
 
     write_and_read(0)  # loads the kernel
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_sync():
         torch.cuda._sleep(50_000_000)
         for step in range(num_steps):
             write_and_read(step)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(out.flatten().cpu(), torch.arange(num_steps * width, dtype=torch.int32))
     assert len(set(map(id, taken))) == num_steps
     write_and_read(0)
