@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import signal
 import sys
+from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests import compiled_once
+from tests import compiled_once, repeatable_draws
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -29,12 +32,35 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("PIECEGRAPH_CACHE_DIR", str(kept / "cache"))
     os.environ["XDG_DATA_HOME"] = str(kept / "data")  # where the key lies that signs
     compiled_once.install(kept / "c++")
+    repeatable_draws.install()
     sys.dont_write_bytecode = False
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     os.fsync = lambda fd: None  # no machine stops here: tests that are about syncs record the calls
     if (memory := memory_folder()) is not None:
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(memory))  # where `tmp_path` lies
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Every test draws the same in every run, whichever tests the process has run before; so do the fixtures that it is
+    the first to use. Libraries that nobody has imported are left alone."""
+    random.seed(0)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(0)
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.default_generator.manual_seed(0)  # `torch.manual_seed` notes the call for each kind of device
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """No garbage is looked for while hundreds of modules are imported: they stay."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_finish() -> None:
@@ -55,11 +81,27 @@ def memory_folder() -> Path | None:
     return folder if has_room and os.access(folder, os.W_OK) and not status.f_flag & os.ST_NOEXEC else None
 
 
-SLOWEST = (
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """`--dist loadfile` keeps the files of some rooms together."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from tests.shared_rooms import LoadRoomScheduling
+
+    return LoadRoomScheduling(config, log)
+
+
+FIRST = (
+    "tests/test_paused_gc.py",  # it walks over all objects, and there are few yet
+    "tests/runner/clusters/test_ray_executor.py",
+    "tests/runner/test_warm_families.py",
+    "tests/runner/test_tiny_shapes.py",
+    "tests/tools/bench/test_perplexity.py",
     "tests/compiler/piece_compilers/test_compile_static.py",
     "tests/runner/inspect/test_selfcheck.py",
     "tests/tools/commands/test_compile.py",
     "tests/runner/engine/test_engine_states.py",
+    "tests/runner/speculative/test_speculative_states.py",
     "tests/runner/test_smollm2.py",
     "tests/compiler/building/test_inductor_pieces.py",
     "tests/tools/cache/entries/test_proof.py",
@@ -67,8 +109,20 @@ SLOWEST = (
     "tests/compiler/test_load_or_compile.py",
     "tests/compiler/test_files_of_a_start.py",
     "tests/tools/bench/growth/test_growth.py",
+    "tests/tools/serve/test_serve.py",
+    "tests/tools/serve/endpoints/test_embeddings.py",
 )
-"""Files that take a minute or more: they begin first, or one process would be left with one of them."""
+"""Files with long tests begin first, in this order, or one process would be left with one of them."""
+PLACES = {file: place for place, file in enumerate(FIRST)}
+
+
+@pytest.fixture(scope="session")
+def models_are_traced_once() -> Iterator[None]:
+    """From here on, models of one config with eager pieces share a trace. torch is imported only if a test asks."""
+    from tests.runner.traced_once import shared_traces
+
+    with shared_traces():
+        yield
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -80,9 +134,9 @@ def earlier_objects_aside() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The slowest files first. Tests marked `gpu` are skipped where torch sees no GPU; torch is imported only if there
+    """`FIRST`, then the others. Tests marked `gpu` are skipped where torch sees no GPU; torch is imported only if there
     are such tests."""
-    items.sort(key=lambda item: not item.nodeid.startswith(SLOWEST))
+    items.sort(key=lambda item: PLACES.get(item.nodeid.partition("::")[0], len(FIRST)))
     marked = [item for item in items if item.get_closest_marker("gpu") is not None]
     if not marked:
         return

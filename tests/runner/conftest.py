@@ -12,13 +12,11 @@ from transformers import PreTrainedModel
 from piecegraph import LLM
 from tests.runner.byte_tokenizer import byte_tokenizer
 from tests.runner.tiny_models import llama_config, random_model, save
-from tests.runner.traced_once import shared_traces
 
 
 @pytest.fixture(scope="session", autouse=True)
-def models_are_traced_once() -> Iterator[None]:
-    with shared_traces():
-        yield
+def models_of_the_runner_are_traced_once(models_are_traced_once: None) -> None:
+    """Share traces in every test of this room."""
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -12,6 +12,8 @@ from piecegraph.runner.scheduling.scheduler_output import ScheduledDecodes, Sche
 from piecegraph.runner.step.state import input_buffers
 from piecegraph.tools.bench.host_step import TOKEN, decoding_engine, measure_host_step
 
+pytestmark = pytest.mark.usefixtures("models_are_traced_once")
+
 
 def test_it_measures_every_part_of_decode_steps() -> None:
     found = measure_host_step(4, 12, block_size=4)

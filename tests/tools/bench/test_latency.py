@@ -17,6 +17,8 @@ from piecegraph.tools.bench.measure.ceilings import Ceilings
 from tests.runner.distributed.test_executor import two_ranks
 from tests.runner.tiny_models import FAMILIES, llama_config, make_model, random_model, save
 
+pytestmark = pytest.mark.usefixtures("models_are_traced_once")
+
 LLM_ARGUMENTS: dict[str, Any] = {
     "device": "cpu",
     "compiler": "eager",

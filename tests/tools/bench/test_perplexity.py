@@ -19,6 +19,8 @@ from piecegraph.tools.cli import main
 from tests.runner.byte_tokenizer import byte_tokenizer
 from tests.runner.tiny_models import make_config, random_model, save
 
+pytestmark = pytest.mark.usefixtures("models_are_traced_once")
+
 TEXT = Path(__file__).resolve().parents[2] / "runner" / "quantization" / "text.txt"
 
 

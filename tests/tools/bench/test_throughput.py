@@ -40,6 +40,8 @@ from piecegraph.tools.bench.throughput import (
 )
 from tests.runner.tiny_models import VOCAB_SIZE, llama_config, random_model, save
 
+pytestmark = pytest.mark.usefixtures("models_are_traced_once")
+
 RATES = Ceilings(read_bytes_per_s=1e3, flops_per_s=1e6)
 
 

@@ -10,6 +10,9 @@ import pytest
 from piecegraph.tools.cli import main
 from piecegraph.tools.commands.bench_throughput import throughput
 from tests.runner.tiny_models import llama_config, random_model, save
+from tests.tools.bench.assumed_ceilings import assume_ceilings
+
+pytestmark = pytest.mark.usefixtures("models_are_traced_once")
 
 LLM_FLAGS = [
     *("--compiler", "eager", "--device", "cpu", "--dtype", "float32", "--quiet"),
@@ -22,6 +25,11 @@ WORKLOAD = ["--num-requests", "5", "--prompt-tokens", "4:12", "--output-tokens",
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(random_model(llama_config()), tmp_path_factory.mktemp("bench"))
+
+
+@pytest.fixture(autouse=True)
+def ceilings_are_assumed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assume_ceilings(monkeypatch)
 
 
 def test_json_has_every_row_and_the_environment(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

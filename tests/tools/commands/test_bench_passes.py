@@ -15,6 +15,9 @@ from piecegraph.tools.bench.measure.ceilings import Ceilings
 from piecegraph.tools.bench.passes import Measured, measure_passes
 from piecegraph.tools.cli import main
 from tests.runner.tiny_models import llama_config
+from tests.tools.bench.assumed_ceilings import assume_ceilings
+
+pytestmark = pytest.mark.usefixtures("models_are_traced_once")
 
 FLAGS = [
     *("--compiler", "eager", "--device", "cpu", "--quiet", "--load-format", "dummy"),
@@ -27,6 +30,7 @@ FLAGS = [
 def libraries_keep_their_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     """The command quietens its own process, which here is that of the tests."""
     monkeypatch.setattr("piecegraph.tools.command_line.quiet.quiet_libraries", lambda: None)
+    assume_ceilings(monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +58,7 @@ def ran(folder: Path) -> Ran:
 
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as out:
         patch.setattr("piecegraph.tools.command_line.quiet.quiet_libraries", lambda: None)
+        assume_ceilings(patch)
         patch.setattr("piecegraph.tools.bench.passes.measure_passes", measure)
         assert main(["bench", "passes", str(folder), "--json", *FLAGS]) == 0
     return Ran(found[0], out.getvalue())

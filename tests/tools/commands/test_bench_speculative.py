@@ -15,6 +15,8 @@ from tests.runner.speculative.heads.random_heads import save_eagle3
 from tests.runner.speculative.heads.test_mtp import save_with_mtp
 from tests.runner.tiny_models import llama_config, random_model, save
 
+pytestmark = pytest.mark.usefixtures("models_are_traced_once")
+
 FLAGS = [
     *("--compiler", "eager", "--device", "cpu", "--dtype", "float32", "--quiet", "--max-model-len", "64"),
     *("--output-tokens", "12", "--repeat", "1", "--prompt", "abcabc", "--num-speculative-tokens", "2"),

@@ -18,6 +18,8 @@ from piecegraph.tools.commands.explain import dispatch_lines
 from tests.runner.speculative.heads.random_heads import eagle3_checkpoint
 from tests.runner.tiny_models import llama_config, random_model
 
+pytestmark = pytest.mark.usefixtures("models_are_traced_once")
+
 FULL, PIECEWISE, NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
 SMALL = ["--max-num-seqs", "4", "--max-num-batched-tokens", "8", "--cudagraph-capture-sizes", "1,2,4"]
 

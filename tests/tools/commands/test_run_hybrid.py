@@ -14,6 +14,8 @@ from tests.runner.byte_tokenizer import byte_tokenizer
 from tests.runner.margin_rule import assert_same_tokens
 from tests.runner.tiny_models import make_config, random_model, save
 
+pytestmark = pytest.mark.usefixtures("models_are_traced_once")
+
 PROMPT = "The capital of Italy, as far as we know"
 FLAGS = (
     "--compiler eager --max-model-len 64 --block-size 4 --max-num-batched-tokens 5 --max-num-seqs 4 --max-tokens 16 "

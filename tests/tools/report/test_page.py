@@ -13,6 +13,8 @@ import pytest
 from piecegraph.tools.cli import main
 from tests.runner.tiny_models import llama_config
 
+pytestmark = pytest.mark.usefixtures("models_are_traced_once")
+
 HEADINGS = ["What is slower than asked for", "Pieces", "Passes", "Attention", "Dispatch table", "Memory", "Timeline"]
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 

@@ -24,7 +24,9 @@ from piecegraph.config import CompileConfig
 from tests.runner.byte_tokenizer import byte_tokenizer
 from tests.runner.tiny_models import llama_config, random_model, save
 from tests.tools.serve.malformed_bodies import malformed_bodies
-from tests.tools.serve.serving import ServerProcess, running_server
+from tests.tools.serve.serving import HTTP, ServerProcess, running_server
+
+pytestmark = pytest.mark.usefixtures("models_are_traced_once")
 
 KEY = "a key of the tests"
 MAX_BODY_BYTES = 100_000
@@ -67,16 +69,16 @@ def client(server: ServerProcess) -> Iterator[openai.OpenAI]:
 def post(server: ServerProcess, path: str, body: bytes | dict[str, Any], **headers: str) -> httpx.Response:
     content = json.dumps(body).encode() if isinstance(body, dict) else body
     sent = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json", **headers}
-    return httpx.post(f"{server.url}{path}", content=content, headers=sent, timeout=60)
+    return HTTP.post(f"{server.url}{path}", content=content, headers=sent)
 
 
 def metric(server: ServerProcess, name: str) -> float:
-    text = httpx.get(f"{server.url}/metrics", headers={"Authorization": f"Bearer {KEY}"}).text
+    text = HTTP.get(f"{server.url}/metrics", headers={"Authorization": f"Bearer {KEY}"}).text
     return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(f"{name}{{"))
 
 
 def wait_until_idle(server: ServerProcess) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while metric(server, "vllm:num_requests_running") or metric(server, "vllm:num_requests_waiting"):
         assert time.monotonic() < deadline, "requests still run"
         time.sleep(0.02)
@@ -300,7 +302,7 @@ def test_models_tokens_and_version(client: openai.OpenAI, server: ServerProcess)
     rendered = post(server, "/tokenize", {"messages": MESSAGES}).json()
     assert rendered["tokens"] == byte_tokenizer()(PROMPT)["input_ids"]
     assert post(server, "/detokenize", {"tokens": tokens["tokens"]}).json() == {"prompt": "the end"}
-    version = httpx.get(f"{server.url}/version", headers={"Authorization": f"Bearer {KEY}"}).json()
+    version = HTTP.get(f"{server.url}/version", headers={"Authorization": f"Bearer {KEY}"}).json()
     assert set(version) == {"version"}
 
 
@@ -309,9 +311,9 @@ def test_a_request_needs_a_key(server: ServerProcess) -> None:
     body = {"messages": MESSAGES}
     for headers in ({"Authorization": ""}, {"Authorization": "Bearer wrong"}, {"Authorization": KEY}):
         assert assert_error(post(server, "/v1/chat/completions", body, **headers), 401)["code"] == "invalid_api_key"
-    assert httpx.get(f"{server.url}/metrics").status_code == 401
-    assert httpx.get(f"{server.url}/health").status_code == 200
-    assert httpx.get(f"{server.url}/ready").json() == {"status": "serving", "start": "full speed"}
+    assert HTTP.get(f"{server.url}/metrics").status_code == 401
+    assert HTTP.get(f"{server.url}/health").status_code == 200
+    assert HTTP.get(f"{server.url}/ready").json() == {"status": "serving", "start": "full speed"}
     other = openai.OpenAI(base_url=f"{server.url}/v1", api_key="another key", max_retries=0)
     assert other.completions.create(model="tiny", prompt="a", max_tokens=1).choices
 
@@ -339,8 +341,8 @@ def test_what_is_wrong_is_named(server: ServerProcess) -> None:
     assert error["param"] == "top_p"
     error = assert_error(post(server, "/v1/completions", {"prompt": [5] * 600}), 400)
     assert error["code"] == "context_length_exceeded"
-    assert_error(httpx.get(f"{server.url}/nothing", headers={"Authorization": f"Bearer {KEY}"}), 404)
-    assert_error(httpx.get(f"{server.url}/v1/completions", headers={"Authorization": f"Bearer {KEY}"}), 405)
+    assert_error(HTTP.get(f"{server.url}/nothing", headers={"Authorization": f"Bearer {KEY}"}), 404)
+    assert_error(HTTP.get(f"{server.url}/v1/completions", headers={"Authorization": f"Bearer {KEY}"}), 405)
 
 
 def test_a_body_that_is_too_large_is_refused(server: ServerProcess) -> None:
@@ -353,7 +355,7 @@ def test_a_body_that_is_too_large_is_refused(server: ServerProcess) -> None:
             yield b"x" * 10_000
 
     headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
-    response = httpx.post(f"{server.url}/v1/completions", content=parts(), headers=headers)
+    response = HTTP.post(f"{server.url}/v1/completions", content=parts(), headers=headers)
     assert_error(response, 413)
 
 
@@ -376,16 +378,16 @@ ENDLESS = {"prompt": "endless", "max_tokens": 480, "ignore_eos": True, "temperat
 
 @pytest.mark.parametrize("is_stream", [True, False])
 def test_the_request_of_a_client_that_goes_away_is_aborted(server: ServerProcess, is_stream: bool) -> None:
-    """It stops running long before its 480 tokens are made."""
+    """It stops running long before its 16 times 480 tokens are made."""
     wait_until_idle(server)
     before = metric(server, "vllm:generation_tokens_total")
-    connection = raw_request(server, {**ENDLESS, "stream": is_stream})
-    deadline = time.monotonic() + 30
+    connection = raw_request(server, {**ENDLESS, "n": 16, "temperature": 1, "stream": is_stream})
+    deadline = time.monotonic() + 60
     while metric(server, "vllm:generation_tokens_total") == before:
         assert time.monotonic() < deadline
     connection.close()
     wait_until_idle(server)
-    assert metric(server, "vllm:generation_tokens_total") < before + 400
+    assert metric(server, "vllm:generation_tokens_total") < before + 7000
 
 
 def test_a_slow_reader_holds_up_nobody(server: ServerProcess, client: openai.OpenAI) -> None:
@@ -404,7 +406,7 @@ def test_a_queue_that_is_full_refuses(server: ServerProcess) -> None:
     wait_until_idle(server)
     held = [raw_request(server, {**ENDLESS, "stream": True}) for _ in range(16)]
     try:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while metric(server, "vllm:num_requests_waiting") < 12:
             assert time.monotonic() < deadline
         response = post(server, "/v1/completions", {"prompt": "a"})
@@ -421,23 +423,28 @@ def test_metrics_have_vllms_names(server: ServerProcess) -> None:
     names = """vllm:num_requests_running vllm:num_requests_waiting vllm:kv_cache_usage_perc vllm:prompt_tokens_total
         vllm:generation_tokens_total vllm:request_success_total vllm:time_to_first_token_seconds_bucket
         vllm:e2e_request_latency_seconds_count vllm:num_preemptions_total http_requests_total"""
-    text = httpx.get(f"{server.url}/metrics", headers={"Authorization": f"Bearer {KEY}"}).text
+    text = HTTP.get(f"{server.url}/metrics", headers={"Authorization": f"Bearer {KEY}"}).text
     assert [name for name in names.split() if f"\n{name}{{" not in text] == []
     assert metric(server, "vllm:request_success_total") > 10
 
 
 def test_sigterm_drains(server: ServerProcess) -> None:
-    """The last test: a running stream ends as it should, new requests are refused, and the process ends with 0."""
+    """The last test: a running stream ends as it should, new requests are refused, and the process ends with 0.
+
+    Another request waits until a new one was refused: the process would not end before, however busy the machine is.
+    """
     wait_until_idle(server)
     received = bytearray()
     with raw_request(server, {**ENDLESS, "max_tokens": 400, "stream": True}) as running:
         received += running.recv(1000)
-        server.process.send_signal(signal.SIGTERM)
-        deadline = time.monotonic() + 30
-        while httpx.get(f"{server.url}/ready").status_code == 200:
-            assert time.monotonic() < deadline
-        response = post(server, "/v1/completions", {"prompt": "a"})
-        assert assert_error(response, 503)["code"] == "shutting_down"
+        with raw_request(server, {**ENDLESS, "n": 15, "temperature": 1}):
+            while metric(server, "vllm:num_requests_waiting") == 0:
+                time.sleep(0.005)
+            server.process.send_signal(signal.SIGTERM)
+            while HTTP.get(f"{server.url}/ready").status_code == 200:
+                time.sleep(0.005)
+            response = post(server, "/v1/completions", {"prompt": "a"})
+            assert assert_error(response, 503)["code"] == "shutting_down"
         while b"[DONE]" not in received:
             received += running.recv(65536)
     assert b'"finish_reason":"length"' in received
@@ -450,11 +457,11 @@ def test_a_server_answers_while_it_compiles_and_ends_without_a_trace(model: Path
     """`/ready` says how far it is; SIGTERM ends the compile processes with it, and the cache holds whole entries."""
     environment = {"PIECEGRAPH_CACHE_DIR": str(tmp_path), "PIECEGRAPH_CACHE": "on"}
     with running_server(model, "--compiler", "inductor", **environment) as server:
-        found = httpx.get(f"{server.url}/ready").json()
+        found = HTTP.get(f"{server.url}/ready").json()
         assert found["status"] == "serving"
         assert found["start"] == "full speed" or found["start"].startswith("compiling ")
         assert post(server, "/v1/completions", {"prompt": "a", "max_tokens": 2}).status_code == 200
-        assert "piecegraph:is_at_full_speed" in httpx.get(f"{server.url}/metrics").text
+        assert "piecegraph:is_at_full_speed" in HTTP.get(f"{server.url}/metrics").text
         children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
         assert server.end() == 0
     assert not [child for child in children if Path(f"/proc/{child}").exists()]
@@ -473,7 +480,7 @@ def test_a_second_signal_ends_at_once(model: Path) -> None:
         connection.sendall(f"{request}{len(body)}\r\n\r\n{body}".encode())
         connection.recv(1000)
         server.process.send_signal(signal.SIGTERM)
-        while httpx.get(f"{server.url}/ready").status_code == 200:
+        while HTTP.get(f"{server.url}/ready").status_code == 200:
             time.sleep(0.01)
         assert server.end(signal.SIGTERM, timeout_s=20) == 128 + signal.SIGTERM
         connection.close()

@@ -6,7 +6,6 @@ import os
 import signal
 from pathlib import Path
 
-import httpx
 import openai
 import pytest
 
@@ -14,7 +13,7 @@ from piecegraph import LLM, SamplingParams
 from tests.runner.byte_tokenizer import byte_tokenizer
 from tests.runner.data_parallel.test_engine_processes import assert_gone
 from tests.runner.tiny_models import llama_config, random_model, save
-from tests.tools.serve.serving import running_server
+from tests.tools.serve.serving import HTTP, running_server
 
 
 def children_of(pid: int) -> list[int]:
@@ -41,10 +40,10 @@ def test_two_engines_behind_one_server(tmp_path: Path) -> None:
                 for prompt in prompts
             ]
             assert ["".join(chunk.choices[0].text for chunk in stream) for stream in streams] == expected
-        metrics = httpx.get(f"{server.url}/metrics").text
+        metrics = HTTP.get(f"{server.url}/metrics").text
         assert "vllm:generation_tokens_total{" in metrics
         os.kill(engines[0], signal.SIGKILL)
-        httpx.post(f"{server.url}/v1/completions", json={"model": "tiny", "prompt": "a", "max_tokens": 4}, timeout=120)
+        HTTP.post(f"{server.url}/v1/completions", json={"model": "tiny", "prompt": "a", "max_tokens": 4}, timeout=120)
         server.process.wait(120)
         assert "engine 0" in server.log
         assert_gone(engines)

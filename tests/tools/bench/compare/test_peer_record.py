@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from piecegraph.tools.bench.compare.peer_record import measure_as_peer
 from piecegraph.tools.bench.compare.workload import PeerJob
 from tests.runner.tiny_models import llama_config
+from tests.tools.bench.assumed_ceilings import assume_ceilings
+
+pytestmark = pytest.mark.usefixtures("models_are_traced_once")
 
 
 def a_job(model: str, **options: object) -> PeerJob:
@@ -23,10 +28,10 @@ def a_job(model: str, **options: object) -> PeerJob:
 
 
 @pytest.mark.parametrize("offline_requests", [3, pytest.param(0, marks=pytest.mark.slow)])
-def test_it_has_the_peers_names(offline_requests: int, tmp_path_factory: pytest.TempPathFactory) -> None:
-    folder = tmp_path_factory.mktemp("llama")
-    llama_config().save_pretrained(str(folder))
-    record = measure_as_peer(a_job(str(folder), offline_requests=offline_requests))
+def test_it_has_the_peers_names(offline_requests: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assume_ceilings(monkeypatch)
+    llama_config().save_pretrained(str(tmp_path))
+    record = measure_as_peer(a_job(str(tmp_path), offline_requests=offline_requests))
     offline = {"offline_s", "offline_tok_s"} if offline_requests else set()
     times = {"import_s", "init_s", "first_token_s", "start_to_first_token_s"}
     figures = {"tpot_ms", "tpot_processor_ms", "prefill_tok_s", "peak_rss_bytes", "greedy_tokens"}

@@ -14,6 +14,8 @@ from piecegraph.tools.cli import main
 from piecegraph.tools.command_line.compile_flags import engine_config
 from tests.runner.tiny_models import llama_config
 
+pytestmark = pytest.mark.usefixtures("models_are_traced_once")
+
 REASON = "Inductor failed: NotImplementedError: no lowering"
 
 

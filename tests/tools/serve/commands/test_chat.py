@@ -23,6 +23,8 @@ from tests.runner.byte_tokenizer import byte_tokenizer
 from tests.runner.tiny_models import llama_config, random_model, save
 from tests.tools.serve.serving import PROGRAM, running_server
 
+pytestmark = pytest.mark.usefixtures("models_are_traced_once")
+
 
 def says(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))

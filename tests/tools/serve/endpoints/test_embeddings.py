@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
-import httpx
 import openai
 import pytest
 import torch
@@ -23,7 +22,9 @@ from piecegraph import LLM, PoolingParams
 from piecegraph.tools.serve.endpoints.embeddings import embedding_data
 from piecegraph.tools.serve.protocol.error_replies import ApiError
 from tests.runner.pooling.encoder_models import FAMILIES, MAX_LEN, VOCAB_SIZE, save_model, texts
-from tests.tools.serve.serving import ServerProcess, running_server
+from tests.tools.serve.serving import HTTP, ServerProcess, running_server
+
+pytestmark = pytest.mark.usefixtures("models_are_traced_once")
 
 MATRYOSHKA = {"is_matryoshka": True, "matryoshka_dimensions": [8, 16]}
 
@@ -72,7 +73,7 @@ def received(reply: Any) -> torch.Tensor:
 def refused(server: ServerProcess, body: Any, path: str = "/v1/embeddings") -> dict[str, Any]:
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     headers = {"Content-Type": "application/json"}
-    response = httpx.post(f"{server.url}{path}", content=content, headers=headers, timeout=60)
+    response = HTTP.post(f"{server.url}{path}", content=content, headers=headers)
     assert response.status_code == 400, (response.status_code, response.text[:300])
     error: dict[str, Any] = response.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
@@ -80,7 +81,7 @@ def refused(server: ServerProcess, body: Any, path: str = "/v1/embeddings") -> d
 
 
 def metric(server: ServerProcess, name: str) -> float:
-    text = httpx.get(f"{server.url}/metrics").text
+    text = HTTP.get(f"{server.url}/metrics").text
     return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(f"{name}{{"))
 
 
@@ -100,9 +101,9 @@ def test_embeddings_equal_the_offline_ones(client: openai.OpenAI, offline: LLM) 
 
 def test_the_forms_of_an_embedding(client: openai.OpenAI, server: ServerProcess, offline: LLM) -> None:
     """base64 holds little-endian float32, the same bits as the numbers; dimensions, length and special tokens."""
-    expected = httpx.post(f"{server.url}/v1/embeddings", json={"input": "the fox"}).json()["data"][0]["embedding"]
+    expected = HTTP.post(f"{server.url}/v1/embeddings", json={"input": "the fox"}).json()["data"][0]["embedding"]
     body = {"input": "the fox", "encoding_format": "base64"}
-    encoded = httpx.post(f"{server.url}/v1/embeddings", json=body).json()["data"][0]["embedding"]
+    encoded = HTTP.post(f"{server.url}/v1/embeddings", json=body).json()["data"][0]["embedding"]
     raw = base64.b64decode(encoded)
     assert list(struct.unpack(f"<{len(raw) // 4}f", raw)) == expected
     short = received(client.embeddings.create(model="bert", input="the fox", dimensions=8))
@@ -184,13 +185,13 @@ def test_nothing_is_generated(server: ServerProcess, client: openai.OpenAI) -> N
     assert client.models.retrieve("bert").model_extra is not None
     with pytest.raises(openai.NotFoundError, match="Did you mean 'bert'"):
         client.embeddings.create(model="brt", input="a")
-    tokens = httpx.post(f"{server.url}/tokenize", json={"prompt": "the cat"}).json()
+    tokens = HTTP.post(f"{server.url}/tokenize", json={"prompt": "the cat"}).json()
     assert (tokens["count"], tokens["max_model_len"]) == (4, MAX_LEN)
-    text = httpx.post(f"{server.url}/detokenize", json={"tokens": tokens["tokens"]}).json()
+    text = HTTP.post(f"{server.url}/detokenize", json={"tokens": tokens["tokens"]}).json()
     assert "the cat" in text["prompt"]
     refused(server, {"tokens": [VOCAB_SIZE]}, "/detokenize")
-    assert httpx.get(f"{server.url}/ready").json() == {"status": "serving", "start": "full speed"}
-    assert httpx.get(f"{server.url}/health").status_code == 200
+    assert HTTP.get(f"{server.url}/ready").json() == {"status": "serving", "start": "full speed"}
+    assert HTTP.get(f"{server.url}/health").status_code == 200
 
 
 def test_many_requests_at_once_equal_their_offline_answers(server: ServerProcess, offline: LLM) -> None:
@@ -245,12 +246,12 @@ def test_sigterm_drains(server: ServerProcess) -> None:
     with raw_request(server, {"input": ["the cat " * 30] * 400, "encoding_format": "base64"}) as running:
         while metric(server, "vllm:prompt_tokens_total") == before:
             time.sleep(0.005)
-        server.process.send_signal(signal.SIGTERM)
-        deadline = time.monotonic() + 30
-        while httpx.get(f"{server.url}/ready").status_code == 200:
-            assert time.monotonic() < deadline
-        response = httpx.post(f"{server.url}/v1/embeddings", json={"input": "a"})
-        assert (response.status_code, response.json()["error"]["code"]) == (503, "shutting_down")
+        with raw_request(server, {"input": ["the cat " * 30] * 2048}):  # until this ends, the process does not
+            server.process.send_signal(signal.SIGTERM)
+            while HTTP.get(f"{server.url}/ready").status_code == 200:
+                time.sleep(0.005)
+            response = HTTP.post(f"{server.url}/v1/embeddings", json={"input": "a"})
+            assert (response.status_code, response.json()["error"]["code"]) == (503, "shutting_down")
         reply = b""
         while part := running.recv(1 << 16):
             reply += part

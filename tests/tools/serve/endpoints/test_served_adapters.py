@@ -22,6 +22,8 @@ from tests.runner.lora.adapters import write_adapter
 from tests.runner.margin_rule import assert_same_tokens
 from tests.runner.tiny_models import make_model, save
 
+pytestmark = pytest.mark.usefixtures("models_are_traced_once")
+
 PROMPT = [5, 9, 2, 77]
 
 

@@ -14,6 +14,8 @@ from piecegraph.tools.serve.endpoints.settings import ServeSettings
 from piecegraph.tools.serve.http.app import make_app
 from tests.runner.tiny_models import make_model, save
 
+pytestmark = pytest.mark.usefixtures("models_are_traced_once")
+
 BODY = {"prompt": [5, 9, 2], "max_tokens": 6, "temperature": 0, "ignore_eos": True, "logprobs": 0}
 
 Use = Callable[[httpx.AsyncClient, GenerationService], Awaitable[None]]
