@@ -186,8 +186,9 @@ class EngineUnderTest:
         llm.runner.sample_tokens = self._sample_or_lose  # type: ignore[method-assign, assignment]
 
     def start_over(self) -> None:
-        """Reset all state, so that hypothesis can repeat a failure."""
+        """Reset all state, so that hypothesis can repeat a failure: seeds are drawn for requests without one, too."""
         engine = self.llm.engine
+        engine._random.seed(0)
         self._failure = None
         for request_id in {name.partition("/")[0] for name in engine.requests}:
             engine.abort(request_id)
@@ -497,7 +498,7 @@ def engine_and_modes(
 
 
 @pytest.mark.parametrize(
-    ("max_examples", "min_steps"), [(9, 500), pytest.param(40, 1_500, marks=pytest.mark.slow)], ids=["quick", "long"]
+    ("max_examples", "min_steps"), [(6, 300), pytest.param(40, 1_500, marks=pytest.mark.slow)], ids=["quick", "long"]
 )
 def test_every_order_of_events_gives_the_right_outputs(
     engine_and_modes: tuple[EngineUnderTest, Sequence[CUDAGraphMode]], max_examples: int, min_steps: int
