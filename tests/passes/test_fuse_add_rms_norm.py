@@ -388,7 +388,7 @@ def test_every_norm_of_a_model_family_matches(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma3", "phi3"])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float16, marks=pytest.mark.slow), torch.float32], ids=str)
 def test_norms_of_a_family_in_other_dtypes(name: str, dtype: torch.dtype) -> None:
     assert_norms(name, dtype, NORMS[name])
 

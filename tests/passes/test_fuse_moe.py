@@ -31,7 +31,7 @@ def named(graph: fx.Graph, *names: str) -> list[fx.Node]:
     return [node for node in graph.nodes if getattr(node.target, "__name__", node.target) in names]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16])
 @pytest.mark.parametrize("before", [(), (FuseActMul(),)], ids=["alone", "after fuse-act-mul"])
 @pytest.mark.parametrize("family", LAYERS)
 def test_every_layer_matches(family: str, before: tuple[GraphPass, ...], dtype: torch.dtype) -> None:

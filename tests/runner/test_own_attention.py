@@ -22,6 +22,7 @@ from piecegraph.runner.models.config.load_config import load_config
 from piecegraph.runner.models.load import load_model
 from tests.runner import architectures
 from tests.runner.architectures import save_tiny, tiny_config, tiny_model
+from tests.runner.models_page import PAGE, RUNS, rows_of
 from tests.runner.test_hybrid_models import check, generate, load_hybrid, manager
 from tests.runner.test_sliding_windows import load_windowed
 from tests.runner.traced_once import is_shareable
@@ -67,6 +68,12 @@ CPU = torch.device("cpu")
 models = pytest.mark.parametrize(
     "name", [name if name in ALWAYS else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
 )
+AS_ON_THE_PAGE = [
+    name
+    for name, (model_type, options) in MODELS.items()
+    if name not in ALWAYS and options == architectures.OPTIONS.get(model_type, {})
+]
+"""The tests of docs/models.md ask these the same."""
 
 
 def made(name: str, folder: Path) -> tuple[PreTrainedModel, Path]:
@@ -77,7 +84,14 @@ def made(name: str, folder: Path) -> tuple[PreTrainedModel, Path]:
     return model, save_tiny(model_type, model, folder)
 
 
-@models
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in ALWAYS else pytest.param(name, marks=pytest.mark.slow)
+        for name in MODELS
+        if name not in AS_ON_THE_PAGE
+    ],
+)
 def test_a_model_answers_as_transformers_does(name: str, tmp_path: Path) -> None:
     """In chunks, preempted, and again with what the prefix cache kept. All blocks are free in the end."""
     model, folder = made(name, tmp_path)
@@ -88,6 +102,11 @@ def test_a_model_answers_as_transformers_does(name: str, tmp_path: Path) -> None
         stats = llm.engine.stats
         assert stats.num_preemptions > 0 and stats.num_prefix_hits > 0
         assert manager(llm).num_free_blocks == manager(llm).num_blocks
+
+
+def test_the_other_models_are_on_the_page() -> None:
+    rows = rows_of(PAGE.read_text(encoding="utf-8"))
+    assert {rows[MODELS[name][0]].answer for name in AS_ON_THE_PAGE} == {RUNS}
 
 
 @models

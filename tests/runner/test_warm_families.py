@@ -15,9 +15,7 @@ from piecegraph.environment import child_environment
 from tests.runner.tiny_models import FAMILIES, UNLISTED, random_model, save
 
 ROOT = Path(__file__).resolve().parents[2]
-ALL = {**FAMILIES, **UNLISTED}
 Found = dict[str, dict[str, Any]]
-QUICK = ("gpt-oss",)
 
 
 def starts(folders: Sequence[Path], earlier: Found) -> Found:
@@ -36,15 +34,9 @@ def starts(folders: Sequence[Path], earlier: Found) -> Found:
     return found
 
 
-@pytest.mark.parametrize(
-    "names",
-    [
-        pytest.param(QUICK, id="quick"),
-        pytest.param(tuple(name for name in ALL if name not in QUICK), id="others", marks=pytest.mark.slow),
-    ],
-)
-def test_a_second_process_may_load_what_the_first_traced(names: Sequence[str], tmp_path: Path) -> None:
-    folders = [save(random_model(ALL[name]()), tmp_path / name) for name in names]
+@pytest.mark.slow
+def test_a_second_process_may_load_what_the_first_traced(tmp_path: Path) -> None:
+    folders = [save(random_model(made()), tmp_path / name) for name, made in {**FAMILIES, **UNLISTED}.items()]
     first = starts(folders, {})
     second = starts(folders, first)
     for folder in map(str, folders):
