@@ -138,15 +138,13 @@ def _import_ray() -> Any:
 
 def _placement_group(ray: Any, num_ranks: int) -> Any:
     group = ray.util.placement_group([{"CPU": 1.0}] * num_ranks, strategy="PACK")
-    try:
-        ray.get(group.ready(), timeout=PLACE_S)
-    except ray.exceptions.GetTimeoutError as error:
+    if not group.wait(PLACE_S):  # `ready` would start a process of its own for a task
         has = ray.available_resources().get("CPU", 0.0)
         ray.util.remove_placement_group(group)
         raise ConfigError(
             f"the Ray cluster has no room for {num_ranks} ranks of one CPU each besides this process ({has:g} CPUs are "
             f"free after {PLACE_S:g} s); add machines, or ask for fewer ranks."
-        ) from error
+        )
     return group
 
 
