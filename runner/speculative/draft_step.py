@@ -132,7 +132,7 @@ class DraftStep:
         """Return the draft of each row of logits.
 
         With "probabilistic" it is drawn with the noise of (seed, position) that the model's token of that place is
-        drawn with. So the more alike the two distributions are, the oftener the tokens are equal.
+        drawn with. So the more alike the two distributions are, the more often the tokens are equal.
         """
         if self.target.config.draft_sample_method == "greedy":
             return logits.argmax(-1)
