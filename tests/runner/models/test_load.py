@@ -17,7 +17,6 @@ from transformers import PreTrainedModel
 
 from piecegraph.errors import (
     CheckpointError,
-    ConfigError,
     ModelError,
     ModelNotFound,
     PiecegraphError,
@@ -25,10 +24,7 @@ from piecegraph.errors import (
 )
 from piecegraph.progress import Phase
 from piecegraph.runner.common.model_source import ModelSource
-from piecegraph.runner.models.config.device import resolve_device
-from piecegraph.runner.models.config.dtype import resolve_dtype
 from piecegraph.runner.models.config.load_config import load_config
-from piecegraph.runner.models.config.tokenizer import load_tokenizer
 from piecegraph.runner.models.load import LoadedModel, load_model
 from tests.runner.tiny_models import llama_config, random_model, save
 
@@ -251,73 +247,6 @@ def test_a_config_that_is_not_json(folder: Path) -> None:
     (folder / "config.json").write_text("{")
     with pytest.raises(ModelError, match=r"config\.json"):
         load(folder)
-
-
-def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
-    save(random_model(llama_config()), tmp_path)
-    with pytest.raises(ModelError, match=r"no usable tokenizer .*tokenizer=.*skip_tokenizer_init=True"):
-        load_tokenizer(ModelSource(model=str(tmp_path)))
-
-
-def test_the_tokenizer_may_come_from_elsewhere(llama_dir: Path, tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(ModelSource(model=str(tmp_path)), str(llama_dir))
-    assert len(tokenizer) == 261
-
-
-@pytest.mark.parametrize(
-    ("stored", "instructions", "wanted"),
-    [
-        (torch.bfloat16, {"avx512f", "avx512_bf16"}, torch.bfloat16),
-        (torch.float16, {"amx_bf16"}, torch.bfloat16),
-        (torch.bfloat16, {"asimd", "bf16"}, torch.bfloat16),
-        (torch.bfloat16, {"avx512f", "avx512_vnni"}, torch.float32),
-        (torch.bfloat16, set(), torch.float32),
-        (torch.float32, {"avx512_bf16"}, torch.float32),
-    ],
-)
-def test_the_dtype_on_a_cpu_follows_from_its_instructions(
-    stored: torch.dtype, instructions: set[str], wanted: torch.dtype
-) -> None:
-    """Checkpoints of 16 bits are bfloat16 where the processor multiplies that; a dtype that is given is kept."""
-    config = llama_config(dtype=stored)
-    listed = frozenset(instructions)
-    assert resolve_dtype("auto", config, CPU, instructions=listed) == wanted
-    assert resolve_dtype("float32", config, CPU, instructions=listed) == torch.float32
-    assert resolve_dtype("auto", config, CPU, "int8", instructions=listed) == torch.bfloat16
-
-
-def test_dtype_names() -> None:
-    """auto: on the CPU by its instructions; on a GPU the checkpoint's if it has 16 bits, else bfloat16."""
-    config, gpu = llama_config(), torch.device("cuda")
-    assert resolve_dtype("auto", config, CPU) == torch.float32
-    assert resolve_dtype("auto", config, gpu) == torch.bfloat16
-    assert resolve_dtype("auto", llama_config(dtype=torch.float16), gpu) == torch.float16
-    assert resolve_dtype("half", config, CPU) == torch.float16
-    assert resolve_dtype(torch.bfloat16, config, CPU) == torch.bfloat16
-    with pytest.raises(ConfigError, match=r"dtype='bfloat15' is unknown\. Did you mean 'bfloat16'"):
-        resolve_dtype("bfloat15", config, CPU)
-    with pytest.raises(ConfigError, match=r"dtype=torch\.int8 cannot run here"):
-        resolve_dtype(torch.int8, config, CPU)
-
-
-def test_device_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert resolve_device(None) == resolve_device("cpu") == CPU
-    with pytest.raises(ConfigError, match="device='cuda', but torch sees no NVIDIA GPU"):
-        resolve_device("cuda")
-    with pytest.raises(ConfigError, match="device='gpu' is not a device"):
-        resolve_device("gpu")
-    with pytest.raises(ConfigError, match="device='meta' cannot run here"):
-        resolve_device("meta")
-
-
-def test_another_gpu_than_the_current_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels are launched on the current one, whatever tensors say."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    assert resolve_device("cuda:0") == resolve_device(None) == torch.device("cuda:0")
-    with pytest.raises(ConfigError, match=r"current GPU is cuda:0.*torch\.cuda\.set_device\(1\)"):
-        resolve_device("cuda:1")
 
 
 @pytest.mark.parametrize("name", ["pipe.gguf", "config.json", "tokenizer.json"])
