@@ -9,6 +9,7 @@ MODULES: tuple[str, ...] = (
     "piecegraph.passes.ops.lora",
     "piecegraph.passes.ops.moe_experts",
     "piecegraph.passes.ops.norm_linear",
+    "piecegraph.passes.ops.quantised.experts",
     "piecegraph.passes.ops.quantised.fp8_linear",
     "piecegraph.passes.ops.quantised.grouped_linear",
     "piecegraph.passes.ops.quantised.int4_tiles_linear",

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
 from piecegraph.errors import CheckpointError, UnsupportedModel
+from piecegraph.runner.quantization.experts import KERNELS, QuantisedExperts, quantise_experts
 from piecegraph.runner.quantization.methods.all_methods import METHODS, fastest
 from piecegraph.runner.quantization.methods.linear_method import DoesNotFit, NotFinite, Scheme
 from piecegraph.runner.quantization.methods.shard import Shard
@@ -29,6 +30,7 @@ class QuantisationSummary:
     bytes_by_dtype: dict[str, int]  # of all parameters, each once
     left: tuple[str, ...]  # weights of two dims or more that stay as they are, alike ones together, with reasons
     methods: Mapping[str, Scheme]  # by the path of a module
+    experts: Mapping[str, Scheme] = field(default_factory=dict)  # by the path of a module of experts
 
     def __str__(self) -> str:
         sizes = ", ".join(f"{size / 1e6:.1f} MB {dtype}" for dtype, size in self.bytes_by_dtype.items())
@@ -60,22 +62,18 @@ def quantise_model(
     Raises `CheckpointError` for a weight that is not finite or does not fit, and
     `UnsupportedModel` if nothing can be quantised.
     """
-    owners: dict[int, list[tuple[str, nn.Module, str]]] = {}
-    for path, module in model.named_modules():
-        for short, parameter in module._parameters.items():
-            if parameter is not None and parameter.ndim > 1:
-                owners.setdefault(id(parameter), []).append((path, module, short))
-    counts: Counter[str] = Counter()
+    experts = quantise_experts(model, scheme_of, is_read=is_read, must_fit=must_fit)
+    counts = Counter(f"layers of experts are {scheme}" for scheme in experts.schemes.values())
     left: Counter[str] = Counter()
     methods: dict[str, Scheme] = {}
-    for places in owners.values():
+    for places in _owners(model):
         path, first, short = places[0]
         weight = first._parameters[short]
         assert weight is not None, path
         shard = (shards or {}).get(f"{path}.{short}")
         chosen, why_not = _chosen(places, scheme_of, weight, device_type, shard)
         if chosen is None:
-            left[why_not] += 1
+            left[f"{type(first).__name__}.{short} ({experts.left[path]})" if path in experts.left else why_not] += 1
             continue
         method = METHODS[chosen.method]
         try:
@@ -96,20 +94,34 @@ def quantise_model(
         values, scale = (nn.Parameter(each, requires_grad=False) for each in (packed.values, packed.scale))
         for _, module, _ in places:
             replace_weight(module, chosen.method, values, scale, packed.block)
-    if not methods:
+    if not methods and not experts.schemes:
         raise UnsupportedModel(
             f"{type(model).__name__} has no weights that quantization={scheme!r} can quantise "
             f"({'; '.join(left) or 'no matrices'}); leave it out."
         )
     used = sorted({found.method for found in methods.values()})
+    kernels = {method: METHODS[method].kernels[device_type] for method in used}
+    if experts.schemes:
+        kernels["experts"] = KERNELS[device_type]
     return QuantisationSummary(
         scheme=scheme,
         counts=dict(counts),
-        kernels={method: METHODS[method].kernels[device_type] for method in used},
+        kernels=kernels,
         bytes_by_dtype=bytes_by_dtype(model),
         left=tuple(f"{count} x {what}" for what, count in left.items()),
         methods=methods,
+        experts=experts.schemes,
     )
+
+
+def _owners(model: nn.Module) -> list[list[tuple[str, nn.Module, str]]]:
+    """Return the places of each parameter of two dims or more: the path of a module, this, and the name there."""
+    owners: dict[int, list[tuple[str, nn.Module, str]]] = {}
+    for path, module in model.named_modules():
+        for short, parameter in module._parameters.items():
+            if parameter is not None and parameter.ndim > 1 and not isinstance(module, QuantisedExperts):
+                owners.setdefault(id(parameter), []).append((path, module, short))
+    return list(owners.values())
 
 
 def bytes_by_dtype(model: nn.Module) -> dict[str, int]:

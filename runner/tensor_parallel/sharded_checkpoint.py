@@ -7,7 +7,6 @@ operation that we cannot divide is refused, and the caller then loads the model 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 
 import torch
 
+from piecegraph.runner.quantization.expert_names import expert_of, merges_experts
 from piecegraph.runner.quantization.methods.shard import Shard
 from piecegraph.runner.tensor_parallel.expert_ranks import ExpertRanks
 from piecegraph.runner.tensor_parallel.plan import RankPlan, rank_plan
@@ -173,6 +173,10 @@ class RankDivision:
             for name, whole, shard in _with_shards(self._blank, stored, self.plan, self._others)
         }
 
+    def is_elsewhere(self, name: str) -> bool:
+        """Return whether the parameter `name` is of a module of another stage."""
+        return name in self._others
+
 
 class _Counted:
     """A tensor of a file; the bytes that are read of it are added to a count."""
@@ -231,27 +235,16 @@ def _with_shards(
             yield name, whole, shard
             continue
         num_dims = len(state[target].shape)
-        if shard.dim == -num_dims and _merges_experts(by_pattern[pattern]):
+        if shard.dim == -num_dims and merges_experts(by_pattern[pattern]):
             if shard.num_read < shard.size:
                 raise CannotSlice(f"{target} has fewer experts here than on other ranks")
-            if _expert_of(name, pattern) in range(*shard.parts[0][:2]):
+            expert = expert_of(name, pattern)
+            if expert is None:
+                raise CannotSlice(f"{name} does not say of which expert it is")
+            if expert in range(*shard.parts[0][:2]):
                 yield name, whole, None
             continue
         yield name, whole, _source_shard(target, shard, by_pattern[pattern], num_dims)
-
-
-def _merges_experts(converter: Any) -> bool:
-    """Return whether tensors of single experts become one with a first dim that counts them."""
-    first = converter.operations[0]
-    return type(first).__name__ == "MergeModulelist" and first.dim == 0
-
-
-def _expert_of(name: str, pattern: str) -> int:
-    """Return the number that stands in a tensor's name where `pattern` has its last `*`."""
-    found = re.search(re.escape(pattern).replace(r"\*", r"(\d+)"), name)
-    if found is None:
-        raise CannotSlice(f"{name} does not say of which expert it is")
-    return int(found.groups()[-1])
 
 
 def _source_shard(target: str, shard: Shard, converter: Any, num_dims: int) -> Shard:

@@ -6,7 +6,7 @@ A module gets a class of ours over its own; all code around it stays as it is. W
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -15,9 +15,10 @@ from torch import nn
 from piecegraph.errors import UnsupportedModel
 from piecegraph.passes.ops.collectives import ALL_GATHER, ALL_REDUCE, GATHER_TOKENS, OWN_COLUMNS, SCATTER_SUM
 from piecegraph.runner.lora.modules import LoraLinear
+from piecegraph.runner.quantization.expert_names import PROJECTIONS
+from piecegraph.runner.quantization.experts import QuantisedExperts, cut_experts
 from piecegraph.runner.quantization.methods.all_methods import METHODS
 from piecegraph.runner.quantization.methods.linear_method import DoesNotFit
-from piecegraph.runner.quantization.methods.shard import Shard
 from piecegraph.runner.quantization.modules import CutWeights, QuantisedEmbedding, QuantisedLinear
 from piecegraph.runner.tensor_parallel.plan import (
     EMBEDDING,
@@ -46,7 +47,7 @@ class _Rowwise(nn.Linear):
         return output if self.bias is None else output + self.bias
 
     def _partial(self, x: torch.Tensor) -> torch.Tensor:
-        if isinstance(self, QuantisedLinear) and METHODS[self.scheme].rounds_tokens:
+        if isinstance(self, QuantisedLinear) and METHODS[self.scheme].inputs == "tokens":
             largest = ALL_GATHER(x.abs().amax(-1, keepdim=True), self.num_ranks).amax(-1, keepdim=True)
             return self.product(x, None, largest)
         return _product(self, x, None)
@@ -143,7 +144,10 @@ def shard_model(model: Any, plan: RankPlan) -> None:
         owner_name, _, short = name.rpartition(".")
         owner = model.get_submodule(owner_name)
         if short == "weight" and isinstance(owner, QuantisedLinear | QuantisedEmbedding):
-            _cut_quantised(quantised, owner, name, shard)
+            _cut_quantised(functools.partial(quantised.cut, owner, shard), owner, name)
+            continue
+        if short in PROJECTIONS and isinstance(owner, QuantisedExperts):
+            _cut_quantised(functools.partial(cut_experts, owner, short, shard), owner, name)
             continue
         parameter = owner._parameters[short]
         if id(parameter) in {id(new) for _, new in cut.values()}:
@@ -167,14 +171,15 @@ def shard_model(model: Any, plan: RankPlan) -> None:
             module.out_features, module.in_features = shape
 
 
-def _cut_quantised(weights: CutWeights, module: Any, name: str, shard: Shard) -> None:
+def _cut_quantised(cut: Callable[[], None], module: Any, name: str) -> None:
     """Cut the quantised weight of a module. Raises `UnsupportedModel`."""
     try:
-        weights.cut(module, shard)
+        cut()
     except DoesNotFit as error:
+        whole = ", enable_expert_parallel" if isinstance(module, QuantisedExperts) else ""
         raise UnsupportedModel(
             f"{name} is quantised ({module.scheme}) in a way that ranks cannot divide: {error}. Use another "
-            "tensor_parallel_size, or unquantised weights."
+            f"tensor_parallel_size{whole}, or unquantised weights."
         ) from error
 
 

@@ -21,3 +21,14 @@ def gated(gate, up, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]  
         inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
         gate = gate * tl.sigmoid(2.0 * inner)  # 0.5 * (1 + tanh(inner)), and no overflow
     return gate * up
+
+
+@own_kernel
+@triton.jit
+def clamped_swiglu(  # type: ignore[no-untyped-def]  # compiled by Triton
+    gate, up, ALPHA: tl.constexpr, LIMIT: tl.constexpr
+):
+    """Return `(up + 1) * gate * sigmoid(ALPHA * gate)`, all float32, of a `gate` up to LIMIT and an `up` within it."""
+    gate = tl.minimum(gate, LIMIT)
+    up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+    return (up + 1.0) * gate * tl.sigmoid(ALPHA * gate)

@@ -53,10 +53,16 @@ def moe_grouped(
         {**sizes, "BLOCK_M": config.block_m},
         config.down,
     )
-    out = x.new_empty(num_tokens, hidden)
+    return sum_over_choices(results, top_k, x.dtype)
+
+
+def sum_over_choices(results: torch.Tensor, top_k: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return for each token the sum of its rows of `results`, `[num_tokens * top_k, hidden]` float32, in `dtype`."""
+    num_pairs, hidden = results.shape
+    out = results.new_empty((num_pairs // top_k, hidden), dtype=dtype)
     block = min(SUM_BLOCK, triton.next_power_of_2(hidden))
     _sum.launch(
-        (num_tokens, triton.cdiv(hidden, block), 1),
+        (num_pairs // top_k, triton.cdiv(hidden, block), 1),
         (results, out),
         {"TOP_K": top_k, "HIDDEN": hidden, "BLOCK": block},
         num_warps=4,

@@ -19,6 +19,7 @@ class WeightLayout:
     """A weight `[num_columns, size]` in int8, in e4m3, or in uint8 with two neighbouring values of 4 bits in a byte.
 
     A scale, and perhaps an offset behind it, stands for `block_rows` output channels and `group` columns of the input.
+    Scales in uint8 are powers of two (E8M0), of values in E2M1.
     """
 
     num_columns: int
@@ -108,6 +109,20 @@ def floats(stored):  # type: ignore[no-untyped-def]  # compiled by Triton
 
 @own_kernel
 @triton.jit
+def nibble(stored, PART: tl.constexpr, IS_E2M1: tl.constexpr):  # type: ignore[no-untyped-def]  # compiled by Triton
+    """Return the value in the low (PART 0) or the high bits of each byte as int8; of E2M1, twice the value."""
+    code = (stored >> (4 * PART)) & 15
+    if IS_E2M1:
+        low = code & 7
+        twice = tl.where(low < 2, low, (2 + (low & 1)) << (tl.maximum(low >> 1, 1) - 1)).to(tl.int8)
+        value = tl.where(code > 7, -twice, twice)
+    else:
+        value = code.to(tl.int8)
+    return value
+
+
+@own_kernel
+@triton.jit
 def scaled_tile(  # type: ignore[no-untyped-def]  # compiled by Triton
     stored,  # [BLOCK_N, COLUMNS] int8 or e4m3
     scales,  # [BLOCK_N] pointers to the first scale of each output channel
@@ -124,8 +139,60 @@ def scaled_tile(  # type: ignore[no-untyped-def]  # compiled by Triton
     group = first_group + tl.arange(0, GROUPS)
     places = scales[:, None] + group[None, :] * STRIDE
     is_there = is_column[:, None] & (group < num_groups)[None, :]
-    step = tl.load(places, mask=is_there, other=0.0).to(tl.float32)
+    step = tl.load(places, mask=is_there, other=0)
+    if step.dtype == tl.uint8:  # the exponent of a power of two; the values are twice those of E2M1
+        step = (step.to(tl.int32) << 23).to(tl.float32, bitcast=True) * 0.5
+    else:
+        step = step.to(tl.float32)
     grouped = floats(stored).reshape([BLOCK_N, GROUPS, COLUMNS // GROUPS]) * step[:, :, None]
     if HAS_OFFSET:
         grouped += tl.load(places + 1, mask=is_there, other=0.0).to(tl.float32)[:, :, None]
     return grouped.reshape([BLOCK_N, COLUMNS])
+
+
+@own_kernel
+@triton.jit
+def streamed_product(  # type: ignore[no-untyped-def]  # compiled by Triton
+    inputs,  # [BLOCK_M] pointers to the first number of each row
+    is_row,  # [BLOCK_M]
+    weights,  # [BLOCK_N] pointers to the first stored value of each output channel
+    scales,  # [BLOCK_N] pointers to the first scale of each output channel
+    is_column,  # [BLOCK_N]
+    size,
+    num_groups,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    PACKED: tl.constexpr,  # values in a byte
+    GROUP: tl.constexpr,  # columns with one scale; 0: all
+    GROUPS: tl.constexpr,  # in BLOCK_K columns, 1 or more
+    HAS_OFFSET: tl.constexpr,
+):
+    """Return the products of rows and output channels, `[BLOCK_N, BLOCK_M]` float32.
+
+    Weights are the left operand, which tensor cores take from registers.
+    """
+    COLUMNS: tl.constexpr = BLOCK_K // PACKED
+    IS_E2M1: tl.constexpr = scales.dtype.element_ty == tl.uint8
+    IS_SCALED_LATER: tl.constexpr = GROUP == 0 and not HAS_OFFSET and not IS_E2M1
+    at = tl.arange(0, COLUMNS)
+    length = size // PACKED
+    total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for start in tl.range(0, size, BLOCK_K, num_stages=STAGES):
+        first = start // PACKED
+        is_inside = (first + at < length)[None, :]
+        stored = tl.load(weights[:, None] + (first + at)[None, :], mask=is_column[:, None] & is_inside, other=0.0)
+        for part in tl.static_range(PACKED):
+            places = inputs[:, None] + (start + part + at * PACKED)[None, :]
+            v = tl.load(places, mask=is_row[:, None] & is_inside, other=0.0)
+            w = stored if PACKED == 1 else nibble(stored, part, IS_E2M1)
+            if IS_SCALED_LATER:
+                w = floats(w)
+            else:
+                group = start // GROUP if GROUP > 0 else 0
+                w = scaled_tile(w, scales, is_column, group, num_groups, BLOCK_N, COLUMNS, GROUPS, HAS_OFFSET)
+            total = tl.dot(w.to(v.dtype), tl.trans(v), total, input_precision="ieee")
+    if IS_SCALED_LATER:
+        total *= tl.load(scales, mask=is_column, other=0.0).to(tl.float32)[:, None]
+    return total

@@ -17,7 +17,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from piecegraph.passes.kernels.common.overlapped import OverlappedKernel
 from piecegraph.passes.kernels.common.own_kernel import own_kernel
-from piecegraph.passes.kernels.quantised.weight_tiles import Tiles, WeightLayout, floats, scaled_tile
+from piecegraph.passes.kernels.quantised.weight_tiles import (
+    Tiles,
+    WeightLayout,
+    nibble,
+    scaled_tile,
+    streamed_product,
+)
 
 MAX_STREAMED_ROWS = 256
 """The most rows whose product reads the weights as they are stored."""
@@ -144,36 +150,34 @@ def weights_only_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     HAS_OFFSET: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Grid: (column blocks, row blocks). Weights are the left operand, which tensor cores take from registers."""
+    """Grid: (column blocks, row blocks)."""
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     is_column, is_row = column < num_columns, row < num_rows
-    COLUMNS: tl.constexpr = BLOCK_K // PACKED
-    IS_SCALED_LATER: tl.constexpr = GROUP == 0 and not HAS_OFFSET
-    at = tl.arange(0, COLUMNS)
     length = size // PACKED
-    weights = weight + column[:, None].to(tl.int64) * length + at[None, :]
+    weights = weight + column.to(tl.int64) * length
     scales = scale + (column // BLOCK_ROWS).to(tl.int64) * num_groups * (2 if HAS_OFFSET else 1)
-    values = x + row[:, None].to(tl.int64) * size + at[None, :] * PACKED
+    values = x + row.to(tl.int64) * size
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
-    total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    for start in tl.range(0, size, BLOCK_K, num_stages=STAGES):
-        first = start // PACKED
-        is_inside = (first + at < length)[None, :]
-        stored = tl.load(weights + first, mask=is_column[:, None] & is_inside, other=0.0)
-        for part in tl.static_range(PACKED):
-            v = tl.load(values + start + part, mask=is_row[:, None] & is_inside, other=0.0)
-            w = stored if PACKED == 1 else ((stored >> (4 * part)) & 15).to(tl.int8)
-            if IS_SCALED_LATER:
-                w = floats(w)
-            else:
-                group = start // GROUP if GROUP > 0 else 0
-                w = scaled_tile(w, scales, is_column, group, num_groups, BLOCK_N, COLUMNS, GROUPS, HAS_OFFSET)
-            total = tl.dot(w.to(v.dtype), tl.trans(v), total, input_precision="ieee")
-    if IS_SCALED_LATER:
-        total *= tl.load(scales, mask=is_column, other=0.0).to(tl.float32)[:, None]
+    total = streamed_product(
+        values,
+        is_row,
+        weights,
+        scales,
+        is_column,
+        size,
+        num_groups,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_K,
+        STAGES,
+        PACKED,
+        GROUP,
+        GROUPS,
+        HAS_OFFSET,
+    )
     if bias is not None:
         total += tl.load(bias + column, mask=is_column, other=0.0).to(tl.float32)[:, None]
     tl.store(
@@ -220,10 +224,10 @@ def dequantise_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     )
     if PACKED == 2:
         low = scaled_tile(
-            (stored & 15).to(tl.int8), scales, is_column, group, num_groups, BLOCK_N, COLUMNS, GROUPS, HAS_OFFSET
+            nibble(stored, 0, False), scales, is_column, group, num_groups, BLOCK_N, COLUMNS, GROUPS, HAS_OFFSET
         )
         high = scaled_tile(
-            (stored >> 4).to(tl.int8), scales, is_column, group, num_groups, BLOCK_N, COLUMNS, GROUPS, HAS_OFFSET
+            nibble(stored, 1, False), scales, is_column, group, num_groups, BLOCK_N, COLUMNS, GROUPS, HAS_OFFSET
         )
         w = tl.interleave(low, high)
     else:

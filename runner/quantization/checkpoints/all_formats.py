@@ -10,10 +10,11 @@ from piecegraph.runner.quantization.checkpoints.compressed_tensors import Compre
 from piecegraph.runner.quantization.checkpoints.finegrained_fp8 import FineGrainedFp8
 from piecegraph.runner.quantization.checkpoints.gguf_blocks import GgufBlocks
 from piecegraph.runner.quantization.checkpoints.gptq import Awq, Gptq
+from piecegraph.runner.quantization.checkpoints.mxfp4 import Mxfp4Experts
 from piecegraph.runner.quantization.checkpoints.stored import StoredCheckpoint
 
 _FORMATS: Mapping[str, Callable[[Mapping[str, Any]], StoredCheckpoint]] = {
-    kind.quant_method: kind.of for kind in (CompressedTensors, FineGrainedFp8, Gptq, Awq, GgufBlocks)
+    kind.quant_method: kind.of for kind in (CompressedTensors, FineGrainedFp8, Gptq, Awq, GgufBlocks, Mxfp4Experts)
 }
 """The readers of a `quantization_config`, by its `quant_method`."""
 

@@ -41,6 +41,7 @@ class CompressedTensors:
     suffixes: ClassVar[frozenset[str]] = frozenset(
         ("weight", "weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx", "input_scale")
     )
+    of_all_experts: ClassVar[tuple[str, ...]] = ()
 
     groups: tuple[_Group, ...]
     ignore: tuple[str, ...]

@@ -22,6 +22,7 @@ class FineGrainedFp8:
     quant_method: ClassVar[str] = "fp8"
     marks: ClassVar[tuple[str, ...]] = ("weight_scale_inv",)
     suffixes: ClassVar[frozenset[str]] = frozenset(("weight", "weight_scale_inv", "activation_scale"))
+    of_all_experts: ClassVar[tuple[str, ...]] = ()
 
     scheme: Scheme
     left_alone: tuple[str, ...]

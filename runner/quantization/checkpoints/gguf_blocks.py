@@ -49,6 +49,7 @@ class GgufBlocks:
     quant_method: ClassVar[str] = "gguf"
     marks: ClassVar[tuple[str, ...]] = ("weight_blocks",)
     suffixes: ClassVar[frozenset[str]] = frozenset(("weight_blocks",))
+    of_all_experts: ClassVar[tuple[str, ...]] = ()
 
     kinds: Mapping[str, str]  # by the path of a module
 

@@ -31,6 +31,7 @@ class Gptq:
     quant_method: ClassVar[str] = "gptq"
     marks: ClassVar[tuple[str, ...]] = ("qweight",)
     suffixes: ClassVar[frozenset[str]] = frozenset(("qweight", "qzeros", "scales", "g_idx"))
+    of_all_experts: ClassVar[tuple[str, ...]] = ()
 
     bits: int
     scheme: Scheme
@@ -94,6 +95,7 @@ class Awq:
     quant_method: ClassVar[str] = "awq"
     marks: ClassVar[tuple[str, ...]] = ("qweight",)
     suffixes: ClassVar[frozenset[str]] = frozenset(("qweight", "qzeros", "scales"))
+    of_all_experts: ClassVar[tuple[str, ...]] = ()
 
     scheme: Scheme
     left_alone: tuple[str, ...]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 import torch
 
 from piecegraph.errors import CheckpointError
+from piecegraph.runner.quantization.checkpoints.experts import ExpertFiles
 from piecegraph.runner.quantization.checkpoints.stored import Parts, StoredCheckpoint, named_weights, part_of
 from piecegraph.runner.quantization.methods.all_methods import METHODS
 from piecegraph.runner.quantization.methods.linear_method import NotFinite, PackedWeight, Scheme
@@ -36,6 +37,7 @@ class PlainCheckpoint:
 
     marks: ClassVar[tuple[str, ...]] = ("weight",)
     suffixes: ClassVar[frozenset[str]] = frozenset(("weight",))
+    of_all_experts: ClassVar[tuple[str, ...]] = ("",)
 
     def __init__(self, quantization: str) -> None:
         self.scheme_of: SchemeOf = online_schemes(quantization)
@@ -72,6 +74,9 @@ class Division(Protocol):
     def parts(self, stored: Mapping[str, Any]) -> dict[str, Any]:
         """Return tensors of plain parameters so that reading them reads the rank's part; all others as they are."""
 
+    def is_elsewhere(self, name: str) -> bool:
+        """Return whether the parameter `name` is of a module that other ranks hold, and this one does not."""
+
 
 class _WholeModel:
     """The division of a model that one rank holds."""
@@ -90,6 +95,10 @@ class _WholeModel:
     def parts(self, stored: Mapping[str, Any]) -> dict[str, Any]:
         """Return all as they are."""
         return dict(stored)
+
+    def is_elsewhere(self, name: str) -> bool:
+        """Return False."""
+        return False
 
 
 WHOLE_MODEL: Division = _WholeModel()
@@ -186,12 +195,19 @@ def _state(
         shard = shards.get(f"{path}.weight")
         return packed if shard is None else METHODS[scheme.method].cut(packed, shard)
 
+    files = ExpertFiles(model, slices, checkpoint, summary.experts, dtype, shards, division.is_elsewhere)
+    problem = files.problem()
     if not isinstance(checkpoint, PlainCheckpoint):
-        return division.parts(named_weights(slices, checkpoint, summary.methods, dtype, cut))
+        if problem is not None:
+            raise CheckpointError(f"{problem}. Check that the config belongs to the files, or copy them again.")
+        return {**division.parts(named_weights(files.others, checkpoint, summary.methods, dtype, cut)), **files.named()}
     paths = {path for path in summary.methods if f"{path}.weight" in slices}
     parameters = dict(model.named_parameters())  # of shared ones, the first name alone
     if missing := [path for path in summary.methods if f"{path}.weight_packed" in parameters and path not in paths]:
         raise CannotStream(f"no tensor is named {missing[0]}.weight")
+    if problem is not None:
+        raise CannotStream(problem)
     quantised = {f"{path}.weight": slices[f"{path}.weight"] for path in paths}
-    others = {name: stored for name, stored in slices.items() if name not in quantised}
-    return {**division.parts(others), **named_weights(quantised, checkpoint, summary.methods, dtype, cut)}
+    others = {name: stored for name, stored in files.others.items() if name not in quantised}
+    named = named_weights(quantised, checkpoint, summary.methods, dtype, cut)
+    return {**division.parts(others), **named, **files.named()}

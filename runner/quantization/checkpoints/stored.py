@@ -36,8 +36,14 @@ class StoredCheckpoint(Protocol):
     suffixes: ClassVar[frozenset[str]]
     """The last parts of the names of a quantised module's tensors; others, such as its bias, are read as they are."""
 
+    of_all_experts: ClassVar[tuple[str, ...]]
+    """What follows the name of a parameter of experts in the names of tensors that have those of all experts."""
+
     def scheme_of(self, path: str, class_name: str) -> Scheme | None:
-        """Return the scheme of the module at `path`, or None if it is not quantised."""
+        """Return the scheme of the module at `path`, or None if it is not quantised.
+
+        The linears of experts are asked for by the paths that they have in files, as "Linear".
+        """
 
     def packed(self, path: str, parts: Parts, scheme: Scheme, dtype: torch.dtype) -> PackedWeight:
         """Return the weight of the module at `path` as its method stores it, with scales in `dtype` if that is free.
@@ -95,10 +101,15 @@ def named_weights(
         else:
             named[name] = stored
     for path, parts in modules.items():
-        weight = _LazyWeight(_reader(path, parts, checkpoint, schemes, dtype, cut))
-        named[f"{path}.weight_packed"] = _LazyPart(weight, "values")
-        named[f"{path}.weight_scale"] = _LazyPart(weight, "scale")
+        values, scale = lazy_weight(_reader(path, parts, checkpoint, schemes, dtype, cut))
+        named[f"{path}.weight_packed"], named[f"{path}.weight_scale"] = values, scale
     return named
+
+
+def lazy_weight(read: Callable[[], PackedWeight]) -> tuple[Any, Any]:
+    """Return the values and the scales of a weight, as transformers reads tensors of a file; `read` is called once."""
+    weight = _LazyWeight(read)
+    return _LazyPart(weight, "values"), _LazyPart(weight, "scale")
 
 
 def _reader(

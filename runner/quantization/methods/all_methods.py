@@ -10,6 +10,7 @@ from piecegraph.runner.quantization.methods.channels import Int8Channels, Int8In
 from piecegraph.runner.quantization.methods.fp8 import Fp8, Fp8Groups, Fp8Tokens
 from piecegraph.runner.quantization.methods.groups import GroupedInt4, GroupedInt8, Int4Tiles
 from piecegraph.runner.quantization.methods.linear_method import LinearMethod, Scheme
+from piecegraph.runner.quantization.methods.mxfp4 import Mxfp4
 from piecegraph.runner.quantization.methods.shard import Shard
 
 _ALL: tuple[LinearMethod, ...] = (
@@ -21,6 +22,7 @@ _ALL: tuple[LinearMethod, ...] = (
     Fp8(),
     Fp8Tokens(),
     Fp8Groups(),
+    Mxfp4(),
 )
 
 METHODS: dict[str, LinearMethod] = {method.name: method for method in _ALL}

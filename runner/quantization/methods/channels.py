@@ -29,7 +29,7 @@ class Int8Channels:
         "cpu": f"_weight_int8pack_mm for up to {MAX_PACKED_ROWS} rows, bfloat16 GEMM for more",
         "cuda": STREAMED,
     }
-    rounds_tokens: ClassVar[bool] = False
+    inputs: ClassVar[str] = "floats"
 
     def empty(self, weight: torch.Tensor, scheme: Scheme) -> PackedWeight:
         """Return int8 `[num_columns, size]` and scales `[num_columns]` in the dtype of `weight`."""
@@ -77,7 +77,7 @@ class Int8Inputs(Int8Channels):
         "cpu": "_int_mm over inputs in int8",
         "cuda": "our Triton kernel over inputs in int8",
     }
-    rounds_tokens: ClassVar[bool] = True
+    inputs: ClassVar[str] = "tokens"
 
     def apply(
         self, x: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | None, largest: torch.Tensor | None = None

@@ -27,7 +27,6 @@ class Fp8:
     name: ClassVar[str] = "fp8"
     kernels: ClassVar[Mapping[str, str]] = {"cpu": DEQUANTISED, "cuda": STREAMED}
     inputs: ClassVar[str] = "floats"
-    rounds_tokens: ClassVar[bool] = False
 
     def empty(self, weight: torch.Tensor, scheme: Scheme) -> PackedWeight:
         """Return e4m3 `[num_columns, size]` and float32 scales `[row blocks, column blocks]`."""
@@ -90,7 +89,6 @@ class Fp8Tokens(Fp8):
         "cuda": "our Triton kernel over inputs in e4m3, torch._scaled_mm for many rows",
     }
     inputs: ClassVar[str] = "tokens"
-    rounds_tokens: ClassVar[bool] = True
 
 
 @dataclass(frozen=True, slots=True)

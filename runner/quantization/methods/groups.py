@@ -30,7 +30,7 @@ class GroupedInt8:
     name: ClassVar[str] = "int8-groups"
     kernels: ClassVar[Mapping[str, str]] = {"cpu": DEQUANTISED, "cuda": STREAMED}
     bits: ClassVar[int] = 8
-    rounds_tokens: ClassVar[bool] = False
+    inputs: ClassVar[str] = "floats"
 
     def scale_dtype(self, weight: torch.Tensor) -> torch.dtype:
         """Return the dtype of scales and offsets: that of `weight`."""

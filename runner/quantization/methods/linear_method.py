@@ -66,8 +66,9 @@ class LinearMethod(Protocol):
         """The kernels that multiply, by the type of the device, for `explain`."""
 
     @property
-    def rounds_tokens(self) -> bool:
-        """Whether the input is rounded with a scale for each token, so that a rank with a part of it needs all."""
+    def inputs(self) -> str:
+        """What is multiplied: "floats", or inputs that are rounded with a scale for each of the "tokens", or of the
+        "groups" of a block's columns. A rank with a part of a token needs to know the largest magnitude of all."""
 
     def empty(self, weight: torch.Tensor, scheme: Scheme) -> PackedWeight:
         """Return tensors of the shapes that `weight`, `[num_columns, size]`, takes, on its device and without values.
@@ -93,7 +94,7 @@ class LinearMethod(Protocol):
     ) -> torch.Tensor:
         """Return `x @ weight.T + bias`, `[..., num_columns]`, in the dtype of `x`, `[..., size]`.
 
-        `largest`, where `rounds_tokens`: the largest magnitude of each token `[..., 1]`, of which `x` is a part.
+        `largest`, where `inputs` is "tokens": the largest magnitude of each token `[..., 1]`, of which `x` is a part.
         """
 
     def rows(self, packed: PackedWeight, index: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.runner.quantization.checkpoints.written import FORMATS, write_checkpoint
+from tests.runner.quantization.expert_models import mixture, write_mxfp4
 from tests.runner.tiny_models import make_config, random_model, save
 
 SIZES = {
@@ -69,3 +70,26 @@ def test_a_quantised_checkpoint_takes_its_size_and_one_shard(tmp_path: Path, sma
     write_checkpoint(tmp_path, config, write, **SIZES)  # type: ignore[arg-type]  # sizes by name
     peak, params = loaded(tmp_path, small, "-")
     assert 70e6 < params < 85e6 and peak < params + SHARD, (peak, params)
+
+
+EXPERTS = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 6, "num_local_experts": 8}
+"""Of 75 million weights of experts, 8.4 million in a projection of a layer."""
+
+
+@LINUX
+@pytest.mark.slow
+def test_experts_of_a_plain_checkpoint_take_their_quantised_size_and_one_shard(tmp_path: Path, small: Path) -> None:
+    """In bfloat16 they would be 151 MB."""
+    mixture("mixtral", **EXPERTS).save_pretrained(tmp_path, max_shard_size=SHARD)
+    peak, params = loaded(tmp_path, small, "int8")
+    assert 75e6 < params < 85e6 and params < peak < params + SHARD, (peak, params)
+
+
+@LINUX
+@pytest.mark.slow
+def test_experts_in_mxfp4_take_their_size_and_one_shard(tmp_path: Path, small: Path) -> None:
+    """In bfloat16 they would be 151 MB."""
+    layers = ["sliding_attention", "full_attention"] * 3
+    write_mxfp4(tmp_path, **EXPERTS, layer_types=layers)
+    peak, params = loaded(tmp_path, small, "-")
+    assert 40e6 < params < 50e6 and peak < params + SHARD, (peak, params)

@@ -8,6 +8,7 @@ import pytest
 
 from tests.runner.quantization.checkpoints.test_stored import MAX_DIFFERENCE, assert_tokens_are_those_of
 from tests.runner.quantization.checkpoints.written import FORMATS, write_checkpoint
+from tests.runner.quantization.expert_models import dequantise_experts, mixture, write_mxfp4
 from tests.runner.quantization.test_llm_quantised import dequantised, largest_difference, load
 from tests.runner.tiny_models import make_config, random_model, save
 
@@ -47,3 +48,21 @@ def test_graphs_answer_in_bfloat16_as_no_graphs_do(quantization: str, tmp_path: 
     for options in ({"enforce_eager": True}, {"compiler": "eager"}):
         with load(tmp_path, quantization=quantization, device="cuda", dtype="bfloat16", **options) as llm:
             assert largest_difference(reference, llm) < 0.4
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4", "fp8"])
+def test_experts_answer_as_those_of_the_dequantised_model(quantization: str, tmp_path: Path) -> None:
+    model = mixture("mixtral", num_experts_per_tok=4)  # rounded inputs could choose others
+    save(model, tmp_path)
+    dequantise_experts(model, quantization)
+    with load(tmp_path, quantization=quantization, **ON_GPU) as llm:
+        assert largest_difference(dequantised(model, quantization), llm) < (0.15 if quantization == "int8" else 1e-3)
+
+
+@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+def test_experts_in_mxfp4_answer_as_transformers_dequantises_them(compiler: str, tmp_path: Path) -> None:
+    """From CUDA graphs."""
+    reference = write_mxfp4(tmp_path)
+    with load(tmp_path, quantization=None, max_model_len=64, **{**ON_GPU, "compiler": compiler}) as llm:
+        assert largest_difference(reference, llm) < 1e-3
+        assert_tokens_are_those_of(reference, llm)

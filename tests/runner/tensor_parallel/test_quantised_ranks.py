@@ -13,13 +13,15 @@ from piecegraph.errors import UnsupportedModel
 from piecegraph.runner.quantization import online
 from tests.runner.pipeline_parallel.stages_in_threads import llm_of_threads
 from tests.runner.quantization.checkpoints.written import FORMATS, write_checkpoint
+from tests.runner.quantization.expert_models import mixture, write_mixture, write_mxfp4
 from tests.runner.quantization.test_llm_quantised import PROMPTS
 from tests.runner.tiny_models import make_config, random_model, save
 
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96}
-TWO, THREE, STAGES = (
+TWO, THREE, EXPERTS, STAGES = (
     {"tensor_parallel_size": 2},
     {"tensor_parallel_size": 3},
+    {"tensor_parallel_size": 2, "enable_expert_parallel": True},
     {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
 )
 
@@ -30,7 +32,7 @@ def tokens_of(llm: LLM) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
-def assert_ranks_answer_as_one(folder: Path, *layouts: dict[str, int], **options: Any) -> None:
+def assert_ranks_answer_as_one(folder: Path, *layouts: dict[str, Any], **options: Any) -> None:
     with llm_of_threads(folder, **options) as llm:
         expected = tokens_of(llm)
         (whole,) = llm.collective_rpc("report")
@@ -77,4 +79,40 @@ def test_groups_of_inputs_that_ranks_would_share_are_refused(tmp_path: Path) -> 
         ),
         llm_of_threads(tmp_path, **TWO),
     ):
+        pass
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [EXPERTS, TWO, STAGES])
+def test_experts_that_are_quantised_while_they_load(layout: dict[str, Any], tmp_path: Path) -> None:
+    """Each rank has two of four experts whole, or a part of each; or the experts of a layer."""
+    save(mixture("mixtral"), tmp_path)
+    assert_ranks_answer_as_one(tmp_path, layout, quantization="int8")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["W4A16", "FP8_BLOCK", "FP8_DYNAMIC"])
+def test_experts_that_are_stored_quantised(name: str, tmp_path: Path) -> None:
+    """A rank that has some experts whole need not know the tokens of others."""
+    config, write, inputs = FORMATS[name]
+    write_mixture(tmp_path, "mixtral", {**config, "ignore": ["lm_head", "re:.*gate$"]}, write, inputs)
+    assert_ranks_answer_as_one(tmp_path, EXPERTS, *((TWO,) if name == "W4A16" else ()))
+
+
+def test_a_part_of_each_expert_is_refused_where_tokens_are_rounded(tmp_path: Path) -> None:
+    config, write, inputs = FORMATS["FP8_DYNAMIC"]
+    write_mixture(tmp_path, "mixtral", {**config, "ignore": ["lm_head", "re:.*gate$"]}, write, inputs)
+    with (
+        pytest.raises(
+            UnsupportedModel, match=r"experts\.down_proj is quantised .*Use another .*enable_expert_parallel"
+        ),
+        llm_of_threads(tmp_path, **TWO),
+    ):
+        pass
+
+
+def test_ranks_of_mxfp4_are_refused_as_those_of_floats_are(tmp_path: Path) -> None:
+    """transformers has no plan for the attention of gpt-oss."""
+    write_mxfp4(tmp_path)
+    with pytest.raises(UnsupportedModel, match="no plan for tensor parallelism"), llm_of_threads(tmp_path, **TWO):
         pass

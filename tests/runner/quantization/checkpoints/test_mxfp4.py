@@ -1,0 +1,79 @@
+"""MXFP4: answers are those of the model that transformers makes of the same blocks, and bad files are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from piecegraph.errors import CheckpointError
+from piecegraph.runner.quantization.checkpoints.all_formats import stored_checkpoint
+from piecegraph.runner.quantization.methods.linear_method import Scheme
+from tests.runner.quantization.checkpoints.test_stored import assert_tokens_are_those_of
+from tests.runner.quantization.checkpoints.written import Tensors, change_config, change_tensors
+from tests.runner.quantization.expert_models import MXFP4, write_mxfp4
+from tests.runner.quantization.test_llm_quantised import largest_difference, load
+
+
+def test_answers_of_mxfp4_are_those_of_the_model_that_transformers_makes(tmp_path: Path) -> None:
+    """Biases, gates between limits and sinks; experts stay in 4 bits, attention and the router in floats."""
+    reference = write_mxfp4(tmp_path)
+    with load(tmp_path, quantization=None, dtype="float32", enforce_eager=True, max_model_len=64) as llm:
+        assert largest_difference(reference, llm) < 1e-4
+        assert_tokens_are_those_of(reference, llm)
+        (note,) = [note for note in llm.notes if note.startswith("quantization")]
+        assert note.startswith("quantization: 2 layers of experts are mxfp4 in groups of 32; experts by the linears")
+        assert "2 x GptOssTopKRouter.weight" in note and "0.1 MB uint8" in note
+
+
+EXPERTS = "model.layers.0.mlp.experts"
+
+BAD_MXFP4: list[tuple[Callable[[Tensors], object], str]] = [
+    (lambda t: t.pop(f"{EXPERTS}.down_proj_scales"), r"missing: .*experts\.down_proj_scales"),
+    (lambda t: t.pop(f"{EXPERTS}.gate_up_proj_blocks"), r"missing: .*experts\.gate_up_proj_blocks"),
+    (
+        lambda t: t.update({f"{EXPERTS}.down_proj_scales": t[f"{EXPERTS}.down_proj_scales"][:, :, :2].clone()}),
+        r"down_proj_scales is of another shape: \(64, 2\), and the module's other tensors need \(64, 3\)",
+    ),
+    (
+        lambda t: t.update({f"{EXPERTS}.down_proj_blocks": t[f"{EXPERTS}.down_proj_blocks"].flatten(2)}),
+        "down_proj_blocks has 2 dims for each expert",
+    ),
+    (
+        lambda t: t.update({f"{EXPERTS}.down_proj_scales": t[f"{EXPERTS}.down_proj_scales"].float()}),
+        "down_proj_scales is torch.float32, and torch.uint8 is needed",
+    ),
+    (lambda t: t[f"{EXPERTS}.gate_up_proj_scales"].fill_(255), "gate_up_proj_scales has values that are not numbers"),
+    (
+        lambda t: t.update({f"{EXPERTS}.down_proj_blocks": t[f"{EXPERTS}.down_proj_blocks"][:3].clone()}),
+        r"down_proj has \[3, 4\] experts in the files, and the model 4",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"), [*BAD_MXFP4[:3], *(pytest.param(*each, marks=pytest.mark.slow) for each in BAD_MXFP4[3:])]
+)
+def test_bad_files_of_mxfp4_are_refused(change: Callable[[Tensors], object], message: str, tmp_path: Path) -> None:
+    write_mxfp4(tmp_path)
+    change_tensors(tmp_path, change)
+    with pytest.raises(CheckpointError, match=message) as raised:
+        load(tmp_path, quantization=None, enforce_eager=True)
+    assert raised.value.exit_code == 3
+
+
+def test_groups_that_do_not_divide_are_refused(tmp_path: Path) -> None:
+    write_mxfp4(tmp_path)
+    change_config(tmp_path, lambda written: written.update(intermediate_size=80))
+    with pytest.raises(CheckpointError, match=r"experts model\.layers\.0.* groups of 32 do not divide its 80 columns"):
+        load(tmp_path, quantization=None, enforce_eager=True)
+
+
+def test_experts_that_the_config_leaves_alone_are_floats() -> None:
+    config = {**MXFP4, "modules_to_not_convert": ["model.layers.1.mlp"]}
+    schemes = [
+        stored_checkpoint(config).scheme_of(path, "Linear")
+        for path in ("model.layers.0.mlp.experts.0.down_proj", "model.layers.1.mlp.experts.0.down_proj", "lm_head")
+    ]
+    assert schemes == [Scheme(method="mxfp4", group_size=32), None, None]
