@@ -13,6 +13,7 @@ import click
 
 from piecegraph import environment
 from piecegraph.progress import OnPhase, Phase
+from piecegraph.tools.command_line.phases import PhaseDisplay, Stopwatch
 
 
 def quiet_libraries() -> None:
@@ -26,6 +27,19 @@ def quiet_libraries() -> None:
     disable_progress_bars()
     for name in ("torch", "huggingface_hub", "transformers"):
         logging.getLogger(name).setLevel(logging.ERROR)
+
+
+@contextlib.contextmanager
+def importing(display: PhaseDisplay, *, debug: bool) -> Iterator[None]:
+    """Show a phase while the block imports torch and transformers, and silence them after it unless `debug`."""
+    detail = "torch, transformers"
+    display(Phase(name="import", detail=detail))
+    display.spin()
+    watch = Stopwatch()
+    yield
+    if not debug:
+        quiet_libraries()
+    display(Phase(name="import", seconds=watch.seconds(), detail=detail))
 
 
 def quiet_once_imported(on_phase: OnPhase) -> OnPhase:

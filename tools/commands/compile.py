@@ -15,14 +15,14 @@ from piecegraph.cache.trust.key_files import read_signing_key
 from piecegraph.cache.trust.key_pair import PublicKey
 from piecegraph.compiler.common.private_folder import scratch_folder
 from piecegraph.errors import ConfigError
-from piecegraph.progress import Phase
 from piecegraph.runner.common.speculative_config import HEADS
 from piecegraph.tools.cache.reading.filled import Filled, read_filled, table_lines, target_lines
 from piecegraph.tools.cache.terminal.place import CacheDir, Place, place
 from piecegraph.tools.command_line.compile_flags import engine_config, with_compile_flags
 from piecegraph.tools.command_line.options import COMPILE_FLAGS, CONTEXT, LLM_FLAGS, Command, flags, given
-from piecegraph.tools.command_line.phases import PhaseDisplay, Stopwatch
+from piecegraph.tools.command_line.phases import PhaseDisplay
 from piecegraph.tools.command_line.quantities import bytes_text
+from piecegraph.tools.command_line.quiet import importing
 from piecegraph.tools.command_line.settings import config_option
 
 if TYPE_CHECKING:
@@ -73,16 +73,9 @@ def command(
     where = place(cache_dir, signing_key_file)
     store = open_to_fill(replace(where, publish=signing_key_file is not None))
     with PhaseDisplay(quiet=quiet) as display, scratch_folder() as scratch:
-        display(Phase(name="import", detail="torch, transformers"))
-        display.spin()
-        watch = Stopwatch()
-        from piecegraph.runner.startup.compile_ahead import check_can_compile_for, compile_ahead
-        from piecegraph.tools.command_line.quiet import quiet_libraries
-        from piecegraph.tools.command_line.shapes import model_folder
-
-        if not debug:
-            quiet_libraries()
-        display(Phase(name="import", seconds=watch.seconds(), detail="torch, transformers"))
+        with importing(display, debug=debug):
+            from piecegraph.runner.startup.compile_ahead import check_can_compile_for, compile_ahead
+            from piecegraph.tools.command_line.shapes import model_folder
         check_can_compile_for(values["device"])
         arguments = with_compile_flags(given(LLM_FLAGS, values), values)
         config = engine_config(model_folder(model, scratch), arguments)

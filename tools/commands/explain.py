@@ -12,12 +12,12 @@ import click
 from piecegraph.compiler.common.private_folder import scratch_folder
 from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
 from piecegraph.errors import ConfigError
-from piecegraph.progress import Phase
 from piecegraph.runner.common.speculative_config import HEADS
 from piecegraph.tools.command_line.compile_flags import engine_config, with_compile_flags
 from piecegraph.tools.command_line.options import COMPILE_FLAGS, CONTEXT, LLM_FLAGS, Command, flags, given
 from piecegraph.tools.command_line.passes_text import layer_lines, layer_record, pass_lines, pass_record
-from piecegraph.tools.command_line.phases import PhaseDisplay, Stopwatch
+from piecegraph.tools.command_line.phases import PhaseDisplay
+from piecegraph.tools.command_line.quiet import importing
 from piecegraph.tools.command_line.settings import config_option
 
 if TYPE_CHECKING:
@@ -62,17 +62,10 @@ def command(
     if html is not None and not html.absolute().parent.is_dir():
         raise click.UsageError(f"--html {html}: {html.absolute().parent} is not a directory. Make it first.")
     with PhaseDisplay(quiet=quiet) as display, scratch_folder() as scratch:
-        display(Phase(name="import", detail="torch, transformers"))
-        display.spin()
-        watch = Stopwatch()
-        from piecegraph.runner.inspect.explanation import explain
-        from piecegraph.tools.cache.entries.eager_pieces import eager_pieces
-        from piecegraph.tools.command_line.quiet import quiet_libraries
-        from piecegraph.tools.command_line.shapes import model_folder
-
-        if not debug:
-            quiet_libraries()
-        display(Phase(name="import", seconds=watch.seconds(), detail="torch, transformers"))
+        with importing(display, debug=debug):
+            from piecegraph.runner.inspect.explanation import explain
+            from piecegraph.tools.cache.entries.eager_pieces import eager_pieces
+            from piecegraph.tools.command_line.shapes import model_folder
         arguments = with_compile_flags(given(LLM_FLAGS, values), values, assume_gpu=assume_gpu)
         config = engine_config(model_folder(model, scratch), arguments)
         explanation = explain(config, assume_gpu=assume_gpu, on_phase=display)

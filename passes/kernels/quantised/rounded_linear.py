@@ -11,7 +11,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from piecegraph.passes.kernels.common.overlapped import OverlappedKernel
 from piecegraph.passes.kernels.common.own_kernel import own_kernel
-from piecegraph.passes.kernels.quantised.weight_tiles import Tiles, WeightLayout
+from piecegraph.passes.kernels.quantised.weight_tiles import Tiles, WeightLayout, tile_sizes
 
 MIN_LIBRARY_ROWS = 256
 """The least rows of e4m3 whose product the library computes, if a row and a channel have one scale each."""
@@ -19,13 +19,7 @@ MIN_LIBRARY_ROWS = 256
 
 def pick_rounded_tiles(num_rows: int, layout: WeightLayout) -> Tiles | None:
     """Return the tiles for `num_rows`; None if groups fit no tile."""
-    if num_rows <= 16:
-        block_n = 32 if layout.num_columns >= 4096 else 16
-        block_m, num_warps, wanted, stages = 16, block_n // 8, 256, 4
-    elif num_rows <= 64:
-        block_m, block_n, num_warps, wanted, stages = triton.next_power_of_2(num_rows), 64, 4, 128, 4
-    else:
-        block_m, block_n, num_warps, wanted, stages = 128, 128, 8, 128, 3
+    block_m, block_n, num_warps, wanted, stages = tile_sizes(num_rows, layout, (128, 128, 8, 128, 3))
     while layout.group and wanted > layout.group:
         wanted //= 2  # a power of two, as every tile is
     block_k = layout.block_k(wanted, 32)

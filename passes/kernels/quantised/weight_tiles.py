@@ -92,6 +92,20 @@ class Tiles:
         )
 
 
+TileSizes = tuple[int, int, int, int, int]
+"""Rows, output channels, warps, columns of the input that are wanted, and stages."""
+
+
+def tile_sizes(num_rows: int, layout: WeightLayout, of_many_rows: TileSizes) -> TileSizes:
+    """Return the sizes for `num_rows`; few rows take few channels, so that all multiprocessors read weights."""
+    if num_rows <= 16:
+        block_n = 32 if layout.num_columns >= 4096 else 16
+        return 16, block_n, block_n // 8, 256, 4
+    if num_rows <= 64:
+        return triton.next_power_of_2(num_rows), 64, 4, 128, 4
+    return of_many_rows
+
+
 @own_kernel
 @triton.jit
 def floats(stored):  # type: ignore[no-untyped-def]  # compiled by Triton

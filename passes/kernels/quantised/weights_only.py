@@ -23,6 +23,7 @@ from piecegraph.passes.kernels.quantised.weight_tiles import (
     nibble,
     scaled_tile,
     streamed_product,
+    tile_sizes,
 )
 
 MAX_STREAMED_ROWS = 256
@@ -35,16 +36,10 @@ FLOAT_BYTES = 64 * 2**20
 def pick_tiles(num_rows: int, layout: WeightLayout, itemsize: int) -> Tiles | None:
     """Return the tiles for `num_rows`; None if groups fit no tile.
 
-    `itemsize`: bytes of a number of the input. Few rows take few channels, so that all multiprocessors read weights.
+    `itemsize`: bytes of a number of the input.
     """
     least = 32 if layout.is_packed else 16
-    if num_rows <= 16:
-        block_n = 32 if layout.num_columns >= 4096 else 16
-        block_m, num_warps, wanted, stages = 16, block_n // 8, 256, 4
-    elif num_rows <= 64:
-        block_m, block_n, num_warps, wanted, stages = triton.next_power_of_2(num_rows), 64, 4, 128, 4
-    else:
-        block_m, block_n, num_warps, wanted, stages = 128, 64, 4, 64, 3
+    block_m, block_n, num_warps, wanted, stages = tile_sizes(num_rows, layout, (128, 64, 4, 64, 3))
     if itemsize == 4:  # sums of float32 products have no tensor cores, and their operands twice the bytes
         wanted, stages = min(wanted, 64), 2
     block_k = layout.block_k(wanted, least)
