@@ -164,6 +164,8 @@ class LLM(GeneratingLLM, PoolingLLM):
         under the names of the model's `state_dict`, with the model's shapes and any floating-point dtype and device,
         and may cover only some of the names. The contents of the prefix cache are discarded.
 
+        With several ranks or engines, weights are read from files only, and each rank reads its part.
+
         `draft_weights`: the same for the model that drafts (`speculative_config`). None: the draft's own files are read
         again if the model's are, and else it keeps its weights; which these are changes no answer.
 
@@ -171,14 +173,16 @@ class LLM(GeneratingLLM, PoolingLLM):
         model, `ConfigError` if the other model's config differs, and `CheckpointError` for names or tensors that do
         not fit. Nothing has been written then; only with an iterable, the tensors before the faulty one have been.
         """
-        from piecegraph.runner.startup.reload_weights import reload_weights
+        from piecegraph.runner.startup.reload_weights import reload_on_ranks, reload_weights
 
         loaded = self._generator
-        if isinstance(loaded, LoadedElsewhere):
-            raise UsageError("reload_weights is not yet available with data_parallel_size; make a new LLM.")
-        sleep = self._sleep
-        if sleep.is_asleep:
+        if not isinstance(loaded, LoadedElsewhere) and self._sleep.is_asleep:
             raise UsageError("the engine sleeps, and the memory of its weights may be gone; call wake_up first.")
+        if isinstance(loaded, LoadedElsewhere) or loaded.model.is_part:
+            return reload_on_ranks(
+                loaded.engine, lambda method, args: self.collective_rpc(method, args=args), weights, draft_weights
+            )
+        sleep = self._sleep
         sleep.has_other_weights = sleep.has_other_weights or weights is not None
         num_written = reload_weights(loaded, weights, draft_weights)
         sleep.has_other_weights = weights is not None

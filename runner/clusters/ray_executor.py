@@ -19,7 +19,10 @@ from piecegraph.runner.distributed.child_process import Child
 from piecegraph.runner.distributed.executor import MpExecutor
 
 if TYPE_CHECKING:
+    import torch
+
     from piecegraph.runner.common.engine_config import EngineConfig
+    from piecegraph.runner.tensor_parallel.parallel import Parallel
 
 PLACE_S = 60.0
 """How long the cluster has to find room for the ranks."""
@@ -55,6 +58,11 @@ class RayExecutor(MpExecutor):
         self._group: Any = None
         self._has_started_ray = False
         super().__init__(config)
+
+    def parallel(self) -> Parallel:
+        """Return how rank 0 takes part in the engine. Raises `ConfigError` on a GPU."""
+        refuse_gpus(self._config_device)
+        return super().parallel()
 
     def close(self) -> None:
         """End all ranks, and give their room in the cluster back. Idempotent."""
@@ -115,6 +123,17 @@ class RayExecutor(MpExecutor):
     def _host() -> str:
         """Return this machine's address in the cluster."""
         return str(_import_ray().util.get_node_ip_address())
+
+
+def refuse_gpus(device: str | torch.device | None) -> None:
+    """Raise `ConfigError` if `device` is a GPU: bundles ask the cluster for CPUs only."""
+    from piecegraph.runner.models.config.device import resolve_device
+
+    if resolve_device(device).type != "cpu":
+        raise ConfigError(
+            "distributed_executor_backend='ray' is not yet available on GPUs; give device='cpu', or leave it out: "
+            "ranks on the GPUs of one machine need no Ray."
+        )
 
 
 def bundles_by_machine(machines: Mapping[int, str], addresses: Mapping[str, str], first: str) -> list[int]:

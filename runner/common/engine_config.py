@@ -313,6 +313,7 @@ class EngineConfig:
         object.__setattr__(self, "distributed_executor_backend", backend)
         self._check_engines()
         self._check_nodes()
+        self._check_processors()
         if size == 1 and not self.shares_experts:
             return
         if backend == "uniproc" and size > 1:
@@ -320,19 +321,18 @@ class EngineConfig:
                 f"{self.ranks_argument} needs a process for each rank, and distributed_executor_backend="
                 "'uniproc' has one; leave the second out."
             )
-        for is_given, what in (
-            (bool(self.logits_processors), "logits_processors"),
-            (self._drafts_otherwise(), "speculative_config with another method than 'ngram'"),
-            (self.speculative is not None and self.pipeline_parallel_size > 1, "speculative_config"),
-            (self.enable_prompt_embeds, "enable_prompt_embeds"),
-            (self.compile.selfcheck, "selfcheck"),
-            (bool(self.compile_sizes or self.compile.compile_sizes), "compile_sizes"),
-            (self.runner == "pooling", "runner='pooling'"),
+        ranks, stages = self.ranks_argument, self._stages_argument
+        for is_given, what, beside in (
+            (self._drafts_otherwise(), "speculative_config with another method than 'ngram'", ranks),
+            (self.compile.selfcheck, "selfcheck", ranks),
+            (bool(self.compile_sizes or self.compile.compile_sizes), "compile_sizes", ranks),
+            (self.runner == "pooling", "runner='pooling'", ranks),
+            (self.speculative is not None, "speculative_config", stages),
+            (bool(self.logits_processors), "logits_processors", stages),
+            (self.enable_prompt_embeds, "enable_prompt_embeds", stages),
         ):
-            if is_given:
-                raise ConfigError(
-                    f"{what} is not yet available with {self.ranks_argument}; give one of the two arguments."
-                )
+            if is_given and beside:
+                raise ConfigError(f"{what} is not yet available with {beside}; give one of the two arguments.")
         if self.speculative is not None and backend == "external_launcher" and self.speculative.stops_when_slower:
             raise ConfigError(
                 "speculative_config: each rank of distributed_executor_backend='external_launcher' would find by its "
@@ -365,6 +365,24 @@ class EngineConfig:
             return f"data_parallel_size={self.data_parallel_size} and enable_expert_parallel"
         name = "tensor_parallel_size" if self.tensor_parallel_size > 1 else "pipeline_parallel_size"
         return f"{name}={getattr(self, name)}"
+
+    @property
+    def _stages_argument(self) -> str:
+        """The argument by which ranks have unequal steps, or engines each other's experts, with its value; else ""."""
+        if self.pipeline_parallel_size > 1:
+            return f"pipeline_parallel_size={self.pipeline_parallel_size}"
+        return f"data_parallel_size={self.data_parallel_size} and enable_expert_parallel" if self.shares_experts else ""
+
+    def _check_processors(self) -> None:
+        """Raise `ConfigError` for a logits processor that other processes cannot import."""
+        if self.num_ranks == self.data_parallel_size == 1:
+            return
+        for kind in self.logits_processors:
+            if kind.__module__ == "__main__" or "<locals>" in kind.__qualname__:
+                raise ConfigError(
+                    f"logits_processors has {kind.__qualname__}, which other processes cannot import; put the class "
+                    "into a module of its own, at its top level."
+                )
 
     def _check_nodes(self) -> None:
         """Raise `ConfigError` for ranks that cannot be divided among machines as asked."""
@@ -485,8 +503,7 @@ class EngineConfig:
                 "is on the CPU, too. Raise it, or leave it out."
             )
         for is_given, what in (
-            (self.pipeline_parallel_size > 1, f"pipeline_parallel_size={self.pipeline_parallel_size}"),
-            (self.data_parallel_size > 1, f"data_parallel_size={self.data_parallel_size}"),
+            (self.shares_experts, f"enable_expert_parallel with data_parallel_size={self.data_parallel_size}"),
             (self.speculative is not None, "speculative_config"),
             (self.quantization is not None, f"quantization={self.quantization!r}"),
             (self.compile.selfcheck, "selfcheck"),

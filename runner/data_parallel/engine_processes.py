@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
+from piecegraph import environment
 from piecegraph.compiler.common.private_folder import private_folder
 from piecegraph.errors import WorkerError
 from piecegraph.progress import OnPhase
@@ -98,7 +99,8 @@ class EngineProcesses:
         store = str(private_folder("engines") / "store") if self.in_lockstep else None
         try:
             for number in range(self.num_engines):
-                child = start_child(PROGRAM, "engine", number, lifeline, self._timeout_s)
+                gpus = gpus_of_engine(config, number)
+                child = start_child(PROGRAM, "engine", number, lifeline, self._timeout_s, gpus)
                 self._children.append(child)
                 child.channel.send_bytes(pickled(_job(config, number, store), "the arguments of this LLM"))
                 self._start_threads(child)
@@ -268,6 +270,13 @@ class EngineProcesses:
             raise WorkerError(self._failure)
         if self._is_closed:
             raise WorkerError("the engines of this LLM are closed; make a new one.")
+
+
+def gpus_of_engine(config: EngineConfig, number: int) -> dict[str, str]:
+    """Return the change of an engine's environment that shows it its GPUs alone: as many as it has ranks."""
+    if str(config.device) == "cpu":
+        return {}
+    return environment.gpus_of(number * config.num_ranks, config.num_ranks)
 
 
 def _job(config: EngineConfig, number: int, store: str | None) -> tuple[EngineConfig, EnginePeers | None]:

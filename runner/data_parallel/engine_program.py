@@ -9,13 +9,14 @@ of an engine are processes of the engine's, so the front door reaches them only 
 from __future__ import annotations
 
 import dataclasses
+import logging
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
-from piecegraph.errors import ConfigError, PiecegraphError
+from piecegraph.errors import PiecegraphError
 from piecegraph.runner.common.outputs import CompletionOutput, RequestOutput
 from piecegraph.runner.distributed.child_program import run_child
 
@@ -28,8 +29,12 @@ if TYPE_CHECKING:
     from piecegraph.runner.common.sampling_params import SamplingParams
     from piecegraph.runner.distributed.protocol import Executor
     from piecegraph.runner.inspect.selfcheck import SelfcheckReport
+    from piecegraph.runner.lora.modules import AdaptedModules
+    from piecegraph.runner.lora.request import LoRARequest
     from piecegraph.runner.scheduling.scheduler import SchedulerStats
     from piecegraph.runner.startup.loaded import Loaded
+
+logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 1.0
 """How often an engine says that its process runs."""
@@ -52,6 +57,7 @@ class EngineFacts:
     report: CompileReport
     selfcheck: SelfcheckReport | None
     stats: SchedulerStats
+    adapted: AdaptedModules | None  # what adapters are checked by; None: they are not enabled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +71,7 @@ class NewRequest:
     priority: int
     cache_salt: str
     prompt_embeds: torch.Tensor | None
+    lora_request: LoRARequest | None
     is_final_only: bool
 
 
@@ -149,6 +156,9 @@ class _EngineLoop:
             assert self._lockstep is not None, "an engine that steps alone is woken by its requests"
             self._is_awake, self._lockstep.agreement.num_seen = True, *values
             return False
+        if name in ("remove_lora", "pin_lora"):
+            self._change_adapters(name, *values)
+            return False
         question, *arguments = values
         answer: Any = None
         if name == "abort":
@@ -164,6 +174,18 @@ class _EngineLoop:
         self._channel.send("result", (question, answer))
         return True
 
+    def _change_adapters(self, name: str, lora_request: LoRARequest) -> None:
+        """Do what the front door has done with its own list of adapters."""
+        adapters = self._engine.adapters
+        if name == "remove_lora":
+            adapters.remove(lora_request.lora_int_id)
+            return
+        try:
+            adapters.add(lora_request)
+            adapters.pin(lora_request.lora_int_id)
+        except PiecegraphError as error:  # its files have changed since; requests with it say so
+            logger.warning("the adapter %r could not be pinned: %s", lora_request.lora_name, error)
+
     def _add(self, new: NewRequest) -> None:
         try:
             self._engine.add_request(
@@ -174,6 +196,7 @@ class _EngineLoop:
                 priority=new.priority,
                 cache_salt=new.cache_salt,
                 prompt_embeds=new.prompt_embeds,
+                lora_request=new.lora_request,
                 is_final_only=new.is_final_only,
             )
         except PiecegraphError as error:  # the front door has checked the same, so it does not wait for this
@@ -223,15 +246,7 @@ def _serve(connection: Connection, number: int) -> None:
 
 def _load(config: EngineConfig, channel: _Channel | None, executor: Executor) -> Loaded:
     """Load the engine; the phases go to `channel`."""
-    from piecegraph.runner.models.config.device import resolve_device
     from piecegraph.runner.startup.load_engine import load_engine
-
-    device = resolve_device(config.device)
-    if device.type != "cpu":
-        raise ConfigError(
-            f"data_parallel_size is not yet available on {device.type}; give device='cpu', or leave it out and start "
-            "one server for each device."
-        )
 
     def on_phase(phase: Phase) -> None:
         assert channel is not None
@@ -253,6 +268,7 @@ def _facts(loaded: Loaded) -> EngineFacts:
         report=loaded.compiled.report(),
         selfcheck=loaded.selfcheck,
         stats=engine.stats,
+        adapted=None if loaded.model.adapted is None else engine.adapters.modules.without_weights(),
     )
 
 

@@ -12,6 +12,7 @@ import torch
 from piecegraph.errors import RequestError, UsageError
 from piecegraph.runner.common.outputs import RequestOutput
 from piecegraph.runner.common.sampling_params import RequestOutputKind, SamplingParams
+from piecegraph.runner.data_parallel.engine_adapters import EngineAdapters
 from piecegraph.runner.data_parallel.engine_program import EngineFacts, NewRequest, StepNews
 from piecegraph.runner.data_parallel.merged_output import MergedOutput
 from piecegraph.runner.engine.engine import Engine
@@ -79,6 +80,7 @@ class FrontDoor(Engine):
             embedding_size=first.embedding_size,
             max_logprobs=config.max_logprobs,
             logits_processors=config.logits_processors,
+            adapters=None if first.adapted is None else EngineAdapters(config, first.adapted, first.dtype, processes),
         )
         self._seeds = Random(config.seed)
         self._sampler = Sampler(  # for its checks only
@@ -170,7 +172,7 @@ class FrontDoor(Engine):
             priority=priority,
             cache_salt=cache_salt,
         )
-        self.check_lora(lora_request)
+        self.check_lora(lora_request)  # reads the adapter, which its engine reads, too
         if request_id in self._routed:
             raise RequestError(f"a request {request_id!r} is already running; give each its own id.")
         params = sampling_params.snapshot()
@@ -195,6 +197,7 @@ class FrontDoor(Engine):
             priority=priority,
             cache_salt=cache_salt,
             prompt_embeds=prompt_embeds,
+            lora_request=lora_request,
             is_final_only=is_final_only,
         )
         self._processes.send(engine, "add", new)
@@ -210,13 +213,6 @@ class FrontDoor(Engine):
             merged=MergedOutput(prompt, tokens, params) if is_merged else None,
             outbox=self._outbox if outbox is None else outbox,
         )
-
-    def check_lora(self, lora_request: LoRARequest | None) -> None:
-        """Raise `RequestError` for an adapter: no engine has one, since the config refuses them."""
-        if lora_request is not None:
-            raise RequestError(
-                f"lora_request={lora_request.lora_name!r}; adapters are not yet available with data_parallel_size."
-            )
 
     def step(self, outbox: Outbox | None = None) -> list[RequestOutput]:
         """Wait for news of any engine unless some have come, and return the outputs of `outbox` that have changed.

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from piecegraph.errors import UsageError
+from piecegraph.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
     import torch
@@ -64,6 +64,7 @@ def load_elsewhere(config: EngineConfig, processes: EngineProcesses, on_phase: O
     from piecegraph.runner.models.config.load_config import load_config
     from piecegraph.runner.models.config.tokenizer import load_tokenizer
 
+    check_gpus(config, torch.cuda.device_count())
     hf_config = load_config(config.source)
     tokenizer = None if config.skip_tokenizer_init else load_tokenizer(config.source, config.tokenizer)
     facts = processes.wait_until_ready(on_phase)
@@ -81,6 +82,21 @@ def load_elsewhere(config: EngineConfig, processes: EngineProcesses, on_phase: O
         notes=first.notes,
         selfcheck=first.selfcheck,
     )
+
+
+def check_gpus(config: EngineConfig, num_gpus: int) -> None:
+    """Raise `ConfigError` unless each rank of each engine has a GPU of its own, where GPUs are used."""
+    device = str(config.device)
+    if device == "cpu" or (config.device is None and not num_gpus):
+        return
+    num_engines, num_ranks = config.data_parallel_size, config.num_ranks
+    if device.startswith("cuda:"):
+        raise ConfigError(f"device={device!r} with {num_engines} engines, each of which has its GPU; give 'cuda'.")
+    if num_gpus < num_engines * num_ranks:
+        raise ConfigError(
+            f"data_parallel_size={num_engines} engines of {num_ranks} ranks need {num_engines * num_ranks} GPUs, and "
+            f"torch sees {num_gpus} here; give fewer, or device='cpu'."
+        )
 
 
 def _refuse(what: str) -> NoReturn:

@@ -10,7 +10,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Protocol
@@ -58,18 +58,21 @@ class Child:
         return f"{self.role} {self.number}"
 
 
-def start_child(module: str, role: str, number: int, lifeline: int, timeout_s: float) -> Child:
+def start_child(
+    module: str, role: str, number: int, lifeline: int, timeout_s: float, changes: Mapping[str, str] | None = None
+) -> Child:
     """Start a process that runs `module`, which calls `run_child`.
 
     It has a session of its own, so that an interrupt from the keyboard reaches this process alone. A message that it
     does not take within `timeout_s` raises OSError. It ends when nothing holds the other end of `lifeline` any more.
+    `changes`: of its environment.
     """
     ours, theirs = socket.socketpair()
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", max(int(timeout_s), 1), 0))
     with theirs:
         process = subprocess.Popen(
             [sys.executable, "-m", module, str(theirs.fileno()), str(lifeline), str(number)],
-            env=environment.child_environment({}),
+            env=environment.child_environment(changes or {}),
             stdin=subprocess.DEVNULL,
             stdout=2,  # standard output is for answers
             pass_fds=(theirs.fileno(), lifeline),

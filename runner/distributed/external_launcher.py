@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from piecegraph import environment
-from piecegraph.errors import ConfigError, WorkerError
+from piecegraph.errors import ConfigError, UsageError, WorkerError
 from piecegraph.runner.common.engine_config import DISTRIBUTED_TIMEOUT_S
 from piecegraph.runner.distributed.worker import Worker
 
@@ -109,7 +109,15 @@ class ExternalLauncherExecutor:
     def collective_rpc(
         self, loaded: Loaded, method: Method, timeout: float | None, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> list[Any]:
-        """Call `method` on this rank only, since every rank makes the same call; `timeout` has no effect."""
+        """Call `method` on this rank only, since every rank makes the same call; `timeout` has no effect.
+
+        Raises `UsageError` for a method that all ranks have to answer before any goes on.
+        """
+        if method == "read_weights":
+            raise UsageError(
+                "reload_weights is not yet available with distributed_executor_backend='external_launcher', where one "
+                "rank may fail to read what others have written; make a new LLM."
+            )
         with self.in_step():
             return [Worker(rank=self.rank, num_ranks=self.num_ranks, loaded=loaded).call(method, args, kwargs)]
 

@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING, Any
 from piecegraph.runner.distributed.child_program import run_child
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from piecegraph.errors import PiecegraphError
     from piecegraph.runner.common.engine_config import EngineConfig
     from piecegraph.runner.startup.loaded import Loaded
     from piecegraph.runner.tensor_parallel.engine_peers import EnginePeers
@@ -58,6 +61,18 @@ class Worker:
             "unique_pieces": keys,
             "compiled_pieces": 0 if compiled.cache.state == "hit" else len(keys) - compiled.cache.loaded_pieces,
         }
+
+    def read_weights(self, weights: str | Path | None) -> PiecegraphError | None:
+        """Read the rank's part of other weights, and return why they do not fit, if so; see `reload_on_ranks`."""
+        from piecegraph.runner.startup.reload_weights import read_rank_weights
+
+        return read_rank_weights(self.loaded, weights)
+
+    def write_weights(self, is_wanted: bool) -> list[str]:
+        """Write what `read_weights` has read, or drop it; return the names of the tensors that were written."""
+        from piecegraph.runner.startup.reload_weights import write_rank_weights
+
+        return write_rank_weights(self.loaded, is_wanted)
 
     def call(self, method: str | Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return what a method of this class, or a function of the worker, returns."""

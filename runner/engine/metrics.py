@@ -69,9 +69,11 @@ def engine_metrics(stats: SchedulerStats, num_output_tokens: int, model: str) ->
             Vector("vllm:spec_decode_num_accepted_tokens_per_pos", dict(labels), by_position),
             Gauge("piecegraph:spec_decode_is_stopped", {**labels, "reason": reason}, float(bool(reason))),
         ]
+    own = {"pipeline_steps": stats.num_pipeline_steps, "pipeline_bubbles": stats.num_bubbles}
     return [
         *(Gauge(f"vllm:{name}", dict(labels), float(value)) for name, value in gauges.items()),
         *(Counter(f"vllm:{name}", dict(labels), value) for name, value in counters.items()),
+        *(Counter(f"piecegraph:{name}", dict(labels), value) for name, value in own.items() if own["pipeline_steps"]),
         *drafts,
     ]
 

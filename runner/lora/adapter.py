@@ -87,7 +87,7 @@ def _pairs(
         if shape is None:
             raise CheckpointError(_not_there(folder, path, modules))
         if kind == "base":
-            _check_base(folder, path, tensor, modules.modules[path], shape)
+            _check_base(folder, path, tensor, modules.modules.get(path), shape)
             continue
         if ("embedding" in name.rpartition(".")[2]) != shape.is_embedding:
             what = "an embedding" if shape.is_embedding else "a linear layer"
@@ -137,14 +137,19 @@ def _not_there(folder: Path, path: str, modules: AdaptedModules) -> str:
 
 
 def _check_base(folder: Path, path: str, tensor: torch.Tensor, module: Any, shape: Adaptable) -> None:
-    """Raise `CheckpointError` unless a base weight that peft saved beside an embedding's matrices is the model's."""
-    weight: torch.Tensor = module.weight
-    whole = weight.shape if shape.shard is None else shape.shard.whole_shape(weight.shape)
-    if tuple(tensor.shape) != tuple(whole):
+    """Raise `CheckpointError` unless a base weight that peft saved beside an embedding's matrices is the model's.
+
+    `module`: None in a process that does not hold it, where the shape alone is compared.
+    """
+    whole = (shape.size, shape.num_columns) if shape.is_embedding else (shape.num_columns, shape.size)
+    if tuple(tensor.shape) != whole:
         raise CheckpointError(
-            f"{folder}: the weight of {path} in it is {tuple(tensor.shape)}, the model's {tuple(whole)}; it is "
+            f"{folder}: the weight of {path} in it is {tuple(tensor.shape)}, the model's {whole}; it is "
             "for another model, or for one whose vocabulary was resized."
         )
+    if module is None:
+        return
+    weight: torch.Tensor = module.weight
     if shape.shard is not None:
         tensor = shape.shard.of(tensor)
     index = torch.linspace(0, len(weight) - 1, min(_COMPARED_ROWS, len(weight))).long()

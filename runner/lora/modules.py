@@ -107,24 +107,56 @@ class Adaptable:
 class AdaptedModules:
     """The modules of a model that adapters may change, by path."""
 
-    modules: Mapping[str, nn.Module]
-    shapes: Mapping[str, Adaptable]
+    modules: Mapping[str, nn.Module]  # those that this process has
+    shapes: Mapping[str, Adaptable]  # of all modules, those of other stages of a pipeline included
     options: LoraOptions
     unread: tuple[str, ...] = ()  # paths of modules that the model's code does not call: no adapter changes them
     other_classes: Mapping[str, str] = field(default_factory=dict)  # of further modules with a matrix, by path
+
+    def facts(self) -> dict[str, Any]:
+        """Return what other stages of a pipeline must know of these modules, for `with_stages`; JSON can hold it."""
+        shapes = {
+            path: (each.size, each.num_columns, each.is_embedding, each.is_output) for path, each in self.shapes.items()
+        }
+        return {"shapes": shapes, "unread": list(self.unread), "other_classes": dict(self.other_classes)}
+
+    def with_stages(self, stages: Sequence[Mapping[str, Any]]) -> AdaptedModules:
+        """Return these modules, beside the shapes of those of all stages, by which adapters are checked."""
+        shapes = {
+            path: Adaptable(size=size, num_columns=num_columns, is_embedding=is_embedding, is_output=is_output)
+            for stage in stages
+            for path, (size, num_columns, is_embedding, is_output) in stage["shapes"].items()
+        }
+        shapes.update(self.shapes)
+        return replace(
+            self,
+            shapes=shapes,
+            unread=tuple(path for stage in stages for path in stage["unread"] if path not in shapes),
+            other_classes={path: name for stage in stages for path, name in stage["other_classes"].items()},
+        )
+
+    def without_weights(self) -> AdaptedModules:
+        """Return what adapters can be checked by in another process."""
+        return replace(
+            self, modules={}, shapes={path: replace(shape, shard=None) for path, shape in self.shapes.items()}
+        )
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What a caller may want to know, one sentence for each."""
         most = f"up to {self.options.num_slots} at once, of rank {self.options.max_rank} or less"
-        found = [f"adapters: {most}, in {len(self.modules)} modules"]
+        found = [f"adapters: {most}, in {len(self.shapes)} modules"]
         if self.unread:
             where = f"{len(self.unread)} modules, such as {self.unread[0]}"
             found.append(f"adapters: the model computes {where}, in ways of its own; adapters for them are refused")
         return tuple(found)
 
     def only_read(self, read: Collection[int]) -> AdaptedModules:
-        """Return the modules whose stacks are among the tensors that compiled pieces read, given by id."""
+        """Return the modules whose stacks are among the tensors that compiled pieces read, given by id.
+
+        Raises `AssertionError` beside shapes of other stages, whose pieces are not known here.
+        """
+        assert self.modules.keys() == self.shapes.keys(), "with_stages comes afterwards"
         is_read = {path: id(module.lora_b) in read for path, module in self.modules.items()}
         return replace(
             self,
@@ -161,10 +193,12 @@ def adapt_modules(
     dtype: torch.dtype,
     device: torch.device,
     shards: Mapping[str, Shard] | None = None,
+    is_stage: bool = False,
 ) -> AdaptedModules:
     """Give the linears and embeddings of `model` stacks of matrices, in place.
 
-    `shards`: by a weight's name the part of it that the rank holds, which the model has been cut to.
+    `shards`: by a weight's name the part of it that the rank holds, which the model has been cut to. `is_stage`: other
+    stages of a pipeline have other modules, so `check_targets` has to be called with those of all.
 
     Raises `ConfigError` for a name in `options.target_modules` that no such module has, and `UnsupportedModel` if there
     is no such module at all.
@@ -180,18 +214,29 @@ def adapt_modules(
         found[path] = module
         shard = (shards or {}).get(f"{path}.weight")
         shapes[path] = _shape(module, shard, is_output=module is output)
-    for name in target_modules or ():
-        if not any(_is_target(path, (name,)) for path in found):
-            raise ConfigError(
-                f"lora_target_modules has {name!r}, and {type(model).__name__} has no such linear layer or embedding; "
-                f"its are named {', '.join(sorted({path.rpartition('.')[2] for path in _adaptable_paths(model)}))}."
-            )
-    if not found:
-        raise UnsupportedModel(f"{type(model).__name__} has no linear layer that an adapter can change.")
+    if not is_stage:
+        check_targets(type(model).__name__, target_modules, found, adaptable_paths(model))
     for path, module in found.items():
         _adapt(module, shapes[path], options, dtype, device)
     others = {path: type(module).__name__ for path, module in model.named_modules() if _has_matrix(module)}
     return AdaptedModules(found, shapes, options, other_classes=others)
+
+
+def check_targets(
+    model_name: str, target_modules: Sequence[str] | None, paths: Collection[str], adaptable: Collection[str]
+) -> None:
+    """Raise `ConfigError` for a target that is none of `paths`, and `UnsupportedModel` if there are none.
+
+    `paths`: of the modules that adapters may change; `adaptable`: of those that they could change.
+    """
+    for name in target_modules or ():
+        if not any(_is_target(path, (name,)) for path in paths):
+            raise ConfigError(
+                f"lora_target_modules has {name!r}, and {model_name} has no such linear layer or embedding; "
+                f"its are named {', '.join(sorted({path.rpartition('.')[2] for path in adaptable}))}."
+            )
+    if not paths:
+        raise UnsupportedModel(f"{model_name} has no linear layer that an adapter can change.")
 
 
 def _has_matrix(module: nn.Module) -> bool:
@@ -204,7 +249,8 @@ def _is_target(path: str, names: Sequence[str] | None) -> bool:
     return names is None or any(path == name or path.endswith(f".{name}") for name in names)
 
 
-def _adaptable_paths(model: nn.Module) -> list[str]:
+def adaptable_paths(model: nn.Module) -> list[str]:
+    """Return the paths of all modules that adapters could change."""
     kinds = (*_CLASSES, *_CLASSES.values())
     return [path for path, module in model.named_modules() if _plain_class(module) in kinds]
 

@@ -56,10 +56,12 @@ class AdapterStore:
     def remove(self, lora_int_id: int) -> bool:
         """Drop an adapter, pinned or not, and return whether it was loaded. Requests that run with it go on."""
         with self._lock:
-            adapter = self._adapters.pop(lora_int_id, None)
+            was_loaded = lora_int_id in self._adapters
+            if was_loaded:
+                self._drop(lora_int_id)
             self._pinned.discard(lora_int_id)
             self._update_digests()
-            return adapter is not None
+            return was_loaded
 
     def pin(self, lora_int_id: int) -> bool:
         """Keep an adapter until it is removed; return whether it is loaded.
@@ -107,7 +109,11 @@ class AdapterStore:
                     f"all {len(self._adapters)} loaded adapters are pinned, and max_cpu_loras={self._capacity}; remove "
                     "one, or raise it."
                 )
-            del self._adapters[victim]
+            self._drop(victim)
+
+    def _drop(self, number: int) -> None:
+        """Forget a loaded adapter; called with the lock."""
+        del self._adapters[number]
 
     def _update_digests(self) -> None:
         """Make `pinned_digests`, which others hold, those of the pinned adapters."""

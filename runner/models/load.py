@@ -65,6 +65,11 @@ class LoadedModel:
         return CausalLMForward(self.model, self.first_position)
 
     @property
+    def is_part(self) -> bool:
+        """Whether other ranks have other parts of the model."""
+        return self.rank_plan is not None or self.stage is not None
+
+    @property
     def num_parameters(self) -> int:
         """The number of parameters."""
         return sum(parameter.numel() for parameter in self.model.parameters())
@@ -137,7 +142,7 @@ def load_model(
     cut_to_rank(model, plan, is_cut=is_cut)
     model = model.to(device).eval().requires_grad_(False)  # type: ignore[arg-type]  # transformers decorates .to
     let_hidden_states_leave(model, source.hidden_states)
-    adapted = None if lora is None else _adapted(model, lora, dtype, device, plan)
+    adapted = None if lora is None else _adapted(model, lora, dtype, device, plan, is_stage=stages.cuts)
     name_layers(model)
     report(Phase(name="load", seconds=time.monotonic() - started, detail=_what_was_loaded(model, dtype, device)))
     first = first_position(source, config, auto_class=kind.auto_class, attention=kind.attention)
@@ -157,10 +162,17 @@ def load_model(
 
 
 def _adapted(
-    model: PreTrainedModel, lora: LoraOptions, dtype: torch.dtype, device: torch.device, plan: RankPlan | None
+    model: PreTrainedModel,
+    lora: LoraOptions,
+    dtype: torch.dtype,
+    device: torch.device,
+    plan: RankPlan | None,
+    *,
+    is_stage: bool,
 ) -> AdaptedModules:
-    """Let adapters change a model, which has been cut to `plan`."""
-    return adapt_modules(model, lora, dtype=dtype, device=device, shards=None if plan is None else plan.shards)
+    """Let adapters change a model, which has been cut to `plan`, and to a stage."""
+    shards = None if plan is None else plan.shards
+    return adapt_modules(model, lora, dtype=dtype, device=device, shards=shards, is_stage=is_stage)
 
 
 def _kernels_of(device: torch.device) -> str:

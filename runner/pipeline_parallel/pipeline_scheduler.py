@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
-from piecegraph.runner.scheduling.scheduler import Scheduler
+from piecegraph.runner.scheduling.scheduler import Scheduler, SchedulerStats
+from piecegraph.runner.scheduling.scheduler_output import SchedulerOutput
 
 
 class PipelineScheduler(Scheduler):
@@ -18,6 +20,9 @@ class PipelineScheduler(Scheduler):
     for ever.
 
     A prompt that runs in chunks has the tokens of its next chunk, and may be in several batches in flight.
+
+    A place for a batch that stays empty because no unfinished request has a token to compute is a bubble, which `stats`
+    counts. One request alone keeps one stage busy at a time; of N stages, N - 1 have a bubble in each of its steps.
     """
 
     def __init__(self, *, num_stages: int, **options: Any) -> None:
@@ -25,6 +30,19 @@ class PipelineScheduler(Scheduler):
         assert num_stages > 1, num_stages
         self._num_stages = num_stages
         self._may_be_steady = False  # a steady batch computes tokens that are pending
+        self._num_bubbles = 0
+
+    @property
+    def stats(self) -> SchedulerStats:
+        """The counters and gauges, bubbles included."""
+        return replace(super().stats, num_pipeline_steps=self._num_steps, num_bubbles=self._num_bubbles)
+
+    def schedule(self) -> SchedulerOutput:
+        """Return the next step's work, which is empty if no request can run before a step in flight is completed."""
+        output = super().schedule()
+        if output.is_empty and self._requests:
+            self._num_bubbles += self._num_stages - (self._num_steps - self._num_completed_steps)
+        return output
 
     def _shares_of_budget(self) -> Mapping[str, int]:
         """Return how many tokens each request of the next batch computes; a request that is missing waits."""

@@ -35,7 +35,7 @@ class StageStep(ModelStep):
     def prepare_piecewise(self, *inputs: torch.Tensor) -> None:
         """Run `prepare` for the sizes of these model inputs, at the start of a PIECEWISE bucket's first graph."""
         num_tokens = inputs[0].shape[0]
-        self.prepare(num_tokens, self.num_logits(num_tokens))
+        self.prepare(num_tokens, self.num_logits(num_tokens), num_active_loras=self._num_active_loras())
 
     def draw(self, logits: torch.Tensor) -> StepOutput:
         """Sample and record as `ModelStep.draw` does; a stage that is not the last only counts computed tokens.

@@ -46,6 +46,8 @@ class SchedulerStats:
     num_prefix_queries: int  # counter: known tokens of requests, each request when first admitted
     num_prefix_hits: int  # counter: those of `num_prefix_queries` that were found in the prefix cache
     num_preemptions: int  # counter
+    num_pipeline_steps: int = 0  # counter: batches that the stages of a pipeline were given; 0 without stages
+    num_bubbles: int = 0  # counter: batches that were missing, because no request had a token to compute
     speculation: SpeculationStats | None = None  # counters; None: no speculative decoding
 
 

@@ -108,7 +108,7 @@ class Sleep:
                 "call finish_start first."
             )
         for is_so, what in (
-            (loaded.model.rank_plan is not None or loaded.model.stage is not None, "with several ranks"),
+            (loaded.model.is_part, "with several ranks"),
             (level == 2 and loaded.draft is not None, "at level 2 with a model that drafts; use level 1"),
             (level == 2 and loaded.model.adapted is not None, "at level 2 with enable_lora; use level 1"),
             (level == 2 and self.has_other_weights, "at level 2 after reload_weights(weights); use level 1"),

@@ -23,6 +23,7 @@ from piecegraph.runner.cudagraphs.measured_times import why_not_measured
 from piecegraph.runner.engine.engine import Engine
 from piecegraph.runner.engine.model_runner import ModelRunner
 from piecegraph.runner.late_start.fast_start import why_not_fast
+from piecegraph.runner.lora.modules import adaptable_paths, check_targets
 from piecegraph.runner.lora.store import AdapterStore
 from piecegraph.runner.models.causal_lm import CausalLMForward
 from piecegraph.runner.models.checkpoint.files import check_weight_files
@@ -110,7 +111,7 @@ def _load(
     steps_ahead, loaded = num_steps_ahead(config, model, device), load()
     model, draft = compile_draft(draft_source, model, max_num_tokens, on_phase)
     model, draft = compile_head(head, model, draft, loaded, (max_model_len, max_num_tokens), on_phase)
-    loaded, store = _with_store(config, loaded, model.compiled)
+    loaded, store = _with_store(config, loaded, model.compiled, parallel)
     vocab_size = loaded.config.get_text_config(decoder=True).vocab_size
     sampler = _sampler(config, max_model_len, vocab_size, device, on_phase)
     over_embeds = None if embeds_size is None else embeds_forward(loaded.model, loaded.first_position)
@@ -205,16 +206,22 @@ def _sampler(
 
 
 def _with_store(
-    config: EngineConfig, loaded: LoadedModel, compiled: CompiledModel
+    config: EngineConfig, loaded: LoadedModel, compiled: CompiledModel, parallel: Parallel | None
 ) -> tuple[LoadedModel, AdapterStore | None]:
     """Return the model with those modules only whose adapters its compiled pieces read, and an empty store for it.
 
-    The code of a model may use a module's weight without calling the module. Adapters for it are refused by name.
+    The code of a model may use a module's weight without calling the module. Adapters for it are refused by name. With
+    stages, the store checks adapters against the modules of all of them.
     """
     if loaded.adapted is None:
         return loaded, None
     assert config.max_cpu_loras is not None, "resolved in EngineConfig"
     adapted = loaded.adapted.only_read({id(tensor) for _, tensor in compiled.bound_tensors()})
+    if parallel is not None and parallel.stage is not None:
+        adapted = parallel.all_adapted(adapted)
+        found = (*adapted.shapes, *adapted.unread)
+        could = adaptable_paths(loaded.model)
+        check_targets(type(loaded.model).__name__, adapted.options.target_modules, found, could)
     loaded = replace(loaded, adapted=loaded.adapted, notes=(*loaded.notes, *adapted.notes))
     return loaded, AdapterStore(adapted, capacity=config.max_cpu_loras, dtype=loaded.dtype, device=loaded.device)
 

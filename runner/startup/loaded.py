@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -59,6 +59,7 @@ class Loaded:
     selfcheck: SelfcheckReport | None  # None: not requested
     start: FastStart | None  # what remains of the start; None: nothing does
     mapped: Mapped | None  # memory that a sleep unmaps; None: torch has allocated it
+    incoming: dict[str, torch.Tensor] = field(default_factory=dict)  # weights that were read and not written yet
 
     @property
     def dtype(self) -> torch.dtype:

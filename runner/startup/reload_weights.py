@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from piecegraph.errors import CheckpointError, ConfigError, UsageError, did_you_mean
+from piecegraph.errors import CheckpointError, ConfigError, PiecegraphError, UsageError, did_you_mean
 from piecegraph.runner.common.model_source import ModelSource
 from piecegraph.runner.models.config.load_config import load_config
 from piecegraph.runner.models.load import load_model
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
     from piecegraph.compiler.compiled_model import CompiledModel
+    from piecegraph.runner.engine.engine import Engine
     from piecegraph.runner.models.load import LoadedModel
     from piecegraph.runner.startup.loaded import Loaded
 
@@ -31,6 +33,8 @@ _FIELDS_FREE_TO_DIFFER = frozenset(
     {"_name_or_path", "architectures", "dtype", "name_or_path", "torch_dtype", "transformers_version", "use_cache"}
 )
 """Fields of a config that may differ between a model and a later version of the model."""
+
+_NO_DRAFT = "draft_weights are given, and no model drafts here (speculative_config); leave them out."
 
 
 class _Part(NamedTuple):
@@ -51,22 +55,13 @@ def reload_weights(loaded: Loaded, weights: NewWeights | None, draft_weights: Ne
     requests are unfinished, `ConfigError` if another model's config differs, and `CheckpointError` for a name that the
     model does not have or a tensor that does not fit; with mappings or files nothing has been written then.
     """
-    if loaded.model.rank_plan is not None or loaded.model.stage is not None:
-        raise UsageError(
-            "reload_weights is not yet available with several ranks (tensor_parallel_size, pipeline_parallel_size); "
-            "make a new LLM."
-        )
     if draft_weights is not None and loaded.draft is None:
-        raise UsageError("draft_weights are given, and no model drafts here (speculative_config); leave them out.")
+        raise UsageError(_NO_DRAFT)
     if draft_weights is not None and isinstance(loaded.draft, CompiledHead):
         raise UsageError(
             "draft_weights are given, and a head drafts, whose weights are read at the start only; make a new LLM."
         )
-    if loaded.engine.has_unfinished:
-        raise UsageError(
-            f"{len(loaded.engine.requests)} requests are unfinished, and their cached keys and values depend on the "
-            "old weights. Let them finish, or abort them, before the weights are loaded again."
-        )
+    _refuse_unfinished(loaded.engine)
     parts = [(_Part(loaded.source, loaded.model, loaded.compiled, loaded.seed, ""), weights)]
     is_model = loaded.draft is not None and not isinstance(loaded.draft, CompiledHead)
     if loaded.draft is not None and is_model and (weights is None or draft_weights is not None):
@@ -74,18 +69,83 @@ def reload_weights(loaded: Loaded, weights: NewWeights | None, draft_weights: Ne
         part = _Part(draft.config.source, draft.loaded, draft.model.compiled, draft.config.seed, "the draft model's ")
         parts.append((part, draft_weights))
     read = [(part, _checked(part, each)) for part, each in parts]
+    num_written = 0
+    with _written(loaded):
+        for part, each in read:
+            num_written += _write(part, each)
+    return num_written
+
+
+def reload_on_ranks(
+    engine: Engine, call: Callable[[str, Sequence[Any]], list[Any]], weights: object, draft_weights: object
+) -> int:
+    """Do what `reload_weights` does on all ranks, each of which reads its part; nothing is written if one cannot.
+
+    `call`: calls a method of `Worker` on every rank, and returns the results. Raises the same errors, and `UsageError`
+    for weights that are not in files.
+    """
+    if weights is not None and not isinstance(weights, str | Path):
+        raise UsageError(
+            "with several ranks, or engines, weights are read from files, of which each rank reads its part; give "
+            "reload_weights a folder, or nothing."
+        )
+    if draft_weights is not None:
+        raise UsageError(_NO_DRAFT)
+    _refuse_unfinished(engine)
+    errors = call("read_weights", (weights,))
+    failed = next((error for error in errors if error is not None), None)
+    written = call("write_weights", (failed is None,))
+    if failed is not None:
+        raise failed
+    return len({name for names in written for name in names})
+
+
+def read_rank_weights(loaded: Loaded, weights: str | Path | None) -> PiecegraphError | None:
+    """Read a rank's part of the weights into `loaded.incoming`, or return why they do not fit."""
+    part = _Part(loaded.source, loaded.model, loaded.compiled, loaded.seed, "")
+    try:
+        read = _checked(part, weights)
+    except PiecegraphError as error:
+        return error
+    assert isinstance(read, Mapping), "weights of files"
+    loaded.incoming.update(read)
+    return None
+
+
+def write_rank_weights(loaded: Loaded, is_wanted: bool) -> list[str]:
+    """Write what `read_rank_weights` has read, or drop it unless all ranks could read; return the tensors' names."""
+    names = list(loaded.incoming) if is_wanted else []
+    try:
+        if is_wanted:
+            with _written(loaded):
+                part = _Part(loaded.source, loaded.model, loaded.compiled, loaded.seed, "")
+                _write(part, loaded.incoming)
+    finally:
+        loaded.incoming.clear()
+    return names
+
+
+@contextlib.contextmanager
+def _written(loaded: Loaded) -> Iterator[None]:
+    """Write weights inside the block: no step reads them meanwhile, and nothing that was cached is used afterwards."""
     device = loaded.model.device
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # a step that was launched ahead still reads the old weights
-    num_written = 0
     try:
-        for part, each in read:
-            num_written += _write(part, each)
+        yield
     finally:
         loaded.engine.scheduler.reset_prefix_cache()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return num_written
+
+
+def _refuse_unfinished(engine: Engine) -> None:
+    """Raise `UsageError` while requests are unfinished."""
+    if engine.has_unfinished:
+        raise UsageError(
+            f"{engine.num_unfinished} requests are unfinished, and their cached keys and values depend on the "
+            "old weights. Let them finish, or abort them, before the weights are loaded again."
+        )
 
 
 def _checked(
@@ -125,7 +185,7 @@ def _read(part: _Part, model: str | Path | None) -> Mapping[str, torch.Tensor]:
         source = replace(source, model=os.path.expanduser(model), revision=None, load_format=load_format)
         _check_config(load_config(source), part.model.config, source)
     config, dtype = copy.deepcopy(part.model.config), part.model.dtype
-    quantised = part.model.quantisation
+    quantised, plan, stage = part.model.quantisation, part.model.rank_plan, part.model.stage
     is_read = (written := getattr(load_config(source), "quantization_config", None)) is not None
     if is_read:  # weights of the model's own source, which are stored as they are used
         config.quantization_config = written
@@ -137,6 +197,10 @@ def _read(part: _Part, model: str | Path | None) -> Mapping[str, torch.Tensor]:
         seed=part.seed,
         quantization=None if quantised is None or is_read else quantised.scheme,
         runs_on=part.model.device,
+        rank=0 if plan is None else plan.rank,
+        num_ranks=1 if plan is None else plan.num_ranks,
+        experts=None if plan is None else plan.experts,
+        stage=None if stage is None else stage.stage,
     )
     state: Mapping[str, torch.Tensor] = read.model.state_dict()
     return state

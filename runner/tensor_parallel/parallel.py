@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from piecegraph.runner.attention.interface.layer import AttentionLayer
+from piecegraph.runner.lora.modules import AdaptedModules
 from piecegraph.runner.tensor_parallel.engine_peers import EnginePeers
 from piecegraph.runner.tensor_parallel.process_group import RankGroup
 
@@ -47,6 +48,13 @@ class Parallel:
                 dtypes = {name: getattr(torch, fields[name]) for name in ("dtype", "cache_dtype") if fields[name]}
                 found[fields["name"]] = AttentionLayer(**{**fields, **dtypes})
         return tuple(found.values())
+
+    def all_adapted(self, adapted: AdaptedModules) -> AdaptedModules:
+        """Return the modules that adapters may change, beside those of all stages; waits until all have theirs."""
+        if self.stage is None:
+            return adapted
+        texts = self.everyone.exchange("adapted modules", json.dumps(adapted.facts()))
+        return adapted.with_stages([json.loads(text) for text in texts])
 
 
 def _dtype_name(dtype: object) -> str:

@@ -5,6 +5,7 @@ Everything here is pure: sizes and ranks in, ranges out.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from piecegraph.runner.quantization.methods.shard import Part, Shard
@@ -22,7 +23,7 @@ def even_shard(dim: int, full_size: int, rank: int, num_ranks: int, *, packed: i
     assert full_size % packed == 0, f"{full_size} is not {packed} tensors of equal size"
     each = full_size // packed
     parts = tuple(even_part(each, rank, num_ranks, start=index * each) for index in range(packed))
-    return Shard(dim=dim, full_size=full_size, parts=parts)
+    return Shard(dim=dim, full_size=full_size, parts=parts, step=math.gcd(each, parts[0][2]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,11 +88,12 @@ class HeadSplit:
         """Return a rank's part of a dim that counts query heads, each of the same size."""
         each = full_size // self.num_q_heads
         parts = tuple((start * each, stop * each, self.group * each) for _, start, stop in self._groups(rank))
-        return Shard(dim=dim, full_size=full_size, parts=parts)
+        step = each * math.gcd(self.group, self.num_q_heads // self.num_kv_heads)
+        return Shard(dim=dim, full_size=full_size, parts=parts, step=step)
 
     def kv_shard(self, dim: int, full_size: int, rank: int) -> Shard:
         """Return a rank's part of a dim that counts KV heads, each of the same size."""
         each = full_size // self.num_kv_heads
         heads = [head for head, _, _ in self._groups(rank)]
         parts = tuple((head * each, (head + 1) * each, each) if head >= 0 else (0, 0, each) for head in heads)
-        return Shard(dim=dim, full_size=full_size, parts=parts)
+        return Shard(dim=dim, full_size=full_size, parts=parts, step=each)

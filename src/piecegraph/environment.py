@@ -33,6 +33,10 @@ SYMMETRIC_SUMS = "PIECEGRAPH_SYMMETRIC_SUMS"
 """`1`: sums over the GPUs of one host may go through symmetric memory (`runner/tensor_parallel/symmetric_sums.py`)."""
 
 
+GPUS = "CUDA_VISIBLE_DEVICES"
+"""CUDA's own: the GPUs that a process sees, by number or name, joined by commas."""
+
+
 def read(name: str) -> str | None:
     """Return the value of `name`, or None if it is unset or empty."""
     return os.environ.get(name) or None
@@ -47,6 +51,13 @@ def child_environment(changes: Mapping[str, str]) -> dict[str, str]:
     """Return this process's environment and import path, with `changes`, for a Python process that it starts."""
     path = os.pathsep.join(entry for entry in sys.path if entry)
     return {**os.environ, "PYTHONPATH": path, **changes}
+
+
+def gpus_of(first: int, count: int) -> dict[str, str]:
+    """Return the change for `child_environment` that shows a process `count` of this one's GPUs, from `first` on."""
+    visible = os.environ.get(GPUS)
+    names = [str(number) for number in range(first + count)] if visible is None else visible.split(",")
+    return {GPUS: ",".join(names[first : first + count])}
 
 
 def is_environ_data(mapping: object) -> bool:

@@ -148,12 +148,19 @@ def _kept(scores: torch.Tensor, error: float, params: SamplingParams) -> tuple[t
         maybe &= scores >= best[-2] - 2 * error
     if params.top_p < 1:
         mass = (scores - scores.max()).exp()
-        ahead = scores.unsqueeze(0) - scores.unsqueeze(1)  # [one, other]: by how much the other is likelier
-        perhaps_before = (ahead > -2 * error) & ~torch.eye(len(scores), dtype=torch.bool)
-        most = (mass * maybe * perhaps_before).sum(1) / (mass * surely).sum().clamp(min=1e-30)
-        least = (mass * surely * (ahead > 2 * error)).sum(1) / (mass * maybe).sum()
+        perhaps_before = _total_above(scores, mass * maybe, scores - 2 * error) - mass * maybe
+        surely_before = _total_above(scores, mass * surely, scores + 2 * error)
+        most = perhaps_before / (mass * surely).sum().clamp(min=1e-30)
+        least = surely_before / (mass * maybe).sum()
         slack = 4 * error
         # The likeliest stays, however small top_p is.
-        surely &= (most < params.top_p - slack) | ~perhaps_before.any(1)
+        surely &= (most < params.top_p - slack) | (_total_above(scores, torch.ones_like(mass), scores - 2 * error) <= 1)
         maybe &= (least < params.top_p + slack) | (scores >= scores.max() - 2 * error)
     return surely, maybe
+
+
+def _total_above(scores: torch.Tensor, amounts: torch.Tensor, least: torch.Tensor) -> torch.Tensor:
+    """Return for each of `least` the sum of the amounts of all tokens with higher scores; all `[vocab_size]`."""
+    ascending, order = scores.sort()
+    totals = torch.cat([amounts[order].flip(0).cumsum(0).flip(0), amounts.new_zeros(1)])
+    return totals[torch.searchsorted(ascending, least, right=True)]

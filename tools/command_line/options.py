@@ -253,7 +253,7 @@ LLM_FLAGS = (
         short="-dp",
         type=int,
         default=1,
-        help="Engines, each with a cache of its own, that requests are divided among; CPU only so far.",
+        help="Engines, each with a cache of its own, that requests are divided among.",
     ),
     Flag(name="nnodes", type=int, default=1, help="Machines that the ranks are divided among, without Ray."),
     Flag(name="node_rank", type=int, default=0, help="Which of them this is; on 0 the command does its work."),
@@ -264,7 +264,7 @@ LLM_FLAGS = (
         short="-ep",
         switch=True,
         default=False,
-        help="Each rank, of all engines of --data-parallel-size, holds some experts whole; CPU only so far.",
+        help="Each rank, of all engines of --data-parallel-size, holds some experts whole.",
     ),
     Flag(
         name="pipeline_parallel_size",

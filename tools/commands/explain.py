@@ -297,6 +297,10 @@ def _stage_lines(stages: Sequence[StageSummary]) -> Iterator[str]:
         layers = f"layers {stage.first_layer} to {stage.end_layer - 1}, {stage.weight_bytes / 2**20:.1f} MiB of weights"
         what = "tokens to all others" if index == len(stages) - 1 else "hidden states to the next"
         yield f"stage {index}: {layers} on a rank; sends {what}, {stage.sent_bytes_per_token} bytes a token"
+    yield (
+        f"one request keeps one stage busy at a time, {len(stages)} or more all of them; batches that were missing are "
+        "counted (piecegraph:pipeline_bubbles)"
+    )
 
 
 def _replay_lines(explained: Explanation) -> list[str]:

@@ -19,6 +19,7 @@ class Shard:
     dim: int
     full_size: int
     parts: tuple[Part, ...]
+    step: int = 0  # divides the bounds of the parts of all ranks; 0: only those of `parts` are known
 
     @property
     def size(self) -> int:
@@ -54,11 +55,14 @@ class Shard:
         return torch.cat(found, self.dim).contiguous()
 
     def unit(self, most: int) -> int:
-        """Return the largest divisor of `most` that divides all bounds of the ranges, zeros included."""
-        return math.gcd(most, *(bound for part in self.parts for bound in part))
+        """Return the largest divisor of `most` that divides all bounds of the ranges, zeros included.
+
+        With `step` it is the same on all ranks, so that they store a quantised weight in groups of one size.
+        """
+        return math.gcd(most, self.step, *(bound for part in self.parts for bound in part))
 
     def in_units(self, unit: int, dim: int) -> Shard:
         """Return the same part of a tensor that has one entry for each `unit` in `dim`; `unit` divides all bounds."""
         assert self.unit(unit) == unit, f"{unit} does not divide the bounds of {self.parts}"
         parts = tuple((start // unit, stop // unit, size // unit) for start, stop, size in self.parts)
-        return Shard(dim=dim, full_size=-(-self.full_size // unit), parts=parts)
+        return Shard(dim=dim, full_size=-(-self.full_size // unit), parts=parts, step=self.step // unit)

@@ -8,10 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from piecegraph import LLM, environment
 from piecegraph.errors import ConfigError
-from piecegraph.runner.clusters.ray_executor import bundles_by_machine, reason_of_end
+from piecegraph.runner.clusters.ray_executor import bundles_by_machine, reason_of_end, refuse_gpus
 from tests.runner.margin_rule import assert_same_tokens
 from tests.runner.tiny_models import make_model, save
 
@@ -95,3 +96,12 @@ def test_ray_is_named_where_it_is_missing(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ConfigError, match=r'needs Ray, which is not installed: pip install "piecegraph\[ray\]"'):
         LLM(tmp_path, tensor_parallel_size=2, distributed_executor_backend="ray")
+
+
+def test_gpus_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse_gpus("cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    for device in (None, "cuda"):
+        with pytest.raises(ConfigError, match="'ray' is not yet available on GPUs; give device='cpu', or leave it out"):
+            refuse_gpus(device)

@@ -42,7 +42,10 @@ REFUSED: list[tuple[dict[str, object], str]] = [
         "lora_target_modules='q_proj'; it must be a list of",
     ),
     ({"enable_lora": True, "quantization": "int8"}, "is not yet available with"),
-    ({"enable_lora": True, "pipeline_parallel_size": 2}, "pipeline_parallel_size=2 is not yet available with"),
+    (
+        {"enable_lora": True, "enable_expert_parallel": True, "data_parallel_size": 2},
+        "enable_expert_parallel with data_parallel_size=2 is not yet available with enable_lora=True",
+    ),
     ({"enable_chunked_prefill": False}, "enable_chunked_prefill=False is not available here: prompts are computed in"),
     ({"num_gpu_blocks_override": 8}, "num_gpu_blocks_override=8 is not available here: give num_kv_blocks."),
     ({"rope_scaling": {}}, 'give hf_overrides={"rope_parameters": {...}}'),

@@ -106,6 +106,7 @@ def door(played: Played) -> FrontDoor:
         report=cast(Any, None),
         selfcheck=None,
         stats=stats(),
+        adapted=None,
     )
     config = EngineConfig(source=ModelSource(model="m"), data_parallel_size=2, seed=3)
     return FrontDoor(config=config, processes=cast(Any, played), facts=[facts, facts], tokenizer=None)

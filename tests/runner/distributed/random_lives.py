@@ -1,22 +1,27 @@
 """Random lives of requests over each layout of ranks and each family of models, checked by the engine's machine.
 
-`python -m tests.runner.distributed.random_lives [LAYOUT ...]` runs every family over every layout, 300 steps each, and
-writes a line for each. Ranks are threads; engines of "DP 2" are processes.
+`python -m tests.runner.distributed.random_lives [LAYOUT or MODEL ...]` runs every family over every layout, 300 steps
+each and 60 of the embedded model, and writes a line for each. Ranks and engines are threads.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 import tempfile
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
 
-from transformers import PreTrainedModel
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from piecegraph import LLM, SamplingParams
 from piecegraph.runner.common.outputs import RequestOutput
+from piecegraph.runner.models.embedded_model import embedded_model_dir
+from tests.runner.data_parallel.engines_in_threads import llm_of_engines
 from tests.runner.engine.test_engine_states import (
     EOS,
     GRAPHS,
@@ -34,11 +39,14 @@ from tests.runner.tiny_models import make_config, random_model, save
 LAYOUTS: Mapping[str, Mapping[str, int]] = {
     "TP 2": {"tensor_parallel_size": 2},
     "TP 3": {"tensor_parallel_size": 3},
+    "TP 4": {"tensor_parallel_size": 4},
     "PP 2": {"pipeline_parallel_size": 2},
     "TP 2 x PP 2": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
     "EP 2": {"tensor_parallel_size": 2, "enable_expert_parallel": True},
     "DP 2": {"data_parallel_size": 2},
+    "PP 2 x DP 2": {"pipeline_parallel_size": 2, "data_parallel_size": 2},
 }
+EMBEDDED = "embedded"
 _MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
@@ -48,46 +56,78 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "qwen3-moe": ("Qwen3MoeConfig", {"head_dim": 16, **_MOE}),
 }
 COMBINATIONS = [
-    (layout, name) for layout in LAYOUTS for name in MODELS if layout != "EP 2" or name in ("mixtral", "qwen3-moe")
+    (layout, name)
+    for layout in LAYOUTS
+    for name in (*MODELS, EMBEDDED)
+    if layout != "EP 2" or name in ("mixtral", "qwen3-moe")
 ]
 
 
-def live(layout: str, name: str, *, num_steps: int, seed: int = 0) -> str:
+def live(layout: str, name: str, *, num_steps: int, seed: int = 0, num_events: int = 100) -> str:
     """Run requests at random, check every answer, and return what was seen.
 
-    Arrivals, aborts, chunks, cached prefixes, preemptions, sampling with seeds, and steps that fail.
+    Arrivals, aborts, chunks, cached prefixes, preemptions, sampling with seeds, and steps that fail. `num_events`: how
+    many of these there are before all requests end, and others come.
     """
-    kind, options = MODELS[name]
-    model = random_model(make_config(kind, vocab_size=261, eos_token_id=EOS, **options))
+    options = LAYOUTS[layout]
     with tempfile.TemporaryDirectory() as folder:
-        save(model, Path(folder))
-        if layout == "DP 2":
-            return _live_behind_a_front_door(Path(folder), model, num_steps, seed)
-        arguments = {**LAYOUTS[layout], **TINY, **GRAPHS, "graph_kind": "recorded"}
+        model = _embedded_model(Path(folder)) if name == EMBEDDED else _tiny_model(name, Path(folder))
+        if "data_parallel_size" in options:
+            return _live_behind_a_front_door(layout, Path(folder), model, num_steps, seed)
+        arguments = {**options, **TINY, **GRAPHS, "graph_kind": "recorded"}
         with llm_of_threads(Path(folder), **arguments) as llm:
-            stages = LAYOUTS[layout].get("pipeline_parallel_size", 1)
+            stages = options.get("pipeline_parallel_size", 1)
             engine = EngineUnderTest(llm, AloneModel(model), steps_ahead=stages - 1)
-            run_randomly(engine, num_steps=num_steps, seed=seed)
+            draw = _ask_of_large_vocabulary if name == EMBEDDED else random_ask
+            run_randomly(engine, num_steps=num_steps, seed=seed, draw=draw, num_events=num_events)
             hits = llm.engine.stats.num_prefix_hits
-    assert hits and engine.num_repeated and engine.finished["stop"] and engine.finished["length"], "little was seen"
+    wanted = ("length",) if name == EMBEDDED else ("stop", "length")
+    assert hits and engine.num_repeated and all(engine.finished[reason] for reason in wanted), "little was seen"
     return (
         f"{engine.num_steps} steps ({engine.num_failed_steps} failed), {sum(engine.finished.values())} answers, "
         f"{engine.finished['abort']} aborts, {engine.num_preemptions} preemptions, {hits} prefix hits"
     )
 
 
-def _live_behind_a_front_door(folder: Path, model: PreTrainedModel, num_steps: int, seed: int) -> str:
+def _tiny_model(name: str, folder: Path) -> PreTrainedModel:
+    kind, options = MODELS[name]
+    model = random_model(make_config(kind, vocab_size=261, eos_token_id=EOS, **options))
+    save(model, folder)
+    return model
+
+
+def _embedded_model(folder: Path) -> PreTrainedModel:
+    """Return the embedded model with the machine's end token, and make `folder` its folder."""
+    source = embedded_model_dir()
+    for file in source.glob("*.safetensors"):
+        (folder / file.name).symlink_to(file)
+    for name in ("config.json", "generation_config.json"):
+        fields = json.loads((source / name).read_text())
+        (folder / name).write_text(json.dumps({**fields, "eos_token_id": EOS}))
+    model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32)
+    assert isinstance(model, PreTrainedModel)
+    return model
+
+
+def _ask_of_large_vocabulary(random: Random) -> Ask:
+    """Return an `Ask` without log probabilities of all tokens."""
+    ask = random_ask(random)
+    return replace(ask, params=replace(ask.params, logprobs=2)) if ask.params.logprobs == -1 else ask
+
+
+def _live_behind_a_front_door(layout: str, folder: Path, model: PreTrainedModel, num_steps: int, seed: int) -> str:
     """The same of two engines, whose steps are their own: requests arrive and are aborted between the front door's."""
     random, alone = Random(seed), AloneModel(model)
     asks: dict[str, Ask] = {}
     unfinished: set[str] = set()
     num_answers = num_aborts = number = 0
-    options: dict[str, Any] = {**LAYOUTS["DP 2"], **TINY, **GRAPHS, "compiler": "eager", "graph_kind": "recorded"}
-    with LLM(folder, skip_tokenizer_init=True, dtype="float32", device="cpu", **options) as llm:
+    size = LAYOUTS[layout]["data_parallel_size"]
+    ranks = {name: value for name, value in LAYOUTS[layout].items() if name != "data_parallel_size"}
+    with llm_of_engines(folder, size, **ranks, **TINY, **GRAPHS, graph_kind="recorded") as llm:
         for _ in range(num_steps):
             event = random.random()
             if event < 0.3 or not unfinished:
-                ask = random_ask(random)
+                ask = _ask_of_large_vocabulary(random)
                 if ask.params.seed is None and not ask.params.is_greedy:
                     continue
                 name, number = str(number), number + 1
@@ -132,10 +172,13 @@ def _check(alone: AloneModel, ask: Ask, output: RequestOutput) -> None:
 
 
 def main() -> None:
-    """Run all families over the layouts that are named, or over all."""
+    """Run the layouts and models that are named, or all."""
+    layouts = [each for each in LAYOUTS if each in sys.argv[1:]] or list(LAYOUTS)
+    models = [each for each in (*MODELS, EMBEDDED) if each in sys.argv[1:]] or [*MODELS, EMBEDDED]
     for layout, name in COMBINATIONS:
-        if not sys.argv[1:] or layout in sys.argv[1:]:
-            sys.stdout.write(f"{layout}, {name}: {live(layout, name, num_steps=300)}\n")
+        if layout in layouts and name in models:
+            seen = live(layout, name, num_steps=60 if name == EMBEDDED else 300)
+            sys.stdout.write(f"{layout}, {name}: {seen}\n")
             sys.stdout.flush()
 
 

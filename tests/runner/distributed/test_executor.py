@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,11 +13,14 @@ import pytest
 
 from piecegraph import LLM, SamplingParams
 from piecegraph.errors import ConfigError, UsageError, WorkerError
+from piecegraph.runner.common.logits_processor import LogitsProcessor
 from piecegraph.runner.distributed.executor import MpExecutor
 from piecegraph.runner.distributed.worker import Worker
+from piecegraph.runner.startup import load_engine as load_engine_module
 from tests.runner.distributed.compiles_of_layouts import model_of, start
 from tests.runner.margin_rule import assert_same_tokens
-from tests.runner.tiny_models import make_model, save
+from tests.runner.pipeline_parallel.stages_in_threads import llm_of_threads
+from tests.runner.tiny_models import make_model, random_model, save
 
 PROMPTS = [[5, 17, 3], [9], list(range(20, 44))]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
@@ -65,8 +70,11 @@ def raise_on_rank_1(worker: Worker) -> None:
 
 
 @pytest.mark.slow
-def test_two_processes_answer_as_one_until_one_is_killed(tmp_path: Path) -> None:
-    """Each reads and holds half; calls reach both; a killed one ends the call with its rank and exit code."""
+def test_two_processes_answer_as_one_until_one_is_killed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Each reads and holds half; calls reach both; a killed one ends the call with its rank and exit code.
+
+    Rank 1 writes nothing meanwhile, neither about its load nor about steps.
+    """
     llm = two_ranks(save(make_model("llama"), tmp_path))
     try:
         (pid,) = processes_of(llm)
@@ -76,6 +84,7 @@ def test_two_processes_answer_as_one_until_one_is_killed(tmp_path: Path) -> None
         assert all(report["weight_bytes"] == report["bytes_read"] for report in reports)
         assert (reports[1]["q_heads"], reports[1]["kv_heads"]) == (2, 1)
         assert llm.collective_rpc(pid_of) == [os.getpid(), pid]
+        assert tuple(capfd.readouterr()) == ("", "")
         with pytest.raises(UsageError, match="cannot be sent to another process"):
             llm.collective_rpc(lambda worker: None)
         os.kill(pid, signal.SIGKILL)
@@ -120,7 +129,14 @@ def test_one_process_is_called_like_several(llm: LLM) -> None:
         ({"distributed_executor_backend": "gloo"}, "'gloo' is not available here"),
         ({"distributed_executor_backend": 3}, "distributed_executor_backend='3' is not available here"),
         ({"distributed_timeout_seconds": 0}, "distributed_timeout_seconds=0; it must be above 0"),
-        ({"tensor_parallel_size": 2, "enable_prompt_embeds": True}, "enable_prompt_embeds is not yet available with"),
+        (
+            {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "enable_prompt_embeds": True},
+            "enable_prompt_embeds is not yet available with pipeline_parallel_size=2",
+        ),
+        (
+            {"pipeline_parallel_size": 2, "logits_processors": [f"{LogitsProcessor.__module__}:LogitsProcessor"]},
+            "logits_processors is not yet available with pipeline_parallel_size=2",
+        ),
         ({"tensor_parallel_size": 2, "compile_sizes": [1]}, "compile_sizes is not yet available with"),
         ({"tensor_parallel_size": 2, "runner": "pooling"}, "runner='pooling' is not yet available with"),
         (
@@ -201,6 +217,33 @@ def test_ranks_and_stages_compile_each_unique_piece_once_in_all(
     cold, warm = (start(folder, model, "TP 2 x PP 2") for _ in range(2))
     assert (cold.num_keys, cold.num_held, cold.num_compiled) == (5, 12, 5)  # a late rank may find another's plan
     assert warm == replace(cold, num_compiled=0, num_traced=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fact", ["version of torch", "set of weights"])
+def test_a_rank_with_other_software_or_weights_is_refused_at_start(
+    fact: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 has another torch, or a file with other values."""
+    folder = save(make_model("llama"), tmp_path / "one")
+    other = save(random_model(make_model("llama").config, 5), tmp_path / "other")
+    facts = load_engine_module.rank_facts
+
+    def of_rank(files: Sequence[Path], *, config: str) -> dict[str, str]:
+        if threading.current_thread() is threading.main_thread():
+            return facts(files, config=config)
+        return (
+            facts(list(other.glob("*.safetensors")), config=config)
+            if "weights" in fact
+            else {**facts(files, config=config), fact: "1.2.3"}
+        )
+
+    monkeypatch.setattr(load_engine_module, "rank_facts", of_rank)
+    with (
+        pytest.raises(ConfigError, match=f"rank 1 has another {fact} than rank 0"),
+        llm_of_threads(folder, tensor_parallel_size=2),
+    ):
+        pass
 
 
 @pytest.mark.slow

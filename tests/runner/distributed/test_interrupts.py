@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -23,8 +24,9 @@ def descendants(pid: int) -> list[int]:
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_every_process(llama_dir: Path, tmp_path: Path) -> None:
-    """The answer has begun when the interrupt comes, as a terminal sends it to the whole foreground group."""
+@pytest.mark.parametrize("is_loading", [True, False], ids=["while loading", "in a step"])
+def test_ctrl_c_ends_every_process(is_loading: bool, llama_dir: Path, tmp_path: Path) -> None:
+    """The interrupt comes when the other rank has begun to load, or when the answer has begun."""
     folder = save(random_model(llama_config(vocab_size=261, max_position_embeddings=8192)), tmp_path)
     for file in llama_dir.glob("*token*"):
         (folder / file.name).write_bytes(file.read_bytes())
@@ -34,11 +36,20 @@ def test_ctrl_c_ends_every_process(llama_dir: Path, tmp_path: Path) -> None:
         command, env=environment.child_environment({}), stdout=subprocess.PIPE, start_new_session=True, text=True
     )
     assert process.stdout is not None
-    process.stdout.read(1)
-    others = descendants(process.pid)
+    if is_loading:
+        while (
+            not (others := descendants(process.pid))
+            or "libtorch_cpu" not in Path(f"/proc/{others[0]}/maps").read_text()
+        ):
+            assert process.poll() is None, "the command has ended"
+            time.sleep(0.02)
+    else:
+        process.stdout.read(1)
+        others = descendants(process.pid)
     assert len(others) == 1
     assert all(map(is_running, others))
     process.send_signal(signal.SIGINT)
-    process.stdout.read()
+    rest = process.stdout.read()
     assert process.wait(120) == 130
     assert_gone(others)
+    assert not (is_loading and rest)

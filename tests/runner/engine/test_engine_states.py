@@ -11,7 +11,7 @@ import functools
 import itertools
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -439,22 +439,32 @@ class EngineMachine(RuleBasedStateMachine):
         self.engine.settle()
 
 
-def run_randomly(engine: EngineUnderTest, *, num_steps: int, seed: int) -> None:
-    """Run the rules of `EngineMachine` without hypothesis between the steps."""
+def run_randomly(
+    engine: EngineUnderTest,
+    *,
+    num_steps: int,
+    seed: int,
+    draw: Callable[[Random], Ask] = random_ask,
+    num_events: int = 100,
+) -> None:
+    """Run the rules of `EngineMachine` without hypothesis between the steps.
+
+    After each `num_events` all requests end, and after those in which `num_steps` were reached the run does.
+    """
     random = Random(seed)
     engine.start_over()
     for number in itertools.count(1):
         event = random.random()
         if event < 0.25 or not engine.live:
-            engine.add(random_ask(random))
+            engine.add(draw(random))
         elif event < 0.29:
             request_id = random.choice(sorted(engine.live, key=int))
-            again = random_ask(random) if random.random() < 0.5 else None
+            again = draw(random) if random.random() < 0.5 else None
             abort_and_add(engine, request_id, again, is_alike=random.random() < 0.5)
         else:
             engine.step(random.choice(MODES), failure=random.choice(FAILURES) if event > 0.995 else None)
         engine.check_counts()
-        if number % 100 == 0:
+        if number % num_events == 0:
             engine.settle()
             if engine.num_steps >= num_steps:
                 return

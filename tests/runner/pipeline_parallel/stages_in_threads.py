@@ -103,6 +103,19 @@ class ThreadsExecutor:
 
 
 @contextlib.contextmanager
+def loading_one_at_a_time() -> Iterator[None]:
+    """Let no two threads load a model at the same time inside the block: transformers changes the process meanwhile."""
+    lock, load_model = threading.Lock(), vars(load_weights_module)["load_model"]
+
+    def one_at_a_time(*args: Any, **kwargs: Any) -> Any:
+        with lock:
+            return load_model(*args, **kwargs)
+
+    with patch.object(load_weights_module, "load_model", one_at_a_time):
+        yield
+
+
+@contextlib.contextmanager
 def llm_of_threads(folder: Path, **options: Any) -> Iterator[LLM]:
     """An `LLM` over eager pieces, whose ranks above 0 are threads."""
     arguments: dict[str, Any] = {
@@ -114,16 +127,7 @@ def llm_of_threads(folder: Path, **options: Any) -> Iterator[LLM]:
         "num_kv_blocks": 48,
         "compile_workers": 0,
     }
-    lock, load_model = threading.Lock(), vars(load_weights_module)["load_model"]
-
-    def one_at_a_time(*args: Any, **kwargs: Any) -> Any:
-        with lock:  # transformers changes the process while it loads
-            return load_model(*args, **kwargs)
-
-    with (
-        patch.object(llm_module, "make_executor", ThreadsExecutor),
-        patch.object(load_weights_module, "load_model", one_at_a_time),
-    ):
+    with patch.object(llm_module, "make_executor", ThreadsExecutor), loading_one_at_a_time():
         made = LLM(folder, **{**arguments, **options})
     with made:
         yield made

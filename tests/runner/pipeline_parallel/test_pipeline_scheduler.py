@@ -59,6 +59,28 @@ def test_each_stage_has_a_batch_of_its_own() -> None:
     assert {item.request_id for item in made.schedule().scheduled} == {"r0", "r1", "r2"}
 
 
+def test_stages_without_a_batch_are_counted() -> None:
+    """One request keeps one of three stages busy, three requests all; nothing is counted without requests."""
+    made = scheduler(3)
+    assert made.schedule().is_empty
+    assert made.stats.num_bubbles == 0
+    made.add(request(0, num_new=3))
+    for _ in range(3):
+        output = made.schedule()
+        assert made.schedule().is_empty
+        complete(made, output)
+    assert made.schedule().is_empty
+    assert (made.stats.num_pipeline_steps, made.stats.num_bubbles) == (3, 6)
+    for number in range(3):
+        made.add(request(number, num_new=3))
+    complete(made, made.schedule())  # all prompts
+    batches = deque(made.schedule() for _ in range(3))
+    for _ in range(3):
+        complete(made, batches.popleft())
+        batches.append(made.schedule())
+    assert (made.stats.num_pipeline_steps, made.stats.num_bubbles) == (10, 6)
+
+
 def test_chunks_of_a_prompt_follow_each_other() -> None:
     """The next chunk needs no token of the one in flight; nothing is scheduled behind the last."""
     made = scheduler(2, max_num_batched_tokens=8)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from piecegraph import LLM, SamplingParams
+from piecegraph.progress import Phase
 from piecegraph.runner.pipeline_parallel.stage_step import count_computed
 from tests.runner.margin_rule import assert_same_tokens
 from tests.runner.pipeline_parallel.stages_in_threads import llm_of_threads
@@ -87,15 +88,18 @@ def test_counts_of_padding_change_nothing() -> None:
 
 @pytest.mark.parametrize("name", ["mixtral", pytest.param("qwen3-moe", marks=pytest.mark.slow)])
 def test_ranks_with_whole_experts_answer_as_transformers_does(name: str, tmp_path: Path) -> None:
-    """Each of two ranks reads and holds two of four experts of each layer."""
+    """Each of two ranks reads and holds two of four experts of each layer, and the start says what each has read."""
     model = make_model(name)
     folder = save(model, tmp_path)
-    with llm_of_threads(folder, tensor_parallel_size=2, enable_expert_parallel=True, graph_kind="recorded") as llm:
+    layout, phases = {"tensor_parallel_size": 2, "enable_expert_parallel": True}, list[Phase]()
+    with llm_of_threads(folder, **layout, graph_kind="recorded", on_phase=phases.append) as llm:
         outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], GREEDY, use_tqdm=False)
         reports = llm.collective_rpc("report")
     assert [report["experts"] for report in reports] == [2, 2]
     whole = sum(parameter.nbytes for parameter in model.parameters())
     assert all(report["weight_bytes"] == report["bytes_read"] < 0.55 * whole for report in reports)
+    read = [f"rank {number} {report['bytes_read'] / 2**20:.1f} MiB" for number, report in enumerate(reports)]
+    assert [phase.detail for phase in phases if "weights read" in phase.detail] == [f"weights read: {', '.join(read)}"]
     for prompt, output in zip(PROMPTS, outputs, strict=True):
         assert_same_tokens(model, prompt, output.outputs[0].token_ids)
 

@@ -44,6 +44,30 @@ def test_every_query_head_meets_its_kv_head_once(num_kv_heads: int, full_group: 
     assert split.padded_q_heads == split.q_heads * num_ranks - num_q_heads
 
 
+@settings(deadline=None)
+@given(
+    heads=st.tuples(st.integers(1, 6), st.integers(1, 6)),
+    head_dim=st.sampled_from([8, 24, 64]),
+    num_ranks=st.integers(1, 6),
+    group=st.sampled_from([1, 16, 32, 128]),
+)
+def test_all_ranks_have_groups_of_one_size(heads: tuple[int, int], head_dim: int, num_ranks: int, group: int) -> None:
+    """Also where some ranks have heads of zeros, or fewer: no bound of any rank lies within a group."""
+    num_kv_heads, full_group = heads
+    split = HeadSplit.of(num_kv_heads * full_group, num_kv_heads, num_ranks)
+    q_size, kv_size = split.num_q_heads * head_dim, num_kv_heads * head_dim
+    for divide in (
+        lambda rank: split.q_shard(-1, q_size, rank),
+        lambda rank: split.kv_shard(-1, kv_size, rank),
+        lambda rank: even_shard(-1, q_size, rank, num_ranks),
+        lambda rank: even_shard(-1, 3 * kv_size, rank, num_ranks, packed=3),
+    ):
+        shards = [divide(rank) for rank in range(num_ranks)]
+        (unit,) = {shard.unit(group) for shard in shards}
+        assert all(bound % unit == 0 for shard in shards for part in shard.parts for bound in part)
+        assert {shard.in_units(unit, -1).unit(group // unit) for shard in shards} == {1}
+
+
 @pytest.mark.parametrize(
     ("heads", "num_ranks", "expected"),
     [

@@ -22,7 +22,7 @@ def children_of(pid: int) -> list[int]:
 
 @pytest.mark.slow
 def test_two_engines_behind_one_server(tmp_path: Path) -> None:
-    """Answers are the offline ones, counters are of both engines, and a killed engine ends the server and the other."""
+    """Each has two stages. Answers are the offline ones, counters are of all, and a killed engine ends everything."""
     config = llama_config(vocab_size=261, eos_token_id=1, max_position_embeddings=512)
     folder = save(random_model(config), tmp_path)
     byte_tokenizer().save_pretrained(str(folder))
@@ -30,10 +30,12 @@ def test_two_engines_behind_one_server(tmp_path: Path) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=12)
     with LLM(folder, dtype="float32", compiler="eager", max_num_seqs=4) as llm:
         expected = [output.outputs[0].text for output in llm.generate(prompts, params, use_tqdm=False)]
-    flags = ["--data-parallel-size", "2", "--device", "cpu", "--served-model-name", "tiny", "--max-num-seqs", "2"]
+    layout = ["--data-parallel-size", "2", "--pipeline-parallel-size", "2"]
+    flags = [*layout, "--device", "cpu", "--served-model-name", "tiny", "--max-num-seqs", "2"]
     with running_server(folder, *flags) as server:
         engines = children_of(server.process.pid)
-        assert len(engines) == 2
+        ranks = [rank for engine in engines for rank in children_of(engine)]
+        assert (len(engines), len(ranks)) == (2, 2)
         with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120) as client:
             streams = [
                 client.completions.create(model="tiny", prompt=prompt, temperature=0, max_tokens=12, stream=True)
@@ -41,9 +43,9 @@ def test_two_engines_behind_one_server(tmp_path: Path) -> None:
             ]
             assert ["".join(chunk.choices[0].text for chunk in stream) for stream in streams] == expected
         metrics = HTTP.get(f"{server.url}/metrics").text
-        assert "vllm:generation_tokens_total{" in metrics
+        assert "vllm:generation_tokens_total{" in metrics and "piecegraph:pipeline_bubbles_total{" in metrics
         os.kill(engines[0], signal.SIGKILL)
         HTTP.post(f"{server.url}/v1/completions", json={"model": "tiny", "prompt": "a", "max_tokens": 4}, timeout=120)
         server.process.wait(120)
         assert "engine 0" in server.log
-        assert_gone(engines)
+        assert_gone([*engines, *ranks])

@@ -42,6 +42,8 @@ _DOCUMENTATION = {
 _OWN_DOCUMENTATION = {
     "piecegraph:start_failures": "Pieces and graphs that could not be compiled or captured while serving.",
     "piecegraph:is_at_full_speed": "1 once everything is compiled and captured.",
+    "piecegraph:pipeline_steps": "Batches that the stages of a pipeline were given.",
+    "piecegraph:pipeline_bubbles": "Batches that stages were missing because no request had a token to compute.",
     "piecegraph:spec_decode_is_stopped": "1 if drafting has stopped, because it was measured to be slower.",
 }
 """Of the metrics that vLLM does not have."""
