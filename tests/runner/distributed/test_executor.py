@@ -17,6 +17,7 @@ from piecegraph.runner.common.logits_processor import LogitsProcessor
 from piecegraph.runner.distributed.executor import MpExecutor
 from piecegraph.runner.distributed.worker import Worker
 from piecegraph.runner.startup import load_engine as load_engine_module
+from piecegraph.runner.tensor_parallel.parallel import rank_facts
 from tests.runner.distributed.compiles_of_layouts import model_of, start
 from tests.runner.margin_rule import assert_same_tokens
 from tests.runner.pipeline_parallel.stages_in_threads import llm_of_threads
@@ -227,7 +228,7 @@ def test_a_rank_with_other_software_or_weights_is_refused_at_start(
     """Rank 1 has another torch, or a file with other values."""
     folder = save(make_model("llama"), tmp_path / "one")
     other = save(random_model(make_model("llama").config, 5), tmp_path / "other")
-    facts = load_engine_module.rank_facts
+    facts = rank_facts
 
     def of_rank(files: Sequence[Path], *, config: str) -> dict[str, str]:
         if threading.current_thread() is threading.main_thread():

@@ -56,13 +56,13 @@ def test_all_ranks_have_groups_of_one_size(heads: tuple[int, int], head_dim: int
     num_kv_heads, full_group = heads
     split = HeadSplit.of(num_kv_heads * full_group, num_kv_heads, num_ranks)
     q_size, kv_size = split.num_q_heads * head_dim, num_kv_heads * head_dim
-    for divide in (
-        lambda rank: split.q_shard(-1, q_size, rank),
-        lambda rank: split.kv_shard(-1, kv_size, rank),
-        lambda rank: even_shard(-1, q_size, rank, num_ranks),
-        lambda rank: even_shard(-1, 3 * kv_size, rank, num_ranks, packed=3),
+    ranks = range(num_ranks)
+    for shards in (
+        [split.q_shard(-1, q_size, rank) for rank in ranks],
+        [split.kv_shard(-1, kv_size, rank) for rank in ranks],
+        [even_shard(-1, q_size, rank, num_ranks) for rank in ranks],
+        [even_shard(-1, 3 * kv_size, rank, num_ranks, packed=3) for rank in ranks],
     ):
-        shards = [divide(rank) for rank in range(num_ranks)]
         (unit,) = {shard.unit(group) for shard in shards}
         assert all(bound % unit == 0 for shard in shards for part in shard.parts for bound in part)
         assert {shard.in_units(unit, -1).unit(group // unit) for shard in shards} == {1}

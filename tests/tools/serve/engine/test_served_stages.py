@@ -30,9 +30,7 @@ def request(prompt: list[int], max_tokens: int) -> GenerationRequest:
 
 async def serve(llm: LLM, model: PreTrainedModel) -> None:
     """Stream several answers at once, end one of them early, and then answer again."""
-    thread: EngineThread[GenerationRequest, object] = EngineThread(  # type: ignore[type-var]
-        GenerationSteps(llm.engine), device=llm.device
-    )
+    thread = EngineThread(GenerationSteps(llm.engine), device=llm.device)
     thread.start()
 
     async def answer(name: str, prompt: list[int]) -> None:
