@@ -181,7 +181,6 @@ COVERED_BY: Mapping[str, str] = {
     "runner/data_parallel/engine_adapters.py": "tests/runner/lora/test_lora_ranks.py",
     "runner/data_parallel/engine_program.py": "tests/runner/data_parallel/test_engine_processes.py",
     "runner/distributed/child_process.py": "tests/runner/distributed/test_executor.py",
-    "runner/distributed/child_program.py": "tests/runner/distributed/test_executor.py",
     "runner/distributed/protocol.py": "tests/runner/distributed/test_executor.py",
     "runner/distributed/group_runner.py": "tests/runner/distributed/test_executor.py",
     "runner/distributed/worker.py": "tests/runner/distributed/test_executor.py",

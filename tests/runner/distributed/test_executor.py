@@ -76,7 +76,9 @@ def test_two_processes_answer_as_one_until_one_is_killed(tmp_path: Path, capfd: 
 
     Rank 1 writes nothing meanwhile, neither about its load nor about steps.
     """
-    llm = two_ranks(save(make_model("llama"), tmp_path))
+    folder = save(make_model("llama"), tmp_path)
+    capfd.readouterr()  # of the writing
+    llm = two_ranks(folder)
     try:
         (pid,) = processes_of(llm)
         assert_answers(llm, "llama")
