@@ -16,7 +16,7 @@ from piecegraph.errors import ConfigError, UsageError, WorkerError
 from piecegraph.runner.common.logits_processor import LogitsProcessor
 from piecegraph.runner.distributed.executor import MpExecutor
 from piecegraph.runner.distributed.worker import Worker
-from piecegraph.runner.startup import load_engine as load_engine_module
+from piecegraph.runner.startup import rank_runner
 from piecegraph.runner.tensor_parallel.parallel import rank_facts
 from tests.runner.distributed.compiles_of_layouts import model_of, start
 from tests.runner.margin_rule import assert_same_tokens
@@ -241,7 +241,7 @@ def test_a_rank_with_other_software_or_weights_is_refused_at_start(
             else {**facts(files, config=config), fact: "1.2.3"}
         )
 
-    monkeypatch.setattr(load_engine_module, "rank_facts", of_rank)
+    monkeypatch.setattr(rank_runner, "rank_facts", of_rank)
     with (
         pytest.raises(ConfigError, match=f"rank 1 has another {fact} than rank 0"),
         llm_of_threads(folder, tensor_parallel_size=2),
