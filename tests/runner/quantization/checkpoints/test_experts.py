@@ -20,10 +20,8 @@ NOT_LEFT = {"ignore": ["lm_head", "re:.*gate$"], "modules_to_not_convert": ["lm_
 
 CASES = [
     ("mixtral", "W4A16"),
-    ("qwen3-moe", "W4A16 with zero points"),
     ("mixtral", "W8A8"),
     ("qwen3-moe", "FP8_DYNAMIC"),
-    ("mixtral", "FP8_BLOCK"),
     ("qwen3-moe", "FineGrainedFP8"),
     ("mixtral", "AWQ"),
 ]
