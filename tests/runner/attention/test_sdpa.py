@@ -64,6 +64,14 @@ def test_equals_naive_attention(batch: str, kind: str) -> None:
     torch.testing.assert_close(run(case).double(), case.expected, atol=2e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["plain", "no groups", "window", "wide window", "chunks", "softcap", "wide values"])
+@pytest.mark.parametrize("lens", [(0, 300), (45, 257)], ids=["prompt", "chunk"])
+def test_many_queries_are_computed_in_blocks(lens: tuple[int, int], kind: str) -> None:
+    """Blocks of queries, the last one short, see the keys that they see in one call."""
+    case = make_case(lens=[(9, 1), lens, (3, 1)], **KINDS[kind])  # type: ignore[arg-type]
+    torch.testing.assert_close(run(case).double(), case.expected, atol=2e-6, rtol=1e-5)
+
+
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("batch", BATCHES)
 def test_query_and_key_are_rotated_on_the_way(batch: str, norm: str) -> None:
