@@ -23,7 +23,6 @@ from piecegraph.runner.attention.interface.metadata import PAD_SLOT_ID, Attentio
 from piecegraph.runner.attention.interface.op_call import AttentionCall, position_bias
 from piecegraph.runner.attention.triton.reference import rotated
 
-
 QUERY_BLOCK = 128
 """Queries of a request that one call of torch computes: those of later blocks alone need the later keys, which torch's
 kernel for CPUs computes for all of a call (a causal prompt of 512 took 1.3 times the processor time at once)."""

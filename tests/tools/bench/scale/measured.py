@@ -1,18 +1,25 @@
 """Compare `piecegraph bench scale` with two processes on this machine, each with one thread.
 
 `OMP_NUM_THREADS=1 python -m tests.tools.bench.scale.measured --rounds 7` measures, in turns, one process, TP 2 and DP 2
-over the same requests. From one process come the step times, from sums between the ranks of TP 2 the alpha and beta of
-gloo; what is simulated from them is printed beside what was measured.
+over the same requests. From one process come the step times: alone, for one process, and beside a second process that
+runs the same steps, for two. GPUs do not slow one another, but two processes on one machine share its memory and
+perhaps one core's units. From sums between the ranks of TP 2, each after a product as in a step, come the alpha and
+beta of gloo, so that they include the wait for the slower rank. What is simulated from these is printed beside what was
+measured.
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import statistics
 import sys
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.synchronize import Event
 from pathlib import Path
 
 import torch
@@ -39,11 +46,12 @@ LAYOUTS = {"TP 2": Layout(tensor=2, pipeline=1, data=1), "DP 2": Layout(tensor=1
 
 
 def sums(worker: Worker) -> list[tuple[int, float]]:
-    """Return the bytes and the median seconds of sums between the ranks."""
-    found = []
+    """Return the bytes and the median seconds of sums between the ranks, each after a product like those of a step."""
+    found, weight = [], torch.ones(CONFIG.intermediate_size, CONFIG.hidden_size)
     for num_values in (64, 4096, 131_072):
         x, seconds = torch.ones(num_values), []
         for _ in range(30):
+            weight @ weight[: CONFIG.hidden_size].t()
             began = time.perf_counter()
             ALL_REDUCE(x)
             seconds.append(time.perf_counter() - began)
@@ -89,6 +97,42 @@ def step_seconds(llm: LLM, num_requests: int, found: dict[int, list[float]]) -> 
         num_tokens = num_requests
 
 
+def live_beside(folder: Path, is_running: Event, is_ready: Event) -> None:
+    """Run requests in this process while `is_running` is set; ends with its parent."""
+    llm = start(folder)
+    is_ready.set()
+    while True:
+        is_running.wait()
+        tokens_per_s(llm)
+
+
+@contextmanager
+def neighbour(folder: Path) -> Iterator[Event]:
+    """Start a process that runs the same steps while the event is set."""
+    context = multiprocessing.get_context("spawn")
+    is_running, is_ready = context.Event(), context.Event()
+    process = context.Process(target=live_beside, args=(folder, is_running, is_ready), daemon=True)
+    process.start()
+    try:
+        assert is_ready.wait(120), "the process beside this one did not start"
+        yield is_running
+    finally:
+        process.kill()
+        process.join()
+
+
+def medians(steps: dict[int, list[float]]) -> StepTimes:
+    """Return the median seconds by the tokens of a step."""
+    found = {num_tokens: statistics.median(seconds) for num_tokens, seconds in sorted(steps.items())}
+    return StepTimes(tuple(found), tuple(found.values()))
+
+
+def format_step_times(name: str, times: StepTimes) -> str:
+    """Return step times as a line."""
+    pairs = zip(times.tokens, times.seconds, strict=True)
+    return f"step times {name}: " + ", ".join(f"{count} tokens {1e3 * s:.2f} ms" for count, s in pairs)
+
+
 def fit(points: list[tuple[int, float]]) -> Link:
     """Return alpha and beta of messages, from the smallest and the largest of sums between two ranks."""
     (small, small_s), *_, (large, large_s) = points
@@ -101,7 +145,8 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=7)
     options = parser.parse_args()
-    steps: dict[int, list[float]] = defaultdict(list)
+    alone: dict[int, list[float]] = defaultdict(list)
+    beside: dict[int, list[float]] = defaultdict(list)
     rates: dict[str, list[float]] = defaultdict(list)
     points: list[list[tuple[int, float]]] = []
     with tempfile.TemporaryDirectory() as name:
@@ -110,27 +155,46 @@ def main() -> None:
         folder = Path(name)
         one = start(folder)
         two = {"TP 2": start(folder, tensor_parallel_size=2), "DP 2": start(folder, data_parallel_size=2)}
-        for round_number in range(options.rounds + 1):
-            of_round: dict[int, list[float]] = defaultdict(list)
-            for count in (1, NUM_REQUESTS // 2, NUM_REQUESTS):
-                step_seconds(one, count, of_round)
-            measured = {"one": tokens_per_s(one), **{layout: tokens_per_s(llm) for layout, llm in two.items()}}
-            found = two["TP 2"].collective_rpc(sums)[0]
-            if round_number:  # the first warms up
+        with neighbour(folder) as is_running:
+            for round_number in range(options.rounds + 1):
+                times = measured_steps(one)
+                is_running.set()
+                times_beside = measured_steps(one)
+                is_running.clear()
+                time.sleep(2)  # until the neighbour's requests have ended
+                measured = {"one": tokens_per_s(one), **{layout: tokens_per_s(llm) for layout, llm in two.items()}}
+                found = two["TP 2"].collective_rpc(sums)[0]
+                if not round_number:  # the first warms up
+                    continue
                 points.append(found)
-                for num_tokens, seconds in of_round.items():
-                    steps[num_tokens].append(statistics.median(seconds))
+                for num_tokens in times:
+                    alone[num_tokens].append(statistics.median(times[num_tokens]))
+                    beside[num_tokens].append(statistics.median(times_beside[num_tokens]))
                 for layout, rate in measured.items():
                     rates[layout].append(rate)
         for each in (one, *two.values()):
             each.close()
-    medians = {num_tokens: statistics.median(seconds) for num_tokens, seconds in sorted(steps.items())}
-    times = StepTimes(tuple(medians), tuple(medians.values()))
+    report(medians(alone), medians(beside), rates, points)
+
+
+def measured_steps(llm: LLM) -> dict[int, list[float]]:
+    """Return the seconds of steps of one request, of some and of all, by the tokens of the step."""
+    found: dict[int, list[float]] = defaultdict(list)
+    for count in (1, NUM_REQUESTS // 2, NUM_REQUESTS):
+        step_seconds(llm, count, found)
+    return found
+
+
+def report(
+    alone: StepTimes, beside: StepTimes, rates: dict[str, list[float]], points: list[list[tuple[int, float]]]
+) -> None:
+    """Print what was measured, and what is simulated from it."""
     link = fit([(size, statistics.median(each[i][1] for each in points)) for i, (size, _) in enumerate(points[0])])
-    lines = ["step times: " + ", ".join(f"{count} tokens {1e3 * s:.2f} ms" for count, s in medians.items())]
+    lines = [format_step_times("alone", alone), format_step_times("beside another", beside)]
     lines.append(f"gloo: alpha {link.alpha_s * 1e6:.0f} us, beta {link.bytes_per_s / 1e9:.2f} GB/s")
     trace = poisson_trace(NUM_REQUESTS, None, PROMPT, OUTPUT, 0)
     for name, simulated_layout in {"one": Layout(tensor=1, pipeline=1, data=1), **LAYOUTS}.items():
+        times = beside if simulated_layout.num_gpus > 1 else alone
         simulated = simulate(trace, simulated_layout, times, model_size(CONFIG, 4), link).tokens_per_s
         measured_rate = statistics.median(rates[name])
         spread = f"{min(rates[name]):.1f} to {max(rates[name]):.1f}"
