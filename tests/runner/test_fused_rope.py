@@ -21,7 +21,7 @@ RUNS = [
     *families((name for name in FAMILIES if name not in ("opt", *ALIKE)), "triton", "eager"),
     ("qwen3", "sdpa", "eager"),
     *families(("phi", "olmo2"), "triton", "eager"),
-    ("qwen3", "triton", "inductor"),
+    pytest.param("qwen3", "triton", "inductor", marks=pytest.mark.slow),
 ]
 
 

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
 from piecegraph.runner.sampling.philox import philox4x32, rand4x, randint4x
+from tests.interpreter import interpreted
 
 KNOWN = [
     # counter, key, result: the known-answer vectors for philox4x32-10 that come with Random123
@@ -23,26 +19,6 @@ KNOWN = [
     ),
 ]
 
-TRITON = """
-import json, torch, triton, triton.language as tl
-@triton.jit
-def kernel(seed_ptr, uniform, words, n: tl.constexpr):
-    seed = tl.load(seed_ptr)
-    offset = tl.arange(0, n)
-    u, v, w, x = tl.rand4x(seed, offset)
-    tl.store(uniform + offset, u)
-    tl.store(uniform + n + offset, x)
-    a, b, c, d = tl.randint4x(seed, offset)
-    tl.store(words + offset, a)
-    tl.store(words + n + offset, b)
-result = []
-for seed in {seeds}:
-    uniform, words = torch.empty(32), torch.empty(32, dtype=torch.int32)
-    kernel[(1,)](torch.tensor([seed]), uniform, words, n=16)
-    result.append((uniform.tolist(), words.tolist()))
-print(json.dumps(result))
-"""
-
 
 @pytest.mark.parametrize(("counter", "key", "result"), KNOWN)
 def test_known_answers(counter: list[int], key: list[int], result: list[int]) -> None:
@@ -51,24 +27,24 @@ def test_known_answers(counter: list[int], key: list[int], result: list[int]) ->
     assert [int(word) for word in philox4x32((c0, c1, c2, c3), (k0, k1))] == result
 
 
+def check_triton() -> None:
+    from tests.runner.sampling.philox_kernel import draw
+
+    offsets = torch.arange(16)
+    for seed in (0, 1, 2**31, 2**32 + 5, 2**63 - 1):
+        uniform, words = torch.empty(32), torch.empty(32, dtype=torch.int32)
+        draw[(1,)](torch.tensor([seed]), uniform, words, n=16)
+        key = torch.full((16,), seed)
+        of_four = rand4x(key, offsets)
+        assert torch.equal(torch.cat([of_four[0], of_four[3]]), uniform)
+        first, second, _, _ = randint4x(key, offsets)
+        assert torch.cat([first, second]).tolist() == [word & 0xFFFFFFFF for word in words.tolist()]
+
+
 def test_same_numbers_as_triton() -> None:
     """Bit for bit, seeds above 32 bits included, so that a kernel draws what the CPU drew."""
     pytest.importorskip("triton")
-    seeds = [0, 1, 2**31, 2**32 + 5, 2**63 - 1]
-    child = subprocess.run(
-        [sys.executable, "-c", _as_file(TRITON.format(seeds=seeds))],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    offsets = torch.arange(16)
-    for seed, (uniform, words) in zip(seeds, json.loads(child.stdout), strict=True):
-        key = torch.full((16,), seed)
-        of_four = rand4x(key, offsets)
-        assert torch.cat([of_four[0], of_four[3]]).tolist() == uniform
-        first, second, _, _ = randint4x(key, offsets)
-        assert torch.cat([first, second]).tolist() == [word & 0xFFFFFFFF for word in words]
+    interpreted(check_triton)
 
 
 def test_rand_is_uniform() -> None:
@@ -79,14 +55,3 @@ def test_rand_is_uniform() -> None:
     counts = torch.histc(draws.double(), bins=64, min=0, max=1)
     expected = draws.numel() / 64
     assert float(((counts - expected) ** 2 / expected).sum()) < 103.4
-
-
-def _as_file(source: str) -> str:
-    """Triton reads a kernel's source from its file, so the child writes one and runs it."""
-    return (
-        "import os, runpy, tempfile\n"
-        "with tempfile.TemporaryDirectory() as folder:\n"
-        "    path = os.path.join(folder, 'kernel.py')\n"
-        f"    open(path, 'w').write({source!r})\n"
-        "    runpy.run_path(path)\n"
-    )
