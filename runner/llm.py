@@ -183,8 +183,12 @@ class LLM(GeneratingLLM, PoolingLLM):
                 loaded.engine, lambda method, args: self.collective_rpc(method, args=args), weights, draft_weights
             )
         sleep = self._sleep
-        sleep.has_other_weights = sleep.has_other_weights or weights is not None
-        num_written = reload_weights(loaded, weights, draft_weights)
+        before, sleep.has_other_weights = sleep.has_other_weights, sleep.has_other_weights or weights is not None
+        try:
+            num_written = reload_weights(loaded, weights, draft_weights)
+        except (UsageError, ConfigError):  # nothing has been written
+            sleep.has_other_weights = before
+            raise
         sleep.has_other_weights = weights is not None
         return num_written
 
@@ -195,8 +199,8 @@ class LLM(GeneratingLLM, PoolingLLM):
         drops both. Nothing is compiled or captured again after `wake_up`, because addresses stay. A GPU's LLM must have
         been made with `enable_sleep_mode=True`. `mode` has no effect: unfinished requests are never aborted.
 
-        Raises `UsageError`, with nothing changed, while requests are unfinished, before the end of a start with
-        `start="fast"`, and for what cannot be restored.
+        Any thread may call it, also beside one that steps the engine. Raises `UsageError`, with nothing changed, while
+        requests are unfinished, before the end of a start with `start="fast"`, and for what cannot be restored.
         """
         return self._sleep.sleep(level)
 
@@ -212,8 +216,8 @@ class LLM(GeneratingLLM, PoolingLLM):
 
     @property
     def is_sleeping(self) -> bool:
-        """Whether `sleep` was called, and `wake_up` was not."""
-        return self._sleep.is_asleep
+        """Whether `sleep` was called, and `wake_up` was not. Any thread may ask."""
+        return "_sleep" in self.__dict__ and self._sleep.is_asleep
 
     @cached_property
     def _sleep(self) -> Sleep:

@@ -401,7 +401,6 @@ COVERED_BY: Mapping[str, str] = {
     "tools/serve/http/server.py": "tests/tools/serve/test_serve.py",
     "tools/serve/protocol/error_replies.py": "tests/tools/serve/test_serve.py",
     "tools/serve/protocol/logprob_replies.py": "tests/tools/serve/test_serve.py",
-    "tools/serve/protocol/request_models.py": "tests/tools/serve/test_serve.py",
     "tools/serve/endpoints/tools.py": "tests/tools/serve/test_serve.py",
     "tools/serve/protocol/tool_fields.py": "tests/tools/serve/test_serve.py",
     "tools/serve/message_parsers/choose.py": "tests/tools/serve/message_parsers/test_message_parsers.py",

@@ -40,6 +40,16 @@ def as_token_id(field: str, value: Any) -> int:
         raise RequestError(f"{field} has token id {value!r}; ids are whole numbers, 0 or more.") from None
 
 
+def kept_tokens(token_ids: list[int], truncate_prompt_tokens: int | None, max_model_len: int) -> list[int]:
+    """Return what `truncate_prompt_tokens` leaves of a prompt: its end, or all of it for None.
+
+    -1 leaves as many tokens as `max_model_len` has room for besides one of the output.
+    """
+    if truncate_prompt_tokens is None:
+        return token_ids
+    return token_ids[-(max_model_len - 1 if truncate_prompt_tokens == -1 else truncate_prompt_tokens) :]
+
+
 def plain_number(value: Any) -> Any:
     """Return a numpy integer or float as a Python number, and anything else, booleans included, unchanged."""
     numpy = sys.modules.get("numpy")

@@ -102,7 +102,11 @@ class FrontDoor(Engine):
     @property
     def has_unfinished(self) -> bool:
         """Whether `step()`, without an outbox, has anything to wait for or to return."""
-        return bool(self._routed or self._outbox)
+        return self.has_unfinished_for(self._outbox)
+
+    def has_unfinished_for(self, outbox: Outbox) -> bool:
+        """Return whether `step(outbox)` has anything to wait for, for any outbox, or to return."""
+        return bool(self._routed or outbox)
 
     @property
     def requests(self) -> Mapping[str, Request]:

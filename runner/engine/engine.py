@@ -16,7 +16,7 @@ from piecegraph.errors import RequestError, UsageError
 from piecegraph.runner.common.logits_processor import PROCESSOR_ERRORS, LogitsProcessors
 from piecegraph.runner.common.outputs import RequestOutput
 from piecegraph.runner.common.sampling_params import SamplingParams
-from piecegraph.runner.common.token_ids import as_token_ids
+from piecegraph.runner.common.token_ids import as_token_ids, kept_tokens
 from piecegraph.runner.common.without_grad import without_grad
 from piecegraph.runner.engine.constrained import ConstrainedRequests
 from piecegraph.runner.engine.model_runner import ModelRunner
@@ -130,7 +130,11 @@ class Engine:
     @property
     def has_unfinished(self) -> bool:
         """Whether `step()`, without an outbox, has anything to compute or to return."""
-        return bool(self._requests or self._outbox or (self._is_dirty and len(self._processor)))
+        return self.has_unfinished_for(self._outbox)
+
+    def has_unfinished_for(self, outbox: Outbox) -> bool:
+        """Return whether `step(outbox)` has anything to compute, for any outbox, or to return."""
+        return bool(self._requests or outbox or (self._is_dirty and len(self._processor)))
 
     @property
     def requests(self) -> Mapping[str, Request]:
@@ -202,8 +206,24 @@ class Engine:
         return self._adapters
 
     def refuse_requests(self, why: str) -> None:
-        """Refuse new requests with `UsageError` and this reason, until this is called with ""."""
-        self._why_no_requests = why
+        """Refuse new requests with `UsageError` and this reason, until `take_requests`; any thread may call both.
+
+        Raises `UsageError`, with nothing changed, while requests are unfinished or another thread uses the engine.
+        """
+        before, self._why_no_requests = self._why_no_requests, why
+        # In this order: a request that another thread adds is refused by the reason above, is being added, or is there.
+        if self._is_in_another_thread():
+            what = "another thread is using the engine; try again"
+        elif self.has_unfinished:
+            what = f"{len(self._requests)} requests are unfinished; let them finish, or abort them,"
+        else:
+            return
+        self._why_no_requests = before
+        raise UsageError(f"{what} before new ones can be refused.")
+
+    def take_requests(self) -> None:
+        """Take new requests again. Idempotent."""
+        self._why_no_requests = ""
 
     def call_between_steps(self, action: Callable[[], bool]) -> None:
         """Call `action` before each step, until it returns True. A step raises what it raises."""
@@ -408,8 +428,8 @@ class Engine:
 
     def _prompt_tokens(self, token_ids: Sequence[int], params: SamplingParams) -> list[int]:
         """Return the prompt's tokens, without those that `truncate_prompt_tokens` removes at its start."""
-        tokens, kept = as_token_ids("the prompt", token_ids), params.truncate_prompt_tokens
-        return tokens if kept is None else tokens[-(self._max_model_len - 1 if kept == -1 else kept) :]
+        tokens = as_token_ids("the prompt", token_ids)
+        return kept_tokens(tokens, params.truncate_prompt_tokens, self._max_model_len)
 
     def _tokenize_bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """Return the token ids of the bad words. Raises `RequestError` if the tokenizer refuses them."""

@@ -227,6 +227,6 @@ def _tool_call(call: Any) -> Any:
         return call
     try:
         parsed = json.loads(arguments) if arguments else {}
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RequestError(f"a tool call has arguments={arguments!r}, which is not JSON ({error}).") from error
     return {**call, "function": {**call["function"], "arguments": parsed}}

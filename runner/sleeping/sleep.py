@@ -5,6 +5,7 @@ Graphs and compiled pieces hold addresses, so they remain valid: nothing is comp
 
 from __future__ import annotations
 
+from threading import Lock
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,6 +28,7 @@ class Sleep:
 
     def __init__(self, loaded: Loaded) -> None:
         self._loaded = loaded
+        self._lock = Lock()  # one thread sleeps or wakes up at a time
         self._level = 0  # 0: awake
         self._is_partial = False  # whether a call was cut off, so that some of the memory is there
         self.has_other_weights = False
@@ -41,17 +43,22 @@ class Sleep:
         """Give memory back, and return how many bytes.
 
         Level 1 drops the KV cache, and on a GPU moves the weights to host memory, where a CPU has them already. Level 2
-        drops both. Raises `UsageError`, with nothing changed, for another level, while requests are
-        unfinished, and for what cannot be restored. After any other error, one of too little host memory for instance,
-        the engine counts as asleep, and `wake_up` restores it.
+        drops both. Raises `UsageError`, with nothing changed, for another level, while requests are unfinished or
+        another thread uses the engine, and for what cannot be restored. After any other error, one of too little host
+        memory for instance, the engine counts as asleep, and `wake_up` restores it.
         """
         if level not in LEVELS:
             raise UsageError(f"level={level!r}; it must be 1 (drop the KV cache) or 2 (drop the weights as well).")
+        with self._lock:
+            return self._sleep(level)
+
+    def _sleep(self, level: int) -> int:
         loaded = self._loaded
         self._check(level)
         if level <= self._level and not self._is_partial:
             return 0
-        loaded.engine.refuse_requests("the engine sleeps; call wake_up first")
+        if not self._level:
+            loaded.engine.refuse_requests("the engine sleeps; call wake_up first")
         self._level, self._is_partial = max(level, self._level), True
         loaded.engine.reset_prefix_cache()
         if loaded.device.type == "cpu":
@@ -67,6 +74,10 @@ class Sleep:
         After level 2 weights are read again from the model's own files. If that fails, or memory is short
         (`OutOfMemory`), that is raised, and the engine sleeps on; `sleep` then gives back what was restored.
         """
+        with self._lock:
+            self._wake_up()
+
+    def _wake_up(self) -> None:
         mapped = self._loaded.mapped
         self._is_partial = self._level > 0
         if self._level and mapped is not None:
@@ -75,7 +86,7 @@ class Sleep:
         if self._level == 2:
             reload_weights(self._loaded, None)
         self._level, self._is_partial = 0, False
-        self._loaded.engine.refuse_requests("")
+        self._loaded.engine.take_requests()
 
     def _release_on_cpu(self, level: int) -> int:
         step = self._loaded.runner.step

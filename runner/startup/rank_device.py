@@ -6,6 +6,7 @@ import torch
 
 from piecegraph.errors import ConfigError
 from piecegraph.runner.common.engine_config import EngineConfig
+from piecegraph.runner.device_memory.sleep_mode import check_sleep_mode
 from piecegraph.runner.models.config.device import resolve_device
 from piecegraph.runner.tensor_parallel.parallel import Parallel
 from piecegraph.runner.tensor_parallel.process_group import RankGroup
@@ -37,9 +38,11 @@ def rank_device(device: str | torch.device | None, group: RankGroup) -> torch.de
 
 
 def device_of(config: EngineConfig, parallel: Parallel | None) -> torch.device:
-    """Return the device of this process. Raises `ConfigError`."""
+    """Return the device of this process. Raises `ConfigError`, also if the engine is to sleep and could not on it."""
     if parallel is None:
-        return resolve_device(config.device)
+        device = resolve_device(config.device)
+        check_sleep_mode(config, device)
+        return device
     device = rank_device(config.device, parallel.group)
     if parallel.stage is not None and device.type != "cpu":
         raise ConfigError(

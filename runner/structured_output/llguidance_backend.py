@@ -72,7 +72,13 @@ class LLGuidanceBackend:
         self._kind = LLMatcher
 
     def compile(self, params: StructuredOutputsParams) -> LLGuidanceMatcher:
-        matcher = self._kind(self._tokenizer, self._grammar(params), log_level=0)
+        try:
+            matcher = self._kind(self._tokenizer, self._grammar(params), log_level=0)
+        except (RequestError, MemoryError):
+            raise
+        except BaseException as error:  # a panic of the library is one, and it may be of any kind
+            text = _first_lines(str(error))
+            raise RequestError(f"structured_outputs cannot be compiled: {type(error).__name__}: {text}") from error
         if matcher.is_error():
             raise RequestError(f"structured_outputs cannot be compiled: {_first_lines(matcher.get_error())}")
         return LLGuidanceMatcher(matcher)

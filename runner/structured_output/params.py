@@ -61,7 +61,10 @@ class StructuredOutputsParams:
             if not (is_list and self.choice and all(isinstance(text, str) and text for text in self.choice)):
                 raise _wrong("choice", self.choice, "strings, one or more, none of them empty")
         for name in ("json", "structural_tag"):  # what the caller changes later changes nothing here
-            object.__setattr__(self, name, copy.deepcopy(getattr(self, name)))
+            try:
+                object.__setattr__(self, name, copy.deepcopy(getattr(self, name)))
+            except RecursionError as error:
+                raise RequestError(f"structured_outputs: {name} is nested too deeply; flatten it.") from error
 
     @property
     def json_schema(self) -> Any:

@@ -164,7 +164,7 @@ class ArchiveRefused(CacheError):
 def did_you_mean(unknown: str, known: Iterable[str]) -> str:
     """Return `" Did you mean 'x'?"` for the nearest known name, else the sorted known names while they are few."""
     names = sorted(known)
-    near = difflib.get_close_matches(unknown, names, n=1)
+    near = difflib.get_close_matches(unknown[:100], names, n=1)  # a name of megabytes would take seconds
     if near:
         return f" Did you mean {near[0]!r}?"
     return f" Known: {', '.join(names)}." if 0 < len(names) <= 40 else ""

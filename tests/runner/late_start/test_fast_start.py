@@ -157,6 +157,18 @@ def test_strict_makes_a_failed_compile_an_error_of_every_step(folder: Path) -> N
                 answers(llm)
 
 
+def test_strict_makes_a_failed_capture_an_error(folder: Path) -> None:
+    def refuse(*arguments: Any) -> Any:
+        raise RuntimeError("no room")
+
+    compiler = LaterCompiler()
+    compiler.release(3)
+    with started_fast(folder, compiler, strict=True) as llm:
+        with patch.object(CudaGraphManager, "_piecewise_inputs", refuse), pytest.raises(CaptureError, match="no room"):
+            llm.finish_start()
+        assert str(llm.start_progress) != "full speed"
+
+
 def test_what_cannot_start_fast_starts_full_with_a_note(folder: Path, expected: list[list[int]]) -> None:
     with pytest.raises(ConfigError, match="start='quick' is unknown"):
         LLM(folder, start="quick", **OPTIONS)

@@ -12,6 +12,7 @@ from uuid import uuid4
 from starlette.requests import Request
 from starlette.responses import Response
 
+from piecegraph.runner.common.token_ids import kept_tokens
 from piecegraph.runner.prompts.chat import ChatOptions
 from piecegraph.tools.serve.endpoints.generation import (
     CLIENT_CLOSED_REQUEST,
@@ -35,6 +36,8 @@ from piecegraph.tools.serve.protocol.request_models import ChatBody
 if TYPE_CHECKING:
     from piecegraph.runner.common.outputs import CompletionOutput, RequestOutput
     from piecegraph.runner.common.sampling_params import SamplingParams
+    from piecegraph.runner.lora.request import LoRARequest
+    from piecegraph.runner.prompts.tokenize import TokenizedPrompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,9 +92,16 @@ async def chat_completions(service: GenerationService, body: ChatBody, request: 
         chat_template_kwargs=kwargs,
         tokenization_kwargs={"add_special_tokens": True} if body.add_special_tokens else None,
     )
-    prompt = await service.rendered(messages, options, body.cache_salt)
-    await service.check(prompt, params)
-    adapter = await service.adapters.ready(model)
+
+    async def prepared() -> tuple[TokenizedPrompt, LoRARequest | None]:
+        prompt = await service.rendered(messages, options, body.cache_salt)
+        await service.check(prompt, params)
+        return prompt, await service.adapters.ready(model)
+
+    ready = await until_disconnected(request, prepared())
+    if ready is None:
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
+    prompt, adapter = ready
     request_id = f"chatcmpl-{body.request_id or uuid4().hex}"
     job = Job(first_index=0, request_id=request_id, prompt=prompt, lora_request=adapter)
     chat = _Chat(service=service, body=body, form=form, params=params, job=job, model=model, created=int(time.time()))
@@ -143,8 +153,10 @@ async def _chunks(chat: _Chat) -> AsyncIterator[dict[str, Any]]:
     """Yield the chunks of a stream: the role of each choice, its deltas, its end, and the usage if asked for."""
     options, head = chat.body.stream_options, chat.head("chat.completion.chunk")
     is_counting = options is not None and options.include_usage and options.continuous_usage_stats
-    num_prompt, num_cached, num_completion = len(chat.job.prompt.token_ids), 0, 0
-
+    prompt_token_ids = kept_tokens(
+        list(chat.job.prompt.token_ids), chat.params.truncate_prompt_tokens, chat.service.llm.max_model_len
+    )
+    num_prompt, num_cached, num_completion = len(prompt_token_ids), 0, 0
     parsers = [chat.parser() for _ in range(chat.params.n)]
     num_calls = [0] * chat.params.n
 
@@ -156,7 +168,10 @@ async def _chunks(chat: _Chat) -> AsyncIterator[dict[str, Any]]:
 
     for index in range(chat.params.n):
         delta = {"role": "assistant", "content": ""}
-        yield chunk({"index": index, "delta": delta, "logprobs": None, "finish_reason": None})
+        first = chunk({"index": index, "delta": delta, "logprobs": None, "finish_reason": None})
+        if index == 0 and chat.body.return_token_ids:
+            first["prompt_token_ids"] = prompt_token_ids
+        yield first
     async with aclosing(chat.outputs()) as outputs:  # type: ignore[type-var]  # a generator
         async for _, output in outputs:
             num_prompt, num_cached = len(output.prompt_token_ids), output.num_cached_tokens

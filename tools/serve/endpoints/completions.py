@@ -102,20 +102,27 @@ async def completions(service: GenerationService, body: CompletionBody, request:
         raise bad_request("echo with logprobs is not available in a stream; leave out one of the three.")
     exit_stack(request).enter_context(service.places(params.n * len(prompts)))
     request_id = f"cmpl-{body.request_id or uuid4().hex}"
-    jobs, adapter = [], await service.adapters.ready(model)
-    for number, prompt in enumerate(prompts):
-        tokenized = await service.tokenized(
-            prompt, add_special_tokens=body.add_special_tokens, cache_salt=body.cache_salt
-        )
-        await service.check(tokenized, params)
-        jobs.append(
-            Job(
-                first_index=number * params.n,
-                request_id=f"{request_id}-{number}",
-                prompt=tokenized,
-                lora_request=adapter,
+
+    async def prepared() -> list[Job]:
+        jobs, adapter = [], await service.adapters.ready(model)
+        for number, prompt in enumerate(prompts):
+            tokenized = await service.tokenized(
+                prompt, add_special_tokens=body.add_special_tokens, cache_salt=body.cache_salt
             )
-        )
+            await service.check(tokenized, params)
+            jobs.append(
+                Job(
+                    first_index=number * params.n,
+                    request_id=f"{request_id}-{number}",
+                    prompt=tokenized,
+                    lora_request=adapter,
+                )
+            )
+        return jobs
+
+    jobs = await until_disconnected(request, prepared())
+    if jobs is None:
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
     work = _Completions(
         service=service,
         body=body,
@@ -196,7 +203,8 @@ async def _chunks(work: _Completions) -> AsyncIterator[dict[str, Any]]:
                 check_end(completion)
                 index = job.first_index + completion.index
                 text = completion.text
-                if index not in offsets:
+                is_first = index not in offsets
+                if is_first:
                     offsets[index] = 0
                     text = text if echo is None else echo.text + text
                 logprobs = work.logprobs(completion, offsets[index])
@@ -213,6 +221,8 @@ async def _chunks(work: _Completions) -> AsyncIterator[dict[str, Any]]:
                 }
                 if work.body.return_token_ids:
                     choice["token_ids"] = completion.token_ids
+                    if is_first:
+                        choice["prompt_token_ids"] = output.prompt_token_ids
                 made = {**head, "choices": [choice]}
                 if is_counting:
                     made["usage"] = usage(num_prompt, sum(num_cached.values()), num_completion)

@@ -47,7 +47,8 @@ class GenerationService(Service):
     async def check(self, prompt: TokenizedPrompt, params: SamplingParams) -> None:
         """Raise `RequestError` if the engine cannot run such a prompt. Waits until its grammar is compiled."""
         if params.structured_outputs is not None and self._tokenizer is not None:
-            await asyncio.wrap_future(self.llm.engine.grammars.compile(params.structured_outputs))
+            compiled = self.llm.engine.grammars.compile(params.structured_outputs)
+            await asyncio.shield(asyncio.wrap_future(compiled))  # others may wait for the same
         self.llm.engine.check_request(prompt.token_ids, params)
 
     async def outputs(

@@ -6,7 +6,7 @@ import asyncio
 import copy
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from http import HTTPStatus
@@ -61,7 +61,7 @@ class Service:
         self.model_names = settings.served_model_name or (llm.model_name,)
         self.created = int(time.time())
         self.is_draining = False
-        self.is_asleep = False  # the engine's memory is given back, or about to be
+        self.is_falling_asleep = False  # the engine's memory is about to be given back
         self.num_open = 0  # of `unit` that run or wait, those of requests that are being tokenized included
         self.num_requests = 0  # HTTP requests that are read, run or answered
         self.max_open = max_num_reqs + settings.max_num_queued_reqs
@@ -74,6 +74,11 @@ class Service:
         self._tokenizing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenize")
         self._max_chars = _most_characters(self._tokenizer, llm.max_model_len)
         self._num_prompts = 0
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether the engine sleeps, by a request or a call of the program's, or is about to."""
+        return self.is_falling_asleep or self.llm.is_sleeping
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -104,9 +109,8 @@ class Service:
         if self.is_draining:
             raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "the server is shutting down.", code="shutting_down")
         if self.is_asleep:
-            raise ApiError(
-                HTTPStatus.SERVICE_UNAVAILABLE, "the engine sleeps; POST /wake_up wakes it up.", code="sleeping"
-            )
+            what = "; POST /wake_up wakes it up" if self.settings.enable_sleep_mode else ""
+            raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, f"the engine sleeps{what}.", code="sleeping")
         if not self.thread.is_alive:
             raise ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, "the engine has stopped.", code="engine_stopped")
         if count > self.max_open:
@@ -142,9 +146,7 @@ class Service:
 
     async def rendered(self, messages: list[dict[str, Any]], options: ChatOptions, salt: str | None) -> TokenizedPrompt:
         """Return a conversation as the engine takes it."""
-        for message in messages:
-            if isinstance(message.get("content"), str):
-                self.check_length(message["content"])
+        self.check_length(*_texts(messages))
         tokenizer = self.tokenizer
         found = await self.in_tokenizer_thread(lambda: tokenize_chat(messages, tokenizer, options))
         return TokenizedPrompt(text=found.text, token_ids=found.token_ids, cache_salt=salt or "")
@@ -157,14 +159,25 @@ class Service:
             raise bad_request("chat_template is not accepted from requests (--trust-request-chat-template allows it).")
         return template
 
-    def check_length(self, text: str) -> None:
-        """Raise `ApiError` for a text that has too many characters for any number of tokens that the model takes."""
-        if len(text) > self._max_chars:
+    def check_length(self, *texts: str) -> None:
+        """Raise `ApiError` if a prompt of these texts has more characters than the model's longest prompt can have."""
+        num_chars = sum(len(text) for text in texts)
+        if num_chars > self._max_chars:
             raise bad_request(
-                f"the prompt has {len(text)} characters, more than max_model_len={self.llm.max_model_len} tokens can "
+                f"the prompt has {num_chars} characters, more than max_model_len={self.llm.max_model_len} tokens can "
                 "hold. Shorten it.",
                 code="context_length_exceeded",
             )
+
+
+def _texts(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield the texts of a conversation, those of messages with several parts included."""
+    for message in messages:
+        content = message.get("content")
+        for part in content if isinstance(content, list) else (content,):
+            text = part.get("text") if isinstance(part, Mapping) else part
+            if isinstance(text, str):
+                yield text
 
 
 def _most_characters(tokenizer: PreTrainedTokenizerBase | None, max_model_len: int) -> float:

@@ -23,6 +23,8 @@ class ServeSettings:
     """The keys of which a request must have one; empty: none is needed."""
     max_body_bytes: int = 8 << 20
     """The largest body of a request."""
+    header_timeout_s: float = 30.0
+    """The longest time in which the headers of a request must arrive, from the start of its connection on."""
     body_timeout_s: float = 30.0
     """The longest time in which a body must arrive."""
     send_timeout_s: float = 60.0

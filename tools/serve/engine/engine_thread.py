@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
-from piecegraph.errors import PiecegraphError, WorkerError
+from piecegraph.errors import PiecegraphError, UsageError, WorkerError
 from piecegraph.tools.serve.engine.steps import StepOutput, Steps
 
 if TYPE_CHECKING:
@@ -30,6 +30,10 @@ FAILURES_BEFORE_THE_NEWEST_ENDS = 3
 
 FAILURES_BEFORE_ALL_END = 4
 """Steps in a row that may raise before every request that they ran ends with an error."""
+
+
+IN_USE_WAIT_S = 0.01
+"""Seconds after which a step is tried again that was refused because another thread uses the engine."""
 
 
 class EngineStopped(PiecegraphError):
@@ -124,6 +128,9 @@ class EngineThread(Generic[_Request, _Output]):
     No request ends the thread: what the engine raises for a request is raised by the stream of that request. A step
     that raises is computed again. If it keeps raising, the newest request ends, which has probably caused it, then all
     of them, and only an engine whose steps fail for other requests, too, is given up.
+
+    A program may call the engine nevertheless, to put it to sleep for instance: requests are refused meanwhile, and a
+    step that is refused is tried again.
     """
 
     def __init__(
@@ -277,6 +284,10 @@ class EngineThread(Generic[_Request, _Output]):
             self._end_waits()
         try:
             outputs = self._engine.step()
+        except UsageError as error:  # of the engine's state: another thread of the program uses it
+            logger.debug("the engine is in use by another thread", exc_info=error)
+            time.sleep(IN_USE_WAIT_S)
+            return
         except Exception as error:
             if _is_fatal(error) or not self._streams:  # without one, no request can have caused it
                 raise

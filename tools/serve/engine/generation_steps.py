@@ -40,7 +40,7 @@ class GenerationSteps:
     @property
     def has_unfinished(self) -> bool:
         """Return whether the engine has an unfinished request."""
-        return self._engine.has_unfinished
+        return self._engine.has_unfinished_for(self._outbox)
 
     def add(self, request_id: str, request: GenerationRequest) -> None:
         """Queue a checked prompt. Raises `RequestError` for an id that is in use, and for an adapter that is gone."""

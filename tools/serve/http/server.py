@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import signal
@@ -21,6 +22,7 @@ from piecegraph.tools.serve.endpoints.pooling_service import PoolingService
 from piecegraph.tools.serve.endpoints.service import Service
 from piecegraph.tools.serve.endpoints.settings import ServeSettings
 from piecegraph.tools.serve.http.app import make_app
+from piecegraph.tools.serve.http.connection import Connection
 
 if TYPE_CHECKING:
     from piecegraph.runner.llm import LLM
@@ -139,6 +141,9 @@ def serve(
     service = kind(llm, settings, on_failure=on_failure)
     config = uvicorn.Config(
         make_app(service),
+        http=functools.partial(  # type: ignore[arg-type]  # it is called like a class
+            Connection, header_timeout_s=settings.header_timeout_s, send_timeout_s=settings.send_timeout_s
+        ),
         log_config=None,
         access_log=settings.access_log,
         lifespan="off",

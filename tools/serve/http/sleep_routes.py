@@ -22,14 +22,13 @@ def add_sleep(app: FastAPI, service: Service) -> None:
     async def sleep(level: int = 1) -> Response:
         async with one_at_a_time:
             _refuse_unless_idle(service)
-            service.is_asleep = True  # from now on no request gets a place
+            service.is_falling_asleep = True  # from now on no request gets a place
             try:
                 freed_bytes = await service.thread.call(lambda: service.llm.sleep(level))
-            except BaseException as error:
-                service.is_asleep = service.llm.is_sleeping
-                if isinstance(error, UsageError):
-                    raise bad_request(str(error)) from error
-                raise
+            except UsageError as error:
+                raise bad_request(str(error)) from error
+            finally:
+                service.is_falling_asleep = False
         return json_response({"is_sleeping": True, "freed_bytes": freed_bytes})
 
     @app.post("/wake_up", response_model=None)
@@ -39,7 +38,6 @@ def add_sleep(app: FastAPI, service: Service) -> None:
                 await service.thread.call(lambda: service.llm.wake_up(None if tags is None else [tags]))
             except UsageError as error:
                 raise bad_request(str(error)) from error
-            service.is_asleep = False
         return json_response({"is_sleeping": False})
 
     @app.get("/is_sleeping", response_model=None)

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, StrictInt, StrictStr, ValidationError, ValidatorFunctionWrapHandler, field_validator
+from pydantic import (
+    Field,
+    StrictInt,
+    StrictStr,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    field_validator,
+    model_validator,
+)
 
 from piecegraph.errors import shorten
 from piecegraph.tools.serve.protocol.request_models import Body
@@ -22,8 +30,18 @@ class EmbeddingBody(Body):
         "messages": "give texts or token ids as input",
         "priority": "texts run in the order in which they come",
         "mm_processor_kwargs": "this version takes text alone",
+        "media_io_kwargs": "this version takes text alone",
         "truncation_side": "texts are cut on the tokenizer's own side",
+        "padding": "texts of one step need no equal lengths",
         "cache_salt": "a model that pools has no prefix cache",
+        "embed_dtype": "vectors are float32",
+        "endianness": "base64 is of little-endian numbers",
+    }
+    without_effect: ClassVar[Mapping[str, tuple[str | float, ...]]] = {
+        "priority": (0,),
+        "padding": ("do_not_pad",),
+        "embed_dtype": ("float32",),
+        "endianness": ("native", "little"),
     }
 
     input: StrictStr | list[StrictInt] | list[StrictStr] | list[list[StrictInt]]
@@ -34,6 +52,7 @@ class EmbeddingBody(Body):
     # vLLM's
     add_special_tokens: bool = True
     normalize: bool | None = None
+    use_activation: bool | None = None  # the later name of `normalize`
     truncate_prompt_tokens: StrictInt | None = None
     request_id: str | None = Field(default=None, max_length=256)
 
@@ -56,6 +75,14 @@ class EmbeddingBody(Body):
         if isinstance(value, list) and not isinstance(value[0], int) and len(value) > MAX_INPUTS:
             raise ValueError(f"input has {len(value)} texts; give at most {MAX_INPUTS} in one request.")
         return value
+
+    @model_validator(mode="after")
+    def _check_normalize(self) -> EmbeddingBody:
+        if self.use_activation is not None:
+            if self.normalize not in (None, self.use_activation):
+                raise ValueError("use_activation=... and normalize=... are two names of one option; give one of them.")
+            self.normalize = self.use_activation
+        return self
 
     @property
     def is_single(self) -> bool:

@@ -15,6 +15,9 @@ from piecegraph.errors import shorten
 RETRY_AFTER_S = 1
 """The value of Retry-After: requests end all the time, so a place may be free soon."""
 
+MOST_CHARACTERS = 2000
+"""The most characters of an error's message."""
+
 _TYPES = {
     HTTPStatus.BAD_REQUEST: "invalid_request_error",
     HTTPStatus.UNAUTHORIZED: "authentication_error",
@@ -33,7 +36,8 @@ class ApiError(Exception):
 
     def __init__(self, status: HTTPStatus, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
+        self.status, self.param, self.code = status, param, code
+        self.message = shorten(message, MOST_CHARACTERS)  # it may quote what was sent
 
     def body(self) -> dict[str, Any]:
         """Return the error as the API has it."""

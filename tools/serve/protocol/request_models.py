@@ -40,16 +40,18 @@ SAMPLING_FIELDS = (
 
 
 class Body(BaseModel):
-    """A body whose unknown fields are refused with the nearest known one.
+    """A body whose unknown fields are refused with the nearest known one. A field that is null counts as left out.
 
     `ignored`: fields of the OpenAI API that do not change what is generated. `unavailable`: fields that would, each
-    with what to do instead; they are accepted if their value is None, False or empty.
+    with what to do instead; they are accepted if their value is None, False or empty, or one of `without_effect`, which
+    ask for what happens anyway.
     """
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
     ignored: ClassVar[frozenset[str]] = frozenset()
     unavailable: ClassVar[Mapping[str, str]] = {}
+    without_effect: ClassVar[Mapping[str, tuple[str | float, ...]]] = {}
 
     @model_validator(mode="before")
     @classmethod
@@ -59,13 +61,24 @@ class Body(BaseModel):
         kept = {}
         for name, value in body.items():
             if name in cls.model_fields:
-                kept[name] = value
+                if value is not None or cls.model_fields[name].is_required():
+                    kept[name] = value
             elif name in cls.unavailable:
-                if value not in (None, False, "", [], {}):
+                if not (_is_empty(value) or _is_one_of(value, cls.without_effect.get(name, ()))):
                     raise ValueError(f"{name} is not available here: {cls.unavailable[name]}.")
             elif name not in cls.ignored:
                 raise ValueError(f"unknown field {shorten(name)!r}.{did_you_mean(name, cls.model_fields)}")
         return kept
+
+
+def _is_empty(value: Any) -> bool:
+    """Return whether a value stands for nothing: None, False, an empty string, list or object."""
+    return value is None or value is False or (isinstance(value, str | list | dict) and not value)
+
+
+def _is_one_of(value: Any, known: tuple[str | float, ...]) -> bool:
+    """Return whether a string or a number, which a truth value is not, is among `known`."""
+    return isinstance(value, str | int | float) and not isinstance(value, bool) and value in known
 
 
 class StreamOptions(Body):
@@ -83,16 +96,21 @@ class GenerationBody(Body):
     ignored: ClassVar[frozenset[str]] = frozenset(
         {
             *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
-            *("prompt_cache_retention", "verbosity"),
+            *("prompt_cache_options", "prompt_cache_retention"),
         }
     )
     unavailable: ClassVar[Mapping[str, str]] = {
-        "best_of": "ask for n completions with logprobs, and pick",
         "use_beam_search": "LLM.beam_search has it",
         "length_penalty": "LLM.beam_search has it",
         "early_stopping": "LLM.beam_search has it",
         "suffix": "the model continues its prompt",
         "mm_processor_kwargs": "this version takes text alone",
+        "media_io_kwargs": "this version takes text alone",
+        "moderation": "nothing judges texts here",
+        "repetition_detection": "repetition_penalty makes repetitions less likely",
+        "max_repetition_pattern_size": "repetition_penalty makes repetitions less likely",
+        "min_repetition_pattern_size": "repetition_penalty makes repetitions less likely",
+        "repetition_min_count": "repetition_penalty makes repetitions less likely",
         "logits_processors": "classes given to the server's LLM process logits; give their arguments as vllm_xargs",
         "kv_transfer_params": "keys and values stay in this process",
         "lora_request": "an adapter is named by `model`",
@@ -101,12 +119,21 @@ class GenerationBody(Body):
         "guided_regex": "structured_outputs has taken its place",
         "guided_choice": "structured_outputs has taken its place",
         "guided_grammar": "structured_outputs has taken its place",
+        "guided_decoding_backend": "llguidance is the only one",
+        "guided_whitespace_pattern": "structured_outputs has taken its place, with a whitespace_pattern",
+    }
+    without_effect: ClassVar[Mapping[str, tuple[str | float, ...]]] = {
+        "length_penalty": (1,),
+        "max_repetition_pattern_size": (0,),
+        "min_repetition_pattern_size": (0,),
+        "repetition_min_count": (0,),
     }
 
     model: str | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     n: int | None = None
+    best_of: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     presence_penalty: float | None = None
@@ -139,6 +166,25 @@ class GenerationBody(Body):
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     vllm_xargs: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _check_best_of(self) -> GenerationBody:
+        if self.best_of not in (None, 1, self.n):
+            raise ValueError(
+                f"best_of={self.best_of}; it must be 1, or n: as many completions are made as are returned. Ask for n "
+                "completions with logprobs, and pick."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_stream(self) -> GenerationBody:
+        if self.stream and self.prompt_logprobs is not None:
+            raise ValueError(
+                f"prompt_logprobs={self.prompt_logprobs} has no place in a stream; leave out one of the two."
+            )
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options=... is for streams; give stream=true, or leave it out.")
+        return self
 
     @model_validator(mode="after")
     def _check_form(self) -> GenerationBody:
@@ -178,8 +224,14 @@ class ChatBody(GenerationBody):
         "prediction": "leave it out, the tokens are the same without it",
         "functions": "tools has taken its place",
         "function_call": "tool_choice has taken its place",
+        "verbosity": "say in a message how long the answer should be",
         "echo": "the prompt's text is the caller's messages",
         "documents": "give them to the template as chat_template_kwargs",
+    }
+    without_effect: ClassVar[Mapping[str, tuple[str | float, ...]]] = {
+        **GenerationBody.without_effect,
+        "function_call": ("none", "auto"),
+        "verbosity": ("medium",),
     }
 
     messages: list[ChatMessage] = Field(min_length=1)
@@ -252,7 +304,7 @@ class CompletionBody(GenerationBody):
     def sampling_options(self) -> dict[str, Any]:
         """Return the options of `SamplingParams` that the body sets."""
         given = {**super().sampling_options(), "logprobs": self.logprobs}
-        if self.echo and self.logprobs is not None:
+        if self.echo and self.logprobs is not None and self.prompt_logprobs != -1:  # -1: those of all tokens
             given["prompt_logprobs"] = max(self.logprobs, self.prompt_logprobs or 0)
         return given
 

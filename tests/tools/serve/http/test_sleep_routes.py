@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import threading
 from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
 
 import httpx
 import pytest
 
-from piecegraph import LLM
+from piecegraph import LLM, SamplingParams
+from piecegraph.errors import UsageError
 from piecegraph.tools.serve.endpoints.generation_service import GenerationService
 from piecegraph.tools.serve.endpoints.settings import ServeSettings
 from piecegraph.tools.serve.http.app import make_app
@@ -73,8 +77,9 @@ def test_answers_after_a_wake_up_are_those_from_before(level: int, llm: LLM) -> 
     serve(llm, use)
 
 
-def test_an_engine_that_sleeps_without_the_servers_knowledge_answers_503(llm: LLM) -> None:
-    """A program may call `llm.sleep` beside its server: requests are refused, streams too, and the thread lives on."""
+def test_a_request_that_comes_while_the_engine_falls_asleep_gets_503(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server has looked before a program called `llm.sleep`: requests and streams are refused by the engine."""
+    monkeypatch.setattr(GenerationService, "is_asleep", False)
 
     async def use(client: httpx.AsyncClient, service: GenerationService) -> None:
         before = await tokens(client)
@@ -90,6 +95,72 @@ def test_an_engine_that_sleeps_without_the_servers_knowledge_answers_503(llm: LL
             assert (await client.get("/health")).status_code == 200
         finally:
             await service.thread.call(llm.wake_up)
+        assert await tokens(client) == before
+
+    serve(llm, use)
+
+
+def test_a_program_may_sleep_beside_the_thread_that_serves(llm: LLM) -> None:
+    """From any thread, while requests come: each gets the answer of before or is refused, and the thread lives on."""
+
+    async def use(client: httpx.AsyncClient, service: GenerationService) -> None:
+        before = await tokens(client)
+
+        async def ask(count: int) -> None:
+            for _ in range(count):
+                reply = await client.post("/v1/completions", json={**BODY, "return_tokens_as_token_ids": True})
+                if reply.status_code == 200:
+                    assert reply.json()["choices"][0]["logprobs"]["tokens"] == before
+                else:
+                    assert reply.status_code == 503 and "Retry-After" in reply.headers, reply.text
+                await asyncio.sleep(0)
+
+        for level in (1, 2, 1):
+            asking = [asyncio.create_task(ask(count)) for count in (1, 3)]
+            while not llm.is_sleeping:
+                with contextlib.suppress(UsageError):  # requests are unfinished
+                    await asyncio.to_thread(llm.sleep, level)
+            assert (await client.get("/ready")).json() == {"status": "sleeping"}
+            assert (await client.get("/is_sleeping")).json() == {"is_sleeping": True}
+            refused = await client.post("/v1/completions", json=BODY)
+            assert refused.status_code == 503 and refused.json()["error"]["code"] == "sleeping"
+            assert (await client.get("/health")).status_code == 200
+            await asyncio.to_thread(llm.wake_up)
+            assert await tokens(client) == before
+            await asyncio.gather(*asking)
+
+    serve(llm, use)
+
+
+def test_a_program_that_generates_beside_the_thread_that_serves_does_not_end_it(llm: LLM) -> None:
+    """What another thread has queued is none of the thread's, and a step that is refused is tried again."""
+
+    async def use(client: httpx.AsyncClient, service: GenerationService) -> None:
+        before = await tokens(client)
+        running, may_end = threading.Event(), threading.Event()
+
+        def one_step_waits(request_id: str) -> None:
+            execute = llm.runner.execute_model
+
+            def waiting(*arguments: Any, **options: Any) -> None:
+                running.set()
+                assert may_end.wait(60)
+                execute(*arguments, **options)
+
+            llm.engine.add_request(request_id, [5], SamplingParams(max_tokens=1))
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(llm.runner, "execute_model", waiting)
+                llm.engine.step()
+
+        program = asyncio.create_task(asyncio.to_thread(one_step_waits, "the program's"))
+        await asyncio.to_thread(running.wait, 60)
+        with pytest.raises(UsageError, match="another thread is using the engine"):
+            await asyncio.to_thread(llm.engine.refuse_requests, "no")
+        refused = await client.post("/v1/completions", json=BODY)
+        assert refused.status_code == 503 and refused.json()["error"]["code"] == "engine_unavailable"
+        assert (await client.get("/health")).status_code == 200
+        may_end.set()
+        await program
         assert await tokens(client) == before
 
     serve(llm, use)
@@ -117,6 +188,8 @@ def test_a_start_that_is_not_over_cannot_sleep(llm: LLM, monkeypatch: pytest.Mon
     monkeypatch.setattr(LLM, "start_progress", property(lambda llm: "compiling 1 of 4"))
 
     async def use(client: httpx.AsyncClient, service: GenerationService) -> None:
+        ready = await client.get("/ready")
+        assert (ready.status_code, ready.json()) == (200, {"status": "serving", "start": "compiling 1 of 4"})
         refused = await client.post("/sleep")
         assert refused.status_code == 409 and "compiling 1 of 4" in refused.json()["error"]["message"]
         assert not service.is_asleep
