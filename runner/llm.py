@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from piecegraph.config import CompileConfig
-from piecegraph.errors import UsageError
+from piecegraph.errors import ConfigError, UsageError
 from piecegraph.progress import OnPhase
 from piecegraph.runner.clusters.make_executor import make_executor
 from piecegraph.runner.common.engine_config import refuse_unknown

@@ -37,7 +37,7 @@ OPENAI: Mapping[type[Body], Any] = {
     EmbeddingBody: EmbeddingCreateParams,
 }
 
-VLLM_GENERATION = {
+VLLM_GENERATION: dict[str, Any] = {
     "use_beam_search": False,
     "top_k": None,
     "min_p": None,
@@ -234,7 +234,7 @@ def test_values_that_ask_for_what_happens_anyway_are_accepted(kind: type[Body], 
 @pytest.mark.parametrize("name", ["thinking_token_budget", "spaces_between_special_tokens"])
 def test_an_option_that_sampling_lacks_is_refused_by_its_name(name: str) -> None:
     with pytest.raises(RequestError) as caught:
-        sampling(CompletionBody(prompt="Hi", **{name: 0}))
+        sampling(CompletionBody.model_validate({"prompt": "Hi", name: 0}))
     assert bad_request(str(caught.value)).param == name
 
 
