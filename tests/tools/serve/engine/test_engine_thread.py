@@ -46,8 +46,7 @@ class FakeEngine:
     aborted: list[str] = field(default_factory=list)
     num_steps: int = 0
 
-    @property
-    def has_unfinished(self) -> bool:
+    def has_unfinished_for(self, outbox: object) -> bool:
         return bool(self.requests)
 
     def add_request(self, request_id: str, *arguments: Any, **options: Any) -> None:
