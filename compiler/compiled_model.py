@@ -112,6 +112,12 @@ class CompiledModel(CapturableModel):
         return self._compiled().built.plan
 
     @property
+    def bound(self) -> dict[str, Any]:
+        """The values of the plan's bound slots by name, such as parameters. Read only."""
+        built = self._compiled().built
+        return {slot.name: built.namespace[slot.name] for slot in built.plan.bound}
+
+    @property
     def unique_pieces(self) -> tuple[UniquePiece, ...]:
         """The graph of each unique piece after all passes. Read only: the compiled pieces are made of these graphs."""
         return self._compiled().built.read_unique()

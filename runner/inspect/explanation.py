@@ -38,6 +38,7 @@ from piecegraph.runner.cudagraphs.graph_plan import GraphPlan, num_first_draft_t
 from piecegraph.runner.cudagraphs.measured_dispatcher import CostChoice, MeasuredDispatcher
 from piecegraph.runner.cudagraphs.measured_times import why_not_measured
 from piecegraph.runner.inspect.layer_view import LayerView, middle_layer
+from piecegraph.runner.inspect.linear_view import LinearRow, linear_rows
 from piecegraph.runner.inspect.untraceable import refused_by_module
 from piecegraph.runner.kv_cache.groups import fitting_block_size, kv_cache_layout
 from piecegraph.runner.lora.modules import lora_options
@@ -120,6 +121,7 @@ class Explanation:
     compile_sizes: tuple[int, ...]
     report: CompileReport  # of eager pieces: the effects of a piece compiler are not known
     layer: LayerView | None  # the middle one; None: the model has no attention
+    linears: tuple[LinearRow, ...]
     num_graphs: int  # of a PIECEWISE bucket
     split_ops: tuple[SplitOpRow, ...]
     configured_mode: CUDAGraphMode
@@ -242,6 +244,7 @@ def _explain_loaded(
         compile_sizes=sizes,
         report=traced.report,
         layer=middle_layer(pieces, traced.unique, choice.backend.name, _limits(device, is_assumed), device.type),
+        linears=traced.linears,
         num_graphs=num_graphs(
             pieces, has_before=True, has_after=True, is_patched=all(cost.cost == "patch" for cost in costs)
         ),
@@ -376,6 +379,7 @@ class _Traced(NamedTuple):
     report: CompileReport
     plan: Plan
     unique: Sequence[UniquePiece]
+    linears: tuple[LinearRow, ...]
 
 
 def _trace(
@@ -430,9 +434,10 @@ def _trace(
         ) as compiled,
     ):
         ((fitted, layers, with_states, choice, graph_plan),) = decided
-        return _Traced(
-            fitted, layers, with_states, choice, graph_plan, compiled.report(), compiled.plan, compiled.unique_pieces
-        )
+        plan, unique = compiled.plan, compiled.unique_pieces
+        schemes = loaded.quantisation.methods if loaded.quantisation is not None else {}
+        linears = linear_rows(plan, unique, compiled.bound, loaded.model, schemes, device.type)
+        return _Traced(fitted, layers, with_states, choice, graph_plan, compiled.report(), plan, unique, linears)
 
 
 def _limits(device: torch.device, is_assumed: bool) -> GpuLimits:

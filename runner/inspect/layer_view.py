@@ -25,6 +25,7 @@ LAUNCHES: Mapping[str, int] = {
     "piecegraph::moe_experts": 4, "piecegraph::quantised_experts": 4, "piecegraph::add_norm_linear": 2,
     "piecegraph::linear_add_norm_linear": 3, "piecegraph::all_reduce": 2, "piecegraph::all_reduce_add_rms_norm": 2,
     "piecegraph::all_reduce_add_norm_linear": 3,
+    "piecegraph::all_reduce_add_rms_norm_rounded": 2, "piecegraph::int8_inputs_linear": 2,
 }  # fmt: skip
 """The number of kernels that a call of one of our ops launches in a decode step of two or more requests, if not one."""
 
@@ -75,7 +76,7 @@ def middle_layer(
     for node in (node for each in graphs for node in _computing(each.graph)):
         name = op_name(node.target) if node.op == "call_function" else str(node.target)
         if name.startswith("piecegraph::"):
-            ours[name] += LAUNCHES.get(name, 1) + _has_activation_apart(name, node, gpu)
+            ours[name] += LAUNCHES.get(name, 1) + _has_activation_apart(name, node, gpu) + _rounds_rows(name, node)
         elif node.target in MATMULS:
             matmuls += 1
         else:
@@ -103,6 +104,11 @@ def _has_activation_apart(name: str, node: fx.Node, gpu: GpuLimits) -> bool:
     weight = value_of(argument(node, at - 2, "weight"))
     rows, size = weight.shape
     return linear_config(2, rows // 2, size, is_gated=True, itemsize=weight.element_size(), gpu=gpu) is None
+
+
+def _rounds_rows(name: str, node: fx.Node) -> bool:
+    """Return whether a linear of e4m3 weights rounds its rows by a kernel of its own."""
+    return name == "piecegraph::fp8_linear" and bool(argument(node, 5, "input_group"))
 
 
 def _middle_steps(plan: Plan) -> tuple[Step, ...]:

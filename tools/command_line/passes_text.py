@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from piecegraph.compiler.common.report import PassRow
     from piecegraph.runner.inspect.layer_view import LayerView
+    from piecegraph.runner.inspect.linear_view import LinearRow
 
 SHOWN_MISSES = 3
 """The most reasons that a text shows for each pass; a record has all."""
@@ -57,6 +58,16 @@ def layer_lines(layer: LayerView) -> list[str]:
         f"{layer.launches} launches known before compiling: {', '.join(known)}",
         f"left to Inductor: {layer.left_to_inductor or 'no'} operations",
     ]
+
+
+def linear_line(row: LinearRow) -> str:
+    """Return how linears alike are stored and which kernel multiplies by them; merged ones are joined by `+`."""
+    folder, _, first = row.names[0].rpartition(".")
+    others = [name.removeprefix(f"{folder}.") for name in row.names[1:]]
+    name = " + ".join((f"{folder}.{first}" if folder else first, *others))
+    op = "" if row.op == "linear" else f" ({row.op})"
+    size = f"{row.num_columns} x {row.size}, {row.scheme}, {row.num_bytes / 1e6:.1f} MB"
+    return f"{row.calls} x {name}: {size}, by {row.kernel}{op}"
 
 
 def layer_record(layer: LayerView) -> dict[str, Any]:

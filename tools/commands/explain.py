@@ -15,7 +15,7 @@ from piecegraph.errors import ConfigError
 from piecegraph.runner.common.speculative_config import HEADS
 from piecegraph.tools.command_line.compile_flags import engine_config, with_compile_flags
 from piecegraph.tools.command_line.options import COMPILE_FLAGS, CONTEXT, LLM_FLAGS, Command, flags, given
-from piecegraph.tools.command_line.passes_text import layer_lines, layer_record, pass_lines, pass_record
+from piecegraph.tools.command_line.passes_text import layer_lines, layer_record, linear_line, pass_lines, pass_record
 from piecegraph.tools.command_line.phases import PhaseDisplay
 from piecegraph.tools.command_line.quiet import importing
 from piecegraph.tools.command_line.settings import config_option
@@ -132,6 +132,8 @@ def as_lines(explained: Explanation, eager_pieces: Mapping[str, str] | None = No
     yield _titled("passes", *pass_lines(report.passes))
     if explained.layer is not None:
         yield _titled("a layer", *layer_lines(explained.layer))
+    if explained.linears:
+        yield _titled("linears", *map(linear_line, explained.linears))
     sizes = ", ".join(map(str, explained.compile_sizes))
     yield _titled("compiler", explained.compiler + (f", and static pieces for {sizes} tokens" if sizes else ""))
     yield _titled(

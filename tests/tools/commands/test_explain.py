@@ -56,6 +56,8 @@ def test_text(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
         "            merge-projections        4       0              2",
         "a layer     4 launches known before compiling: piecegraph::attention ?, matmuls 4",
         *(line for line in out.splitlines() if line.startswith(" " * 12 + "left to Inductor: ")),
+        "linears     2 x model.layers.*.self_attn.q_proj + k_proj + v_proj: 64 x 32, float32, 0.0 MB, by torch's GEMM",
+        *(line for line in out.splitlines() if line.endswith(" MB, by torch's GEMM") and line.startswith(" ")),
         "compiler    inductor",
         "split ops   2 x piecegraph::attention: dispatch (sdpa plans its calls anew for each batch)",
         "replay      PIECEWISE: 3 x graph, 2 x dispatch",
