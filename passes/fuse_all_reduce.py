@@ -17,8 +17,9 @@ from piecegraph.passes.matching import torch_ir as ir
 from piecegraph.passes.matching.effects import RESHAPE, VIEW, is_contiguous, may_return, view_source
 from piecegraph.passes.matching.graph_pass import GraphPass, Miss, PassContext, PassResult
 from piecegraph.passes.matching.torch_ir import NoMatch
-from piecegraph.passes.ops.collectives import ALL_REDUCE, WITHOUT_SUM
+from piecegraph.passes.ops.collectives import ALL_REDUCE
 from piecegraph.passes.ops.op_types import OpOverload
+from piecegraph.passes.ops.quantised.rounded_norms import WITHOUT_SUM
 
 FUSED: Mapping[Any, OpOverload] = {without: fused for fused, without in WITHOUT_SUM.items()}
 """The ops whose summand may be a sum over ranks, each with the op that makes that sum too."""

@@ -20,6 +20,7 @@ from piecegraph.passes.matching.graph_pass import GraphPass, Miss, PassContext, 
 from piecegraph.passes.matching.torch_ir import NoMatch
 from piecegraph.passes.ops.quantised.fp8_linear import FP8_LINEAR
 from piecegraph.passes.ops.quantised.grouped_linear import GROUPED_LINEAR
+from piecegraph.passes.ops.quantised.int4_tiles_linear import INT4_TILES_LINEAR
 from piecegraph.passes.ops.quantised.int8_inputs_linear import INT8_INPUTS_LINEAR
 from piecegraph.passes.ops.quantised.int8_linear import INT8_LINEAR
 
@@ -44,9 +45,11 @@ class MergeProjections(GraphPass):
         return PassResult(matches=len(groups), misses=misses)
 
 
+_QUANTISED = (INT8_LINEAR, INT8_INPUTS_LINEAR, GROUPED_LINEAR, FP8_LINEAR, INT4_TILES_LINEAR)
+
 _LINEARS: dict[Any, tuple[str, ...]] = {
     **dict.fromkeys(ir.LINEAR, ("input", "weight", "bias")),
-    **dict.fromkeys((INT8_LINEAR, INT8_INPUTS_LINEAR, GROUPED_LINEAR, FP8_LINEAR), ("x", "weight", "scale", "bias")),
+    **dict.fromkeys(_QUANTISED, ("x", "weight", "scale", "bias")),
 }
 """The calls that are merged, with the names of their tensors. Each tensor but the first has a row, or a number, for
 each output column, or for each block of as many columns as `block` says."""
@@ -76,6 +79,10 @@ class _Linear:
 
     def kind(self, context: PassContext) -> tuple[object, ...]:
         """Return a value that is equal for linears that can be merged. Raises `NoMatch` if this one cannot."""
+        if self.node.target is INT4_TILES_LINEAR:
+            raise NoMatch(
+                "its scales lie group by group for the CPU's kernel, so those of two linears cannot be joined"
+            )
         own = {name: node for name, node in self.tensors.items() if node is not None}
         for what, node in own.items():
             if not isinstance(node, fx.Node) or not context.is_weight(node):

@@ -14,6 +14,8 @@ from piecegraph.passes.fuse_moe import FuseMoe
 from piecegraph.passes.fuse_rope_kv_write import FuseRopeKVWrite
 from piecegraph.passes.matching.graph_pass import GraphPass
 from piecegraph.passes.merge_projections import MergeProjections
+from piecegraph.passes.quantised.fuse_act_quant import FuseActQuant
+from piecegraph.passes.quantised.fuse_norm_quant import FuseNormQuant
 from piecegraph.passes.select_rows_early import SelectRowsEarly
 
 
@@ -28,6 +30,8 @@ def all_passes() -> tuple[GraphPass, ...]:
         SelectRowsEarly(),
         FuseLinear(),
         FuseMoe(),
+        FuseNormQuant(),
+        FuseActQuant(),
         FuseAllReduce(),
         FuseLookups(),
     )
@@ -44,7 +48,7 @@ def default_passes(device_type: str, num_ranks: int = 1) -> tuple[GraphPass, ...
 
 ON_A_GPU = frozenset(
     {"fuse-add-rms-norm", "fuse-act-mul", "fuse-rope-kv-write", "fuse-linear", "fuse-moe", "fuse-all-reduce"}
-    | {"fuse-lookups"}
+    | {"fuse-norm-quant", "fuse-act-quant", "fuse-lookups"}
 )
 """The passes that insert calls of Triton kernels. On a CPU the reference of such an op in plain torch would run, and
 Inductor's own code is faster: these passes run there only if they are named."""

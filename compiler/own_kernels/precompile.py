@@ -18,8 +18,8 @@ from torch import fx
 from piecegraph.compiler.common.split_ops import op_name
 from piecegraph.compiler.torch_compat.fake_tensors import FakeTensor
 from piecegraph.passes.matching.torch_ir import value_of
-from piecegraph.passes.ops.collectives import WITHOUT_SUM
 from piecegraph.passes.ops.op_types import OpOverload
+from piecegraph.passes.ops.quantised.rounded_norms import WITHOUT_SUM
 
 ROWS = (1, 2, 3, 16, 32, 64, 128, 256, 2048)
 """The numbers of rows with which an op is launched. Each kernel that our ops choose by rows is chosen for one of them.

@@ -63,6 +63,12 @@ _OURS = {
 }
 """The ops over the last dim, each with how many of its first arguments have the rows."""
 
+_QUANTISED = frozenset(
+    f"piecegraph::{name}"
+    for name in ("fp8_linear", "grouped_linear", "int4_tiles_linear", "int8_inputs_linear", "int8_linear")
+)
+"""The linears of few bits; the last argument of some, `largest`, has the rows too."""
+
 Rows = dict[fx.Node, int]
 """Tensors (or tuples of tensors), each with the dim that counts its rows."""
 
@@ -79,6 +85,8 @@ def row_operands(node: fx.Node, dim: int) -> Rows:
         raise NoMatch(f"{node.name} ({_name(node)}) changes a tensor in place")
     if isinstance(node.target, OpOverload) and node.target._schema.name in _OURS:
         return _over_last_dim(node, dim)
+    if isinstance(node.target, OpOverload) and node.target._schema.name in _QUANTISED:
+        return _quantised_linear(node, dim)
     rule = next((rule for spellings, rule in _RULES if node.target in spellings), None)
     if rule is None:
         raise NoMatch(f"{node.name} ({_name(node)}) is not known to work row by row")
@@ -153,6 +161,16 @@ def _linear(node: fx.Node, dim: int) -> Rows:
     if dim == _ndim(node) - 1 or not _is_read_once(node, source):
         raise _refuse(node, "mixes rows")
     return {source: dim}
+
+
+def _quantised_linear(node: fx.Node, dim: int) -> Rows:
+    """Return the input, and the magnitudes of its tokens if they are given."""
+    assert isinstance(node.target, OpOverload)
+    names = [each.name for each in node.target._schema.arguments]
+    found = _linear(node, dim)
+    if "largest" in names and (largest := argument(node, names.index("largest"), "largest")) is not None:
+        found[largest] = dim
+    return found
 
 
 def _matmul(node: fx.Node, dim: int) -> Rows:

@@ -9,7 +9,7 @@ variable that whoever runs a step sets (`running_in`), so that all ranks share o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol
@@ -18,7 +18,6 @@ import torch
 
 from piecegraph.passes.ops.library import define_op
 from piecegraph.passes.ops.norm_linear import ADD_NORM_LINEAR, add_norm_linear
-from piecegraph.passes.ops.op_types import OpOverload
 from piecegraph.passes.ops.rms_norm import ADD_RMS_NORM, add_rms_norm
 
 
@@ -74,7 +73,7 @@ def _all_reduce(x: torch.Tensor) -> torch.Tensor:
     return _current().all_reduce(x)
 
 
-def _summed(x: torch.Tensor) -> torch.Tensor:
+def summed(x: torch.Tensor) -> torch.Tensor:
     """Return the sum of `x` over all ranks, in the memory of `x` if that is contiguous."""
     if not x.is_contiguous():
         return _current().all_reduce(x)
@@ -90,7 +89,7 @@ def all_reduce_add_rms_norm(
     `x` and `residual` are of one shape and dtype; both results are new and contiguous, and the bits are those of the
     separate ops.
     """
-    return add_rms_norm(_summed(x), residual, weight, eps, offset)
+    return add_rms_norm(summed(x), residual, weight, eps, offset)
 
 
 def all_reduce_add_norm_linear(x: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -98,7 +97,7 @@ def all_reduce_add_norm_linear(x: torch.Tensor, *others: Any) -> tuple[torch.Ten
 
     Both results are new and contiguous, and the bits are those of the separate ops.
     """
-    return add_norm_linear(_summed(x), *others)
+    return add_norm_linear(summed(x), *others)
 
 
 def _all_gather(x: torch.Tensor, num_ranks: int) -> torch.Tensor:
@@ -162,9 +161,3 @@ ALL_REDUCE_ADD_NORM_LINEAR = define_op(
     all_reduce_add_norm_linear,
     ADD_NORM_LINEAR,
 )
-
-WITHOUT_SUM: Mapping[Any, OpOverload] = {
-    ALL_REDUCE_ADD_RMS_NORM: ADD_RMS_NORM,
-    ALL_REDUCE_ADD_NORM_LINEAR: ADD_NORM_LINEAR,
-}
-"""The ops that start with a sum over the ranks, each with the op of the same arguments that does the rest."""

@@ -14,7 +14,8 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 
-from piecegraph.passes.ops.quantised.fp8_linear import MAX_E4M3, e4m3_to_bfloat16
+from piecegraph.passes.ops.quantised.e4m3 import e4m3_to_bfloat16
+from piecegraph.passes.ops.quantised.rounded_rows import MAX_E4M3
 from piecegraph.runner.attention.interface.backend import AttentionBackend, AttentionCGSupport
 from piecegraph.runner.attention.interface.cache_spec import Reach
 from piecegraph.runner.attention.interface.kv_cache import KVCache

@@ -34,6 +34,8 @@ PASSES = (
     "select-rows-early",
     "fuse-linear",
     "fuse-moe",
+    "fuse-norm-quant",
+    "fuse-act-quant",
     "fuse-all-reduce",
     "fuse-lookups",
 )

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from piecegraph.passes.merge_projections import MergeProjections
+from piecegraph.passes.ops.quantised.int4_tiles_linear import INT4_TILES_LINEAR
 from piecegraph.passes.ops.quantised.int8_linear import INT8_LINEAR
 from tests.passes.pass_context import FakeContext
 from tests.passes.relative_error import Tensors, assert_no_less_exact, quick_and_all
@@ -279,3 +280,19 @@ def test_quantised_linears_are_merged_with_their_scales() -> None:
     assert sum(node.target is INT8_LINEAR for node in graph.nodes) == 1
     for old, new in zip(before, run(graph, given), strict=True):
         assert torch.equal(new, old)
+
+
+def test_linears_in_tiles_are_missed_out_loud() -> None:
+    """Also where the numbers of their groups and of their columns are equal."""
+    graph = fx.Graph()
+    x = placeholder(graph, "x", torch.randn(5, 2048))
+    outs = []
+    for number in range(2):
+        weight = placeholder(graph, f"weight_{number}", torch.zeros(64, 1024, dtype=torch.uint8))
+        scale = placeholder(graph, f"weight_scale_{number}", torch.ones(64, 64, 2, dtype=torch.bfloat16))
+        outs.append(graph.call_function(INT4_TILES_LINEAR, (x, weight, scale, None)))
+        outs[-1].meta["example_value"] = torch.zeros(5, 64)
+    graph.output(tuple(outs))
+    result = MergeProjections().apply(graph, FakeContext(graph))
+    reason = "its scales lie group by group for the CPU's kernel, so those of two linears cannot be joined"
+    assert (result.matches, [miss.reason for miss in result.misses]) == (0, [reason] * 2)

@@ -1,4 +1,7 @@
-"""RMS norm, alone or after a residual add, as one Triton kernel: each row is read once and kept in registers."""
+"""RMS norm, alone or after a residual add, as one Triton kernel: each row is read once and kept in registers.
+
+The norm may be rounded to int8 or to e4m3 there, for a quantised linear.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from piecegraph.passes.kernels.common.gpu_limits import MAX_NORM_SIZE
 from piecegraph.passes.kernels.common.overlapped import OverlappedKernel
 from piecegraph.passes.kernels.common.own_kernel import own_kernel
 from piecegraph.passes.kernels.common.rows import evenly_spaced_rows_of, rows_of
+from piecegraph.passes.kernels.quantised.rounded_rows import largest_value, rounded_groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +81,68 @@ def add_rms_norm_on_gpu(
     return result, total
 
 
+def rms_norm_rounded_on_gpu(
+    x: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float, group: int, stored: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run `ops.quantised.rounded_norms.rms_norm_rounded` on a GPU.
+
+    `group`: the columns that share a scale, a power of two or at least all of them.
+    """
+    values, step = _empty_rounded(x, group, stored)
+    rows = rows_of(x)
+    _launch(
+        values,
+        rows.tensor,
+        rows.inner,
+        rows.outer_stride,
+        rows.inner_stride,
+        step=step,
+        group=group,
+        weight=weight,
+        eps=eps,
+        offset=offset,
+        num_rows=rows.num_rows,
+    )
+    return values, step
+
+
+def add_rms_norm_rounded_on_gpu(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    offset: float,
+    group: int,
+    stored: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Run `ops.quantised.rounded_norms.add_rms_norm_rounded` on a GPU; `group` as in `rms_norm_rounded_on_gpu`."""
+    values, step = _empty_rounded(x, group, stored)
+    total = torch.empty_like(x, memory_format=torch.contiguous_format)
+    x_rows, residual_rows = evenly_spaced_rows_of(x), evenly_spaced_rows_of(residual)
+    _launch(
+        values,
+        x_rows.tensor,
+        1,
+        x_rows.outer_stride,
+        0,
+        residual=residual_rows.tensor,
+        residual_stride=residual_rows.outer_stride,
+        total=total,
+        step=step,
+        group=group,
+        weight=weight,
+        eps=eps,
+        offset=offset,
+        num_rows=x_rows.num_rows,
+    )
+    return values, step, total
+
+
+def _empty_rounded(x: torch.Tensor, group: int, stored: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    values = torch.empty_like(x, dtype=stored, memory_format=torch.contiguous_format)
+    return values, x.new_empty((*x.shape[:-1], triton.cdiv(x.shape[-1], group)), dtype=torch.float32)
+
+
 def add_rms_norm_of_parts_on_gpu(
     parts: torch.Tensor,  # [num_parts, rows of residual, size] float32, contiguous
     bias: torch.Tensor | None,  # [size]
@@ -121,6 +187,8 @@ def _launch(
     residual: torch.Tensor | None = None,
     residual_stride: int = 0,
     total: torch.Tensor | None = None,
+    step: torch.Tensor | None = None,
+    group: int = 0,
     weight: torch.Tensor | None,
     eps: float,
     offset: float,
@@ -138,6 +206,7 @@ def _launch(
         (triton.cdiv(num_rows, tile.rows), 1, 1),
         (
             result,
+            step,
             total,
             x,
             bias,
@@ -151,7 +220,14 @@ def _launch(
             eps,
             offset,
         ),
-        {"SIZE": size, "ROWS": tile.rows, "COLUMNS": tile.columns, "PARTS": num_parts},
+        {
+            "SIZE": size,
+            "ROWS": tile.rows,
+            "COLUMNS": tile.columns,
+            "PARTS": num_parts,
+            "GROUP": tile.columns if group >= size else group,
+            "MOST": largest_value(result.dtype),
+        },
         num_warps=tile.num_warps,
     )
 
@@ -161,6 +237,7 @@ def _launch(
 @triton.jit(do_not_specialize=["num_rows"])
 def rms_norm_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     result,  # [num_rows, SIZE], written
+    step,  # [num_rows, groups of SIZE] float32, written; None unless the result is rounded
     total,  # [num_rows, SIZE], written; None without a residual
     x,  # row r at (r // inner) * outer_stride + (r % inner) * inner_stride; its next part num_rows * SIZE further
     bias,  # [SIZE], or None
@@ -177,6 +254,8 @@ def rms_norm_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     ROWS: tl.constexpr,  # of a program
     COLUMNS: tl.constexpr,  # SIZE, padded to a power of two
     PARTS: tl.constexpr,  # of x, which are added up
+    GROUP: tl.constexpr,  # columns that share a scale, which divide COLUMNS
+    MOST: tl.constexpr,  # what the largest number of a group becomes
     OVERLAP: tl.constexpr,
 ):
     """Grid: (blocks of ROWS rows,)."""
@@ -206,7 +285,22 @@ def rms_norm_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     normed = wide * tl.rsqrt(tl.sum(wide * wide, 1) / SIZE + eps)[:, None]
     if weight is not None:
         normed = normed * factor[None, :]
-    tl.store(result + to, normed.to(result.dtype.element_ty), mask=mask)
+    if step is not None:
+        IS_INTEGER: tl.constexpr = result.dtype.element_ty == tl.int8
+        GROUPS: tl.constexpr = COLUMNS // GROUP
+        if residual is not None:
+            floats = normed.to(total.dtype.element_ty)
+        else:
+            floats = normed.to(x.dtype.element_ty)
+        grouped = tl.where(mask, floats.to(tl.float32), 0.0).reshape([ROWS, GROUPS, GROUP])
+        values, each = rounded_groups(grouped, 2, MOST, IS_INTEGER)
+        tl.store(result + to, values.reshape([ROWS, COLUMNS]), mask=mask)
+        group = tl.arange(0, GROUPS)
+        num_groups = (SIZE + GROUP - 1) // GROUP
+        steps = step + rows.to(tl.int64)[:, None] * num_groups + group[None, :]
+        tl.store(steps, each, mask=is_row & (group < num_groups)[None, :])
+    else:
+        tl.store(result + to, normed.to(result.dtype.element_ty), mask=mask)
 
 
 _rms_norm = OverlappedKernel(rms_norm_kernel)

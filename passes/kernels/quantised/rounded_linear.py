@@ -11,6 +11,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from piecegraph.passes.kernels.common.overlapped import OverlappedKernel
 from piecegraph.passes.kernels.common.own_kernel import own_kernel
+from piecegraph.passes.kernels.quantised.split_sums import add_parts_on_gpu, num_parts, num_sms
 from piecegraph.passes.kernels.quantised.weight_tiles import Tiles, WeightLayout, tile_sizes
 
 MIN_LIBRARY_ROWS = 256
@@ -47,13 +48,47 @@ def rounded_linear_on_gpu(
     out = values.new_empty((num_rows, layout.num_columns), dtype=dtype)
     if num_rows == 0:
         return out
+    parts = num_parts(
+        tiles.num_programs(num_rows, layout.num_columns),
+        triton.cdiv(size, tiles.block_k),
+        part_bytes=out.numel() * 4,
+        weight_bytes=weight.nbytes,
+        sms=num_sms(values.device),
+    )
+    is_integer = weight.dtype is torch.int8 and layout.group == 0
+    sums = out
+    if parts > 1:
+        sums = out.new_empty((parts, *out.shape), dtype=torch.int32 if is_integer else torch.float32)
     tiles.launch(
         _rounded_linear,
         num_rows,
         layout.num_columns,
-        (values, step, weight, scale, bias, out, layout.num_columns, size, scale.shape[1], num_rows),
-        {"GROUP": layout.group, "BLOCK_ROWS": layout.block_rows},
+        (
+            values,
+            step,
+            weight,
+            scale,
+            bias,
+            sums,
+            layout.num_columns,
+            size,
+            scale.shape[1],
+            num_rows,
+            triton.cdiv(triton.cdiv(size, tiles.block_k), parts),
+        ),
+        {"GROUP": layout.group, "BLOCK_ROWS": layout.block_rows, "IS_PART": parts > 1},
+        num_parts=parts,
     )
+    if parts > 1:
+        is_scaled = layout.group > 0
+        add_parts_on_gpu(
+            sums,
+            out,
+            scale=None if is_scaled else scale,
+            block_rows=layout.block_rows,
+            step=None if is_scaled else step,
+            bias=bias,
+        )
     return out
 
 
@@ -69,32 +104,35 @@ def _library_multiplies(num_rows: int, layout: WeightLayout, stored: torch.dtype
 
 
 @own_kernel
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "num_tiles"])
 def rounded_linear_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     values,  # [num_rows, size] int8 or e4m3
     step,  # [num_rows, num_groups] float32
     weight,  # [num_columns, size] of the same dtype
     scale,  # [row blocks, num_groups]
     bias,  # [num_columns], or None
-    out,  # [num_rows, num_columns], written
+    out,  # [num_rows, num_columns], or of parts [parts, num_rows, num_columns], written
     num_columns,
     size,
     num_groups,
     num_rows,
+    num_tiles,  # of a part
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,  # divides GROUP
     STAGES: tl.constexpr,
     GROUP: tl.constexpr,  # columns with one scale; 0: all
     BLOCK_ROWS: tl.constexpr,
+    IS_PART: tl.constexpr,  # whether whoever adds the parts scales and biases them
     OVERLAP: tl.constexpr,
 ):
-    """Grid: (column blocks, row blocks). Sums of a group are scaled before the next group's are added.
+    """Grid: (column blocks, row blocks, parts). Sums of a group are scaled before the next group's are added.
 
     Tensor cores of Hopper add up products of e4m3 with 14 bits, so a tile's sum is added to the others in float32.
     """
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    part = tl.program_id(2)
     is_column, is_row = column < num_columns, row < num_rows
     at = tl.arange(0, BLOCK_K)
     weights = weight + column[:, None].to(tl.int64) * size + at[None, :]
@@ -107,26 +145,27 @@ def rounded_linear_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
         gdc_launch_dependents()
         gdc_wait()
     total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32 if GROUP > 0 else SUM)
-    for start in tl.range(0, size, BLOCK_K, num_stages=STAGES):
+    for tile in tl.range(part * num_tiles, (part + 1) * num_tiles, num_stages=STAGES):
+        start = tile * BLOCK_K
         is_inside = (start + at < size)[None, :]
         w = tl.load(weights + start, mask=is_column[:, None] & is_inside, other=0.0)
         v = tl.load(inputs + start, mask=is_row[:, None] & is_inside, other=0.0)
         if GROUP > 0:
-            part = tl.dot(w, tl.trans(v), out_dtype=SUM).to(tl.float32)
-            group = start // GROUP
+            product = tl.dot(w, tl.trans(v), out_dtype=SUM).to(tl.float32)
+            group = tl.minimum(start // GROUP, num_groups - 1)  # the last part may end behind it, with zeros
             factor = tl.load(scales + group, mask=is_column, other=0.0).to(tl.float32)
             each = tl.load(steps + group, mask=is_row, other=0.0)
-            total += part * factor[:, None] * each[None, :]
+            total += product * factor[:, None] * each[None, :]
         else:
             total = tl.dot(w, tl.trans(v), total, out_dtype=SUM, max_num_imprecise_acc=BLOCK_K)
-    wide = total.to(tl.float32)
-    if GROUP == 0:
+    wide = total if IS_PART else total.to(tl.float32)
+    if GROUP == 0 and not IS_PART:
         wide *= tl.load(scales, mask=is_column, other=0.0).to(tl.float32)[:, None]
         wide *= tl.load(steps, mask=is_row, other=0.0)[None, :]
-    if bias is not None:
+    if bias is not None and not IS_PART:
         wide += tl.load(bias + column, mask=is_column, other=0.0).to(tl.float32)[:, None]
     tl.store(
-        out + row[None, :].to(tl.int64) * num_columns + column[:, None],
+        out + (part * num_rows + row[None, :]).to(tl.int64) * num_columns + column[:, None],
         wide.to(out.dtype.element_ty),
         mask=is_row[None, :] & is_column[:, None],
     )

@@ -20,6 +20,11 @@ BLOCK = 4096
 """The most columns that a program holds at one time."""
 
 
+def largest_value(dtype: torch.dtype) -> float:
+    """Return the number that the largest magnitude of a group becomes in `dtype`, int8 or e4m3."""
+    return MAX_INT8_STEPS if dtype is torch.int8 else MAX_E4M3
+
+
 def rounded_rows_on_gpu(x: torch.Tensor, group: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Return values `[num_rows, size]` in `dtype`, and scales `[num_rows, groups]` float32.
 
@@ -39,7 +44,7 @@ def rounded_rows_on_gpu(x: torch.Tensor, group: int, dtype: torch.dtype) -> tupl
         {
             "BLOCK": block,
             "IS_INTEGER": dtype is torch.int8,
-            "MOST": MAX_INT8_STEPS if dtype is torch.int8 else MAX_E4M3,
+            "MOST": largest_value(dtype),
         },
         num_warps=min(max(block // 256, 1), 8),
     )
@@ -61,6 +66,20 @@ def rounded(  # type: ignore[no-untyped-def]  # compiled by Triton
     else:
         stored = tl.minimum(tl.maximum(near, -448.0), 448.0).to(tl.float8e4nv)
     return stored
+
+
+@own_kernel
+@triton.jit
+def rounded_groups(  # type: ignore[no-untyped-def]  # compiled by Triton
+    numbers,  # float32
+    AXIS: tl.constexpr,  # the last one, along which numbers share a scale
+    MOST: tl.constexpr,
+    IS_INTEGER: tl.constexpr,
+):
+    """Return numbers as what is stored, and the scales of their groups; NaN for a group that is not finite."""
+    spoilt = tl.sum(numbers * 0.0, AXIS)  # a maximum would hide it
+    each = tl.maximum(tl.div_rn(tl.max(tl.abs(numbers), AXIS), MOST), 1e-12) + spoilt
+    return rounded(numbers, tl.expand_dims(each, AXIS), IS_INTEGER), each
 
 
 @own_kernel

@@ -68,6 +68,10 @@ class Tiles:
     num_warps: int
     num_stages: int
 
+    def num_programs(self, num_rows: int, num_columns: int) -> int:
+        """Return the tiles of the output."""
+        return -(-num_columns // self.block_n) * -(-num_rows // self.block_m)
+
     def launch(
         self,
         kernel: OverlappedKernel,
@@ -75,10 +79,15 @@ class Tiles:
         num_columns: int,
         arguments: tuple[Any, ...],
         constants: Mapping[str, Any],
+        *,
+        num_parts: int = 1,
     ) -> None:
-        """Launch a program for each tile of the output; `constants` are those behind the kernel's tile sizes."""
+        """Launch a program for each tile of the output and each part of its sums.
+
+        `constants` are those behind the kernel's tile sizes.
+        """
         kernel.launch(
-            (triton.cdiv(num_columns, self.block_n), triton.cdiv(num_rows, self.block_m), 1),
+            (triton.cdiv(num_columns, self.block_n), triton.cdiv(num_rows, self.block_m), num_parts),
             arguments,
             {
                 "BLOCK_M": self.block_m,
@@ -137,8 +146,24 @@ def nibble(stored, PART: tl.constexpr, IS_E2M1: tl.constexpr):  # type: ignore[n
 
 @own_kernel
 @triton.jit
+def unpacked_floats(  # type: ignore[no-untyped-def]  # compiled by Triton
+    stored, PACKED: tl.constexpr, IS_E2M1: tl.constexpr
+):
+    """Return stored values in float32, in the order of the input's columns, `[BLOCK_N, PACKED * bytes]`.
+
+    The two values of a byte are neighbours, so that a thread has the columns that follow each other in its bytes.
+    """
+    if PACKED == 2:
+        wide = tl.interleave(floats(nibble(stored, 0, IS_E2M1)), floats(nibble(stored, 1, IS_E2M1)))
+    else:
+        wide = floats(stored)
+    return wide
+
+
+@own_kernel
+@triton.jit
 def scaled_tile(  # type: ignore[no-untyped-def]  # compiled by Triton
-    stored,  # [BLOCK_N, COLUMNS] int8 or e4m3
+    values,  # [BLOCK_N, COLUMNS] float32
     scales,  # [BLOCK_N] pointers to the first scale of each output channel
     is_column,  # [BLOCK_N]
     first_group,
@@ -148,19 +173,24 @@ def scaled_tile(  # type: ignore[no-untyped-def]  # compiled by Triton
     GROUPS: tl.constexpr,  # in the tile
     HAS_OFFSET: tl.constexpr,
 ):
-    """Return the weights of a tile in float32: each value times its group's scale, plus its offset."""
-    STRIDE: tl.constexpr = 2 if HAS_OFFSET else 1
+    """Return the weights of a tile in float32: each value times its group's scale, plus its offset.
+
+    A scale and its offset are loaded together.
+    """
     group = first_group + tl.arange(0, GROUPS)
-    places = scales[:, None] + group[None, :] * STRIDE
     is_there = is_column[:, None] & (group < num_groups)[None, :]
-    step = tl.load(places, mask=is_there, other=0)
-    if step.dtype == tl.uint8:  # the exponent of a power of two; the values are twice those of E2M1
-        step = (step.to(tl.int32) << 23).to(tl.float32, bitcast=True) * 0.5
-    else:
-        step = step.to(tl.float32)
-    grouped = floats(stored).reshape([BLOCK_N, GROUPS, COLUMNS // GROUPS]) * step[:, :, None]
+    grouped = values.reshape([BLOCK_N, GROUPS, COLUMNS // GROUPS])
     if HAS_OFFSET:
-        grouped += tl.load(places + 1, mask=is_there, other=0.0).to(tl.float32)[:, :, None]
+        pairs = scales[:, None, None] + group[None, :, None] * 2 + tl.arange(0, 2)[None, None, :]
+        step, offset = tl.split(tl.load(pairs, mask=is_there[:, :, None], other=0.0).to(tl.float32))
+        grouped = grouped * step[:, :, None] + offset[:, :, None]
+    else:
+        step = tl.load(scales[:, None] + group[None, :], mask=is_there, other=0)
+        if step.dtype == tl.uint8:  # the exponent of a power of two; the values are twice those of E2M1
+            step = (step.to(tl.int32) << 23).to(tl.float32, bitcast=True) * 0.5
+        else:
+            step = step.to(tl.float32)
+        grouped = grouped * step[:, :, None]
     return grouped.reshape([BLOCK_N, COLUMNS])
 
 
@@ -173,7 +203,10 @@ def streamed_product(  # type: ignore[no-untyped-def]  # compiled by Triton
     scales,  # [BLOCK_N] pointers to the first scale of each output channel
     is_column,  # [BLOCK_N]
     size,
+    length,  # stored bytes of a row: size / PACKED
     num_groups,
+    first_tile,  # of BLOCK_K columns
+    end_tile,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -183,30 +216,27 @@ def streamed_product(  # type: ignore[no-untyped-def]  # compiled by Triton
     GROUPS: tl.constexpr,  # in BLOCK_K columns, 1 or more
     HAS_OFFSET: tl.constexpr,
 ):
-    """Return the products of rows and output channels, `[BLOCK_N, BLOCK_M]` float32.
+    """Return the products of rows and output channels over some tiles of columns, `[BLOCK_N, BLOCK_M]` float32.
 
-    Weights are the left operand, which tensor cores take from registers.
+    Weights are the left operand, which tensor cores take from registers. Inputs and stored bytes are read without gaps:
+    values of 4 bits are put in the order of their columns.
     """
     COLUMNS: tl.constexpr = BLOCK_K // PACKED
     IS_E2M1: tl.constexpr = scales.dtype.element_ty == tl.uint8
     IS_SCALED_LATER: tl.constexpr = GROUP == 0 and not HAS_OFFSET and not IS_E2M1
-    at = tl.arange(0, COLUMNS)
-    length = size // PACKED
+    at = tl.arange(0, BLOCK_K)
     total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    for start in tl.range(0, size, BLOCK_K, num_stages=STAGES):
-        first = start // PACKED
-        is_inside = (first + at < length)[None, :]
-        stored = tl.load(weights[:, None] + (first + at)[None, :], mask=is_column[:, None] & is_inside, other=0.0)
-        for part in tl.static_range(PACKED):
-            places = inputs[:, None] + (start + part + at * PACKED)[None, :]
-            v = tl.load(places, mask=is_row[:, None] & is_inside, other=0.0)
-            w = stored if PACKED == 1 else nibble(stored, part, IS_E2M1)
-            if IS_SCALED_LATER:
-                w = floats(w)
-            else:
-                group = start // GROUP if GROUP > 0 else 0
-                w = scaled_tile(w, scales, is_column, group, num_groups, BLOCK_N, COLUMNS, GROUPS, HAS_OFFSET)
-            total = tl.dot(w.to(v.dtype), tl.trans(v), total, input_precision="ieee")
+    for tile in tl.range(first_tile, end_tile, num_stages=STAGES):
+        byte, column = tile * COLUMNS + tl.arange(0, COLUMNS), tile * BLOCK_K + at
+        stored = tl.load(
+            weights[:, None] + byte[None, :], mask=is_column[:, None] & (byte < length)[None, :], other=0.0
+        )
+        v = tl.load(inputs[:, None] + column[None, :], mask=is_row[:, None] & (column < size)[None, :], other=0.0)
+        w = unpacked_floats(stored, PACKED, IS_E2M1)
+        if not IS_SCALED_LATER:
+            group = tile * BLOCK_K // GROUP if GROUP > 0 else 0
+            w = scaled_tile(w, scales, is_column, group, num_groups, BLOCK_N, BLOCK_K, GROUPS, HAS_OFFSET)
+        total = tl.dot(w.to(v.dtype), tl.trans(v), total, input_precision="ieee")
     if IS_SCALED_LATER:
         total *= tl.load(scales, mask=is_column, other=0.0).to(tl.float32)[:, None]
     return total

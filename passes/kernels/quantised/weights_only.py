@@ -1,7 +1,7 @@
 """Linears whose weights are quantised and whose inputs are floats.
 
-Up to `MAX_STREAMED_ROWS` rows, a tile of weights becomes floats in registers and is multiplied there, so that only the
-stored bytes are read. More rows are worth a copy of a part of the weights in floats, which the library multiplies.
+A tile of weights becomes floats in registers and is multiplied there, so that only the stored bytes are read. Many rows
+(`MAX_STREAMED_ROWS`) are worth a copy of a part of the weights in floats, which the library multiplies.
 """
 
 from __future__ import annotations
@@ -17,17 +17,21 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from piecegraph.passes.kernels.common.overlapped import OverlappedKernel
 from piecegraph.passes.kernels.common.own_kernel import own_kernel
+from piecegraph.passes.kernels.quantised.split_sums import add_parts_on_gpu, num_parts, num_sms
 from piecegraph.passes.kernels.quantised.weight_tiles import (
     Tiles,
     WeightLayout,
-    nibble,
     scaled_tile,
     streamed_product,
     tile_sizes,
+    unpacked_floats,
 )
 
 MAX_STREAMED_ROWS = 256
-"""The most rows whose product reads the weights as they are stored."""
+"""The most rows whose product reads weights of 8 bits as they are stored."""
+
+MAX_STREAMED_PACKED_ROWS = 64
+"""The same for weights of 4 bits, which cost each block of rows more work to unpack."""
 
 FLOAT_BYTES = 64 * 2**20
 """The most bytes of weights that are floats at one time."""
@@ -36,7 +40,8 @@ FLOAT_BYTES = 64 * 2**20
 def pick_tiles(num_rows: int, layout: WeightLayout, itemsize: int) -> Tiles | None:
     """Return the tiles for `num_rows`; None if groups fit no tile.
 
-    `itemsize`: bytes of a number of the input.
+    `itemsize`: bytes of a number of the input. Few rows take few channels, and their sums may be split
+    (`split_sums.py`), so that all multiprocessors read weights.
     """
     least = 32 if layout.is_packed else 16
     block_m, block_n, num_warps, wanted, stages = tile_sizes(num_rows, layout, (128, 64, 4, 64, 3))
@@ -60,18 +65,38 @@ def weights_only_linear_on_gpu(
     tiles = pick_tiles(num_rows, layout, x.element_size())
     if tiles is None:
         return None
-    if num_rows > MAX_STREAMED_ROWS:
+    if num_rows > (MAX_STREAMED_PACKED_ROWS if layout.is_packed else MAX_STREAMED_ROWS):
         return _by_the_library(x, weight, scale, bias, layout, dtype)
     out = x.new_empty((num_rows, layout.num_columns), dtype=dtype)
     if num_rows == 0:
         return out
+    tiles_of_sum = triton.cdiv(layout.size, tiles.block_k)
+    parts = num_parts(
+        tiles.num_programs(num_rows, layout.num_columns),
+        tiles_of_sum,
+        part_bytes=out.numel() * 4,
+        weight_bytes=weight.nbytes,
+        sms=num_sms(x.device),
+    )
+    sums = out if parts == 1 else out.new_empty((parts, *out.shape), dtype=torch.float32)
+    sizes = (
+        layout.num_columns,
+        layout.size,
+        weight.shape[1],
+        scale.shape[1],
+        num_rows,
+        triton.cdiv(tiles_of_sum, parts),
+    )
     tiles.launch(
         _weights_only,
         num_rows,
         layout.num_columns,
-        (x.contiguous(), weight, scale, bias, out, layout.num_columns, layout.size, scale.shape[1], num_rows),
+        (x.contiguous(), weight, scale, bias if parts == 1 else None, sums, *sizes),
         _constants(layout, tiles.block_k),
+        num_parts=parts,
     )
+    if parts > 1:
+        add_parts_on_gpu(sums, out, bias=bias)
     return out
 
 
@@ -123,17 +148,19 @@ def _by_the_library(
 
 
 @own_kernel
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "num_tiles"])
 def weights_only_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     x,  # [num_rows, size]
-    weight,  # [num_columns, size / PACKED]
+    weight,  # [num_columns, length]
     scale,  # [row blocks, num_groups], or [row blocks, num_groups, 2]
     bias,  # [num_columns], or None
-    out,  # [num_rows, num_columns], written
+    out,  # [parts, num_rows, num_columns], written
     num_columns,
     size,
+    length,  # size / PACKED; an argument, so that Triton knows whether it is a multiple of 16
     num_groups,
     num_rows,
+    num_tiles,  # of a part
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -145,11 +172,11 @@ def weights_only_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     HAS_OFFSET: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Grid: (column blocks, row blocks)."""
+    """Grid: (column blocks, row blocks, parts)."""
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    part = tl.program_id(2)
     is_column, is_row = column < num_columns, row < num_rows
-    length = size // PACKED
     weights = weight + column.to(tl.int64) * length
     scales = scale + (column // BLOCK_ROWS).to(tl.int64) * num_groups * (2 if HAS_OFFSET else 1)
     values = x + row.to(tl.int64) * size
@@ -163,7 +190,10 @@ def weights_only_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
         scales,
         is_column,
         size,
+        length,
         num_groups,
+        part * num_tiles,
+        (part + 1) * num_tiles,
         BLOCK_M,
         BLOCK_N,
         BLOCK_K,
@@ -176,7 +206,7 @@ def weights_only_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     if bias is not None:
         total += tl.load(bias + column, mask=is_column, other=0.0).to(tl.float32)[:, None]
     tl.store(
-        out + row[None, :].to(tl.int64) * num_columns + column[:, None],
+        out + (part * num_rows + row[None, :]).to(tl.int64) * num_columns + column[:, None],
         total.to(out.dtype.element_ty),
         mask=is_row[None, :] & is_column[:, None],
     )
@@ -217,16 +247,8 @@ def dequantise_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
         mask=is_column[:, None] & (at < length)[None, :],
         other=0.0,
     )
-    if PACKED == 2:
-        low = scaled_tile(
-            nibble(stored, 0, False), scales, is_column, group, num_groups, BLOCK_N, COLUMNS, GROUPS, HAS_OFFSET
-        )
-        high = scaled_tile(
-            nibble(stored, 1, False), scales, is_column, group, num_groups, BLOCK_N, COLUMNS, GROUPS, HAS_OFFSET
-        )
-        w = tl.interleave(low, high)
-    else:
-        w = scaled_tile(stored, scales, is_column, group, num_groups, BLOCK_N, COLUMNS, GROUPS, HAS_OFFSET)
+    values = unpacked_floats(stored, PACKED, False)
+    w = scaled_tile(values, scales, is_column, group, num_groups, BLOCK_N, BLOCK_K, GROUPS, HAS_OFFSET)
     to = start + tl.arange(0, BLOCK_K)
     tl.store(
         out + column[:, None].to(tl.int64) * size + to[None, :],

@@ -12,10 +12,11 @@ from piecegraph.passes.kernels.moe.stored_experts import CLAMPED_SWIGLU, Gate, S
 from piecegraph.passes.ops.act_mul import ACTIVATIONS
 from piecegraph.passes.ops.library import define_op
 from piecegraph.passes.ops.quantised import mxfp4
-from piecegraph.passes.ops.quantised.fp8_linear import WHOLE_TOKEN, fp8_linear, rounded_to_e4m3
+from piecegraph.passes.ops.quantised.fp8_linear import fp8_linear
 from piecegraph.passes.ops.quantised.grouped_linear import grouped_linear
-from piecegraph.passes.ops.quantised.int8_inputs_linear import int8_inputs_linear, rounded_to_int8
+from piecegraph.passes.ops.quantised.int8_inputs_linear import int8_inputs_linear
 from piecegraph.passes.ops.quantised.int8_linear import int8_linear
+from piecegraph.passes.ops.quantised.rounded_rows import WHOLE_TOKEN, rounded_reference
 
 
 def gated(gate: Gate, gate_up: torch.Tensor) -> torch.Tensor:
@@ -124,10 +125,10 @@ def rounded(x: torch.Tensor, weights: Stored, inputs: str) -> torch.Tensor:
     """Return the numbers `[num_rows, size]` that an input is rounded to, in its own dtype."""
     if inputs == "floats":
         return x
-    if weights.values.dtype is torch.float8_e4m3fn:
-        return rounded_to_e4m3(x, input_group(inputs, weights.block))
-    values, step = rounded_to_int8(x)
-    return (values.float() * step).to(x.dtype)
+    size = x.shape[1]
+    length = weights.block[1] if inputs == "groups" else size
+    values, step = rounded_reference(x, length, weights.values.dtype)
+    return (values.float() * step.repeat_interleave(length, 1)[:, :size]).to(x.dtype)
 
 
 QUANTISED_EXPERTS = define_op(

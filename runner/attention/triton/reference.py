@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from piecegraph.passes.ops.quantised.fp8_linear import MAX_E4M3
+from piecegraph.passes.ops.quantised.rounded_rows import MAX_E4M3
 from piecegraph.runner.attention.interface.kv_cache import KVCache
 from piecegraph.runner.attention.interface.op_call import AttentionCall, position_bias
 from piecegraph.runner.attention.interface.rotary import Rotary

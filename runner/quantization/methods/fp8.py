@@ -8,7 +8,9 @@ from typing import ClassVar
 
 import torch
 
-from piecegraph.passes.ops.quantised.fp8_linear import FP8_LINEAR, MAX_E4M3, WHOLE_TOKEN, dequantised
+from piecegraph.passes.ops.quantised.e4m3 import dequantised
+from piecegraph.passes.ops.quantised.fp8_linear import FP8_LINEAR
+from piecegraph.passes.ops.quantised.rounded_rows import MAX_E4M3, WHOLE_TOKEN
 from piecegraph.runner.quantization.methods.linear_method import (
     DEQUANTISED,
     STREAMED,

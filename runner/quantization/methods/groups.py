@@ -13,6 +13,7 @@ from piecegraph.passes.ops.quantised.grouped_linear import GROUPED_LINEAR, dequa
 from piecegraph.runner.quantization.methods.linear_method import (
     DEQUANTISED,
     STREAMED,
+    STREAMED_PACKED,
     DoesNotFit,
     PackedWeight,
     Scheme,
@@ -118,6 +119,7 @@ class GroupedInt4(GroupedInt8):
     """Weights of 4 bits, two in a byte, with a scale and perhaps an offset for each group."""
 
     name: ClassVar[str] = "int4"
+    kernels: ClassVar[Mapping[str, str]] = {"cpu": DEQUANTISED, "cuda": STREAMED_PACKED}
     bits: ClassVar[int] = 4
 
 

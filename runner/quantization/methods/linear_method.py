@@ -18,7 +18,10 @@ DEQUANTISED = "GEMM over weights that are dequantised 2048 channels at a time"
 """What multiplies by weights of few bits on a CPU that has no kernel for them."""
 
 STREAMED = "our Triton kernel for up to 256 rows, GEMM over weights that are dequantised for more"
-"""What multiplies floats by weights of few bits on a GPU."""
+"""What multiplies floats by weights of 8 bits on a GPU."""
+
+STREAMED_PACKED = "our Triton kernel for up to 64 rows, GEMM over weights that are dequantised for more"
+"""What multiplies floats by weights of 4 bits on a GPU."""
 
 
 class NotFinite(ValueError):

@@ -12,9 +12,9 @@ from piecegraph.passes.ops.collectives import (
     ALL_REDUCE,
     ALL_REDUCE_ADD_NORM_LINEAR,
     ALL_REDUCE_ADD_RMS_NORM,
-    WITHOUT_SUM,
     running_in,
 )
+from piecegraph.passes.ops.quantised.rounded_norms import ALL_REDUCE_ADD_RMS_NORM_ROUNDED, WITHOUT_SUM
 from tests.runner.tensor_parallel.ranks_in_threads import run_ranks
 
 EPS = 1e-6
@@ -26,6 +26,7 @@ X, RESIDUAL, SCALE, WEIGHT = torch.randn(2, 3, 8), torch.randn(2, 3, 8), torch.r
     [
         (ALL_REDUCE_ADD_RMS_NORM, (RESIDUAL, SCALE, EPS, 0.0)),
         (ALL_REDUCE_ADD_NORM_LINEAR, (RESIDUAL, SCALE, EPS, 0.0, WEIGHT, None, "gelu")),
+        (ALL_REDUCE_ADD_RMS_NORM_ROUNDED, (RESIDUAL, SCALE, EPS, 0.0, -1, torch.int8)),
     ],
 )
 def test_an_op_is_a_sum_and_the_op_without_it(op: Any, others: tuple[Any, ...]) -> None:

@@ -10,10 +10,15 @@ from piecegraph.passes.kernels.norm.rms_norm import (
     Tile,
     add_rms_norm_of_parts_on_gpu,
     add_rms_norm_on_gpu,
+    add_rms_norm_rounded_on_gpu,
     pick_tile,
+    rms_norm_kernel,
     rms_norm_on_gpu,
+    rms_norm_rounded_on_gpu,
 )
+from piecegraph.passes.kernels.quantised.rounded_rows import rounded_rows_on_gpu
 from piecegraph.passes.ops.rms_norm import add_rms_norm_reference, rms_norm_reference
+from tests.compiled_for_gpu import compile_for_gpu
 from tests.interpreter import interpreted
 
 EPS = 1e-5
@@ -56,6 +61,36 @@ def check_parts(residual: torch.Tensor, num_parts: int, *, has_bias: bool) -> No
     assert_close(normed, rms_norm_reference(total, weight, EPS, 0.0))
 
 
+def check_rounded(x: torch.Tensor, residual: torch.Tensor, group: int, stored: torch.dtype) -> None:
+    """Bit by bit what the separate kernels compute."""
+
+    def bits(values: torch.Tensor, step: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return values.flatten(0, -2).view(torch.uint8), step.flatten(0, -2)
+
+    weight = rows(x.shape[-1], dtype=x.dtype, device=x.device.type)
+    normed = rms_norm_on_gpu(x, weight, EPS, 1.0)
+    wanted = bits(*rounded_rows_on_gpu(normed.flatten(0, -2), group, stored))
+    assert all(map(torch.equal, bits(*rms_norm_rounded_on_gpu(x, weight, EPS, 1.0, group, stored)), wanted))
+    normed, total = add_rms_norm_on_gpu(x, residual, None, EPS, 0.0)
+    values, step, found = add_rms_norm_rounded_on_gpu(x, residual, None, EPS, 0.0, group, stored)
+    wanted = bits(*rounded_rows_on_gpu(normed.flatten(0, -2), group, stored))
+    assert torch.equal(found, total) and all(map(torch.equal, bits(values, step), wanted))
+
+
+def check_all_rounded(dtype: torch.dtype, device: str = "cpu") -> None:
+    """Whole tokens and groups, the last of which is smaller; rows that share a program; zeros; no rows."""
+    for stored in (torch.int8, torch.float8_e4m3fn):
+        for shape in ((2, 3, 320), (37, 80), (0, 128)):
+            x, residual = (rows(*shape[:-1], shape[-1] + 16 * i, dtype=dtype, device=device) for i in range(2))
+            x[:1], residual[:1] = 0, 0
+            for group in (shape[-1], 64, 16):
+                check_rounded(x, residual[..., 16:], group, stored)
+    x = rows(3, 256, dtype=dtype, device=device)
+    x[1, 200] = torch.nan
+    _, step = rms_norm_rounded_on_gpu(x, None, EPS, 0.0, 128, torch.int8)
+    assert step.isnan().tolist() == [[False] * 2, [True] * 2, [False] * 2], "no finite answer hides it"
+
+
 def check_layouts(dtype: torch.dtype, device: str = "cpu") -> None:
     """Heads of a merged projection, in both orders; columns of it; short, odd and long rows; none."""
     projection = rows(1, 5, 512, dtype=dtype, device=device)
@@ -78,8 +113,39 @@ def check_interpreted() -> None:
     check_layouts(torch.float16)
 
 
+def check_rounded_interpreted() -> None:
+    check_all_rounded(torch.float32)
+    check_all_rounded(torch.float16)
+
+
 def test_the_kernel_equals_the_reference() -> None:
     interpreted(check_interpreted)
+
+
+def test_the_rounded_norm_equals_the_separate_kernels() -> None:
+    interpreted(check_rounded_interpreted)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_the_rounded_norm_equals_the_separate_kernels_on_the_gpu(dtype: torch.dtype) -> None:
+    check_all_rounded(dtype, "cuda")
+    x, residual = (rows(33, 4096 + i, dtype=dtype, device="cuda") for i in range(2))
+    for group in (4096, 128):
+        check_rounded(x, residual[:, 1:], group, torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize(("stored", "group"), [(torch.int8, 4096), (torch.float8_e4m3fn, 128)], ids=str)
+def test_the_rounded_norm_compiles_for_hopper(stored: torch.dtype, group: int) -> None:
+    floats, tile = torch.empty(0, dtype=torch.bfloat16), pick_tile(4096)
+    arguments = {
+        "result": torch.empty(0, dtype=stored), "step": torch.empty(0), "total": floats, "x": floats, "bias": None,
+        "residual": floats, "weight": floats, "num_rows": 3, "inner": 1, "outer_stride": 4096, "inner_stride": 0,
+        "residual_stride": 4096, "eps": EPS, "offset": 0.0, "SIZE": 4096, "ROWS": tile.rows, "COLUMNS": tile.columns,
+        "PARTS": 1, "GROUP": group, "MOST": 448.0, "OVERLAP": True,
+    }  # fmt: skip
+    ptx = compile_for_gpu(rms_norm_kernel, arguments, {"num_warps": tile.num_warps})
+    assert ("cvt.rn.satfinite.e4m3x2.f32" in ptx) == (stored is torch.float8_e4m3fn), "it is rounded from float32"
 
 
 @pytest.mark.gpu

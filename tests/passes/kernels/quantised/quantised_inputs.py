@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from piecegraph.passes.ops.quantised import fp8_linear, grouped_linear
-from piecegraph.passes.ops.quantised.fp8_linear import WHOLE_TOKEN
+from piecegraph.passes.kernels.quantised import split_sums
+from piecegraph.passes.ops.quantised import e4m3 as e4m3_values
+from piecegraph.passes.ops.quantised import grouped_linear
+from piecegraph.passes.ops.quantised.rounded_rows import WHOLE_TOKEN
 
 E4M3 = torch.float8_e4m3fn
 
@@ -24,7 +27,7 @@ class Weights:
     def floats(self) -> torch.Tensor:
         """The weights in float64."""
         if self.values.dtype is E4M3:
-            return fp8_linear.dequantised(self.values, self.scale, self.block, torch.float64)
+            return e4m3_values.dequantised(self.values, self.scale, self.block, torch.float64)
         return grouped_linear.dequantised(self.values, self.scale.double(), torch.float64)
 
 
@@ -73,7 +76,26 @@ def rounded_inputs(num_columns: int, size: int) -> dict[str, Weights]:
     }
 
 
+def spread(values: torch.Tensor, step: torch.Tensor, group: int) -> torch.Tensor:
+    """Return rounded rows `[num_rows, size]` in float32: each value times the scale of its group of `group` columns."""
+    return values.float() * step.repeat_interleave(group, 1)[:, : values.shape[1]]
+
+
 def relative_rms(found: torch.Tensor, wanted: torch.Tensor) -> float:
     """Return the root mean square error over that of what was wanted."""
     difference = found.double() - wanted.double()
     return float(difference.square().mean().sqrt() / wanted.double().square().mean().sqrt())
+
+
+def split_everything(kernels: Any) -> list[torch.Tensor]:
+    """Make a module of kernels split sums whose parts are short, too, and return the list that gets all parts."""
+    added: list[torch.Tensor] = []
+    add_parts = kernels.add_parts_on_gpu
+
+    def add(parts: torch.Tensor, *others: Any, **options: Any) -> None:
+        added.append(parts)
+        add_parts(parts, *others, **options)
+
+    split_sums.MIN_TILES = 1
+    kernels.add_parts_on_gpu = add
+    return added

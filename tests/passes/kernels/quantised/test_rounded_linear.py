@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
 from piecegraph.passes.kernels.quantised import rounded_linear as kernels
 from piecegraph.passes.kernels.quantised import rounded_rows
 from piecegraph.passes.kernels.quantised.weight_tiles import WeightLayout
-from piecegraph.passes.ops.quantised.fp8_linear import FP8_LINEAR, WHOLE_TOKEN, rounded_to_e4m3
-from piecegraph.passes.ops.quantised.int8_inputs_linear import INT8_INPUTS_LINEAR, rounded_to_int8
+from piecegraph.passes.ops.quantised.fp8_linear import FP8_LINEAR
+from piecegraph.passes.ops.quantised.int8_inputs_linear import INT8_INPUTS_LINEAR
+from piecegraph.passes.ops.quantised.rounded_rows import WHOLE_TOKEN, rounded_reference
 from tests.compiled_for_gpu import compile_for_gpu
 from tests.interpreter import interpreted
-from tests.passes.kernels.quantised.quantised_inputs import Weights, relative_rms, rounded_inputs
+from tests.passes.kernels.quantised.quantised_inputs import (
+    Weights,
+    relative_rms,
+    rounded_inputs,
+    split_everything,
+    spread,
+)
 
 
 def computed(weights: Weights, x: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -33,24 +42,37 @@ def check_products() -> None:
             assert relative_rms(found, wanted) < 1e-5, (name, num_rows)
 
 
-def test_the_interpreted_kernel_equals_float64() -> None:
-    interpreted(check_products)
+def check_split_sums() -> None:
+    """Parts, the last of which is shorter, are added; those of int8 are exact integers until they are scaled."""
+    added = split_everything(kernels)
+    for name, weights in rounded_inputs(6, 600).items():
+        found, wanted = computed(weights, torch.randn(3, 600), torch.randn(6))
+        assert relative_rms(found, wanted) < 1e-5, name
+    assert [parts.dtype for parts in added] == [torch.int32, torch.float32, torch.float32]
+    assert all(len(parts) > 1 for parts in added)
+
+
+@pytest.mark.parametrize("check", [check_products, check_split_sums])
+def test_the_interpreted_kernel_equals_float64(check: Callable[[], None]) -> None:
+    interpreted(check)
 
 
 @pytest.mark.parametrize("num_rows", [1, pytest.param(64, marks=pytest.mark.slow), 128])
 @pytest.mark.parametrize("scheme", ["int8", "e4m3", "e4m3 in blocks"])
 def test_it_compiles_for_hopper(scheme: str, num_rows: int) -> None:
-    """With tensor cores, and in the memory of a program."""
+    """With tensor cores, and in the memory of a program; few rows in parts."""
+    is_part = num_rows == 1
+    out = torch.bfloat16 if not is_part else torch.int32 if scheme == "int8" else torch.float32
     weights = rounded_inputs(4096, 512)[scheme]
     layout = WeightLayout.of(weights.values, weights.scale, weights.block)
     tiles = kernels.pick_rounded_tiles(num_rows, layout)
     assert tiles is not None
     arguments = {
         "values": weights.values, "step": torch.empty(0), "weight": weights.values, "scale": weights.scale,
-        "bias": None, "out": torch.empty(0, dtype=torch.bfloat16), "num_columns": 4096, "size": 4096,
-        "num_groups": 8, "num_rows": num_rows, "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n,
+        "bias": None, "out": torch.empty(0, dtype=out), "num_columns": 4096, "size": 4096,
+        "num_groups": 8, "num_rows": num_rows, "num_tiles": 4, "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n,
         "BLOCK_K": tiles.block_k, "STAGES": tiles.num_stages, "GROUP": layout.group, "BLOCK_ROWS": layout.block_rows,
-        "OVERLAP": True,
+        "IS_PART": is_part, "OVERLAP": True,
     }  # fmt: skip
     options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
     assert "mma" in compile_for_gpu(kernels.rounded_linear_kernel, arguments, options)
@@ -68,9 +90,8 @@ def test_the_kernels_equal_float64_at_sizes_of_real_models(shape: tuple[int, int
             bias = torch.randn(shape[0], device="cuda", dtype=torch.bfloat16)
             if values.dtype is torch.int8:
                 found = INT8_INPUTS_LINEAR(x, values, scale[:, 0], bias)
-                integers, step = rounded_to_int8(x)
-                inputs = integers.double() * step.double()
             else:
                 found = FP8_LINEAR(x, values, scale, bias, weights.block, weights.input_group)
-                inputs = rounded_to_e4m3(x.float(), weights.input_group).double()
+            group = x.shape[1] if weights.input_group == WHOLE_TOKEN else weights.input_group
+            inputs = spread(*rounded_reference(x, group, values.dtype), group).double()
             assert relative_rms(found, inputs @ exact.T + bias.double()) < 6e-3, (name, num_rows)

@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from piecegraph.passes.kernels.quantised import rounded_rows
-from piecegraph.passes.ops.quantised.fp8_linear import WHOLE_TOKEN, rounded_to_e4m3
-from piecegraph.passes.ops.quantised.int8_inputs_linear import rounded_to_int8
+from piecegraph.passes.ops.quantised.rounded_rows import rounded_reference
 from tests.compiled_for_gpu import compile_for_gpu
 from tests.interpreter import interpreted
-from tests.passes.kernels.quantised.quantised_inputs import E4M3
+from tests.passes.kernels.quantised.quantised_inputs import E4M3, spread
 
 
 def check_rounding() -> None:
@@ -22,7 +21,7 @@ def check_rounding() -> None:
     x = torch.randn(5, 200) * torch.logspace(-3, 3, 5).unsqueeze(1)
     x[2] = 0
     values, step = rounded_rows.rounded_rows_on_gpu(x, 200, torch.int8)
-    wanted, wanted_step = rounded_to_int8(x)
+    wanted, wanted_step = rounded_reference(x, 200, torch.int8)
     assert torch.equal(values, wanted) and torch.equal(step, wanted_step)
     x[3, 150] = float("inf")
     _, step = rounded_rows.rounded_rows_on_gpu(x, 200, torch.int8)
@@ -33,8 +32,8 @@ def check_rounding() -> None:
     near *= 2.0 ** torch.arange(-2, 3).unsqueeze(1)
     for group in (200, 64):
         values, step = rounded_rows.rounded_rows_on_gpu(near, group, E4M3)
-        assert torch.equal(values.float() * step.repeat_interleave(group, 1)[:, :200], near)
-        assert torch.equal(rounded_to_e4m3(near, WHOLE_TOKEN if group == 200 else group), near)
+        assert torch.equal(spread(values, step, group), near)
+        assert torch.equal(spread(*rounded_reference(near, group, E4M3), group), near)
 
 
 def test_the_interpreted_kernel_equals_the_references() -> None:
@@ -56,11 +55,10 @@ def test_the_kernel_equals_the_references(shape: tuple[int, int]) -> None:
     """But for values midway between two steps: on a GPU torch divides by a number by way of its reciprocal."""
     x = torch.randn(shape, device="cuda").bfloat16()
     values, step = rounded_rows.rounded_rows_on_gpu(x, shape[1], torch.int8)
-    wanted, wanted_step = rounded_to_int8(x)
+    wanted, wanted_step = rounded_reference(x, shape[1], torch.int8)
     torch.testing.assert_close(step, wanted_step, rtol=1e-6, atol=0)
     assert (values - wanted).abs().amax() <= 1 and (values == wanted).float().mean() > 0.99
     for group in (shape[1], 64):
         values, step = rounded_rows.rounded_rows_on_gpu(x, group, E4M3)
-        found = values.float() * step.repeat_interleave(group, 1)[:, : shape[1]]
-        near = rounded_to_e4m3(x.float(), WHOLE_TOKEN if group == shape[1] else group)
+        found, near = spread(values, step, group), spread(*rounded_reference(x, group, E4M3), group)
         assert ((found - near).abs() <= 1e-5 * near.abs()).float().mean() > 0.99

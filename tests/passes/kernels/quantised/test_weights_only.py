@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +15,15 @@ from piecegraph.passes.kernels.quantised.weight_tiles import WeightLayout
 from piecegraph.passes.ops.quantised.fp8_linear import FP8_LINEAR
 from piecegraph.passes.ops.quantised.grouped_linear import GROUPED_LINEAR
 from piecegraph.passes.ops.quantised.int8_linear import INT8_LINEAR
-from tests.compiled_for_gpu import compile_for_gpu
+from tests.compiled_for_gpu import compile_for_gpu, compiled_for_gpu, stack_bytes
 from tests.interpreter import interpreted
-from tests.passes.kernels.quantised.quantised_inputs import Weights, integers, relative_rms, weights_only
+from tests.passes.kernels.quantised.quantised_inputs import (
+    Weights,
+    integers,
+    relative_rms,
+    split_everything,
+    weights_only,
+)
 
 BOUND = {torch.float16: 1e-3, torch.float32: 1e-5}
 """Relative root mean square error to float64: weights and sums are rounded once to the dtype of the input."""
@@ -33,9 +41,21 @@ def check_every_scheme() -> None:
             assert relative_rms(found[:-1], wanted) < BOUND[dtype], (name, dtype)
 
 
+def check_split_sums() -> None:
+    """Parts of a sum, the last of which is shorter, are added, and what scales them comes before or after."""
+    added = split_everything(kernels)
+    schemes = weights_only(6, 320, torch.float32)
+    for name, weights in schemes.items():
+        x, bias = torch.randn(2, 320), torch.randn(6)
+        found = kernels.weights_only_linear_on_gpu(x, weights.values, weights.scale, bias, weights.block, x.dtype)
+        assert found is not None
+        assert relative_rms(found, x.double() @ weights.floats().T + bias.double()) < 1e-5, name
+    assert len(added) == len(schemes) and all(len(parts) > 1 for parts in added)
+
+
 def check_many_rows() -> None:
     """More rows are multiplied by a part of the weights as floats after another."""
-    kernels.MAX_STREAMED_ROWS, kernels.FLOAT_BYTES = 4, 40 * 192 * 4
+    kernels.MAX_STREAMED_ROWS, kernels.MAX_STREAMED_PACKED_ROWS, kernels.FLOAT_BYTES = 4, 4, 40 * 192 * 4
     for name, weights in weights_only(70, 192, torch.float32).items():
         x, bias = torch.randn(5, 192), torch.randn(70)
         found = kernels.weights_only_linear_on_gpu(x, weights.values, weights.scale, bias, weights.block, x.dtype)
@@ -52,14 +72,16 @@ def check_groups_that_fit_no_tile() -> None:
     assert found is None
 
 
-@pytest.mark.parametrize("check", [check_every_scheme, check_many_rows, check_groups_that_fit_no_tile])
+@pytest.mark.parametrize(
+    "check", [check_every_scheme, check_split_sums, check_many_rows, check_groups_that_fit_no_tile]
+)
 def test_the_interpreted_kernel_equals_float64(check: Any) -> None:
     interpreted(check)
 
 
 @pytest.mark.parametrize("num_rows", [1, pytest.param(64, marks=pytest.mark.slow), 128])
 @pytest.mark.parametrize("scheme", ["int8", "int4 in groups of 32", "e4m3 in blocks"])
-def test_it_compiles_for_hopper(scheme: str, num_rows: int) -> None:
+def test_it_compiles_for_hopper(scheme: str, num_rows: int, tmp_path: Path) -> None:
     """With tensor cores, and in the memory of a program."""
     weights = weights_only(4096, 512, torch.bfloat16)[scheme]
     layout = WeightLayout.of(weights.values, weights.scale, weights.block)
@@ -68,13 +90,19 @@ def test_it_compiles_for_hopper(scheme: str, num_rows: int) -> None:
     floats = torch.empty(0, dtype=torch.bfloat16)
     arguments = {
         "x": floats, "weight": weights.values, "scale": weights.scale, "bias": None, "out": floats,
-        "num_columns": 4096, "size": 4096, "num_groups": 128, "num_rows": num_rows,
+        "num_columns": 4096, "size": 4096, "length": 4096 // (2 if layout.is_packed else 1), "num_groups": 128,
+        "num_rows": num_rows, "num_tiles": 8,
         "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k, "STAGES": tiles.num_stages,
         "PACKED": 2 if layout.is_packed else 1, "GROUP": layout.group, "GROUPS": layout.groups_in(tiles.block_k),
         "BLOCK_ROWS": layout.block_rows, "HAS_OFFSET": layout.has_offset, "OVERLAP": True,
     }  # fmt: skip
     options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
-    assert "mma" in compile_for_gpu(kernels.weights_only_kernel, arguments, options)
+    compiled = compiled_for_gpu(kernels.weights_only_kernel, arguments, options)
+    assert "mma" in compiled.asm["ptx"]
+    assert stack_bytes(compiled, tmp_path) == 0, "no register spills"
+    copied = re.findall(r"cp\.async\.c[ag]\.shared\.global.*?, 0x(\w+)", compiled.asm["ptx"])
+    assert "10" in copied, "inputs are copied by 16 bytes"
+    assert len(re.findall(r"ld\.global\S*\.b(8|16)", compiled.asm["ptx"])) <= 2, "in the loop nothing is read singly"
 
 
 def test_weights_become_floats_on_hopper() -> None:
