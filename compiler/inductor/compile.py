@@ -8,13 +8,15 @@ from typing import Any
 from torch import fx
 
 from piecegraph.compiler.common.fake_values import fake_mode_of
-from piecegraph.compiler.common.symbolic_sizes import without_assumptions
+from piecegraph.compiler.common.symbolic_sizes import shape_env_of, without_assumptions
 from piecegraph.compiler.inductor.written_inputs import with_outputs_apart
 from piecegraph.compiler.splitting.exact_strides import with_exact_strides
 from piecegraph.compiler.torch_compat.versions import (
     allow_unbacked_layouts,
     compare_sizes_of_views_for_all_values,
+    undecided_constants_are_kept,
     undecided_layouts_are_contiguous,
+    undecided_layouts_are_copied,
     without_fake_tensor_cache,
 )
 
@@ -44,7 +46,11 @@ def _compile(graph_module: fx.GraphModule, examples: Sequence[Any], options: Map
         allow_unbacked_layouts(),
         compare_sizes_of_views_for_all_values(),
         undecided_layouts_are_contiguous(),
+        undecided_layouts_are_copied(),
+        undecided_constants_are_kept(),
     ):
+        if (shape_env := shape_env_of(examples)) is not None:
+            shape_env.pending_fresh_unbacked_symbols.clear()  # of values computed before, which no graph makes
         return torch._inductor.standalone_compile(
             with_exact_strides(graph_module),
             list(examples),

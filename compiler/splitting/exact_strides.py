@@ -1,7 +1,9 @@
 """Make the strides of a piece's outputs part of what Inductor compiles.
 
 Inductor gives an output the strides of its graph, unless an unbacked size is in them: then it chooses a layout, and
-the next piece, or a split op, gets a tensor that it was not compiled for. Here such an output is written as a
+the next piece, or a split op, gets a tensor that it was not compiled for. If the unbacked size is only in the stride of
+a dim of size 1, the layout is right by itself, but for an output that is concatenated, too: it is computed in the
+memory of the whole. Here such an output is written as a
 one-dimensional tensor, whose layout is fixed, and read back as a view with the strides that were traced.
 
 Torch refuses a write into a view of such a view. So an output that the graph writes in place is fixed after the last
@@ -21,7 +23,9 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from piecegraph.compiler.common.symbolic_sizes import size_at
 from piecegraph.passes.matching.effects import is_pure, written_by
-from piecegraph.passes.matching.torch_ir import value_of
+from piecegraph.passes.matching.torch_ir import CAT, value_of
+
+_JOINS = CAT | {torch.stack, torch.hstack, torch.vstack, torch.dstack, torch.column_stack}
 
 _TRIED_SIZES = (2, 3, 101)
 """Values of every symbol at which layouts are compared: products of sizes that agree at all of them are equal."""
@@ -75,9 +79,11 @@ def _to_fix(graph: fx.Graph) -> tuple[_Fix, ...]:
     found: dict[int, _Fix] = {}
     for output in graph.output_node().all_input_nodes:
         value = value_of(output)
-        if not isinstance(value, torch.Tensor) or not has_unbacked_strides(value):
+        if not isinstance(value, torch.Tensor) or not free_unbacked_symbols(value.stride()):
             continue
         storage = _storage(value)
+        if not has_unbacked_strides(value) and not any(map(_is_joined, sharing[storage])):
+            continue
         base = sharing[storage][0]
         order = dims_by_stride(value_of(base)) if isinstance(value_of(base), torch.Tensor) else None
         if base.op in ("placeholder", "get_attr") or order is None or storage in found:
@@ -87,6 +93,11 @@ def _to_fix(graph: fx.Graph) -> tuple[_Fix, ...]:
         if views is not None:
             found[storage] = _Fix(base, order, after, views)
     return tuple(found.values())
+
+
+def _is_joined(node: fx.Node) -> bool:
+    """Return whether a tensor becomes a part of another one."""
+    return any(user.target in _JOINS for user in node.users)
 
 
 def _read_later(sharing: Sequence[fx.Node], after: fx.Node) -> tuple[fx.Node, ...] | None:

@@ -166,6 +166,65 @@ def compare_sizes_of_views_for_all_values() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def undecided_layouts_are_copied() -> Iterator[None]:
+    """Let Inductor lower `bmm` on a CPU where the layout of an operand depends on whether a size is 1.
+
+    Outside this block torch 2.13 to 2.15 raise `GuardOnDataDependentSymNode` there, asking whether the operand's layout
+    is one that the product takes without a copy. Contiguous operands are right for every size.
+    """
+    from torch._inductor import ir
+    from torch._inductor.lowering import lowerings
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    keys = [key for key in (torch.ops.aten.bmm, torch.ops.aten.bmm.default) if key in lowerings]
+    originals: dict[Any, Any] = {key: lowerings[key] for key in keys}
+
+    def lowering(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def bmm(left: Any, right: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return original(left, right, *args, **kwargs)
+            except GuardOnDataDependentSymNode:
+                contiguous = map(ir.ExternKernel.require_contiguous, (left, right))
+                return original(*contiguous, *args, **kwargs)
+
+        return bmm
+
+    with _patching:
+        lowerings.update({key: lowering(original) for key, original in originals.items()})
+        try:
+            yield
+        finally:
+            lowerings.update(originals)
+
+
+@contextlib.contextmanager
+def undecided_constants_are_kept() -> Iterator[None]:
+    """Let Inductor leave constants as they are where their layout depends on whether a size is 1.
+
+    Outside this block torch 2.13 to 2.15 raise `GuardOnDataDependentSymNode` there, asking whether a tensor of one
+    value that is folded is contiguous. What was folded before stays so: each node is replaced in one go.
+    """
+    from torch._inductor.fx_passes import joint_graph
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    original: Any = joint_graph.constant_fold_uniform_value
+
+    def fold(graph_module: Any) -> None:
+        try:
+            original(graph_module)
+        except GuardOnDataDependentSymNode:
+            graph_module.graph.lint()
+
+    with _patching:
+        setattr(joint_graph, "constant_fold_uniform_value", fold)  # noqa: B010
+        try:
+            yield
+        finally:
+            setattr(joint_graph, "constant_fold_uniform_value", original)  # noqa: B010
+
+
+@contextlib.contextmanager
 def _static_method_replaced(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
     original = getattr(owner, name)
     setattr(owner, name, staticmethod(function))

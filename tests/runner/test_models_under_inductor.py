@@ -11,8 +11,9 @@ from tests.runner.models_under_inductor import EQUAL, PAGE, compiled, page_of, p
 ROWS = page_rows(PAGE.read_text(encoding="utf-8"))
 NEEDED = 60
 """The fewest architectures whose tokens must be equal."""
-SAMPLE = ("bloom", "kimi_linear")
-"""Those compiled here: biased attention; linear and latent attention with experts."""
+SAMPLE = ("bloom", "kimi_linear", "llama4_text")
+"""Those compiled here: biased attention; linear and latent attention with experts; products of three dims, and
+constants, whose layouts depend on whether there is one token."""
 
 
 def test_enough_are_equal_and_the_page_is_as_it_is_written() -> None:

@@ -48,6 +48,38 @@ class Transposed(nn.Module):
         return x.t().cos() * 2
 
 
+class Experts(nn.Module):
+    """Every expert sees all rows, scaled by its score, as in Llama 4: products of three dims, the middle one dynamic.
+
+    The scores of one row are in memory beside each other in two ways if there is one row.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.gate, self.weight = nn.Linear(32, 4, bias=False), nn.Parameter(torch.randn(4, 32, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores = self.gate(x)
+        scaled = x.repeat(4, 1) * torch.sigmoid(scores).transpose(0, 1).reshape(-1, 1)
+        return torch.bmm(scaled.view(4, -1, 32), self.weight).sum(0)
+
+
+class Grouped(nn.Module):
+    """Rows are sorted by what they hold and split by how many there are of each, as in JetMoe."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(3, 32, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        group = (x[:, 0].abs() * 10).long() % 3
+        counts = torch.zeros(3, dtype=torch.long).scatter_add(0, group, torch.ones_like(group)).tolist()
+        parts = x[torch.argsort(group, stable=True)].split(counts, dim=0)
+        return torch.stack([(part @ weight).sum(0) for part, weight in zip(parts, self.weight, strict=True)])
+
+
 def rows(num_tokens: int) -> torch.Tensor:
     return torch.randn(num_tokens, 32, generator=torch.Generator().manual_seed(num_tokens))
 
@@ -57,9 +89,19 @@ def compiled(module: nn.Module, **options: Any) -> pg.CompiledModel:
     return pg.compile(module, config, dynamic_dims={"x": 0}, example_inputs=(rows(4),))
 
 
-@pytest.mark.parametrize("module", [NormOfHeads(), OneFrequency()], ids=["views", "strides"])
+@pytest.mark.parametrize(
+    "module",
+    [
+        NormOfHeads(),
+        OneFrequency(),
+        pytest.param(Experts(), marks=pytest.mark.slow),
+        pytest.param(Grouped(), marks=pytest.mark.slow),
+    ],
+    ids=["views", "strides", "experts", "groups"],
+)
 def test_numbers_are_the_modules_at_every_size(module: nn.Module) -> None:
-    """torch alone takes the view for one that is right for one token only, and asks which format the strides have."""
+    """torch alone takes the view for one that is right for one token only, and asks which format the strides have, and
+    which layout an operand."""
     with compiled(module) as model:
         for size in SIZES:
             torch.testing.assert_close(model(rows(size)), module(rows(size)))

@@ -62,16 +62,26 @@ class WrittenInPlace(nn.Module):
         return tripled + last.amax() + halves[1].amax(), doubled
 
 
+class Joined(nn.Module):
+    """A result that is concatenated, too, as in Zamba2: Inductor computes it in the memory of the whole."""
+
+    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        first = torch.ops.pgtoy.triple.default(hidden)[None]
+        second = first + hidden.cos()[None]
+        return torch.cat([second, first], dim=-1).tanh(), second
+
+
 Make = Callable[[Any], Any]
 
 CASES = [
     (Transposed(), "positions", lambda n: torch.arange(1.0, n + 1.0)),
     (OneHead(), "hidden", lambda n: torch.randn(n, 16, generator=torch.Generator().manual_seed(n))),
     (WrittenInPlace(), "hidden", lambda n: torch.randn(n, 16, generator=torch.Generator().manual_seed(n))),
+    (Joined(), "hidden", lambda n: torch.randn(n, 16, generator=torch.Generator().manual_seed(n))),
 ]
 
 
-@pytest.mark.parametrize(("module", "name", "example"), CASES, ids=["transposed", "one head", "written"])
+@pytest.mark.parametrize(("module", "name", "example"), CASES, ids=["transposed", "one head", "written", "joined"])
 def test_strides_with_unbacked_sizes_are_those_of_the_trace(
     module: nn.Module, name: str, example: Callable[[int], torch.Tensor]
 ) -> None:
