@@ -169,8 +169,8 @@ def compare_sizes_of_views_for_all_values() -> Iterator[None]:
 def undecided_layouts_are_copied() -> Iterator[None]:
     """Let Inductor lower `bmm` on a CPU where the layout of an operand depends on whether a size is 1.
 
-    Outside this block torch 2.13 to 2.15 raise `GuardOnDataDependentSymNode` there, asking whether the operand's layout
-    is one that the product takes without a copy. Contiguous operands are right for every size.
+    Outside this block torch 2.13 raises `GuardOnDataDependentSymNode` there, asking whether the operand's layout is one
+    that the product takes without a copy. Contiguous operands are right for every size.
     """
     from torch._inductor import ir
     from torch._inductor.lowering import lowerings
@@ -202,8 +202,8 @@ def undecided_layouts_are_copied() -> Iterator[None]:
 def undecided_constants_are_kept() -> Iterator[None]:
     """Let Inductor leave constants as they are where their layout depends on whether a size is 1.
 
-    Outside this block torch 2.13 to 2.15 raise `GuardOnDataDependentSymNode` there, asking whether a tensor of one
-    value that is folded is contiguous. What was folded before stays so: each node is replaced in one go.
+    Outside this block torch 2.13 raises `GuardOnDataDependentSymNode` there, asking whether a tensor of one value that
+    is folded is contiguous. What was folded before stays so: each node is replaced in one go.
     """
     from torch._inductor.fx_passes import joint_graph
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
