@@ -15,7 +15,9 @@ from piecegraph.runner.common.engine_config import EngineConfig
 from piecegraph.runner.common.model_source import ModelSource
 from piecegraph.runner.inspect.explanation import explain
 from piecegraph.runner.quantization import online
-from piecegraph.runner.quantization.experts import QuantisedExperts, gate_of
+from piecegraph.runner.quantization.experts import QuantisedExperts, cut_experts, gate_of, of_expert, weights_of
+from piecegraph.runner.quantization.methods.all_methods import METHODS
+from piecegraph.runner.quantization.methods.shard import Shard
 from piecegraph.runner.quantization.online import online_schemes
 from piecegraph.runner.quantization.quantise import quantise_model
 from piecegraph.tools.cache.entries.model_key import model_key
@@ -107,3 +109,24 @@ def test_a_module_keeps_what_its_class_reads() -> None:
         "gate_up_proj_packed", "gate_up_proj_scale", "down_proj_packed", "down_proj_scale",
     }  # fmt: skip
     assert module.gate_up_proj_packed.shape == (4, 192, 64) and module.gate_up_proj_scale.shape == (4, 192)
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4", "fp8"])
+def test_a_part_of_experts_stands_for_the_same_numbers(quantization: str) -> None:
+    """Two experts of four whole, then half of the rows of gate and of up of each, then half of the columns of down."""
+    model = mixture("mixtral")
+    quantise_model(model, quantization, online_schemes(quantization))
+    module: Any = model.get_submodule("model.layers.0.mlp.experts")
+    method = METHODS[module.scheme]
+    shards = (
+        ("gate_up_proj", Shard(dim=-3, full_size=4, parts=((2, 4, 2),))),
+        ("gate_up_proj", Shard(dim=-2, full_size=192, parts=((48, 96, 48), (144, 192, 48)))),
+        ("down_proj", Shard(dim=-1, full_size=96, parts=((48, 96, 48),))),
+    )
+    for short, shard in shards:
+        whole = weights_of(module, short)
+        floats = torch.stack([method.unpack(of_expert(whole, place)) for place in range(len(whole.values))])
+        cut_experts(module, short, shard)
+        part = weights_of(module, short)
+        found = torch.stack([method.unpack(of_expert(part, place)) for place in range(len(part.values))])
+        assert torch.equal(found, shard.of(floats)), (short, shard)

@@ -6,10 +6,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from piecegraph.errors import CheckpointError
+from piecegraph.runner.common.model_source import ModelSource
+from piecegraph.runner.models.config.load_config import load_config
+from piecegraph.runner.models.load import load_model
 from piecegraph.runner.quantization.checkpoints.all_formats import stored_checkpoint
 from piecegraph.runner.quantization.methods.linear_method import Scheme
+from piecegraph.runner.tensor_parallel.expert_ranks import ExpertRanks
 from tests.runner.quantization.checkpoints.test_stored import assert_tokens_are_those_of
 from tests.runner.quantization.checkpoints.written import Tensors, change_config, change_tensors
 from tests.runner.quantization.expert_models import MXFP4, write_mxfp4
@@ -77,3 +83,24 @@ def test_experts_that_the_config_leaves_alone_are_floats() -> None:
         for path in ("model.layers.0.mlp.experts.0.down_proj", "model.layers.1.mlp.experts.0.down_proj", "lm_head")
     ]
     assert schemes == [Scheme(method="mxfp4", group_size=32), None, None]
+
+
+def test_a_rank_reads_its_experts_alone(tmp_path: Path) -> None:
+    """Those of the second of two engines that share experts, with their biases."""
+    write_mxfp4(tmp_path)
+    source = ModelSource(model=str(tmp_path))
+    loaded = load_model(
+        source,
+        load_config(source),
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        experts=ExpertRanks(engine=1, num_engines=2),
+    )
+    held, stored = loaded.model.state_dict(), load_file(tmp_path / "model.safetensors")
+    for short in ("gate_up_proj", "down_proj"):
+        name = f"{EXPERTS}.{short}"
+        assert torch.equal(held[f"{name}_packed"], stored[f"{name}_blocks"][2:].flatten(2))
+        assert torch.equal(held[f"{name}_scale"], stored[f"{name}_scales"][2:])
+        assert torch.equal(held[f"{name}_bias"], stored[f"{name}_bias"][2:])
+    everything = sum(tensor.nbytes for tensor in stored.values())
+    assert loaded.bytes_read is not None and loaded.bytes_read < everything
