@@ -44,7 +44,7 @@ from piecegraph.runner.startup.drafts.draft import (
     compile_draft,
 )
 from piecegraph.runner.startup.drafts.head import compile_head
-from piecegraph.runner.startup.load_weights import load_weights, make_stand_in
+from piecegraph.runner.startup.load_weights import ModelToLoad
 from piecegraph.runner.startup.loaded import Loaded
 from piecegraph.runner.startup.make_runner import MadeRunner, make_runner
 from piecegraph.runner.startup.make_scheduler import engine_kind, make_scheduler, num_steps_ahead
@@ -101,9 +101,9 @@ def _load(
     config, head = with_head(config, hf_config)
     draft_source = check_draft(config, hf_config, tokenizer, dtype, device, max_model_len, max_num_tokens)
     stage = None if parallel is None else parallel.stage
-    of_model = (config, hf_config, dtype, device, max_model_len, stage, on_phase)
-    load = functools.cache(functools.partial(load_weights, *of_model, parallel=parallel))
-    stand_in, weights_first = make_stand_in(*of_model) if background is None else (None, "")
+    of_model = ModelToLoad(config, hf_config, dtype, device, max_model_len, stage, on_phase)
+    load = functools.cache(functools.partial(of_model.with_weights, parallel))
+    stand_in, weights_first = of_model.without_weights() if background is None else (None, "")
     embeds_size = _embeds_size(config, stand_in, load)
     args = (stand_in, load, config, max_model_len, max_num_tokens, on_phase, _all_layers(parallel))
     model = compile_model(*args, background=background)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,64 +22,57 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
-def make_stand_in(
-    config: EngineConfig,
-    hf_config: PretrainedConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-    max_model_len: int,
-    stage: Stage | None,
-    on_phase: OnPhase | None,
-) -> tuple[LoadedModel | None, str]:
-    """Return what `stand_in_for` returns, or no model where nothing is compiled while weights are loaded."""
-    if config.compile.compiler == "eager":
-        return None, ""
-    with timed_phase(on_phase, "model"):
-        return stand_in_for(
-            config.source,
-            hf_config,
-            dtype=dtype,
-            device=device,
-            max_model_len=max_model_len,
-            num_ranks=config.tensor_parallel_size,
-            stage=stage,
-            experts=expert_ranks(config),
-            quantization=config.quantization,
-            lora=lora_options(config),
+@dataclass(frozen=True, slots=True)
+class ModelToLoad:
+    """The model of an engine before it is loaded."""
+
+    config: EngineConfig
+    hf_config: PretrainedConfig
+    dtype: torch.dtype
+    device: torch.device
+    max_model_len: int
+    stage: Stage | None
+    on_phase: OnPhase | None
+
+    def without_weights(self) -> tuple[LoadedModel | None, str]:
+        """Return what `stand_in_for` returns, or no model where nothing is compiled while weights are loaded."""
+        if self.config.compile.compiler == "eager":
+            return None, ""
+        with timed_phase(self.on_phase, "model"):
+            return stand_in_for(
+                self.config.source,
+                self.hf_config,
+                dtype=self.dtype,
+                device=self.device,
+                max_model_len=self.max_model_len,
+                num_ranks=self.config.tensor_parallel_size,
+                stage=self.stage,
+                experts=expert_ranks(self.config),
+                quantization=self.config.quantization,
+                lora=lora_options(self.config),
+            )
+
+    def with_weights(self, parallel: Parallel | None) -> LoadedModel:
+        """Return the model with its weights, and report its notes as phases."""
+        rank = 0 if parallel is None else parallel.group.rank
+        engine = 0 if parallel is None or parallel.peers is None else parallel.peers.engine
+        loaded = load_model(
+            self.config.source,
+            self.hf_config,
+            dtype=self.dtype,
+            device=self.device,
+            seed=self.config.seed,
+            on_phase=self.on_phase,
+            rank=rank,
+            num_ranks=self.config.tensor_parallel_size,
+            stage=self.stage,
+            experts=expert_ranks(self.config, engine),
+            quantization=self.config.quantization,
+            lora=lora_options(self.config),
         )
-
-
-def load_weights(
-    config: EngineConfig,
-    hf_config: PretrainedConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-    max_model_len: int,
-    stage: Stage | None,
-    on_phase: OnPhase | None,
-    *,
-    parallel: Parallel | None,
-) -> LoadedModel:
-    """Return the model with its weights, and report its notes as phases."""
-    rank = 0 if parallel is None else parallel.group.rank
-    engine = 0 if parallel is None or parallel.peers is None else parallel.peers.engine
-    loaded = load_model(
-        config.source,
-        hf_config,
-        dtype=dtype,
-        device=device,
-        seed=config.seed,
-        on_phase=on_phase,
-        rank=rank,
-        num_ranks=config.tensor_parallel_size,
-        stage=stage,
-        experts=expert_ranks(config, engine),
-        quantization=config.quantization,
-        lora=lora_options(config),
-    )
-    rules = apply_layer_rules(loaded.model, max_model_len)
-    loaded = replace(loaded, notes=(*loaded.notes, *fix_longrope(loaded.model, max_model_len), *rules))
-    for note in loaded.notes:
-        if on_phase is not None:
-            on_phase(Phase(name="load", detail=note))
-    return loaded
+        rules = apply_layer_rules(loaded.model, self.max_model_len)
+        loaded = replace(loaded, notes=(*loaded.notes, *fix_longrope(loaded.model, self.max_model_len), *rules))
+        for note in loaded.notes:
+            if self.on_phase is not None:
+                self.on_phase(Phase(name="load", detail=note))
+        return loaded
