@@ -6,6 +6,8 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from piecegraph.errors import RequestError
 from piecegraph.runner.structured_output.params import StructuredOutputsParams, parsed
 from piecegraph.runner.structured_output.protocol import Bitmask
@@ -70,6 +72,7 @@ class LLGuidanceBackend:
                 f"structured_outputs are not available with this tokenizer: llguidance refuses it ({error})."
             ) from error
         self._kind = LLMatcher
+        self._num_words = -(-max(vocab_size, len(tokenizer)) // 32)  # of a mask
 
     def compile(self, params: StructuredOutputsParams) -> LLGuidanceMatcher:
         try:
@@ -81,7 +84,24 @@ class LLGuidanceBackend:
             raise RequestError(f"structured_outputs cannot be compiled: {type(error).__name__}: {text}") from error
         if matcher.is_error():
             raise RequestError(f"structured_outputs cannot be compiled: {_first_lines(matcher.get_error())}")
-        return LLGuidanceMatcher(matcher)
+        made = LLGuidanceMatcher(matcher)
+        error = self._try_first_token(made)
+        if error is not None and "lexer error" in error:  # a limit of the library's
+            raise RequestError(f"structured_outputs cannot be compiled: {_first_lines(error)}")
+        return made
+
+    def _try_first_token(self, matcher: LLGuidanceMatcher) -> str | None:
+        """Take one token that may come first, and return what is wrong.
+
+        A regex that explodes takes seconds until it reaches a limit, by its first mask: here, and not in a step.
+        """
+        mask = np.zeros((1, self._num_words), np.int32)
+        matcher.fill_bitmask(mask, 0)
+        words = mask.view(np.uint32)[0]
+        (places,) = words.nonzero()
+        if not len(places):
+            return None
+        return matcher.copy().accept([32 * int(places[0]) + int(words[places[0]]).bit_length() - 1])
 
     def _grammar(self, params: StructuredOutputsParams) -> str:
         if params.regex is not None:

@@ -112,3 +112,27 @@ def test_a_structural_tag_begins_json_in_free_text(backend: LLGuidanceBackend) -
 def test_what_cannot_be_compiled_is_refused(backend: LLGuidanceBackend, fields: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=message):
         backend.compile(StructuredOutputsParams(**fields))
+
+
+@pytest.mark.parametrize(
+    "fields", [{"regex": "\ud800"}, {"choice": ["\ud800"]}, {"regex": "(" * 5000 + "a" + ")" * 5000}]
+)
+def test_what_the_library_cannot_read_is_refused(backend: LLGuidanceBackend, fields: dict[str, Any]) -> None:
+    """Half of a surrogate pair, which is no text, and groups that are nested too deeply."""
+    with pytest.raises(RequestError, match="structured_outputs cannot be compiled"):
+        backend.compile(StructuredOutputsParams(**fields))
+
+
+def test_a_schema_that_is_nested_too_deeply_is_refused(backend: LLGuidanceBackend) -> None:
+    schema: dict[str, Any] = {}
+    for _ in range(2000):
+        schema = {"items": schema}
+    with pytest.raises(RequestError, match="nested too deeply"):
+        StructuredOutputsParams(json=schema)
+
+
+@pytest.mark.slow
+def test_a_regex_that_explodes_is_refused_where_it_is_compiled(backend: LLGuidanceBackend) -> None:
+    """No step meets it: its first mask, which reaches the library's limit after seconds, is asked for here."""
+    with pytest.raises(RequestError, match="too many expressions"):
+        backend.compile(StructuredOutputsParams(regex="x((a{100}){100}){100}"))
