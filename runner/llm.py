@@ -80,6 +80,7 @@ class LLM(GeneratingLLM, PoolingLLM):
         block_size: int | None = None,
         num_kv_blocks: int | None = None,
         kv_cache_dtype: str = "auto",
+        calculate_kv_scales: bool = False,
         kv_cache_memory_bytes: int | None = None,
         gpu_memory_utilization: float = 0.9,
         enable_prefix_caching: bool | None = True,

@@ -175,11 +175,16 @@ class SdpaImpl:
         query, key, value, out = call.query, call.key, call.value, call.out
         if call.rotary is not None:
             query, key = rotated(query, key, call.rotary)
+        scales, of_values = kv_cache.scales, None
+        if scales is not None:  # a head's factors are one of its query, and one of its result
+            groups = query.shape[1] // key.shape[1]
+            of_query, of_values = (each.repeat_interleave(groups)[:, None] for each in (scales.key, scales.value))
+            query = (query * of_query).to(query.dtype)
         if metadata.write_rows is not None:
             key, value = key[metadata.write_rows], value[metadata.write_rows]
-        _write(kv_cache.key, metadata.write_slots, key)
+        _write(kv_cache.key, metadata.write_slots, key, None if scales is None else scales.key)
         if not call.is_latent:
-            _write(kv_cache.value, metadata.write_slots, value)
+            _write(kv_cache.value, metadata.write_slots, value, None if scales is None else scales.value)
         for batched in metadata.calls:
             view = batched.key_views[call.reach]
             rows = query[batched.first_row : batched.last_row]
@@ -195,7 +200,8 @@ class SdpaImpl:
                 sinks=call.sinks,
                 bias=None if call.slopes is None else _bias(call, view),
             )
-            out[batched.first_row : batched.last_row].copy_(attended.transpose(1, 2).flatten(0, 1))
+            found = attended.transpose(1, 2).flatten(0, 1)
+            out[batched.first_row : batched.last_row].copy_(found if of_values is None else found * of_values)
         out[metadata.num_real_rows :].zero_()
 
     def prepare(self, call: AttentionCall, kv_cache: KVCache) -> str:
@@ -209,11 +215,13 @@ def _bias(call: AttentionCall, view: KeyView) -> torch.Tensor:
     return position_bias(call.slopes, call.slope_scale, view.positions).unsqueeze(2)
 
 
-def _write(cached: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> None:
+def _write(cached: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor, scale: torch.Tensor | None = None) -> None:
     """Write `rows` `[num_rows, heads, dim]` to `slots` of `cached` `[num_blocks, block_size, heads, dim]`.
 
-    A cache in e4m3 takes values beyond its range as its largest ones.
+    With a `scale` `[heads]`, rows are divided by it. A cache in e4m3 takes values beyond its range as its largest ones.
     """
+    if scale is not None:
+        rows = rows / scale[:, None]
     if cached.dtype is torch.float8_e4m3fn:
         rows = rows.clamp(-MAX_E4M3, MAX_E4M3).to(cached.dtype).view(torch.uint8)
         cached = cached.view(torch.uint8)

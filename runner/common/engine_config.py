@@ -109,6 +109,9 @@ class EngineConfig:
     num_kv_blocks: int | None = None
     kv_cache_dtype: str = "auto"
     """In what keys and values are kept, one of `KV_CACHE_DTYPES`: "auto" is the model's dtype."""
+    calculate_kv_scales: bool = False
+    """Whether the factors of keys and values in float8 are calibrated at the start, one for each head; False: they are
+    the checkpoint's, or 1."""
     kv_cache_memory_bytes: int | None = None
     gpu_memory_utilization: float = 0.9
     enable_prefix_caching: bool | None = True
@@ -411,6 +414,10 @@ class EngineConfig:
                 "machines, with as many ranks on each; change one of the two."
             )
 
+    def _drafts_by_head(self) -> bool:
+        """Return whether a head drafts, or the model's layers for multi-token prediction."""
+        return self.speculative is not None and self.speculative.method not in ("ngram", "draft_model")
+
     def _drafts_otherwise(self) -> bool:
         """Return whether tokens are drafted by a model or a head, which ranks do not run yet.
 
@@ -477,6 +484,16 @@ class EngineConfig:
         if self.kv_cache_dtype not in KV_CACHE_DTYPES:
             found = str(self.kv_cache_dtype)
             raise ConfigError(f"kv_cache_dtype={found!r} is not available here.{did_you_mean(found, KV_CACHE_DTYPES)}")
+        check_boolean("calculate_kv_scales", self.calculate_kv_scales)
+        if self.calculate_kv_scales and not self.keeps_fp8:
+            raise ConfigError(
+                "calculate_kv_scales=True is of keys and values in float8; give kv_cache_dtype='fp8', too, or leave it "
+                "out."
+            )
+        if self.calculate_kv_scales and self.num_ranks > 1:
+            raise ConfigError(
+                f"calculate_kv_scales=True is not yet available with {self.ranks_argument}; give one of the two."
+            )
         if self.quantization is not None:
             self.check_beside_quantised(f"quantization={self.quantization!r}")
 
@@ -504,9 +521,7 @@ class EngineConfig:
             )
         for is_given, what in (
             (self.shares_experts, f"enable_expert_parallel with data_parallel_size={self.data_parallel_size}"),
-            (self.speculative is not None, "speculative_config"),
-            (self.quantization is not None, f"quantization={self.quantization!r}"),
-            (self.compile.selfcheck, "selfcheck"),
+            (self._drafts_by_head(), "speculative_config with a method other than 'ngram' and 'draft_model'"),
             (self.runner == "pooling", "runner='pooling'"),
         ):
             if is_given:
@@ -515,7 +530,6 @@ class EngineConfig:
     def check_beside_quantised(self, quantised: str) -> None:
         """Raise `ConfigError` for an argument that cannot be given with quantised weights; `quantised` names these."""
         for is_given, what in (
-            (self.enable_lora, "enable_lora"),
             (self.speculative is not None, "speculative_config"),
             (self.enable_prompt_embeds, "enable_prompt_embeds"),
             (self.runner == "pooling", "runner='pooling'"),

@@ -388,7 +388,7 @@ DIFFERENT_ARGUMENTS: Mapping[str, str] = {
     "generation_config": "`auto` or `vllm`, not a folder",
     "gpu_memory_utilization": "the default is 0.9",
     "hf_overrides": "a dictionary, not a callable",
-    "kv_cache_dtype": "`auto`, `fp8` or `fp8_e4m3`, without scales; with triton or sdpa",
+    "kv_cache_dtype": "`auto`, `fp8` or `fp8_e4m3`, with scales (`calculate_kv_scales`); with triton or sdpa",
     "load_format": "`auto`, `safetensors`, `gguf` or `dummy`",
     "lora_target_modules": "None is every linear layer and embedding, the output layer included",
     "max_cpu_loras": "None is max_loras; an adapter that has gone is read again",

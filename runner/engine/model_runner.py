@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -56,6 +56,9 @@ class ModelRunner:
     agree: Agree | None = None
     """The agreement by which engines that step together decide on each batch; None: this engine steps alone."""
 
+    calibrate: Callable[[], None] | None = None
+    """Calibrates the scales of cached keys and values again, for other weights; None: they are not calibrated."""
+
     def __init__(
         self,
         *,
@@ -83,6 +86,11 @@ class ModelRunner:
         self._last_plain_rows: Sequence[int] | None = None  # rows that need no sampler; their options cannot change
         self._last_decodes: Batch | None = None
         self._last_dispatched: tuple[Batch, CUDAGraphMode, int, bool, Dispatched] | None = None
+
+    @property
+    def adapted(self) -> AdaptedModules | None:
+        """The modules that adapters are written to; None: adapters are not enabled."""
+        return self._adapted
 
     @without_grad
     def execute_model(self, output: SchedulerOutput, *, at_most: CUDAGraphMode = CUDAGraphMode.FULL) -> None:

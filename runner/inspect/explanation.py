@@ -41,6 +41,7 @@ from piecegraph.runner.inspect.layer_view import LayerView, middle_layer
 from piecegraph.runner.inspect.linear_view import LinearRow, linear_rows
 from piecegraph.runner.inspect.untraceable import refused_by_module
 from piecegraph.runner.kv_cache.groups import fitting_block_size, kv_cache_layout
+from piecegraph.runner.kv_cache.scales import scales_note
 from piecegraph.runner.lora.modules import lora_options
 from piecegraph.runner.models.config.device import resolve_device
 from piecegraph.runner.models.config.dtype import resolve_dtype
@@ -175,7 +176,8 @@ def explain(config: EngineConfig, *, assume_gpu: bool = False, on_phase: OnPhase
     config, head = with_head(config, hf_config, needs_weights=False)
     about = _About(device=device, is_assumed=is_assumed, lens=lens, key=key, on_phase=on_phase)
     loaded, notes = _load(config, hf_config, dtype, device, max_model_len, on_phase)
-    notes = (*([str(head)] if head is not None else []), *notes, *sizes_note)
+    of_cache = scales_note(config, is_quantised=loaded.quantisation is not None)
+    notes = (*([str(head)] if head is not None else []), *notes, *sizes_note, *of_cache)
 
     def drafting(block_size: int) -> Explanation | None:
         if head is not None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def split_quantisation(config: PreTrainedConfig) -> tuple[StoredCheckpoint | None, PreTrainedConfig]:
-    """Return how the checkpoint is quantised, or None, and the config of the model without it."""
+    """Return how the weights of a checkpoint are quantised, or None, and the config of the model without it."""
     written = getattr(config, "quantization_config", None)
     if written is None:
         return None, config

@@ -22,6 +22,7 @@ from piecegraph.runner.cudagraphs.capture_sizes import check_capture_sizes
 from piecegraph.runner.cudagraphs.measured_times import why_not_measured
 from piecegraph.runner.engine.engine import Engine
 from piecegraph.runner.engine.model_runner import ModelRunner
+from piecegraph.runner.kv_cache.scales import scales_note
 from piecegraph.runner.late_start.fast_start import why_not_fast
 from piecegraph.runner.lora.modules import adaptable_paths, check_targets
 from piecegraph.runner.lora.store import AdapterStore
@@ -50,6 +51,7 @@ from piecegraph.runner.startup.make_runner import MadeRunner, make_runner
 from piecegraph.runner.startup.make_scheduler import engine_kind, make_scheduler, num_steps_ahead
 from piecegraph.runner.startup.rank_device import device_of
 from piecegraph.runner.startup.rank_runner import make_runner_of_rank
+from piecegraph.runner.startup.scaled_runner import make_scaled_runner
 from piecegraph.runner.state_layers.layer import library_notes
 from piecegraph.runner.step.prompt_embeds import embedding_size, embeds_forward
 from piecegraph.runner.tensor_parallel.parallel import Parallel
@@ -118,6 +120,7 @@ def _load(
     make: Callable[..., MadeRunner] = functools.partial(
         make_runner, model, draft, config, sampler, max_num_tokens, over_embeds, device, on_phase, background, loaded
     )
+    make = functools.partial(make_scaled_runner, loaded, model, config, sampler, make)
     if parallel is not None:
         make = functools.partial(make_runner_of_rank, parallel, loaded, model, config, make, on_phase)
     runner, num_blocks, start, mapped = make()
@@ -240,6 +243,7 @@ def _notes(
     """
     return (
         *loaded.notes,
+        *scales_note(config, is_quantised=loaded.quantisation is not None),
         *(f"attention_backend: {reason}" for reason in model.attention.reasons if model.attention.is_fallback),
         *(f"cudagraph_mode: {reason}" for reason in model.plan.resolved.reasons),
         *model.layout.notes,

@@ -51,7 +51,8 @@ def reload_weights(loaded: Loaded, weights: NewWeights | None, draft_weights: Ne
     """Replace the weights of an engine's model in place, and return how many tensors were written.
 
     `weights`: None reads the model's own source again, and that of a draft model. `draft_weights`: of the draft model,
-    which keeps its weights if only `weights` are given. The prefix cache is discarded. Raises `UsageError` while
+    which keeps its weights if only `weights` are given. The prefix cache is discarded, and scales of cached keys and
+    values that were calibrated are calibrated again. Raises `UsageError` while
     requests are unfinished, `ConfigError` if another model's config differs, and `CheckpointError` for a name that the
     model does not have or a tensor that does not fit; with mappings or files nothing has been written then.
     """
@@ -135,6 +136,8 @@ def _written(loaded: Loaded) -> Iterator[None]:
         yield
     finally:
         loaded.engine.scheduler.reset_prefix_cache()
+    if loaded.runner.calibrate is not None:
+        loaded.runner.calibrate()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

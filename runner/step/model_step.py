@@ -83,6 +83,10 @@ class ModelStep:
         if self.layout.page_bytes is not None:  # every layer has views of its own
             caches: Mapping[str, LayerCache] = {**self.kv_caches, **self.state_caches}
             tensors += [(f"cache of {name}", tensor) for name, cache in caches.items() for tensor in cache.tensors]
+        for name, cache in self.kv_caches.items():
+            if cache.scales is not None:
+                tensors += [(f"scales of keys of {name}", cache.scales.key)]
+                tensors += [(f"scales of values of {name}", cache.scales.value)]
         for name, recent in self.recent_states.items():
             tensors += [(f"last states of {name}", tensor) for tensor in recent]
         return [(name, value) for name, value in tensors if isinstance(value, torch.Tensor)]
@@ -111,8 +115,7 @@ class ModelStep:
         groups = metadata.groups
         if lora is None and descriptor is not None and descriptor.num_active_loras:
             assert self.slot_map is not None
-            num_tokens = descriptor.num_tokens
-            lora = self.slot_map.rows(num_tokens, descriptor.num_reqs or self.num_logits(num_tokens))
+            lora = self.slot_map.rows(descriptor.num_tokens, self._num_logits_of(descriptor))
         return ForwardContext(
             impl=self.impl,
             metadata=groups[0],
@@ -134,6 +137,10 @@ class ModelStep:
     def num_logits(self, num_tokens: int) -> int:
         """Return the rows of logits that a PIECEWISE bucket of `num_tokens` computes: the requests that it can hold."""
         return min(num_tokens, self.buffers.max_num_reqs)
+
+    def _num_logits_of(self, descriptor: BatchDescriptor) -> int:
+        """Return the rows of logits that a bucket computes."""
+        return descriptor.num_reqs or self.num_logits(descriptor.num_tokens)
 
     def run_uncaptured(
         self,
@@ -273,7 +280,13 @@ def _slot_map(config: EngineConfig, max_num_tokens: int, device: torch.device) -
     if not config.enable_lora:
         return None
     max_num_reqs = config.max_num_seqs
-    return SlotMap(max_num_tokens=max(max_num_tokens, max_num_reqs), max_num_reqs=max_num_reqs, device=device)
+    drafts = 0 if config.speculative is None else config.speculative.num_speculative_tokens
+    return SlotMap(
+        max_num_tokens=max(max_num_tokens, max_num_reqs),
+        max_num_reqs=max_num_reqs,
+        max_num_logits=max_num_reqs * (1 + drafts),
+        device=device,
+    )
 
 
 def _caches_of_one_block(

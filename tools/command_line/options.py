@@ -183,6 +183,12 @@ LLM_FLAGS = (
         default="auto",
         help="What keys and values are kept in: the model's dtype, or float8 (e4m3).",
     ),
+    Flag(
+        name="calculate_kv_scales",
+        switch=True,
+        default=False,
+        help="Calibrate the scales of float8 keys and values at the start.",
+    ),
     Flag(name="device", help="cpu, cuda or cuda:N. Without it: a GPU if there is one."),
     Flag(name="max_model_len", type=int, help="Longest prompt and answer together, in tokens."),
     Flag(name="compiler", type=click.Choice(["inductor", "eager"]), help="What compiles a piece; without it inductor."),

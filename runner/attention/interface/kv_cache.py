@@ -14,6 +14,30 @@ from piecegraph.runner.attention.interface.cache_spec import CachedLayer, CacheS
 
 
 @dataclass(frozen=True, slots=True)
+class KVScales:
+    """The scales of the numbers in a layer's cache, one for each KV head, in tensors that keep their addresses.
+
+    A key or value is divided by its scale before it is rounded to e4m3, and what is read is multiplied by it. Where
+    values are part of keys, both are one tensor.
+    """
+
+    key: torch.Tensor  # [num_kv_heads] float32, above 0
+    value: torch.Tensor  # the same
+
+    @classmethod
+    def ones(cls, spec: CacheSpec, device: torch.device) -> KVScales:
+        """Return the scales of a layer that keeps numbers as they are."""
+        made = [torch.ones(tensor.shape[0], dtype=torch.float32, device=device) for tensor in spec.tensors]
+        return cls(made[0], made[-1])
+
+    def copy_(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Write other scales, one or one for each KV head, in place."""
+        self.key.copy_(key.expand_as(self.key))
+        if self.value is not self.key:
+            self.value.copy_(value.expand_as(self.value))
+
+
+@dataclass(frozen=True, slots=True)
 class KVCache:
     """The cache of one layer. Token `t` of a block lies at `[block, t]`; its slot is block * block_size + t.
 
@@ -23,16 +47,17 @@ class KVCache:
 
     key: torch.Tensor  # [num_blocks, block_size, num_kv_heads, key_dim]
     value: torch.Tensor  # [num_blocks, block_size, num_kv_heads, value_dim]
+    scales: KVScales | None = None  # None: numbers are kept as they are
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """All tensors."""
+        """The tensors of keys and values."""
         return self.key, self.value
 
     def first_blocks(self, num_blocks: int, of: int) -> KVCache:
         """Return the first `num_blocks` of the `of` blocks that the tensors have; a block may be several pages."""
         key, value = (tensor[: num_blocks * (tensor.shape[0] // of)] for tensor in self.tensors)
-        return KVCache(key, value)
+        return KVCache(key, value, self.scales)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +109,7 @@ def allocate_kv_caches(
         made = [
             empty((num_blocks, block_size, *tensor.shape), dtype=tensor.dtype, device=device) for tensor in spec.tensors
         ]
-        caches |= dict.fromkeys(names, _of_tokens(spec, made))
+        caches |= {name: _of_tokens(spec, made) for name in names}
     return caches
 
 
@@ -129,11 +154,13 @@ def _in_pages(memory: torch.Tensor, spec: CacheSpec, block_size: int, kernel_blo
 
 def _of_tokens(spec: CacheSpec, tensors: Sequence[torch.Tensor]) -> KVCache:
     """Return the cache of a layer that keeps tokens."""
+    is_scaled = spec.tensors[0].dtype is torch.float8_e4m3fn
+    scales = KVScales.ones(spec, tensors[0].device) if is_scaled else None
     if spec.values_in_keys is not None:
         (key,) = tensors
-        return KVCache(key, key[..., : spec.values_in_keys])
+        return KVCache(key, key[..., : spec.values_in_keys], scales)
     key, value = tensors
-    return KVCache(key, value)
+    return KVCache(key, value, scales)
 
 
 def _num_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
@@ -167,4 +194,4 @@ def as_pages(caches: dict[str, KVCache], pages_per_block: int) -> Mapping[str, K
         num_blocks, block_size, *head = blocks.shape
         return blocks.view(num_blocks * pages_per_block, block_size // pages_per_block, *head)
 
-    return {name: KVCache(pages(cache.key), pages(cache.value)) for name, cache in caches.items()}
+    return {name: KVCache(pages(cache.key), pages(cache.value), cache.scales) for name, cache in caches.items()}

@@ -49,12 +49,18 @@ def _rotated(
 
 
 def write_kv(key: torch.Tensor, value: torch.Tensor, *, kv_cache: KVCache, slot_mapping: torch.Tensor) -> None:
-    """Write `key` and `value` `[num_tokens, num_kv_heads, dim]` to the slots that are not negative."""
+    """Write `key` and `value` `[num_tokens, num_kv_heads, dim]` to the slots that are not negative.
+
+    Each number is divided by the factor that the cache has for its head.
+    """
     block_size = kv_cache.key.shape[1]
     rows = (slot_mapping >= 0).nonzero().squeeze(1)
     slots = slot_mapping[rows]
-    for new, cached in ((key, kv_cache.key), (value, kv_cache.value)):  # of latents, the second is part of the first
-        numbers = new[rows]
+    scales = kv_cache.scales
+    of_key, of_value = (None, None) if scales is None else (scales.key, scales.value)
+    # Of latents, the second is part of the first.
+    for new, cached, scale in ((key, kv_cache.key, of_key), (value, kv_cache.value, of_value)):
+        numbers = new[rows] if scale is None else new[rows].float() / scale[:, None]
         if cached.dtype is torch.float8_e4m3fn:  # torch indexes no e4m3
             numbers = numbers.clamp(-MAX_E4M3, MAX_E4M3).to(cached.dtype).view(torch.uint8)
             cached = cached.view(torch.uint8)
@@ -88,6 +94,8 @@ def paged_attention(
         key_positions = torch.arange(first, seq_len, device=query.device)
         blocks = block_table[request].index_select(0, key_positions // block_size).long()
         key, value = (_taken(cached, blocks, key_positions % block_size) for cached in (kv_cache.key, kv_cache.value))
+        if (scales := kv_cache.scales) is not None:
+            key, value = key.float() * scales.key[:, None], value.float() * scales.value[:, None]
         visible = key_positions <= positions[:, None]
         if window:
             visible &= key_positions > positions[:, None] - window

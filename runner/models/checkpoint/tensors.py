@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from piecegraph.errors import CheckpointError
 from piecegraph.runner.common.model_source import ModelSource
+from piecegraph.runner.quantization.checkpoints.cache_scales import is_cache_scale
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -36,12 +37,14 @@ def without_other_parts(
 def check_tensors(source: ModelSource, info: Mapping[str, Any], config: PreTrainedConfig) -> None:
     """Raise `CheckpointError` unless the checkpoint has the tensors of the model with `config`, and no others.
 
-    Layers for multi-token prediction, which follow the model's, are no part of it.
+    Layers for multi-token prediction, which follow the model's, are no part of it, and neither are the scales of cached
+    keys and values, which `stored_scales` reads.
     """
     text = config.get_text_config(decoder=True)
     count = getattr(text, "num_mtp_layers", None) or getattr(text, "num_nextn_predict_layers", None) or 0
     of_prediction = tuple(f"layers.{text.num_hidden_layers + place}." for place in range(count))
-    unexpected = [name for name in info["unexpected_keys"] if not any(each in name for each in of_prediction)]
+    others = [name for name in info["unexpected_keys"] if not is_cache_scale(name)]
+    unexpected = [name for name in others if not any(each in name for each in of_prediction)]
     refuse_tensors(source, missing=info["missing_keys"], unexpected=unexpected, mismatched=info["mismatched_keys"])
 
 

@@ -11,6 +11,7 @@ from piecegraph.runner.common.model_source import ModelSource
 from piecegraph.runner.models.checkpoint.files import check_exists, check_generation_config, first_line, not_found
 from piecegraph.runner.models.common.quiet_transformers import quiet_transformers
 from piecegraph.runner.models.mechanisms.support import check_config, check_model_sizes
+from piecegraph.runner.quantization.checkpoints.all_formats import stored_checkpoint
 from piecegraph.runner.quantization.checkpoints.gguf_file import gguf_quantization
 
 if TYPE_CHECKING:
@@ -47,6 +48,9 @@ def load_config(source: ModelSource) -> PreTrainedConfig:
         config.quantization_config = gguf_quantization(Path(source.model))
     check_model_sizes(config)
     check_config(config, written)
+    quantised = getattr(config, "quantization_config", None)
+    if quantised is not None and stored_checkpoint(quantised) is None:
+        del config.quantization_config  # of cached keys and values alone
     return config
 
 

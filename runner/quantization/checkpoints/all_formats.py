@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from piecegraph.errors import UnsupportedModel
+from piecegraph.runner.quantization.checkpoints.cache_scales import check_cache_scheme
 from piecegraph.runner.quantization.checkpoints.compressed_tensors import CompressedTensors
 from piecegraph.runner.quantization.checkpoints.finegrained_fp8 import FineGrainedFp8
 from piecegraph.runner.quantization.checkpoints.gguf_blocks import GgufBlocks
@@ -19,14 +20,19 @@ _FORMATS: Mapping[str, Callable[[Mapping[str, Any]], StoredCheckpoint]] = {
 """The readers of a `quantization_config`, by its `quant_method`."""
 
 
-def stored_checkpoint(written: object) -> StoredCheckpoint:
-    """Return the format of a checkpoint by the `quantization_config` of its config.
+def stored_checkpoint(written: object) -> StoredCheckpoint | None:
+    """Return the format of a checkpoint by the `quantization_config` of its config; None: its weights are floats.
+
+    compressed-tensors writes such a config for scales of cached keys and values alone.
 
     Raises `UnsupportedModel`, which names what cannot be read and says what to do.
     """
     fields: Mapping[str, Any] = written if isinstance(written, Mapping) else written.to_dict()  # type: ignore[attr-defined]
     method = fields.get("quant_method")
     method = str(getattr(method, "value", method))
+    if method == CompressedTensors.quant_method and not fields.get("config_groups") and fields.get("kv_cache_scheme"):
+        check_cache_scheme(fields["kv_cache_scheme"])
+        return None
     if method in _FORMATS:
         return _FORMATS[method](fields)
     raise UnsupportedModel(

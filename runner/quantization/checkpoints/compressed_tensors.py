@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import torch
 
 from piecegraph.errors import CheckpointError, UnsupportedModel
+from piecegraph.runner.quantization.checkpoints.cache_scales import check_cache_scheme
 from piecegraph.runner.quantization.checkpoints.packed_integers import unpacked
 from piecegraph.runner.quantization.checkpoints.stored import Parts, check_scale, check_shape, part_of
 from piecegraph.runner.quantization.methods.all_methods import METHODS
@@ -52,13 +53,13 @@ class CompressedTensors:
         groups: Mapping[str, Mapping[str, Any]] = written.get("config_groups") or {}
         for name, found, is_readable in (
             ("format", written.get("format"), written.get("format") in FORMATS),
-            ("kv_cache_scheme", written.get("kv_cache_scheme"), not written.get("kv_cache_scheme")),
             ("sparsity_config", written.get("sparsity_config"), not written.get("sparsity_config")),
             ("transform_config", written.get("transform_config"), not written.get("transform_config")),
             ("config_groups", list(groups), len(groups) >= 1),
         ):
             if not is_readable:
                 raise _unsupported(name, found)
+        check_cache_scheme(written.get("kv_cache_scheme"))
         for group in groups.values():
             if group.get("output_activations"):
                 raise _unsupported("output_activations", group["output_activations"])

@@ -8,7 +8,7 @@ from itertools import takewhile
 
 import torch
 
-from piecegraph.runner.attention.interface.kv_cache import KVCache
+from piecegraph.runner.attention.interface.kv_cache import KVCache, KVScales
 from piecegraph.runner.attention.interface.layer import AttentionLayer
 from piecegraph.runner.attention.interface.metadata import PAD_SLOT_ID, AttentionMetadata, HostBatch
 from piecegraph.runner.attention.interface.op_call import AttentionCall
@@ -58,6 +58,7 @@ def make_case(
     block_size: int = 4,
     dtype: torch.dtype = torch.float32,
     is_e4m3: bool = False,  # the cache; keys and values are numbers that it holds
+    scales: tuple[list[float], list[float]] | None = None,  # of an e4m3 cache: factors of keys and values by KV head
     seed: int = 0,
 ) -> PagedCase:
     random = torch.Generator().manual_seed(seed)
@@ -83,6 +84,7 @@ def make_case(
     num_blocks = sum(blocks_each) + 3
     shuffled = torch.randperm(num_blocks, generator=random).tolist()
     block_table = torch.full((len(lens), max(blocks_each) + 1), num_blocks + 7)  # tails point outside the cache
+    factors = None if scales is None else KVScales(*map(torch.tensor, scales))
     cache = KVCache(
         torch.full((num_blocks, block_size, num_kv_heads, key_dim), float("nan"), dtype=dtype),
         torch.full((num_blocks, block_size, num_kv_heads, value_dim), float("nan"), dtype=dtype),
@@ -97,6 +99,8 @@ def make_case(
         key, value = normal(past + new, num_kv_heads, key_dim), normal(past + new, num_kv_heads, value_dim)
         if is_e4m3:
             key, value = (x.to(torch.float8_e4m3fn).to(dtype) for x in (key, value))
+        if factors is not None:
+            key, value = (key * factors.key[:, None]).to(dtype), (value * factors.value[:, None]).to(dtype)
         # Whole blocks before the window or the chunk of the first new token may be another's by now, and hold anything.
         first = max(0, past - window + 1) // block_size * block_size if window and is_passed_freed else 0
         if chunk_size:
@@ -110,7 +114,9 @@ def make_case(
         values.append(value[past:])
         expected.append(naive_attention(query, key, value, layer, sinks, slopes))
     if is_e4m3:
-        cache = KVCache(cache.key.to(torch.float8_e4m3fn), cache.value.to(torch.float8_e4m3fn))
+        of_key, of_value = (1.0, 1.0) if factors is None else (factors.key[:, None], factors.value[:, None])
+        kept = ((cache.key / of_key).to(torch.float8_e4m3fn), (cache.value / of_value).to(torch.float8_e4m3fn))
+        cache = KVCache(*kept, factors)
     slot_mapping += [PAD_SLOT_ID] * num_padded
     queries.append(normal(num_padded, num_q_heads, key_dim))
     keys.append(normal(num_padded, num_kv_heads, key_dim))
@@ -146,6 +152,14 @@ def make_case(
         slopes=slopes,
         expected=torch.cat(expected),
     )
+
+
+def by_value_factor(case: PagedCase, rows: torch.Tensor) -> torch.Tensor:
+    """Return results `[rows, num_q_heads, value_dim]` over the factors of the values of their heads, float64."""
+    if case.kv_cache.scales is None:
+        return rows.double()
+    groups = case.layer.num_q_heads // case.layer.num_kv_heads
+    return rows.double() / case.kv_cache.scales.value.repeat_interleave(groups)[:, None]
 
 
 def naive_attention(

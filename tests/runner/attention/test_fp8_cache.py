@@ -1,23 +1,33 @@
-"""`kv_cache_dtype="fp8"`: keys and values are those that e4m3 has, and the same memory has more tokens."""
+"""`kv_cache_dtype="fp8"`: keys and values are those that e4m3 has, with scales, and the same memory has more tokens."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface
+from safetensors.torch import load_file, save_file
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from piecegraph import SamplingParams
+from piecegraph import LLM, SamplingParams
+from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
 from piecegraph.errors import ConfigError
 from piecegraph.runner.attention.interface.layer import AttentionLayer
 from piecegraph.runner.attention.sdpa import _read, _write
 from piecegraph.runner.attention.triton.backend import layer_unsupported_reason
+from piecegraph.runner.common.engine_config import EngineConfig
+from piecegraph.runner.common.model_source import ModelSource
+from tests.runner.quantization.checkpoints.written import FORMATS, write_checkpoint
 from tests.runner.quantization.test_llm_quantised import largest_difference, load
 from tests.runner.tiny_models import make_model, save
+
+Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 def test_values_are_rounded_to_the_nearest_of_e4m3() -> None:
@@ -47,14 +57,18 @@ def test_the_same_memory_has_twice_the_tokens_of_bfloat16(llama: Path) -> None:
     assert num_blocks(**memory, kv_cache_dtype="fp8") == 2 * num_blocks(**memory)
 
 
-def rounding_attention() -> str:
-    """The name, in transformers, of attention over keys and values that are rounded to e4m3."""
+def rounding_attention(scales: Mapping[int, Pair] | None = None) -> str:
+    """The name, in transformers, of attention over keys and values that are rounded to e4m3.
 
-    def rounded(x: torch.Tensor) -> torch.Tensor:
-        return x.to(torch.float8_e4m3fn).to(x.dtype)
+    `scales`: by the number of a layer the scales of its keys and values, `[num_kv_heads]` or `[1]`; None: they are 1.
+    """
+
+    def rounded(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return (x / scale[:, None, None]).to(torch.float8_e4m3fn).to(x.dtype) * scale[:, None, None]
 
     def attend(module, query, key, value, mask, **options):  # type: ignore[no-untyped-def]
-        return sdpa_attention_forward(module, query, rounded(key), rounded(value), mask, **options)
+        of_key, of_value = (torch.ones(1), torch.ones(1)) if scales is None else scales[module.layer_idx]
+        return sdpa_attention_forward(module, query, rounded(key, of_key), rounded(value, of_value), mask, **options)
 
     AttentionInterface.register("rounded_keys_and_values", attend)
     AttentionMaskInterface.register("rounded_keys_and_values", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
@@ -115,6 +129,146 @@ def test_a_gpu_answers_from_graphs_as_a_cpu_does(llama: Path) -> None:
         attention_backend="triton",
     ) as llm:  # fmt: skip
         assert largest_difference(reference, llm) < 5e-2
+
+
+WIDE: Pair = torch.tensor([2000.0, 1e-3]), torch.tensor([3000.0, 5e-4])
+"""What heads of keys and of values are multiplied by in a checkpoint that computes what the tiny model does: those of
+the first are beyond the range of e4m3, those of the second so small that they would be zero."""
+
+
+ROUNDED = 1.5
+"""By how much log probabilities of the tiny model, whose weights are random, differ at most with keys and values of 8
+bits and fitting scales (0.8 was seen); with scales of 1 they differ by 6 where these do not fit."""
+
+
+def widened(model: PreTrainedModel, wide: Pair = WIDE) -> PreTrainedModel:
+    """Multiply the keys and values of heads, and divide what they are multiplied by, in place."""
+    of_key, of_value = wide
+    for layer in model.model.layers:
+        attention = layer.self_attn
+        groups = attention.q_proj.weight.shape[0] // attention.k_proj.weight.shape[0]
+        dim = attention.head_dim
+        for projection, scale in (
+            (attention.k_proj, of_key),
+            (attention.v_proj, of_value),
+            (attention.q_proj, 1 / of_key.repeat_interleave(groups)),
+        ):
+            projection.weight.data *= scale.repeat_interleave(dim)[:, None]
+        attention.o_proj.weight.data /= of_value.repeat_interleave(groups).repeat_interleave(dim)
+    return model
+
+
+def scales_of(llm: LLM) -> dict[int, Pair]:
+    """Return copies of the scales of an engine's caches by the number of the layer."""
+    found = {}
+    for number, cache in enumerate(llm.runner.step.kv_caches.values()):
+        assert cache.scales is not None
+        found[number] = cache.scales.key.clone(), cache.scales.value.clone()
+    return found
+
+
+def write_scales(folder: Path, numbers: Pair, **config: object) -> None:
+    """Add scales to a checkpoint, under compressed-tensors' names, and fields to its config."""
+    key, value = numbers
+    tensors = load_file(folder / "model.safetensors")
+    for number in range(2):
+        prefix = f"model.layers.{number}.self_attn"
+        tensors |= {f"{prefix}.k_scale": key.clone(), f"{prefix}.v_scale": value.clone()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    written = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(json.dumps({**written, **config}), encoding="utf-8")
+
+
+FP8: dict[str, Any] = {
+    "quantization": None, "dtype": "float32", "enforce_eager": True, "kv_cache_dtype": "fp8"
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(widened(make_model("llama")), tmp_path_factory.mktemp("wide"))
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "triton"])
+def test_a_calibration_makes_numbers_right_that_e4m3_does_not_have(wide: Path, backend: str) -> None:
+    """Those beyond its range and those below it; each start gives the same scales, and a note says so."""
+    with load(wide, **FP8, attention_backend=backend) as llm:
+        assert largest_difference(make_model("llama").float(), llm) > 2 * ROUNDED
+        assert any("kept in e4m3 without scales, because the checkpoint has none" in note for note in llm.notes)
+    found = []
+    for _ in range(2):
+        with load(wide, **FP8, attention_backend=backend, calculate_kv_scales=True) as llm:
+            found.append(scales_of(llm))
+            reference = widened(make_model("llama")).float()
+            reference.set_attn_implementation(rounding_attention(found[-1]))
+            assert largest_difference(reference, llm) < 5e-2
+            assert largest_difference(make_model("llama").float(), llm) < ROUNDED
+            assert any("calibrated at the start over 512 fixed tokens" in note for note in llm.notes)
+    for layer, pair in found[0].items():
+        for first, second in zip(pair, found[1][layer], strict=True):
+            assert torch.equal(first, second) and first[0] > 1e3 * first[1]
+
+
+KV_SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+KV_ONLY = {"quant_method": "compressed-tensors", "format": "dense", "config_groups": {}, "kv_cache_scheme": KV_SCHEME}
+
+
+@pytest.mark.parametrize("kind", ["per head", "per tensor"])
+def test_scales_of_the_checkpoint(kind: str, tmp_path: Path) -> None:
+    """In float32 of each head, or one for all; without kv_cache_dtype they change nothing, which a note says."""
+    wide = WIDE if kind == "per head" else (torch.full((2,), 2000.0), torch.full((2,), 3000.0))
+    scales = tuple(each / 16 if kind == "per head" else each[:1] / 16 for each in wide)
+    save(widened(make_model("llama"), wide), tmp_path)
+    write_scales(tmp_path, scales, quantization_config=KV_ONLY)  # type: ignore[arg-type]
+    with load(tmp_path, **FP8) as llm:
+        for found in scales_of(llm).values():
+            assert all(torch.equal(one, wanted.expand(2)) for one, wanted in zip(found, scales, strict=True))
+        reference = widened(make_model("llama"), wide).float()
+        reference.set_attn_implementation(rounding_attention(dict.fromkeys(range(2), scales)))
+        assert largest_difference(reference, llm) < 5e-2
+        assert any("kept in e4m3 with the checkpoint's scales" in note for note in llm.notes)
+    with load(tmp_path, **{**FP8, "kv_cache_dtype": "auto"}) as llm:
+        assert largest_difference(reference_of(wide), llm) < 1e-3
+
+
+def reference_of(wide: Pair) -> PreTrainedModel:
+    return widened(make_model("llama"), wide).float()
+
+
+def test_scales_of_a_quantised_checkpoint(tmp_path: Path) -> None:
+    """W4A16 with a kv_cache_scheme; without kv_cache_dtype, a note says that the scales are not used."""
+    config, write, inputs = FORMATS["W4A16"]
+    reference = write_checkpoint(tmp_path, {**config, "kv_cache_scheme": KV_SCHEME}, write, inputs)
+    scales: Pair = torch.tensor([0.02]), torch.tensor([0.03])
+    write_scales(tmp_path, scales)
+    reference.set_attn_implementation(rounding_attention(dict.fromkeys(range(2), scales)))
+    with load(tmp_path, **FP8) as llm:
+        assert largest_difference(reference, llm) < 5e-2
+    with load(tmp_path, **{**FP8, "kv_cache_dtype": "auto"}) as llm:
+        assert any("the checkpoint has scales of keys and values in e4m3, which are not used" in n for n in llm.notes)
+
+
+def test_graphs_hold_scales_that_change_in_place(wide: Path) -> None:
+    """Weights that are loaded again are calibrated again, with nothing captured anew."""
+    options = {**FP8, "graph_kind": "recorded", "attention_backend": "triton", "cudagraph_capture_sizes": [2, 4]}
+    options |= {"enforce_eager": False, "compiler": "eager", "calculate_kv_scales": True}
+    with load(wide, **options) as llm:
+        before = scales_of(llm)
+        assert largest_difference(make_model("llama").float(), llm) < ROUNDED
+        llm.reload_weights(widened(widened(make_model("llama")), (torch.full((2,), 64.0),) * 2).state_dict())
+        for number, pair in scales_of(llm).items():
+            for after, first in zip(pair, before[number], strict=True):
+                torch.testing.assert_close(after, 64 * first)
+        assert largest_difference(make_model("llama").float(), llm) < ROUNDED
+        assert llm.runner.counters.by_mode()[CUDAGraphMode.FULL] > 0
+
+
+def test_scales_need_a_cache_in_e4m3_and_one_rank() -> None:
+    source = ModelSource(model="x")
+    with pytest.raises(ConfigError, match="calculate_kv_scales=True is of keys and values in float8; give kv_cache"):
+        EngineConfig(source=source, calculate_kv_scales=True)
+    with pytest.raises(ConfigError, match="calculate_kv_scales=True is not yet available with tensor_parallel_size=2"):
+        EngineConfig(source=source, calculate_kv_scales=True, kv_cache_dtype="fp8", tensor_parallel_size=2)
 
 
 def test_other_dtypes_are_refused_by_name(llama: Path) -> None:

@@ -9,8 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from piecegraph.runner.attention.interface.backend import AttentionBackend
 from piecegraph.runner.attention.sdpa import KeyView, SdpaBackend, attend
-from tests.runner.attention.paged_case import PagedCase, make_case
+from piecegraph.runner.attention.triton.backend import TritonBackend
+from tests.runner.attention.paged_case import PagedCase, by_value_factor, make_case
 from tests.runner.attention.rotary_case import NORMS, check_rotated_cache, make_rotary_case
 
 BATCHES = {
@@ -45,8 +47,8 @@ KINDS: dict[str, dict[str, object]] = {
 }
 
 
-def run(case: PagedCase) -> torch.Tensor:
-    backend, device = SdpaBackend(), torch.device("cpu")
+def run(case: PagedCase, backend: AttentionBackend | None = None) -> torch.Tensor:
+    backend, device = backend or SdpaBackend(), torch.device("cpu")
     block_size = case.kv_cache.key.shape[1]
     builder = backend.metadata_builder([case.layer], block_size, device, max_num_reqs=8)
     call = case.call()
@@ -70,6 +72,17 @@ def test_many_queries_are_computed_in_blocks(lens: tuple[int, int], kind: str) -
     """Blocks of queries, the last one short, see the keys that they see in one call."""
     case = make_case(lens=[(9, 1), lens, (3, 1)], **KINDS[kind])  # type: ignore[arg-type]
     torch.testing.assert_close(run(case).double(), case.expected, atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["plain", "all at once"])
+@pytest.mark.parametrize("backend", [SdpaBackend(), TritonBackend()])
+def test_numbers_of_e4m3_have_the_factor_of_their_head(backend: AttentionBackend, kind: str) -> None:
+    """Values of the first head are beyond the range of e4m3; the other backend runs its kernels' reference."""
+    case = make_case(
+        lens=BATCHES["mixed"], is_e4m3=True, scales=([0.25, 3.0], [700.0, 0.125]), **KINDS[kind]  # type: ignore[arg-type]
+    )  # fmt: skip
+    found = by_value_factor(case, run(case, backend))
+    torch.testing.assert_close(found, by_value_factor(case, case.expected), atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("norm", NORMS)

@@ -41,10 +41,13 @@ REFUSED: list[tuple[dict[str, object], str]] = [
         {"enable_lora": True, "lora_target_modules": "q_proj"},
         "lora_target_modules='q_proj'; it must be a list of",
     ),
-    ({"enable_lora": True, "quantization": "int8"}, "is not yet available with"),
     (
         {"enable_lora": True, "enable_expert_parallel": True, "data_parallel_size": 2},
         "enable_expert_parallel with data_parallel_size=2 is not yet available with enable_lora=True",
+    ),
+    (
+        {"enable_lora": True, "speculative_config": {"method": "mtp", "num_speculative_tokens": 1}},
+        "a method other than 'ngram' and 'draft_model' is not yet available with enable_lora=True",
     ),
     ({"enable_chunked_prefill": False}, "enable_chunked_prefill=False is not available here: prompts are computed in"),
     ({"num_gpu_blocks_override": 8}, "num_gpu_blocks_override=8 is not available here: give num_kv_blocks."),

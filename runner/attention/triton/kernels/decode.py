@@ -22,7 +22,13 @@ from piecegraph.runner.attention.interface.op_call import AttentionCall
 from piecegraph.runner.attention.triton.kernels.launch import Grid, KernelCall
 from piecegraph.runner.attention.triton.kernels.long_requests import longest, num_parts, part_number, parts_before
 from piecegraph.runner.attention.triton.kernels.new_token import load_new_token
-from piecegraph.runner.attention.triton.kernels.paged import cache_rows, cache_strides, load_pages, log2_scores
+from piecegraph.runner.attention.triton.kernels.paged import (
+    cache_rows,
+    cache_strides,
+    load_pages,
+    log2_scores,
+    scale_tensors,
+)
 from piecegraph.runner.attention.triton.kernels.rotate import rotary_constants, rotary_tensors
 from piecegraph.runner.attention.triton.kernels.splits import add_splits
 from piecegraph.runner.attention.triton.kernels.workspace import SplitWorkspace
@@ -82,6 +88,7 @@ def decode_call(
         "sinks": call.sinks,
         "key_cache": kv_cache.key,
         "value_cache": kv_cache.value,
+        **scale_tensors(kv_cache),
         "block_table": block_table,
         "seq_lens": seq_lens,
         "slot_mapping": slot_mapping,
@@ -156,6 +163,8 @@ def decode_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     sinks,  # [NUM_Q_HEADS] or None
     key_cache,  # [num_blocks, BLOCK_SIZE, num_kv_heads, KEY_DIM], written at the new slots
     value_cache,  # [num_blocks, BLOCK_SIZE, num_kv_heads, VALUE_DIM], written at the new slots
+    key_scale,  # [num_kv_heads] float32, the factors of cached keys, or None
+    value_scale,  # the same of values
     block_table,  # [num_reqs, max_blocks] int32
     seq_lens,  # [num_reqs] int32
     slot_mapping,  # [num_reqs] int64
@@ -276,6 +285,8 @@ def decode_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     first = (first_tile + split) * BLOCK_N
     end = num_cached
 
+    if key_scale is not None:  # a factor of all keys of a head is one of its scores
+        scale = scale * tl.load(key_scale + kv_head)
     keys = key_cache + kv_head * KEY_HEAD_STRIDE + key_at
     values = value_cache + kv_head * VALUE_HEAD_STRIDE + value_at
     if HAS_WINDOW:
@@ -305,7 +316,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
             q, top, total, acc = load_new_token(
                 request, head_block % HEAD_BLOCKS == 0, split == 0, slot, kv_head, q_head, rows,
                 query, key, value, cos, sin, q_norm_weight, k_norm_weight, norm_eps, norm_offset,
-                cos_stride, sin_stride, sinks, key_cache, value_cache, scale, softcap,
+                cos_stride, sin_stride, sinks, key_cache, value_cache, key_scale, value_scale, scale, softcap,
                 query_token_stride, query_head_stride, key_token_stride, key_head_stride, value_token_stride,
                 value_head_stride, KEY_BLOCK_STRIDE, KEY_TOKEN_STRIDE, KEY_HEAD_STRIDE, VALUE_BLOCK_STRIDE,
                 VALUE_TOKEN_STRIDE, VALUE_HEAD_STRIDE, GROUP, KEY_DIM, VALUE_DIM, KEY_BLOCK, VALUE_BLOCK, BLOCK_SIZE,
@@ -322,6 +333,8 @@ def decode_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
         acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
         top = new_top
     result = acc / total[:, None]
+    if value_scale is not None:
+        result = result * tl.load(value_scale + kv_head)
 
     if num_active == 1:
         tl.store(

@@ -16,7 +16,7 @@ from piecegraph.passes.kernels.common.own_kernel import own_kernel
 from piecegraph.runner.attention.interface.kv_cache import KVCache
 from piecegraph.runner.attention.interface.rotary import Rotary
 from piecegraph.runner.attention.triton.kernels.launch import Grid, KernelCall
-from piecegraph.runner.attention.triton.kernels.paged import as_cached, cache_strides
+from piecegraph.runner.attention.triton.kernels.paged import as_cached, cache_strides, scale_tensors
 from piecegraph.runner.attention.triton.kernels.rotate import (
     load_and_rotate,
     load_tables,
@@ -91,6 +91,7 @@ def kv_write_call(
         **tensors,
         "key_cache": kv_cache.key,
         "value_cache": kv_cache.value,
+        **scale_tensors(kv_cache),
         "slot_mapping": slot_mapping,
         "first_row": first_row,
         "first_query": first_query,
@@ -140,6 +141,8 @@ def kv_write_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     sin_stride,
     key_cache,  # [num_blocks, BLOCK_SIZE, NUM_KV_HEADS, KEY_DIM], written
     value_cache,  # [num_blocks, BLOCK_SIZE, NUM_KV_HEADS, VALUE_DIM], written
+    key_scale,  # [NUM_KV_HEADS] float32, by which keys are divided, or None
+    value_scale,  # the same of values
     slot_mapping,  # [num_tokens] int64
     first_row,
     first_query,
@@ -207,14 +210,14 @@ def kv_write_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
                 new_keys = tl.load(from_heads + key_at, mask=mask)
             tl.store(
                 key_cache + head * KEY_HEAD_STRIDE + key_to + key_at,
-                as_cached(new_keys, key_cache.dtype.element_ty),
+                as_cached(new_keys, key_scale, head, key_cache.dtype.element_ty),
                 mask=mask,
             )
             source = value + head * value_head_stride + rows[:, None] * value_token_stride + value_at
             mask = is_real & (value_at < VALUE_DIM)
             to = value_cache + head * VALUE_HEAD_STRIDE + value_to + value_at
             new_values = tl.load(source, mask=mask)
-            tl.store(to, as_cached(new_values, value_cache.dtype.element_ty), mask=mask)
+            tl.store(to, as_cached(new_values, value_scale, head, value_cache.dtype.element_ty), mask=mask)
         elif ROTARY_DIM > 0:
             to_heads = query + (head - NUM_KV_HEADS) * query_head_stride + rows[:, None] * query_token_stride
             rotated = load_and_rotate(

@@ -34,7 +34,9 @@ def load_new_token(  # type: ignore[no-untyped-def]  # compiled by Triton
     sinks,
     key_cache,
     value_cache,
-    scale,
+    key_scale,
+    value_scale,
+    scale,  # of scores of cached keys
     softcap,
     query_token_stride,
     query_head_stride,
@@ -65,8 +67,8 @@ def load_new_token(  # type: ignore[no-untyped-def]  # compiled by Triton
 
     Returns query heads `[BLOCK_M, KEY_BLOCK]`, normed and rotated, and the state of an online softmax over the new key
     and the sink: top score `[BLOCK_M]` in units of log 2, sum of weights `[BLOCK_M]`, weighted values
-    `[BLOCK_M, VALUE_BLOCK]`, float32. The state of a request's other parts is empty. The writer of the first part
-    writes key and value to the cache.
+    `[BLOCK_M, VALUE_BLOCK]`, float32, of values as they are cached. The state of a request's other parts is empty. The
+    writer of the first part writes key and value to the cache.
     """
     is_row = rows < GROUP
     key_at = tl.arange(0, KEY_BLOCK)
@@ -78,7 +80,7 @@ def load_new_token(  # type: ignore[no-untyped-def]  # compiled by Triton
     new_value = tl.load(
         value + request * value_token_stride + kv_head * value_head_stride + value_at, mask=is_value, other=0.0
     )
-    new_value = as_cached(new_value, value_cache.dtype.element_ty)
+    new_value = as_cached(new_value, value_scale, kv_head, value_cache.dtype.element_ty)
     if JOINT:  # the new key is one more row of the tile, and is rotated together with the query heads
         is_key_row = rows == GROUP
         no_rows = tl.zeros([BLOCK_M, 1], tl.int32)
@@ -114,10 +116,11 @@ def load_new_token(  # type: ignore[no-untyped-def]  # compiled by Triton
                 KEY_DIM, KEY_BLOCK, ROTARY_DIM, HAS_NORM,
             )  # fmt: skip
             # Rounded as it will be read from the cache, so that now and later it is the same key.
-            new_key = as_cached(tl.reshape(new_key, [KEY_BLOCK]), key_cache.dtype.element_ty)
+            new_key = as_cached(tl.reshape(new_key, [KEY_BLOCK]), key_scale, kv_head, key_cache.dtype.element_ty)
         else:
             q = tl.load(query_heads[:, None] + key_at[None, :], mask=is_row[:, None] & is_key[None, :], other=0.0)
-            new_key = as_cached(tl.load(key_head + key_at, mask=is_key, other=0.0), key_cache.dtype.element_ty)
+            new_key = tl.load(key_head + key_at, mask=is_key, other=0.0)
+            new_key = as_cached(new_key, key_scale, kv_head, key_cache.dtype.element_ty)
         new_score = tl.sum(q.to(tl.float32) * new_key.to(tl.float32)[None, :], axis=1)
     new_score = log2_scores(new_score, scale, softcap, HAS_SOFTCAP)
     top = tl.where(is_first, new_score, float("-inf"))

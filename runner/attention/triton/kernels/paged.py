@@ -6,6 +6,7 @@ tile lies within one block (`ONE_PAGE`), one block number locates it; otherwise 
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
@@ -28,10 +29,24 @@ def cache_strides(kv_cache: KVCache) -> dict[str, int]:
     }
 
 
+def scale_tensors(kv_cache: KVCache) -> dict[str, torch.Tensor | None]:
+    """Return the arguments of a kernel for the factors of cached numbers, `[num_kv_heads]` float32 or None."""
+    scales = kv_cache.scales
+    return {
+        "key_scale": None if scales is None else scales.key,
+        "value_scale": None if scales is None else scales.value,
+    }
+
+
 @own_kernel
 @triton.jit
-def as_cached(x, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]  # compiled by Triton
-    """Return keys or values in the dtype of the cache. Values beyond the range of e4m3 become its largest ones."""
+def as_cached(x, scale, head, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]  # compiled by Triton
+    """Return keys or values of a KV head as its cache keeps them, divided by `scale[head]` unless `scale` is None.
+
+    Values beyond the range of e4m3 become its largest ones.
+    """
+    if scale is not None:
+        x = x.to(tl.float32) / tl.load(scale + head)
     if tl.float8e4nv == DTYPE:
         low = tl.maximum(x.to(tl.float32), -448.0, propagate_nan=tl.PropagateNan.ALL)
         x = tl.minimum(low, 448.0, propagate_nan=tl.PropagateNan.ALL)

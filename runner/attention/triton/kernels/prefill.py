@@ -19,7 +19,14 @@ from piecegraph.passes.kernels.common.own_kernel import own_kernel
 from piecegraph.runner.attention.interface.kv_cache import KVCache
 from piecegraph.runner.attention.interface.op_call import AttentionCall
 from piecegraph.runner.attention.triton.kernels.launch import Grid, KernelCall
-from piecegraph.runner.attention.triton.kernels.paged import LOG2E, cache_rows, cache_strides, load_pages, log2_scores
+from piecegraph.runner.attention.triton.kernels.paged import (
+    LOG2E,
+    cache_rows,
+    cache_strides,
+    load_pages,
+    log2_scores,
+    scale_tensors,
+)
 from piecegraph.runner.attention.triton.kernels.splits import add_splits
 from piecegraph.runner.attention.triton.kernels.workspace import SplitWorkspace
 from piecegraph.runner.attention.triton.layouts.head_shape import HeadShape
@@ -77,6 +84,7 @@ def prefill_call(
         "sinks": call.sinks,
         "key_cache": kv_cache.key,
         "value_cache": kv_cache.value,
+        **scale_tensors(kv_cache),
         "query_start_loc": query_start_loc,
         "seq_lens": seq_lens,
         "block_table": block_table,
@@ -127,6 +135,8 @@ def prefill_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     sinks,  # [NUM_Q_HEADS] or None
     key_cache,  # [num_blocks, BLOCK_SIZE, num_kv_heads, KEY_DIM]
     value_cache,  # [num_blocks, BLOCK_SIZE, num_kv_heads, VALUE_DIM]
+    key_scale,  # [num_kv_heads] float32, the factors of cached keys, or None
+    value_scale,  # the same of values
     query_start_loc,  # [num_reqs + 1] int32
     seq_lens,  # [num_reqs] int32
     block_table,  # [num_reqs, max_blocks] int32
@@ -209,6 +219,8 @@ def prefill_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     begin = 0
     first = 0
     blocks = block_table + request.to(tl.int64) * block_table_stride
+    if key_scale is not None:  # a factor of all keys of a head is one of its scores
+        scale = scale * tl.load(key_scale + kv_head)
     keys = key_cache + kv_head * KEY_HEAD_STRIDE + key_at
     values = value_cache + kv_head * VALUE_HEAD_STRIDE + value_at
     if HAS_WINDOW:
@@ -246,6 +258,8 @@ def prefill_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
         KEY_BLOCK_STRIDE, KEY_TOKEN_STRIDE, VALUE_BLOCK_STRIDE, VALUE_TOKEN_STRIDE, KEY_DIM, VALUE_DIM,
         KEY_BLOCK, VALUE_BLOCK, BLOCK_SIZE, BLOCK_N, True, HAS_WINDOW, HAS_SOFTCAP, PRECISION,
     )  # fmt: skip
+    if value_scale is not None:
+        acc = acc * tl.load(value_scale + kv_head)
     if num_active == 1:
         tl.store(
             out + ((out_rows * NUM_Q_HEADS + q_head) * VALUE_DIM)[:, None] + value_at[None, :],

@@ -8,15 +8,18 @@ from typing import Any
 import pytest
 import torch
 
-from piecegraph.runner.attention.interface.kv_cache import KVCache
+from piecegraph.runner.attention.interface.kv_cache import KVCache, KVScales
 from piecegraph.runner.attention.interface.op_call import AttentionCall
 from tests.compiled_for_gpu import asked_before_the_wait, compiled_for_gpu
 from tests.gpus import H200
 from tests.interpreter import interpreted_case
-from tests.runner.attention.paged_case import make_case
+from tests.runner.attention.paged_case import by_value_factor, make_case
 from tests.runner.attention.rotary_case import NORMS, make_rotary
 
 LENS = [(9, 1), (0, 1), (66, 1)]
+SCALES = ([0.25, 3.0], [700.0, 0.125])
+"""By KV head, of keys and of values: of the first head, values are beyond the range of e4m3."""
+
 LONG = [(40, 1), (0, 1), (90, 1), (130, 1), (3, 1)]
 
 
@@ -69,11 +72,14 @@ def check(
             num_reqs=batch.num_reqs, workspace=workspace, config=config,
         ).launch()  # fmt: skip
         assert not workspace.arrivals.any(), "the next launch finds the counts at zero"
-        torch.testing.assert_close(out[:num_rows].double(), case.expected, atol=tolerance, rtol=1e-3)
+        found, wanted = by_value_factor(case, out[:num_rows]), by_value_factor(case, case.expected)
+        torch.testing.assert_close(found, wanted, atol=tolerance, rtol=1e-3)
         assert out[num_rows:].isnan().all(), "padded rows are not written"
     slots = batch.slot_mapping[:num_rows]
-    for cached, new in ((case.kv_cache.key, key), (case.kv_cache.value, value)):
-        numbers = cached.to(new.dtype).flatten(0, 1)
+    scales = case.kv_cache.scales
+    of_key, of_value = (1.0, 1.0) if scales is None else (scales.key[:, None], scales.value[:, None])
+    for cached, new, factor in ((case.kv_cache.key, key, of_key), (case.kv_cache.value, value, of_value)):
+        numbers = (cached.float() * factor).to(new.dtype).flatten(0, 1)
         assert torch.equal(numbers[slots], new[:num_rows])
         num_written = int((~numbers.isnan()).any(-1).any(-1).sum())
         assert num_written == int(batch.seq_lens.sum()) or kind.get("is_passed_freed")
@@ -114,6 +120,8 @@ CASES = {
     "float16": partial(check, dtype=torch.float16, key_dim=24, value_dim=16),
     "e4m3": partial(check, is_e4m3=True, num_launches=2, window=40, has_sinks=True),
     "e4m3 beside float16": partial(check, is_e4m3=True, dtype=torch.float16, num_q_heads=6),
+    "e4m3 with factors": partial(check, is_e4m3=True, scales=SCALES, num_launches=2, window=40, has_sinks=True),
+    "e4m3 with factors, float16": partial(check, is_e4m3=True, scales=SCALES, dtype=torch.float16, softcap=2.0),
 }
 
 
@@ -125,7 +133,7 @@ def test_equals_naive_attention(name: str) -> None:
 GPU_SHAPES: list[tuple[Any, ...]] = [
     (1, 16, 8, 128, torch.bfloat16, {}),
     (8, 16, 8, 128, torch.bfloat16, {}),
-    (8, 32, 8, 128, torch.bfloat16, {"cached": torch.float8_e4m3fn}),
+    (8, 32, 8, 128, torch.bfloat16, {"cached": torch.float8_e4m3fn, "is_scaled": True}),
     (256, 16, 8, 128, torch.bfloat16, {}),
     (1, 16, 8, 128, torch.float32, {}),
     (1, 8, 4, 256, torch.bfloat16, {"window": 512, "softcap": 50.0}),
@@ -162,11 +170,12 @@ def test_it_compiles_for_a_gpu(
         shared_bytes=H200.shared_bytes, can_overlap=True,
     )  # fmt: skip
     partials = config.num_partials(num_reqs) * num_q_heads
-    of_layer = {name: option for name, option in options.items() if name != "cached"}
+    of_layer = {name: option for name, option in options.items() if name not in ("cached", "is_scaled")}
+    scales = KVScales(*torch.ones(2, num_kv_heads)) if "is_scaled" in options else None
     rotary = None if norm is None else make_rotary(num_reqs, dim, **NORMS[norm], dtype=dtype)
     call = decode_call(
         AttentionCall(query, key, value, query.clone(), scale=1.0, **of_layer, rotary=rotary),
-        KVCache(*torch.zeros(2, 4, 16, num_kv_heads, dim, dtype=options.get("cached") or dtype)),
+        KVCache(*torch.zeros(2, 4, 16, num_kv_heads, dim, dtype=options.get("cached") or dtype), scales),
         seq_lens=torch.zeros(num_reqs, dtype=torch.int32), block_table=torch.zeros(num_reqs, 99, dtype=torch.int32),
         slot_mapping=torch.zeros(num_reqs, dtype=torch.int64), num_reqs=num_reqs, config=config,
         workspace=SplitWorkspace.allocate(
@@ -174,4 +183,5 @@ def test_it_compiles_for_a_gpu(
         ),
     )  # fmt: skip
     compiled = compiled_for_gpu(call.kernel, call.arguments, call.options)
-    assert asked_before_the_wait(compiled) == (2 * (config.num_stages - 1), 0)  # keys and values
+    # Keys and values, and the scale of a head's keys, which no kernel of a step writes.
+    assert asked_before_the_wait(compiled) == (2 * (config.num_stages - 1), int("is_scaled" in options))

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from piecegraph.runner.attention.interface.kv_cache import KVCache
+from piecegraph.runner.attention.interface.kv_cache import KVCache, KVScales
 from piecegraph.runner.attention.triton.layouts.head_shape import HeadShape
 from piecegraph.runner.attention.triton.reference import write_kv
 from tests.compiled_for_gpu import compile_for_gpu
@@ -22,6 +22,7 @@ def check(
     block_size: int = 4,
     dtype: torch.dtype = torch.float32,
     cached: torch.dtype | None = None,
+    scales: tuple[list[float], list[float]] | None = None,
 ) -> None:
     """Bitwise like the reference: slots out of order, some of them padding, keys and values strided apart."""
     from piecegraph.runner.attention.triton.kernels.kv_write import kv_write_call
@@ -31,12 +32,17 @@ def check(
     if cached is not None:  # Triton's interpreter rounds carries wrongly, so these are numbers that the cache holds
         kv = kv.to(cached).to(dtype)
         kv[::7] = 1000.0  # beyond its range
+    factors = None if scales is None else KVScales(*map(torch.tensor, scales))
+    if factors is not None:
+        kv = torch.cat([kv[:, :, :24] * factors.key[:, None], kv[:, :, 24:] * factors.value[:, None]], dim=2).to(dtype)
     key, value = kv[:, :, :24], kv[:, :, 24:]
     slots = torch.randperm(12 * block_size, generator=random)[:37]
     slots = torch.cat([slots, torch.full((37 - slots.shape[0],), -1)])
     slots[::5] = -1
     caches = [KVCache(torch.zeros(12, block_size, 2, 24), torch.zeros(12, block_size, 2, 16)) for _ in range(2)]
-    written, expected = (KVCache(cache.key.to(cached or dtype), cache.value.to(cached or dtype)) for cache in caches)
+    written, expected = (
+        KVCache(cache.key.to(cached or dtype), cache.value.to(cached or dtype), factors) for cache in caches
+    )
     query = torch.randn(37, 4, 24, generator=random).to(dtype)
     untouched = query.clone()
     kv_write_call(
@@ -57,6 +63,7 @@ CASES = {
     "blocks of three": partial(check, block_size=3),
     "float16": partial(check, dtype=torch.float16, block_size=16),
     "e4m3": partial(check, cached=torch.float8_e4m3fn),
+    "e4m3 with factors": partial(check, cached=torch.float8_e4m3fn, scales=([0.25, 3.0], [700.0, 0.125])),
 }
 
 
@@ -73,7 +80,8 @@ def test_it_compiles_for_a_gpu(norm: str | None, cached: torch.dtype) -> None:
     from piecegraph.runner.attention.triton.kernels.kv_write import kv_write_call
 
     qkv = torch.zeros(256, 32, 128, dtype=torch.bfloat16)
-    cache = KVCache(*torch.zeros(2, 4, 16, 8, 128, dtype=cached))
+    scales = KVScales(*torch.ones(2, 8)) if cached is torch.float8_e4m3fn else None
+    cache = KVCache(*torch.zeros(2, 4, 16, 8, 128, dtype=cached), scales)
     rotary = None if norm is None else make_rotary(256, 128, **NORMS[norm], dtype=torch.bfloat16)
     call = kv_write_call(
         qkv[:, 16:24], qkv[:, 24:], kv_cache=cache, slot_mapping=torch.zeros(256, dtype=torch.int64), first_row=0,

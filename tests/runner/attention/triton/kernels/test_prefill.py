@@ -9,7 +9,10 @@ import torch
 
 from piecegraph.runner.attention.triton.reference import write_kv
 from tests.interpreter import interpreted_case
-from tests.runner.attention.paged_case import make_case
+from tests.runner.attention.paged_case import by_value_factor, make_case
+
+SCALES = ([0.25, 3.0], [700.0, 0.125])
+"""By KV head, of keys and of values: of the first head, values are beyond the range of e4m3."""
 
 LENS = [(9, 1), (0, 1), (0, 13), (37, 21)]
 
@@ -45,7 +48,8 @@ def check(*, block_m: int = 16, block_n: int = 16, first_req: int = 0, num_sms: 
     call.launch()
     assert not workspace.arrivals.any()
     tolerance = {torch.float32: 2e-5, torch.float16: 3e-3}[out.dtype]
-    torch.testing.assert_close(out[first_req:num_rows].double(), case.expected[first_req:], atol=tolerance, rtol=1e-3)
+    found, wanted = by_value_factor(case, out[first_req:num_rows]), by_value_factor(case, case.expected[first_req:])
+    torch.testing.assert_close(found, wanted, atol=tolerance, rtol=1e-3)
     assert out[:first_req].isnan().all()
     assert out[num_rows:].isnan().all()
 
@@ -93,6 +97,8 @@ CASES = {
     ),
     "e4m3": partial(check, is_e4m3=True, window=10),
     "e4m3 beside float16, split": partial(check, is_e4m3=True, dtype=torch.float16, num_sms=16),
+    "e4m3 with factors": partial(check, is_e4m3=True, scales=SCALES, window=10, softcap=2.0, has_sinks=True),
+    "e4m3 with factors, float16, split": partial(check, is_e4m3=True, scales=SCALES, dtype=torch.float16, num_sms=16),
     "many requests": partial(check, lens=[(0, 2)] * 3 + [(0, 0)] * 300 + [(0, 3)], num_q_heads=16, num_kv_heads=1),
 }
 

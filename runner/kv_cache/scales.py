@@ -1,0 +1,85 @@
+"""Where the scales of cached keys and values come from: the checkpoint, or a calibration; and what is said of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from piecegraph.errors import ConfigError, UnsupportedModel
+from piecegraph.runner.attention.interface.kv_cache import KVCache
+from piecegraph.runner.attention.interface.layer import AttentionLayer
+from piecegraph.runner.common.engine_config import EngineConfig
+from piecegraph.runner.kv_cache.calibration import NUM_TOKENS, calibrated_scales
+from piecegraph.runner.quantization.checkpoints.cache_scales import has_cache_scales, stored_scales
+
+Scales = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
+"""By a layer's name the scales of its keys and of its values, float32, one or one for each KV head."""
+
+
+def scales_note(config: EngineConfig, *, is_quantised: bool) -> tuple[str, ...]:
+    """Return the note that says which scales cached keys and values have, by the names in the model's files.
+
+    `is_quantised`: whether weights are; only then the files may have scales that are not used.
+    """
+    if config.calculate_kv_scales:
+        return (
+            "kv_cache_dtype: keys and values of each head are kept in e4m3 with scales of their own, calibrated at "
+            f"the start over {NUM_TOKENS} fixed tokens, or as many as max_model_len allows",
+        )
+    if not config.keeps_fp8 and not is_quantised:
+        return ()
+    is_stored = has_cache_scales(config.source.weight_files)
+    if config.keeps_fp8:
+        of = "with the checkpoint's scales" if is_stored else "without scales, because the checkpoint has none"
+        return (f"kv_cache_dtype: keys and values are kept in e4m3 {of}",)
+    if is_stored:
+        return (
+            "kv_cache_dtype: the checkpoint has scales of keys and values in e4m3, which are not used: they stay in "
+            "the model's dtype; kv_cache_dtype='fp8' takes half the memory",
+        )
+    return ()
+
+
+def cache_scales(
+    config: EngineConfig,
+    layers: Sequence[AttentionLayer],
+    forward: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object],
+    *,
+    has_states: bool,
+    vocab_size: int,
+    max_model_len: int,
+    device: torch.device,
+) -> Scales:
+    """Return the scales of an engine's caches; none if they keep other numbers, or keep them as they are.
+
+    `forward`: the model, for a calibration. `has_states`: whether it has layers with states. Raises `CheckpointError`
+    for bad scales, `UnsupportedModel` for a model that is not calibrated here, and `ConfigError` for scales by head
+    that would have to be divided among ranks.
+    """
+    if not config.keeps_fp8:
+        return {}
+    if config.calculate_kv_scales:
+        if has_states:
+            raise UnsupportedModel(
+                "calculate_kv_scales=True runs the model over one text without a cache, and it has layers with states; "
+                "leave calculate_kv_scales out."
+            )
+        sizes = {"vocab_size": vocab_size, "max_model_len": max_model_len}
+        return calibrated_scales(forward, layers, **sizes, device=device)
+    heads = {layer.name: layer.num_kv_heads * config.tensor_parallel_size for layer in layers}
+    found = stored_scales(config.source.weight_files, heads)
+    if config.tensor_parallel_size > 1 and any(each.numel() > 1 for pair in found.values() for each in pair):
+        raise ConfigError(
+            "the checkpoint has scales of cached keys and values for each head, which are not divided among ranks yet; "
+            f"leave tensor_parallel_size={config.tensor_parallel_size} or kv_cache_dtype out."
+        )
+    return found
+
+
+def write_scales(scales: Scales, caches: Mapping[str, KVCache]) -> None:
+    """Write scales into those of the caches, in place, so that graphs over them hold the new ones."""
+    for name, (key, value) in scales.items():
+        of_layer = caches[name].scales
+        assert of_layer is not None, f"{name} keeps keys and values as they are"
+        of_layer.copy_(key, value)
