@@ -530,6 +530,7 @@ class EngineConfig:
     def check_beside_quantised(self, quantised: str) -> None:
         """Raise `ConfigError` for an argument that cannot be given with quantised weights; `quantised` names these."""
         for is_given, what in (
+            (self.enable_lora and self.num_ranks > 1, f"enable_lora with {self.ranks_argument}"),
             (self.speculative is not None, "speculative_config"),
             (self.enable_prompt_embeds, "enable_prompt_embeds"),
             (self.runner == "pooling", "runner='pooling'"),

@@ -15,6 +15,7 @@ from piecegraph.runner.cudagraphs.dispatch_counters import DispatchCounters
 from piecegraph.runner.cudagraphs.dispatcher import Dispatched
 from piecegraph.runner.engine.engine import Engine
 from piecegraph.runner.engine.model_runner import ModelRunner
+from piecegraph.runner.inspect.trial_adapter import TRIAL_SLOT
 from piecegraph.runner.scheduling.scheduler_output import ScheduledRequest
 from piecegraph.runner.step.batch import Batch, host_batch
 
@@ -89,6 +90,11 @@ class _Replays:
         self._rows = [states.row(request_id) for request_id in batch.request_ids]
         self._saved = states.token_ids.clone(), states.num_computed_tokens.clone()
         self._num_computed = length - 1
+        slot_map = runner.step.slot_map
+        if slot_map is not None:  # that of `trial_adapter`, in graphs for batches with adapters
+            for row in self._rows:
+                slot_map.assign(row, TRIAL_SLOT)
+            slot_map.apply_writes()
         self._scheduled = [
             ScheduledRequest(request_id, 1, self._num_computed, False, 0) for request_id in batch.request_ids
         ]
@@ -119,7 +125,8 @@ class _Replays:
         step, num_tokens = self._runner.step, descriptor.num_tokens
         step.buffers.fill(self._rows, self._batch.query_lens)
         num_reqs = descriptor.num_reqs or step.num_logits(num_tokens)
-        step.prepare(num_tokens, num_reqs)
+        loras = descriptor.num_active_loras
+        step.prepare(num_tokens, num_reqs, num_active_loras=loras)
         hosts = None
         if self._needs_host_batch:
             hosts = [
@@ -135,4 +142,4 @@ class _Replays:
             num_decode_reqs=known_reqs if is_decode else 0,
             hosts=hosts,
         )
-        return step.run_uncaptured(step.metadata_builder.build(common), num_reqs)
+        return step.run_uncaptured(step.metadata_builder.build(common), num_reqs, num_active_loras=loras)

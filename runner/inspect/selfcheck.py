@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,6 +29,7 @@ from piecegraph.runner.attention.triton.reference import rotated
 from piecegraph.runner.engine.engine import Engine
 from piecegraph.runner.engine.model_runner import ModelRunner
 from piecegraph.runner.inspect.replay_check import ReplayCheck, check_replays
+from piecegraph.runner.inspect.trial_adapter import trial_adapter, trial_rows
 from piecegraph.runner.models.causal_lm import DYNAMIC_DIMS, CausalLMForward, example_inputs
 
 DEFAULT_SIZES = (1, 8)
@@ -132,7 +133,7 @@ def selfcheck(
     sizes = _sizes(runner, compiled)
     values: list[ValueCheck] = []
     unmatched: dict[str, None] = {}
-    with check.compiled("eager", ()) as traced:
+    with trial_adapter(runner.adapted), check.compiled("eager", ()) as traced:
         for number, size in enumerate(sizes):
             notify(Phase(name="selfcheck", done=number, total=len(sizes), detail=f"{size} tokens"))
             found = check.pieces(compiled, traced, size)
@@ -141,7 +142,8 @@ def selfcheck(
                 raise SelfcheckFailed(f"{_described(first)} {check.culprit(traced, first, compiled)}")
             values += found.values
             unmatched |= dict.fromkeys(found.unmatched)
-    replays = check_replays(engine, runner, max_model_len=max_model_len, needs_host_batch=needs_host_batch)
+    with trial_adapter(runner.adapted):
+        replays = check_replays(engine, runner, max_model_len=max_model_len, needs_host_batch=needs_host_batch)
     wrong = next((row for row in replays if not row.ok), None)
     if wrong is not None:
         raise SelfcheckFailed(
@@ -185,6 +187,8 @@ class _Check:
         self._model, self._device = model, runner.step.buffers.input_ids.device
         self._config = replace(config, selfcheck=False, expect={}, strict=False, dump_dir=None, compile_sizes=())
         self._num_logits = runner.step.num_logits
+        # On a GPU their ops are kernels, which have no float64 for a reference.
+        self._has_adapters = runner.adapted is not None and self._device.type == "cpu"
         self._vocab_size, self._sequence = vocab_size, sequence
 
     @contextmanager
@@ -205,7 +209,8 @@ class _Check:
     def pieces(self, compiled: CompiledModel, traced: CompiledModel, size: int) -> PieceCheckResult:
         sets = min(MOST_SETS, max(1, ROWS // size))
         inputs = [self._inputs(size, seed) for seed in range(sets)]
-        return check_pieces(compiled, traced, inputs, size, AttentionView(self._sequence))
+        with trial_rows(size, self._num_logits(size), self._device) if self._has_adapters else nullcontext():
+            return check_pieces(compiled, traced, inputs, size, AttentionView(self._sequence))
 
     def culprit(self, traced: CompiledModel, row: ValueCheck, compiled: CompiledModel) -> str:
         """Return a sentence that names the cause: the last pass without which the error does not occur.

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 from piecegraph.errors import CheckpointError, ConfigError, UnsupportedModel
-from piecegraph.runner.lora.modules import Adaptable, AdaptedModules
+from piecegraph.runner.lora.modules import Adaptable, AdaptedModules, rows_of_weight
 from piecegraph.runner.lora.peft_config import CONFIG_FILE, AdapterConfig, read_config
 from piecegraph.runner.lora.request import LoRARequest
+from piecegraph.runner.quantization.modules import QuantisedEmbedding, QuantisedLinear
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 
@@ -23,6 +24,9 @@ _BASE = ".base_layer.weight"
 
 _COMPARED_ROWS = 16
 """How many rows of a base weight in an adapter's file are compared with the model's."""
+
+_QUANTISED_DIFFERENCE = 0.2
+"""By how much a quantised weight may differ from one in floats, of the largest: 4 bits have steps of 0.07 to 0.14."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -149,12 +153,13 @@ def _check_base(folder: Path, path: str, tensor: torch.Tensor, module: Any, shap
         )
     if module is None:
         return
-    weight: torch.Tensor = module.weight
     if shape.shard is not None:
         tensor = shape.shard.of(tensor)
-    index = torch.linspace(0, len(weight) - 1, min(_COMPARED_ROWS, len(weight))).long()
-    theirs, ours = tensor[index].float(), weight[index.to(weight.device)].float().cpu()
-    if not torch.allclose(theirs, ours, rtol=2e-2, atol=1e-3):
+    index = torch.linspace(0, len(tensor) - 1, min(_COMPARED_ROWS, len(tensor))).long()
+    theirs, ours = tensor[index].float(), rows_of_weight(module, index)
+    is_quantised = isinstance(module, QuantisedLinear | QuantisedEmbedding)
+    most = _QUANTISED_DIFFERENCE * float(theirs.abs().max()) if is_quantised else 1e-3
+    if not torch.allclose(theirs, ours, rtol=2e-2, atol=most):
         raise CheckpointError(f"{folder}: the weight of {path} in it is not the model's; it is for another model.")
 
 

@@ -19,7 +19,10 @@ from torch import nn
 from piecegraph.errors import ConfigError, UnsupportedModel
 from piecegraph.passes.ops.lora import LOGITS, LORA_EXPAND, LORA_LOOKUP, LORA_SHRINK, TOKENS
 from piecegraph.runner.common.engine_config import EngineConfig
+from piecegraph.runner.quantization.methods.all_methods import METHODS
+from piecegraph.runner.quantization.methods.linear_method import PackedWeight
 from piecegraph.runner.quantization.methods.shard import Shard
+from piecegraph.runner.quantization.modules import QuantisedEmbedding, QuantisedLinear
 
 
 def _add(module: Any, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -56,9 +59,26 @@ class LoraEmbedding(nn.Embedding):
         return _add_looked_up(self, F.embedding(input, self.weight), input)
 
 
+class LoraQuantisedLinear(QuantisedLinear):
+    """A linear layer whose weight is quantised, with adapters in floats beside it."""
+
+    def product(self, x: torch.Tensor, bias: torch.Tensor | None, largest: torch.Tensor | None = None) -> torch.Tensor:
+        """Return `x @ weight.T + bias` and what adapters add to it; see `QuantisedLinear.product`."""
+        return _add(self, super().product(x, bias, largest), x)
+
+
+class LoraQuantisedEmbedding(QuantisedEmbedding):
+    """An embedding whose weight is quantised, with adapters in floats beside it."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002  torch's name
+        return _add_looked_up(self, super().forward(input), input)
+
+
 _CLASSES: dict[type[nn.Module], Any] = {
     nn.Linear: LoraLinear,
     nn.Embedding: LoraEmbedding,
+    QuantisedLinear: LoraQuantisedLinear,
+    QuantisedEmbedding: LoraQuantisedEmbedding,
 }
 """Our classes by those they replace. Subclasses may compute in ways of their own, and are not adapted."""
 
@@ -239,6 +259,20 @@ def check_targets(
         raise UnsupportedModel(f"{model_name} has no linear layer that an adapter can change.")
 
 
+def rows_of_weight(module: Any, index: torch.Tensor) -> torch.Tensor:
+    """Return rows of the weight of an adapted module, dequantised, `[len(index), size]` float32 on the CPU."""
+    if isinstance(module, QuantisedLinear | QuantisedEmbedding):
+        packed = PackedWeight(values=module.weight_packed, scale=module.weight_scale, block=module.block)
+        method = METHODS[module.scheme]
+        return (
+            method.unpack(packed).float().cpu()[index]
+            if isinstance(module, nn.Linear)
+            else (method.rows(packed, index.to(module.weight_packed.device)).float().cpu())
+        )
+    weight: torch.Tensor = module.weight
+    return weight[index.to(weight.device)].float().cpu()
+
+
 def _has_matrix(module: nn.Module) -> bool:
     """Return whether a module of a class that no adapter can change here has a weight that peft might change."""
     weight = module._parameters.get("weight")
@@ -260,9 +294,17 @@ def _plain_class(module: nn.Module) -> Any:
     return getattr(type(module), "plain_class", type(module))
 
 
+def _weight_shape(module: Any) -> tuple[int, int]:
+    """Return the shape of a module's weight, which may be stored in another one; on a rank, of its part."""
+    if isinstance(module, nn.Embedding):
+        return module.num_embeddings, module.embedding_dim
+    return module.out_features, module.in_features
+
+
 def _shape(module: Any, shard: Shard | None, *, is_output: bool) -> Adaptable:
     """Return the shape that a module's matrices have on all ranks together."""
-    rows, size = module.weight.shape if shard is None else shard.whole_shape(module.weight.shape)
+    local = _weight_shape(module)
+    rows, size = local if shard is None else shard.whole_shape(local)
     is_embedding = isinstance(module, nn.Embedding)
     return Adaptable(
         size=rows if is_embedding else size,
@@ -276,7 +318,7 @@ def _shape(module: Any, shard: Shard | None, *, is_output: bool) -> Adaptable:
 def _adapt(module: Any, shape: Adaptable, options: LoraOptions, dtype: torch.dtype, device: torch.device) -> None:
     num_slots, max_rank = options.num_slots, options.max_rank
     adapted, cut_class = _CLASSES[_plain_class(module)], type(module)
-    rows, size = module.weight.shape
+    rows, size = _weight_shape(module)
     if shape.is_embedding:
         of_a, num_columns = (rows, max_rank), size
     else:

@@ -14,10 +14,13 @@ NO_ADAPTER = -1
 class SlotMap:
     """The slot of each request's adapter, by the request's state row, and from it that of each row of a step."""
 
-    def __init__(self, *, max_num_tokens: int, max_num_reqs: int, device: torch.device) -> None:
+    def __init__(
+        self, *, max_num_tokens: int, max_num_reqs: int, device: torch.device, max_num_logits: int | None = None
+    ) -> None:
+        """Allocate the tensors. `max_num_logits`: the rows of logits of a step; None: one for each request."""
         self._of_request = StagedWriteTensor((max_num_reqs,), torch.int32, device)
         self._tokens = torch.full((max_num_tokens,), NO_ADAPTER, dtype=torch.int32, device=device)
-        self._logits = torch.full((max_num_reqs,), NO_ADAPTER, dtype=torch.int32, device=device)
+        self._logits = torch.full((max_num_logits or max_num_reqs,), NO_ADAPTER, dtype=torch.int32, device=device)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the tensors by name; their addresses never change."""
@@ -58,11 +61,16 @@ class SlotMap:
             idx_mapping, query_start_loc, self._of_request.gpu, self._tokens, self._logits, num_tokens, num_reqs
         )
 
+    def prepare_logits(self, logits_indices: torch.Tensor) -> None:
+        """Compute the slots of rows of logits from the token of each, `[num_logits]` int64, after `prepare`."""
+        num_logits = logits_indices.shape[0]
+        torch.index_select(self._tokens, 0, logits_indices, out=self._logits[:num_logits])
+
     def rows(self, num_tokens: int, logits_indices: torch.Tensor | int) -> LoraRows:
         """Return the slots of a step's rows.
 
-        `logits_indices`: the number of rows of logits if there is one for each request. Otherwise the token that each
-        row is computed from, `[num_logits]` int64.
+        `logits_indices`: the number of rows of logits if these are prepared, one for each request or by
+        `prepare_logits`. Otherwise the token that each row is computed from, `[num_logits]` int64.
         """
         tokens = self._tokens[:num_tokens]
         if isinstance(logits_indices, int):

@@ -169,5 +169,6 @@ class SpeculativeRunner(ModelRunner):
             query_lens=batch.query_lens,
             num_decode_reqs=batch.num_decode_reqs,
             num_draft_tokens=sum(num_drafts),
+            num_active_loras=self._num_active_loras(batch.request_ids),
             num_drafts=num_drafts,
         )

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
+from piecegraph.compiler.graphs.batch_descriptor import BatchDescriptor
 from piecegraph.runner.common.speculative_config import SpeculativeConfig
 from piecegraph.runner.sampling.gumbel_sample import gumbel_sample
 from piecegraph.runner.speculative.common.draft_source import DraftModel, DraftSource, PromptLookup
@@ -92,9 +93,8 @@ class SpeculativeStep(ModelStep):
 
     def prepare(self, num_tokens: int, num_reqs: int, *, num_active_loras: int = 0) -> None:
         """Derive the step's inputs from the states of the rows in `idx_mapping`, and its rows of logits."""
-        assert not num_active_loras, "refused with adapters"
         num_reqs = min(num_reqs, self.buffers.max_num_reqs)
-        ModelStep.prepare(self, num_tokens, num_reqs)
+        ModelStep.prepare(self, num_tokens, num_reqs, num_active_loras=num_active_loras)
         buffers, states = self.buffers, self.states
         lay_out_rows(
             self.speculation.rows,
@@ -105,6 +105,16 @@ class SpeculativeStep(ModelStep):
             num_computed_tokens=states.num_computed_tokens,
             num_proposed=self.speculation.num_proposed,
         )
+        if num_active_loras:
+            assert self.slot_map is not None
+            num_logits = min(num_tokens, num_reqs * (1 + self.max_drafts))
+            self.slot_map.prepare_logits(self.speculation.rows.logits_indices[:num_logits])
+
+    def _num_logits_of(self, descriptor: BatchDescriptor) -> int:
+        """Return the rows of logits that a bucket computes."""
+        if descriptor.num_reqs is None:
+            return self.num_logits(descriptor.num_tokens)
+        return min(descriptor.num_tokens, descriptor.num_reqs * (1 + self.max_drafts))
 
     def model_inputs(self, num_tokens: int, num_logits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the model's arguments, views of the fixed buffers."""
@@ -128,7 +138,7 @@ class SpeculativeStep(ModelStep):
     ) -> StepOutput:
         """Run a whole step, which is the content of a FULL graph; see `ModelStep.run_whole`."""
         num_reqs, num_tokens = idx_mapping.shape[0], input_ids.shape[0]
-        self.prepare(num_tokens, num_reqs)
+        self.prepare(num_tokens, num_reqs, num_active_loras=self._num_active_loras())
         num_logits = min(num_tokens, num_reqs * (1 + self.max_drafts))
         return self._draw(self.forward(*self.model_inputs(num_tokens, num_logits)), num_reqs)
 

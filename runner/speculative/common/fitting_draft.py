@@ -83,6 +83,8 @@ def fitting_draft(
         dtype=dtype,
         max_model_len=max_model_len,
         may_raise_block_size=False,
+        enable_lora=False,  # it drafts for all requests as it is
+        lora_target_modules=None,
         is_draft=True,
     )
     return FittingDraft(config=of_draft, hf_config=found)

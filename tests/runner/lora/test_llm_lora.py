@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,8 +15,9 @@ from transformers import PreTrainedModel
 from piecegraph import LLM, LoRARequest, SamplingParams
 from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
 from piecegraph.config import PASSES
-from piecegraph.errors import CheckpointError, RequestError, UsageError
+from piecegraph.errors import CheckpointError, RequestError, SelfcheckFailed, UsageError
 from piecegraph.passes.ops.lora import LoraRows
+from piecegraph.runner.cudagraphs.manager import CudaGraphManager
 from tests.runner.lora.adapters import write_adapter
 from tests.runner.margin_rule import assert_same_tokens
 from tests.runner.tiny_models import make_model, save
@@ -199,3 +201,40 @@ def test_adapters_that_are_not_enabled_are_refused(family: Family, llama_dir: Pa
             plain.generate("a", GREEDY, lora_request=family.requests[0])
         with pytest.raises(UsageError, match="adapters are not enabled"):
             plain.llm_engine.list_loras()
+
+
+def test_a_selfcheck_runs_what_adapters_add(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every second row has a random adapter, as have the requests whose replays are compared; then none is left."""
+    groups = LoraRows.groups
+    found: Counter[str] = Counter()
+
+    def counted(self: LoraRows, kind: str, num_rows: int) -> Any:
+        slots = groups(self, kind, num_rows)
+        found[kind] += bool(slots)
+        return slots
+
+    monkeypatch.setattr(LoraRows, "groups", counted)
+    with family.load(
+        max_loras=4, graph_kind="recorded", attention_backend="triton", cudagraph_capture_sizes=[2, 4],
+        compilation_config={"passes": PASSES, "selfcheck": True},
+    ) as llm:  # fmt: skip
+        assert llm.selfcheck is not None and len(llm.selfcheck.values) > 10
+        num_graphs = sum(len(graphs.descriptors) for graphs in llm.runner.graphs.graphs.values())
+        assert len(llm.selfcheck.replays) == num_graphs
+        assert found["tokens"] > 100 and found["logits"] > 10
+        mixed(family, llm)
+
+
+def test_a_selfcheck_sees_a_wrong_result_of_adapters(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay that leaves adapters out differs from the pieces at the same shape."""
+    replay = CudaGraphManager.replay_full
+
+    def without_adapters(self: CudaGraphManager, descriptor: Any) -> Any:
+        return replay(self, dataclasses.replace(descriptor, num_active_loras=0))
+
+    monkeypatch.setattr(CudaGraphManager, "replay_full", without_adapters)
+    with pytest.raises(SelfcheckFailed, match="the FULL graph of . tokens computes other logits than the pieces"):
+        family.load(
+            max_loras=2, graph_kind="recorded", attention_backend="triton", cudagraph_capture_sizes=[2],
+            compilation_config={"selfcheck": True},
+        )  # fmt: skip

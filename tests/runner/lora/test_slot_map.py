@@ -37,3 +37,15 @@ def test_what_is_staged_can_be_dropped() -> None:
     made.clear_staged()
     made.apply_writes()
     assert made.tensors()["adapters' slots"].tolist() == [-1, 3, 0, 0]
+
+
+def test_rows_of_drafts_have_the_slots_of_their_tokens_in_place() -> None:
+    made = SlotMap(max_num_tokens=8, max_num_reqs=3, max_num_logits=6, device=torch.device("cpu"))
+    made.assign(0, NO_ADAPTER)
+    made.assign(1, 2)
+    made.apply_writes()
+    made.prepare(torch.tensor([0, 1]), torch.tensor([0, 2, 5]), num_tokens=6, num_reqs=2)
+    address = made.tensors()["slots of logits"].data_ptr()
+    made.prepare_logits(torch.tensor([1, 2, 3, 4, 0]))
+    rows = made.rows(6, 5)
+    assert rows.logits.tolist() == [-1, 2, 2, 2, -1] and rows.logits.data_ptr() == address
