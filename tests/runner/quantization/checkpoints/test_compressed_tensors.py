@@ -97,7 +97,7 @@ OTHERS: list[tuple[dict[str, Any], str]] = [
     (written_config(type="float", strategy="group"), r"weights\.strategy='group' cannot"),
     (written_config(actorder="group"), r"weights\.actorder='group' cannot"),
     (written_config("nvfp4-pack-quantized"), "format='nvfp4-pack-quantized' cannot"),
-    ({**written_config(), "kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme="),
+    ({**written_config(), "kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme has type=None"),
     ({**written_config(), "config_groups": {}}, r"config_groups=\[\] cannot"),
 ]
 
