@@ -109,8 +109,7 @@ def _load(
     embeds_size = _embeds_size(config, stand_in, load)
     args = (stand_in, load, config, max_model_len, max_num_tokens, on_phase, _all_layers(parallel))
     model = compile_model(*args, background=background)
-    config = model.config
-    steps_ahead, loaded = num_steps_ahead(config, model, device), load()
+    config, steps_ahead, loaded = model.config, num_steps_ahead(model.config, model, device), load()
     model, draft = compile_draft(draft_source, model, max_num_tokens, on_phase)
     model, draft = compile_head(head, model, draft, loaded, (max_model_len, max_num_tokens), on_phase)
     loaded, store = _with_store(config, loaded, model.compiled, parallel)
