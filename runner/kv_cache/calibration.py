@@ -41,8 +41,10 @@ class _Measuring:
         if call.chunk_size:
             visible &= positions // call.chunk_size == positions[:, None] // call.chunk_size
         bias = None if call.slopes is None else position_bias(call.slopes, call.slope_scale, positions)
-        options = {"scale": call.scale, "softcap": call.softcap, "sinks": call.sinks, "bias": bias}
-        call.out.copy_(attend(query, key, value, visible, **options))
+        attended = attend(
+            query, key, value, visible, scale=call.scale, softcap=call.softcap, sinks=call.sinks, bias=bias
+        )
+        call.out.copy_(attended)
 
     def prepare(self, call: AttentionCall, kv_cache: KVCache) -> str:
         """Return why nothing is prepared."""

@@ -217,9 +217,10 @@ KV_ONLY = {"quant_method": "compressed-tensors", "format": "dense", "config_grou
 def test_scales_of_the_checkpoint(kind: str, tmp_path: Path) -> None:
     """In float32 of each head, or one for all; without kv_cache_dtype they change nothing, which a note says."""
     wide = WIDE if kind == "per head" else (torch.full((2,), 2000.0), torch.full((2,), 3000.0))
-    scales = tuple(each / 16 if kind == "per head" else each[:1] / 16 for each in wide)
+    of_key, of_value = (each / 16 if kind == "per head" else each[:1] / 16 for each in wide)
+    scales: Pair = of_key, of_value
     save(widened(make_model("llama"), wide), tmp_path)
-    write_scales(tmp_path, scales, quantization_config=KV_ONLY)  # type: ignore[arg-type]
+    write_scales(tmp_path, scales, quantization_config=KV_ONLY)
     with load(tmp_path, **FP8) as llm:
         for found in scales_of(llm).values():
             assert all(torch.equal(one, wanted.expand(2)) for one, wanted in zip(found, scales, strict=True))

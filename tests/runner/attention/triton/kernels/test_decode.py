@@ -172,10 +172,11 @@ def test_it_compiles_for_a_gpu(
     partials = config.num_partials(num_reqs) * num_q_heads
     of_layer = {name: option for name, option in options.items() if name not in ("cached", "is_scaled")}
     scales = KVScales(*torch.ones(2, num_kv_heads)) if "is_scaled" in options else None
+    keys, values = torch.zeros(2, 4, 16, num_kv_heads, dim, dtype=options.get("cached") or dtype)
     rotary = None if norm is None else make_rotary(num_reqs, dim, **NORMS[norm], dtype=dtype)
     call = decode_call(
         AttentionCall(query, key, value, query.clone(), scale=1.0, **of_layer, rotary=rotary),
-        KVCache(*torch.zeros(2, 4, 16, num_kv_heads, dim, dtype=options.get("cached") or dtype), scales),
+        KVCache(keys, values, scales),
         seq_lens=torch.zeros(num_reqs, dtype=torch.int32), block_table=torch.zeros(num_reqs, 99, dtype=torch.int32),
         slot_mapping=torch.zeros(num_reqs, dtype=torch.int64), num_reqs=num_reqs, config=config,
         workspace=SplitWorkspace.allocate(

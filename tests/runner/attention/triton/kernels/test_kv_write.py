@@ -81,7 +81,8 @@ def test_it_compiles_for_a_gpu(norm: str | None, cached: torch.dtype) -> None:
 
     qkv = torch.zeros(256, 32, 128, dtype=torch.bfloat16)
     scales = KVScales(*torch.ones(2, 8)) if cached is torch.float8_e4m3fn else None
-    cache = KVCache(*torch.zeros(2, 4, 16, 8, 128, dtype=cached), scales)
+    keys, values = torch.zeros(2, 4, 16, 8, 128, dtype=cached)
+    cache = KVCache(keys, values, scales)
     rotary = None if norm is None else make_rotary(256, 128, **NORMS[norm], dtype=torch.bfloat16)
     call = kv_write_call(
         qkv[:, 16:24], qkv[:, 24:], kv_cache=cache, slot_mapping=torch.zeros(256, dtype=torch.int64), first_row=0,
