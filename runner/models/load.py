@@ -15,6 +15,7 @@ from piecegraph.compiler.repeated_layers.find import name_layers
 from piecegraph.errors import UnsupportedModel
 from piecegraph.progress import OnPhase, Phase
 from piecegraph.runner.attention.interface.transformers_attention import register_attention
+from piecegraph.runner.attention.modules.replace import has_lifted_modules
 from piecegraph.runner.common.model_source import ModelSource
 from piecegraph.runner.lora.modules import AdaptedModules, LoraOptions, adapt_modules
 from piecegraph.runner.models.causal_lm import DYNAMIC_DIMS, CausalLMForward, example_inputs
@@ -80,8 +81,15 @@ class LoadedModel:
         return DYNAMIC_DIMS if self.stage is None else stage_dims(self.stage.stage)
 
     def example_inputs(self, device: torch.device) -> tuple[torch.Tensor, ...]:
-        """Return inputs to trace `forward_module` with; the trace does not depend on their sizes."""
+        """Return inputs to trace `forward_module` with; the trace does not depend on their sizes.
+
+        Those of a model with lifted modules are one token: where such a module asks whether there are several, the
+        trace refuses it, and not its first step of one token.
+        """
         example = example_inputs(device)
+        if has_lifted_modules(self.model):
+            tokens, positions, _ = example
+            example = tokens[:1], positions[:1], torch.zeros_like(positions[:1])
         return example if self.stage is None else stage_inputs(self.stage, self.dtype, example)
 
 

@@ -111,6 +111,11 @@ def has_own_attention(model: nn.Module) -> bool:
     return any(type(module).__module__.startswith(__package__) for module in model.modules())
 
 
+def has_lifted_modules(model: nn.Module) -> bool:
+    """Return whether the model's own code of a module runs with our attention."""
+    return any(type(module).__module__ == called.__name__ for module in model.modules())
+
+
 def _register_empty_mask() -> None:
     """Let transformers make masks of one element for models whose config says `WITH_EMPTY_MASK`. Idempotent."""
     from transformers import AttentionMaskInterface

@@ -50,6 +50,8 @@ class OwnAttention(nn.Module):
         elif self.call == "more keys":
             key, value = (torch.cat([each[:, :, :1], each], dim=2) for each in (key, value))
             out = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        elif self.call == "several":
+            out = F.scaled_dot_product_attention(query, key, value, is_causal=bool(x.shape[1] > 1), enable_gqa=True)
         elif self.call == "dropout":
             out = F.scaled_dot_product_attention(query, key, value, None, 0.1, is_causal=True, enable_gqa=True)
         else:
@@ -138,4 +140,11 @@ def test_a_causal_call_is_lifted(call: str, tmp_path: Path) -> None:
 def test_a_call_that_is_not_plain_is_refused_by_what_it_passes(call: str, met: str, tmp_path: Path) -> None:
     saved(call, tmp_path)
     with pytest.raises(UnsupportedModel, match=rf"layers\.0\.attention: {met}"):
+        load_hybrid(tmp_path)
+
+
+def test_a_module_that_asks_for_several_tokens_is_refused_when_it_is_loaded(tmp_path: Path) -> None:
+    """And not by its first step of one token."""
+    saved("several", tmp_path)
+    with pytest.raises(UnsupportedModel, match=r"layers\.0\.attention .*u0 > 1"):
         load_hybrid(tmp_path)
