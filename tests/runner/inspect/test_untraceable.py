@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,9 @@ def test_errors_of_other_code_stay_what_they_are() -> None:
     ],
 )
 def test_a_mechanism_that_is_missing_is_named(model_type: str, reason: str, tmp_path: Path) -> None:
-    folder = save_tiny(model_type, tiny_model(model_type), tmp_path)
+    model = tiny_model(model_type)
+    if "no causal mask" in reason and hasattr(sys.modules[type(model).__module__], "create_causal_mask"):
+        pytest.skip("from transformers 5.24 on this decoder gets a causal mask")
+    folder = save_tiny(model_type, model, tmp_path)
     with pytest.raises(UnsupportedModel, match=reason):
         explain(EngineConfig(source=ModelSource(model=str(folder)), device="cpu", max_model_len=48))
