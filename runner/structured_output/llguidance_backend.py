@@ -85,9 +85,9 @@ class LLGuidanceBackend:
         if matcher.is_error():
             raise RequestError(f"structured_outputs cannot be compiled: {_first_lines(matcher.get_error())}")
         made = LLGuidanceMatcher(matcher)
-        error = self._try_first_token(made)
-        if error is not None and "lexer error" in error:  # a limit of the library's
-            raise RequestError(f"structured_outputs cannot be compiled: {_first_lines(error)}")
+        reason = self._try_first_token(made)
+        if reason is not None and "lexer error" in reason:  # a limit of the library's
+            raise RequestError(f"structured_outputs cannot be compiled: {_first_lines(reason)}")
         return made
 
     def _try_first_token(self, matcher: LLGuidanceMatcher) -> str | None:

@@ -189,7 +189,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(widened(make_model("llama")), tmp_path_factory.mktemp("wide"))
 
 
-@pytest.mark.parametrize("backend", ["sdpa", "triton"])
+@pytest.mark.parametrize("backend", ["sdpa", pytest.param("triton", marks=pytest.mark.slow)])
 def test_a_calibration_makes_numbers_right_that_e4m3_does_not_have(wide: Path, backend: str) -> None:
     """Those beyond its range and those below it; each start gives the same scales, and a note says so."""
     with load(wide, **FP8, attention_backend=backend) as llm:
@@ -213,7 +213,7 @@ KV_SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": 
 KV_ONLY = {"quant_method": "compressed-tensors", "format": "dense", "config_groups": {}, "kv_cache_scheme": KV_SCHEME}
 
 
-@pytest.mark.parametrize("kind", ["per head", "per tensor"])
+@pytest.mark.parametrize("kind", ["per head", pytest.param("per tensor", marks=pytest.mark.slow)])
 def test_scales_of_the_checkpoint(kind: str, tmp_path: Path) -> None:
     """In float32 of each head, or one for all; without kv_cache_dtype they change nothing, which a note says."""
     wide = WIDE if kind == "per head" else (torch.full((2,), 2000.0), torch.full((2,), 3000.0))

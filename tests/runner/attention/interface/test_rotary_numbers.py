@@ -180,7 +180,8 @@ def _attend(
 ) -> Tensors:
     """The keys that are in the cache after it, and what is attended."""
     num_blocks = batch.metadata.block_table.numel()
-    kv_cache = KVCache(*(each.new_full((num_blocks, BLOCK_SIZE, *each.shape[1:]), float("nan")) for each in cached))
+    keys, values = (each.new_full((num_blocks, BLOCK_SIZE, *each.shape[1:]), float("nan")) for each in cached)
+    kv_cache = KVCache(keys, values)
     for whole, past in zip((kv_cache.key, kv_cache.value), cached, strict=True):
         whole.flatten(0, 1)[batch.cached_slots] = past
     out = torch.empty_like(query)

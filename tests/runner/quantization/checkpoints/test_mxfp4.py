@@ -22,6 +22,7 @@ from tests.runner.quantization.expert_models import MXFP4, write_mxfp4
 from tests.runner.quantization.test_llm_quantised import largest_difference, load
 
 
+@pytest.mark.slow
 def test_answers_of_mxfp4_are_those_of_the_model_that_transformers_makes(tmp_path: Path) -> None:
     """Biases, gates between limits and sinks; experts stay in 4 bits, attention and the router in floats."""
     reference = write_mxfp4(tmp_path)
@@ -78,8 +79,10 @@ def test_groups_that_do_not_divide_are_refused(tmp_path: Path) -> None:
 
 def test_experts_that_the_config_leaves_alone_are_floats() -> None:
     config = {**MXFP4, "modules_to_not_convert": ["model.layers.1.mlp"]}
+    stored = stored_checkpoint(config)
+    assert stored is not None
     schemes = [
-        stored_checkpoint(config).scheme_of(path, "Linear")
+        stored.scheme_of(path, "Linear")
         for path in ("model.layers.0.mlp.experts.0.down_proj", "model.layers.1.mlp.experts.0.down_proj", "lm_head")
     ]
     assert schemes == [Scheme(method="mxfp4", group_size=32), None, None]
