@@ -71,6 +71,7 @@ def test_prompt_embeddings_know_their_positions(llama4: tuple[PreTrainedModel, P
         assert_same_tokens(model, prompt, output.outputs[0].token_ids)
 
 
+@pytest.mark.slow
 def test_explain_shows_chunks_and_what_they_need(llama4: tuple[PreTrainedModel, Path]) -> None:
     _, folder = llama4
     source = ModelSource(model=str(folder))

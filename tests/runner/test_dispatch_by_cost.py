@@ -103,6 +103,7 @@ def test_explain_shows_what_is_cheaper(llama_dir: Path) -> None:
     assert explain(arguments(llama_dir)).by_cost == ()
 
 
+@pytest.mark.slow
 def test_a_fast_start_measures_what_it_captures(llama_dir: Path) -> None:
     """Each graph after its capture, between two steps; the times are kept when the engine is closed."""
     with load(llama_dir, start="fast", measure_graphs=True) as llm:

@@ -200,6 +200,7 @@ def test_depth_adds_no_pieces(tmp_path: Path) -> None:
     assert counts[0] == counts[1] <= 3 + 2
 
 
+@pytest.mark.slow
 def test_the_last_states_alone_are_cached(qwen: tuple[PreTrainedModel, Path]) -> None:
     """Tokens are the same. A prompt is found again if the answer after it, of 3 blocks, left its last states."""
     model, folder = qwen

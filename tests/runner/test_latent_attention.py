@@ -105,6 +105,7 @@ def test_a_trace_can_be_kept(deepseek: tuple[PreTrainedModel, Path]) -> None:
     assert not traced.reads.not_comparable and is_shareable(traced)
 
 
+@pytest.mark.slow
 def test_kernels_that_keep_values_apart_are_refused(deepseek: tuple[PreTrainedModel, Path]) -> None:
     """On a GPU torch's attention runs; a backend that was asked for by name says why it cannot."""
     _, folder = deepseek

@@ -45,6 +45,7 @@ def _decoders(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
     return name, options
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_examples", [3, pytest.param(20, marks=pytest.mark.slow)])
 def test_random_decoder_on_a_ragged_batch(max_examples: int) -> None:
     """Any heads, depth, windows and soft caps; prompts in chunks of any size over blocks of any size."""

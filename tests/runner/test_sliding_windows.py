@@ -228,6 +228,7 @@ def test_a_preempted_request_comes_back_with_its_windows(gemma3: tuple[PreTraine
         assert_same_tokens(model, prompt, output.outputs[0].token_ids)
 
 
+@pytest.mark.slow
 def test_notes_and_explain_show_the_groups(gemma3: tuple[PreTrainedModel, Path]) -> None:
     _, folder = gemma3
     note = (

@@ -120,6 +120,7 @@ def test_every_tiny_shape_answers_like_transformers(name: str, tmp_path: Path) -
     check(drawn(name, "built"), tmp_path, is_built=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "num_heads", "num_kv_heads", "head_dim", "hidden_size"),
     [

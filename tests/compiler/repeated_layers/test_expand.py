@@ -67,6 +67,7 @@ def both(
         return repeated, trace(module, args, {}, dims)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family",
     [pytest.param(name, marks=() if name == "gpt-oss" else pytest.mark.slow) for name in [*FAMILIES, *UNLISTED]],

@@ -168,6 +168,7 @@ def test_buffers_of_one_memory_run_as_their_graph_and_say_so() -> None:
     assert any("one memory: " in piece.text for piece in model.unique_pieces)
 
 
+@pytest.mark.slow
 def test_inductor_pieces_of_programs_are_right() -> None:
     """The whole way, few compiles: a residual stream that is added to, a cache that is a buffer, views of both."""
     drawn = program(

@@ -139,6 +139,7 @@ SEARCHES = (
 """Uses of sets whose result is the same in every process: they stay in the cache."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "seeds", [pytest.param(("1", "1"), marks=pytest.mark.slow), ("1", "2")], ids=["same seed", "other seed"]
 )

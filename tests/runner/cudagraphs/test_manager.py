@@ -46,6 +46,7 @@ def test_equal_layers_are_warmed_up_by_one(num_layers: int, tmp_path: Path, monk
     assert later == [Counter({0: num_layers + 1})] * len(later)
 
 
+@pytest.mark.slow
 def test_sliding_and_full_layers_are_of_two_kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = make_config(
         "Gemma3TextConfig",

@@ -86,6 +86,7 @@ def drafting(config: EngineConfig, tmp_path_factory: pytest.TempPathFactory) -> 
     return replace(config, speculative=speculative)
 
 
+@pytest.mark.slow
 def test_decisions_about_drafts_are_those_of_llm(drafting: EngineConfig) -> None:
     """The graphs of verifications and of the draft's passes, its pieces, and the memory of its layers."""
     found = explain(drafting)

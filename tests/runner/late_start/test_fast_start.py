@@ -179,6 +179,7 @@ def test_what_cannot_start_fast_starts_full_with_a_note(folder: Path, expected: 
         assert answers(llm) == expected
 
 
+@pytest.mark.slow
 def test_eager_pieces_are_at_full_speed_once_graphs_are_captured(folder: Path, expected: list[list[int]]) -> None:
     """There is nothing to compile, and the first token need not wait for the captures."""
     with LLM(folder, start="fast", compiler="eager", **OPTIONS) as llm:

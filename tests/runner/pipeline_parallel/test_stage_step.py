@@ -86,6 +86,7 @@ def test_counts_of_padding_change_nothing() -> None:
     assert num_computed.tolist() == [5, 3, 9]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mixtral", pytest.param("qwen3-moe", marks=pytest.mark.slow)])
 def test_ranks_with_whole_experts_answer_as_transformers_does(name: str, tmp_path: Path) -> None:
     """Each of two ranks reads and holds two of four experts of each layer, and the start says what each has read."""

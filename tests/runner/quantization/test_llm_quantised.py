@@ -111,6 +111,7 @@ def test_weights_of_4_bits_have_an_order_of_their_own_for_bfloat16(dtype: torch.
         assert "11 linears are int4-tiles in groups of 32" in note
 
 
+@pytest.mark.slow
 def test_activations_are_bfloat16_unless_said_otherwise(llama: Path, tmp_path: Path) -> None:
     with load(llama, enforce_eager=True) as llm:
         assert llm.model_config.dtype is torch.bfloat16

@@ -28,10 +28,9 @@ MIXES: dict[str, dict[str, Any]] = {
 """How steps run: recorded graphs that read their plans from buffers, awaited or not; plans of the host."""
 RUNS = [
     ("qwen3.5", "graphs"),
-    ("jamba", "one slot"),
     *[
         pytest.param(name, mix, marks=pytest.mark.slow)
-        for name, mix in (("lfm2", "graphs"), ("jamba", "ahead"), ("bamba", "on the host"))
+        for name, mix in (("jamba", "one slot"), ("lfm2", "graphs"), ("jamba", "ahead"), ("bamba", "on the host"))
     ],
 ]
 

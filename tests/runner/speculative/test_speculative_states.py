@@ -86,7 +86,7 @@ slow = pytest.mark.slow
         pytest.param((1, MODES, GRAPHS, None), id="itself, graphs, ahead"),
         pytest.param((1, MODES, GRAPHS, HALF), id="half, graphs, ahead", marks=slow),
         pytest.param((0, MODES[2:], NO_GRAPHS, HALF), id="half, no graphs, in step", marks=slow),
-        pytest.param((1, MODES, GRAPHS, HEAD), id="head, graphs, ahead"),
+        pytest.param((1, MODES, GRAPHS, HEAD), id="head, graphs, ahead", marks=slow),
         pytest.param((0, MODES[2:], NO_GRAPHS, HEAD), id="head, no graphs, in step", marks=slow),
         pytest.param((1, MODES, GRAPHS, OWN_LAYER), id="mtp, graphs, ahead", marks=slow),
     ],

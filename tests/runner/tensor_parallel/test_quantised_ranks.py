@@ -45,6 +45,7 @@ def assert_ranks_answer_as_one(folder: Path, *layouts: dict[str, Any], **options
         assert max(shares) < {2: 0.6, 3: 0.6, 4: 0.4}[len(shares)], shares
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["int8", *(pytest.param(each, marks=pytest.mark.slow) for each in ("int4", "fp8"))])
 def test_weights_that_are_quantised_while_they_load(
     scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -32,6 +32,7 @@ def loaded(folder: Path, places: tuple[int, ...]) -> Any:
     return load_model(source, load_config(source), dtype=torch.float32, device=CPU).model
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_they_leave_without_a_second_run_and_most_layers_are_copies(tmp_path: Path) -> None:
     """The key of its plan differs; that the values are right, `test_head_step` shows."""

@@ -74,6 +74,7 @@ def test_batches_are_counted_before_padding() -> None:
     assert counters.shapes(is_decode=True) == {1: 1, 3: 2} and counters.shapes(is_decode=False) == {9: 1}
 
 
+@pytest.mark.slow
 def test_an_engine_counts_and_the_next_one_captures(
     llama_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

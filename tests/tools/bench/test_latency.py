@@ -54,6 +54,7 @@ def test_a_model_without_routes_reads_all_of_it(tmp_path: Path) -> None:
     assert size.params_a_token == size.matmul_params - size.logits_params
 
 
+@pytest.mark.slow
 def test_quantised_weights_are_read_in_the_bytes_they_are_stored_in(tmp_path: Path) -> None:
     config = llama_config(hidden_size=64, intermediate_size=128)
     folder = save(random_model(config), tmp_path)

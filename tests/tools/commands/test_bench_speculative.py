@@ -30,6 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_rows_stand_beside_each_other(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A model that drafts for itself gives all but the first of 12 tokens in 4 steps; each draws its drafts once."""
     head = save_eagle3(random_model(llama_config(vocab_size=261)), tmp_path)

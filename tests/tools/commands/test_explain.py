@@ -262,6 +262,7 @@ VALUES: dict[str, Any] = {
     "enable_lora": True,
     "enable_expert_parallel": False,  # True needs several ranks
     "kv_cache_dtype": "fp8",
+    "calculate_kv_scales": True,
     "nnodes": 1,  # more need as many ranks
     "node_rank": 0,
     "master_addr": "10.0.0.1",
@@ -279,7 +280,8 @@ def test_every_flag_of_run_means_something_here(flag: Any, tmp_path: Path) -> No
         config = engine_config("a/b", {flag.name: {"method": "ngram", "num_speculative_tokens": 8}})
         assert config.speculative is not None and config.speculative.num_speculative_tokens == 8
         return
-    config = engine_config("a/b", {flag.name: value})
+    needed = {"kv_cache_dtype": "fp8"} if flag.name == "calculate_kv_scales" else {}
+    config = engine_config("a/b", {flag.name: value, **needed})
     holders = {"load_format": config.source, "compiler": config.compile}
     found = getattr(holders.get(flag.name, config), flag.name)
     assert found == (FULL if flag.name == "cudagraph_mode" else value)

@@ -122,6 +122,7 @@ def test_the_kernel_equals_the_reference() -> None:
     interpreted(check_interpreted)
 
 
+@pytest.mark.slow
 def test_the_rounded_norm_equals_the_separate_kernels() -> None:
     interpreted(check_rounded_interpreted)
 

@@ -133,6 +133,7 @@ WINDOWS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", WINDOWS)
 def test_models_with_windows_draft_for_themselves(tmp_path: Path, kind: str) -> None:
     """Blocks before the window are freed, while the draft's keys stay."""

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.usefixtures("models_are_traced_once")
 REASON = "Inductor failed: NotImplementedError: no lowering"
 
 
+@pytest.mark.slow
 def test_explain_tells_which_pieces_run_eagerly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

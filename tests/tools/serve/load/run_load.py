@@ -33,6 +33,9 @@ WARM_UP = 1 / 4
 
 MIB = 2**20
 
+CACHE_BYTES = 512 * MIB
+"""The size of the KV cache: 11,000 tokens of the embedded model in float32, where all users together need a few thousand."""
+
 
 @dataclass(frozen=True, slots=True)
 class LoadResult:
@@ -101,7 +104,10 @@ def run_load(model: Path | None, cases: Sequence[object], folder: Path, *, users
     """Serve the model, None for the embedded one, have `users` stream for so long, and return what they saw."""
     file = folder / "cases.json"
     file.write_text(json.dumps(cases))
-    flags = ["--max-model-len", "512", "--max-num-seqs", str(min(users, 64)), "--max-num-queued-reqs", str(2 * users)]
+    num_seqs = min(users, 64)
+    flags = ["--max-model-len", "512", "--max-num-seqs", str(num_seqs), "--max-num-queued-reqs", str(2 * users)]
+    # The cache's memory is resident once it was written: so little of it that the warm-up writes all.
+    flags += ["--kv-cache-memory-bytes", str(CACHE_BYTES)]
     with running_server(model, *flags) as server:
         command = [sys.executable, "-m", "locust", "-f", str(Path(__file__).with_name("streams.py")), "--headless"]
         command += ["--host", server.url, "--users", str(users), "--spawn-rate", str(users), "--stop-timeout", "120"]
