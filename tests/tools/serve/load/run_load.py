@@ -34,7 +34,7 @@ WARM_UP = 1 / 4
 MIB = 2**20
 
 CACHE_BYTES = 512 * MIB
-"""The size of the KV cache: 11,000 tokens of the embedded model in float32, where all users together need a few thousand."""
+"""The size of the KV cache: 11,000 tokens of the embedded model in float32, more than all users need at once."""
 
 
 @dataclass(frozen=True, slots=True)
