@@ -19,6 +19,7 @@ from piecegraph.compiler.common.call_targets import qualified_name, resolve_func
 from piecegraph.compiler.common.fake_values import fake_tensor, fresh_fake_mode, propagate_fakes
 from piecegraph.compiler.common.symbolic_sizes import evaluate_size, make_symbols, shape_env_of, symbol_facts
 from piecegraph.compiler.torch_compat.fake_tensors import FakeTensorMode
+from piecegraph.compiler.torch_compat.versions import undecided_layouts_are_contiguous
 from piecegraph.passes.matching.torch_ir import value_of
 
 _KNOWN_NAMESPACES = frozenset({"aten", "prim", "prims", "higher_order", "inductor", "piecegraph"})
@@ -181,7 +182,8 @@ class _Reader:
         examples = tuple(self.example(value, fake_mode) for value in taken)
         for node, example in zip(placeholders, examples, strict=True):
             node.meta["example_value"] = example
-        propagate_fakes(graph_module, list(examples), fake_mode)
+        with undecided_layouts_are_contiguous():
+            propagate_fakes(graph_module, list(examples), fake_mode)
         return graph_module, examples
 
     def graph(self) -> fx.GraphModule:

@@ -10,6 +10,7 @@ import contextlib
 import os
 import secrets
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -85,7 +86,8 @@ class RayExecutor(MpExecutor):
             ray.init(logging_level="warning", log_to_driver=False)  # it shows logs on standard output
             self._has_started_ray = True
         numbers = list(range(1, self._num_ranks))
-        self._group = _placement_group(ray, len(numbers))
+        self._group = ray.util.placement_group([{"CPU": 1.0}] * len(numbers), strategy="PACK")  # `close` removes it
+        _wait_for_room(ray, self._group, len(numbers))
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         key, host = secrets.token_bytes(32), self._host()
@@ -155,16 +157,16 @@ def _import_ray() -> Any:
     return ray
 
 
-def _placement_group(ray: Any, num_ranks: int) -> Any:
-    group = ray.util.placement_group([{"CPU": 1.0}] * num_ranks, strategy="PACK")
-    if not group.wait(PLACE_S):  # `ready` would start a process of its own for a task
+def _wait_for_room(ray: Any, group: Any, num_ranks: int) -> None:
+    deadline = time.monotonic() + PLACE_S
+    while not group.wait(1):  # a second at a time, so that Ctrl-C ends it; `ready` would start a process for a task
+        if time.monotonic() < deadline:
+            continue
         has = ray.available_resources().get("CPU", 0.0)
-        ray.util.remove_placement_group(group)
         raise ConfigError(
             f"the Ray cluster has no room for {num_ranks} ranks of one CPU each besides this process ({has:g} CPUs are "
             f"free after {PLACE_S:g} s); add machines, or ask for fewer ranks."
         )
-    return group
 
 
 def _ordered_bundles(ray: Any, group: Any) -> Sequence[int]:

@@ -274,7 +274,7 @@ class EngineProcesses:
 
 def gpus_of_engine(config: EngineConfig, number: int) -> dict[str, str]:
     """Return the change of an engine's environment that shows it its GPUs alone: as many as it has ranks."""
-    if str(config.device) == "cpu":
+    if str(config.device).partition(":")[0] == "cpu":
         return {}
     return environment.gpus_of(number * config.num_ranks, config.num_ranks)
 

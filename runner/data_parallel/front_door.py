@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from random import Random
 from typing import TYPE_CHECKING, Any, NoReturn, cast
@@ -90,6 +92,7 @@ class FrontDoor(Engine):
             device=torch.device("cpu"),
         )
         self._processes = processes
+        self._in_use = threading.RLock()  # held by the thread inside a call that reads news
         self._routed: dict[str, _Routed] = {}
         self._stats = [each.stats for each in facts]
         self._num_tokens = [0] * len(facts)
@@ -148,7 +151,8 @@ class FrontDoor(Engine):
 
     def reset_prefix_cache(self) -> None:
         """Discard the cached prefixes of all engines; running requests continue."""
-        self._processes.ask(self._all, self._take_news, "reset_prefix_cache")
+        with self._alone():
+            self._processes.ask(self._all, self._take_news, "reset_prefix_cache")
 
     def add_request(
         self,
@@ -221,13 +225,15 @@ class FrontDoor(Engine):
     def step(self, outbox: Outbox | None = None) -> list[RequestOutput]:
         """Wait for news of any engine unless some have come, and return the outputs of `outbox` that have changed.
 
-        Outputs for other outboxes wait there. Raises `WorkerError` if an engine has failed.
+        Outputs for other outboxes wait there. Raises `WorkerError` if an engine has failed, and `UsageError` while
+        another thread reads news.
         """
-        if self._routed:
-            self._take_news()
-            while self._processes.has_news() and self._routed:
+        with self._alone():
+            if self._routed:
                 self._take_news()
-        return self.collect(outbox)
+                while self._processes.has_news() and self._routed:
+                    self._take_news()
+            return self.collect(outbox)
 
     def collect(self, outbox: Outbox | None = None) -> list[RequestOutput]:
         """Return the outputs that wait in `outbox`, without waiting for an engine."""
@@ -241,33 +247,48 @@ class FrontDoor(Engine):
         """
         if not isinstance(request_id, str):
             raise RequestError(f"request_id={request_id!r}; it must be a string, the id of one prompt.")
-        routed = self._routed.get(request_id)
-        if routed is None:
-            return None
-        (final,) = self._processes.ask((routed.engine,), self._take_news, "abort", request_id)
-        if request_id not in self._routed:  # it ended meanwhile, and its output waits in its outbox
-            return None
-        output: RequestOutput | None = None
-        if final is not None:
-            output = self._whole(routed, _LAST_MESSAGE, final)
-            if routed.outbox is not self._outbox:
-                self._deliver(routed, _LAST_MESSAGE, output)
-        self._routed.pop(request_id, None)
-        return output
+        with self._alone():
+            routed = self._routed.get(request_id)
+            if routed is None:
+                return None
+            (final,) = self._processes.ask((routed.engine,), self._take_news, "abort", request_id)
+            if request_id not in self._routed:  # it ended meanwhile, and its output waits in its outbox
+                return None
+            output: RequestOutput | None = None
+            if final is not None:
+                output = self._whole(routed, _LAST_MESSAGE, final)
+                if routed.outbox is not self._outbox:
+                    self._deliver(routed, _LAST_MESSAGE, output)
+            self._routed.pop(request_id, None)
+            return output
 
     def collective_rpc(
         self, method: str | Callable[..., Any], timeout: float | None, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> list[Any]:
         """Call `method` on every rank of every engine, and return the results by engine and rank."""
-        answers = self._processes.ask(
-            self._all, self._take_news, "call", method, timeout, args, kwargs, timeout=timeout
-        )
+        with self._alone():
+            answers = self._processes.ask(
+                self._all, self._take_news, "call", method, timeout, args, kwargs, timeout=timeout
+            )
         return [result for answer in answers for result in answer]
 
     def close(self) -> None:
         """End the engines. Idempotent."""
         super().close()
         self._processes.close()
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Keep other threads from reading news, of which each may be for either. Raises `UsageError` if one does."""
+        if not self._in_use.acquire(blocking=False):
+            raise UsageError(
+                "another thread is using the engines; one thread drives them. Give all prompts to one call of "
+                "generate, or see docs/examples/engine_loop.py for a loop that answers several threads."
+            )
+        try:
+            yield
+        finally:
+            self._in_use.release()
 
     @property
     def _all(self) -> range:

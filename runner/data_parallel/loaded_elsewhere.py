@@ -87,7 +87,7 @@ def load_elsewhere(config: EngineConfig, processes: EngineProcesses, on_phase: O
 def check_gpus(config: EngineConfig, num_gpus: int) -> None:
     """Raise `ConfigError` unless each rank of each engine has a GPU of its own, where GPUs are used."""
     device = str(config.device)
-    if device == "cpu" or (config.device is None and not num_gpus):
+    if device.partition(":")[0] == "cpu" or (config.device is None and not num_gpus):
         return
     num_engines, num_ranks = config.data_parallel_size, config.num_ranks
     if device.startswith("cuda:"):

@@ -43,6 +43,8 @@ def device_of(config: EngineConfig, parallel: Parallel | None) -> torch.device:
         device = resolve_device(config.device)
         check_sleep_mode(config, device)
         return device
+    if config.nnodes > 1 and resolve_device(config.device).type != "cpu":
+        raise ConfigError(f"nnodes={config.nnodes} is not yet available on GPUs; give device='cpu', or leave it out.")
     device = rank_device(config.device, parallel.group)
     if parallel.stage is not None and device.type != "cpu":
         raise ConfigError(

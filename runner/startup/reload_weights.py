@@ -91,7 +91,9 @@ def reload_on_ranks(
             "reload_weights a folder, or nothing."
         )
     if draft_weights is not None:
-        raise UsageError(_NO_DRAFT)
+        raise UsageError("with several ranks, or engines, drafts keep their weights; leave draft_weights out.")
+    if weights is not None and Path(weights).expanduser().exists():
+        weights = str(Path(weights).expanduser().absolute())  # ranks may be in other directories
     _refuse_unfinished(engine)
     errors = call("read_weights", (weights,))
     failed = next((error for error in errors if error is not None), None)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from piecegraph.compiler.common.private_folder import scratch_folder
+from piecegraph.errors import ConfigError
 from piecegraph.progress import OnPhase, Phase
 from piecegraph.tools.command_line.options import LLM_FLAGS, given
 from piecegraph.tools.command_line.phases import PhaseDisplay
@@ -35,8 +36,16 @@ def output_flags(command: _Command) -> _Command:
 
 
 def bench_arguments(model: str, values: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `LLM` that were given; those of a `shape:` ask for no weights to read."""
+    """Return the arguments of `LLM` that were given; those of a `shape:` ask for no weights to read.
+
+    Raises `ConfigError` for several engines.
+    """
     arguments = given(LLM_FLAGS, values)
+    if arguments.get("data_parallel_size", 1) > 1:
+        raise ConfigError(
+            "a benchmark reads the counters, graphs and model of one engine, in its process; leave data_parallel_size "
+            "out."
+        )
     if model.startswith("shape:"):
         arguments.setdefault("load_format", "dummy")
     return arguments

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from random import Random
+from threading import Thread
 from typing import Any, cast
 
 import pytest
@@ -249,3 +250,32 @@ def test_engines_in_lockstep_are_all_woken_by_each_request(door: FrontDoor, play
     door.step()
     assert played.sent == [(1, "wake", (1,))]
     assert list(played.busy) == [0, 1]
+
+
+def test_a_second_thread_is_refused_while_one_reads_news(
+    door: FrontDoor, played: Played, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The news that one takes may be the answer to the other, who would wait for ever."""
+    refused: list[Exception | None] = []
+
+    def call(use: Callable[[], object]) -> None:
+        try:
+            use()
+        except UsageError as error:
+            refused.append(error)
+
+    def next_news(busy: tuple[int, ...]) -> Any:
+        for use in (door.step, lambda: door.abort("a"), door.reset_prefix_cache):
+            thread = Thread(target=call, args=(use,))
+            thread.start()
+            thread.join()
+        return played.news[0]
+
+    monkeypatch.setattr(played, "next_news", next_news)
+    door.add_request("a", [5], DELTA)
+    played.say(0)
+    door.step()
+    assert [str(error).partition(";")[0] for error in refused] == ["another thread is using the engines"] * 3
+    monkeypatch.undo()
+    played.say(0)
+    assert door.step() == []

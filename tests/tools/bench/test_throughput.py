@@ -15,6 +15,7 @@ from piecegraph.runner.attention.interface.layer import AttentionLayer
 from piecegraph.runner.llm import LLM
 from piecegraph.tools.bench.measure.ceilings import Ceilings
 from piecegraph.tools.bench.measure.floor import ModelSize
+from piecegraph.tools.bench.session import bench_arguments
 from piecegraph.tools.bench.step_profile import (
     LAUNCH_GAP_S,
     PARTS,
@@ -320,3 +321,8 @@ def test_the_gpus_idle_share_is_of_a_whole_window(tmp_path: Path) -> None:
     assert found.gpu.steps == WINDOW_STEPS
     assert 0 <= found.gpu.idle_share_between_launches <= found.gpu.idle_share < 1
     assert too_short.gpu is None
+
+
+def test_several_engines_are_refused_before_anything_is_loaded() -> None:
+    with pytest.raises(ConfigError, match="of one engine, in its process; leave data_parallel_size out"):
+        bench_arguments("nowhere", {"data_parallel_size": 2})
