@@ -39,6 +39,7 @@ from piecegraph.tools.bench.throughput import (
     warm_up,
     workload_floor_seconds,
 )
+from piecegraph.tools.command_line.options import LLM_FLAGS
 from tests.runner.tiny_models import VOCAB_SIZE, llama_config, random_model, save
 
 pytestmark = pytest.mark.usefixtures("models_are_traced_once")
@@ -325,4 +326,4 @@ def test_the_gpus_idle_share_is_of_a_whole_window(tmp_path: Path) -> None:
 
 def test_several_engines_are_refused_before_anything_is_loaded() -> None:
     with pytest.raises(ConfigError, match="of one engine, in its process; leave data_parallel_size out"):
-        bench_arguments("nowhere", {"data_parallel_size": 2})
+        bench_arguments("nowhere", {flag.name: flag.default for flag in LLM_FLAGS} | {"data_parallel_size": 2})
