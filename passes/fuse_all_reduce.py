@@ -30,7 +30,7 @@ _EMBEDDING = frozenset({F.embedding})
 
 @dataclass(frozen=True)
 class FuseAllReduce(GraphPass):
-    """A pass that makes `piecegraph::all_reduce` a part of the `add_rms_norm` or `add_norm_linear` that reads it.
+    """A pass that makes `piecegraph::all_reduce` a part of the norm that reads it: an `add_rms_norm`, rounded or not.
 
     A site is every all-reduce but that of an embedding, behind which nothing is added. It matches if nothing else reads
     the sum, perhaps as a view of another shape, and if nothing else has the memory of what is added up, which the fused
@@ -84,7 +84,7 @@ def _norm_behind(all_reduce: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
         if norm.target in FUSED:
             break
         if not (_is_other_shape(norm, added) and is_contiguous(_summand(all_reduce))):
-            raise NoMatch(f"{added} is read by {norm}; wanted is add_rms_norm or add_norm_linear")
+            raise NoMatch(f"{added} is read by {norm}; wanted is add_rms_norm, add_rms_norm_rounded or add_norm_linear")
         views.append(norm)
         added = norm
     if added not in norm.args[:2] or added in norm.args[2:]:
@@ -133,7 +133,7 @@ def _check_memory(all_reduce: fx.Node, norm: fx.Node, context: PassContext) -> N
 
 
 def _fuse(graph: fx.Graph, all_reduce: fx.Node, views: list[fx.Node], norm: fx.Node) -> None:
-    """Replace the sum, its views and `norm` by one op, which has the same two results as `norm`."""
+    """Replace the sum, its views and `norm` by one op, which has the same results as `norm`."""
     x, added = _summand(all_reduce), views[-1] if views else all_reduce
     for view in views:
         assert isinstance(view.target, str) or callable(view.target), view

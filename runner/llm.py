@@ -1,4 +1,4 @@
-"""`LLM`, the offline entry point: a model that generates text or pools it. Its names follow vLLM's offline API.
+"""`LLM`, the offline entry point: a model that generates or pools. Its names follow vLLM's offline API.
 
 Importing this module does not import torch; constructing an `LLM` does.
 """
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class LLM(GeneratingLLM, PoolingLLM):
-    """A language model that is loaded and compiled on construction, and then generates text or pools it.
+    """A language model that is loaded and compiled on construction, and then generates, embeds, classifies or scores.
 
     `model`: a folder, a .gguf file or a hub id; None is the embedded default, SmolLM2-135M-Instruct. `runner`:
     "generate"; "pooling", for `embed`, `classify`, `score` and `encode`; or "auto", which decides by the model's files.
@@ -168,11 +168,11 @@ class LLM(GeneratingLLM, PoolingLLM):
         With several ranks or engines, weights are read from files only, and each rank reads its part.
 
         `draft_weights`: the same for the model that drafts (`speculative_config`). None: the draft's own files are read
-        again if the model's are, and else it keeps its weights; which these are changes no answer.
+        again if `weights` is None too; otherwise it keeps its weights. No output depends on which these are.
 
         Raises `UsageError` while requests are unfinished or the engine sleeps, and for `draft_weights` without such a
         model, `ConfigError` if the other model's config differs, and `CheckpointError` for names or tensors that do
-        not fit. Nothing has been written then; only with an iterable, the tensors before the faulty one have been.
+        not fit. Nothing has been written then, except an iterable's tensors before the faulty one.
         """
         from piecegraph.runner.startup.reload_weights import reload_on_ranks, reload_weights
 
@@ -196,7 +196,7 @@ class LLM(GeneratingLLM, PoolingLLM):
     def sleep(self, level: int = 1, mode: str = "abort") -> int:
         """Give memory back while there is nothing to do, and return how many bytes; requests are refused meanwhile.
 
-        `level` 1 drops the KV cache, and on a GPU moves the weights to host memory, where a CPU has them already; 2
+        `level` 1 drops the KV cache and, on a GPU, moves the weights to host memory; 2
         drops both. Nothing is compiled or captured again after `wake_up`, because addresses stay. A GPU's LLM must have
         been made with `enable_sleep_mode=True`. `mode` has no effect: unfinished requests are never aborted.
 
@@ -206,7 +206,7 @@ class LLM(GeneratingLLM, PoolingLLM):
         return self._sleep.sleep(level)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Restore what `sleep` has given back; answers are those from before. Dropped weights are read from files.
+        """Restore the memory that `sleep` gave back; outputs are as before. Dropped weights are read from files.
 
         Idempotent. If reading fails, or a GPU has too little memory (`OutOfMemory`), that is raised, and the engine
         sleeps on. Raises `UsageError` for `tags`, because everything wakes up together.

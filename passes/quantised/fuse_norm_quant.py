@@ -18,7 +18,7 @@ from piecegraph.passes.ops.rms_norm import ADD_RMS_NORM, RMS_NORM
 from piecegraph.passes.quantised.rounding_readers import is_rounded, read_rounded, rounding_readers
 
 ROUNDED: Mapping[Any, OpOverload] = {RMS_NORM: RMS_NORM_ROUNDED, ADD_RMS_NORM: ADD_RMS_NORM_ROUNDED}
-"""The norms, each with the op whose result is rounded."""
+"""Each norm op with the op that replaces it, whose result is rounded."""
 
 
 @dataclass(frozen=True)
@@ -58,5 +58,5 @@ class FuseNormQuant(GraphPass):
 
 
 def _items(node: fx.Node, index: int) -> list[fx.Node]:
-    """Return the nodes that are an item of a tuple."""
+    """Return the users of `node` that take item `index` of its result."""
     return [user for user in node.users if ir.is_call(user, ir.GETITEM) and user.args[1] == index]

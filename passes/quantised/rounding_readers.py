@@ -26,8 +26,8 @@ class Rounding:
     stored: torch.dtype
 
     def __str__(self) -> str:
-        of = "each token" if self.group == WHOLE_TOKEN else f"groups of {self.group}"
-        return f"{str(self.stored).removeprefix('torch.')} for {of}"
+        scope = "each token" if self.group == WHOLE_TOKEN else f"groups of {self.group}"
+        return f"{str(self.stored).removeprefix('torch.')} for {scope}"
 
     @property
     def arguments(self) -> tuple[int, torch.dtype]:
@@ -36,7 +36,7 @@ class Rounding:
 
 
 def rounding_of(node: fx.Node) -> Rounding | None:
-    """Return how a node rounds its input; None for a node that is no linear which does."""
+    """Return how a node rounds its input; None if it is not a linear that rounds its input."""
     if node.target is INT8_INPUTS_LINEAR:
         return Rounding(WHOLE_TOKEN, torch.int8)
     if node.target is FP8_LINEAR and (group := ir.argument(node, 5, "input_group")):
@@ -76,7 +76,7 @@ def rounding_readers(floats: Sequence[fx.Node]) -> tuple[Rounding, list[fx.Node]
 
 
 def _largest(linear: fx.Node) -> Any:
-    """Return the node of the magnitude that gives a linear's tokens their scales, or None."""
+    """Return the node of the tokens' largest magnitudes, if a linear takes its scales from one; else None."""
     return ir.argument(linear, 6 if linear.target is FP8_LINEAR else 4, "largest")
 
 

@@ -148,7 +148,7 @@ class SdpaMetadataBuilder:
         is_causal = is_causal and (not window or window >= num_keys) and not chunk_size
         keys = keys.minimum(seq_lens - 1)
         blocks = host.block_table[reqs.start : reqs.stop].gather(1, keys // self.block_size)
-        is_causal &= query_len <= QUERY_BLOCK
+        is_causal &= query_len <= QUERY_BLOCK or self.device.type != "cpu"
         mask = None if is_causal or bool(visible.all()) else visible.unsqueeze(1).to(self.device, non_blocking=True)
         slots = (blocks * self.block_size + keys % self.block_size).to(self.device, non_blocking=True)
         positions = keys.to(self.device, non_blocking=True) if self.keeps_positions else None
@@ -263,7 +263,7 @@ def attend(
             together: torch.Tensor = query.unflatten(1, (-1, groups)).squeeze(3)
             attended = F.scaled_dot_product_attention(together, key, value, attn_mask=view.mask, scale=scale)
             return attended.flatten(1, 2).unsqueeze(2)
-        if query.shape[2] > QUERY_BLOCK:
+        if query.shape[2] > QUERY_BLOCK and query.device.type == "cpu":
             return _attend_in_blocks(query, key, value, view, scale)
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask=view.mask, is_causal=view.is_causal, scale=scale, enable_gqa=groups > 1

@@ -176,7 +176,7 @@ def explain(config: EngineConfig, *, assume_gpu: bool = False, on_phase: OnPhase
     config, head = with_head(config, hf_config, needs_weights=False)
     about = _About(device=device, is_assumed=is_assumed, lens=lens, key=key, on_phase=on_phase)
     loaded, notes = _load(config, hf_config, dtype, device, max_model_len, on_phase)
-    of_cache = scales_note(config, is_quantised=loaded.quantisation is not None)
+    of_cache = scales_note(config)
     notes = (*([str(head)] if head is not None else []), *notes, *sizes_note, *of_cache)
 
     def drafting(block_size: int) -> Explanation | None:

@@ -22,7 +22,7 @@ from piecegraph.passes.matching.torch_ir import argument, value_of
 from piecegraph.runner.attention.interface.op_call import ATTENTION_OP, ATTENTION_OPS, ROPE_ATTENTION_OP
 
 LAUNCHES: Mapping[str, int] = {
-    "piecegraph::moe_experts": 4, "piecegraph::quantised_experts": 4, "piecegraph::add_norm_linear": 2,
+    "piecegraph::moe_experts": 4, "piecegraph::quantised_experts": 5, "piecegraph::add_norm_linear": 2,
     "piecegraph::linear_add_norm_linear": 3, "piecegraph::all_reduce": 2, "piecegraph::all_reduce_add_rms_norm": 2,
     "piecegraph::all_reduce_add_norm_linear": 3,
     "piecegraph::all_reduce_add_rms_norm_rounded": 2, "piecegraph::int8_inputs_linear": 2,

@@ -17,18 +17,13 @@ Scales = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
 """By a layer's name the scales of its keys and of its values, float32, one or one for each KV head."""
 
 
-def scales_note(config: EngineConfig, *, is_quantised: bool) -> tuple[str, ...]:
-    """Return the note that says which scales cached keys and values have, by the names in the model's files.
-
-    `is_quantised`: whether weights are; only then the files may have scales that are not used.
-    """
+def scales_note(config: EngineConfig) -> tuple[str, ...]:
+    """Return the note that says which scales cached keys and values have, by the names in the model's files."""
     if config.calculate_kv_scales:
         return (
             "kv_cache_dtype: keys and values of each head are kept in e4m3 with scales of their own, calibrated at "
             f"the start over {NUM_TOKENS} fixed tokens, or as many as max_model_len allows",
         )
-    if not config.keeps_fp8 and not is_quantised:
-        return ()
     is_stored = has_cache_scales(config.source.weight_files)
     if config.keeps_fp8:
         of = "with the checkpoint's scales" if is_stored else "without scales, because the checkpoint has none"
@@ -68,7 +63,7 @@ def cache_scales(
         sizes = {"vocab_size": vocab_size, "max_model_len": max_model_len}
         return calibrated_scales(forward, layers, **sizes, device=device)
     heads = {layer.name: layer.num_kv_heads * config.tensor_parallel_size for layer in layers}
-    found = stored_scales(config.source.weight_files, heads)
+    found = stored_scales(config.source.weight_files, heads, has_others=config.pipeline_parallel_size > 1)
     if config.tensor_parallel_size > 1 and any(each.numel() > 1 for pair in found.values() for each in pair):
         raise ConfigError(
             "the checkpoint has scales of cached keys and values for each head, which are not divided among ranks yet; "

@@ -25,7 +25,7 @@ class GeneratingLLM(LoadedLLM):
 
     _chat_template: str | None
     _logprobs_mode: LogprobsMode
-    _num_requests: int  # ids below are taken by earlier calls
+    _num_requests: int  # the next request id; earlier calls have taken the smaller ones
 
     @property
     def chat_template(self) -> str | None:
@@ -205,7 +205,7 @@ class GeneratingLLM(LoadedLLM):
         return {str(first_id + i): each for i, each in enumerate(queued)}
 
     def _first_free_id(self, count: int) -> int:
-        """Return the first of `count` consecutive numbers that are no ids of requests added directly to the engine."""
+        """Return the first of `count` consecutive numbers that no request in the engine has as its id."""
         first = self._num_requests
         for number in itertools.count(first):
             if number == first + count:

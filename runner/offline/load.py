@@ -1,4 +1,4 @@
-"""From an `EngineConfig` to what answers: the imports of torch and transformers, then an engine or a pooler."""
+"""The loading of an `LLM`: import torch and transformers, then load an engine or a pooler."""
 
 from __future__ import annotations
 

@@ -251,6 +251,7 @@ def _known_gate(module: Any, rows: int) -> Gate | None:
     if isinstance(alpha, float) and isinstance(limit, float):
         gates = [Gate(CLAMPED_SWIGLU, is_interleaved, alpha, limit) for is_interleaved in (False, True)] + gates
     numbers = torch.arange(3 * rows, dtype=torch.float32, device="cpu").mul_(0.7391).sin_().mul_(12).view(3, rows)
+    numbers = torch.cat((numbers, 1e4 * numbers))  # beyond the limit of any gate that clamps
     try:
         wanted = module._apply_gate(numbers)
     except Exception:  # whatever a gate that is not known raises; its experts stay floats

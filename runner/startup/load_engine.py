@@ -210,9 +210,9 @@ def _sampler(
 def _with_store(
     config: EngineConfig, loaded: LoadedModel, compiled: CompiledModel, parallel: Parallel | None
 ) -> tuple[LoadedModel, AdapterStore | None]:
-    """Return the model with those modules only whose adapters its compiled pieces read, and an empty store for it.
+    """Return the model with only the adaptable modules whose weights the compiled pieces read, and its empty store.
 
-    The code of a model may use a module's weight without calling the module. Adapters for it are refused by name. With
+    Model code may use a module's weight without calling the module; adapters for such a module are refused. With
     stages, the store checks adapters against the modules of all of them.
     """
     if loaded.adapted is None:
@@ -242,7 +242,7 @@ def _notes(
     """
     return (
         *loaded.notes,
-        *scales_note(config, is_quantised=loaded.quantisation is not None),
+        *scales_note(config),
         *(f"attention_backend: {reason}" for reason in model.attention.reasons if model.attention.is_fallback),
         *(f"cudagraph_mode: {reason}" for reason in model.plan.resolved.reasons),
         *model.layout.notes,

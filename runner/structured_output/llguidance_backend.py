@@ -67,7 +67,7 @@ class LLGuidanceBackend:
                 n_vocab=max(vocab_size, len(tokenizer)),
                 eos_token=sorted(eos_token_ids) or None,
             )
-        except Exception as error:  # of its own kinds
+        except Exception as error:  # llguidance raises types of its own
             raise RequestError(
                 f"structured_outputs are not available with this tokenizer: llguidance refuses it ({error})."
             ) from error
@@ -79,7 +79,7 @@ class LLGuidanceBackend:
             matcher = self._kind(self._tokenizer, self._grammar(params), log_level=0)
         except (RequestError, MemoryError):
             raise
-        except BaseException as error:  # a panic of the library is one, and it may be of any kind
+        except BaseException as error:  # a panic in the Rust library is a BaseException
             text = _first_lines(str(error))
             raise RequestError(f"structured_outputs cannot be compiled: {type(error).__name__}: {text}") from error
         if matcher.is_error():
@@ -91,9 +91,9 @@ class LLGuidanceBackend:
         return made
 
     def _try_first_token(self, matcher: LLGuidanceMatcher) -> str | None:
-        """Take one token that may come first, and return what is wrong.
+        """Accept one token that the grammar allows first, and return the error, or None.
 
-        A regex that explodes takes seconds until it reaches a limit, by its first mask: here, and not in a step.
+        A regex that explodes takes seconds to reach a limit while its first mask is computed: here, not in a step.
         """
         mask = np.zeros((1, self._num_words), np.int32)
         matcher.fill_bitmask(mask, 0)
@@ -126,7 +126,7 @@ class LLGuidanceBackend:
 
         try:
             return self._kind.grammar_from_lark(any_to_lark(text))
-        except Exception as error:  # of its own kinds
+        except Exception as error:  # llguidance raises types of its own
             raise RequestError(f"structured_outputs cannot be compiled: grammar is not GBNF ({error}).") from error
 
     def _tags(self, params: StructuredOutputsParams) -> str:
@@ -166,7 +166,7 @@ def _json_options(params: StructuredOutputsParams) -> Any:
 
 
 def _closed(schema: Any) -> Any:
-    """Return a copy of a schema whose objects have no other properties than those named, unless it says otherwise."""
+    """Return a copy of a schema that allows only named properties, except where it says which others it allows."""
     if isinstance(schema, Mapping):
         made = {name: _closed(value) for name, value in schema.items()}
         if "properties" in schema and "additionalProperties" not in schema and "patternProperties" not in schema:

@@ -66,8 +66,8 @@ def quantised_experts(
     if x.is_cuda:
         from piecegraph.passes.kernels.moe.quantised_experts import quantised_experts_on_gpu
 
-        near, round_inner = rounded(x, first, inputs), partial(rounded, weights=second, inputs=inputs)
-        found = quantised_experts_on_gpu(near, topk_weights, topk_ids, first, second, gate, round_inner)
+        rounded_x, round_inner = rounded(x, first, inputs), partial(rounded, weights=second, inputs=inputs)
+        found = quantised_experts_on_gpu(rounded_x, topk_weights, topk_ids, first, second, gate, round_inner)
         if found is not None:
             return found
     return quantised_experts_reference(x, topk_weights, topk_ids, first, second, inputs, gate)
@@ -84,7 +84,7 @@ def quantised_experts_reference(
 ) -> torch.Tensor:
     """Return what the kernels compute, in plain torch, one expert after another.
 
-    On a GPU, where to know which experts were chosen is to wait, every expert sees every token.
+    On a GPU every expert computes every token, because reading which were chosen would wait for the device.
     """
     result = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     num_experts = gate_up.values.shape[0]
@@ -97,13 +97,13 @@ def quantised_experts_reference(
         weight = torch.where(is_chosen, topk_weights.float(), 0.0).sum(-1)[tokens].unsqueeze(-1)
         inner = gated(gate, _product(x[tokens], gate_up.of(expert), inputs).float()).to(x.dtype)
         output = _product(inner, down.of(expert), inputs).float() * weight
-        # Not a product with 0: what overflows in an expert that a token did not choose is not the token's.
+        # Not a product with 0, which would turn an overflow in an expert that was not chosen into NaN.
         result[tokens] += torch.where(has_chosen[tokens].unsqueeze(-1), output, 0.0)
     return result.to(x.dtype)
 
 
 def _product(x: torch.Tensor, weights: Stored, inputs: str) -> torch.Tensor:
-    """Return `x @ weight.T + bias` for the weights of one expert, by the op of a linear that is stored so."""
+    """Return `x @ weight.T + bias` for the weights of one expert, by the op for linears that are stored this way."""
     values, scale, bias, block = weights
     if scale.dtype is torch.uint8:
         return F.linear(x, mxfp4.dequantised(values, scale, x.dtype), bias)

@@ -38,12 +38,13 @@ def check_tensors(source: ModelSource, info: Mapping[str, Any], config: PreTrain
     """Raise `CheckpointError` unless the checkpoint has the tensors of the model with `config`, and no others.
 
     Layers for multi-token prediction, which follow the model's, are no part of it, and neither are the scales of cached
-    keys and values, which `stored_scales` reads.
+    keys and values in safetensors files, which `stored_scales` reads.
     """
     text = config.get_text_config(decoder=True)
     count = getattr(text, "num_mtp_layers", None) or getattr(text, "num_nextn_predict_layers", None) or 0
     of_prediction = tuple(f"layers.{text.num_hidden_layers + place}." for place in range(count))
-    others = [name for name in info["unexpected_keys"] if not is_cache_scale(name)]
+    reads_scales = bool(source.weight_files) and all(file.suffix == ".safetensors" for file in source.weight_files)
+    others = [name for name in info["unexpected_keys"] if not (reads_scales and is_cache_scale(name))]
     unexpected = [name for name in others if not any(each in name for each in of_prediction)]
     refuse_tensors(source, missing=info["missing_keys"], unexpected=unexpected, mismatched=info["mismatched_keys"])
 

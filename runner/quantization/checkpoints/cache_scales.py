@@ -71,19 +71,33 @@ def check_cache_scheme(scheme: Mapping[str, Any] | None) -> None:
             )
 
 
-def stored_scales(files: Sequence[Path], layers: Mapping[str, int]) -> dict[str, StoredScales]:
+def stored_scales(
+    files: Sequence[Path], layers: Mapping[str, int], *, has_others: bool = False
+) -> dict[str, StoredScales]:
     """Return the scales in safetensors files by the layer's name, those of all `layers` or none.
 
-    `layers`: the number of KV heads by the name of an attention module. Raises `CheckpointError`, which names the
-    tensor, for scales that are missing, double, of another shape, or not above 0, and for those of other modules.
+    `layers`: the number of KV heads by the name of an attention module. `has_others`: other stages of a pipeline have
+    more layers, whose scales are left to them. Raises `CheckpointError`, which names the tensor, for scales that are
+    missing, double, of another shape, or not above 0, and for those of modules that are no layer.
     """
     from safetensors import safe_open
 
     found: dict[tuple[str, str], tuple[str, torch.Tensor]] = {}
+    of_others = ""
     for file in _readable(files):
         with safe_open(str(file), framework="pt") as opened:
             for name in filter(is_cache_scale, opened.keys()):
-                layer, parts = _owner(name, layers)
+                owner = _owner(name, layers)
+                if owner is None and has_others:
+                    of_others = name
+                    continue
+                if owner is None:
+                    raise CheckpointError(
+                        f"{name} in the checkpoint is a scale of cached keys or values, and the model has no attention "
+                        f"layer there; its layers are named like {next(iter(layers), 'nothing')}. Check that the files "
+                        "belong together."
+                    )
+                layer, parts = owner
                 scale = _checked(name, opened.get_tensor(name), layers[layer])
                 for part in parts:
                     if (layer, part) in found:
@@ -92,13 +106,14 @@ def stored_scales(files: Sequence[Path], layers: Mapping[str, int]) -> dict[str,
                             f"{found[layer, part][0]} and {name}. Remove one of them."
                         )
                     found[layer, part] = name, scale
-    if not found:
+    if not found and not of_others:
         return {}
+    one = next((name for name, _ in found.values()), of_others)
     for layer in layers:
         for part in ("key", "value"):
             if (layer, part) not in found:
                 raise CheckpointError(
-                    f"the checkpoint has scales of cached keys and values ({next(iter(found.values()))[0]}), and none "
+                    f"the checkpoint has scales of cached keys and values ({one}), and none "
                     f"of the {part}s of {layer} ({layer}.{part[0]}_scale). Copy or download the files again, or give "
                     "calculate_kv_scales=True."
                 )
@@ -109,16 +124,13 @@ def _readable(files: Sequence[Path]) -> list[Path]:
     return [file for file in files if file.suffix == ".safetensors"]
 
 
-def _owner(name: str, layers: Mapping[str, int]) -> tuple[str, tuple[str, ...]]:
-    """Return the layer that a scale is of, and of what: "key", "value" or both. Raises `CheckpointError`."""
+def _owner(name: str, layers: Mapping[str, int]) -> tuple[str, tuple[str, ...]] | None:
+    """Return the layer that a scale is of, and of what: "key", "value" or both; None if it is of no layer."""
     for ends, parts in ((_OF_KEYS, ("key",)), (_OF_VALUES, ("value",)), (_OF_BOTH, ("key", "value"))):
         for end in ends:
             if (layer := name.removesuffix(f".{end}")) != name and layer in layers:
                 return layer, parts
-    raise CheckpointError(
-        f"{name} in the checkpoint is a scale of cached keys or values, and the model has no attention layer there; "
-        f"its layers are named like {next(iter(layers), 'nothing')}. Check that the files belong together."
-    )
+    return None
 
 
 def _checked(name: str, scale: torch.Tensor, num_kv_heads: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The calls of the libraries: our tensors in their layouts, and their results in ours.
+"""Adapters that call the libraries with our tensors in their layouts, and return results in ours.
 
 What each computes, and of what shapes and dtypes, is that of the torch path: `gated_delta_rule` and `selective_scan`.
 """
@@ -19,7 +19,7 @@ MAMBA_CHUNK_SIZE = 256
 
 @dataclass(frozen=True, slots=True)
 class FlashLinearAttention:
-    """`chunk_gated_delta_rule` (https://github.com/fla-org/flash-linear-attention), over texts one after the other."""
+    """`chunk_gated_delta_rule` (https://github.com/fla-org/flash-linear-attention), over packed sequences."""
 
     function: Function
 
@@ -56,7 +56,7 @@ class FlashLinearAttention:
 
 @dataclass(frozen=True, slots=True)
 class MambaSsm:
-    """`mamba_chunk_scan_combined` (https://github.com/state-spaces/mamba), over texts beside each other.
+    """`mamba_chunk_scan_combined` (https://github.com/state-spaces/mamba), over a padded batch of sequences.
 
     For texts one after the other (`seq_idx`) the library takes one state, that of the first; so texts are padded to one
     length. A padded token has a time step of 0, with which a state stays as it is.

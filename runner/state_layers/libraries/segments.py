@@ -1,4 +1,4 @@
-"""Parts of several texts that a library computes in one call, none of which needs the state that another leaves."""
+"""Batches of segments that a library computes in one call, since none begins with a state that another leaves."""
 
 from __future__ import annotations
 

@@ -230,6 +230,7 @@ def test_scales_of_the_checkpoint(kind: str, tmp_path: Path) -> None:
         assert any("kept in e4m3 with the checkpoint's scales" in note for note in llm.notes)
     with load(tmp_path, **{**FP8, "kv_cache_dtype": "auto"}) as llm:
         assert largest_difference(reference_of(wide), llm) < 1e-3
+        assert any("the checkpoint has scales of keys and values in e4m3, which are not used" in n for n in llm.notes)
 
 
 def reference_of(wide: Pair) -> PreTrainedModel:

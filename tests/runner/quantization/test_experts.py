@@ -35,6 +35,9 @@ def test_gates_are_known_by_what_they_compute() -> None:
     (clamped, *_) = experts_of(mixture("gpt-oss")).values()
     assert gate_of(first) == Gate("silu", False, 0.0, 0.0)
     assert gate_of(clamped) == Gate(CLAMPED_SWIGLU, True, 1.702, 7.0)
+    first._apply_gate = lambda both: torch.nn.functional.silu(both.chunk(2, -1)[0]).clamp(max=16) * both.chunk(2, -1)[1]
+    assert gate_of(first) is None, "it clamps"
+    del first._apply_gate
     first.act_fn = torch.nn.ReLU()
     assert gate_of(first) is None and gate_of(torch.nn.Linear(2, 2)) is None
 

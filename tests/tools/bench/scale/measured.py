@@ -76,7 +76,7 @@ def start(folder: Path, **layout: int) -> LLM:
 
 
 def tokens_per_s(llm: LLM) -> float:
-    """Return the output tokens a second of the requests, all at once."""
+    """Run all requests at once, and return the output tokens per second."""
     prompts = [{"prompt_token_ids": [number + 3] * PROMPT} for number in range(NUM_REQUESTS)]
     params = SamplingParams(temperature=0.0, max_tokens=OUTPUT, ignore_eos=True)
     began = time.perf_counter()
@@ -85,7 +85,7 @@ def tokens_per_s(llm: LLM) -> float:
 
 
 def step_seconds(llm: LLM, num_requests: int, found: dict[int, list[float]]) -> None:
-    """Add the seconds of each step of some requests, by the tokens of the step."""
+    """Run `num_requests` requests, and add each step's seconds to `found` under its number of tokens."""
     params = SamplingParams(temperature=0.0, max_tokens=OUTPUT, ignore_eos=True)
     for number in range(num_requests):
         llm.engine.add_request(f"{num_requests} {number} {time.monotonic()}", [number + 3] * PROMPT, params)
@@ -97,8 +97,8 @@ def step_seconds(llm: LLM, num_requests: int, found: dict[int, list[float]]) -> 
         num_tokens = num_requests
 
 
-def live_beside(folder: Path, is_running: Event, is_ready: Event) -> None:
-    """Run requests in this process while `is_running` is set; ends with its parent."""
+def run_beside(folder: Path, is_running: Event, is_ready: Event) -> None:
+    """Run requests in this process while `is_running` is set. The parent ends the process."""
     llm = start(folder)
     is_ready.set()
     while True:
@@ -111,7 +111,7 @@ def neighbour(folder: Path) -> Iterator[Event]:
     """Start a process that runs the same steps while the event is set."""
     context = multiprocessing.get_context("spawn")
     is_running, is_ready = context.Event(), context.Event()
-    process = context.Process(target=live_beside, args=(folder, is_running, is_ready), daemon=True)
+    process = context.Process(target=run_beside, args=(folder, is_running, is_ready), daemon=True)
     process.start()
     try:
         assert is_ready.wait(120), "the process beside this one did not start"
@@ -136,7 +136,9 @@ def format_step_times(name: str, times: StepTimes) -> str:
 def fit(points: list[tuple[int, float]]) -> Link:
     """Return alpha and beta of messages, from the smallest and the largest of sums between two ranks."""
     (small, small_s), *_, (large, large_s) = points
-    per_byte = max(large_s - small_s, 1e-9) / (large - small)  # two messages of half of the bytes
+    per_byte = max(large_s - small_s, 1e-9) / (
+        large - small
+    )  # two messages, each of half the bytes
     return Link(alpha_s=max(small_s - small * per_byte, 1e-9) / 2, bytes_per_s=1 / per_byte)
 
 
