@@ -185,11 +185,23 @@ def scale_of_itself(x: Tensor, residual: Tensor, weight: Tensor, scale: Tensor) 
 @pytest.mark.parametrize(
     ("function", "reason"),
     [
-        (alone, "all_reduce_default is read by output; wanted is add_rms_norm or add_norm_linear"),
-        (norm_first, "all_reduce_default is read by rms_norm_default; wanted is add_rms_norm or add_norm_linear"),
+        (
+            alone,
+            "all_reduce_default is read by output; wanted is add_rms_norm, add_rms_norm_rounded or add_norm_linear",
+        ),
+        (
+            norm_first,
+            "all_reduce_default is read by rms_norm_default; wanted is add_rms_norm, add_rms_norm_rounded or add_norm_linear",
+        ),
         (two_readers, "all_reduce_default is read by add_rms_norm_default, mul; wanted is one residual add and norm"),
-        (view_of_gaps, "all_reduce_default is read by reshape; wanted is add_rms_norm or add_norm_linear"),
-        (view_of_bits, "all_reduce_default is read by view; wanted is add_rms_norm or add_norm_linear"),
+        (
+            view_of_gaps,
+            "all_reduce_default is read by reshape; wanted is add_rms_norm, add_rms_norm_rounded or add_norm_linear",
+        ),
+        (
+            view_of_bits,
+            "all_reduce_default is read by view; wanted is add_rms_norm, add_rms_norm_rounded or add_norm_linear",
+        ),
         (to_itself, "add_rms_norm_default adds all_reduce_default to itself"),
         (an_input, "x is an input of the graph, which the sum would overwrite"),
         (a_view_of_an_input, "weight is an input of the graph, which the sum would overwrite"),

@@ -197,6 +197,21 @@ def test_echo_with_log_probabilities(client: openai.OpenAI) -> None:
     assert len(logprobs.tokens) == len(logprobs.text_offset) == 5 + 2
 
 
+def test_a_prompt_that_is_cut_is_counted_as_it_is_and_not_echoed(client: openai.OpenAI) -> None:
+    ask: Any = {
+        "model": "tiny",
+        "prompt": "the end of it",
+        "max_tokens": 1,
+        "extra_body": {"truncate_prompt_tokens": 2},
+    }
+    whole = client.completions.create(**ask)
+    *_, last = client.completions.create(**ask, stream=True, stream_options={"include_usage": True})
+    assert whole.usage is not None and last.usage is not None
+    assert whole.usage.prompt_tokens == last.usage.prompt_tokens == 2
+    with pytest.raises(openai.BadRequestError, match="echo with truncate_prompt_tokens is not available"):
+        client.completions.create(**ask, echo=True)
+
+
 def test_options_of_the_api_and_of_vllm_reach_the_sampler(client: openai.OpenAI, offline: LLM) -> None:
     """`stop`, `logit_bias` and penalties; `top_k`, `min_tokens` and `stop_token_ids` in the extra body."""
     bias = {70: 3.0, 71: 3.0}

@@ -12,6 +12,7 @@ from uuid import uuid4
 from starlette.requests import Request
 from starlette.responses import Response
 
+from piecegraph.runner.common.token_ids import kept_tokens
 from piecegraph.tools.serve.endpoints.generation import (
     CLIENT_CLOSED_REQUEST,
     Job,
@@ -100,6 +101,8 @@ async def completions(service: GenerationService, body: CompletionBody, request:
         raise bad_request("prompt=[]; give at least one prompt.")
     if body.echo and body.stream and body.logprobs is not None:
         raise bad_request("echo with logprobs is not available in a stream; leave out one of the three.")
+    if body.echo and params.truncate_prompt_tokens is not None:
+        raise bad_request("echo with truncate_prompt_tokens is not available; leave out one of the two.")
     exit_stack(request).enter_context(service.places(params.n * len(prompts)))
     request_id = f"cmpl-{body.request_id or uuid4().hex}"
 
@@ -191,7 +194,8 @@ async def _chunks(work: _Completions) -> AsyncIterator[dict[str, Any]]:
     """Yield the chunks of a stream, and the usage if asked for."""
     options, head = work.body.stream_options, work.head()
     is_counting = options is not None and options.include_usage and options.continuous_usage_stats
-    num_prompt = sum(len(job.prompt.token_ids) for job in work.jobs)
+    most, length = work.params.truncate_prompt_tokens, work.service.llm.max_model_len
+    num_prompt = sum(len(kept_tokens(list(job.prompt.token_ids), most, length)) for job in work.jobs)
     num_cached: dict[Job, int] = {}
     num_completion = 0
     offsets: dict[int, int] = {}

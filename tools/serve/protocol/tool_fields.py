@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class JsonSchemaFormat(BaseModel):
@@ -28,6 +28,14 @@ class ResponseFormat(BaseModel):
     json_schema: JsonSchemaFormat | None = None
     structures: list[dict[str, Any]] | None = None
     triggers: list[str] | None = None
+
+    @model_validator(mode="after")
+    def _has_only_fields_of_its_type(self) -> ResponseFormat:
+        allowed = {"json_schema": ("json_schema",), "structural_tag": ("structures", "triggers")}.get(self.type, ())
+        for name in ("json_schema", "structures", "triggers"):
+            if getattr(self, name) is not None and name not in allowed:
+                raise ValueError(f"response_format of type {self.type} takes no {name}; leave it out.")
+        return self
 
     def structured_outputs(self) -> dict[str, Any] | None:
         """Return the form as fields of `StructuredOutputsParams`; None: any text. Raises `ValueError`."""

@@ -108,6 +108,18 @@ def test_bad_ones_are_refused_by_name(name: str, tmp_path: Path) -> None:
     assert raised.value.exit_code == 3
 
 
+def test_those_of_other_stages_are_left_to_them(tmp_path: Path) -> None:
+    """A stage refuses what its own layers lack, also if the files have scales of other layers alone."""
+    tensors = by_module("k_scale", "v_scale")
+    save_file(tensors, tmp_path / "model.safetensors")
+    files, own = [tmp_path / "model.safetensors"], {FIRST: LAYERS[FIRST]}
+    assert list(stored_scales(files, own, has_others=True)) == list(own)
+    with pytest.raises(CheckpointError, match="the model has no attention layer there"):
+        stored_scales(files, own)
+    with pytest.raises(CheckpointError, match="and none of the keys of model.layers.9.self_attn"):
+        stored_scales(files, {"model.layers.9.self_attn": 2}, has_others=True)
+
+
 SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
 
 

@@ -136,9 +136,7 @@ def format_step_times(name: str, times: StepTimes) -> str:
 def fit(points: list[tuple[int, float]]) -> Link:
     """Return alpha and beta of messages, from the smallest and the largest of sums between two ranks."""
     (small, small_s), *_, (large, large_s) = points
-    per_byte = max(large_s - small_s, 1e-9) / (
-        large - small
-    )  # two messages, each of half the bytes
+    per_byte = max(large_s - small_s, 1e-9) / (large - small)  # two messages, each of half the bytes
     return Link(alpha_s=max(small_s - small * per_byte, 1e-9) / 2, bytes_per_s=1 / per_byte)
 
 

@@ -206,6 +206,8 @@ def test_another_best_of_is_refused(best_of: int, n: int | None) -> None:
         (ChatBody, {"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools"),
         (ChatBody, {"tool_choice": {"type": "allowed_tools", "allowed_tools": {}}}, "tool_choice"),
         (ChatBody, {"modalities": ["text", "audio"]}, "modalities"),
+        (ChatBody, {"response_format": {"type": "json_object", "json_schema": {"schema": {}}}}, "response_format"),
+        (ChatBody, {"response_format": {"type": "text", "triggers": ["<"]}}, "response_format"),
         (ChatBody, {"messages": [{"role": "user", "content": 7}]}, "messages"),
         (EmbeddingBody, {"encoding_format": "bytes"}, "encoding_format"),
         (EmbeddingBody, {"embed_dtype": "float16"}, "embed_dtype"),
