@@ -182,6 +182,9 @@ def scale_of_itself(x: Tensor, residual: Tensor, weight: Tensor, scale: Tensor) 
     return add_norm(residual, residual, all_reduce(F.linear(x, weight)[0]))[0]
 
 
+WANTED = "; wanted is add_rms_norm, add_rms_norm_rounded or add_norm_linear"
+
+
 @pytest.mark.parametrize(
     ("function", "reason"),
     [
