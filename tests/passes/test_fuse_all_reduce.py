@@ -190,20 +190,20 @@ WANTED = "; wanted is add_rms_norm, add_rms_norm_rounded or add_norm_linear"
     [
         (
             alone,
-            "all_reduce_default is read by output; wanted is add_rms_norm, add_rms_norm_rounded or add_norm_linear",
+            "all_reduce_default is read by output" + WANTED,
         ),
         (
             norm_first,
-            "all_reduce_default is read by rms_norm_default; wanted is add_rms_norm, add_rms_norm_rounded or add_norm_linear",
+            "all_reduce_default is read by rms_norm_default" + WANTED,
         ),
         (two_readers, "all_reduce_default is read by add_rms_norm_default, mul; wanted is one residual add and norm"),
         (
             view_of_gaps,
-            "all_reduce_default is read by reshape; wanted is add_rms_norm, add_rms_norm_rounded or add_norm_linear",
+            "all_reduce_default is read by reshape" + WANTED,
         ),
         (
             view_of_bits,
-            "all_reduce_default is read by view; wanted is add_rms_norm, add_rms_norm_rounded or add_norm_linear",
+            "all_reduce_default is read by view" + WANTED,
         ),
         (to_itself, "add_rms_norm_default adds all_reduce_default to itself"),
         (an_input, "x is an input of the graph, which the sum would overwrite"),
