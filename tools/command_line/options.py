@@ -199,7 +199,7 @@ LLM_FLAGS = (
         default="auto",
         help="What the weights are read from; dummy makes random ones.",
     ),
-    Flag(name="kv_cache_memory_bytes", type=int, help="Size of the cache. [default: what is left; on a CPU, at most 4 GiB]"),
+    Flag(name="kv_cache_memory_bytes", type=int, help="Size of the KV cache. [default: what is left; on a CPU 4 GiB]"),
     Flag(name="gpu_memory_utilization", type=float, default=0.9, help="Share of the GPU's memory to use."),
     Flag(
         name="cudagraph_mode",
