@@ -77,6 +77,8 @@ class MambaSsm:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the result, of the shape of `x`, and the state after each segment."""
         dt = dt.float()
+        if rows.padded is None and len(rows.ranges) > 1:
+            return self._one_by_one(x, dt, A, B, C, D, states, rows)
         if rows.padded is not None:
             assert rows.is_row is not None
             x, dt, B, C = (each[0, rows.padded] for each in (x, dt, B, C))  # noqa: N806
@@ -86,6 +88,31 @@ class MambaSsm:
             return_final_states=True,
         )  # fmt: skip
         return (out if rows.unpadded is None else out.flatten(0, 1)[rows.unpadded].unsqueeze(0)), states
+
+    def _one_by_one(
+        self,
+        x: torch.Tensor,
+        dt: torch.Tensor,
+        A: torch.Tensor,  # noqa: N803
+        B: torch.Tensor,  # noqa: N803
+        C: torch.Tensor,  # noqa: N803
+        D: torch.Tensor,  # noqa: N803
+        states: torch.Tensor,
+        rows: RaggedRows,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Call the library for one segment after another, without padding."""
+        outs, after, first = [], [], 0
+        for number, (start, end) in enumerate(rows.ranges):
+            last = first + end - start
+            out, state = self.function(
+                *(each[:, first:last] for each in (x, dt)), A.float(), *(each[:, first:last] for each in (B, C)),
+                chunk_size=MAMBA_CHUNK_SIZE, D=D.float(), initial_states=states[number : number + 1],
+                return_final_states=True,
+            )  # fmt: skip
+            outs.append(out)
+            after.append(state)
+            first = last
+        return torch.cat(outs, 1), torch.cat(after)
 
 
 Adapter = FlashLinearAttention | MambaSsm

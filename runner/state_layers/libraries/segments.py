@@ -48,6 +48,11 @@ def independent(segments: Sequence[Segment]) -> tuple[tuple[Segment, ...], ...]:
     return tuple([tuple(batch) for batch in batches])
 
 
+MOST_PADDING = 2
+"""How many times its rows a batch may have with its padding, for whose memory nothing is set aside; beyond that, its
+segments are computed one after another."""
+
+
 @dataclass(frozen=True, slots=True)
 class RaggedRows:
     """The rows of a batch of segments, and where each begins among them."""
@@ -56,7 +61,9 @@ class RaggedRows:
     rows: torch.Tensor  # [num_rows] int64, those of the step
     cu_seqlens: torch.Tensor  # [num_segments + 1] int64
     chunk_indices: torch.Tensor  # [num_chunks, 2] int64: each chunk's segment, and its number there
-    padded: torch.Tensor | None  # [num_segments, longest] int64, rows among these; None: there is one segment
+    padded: (
+        torch.Tensor | None
+    )  # [num_segments, longest] int64, indices into `rows`; None: one segment, or too much padding
     is_row: torch.Tensor | None  # [num_segments, longest] bool; where False, `padded` repeats the segment's last row
     unpadded: torch.Tensor | None  # [num_rows] int64, where each row is in `padded`, flattened
 
@@ -71,14 +78,16 @@ def ragged_rows(segments: Sequence[Segment], device: torch.device) -> RaggedRows
         return to_device(values, torch.int64, device)
 
     chunks = [each for i, n in enumerate(lens) for chunk in range(-(-n // CHUNK_SIZE)) for each in (i, chunk)]
-    places = [min(start + at, end - 1) for start, end in pairwise(starts) for at in range(longest)]
-    is_one = len(segments) == 1
+    is_padded = len(segments) > 1 and len(segments) * longest <= MOST_PADDING * starts[-1]
+    places = [min(start + at, end - 1) for start, end in pairwise(starts) for at in range(longest)] if is_padded else []
     return RaggedRows(
         ranges=tuple([(segment.start, segment.end) for segment in segments]),
         rows=on_device([row for segment in segments for row in range(segment.start, segment.end)]),
         cu_seqlens=on_device(starts),
         chunk_indices=on_device(chunks).view(-1, 2),
-        padded=None if is_one else on_device(places).view(-1, longest),
-        is_row=None if is_one else on_device([at < n for n in lens for at in range(longest)]).bool().view(-1, longest),
-        unpadded=None if is_one else on_device([i * longest + at for i, n in enumerate(lens) for at in range(n)]),
+        padded=on_device(places).view(-1, longest) if is_padded else None,
+        is_row=on_device([at < n for n in lens for at in range(longest)]).bool().view(-1, longest)
+        if is_padded
+        else None,
+        unpadded=on_device([i * longest + at for i, n in enumerate(lens) for at in range(n)]) if is_padded else None,
     )

@@ -25,8 +25,10 @@ from piecegraph.runner.attention.interface.kv_cache import StateCache
 from piecegraph.runner.attention.sdpa import SdpaBackend
 from piecegraph.runner.startup.compiling import decide
 from piecegraph.runner.state_layers.layer import StateLayer
+from piecegraph.runner.state_layers.libraries import segments
 from piecegraph.runner.state_layers.libraries.adapters import Adapter, FlashLinearAttention, MambaSsm, load_adapter
 from piecegraph.runner.state_layers.libraries.choice import Library, LibraryChoice, Rule
+from piecegraph.runner.state_layers.libraries.segments import Segment
 from piecegraph.runner.state_layers.metadata import StateMetadata, state_plan
 from piecegraph.runner.step import model_step
 from tests.interpreter import interpreted
@@ -106,6 +108,22 @@ def mamba_chunk_scan_combined(
         states = states * (step * A).exp()[..., None, None] + added
         out[:, token] = (states @ c[:, token].unsqueeze(-1)).squeeze(-1) + value * skip
     return out, states
+
+
+def test_a_batch_that_would_be_padding_mostly_is_not_padded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One long text beside short ones: results and states are those of the padded batch."""
+    texts = [Segment(0, 20, -1, 1), Segment(20, 21, -1, 2), Segment(25, 27, -1, 3)]
+    shapes = {"x": (1, 23, 2, 4), "dt": (1, 23, 2), "A": (2,), "B": (1, 23, 1, 3), "C": (1, 23, 1, 3), "D": (2,)}
+    inputs = {name: torch.rand(shape) for name, shape in shapes.items()}
+    inputs |= {"A": -inputs["A"], "states": torch.rand(3, 2, 4, 3)}
+    found = []
+    for most in (segments.MOST_PADDING, 100):
+        monkeypatch.setattr(segments, "MOST_PADDING", most)
+        rows = segments.ragged_rows(texts, CPU)
+        assert (rows.padded is None) == (most != 100)
+        found.append(MAMBA.selective_scan(**inputs, rows=rows))
+    for alone, padded in zip(*found, strict=True):
+        torch.testing.assert_close(alone, padded)
 
 
 FLA, MAMBA = FlashLinearAttention(chunk_gated_delta_rule), MambaSsm(mamba_chunk_scan_combined)

@@ -27,7 +27,8 @@ def pretend(monkeypatch: pytest.MonkeyPatch, function: Callable[..., Any] | None
         setattr(sys.modules[names[-1]], "chunk_gated_delta_rule", function)  # noqa: B010
 
 
-def test_a_package_that_is_not_found() -> None:
+def test_a_package_that_is_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("piecegraph.runner.state_layers.libraries.installed.find_spec", lambda name: None)
     missing = installed()[Library.MAMBA_SSM]
     assert missing is not None and missing.startswith("not installed (pip install 'mamba-ssm")
 

@@ -97,25 +97,27 @@ def step_seconds(llm: LLM, num_requests: int, found: dict[int, list[float]]) -> 
         num_tokens = num_requests
 
 
-def run_beside(folder: Path, is_running: Event, is_ready: Event) -> None:
-    """Run requests in this process while `is_running` is set. The parent ends the process."""
+def run_beside(folder: Path, is_running: Event, is_idle: Event) -> None:
+    """Run requests here while `is_running` is set, else set `is_idle`. The parent ends the process."""
     llm = start(folder)
-    is_ready.set()
     while True:
+        is_idle.set()
         is_running.wait()
-        tokens_per_s(llm)
+        is_idle.clear()
+        while is_running.is_set():
+            tokens_per_s(llm)
 
 
 @contextmanager
-def neighbour(folder: Path) -> Iterator[Event]:
-    """Start a process that runs the same steps while the event is set."""
+def neighbour(folder: Path) -> Iterator[tuple[Event, Event]]:
+    """Start a process that runs the same steps while the first event is set; the second says that it runs none."""
     context = multiprocessing.get_context("spawn")
-    is_running, is_ready = context.Event(), context.Event()
-    process = context.Process(target=run_beside, args=(folder, is_running, is_ready), daemon=True)
+    is_running, is_idle = context.Event(), context.Event()
+    process = context.Process(target=run_beside, args=(folder, is_running, is_idle), daemon=True)
     process.start()
     try:
-        assert is_ready.wait(120), "the process beside this one did not start"
-        yield is_running
+        assert is_idle.wait(120), "the process beside this one did not start"
+        yield is_running, is_idle
     finally:
         process.kill()
         process.join()
@@ -155,13 +157,15 @@ def main() -> None:
         folder = Path(name)
         one = start(folder)
         two = {"TP 2": start(folder, tensor_parallel_size=2), "DP 2": start(folder, data_parallel_size=2)}
-        with neighbour(folder) as is_running:
+        with neighbour(folder) as (is_running, is_idle):
             for round_number in range(options.rounds + 1):
                 times = measured_steps(one)
                 is_running.set()
+                while is_idle.is_set():
+                    time.sleep(0.01)
                 times_beside = measured_steps(one)
                 is_running.clear()
-                time.sleep(2)  # until the neighbour's requests have ended
+                assert is_idle.wait(120), "the requests beside these did not end"
                 measured = {"one": tokens_per_s(one), **{layout: tokens_per_s(llm) for layout, llm in two.items()}}
                 found = two["TP 2"].collective_rpc(sums)[0]
                 if not round_number:  # the first warms up
