@@ -128,6 +128,8 @@ def _lasting_mutations() -> tuple[str, ...]:
     """
     found = []
     for variable, attributes in _modified():
+        if _is_collector_of_outputs(variable):
+            continue
         changed = [name for name, value in attributes.items() if not _is_restored(variable, name, value)]
         if changed or not attributes:
             where = source_name(variable.source) if variable.source is not None else type(variable).__name__
@@ -135,6 +137,15 @@ def _lasting_mutations() -> tuple[str, ...]:
     if _draws_random_numbers():
         found.append("the random numbers of Python (random.randint or alike)")
     return tuple(found)
+
+
+def _is_collector_of_outputs(variable: Any) -> bool:
+    """Return whether it is what each forward of transformers sets and resets.
+
+    Another thread's forward may have set it while this one is traced, so its values are not those from before.
+    """
+    kind = type(getattr(variable, "value", None))
+    return (kind.__module__, kind.__qualname__) == ("transformers.utils.output_capturing", "CompileableContextVar")
 
 
 def drawn_from_objects() -> tuple[str, ...]:

@@ -133,7 +133,7 @@ def test_code_that_asks_anything_else_about_a_size_is_refused() -> None:
         pg.compile(AsksForOne(), CONFIG, dynamic_dims={"x": 0}, example_inputs=(torch.ones(1), torch.ones(3)))
 
 
-def test_a_model_of_transformers_with_its_own_attention() -> None:
+def small_llama() -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -144,9 +144,25 @@ def test_a_model_of_transformers_with_its_own_attention() -> None:
         num_attention_heads=2,
         num_key_value_heads=1,
         max_position_embeddings=64,
+        use_cache=False,
     )
-    module = LlamaForCausalLM(config).eval().requires_grad_(False)
-    module.config.use_cache = False
+    return LlamaForCausalLM(config).eval().requires_grad_(False)
+
+
+def test_another_threads_forward_may_collect_outputs_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What every forward of transformers sets and resets is one object for all threads while any of them is traced."""
+    from transformers.utils import output_capturing
+
+    module, ids = small_llama(), torch.randint(0, 32, (1, 6))
+    expected = module(ids).logits
+    monkeypatch.setattr(output_capturing._active_collector, "compiling", True)
+    monkeypatch.setattr(output_capturing._active_collector, "global_var", {})
+    model = pg.compile(module, CONFIG, dynamic_dims={"input_ids": {1: "length"}}, example_inputs=(ids.clone(),))
+    torch.testing.assert_close(model(ids).logits, expected)
+
+
+def test_a_model_of_transformers_with_its_own_attention() -> None:
+    module = small_llama()
     ids = torch.randint(0, 32, (1, 9))
     model = pg.compile(module, CONFIG, dynamic_dims={"input_ids": {1: "length"}}, example_inputs=(ids[:, :6].clone(),))
     for length in (9, 2):
