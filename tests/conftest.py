@@ -93,6 +93,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 FIRST = (
     "tests/test_paused_gc.py",  # it walks over all objects, and there are few yet
+    "tests/compiler/graphs/test_capture.py",  # so does it, after each of many cycles
+    "tests/runner/distributed/test_executor.py",
     "tests/runner/clusters/test_ray_executor.py",
     "tests/runner/test_warm_families.py",
     "tests/runner/test_tiny_shapes.py",
