@@ -127,7 +127,7 @@ def allow_unbacked_layouts() -> Iterator[None]:
             guessed = _guessed_sizes(V.graph.sizevars, stride)
             return FlexibleLayout.fill_ordered(sizes, sorted(range(len(guessed)), key=guessed.__getitem__))
 
-    with _static_method_replaced(FlexibleLayout, "same_ordered", same_ordered):
+    with _replaced(FlexibleLayout, "same_ordered", staticmethod(same_ordered)):
         yield
 
 
@@ -161,7 +161,7 @@ def compare_sizes_of_views_for_all_values() -> Iterator[None]:
         finally:
             del sizevars.check_equals
 
-    with _static_method_replaced(view, "_dynamic_reshape_indexer", index):
+    with _replaced(view, "_dynamic_reshape_indexer", staticmethod(index)):
         yield
 
 
@@ -216,22 +216,20 @@ def undecided_constants_are_kept() -> Iterator[None]:
         except GuardOnDataDependentSymNode:
             graph_module.graph.lint()
 
-    with _patching:
-        setattr(joint_graph, "constant_fold_uniform_value", fold)  # noqa: B010
-        try:
-            yield
-        finally:
-            setattr(joint_graph, "constant_fold_uniform_value", original)  # noqa: B010
+    with _replaced(joint_graph, "constant_fold_uniform_value", fold):
+        yield
 
 
 @contextlib.contextmanager
-def _static_method_replaced(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    original = getattr(owner, name)
-    setattr(owner, name, staticmethod(function))
-    try:
-        yield
-    finally:
-        setattr(owner, name, staticmethod(original))
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Set an attribute of torch inside this block; other threads wait to replace any until it is over."""
+    with _patching:
+        original = inspect.getattr_static(owner, name)  # a static method stays one
+        setattr(owner, name, value)
+        try:
+            yield
+        finally:
+            setattr(owner, name, original)
 
 
 @contextlib.contextmanager
@@ -273,12 +271,8 @@ def undecided_layouts_are_contiguous() -> Iterator[None]:
         except GuardOnDataDependentSymNode:
             return False
 
-    with _patching:
-        setattr(prims, "are_strides_like_channels_last_or_false", are_strides_like_channels_last)  # noqa: B010
-        try:
-            yield
-        finally:
-            setattr(prims, "are_strides_like_channels_last_or_false", original)  # noqa: B010
+    with _replaced(prims, "are_strides_like_channels_last_or_false", are_strides_like_channels_last):
+        yield
 
 
 def _guessed_sizes(sizevars: Any, sizes: Sequence[Any]) -> Sequence[int]:

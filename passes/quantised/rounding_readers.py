@@ -20,7 +20,7 @@ from piecegraph.passes.ops.quantised.rounded_rows import WHOLE_TOKEN
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """How a linear rounds its input: to `stored`, with a scale for each `group` columns."""
+    """The rounding of a linear's input: to `stored`, with a scale for each `group` columns."""
 
     group: int  # `WHOLE_TOKEN`: a scale for each token
     stored: torch.dtype

@@ -24,7 +24,7 @@ CAUSE_S = 1.5
 
 
 class ChildProcess(Protocol):
-    """What a `Child` needs of its process; `subprocess.Popen` has it."""
+    """The part of `subprocess.Popen` that a `Child` uses."""
 
     @property
     def pid(self) -> int: ...

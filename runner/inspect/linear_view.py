@@ -18,10 +18,10 @@ from piecegraph.runner.quantization.methods.all_methods import METHODS
 from piecegraph.runner.quantization.methods.linear_method import Scheme
 
 PLAIN_KERNEL = "torch's GEMM"
-"""What multiplies by weights of which no pass and no scheme has changed the linear; Inductor may choose another one."""
+"""The kernel of a linear that no pass and no scheme has changed; Inductor may choose another one."""
 
 FEW_ROWS_KERNEL = "our Triton kernels for few rows, the library's GEMM for more"
-"""What multiplies by weights that are floats after `fuse-linear`."""
+"""The kernels of a linear over float weights after `fuse-linear`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

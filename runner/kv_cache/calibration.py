@@ -18,7 +18,7 @@ NUM_TOKENS = 512
 """The number of tokens that a model is calibrated on, or all that it takes."""
 
 KEY_RANGE, VALUE_RANGE = 200.0, 100.0
-"""What the largest number of a head becomes, by vLLM: there is room up to 448 for others than were measured."""
+"""The values that a head's largest key and value are scaled to, as in vLLM; e4m3 reaches 448, so more fits."""
 
 
 class _Measuring:

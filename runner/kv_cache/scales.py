@@ -1,4 +1,4 @@
-"""Where the scales of cached keys and values come from: the checkpoint, or a calibration; and what is said of it."""
+"""The scales of cached keys and values: read from the checkpoint, or calibrated, with the note that says which."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an `LLM` holds once it is loaded, and what can be asked of it, whether it generates or pools."""
+"""The part of an `LLM` that generating and pooling ones share: what it holds once loaded, as properties."""
 
 from __future__ import annotations
 

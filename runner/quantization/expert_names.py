@@ -19,7 +19,7 @@ _JOINS = frozenset({"MergeModulelist", "Concatenate"})
 
 
 class Place(NamedTuple):
-    """Where a tensor of a file belongs."""
+    """The place of a file's tensor among the parameters of experts."""
 
     module: str  # the path of the experts
     projection: str  # one of `PROJECTIONS`

@@ -28,7 +28,7 @@ KERNELS: Mapping[str, str] = {
     "cpu": "the linears of the chosen experts, one expert at a time",
     "cuda": "our Triton kernel over pairs sorted by expert",
 }
-"""What multiplies by the weights of experts, by the type of the device, for `explain`."""
+"""The kernels of quantised experts by the type of the device, as `explain` shows them."""
 
 
 class QuantisedExperts(nn.Module):
@@ -78,7 +78,7 @@ class QuantisedExperts(nn.Module):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantisedLayers:
-    """What `quantise_experts` did with a model."""
+    """The result of `quantise_experts`."""
 
     schemes: dict[str, Scheme] = field(default_factory=dict)  # by the path of the experts
     left: dict[str, str] = field(default_factory=dict)  # by the path of experts that stay as they are, the reason

@@ -1,4 +1,4 @@
-"""What a start has made: a running engine, and everything else that an `LLM` holds."""
+"""The result of a start: a running engine, and everything else that an `LLM` holds."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ RaggedRecur = Callable[[Sequence[torch.Tensor], torch.Tensor, RaggedRows], tuple
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """What a layer computes: a convolution of its first input, a recurrence over all of them, or both."""
+    """The computation of a layer: a convolution of its first input, a recurrence over all of them, or both."""
 
     convolve: Convolve | None
     recur: Recur | None

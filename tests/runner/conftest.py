@@ -21,11 +21,17 @@ def models_of_the_runner_are_traced_once(models_are_traced_once: None) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def traces_are_not_described() -> Iterator[None]:
-    """torch would describe each trace in its log: pytest listens to loggers that do not propagate by themselves."""
+    """torch would describe each trace in its log while that has handlers, and pytest adds some in each phase of a test.
+
+    With those that are there already, descriptions would go to standard error, through the logger of all of torch.
+    """
     logger = logging.getLogger("torch.__trace")
-    before, logger.propagate = logger.propagate, True
+    propagate, handlers = logger.propagate, list(logger.handlers)
+    logger.propagate = True  # pytest adds its handlers to loggers that do not propagate
+    logger.handlers.clear()
     yield
-    logger.propagate = before
+    logger.propagate = propagate
+    logger.handlers[:] = [each for each in handlers if not type(each).__module__.startswith("_pytest")]
 
 
 @pytest.fixture(scope="session")

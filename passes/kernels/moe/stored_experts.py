@@ -27,7 +27,7 @@ CLAMPED_SWIGLU = "clamped_swiglu"
 
 
 class Gate(NamedTuple):
-    """What stands between the two products of an expert."""
+    """The gate of an expert: the elementwise function between its two products."""
 
     activation: str  # a name in `act_mul.ACTIVATIONS`, or `CLAMPED_SWIGLU`
     is_interleaved: bool  # whether rows of gate and up alternate; otherwise those of gate are the first half

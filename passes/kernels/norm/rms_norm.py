@@ -6,6 +6,7 @@ The norm may be rounded to int8 or to e4m3 there, for a quantised linear.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -63,21 +64,7 @@ def add_rms_norm_on_gpu(
     """Run `ops.rms_norm.add_rms_norm` on a GPU."""
     result = torch.empty_like(x, memory_format=torch.contiguous_format)
     total = torch.empty_like(result)
-    x_rows, residual_rows = evenly_spaced_rows_of(x), evenly_spaced_rows_of(residual)
-    _launch(
-        result,
-        x_rows.tensor,
-        1,
-        x_rows.outer_stride,
-        0,
-        residual=residual_rows.tensor,
-        residual_stride=residual_rows.outer_stride,
-        total=total,
-        weight=weight,
-        eps=eps,
-        offset=offset,
-        num_rows=x_rows.num_rows,
-    )
+    _launch_of_sum(result, total, x, residual, weight=weight, eps=eps, offset=offset)
     return result, total
 
 
@@ -118,9 +105,17 @@ def add_rms_norm_rounded_on_gpu(
     """Run `ops.quantised.rounded_norms.add_rms_norm_rounded` on a GPU; `group` as in `rms_norm_rounded_on_gpu`."""
     values, step = _empty_rounded(x, group, stored)
     total = torch.empty_like(x, memory_format=torch.contiguous_format)
+    _launch_of_sum(values, total, x, residual, step=step, group=group, weight=weight, eps=eps, offset=offset)
+    return values, step, total
+
+
+def _launch_of_sum(
+    result: torch.Tensor, total: torch.Tensor, x: torch.Tensor, residual: torch.Tensor, **options: Any
+) -> None:
+    """Launch the kernel over `x + residual`, which is written to `total`; `options` are those of `_launch`."""
     x_rows, residual_rows = evenly_spaced_rows_of(x), evenly_spaced_rows_of(residual)
     _launch(
-        values,
+        result,
         x_rows.tensor,
         1,
         x_rows.outer_stride,
@@ -128,14 +123,9 @@ def add_rms_norm_rounded_on_gpu(
         residual=residual_rows.tensor,
         residual_stride=residual_rows.outer_stride,
         total=total,
-        step=step,
-        group=group,
-        weight=weight,
-        eps=eps,
-        offset=offset,
         num_rows=x_rows.num_rows,
+        **options,
     )
-    return values, step, total
 
 
 def _empty_rounded(x: torch.Tensor, group: int, stored: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""How kernels read quantised weights: `WeightLayout`, `Tiles`, and what makes floats of a tile of stored values."""
+"""The layout and tiles of quantised weights in kernels, and the conversion of a tile to floats."""
 
 from __future__ import annotations
 

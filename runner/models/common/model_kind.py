@@ -1,4 +1,4 @@
-"""What transformers loads a model as, by its config: a model that generates, or one of the kinds that pool."""
+"""The kind of model that a config stands for: one that generates, or one of those that pool."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelKind:
-    """What transformers loads a model as, and what the runner needs of it."""
+    """A class that transformers loads a model as, and what the runner needs to know of it."""
 
     auto_class: str = "AutoModelForCausalLM"
     mapping: str = "MODEL_FOR_CAUSAL_LM_MAPPING"  # from configs to the classes behind `auto_class`

@@ -1,4 +1,4 @@
-"""Which share of a model a rank holds."""
+"""The share of a model that a rank holds."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ NOT_A_NUMBER = 255
 
 @dataclass(frozen=True, slots=True)
 class Mxfp4Experts:
-    """Which experts of a checkpoint are not in MXFP4."""
+    """A checkpoint whose experts are in MXFP4, but for those that its config leaves alone."""
 
     quant_method: ClassVar[str] = "mxfp4"
     marks: ClassVar[tuple[str, ...]] = ()

@@ -37,7 +37,7 @@ class StoredCheckpoint(Protocol):
     """The last parts of the names of a quantised module's tensors; others, such as its bias, are read as they are."""
 
     of_all_experts: ClassVar[tuple[str, ...]]
-    """What follows the name of a parameter of experts in the names of tensors that have those of all experts."""
+    """The suffixes of tensors that hold a parameter of all experts, behind the parameter's name."""
 
     def scheme_of(self, path: str, class_name: str) -> Scheme | None:
         """Return the scheme of the module at `path`, or None if it is not quantised.

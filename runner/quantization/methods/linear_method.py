@@ -18,10 +18,10 @@ DEQUANTISED = "GEMM over weights that are dequantised 2048 channels at a time"
 """What multiplies by weights of few bits on a CPU that has no kernel for them."""
 
 STREAMED = "our Triton kernel for up to 256 rows, GEMM over weights that are dequantised for more"
-"""What multiplies floats by weights of 8 bits on a GPU."""
+"""The kernels for weights of 8 bits and float inputs on a GPU, as `explain` shows them."""
 
 STREAMED_PACKED = "our Triton kernel for up to 64 rows, GEMM over weights that are dequantised for more"
-"""What multiplies floats by weights of 4 bits on a GPU."""
+"""The same for weights of 4 bits."""
 
 
 class NotFinite(ValueError):
@@ -70,7 +70,7 @@ class LinearMethod(Protocol):
 
     @property
     def inputs(self) -> str:
-        """What is multiplied: "floats", or inputs that are rounded with a scale for each of the "tokens", or of the
+        """The inputs of the product: "floats", or numbers rounded with a scale for each of the "tokens", or of the
         "groups" of a block's columns. A rank with a part of a token needs to know the largest magnitude of all."""
 
     def empty(self, weight: torch.Tensor, scheme: Scheme) -> PackedWeight:

@@ -10,7 +10,7 @@ import torch
 
 
 class Rule(enum.Enum):
-    """How a state changes from token to token; the value is its name in messages."""
+    """The recurrence of a state; the value is its name in messages."""
 
     DELTA = "the gated delta rule"
     DELTA_BY_CHANNEL = "the gated delta rule by channel"
@@ -26,7 +26,7 @@ class Library(enum.Enum):
 
 
 Installed = Mapping[Library, str | None]
-"""For every library: None if it can be imported and called as we call it, else why not and what to install."""
+"""Each library with None if it can be imported and called as we call it, else with why not and what to install."""
 
 LIBRARIES: Mapping[Rule, Library | str] = {
     Rule.DELTA: Library.FLA,
@@ -45,7 +45,7 @@ MAX_KEY_DIM = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScanKind:
-    """What a library must be able to compute."""
+    """The properties of a layer that decide whether a library can compute it."""
 
     rule: Rule
     dtype: torch.dtype  # of activations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,9 @@ import torch
 from transformers import PreTrainedModel
 
 from piecegraph import LLM, SamplingParams
-from piecegraph.errors import ConfigError, UsageError
+from piecegraph.errors import CheckpointError, ConfigError, UsageError
 from piecegraph.runner.common.logits_processor import AdapterLogitsProcessor
+from piecegraph.runner.startup import reload_weights
 from tests.runner.data_parallel.engines_in_threads import llm_of_engines
 from tests.runner.margin_rule import assert_same_tokens
 from tests.runner.pipeline_parallel.stages_in_threads import llm_of_threads
@@ -97,6 +99,19 @@ def test_two_engines_run_processors_and_embeddings(tmp_path: Path) -> None:
         check_embeddings(llm, model)
 
 
+def fail_on_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let all ranks but the first to be asked read their part."""
+    read, lock, asked = reload_weights.read_rank_weights, threading.Lock(), list[int]()
+
+    def fail_once(*args: Any) -> Any:
+        with lock:
+            asked.append(1)
+            is_first = len(asked) == 1
+        return CheckpointError("planted") if is_first else read(*args)
+
+    monkeypatch.setattr(reload_weights, "read_rank_weights", fail_once)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
@@ -107,7 +122,9 @@ def test_two_engines_run_processors_and_embeddings(tmp_path: Path) -> None:
     ],
     ids=["EP 2", "PP 2", "DP 2"],
 )
-def test_weights_are_reloaded_on_all_ranks_or_on_none(layout: Mapping[str, int], tmp_path: Path) -> None:
+def test_weights_are_reloaded_on_all_ranks_or_on_none(
+    layout: Mapping[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each reads its part of the new files; a file that one rank cannot read changes no rank."""
     models = [random_model(make_model("mixtral").config, seed) for seed in (0, 1)]
     first, second = (save(model, tmp_path / str(number)) for number, model in enumerate(models))
@@ -126,6 +143,11 @@ def test_weights_are_reloaded_on_all_ranks_or_on_none(layout: Mapping[str, int],
             with pytest.raises(error):
                 llm.reload_weights(folder)
             assert_answers_of(models[1], llm)
+        with monkeypatch.context() as patch:
+            fail_on_one_rank(patch)
+            with pytest.raises(CheckpointError, match="planted"):
+                llm.reload_weights(first)
+        assert_answers_of(models[1], llm)
         with pytest.raises(UsageError, match="weights are read from files, of which each rank reads its part"):
             llm.reload_weights(models[0].state_dict())
         llm.reload_weights()

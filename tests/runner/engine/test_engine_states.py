@@ -508,7 +508,7 @@ def engine_and_modes(
 
 
 @pytest.mark.parametrize(
-    ("max_examples", "min_steps"), [(6, 300), pytest.param(40, 1_500, marks=pytest.mark.slow)], ids=["quick", "long"]
+    ("max_examples", "min_steps"), [(6, 500), pytest.param(40, 1_500, marks=pytest.mark.slow)], ids=["quick", "long"]
 )
 def test_every_order_of_events_gives_the_right_outputs(
     engine_and_modes: tuple[EngineUnderTest, Sequence[CUDAGraphMode]], max_examples: int, min_steps: int

@@ -60,7 +60,7 @@ def test_stages_answer_as_transformers_does_and_as_one_process(tmp_path: Path) -
     num_preemptions = 0
     for num_stages in (1, 3):
         with llm_of_threads(folder, pipeline_parallel_size=num_stages, graph_kind="recorded", **options) as llm:
-            answers.append([run_at_random(llm, seed) for seed in range(2)])
+            answers.append([run_at_random(llm, seed) for seed in range(3)])
             num_preemptions = llm.engine.stats.num_preemptions
             reports = llm.collective_rpc("report")
     first, middle, last = ({*report["unique_pieces"]} for report in reports)

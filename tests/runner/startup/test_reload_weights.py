@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 
 from piecegraph import LLM, SamplingParams
 from piecegraph.errors import CheckpointError, ConfigError, UsageError
+from piecegraph.runner.startup.reload_weights import reload_on_ranks
 from tests.runner.tiny_models import llama_config, random_model, save
 
 PROMPT = {"prompt_token_ids": list(range(5, 25))}
@@ -178,3 +179,19 @@ def test_weights_that_do_not_fit_a_draft_leave_both_models_as_they_are(
 def test_weights_for_no_draft_are_refused(llm: LLM, folders: list[Path]) -> None:
     with pytest.raises(UsageError, match="no model drafts here .speculative_config.; leave them out"):
         llm.reload_weights(draft_weights=folders[1])
+
+
+def test_ranks_are_told_an_absolute_folder(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank may be in another directory, where a relative one is another, or none."""
+    (tmp_path / "version 2").mkdir()
+    monkeypatch.chdir(tmp_path)
+    told: list[Sequence[Any]] = []
+
+    def call(name: str, arguments: Sequence[Any]) -> list[Any]:
+        told.append(arguments)
+        return [None] if name == "read_weights" else [["a"]]
+
+    assert reload_on_ranks(llm.engine, call, "version 2", None) == 1
+    assert told[0] == (str(tmp_path / "version 2"),)
+    reload_on_ranks(llm.engine, call, "organisation/name", None)
+    assert told[2] == ("organisation/name",)
