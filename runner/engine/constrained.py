@@ -84,6 +84,18 @@ class ConstrainedRequests:
         assert all(token < vocab_size for token in forced), f"{forced}: the model has {vocab_size} tokens"
         return forced
 
+    def unmasked(self, done: SchedulerOutput) -> list[tuple[Request, RequestError]]:
+        """Return the requests of a step whose tokens were drawn without their grammars, which could not be followed."""
+        found = []
+        for item in done.scheduled:
+            request = self.requests.get(item.request_id)
+            if request is None or request.grammar is None or not item.is_sampled:
+                continue
+            error = request.grammar.mask_error(len(request.output_token_ids))
+            if error is not None:
+                found.append((request, error))
+        return found
+
     def ended(self, requests: Sequence[Request]) -> list[tuple[Request, RequestError | None]]:
         """Return those of `requests` whose outputs are complete, or have left their grammars with an error."""
         found: list[tuple[Request, RequestError | None]] = []

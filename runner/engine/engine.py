@@ -538,6 +538,9 @@ class Engine:
             self._take_prompt_logprobs(done, found.prompt_logprobs)
         if found.errors:
             self._finish_failed(found.errors)
+        if self._constrained.requests:
+            for request, error in self._constrained.unmasked(done):
+                self._finish(request.request_id, failed(request, error))
         took = self._scheduler.complete_step(done, found.token_ids)
         self._num_output_tokens = num_before + len(took)
         # If the lengths are equal, no token was dropped, so `tokens` and `took` have the same order.

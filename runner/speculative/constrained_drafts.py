@@ -53,7 +53,11 @@ class ConstrainedDrafts(ConstrainedRequests):
             assert grammar is not None, "only requests with a grammar are added"
             with suppress(RequestError):  # `ended` tells it
                 grammar.advance([*request.output_token_ids, *_pending(item, in_flight)])
-                _fill(bitmask[first : first + count], grammar.matcher, drafts.get(item.request_id, ()))
+                rows = bitmask[first : first + count]
+                error = _fill(rows, grammar.matcher, drafts.get(item.request_id, ()))
+                if error is not None:  # the request ends before what is drawn here is read
+                    rows[:] = -1
+                    grammar.fail_mask(error)
             first += count
         request_ids = [item.request_id for item, count in zip(items, num_rows, strict=True) for _ in range(count)]
         return GrammarOutput(bitmask=torch.from_numpy(bitmask), request_ids=tuple(request_ids))
@@ -79,13 +83,16 @@ class ConstrainedDrafts(ConstrainedRequests):
         return replace(found, verified=verified, verified_logprobs=logprobs)
 
 
-def _fill(rows: Bitmask, matcher: GrammarMatcher, drafts: Sequence[int]) -> None:
-    """Write the mask of each row; rows behind a draft that cannot be accepted, or that ends the output, stay as are."""
-    num_read = 0
+def _fill(rows: Bitmask, matcher: GrammarMatcher, drafts: Sequence[int]) -> str | None:
+    """Write the mask of each row; rows behind a draft that cannot be accepted, or that ends the output, stay as are.
+
+    Returns what is wrong if a mask cannot be computed, after which the matcher is of no more use, else None.
+    """
+    num_read, failure = 0, None
     try:
         for row in range(len(rows)):
-            matcher.fill_bitmask(rows, row)
-            if row >= min(len(drafts), len(rows) - 1):
+            failure = matcher.fill_bitmask(rows, row)
+            if failure is not None or row >= min(len(drafts), len(rows) - 1):
                 break
             draft = drafts[row]
             if not int(rows[row, draft >> 5]) >> (draft & 31) & 1 or matcher.is_stopped():
@@ -94,8 +101,9 @@ def _fill(rows: Bitmask, matcher: GrammarMatcher, drafts: Sequence[int]) -> None
             assert error is None, f"the mask allows token {draft}, and the grammar does not: {error}"
             num_read += 1
     finally:
-        if num_read:
+        if num_read and failure is None:
             matcher.rollback(num_read)
+    return failure
 
 
 def _pending(item: ScheduledRequest, in_flight: Sequence[tuple[SchedulerOutput, AsyncOutput]]) -> list[int]:

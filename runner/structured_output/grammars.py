@@ -92,6 +92,7 @@ class GrammarState:
         self._num_accepted = 0
         self._error: str | None = None
         self._mask: tuple[int, Bitmask] | None = None  # the number of tokens before it, and the one row of the mask
+        self._mask_error: tuple[int, str] | None = None  # the number of tokens behind which there is none, and why
 
     def advance(self, token_ids: Sequence[int]) -> None:
         """Take the output tokens that have come since the last call. Raises `RequestError` if one is not allowed.
@@ -105,12 +106,28 @@ class GrammarState:
             raise RequestError(f"the output left its grammar: {self._error}")
 
     def fill_bitmask(self, bitmask: Bitmask, row: int) -> None:
-        """Write the tokens that may come next into a row; computed once for a position."""
+        """Write the tokens that may come next into a row; computed once for a position.
+
+        If they cannot be computed, all may: `mask_error` says why, and what is drawn is not to be read.
+        """
         if self._mask is not None and self._mask[0] == self._num_accepted:
             bitmask[row] = self._mask[1][0]
             return
-        self.matcher.fill_bitmask(bitmask, row)
+        error = self.matcher.fill_bitmask(bitmask, row)
+        if error is not None:
+            bitmask[row] = -1
+            self.fail_mask(error)
         self._mask = self._num_accepted, bitmask[row : row + 1].copy()
+
+    def fail_mask(self, error: str) -> None:
+        """Say that the next token cannot be constrained, and why."""
+        self._mask_error = self._num_accepted, error
+
+    def mask_error(self, num_tokens: int) -> RequestError | None:
+        """Return why the token behind so many could not be constrained; None: it was, or is not yet due."""
+        if self._mask_error is None or num_tokens < self._mask_error[0]:
+            return None
+        return RequestError(f"the grammar cannot be followed any further: {self._mask_error[1]}")
 
     def take_forced(self, token_ids: Sequence[int], most: int, bitmask: Bitmask) -> list[int]:
         """Return the tokens that must come next, because the grammar allows one each time, and take them.
@@ -123,6 +140,8 @@ class GrammarState:
             if self._error is not None or self.matcher.is_stopped():
                 break
             self.fill_bitmask(bitmask, 0)
+            if self._mask_error is not None:
+                break
             words = bitmask.view(np.uint32)[0]
             (places,) = words.nonzero()
             if len(places) != 1 or int(words[places[0]]).bit_count() != 1:
@@ -145,4 +164,4 @@ class GrammarState:
     def start_over(self) -> None:
         """Forget all tokens; the next `advance` takes them again."""
         self.matcher.reset()
-        self._num_accepted, self._error, self._mask = 0, None, None
+        self._num_accepted, self._error, self._mask, self._mask_error = 0, None, None, None

@@ -23,30 +23,39 @@ WHITESPACE = r"[ \n\r\t]{0,20}"
 class LLGuidanceMatcher:
     """The progress of one output, kept by an `LLMatcher`, which raises nothing and remembers its first error."""
 
-    def __init__(self, matcher: LLMatcher) -> None:
+    def __init__(self, matcher: LLMatcher, start: LLMatcher | None = None) -> None:
+        """`start`: a matcher at the start of the output, which is only copied; None: `matcher` is there."""
         self._matcher = matcher
+        self._start = matcher.deep_copy() if start is None else start
 
     def copy(self) -> LLGuidanceMatcher:
-        return LLGuidanceMatcher(self._matcher.deep_copy())
+        return LLGuidanceMatcher(self._matcher.deep_copy(), self._start)
 
     def accept(self, token_ids: Sequence[int]) -> str | None:
         if self._matcher.consume_tokens(list(token_ids)):
             return None
-        return self._matcher.get_error().partition("\n")[0] or "the grammar allows no such token"
+        # What follows the semicolon depends on whether a mask was computed before.
+        text = self._matcher.get_error().partition("\n")[0].partition(";")[0]
+        return text or "the grammar allows no such token"
 
     def rollback(self, count: int) -> None:
         is_done = self._matcher.rollback(count)
         assert is_done, f"{count} tokens cannot be taken back: {self._matcher.get_error()}"
 
-    def fill_bitmask(self, bitmask: Bitmask, row: int) -> None:
+    def fill_bitmask(self, bitmask: Bitmask, row: int) -> str | None:
         words = bitmask[row]
         self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.size * words.itemsize)
+        # In error the library would let nothing but an EOS token come, as if the output were complete.
+        return _first_lines(self._matcher.get_error()) if self._matcher.is_error() else None
 
     def is_stopped(self) -> bool:
         return self._matcher.is_stopped() and not self._matcher.is_error()
 
     def reset(self) -> None:
-        self._matcher.reset()
+        if self._matcher.is_error():  # the library's own reset would leave it so
+            self._matcher = self._start.deep_copy()
+        else:
+            self._matcher.reset()
 
 
 class LLGuidanceBackend:

@@ -29,8 +29,11 @@ class GrammarMatcher(Protocol):
     def rollback(self, count: int) -> None:
         """Take back the last `count` tokens that were accepted, also those that ended the output."""
 
-    def fill_bitmask(self, bitmask: Bitmask, row: int) -> None:
-        """Write the tokens that may come next into a row, EOS tokens where the output may end."""
+    def fill_bitmask(self, bitmask: Bitmask, row: int) -> str | None:
+        """Write the tokens that may come next into a row, EOS tokens where the output may end.
+
+        Returns what is wrong if they cannot be computed, as beyond a limit of the library, else None.
+        """
 
     def is_stopped(self) -> bool:
         """Return whether nothing but an EOS token may come next, or an EOS token has come."""

@@ -12,6 +12,7 @@ import pytest
 from piecegraph import LLM, SamplingParams
 from piecegraph.errors import RequestError
 from piecegraph.runner.engine.constrained import ConstrainedRequests
+from piecegraph.runner.structured_output.llguidance_backend import LLGuidanceMatcher
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -89,6 +90,28 @@ def test_options_that_leave_no_token_end_the_request(llms: LLM) -> None:
     assert one.outputs[0].error is not None
     assert "left its grammar" in one.outputs[0].error
     assert other.outputs[0].text == "abc"
+
+
+@pytest.mark.parametrize("logprobs", [None, 0], ids=["forced", "drawn"])
+def test_a_grammar_that_cannot_be_followed_ends_with_an_error(
+    llms: LLM, monkeypatch: pytest.MonkeyPatch, logprobs: int | None
+) -> None:
+    """llguidance has a limit that a regex may reach late, and allows EOS alone then, as if the output were complete."""
+    fill, last = LLGuidanceMatcher.fill_bitmask, 1 << llms.get_tokenizer().encode("z", add_special_tokens=False)[0] % 32
+
+    def fill_or_fail(self: LLGuidanceMatcher, bitmask: Any, row: int) -> str | None:
+        error = fill(self, bitmask, row)
+        if [int(word) & 0xFFFFFFFF for word in bitmask[row] if word] != [last]:
+            return error
+        bitmask[row] = [1 << 1, *[0] * (bitmask.shape[1] - 1)]
+        return "a limit"
+
+    monkeypatch.setattr(LLGuidanceMatcher, "fill_bitmask", fill_or_fail)
+    bad, good = params({"regex": "[ab]{5}z"}, logprobs=logprobs), params({"regex": "[ab]{5}y"})
+    one, other = llms.generate(["hi", "hi"], [bad, good], use_tqdm=False)
+    assert (one.outputs[0].finish_reason, len(one.outputs[0].token_ids)) == ("error", 5)
+    assert one.outputs[0].error == "RequestError: the grammar cannot be followed any further: a limit"
+    assert (other.outputs[0].finish_reason, len(other.outputs[0].token_ids)) == ("stop", 6)
 
 
 def test_what_cannot_be_compiled_is_refused_before_anything_runs(llms: LLM) -> None:

@@ -164,3 +164,18 @@ def test_the_mask_of_each_row_follows_from_the_drafts_before_it() -> None:
     rows = np.full((4, -(-len(tokenizer) // 32)), -1, dtype=np.int32)
     _fill(rows, matcher, [c, e, a])
     assert not matcher.is_stopped() and matcher.accept([d, e]) is None and matcher.is_stopped()
+
+
+def test_a_mask_that_cannot_be_computed_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = byte_tokenizer()
+    backend = LLGuidanceBackend(tokenizer, vocab_size=len(tokenizer), eos_token_ids=[1])
+    matcher = backend.compile(StructuredOutputsParams(regex="abcde"))
+    fill = type(matcher).fill_bitmask
+
+    def fill_or_fail(self: Any, rows: Any, row: int) -> str | None:
+        return fill(self, rows, row) or ("a limit" if row else None)
+
+    monkeypatch.setattr(type(matcher), "fill_bitmask", fill_or_fail)
+    rows = np.full((4, -(-len(tokenizer) // 32)), -1, dtype=np.int32)
+    assert _fill(rows[:1], matcher, ()) is None
+    assert _fill(rows, matcher, tokenizer.encode("abc", add_special_tokens=False)) == "a limit"

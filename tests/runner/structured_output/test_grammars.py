@@ -29,8 +29,9 @@ class Letters:
     def rollback(self, count: int) -> None:
         del self.accepted[len(self.accepted) - count :]
 
-    def fill_bitmask(self, bitmask: Bitmask, row: int) -> None:
+    def fill_bitmask(self, bitmask: Bitmask, row: int) -> str | None:
         bitmask[row] = 1 << (len(self.accepted) + 1)
+        return None
 
     def is_stopped(self) -> bool:
         return self.accepted == [1, 2, 3]

@@ -136,3 +136,15 @@ def test_a_regex_that_explodes_is_refused_where_it_is_compiled(backend: LLGuidan
     """No step meets it: its first mask, which reaches the library's limit after seconds, is asked for here."""
     with pytest.raises(RequestError, match="too many expressions"):
         backend.compile(StructuredOutputsParams(regex="x((a{100}){100}){100}"))
+
+
+def test_a_grammar_that_was_left_can_be_followed_again_from_the_start(backend: LLGuidanceBackend) -> None:
+    """As a step that is computed again follows it; llguidance's own reset would leave it in error."""
+    state = GrammarState(backend.compile(StructuredOutputsParams(regex="ab")).copy())
+    first = allowed_tokens(state, VOCAB_SIZE)
+    with pytest.raises(RequestError, match="left its grammar"):
+        state.advance([0])
+    state.start_over()
+    assert allowed_tokens(state, VOCAB_SIZE) == first == TOKENIZER.encode("a", add_special_tokens=False)
+    state.advance(TOKENIZER.encode("ab", add_special_tokens=False))
+    assert state.is_stopped
