@@ -3,13 +3,16 @@
 The cache keeps no plans of eager pieces, so every `LLM` of a tiny model would be traced again, which takes longer than
 everything else about it. What may be shared is decided as the cache decides it: by the key of a plan, and then by every
 value that the trace read. Where Inductor compiles, nothing is shared: a compile adds to what is known of the sizes.
+Threads share only with earlier threads of their name: the examples of a trace belong to one mode for fake tensors, which
+two threads, as the ranks of an `LLM` in threads are, may not use at the same time.
 """
 
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -37,8 +40,11 @@ def shared_traces() -> Iterator[dict[str, Traced]]:
     """Let models with eager pieces that are compiled inside this block share traces; yield those kept, by key."""
     kept: dict[str, Traced] = {}
     own_cold_start = cold_start.cold_start
+    shares = threading.local()
 
     def shared(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], dims: DynamicDims) -> Traced:
+        if not getattr(shares, "in_this_start", False):
+            return trace(module, args, kwargs, dims)
         key = trace_key(module, ExampleCall.of(module, args, kwargs, dims))
         found = kept.get(key)
         if found is not None and may_share(found, module):
@@ -57,11 +63,13 @@ def shared_traces() -> Iterator[dict[str, Traced]]:
         *others: Any,
         **options: Any,
     ) -> cold_start.ColdStart:
-        is_shared = config.compiler == "eager" or (bool(others) and _is_compiled_by_a_test(others[0]))
-        with patch.object(cold_start, "trace", shared) if is_shared else nullcontext():
+        shares.in_this_start = config.compiler == "eager" or (bool(others) and _is_compiled_by_a_test(others[0]))
+        try:
             return own_cold_start(module, args, kwargs, dims, config, *others, **options)
+        finally:
+            shares.in_this_start = False
 
-    with patch.object(load_or_compile, "cold_start", start):
+    with patch.object(load_or_compile, "cold_start", start), patch.object(cold_start, "trace", shared):
         yield kept
 
 
@@ -71,13 +79,13 @@ def _is_compiled_by_a_test(compiler: object) -> bool:
 
 
 def trace_key(module: nn.Module, call: ExampleCall) -> str:
-    """Return the key of a plan with the default config, or "" where no key can be made.
+    """Return the key of a plan with the default config and the thread's name, or "" where no key can be made.
 
     A model without weights has another key than the one with them: that their traces are equal is a promise.
     """
     is_fake = any(isinstance(each, FakeTensor) for each in module.parameters())
     try:
-        return f"{key_of(plain(plan_factors(module, call, CompileConfig())))} {is_fake}"
+        return f"{key_of(plain(plan_factors(module, call, CompileConfig())))} {is_fake} {threading.current_thread().name}"
     except KeyFactorError:
         return ""
 

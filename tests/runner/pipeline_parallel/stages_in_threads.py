@@ -52,7 +52,11 @@ class ThreadsExecutor:
         self.loaded: dict[int, Loaded] = {}
         self.errors: list[BaseException] = []
         self._channels = {rank: _Channel() for rank in range(1, config.num_ranks)}
-        self._threads = [threading.Thread(target=self._run, args=(rank,), daemon=True) for rank in self._channels]
+        here = threading.current_thread().name
+        self._threads = [
+            threading.Thread(target=self._run, args=(rank,), name=f"{here} rank {rank}", daemon=True)
+            for rank in self._channels
+        ]
 
     def parallel(self) -> Any:
         for thread in self._threads:

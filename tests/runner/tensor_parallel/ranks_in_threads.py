@@ -65,7 +65,7 @@ def run_ranks(num_ranks: int, run: Callable[[ThreadGroup], T]) -> list[T]:
                 errors.append(error)
             barrier.abort()
 
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(num_ranks)]
+    threads = [threading.Thread(target=work, args=(rank,), name=f"rank {rank}") for rank in range(num_ranks)]
     for thread in threads:
         thread.start()
     for thread in threads:
