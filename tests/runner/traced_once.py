@@ -3,8 +3,8 @@
 The cache keeps no plans of eager pieces, so every `LLM` of a tiny model would be traced again, which takes longer than
 everything else about it. What may be shared is decided as the cache decides it: by the key of a plan, and then by every
 value that the trace read. Where Inductor compiles, nothing is shared: a compile adds to what is known of the sizes.
-Threads share only with earlier threads of their name: the examples of a trace belong to one mode for fake tensors, which
-two threads, as the ranks of an `LLM` in threads are, may not use at the same time.
+Threads share only with earlier threads of their name: the examples of a trace belong to one mode for fake tensors,
+which two threads, as the ranks of an `LLM` in threads are, may not use at the same time.
 """
 
 from __future__ import annotations
@@ -85,9 +85,10 @@ def trace_key(module: nn.Module, call: ExampleCall) -> str:
     """
     is_fake = any(isinstance(each, FakeTensor) for each in module.parameters())
     try:
-        return f"{key_of(plain(plan_factors(module, call, CompileConfig())))} {is_fake} {threading.current_thread().name}"
+        key = key_of(plain(plan_factors(module, call, CompileConfig())))
     except KeyFactorError:
         return ""
+    return f"{key} {is_fake} {threading.current_thread().name}"
 
 
 def is_shareable(made: Traced) -> bool:
