@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 from transformers.utils import logging
 
@@ -34,3 +36,28 @@ def test_a_loading_bar_is_reported_and_not_drawn(capsys: pytest.CaptureFixture[s
 def test_an_iterable_without_length_is_not_counted() -> None:
     with quiet_transformers(lambda done, total: pytest.fail("not a loading bar")):
         assert list(logging.tqdm(iter([1, 2]))) == [1, 2]
+
+
+def test_blocks_of_two_threads_overlap() -> None:
+    """Each is told of its own bars, and whoever ends last restores the settings, in whichever order they end."""
+    before = settings()
+    told: list[str] = []
+    inside, over = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with quiet_transformers(lambda done, total: told.append("other")):
+            inside.set()
+            over.wait()
+            list(logging.tqdm([5]))
+
+    thread = threading.Thread(target=other)
+    with quiet_transformers(lambda done, total: told.append("this")):
+        thread.start()
+        inside.wait()
+        list(logging.tqdm([5]))
+    assert settings() != before
+    list(logging.tqdm([5], disable=True))
+    over.set()
+    thread.join()
+    assert settings() == before
+    assert told == ["this", "this", "other", "other"]
