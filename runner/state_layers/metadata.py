@@ -11,7 +11,7 @@ import torch
 
 from piecegraph.runner.attention.interface.metadata import PAD_SLOT_ID, AttentionMetadata, HostBatch
 from piecegraph.runner.device_memory.host_memory.host_copy import to_device
-from piecegraph.runner.state_layers.libraries.adapters import Adapter
+from piecegraph.runner.state_layers.libraries.library_calls import LibraryCall
 from piecegraph.runner.state_layers.libraries.segments import RaggedRows, Segment, independent, ragged_rows
 from piecegraph.runner.state_layers.recent_states import DecodingRows, place_of
 
@@ -108,7 +108,7 @@ class StateMetadata(AttentionMetadata):
     pages_per_block: int
     decoding: DecodingRows | None  # None: no state can be taken back
     planned: StatePlan | None  # None: the tensors, which a graph refills, are read when a layer runs
-    adapters: Mapping[str, Adapter] = field(default_factory=dict)  # by the name of a layer that a library computes
+    library_calls: Mapping[str, LibraryCall] = field(default_factory=dict)  # by layer, if a library computes it
 
     def plan(self) -> StatePlan:
         """Return the plan of the batch. Waits for the device unless the host has made it."""
@@ -134,7 +134,7 @@ class StateMetadataBuilder:
     pages_per_block: int
     device: torch.device
     decoding: DecodingRows | None = None  # None: no state can be taken back
-    adapters: Mapping[str, Adapter] = field(default_factory=dict)  # by the name of a layer that a library computes
+    library_calls: Mapping[str, LibraryCall] = field(default_factory=dict)  # by layer, if a library computes it
 
     def build(self, common: AttentionMetadata) -> StateMetadata:
         """Plan the step on the host, if the host knows the batch: nothing waits for the device."""
@@ -151,7 +151,7 @@ class StateMetadataBuilder:
                 device=self.device,
                 decoding=self.decoding,
                 host=host,
-                has_batches=bool(self.adapters),
+                has_batches=bool(self.library_calls),
             )
         return self._metadata(common, planned)
 
@@ -169,7 +169,7 @@ class StateMetadataBuilder:
             pages_per_block=self.pages_per_block,
             decoding=self.decoding,
             planned=planned,
-            adapters=self.adapters,
+            library_calls=self.library_calls,
         )
 
 

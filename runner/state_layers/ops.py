@@ -27,7 +27,7 @@ from piecegraph.runner.state_layers.calls import (
 )
 from piecegraph.runner.state_layers.causal_conv import causal_conv
 from piecegraph.runner.state_layers.delta_rule import gated_delta_rule
-from piecegraph.runner.state_layers.libraries.adapters import Adapter, FlashLinearAttention, MambaSsm
+from piecegraph.runner.state_layers.libraries.library_calls import FlashLinearAttention, LibraryCall, MambaSsm
 from piecegraph.runner.state_layers.libraries.segments import RaggedRows
 from piecegraph.runner.state_layers.metadata import NO_STATE, StateMetadata, StateRound, StateSequence
 from piecegraph.runner.state_layers.selective_scan import selective_scan
@@ -191,12 +191,12 @@ def _linear_attention(
         inputs: Sequence[torch.Tensor], states: torch.Tensor, rows: RaggedRows
     ) -> tuple[torch.Tensor, torch.Tensor]:
         x, decay, beta = inputs
-        assert isinstance(adapter, FlashLinearAttention)
-        return adapter.gated_delta_rule(*split(x), decay, beta, states, scale, rows)
+        assert isinstance(library_call, FlashLinearAttention)
+        return library_call.gated_delta_rule(*split(x), decay, beta, states, scale, rows)
 
-    adapter = _adapter(layer)
+    library_call = _library_call(layer)
     convolve = partial(causal_conv, weight=conv_weight, bias=conv_bias, activation="silu")
-    run_layer((mixed, decay, beta), out, layer, Scan(convolve, recur, None if adapter is None else ragged))
+    run_layer((mixed, decay, beta), out, layer, Scan(convolve, recur, None if library_call is None else ragged))
 
 
 def _mamba_mixer(
@@ -233,14 +233,14 @@ def _mamba_mixer(
         inputs: Sequence[torch.Tensor], states: torch.Tensor, rows: RaggedRows
     ) -> tuple[torch.Tensor, torch.Tensor]:
         x, B, C = split(inputs[0])  # noqa: N806
-        assert isinstance(adapter, MambaSsm)
-        return adapter.selective_scan(x, inputs[1], A, B, C, D, states, rows)
+        assert isinstance(library_call, MambaSsm)
+        return library_call.selective_scan(x, inputs[1], A, B, C, D, states, rows)
 
-    adapter = _adapter(layer)
+    library_call = _library_call(layer)
     convolve = (
         None if conv_weight is None else partial(causal_conv, weight=conv_weight, bias=conv_bias, activation="silu")
     )
-    run_layer((mixed, dt), out, layer, Scan(convolve, recur, None if adapter is None else ragged))
+    run_layer((mixed, dt), out, layer, Scan(convolve, recur, None if library_call is None else ragged))
 
 
 def _short_conv(
@@ -260,11 +260,11 @@ def _short_conv(
     run_layer((x,), out, layer, Scan(convolve, None))
 
 
-def _adapter(layer: str) -> Adapter | None:
+def _library_call(layer: str) -> LibraryCall | None:
     """Return the library that computes prompts of a layer in the current step, or None for torch."""
     metadata = get_forward_context().metadata_of(layer)
     assert isinstance(metadata, StateMetadata), type(metadata)
-    return metadata.adapters.get(layer)
+    return metadata.library_calls.get(layer)
 
 
 _library = torch.library.Library("piecegraph", "FRAGMENT")

@@ -33,7 +33,7 @@ from piecegraph.runner.sampling.batch_sampler import Sampler
 from piecegraph.runner.sampling.gumbel_sample import gumbel_sample
 from piecegraph.runner.scheduling.kv_cache_group import blocks_for
 from piecegraph.runner.state_layers.layer import StateLayer
-from piecegraph.runner.state_layers.libraries.adapters import Adapter, load_adapter
+from piecegraph.runner.state_layers.libraries.library_calls import LibraryCall, load_library_call
 from piecegraph.runner.state_layers.metadata import StateMetadataBuilder
 from piecegraph.runner.state_layers.recent_states import DecodingRows, RecentStates, allocate_recent_states
 from piecegraph.runner.step.prepare_inputs import prepare_inputs
@@ -254,8 +254,8 @@ def build_step(
         num_groups=num_groups,
         device=device,
     )
-    adapters = {
-        layer.name: load_adapter(layer.prompts.library)
+    library_calls = {
+        layer.name: load_library_call(layer.prompts.library)
         for layer in state_layers
         if layer.prompts is not None and layer.prompts.library is not None
     }
@@ -263,7 +263,9 @@ def build_step(
     return ModelStep(
         forward=forward,
         impl=backend.impl(),
-        metadata_builder=_metadata_builder(layers, layout, backend, config, block_size, device, decoding, adapters),
+        metadata_builder=_metadata_builder(
+            layers, layout, backend, config, block_size, device, decoding, library_calls
+        ),
         layout=layout,
         kv_caches=kv_caches,
         state_caches=state_caches,
@@ -319,13 +321,13 @@ def _metadata_builder(
     block_size: int,
     device: torch.device,
     decoding: DecodingRows | None,
-    adapters: Mapping[str, Adapter],
+    library_calls: Mapping[str, LibraryCall],
 ) -> StepMetadataBuilder:
     """Return the builder of a step's metadata, over kernel blocks of `block_size`."""
     of_attention = backend.metadata_builder(layers, block_size, device, max_num_reqs=config.max_num_seqs)
     if not any(group.is_state for group in layout.groups):
         return StepMetadataBuilder(of_attention)
-    of_states = StateMetadataBuilder(block_size, config.block_size // block_size, device, decoding, adapters)
+    of_states = StateMetadataBuilder(block_size, config.block_size // block_size, device, decoding, library_calls)
     return StepMetadataBuilder(
         of_attention, tuple(of_states if group.is_state else of_attention for group in layout.groups)
     )

@@ -113,16 +113,18 @@ def linear_attention(
 
 def mamba_mixer(
     num_tokens: int, *, heads: int = 4, dim: int = 8, groups: int = 2, size: int = 8, kernel: int = 4,
-    is_mamba1: bool = False,
+    is_mamba1: bool = False, dtype: torch.dtype = torch.float32,
 ) -> tuple[list[Any], list[CacheTensor]]:  # fmt: skip
     channels = heads * dim + 2 * groups * size
     a = -torch.rand(heads, size) if is_mamba1 else -torch.rand(heads)
-    weight, bias = (None, None) if is_mamba1 else (torch.randn(channels, kernel), torch.randn(channels))
+    weight, bias = (None, None)
+    if not is_mamba1:
+        weight, bias = torch.randn(channels, kernel).to(dtype), torch.randn(channels).to(dtype)
     arguments = [
-        torch.randn(num_tokens, channels), torch.rand(num_tokens, heads), a, torch.randn(heads), weight, bias,
+        torch.randn(num_tokens, channels).to(dtype), torch.rand(num_tokens, heads), a, torch.randn(heads), weight, bias,
         groups, size, (num_tokens, heads, dim),
     ]  # fmt: skip
-    states = [] if weight is None else [CacheTensor(name="conv", shape=(channels, kernel - 1), dtype=torch.float32)]
+    states = [] if weight is None else [CacheTensor(name="conv", shape=(channels, kernel - 1), dtype=dtype)]
     return arguments, [*states, CacheTensor(name="state", shape=(heads, dim, size), dtype=torch.float32)]
 
 

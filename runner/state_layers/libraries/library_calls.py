@@ -1,4 +1,4 @@
-"""Adapters that call the libraries with our tensors in their layouts, and return results in ours.
+"""Calls of the libraries with our tensors in their layouts, whose results are returned in ours.
 
 What each computes, and of what shapes and dtypes, is that of the torch path: `gated_delta_rule` and `selective_scan`.
 """
@@ -115,10 +115,10 @@ class MambaSsm:
         return torch.cat(outs, 1), torch.cat(after)
 
 
-Adapter = FlashLinearAttention | MambaSsm
+LibraryCall = FlashLinearAttention | MambaSsm
 
 
-def load_adapter(library: Library) -> Adapter:
-    """Import a library and return its adapter."""
+def load_library_call(library: Library) -> LibraryCall:
+    """Import a library and return what calls it."""
     function = load_function(library)
     return FlashLinearAttention(function) if library is Library.FLA else MambaSsm(function)
