@@ -47,11 +47,14 @@ PROGRAM = "piecegraph.runner.data_parallel.engine_program"
 LOOK_S = 0.5
 """How often a wait looks whether an engine has gone silent."""
 
+CAUSE_OF_LOSS_S = 5.0
+"""How long the other engines have, after one has lost them, to say why."""
+
 _ENDED = "ended"
 
 
 @dataclass(slots=True)
-class _Inbox:
+class Inbox:
     """Messages of all engines in the order in which threads have read them.
 
     A message is read at `first` and stays until `drop`, so an interrupt between the two loses none.
@@ -89,7 +92,7 @@ class EngineProcesses:
         self._is_closed = False
         self._children: list[Child] = []
         self._outboxes: list[queue.SimpleQueue[bytes | None]] = []
-        self._inbox = _Inbox()
+        self._inbox = Inbox()
         self._questions = itertools.count()
         self._threads: list[threading.Thread] = []
         lifeline, self._lifeline = os.pipe()
@@ -236,7 +239,7 @@ class EngineProcesses:
             if inbox.arrived:
                 found = inbox.arrived[0]
                 if found[2] in (_ENDED, "failed"):
-                    raise self._fail(found[1], found[3])
+                    raise self._fail(*cause_of(inbox, found[1], found[3]))
                 return found
             before = time.monotonic()
             inbox.news.wait(LOOK_S)
@@ -270,6 +273,27 @@ class EngineProcesses:
             raise WorkerError(self._failure)
         if self._is_closed:
             raise WorkerError("the engines of this LLM are closed; make a new one.")
+
+
+def cause_of(inbox: Inbox, engine: int, found: Failure | None) -> tuple[int, Failure | None]:
+    """Return which engine failed first and how.
+
+    `found` is what `engine` said, None if it ended without a word. Where it only lost the others, they have a moment to
+    say why.
+    """
+    deadline = time.monotonic() + CAUSE_OF_LOSS_S
+    while found is not None and found.is_consequence and time.monotonic() < deadline:
+        inbox.news.clear()
+        ends: dict[int, Failure | None] = {}
+        with inbox.lock:
+            for _, other, name, value in inbox.arrived:
+                if name in (_ENDED, "failed"):
+                    ends.setdefault(other, value)  # what it said, if anything, comes before its end
+        for other, end in ends.items():
+            if end is None or not end.is_consequence:
+                return other, end
+        inbox.news.wait(LOOK_S)
+    return engine, found
 
 
 def gpus_of_engine(config: EngineConfig, number: int) -> dict[str, str]:
@@ -306,7 +330,7 @@ def _end_engines(
     end_all(children, lifeline)
 
 
-def _read(channel: Connection, engine: int, inbox: _Inbox) -> None:
+def _read(channel: Connection, engine: int, inbox: Inbox) -> None:
     """Move messages from a channel to `inbox` until the channel ends."""
     while True:
         try:

@@ -14,9 +14,13 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import NoReturn
 
-from piecegraph.errors import PiecegraphError
+from piecegraph.errors import PiecegraphError, WorkerError
 
 logger = logging.getLogger(__name__)
+
+
+class RanksLostEachOther(WorkerError):
+    """No rank of this engine is known to have failed, so that the cause may lie in another engine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +75,7 @@ def failure_of(error: BaseException) -> Failure:
     return Failure(
         error=last,
         trace="".join(lines),
-        is_consequence=isinstance(error, CollectiveError),
+        is_consequence=isinstance(error, (CollectiveError, RanksLostEachOther)),
         refusal=error if isinstance(error, PiecegraphError) else None,
     )
 

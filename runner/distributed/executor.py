@@ -29,7 +29,7 @@ from piecegraph.runner.distributed.child_process import (
     start_child,
     wait_for,
 )
-from piecegraph.runner.distributed.child_program import Failure
+from piecegraph.runner.distributed.child_program import Failure, RanksLostEachOther
 from piecegraph.runner.distributed.loading_watch import RankLost, ended_by_loss
 from piecegraph.runner.distributed.protocol import Method
 from piecegraph.runner.distributed.worker import Worker, WorkerJob
@@ -265,12 +265,17 @@ class MpExecutor:
         if isinstance(error, WorkerError):
             self._failure = str(error)
         else:
-            self._failure = self._cause(error) + " The other ranks were ended; make a new LLM."
+            cause = self._cause(error)
+            ended = "The other ranks were ended; make a new LLM."
+            self._failure = f"the ranks lost each other: {error}. {ended}" if cause is None else f"{cause} {ended}"
+            if cause is None:
+                self._end()
+                return RanksLostEachOther(self._failure)
         self._end()
         return WorkerError(self._failure)
 
-    def _cause(self, error: BaseException | None) -> str:
-        """Return which rank failed first and how; workers have a moment to say so."""
+    def _cause(self, error: BaseException | None) -> str | None:
+        """Return which rank failed first and how; workers have a moment to say so. None: each only lost the others."""
         if error is not None:
             from piecegraph.passes.ops.collectives import CollectiveError
 
@@ -298,4 +303,4 @@ class MpExecutor:
         if silent:
             why = "" if error is None else f" ({error})"
             return f"rank {', '.join(silent)} did not answer within {self._timeout_s:g} s{why}."
-        return f"the ranks lost each other: {error}."
+        return None
