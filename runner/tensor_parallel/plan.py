@@ -22,11 +22,12 @@ from piecegraph.runner.tensor_parallel.shards import HeadSplit, even_shard
 REPLICATED = frozenset({"replicated_with_grad_allreduce", "mla_kv_a_proj", "replicate", "replicated"})
 """Styles of modules that every rank holds whole; they differ only in the gradients of training."""
 
-GATHERED, REDUCED, SPLIT_INPUT = "colwise_gather_output", "rowwise", "rowwise_split_input"
+GATHERED, SPLIT_INPUT = "colwise_gather_output", "rowwise_split_input"
 EMBEDDING, MODULE_REDUCED = "embedding_rowwise", ("moe_tp_experts", "all_reduce")
-WHOLE_EXPERTS, EXPERT_PARAMETER, ROUTER = "ep_experts", "grouped_gemm", "ep_router"
-"""Styles of expert parallelism: a module of experts (ours; transformers calls it by a style of tensor parallelism), a
-parameter whose first dim counts experts, and what chooses experts, which every rank holds whole."""
+WHOLE_EXPERTS, EXPERT_PARAMETER = "ep_experts", "grouped_gemm"
+"""Styles of expert parallelism: a module of experts, under our name, and a parameter whose first dim counts experts."""
+EXPERT_MODULES = ("moe_tp_experts", "ep_dispatch_experts")
+"""The styles of a module of experts in plans of expert parallelism: of transformers 5.17, and of 5.24 on."""
 SHARDED_PARAMETERS = {"colwise": (-2, 1), "packed_colwise": (-2, 2), "rowwise": (-1, 1), "packed_rowwise": (-1, 2)}
 """By style, the dim of a parameter (of 2 dims or more) that is divided, and how many tensors are packed in it."""
 
@@ -67,10 +68,10 @@ def styles_of(model: Any, *, divides_experts: bool = False, num_ranks: int = 2) 
     base = getattr(config, "base_model_tp_plan", None) or {}
     rules = {f"{prefix}.{name}" if prefix else name: style for name, style in base.items()}
     rules.update(type(model)._tp_plan or {})
-    if not base:
+    if not any("*" in name for name in base):  # gpt-oss divides its embedding alone from transformers 5.24 on
         raise UnsupportedModel(
-            f"{type(model).__name__} has no plan for tensor parallelism in transformers (base_model_tp_plan); use "
-            "tensor_parallel_size=1."
+            f"{type(model).__name__} has no plan for tensor parallelism of its layers in transformers "
+            "(base_model_tp_plan); use tensor_parallel_size=1."
         )
     return {**rules, **_expert_rules(model, rules)} if divides_experts else rules
 
@@ -80,7 +81,7 @@ def _expert_rules(model: Any, rules: dict[str, str]) -> dict[str, str]:
     config = model.config.get_text_config(decoder=True)
     plan = getattr(config, "base_model_ep_plan", None) or {}
     prefix = f"{model.base_model_prefix}." if model.base_model_prefix else ""
-    experts = [f"{prefix}{name}" for name, style in plan.items() if style == "moe_tp_experts"]
+    experts = [f"{prefix}{name}" for name, style in plan.items() if style in EXPERT_MODULES]
     if not experts:
         raise UnsupportedModel(
             f"{type(model).__name__} has no plan for expert parallelism in transformers (base_model_ep_plan); leave "

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from piecegraph.errors import UnsupportedModel
-from piecegraph.runner.tensor_parallel.plan import RankPlan, check_heads, rank_plan
+from piecegraph.runner.tensor_parallel.expert_ranks import ExpertRanks
+from piecegraph.runner.tensor_parallel.plan import EXPERT_MODULES, RankPlan, check_heads, rank_plan
 from piecegraph.runner.tensor_parallel.shards import HeadSplit
 from tests.runner.tiny_models import make_model
 
@@ -15,6 +16,28 @@ from tests.runner.tiny_models import make_model
 def test_a_model_without_a_plan_is_refused() -> None:
     with pytest.raises(UnsupportedModel, match="OPTForCausalLM has no plan for tensor parallelism"):
         rank_plan(make_model("opt"), 0, 2)
+
+
+def test_a_plan_that_divides_no_layer_is_refused() -> None:
+    """The plan of gpt-oss from transformers 5.24 on: each rank would compute all layers."""
+    model: Any = make_model("llama")
+    model.config.base_model_tp_plan = {"embed_tokens": "embedding_rowwise"}
+    with pytest.raises(UnsupportedModel, match="LlamaForCausalLM has no plan for tensor parallelism of its layers"):
+        rank_plan(model, 0, 2)
+
+
+@pytest.mark.parametrize("style", EXPERT_MODULES)
+def test_experts_are_divided_whole_by_the_plans_of_all_versions_of_transformers(style: str) -> None:
+    model: Any = make_model("mixtral")
+    experts = "layers.*.mlp.experts"
+    model.config.base_model_ep_plan = {
+        f"{experts}.gate_up_proj": "grouped_gemm",
+        f"{experts}.down_proj": "grouped_gemm",
+        experts: style,
+    }
+    plan = rank_plan(model, 0, 2, experts=ExpertRanks())
+    assert plan.num_experts == model.config.num_local_experts // 2
+    assert plan.styles["model.layers.0.mlp.experts"] == "ep_experts"
 
 
 def test_an_unknown_style_is_refused_with_its_module() -> None:
