@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -93,6 +94,22 @@ class LoadedModel:
         return example if self.stage is None else stage_inputs(self.stage, self.dtype, example)
 
 
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+_LOADING = threading.RLock()
+"""Held by the thread that loads: while it makes a model, transformers changes the default dtype of the process."""
+
+
+def _in_one_thread_at_a_time(load: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    @functools.wraps(load)
+    def loading(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        with _LOADING:
+            return load(*args, **kwargs)
+
+    return loading
+
+
+@_in_one_thread_at_a_time
 def load_model(
     source: ModelSource,
     config: PreTrainedConfig,
@@ -115,7 +132,7 @@ def load_model(
     With several ranks, the model has the weights of `rank` only, and with a `stage` those of its layers.
     `experts`: among whose ranks experts are divided; None: a rank has a part of each. `quantization`: the scheme by
     which weights are quantised, when read or, under other names, all then. `lora`: adapters may change the model.
-    `runs_on`: where it will run, if that is not `device`.
+    `runs_on`: where it will run, if that is not `device`. Threads that load wait for each other.
 
     Raises `UnsupportedModel` if the model's class is not supported, and `CheckpointError` if files are missing or
     corrupt, or tensors are missing, unexpected or of another shape.

@@ -20,7 +20,7 @@ from piecegraph.runner.data_parallel import engine_processes, engine_program
 from piecegraph.runner.distributed.child_process import Child
 from piecegraph.runner.distributed.child_program import failure_of
 from piecegraph.runner.distributed.executor import UniProcExecutor
-from tests.runner.pipeline_parallel.stages_in_threads import TIMEOUT_S, ThreadsExecutor, loading_one_at_a_time
+from tests.runner.pipeline_parallel.stages_in_threads import TIMEOUT_S, ThreadsExecutor
 
 
 class _EngineThread:
@@ -80,7 +80,6 @@ def llm_of_engines(folder: Path, size: int, **options: Any) -> Iterator[LLM]:
     with (
         patch.object(engine_processes, "start_child", _start_thread),
         patch.object(make_executor_module, "make_executor", _make_executor),
-        loading_one_at_a_time(),
     ):
         made = LLM(folder, data_parallel_size=size, **{**arguments, **options})
     with made:

@@ -7,6 +7,8 @@ import os
 import random
 import re
 import shutil
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -52,6 +54,32 @@ def edit_config(folder: Path, edit: Callable[[dict[str, object]], object]) -> No
     config = json.loads((folder / "config.json").read_text())
     edit(config)
     (folder / "config.json").write_text(json.dumps(config))
+
+
+def test_threads_that_load_wait_for_each_other(llama_dir: Path) -> None:
+    """transformers changes the default dtype of the process while it makes a model."""
+    source = ModelSource(model=str(llama_dir))
+    config = load_config(source)
+    inside: list[str] = []
+    met: list[list[str]] = []
+
+    def on_phase(phase: Phase) -> None:
+        inside.append(threading.current_thread().name)
+        time.sleep(0.05)
+        met.append(list(inside))
+        inside.pop()
+
+    def load_half() -> None:
+        load_model(source, config, dtype=torch.bfloat16, device=CPU, on_phase=on_phase)
+
+    threads = [threading.Thread(target=load_half) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(met) >= 3
+    assert all(len(each) == 1 for each in met), met
+    assert torch.get_default_dtype() is torch.float32
 
 
 def test_weights_are_those_saved(llama: PreTrainedModel, llama_dir: Path) -> None:

@@ -19,7 +19,6 @@ from piecegraph.runner import llm as llm_module
 from piecegraph.runner.common.engine_config import EngineConfig
 from piecegraph.runner.distributed.rank_parallel import rank_parallel
 from piecegraph.runner.distributed.worker import Worker, WorkerJob, follow_rank_0
-from piecegraph.runner.startup import load_weights as load_weights_module
 from piecegraph.runner.startup.load_engine import load_engine
 from piecegraph.runner.startup.loaded import Loaded
 
@@ -107,19 +106,6 @@ class ThreadsExecutor:
 
 
 @contextlib.contextmanager
-def loading_one_at_a_time() -> Iterator[None]:
-    """Let no two threads load a model at the same time inside the block: transformers changes the process meanwhile."""
-    lock, load_model = threading.Lock(), vars(load_weights_module)["load_model"]
-
-    def one_at_a_time(*args: Any, **kwargs: Any) -> Any:
-        with lock:
-            return load_model(*args, **kwargs)
-
-    with patch.object(load_weights_module, "load_model", one_at_a_time):
-        yield
-
-
-@contextlib.contextmanager
 def llm_of_threads(folder: Path, **options: Any) -> Iterator[LLM]:
     """An `LLM` over eager pieces, whose ranks above 0 are threads."""
     arguments: dict[str, Any] = {
@@ -131,7 +117,7 @@ def llm_of_threads(folder: Path, **options: Any) -> Iterator[LLM]:
         "num_kv_blocks": 48,
         "compile_workers": 0,
     }
-    with patch.object(llm_module, "make_executor", ThreadsExecutor), loading_one_at_a_time():
+    with patch.object(llm_module, "make_executor", ThreadsExecutor):
         made = LLM(folder, **{**arguments, **options})
     with made:
         yield made
