@@ -1,4 +1,4 @@
-"""Experts of a mixture that a module runs in a loop over those that some token chose, which is no graph.
+"""Experts of a mixture that a module runs in a loop, which is no graph: over those that some token chose, or by counts.
 
 They are computed as transformers' `grouped_mm` form of experts does: pairs of token and expert are sorted by expert,
 and the rows of each are multiplied together.
@@ -55,6 +55,19 @@ class ZeroExperts(nn.Module):
         return routed + (hidden_states * kept).to(hidden_states.dtype)
 
 
+class ProductByExpert(nn.Module):
+    """The product of rows sorted by expert with their experts' matrices, as in Aria, whose code reads the counts on the
+    host; an instance is a module of transformers."""
+
+    def forward(
+        self,
+        input: torch.Tensor,  # noqa: A002  [num_rows, in_features]
+        tokens_per_expert: torch.Tensor,  # [num_experts] int64
+    ) -> torch.Tensor:
+        """Return `[num_rows, out_features]`."""
+        return _grouped_product(input, self._parameters["weight"], tokens_per_expert.cumsum(0).to(torch.int32))
+
+
 def replacement(module: Any) -> type[nn.Module] | None:
     """Return the class whose forward computes what `module` computes; None if it is of another kind."""
     sizes: list[Any] = [getattr(module, name, None) for name in ("num_experts", "ffn_hidden_size", "hidden_size")]
@@ -68,7 +81,18 @@ def replacement(module: Any) -> type[nn.Module] | None:
         is_identity = isinstance(module._modules.get("identity_expert"), nn.Identity)
         is_alike = is_identity and module.gate_up_proj.shape[0] == num_routed + num_zero
         return ZeroExperts if is_alike and module.down_proj.shape[0] == num_routed else None
+    shape = tuple(getattr(module, name, None) for name in ("groups", "in_features", "out_features"))
+    if set(module._parameters) == {"weight"} and not module._modules and tuple(module.weight.shape) == shape:
+        return ProductByExpert
     return None
+
+
+def _grouped_product(rows: torch.Tensor, weights: Any, ends: torch.Tensor) -> torch.Tensor:
+    """Return rows sorted by expert times their experts' matrices; `ends` `[num_experts]` int32 are behind their rows."""
+    from transformers.integrations.moe import _grouped_mm
+
+    product: torch.Tensor = _grouped_mm(rows, weights, ends)
+    return product
 
 
 class _Chosen:
@@ -86,10 +110,7 @@ class _Chosen:
 
     def product(self, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Return the rows times the matrices of their experts, `weights` `[num_experts, size, other_size]`."""
-        from transformers.integrations.moe import _grouped_mm
-
-        product: torch.Tensor = _grouped_mm(rows, weights, self.ends)
-        return product
+        return _grouped_product(rows, weights, self.ends)
 
     def sum(self, results: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Return for each token the sum of its experts' `results` by their `weights`."""

@@ -7,19 +7,26 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from piecegraph.compiler.tracing.trace import trace
 from piecegraph.runner.common.model_source import ModelSource
 from piecegraph.runner.models.causal_lm import DYNAMIC_DIMS, CausalLMForward, example_inputs
 from piecegraph.runner.models.config.load_config import load_config
 from piecegraph.runner.models.load import load_model
-from piecegraph.runner.traceable.experts import GatedExperts, ZeroExperts
+from piecegraph.runner.traceable.experts import GatedExperts, ProductByExpert, ZeroExperts
 from piecegraph.runner.traceable.replace import make_traceable
 from piecegraph.runner.traceable.tables import KeepsItsTable, WholeTable
 from tests.runner.architectures import save_tiny, tiny_model
 from tests.runner.traced_once import is_shareable
 
-KINDS = {"dbrx": GatedExperts, "longcat_flash": ZeroExperts, "xglm": WholeTable, "ctrl": KeepsItsTable}
+KINDS = {
+    "dbrx": GatedExperts,
+    "longcat_flash": ZeroExperts,
+    "aria_text": ProductByExpert,
+    "xglm": WholeTable,
+    "ctrl": KeepsItsTable,
+}
 """The kind of module in a model of each type."""
 CPU = torch.device("cpu")
 
@@ -55,6 +62,24 @@ def test_experts_that_return_their_input(top_k: int) -> None:
         torch.testing.assert_close(layer(x, chosen, weights), wanted, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("counts", [[0, 3, 0, 4], [7, 0, 0, 0], [0, 0, 0, 0]])
+def test_products_of_rows_sorted_by_expert(counts: list[int]) -> None:
+    """Experts that no token chose have no rows; no count is read on the host."""
+    generator = torch.Generator().manual_seed(0)
+    layer: Any = next(each for each in tiny_model("aria_text").modules() if hasattr(each, "groups"))
+    layer.weight = torch.nn.Parameter(torch.randn(len(counts), 8, 16, generator=generator))
+    layer.groups, layer.in_features, layer.out_features = layer.weight.shape
+    rows, chosen = torch.randn(sum(counts), 8, generator=generator), torch.tensor(counts)
+    with torch.no_grad():
+        wanted = layer(rows, chosen)
+        make_traceable(layer)
+        assert type(layer) is ProductByExpert
+        torch.testing.assert_close(layer(rows, chosen), wanted, atol=1e-5, rtol=1e-5)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:  # raises where a value is read
+        layer.weight = torch.nn.Parameter(layer.weight.bfloat16())
+        assert layer(mode.from_tensor(rows).bfloat16(), mode.from_tensor(chosen)).shape == wanted.shape
+
+
 def test_a_module_that_differs_stays_as_it_is() -> None:
     """Experts with one matrix more, and classes of other packages."""
     for change in ("parameter", "package"):
@@ -73,7 +98,7 @@ def test_a_module_that_differs_stays_as_it_is() -> None:
 
 
 @pytest.mark.parametrize(
-    "model_type", ["ctrl", *(pytest.param(name, marks=pytest.mark.slow) for name in ("dbrx", "longcat_flash", "xglm"))]
+    "model_type", ["ctrl", *(pytest.param(name, marks=pytest.mark.slow) for name in KINDS if name != "ctrl")]
 )
 def test_all_that_a_trace_depends_on_is_known(model_type: str, tmp_path: Path) -> None:
     """So that the cache may keep it."""
