@@ -88,7 +88,7 @@ def replacement(module: Any) -> type[nn.Module] | None:
 
 
 def _grouped_product(rows: torch.Tensor, weights: Any, ends: torch.Tensor) -> torch.Tensor:
-    """Return rows sorted by expert times their experts' matrices; `ends` `[num_experts]` int32 are behind their rows."""
+    """Return rows sorted by expert times their experts' matrices; `ends` `[num_experts]` int32 lie behind them."""
     from transformers.integrations.moe import _grouped_mm
 
     product: torch.Tensor = _grouped_mm(rows, weights, ends)
