@@ -186,12 +186,12 @@ class FrontDoor(Engine):
         params = sampling_params.snapshot()
         if not is_checked:
             self.check_request(prompt_token_ids, params, prompt_embeds)
-        tokens = self._prompt_tokens(prompt_token_ids, params)
+        tokens = self._checks.prompt_tokens(prompt_token_ids, params)
         self._sampler.check_request(
             params,
             prompt_len=len(tokens),
-            stop_token_ids=self._stop_token_ids(params),
-            bad_words=self._tokenize_bad_words(params),
+            stop_token_ids=self._checks.stop_token_ids(params),
+            bad_words=self._checks.bad_words(params),
         )
         is_final_only = is_final_only or params.output_kind is RequestOutputKind.FINAL_ONLY
         is_merged = not is_final_only and params.output_kind is RequestOutputKind.CUMULATIVE

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from inspect import unwrap
 from random import Random
 from threading import get_ident
@@ -13,13 +12,13 @@ from types import CodeType, FrameType
 from typing import TYPE_CHECKING
 
 from piecegraph.errors import RequestError, UsageError
-from piecegraph.runner.common.logits_processor import PROCESSOR_ERRORS, LogitsProcessors
+from piecegraph.runner.common.logits_processor import LogitsProcessors
 from piecegraph.runner.common.outputs import RequestOutput
 from piecegraph.runner.common.sampling_params import SamplingParams
-from piecegraph.runner.common.token_ids import as_token_ids, kept_tokens
 from piecegraph.runner.common.without_grad import without_grad
 from piecegraph.runner.engine.constrained import ConstrainedRequests
 from piecegraph.runner.engine.model_runner import ModelRunner
+from piecegraph.runner.engine.request_checks import RequestChecks, make_grammars
 from piecegraph.runner.output.async_output import AsyncOutput, ModelRunnerOutput, PromptLogprobs
 from piecegraph.runner.output.outbox import Outbox, PendingOutput
 from piecegraph.runner.output.output_processor import (
@@ -27,16 +26,13 @@ from piecegraph.runner.output.output_processor import (
     Finish,
     OutputProcessor,
     PromptState,
-    describe_error,
     failed,
     output_of_failed,
 )
 from piecegraph.runner.prompts.request_options import check_request_fields
-from piecegraph.runner.sampling.options.bad_word_tokens import bad_words_token_ids
 from piecegraph.runner.scheduling.request import Request
 from piecegraph.runner.scheduling.scheduler import Scheduler, SchedulerStats
 from piecegraph.runner.scheduling.scheduler_output import SchedulerOutput
-from piecegraph.runner.step.prompt_embeds import check_prompt_embeds
 from piecegraph.runner.structured_output.grammars import Grammars
 
 if TYPE_CHECKING:
@@ -46,7 +42,6 @@ if TYPE_CHECKING:
     from piecegraph.runner.lora.adapter import LoadedAdapter
     from piecegraph.runner.lora.request import LoRARequest
     from piecegraph.runner.lora.store import AdapterStore
-    from piecegraph.runner.structured_output.protocol import StructuredOutputBackend
 
 
 class Engine:
@@ -95,18 +90,20 @@ class Engine:
         """
         self._scheduler = scheduler
         self._runner = runner
-        self._tokenizer = tokenizer
-        self._eos_token_ids = frozenset(eos_token_ids)
-        self._max_model_len = max_model_len
-        self._vocab_size = vocab_size
         self._random = Random(seed)  # draws the seeds of requests without a seed
         self._steps_ahead = steps_ahead
-        self._embedding_size = embedding_size
-        self._max_logprobs = vocab_size if max_logprobs == -1 else max_logprobs
-        self._logits_processors = logits_processors
         self._adapters = adapters
         self._processor = OutputProcessor(tokenizer, eos_token_ids)
-        self._grammars = Grammars(partial(_grammar_backend, tokenizer, vocab_size, self._eos_token_ids))
+        self._checks = RequestChecks(
+            tokenizer=tokenizer,
+            eos_token_ids=frozenset(eos_token_ids),
+            max_model_len=max_model_len,
+            vocab_size=vocab_size,
+            embedding_size=embedding_size,
+            max_logprobs=vocab_size if max_logprobs == -1 else max_logprobs,
+            logits_processors=logits_processors,
+            grammars=make_grammars(tokenizer, vocab_size, frozenset(eos_token_ids)),
+        )
         self._requests: dict[str, Request] = {}  # the scheduler's requests, by id
         self._constrained = ConstrainedRequests(max(vocab_size, 0 if tokenizer is None else len(tokenizer)))
         self._in_flight: deque[tuple[SchedulerOutput, AsyncOutput]] = deque()
@@ -144,17 +141,17 @@ class Engine:
     @property
     def vocab_size(self) -> int:
         """The number of token ids, which go from 0 to `vocab_size - 1`."""
-        return self._vocab_size
+        return self._checks.vocab_size
 
     @property
     def embedding_size(self) -> int | None:
         """The row size of prompt embeddings; None: they are refused."""
-        return self._embedding_size
+        return self._checks.embedding_size
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
         """The tokens that end a text unless its request has `ignore_eos`."""
-        return self._eos_token_ids
+        return self._checks.eos_token_ids
 
     @property
     def num_unfinished(self) -> int:
@@ -187,7 +184,7 @@ class Engine:
 
         Unlike the engine itself they may be used by any thread.
         """
-        return self._grammars
+        return self._checks.grammars
 
     def is_waiting(self, request_id: str) -> bool:
         """Return whether a prompt is queued, and none of its completions has been scheduled."""
@@ -231,7 +228,7 @@ class Engine:
 
     def close(self) -> None:
         """End the threads that compile grammars. Idempotent."""
-        self._grammars.close()
+        self._checks.grammars.close()
 
     def add_request(
         self,
@@ -269,25 +266,25 @@ class Engine:
         params = sampling_params.snapshot()
         if not is_checked:
             self.check_request(prompt_token_ids, params, prompt_embeds)
-        bad_words, adapter = self._tokenize_bad_words(params), self._adapter(lora_request)
+        bad_words, adapter = self._checks.bad_words(params), self._adapter(lora_request)
         seed = params.seed if params.seed is not None else self._random.getrandbits(63)
-        tokens = self._prompt_tokens(prompt_token_ids, params)
-        num_prompt = len(tokens)
+        tokens = self._checks.prompt_tokens(prompt_token_ids, params)
+        num_prompt, max_model_len = len(tokens), self._checks.max_model_len
         requests = [
             Request(
                 request_id=request_id if params.n == 1 else f"{request_id}/{index}",
                 prompt_token_ids=tokens,
                 sampling_params=params,
                 seed=(seed + index) % 2**63,
-                max_total_tokens=min(self._max_model_len, num_prompt + (params.max_tokens or self._max_model_len)),
+                max_total_tokens=min(max_model_len, num_prompt + (params.max_tokens or max_model_len)),
                 arrival=self._num_arrived,
                 priority=priority,
-                stop_token_ids=self._stop_token_ids(params),
+                stop_token_ids=self._checks.stop_token_ids(params),
                 bad_words=bad_words,
                 cache_salt=cache_salt,
                 prompt_embeds=prompt_embeds,
                 lora=adapter,
-                grammar=self._grammars.start(params.structured_outputs),
+                grammar=self._checks.grammars.start(params.structured_outputs),
             )
             for index in range(params.n)
         ]
@@ -360,48 +357,7 @@ class Engine:
         self, token_ids: Sequence[int], params: SamplingParams, prompt_embeds: torch.Tensor | None = None
     ) -> None:
         """Raise `RequestError` if a request with this prompt and these parameters can never run on this engine."""
-        if not isinstance(params, SamplingParams):
-            raise RequestError(f"sampling_params={params!r}; it must be SamplingParams.")
-        params = params.snapshot()
-        if prompt_embeds is not None:
-            check_prompt_embeds(prompt_embeds, params, self._embedding_size)
-        if self._tokenizer is None:
-            for name, value in (("stop strings", params.stop_strings), ("bad_words", params.bad_words)):
-                if value:
-                    raise RequestError(
-                        f"{name} need a tokenizer, and there is none (skip_tokenizer_init); use "
-                        f"{'stop_token_ids' if name == 'stop strings' else 'logit_bias'}."
-                    )
-        params.check_vocabulary(self._vocab_size)
-        for name, wanted in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
-            if wanted is not None and (self._vocab_size if wanted == -1 else wanted) > self._max_logprobs:
-                raise RequestError(
-                    f"{name}={wanted}; it must be at most max_logprobs={self._max_logprobs}. Ask for fewer, or make "
-                    "the LLM with a larger max_logprobs."
-                )
-        self._check_grammar(params)
-        for processor in self._logits_processors:
-            try:
-                processor.validate_params(params)
-            except ValueError as error:
-                raise RequestError(f"{processor.__name__} refuses the sampling parameters: {error}") from error
-            except PROCESSOR_ERRORS as error:
-                raise RequestError(
-                    f"{processor.__name__} refuses the sampling parameters: {describe_error(error)}"
-                ) from error
-        token_ids = self._prompt_tokens(token_ids, params)
-        if not token_ids:
-            raise RequestError("the prompt is empty; give at least one token.")
-        if len(token_ids) >= self._max_model_len:
-            raise RequestError(
-                f"the prompt has {len(token_ids)} tokens; max_model_len={self._max_model_len} leaves room for at most "
-                f"{self._max_model_len - 1} and one more to generate. Shorten it, or raise max_model_len."
-            )
-        if min(token_ids) >= 0 and max(token_ids) < self._vocab_size:
-            return
-        for token in token_ids:
-            if not 0 <= token < self._vocab_size:
-                raise RequestError(f"the prompt has token id {token!r}; ids go from 0 to {self._vocab_size - 1}.")
+        self._checks.check(token_ids, params, prompt_embeds)
 
     def _refuse_used_ids(self, requests: Sequence[Request]) -> None:
         for request in requests:
@@ -421,25 +377,6 @@ class Engine:
                 "enable_lora=True."
             )
         return self._adapters.add(lora_request)
-
-    def _stop_token_ids(self, params: SamplingParams) -> frozenset[int]:
-        """Return all tokens that end a completion; EOS tokens are among them unless `ignore_eos` is set."""
-        return frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else self._eos_token_ids)
-
-    def _prompt_tokens(self, token_ids: Sequence[int], params: SamplingParams) -> list[int]:
-        """Return the prompt's tokens, without those that `truncate_prompt_tokens` removes at its start."""
-        tokens = as_token_ids("the prompt", token_ids)
-        return kept_tokens(tokens, params.truncate_prompt_tokens, self._max_model_len)
-
-    def _tokenize_bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """Return the token ids of the bad words. Raises `RequestError` if the tokenizer refuses them."""
-        if not params.bad_words:
-            return ()
-        assert self._tokenizer is not None, "checked by check_request"
-        try:
-            return bad_words_token_ids(self._tokenizer, params.bad_words)
-        except (TypeError, ValueError) as error:  # tokenizers raise either
-            raise RequestError(f"bad_words={params.bad_words}; the tokenizer refused them: {error}") from error
 
     def _take_prompt_logprobs(self, done: SchedulerOutput, found: Mapping[str, PromptLogprobs]) -> None:
         """Pass the prompt log probabilities of a step to the output processor.
@@ -550,7 +487,7 @@ class Engine:
             self._finish(request.request_id, finish)
         if self._constrained.requests:
             self._finish_constrained(took)
-            is_plain = type(self._scheduler) is Scheduler and not self._logits_processors
+            is_plain = type(self._scheduler) is Scheduler and not self._checks.logits_processors
             if is_plain and not self._runner.step.state_caches:
                 self._append_forced(took)
 
@@ -563,7 +500,7 @@ class Engine:
         for request in requests:
             if not self._scheduler.can_append(request):
                 continue
-            forced = self._constrained.take_forced(request, self._vocab_size)
+            forced = self._constrained.take_forced(request, self._checks.vocab_size)
             if not forced:
                 continue
             self._scheduler.begin_append(request)
@@ -579,16 +516,6 @@ class Engine:
             else:
                 self._scheduler.end_append(request)
                 self._finish_constrained([request])
-
-    def _check_grammar(self, params: SamplingParams) -> None:
-        """Compile the grammar of `structured_outputs`, if any, and wait for it. Raises `RequestError` if that fails."""
-        if params.structured_outputs is None:
-            return
-        if self._tokenizer is None:
-            raise RequestError(
-                "structured_outputs need a tokenizer, and there is none (skip_tokenizer_init); use allowed_token_ids."
-            )
-        self._grammars.compile(params.structured_outputs).result()
 
     def _finish_constrained(self, requests: Sequence[Request]) -> None:
         """End those of `requests` whose outputs are complete by their grammars, or violate them."""
@@ -689,17 +616,3 @@ _CODES_THAT_CHANGE = frozenset(
     for each in (Engine._advance, Engine._recover, Engine._make_outputs, Engine.add_request, Engine.abort)
 )
 """The code of the methods that set `_is_dirty`."""
-
-
-def _grammar_backend(
-    tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, eos_token_ids: frozenset[int]
-) -> StructuredOutputBackend:
-    """Return a new backend of grammars, for `Grammars`.
-
-    This is a function because a bound method would refer to the engine. The engine would then be part of a reference
-    cycle, and its memory would be freed only by a garbage collection.
-    """
-    from piecegraph.runner.structured_output.llguidance_backend import LLGuidanceBackend
-
-    assert tokenizer is not None, "checked by Engine._check_grammar"
-    return LLGuidanceBackend(tokenizer, vocab_size=vocab_size, eos_token_ids=eos_token_ids)

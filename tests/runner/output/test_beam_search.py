@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -46,12 +47,12 @@ def test_beams_equal_a_search_by_hand(llm: LLM, llama: PreTrainedModel, width: i
     eos = first.sequences[0].tokens[-1]
     ends = {*llm.engine.eos_token_ids, eos}
     engine: Any = llm.engine
-    kept, engine._eos_token_ids = engine._eos_token_ids, frozenset(ends)
+    kept, engine._checks = engine._checks, replace(engine._checks, eos_token_ids=frozenset(ends))
     try:
         params = BeamSearchParams(beam_width=width, max_tokens=5, length_penalty=penalty)
         outputs = llm.beam_search(PROMPTS, params, concurrency_limit=1 if width == 3 else None)
     finally:
-        engine._eos_token_ids = kept
+        engine._checks = kept
     for prompt, output in zip(PROMPTS, outputs, strict=True):
         wanted = searched_by_hand(llama, prompt, width, 5, ends, penalty)
         assert [sequence.tokens for sequence in output.sequences] == [[*prompt, *tokens] for tokens, _ in wanted]
