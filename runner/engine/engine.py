@@ -20,15 +20,10 @@ from piecegraph.runner.engine.constrained import ConstrainedRequests
 from piecegraph.runner.engine.model_runner import ModelRunner
 from piecegraph.runner.engine.request_checks import RequestChecks, make_grammars
 from piecegraph.runner.output.async_output import AsyncOutput, ModelRunnerOutput, PromptLogprobs
+from piecegraph.runner.output.make_output import output_of_failed
 from piecegraph.runner.output.outbox import Outbox, PendingOutput
-from piecegraph.runner.output.output_processor import (
-    Delivered,
-    Finish,
-    OutputProcessor,
-    PromptState,
-    failed,
-    output_of_failed,
-)
+from piecegraph.runner.output.output_processor import OutputProcessor
+from piecegraph.runner.output.prompt_state import Delivered, Finish, PromptState, failed
 from piecegraph.runner.prompts.request_options import check_request_fields
 from piecegraph.runner.scheduling.request import Request
 from piecegraph.runner.scheduling.scheduler import Scheduler, SchedulerStats

@@ -11,7 +11,7 @@ from piecegraph.errors import RequestError
 from piecegraph.runner.common.logits_processor import PROCESSOR_ERRORS, LogitsProcessors
 from piecegraph.runner.common.sampling_params import SamplingParams
 from piecegraph.runner.common.token_ids import as_token_ids, kept_tokens
-from piecegraph.runner.output.output_processor import describe_error
+from piecegraph.runner.output.prompt_state import describe_error
 from piecegraph.runner.sampling.options.bad_word_tokens import bad_words_token_ids
 from piecegraph.runner.step.prompt_embeds import check_prompt_embeds
 from piecegraph.runner.structured_output.grammars import Grammars

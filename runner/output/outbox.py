@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from piecegraph.runner.common.outputs import RequestOutput
-    from piecegraph.runner.output.output_processor import Delivered, PromptState
+    from piecegraph.runner.output.prompt_state import Delivered, PromptState
 
 
 class PendingOutput(NamedTuple):

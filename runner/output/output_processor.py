@@ -5,16 +5,16 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from piecegraph.runner.common.logprobs import PromptLogprobs as CallersPromptLogprobs
-from piecegraph.runner.common.outputs import CompletionOutput, RequestOutput, RequestStateStats
 from piecegraph.runner.common.sampling_params import RequestOutputKind, SamplingParams
 from piecegraph.runner.output.async_output import PromptLogprobs, TokenLogprobs
 from piecegraph.runner.output.detokenizer import Detokenizer, token_decoder
-from piecegraph.runner.output.logprob_rows import LogprobRows, flat_positions, one_position, truncate_row
+from piecegraph.runner.output.logprob_rows import LogprobRows, truncate_row
+from piecegraph.runner.output.make_output import make_output
 from piecegraph.runner.output.outbox import Outbox, PendingOutput
+from piecegraph.runner.output.prompt_state import TOUCHED, Completion, Delivered, Finish, PromptState, failed
 from piecegraph.runner.scheduling.request import Request
 
 if TYPE_CHECKING:
@@ -22,69 +22,6 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
-
-_TOUCHED = -1
-"""The value of `_Completion.num_taken` while the completion's text is being changed."""
-
-
-class Finish(NamedTuple):
-    """The reason why a completion ends."""
-
-    reason: str  # "stop", "length", "abort" or "error"
-    stop_reason: int | str | None = None  # the stop token or string; None for EOS and all other reasons
-    error: str | None = None  # the exception, for "error"
-
-
-class Delivered(NamedTuple):
-    """The part of a prompt's outputs that its caller has, where outputs are deltas."""
-
-    ends: tuple[tuple[int, int, bool], ...] = ()  # per completion: tokens, characters, and whether it has ended
-    has_prompt_logprobs: bool = False
-
-
-NOTHING_DELIVERED = Delivered()
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class PromptState:
-    """A prompt and its completions, as the caller sees them."""
-
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: list[int]
-    is_final_only: bool
-    is_delta: bool
-    prompt_logprobs: list[TokenLogprobs | None] | None
-    outbox: Outbox  # of the caller
-    arrival_time: float  # by the wall clock
-    queued_ts: float  # monotonic
-    delivered: Delivered = NOTHING_DELIVERED  # by outputs that were handed over
-    made_prompt_logprobs: CallersPromptLogprobs | None = None  # from `prompt_logprobs`, until more of them come
-    completions: list[_Completion] = field(default_factory=list)
-
-    @property
-    def is_finished(self) -> bool:
-        """True if all completions have ended."""
-        return all(completion.request.finish_reason is not None for completion in self.completions)
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class _Completion:
-    """One of a prompt's completions."""
-
-    prompt: PromptState
-    index: int
-    request: Request
-    detokenizer: Detokenizer | None
-    is_text_late: bool  # the text is read at the end only, so it is made there
-    logprobs: LogprobRows | None
-    cumulative_logprob: float | None
-    is_quiet: bool  # no token before the last needs any processing
-    max_output: int  # tokens
-    first_token_ts: float = 0.0  # monotonic; 0.0: none yet
-    last_token_ts: float = 0.0  # of a token that is read, or that ended the completion
-    num_taken: int = 0  # output tokens that are in all of the above, unless it is quiet; or _TOUCHED
-    finish: Finish | None = None  # set by the last token that was processed
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -111,7 +48,7 @@ class OutputProcessor:
         self._decode = None if tokenizer is None else token_decoder(tokenizer)
         self._eos_token_ids = frozenset(eos_token_ids)
         self._prompts: dict[str, PromptState] = {}
-        self._completions: dict[str, _Completion] = {}  # by the id of the scheduler's request
+        self._completions: dict[str, Completion] = {}  # by the id of the scheduler's request
         self._last_requests: Sequence[Request] = ()
         self._quiet: _QuietBatch | None = None  # of `_last_requests`
 
@@ -143,7 +80,7 @@ class OutputProcessor:
             outbox=outbox,
         )
         made.completions += [
-            _Completion(
+            Completion(
                 prompt=made,
                 index=index,
                 request=request,
@@ -300,7 +237,7 @@ class OutputProcessor:
         completion = self._completions[request.request_id]
         output = request.output_token_ids
         num_output = len(output) if num_output is None else num_output
-        completion.num_taken = _TOUCHED
+        completion.num_taken = TOUCHED
         if completion.logprobs is not None:
             assert logprobs is not None and completion.cumulative_logprob is not None
             completion.logprobs.append(logprobs)
@@ -309,7 +246,7 @@ class OutputProcessor:
         completion.num_taken = num_output
         return completion.finish
 
-    def _take_text(self, completion: _Completion, token: int, num_output: int) -> Finish | None:
+    def _take_text(self, completion: Completion, token: int, num_output: int) -> Finish | None:
         """Add the text of a token, the last of `num_output`; returns the reason if the completion ends with it."""
         params = completion.request.sampling_params
         is_eos = token in self._eos_token_ids and not params.ignore_eos
@@ -340,7 +277,7 @@ class OutputProcessor:
         If the text cannot be made, the request ends with that error.
         """
         completion = self._completions[request.request_id]
-        completion.num_taken = _TOUCHED
+        completion.num_taken = TOUCHED
         try:
             if finish.reason != "error":
                 _finish_text(completion, finish)
@@ -381,7 +318,7 @@ class OutputProcessor:
                 ended.append((completion.request, finish))
         return ended
 
-    def _take_again_twice(self, completion: _Completion, logprobs: Sequence[TokenLogprobs] | None) -> Finish | None:
+    def _take_again_twice(self, completion: Completion, logprobs: Sequence[TokenLogprobs] | None) -> Finish | None:
         """Return the result of `_take_again`, or the end with its error if it raises twice.
 
         An error that does not occur again is not the request's.
@@ -399,7 +336,7 @@ class OutputProcessor:
         except Exception as error:
             return failed(completion.request, error)
 
-    def _take_again(self, completion: _Completion, logprobs: Sequence[TokenLogprobs] | None) -> Finish | None:
+    def _take_again(self, completion: Completion, logprobs: Sequence[TokenLogprobs] | None) -> Finish | None:
         """Process the request's tokens that were not processed, or not completely.
 
         Tokens after one that ends the completion, which only a step with drafts may have left, are removed.
@@ -407,8 +344,8 @@ class OutputProcessor:
         request, output = completion.request, completion.request.output_token_ids
         if completion.num_taken == len(output) or not output:
             return completion.finish
-        if completion.num_taken == _TOUCHED or not completion.is_text_late:
-            completion.num_taken = _TOUCHED
+        if completion.num_taken == TOUCHED or not completion.is_text_late:
+            completion.num_taken = TOUCHED
             completion.detokenizer = self._detokenizer(request.prompt_token_ids, request.sampling_params)
         finish = None
         num_received = len(output)
@@ -451,46 +388,8 @@ class OutputProcessor:
         del self._prompts[prompt.request_id]
 
     def output(self, prompt: PromptState, delivered: Delivered) -> PendingOutput | None:
-        """Return a prompt's whole output or, where its caller wants deltas, the news since `delivered`, or None."""
-        texts = [_text(completion) for completion in prompt.completions]
-        ends = delivered.ends or ((0, 0, False),) * len(texts)
-        now_delivered = NOTHING_DELIVERED
-        has_prompt_logprobs = prompt.prompt_logprobs is not None and not delivered.has_prompt_logprobs
-        if prompt.is_delta:
-            now_delivered = Delivered(tuple(map(_end, prompt.completions, texts)), True)
-            if now_delivered == delivered:
-                return None
-        first = prompt.completions[0]
-        output = RequestOutput(
-            request_id=prompt.request_id,
-            prompt=prompt.prompt,
-            prompt_token_ids=prompt.prompt_token_ids,
-            prompt_logprobs=self._prompt_logprobs(prompt) if has_prompt_logprobs else None,
-            finished=prompt.is_finished,
-            outputs=[
-                _completion_output(completion, text[num_chars:], num_tokens)
-                for completion, text, (num_tokens, num_chars, has_ended) in zip(
-                    prompt.completions, texts, ends, strict=True
-                )
-                if not (prompt.is_delta and _end(completion, text) == (num_tokens, num_chars, has_ended))
-            ],
-            num_cached_tokens=first.request.num_cached_tokens,
-            metrics=_metrics(first),
-        )
-        return PendingOutput(prompt, output, now_delivered)
-
-    def _prompt_logprobs(self, prompt: PromptState) -> CallersPromptLogprobs:
-        """Return the prompt's log probabilities so far in the caller's form, made once."""
-        if prompt.made_prompt_logprobs is None:
-            assert prompt.prompt_logprobs is not None, "the prompt asks for no log probabilities"
-            params = prompt.completions[0].request.sampling_params
-            decode = self._decode if params.detokenize else None
-            if params.flat_logprobs:
-                prompt.made_prompt_logprobs = flat_positions(prompt.prompt_logprobs, decode)
-            else:
-                rows = prompt.prompt_logprobs
-                prompt.made_prompt_logprobs = [None if row is None else one_position(row, decode) for row in rows]
-        return prompt.made_prompt_logprobs
+        """Return a prompt's output; see `make_output`."""
+        return make_output(prompt, delivered, self._decode)
 
     def _logprob_rows(self, params: SamplingParams) -> LogprobRows | None:
         if params.logprobs is None:
@@ -511,44 +410,7 @@ class OutputProcessor:
         )
 
 
-def failed(request: Request, error: BaseException) -> Finish:
-    """Return the end of a request whose own processing raised `error`, and log the traceback."""
-    logger.error("request %r ends with an error of its own", request.request_id, exc_info=error)
-    return Finish("error", error=describe_error(error))
-
-
-def describe_error(error: BaseException) -> str:
-    """Return the class and the text of an exception, also of one whose `__str__` raises."""
-    try:
-        text = str(error)
-    except (Exception, SystemExit, GeneratorExit):
-        text = "(an exception without a text: its __str__ raises)"
-    return f"{type(error).__name__}: {text}"
-
-
-def output_of_failed(prompt: PromptState) -> RequestOutput:
-    """Return an output with tokens only, for a finished prompt whose processing failed."""
-    requests = [completion.request for completion in prompt.completions]
-    return RequestOutput(
-        request_id=prompt.request_id,
-        prompt=prompt.prompt,
-        prompt_token_ids=prompt.prompt_token_ids,
-        finished=True,
-        outputs=[
-            CompletionOutput(
-                index=index,
-                text="",
-                token_ids=list(request.output_token_ids),
-                finish_reason=request.finish_reason,
-                stop_reason=request.stop_reason,
-                error=request.error,
-            )
-            for index, request in enumerate(requests)
-        ],
-    )
-
-
-def _finish_text(completion: _Completion, finish: Finish) -> None:
+def _finish_text(completion: Completion, finish: Finish) -> None:
     request, detokenizer = completion.request, completion.detokenizer
     if detokenizer is None:
         return
@@ -560,49 +422,3 @@ def _finish_text(completion: _Completion, finish: Finish) -> None:
         detokenizer.add_unread(tokens[:-1] if hides_last else tokens)
     if not isinstance(finish.stop_reason, str):
         detokenizer.finish()
-
-
-def _text(completion: _Completion) -> str:
-    """Return the part of a completion's text that its caller may see."""
-    detokenizer = completion.detokenizer
-    if detokenizer is None:
-        return ""
-    return detokenizer.text if completion.request.finish_reason is not None else detokenizer.settled_text()
-
-
-def _end(completion: _Completion, text: str) -> tuple[int, int, bool]:
-    """Return what has been delivered of a completion once its caller has this text."""
-    request = completion.request
-    return len(request.output_token_ids), len(text), request.finish_reason is not None
-
-
-def _completion_output(completion: _Completion, text: str, num_delivered: int) -> CompletionOutput:
-    """Return a completion with its tokens from `num_delivered` on, which are copied when they are read."""
-    request, rows = completion.request, completion.logprobs
-    tokens = request.output_token_ids
-    lazy_fields: dict[str, tuple[Any, int, int]] = {"token_ids": (tokens, num_delivered, len(tokens))}
-    if rows is not None:
-        lazy_fields["logprobs"] = (rows, num_delivered, len(rows))
-    return CompletionOutput.with_lazy_fields(
-        lazy_fields=lazy_fields,
-        index=completion.index,
-        text=text,
-        cumulative_logprob=completion.cumulative_logprob,
-        finish_reason=request.finish_reason,
-        stop_reason=request.stop_reason,
-        error=request.error,
-    )
-
-
-def _metrics(completion: _Completion) -> RequestStateStats:
-    request, prompt = completion.request, completion.prompt
-    first = completion.first_token_ts
-    return RequestStateStats(
-        num_generation_tokens=len(request.output_token_ids),
-        arrival_time=prompt.arrival_time,
-        queued_ts=prompt.queued_ts,
-        scheduled_ts=request.scheduled_ts,
-        first_token_ts=first,
-        last_token_ts=completion.last_token_ts,
-        first_token_latency=first - prompt.queued_ts if first else 0.0,
-    )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from piecegraph.runner.common.sampling_params import SamplingParams
 from piecegraph.runner.output.outbox import Outbox, PendingOutput
-from piecegraph.runner.output.output_processor import Delivered, OutputProcessor
+from piecegraph.runner.output.output_processor import OutputProcessor
+from piecegraph.runner.output.prompt_state import Delivered
 from piecegraph.runner.scheduling.request import Request
 
 

@@ -16,7 +16,8 @@ from piecegraph.runner.common.outputs import CompletionOutput, RequestOutput
 from piecegraph.runner.common.sampling_params import RequestOutputKind, SamplingParams
 from piecegraph.runner.output.async_output import PromptLogprobs, TokenLogprobs
 from piecegraph.runner.output.outbox import Outbox
-from piecegraph.runner.output.output_processor import Finish, OutputProcessor, PromptState
+from piecegraph.runner.output.output_processor import OutputProcessor
+from piecegraph.runner.output.prompt_state import Finish, PromptState
 from piecegraph.runner.scheduling.request import Request
 from tests.runner.byte_tokenizer import byte_tokenizer
 
