@@ -141,13 +141,17 @@ class LLM(GeneratingLLM, PoolingLLM):
         return StartProgress(FULL_SPEED) if start is None else start.progress
 
     def use_idle_moment(self) -> float | None:
-        """Do a part of what remains of a start with `start="fast"`, for a program that runs its own loop.
+        """Do what a program that runs its own loop should do while no request is unfinished.
 
-        Returns the seconds after which there may be more to do, or None if nothing remains. No step may be running.
-        Raises what `finish_start` raises.
+        That is a part of what remains of a start with `start="fast"`, and a look at the other ranks and engines: one
+        that has ended is noticed here, and otherwise by the next call that needs it.
+
+        Returns the seconds after which to call it again, or None if nothing will be left to do. No step may be running.
+        Raises what `finish_start` raises, and `WorkerError`, as all later calls do, if a rank or an engine has ended.
         """
         start = self._generator.start
-        return None if start is None else start.use_idle_moment()
+        waits = (self._executor.check_idle(), None if start is None else start.use_idle_moment())
+        return min((each for each in waits if each is not None), default=None)
 
     def finish_start(self) -> None:
         """With `start="fast"`, wait until everything is compiled and captured; then all runs at full speed.

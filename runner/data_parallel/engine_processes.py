@@ -31,6 +31,7 @@ from piecegraph.runner.distributed.child_process import (
     wait_for,
 )
 from piecegraph.runner.distributed.executor import CLOSE_S
+from piecegraph.runner.distributed.protocol import IDLE_LOOK_S
 
 if TYPE_CHECKING:
     from piecegraph.runner.common.engine_config import EngineConfig
@@ -51,6 +52,9 @@ CAUSE_OF_LOSS_S = 5.0
 """How long the other engines have, after one has lost them, to say why."""
 
 _ENDED = "ended"
+
+_LOST = frozenset({_ENDED, "failed"})
+"""The messages that say that an engine is lost."""
 
 
 @dataclass(slots=True)
@@ -206,6 +210,15 @@ class EngineProcesses:
         """Refuse: the front door makes the calls, because it takes the news that come meanwhile."""
         raise AssertionError("FrontDoor.collective_rpc calls the ranks of engines")
 
+    def check_idle(self) -> float:
+        """Look whether an engine has ended, or has lost a rank, while none has requests; see `Executor.check_idle`."""
+        self._refuse_failed()
+        with self._inbox.lock:
+            lost = next((each for each in self._inbox.arrived if each[2] in _LOST), None)
+        if lost is not None:
+            raise self._fail(*cause_of(self._inbox, lost[1], lost[3]))
+        return IDLE_LOOK_S
+
     def close(self) -> None:
         """End all engines, and wait for their end. Idempotent."""
         if self._is_closed:
@@ -238,7 +251,7 @@ class EngineProcesses:
             inbox.news.clear()
             if inbox.arrived:
                 found = inbox.arrived[0]
-                if found[2] in (_ENDED, "failed"):
+                if found[2] in _LOST:
                     raise self._fail(*cause_of(inbox, found[1], found[3]))
                 return found
             before = time.monotonic()
@@ -287,7 +300,7 @@ def cause_of(inbox: Inbox, engine: int, found: Failure | None) -> tuple[int, Fai
         ends: dict[int, Failure | None] = {}
         with inbox.lock:
             for _, other, name, value in inbox.arrived:
-                if name in (_ENDED, "failed"):
+                if name in _LOST:
                     ends.setdefault(other, value)  # what it said, if anything, comes before its end
         for other, end in ends.items():
             if end is None or not end.is_consequence:

@@ -135,7 +135,7 @@ class _EngineLoop:
         wait_s = 0.0
         while True:
             while not (engine.has_unfinished or self._is_awake) or self._connection.poll(wait_s):
-                name, *values = self._connection.recv()
+                name, *values = self._next_message()
                 if name == "close":
                     return
                 wait_s = LINGER_S if self._take(name, values) else 0.0
@@ -146,6 +146,14 @@ class _EngineLoop:
                 assert self._lockstep is not None, "an engine that steps alone sleeps without requests"
                 self._lockstep.run_idle()
                 self._is_awake = not self._lockstep.agreement.is_over
+
+    def _next_message(self) -> tuple[Any, ...]:
+        """Wait for a message and return it. Raises `WorkerError` if a rank of this engine ends meanwhile."""
+        look_s: float | None = 0.0
+        while look_s is not None and not self._connection.poll(look_s):
+            look_s = self._executor.check_idle()
+        message: tuple[Any, ...] = self._connection.recv()
+        return message
 
     def _take(self, name: str, values: list[Any]) -> bool:
         """Do what a message says. Return whether the front door waits for an answer and may have another message."""

@@ -31,7 +31,7 @@ from piecegraph.runner.distributed.child_process import (
 )
 from piecegraph.runner.distributed.child_program import Failure, RanksLostEachOther
 from piecegraph.runner.distributed.loading_watch import RankLost, ended_by_loss
-from piecegraph.runner.distributed.protocol import Method
+from piecegraph.runner.distributed.protocol import IDLE_LOOK_S, Method
 from piecegraph.runner.distributed.worker import Worker, WorkerJob
 
 if TYPE_CHECKING:
@@ -71,6 +71,9 @@ class UniProcExecutor:
         """Call `method` here; `timeout` is about other processes and has no effect."""
         return [Worker(rank=0, num_ranks=1, loaded=loaded).call(method, args, kwargs)]
 
+    def check_idle(self) -> None:
+        """Return None: there is no other rank."""
+
     def close(self) -> None:
         """Do nothing."""
 
@@ -92,6 +95,7 @@ class MpExecutor:
         self._timeout_s = config.distributed_timeout_seconds or DISTRIBUTED_TIMEOUT_S
         self._failure: str | None = None
         self._load_ended = threading.Event()  # of `while_loading`
+        self._in_use = threading.RLock()  # held by the thread whose call the ranks run
         self._is_closed = False
         self._processes: list[Child] = []
         self._parallel: Parallel | None = None
@@ -193,16 +197,16 @@ class MpExecutor:
     @contextlib.contextmanager
     def in_step(self) -> Iterator[None]:
         """Run a part of a step on all ranks; if it does not end normally, end the workers and say why."""
-        if not self.is_running:
-            raise WorkerError(self._failure or "this LLM is closed; make a new one.")
-        try:
-            yield
-        except Exception as error:
-            raise self._fail(error) from error
-        except BaseException:  # an interrupt: the ranks are out of step
-            self._failure = "a step was interrupted, so the ranks were ended; make a new LLM."
-            self._end()
-            raise
+        with self._in_use:
+            self._refuse_ended()
+            try:
+                yield
+            except Exception as error:
+                raise self._fail(error) from error
+            except BaseException:  # an interrupt: the ranks are out of step
+                self._failure = "a step was interrupted, so the ranks were ended; make a new LLM."
+                self._end()
+                raise
 
     def collective_rpc(
         self, loaded: Loaded, method: Method, timeout: float | None, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -220,6 +224,16 @@ class MpExecutor:
             results.extend(self._answer(each, deadline) for each in self._processes)
         return results
 
+    def check_idle(self) -> float:
+        """Look at the workers, unless another thread is in a call, which notices a lost one by itself."""
+        if self._in_use.acquire(blocking=False):
+            try:
+                self._refuse_ended()
+                self.check()
+            finally:
+                self._in_use.release()
+        return IDLE_LOOK_S
+
     def close(self) -> None:
         """End all workers, and wait for their end. Idempotent."""
         if self._is_closed:
@@ -231,6 +245,11 @@ class MpExecutor:
                     each.channel.send(("close",))
             wait_for(self._processes, CLOSE_S)
         self._end()
+
+    def _refuse_ended(self) -> None:
+        """Raise `WorkerError` if the workers were ended."""
+        if not self.is_running:
+            raise WorkerError(self._failure or "this LLM is closed; make a new one.")
 
     def _make_store(self) -> str:
         """Return the address of a new store at which the ranks meet."""

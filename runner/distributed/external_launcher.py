@@ -121,6 +121,9 @@ class ExternalLauncherExecutor:
         with self.in_step():
             return [Worker(rank=self.rank, num_ranks=self.num_ranks, loaded=loaded).call(method, args, kwargs)]
 
+    def check_idle(self) -> None:
+        """Return None: the launcher watches the ranks, and ends this one when another ends."""
+
     def close(self) -> None:
         """Do nothing: the runner closes the connections, and processes are the launcher's."""
 

@@ -11,6 +11,9 @@ if TYPE_CHECKING:
     from piecegraph.runner.startup.loaded import Loaded
     from piecegraph.runner.tensor_parallel.parallel import Parallel
 
+IDLE_LOOK_S = 1.0
+"""How often a loop without requests looks whether a rank has ended."""
+
 Method = str | Callable[..., Any]
 """The name of a method of `Worker`, or a function whose first argument is one."""
 
@@ -38,6 +41,13 @@ class Executor(Protocol):
         self, loaded: Loaded, method: Method, timeout: float | None, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> list[Any]:
         """Call a method of `Worker`, or a function of it, on every rank this executor reaches; results by rank."""
+
+    def check_idle(self) -> float | None:
+        """Look whether a rank has ended while no step and no call runs; a loop that waits for requests calls it.
+
+        Returns the seconds after which to look again; None: there is nothing to look at. Raises `WorkerError` if one
+        has ended, as all later calls do.
+        """
 
     def close(self) -> None:
         """End what the executor has started. Idempotent."""

@@ -5,14 +5,19 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
 
 from piecegraph import LLM, SamplingParams
 from piecegraph.errors import ConfigError, ModelError, UsageError, WorkerError
+from piecegraph.runner.common.engine_config import EngineConfig
+from piecegraph.runner.common.model_source import ModelSource
+from piecegraph.runner.data_parallel import engine_processes
 from piecegraph.runner.data_parallel.engine_processes import EngineProcesses
+from piecegraph.runner.distributed.protocol import IDLE_LOOK_S
+from tests.runner.distributed.sleeping_ranks import sleeping_child
 from tests.runner.distributed.test_executor import SLOW_MACHINE_S, is_there, pid_of
 from tests.runner.tiny_models import make_model, save
 
@@ -55,6 +60,14 @@ def is_running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+def wait_idly(look: Callable[[], object]) -> None:
+    """Wait for requests that do not come, as a server does; `look` raises once something has ended."""
+    deadline = time.monotonic() + SLOW_MACHINE_S
+    while time.monotonic() < deadline:
+        look()
+        time.sleep(0.05)
 
 
 def pids_of(llm: LLM) -> tuple[int, ...]:
@@ -104,10 +117,31 @@ def test_engines_have_ranks_and_a_rank_that_dies_ends_all(tmp_path: Path) -> Non
         assert [tokens for tokens, _ in answers(llm)] == [tokens for tokens, _ in expected]
         ranks = llm.collective_rpc(pid_of)
         assert (ranks[0], ranks[2]) == pids_of(llm)
-        os.kill(ranks[3], signal.SIGKILL)
-        with pytest.raises(WorkerError, match=r"engine 1 .*exit code 1\) failed: .*rank 1 .* exit code -9"):
+        os.kill(ranks[3], signal.SIGKILL)  # while nothing runs
+        message = r"engine 1 .*exit code 1\) failed: .*rank 1 .* exit code -9"
+        with pytest.raises(WorkerError, match=message):
+            wait_idly(llm.use_idle_moment)
+        with pytest.raises(WorkerError, match=message):
             answers(llm)
         assert_gone(ranks)
+
+
+def test_an_engine_that_ends_while_nothing_runs_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its number and exit code; the others are ended then."""
+    monkeypatch.setattr(engine_processes, "start_child", lambda module, role, number, *_: sleeping_child(role, number))
+    processes = EngineProcesses(EngineConfig(source=ModelSource(model="a/b"), data_parallel_size=2))
+    try:
+        pids = processes.pids
+        assert processes.check_idle() == IDLE_LOOK_S
+        os.kill(pids[1], signal.SIGKILL)
+        message = rf"engine 1 \(process {pids[1]}\) ended with exit code -9. The other engines were ended"
+        with pytest.raises(WorkerError, match=message):
+            wait_idly(processes.check_idle)
+        with pytest.raises(WorkerError, match=message):
+            processes.send(0, "add")
+        assert not any(map(is_there, pids))
+    finally:
+        processes.close()
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,10 +16,12 @@ from piecegraph import LLM, SamplingParams
 from piecegraph.errors import ConfigError, UsageError, WorkerError
 from piecegraph.runner.common.logits_processor import LogitsProcessor
 from piecegraph.runner.distributed.executor import MpExecutor
+from piecegraph.runner.distributed.protocol import IDLE_LOOK_S
 from piecegraph.runner.distributed.worker import Worker
 from piecegraph.runner.startup import rank_runner
 from piecegraph.runner.tensor_parallel.parallel import rank_facts
 from tests.runner.distributed.compiles_of_layouts import model_of, start
+from tests.runner.distributed.sleeping_ranks import SleepingRanks, kill
 from tests.runner.margin_rule import assert_same_tokens
 from tests.runner.pipeline_parallel.stages_in_threads import llm_of_threads
 from tests.runner.tiny_models import make_model, random_model, save
@@ -90,9 +93,10 @@ def test_two_processes_answer_as_one_until_one_is_killed(tmp_path: Path, capfd: 
         assert tuple(capfd.readouterr()) == ("", "")
         with pytest.raises(UsageError, match="cannot be sent to another process"):
             llm.collective_rpc(lambda worker: None)
-        os.kill(pid, signal.SIGKILL)
+        assert llm.use_idle_moment() == IDLE_LOOK_S
+        kill(pid)
         with pytest.raises(WorkerError, match=rf"rank 1 \(process {pid}\) ended with exit code -9"):
-            llm.generate([{"prompt_token_ids": PROMPTS[0]}], GREEDY, use_tqdm=False)
+            llm.use_idle_moment()
         with pytest.raises(WorkerError, match="exit code -9"):  # and so does every later call
             llm.generate([{"prompt_token_ids": PROMPTS[0]}], GREEDY, use_tqdm=False)
         assert not is_there(pid)
@@ -119,9 +123,32 @@ def test_two_stages_answer_as_one_process_until_one_is_killed(tmp_path: Path) ->
         llm.close()
 
 
+def test_a_rank_that_ends_while_nothing_runs_is_noticed() -> None:
+    """With its number and exit code; the others are ended then, and every later call says the same."""
+    executor = SleepingRanks(3)
+    try:
+        pids = executor.pids
+        assert executor.check_idle() == IDLE_LOOK_S
+        kill(pids[1])
+        message = rf"rank 2 \(process {pids[1]}\) ended with exit code -9. The other ranks were ended; make a new LLM"
+        with ThreadPoolExecutor(1) as other, executor.in_step():  # a call that waits for the ranks notices it itself
+            assert other.submit(executor.check_idle).result() == IDLE_LOOK_S
+        for _ in range(2):
+            with pytest.raises(WorkerError, match=message):
+                executor.check_idle()
+        with pytest.raises(WorkerError, match=message), executor.in_step():
+            pass
+        assert not any(map(is_there, pids))
+    finally:
+        executor.close()
+    with pytest.raises(WorkerError, match="rank 2"):
+        executor.check_idle()
+
+
 def test_one_process_is_called_like_several(llm: LLM) -> None:
     assert llm.collective_rpc(pid_of) == [os.getpid()]
     assert llm.collective_rpc("report")[0]["rank"] == 0
+    assert llm.use_idle_moment() is None
 
 
 @pytest.mark.parametrize(

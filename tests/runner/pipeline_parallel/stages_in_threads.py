@@ -89,6 +89,10 @@ class ThreadsExecutor:
         workers = [Worker(rank=rank, num_ranks=len(ranks), loaded=each) for rank, each in enumerate(ranks)]
         return [worker.call(method, args, kwargs) for worker in workers]
 
+    def check_idle(self) -> float:
+        self.check()
+        return 1.0
+
     def close(self) -> None:
         self.send("close")
         for thread in self._threads:

@@ -112,7 +112,7 @@ class Service:
             what = "; POST /wake_up wakes it up" if self.settings.enable_sleep_mode else ""
             raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, f"the engine sleeps{what}.", code="sleeping")
         if not self.thread.is_alive:
-            raise ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, "the engine has stopped.", code="engine_stopped")
+            raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, self.thread.end_reason, code="engine_stopped")
         if count > self.max_open:
             raise bad_request(f"the request asks for {count} {self.unit}; the server takes at most {self.max_open}.")
         if self.num_open + count > self.max_open:

@@ -158,12 +158,18 @@ class EngineThread(Generic[_Request, _Output]):
         self._suspects: list[OutputStream[_Output]] = []  # what the first failed step has run
         self._lock = threading.Lock()  # over `_is_over` and additions to the queue
         self._is_over = False
+        self._end_reason = "the engine has stopped."  # what is said once it is over
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     @property
     def is_alive(self) -> bool:
         """Return whether requests are still served."""
         return self._thread.is_alive() and not self._is_over
+
+    @property
+    def end_reason(self) -> str:
+        """Why requests are served no more, in a sentence, once `is_alive` is False."""
+        return self._end_reason
 
     def start(self) -> None:
         """Start the thread."""
@@ -177,7 +183,7 @@ class EngineThread(Generic[_Request, _Output]):
         stream: OutputStream[_Output] = OutputStream(request_id, asyncio.get_running_loop())
         with self._lock:
             if self._is_over or not self._thread.is_alive():
-                raise EngineStopped("the engine has stopped.")
+                raise EngineStopped(self._end_reason)
             self._commands.put(_Add(stream, request))
         return stream
 
@@ -190,7 +196,7 @@ class EngineThread(Generic[_Request, _Output]):
         call = _Call(function, loop, loop.create_future())
         with self._lock:
             if self._is_over or not self._thread.is_alive():
-                raise EngineStopped("the engine has stopped.")
+                raise EngineStopped(self._end_reason)
             self._commands.put(call)
         result: _Result = await call.future
         return result
@@ -223,11 +229,11 @@ class EngineThread(Generic[_Request, _Output]):
                     self._step()
         except BaseException as failure:  # whatever it is, the callers are told and the process ends
             logger.exception("the engine has failed")
-            error = EngineStopped(f"the engine has failed: {type(failure).__name__}")
+            error = EngineStopped(f"the engine has failed: {_named(failure)}")
             self._on_failure(failure)
         finally:
             with self._lock:
-                self._is_over = True
+                self._is_over, self._end_reason = True, str(error)
             self._end_all(error)
 
     def _take_commands(self) -> bool:
@@ -374,6 +380,12 @@ class EngineThread(Generic[_Request, _Output]):
             items[0][0].loop.call_soon_threadsafe(put)
         except RuntimeError:  # the loop is closed: nobody waits any more
             logger.debug("%d outputs have no reader any more", len(items))
+
+
+def _named(failure: BaseException) -> str:
+    """Return what callers are told of a failure: its class, and how a rank has ended; the rest is in the log."""
+    name = type(failure).__name__
+    return f"{name}: {failure}" if isinstance(failure, WorkerError) else f"{name}."
 
 
 def _is_fatal(error: Exception) -> bool:

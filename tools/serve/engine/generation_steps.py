@@ -69,7 +69,7 @@ class GenerationSteps:
         self._engine.abort(request_id)
 
     def use_idle_moment(self) -> float | None:
-        """Go on with the start."""
+        """Go on with the start, and look whether a rank or an engine has ended."""
         return self._use_idle_moment()
 
     def step(self) -> Sequence[RequestOutput]:
