@@ -13,9 +13,9 @@ from piecegraph.runner.distributed.child_program import run_child
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from piecegraph.errors import PiecegraphError
     from piecegraph.runner.common.engine_config import EngineConfig
     from piecegraph.runner.startup.loaded import Loaded
+    from piecegraph.runner.startup.reload_weights import RankWeights
     from piecegraph.runner.tensor_parallel.engine_peers import EnginePeers
 
 
@@ -62,11 +62,12 @@ class Worker:
             "compiled_pieces": 0 if compiled.cache.state == "hit" else len(keys) - compiled.cache.loaded_pieces,
         }
 
-    def read_weights(self, weights: str | Path | None) -> PiecegraphError | None:
-        """Read the rank's part of other weights, and return why they do not fit, if so; see `reload_on_ranks`."""
-        from piecegraph.runner.startup.reload_weights import read_rank_weights
+    def read_weights(self, weights: str | Path | None) -> RankWeights:
+        """Read the rank's part of other weights, and return what became of it; see `reload_on_ranks`."""
+        from piecegraph.runner.startup.reload_weights import RankWeights, read_rank_weights
 
-        return read_rank_weights(self.loaded, weights)
+        error, digest = read_rank_weights(self.loaded, weights)
+        return RankWeights(rank=self.rank, pid=os.getpid(), error=error, digest=digest)
 
     def write_weights(self, is_wanted: bool) -> list[str]:
         """Write what `read_weights` has read, or drop it; return the names of the tensors that were written."""

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,6 +17,7 @@ from piecegraph.runner.common.model_source import ModelSource
 from piecegraph.runner.models.config.load_config import load_config
 from piecegraph.runner.models.load import load_model
 from piecegraph.runner.startup.drafts.head import CompiledHead
+from piecegraph.runner.tensor_parallel.parallel import weights_digest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -45,6 +46,21 @@ class _Part(NamedTuple):
     compiled: CompiledModel
     seed: int
     name: str  # before each of its tensors' names in an error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankWeights:
+    """What a rank says of the weights that it has read."""
+
+    rank: int
+    pid: int
+    error: PiecegraphError | None  # why they do not fit
+    digest: str  # of the files
+
+    @property
+    def name(self) -> str:
+        """The rank in messages; ranks of several engines have the same numbers."""
+        return f"rank {self.rank} (process {self.pid})"
 
 
 def reload_weights(loaded: Loaded, weights: NewWeights | None, draft_weights: NewWeights | None = None) -> int:
@@ -80,10 +96,10 @@ def reload_weights(loaded: Loaded, weights: NewWeights | None, draft_weights: Ne
 def reload_on_ranks(
     engine: Engine, call: Callable[[str, Sequence[Any]], list[Any]], weights: object, draft_weights: object
 ) -> int:
-    """Do what `reload_weights` does on all ranks, each of which reads its part; nothing is written if one cannot.
+    """Do what `reload_weights` does on all ranks, each of which reads its part.
 
-    `call`: calls a method of `Worker` on every rank, and returns the results. Raises the same errors, and `UsageError`
-    for weights that are not in files.
+    Nothing is written if one cannot read it, or if two have read different files. `call`: calls a method of `Worker` on
+    every rank, and returns the results. Raises the same errors, and `UsageError` for weights that are not in files.
     """
     if weights is not None and not isinstance(weights, str | Path):
         raise UsageError(
@@ -95,24 +111,49 @@ def reload_on_ranks(
     if weights is not None and Path(weights).expanduser().exists():
         weights = str(Path(weights).expanduser().absolute())  # ranks may be in other directories
     _refuse_unfinished(engine)
-    errors = call("read_weights", (weights,))
-    failed = next((error for error in errors if error is not None), None)
+    failed = _why_not(call("read_weights", (weights,)))
     written = call("write_weights", (failed is None,))
     if failed is not None:
         raise failed
     return len({name for names in written for name in names})
 
 
-def read_rank_weights(loaded: Loaded, weights: str | Path | None) -> PiecegraphError | None:
-    """Read a rank's part of the weights into `loaded.incoming`, or return why they do not fit."""
+def _why_not(parts: Sequence[RankWeights]) -> PiecegraphError | None:
+    """Return why what the ranks have read must not be written; None: it may be."""
+    first = parts[0]
+    for part in parts:
+        if part.error is not None:
+            return part.error
+    for part in parts:
+        if part.digest != first.digest:
+            return CheckpointError(
+                f"{part.name} has read other weight files than {first.name} (digest {part.digest}, and {first.digest} "
+                "there), so no rank has written any. Copy the same files to all machines, and reload once they no "
+                "longer change."
+            )
+    return None
+
+
+def read_rank_weights(loaded: Loaded, weights: str | Path | None) -> tuple[PiecegraphError | None, str]:
+    """Read a rank's part of the weights into `loaded.incoming`, and return why they do not fit, and the files' digest.
+
+    The digest is that by which ranks are compared at the start.
+    """
     part = _Part(loaded.source, loaded.model, loaded.compiled, loaded.seed, "")
+    source = _source_of(part, weights)
     try:
+        before = weights_digest(source.weight_files)
         read = _checked(part, weights)
+        digest = weights_digest(source.weight_files)
+        if source.weight_files and before not in (digest, weights_digest(())):  # else they were downloaded meanwhile
+            raise CheckpointError(f"the weight files of {source.model} have changed while they were read; try again.")
     except PiecegraphError as error:
-        return error
+        return error, ""
+    except OSError as error:
+        return CheckpointError(f"the weight files of {source.model} cannot be read: {error}."), ""
     assert isinstance(read, Mapping), "weights of files"
     loaded.incoming.update(read)
-    return None
+    return None, digest
 
 
 def write_rank_weights(loaded: Loaded, is_wanted: bool) -> list[str]:
@@ -184,10 +225,8 @@ def _write(part: _Part, weights: Mapping[str, torch.Tensor] | Iterable[tuple[str
 
 def _read(part: _Part, model: str | Path | None) -> Mapping[str, torch.Tensor]:
     """Return the weights of `model`, another version of the part's, or of the part's own source, on the CPU."""
-    source = part.source
+    source = _source_of(part, model)
     if model is not None:
-        load_format = "auto" if source.load_format in ("dummy", "gguf") else source.load_format
-        source = replace(source, model=os.path.expanduser(model), revision=None, load_format=load_format)
         _check_config(load_config(source), part.model.config, source)
     config, dtype = copy.deepcopy(part.model.config), part.model.dtype
     quantised, plan, stage = part.model.quantisation, part.model.rank_plan, part.model.stage
@@ -209,6 +248,15 @@ def _read(part: _Part, model: str | Path | None) -> Mapping[str, torch.Tensor]:
     )
     state: Mapping[str, torch.Tensor] = read.model.state_dict()
     return state
+
+
+def _source_of(part: _Part, model: str | Path | None) -> ModelSource:
+    """Return where the weights of `model` are, or the part's own source."""
+    source = part.source
+    if model is None:
+        return source
+    load_format = "auto" if source.load_format in ("dummy", "gguf") else source.load_format
+    return replace(source, model=os.path.expanduser(model), revision=None, load_format=load_format)
 
 
 def _check_config(found: PreTrainedConfig, wanted: PreTrainedConfig, source: ModelSource) -> None:

@@ -107,9 +107,22 @@ def fail_on_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
         with lock:
             asked.append(1)
             is_first = len(asked) == 1
-        return CheckpointError("planted") if is_first else read(*args)
+        return (CheckpointError("planted"), "") if is_first else read(*args)
 
     monkeypatch.setattr(reload_weights, "read_rank_weights", fail_once)
+
+
+def read_another_on_one_rank(monkeypatch: pytest.MonkeyPatch, other: Path) -> None:
+    """Have one rank read the files of another folder, as on a machine that has others under the same path."""
+    read, lock, asked = reload_weights.read_rank_weights, threading.Lock(), list[int]()
+
+    def read_another(loaded: Any, weights: Any) -> Any:
+        with lock:
+            asked.append(1)
+            is_second = len(asked) == 2
+        return read(loaded, other if is_second else weights)
+
+    monkeypatch.setattr(reload_weights, "read_rank_weights", read_another)
 
 
 @pytest.mark.slow
@@ -146,6 +159,10 @@ def test_weights_are_reloaded_on_all_ranks_or_on_none(
         with monkeypatch.context() as patch:
             fail_on_one_rank(patch)
             with pytest.raises(CheckpointError, match="planted"):
+                llm.reload_weights(first)
+        with monkeypatch.context() as patch:
+            read_another_on_one_rank(patch, second)
+            with pytest.raises(CheckpointError, match="has read other weight files than rank 0 .* no rank has written"):
                 llm.reload_weights(first)
         assert_answers_of(models[1], llm)
         with pytest.raises(UsageError, match="weights are read from files, of which each rank reads its part"):

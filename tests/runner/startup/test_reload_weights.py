@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,15 @@ import pytest
 import torch
 
 from piecegraph import LLM, SamplingParams
-from piecegraph.errors import CheckpointError, ConfigError, UsageError
-from piecegraph.runner.startup.reload_weights import reload_on_ranks
+from piecegraph.errors import CheckpointError, ConfigError, PiecegraphError, UsageError
+from piecegraph.runner.startup import reload_weights as reload_weights_module
+from piecegraph.runner.startup.loaded import Loaded
+from piecegraph.runner.startup.reload_weights import (
+    RankWeights,
+    read_rank_weights,
+    reload_on_ranks,
+    write_rank_weights,
+)
 from tests.runner.tiny_models import llama_config, random_model, save
 
 PROMPT = {"prompt_token_ids": list(range(5, 25))}
@@ -181,6 +189,52 @@ def test_weights_for_no_draft_are_refused(llm: LLM, folders: list[Path]) -> None
         llm.reload_weights(draft_weights=folders[1])
 
 
+def rank_weights(rank: int, digest: str = "d1", error: PiecegraphError | None = None) -> RankWeights:
+    return RankWeights(rank=rank, pid=100 + rank, error=error, digest=digest)
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ([rank_weights(0), rank_weights(1, "d2")], r"rank 1 \(process 101\) has read other weight files than rank 0 "),
+        ([rank_weights(0), rank_weights(1, "", CheckpointError("a reason"))], "a reason"),
+    ],
+)
+def test_nothing_is_written_unless_all_ranks_have_read_the_same(
+    parts: list[RankWeights], message: str, llm: LLM
+) -> None:
+    told: list[tuple[str, Sequence[Any]]] = []
+
+    def call(name: str, arguments: Sequence[Any]) -> list[Any]:
+        told.append((name, arguments))
+        return parts if name == "read_weights" else [[], []]
+
+    with pytest.raises(CheckpointError, match=message):
+        reload_on_ranks(llm.engine, call, None, None)
+    assert told == [("read_weights", (None,)), ("write_weights", (False,))]
+
+
+def test_files_that_change_while_a_rank_reads_them_are_refused(
+    llm: LLM, folders: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = shutil.copytree(folders[1], tmp_path / "copy")
+    loaded = llm._generator
+    assert isinstance(loaded, Loaded)
+    error, digest = read_rank_weights(loaded, folder)
+    assert error is None and digest and write_rank_weights(loaded, False) == [] and not loaded.incoming
+    checked = reload_weights_module._checked
+
+    def change_afterwards(*arguments: Any) -> Any:
+        read = checked(*arguments)
+        (file,) = folder.glob("*.safetensors")
+        file.write_bytes(file.read_bytes() + b"x")
+        return read
+
+    monkeypatch.setattr(reload_weights_module, "_checked", change_afterwards)
+    error, _ = read_rank_weights(loaded, folder)
+    assert "have changed while they were read" in str(error) and not loaded.incoming
+
+
 def test_ranks_are_told_an_absolute_folder(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank may be in another directory, where a relative one is another, or none."""
     (tmp_path / "version 2").mkdir()
@@ -189,7 +243,7 @@ def test_ranks_are_told_an_absolute_folder(llm: LLM, tmp_path: Path, monkeypatch
 
     def call(name: str, arguments: Sequence[Any]) -> list[Any]:
         told.append(arguments)
-        return [None] if name == "read_weights" else [["a"]]
+        return [rank_weights(0)] if name == "read_weights" else [["a"]]
 
     assert reload_on_ranks(llm.engine, call, "version 2", None) == 1
     assert told[0] == (str(tmp_path / "version 2"),)
