@@ -18,7 +18,8 @@ class EngineAdapters(AdapterStore):
     """A store that checks adapters and counts them; each engine reads those of its own requests itself.
 
     What leaves this store leaves the engines' too, so that a number whose adapter is replaced means the new one
-    everywhere. Any thread may call any method.
+    everywhere. With each adapter engines are told its digest here, and refuse other files. Any thread may call any
+    method; engines are told of changes with the lock, so in the order in which they are made.
     """
 
     def __init__(
@@ -29,17 +30,15 @@ class EngineAdapters(AdapterStore):
         super().__init__(modules, capacity=config.max_cpu_loras, dtype=dtype, device=torch.device("cpu"))
         self._processes = processes
 
-    def pin(self, lora_int_id: int) -> bool:
-        """Do what `AdapterStore.pin` does, on all engines."""
-        is_loaded = super().pin(lora_int_id)
-        if is_loaded:
-            self._tell("pin_lora", lora_int_id)
-        return is_loaded
+    def _keep(self, number: int) -> None:
+        adapter = self._adapters[number]
+        self._tell("pin_lora", adapter.request, adapter.digest)
+        super()._keep(number)
 
     def _drop(self, number: int) -> None:
         self._tell("remove_lora", number)
         super()._drop(number)
 
-    def _tell(self, name: str, number: int) -> None:
+    def _tell(self, name: str, *values: object) -> None:
         for engine in range(self._processes.num_engines):
-            self._processes.send(engine, name, self._adapters[number].request)
+            self._processes.send(engine, name, *values)

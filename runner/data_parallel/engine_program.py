@@ -72,6 +72,7 @@ class NewRequest:
     cache_salt: str
     prompt_embeds: torch.Tensor | None
     lora_request: LoRARequest | None
+    lora_digest: bytes | None  # of the adapter, as the front door has read it
     is_final_only: bool
 
 
@@ -83,6 +84,7 @@ class StepNews:
     scheduled: tuple[str, ...]  # requests that were scheduled for the first time
     stats: SchedulerStats
     num_output_tokens: int
+    num_forced_tokens: int
 
 
 class _Channel:
@@ -164,8 +166,11 @@ class _EngineLoop:
             assert self._lockstep is not None, "an engine that steps alone is woken by its requests"
             self._is_awake, self._lockstep.agreement.num_seen = True, *values
             return False
-        if name in ("remove_lora", "pin_lora"):
-            self._change_adapters(name, *values)
+        if name == "remove_lora":
+            self._engine.adapters.remove(*values)
+            return False
+        if name == "pin_lora":
+            self._pin_adapter(*values)
             return False
         question, *arguments = values
         answer: Any = None
@@ -182,20 +187,20 @@ class _EngineLoop:
         self._channel.send("result", (question, answer))
         return True
 
-    def _change_adapters(self, name: str, lora_request: LoRARequest) -> None:
-        """Do what the front door has done with its own list of adapters."""
+    def _pin_adapter(self, lora_request: LoRARequest, digest: bytes) -> None:
+        """Pin an adapter, as the front door has done in its own list."""
         adapters = self._engine.adapters
-        if name == "remove_lora":
-            adapters.remove(lora_request.lora_int_id)
-            return
         try:
-            adapters.add(lora_request)
+            adapters.add_with_digest(lora_request, digest)
             adapters.pin(lora_request.lora_int_id)
         except PiecegraphError as error:  # its files have changed since; requests with it say so
             logger.warning("the adapter %r could not be pinned: %s", lora_request.lora_name, error)
 
     def _add(self, new: NewRequest) -> None:
         try:
+            if new.lora_request is not None:
+                assert new.lora_digest is not None, "the front door has read it"
+                self._engine.adapters.add_with_digest(new.lora_request, new.lora_digest)
             self._engine.add_request(
                 new.request_id,
                 new.prompt_token_ids,
@@ -223,6 +228,7 @@ class _EngineLoop:
                 scheduled=scheduled,
                 stats=engine.stats,
                 num_output_tokens=engine.num_output_tokens,
+                num_forced_tokens=engine.num_forced_tokens,
             )
             self._channel.send("news", news)
 

@@ -96,6 +96,7 @@ class FrontDoor(Engine):
         self._routed: dict[str, _Routed] = {}
         self._stats = [each.stats for each in facts]
         self._num_tokens = [0] * len(facts)
+        self._num_forced = [0] * len(facts)
         self._num_added = 0  # requests that all engines have to hear of; 0 where each steps alone
         self._num_told = [0] * len(facts)
 
@@ -140,6 +141,11 @@ class FrontDoor(Engine):
         return sum(self._num_tokens)
 
     @property
+    def num_forced_tokens(self) -> int:
+        """The number of output tokens that grammars have determined, as far as the engines have told."""
+        return sum(self._num_forced)
+
+    @property
     def stats(self) -> SchedulerStats:
         """The numbers of all engines together, as they have last told."""
         return _summed(self._stats)
@@ -180,7 +186,7 @@ class FrontDoor(Engine):
             priority=priority,
             cache_salt=cache_salt,
         )
-        self.check_lora(lora_request)  # reads the adapter, which its engine reads, too
+        adapter = self._adapter(lora_request)  # its engine reads it, too, and compares the digest
         if request_id in self._routed:
             raise RequestError(f"a request {request_id!r} is already running; give each its own id.")
         params = sampling_params.snapshot()
@@ -206,6 +212,7 @@ class FrontDoor(Engine):
             cache_salt=cache_salt,
             prompt_embeds=prompt_embeds,
             lora_request=lora_request,
+            lora_digest=None if adapter is None else adapter.digest,
             is_final_only=is_final_only,
         )
         self._processes.send(engine, "add", new)
@@ -323,6 +330,7 @@ class FrontDoor(Engine):
     def _take(self, number: int, engine: int, news: StepNews) -> None:
         self._stats[engine] = news.stats
         self._num_tokens[engine] = news.num_output_tokens
+        self._num_forced[engine] = news.num_forced_tokens
         for request_id in news.scheduled:
             if request_id in self._routed:
                 self._routed[request_id].is_scheduled = True

@@ -52,15 +52,15 @@ def read_adapter(request: LoRARequest, modules: AdaptedModules, dtype: torch.dty
     """
     folder = Path(request.lora_path).expanduser()
     config = read_config(folder)
-    tensors, digest = _read_tensors(folder)
+    tensors, digest = _read_tensors(folder, config)
     pairs = _pairs(folder, tensors, modules)
     _check_complete(config, pairs, modules)
     matrices = {path: _matrices(config, path, *pair, modules, dtype, pinned=pinned) for path, pair in pairs.items()}
     return LoadedAdapter(request, digest, matrices)
 
 
-def _read_tensors(folder: Path) -> tuple[dict[str, torch.Tensor], bytes]:
-    """Return the tensors of an adapter's file, and the digest of both of its files. Raises `CheckpointError`."""
+def _read_tensors(folder: Path, config: AdapterConfig) -> tuple[dict[str, torch.Tensor], bytes]:
+    """Return the tensors of an adapter's file, and a digest of both files. Raises `CheckpointError`."""
     from safetensors import SafetensorError
     from safetensors.torch import load
 
@@ -77,7 +77,7 @@ def _read_tensors(folder: Path) -> tuple[dict[str, torch.Tensor], bytes]:
         raise CheckpointError(f"{folder} has no {WEIGHTS_FILE}; {todo}.") from None
     except (OSError, SafetensorError, ValueError, KeyError) as error:
         raise CheckpointError(f"{file} cannot be read: {error}. Copy or download it again.") from error
-    return tensors, hashlib.sha256(data + (folder / CONFIG_FILE).read_bytes()).digest()
+    return tensors, hashlib.sha256(data + config.content).digest()
 
 
 def _pairs(

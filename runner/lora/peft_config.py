@@ -48,6 +48,7 @@ class AdapterConfig:
     """What an adapter's config says about its matrices."""
 
     folder: str  # for errors
+    content: bytes  # of the file
     rank: int
     alpha: float
     use_rslora: bool
@@ -98,7 +99,8 @@ def read_config(folder: Path) -> AdapterConfig:
     Raises `CheckpointError` for a missing or damaged file, and `UnsupportedModel` for a field that cannot be applied
     here, by name.
     """
-    written = _read_json(folder)
+    content = _read(folder)
+    written = _parse(folder, content)
     kind = str(written.get("peft_type", "")).upper().rpartition(".")[2]
     if kind != "LORA":
         raise UnsupportedModel(
@@ -116,6 +118,7 @@ def read_config(folder: Path) -> AdapterConfig:
         )
     return AdapterConfig(
         folder=str(folder),
+        content=content,
         rank=rank,
         alpha=_number(folder, "lora_alpha", written.get("lora_alpha", 8)),
         use_rslora=bool(written.get("use_rslora", False)),
@@ -132,15 +135,23 @@ def read_config(folder: Path) -> AdapterConfig:
     )
 
 
-def _read_json(folder: Path) -> dict[str, Any]:
+def _read(folder: Path) -> bytes:
     if not folder.is_dir():
         raise CheckpointError(f"the adapter {str(folder)!r} is not a folder; give the one with {CONFIG_FILE}.")
     file = folder / CONFIG_FILE
     try:
-        written = json.loads(file.read_text(encoding="utf-8"))
+        return file.read_bytes()
     except FileNotFoundError:
         raise CheckpointError(f"{folder} has no {CONFIG_FILE}; is it the folder of an adapter?") from None
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error}. Copy the adapter again.") from error
+
+
+def _parse(folder: Path, content: bytes) -> dict[str, Any]:
+    file = folder / CONFIG_FILE
+    try:
+        written = json.loads(content.decode("utf-8"))
+    except ValueError as error:
         raise CheckpointError(f"{file} cannot be read: {error}. Copy the adapter again.") from error
     if not isinstance(written, dict):
         raise CheckpointError(f"{file} holds a {type(written).__name__}, not an object. Copy the adapter again.")

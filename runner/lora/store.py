@@ -7,7 +7,7 @@ from collections import OrderedDict
 
 import torch
 
-from piecegraph.errors import RequestError
+from piecegraph.errors import CheckpointError, RequestError
 from piecegraph.runner.lora.adapter import LoadedAdapter, read_adapter
 from piecegraph.runner.lora.modules import AdaptedModules
 from piecegraph.runner.lora.request import LoRARequest
@@ -53,15 +53,31 @@ class AdapterStore:
                 self._adapters[request.lora_int_id] = made
             return self._adapters[request.lora_int_id]
 
+    def add_with_digest(self, request: LoRARequest, digest: bytes) -> LoadedAdapter:
+        """Return the adapter of a request that another process has read, from files with the same contents.
+
+        A loaded adapter of the same number with other contents is replaced. Raises what `add` raises, and
+        `CheckpointError` if the files have another digest here; no adapter of that number is loaded then.
+        """
+        with self._lock:
+            found = self._adapters.get(request.lora_int_id)
+            if found is not None and (found.request.lora_path, found.digest) != (request.lora_path, digest):
+                self._remove(request.lora_int_id)
+        made = self.add(request)
+        if made.digest != digest:
+            self.remove(request.lora_int_id)
+            raise CheckpointError(
+                f"the files of the adapter {request.lora_name!r} in {request.lora_path} are not those that were "
+                f"checked: their digest was {digest.hex()[:16]}, and is {made.digest.hex()[:16]} where the request "
+                f"runs. If they were replaced, remove adapter {request.lora_int_id}, so that all engines read it "
+                "again; if the folder is another one on that machine, copy it there."
+            )
+        return made
+
     def remove(self, lora_int_id: int) -> bool:
         """Drop an adapter, pinned or not, and return whether it was loaded. Requests that run with it go on."""
         with self._lock:
-            was_loaded = lora_int_id in self._adapters
-            if was_loaded:
-                self._drop(lora_int_id)
-            self._pinned.discard(lora_int_id)
-            self._update_digests()
-            return was_loaded
+            return self._remove(lora_int_id)
 
     def pin(self, lora_int_id: int) -> bool:
         """Keep an adapter until it is removed; return whether it is loaded.
@@ -78,8 +94,7 @@ class AdapterStore:
                     f"adapter {lora_int_id} cannot be pinned: max_loras={most + 1} leaves room for {most} pinned "
                     "ones, so that others can run. Raise max_loras, or remove a pinned adapter."
                 )
-            self._pinned.add(lora_int_id)
-            self._update_digests()
+            self._keep(lora_int_id)
             return True
 
     def loaded(self) -> dict[int, LoRARequest]:
@@ -110,6 +125,20 @@ class AdapterStore:
                     "one, or raise it."
                 )
             self._drop(victim)
+
+    def _remove(self, number: int) -> bool:
+        """Do what `remove` does; called with the lock."""
+        was_loaded = number in self._adapters
+        if was_loaded:
+            self._drop(number)
+        self._pinned.discard(number)
+        self._update_digests()
+        return was_loaded
+
+    def _keep(self, number: int) -> None:
+        """Pin a loaded adapter; called with the lock."""
+        self._pinned.add(number)
+        self._update_digests()
 
     def _drop(self, number: int) -> None:
         """Forget a loaded adapter; called with the lock."""

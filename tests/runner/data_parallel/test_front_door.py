@@ -60,7 +60,11 @@ class Played:
     def say(self, engine: int, *outputs: RequestOutput, scheduled: tuple[str, ...] = ()) -> None:
         self._num_messages += 1
         news = StepNews(
-            outputs=list(outputs), scheduled=scheduled, stats=stats(engine + 1), num_output_tokens=10 * (engine + 1)
+            outputs=list(outputs),
+            scheduled=scheduled,
+            stats=stats(engine + 1),
+            num_output_tokens=10 * (engine + 1),
+            num_forced_tokens=3 * (engine + 1),
         )
         self.news.append((self._num_messages, engine, news))
 
@@ -212,7 +216,7 @@ def test_stats_are_of_all_engines(door: FrontDoor, played: Played) -> None:
         num_prefix_hits=4,
         num_preemptions=2,
     )
-    assert door.num_output_tokens == 30
+    assert door.num_output_tokens == 30 and door.num_forced_tokens == 9
     door._stats = [stats(drafts=3), stats(drafts=4)]
     assert door.stats.speculation == SpeculationStats(
         num_verifications=2, num_draft_tokens=7, num_accepted_tokens=2, num_accepted_by_position=(2, 0)

@@ -9,6 +9,7 @@ import pytest
 
 from piecegraph import LLM
 from piecegraph.runner.engine.constrained import ConstrainedRequests
+from tests.runner.data_parallel.engines_in_threads import llm_of_engines
 from tests.runner.engine.test_constrained import LONG, params
 from tests.runner.pipeline_parallel.stages_in_threads import llm_of_threads
 
@@ -54,3 +55,5 @@ def test_forced_tokens_of_two_ranks_are_those_that_one_process_draws(
         found, num_forced = answers(llm)
         assert found == expected and num_forced > 60
         assert len(llm.collective_rpc("report")) == 2
+    with llm_of_engines(llama_dir, 2, **options) as llm:
+        assert answers(llm)[1] > 60  # of both engines

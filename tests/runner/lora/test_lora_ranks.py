@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 import torch
 
-from piecegraph import LLM
+from piecegraph import LLM, LoRARequest
 from piecegraph.errors import CheckpointError, ConfigError
+from piecegraph.runner.common.outputs import CompletionOutput
 from piecegraph.runner.lora.modules import LoraOptions, adapt_modules, check_targets
 from piecegraph.runner.pipeline_parallel.stage import Stage, StageCut
 from tests.runner.data_parallel.engines_in_threads import llm_of_engines
@@ -66,6 +69,27 @@ def test_engines_with_adapters_answer_as_the_merged_models_do(family: Family, tm
             family.requests[0] = first
         with pytest.raises(CheckpointError, match="no adapter_config.json"):
             llm.generate({"prompt_token_ids": [5]}, lora_request=type(first)("none", 90, str(tmp_path)), use_tqdm=False)
+        check_a_folder_that_changes(family, llm, tmp_path / "changes")
+
+
+def check_a_folder_that_changes(family: Family, llm: LLM, folder: Path) -> None:
+    """An engine that has read other files than the front door refuses to run them; the other one goes on."""
+    first, second = (Path(each.lora_path) for each in family.requests[:2])
+    shutil.copytree(first, folder)
+    request, prompt = LoRARequest("changes", 91, str(folder)), {"prompt_token_ids": [5, 6]}
+
+    def answers() -> list[CompletionOutput]:
+        """Give each engine a request."""
+        return [each.outputs[0] for each in llm.generate([prompt] * 2, lora_request=request, use_tqdm=False)]
+
+    llm.generate(prompt, lora_request=request, use_tqdm=False)  # on the first engine
+    shutil.rmtree(folder)
+    shutil.copytree(second, folder)
+    has_read, has_not = answers()
+    assert has_read.finish_reason != "error" and has_not.finish_reason == "error"
+    assert re.search("files of the adapter 'changes' .* are not those that were checked", str(has_not.error))
+    llm.engine.adapters.remove(91)
+    assert all(each.finish_reason != "error" for each in answers())
 
 
 def test_targets_are_looked_for_in_all_stages() -> None:

@@ -56,6 +56,27 @@ def test_pinned_ones_stay_until_they_are_removed(store: AdapterStore, requests: 
     assert store.pin(3)
 
 
+def test_files_must_be_those_that_another_process_has_read(store: AdapterStore, requests: list[LoRARequest]) -> None:
+    """A folder that has changed since is refused; with the new digest it is read again, and the old one is gone."""
+    first, folder = requests[0], Path(requests[0].lora_path)
+    before = store.add_with_digest(first, store.add(first).digest)
+    assert before is store.add(first)
+    store.pin(1)
+    for file in ("adapter_model.safetensors", "adapter_config.json"):
+        shutil.copy(Path(requests[1].lora_path) / file, folder / file)
+    assert store.add_with_digest(first, before.digest) is before  # it is loaded, and is not read again
+    store.remove(1)
+    with pytest.raises(CheckpointError, match=f"digest was {before.digest.hex()[:16]}, and is .* remove adapter 1"):
+        store.add_with_digest(first, before.digest)
+    assert not store.loaded()
+    after = store.add(first)
+    store.pin(1)
+    assert store.add_with_digest(first, after.digest) is after and store.pinned_digests == {after.digest}
+    with pytest.raises(CheckpointError, match="digest"):
+        store.add_with_digest(first, before.digest)
+    assert not store.loaded() and not store.pinned_digests
+
+
 def test_a_number_is_of_one_folder(store: AdapterStore, requests: list[LoRARequest]) -> None:
     store.add(requests[0])
     with pytest.raises(RequestError, match="lora_int_id=1 is the adapter 'a1' from .* remove that one first"):
