@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from piecegraph.errors import PiecegraphError
 from piecegraph.runner.common.outputs import CompletionOutput, RequestOutput
 from piecegraph.runner.distributed.child_program import run_child
+from piecegraph.runner.distributed.worker import compare_on_all_stages
 
 if TYPE_CHECKING:
     import torch
@@ -251,6 +252,7 @@ def _serve(connection: Connection, number: int) -> None:
         except PiecegraphError as error:
             channel.send("refused", error)
             return
+        compare_on_all_stages(executor, loaded)
         channel.send("ready", _facts(loaded))
         channel.start_heartbeat()
         _EngineLoop(connection, channel, executor, loaded).run()

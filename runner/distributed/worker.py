@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from piecegraph.runner.common.engine_config import EngineConfig
+    from piecegraph.runner.distributed.protocol import Executor
+    from piecegraph.runner.lora.base_weights import BaseRows
     from piecegraph.runner.startup.loaded import Loaded
     from piecegraph.runner.startup.reload_weights import RankWeights
     from piecegraph.runner.tensor_parallel.engine_peers import EnginePeers
@@ -75,6 +77,12 @@ class Worker:
 
         return write_rank_weights(self.loaded, is_wanted)
 
+    def base_rows(self, path: str) -> list[BaseRows]:
+        """Return rows of a module that adapters may change, if this rank has it; see `compare_on_all_stages`."""
+        from piecegraph.runner.lora.base_weights import base_rows
+
+        return base_rows(self.loaded.engine.adapters.modules, path)
+
     def call(self, method: str | Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return what a method of this class, or a function of the worker, returns."""
         from piecegraph.passes.ops.collectives import running_in
@@ -86,6 +94,18 @@ class Worker:
             return function(*args, **kwargs)
         with running_in(runner.group):
             return function(*args, **kwargs)
+
+
+def compare_on_all_stages(executor: Executor, loaded: Loaded) -> None:
+    """Have rank 0 compare the model's weights in an adapter's files with those of the stage that has the module."""
+    if loaded.model.stage is None or loaded.model.adapted is None:
+        return
+
+    def bases(path: str) -> list[BaseRows]:
+        found: list[list[BaseRows]] = executor.collective_rpc(loaded, "base_rows", None, (path,), {})
+        return [each for of_rank in found for each in of_rank]
+
+    loaded.engine.adapters.bases = bases
 
 
 def main() -> None:

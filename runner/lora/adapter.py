@@ -5,28 +5,22 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from piecegraph.errors import CheckpointError, ConfigError, UnsupportedModel
-from piecegraph.runner.lora.modules import Adaptable, AdaptedModules, rows_of_weight
+from piecegraph.runner.lora.base_weights import FindBases, base_rows, check_base
+from piecegraph.runner.lora.modules import AdaptedModules
 from piecegraph.runner.lora.peft_config import CONFIG_FILE, AdapterConfig, read_config
 from piecegraph.runner.lora.request import LoRARequest
-from piecegraph.runner.quantization.modules import QuantisedEmbedding, QuantisedLinear
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 
 _PREFIX = "base_model.model."
 _A, _B = (".lora_A.weight", ".lora_embedding_A"), (".lora_B.weight", ".lora_embedding_B")
 _BASE = ".base_layer.weight"
-
-_COMPARED_ROWS = 16
-"""How many rows of a base weight in an adapter's file are compared with the model's."""
-
-_QUANTISED_DIFFERENCE = 0.2
-"""By how much a quantised weight may differ from one in floats, of the largest: 4 bits have steps of 0.07 to 0.14."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,8 +37,17 @@ class LoadedAdapter:
         return sum(each.nbytes for pair in self.matrices.values() for each in pair)
 
 
-def read_adapter(request: LoRARequest, modules: AdaptedModules, dtype: torch.dtype, *, pinned: bool) -> LoadedAdapter:
+def read_adapter(
+    request: LoRARequest,
+    modules: AdaptedModules,
+    dtype: torch.dtype,
+    *,
+    pinned: bool,
+    bases: FindBases | None = None,
+) -> LoadedAdapter:
     """Return the adapter of `request`, with matrices in `dtype`, in page-locked memory if `pinned`.
+
+    `bases` finds the model's own weights, of which the files may have copies to compare; None: in `modules` alone.
 
     Raises `CheckpointError` for files that are missing, damaged or made for another model, `UnsupportedModel` for a
     kind of adapter that cannot be applied, and `ConfigError` for one that this engine has no room for. Nothing is
@@ -53,7 +56,7 @@ def read_adapter(request: LoRARequest, modules: AdaptedModules, dtype: torch.dty
     folder = Path(request.lora_path).expanduser()
     config = read_config(folder)
     tensors, digest = _read_tensors(folder, config)
-    pairs = _pairs(folder, tensors, modules)
+    pairs = _pairs(folder, tensors, modules, partial(base_rows, modules) if bases is None else bases)
     _check_complete(config, pairs, modules)
     matrices = {path: _matrices(config, path, *pair, modules, dtype, pinned=pinned) for path, pair in pairs.items()}
     return LoadedAdapter(request, digest, matrices)
@@ -81,7 +84,7 @@ def _read_tensors(folder: Path, config: AdapterConfig) -> tuple[dict[str, torch.
 
 
 def _pairs(
-    folder: Path, tensors: Mapping[str, torch.Tensor], modules: AdaptedModules
+    folder: Path, tensors: Mapping[str, torch.Tensor], modules: AdaptedModules, bases: FindBases
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Return the matrices A and B by the path of their module. Raises `CheckpointError` and `UnsupportedModel`."""
     found: dict[str, dict[str, torch.Tensor]] = {}
@@ -91,7 +94,7 @@ def _pairs(
         if shape is None:
             raise CheckpointError(_not_there(folder, path, modules))
         if kind == "base":
-            _check_base(folder, path, tensor, modules.modules.get(path), shape)
+            check_base(folder, path, tensor, shape, bases)
             continue
         if ("embedding" in name.rpartition(".")[2]) != shape.is_embedding:
             what = "an embedding" if shape.is_embedding else "a linear layer"
@@ -138,29 +141,6 @@ def _not_there(folder: Path, path: str, modules: AdaptedModules) -> str:
         f"{folder}: it changes {path}, and the model has no linear layer or embedding of that name that an adapter can "
         "change; it is for another model."
     )
-
-
-def _check_base(folder: Path, path: str, tensor: torch.Tensor, module: Any, shape: Adaptable) -> None:
-    """Raise `CheckpointError` unless a base weight that peft saved beside an embedding's matrices is the model's.
-
-    `module`: None in a process that does not hold it, where the shape alone is compared.
-    """
-    whole = (shape.size, shape.num_columns) if shape.is_embedding else (shape.num_columns, shape.size)
-    if tuple(tensor.shape) != whole:
-        raise CheckpointError(
-            f"{folder}: the weight of {path} in it is {tuple(tensor.shape)}, the model's {whole}; it is "
-            "for another model, or for one whose vocabulary was resized."
-        )
-    if module is None:
-        return
-    if shape.shard is not None:
-        tensor = shape.shard.of(tensor)
-    index = torch.linspace(0, len(tensor) - 1, min(_COMPARED_ROWS, len(tensor))).long()
-    theirs, ours = tensor[index].float(), rows_of_weight(module, index)
-    is_quantised = isinstance(module, QuantisedLinear | QuantisedEmbedding)
-    most = _QUANTISED_DIFFERENCE * float(theirs.abs().max()) if is_quantised else 1e-3
-    if not torch.allclose(theirs, ours, rtol=2e-2, atol=most):
-        raise CheckpointError(f"{folder}: the weight of {path} in it is not the model's; it is for another model.")
 
 
 def _check_complete(config: AdapterConfig, pairs: Mapping[str, object], modules: AdaptedModules) -> None:

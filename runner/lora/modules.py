@@ -111,6 +111,11 @@ class Adaptable:
     is_output: bool  # the output layer, which computes logits
     shard: Shard | None = None  # the rank's part of the module's weight; None: all of it
 
+    @property
+    def of_weight(self) -> tuple[int, int]:
+        """The shape of the module's weight on all ranks together."""
+        return (self.size, self.num_columns) if self.is_embedding else (self.num_columns, self.size)
+
     def of_rank(self, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the rank's part of A `[rank, size]` and B `[num_columns, rank]`.
 

@@ -9,6 +9,7 @@ import torch
 
 from piecegraph.errors import CheckpointError, RequestError
 from piecegraph.runner.lora.adapter import LoadedAdapter, read_adapter
+from piecegraph.runner.lora.base_weights import FindBases
 from piecegraph.runner.lora.modules import AdaptedModules
 from piecegraph.runner.lora.request import LoRARequest
 
@@ -31,6 +32,8 @@ class AdapterStore:
         self._pinned: set[int] = set()
         self.pinned_digests: set[bytes] = set()
         """The digests of pinned adapters, which keep their slots on the device, too."""
+        self.bases: FindBases | None = None
+        """Where to find the model's own weights; None: in this process alone."""
 
     @property
     def modules(self) -> AdaptedModules:
@@ -46,7 +49,7 @@ class AdapterStore:
         found = self._find(request)
         if found is not None:
             return found
-        made = read_adapter(request, self._modules, self._dtype, pinned=self._locks_pages)
+        made = read_adapter(request, self._modules, self._dtype, pinned=self._locks_pages, bases=self.bases)
         with self._lock:
             if request.lora_int_id not in self._adapters:
                 self._make_room()

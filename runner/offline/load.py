@@ -15,6 +15,7 @@ from piecegraph.runner.common.engine_config import EngineConfig
 from piecegraph.runner.data_parallel.engine_processes import EngineProcesses
 from piecegraph.runner.data_parallel.loaded_elsewhere import LoadedElsewhere, load_elsewhere
 from piecegraph.runner.distributed.protocol import Executor
+from piecegraph.runner.distributed.worker import compare_on_all_stages
 from piecegraph.weight_files import prefetch
 
 if TYPE_CHECKING:
@@ -69,7 +70,9 @@ def load(
             return load_elsewhere(config, executor, on_phase), None
         with translate_out_of_memory():
             if task is None:
-                return load_engine(config, executor.watched(on_phase), executor.parallel()), None
+                loaded = load_engine(config, executor.watched(on_phase), executor.parallel())
+                compare_on_all_stages(executor, loaded)
+                return loaded, None
             return None, load_pooler(config, task, on_phase)
 
 

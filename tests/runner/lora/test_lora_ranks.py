@@ -17,6 +17,7 @@ from piecegraph.runner.common.outputs import CompletionOutput
 from piecegraph.runner.lora.modules import LoraOptions, adapt_modules, check_targets
 from piecegraph.runner.pipeline_parallel.stage import Stage, StageCut
 from tests.runner.data_parallel.engines_in_threads import llm_of_engines
+from tests.runner.lora.test_adapter import change
 from tests.runner.lora.test_llm_lora import OPTIONS, PROMPTS, Family
 from tests.runner.pipeline_parallel.stages_in_threads import llm_of_threads
 from tests.runner.tiny_models import make_model
@@ -46,10 +47,23 @@ def check_all(family: Family, llm: LLM) -> None:
     ],
     ids=["TP 2", "TP 3", "PP 2"],
 )
-def test_ranks_with_adapters_answer_as_the_merged_models_do(layout: Mapping[str, int], family: Family) -> None:
+def test_ranks_with_adapters_answer_as_the_merged_models_do(
+    layout: Mapping[str, int], family: Family, tmp_path: Path
+) -> None:
     """Three ranks pad heads. There are fewer slots than adapters, so that slots are written again on all ranks."""
     with llm_of_threads(family.base, num_kv_blocks=64, **layout, **ROOM) as llm:
         check_all(family, llm)
+        check_another_base(family, llm, tmp_path)
+
+
+def check_another_base(family: Family, llm: LLM, folder: Path) -> None:
+    """An adapter with the output layer of another model is refused, whichever rank has that layer."""
+    number = next(number for number, options in enumerate(OPTIONS) if "lm_head" in options.get("target_modules", ()))
+    shutil.copytree(family.requests[number].lora_path, folder, dirs_exist_ok=True)
+    change(folder, lambda tensors: tensors["base_model.model.lm_head.base_layer.weight"].add_(1))
+    request = LoRARequest("another base", 92, str(folder))
+    with pytest.raises(CheckpointError, match="the weight of lm_head in it is not the model's"):
+        llm.generate({"prompt_token_ids": [5]}, lora_request=request, use_tqdm=False)
 
 
 @pytest.mark.slow
