@@ -254,6 +254,7 @@ COVERED_BY: Mapping[str, str] = {
     "compiler/building/build.py": "tests/compiler/test_api.py",
     "compiler/building/capturable.py": "tests/compiler/graphs/test_capture.py",
     "compiler/building/captured_models.py": "tests/compiler/building/test_bound_weights.py",
+    "compiler/building/piece_tasks.py": "tests/compiler/building/test_inductor_pieces.py",
     "compiler/building/ready.py": "tests/compiler/test_api.py",
     "compiler/common/piece_errors.py": "tests/compiler/building/test_inductor_pieces.py",
     "compiler/graphs/recording/cuda_graph.py": "tests/compiler/graphs/test_capture.py",

@@ -7,7 +7,6 @@ that is there is loaded. A piece that only this process can compile is compiled 
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,6 +19,7 @@ import torch
 
 from piecegraph.cache.store.keys import key_of
 from piecegraph.cache.store.single_flight import Flights, OnWait
+from piecegraph.compiler.building.piece_tasks import PieceFailure, PieceTask, as_texts, is_plain_data, job_of
 from piecegraph.compiler.common.piece_errors import (
     eager_note,
     eager_reason,
@@ -43,23 +43,20 @@ from piecegraph.compiler.inductor.options import (
 )
 from piecegraph.compiler.own_kernels.registry import OWN_KERNELS
 from piecegraph.compiler.piece_compilers.compile_static import needs_tuning
-from piecegraph.compiler.piece_compilers.first_run import written_positions
 from piecegraph.compiler.piece_compilers.protocol import NO_PASSES, CompiledPiece, Fallback, OnPiece, RunPiece
 from piecegraph.compiler.piece_compilers.static_piece import StaticPiece
-from piecegraph.compiler.rewriting.post_grad import PostGrad, PostGradOutcome, PostGradRun
+from piecegraph.compiler.rewriting.post_grad import PostGrad, PostGradRun
 from piecegraph.compiler.splitting.passthrough import NOTE, SHARES_MEMORY, build_graph_runner, needs_no_codegen
 from piecegraph.compiler.splitting.piece import UniquePiece
 from piecegraph.compiler.splitting.piece_format import (
     NotExpressible,
     dump_piece,
-    find_process_local_function,
     load_piece,
 )
 from piecegraph.compiler.store.compile_cache import CompileCache
 from piecegraph.compiler.store.piece_store import PieceFacts, PieceStore, device_of_piece, piece_factors
-from piecegraph.compiler.torch_compat.process_settings import process_settings
 from piecegraph.compiler.torch_compat.versions import first_run_tuning_options
-from piecegraph.compiler.workers.pool import CompileFailure, CompileJob, CompilePool, CompileResult
+from piecegraph.compiler.workers.pool import CompileFailure, CompilePool, CompileResult
 from piecegraph.compiler.workers.prestart import early_processes
 from piecegraph.compiler.workers.process import num_workers
 from piecegraph.errors import ConfigError, KeyFactorError, did_you_mean
@@ -113,7 +110,7 @@ class InductorPieceCompiler:
 
     def start(self) -> None:
         """Start worker processes, unless some have started early, so that their imports overlap with tracing."""
-        if (self.workers > 1 or self._is_in_background) and self._pool is None and _is_data(self.options):
+        if (self.workers > 1 or self._is_in_background) and self._pool is None and is_plain_data(self.options):
             early = early_processes()
             started = [] if early is None else early.take()
             try:
@@ -170,9 +167,9 @@ class InductorPieceCompiler:
         Raises what `compile` raises, and `CompileInterrupted` after `interrupt`.
         """
         options = {**NOTHING_MEASURED, **self.options}
-        tasks = [_Task(piece, options) for piece in pieces]
+        tasks = [PieceTask(piece, options) for piece in pieces]
         for index, outcome in self._compile_all(tasks, post_grad, meanwhile=meanwhile):
-            if isinstance(outcome, _Failure):
+            if isinstance(outcome, PieceFailure):
                 failed = pieces[index]
                 name = f"unique piece {failed.index}"
                 if self._strict:
@@ -191,13 +188,13 @@ class InductorPieceCompiler:
         plain = {**first_run_tuning_options(), **self.options}
         tuned = {**plain, **self.static_options}
         tasks = [
-            _Task(static.piece, tuned if static.size <= self.static_options_up_to else plain, static)
+            PieceTask(static.piece, tuned if static.size <= self.static_options_up_to else plain, static)
             for static in pieces
         ]
         at_once = 1 if any(is_tuned_at_compile_time(task.options) for task in tasks) else None
         outcomes: dict[int, CompiledPiece | str] = {}
         for index, outcome in self._compile_all(tasks, post_grad, at_once=at_once):
-            outcomes[index] = shortened(outcome.reason) if isinstance(outcome, _Failure) else outcome
+            outcomes[index] = shortened(outcome.reason) if isinstance(outcome, PieceFailure) else outcome
             on_piece(len(outcomes))
         return tuple(outcomes[index] for index in range(len(pieces)))
 
@@ -241,12 +238,12 @@ class InductorPieceCompiler:
 
     def _compile_all(
         self,
-        tasks: Sequence[_Task],
+        tasks: Sequence[PieceTask],
         post_grad: PostGrad,
         *,
         at_once: int | None = None,
         meanwhile: Callable[[], object] = lambda: None,
-    ) -> Iterator[tuple[int, CompiledPiece | _Failure]]:
+    ) -> Iterator[tuple[int, CompiledPiece | PieceFailure]]:
         """Yield the number and the result of each task as soon as it is known.
 
         Pieces that another process compiles come last: this process waits for them and loads them, or compiles them
@@ -271,7 +268,7 @@ class InductorPieceCompiler:
                     self._release_claim(task)
                     yield index, done
             for index, outcome in self._compile_tasks(tasks, to_compile, post_grad, at_once, meanwhile):
-                if isinstance(outcome, _Failure):
+                if isinstance(outcome, PieceFailure):
                     self._release_claim(tasks[index])
                 yield index, outcome
             if elsewhere:
@@ -279,17 +276,17 @@ class InductorPieceCompiler:
                 self._wait(tasks[elsewhere[0]])
             to_do = elsewhere
 
-    def _without_compiling(self, task: _Task, post_grad: PostGrad) -> CompiledPiece | None:
+    def _without_compiling(self, task: PieceTask, post_grad: PostGrad) -> CompiledPiece | None:
         """Return the piece from the cache, or as its graph if it needs no code; None if it must be compiled."""
         loaded = self._from_cache(task)
         if loaded is not None:
             return loaded
         if task.static is None and task.piece.shares_memory:
-            return self._as_it_is(task, SHARES_MEMORY)
+            return self._as_graph(task, SHARES_MEMORY)
         is_plain = task.static is None and not post_grad.passes and not self.options
-        return self._as_it_is(task) if is_plain and needs_no_codegen(task.piece.graph_module) else None
+        return self._as_graph(task, NOTE) if is_plain and needs_no_codegen(task.piece.graph_module) else None
 
-    def _claim(self, task: _Task) -> bool:
+    def _claim(self, task: PieceTask) -> bool:
         """Claim the task for this process; return False if another process is compiling the same piece."""
         if self._cache is None or task.factors is None:
             return True
@@ -297,32 +294,32 @@ class InductorPieceCompiler:
             self._flights = self._cache.flights(self._on_wait)
         return self._flights is None or self._flights.take(key_of(task.factors))
 
-    def _was_stored_since(self, task: _Task) -> bool:
+    def _was_stored_since(self, task: PieceTask) -> bool:
         """Return whether another process stored the piece between the lookup and the claim."""
         return self._cache is not None and task.factors is not None and self._cache.has(key_of(task.factors))
 
-    def _wait(self, task: _Task) -> None:
+    def _wait(self, task: PieceTask) -> None:
         """Wait until another process has compiled the piece, or the wait is given up."""
         assert self._flights is not None and task.factors is not None, "only a piece with a key is compiled elsewhere"
         self._flights.wait(key_of(task.factors))
 
-    def _release_claim(self, task: _Task) -> None:
+    def _release_claim(self, task: PieceTask) -> None:
         """Release the claim, so that other processes stop waiting."""
         if self._flights is not None and task.factors is not None:
             self._flights.release(key_of(task.factors))
 
     def _compile_tasks(
         self,
-        tasks: Sequence[_Task],
+        tasks: Sequence[PieceTask],
         to_compile: Sequence[int],
         post_grad: PostGrad,
         at_once: int | None,
         meanwhile: Callable[[], object],
-    ) -> Iterator[tuple[int, CompiledPiece | _Failure]]:
+    ) -> Iterator[tuple[int, CompiledPiece | PieceFailure]]:
         """Compile the tasks whose numbers are in `to_compile`; yield each number with its result."""
         if not to_compile:
             return
-        texts, notes = self._as_data({index: tasks[index] for index in to_compile})
+        texts, notes = as_texts({index: tasks[index] for index in to_compile})
         try:
             passes = post_grad.as_data()
         except NotData as reason:
@@ -331,7 +328,7 @@ class InductorPieceCompiler:
         elsewhere = [index for index in to_compile if not notes[index]] if self._pool is not None else []
         with scratch_folder() as folder:
             if self._pool is not None and elsewhere:
-                jobs = [_job(index, tasks[index], texts[index], folder, passes) for index in elsewhere]
+                jobs = [job_of(index, tasks[index], texts[index], folder, passes) for index in elsewhere]
                 self._pool.submit(jobs, at_once=at_once)
                 meanwhile()
             for index in to_compile:
@@ -344,11 +341,11 @@ class InductorPieceCompiler:
                         note = f"compiled in this process: {result.reason}"
                         yield index, self._compile_here(tasks[index], texts[index], note, post_grad)
                     elif isinstance(result, CompileFailure):
-                        yield index, _Failure(result.reason)
+                        yield index, PieceFailure(result.reason)
                     else:
                         yield index, self._loaded(tasks[index], result, texts[index])
 
-    def _factors(self, task: _Task, post_grad: PostGrad) -> dict[str, Any] | None:
+    def _factors(self, task: PieceTask, post_grad: PostGrad) -> dict[str, Any] | None:
         """Return the factors of the task's key; None if there is no cache or no key can be made."""
         if self._store is None:
             return None
@@ -360,7 +357,7 @@ class InductorPieceCompiler:
             return None
         return factors
 
-    def _from_cache(self, task: _Task) -> CompiledPiece | None:
+    def _from_cache(self, task: PieceTask) -> CompiledPiece | None:
         if self._store is None or task.factors is None:
             return None
         key = key_of(task.factors)
@@ -382,7 +379,7 @@ class InductorPieceCompiler:
             fallback=found.fallback,
         )
 
-    def _eagerly(self, task: _Task, reason: str) -> CompiledPiece:
+    def _eagerly(self, task: PieceTask, reason: str) -> CompiledPiece:
         """Return a piece on which Inductor failed, as its graph. It is saved if Inductor would fail on it again."""
         why = eager_reason(reason)
         logger.warning(
@@ -393,10 +390,7 @@ class InductorPieceCompiler:
         )
         return self._as_graph(task, eager_note(why), why, may_pass=not is_repeatable_failure(reason))
 
-    def _as_it_is(self, task: _Task, note: str = NOTE) -> CompiledPiece:
-        return self._as_graph(task, note)
-
-    def _as_graph(self, task: _Task, note: str, eager_reason: str = "", *, may_pass: bool = False) -> CompiledPiece:
+    def _as_graph(self, task: PieceTask, note: str, eager_reason: str = "", *, may_pass: bool = False) -> CompiledPiece:
         """Return the piece as its graph. With `may_pass` the reason is temporary, and the piece is not saved."""
         begin = time.perf_counter()
         try:
@@ -409,30 +403,11 @@ class InductorPieceCompiler:
         keeps = done if text is not None and not may_pass else None
         return self._done(task, done.run, facts, keeps, seconds)
 
-    def _as_data(self, tasks: Mapping[int, _Task]) -> tuple[dict[int, str], dict[int, str]]:
-        """Return tasks, by number, as text for another process, and for each why that is impossible, or ""."""
-        texts: dict[int, str] = {}
-        notes: dict[int, str] = {}
-        by_piece: dict[int, str] = {}
-        for index, task in tasks.items():
-            private = find_process_local_function(task.piece.graph_module)
-            if not _is_data(task.options):
-                notes[index] = "compiled in this process: the options hold an object"
-            elif private is not None:
-                notes[index] = f"compiled in this process: only it knows {private}"
-            else:
-                notes[index] = ""
-            try:
-                if task.piece.index not in by_piece:
-                    by_piece[task.piece.index] = dump_piece(task.piece.graph_module)
-                texts[index] = by_piece[task.piece.index]
-            except NotExpressible as reason:
-                notes[index] = f"compiled in this process: {reason}"
-        return texts, notes
-
-    def _compile_here(self, task: _Task, text: str | None, note: str, post_grad: PostGrad) -> CompiledPiece | _Failure:
+    def _compile_here(
+        self, task: PieceTask, text: str | None, note: str, post_grad: PostGrad
+    ) -> CompiledPiece | PieceFailure:
         if text is None and task.static is not None:
-            return _Failure(f"it cannot be made static: {note}")
+            return PieceFailure(f"it cannot be made static: {note}")
         begin = time.perf_counter()
         kernels = generated_kernels()
         passes = PostGradRun(post_grad)
@@ -448,7 +423,7 @@ class InductorPieceCompiler:
         except Exception as error:
             if asks_dynamo_to_trace_again(error):
                 raise
-            return _Failure(f"{type(error).__name__}: {error}", error)
+            return PieceFailure(f"{type(error).__name__}: {error}", error)
         kernels = generated_kernels() - kernels
         seconds = time.perf_counter() - begin
         artifact = artifact_bytes(run)
@@ -458,17 +433,17 @@ class InductorPieceCompiler:
         facts = task.facts(kernels, note, tuple(passes.outcomes), text, seconds)
         return self._done(task, run, facts, done, seconds)
 
-    def _loaded(self, task: _Task, result: CompileResult, text: str) -> CompiledPiece | _Failure:
+    def _loaded(self, task: PieceTask, result: CompileResult, text: str) -> CompiledPiece | PieceFailure:
         begin = time.perf_counter()
         try:
             done = load_files(_piece_files(result.job.artifact.read_bytes(), result.libraries), self._triton)
         except Exception as error:
-            return _Failure(f"loading its artifact: {type(error).__name__}: {error}", error)
+            return PieceFailure(f"loading its artifact: {type(error).__name__}: {error}", error)
         facts = task.facts(result.kernels, "", result.post_grad, text, result.seconds)
         return self._done(task, done.run, facts, done, result.seconds + time.perf_counter() - begin)
 
     def _done(
-        self, task: _Task, run: RunPiece, facts: PieceFacts, done: LoadedPiece | None, seconds: float
+        self, task: PieceTask, run: RunPiece, facts: PieceFacts, done: LoadedPiece | None, seconds: float
     ) -> CompiledPiece:
         """Return the compiled piece, and save it if possible.
 
@@ -530,72 +505,3 @@ class _PendingSave:
     facts: PieceFacts
     done: LoadedPiece
     run: RunPiece  # the function that the caller tunes
-
-
-@dataclass(frozen=True, slots=True)
-class _Failure:
-    """The failure to compile a piece."""
-
-    reason: str
-    cause: Exception | None = None
-
-
-@dataclass(slots=True)
-class _Task:
-    """A piece to compile, dynamic or at one size."""
-
-    piece: UniquePiece
-    options: Mapping[str, Any]
-    static: StaticPiece | None = None
-    factors: dict[str, Any] | None = None  # of its cache key; None: it has no key
-
-    @property
-    def sizes(self) -> dict[str, int] | None:
-        return self.static.sizes if self.static is not None else None
-
-    def facts(
-        self,
-        kernels: int | None,
-        note: str,
-        post_grad: tuple[PostGradOutcome, ...],
-        text: str | None,
-        seconds: float,
-        eager_reason: str = "",
-    ) -> PieceFacts:
-        """Return the facts of the compiled piece. A static piece takes no sizes."""
-        positions = self.static.tensor_positions if self.static is not None else None
-        return PieceFacts(
-            nodes=self.piece.num_nodes,
-            kernels=kernels,
-            note=note,
-            takes=None if positions is None or len(positions) == len(self.piece.examples) else positions,
-            post_grad=post_grad,
-            graph=self.piece.text,
-            graph_data=text,
-            seconds={"compile": seconds},
-            writes=written_positions(self.piece.graph_module.graph),
-            eager_reason=eager_reason,
-        )
-
-
-def _is_data(options: Mapping[str, Any]) -> bool:
-    try:
-        json.dumps(options)
-    except TypeError:
-        return False
-    return True
-
-
-def _job(index: int, task: _Task, text: str, folder: Path, post_grad: Mapping[str, Any]) -> CompileJob:
-    graph = folder / f"{index}.json"
-    graph.write_text(text)
-    return CompileJob(
-        index=index,
-        graph=graph,
-        artifact=folder / f"{index}.artifact",
-        weight=task.piece.num_nodes,
-        options=dict(task.options),
-        settings=process_settings(),
-        sizes=task.sizes,
-        post_grad=post_grad,
-    )

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 
 from piecegraph.compiler.piece_compilers.eager import EagerPieceCompiler
-from piecegraph.compiler.piece_compilers.protocol import NO_PASSES, CompiledPiece, OnPiece
+from piecegraph.compiler.piece_compilers.protocol import NO_PASSES, CompiledPiece, OnPiece, RunPiece
 from piecegraph.compiler.rewriting.post_grad import PostGrad
 from piecegraph.compiler.splitting.passthrough import build_graph_runner
 from piecegraph.compiler.splitting.piece import UniquePiece
@@ -22,6 +21,7 @@ class GraphsFirst(EagerPieceCompiler):
     now. Nothing is compiled for static sizes, tuned or stored here.
     """
 
+    note = NOTE
     why_not_static = "it is compiled later"
 
     def __init__(
@@ -49,9 +49,7 @@ class GraphsFirst(EagerPieceCompiler):
     ) -> tuple[CompiledPiece, ...]:
         """Return each piece as its graph. Raises what `prepare` raises."""
         self._prepare(pieces, post_grad)
-        made = []
-        for piece in pieces:
-            begin = time.perf_counter()
-            run = build_graph_runner(piece.graph_module)
-            made.append(CompiledPiece(run=run, seconds=time.perf_counter() - begin, note=NOTE))
-        return tuple(made)
+        return super().compile(pieces, lambda num_ready: None, post_grad)  # none of them is compiled yet
+
+    def _run_of(self, piece: UniquePiece) -> RunPiece:
+        return build_graph_runner(piece.graph_module)
