@@ -15,7 +15,8 @@ from piecegraph.compiler.piece_compilers.protocol import RunPiece
 from piecegraph.compiler.splitting.plan import PieceStep
 from piecegraph.compiler.verify.walk import walk
 from piecegraph.runner.llm import LLM
-from piecegraph.tools.bench.latency import DecodeBatch, time_steps
+from piecegraph.tools.bench.decode_batch import DecodeBatch
+from piecegraph.tools.bench.latency import time_steps
 
 WARMUP_RUNS = 2
 """Runs before recording: a first launch, which loads or tunes a kernel, must not be recorded."""

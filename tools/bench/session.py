@@ -23,6 +23,7 @@ from piecegraph.tools.command_line.settings import config_option
 if TYPE_CHECKING:
     from piecegraph.runner.llm import LLM
     from piecegraph.tools.bench.measure.ceilings import Ceilings
+    from piecegraph.tools.bench.measure.engines import Holder
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
@@ -35,16 +36,16 @@ def output_flags(command: _Command) -> _Command:
     return click.option("--json", "as_json", is_flag=True, help="Print one JSON object when done.")(command)
 
 
-def bench_arguments(model: str, values: dict[str, Any]) -> dict[str, Any]:
+def bench_arguments(model: str, values: dict[str, Any], *, takes_engines: bool = False) -> dict[str, Any]:
     """Return the arguments of `LLM` that were given; those of a `shape:` ask for no weights to read.
 
-    Raises `ConfigError` for several engines.
+    Raises `ConfigError` for several engines unless the bench `takes_engines`.
     """
     arguments = given(LLM_FLAGS, values)
-    if arguments.get("data_parallel_size", 1) > 1:
+    if arguments.get("data_parallel_size", 1) > 1 and not takes_engines:
         raise ConfigError(
-            "a benchmark reads the counters, graphs and model of one engine, in its process; leave data_parallel_size "
-            "out."
+            "this benchmark reads the counters, graphs and model of one engine, in its process; leave "
+            "data_parallel_size out, or use `piecegraph bench throughput` or `bench latency`."
         )
     if model.startswith("shape:"):
         arguments.setdefault("load_format", "dummy")
@@ -78,17 +79,23 @@ def bench_start(model: str, *, quiet: bool, debug: bool) -> Iterator[BenchStart]
 
 
 def about(llm: LLM, display: PhaseDisplay) -> dict[str, Any]:
-    """Return what a record says of the measured model and of the machine."""
+    """Return what a record says of the measured model and of the machine; several engines are alike in it."""
+    from piecegraph.tools.bench.measure.engines import from_engines
     from piecegraph.tools.bench.measure.machine import machine_facts
     from piecegraph.tools.command_line.records import as_plain
 
     return {
         "phases": display.seconds,
-        "report": as_plain(llm.compiled.report()),
-        "graphs": {**llm.runner.graphs.summary(), "device_bytes": llm.runner.graphs.device_bytes},
+        "report": as_plain(llm.report),
+        "graphs": from_engines(llm, _graphs)[0],
         "notes": list(llm.notes),
         "environment": machine_facts(),
     }
+
+
+def _graphs(holder: Holder) -> dict[str, Any]:
+    graphs = holder.runner.graphs
+    return {**graphs.summary(), "device_bytes": graphs.device_bytes}
 
 
 def ceilings_line(ceilings: Ceilings) -> str:

@@ -17,6 +17,7 @@ from piecegraph.runner.common.sampling_params import SamplingParams
 from piecegraph.runner.llm import LLM
 from piecegraph.tools.bench.latency import model_size
 from piecegraph.tools.bench.measure.ceilings import Ceilings
+from piecegraph.tools.bench.measure.engines import Holder, from_engines
 from piecegraph.tools.bench.measure.floor import ModelSize, cache_bytes
 
 LARGEST_TOKEN_ID = 10_000  # of a prompt, if the vocabulary has it; nano-vllm's
@@ -78,22 +79,28 @@ def workload_floor_seconds(
     max_num_seqs: int,
     max_num_batched_tokens: int,
     shared_prefix: int = 0,
+    num_engines: int = 1,
 ) -> float:
     """Return a lower bound of the seconds that any schedule of `requests` takes: weights, and then the cache.
 
     Weights are read once in each of the fewest possible steps, or multiplied by every token (the logits' by drawn ones
     only), whichever takes longer in all. Each step that decodes reads the keys and values of all the tokens before it.
     `shared_prefix` tokens are computed once. A prompt's attention to itself counts as nothing.
+
+    `num_engines` engines, each with all weights and at most `max_num_seqs` requests, divide all of it evenly.
     """
     drawn = sum(request.output for request in requests)
     # The last token of an output is drawn and not computed.
     computed = sum(request.prompt + request.output - 1 for request in requests) - shared_prefix * (len(requests) - 1)
-    steps = max(
-        max(request.output for request in requests), -(-drawn // max_num_seqs), -(-computed // max_num_batched_tokens)
+    steps = max(  # of each engine
+        max(request.output for request in requests),
+        -(-drawn // (max_num_seqs * num_engines)),
+        -(-computed // (max_num_batched_tokens * num_engines)),
     )
-    multiplied = size.params_a_token * computed + size.logits_params * drawn
+    multiplied = (size.params_a_token * computed + size.logits_params * drawn) / num_engines
     weights = max(
-        steps * size.bytes_read(computed / steps) / ceilings.read_bytes_per_s, 2 * multiplied / ceilings.flops_per_s
+        steps * size.bytes_read(computed / num_engines / steps) / ceilings.read_bytes_per_s,
+        2 * multiplied / ceilings.flops_per_s,
     )
     tokens_read = {  # by window, since layers differ in little else
         window: sum(
@@ -104,15 +111,16 @@ def workload_floor_seconds(
         for window in {layer.window for layer in size.layers}
     }
     cached = sum(tokens_read[layer.window] * cache_bytes([layer], batch_size=1, context=1) for layer in size.layers)
-    return weights + cached / ceilings.read_bytes_per_s
+    return weights + cached / num_engines / ceilings.read_bytes_per_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThroughputRun:
-    """One run of the whole workload."""
+    """One run of the whole workload, all engines together."""
 
     seconds: float  # of `LLM.generate`, from the first request queued to the last token on the host
     steps: int
+    steps_by_engine: tuple[int, ...]
     steps_by_mode: dict[str, int]
     computed_tokens: int  # without padding; prompts less what was cached, and outputs
     prefix_hit_rate: float  # tokens found in the prefix cache, of those looked for
@@ -146,6 +154,7 @@ class ThroughputRow:
             "output_tokens_per_s": self.output_tokens / run.seconds,
             "total_tokens_per_s": (self.prompt_tokens + self.output_tokens) / run.seconds,
             "steps": run.steps,
+            "steps_by_engine": run.steps_by_engine,
             "steps_by_mode": run.steps_by_mode,
             "mean_batch": self.output_tokens / run.steps,  # requests that draw a token in a step
             "computed_tokens": run.computed_tokens,
@@ -155,6 +164,16 @@ class ThroughputRow:
             "share_of_floor": self.floor_s / run.seconds,
             "runs": self.runs,
         }
+
+
+def throughput_notes(num_engines: int) -> tuple[str, ...]:
+    """Return what to know of the figures of `num_engines` engines; nothing for one."""
+    if num_engines == 1:
+        return ()
+    return (
+        f"figures are of {num_engines} engines together, to which the front door gave the requests: steps and modes "
+        "are those of all, a batch is that of one engine's step, and the floor divides the work evenly",
+    )
 
 
 def measure_throughput(
@@ -168,16 +187,20 @@ def measure_throughput(
 ) -> list[ThroughputRow]:
     """Run the workload `repeat` times at each temperature, after `warm_up`. Nothing else may run in `llm`.
 
-    Raises `ConfigError` if a request does not fit `max_model_len`.
+    With `data_parallel_size` the requests go through the front door, which divides them among the engines. Raises
+    `ConfigError` if a request does not fit `max_model_len`.
     """
     warm_up(llm, workload, temperatures)
+    limits = from_engines(llm, _limits)
+    max_num_seqs, max_num_batched_tokens = limits[0]
     floor_s = workload_floor_seconds(
-        model_size(llm),
+        from_engines(llm, model_size)[0],
         ceilings,
         workload.lengths,
-        max_num_seqs=llm.runner.step.buffers.max_num_reqs,
-        max_num_batched_tokens=llm.runner.step.buffers.max_num_tokens,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
         shared_prefix=workload.shared_prefix,
+        num_engines=len(limits),
     )
     rows = []
     for temperature in temperatures:
@@ -215,7 +238,7 @@ def generate(llm: LLM, workload: Workload, temperature: float, output_lens: Sequ
         SamplingParams(temperature=temperature, max_tokens=output_len, ignore_eos=True, detokenize=False)
         for output_len in output_lens
     ]
-    llm.engine.scheduler.reset_prefix_cache()
+    llm.engine.reset_prefix_cache()
     started = time.perf_counter()
     outputs = llm.generate(prompts, params, use_tqdm=False)
     seconds = time.perf_counter() - started
@@ -224,18 +247,54 @@ def generate(llm: LLM, workload: Workload, temperature: float, output_lens: Sequ
     return seconds
 
 
+def _limits(holder: Holder) -> tuple[int, int]:
+    """Return the most requests and the most tokens of one step of an engine."""
+    buffers = holder.runner.step.buffers
+    return buffers.max_num_reqs, buffers.max_num_tokens
+
+
+class _Counts(NamedTuple):
+    """What one engine has counted since its start."""
+
+    steps_by_mode: dict[str, int]
+    computed_tokens: int
+    prefix_queries: int
+    prefix_hits: int
+    preemptions: int
+
+
+def _counts(holder: Holder) -> _Counts:
+    counters, stats = holder.runner.counters, holder.engine.stats
+    return _Counts(
+        steps_by_mode={mode.value: count for mode, count in counters.by_mode().items()},
+        computed_tokens=sum(row.real_tokens for row in counters.rows()),
+        prefix_queries=stats.num_prefix_queries,
+        prefix_hits=stats.num_prefix_hits,
+        preemptions=stats.num_preemptions,
+    )
+
+
 def _run(llm: LLM, workload: Workload, temperature: float) -> ThroughputRun:
-    counters, modes_before, stats_before = llm.runner.counters, llm.runner.counters.by_mode(), llm.engine.stats
-    tokens_before = sum(row.real_tokens for row in counters.rows())
+    before = from_engines(llm, _counts)
     seconds = generate(llm, workload, temperature)
-    modes = {mode.value: count - modes_before.get(mode, 0) for mode, count in counters.by_mode().items()}
-    stats = llm.engine.stats
-    queries = stats.num_prefix_queries - stats_before.num_prefix_queries
+    after = from_engines(llm, _counts)
+    modes: dict[str, int] = {}
+    steps_by_engine = []
+    for old, new in zip(before, after, strict=True):
+        made = {mode: count - old.steps_by_mode.get(mode, 0) for mode, count in new.steps_by_mode.items()}
+        steps_by_engine.append(sum(made.values()))
+        for mode, count in made.items():
+            modes[mode] = modes.get(mode, 0) + count
+
+    def added(name: str) -> int:
+        return sum(getattr(new, name) - getattr(old, name) for old, new in zip(before, after, strict=True))
+
     return ThroughputRun(
         seconds=seconds,
-        steps=sum(modes.values()),
+        steps=sum(steps_by_engine),
+        steps_by_engine=tuple(steps_by_engine),
         steps_by_mode={mode: count for mode, count in modes.items() if count},
-        computed_tokens=sum(row.real_tokens for row in counters.rows()) - tokens_before,
-        prefix_hit_rate=(stats.num_prefix_hits - stats_before.num_prefix_hits) / queries,
-        preemptions=stats.num_preemptions - stats_before.num_preemptions,
+        computed_tokens=added("computed_tokens"),
+        prefix_hit_rate=added("prefix_hits") / added("prefix_queries"),
+        preemptions=added("preemptions"),
     )

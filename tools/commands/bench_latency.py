@@ -52,6 +52,11 @@ Examples:
     help="Tokens of one more request's prompt in each step, beside the decodes: a mixed batch.",
 )
 @click.option("--steps", type=click.IntRange(min=2), default=128, show_default=True, help="Decode steps timed.")
+@click.option(
+    "--shard-of",
+    type=click.IntRange(2, 64),
+    help="Time the share of one of this many ranks alone, with random weights and no collectives; for bench scale.",
+)
 @flags(LLM_FLAGS)
 @flags(COMPILE_FLAGS)
 @output_flags
@@ -62,6 +67,7 @@ def latency(
     context: int,
     prefill_tokens: int,
     steps: int,
+    shard_of: int | None,
     as_json: bool,
     quiet: bool,
     debug: bool,
@@ -72,13 +78,13 @@ def latency(
     MODEL is a folder, a .gguf file, a hub id, or shape:NAME for random weights in a published shape (qwen3-0.6b,
     llama-8b). A step is input preparation, model, logits and the draw of a token, timed between CUDA events. The
     roofline reads every weight and every cached key once, at the rates measured in the same run.
+
+    With --data-parallel-size a batch is spread over the engines, which decode at the same time; a row has the times of
+    the slowest.
     """
-    if (values.get("pipeline_parallel_size") or 1) > 1:
-        raise ConfigError(
-            "bench latency times the steps of one batch, and with pipeline_parallel_size each stage works at another; "
-            "use `piecegraph bench throughput`, or leave it out."
-        )
-    arguments = bench_arguments(model, values)
+    arguments = bench_arguments(model, values, takes_engines=True)
+    num_ranks, num_engines = arguments.get("tensor_parallel_size", 1), arguments.get("data_parallel_size", 1)
+    _check_layout(num_ranks, num_engines, shard_of, arguments)
     arguments.setdefault("max_model_len", max(context + steps, prefill_tokens) + 64)
     arguments.setdefault("max_num_seqs", max(*batch_sizes, 1) + (prefill_tokens > 0))
     with bench_start(model, quiet=quiet, debug=debug) as begun:
@@ -87,12 +93,18 @@ def latency(
         from piecegraph.tools.command_line.records import as_plain
 
         display, arguments = begun.display, with_compile_flags(arguments, values)
-        with LLM(begun.folder, skip_tokenizer_init=True, on_phase=begun.on_phase, **arguments) as llm:
-            from piecegraph.tools.bench.latency import floor_notes, measure_latency
-            from piecegraph.tools.bench.measure.ceilings import measure_ceilings
+        folder = begun.folder
+        if shard_of is not None:
+            from piecegraph.tools.bench.scale.command import config_of
+            from piecegraph.tools.bench.scale.shard import shard_folder
 
-            buffers = llm.runner.step.buffers
-            ceilings = measure_ceilings(buffers.input_ids.device, llm.model_config.dtype)
+            folder = str(shard_folder(config_of(folder), shard_of, begun.scratch))
+            arguments["load_format"] = "dummy"
+        with LLM(folder, skip_tokenizer_init=True, on_phase=begun.on_phase, **arguments) as llm:
+            from piecegraph.tools.bench.latency import latency_notes, measure_latency
+            from piecegraph.tools.bench.measure.engines import measure_engines
+
+            ceilings = measure_engines(llm)
             display.stop()
             if not as_json:
                 click.echo(HEADER)
@@ -106,13 +118,14 @@ def latency(
                 prefill_tokens=prefill_tokens,
                 on_row=lambda row: None if as_json else click.echo(as_line(row)),
             )
-            notes = [*llm.notes, *floor_notes(arguments.get("tensor_parallel_size", 1))]
+            notes = [*llm.notes, *latency_notes(num_ranks, num_engines)]
             if as_json:
                 record = {
                     "model": model,
                     "context": context,
                     "steps": steps,
                     "prefill_tokens": prefill_tokens,
+                    "shard_of": shard_of,
                     "ceilings": as_plain(ceilings),
                     "rows": [{**as_plain(row), "share_of_roofline": row.share_of_roofline} for row in rows],
                     **about(llm, display),
@@ -123,6 +136,24 @@ def latency(
             click.echo(ceilings_line(ceilings))
             for note in notes:
                 click.echo(f"note: {note}", err=True)
+
+
+def _check_layout(num_ranks: int, num_engines: int, shard_of: int | None, arguments: dict[str, Any]) -> None:
+    """Raise `ConfigError` for layouts whose steps have no latency here."""
+    if arguments.get("pipeline_parallel_size", 1) > 1:
+        raise ConfigError(
+            "bench latency times the steps of one batch, and with pipeline_parallel_size each stage works at another; "
+            "use `piecegraph bench throughput`, or leave it out."
+        )
+    if num_engines > 1 and arguments.get("enable_expert_parallel"):
+        raise ConfigError(
+            "bench latency runs the steps of each engine by themselves, and engines that share experts agree on each "
+            "step; use `piecegraph bench throughput`, or leave data_parallel_size or enable_expert_parallel out."
+        )
+    if shard_of is not None and num_ranks * num_engines > 1:
+        raise ConfigError(
+            "--shard-of times one rank's share alone; leave tensor_parallel_size and data_parallel_size out."
+        )
 
 
 HEADER = (

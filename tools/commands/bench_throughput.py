@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from piecegraph.errors import ConfigError
 from piecegraph.tools.bench.session import about, bench_arguments, bench_start, ceilings_line, output_flags
 from piecegraph.tools.command_line.compile_flags import with_compile_flags
 from piecegraph.tools.command_line.options import COMPILE_FLAGS, CONTEXT, LLM_FLAGS, RANGE, Command, flags
@@ -76,9 +77,11 @@ def throughput(
     MODEL is a folder, a .gguf file, a hub id, or shape:NAME for random weights in a published shape (qwen3-0.6b,
     llama-8b). The workload is that of nano-vllm's bench: prompts are random token ids, answers are as long as asked
     for and are not detokenized. The floor reads the weights once in each of the fewest possible steps, or multiplies
-    by them, and reads every cached key for every token, at the rates measured in the same run.
+    by them, and reads every cached key for every token, at the rates measured in the same run. With
+    --data-parallel-size the requests go through the front door to several engines; figures are of all together.
     """
-    arguments = bench_arguments(model, values)
+    arguments = bench_arguments(model, values, takes_engines=True)
+    num_engines = _num_engines(arguments, is_profiled)
     arguments.setdefault("max_model_len", shared_prefix + prompt_tokens[1] + output_tokens[1])
     with bench_start(model, quiet=quiet, debug=debug) as begun:
         from piecegraph.runner.llm import LLM
@@ -86,12 +89,11 @@ def throughput(
 
         display, arguments = begun.display, with_compile_flags(arguments, values)
         with LLM(begun.folder, skip_tokenizer_init=True, on_phase=begun.on_phase, **arguments) as llm:
-            from piecegraph.tools.bench.measure.ceilings import measure_ceilings
+            from piecegraph.tools.bench.measure.engines import measure_engines
             from piecegraph.tools.bench.step_profile import profile_steps
-            from piecegraph.tools.bench.throughput import WARM_UP, make_workload, measure_throughput
+            from piecegraph.tools.bench.throughput import WARM_UP, make_workload, measure_throughput, throughput_notes
 
-            layer = next(iter(llm.runner.step.kv_caches.values()))
-            ceilings = measure_ceilings(llm.runner.step.buffers.input_ids.device, layer.key.dtype)
+            ceilings = measure_engines(llm)
             workload = make_workload(
                 num_requests,
                 prompt_tokens,
@@ -112,6 +114,7 @@ def throughput(
                 on_row=lambda row: None if as_json else click.echo(as_line(row)),
             )
             profiles = profile_steps(llm, workload, temperatures, ceilings=ceilings) if is_profiled else []
+            notes = (*llm.notes, *throughput_notes(num_engines))
             if as_json:
                 record = {
                     "model": model,
@@ -127,15 +130,24 @@ def throughput(
                     "rows": [as_plain(row.as_record()) for row in rows],
                     "profiles": as_plain(profiles),
                     **about(llm, display),
+                    "notes": notes,
                 }
                 click.echo(json.dumps(record))
                 return
-            for profile in profiles:
-                click.echo(as_lines(profile))
-            click.echo(ceilings_line(ceilings))
-            click.echo(f"warm-up: {WARM_UP}")
-            for note in llm.notes:
+            click.echo("\n".join([*map(as_lines, profiles), ceilings_line(ceilings), f"warm-up: {WARM_UP}"]))
+            for note in notes:
                 click.echo(f"note: {note}", err=True)
+
+
+def _num_engines(arguments: dict[str, Any], is_profiled: bool) -> int:
+    """Return the number of engines. Raises `ConfigError` for a profile of several."""
+    num_engines = int(arguments.get("data_parallel_size", 1))
+    if num_engines > 1 and is_profiled:
+        raise ConfigError(
+            "--profile has a clock around the host's work of one engine, in its process; leave it or "
+            "data_parallel_size out."
+        )
+    return num_engines
 
 
 HEADER = (

@@ -66,6 +66,16 @@ def _make_executor(config: EngineConfig, peers: object = None) -> UniProcExecuto
 
 
 @contextlib.contextmanager
+def engines_are_threads() -> Iterator[None]:
+    """Have an `LLM` that is made inside the block run its engines in threads."""
+    with (
+        patch.object(engine_processes, "start_child", _start_thread),
+        patch.object(make_executor_module, "make_executor", _make_executor),
+    ):
+        yield
+
+
+@contextlib.contextmanager
 def llm_of_engines(folder: Path, size: int, **options: Any) -> Iterator[LLM]:
     """An `LLM` over eager pieces in front of `size` engines."""
     arguments: dict[str, Any] = {
@@ -77,10 +87,7 @@ def llm_of_engines(folder: Path, size: int, **options: Any) -> Iterator[LLM]:
         "num_kv_blocks": 32,
         "distributed_timeout_seconds": TIMEOUT_S,
     }
-    with (
-        patch.object(engine_processes, "start_child", _start_thread),
-        patch.object(make_executor_module, "make_executor", _make_executor),
-    ):
+    with engines_are_threads():
         made = LLM(folder, data_parallel_size=size, **{**arguments, **options})
     with made:
         yield made

@@ -12,7 +12,7 @@ import torch
 
 from piecegraph import LLM
 from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
-from piecegraph.tools.bench.latency import floor_notes, mean_of_steps, measure_latency, model_size, time_steps
+from piecegraph.tools.bench.latency import latency_notes, mean_of_steps, measure_latency, model_size, time_steps
 from piecegraph.tools.bench.measure.ceilings import Ceilings
 from tests.runner.distributed.test_executor import two_ranks
 from tests.runner.tiny_models import FAMILIES, llama_config, make_model, random_model, save
@@ -90,7 +90,9 @@ def test_all_ranks_run_the_steps_that_are_timed(tmp_path: Path) -> None:
         assert llm.collective_rpc("report")[1]["rank"] == 1  # still in step
 
 
-def test_the_floor_of_several_ranks_has_a_note() -> None:
-    assert floor_notes(1) == ()
-    (note,) = floor_notes(2)
+def test_figures_of_several_ranks_or_engines_have_a_note() -> None:
+    assert latency_notes(1, 1) == []
+    (note,) = latency_notes(2, 1)
     assert "one of 2 ranks" in note and "not in the floor" in note
+    (note,) = latency_notes(1, 3)
+    assert "spread over 3 engines" in note

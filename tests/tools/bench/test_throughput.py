@@ -114,6 +114,15 @@ class TestFloor:
         computed, drawn = 5 + 4 - 1, 4
         assert floor(size, [Lengths(5, 4)]) == pytest.approx(2 * (0.6 * computed + 0.4 * drawn))
 
+    def test_engines_divide_the_work_and_each_reads_all_weights(self) -> None:
+        """Six requests of four tokens take twelve steps of two requests, and six of two engines of two."""
+        requests, size = [Lengths(5, 4)] * 6, model(layer(), weight_bytes=1000)
+        cached = 6 * (5 + 6 + 7) * 4e-3
+        assert floor(size, requests, max_num_seqs=2) == pytest.approx(12 + cached)
+        assert floor(size, requests, max_num_seqs=2, num_engines=2) == pytest.approx(6 + cached / 2)
+        tokens = model(matmul_params=1_000_000)
+        assert floor(tokens, requests, num_engines=2) == pytest.approx(floor(tokens, requests) / 2)
+
     def test_a_shared_prefix_is_multiplied_once(self) -> None:
         size = model(matmul_params=1_000_000)
         assert floor(size, [Lengths(12, 1)] * 3, shared_prefix=10) == pytest.approx(2 * (10 + 3 * 2))
@@ -177,7 +186,13 @@ def test_a_spread_is_in_milliseconds() -> None:
 def test_a_rows_figures_are_of_its_median_run() -> None:
     def run(seconds: float, steps: int) -> ThroughputRun:
         return ThroughputRun(
-            seconds=seconds, steps=steps, steps_by_mode={}, computed_tokens=0, prefix_hit_rate=0.0, preemptions=0
+            seconds=seconds,
+            steps=steps,
+            steps_by_engine=(steps,),
+            steps_by_mode={},
+            computed_tokens=0,
+            prefix_hit_rate=0.0,
+            preemptions=0,
         )
 
     runs = (run(4.0, 10), run(2.0, 20), run(8.0, 30))
@@ -325,5 +340,5 @@ def test_the_gpus_idle_share_is_of_a_whole_window(tmp_path: Path) -> None:
 
 
 def test_several_engines_are_refused_before_anything_is_loaded() -> None:
-    with pytest.raises(ConfigError, match="of one engine, in its process; leave data_parallel_size out"):
+    with pytest.raises(ConfigError, match="of one engine, in its process; leave data_parallel_size out, or use"):
         bench_arguments("nowhere", {flag.name: flag.default for flag in LLM_FLAGS} | {"data_parallel_size": 2})

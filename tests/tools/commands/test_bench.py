@@ -9,6 +9,7 @@ import pytest
 
 from piecegraph.tools.cli import main
 from piecegraph.tools.commands.bench_throughput import throughput
+from tests.runner.data_parallel.engines_in_threads import engines_are_threads
 from tests.runner.tiny_models import llama_config, random_model, save
 from tests.tools.bench.assumed_ceilings import assume_ceilings
 
@@ -63,6 +64,52 @@ def test_requests_that_do_not_fit_are_refused(folder: Path, capsys: pytest.Captu
 def test_latency_of_stages_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "latency", "shape:qwen3-0.6b", "--pipeline-parallel-size", "2"]) == 3
     assert "use `piecegraph bench throughput`" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_share_of_a_rank_is_timed_alone(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its floor is below the time that reading the weights of the whole takes."""
+    command = ["bench", "latency", str(folder), "--batch-size", "1", "--mode", "none", "--json", *FLAGS]
+    assert main([*command, "--shard-of", "2"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    named = random_model(llama_config()).named_parameters()
+    weights = sum(each.nbytes for name, each in named if each.dim() == 2 and "embed" not in name)
+    assert record["shard_of"] == 2
+    assert 0 < record["rows"][0]["floor_ms"] < 1e3 * weights / record["ceilings"]["read_bytes_per_s"]
+    assert main([*command, "--shard-of", "2", "--tensor-parallel-size", "2"]) == 3
+    assert "leave tensor_parallel_size and data_parallel_size out" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_engines_have_a_row_each_batch_and_a_note(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Both benches run with several engines, and say how figures are theirs."""
+    engines = ["--data-parallel-size", "2", "--json", "--kv-cache-memory-bytes", "1000000", *LLM_FLAGS]
+    latency = ["--batch-size", "3", "--mode", "none", "--context", "8", "--steps", "2"]
+    with engines_are_threads():
+        assert main(["bench", "latency", str(folder), *latency, *engines]) == 0
+        record = json.loads(capsys.readouterr().out)
+        assert main(["bench", "throughput", str(folder), *WORKLOAD[:-2], "--temperature", "0", *engines]) == 0
+        records = [record, json.loads(capsys.readouterr().out)]
+    assert [len(each["rows"]) for each in records] == [1, 1]
+    assert "spread over 2 engines" in records[0]["notes"][-1]
+    assert "figures are of 2 engines together" in records[1]["notes"][-1]
+    assert len(records[1]["rows"][0]["steps_by_engine"]) == 2
+    assert all({"report", "graphs", "ceilings"} <= set(each) for each in records)
+
+
+@pytest.mark.parametrize(
+    ("bench", "options", "message"),
+    [
+        ("latency", ["--enable-expert-parallel"], "engines that share experts agree on each step"),
+        ("throughput", ["--profile"], "a clock around the host's work of one engine"),
+        ("passes", [], "reads the counters, graphs and model of one engine"),
+    ],
+)
+def test_what_needs_an_engine_in_this_process_is_refused_with_several(
+    bench: str, options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", bench, "shape:qwen3-0.6b", "--data-parallel-size", "2", *options]) == 3
+    assert message in capsys.readouterr().err
 
 
 def test_throughput_in_json_has_every_run_the_floor_and_the_environment(

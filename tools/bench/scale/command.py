@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from piecegraph.errors import ConfigError
-from piecegraph.tools.bench.scale.layout_cost import ASSUMPTIONS, Link, ModelSize, StepTimes, layouts
+from piecegraph.tools.bench.scale.layout_cost import ASSUMPTIONS, Link, ModelSize, RankTimes, StepTimes, layouts
 from piecegraph.tools.bench.scale.simulate import Arrival, ScaleRow, poisson_trace, simulate
 from piecegraph.tools.bench.session import bench_start
 from piecegraph.tools.command_line.options import CONTEXT, Command
@@ -23,11 +23,13 @@ MOST_GPUS = 1024
 EPILOG = """\b
 Examples (step times of one device are those of `piecegraph bench latency`, in milliseconds):
   piecegraph bench scale shape:llama-8b --step-time 1:4.03 --step-time 32:4.77 --step-time 256:11.9
-  piecegraph bench scale ./my-model --step-time 1:0.66 --step-time 256:5.25 --rate 50 --gpus 8 --all"""
+  piecegraph bench scale ./my-model --step-time 1:0.66 --step-time 256:5.25 --rate 50 --gpus 8 --all
+Those of the share of one of two ranks are those of `piecegraph bench latency --shard-of 2`:
+  piecegraph bench scale ./my-model --step-time 1:0.66 --shard-step-time 1:0.45"""
 
 
-def parse_step_times(given: Sequence[str]) -> StepTimes:
-    """Return the times of `TOKENS:MILLISECONDS` texts. Raises `ConfigError`."""
+def parse_step_times(given: Sequence[str], option: str = "--step-time") -> StepTimes:
+    """Return the times of `TOKENS:MILLISECONDS` texts of an option. Raises `ConfigError`."""
     found: dict[int, float] = {}
     for text in given:
         tokens, _, milliseconds = text.partition(":")
@@ -37,7 +39,7 @@ def parse_step_times(given: Sequence[str]) -> StepTimes:
             count, seconds = 0, 0.0
         if count < 1 or not 0 < seconds < float("inf"):
             raise ConfigError(
-                f"--step-time {text!r} is not TOKENS:MILLISECONDS of a measured step, both above 0; e.g. 32:4.77."
+                f"{option} {text!r} is not TOKENS:MILLISECONDS of a measured step, both above 0; e.g. 32:4.77."
             )
         found[count] = seconds
     if not found:
@@ -81,7 +83,9 @@ def model_size(config: PretrainedConfig, itemsize: int) -> ModelSize:
     )
 
 
-def scale_lines(rows: Sequence[ScaleRow], link: Link, size: ModelSize, trace: Sequence[Arrival]) -> list[str]:
+def scale_lines(
+    rows: Sequence[ScaleRow], times: RankTimes, link: Link, size: ModelSize, trace: Sequence[Arrival]
+) -> list[str]:
     """Return the table of a simulation, with what it assumes."""
     lines = [f"{len(trace)} requests, {sum(each.output_tokens for each in trace)} tokens of output; simulated"]
     lines.append(f"{'GPUs':>5}  {'layout':24}  {'tokens/s':>12}  {'first token':>11}  {'latency':>9}  {'99 %':>9}")
@@ -94,12 +98,14 @@ def scale_lines(rows: Sequence[ScaleRow], link: Link, size: ModelSize, trace: Se
         f"alpha {link.alpha_s * 1e6:g} us, beta {link.bytes_per_s / 1e9:g} GB/s; {size.num_layers} layers, "
         f"{size.hidden_bytes} bytes of hidden states a token, {size.logits_bytes} of logits a request"
     )
-    return [*lines, "assumptions:", *(f"- {each}" for each in ASSUMPTIONS)]
+    return [*lines, "assumptions:", *(f"- {each}" for each in (times.assumption, *ASSUMPTIONS))]
 
 
 @click.command("scale", cls=Command, epilog=EPILOG, context_settings=CONTEXT)
 @click.argument("model", required=False)
 @click.option("--step-time", "step_times", multiple=True, help="TOKENS:MILLISECONDS of a measured step on one device.")
+@click.option("--shard-step-time", "shard_step_times", multiple=True, help="The same, of the share of one rank alone.")
+@click.option("--shards", type=click.IntRange(2, 64), default=2, show_default=True, help="Ranks of that share.")
 @click.option("--alpha-us", type=click.FloatRange(min=0), default=10.0, show_default=True, help="Of a message.")
 @click.option("--beta-gb-per-s", type=click.FloatRange(min=1e-6), default=300.0, show_default=True, help="Of a link.")
 @click.option("--itemsize", type=click.IntRange(1, 8), default=2, show_default=True, help="Bytes of a value sent.")
@@ -118,7 +124,8 @@ def command(model: str | None, as_json: bool, shows_all: bool, **values: Any) ->
     A step's time comes from measured ones, collectives from an alpha-beta model; assumptions are printed. MODEL is only
     read for its sizes.
     """
-    times = parse_step_times(values["step_times"])
+    shard = parse_step_times(values["shard_step_times"], "--shard-step-time") if values["shard_step_times"] else None
+    times = RankTimes(whole=parse_step_times(values["step_times"]), shard=shard, num_shards=values["shards"])
     link = Link(alpha_s=values["alpha_us"] / 1e6, bytes_per_s=values["beta_gb_per_s"] * 1e9)
     trace = read_trace(values["trace"]) if values["trace"] is not None else None
     if trace is None:
@@ -128,20 +135,21 @@ def command(model: str | None, as_json: bool, shows_all: bool, **values: Any) ->
     if counts[0] & (counts[0] - 1):
         raise ConfigError(f"--gpus {counts[0]} is no power of two.")
     with bench_start(model or "", quiet=True, debug=False) as begun:
-        size = model_size(_config_of(begun.folder), values["itemsize"])
+        size = model_size(config_of(begun.folder), values["itemsize"])
     rows = []
     for count in counts:
         found = [simulate(trace, layout, times, size, link) for layout in layouts(count)]
         found.sort(key=lambda row: row.tokens_per_s, reverse=True)
         rows += found if shows_all else found[:1]
     if as_json:
-        record = {"rows": [row.as_record() for row in rows], "assumptions": list(ASSUMPTIONS), "model": model}
+        assumptions = [times.assumption, *ASSUMPTIONS]
+        record = {"rows": [row.as_record() for row in rows], "assumptions": assumptions, "model": model}
         click.echo(json.dumps({**record, "alpha_s": link.alpha_s, "bytes_per_s": link.bytes_per_s}))
     else:
-        click.echo("\n".join(scale_lines(rows, link, size, trace)))
+        click.echo("\n".join(scale_lines(rows, times, link, size, trace)))
 
 
-def _config_of(folder: str | Path) -> PretrainedConfig:
+def config_of(folder: str | Path) -> PretrainedConfig:
     """Return the config of a model; "" is the embedded one."""
     from piecegraph.runner.common.model_source import ModelSource
     from piecegraph.runner.models.config.load_config import load_config

@@ -11,15 +11,15 @@ from dataclasses import dataclass
 
 ASSUMPTIONS = (
     "a step takes the measured time of its tokens on one device, by lines between the measured ones and beyond them",
-    "tensor parallelism divides that time evenly, and adds two all-reduces of the hidden states in each layer, one of "
-    "the embedding and an all-gather of the logits; nothing overlaps",
+    "tensor parallelism adds two all-reduces of the hidden states in each layer, one of the embedding and an "
+    "all-gather of the logits; nothing overlaps, and sending the schedule to the ranks takes no time",
     "an all-reduce of n bytes among t ranks takes 2 (t - 1) alpha + 2 (t - 1) / t * n / beta (ring), an all-gather "
     "half of that, and a message alpha + n / beta",
-    "stages of a pipeline divide layers evenly and work at a batch each; the slowest batch sets the pace",
+    "stages of a pipeline divide all of a step evenly and work at a batch each; the slowest batch sets the pace",
     "engines of data parallelism share nothing, and requests go to them in turn",
     "memory is not modelled: every layout holds the model and the caches of all requests, and none is preempted",
 )
-"""What the simulation assumes, as sentences to print."""
+"""What the simulation assumes whatever was measured, as sentences to print."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,11 +88,56 @@ class StepTimes:
         return max(seconds[place - 1] + slope * (num_tokens - tokens[place - 1]), 0.0)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankTimes:
+    """The times of a step's computation on each of several ranks, collectives left out.
+
+    A step has a part that tensor parallelism divides (linears, heads, the vocabulary) and a part that every rank does
+    whole (the host's work, calls of ops, norms). What a rank's share alone takes tells the two apart. If that was not
+    measured, ranks are taken to divide all of a step.
+    """
+
+    whole: StepTimes
+    shard: StepTimes | None = None  # of the share of one of `num_shards` ranks, on one device
+    num_shards: int = 2
+
+    def at(self, num_tokens: float, num_ranks: int) -> float:
+        """Return the seconds of a step of `num_tokens` on each of `num_ranks` ranks."""
+        divided = self.divided(num_tokens)
+        return self.whole.at(num_tokens) - divided + divided / num_ranks
+
+    def divided(self, num_tokens: float) -> float:
+        """Return the seconds, on one device, of that part of a step that ranks divide."""
+        whole = self.whole.at(num_tokens)
+        if self.shard is None:
+            return whole
+        saved = whole - self.shard.at(num_tokens)
+        return min(max(saved * self.num_shards / (self.num_shards - 1), 0.0), whole)
+
+    @property
+    def assumption(self) -> str:
+        """What is assumed of the division, as a sentence to print."""
+        if self.shard is None:
+            return (
+                "tensor parallelism divides all of a step's time evenly, which is too good wherever each rank has work "
+                "of its own (the host's, calls of ops, norms): measure that with `piecegraph bench latency --shard-of "
+                "2` and give its times as --shard-step-time"
+            )
+        counts = self.shard.tokens
+        parts = ((1e3 * self.whole.at(count), 1e3 * self.divided(count)) for count in counts)
+        return (
+            "tensor parallelism divides a part of a step's time evenly and leaves the rest whole, by the measured "
+            f"times of the share of one of {self.num_shards} ranks; whole remain "
+            f"{', '.join(f'{whole - part:.3g} of {whole:.3g}' for whole, part in parts)} ms in steps of "
+            f"{', '.join(map(str, counts))} tokens"
+        )
+
+
 def stage_seconds(
-    num_tokens: int, num_reqs: int, layout: Layout, times: StepTimes, size: ModelSize, link: Link
+    num_tokens: int, num_reqs: int, layout: Layout, times: RankTimes, size: ModelSize, link: Link
 ) -> float:
     """Return the seconds of a batch in one stage of a pipeline, its message to the next stage included."""
-    compute = times.at(num_tokens) / layout.tensor
+    compute = times.at(num_tokens, layout.tensor)
     if layout.tensor > 1:
         hidden = link.all_reduce_s(num_tokens * size.hidden_bytes, layout.tensor)
         compute += (2 * size.num_layers + 1) * hidden

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
-from piecegraph.tools.bench.scale.layout_cost import Layout, Link, ModelSize, StepTimes, stage_seconds
+from piecegraph.tools.bench.scale.layout_cost import Layout, Link, ModelSize, RankTimes, stage_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ def poisson_trace(
 def simulate(
     trace: Sequence[Arrival],
     layout: Layout,
-    times: StepTimes,
+    times: RankTimes,
     size: ModelSize,
     link: Link,
     *,
@@ -111,7 +111,7 @@ class _Engine:
     """One engine of data parallelism, whose stages have a batch each."""
 
     def __init__(
-        self, layout: Layout, times: StepTimes, size: ModelSize, link: Link, max_num_seqs: int, max_tokens: int
+        self, layout: Layout, times: RankTimes, size: ModelSize, link: Link, max_num_seqs: int, max_tokens: int
     ) -> None:
         self._cost = layout, times, size, link
         self._num_stages = layout.pipeline

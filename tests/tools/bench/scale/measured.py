@@ -1,11 +1,16 @@
 """Compare `piecegraph bench scale` with two processes on this machine, each with one thread.
 
 `OMP_NUM_THREADS=1 python -m tests.tools.bench.scale.measured --rounds 7` measures, in turns, one process, TP 2 and DP 2
-over the same requests. From one process come the step times: alone, for one process, and beside a second process that
-runs the same steps, for two. GPUs do not slow one another, but two processes on one machine share its memory and
-perhaps one core's units. From sums between the ranks of TP 2, each after a product as in a step, come the alpha and
-beta of gloo, so that they include the wait for the slower rank. What is simulated from these is printed beside what was
-measured.
+over the same requests, and prints what is simulated from the parts beside what was measured. The parts:
+
+- step times of the model in one process: alone for one process, and beside a second process that runs the same steps
+  for two. GPUs do not slow one another, but two processes on one machine share its memory and perhaps one core's units.
+- step times of the share of one of two ranks, in one process beside another that runs the same; they tell what two
+  ranks divide of a step.
+- the alpha and beta of gloo, from what sums between the ranks add to a chain of products as long as a step's, so that
+  they include the waits for the slower rank.
+
+None of them comes from a step of TP 2 or DP 2.
 """
 
 from __future__ import annotations
@@ -14,11 +19,11 @@ import argparse
 import multiprocessing
 import statistics
 import sys
-import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
 from multiprocessing.synchronize import Event
 from pathlib import Path
 
@@ -26,10 +31,12 @@ import torch
 from transformers import LlamaConfig
 
 from piecegraph import LLM, SamplingParams
+from piecegraph.compiler.common.private_folder import scratch_folder
 from piecegraph.passes.ops.collectives import ALL_REDUCE
 from piecegraph.runner.distributed.worker import Worker
 from piecegraph.tools.bench.scale.command import model_size
-from piecegraph.tools.bench.scale.layout_cost import Layout, Link, StepTimes
+from piecegraph.tools.bench.scale.layout_cost import Layout, Link, RankTimes, StepTimes
+from piecegraph.tools.bench.scale.shard import shard_folder
 from piecegraph.tools.bench.scale.simulate import poisson_trace, simulate
 
 NUM_REQUESTS, PROMPT, OUTPUT = 8, 32, 48
@@ -42,20 +49,37 @@ CONFIG = LlamaConfig(
     vocab_size=8192,
     max_position_embeddings=256,
 )
+NUM_CHAINS = 15
 LAYOUTS = {"TP 2": Layout(tensor=2, pipeline=1, data=1), "DP 2": Layout(tensor=1, pipeline=1, data=2)}
 
 
 def sums(worker: Worker) -> list[tuple[int, float]]:
-    """Return the bytes and the median seconds of sums between the ranks, each after a product like those of a step."""
-    found, weight = [], torch.ones(CONFIG.intermediate_size, CONFIG.hidden_size)
+    """Return bytes of a sum between the ranks and the seconds that it adds to a chain of products, as in a step.
+
+    Each product reads as many bytes as a rank does between two sums of a step. The chains with sums and those without
+    take turns; the seconds are the medians of both, subtracted.
+    """
+    num_sums = 2 * CONFIG.num_hidden_layers + 1
+    weights = [torch.ones(CONFIG.intermediate_size, CONFIG.hidden_size) for _ in range(num_sums)]
+    x, found = torch.ones(NUM_REQUESTS, CONFIG.hidden_size), []
     for num_values in (64, 4096, 131_072):
-        x, seconds = torch.ones(num_values), []
-        for _ in range(30):
-            weight @ weight[: CONFIG.hidden_size].t()
+        values = torch.ones(num_values)
+
+        def chain(values: torch.Tensor | None) -> float:
             began = time.perf_counter()
-            ALL_REDUCE(x)
-            seconds.append(time.perf_counter() - began)
-        found.append((x.nbytes, statistics.median(seconds)))
+            for weight in weights:
+                x @ weight.t()
+                if values is not None:
+                    ALL_REDUCE(values)
+            return time.perf_counter() - began
+
+        alone, summed = [], []
+        for _ in range(NUM_CHAINS):
+            ALL_REDUCE(values)  # both ranks begin together
+            alone.append(chain(None))
+            ALL_REDUCE(values)
+            summed.append(chain(values))
+        found.append((values.nbytes, (statistics.median(summed) - statistics.median(alone)) / num_sums))
     return found
 
 
@@ -109,24 +133,28 @@ def run_beside(folder: Path, is_running: Event, is_idle: Event) -> None:
 
 
 @contextmanager
-def neighbour(folder: Path) -> Iterator[tuple[Event, Event]]:
-    """Start a process that runs the same steps while the first event is set; the second says that it runs none."""
+def neighbour(folder: Path) -> Iterator[Callable[[], AbstractContextManager[None]]]:
+    """Start a process that runs the same steps inside the blocks of what this yields, and is idle otherwise."""
     context = multiprocessing.get_context("spawn")
     is_running, is_idle = context.Event(), context.Event()
     process = context.Process(target=run_beside, args=(folder, is_running, is_idle), daemon=True)
+
+    @contextmanager
+    def running() -> Iterator[None]:
+        is_running.set()
+        while is_idle.is_set():
+            time.sleep(0.01)
+        yield
+        is_running.clear()
+        assert is_idle.wait(120), "the requests beside these did not end"
+
     process.start()
     try:
         assert is_idle.wait(120), "the process beside this one did not start"
-        yield is_running, is_idle
+        yield running
     finally:
         process.kill()
         process.join()
-
-
-def medians(steps: dict[int, list[float]]) -> StepTimes:
-    """Return the median seconds by the tokens of a step."""
-    found = {num_tokens: statistics.median(seconds) for num_tokens, seconds in sorted(steps.items())}
-    return StepTimes(tuple(found), tuple(found.values()))
 
 
 def format_step_times(name: str, times: StepTimes) -> str:
@@ -135,11 +163,30 @@ def format_step_times(name: str, times: StepTimes) -> str:
     return f"step times {name}: " + ", ".join(f"{count} tokens {1e3 * s:.2f} ms" for count, s in pairs)
 
 
-def fit(points: list[tuple[int, float]]) -> Link:
-    """Return alpha and beta of messages, from the smallest and the largest of sums between two ranks."""
-    (small, small_s), *_, (large, large_s) = points
-    per_byte = max(large_s - small_s, 1e-9) / (large - small)  # two messages, each of half the bytes
-    return Link(alpha_s=max(small_s - small * per_byte, 1e-9) / 2, bytes_per_s=1 / per_byte)
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What rounds have measured, a figure of each round in every list."""
+
+    steps: dict[str, dict[int, list[float]]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(list)))
+    rates: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    sums: list[list[tuple[int, float]]] = field(default_factory=list)
+
+    def add_steps(self, name: str, seconds: dict[int, list[float]]) -> None:
+        """Add the median seconds of a round's steps by their tokens."""
+        for num_tokens, each in seconds.items():
+            self.steps[name][num_tokens].append(statistics.median(each))
+
+    def times(self, name: str) -> StepTimes:
+        """Return the medians over the rounds."""
+        found = {num_tokens: statistics.median(each) for num_tokens, each in sorted(self.steps[name].items())}
+        return StepTimes(tuple(found), tuple(found.values()))
+
+    def link(self) -> Link:
+        """Return alpha and beta of messages, from the smallest and the largest of sums between two ranks."""
+        medians = [statistics.median(each[i][1] for each in self.sums) for i in range(len(self.sums[0]))]
+        small, large = self.sums[0][0][0], self.sums[0][-1][0]
+        per_byte = max(medians[-1] - medians[0], 1e-9) / (large - small)  # two messages, each of half the bytes
+        return Link(alpha_s=max(medians[0] - small * per_byte, 1e-9) / 2, bytes_per_s=1 / per_byte)
 
 
 def main() -> None:
@@ -147,38 +194,25 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=7)
     options = parser.parse_args()
-    alone: dict[int, list[float]] = defaultdict(list)
-    beside: dict[int, list[float]] = defaultdict(list)
-    rates: dict[str, list[float]] = defaultdict(list)
-    points: list[list[tuple[int, float]]] = []
-    with tempfile.TemporaryDirectory() as name:
-        CONFIG.architectures = ["LlamaForCausalLM"]
-        CONFIG.save_pretrained(name)
-        folder = Path(name)
-        one = start(folder)
-        two = {"TP 2": start(folder, tensor_parallel_size=2), "DP 2": start(folder, data_parallel_size=2)}
-        with neighbour(folder) as (is_running, is_idle):
-            for round_number in range(options.rounds + 1):
-                times = measured_steps(one)
-                is_running.set()
-                while is_idle.is_set():
-                    time.sleep(0.01)
-                times_beside = measured_steps(one)
-                is_running.clear()
-                assert is_idle.wait(120), "the requests beside these did not end"
-                measured = {"one": tokens_per_s(one), **{layout: tokens_per_s(llm) for layout, llm in two.items()}}
-                found = two["TP 2"].collective_rpc(sums)[0]
-                if not round_number:  # the first warms up
-                    continue
-                points.append(found)
-                for num_tokens in times:
-                    alone[num_tokens].append(statistics.median(times[num_tokens]))
-                    beside[num_tokens].append(statistics.median(times_beside[num_tokens]))
-                for layout, rate in measured.items():
-                    rates[layout].append(rate)
-        for each in (one, *two.values()):
-            each.close()
-    report(medians(alone), medians(beside), rates, points)
+    CONFIG.architectures = ["LlamaForCausalLM"]
+    with scratch_folder() as scratch, ExitStack() as opened:
+        folder, shard = scratch / "whole", shard_folder(CONFIG, 2, scratch)
+        CONFIG.save_pretrained(str(folder))
+        layouts = {"one": {}, "TP 2": {"tensor_parallel_size": 2}, "DP 2": {"data_parallel_size": 2}}
+        llms = {name: opened.enter_context(start(folder, **layout)) for name, layout in layouts.items()}
+        parts = {"whole": llms["one"], "shard": opened.enter_context(start(shard))}
+        besides = {"whole": opened.enter_context(neighbour(folder)), "shard": opened.enter_context(neighbour(shard))}
+        measured = Measured()
+        for round_number in range(options.rounds + 1):
+            found = measured if round_number else Measured()  # the first round warms up
+            found.add_steps("alone", measured_steps(llms["one"]))
+            for name, beside in besides.items():
+                with beside():
+                    found.add_steps(f"{name} beside another", measured_steps(parts[name]))
+            for name, llm in llms.items():
+                found.rates[name].append(tokens_per_s(llm))
+            found.sums.append(llms["TP 2"].collective_rpc(sums)[0])
+    sys.stdout.write("\n".join(report(measured)) + "\n")
 
 
 def measured_steps(llm: LLM) -> dict[int, list[float]]:
@@ -189,24 +223,24 @@ def measured_steps(llm: LLM) -> dict[int, list[float]]:
     return found
 
 
-def report(
-    alone: StepTimes, beside: StepTimes, rates: dict[str, list[float]], points: list[list[tuple[int, float]]]
-) -> None:
-    """Print what was measured, and what is simulated from it."""
-    link = fit([(size, statistics.median(each[i][1] for each in points)) for i, (size, _) in enumerate(points[0])])
-    lines = [format_step_times("alone", alone), format_step_times("beside another", beside)]
+def report(measured: Measured) -> list[str]:
+    """Return what was measured, and what is simulated from it, in lines."""
+    link, alone = measured.link(), RankTimes(whole=measured.times("alone"))
+    two = RankTimes(whole=measured.times("whole beside another"), shard=measured.times("shard beside another"))
+    lines = [format_step_times(name, measured.times(name)) for name in measured.steps]
     lines.append(f"gloo: alpha {link.alpha_s * 1e6:.0f} us, beta {link.bytes_per_s / 1e9:.2f} GB/s")
+    lines.append(f"assumed: {two.assumption}")
     trace = poisson_trace(NUM_REQUESTS, None, PROMPT, OUTPUT, 0)
-    for name, simulated_layout in {"one": Layout(tensor=1, pipeline=1, data=1), **LAYOUTS}.items():
-        times = beside if simulated_layout.num_gpus > 1 else alone
-        simulated = simulate(trace, simulated_layout, times, model_size(CONFIG, 4), link).tokens_per_s
-        measured_rate = statistics.median(rates[name])
-        spread = f"{min(rates[name]):.1f} to {max(rates[name]):.1f}"
+    for name, layout in {"one": Layout(tensor=1, pipeline=1, data=1), **LAYOUTS}.items():
+        times = two if layout.num_gpus > 1 else alone
+        simulated = simulate(trace, layout, times, model_size(CONFIG, 4), link).tokens_per_s
+        rates = measured.rates[name]
+        error = 100 * (simulated / statistics.median(rates) - 1)
         lines.append(
-            f"{name}: measured {measured_rate:.1f} tokens/s ({spread}), simulated {simulated:.1f}, "
-            f"error {100 * (simulated / measured_rate - 1):+.1f} %"
+            f"{name}: measured {statistics.median(rates):.1f} tokens/s ({min(rates):.1f} to {max(rates):.1f}), "
+            f"simulated {simulated:.1f}, error {error:+.1f} %"
         )
-    sys.stdout.write("\n".join(lines) + "\n")
+    return lines
 
 
 if __name__ == "__main__":

@@ -53,4 +53,22 @@ def test_a_table_with_its_assumptions(tmp_path: Path) -> None:
     result = CliRunner().invoke(command, [str(tmp_path), *STEPS, "--gpus", "4", "--all", "--json"])
     record = json.loads(result.stdout)
     assert len(record["rows"]) == 6
+    assert "divides all of a step's time" in record["assumptions"][0]
     assert record["rows"][0]["tokens_per_s"] >= record["rows"][-1]["tokens_per_s"]
+
+
+def test_a_share_that_is_as_slow_as_the_whole_leaves_tensor_parallelism_nothing(tmp_path: Path) -> None:
+    """With collectives that cost nothing, layouts of one engine then take as long as one device."""
+    llama_config().save_pretrained(str(tmp_path))
+    free = ["--alpha-us", "0", "--beta-gb-per-s", "1e9", "--json"]
+    shard = ["--shard-step-time", "1:10", "--shard-step-time", "64:30"]
+    records = [
+        json.loads(CliRunner().invoke(command, [str(tmp_path), *STEPS, *free, *shard, *gpus]).stdout)
+        for gpus in (["--gpus", "1"], ["--gpus", "2", "--all"])
+    ]
+    alone, ranks = (
+        next(row for row in record["rows"] if row["tensor_parallel_size"] == size)
+        for size, record in enumerate(records, start=1)
+    )
+    assert ranks["tokens_per_s"] == pytest.approx(alone["tokens_per_s"])
+    assert "whole remain 10 of 10, 30 of 30 ms in steps of 1, 64 tokens" in records[0]["assumptions"][0]

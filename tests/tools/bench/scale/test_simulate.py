@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-from piecegraph.tools.bench.scale.layout_cost import Layout, Link, ModelSize, StepTimes
+from piecegraph.tools.bench.scale.layout_cost import Layout, Link, ModelSize, RankTimes, StepTimes
 from piecegraph.tools.bench.scale.simulate import Arrival, ScaleRow, poisson_trace, simulate
 
-FLAT = StepTimes((1, 1000), (1.0, 1.0))
+FLAT = RankTimes(whole=StepTimes((1, 1000), (1.0, 1.0)))
 SIZE = ModelSize(num_layers=1, hidden_bytes=1, logits_bytes=1)
 FREE = Link(alpha_s=0.0, bytes_per_s=1e30)
 
