@@ -166,7 +166,7 @@ UNAVAILABLE_ARGUMENTS: Mapping[str, Unavailable] = {
     "diffusion_config": Unavailable("models generate one token after the other."),
     "disable_cascade_attn": Unavailable("there is no cascade attention to disable.", accepts_any=True),
     "disable_chunked_mm_input": Unavailable(_NO_MEDIA, (False,)),
-    "disable_custom_all_reduce": Unavailable(_NO_PARALLELISM, accepts_any=True),
+    "disable_custom_all_reduce": Unavailable("there is none of vLLM's to disable.", accepts_any=True),
     "disable_hybrid_kv_cache_manager": Unavailable(
         "layers with sliding windows free the blocks behind them; no token depends on it.", (None, False)
     ),
@@ -254,7 +254,7 @@ UNAVAILABLE_ARGUMENTS: Mapping[str, Unavailable] = {
     "max_num_queued_reqs": Unavailable(_NO_SERVER),
     "max_num_queued_tokens": Unavailable(_NO_SERVER),
     "max_num_scheduled_tokens": Unavailable("give max_num_batched_tokens."),
-    "max_parallel_loading_workers": Unavailable("weights are read by one process.", accepts_any=True),
+    "max_parallel_loading_workers": Unavailable("each rank reads its own weights.", accepts_any=True),
     "media_io_kwargs": Unavailable(_NO_MEDIA, (None, {})),
     "mm_device_do_normalize": Unavailable(_NO_MEDIA, (None, True)),
     "mm_encoder_attn_backend": Unavailable(_NO_MEDIA),
@@ -340,7 +340,7 @@ UNAVAILABLE_ARGUMENTS: Mapping[str, Unavailable] = {
     "watchdog_config": Unavailable(_NO_SERVER, (None, {})),
     "watermark": Unavailable("a prompt is admitted when all of it would fit.", (0.0,)),
     "watermark_config": Unavailable(_NO_WATERMARK),
-    "weight_transfer_config": Unavailable("make another LLM.", (None, {})),
+    "weight_transfer_config": Unavailable("give other weights to LLM.reload_weights.", (None, {})),
     "worker_cls": Unavailable(_NO_PARALLELISM, ("auto", None)),
     "worker_extension_cls": Unavailable(_NO_PARALLELISM, ("", None)),
 }
@@ -445,7 +445,7 @@ UNAVAILABLE_COMPLETIONS: Mapping[str, str] = {
     "routed_experts": "routing is not returned",
     "sampling_mask": "masks are not returned",
     "spec_decode_metrics": "not yet available",
-    "weight_versions": "weights do not change while it runs",
+    "weight_versions": "weights have no versions: `LLM.reload_weights` waits until no request runs",
 }
 """Fields and methods of vLLM's `CompletionOutput` that ours lacks."""
 
@@ -455,20 +455,20 @@ UNAVAILABLE_METHODS: Mapping[str, str] = {
     "apply_model": "the module is `llm.compiled`'s",
     "enqueue": "use `llm.llm_engine.add_request`",
     "enqueue_chat": "use `llm.llm_engine.add_request`",
-    "finish_weight_update": "make another `LLM`",
+    "finish_weight_update": "use `LLM.reload_weights`",
     "from_engine_args": "give the arguments to `LLM`",
-    "get_weight_version": "weights do not change while it runs",
-    "get_world_size": "it is 1",
-    "init_weight_transfer_engine": "make another `LLM`",
+    "get_weight_version": "weights have no versions: `LLM.reload_weights` replaces all",
+    "get_world_size": "the product of `tensor_parallel_size`, `pipeline_parallel_size` and `data_parallel_size`",
+    "init_weight_transfer_engine": "use `LLM.reload_weights`",
     "release_kv_cache_memory": _NO_SLEEP[:-1],
     "reset_mm_cache": "this version accepts text only",
-    "shutdown_weight_transfer_engine": "make another `LLM`",
-    "start_draft_weight_update": "make another `LLM`",
+    "shutdown_weight_transfer_engine": "use `LLM.reload_weights`",
+    "start_draft_weight_update": "use `LLM.reload_weights`",
     "start_profile": _NO_PROFILER[:-1],
-    "start_weight_update": "make another `LLM`",
+    "start_weight_update": "use `LLM.reload_weights`",
     "stop_profile": _NO_PROFILER[:-1],
-    "update_weight_version": "make another `LLM`",
-    "update_weights": "make another `LLM`",
+    "update_weight_version": "use `LLM.reload_weights`",
+    "update_weights": "use `LLM.reload_weights`",
     "wait_for_completion": "step `llm.llm_engine`",
 }
 """Public methods of vLLM's `LLM` that ours lacks, each with what to do."""
@@ -478,7 +478,7 @@ DIFFERENT_METHODS: Mapping[str, str] = {
     "wake_up": "takes no tags; after level 2 weights are read again from their files",
     "beam_search": "shows no progress",
     "collective_rpc": "workers have the methods of `runner.distributed.worker.Worker`",
-    "encode": "of tasks, `embed` and `classify`; none of every token",
+    "encode": "of tasks, `embed`, `classify` and `token_embed`",
     "get_metrics": "counters and gauges only, no histograms",
     "llm_engine": "`add_request`, `step`, `abort_request`, `has_unfinished_requests` and what else loops call; of "
     "configurations only `model_config`",
