@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from piecegraph.passes.cpu.use_onednn import UseOneDNN
 from piecegraph.passes.eliminate_noops import EliminateNoops
 from piecegraph.passes.fuse_act_mul import FuseActMul
 from piecegraph.passes.fuse_add_rms_norm import FuseAddRMSNorm
@@ -34,6 +35,7 @@ def all_passes() -> tuple[GraphPass, ...]:
         FuseActQuant(),
         FuseAllReduce(),
         FuseLookups(),
+        UseOneDNN(),
     )
 
 
@@ -42,7 +44,7 @@ def default_passes(device_type: str, num_ranks: int = 1) -> tuple[GraphPass, ...
 
     `num_ranks`: how many ranks divide each layer (`tensor_parallel_size`).
     """
-    left_out = (frozenset() if device_type == "cuda" else ON_A_GPU) | (frozenset() if num_ranks > 1 else OF_RANKS)
+    left_out = (ON_A_CPU if device_type == "cuda" else ON_A_GPU) | (frozenset() if num_ranks > 1 else OF_RANKS)
     return tuple(each for each in all_passes() if each.name not in left_out)
 
 
@@ -52,6 +54,9 @@ ON_A_GPU = frozenset(
 )
 """The passes that insert calls of Triton kernels. On a CPU the reference of such an op in plain torch would run, and
 Inductor's own code is faster: these passes run there only if they are named."""
+
+ON_A_CPU = frozenset({"use-onednn"})
+"""The passes that find something to do in float32 on a CPU only."""
 
 OF_RANKS = frozenset({"fuse-all-reduce"})
 """The passes over collectives, which run only if several ranks divide each layer, or if they are named."""

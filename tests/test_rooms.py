@@ -39,8 +39,8 @@ ROOMS: Mapping[str, Sequence[str]] = {
         "triton",
     ),
     "compiler/graphs": (".", "replay", "recording"),
-    "passes": (".", "quantised", "matching", "ops", "kernels"),
-    "passes/ops": ("quantised", "."),
+    "passes": (".", "quantised", "cpu", "matching", "ops", "kernels"),
+    "passes/ops": ("quantised", "cpu", "."),
     "passes/kernels": ("moe", "norm", "linear", "lora", "quantised", "elementwise", "common"),
     "runner": (
         ".",

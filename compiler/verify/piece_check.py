@@ -30,6 +30,10 @@ RATIO = 1.1
 NOISE = 0.5
 """The allowance beyond `RATIO`, in units of the dtype's epsilon: two right ways to round differ by as much."""
 
+FLOAT32_NOISE = 8.0
+"""The same for float32, in which sums are accumulated too, so that their order decides: n numbers that are added one
+after another lose `eps / 2 * sqrt(n / 6)`, which is 5 eps for 576 numbers."""
+
 NEAR = 0.25
 """The largest relative distance at which two values count as versions of one value."""
 
@@ -258,7 +262,7 @@ class _Comparison:
         if value.data_ptr() in self._compared:
             return  # it was compared where it was made
         self._compared.add(value.data_ptr())
-        noise = NOISE * torch.finfo(value.dtype).eps
+        noise = (FLOAT32_NOISE if value.dtype is torch.float32 else NOISE) * torch.finfo(value.dtype).eps
         errors = self._errors.setdefault((self._last_piece, known.name), _Errors(noise))
         errors.add(known.exact, known.eager, value.reshape(known.exact.shape))
 

@@ -23,6 +23,9 @@ PLAIN_KERNEL = "torch's GEMM"
 FEW_ROWS_KERNEL = "our Triton kernels for few rows, the library's GEMM for more"
 """The kernels of a linear over float weights after `fuse-linear`."""
 
+ONEDNN_KERNEL = "oneDNN's GEMM"
+"""The kernel of a linear over float32 weights after `use-onednn`."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearRow:
@@ -128,7 +131,8 @@ def _row(
     if scheme is not None:
         kernel = METHODS[scheme.method].kernels[device_type]
     else:
-        kernel = FEW_ROWS_KERNEL if name.startswith("piecegraph::") else PLAIN_KERNEL
+        ours = ONEDNN_KERNEL if name == "piecegraph::onednn_linear" else FEW_ROWS_KERNEL
+        kernel = ours if name.startswith("piecegraph::") else PLAIN_KERNEL
     size = getattr(first, "in_features", weight.shape[1])
     return LinearRow(
         names=tuple(re.sub(r"(?<=\.)\d+(?=\.)", "*", path) for path, _ in modules),

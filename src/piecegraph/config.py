@@ -38,6 +38,7 @@ PASSES = (
     "fuse-act-quant",
     "fuse-all-reduce",
     "fuse-lookups",
+    "use-onednn",
 )
 """The names of all built-in passes, in the order they run."""
 

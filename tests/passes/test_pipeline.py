@@ -9,7 +9,7 @@ from torch import fx
 
 from piecegraph.config import PASSES
 from piecegraph.passes.matching.graph_pass import GraphPass, PassContext, PassResult
-from piecegraph.passes.pipeline import OF_RANKS, ON_A_GPU, all_passes, default_passes, pipeline
+from piecegraph.passes.pipeline import OF_RANKS, ON_A_CPU, ON_A_GPU, all_passes, default_passes, pipeline
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,13 @@ def test_every_pass_is_a_value() -> None:
 
 
 def test_the_default_passes_are_those_that_pay_off_on_the_device() -> None:
-    assert default_passes("cuda", num_ranks=2) == all_passes()
+    assert names(default_passes("cuda", num_ranks=2)) == [name for name in PASSES if name not in ON_A_CPU]
     assert pipeline(None, "cuda") == default_passes("cuda")
-    assert names(default_passes("cuda")) == [name for name in PASSES if name not in OF_RANKS]
+    assert names(default_passes("cuda")) == [name for name in PASSES if name not in OF_RANKS | ON_A_CPU]
     assert names(pipeline(None, "cpu")) == [name for name in PASSES if name not in ON_A_GPU]
     assert default_passes("cpu", num_ranks=2) == pipeline(None, "cpu")
     assert set(PASSES) >= ON_A_GPU >= OF_RANKS
+    assert set(PASSES) - ON_A_GPU >= ON_A_CPU
 
 
 def test_named_ones_run_in_our_order_and_the_callers_after_them() -> None:

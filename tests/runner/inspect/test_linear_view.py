@@ -10,7 +10,7 @@ from piecegraph.config import CompileConfig
 from piecegraph.runner.common.engine_config import EngineConfig
 from piecegraph.runner.common.model_source import ModelSource
 from piecegraph.runner.inspect.explanation import explain
-from piecegraph.runner.inspect.linear_view import FEW_ROWS_KERNEL, PLAIN_KERNEL, LinearRow
+from piecegraph.runner.inspect.linear_view import FEW_ROWS_KERNEL, ONEDNN_KERNEL, PLAIN_KERNEL, LinearRow
 from piecegraph.runner.quantization.methods.channels import Int8Channels
 from piecegraph.tools.command_line.passes_text import linear_line
 from tests.runner.tiny_models import llama_config
@@ -68,6 +68,13 @@ def test_the_kernels_of_a_pass_are_told(tmp_path: Path) -> None:
     rows = rows_of(tmp_path, "merge-projections", "fuse-add-rms-norm", "fuse-linear", dtype="bfloat16")
     assert {row.kernel for row in rows} == {FEW_ROWS_KERNEL}
     assert sum(row.calls for row in rows) == 13
+
+
+def test_large_linears_in_float32_are_onednns(tmp_path: Path) -> None:
+    llama_config(num_hidden_layers=2, hidden_size=64, vocab_size=4096).save_pretrained(str(tmp_path))
+    rows = {row.names: (row.op, row.kernel) for row in rows_of(tmp_path, "merge-projections", "use-onednn")}
+    assert rows.pop(("lm_head",)) == ("piecegraph::onednn_linear", ONEDNN_KERNEL)
+    assert set(rows.values()) == {("linear", PLAIN_KERNEL)}
 
 
 def test_a_line_names_merged_linears_once(folder: Path) -> None:
