@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -98,37 +99,13 @@ def model_without_weights(
     return replace(loaded, device=device, notes=(*loaded.notes, *notes))
 
 
-def stand_in_for(
-    source: ModelSource,
-    config: PreTrainedConfig,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-    max_model_len: int,
-    num_ranks: int = 1,
-    stage: Stage | None = None,
-    experts: ExpertRanks | None = None,
-    quantization: str | None = None,
-    lora: LoraOptions | None = None,
-) -> tuple[LoadedModel | None, str]:
-    """Return the model without weights and "", or None and the reason if it cannot be constructed.
+def stand_in_of(make: Callable[[], LoadedModel]) -> tuple[LoadedModel | None, str]:
+    """Return what `make`, a call of `model_without_weights`, returns and "", or None and the reason why it cannot.
 
     A constructor that computes with values cannot run on fake tensors. Raises errors in the model or the config.
     """
     try:
-        made = model_without_weights(
-            source,
-            config,
-            dtype=dtype,
-            device=device,
-            max_model_len=max_model_len,
-            num_ranks=num_ranks,
-            stage=stage,
-            experts=experts,
-            quantization=quantization,
-            lora=lora,
-        )
-        return made, ""
+        return make(), ""
     except PiecegraphError:
         raise
     except Exception as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,7 +14,7 @@ from piecegraph.runner.lora.modules import lora_options
 from piecegraph.runner.models.load import LoadedModel, load_model
 from piecegraph.runner.models.mechanisms.layer_rules import apply_layer_rules
 from piecegraph.runner.models.rope import fix_longrope
-from piecegraph.runner.models.without_weights import stand_in_for
+from piecegraph.runner.models.without_weights import model_without_weights, stand_in_of
 from piecegraph.runner.pipeline_parallel.stage import Stage
 from piecegraph.runner.tensor_parallel.expert_ranks import expert_ranks
 from piecegraph.runner.tensor_parallel.parallel import Parallel
@@ -35,21 +36,24 @@ class ModelToLoad:
     on_phase: OnPhase | None
 
     def without_weights(self) -> tuple[LoadedModel | None, str]:
-        """Return what `stand_in_for` returns, or no model where nothing is compiled while weights are loaded."""
+        """Return what `stand_in_of` returns, or no model where nothing is compiled while weights are loaded."""
         if self.config.compile.compiler == "eager":
             return None, ""
         with timed_phase(self.on_phase, "model"):
-            return stand_in_for(
-                self.config.source,
-                self.hf_config,
-                dtype=self.dtype,
-                device=self.device,
-                max_model_len=self.max_model_len,
-                num_ranks=self.config.tensor_parallel_size,
-                stage=self.stage,
-                experts=expert_ranks(self.config),
-                quantization=self.config.quantization,
-                lora=lora_options(self.config),
+            return stand_in_of(
+                partial(
+                    model_without_weights,
+                    self.config.source,
+                    self.hf_config,
+                    dtype=self.dtype,
+                    device=self.device,
+                    max_model_len=self.max_model_len,
+                    num_ranks=self.config.tensor_parallel_size,
+                    stage=self.stage,
+                    experts=expert_ranks(self.config),
+                    quantization=self.config.quantization,
+                    lora=lora_options(self.config),
+                )
             )
 
     def with_weights(self, parallel: Parallel | None) -> LoadedModel:

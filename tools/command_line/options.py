@@ -380,6 +380,19 @@ def flags(table: Sequence[Flag], **shown_defaults: object) -> Callable[[_Command
     return decorate
 
 
+def batch_sizes(*default: int) -> Callable[[_Command], _Command]:
+    """Decorate a benchmark with `--batch-size`, which it takes as `batch_sizes`."""
+    return click.option(
+        "--batch-size",
+        "batch_sizes",
+        type=click.IntRange(min=1),
+        multiple=True,
+        default=default,
+        show_default=True,
+        help="Requests that decode together; one or several.",
+    )
+
+
 def given(table: Sequence[Flag], values: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments that were set by flag, config file or environment."""
     found = {flag.name: values[flag.name] for flag in table if values[flag.name] is not None}

@@ -16,7 +16,16 @@ from piecegraph.errors import UsageError
 from piecegraph.progress import Phase
 from piecegraph.tools.bench.session import bench_arguments, output_flags
 from piecegraph.tools.command_line.compile_flags import with_compile_flags
-from piecegraph.tools.command_line.options import COMPILE_FLAGS, CONTEXT, LLM_FLAGS, RANGE, Command, Several, flags
+from piecegraph.tools.command_line.options import (
+    COMPILE_FLAGS,
+    CONTEXT,
+    LLM_FLAGS,
+    RANGE,
+    Command,
+    Several,
+    batch_sizes,
+    flags,
+)
 from piecegraph.tools.command_line.phases import PhaseDisplay
 
 if TYPE_CHECKING:
@@ -41,15 +50,7 @@ A config file may have them: peers = ["vllm=python vllm_bench.py {model}", "hf=p
     multiple=True,
     help="NAME=COMMAND of another program; its last line of output is a JSON object of figures. May be repeated.",
 )
-@click.option(
-    "--batch-size",
-    "batch_sizes",
-    type=click.IntRange(min=1),
-    multiple=True,
-    default=(1, 8, 32, 128, 256),
-    show_default=True,
-    help="Requests that decode together; one or several.",
-)
+@batch_sizes(1, 8, 32, 128, 256)
 @click.option(
     "--prompt-tokens", type=click.IntRange(min=1), default=512, show_default=True, help="Prompt tokens of each of them."
 )

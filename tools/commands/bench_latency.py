@@ -10,7 +10,7 @@ import click
 from piecegraph.errors import ConfigError
 from piecegraph.tools.bench.session import about, bench_arguments, bench_start, ceilings_line, output_flags
 from piecegraph.tools.command_line.compile_flags import with_compile_flags
-from piecegraph.tools.command_line.options import COMPILE_FLAGS, CONTEXT, LLM_FLAGS, Command, flags
+from piecegraph.tools.command_line.options import COMPILE_FLAGS, CONTEXT, LLM_FLAGS, Command, batch_sizes, flags
 
 if TYPE_CHECKING:
     from piecegraph.tools.bench.latency import LatencyRow
@@ -25,15 +25,7 @@ Examples:
 
 @click.command("latency", cls=Command, epilog=EPILOG, context_settings=CONTEXT)
 @click.argument("model")
-@click.option(
-    "--batch-size",
-    "batch_sizes",
-    type=click.IntRange(min=1),
-    multiple=True,
-    default=(1, 8, 32, 128, 256),
-    show_default=True,
-    help="Requests that decode together; one or several.",
-)
+@batch_sizes(1, 8, 32, 128, 256)
 @click.option(
     "--mode",
     "modes",

@@ -10,7 +10,7 @@ import click
 
 from piecegraph.tools.bench.session import bench_arguments, bench_start, output_flags
 from piecegraph.tools.command_line.compile_flags import with_compile_flags
-from piecegraph.tools.command_line.options import COMPILE_FLAGS, CONTEXT, LLM_FLAGS, Command, flags
+from piecegraph.tools.command_line.options import COMPILE_FLAGS, CONTEXT, LLM_FLAGS, Command, batch_sizes, flags
 
 if TYPE_CHECKING:
     from piecegraph.tools.bench.passes import Measured
@@ -24,15 +24,7 @@ Examples:
 
 @click.command("passes", cls=Command, epilog=EPILOG, context_settings=CONTEXT)
 @click.argument("model")
-@click.option(
-    "--batch-size",
-    "batch_sizes",
-    type=click.IntRange(min=1),
-    multiple=True,
-    default=(1, 32),
-    show_default=True,
-    help="Requests that decode together; one or several.",
-)
+@batch_sizes(1, 32)
 @click.option("--context", type=click.IntRange(min=1), default=512, show_default=True, help="Tokens before the first.")
 @click.option(
     "--steps", type=click.IntRange(min=2), default=128, show_default=True, help="Decode steps timed in a row."

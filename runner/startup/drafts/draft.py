@@ -17,7 +17,7 @@ from piecegraph.runner.device_memory.staged_write import StagedWriteTensor
 from piecegraph.runner.models.load import LoadedModel, load_model
 from piecegraph.runner.models.mechanisms.layer_rules import apply_layer_rules
 from piecegraph.runner.models.rope import fix_longrope
-from piecegraph.runner.models.without_weights import stand_in_for
+from piecegraph.runner.models.without_weights import model_without_weights, stand_in_of
 from piecegraph.runner.speculative.common.fitting_draft import fitting_draft, naming_the_draft
 from piecegraph.runner.speculative.draft_layers import DraftCaches, DraftLayer, with_draft_layers
 from piecegraph.runner.speculative.draft_step import DraftBuffers, DraftStep
@@ -78,9 +78,8 @@ def check_draft(
     if draft is None:
         return None
     with naming_the_draft():
-        stand_in, _ = stand_in_for(
-            draft.config.source, draft.hf_config, dtype=dtype, device=device, max_model_len=max_model_len
-        )
+        make = functools.partial(model_without_weights, dtype=dtype, device=device, max_model_len=max_model_len)
+        stand_in, _ = stand_in_of(functools.partial(make, draft.config.source, draft.hf_config))
         if stand_in is not None and has_state_layers(stand_in.model):
             raise UnsupportedModel(
                 f"{type(stand_in.model).__name__} keeps a state between tokens ({first_state_layer(stand_in.model)}). "
