@@ -4,21 +4,40 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import numpy as np
 
-from piecegraph.errors import RequestError
+from piecegraph.errors import PiecegraphError, RequestError
 from piecegraph.runner.structured_output.params import StructuredOutputsParams, as_structured_outputs
 from piecegraph.runner.structured_output.protocol import Bitmask, GrammarMatcher, StructuredOutputBackend
 
 MOST_KEPT = 256
-"""Compiled grammars that are kept; the least recently used are dropped."""
+"""Compiled grammars that are kept; the least recently used are dropped, but none that a request holds."""
 
 MOST_COMPILED_AT_ONCE = 2
 """Threads that compile, made when the first grammar is asked for."""
+
+MOST_WAITING = 256
+"""Grammars that may wait for one of these threads when a request asks to hold another one."""
+
+
+class TooManyGrammars(PiecegraphError):
+    """A grammar cannot be compiled now, because too many others wait for it; it can be asked for later."""
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    """A grammar that was asked for."""
+
+    compiled: Future[GrammarMatcher] = field(default_factory=Future)
+    num_holders: int = 0
+    is_asked_for: bool = False  # by `compile`, whose caller may wait for it without holding it
 
 
 class Grammars:
@@ -31,8 +50,10 @@ class Grammars:
         self._make_backend = make_backend
         self._backend: StructuredOutputBackend | None = None
         self._backend_lock = threading.Lock()
-        self._lock = threading.Lock()
-        self._kept: OrderedDict[str, Future[GrammarMatcher]] = OrderedDict()
+        self._lock = threading.Lock()  # over everything below
+        self._kept: OrderedDict[str, _Entry] = OrderedDict()
+        self._waiting: OrderedDict[str, StructuredOutputsParams] = OrderedDict()  # of `_kept`, not yet begun
+        self._num_working = 0  # threads that take from `_waiting`
         self._threads: ThreadPoolExecutor | None = None
 
     def compile(self, params: StructuredOutputsParams | Mapping[str, Any]) -> Future[GrammarMatcher]:
@@ -43,17 +64,38 @@ class Grammars:
         params = as_structured_outputs(params)
         digest = params.digest()
         with self._lock:
-            found = self._kept.get(digest)
-            if found is not None:
-                self._kept.move_to_end(digest)
-                return found
-            if self._threads is None:
-                self._threads = ThreadPoolExecutor(MOST_COMPILED_AT_ONCE, thread_name_prefix="grammar")
-            future = self._kept[digest] = self._threads.submit(self._compile, params)
-            while len(self._kept) > MOST_KEPT:
-                self._kept.popitem(last=False)
-        future.add_done_callback(lambda done: self._forget_failed(digest, done))
-        return future
+            entry = self._entry(digest, params)
+            entry.is_asked_for = True
+            return entry.compiled
+
+    @contextmanager
+    def held(self, params: StructuredOutputsParams | Mapping[str, Any]) -> Iterator[Future[GrammarMatcher]]:
+        """Ask for a grammar as `compile` does, and keep it until the end of the block.
+
+        If the last block that holds a grammar ends before its compile has begun, it is not compiled: a client that
+        goes away leaves no work. Raises `TooManyGrammars` if `MOST_WAITING` others wait.
+        """
+        params = as_structured_outputs(params)
+        digest = params.digest()
+        with self._lock:
+            if digest not in self._kept and len(self._waiting) >= MOST_WAITING:
+                raise TooManyGrammars(
+                    f"{len(self._waiting)} grammars wait to be compiled, which is the most; ask again later."
+                )
+            entry = self._entry(digest, params)
+            entry.num_holders += 1
+        try:
+            yield entry.compiled
+        finally:
+            with self._lock:
+                entry.num_holders -= 1
+                is_wanted = entry.num_holders or entry.is_asked_for
+                is_left = not is_wanted and digest in self._waiting and self._kept[digest] is entry
+                if is_left:
+                    del self._waiting[digest], self._kept[digest]
+                self._drop_unused()
+            if is_left:
+                entry.compiled.cancel()
 
     def start(self, params: StructuredOutputsParams | Mapping[str, Any] | None) -> GrammarState | None:
         """Return the start of an output, None without `params`; waits if the grammar is not compiled yet.
@@ -66,22 +108,76 @@ class Grammars:
         """End the threads. Idempotent."""
         with self._lock:
             threads, self._threads = self._threads, None
+            left = [self._kept[digest] for digest in self._waiting]
+            self._waiting.clear()
             self._kept.clear()
+        for entry in left:
+            entry.compiled.cancel()
         if threads is not None:
-            threads.shutdown(wait=False, cancel_futures=True)
+            threads.shutdown(wait=False)
+
+    def _entry(self, digest: str, params: StructuredOutputsParams) -> _Entry:
+        """Return the grammar's entry, a new one if there is none; the caller has the lock."""
+        entry = self._kept.get(digest)
+        if entry is not None:
+            self._kept.move_to_end(digest)
+            return entry
+        entry = self._kept[digest] = _Entry()
+        self._waiting[digest] = params
+        self._drop_unused()
+        if self._num_working < MOST_COMPILED_AT_ONCE:
+            if self._threads is None:
+                self._threads = ThreadPoolExecutor(MOST_COMPILED_AT_ONCE, thread_name_prefix="grammar")
+            self._threads.submit(self._work)
+            self._num_working += 1
+        return entry
+
+    def _drop_unused(self) -> None:
+        """Drop the least recently used grammars that nobody holds or waits for; the caller has the lock."""
+        num_over = len(self._kept) - MOST_KEPT
+        if num_over <= 0:
+            return
+        unused = (digest for digest, entry in self._kept.items() if not entry.num_holders and entry.compiled.done())
+        for digest in list(islice(unused, num_over)):
+            del self._kept[digest]
+
+    def _work(self) -> None:
+        """Compile what waits, in the order in which it came, until nothing does."""
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    self._num_working -= 1
+                    return
+                digest, params = self._waiting.popitem(last=False)
+                entry = self._kept[digest]
+            self._settle(digest, entry, params)
+
+    def _settle(self, digest: str, entry: _Entry, params: StructuredOutputsParams) -> None:
+        """Compile one grammar, and give the result or the error to those who wait.
+
+        A grammar that could not be compiled is forgotten: its error has a traceback, which holds what it was made of.
+        """
+        if not entry.compiled.set_running_or_notify_cancel():  # by a caller of `compile`
+            self._forget(digest, entry)
+            return
+        try:
+            matcher = self._compile(params)
+        except BaseException as error:  # whatever it is, it is theirs who wait
+            self._forget(digest, entry)
+            entry.compiled.set_exception(error)
+        else:
+            entry.compiled.set_result(matcher)
+
+    def _forget(self, digest: str, entry: _Entry) -> None:
+        with self._lock:
+            if self._kept.get(digest) is entry:
+                del self._kept[digest]
 
     def _compile(self, params: StructuredOutputsParams) -> GrammarMatcher:
         with self._backend_lock:
             if self._backend is None:
                 self._backend = self._make_backend()
         return self._backend.compile(params)
-
-    def _forget_failed(self, digest: str, done: Future[GrammarMatcher]) -> None:
-        """Drop a grammar that could not be compiled: its error has a traceback, which holds what it was made of."""
-        if done.cancelled() or done.exception() is not None:
-            with self._lock:
-                if self._kept.get(digest) is done:
-                    del self._kept[digest]
 
 
 class GrammarState:

@@ -19,6 +19,12 @@ if TYPE_CHECKING:
 WHITESPACE = r"[ \n\r\t]{0,20}"
 """Whitespace in JSON unless a request says otherwise: bounded, because small models write line breaks for ever."""
 
+LEAST_LEXER_FUEL = 100_000
+MOST_LEXER_FUEL = 1_000_000
+"""The limits of what llguidance may spend on the expressions of a grammar's terminals, in its own unit: one for each
+character besides the least. The most is the library's default. A regex of a few characters that explodes behind its
+start would hold up a step for seconds with that, and for tenths of a second with the least."""
+
 
 class LLGuidanceMatcher:
     """The progress of one output, kept by an `LLMatcher`, which raises nothing and remembers its first error."""
@@ -64,7 +70,7 @@ class LLGuidanceBackend:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, vocab_size: int, eos_token_ids: Collection[int]) -> None:
         """Read the tokenizer's vocabulary; `vocab_size` is the model's, which may be larger."""
         try:
-            from llguidance import LLMatcher
+            from llguidance import LLMatcher, LLParserLimits
             from llguidance.hf import from_tokenizer
         except ImportError as error:
             raise RequestError(
@@ -80,12 +86,19 @@ class LLGuidanceBackend:
             raise RequestError(
                 f"structured_outputs are not available with this tokenizer: llguidance refuses it ({error})."
             ) from error
-        self._kind = LLMatcher
+        self._kind, self._limits = LLMatcher, LLParserLimits
         self._num_words = -(-max(vocab_size, len(tokenizer)) // 32)  # of a mask
 
     def compile(self, params: StructuredOutputsParams) -> LLGuidanceMatcher:
         try:
-            matcher = self._kind(self._tokenizer, self._grammar(params), log_level=0)
+            grammar = self._grammar(params)
+            fuel = min(MOST_LEXER_FUEL, LEAST_LEXER_FUEL + len(grammar))
+            matcher = self._kind(
+                self._tokenizer,
+                grammar,
+                log_level=0,
+                limits=self._limits(initial_lexer_fuel=fuel, verbose_errors=False),
+            )
         except (RequestError, MemoryError):
             raise
         except BaseException as error:  # a panic in the Rust library is a BaseException
@@ -95,28 +108,30 @@ class LLGuidanceBackend:
             raise RequestError(f"structured_outputs cannot be compiled: {_first_lines(matcher.get_error())}")
         made = LLGuidanceMatcher(matcher)
         reason = self._try_first_token(made)
-        if reason is not None and "lexer error" in reason:  # a limit of the library's
+        if reason is not None:
             raise RequestError(f"structured_outputs cannot be compiled: {_first_lines(reason)}")
         return made
 
     def _try_first_token(self, matcher: LLGuidanceMatcher) -> str | None:
-        """Accept one token that the grammar allows first, and return the error, or None.
+        """Return why the first token cannot be constrained, or a token that may come first not be accepted, or None.
 
-        A regex that explodes takes seconds to reach a limit while its first mask is computed: here, not in a step.
+        What explodes at its start reaches the limits of the library here, and not in a step.
         """
         mask = np.zeros((1, self._num_words), np.int32)
-        matcher.fill_bitmask(mask, 0)
+        tried = matcher.copy()
+        reason = tried.fill_bitmask(mask, 0)
         words = mask.view(np.uint32)[0]
         (places,) = words.nonzero()
-        if not len(places):
-            return None
-        return matcher.copy().accept([32 * int(places[0]) + int(words[places[0]]).bit_length() - 1])
+        if reason is not None or not len(places):
+            return reason
+        return tried.accept([32 * int(places[0]) + int(words[places[0]]).bit_length() - 1])
 
     def _grammar(self, params: StructuredOutputsParams) -> str:
         if params.regex is not None:
             return self._kind.grammar_from_regex(params.regex)
         if params.choice is not None:
-            return self._kind.grammar_from_lark("start: " + " | ".join(json.dumps(text) for text in params.choice))
+            texts = " | ".join(json.dumps(text) for text in params.choice)
+            return self._kind.grammar_from_lark(f"start: TEXT\nTEXT: {texts}")  # a terminal may have any number
         if params.grammar is not None:
             return self._lark(params.grammar)
         if params.structural_tag is not None:

@@ -1,12 +1,20 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 
 import pytest
 
 from piecegraph.errors import RequestError
-from piecegraph.runner.structured_output.grammars import MOST_KEPT, Grammars, GrammarState
+from piecegraph.runner.structured_output.grammars import (
+    MOST_COMPILED_AT_ONCE,
+    MOST_KEPT,
+    MOST_WAITING,
+    Grammars,
+    GrammarState,
+    TooManyGrammars,
+)
 from piecegraph.runner.structured_output.params import StructuredOutputsParams
 from piecegraph.runner.structured_output.protocol import Bitmask
 
@@ -42,10 +50,11 @@ class Letters:
 
 class Backend:
     def __init__(self) -> None:
-        self.compiled: list[str | None] = []
+        self.compiled: list[str] = []
         self.threads: set[int] = set()
 
     def compile(self, params: StructuredOutputsParams) -> Letters:
+        assert params.regex is not None
         self.compiled.append(params.regex)
         self.threads.add(threading.get_ident())
         if params.regex == "bad":
@@ -95,6 +104,90 @@ def test_the_least_recently_used_grammars_are_dropped() -> None:
     grammars.start(regex("1"))
     assert backend.compiled[MOST_KEPT:] == ["one more", "1"]
     grammars.close()
+
+
+def test_a_grammar_that_is_held_is_not_dropped() -> None:
+    """A request finds its own again, however many others came after it."""
+    backend = Backend()
+    grammars = Grammars(lambda: backend)
+    with grammars.held(regex("mine")) as compiled:
+        for number in range(MOST_KEPT + 2):
+            grammars.start(regex(str(number)))
+        assert grammars.compile(regex("mine")) is compiled
+    assert backend.compiled.count("mine") == 1
+    for number in range(MOST_KEPT + 2, 2 * MOST_KEPT + 3):
+        grammars.start(regex(str(number)))
+    grammars.start(regex("mine"))
+    assert backend.compiled.count("mine") == 2
+    grammars.close()
+
+
+class BusyBackend(Backend):
+    """A backend of which every compile waits until `go` is set; `begun` counts them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go, self.begun = threading.Event(), threading.Semaphore(0)
+
+    def compile(self, params: StructuredOutputsParams) -> Letters:
+        self.begun.release()
+        assert self.go.wait(60)
+        return super().compile(params)
+
+
+@pytest.fixture
+def busy() -> Iterator[tuple[BusyBackend, Grammars]]:
+    """Grammars whose threads are all at work."""
+    backend = BusyBackend()
+    grammars = Grammars(lambda: backend)
+    for number in range(MOST_COMPILED_AT_ONCE):
+        grammars.compile(regex(f"busy {number}"))
+    for _ in range(MOST_COMPILED_AT_ONCE):
+        assert backend.begun.acquire(timeout=60)
+    yield backend, grammars
+    backend.go.set()
+    grammars.close()
+
+
+def test_what_nobody_waits_for_any_more_is_not_compiled(busy: tuple[BusyBackend, Grammars]) -> None:
+    """Ten thousand clients that send a grammar and go away leave nothing; one that stays gets its own."""
+    backend, grammars = busy
+    with grammars.held(regex("stays")) as stays:
+        for number in range(10_000):
+            with grammars.held(regex(f"gone {number}")) as gone, grammars.held(regex("stays")) as same:
+                assert same is stays
+            assert gone.cancelled()
+        asked = grammars.compile(regex("asked for"))
+        with grammars.held(regex("asked for")) as same:
+            assert same is asked
+        backend.go.set()
+        assert stays.result(60) is not None
+        assert asked.result(60) is not None
+    grammars.close()
+    assert sorted(text for text in backend.compiled if "busy" not in text) == ["asked for", "stays"]
+
+
+def test_too_many_that_wait_are_refused(busy: tuple[BusyBackend, Grammars]) -> None:
+    """One that waits already may be asked for nevertheless, and there is room again once one has gone."""
+    _, grammars = busy
+    with ExitStack() as others:
+        for number in range(MOST_WAITING - 1):
+            others.enter_context(grammars.held(regex(str(number))))
+        with (
+            grammars.held(regex("last")),
+            grammars.held(regex("last")),
+            ExitStack() as stack,
+            pytest.raises(TooManyGrammars, match=f"{MOST_WAITING} grammars wait"),
+        ):
+            stack.enter_context(grammars.held(regex("one more")))
+        others.enter_context(grammars.held(regex("one more")))
+
+
+def test_closing_ends_the_wait_for_what_is_not_begun(busy: tuple[BusyBackend, Grammars]) -> None:
+    _, grammars = busy
+    with grammars.held(regex("late")) as late:
+        grammars.close()
+        assert late.cancelled()
 
 
 def test_progress_follows_from_the_tokens() -> None:

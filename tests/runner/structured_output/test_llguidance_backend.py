@@ -131,11 +131,36 @@ def test_a_schema_that_is_nested_too_deeply_is_refused(backend: LLGuidanceBacken
         StructuredOutputsParams(json=schema)
 
 
-@pytest.mark.slow
+EXPLODING = "((a{100}){100}){30}"
+"""llguidance's own limits let it take most of a second for each token, without an error."""
+
+
 def test_a_regex_that_explodes_is_refused_where_it_is_compiled(backend: LLGuidanceBackend) -> None:
-    """No step meets it: its first mask, which reaches the library's limit after seconds, is asked for here."""
+    """No step meets it: its first mask, which reaches a limit, is asked for here."""
     with pytest.raises(RequestError, match="too many expressions"):
-        backend.compile(StructuredOutputsParams(regex="x((a{100}){100}){100}"))
+        backend.compile(StructuredOutputsParams(regex=f"x{EXPLODING}"))
+
+
+def test_what_cannot_be_followed_from_the_start_is_refused(backend: LLGuidanceBackend) -> None:
+    """More alternatives than the library has room for; a request of it would only fail in a step."""
+    names = [f"name {number}" for number in range(700)]
+    with pytest.raises(RequestError, match="Current row has"):
+        backend.compile(StructuredOutputsParams(json={"properties": {name: {} for name in names}, "type": "object"}))
+
+
+def test_ten_thousand_choices(backend: LLGuidanceBackend) -> None:
+    choices = [f"number {number} of {number + 1}" for number in range(10_000)]
+    assert set(outputs(backend, 20, choice=choices)) <= set(choices)
+
+
+def test_a_choice_that_another_begins_with(backend: LLGuidanceBackend) -> None:
+    """It may end there, or go on."""
+    state = GrammarState(backend.compile(StructuredOutputsParams(choice=["a", "abc", "ab", "b"])))
+    end, letter_b, letter_c = 1, *TOKENIZER("bc")["input_ids"]
+    state.advance(TOKENIZER("a")["input_ids"])
+    assert allowed_tokens(state, VOCAB_SIZE) == [end, letter_b]
+    state.advance(TOKENIZER("ab")["input_ids"])
+    assert allowed_tokens(state, VOCAB_SIZE) == [end, letter_c]
 
 
 def test_a_grammar_that_was_left_can_be_followed_again_from_the_start(backend: LLGuidanceBackend) -> None:

@@ -79,7 +79,8 @@ async def chat_completions(service: GenerationService, body: ChatBody, request: 
     model = service.check_model(body.model)
     form = answer_form(service, body)
     params = sampling_params(service.llm, form.sampling, is_stream=body.stream, extra_args=body.vllm_xargs)
-    exit_stack(request).enter_context(service.places(params.n))
+    holding = exit_stack(request)
+    holding.enter_context(service.places(params.n))
     messages = [message.model_dump(exclude_unset=True) for message in body.messages]
     kwargs = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
@@ -95,7 +96,7 @@ async def chat_completions(service: GenerationService, body: ChatBody, request: 
 
     async def prepared() -> tuple[TokenizedPrompt, LoRARequest | None]:
         prompt = await service.rendered(messages, options, body.cache_salt)
-        await service.check(prompt, params)
+        await service.check(prompt, params, holding)
         return prompt, await service.adapters.ready(model)
 
     ready = await until_disconnected(request, prepared())

@@ -103,7 +103,8 @@ async def completions(service: GenerationService, body: CompletionBody, request:
         raise bad_request("echo with logprobs is not available in a stream; leave out one of the three.")
     if body.echo and params.truncate_prompt_tokens is not None:
         raise bad_request("echo with truncate_prompt_tokens is not available; leave out one of the two.")
-    exit_stack(request).enter_context(service.places(params.n * len(prompts)))
+    holding = exit_stack(request)
+    holding.enter_context(service.places(params.n * len(prompts)))
     request_id = f"cmpl-{body.request_id or uuid4().hex}"
 
     async def prepared() -> list[Job]:
@@ -112,7 +113,7 @@ async def completions(service: GenerationService, body: CompletionBody, request:
             tokenized = await service.tokenized(
                 prompt, add_special_tokens=body.add_special_tokens, cache_salt=body.cache_salt
             )
-            await service.check(tokenized, params)
+            await service.check(tokenized, params, holding)
             jobs.append(
                 Job(
                     first_index=number * params.n,

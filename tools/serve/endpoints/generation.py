@@ -17,6 +17,7 @@ from starlette.types import Send
 from piecegraph.errors import RequestError, UsageError
 from piecegraph.runner.common.sampling_params import FIELDS, RequestOutputKind, SamplingParams
 from piecegraph.runner.prompts.tokenize import TokenizedPrompt
+from piecegraph.runner.structured_output.grammars import TooManyGrammars
 from piecegraph.tools.serve.endpoints.generation_service import GenerationService
 from piecegraph.tools.serve.endpoints.service import refused
 from piecegraph.tools.serve.engine.engine_thread import EngineStopped, StepsFailed, WaitedTooLong
@@ -162,6 +163,8 @@ def as_api_error(error: Exception) -> ApiError:
         return refused(error)
     if isinstance(error, WaitedTooLong):
         return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, str(error), code="waited_too_long")
+    if isinstance(error, TooManyGrammars):
+        return ApiError(HTTPStatus.TOO_MANY_REQUESTS, str(error), code="too_many_grammars")
     if isinstance(error, EngineStopped):
         return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, str(error), code="engine_stopped")
     if isinstance(error, UsageError):  # of the engine's state, such as its sleep, and not of the request

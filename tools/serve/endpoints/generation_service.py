@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, ClassVar
 
 from piecegraph.runner.prompts.tokenize import TokenizedPrompt
 from piecegraph.tools.serve.endpoints.served_adapters import ServedAdapters
 from piecegraph.tools.serve.endpoints.service import Service
 from piecegraph.tools.serve.endpoints.settings import ServeSettings
-from piecegraph.tools.serve.engine.engine_thread import OutputStream
+from piecegraph.tools.serve.engine.engine_thread import OutputStream, WaitedTooLong
 from piecegraph.tools.serve.engine.generation_steps import GenerationRequest, GenerationSteps
 
 if TYPE_CHECKING:
@@ -44,11 +45,20 @@ class GenerationService(Service):
         """Return the name of the model, or of an adapter, in replies. Raises `ApiError` for any other name."""
         return name if name is not None and name in self.adapters else super().check_model(name)
 
-    async def check(self, prompt: TokenizedPrompt, params: SamplingParams) -> None:
-        """Raise `RequestError` if the engine cannot run such a prompt. Waits until its grammar is compiled."""
+    async def check(self, prompt: TokenizedPrompt, params: SamplingParams, holding: ExitStack) -> None:
+        """Raise `RequestError` if the engine cannot run such a prompt. Waits until its grammar is compiled.
+
+        The grammar is kept until `holding` is closed. Raises `TooManyGrammars`, and `WaitedTooLong` if the grammar is
+        not compiled in the time for which a request may wait.
+        """
         if params.structured_outputs is not None and self._tokenizer is not None:
-            compiled = self.llm.engine.grammars.compile(params.structured_outputs)
-            await asyncio.shield(asyncio.wrap_future(compiled))  # others may wait for the same
+            compiled = holding.enter_context(self.llm.engine.grammars.held(params.structured_outputs))
+            try:
+                async with asyncio.timeout(self.settings.max_wait_s):
+                    await asyncio.shield(asyncio.wrap_future(compiled))  # others may wait for the same
+            except TimeoutError:
+                waited = f"the request has waited for {self.settings.max_wait_s:g} s for its grammar; try again later."
+                raise WaitedTooLong(waited) from None
         self.llm.engine.check_request(prompt.token_ids, params)
 
     async def outputs(
