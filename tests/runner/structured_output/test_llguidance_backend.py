@@ -156,11 +156,9 @@ def test_ten_thousand_choices(backend: LLGuidanceBackend) -> None:
 def test_a_choice_that_another_begins_with(backend: LLGuidanceBackend) -> None:
     """It may end there, or go on."""
     state = GrammarState(backend.compile(StructuredOutputsParams(choice=["a", "abc", "ab", "b"])))
-    end, letter_b, letter_c = 1, *TOKENIZER("bc")["input_ids"]
-    state.advance(TOKENIZER("a")["input_ids"])
-    assert allowed_tokens(state, VOCAB_SIZE) == [end, letter_b]
-    state.advance(TOKENIZER("ab")["input_ids"])
-    assert allowed_tokens(state, VOCAB_SIZE) == [end, letter_c]
+    for text, following in (("a", "b"), ("ab", "c")):
+        state.advance(TOKENIZER(text)["input_ids"])
+        assert allowed_tokens(state, VOCAB_SIZE) == [1, *TOKENIZER(following)["input_ids"]]
 
 
 def test_a_grammar_that_was_left_can_be_followed_again_from_the_start(backend: LLGuidanceBackend) -> None:

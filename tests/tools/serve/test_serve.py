@@ -197,6 +197,19 @@ def test_echo_with_log_probabilities(client: openai.OpenAI) -> None:
     assert len(logprobs.tokens) == len(logprobs.text_offset) == 5 + 2
 
 
+def test_a_stream_has_the_log_probabilities_of_the_whole_reply(client: openai.OpenAI) -> None:
+    """The offsets, too, although text comes later than its tokens where a stop string might begin."""
+    options: Any = {"model": "tiny", "prompt": "the end", "seed": 7, "max_tokens": 12, "logprobs": 0}
+    drawn = client.completions.create(**options).choices[0].logprobs
+    assert drawn is not None and drawn.tokens is not None
+    options["stop"] = [drawn.tokens[4] + "never"]
+    whole = client.completions.create(**options).choices[0].logprobs
+    parts = [chunk.choices[0].logprobs for chunk in client.completions.create(**options, stream=True)]
+    assert whole is not None
+    for name in ("tokens", "token_logprobs", "text_offset"):
+        assert [each for part in parts if part for each in getattr(part, name)] == pytest.approx(getattr(whole, name))
+
+
 def test_a_prompt_that_is_cut_is_counted_as_it_is_and_not_echoed(client: openai.OpenAI) -> None:
     ask: Any = {
         "model": "tiny",

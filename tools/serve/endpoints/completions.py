@@ -199,7 +199,7 @@ async def _chunks(work: _Completions) -> AsyncIterator[dict[str, Any]]:
     num_prompt = sum(len(kept_tokens(list(job.prompt.token_ids), most, length)) for job in work.jobs)
     num_cached: dict[Job, int] = {}
     num_completion = 0
-    offsets: dict[int, int] = {}
+    offsets: dict[int, int] = {}  # of the next token of each choice, by the texts of its tokens, as in a whole reply
     async with aclosing(work.outputs()) as outputs:  # type: ignore[type-var]  # a generator
         async for job, output in outputs:
             num_cached[job], echo = output.num_cached_tokens, work.echo(job)
@@ -213,7 +213,8 @@ async def _chunks(work: _Completions) -> AsyncIterator[dict[str, Any]]:
                     offsets[index] = 0
                     text = text if echo is None else echo.text + text
                 logprobs = work.logprobs(completion, offsets[index])
-                offsets[index] += len(text)
+                if logprobs is not None and logprobs["tokens"]:
+                    offsets[index] = logprobs["text_offset"][-1] + len(logprobs["tokens"][-1])
                 has_news = text or logprobs is not None or work.body.return_token_ids
                 if not has_news and completion.finish_reason is None:
                     continue

@@ -41,9 +41,9 @@ class GenerationService(Service):
         )
         self.adapters = ServedAdapters(llm, settings, self.model_names)
 
-    def check_model(self, name: str | None) -> str:
-        """Return the name of the model, or of an adapter, in replies. Raises `ApiError` for any other name."""
-        return name if name is not None and name in self.adapters else super().check_model(name)
+    def known_models(self) -> tuple[str, ...]:
+        """Return the names of the model, and those of its adapters."""
+        return *self.model_names, *(each.lora_name for each in self.adapters)
 
     async def check(self, prompt: TokenizedPrompt, params: SamplingParams, holding: ExitStack) -> None:
         """Raise `RequestError` if the engine cannot run such a prompt. Waits until its grammar is compiled.

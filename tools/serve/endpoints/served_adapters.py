@@ -61,6 +61,8 @@ class ServedAdapters:
         self._check_changes()
         if name in self._requests or name in self._model_names:
             raise bad_request(f"lora_name={shorten(name)!r} is served already; unload that adapter first.")
+        if not name.isprintable():  # half of a surrogate pair, for one, which no reply could name
+            raise bad_request(f"lora_name={shorten(ascii(name))}; it must be of characters that can be printed.")
         request = self._numbered(name, path)
         await self._read(request)
         self._requests.setdefault(name, request)

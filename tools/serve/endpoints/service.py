@@ -92,13 +92,18 @@ class Service:
         self._tokenizing.shutdown(wait=False, cancel_futures=True)
         return self.thread.stop(timeout_s)
 
+    def known_models(self) -> tuple[str, ...]:
+        """Return the names that requests may call a model by."""
+        return self.model_names
+
     def check_model(self, name: str | None) -> str:
         """Return the model's name in replies. Raises `ApiError` if a request names another model."""
-        if name is None or name in self.model_names:
-            return name or self.model_names[0]
+        known = self.known_models()
+        if name is None or name in known:
+            return name or known[0]
         raise ApiError(
             HTTPStatus.NOT_FOUND,
-            f"model={shorten(name)!r} is not served here.{did_you_mean(name, self.model_names)}",
+            f"model={shorten(name)!r} is not served here.{did_you_mean(name, known)}",
             param="model",
             code="model_not_found",
         )

@@ -145,12 +145,9 @@ def _add_information(app: FastAPI, service: Service) -> None:
             "max_model_len": service.llm.max_model_len,
         }
 
-    def names() -> list[str]:
-        return [*service.model_names, *(each.lora_name for each in adapters or ())]
-
     @app.get("/v1/models", response_model=None)
     async def models() -> Response:
-        return json_response({"object": "list", "data": [card(name) for name in names()]})
+        return json_response({"object": "list", "data": [card(name) for name in service.known_models()]})
 
     @app.get("/v1/models/{name:path}", response_model=None)
     async def model(name: str) -> Response:

@@ -9,14 +9,13 @@ from pydantic import (
     Field,
     StrictInt,
     StrictStr,
-    ValidationError,
     ValidatorFunctionWrapHandler,
     field_validator,
     model_validator,
 )
 
-from piecegraph.errors import shorten
 from piecegraph.tools.serve.protocol.request_models import Body
+from piecegraph.tools.serve.protocol.text_or_tokens import text_or_tokens
 
 MAX_INPUTS = 2048
 """The most texts of one request, as in the OpenAI API."""
@@ -59,13 +58,7 @@ class EmbeddingBody(Body):
     @field_validator("input", mode="wrap")
     @classmethod
     def _check_input(cls, value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
-        try:
-            return handler(value)
-        except ValidationError:
-            raise ValueError(
-                "input must be a string, a list of strings, a list of token ids or a list of such lists; "
-                f"{_first_misfit(value)}."
-            ) from None
+        return text_or_tokens("input", value, handler)
 
     @field_validator("input")
     @classmethod
@@ -93,20 +86,3 @@ class EmbeddingBody(Body):
         """Return the texts, each as a string or token ids."""
         found: Any = [self.input] if self.is_single else self.input
         return list(found)
-
-
-def _first_misfit(value: Any) -> str:
-    """Return what does not fit into any form that `input` may have."""
-    if not isinstance(value, list):
-        return f"it is {shorten(repr(value))}"
-    kind = type(value[0])
-    for number, item in enumerate(value):
-        if isinstance(item, bool) or not isinstance(item, str | int | list):
-            return f"input[{number}] is {shorten(repr(item))}"
-        if type(item) is not kind:
-            return f"input[{number}] is {shorten(repr(item))}, and input[0] is {shorten(repr(value[0]))}"
-        if isinstance(item, list):
-            for place, token in enumerate(item):
-                if type(token) is not int:
-                    return f"input[{number}][{place}] is {shorten(repr(token))}"
-    return "one of its numbers is out of range"

@@ -27,7 +27,9 @@ _TYPES = {
     HTTPStatus.INTERNAL_SERVER_ERROR: "server_error",
 }
 
-_NAMED = re.compile(r"(\w+)(?:\[[^]]*\])?=|(?:unknown field|.*sampling parameter) '(\w+)'|(\w+) is not available")
+_NAMED = re.compile(
+    r"(\w+)(?:\[[^]]*\])?=|(?:unknown field|unknown parameter|.*sampling parameter) '(\w+)'|(\w+) is not available"
+)
 """The beginnings of messages that name the field."""
 
 

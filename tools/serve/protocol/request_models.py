@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidatorFunctionWrapHandler, field_validator, model_validator
 
 from piecegraph.errors import did_you_mean, shorten
+from piecegraph.tools.serve.protocol.text_or_tokens import text_or_tokens
 from piecegraph.tools.serve.protocol.tool_fields import ResponseFormat, Tool, ToolChoice
 
 SAMPLING_FIELDS = (
@@ -41,6 +42,8 @@ SAMPLING_FIELDS = (
 
 class Body(BaseModel):
     """A body whose unknown fields are refused with the nearest known one. A field that is null counts as left out.
+
+    Values are read as by vLLM's server, by pydantic's rules: "2" for a number and "yes" for a truth value are taken.
 
     `ignored`: fields of the OpenAI API that do not change what is generated. `unavailable`: fields that would, each
     with what to do instead; they are accepted if their value is None, False or empty, or one of `without_effect`, which
@@ -292,6 +295,11 @@ class CompletionBody(GenerationBody):
 
     # vLLM's
     add_special_tokens: bool = True
+
+    @field_validator("prompt", mode="wrap")
+    @classmethod
+    def _check_prompt(cls, value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+        return text_or_tokens("prompt", value, handler)
 
     def prompts(self) -> list[str | list[int]]:
         """Return the prompts, one or several; a list of numbers is one."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -67,12 +68,15 @@ async def names(client: httpx.AsyncClient) -> dict[str, Any]:
 
 async def use(client: httpx.AsyncClient, folder: Path, models: dict[str, PreTrainedModel]) -> None:
     def load(name: str, path: Path) -> Any:
-        return client.post("/v1/load_lora_adapter", json={"lora_name": name, "lora_path": str(path)})
+        content = json.dumps({"lora_name": name, "lora_path": str(path)})
+        return client.post("/v1/load_lora_adapter", content=content, headers={"Content-Type": "application/json"})
 
     for name in ("base", "a"):
         assert_same_tokens(models[name], PROMPT, await tokens(client, name))
     missing = await client.post("/v1/completions", json={"model": "b", "prompt": PROMPT})
-    assert missing.status_code == 404
+    assert missing.status_code == 404 and "Known: a, base." in missing.text, missing.text
+    unnamed = await load("\ud800", folder / "b")
+    assert unnamed.status_code == 400 and unnamed.json()["error"]["param"] == "lora_name", unnamed.text
     refused = await load("b", folder / "nowhere")
     assert refused.status_code == 400 and "is not a folder" in refused.text
     assert await names(client) == {"base": None, "a": "base"}

@@ -170,11 +170,18 @@ def test_what_cannot_be_done_is_refused_and_changes_nothing(llm: LLM) -> None:
     async def use(client: httpx.AsyncClient, service: GenerationService) -> None:
         for path, message in (
             ("/sleep?level=3", "level=3; it must be 1"),
-            ("/sleep?level=deep", "level: "),
-            ("/wake_up?tags=weights", "everything wakes up together"),
+            ("/sleep?level=deep", "level=deep; it must be one number"),
+            ("/sleep?level=1&level=2", "level=1 and 2; it must be one number"),
+            ("/sleep?lvel=2", "unknown parameter 'lvel'. Did you mean 'level'?"),
+            ("/sleep?mode=abort", "unknown parameter 'mode'. Known: level."),
+            ("/wake_up?tags=weights&tags=kv_cache", "tags=['weights', 'kv_cache']; everything wakes up together"),
+            ("/wake_up?level=1", "unknown parameter 'level'. Known: tags."),
         ):
             refused = await client.post(path)
-            assert refused.status_code == 400 and message in refused.json()["error"]["message"], refused.text
+            error = refused.json()["error"]
+            assert refused.status_code == 400 and message in error["message"], refused.text
+            assert error["param"] in path
+        assert (await client.get("/is_sleeping?level=1")).status_code == 400
         with service.places(1):  # as a request that is being tokenized
             busy = await client.post("/sleep")
         assert busy.status_code == 409 and busy.json()["error"]["code"] == "not_idle"

@@ -1,6 +1,6 @@
 """Every field of a request of the OpenAI API or of vLLM's is read, accepted without effect, or refused by its name.
 
-Also tests `embedding_body.py` and the parameter that an error names.
+Also tests `embedding_body.py`, `text_or_tokens.py` and the parameter that an error names.
 """
 
 from __future__ import annotations
@@ -248,3 +248,39 @@ def test_all_log_probabilities_of_a_repeated_prompt() -> None:
     for wanted, expected in ((None, 2), (5, 5), (-1, -1)):
         body = CompletionBody(prompt="Hi", echo=True, logprobs=2, prompt_logprobs=wanted)
         assert body.sampling_options()["prompt_logprobs"] == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "read"),
+    [
+        ("n", "2", 2),
+        ("max_tokens", 7.0, 7),
+        ("temperature", "0.5", 0.5),
+        ("stream", "yes", True),
+        ("logprobs", True, 1),
+    ],
+)
+def test_values_are_read_as_by_vllms_server(name: str, value: Any, read: Any) -> None:
+    """By pydantic's rules; what no number or truth value can be meant by is refused."""
+    found = getattr(CompletionBody.model_validate({"prompt": "Hi", name: value}), name)
+    assert (type(found), found) == (type(read), read)
+    with pytest.raises(ValidationError):
+        CompletionBody.model_validate({"prompt": "Hi", name: "perhaps"})
+
+
+@pytest.mark.parametrize(
+    ("prompt", "misfit"),
+    [
+        (None, "it is None"),
+        ([[5], "a"], "prompt[1] is 'a', and prompt[0] is [5]"),
+        (["a", 7], "prompt[1] is 7, and prompt[0] is 'a'"),
+        ([[5, 1.5]], "prompt[0][1] is 1.5"),
+        ({"a": 1}, "it is {'a': 1}"),
+    ],
+)
+def test_a_prompt_of_another_form_is_told_what_does_not_fit(prompt: Any, misfit: str) -> None:
+    with pytest.raises(ValidationError) as raised:
+        CompletionBody.model_validate({"prompt": prompt})
+    error = invalid_body(raised.value.errors())
+    assert error.param == "prompt" and "must be a string, a list of strings" in error.message
+    assert f"; {misfit}." in error.message
