@@ -155,7 +155,8 @@ class Grammars:
     def _settle(self, digest: str, entry: _Entry, params: StructuredOutputsParams) -> None:
         """Compile one grammar, and give the result or the error to those who wait.
 
-        A grammar that could not be compiled is forgotten: its error has a traceback, which holds what it was made of.
+        A grammar that could not be compiled is forgotten, and its error has no traceback: the frames hold what it was
+        made of, which may be hundreds of megabytes, and the future that holds the error.
         """
         if not entry.compiled.set_running_or_notify_cancel():  # by a caller of `compile`
             self._forget(digest, entry)
@@ -164,6 +165,9 @@ class Grammars:
             matcher = self._compile(params)
         except BaseException as error:  # whatever it is, it is theirs who wait
             self._forget(digest, entry)
+            if isinstance(error, RequestError):
+                error.__cause__ = error.__context__ = None
+                error = error.with_traceback(None)
             entry.compiled.set_exception(error)
         else:
             entry.compiled.set_result(matcher)

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 
@@ -90,6 +92,35 @@ def test_a_refused_grammar_is_forgotten() -> None:
         with pytest.raises(RequestError, match="a reason"):
             grammars.start(regex("bad"))
     assert backend.compiled == ["bad", "bad"]
+    grammars.close()
+
+
+class Part:
+    """A part of a grammar."""
+
+
+def test_what_a_refused_grammar_was_made_of_is_freed_at_once() -> None:
+    """Before a garbage collection, and although its error is still there."""
+    parts: list[weakref.ref[Part]] = []
+
+    class Refusing(Backend):
+        def compile(self, params: StructuredOutputsParams) -> Letters:
+            part = Part()
+            parts.append(weakref.ref(part))
+            try:
+                raise ValueError("the library's")
+            except ValueError as error:
+                raise RequestError("a reason") from error
+
+    grammars = Grammars(Refusing)
+    is_collecting = gc.isenabled()
+    gc.disable()
+    try:
+        error = grammars.compile(regex("a")).exception(60)
+        assert isinstance(error, RequestError) and parts[0]() is None
+    finally:
+        if is_collecting:
+            gc.enable()
     grammars.close()
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import ExitStack
-from typing import TYPE_CHECKING, ClassVar
+from concurrent.futures import Future
+from contextlib import ExitStack, suppress
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from piecegraph.runner.prompts.tokenize import TokenizedPrompt
 from piecegraph.tools.serve.endpoints.served_adapters import ServedAdapters
@@ -55,10 +56,11 @@ class GenerationService(Service):
             compiled = holding.enter_context(self.llm.engine.grammars.held(params.structured_outputs))
             try:
                 async with asyncio.timeout(self.settings.max_wait_s):
-                    await asyncio.shield(asyncio.wrap_future(compiled))  # others may wait for the same
+                    await _until_done(compiled)
             except TimeoutError:
                 waited = f"the request has waited for {self.settings.max_wait_s:g} s for its grammar; try again later."
                 raise WaitedTooLong(waited) from None
+            compiled.result()
         self.llm.engine.check_request(prompt.token_ids, params)
 
     async def outputs(
@@ -90,3 +92,15 @@ class GenerationService(Service):
                     return
         finally:
             self.thread.abort(stream)
+
+
+async def _until_done(future: Future[Any]) -> None:
+    """Wait until another thread has ended `future`, for which others may wait, too; raises nothing that it holds."""
+    loop, is_done = asyncio.get_running_loop(), asyncio.Event()
+
+    def tell(done: Future[Any]) -> None:
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(is_done.set)
+
+    future.add_done_callback(tell)
+    await is_done.wait()
