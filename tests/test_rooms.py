@@ -395,6 +395,7 @@ COVERED_BY: Mapping[str, str] = {
     "tools/serve/engine/generation_steps.py": "tests/tools/serve/engine/test_engine_thread.py",
     "tools/serve/engine/steps.py": "tests/tools/serve/engine/test_engine_thread.py",
     "tools/serve/protocol/embedding_body.py": "tests/tools/serve/endpoints/test_embeddings.py",
+    "tools/serve/protocol/text_or_tokens.py": "tests/tools/serve/protocol/test_request_models.py",
     "tools/serve/commands/serve.py": "tests/tools/serve/test_serve.py",
     "tools/serve/endpoints/chat_completions.py": "tests/tools/serve/test_serve.py",
     "tools/serve/endpoints/completions.py": "tests/tools/serve/test_serve.py",
