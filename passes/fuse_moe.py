@@ -1,7 +1,7 @@
 """`fuse-moe`: replace a sort and two grouped matmuls, the routed experts of a mixture, by one op.
 
 The pass matches transformers' `grouped_mm` form of experts, which sorts pairs of token and expert, multiplies groups of
-rows, and restores the order of the products. Routing (softmax, topk, normalization) stays in the graph.
+rows, and restores the order of the products. Routing (softmax, topk, normalisation) stays in the graph.
 """
 
 from __future__ import annotations

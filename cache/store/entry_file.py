@@ -116,7 +116,7 @@ _AS_WE_WRITE_IT = re.compile(
 def _signed_document(data: bytes, keyring: Keyring, is_known_good: bool) -> tuple[Any, Any]:
     """Return the document and its signature if its very bytes are signed by one of our keys; else None for both.
 
-    This is the fast path for most entries: they need not be serialized again for comparison, which takes most of the
+    This is the fast path for most entries: they need not be serialised again for comparison, which takes most of the
     time of a listing. If the result is None, the caller parses the file in full to find the reason.
     """
     found = _AS_WE_WRITE_IT.fullmatch(data)

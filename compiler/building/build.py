@@ -1,4 +1,4 @@
-"""The build of a stitched module from a traced graph: normalize, split, compile, stitch."""
+"""The build of a stitched module from a traced graph: normalise, split, compile, stitch."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def build(
     bind: Bind,
     before_compile: BeforeCompile | None = None,
 ) -> BuildResult:
-    """Compile a traced graph, which is normalized in place.
+    """Compile a traced graph, which is normalised in place.
 
     Those of `passes` that work on the traced graph have run, and `rows` reports them; the others run here. `bind` is
     called once, while child processes compile pieces if there are any.
@@ -245,7 +245,7 @@ class Assembly:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _SplitGraph:
-    """A normalized graph that was split at its split ops, after the passes on pieces."""
+    """A normalised graph that was split at its split ops, after the passes on pieces."""
 
     parts: Sequence[Piece | Call]  # in execution order
     pieces: Sequence[Piece]
@@ -266,7 +266,7 @@ def _split(
     is_split_op: IsSplitOp,
     on_phase: OnPhase,
 ) -> _SplitGraph:
-    """Normalize and split the graph, and run the passes on pieces."""
+    """Normalise and split the graph, and run the passes on pieces."""
     start = time.perf_counter()
     on_phase(Phase(name="split"))
     constants, conditions = normalize(graph_module, is_split_op, frozenset(inputs.size_symbols))

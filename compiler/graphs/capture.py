@@ -47,8 +47,8 @@ WarmUp = TypeVar("WarmUp")
 WARMUPS_OF_FIRST = (True, False)
 """The warm-up runs before the first recording, in order: True runs all steps, False runs one step of each kind.
 
-There are two runs because libraries initialize some things in their first call and others in their second, and no
-initialization may be recorded.
+There are two runs because libraries initialise some things in their first call and others in their second, and no
+initialisation may be recorded.
 """
 
 WARMUPS = (False,)

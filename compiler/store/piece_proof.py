@@ -116,7 +116,7 @@ class Trial:
     def digest(self, inputs: list[Any], outputs: list[Any]) -> str:
         """Return the sha256 (hex) of `outputs`, and of `inputs` where the graph writes to tensors.
 
-        Outputs that are uninitialized memory are left out.
+        Outputs that are uninitialised memory are left out.
         """
         digest = hashlib.sha256()
         computed = [each for each, is_computed in zip(outputs, self.is_computed, strict=True) if is_computed]

@@ -49,7 +49,7 @@ def fingerprint(src: Any, target: Any, options: Mapping[str, Any]) -> str:
 
     Triton itself is not included: its build is in the key of the cache entry that holds the kernel. The parts are those
     of Triton's own key: the source of the function, of the functions that it calls and of the constants that it reads,
-    the signature, the values of constants, the specialization of arguments, the options (the architecture, and
+    the signature, the values of constants, the specialisation of arguments, the options (the architecture, and
     libraries by content), and the variables that Triton declares relevant. Triton's digest of its own files and of
     ptxas takes most of a second; its other settings and the choice of ptxas take its place.
     """

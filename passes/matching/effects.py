@@ -119,7 +119,7 @@ def reads_view_attribute(node: fx.Node) -> bool:
 def _updated_statistics(node: fx.Node) -> tuple[fx.Node, ...]:
     """Return the tensors that a function without a trailing underscore changes in place.
 
-    They are the running statistics of a normalization in training, and an embedding's table that is renormalized.
+    They are the running statistics of a normalisation in training, and an embedding's table that is renormalised.
     """
     if node.target not in _STATISTICS:
         return ()

@@ -604,7 +604,7 @@ class Engine:
 
 
 _CODE_OF_ADVANCE: CodeType = unwrap(Engine._advance).__code__
-"""The code by which frames of a running step are recognized. `unwrap` removes the decorator."""
+"""The code by which frames of a running step are recognised. `unwrap` removes the decorator."""
 
 _CODES_THAT_CHANGE = frozenset(
     unwrap(each).__code__

@@ -118,7 +118,7 @@ def quantise_experts(
             _set(module, short, weight)
         module.__class__ = QuantisedExperts
         module.scheme, module.gate = scheme.method, tuple(gate)
-        module._is_hf_initialized = True  # transformers would initialize weights
+        module._is_hf_initialized = True  # transformers would initialise weights
         found.schemes[path] = scheme
     return found
 

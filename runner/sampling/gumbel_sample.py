@@ -38,7 +38,7 @@ def gumbel_sample(
 ) -> torch.Tensor:
     """Return one token a row of `logits`: argmax(logits / temperature + Gumbel noise), or argmax(logits) if greedy.
 
-    That is a draw from softmax(logits / temperature), which is never materialized. The noise depends on a row's
+    That is a draw from softmax(logits / temperature), which is never materialised. The noise depends on a row's
     seed and position and the token only, so neither neighbours nor the order of rows matter. Among equal
     tokens the first wins; -inf and NaN are never drawn, unless a row has nothing else: then the token is 0.
 

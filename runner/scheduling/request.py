@@ -73,7 +73,7 @@ class Request:
     num_admitted_tokens: int = 0  # known when it was last admitted; a token after them comes from a step
     num_unverified_tokens: int = 0  # of the computed ones, drafts that steps in flight may still reject
     num_ready_drafts: int = 0  # drafted for its next step, as far as the host knows
-    epoch: int = NOT_ADMITTED  # number of its last admission, by which steps of earlier admissions are recognized
+    epoch: int = NOT_ADMITTED  # number of its last admission, by which steps of earlier admissions are recognised
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: str | None = None  # what failed, if `finish_reason` is "error"

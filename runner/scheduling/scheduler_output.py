@@ -30,7 +30,7 @@ class ScheduledRequest(NamedTuple):
     num_tokens: int  # to compute in this step, 1 or more
     num_computed_tokens: int  # before this step
     is_sampled: bool  # True: its last token is computed, so the next one is drawn
-    epoch: int  # number of its admission, by which the scheduler recognizes stale steps
+    epoch: int  # number of its admission, by which the scheduler recognises stale steps
 
 
 _make_scheduled = partial(tuple.__new__, ScheduledRequest)
@@ -41,7 +41,7 @@ class ScheduledDecodes(Sequence[ScheduledRequest]):
     """The parts of requests that all compute one token and draw the next, in columns; immutable.
 
     Most steps are of this kind, and make no object for each request. An instance equals any sequence of the same parts.
-    Steps of the same requests share `request_ids`, so the batch can be recognized by identity.
+    Steps of the same requests share `request_ids`, so the batch can be recognised by identity.
     """
 
     __slots__ = ("_epochs", "num_computed", "request_ids")

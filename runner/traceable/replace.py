@@ -14,7 +14,7 @@ from torch import nn
 from piecegraph.runner.traceable import experts, tables
 
 KINDS: tuple[Callable[[Any], type[nn.Module] | None], ...] = (experts.replacement, tables.replacement)
-"""The functions that recognize a kind of module."""
+"""The functions that recognise a kind of module."""
 
 
 def make_traceable(model: nn.Module) -> None:

@@ -40,7 +40,7 @@ class _Compiled(NamedTuple):
 
 
 class OverlappedKernel:
-    """A function under `triton.jit`, compiled once for everything Triton specializes it on.
+    """A function under `triton.jit`, compiled once for everything Triton specialises it on.
 
     The function's parameters are tensors and numbers first, then constants, the last of which is `OVERLAP`: whether the
     kernel contains the instructions. A launch costs the host a few microseconds, where `kernel[grid](...)` takes tens.
@@ -108,7 +108,7 @@ class OverlappedKernel:
 
 
 def _kind(x: Any) -> object:
-    """Return what Triton may specialize a kernel on, at least as fine as Triton's own distinction."""
+    """Return what Triton may specialise a kernel on, at least as fine as Triton's own distinction."""
     if isinstance(x, torch.Tensor):
         return x.dtype, x.data_ptr() % 16 == 0
     if isinstance(x, int):

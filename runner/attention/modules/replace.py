@@ -40,7 +40,7 @@ KINDS: tuple[Callable[[Any], type[nn.Module] | None], ...] = (
     transposed.replacement,
     by_value.replacement,
 )
-"""The functions that recognize a kind of module."""
+"""The functions that recognise a kind of module."""
 
 WITHOUT_INTERFACE = "eager"
 """The `attn_implementation` under which models whose modules are replaced are constructed: their classes know no

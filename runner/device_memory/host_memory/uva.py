@@ -20,7 +20,7 @@ class UvaTensor:
     Suited to large tensors that are read rarely, such as a prompt's token ids: every read crosses the bus.
 
     A kernel sees what the host wrote before the kernel was launched (or its graph replayed). There is no
-    synchronization: the host may write only cells that no step in flight reads. State rows make that simple:
+    synchronisation: the host may write only cells that no step in flight reads. State rows make that simple:
     a row belongs to its request until the step that removes the request has run, and only then may another
     request's values be written there. Kernels must not write, because the host cannot know when they do.
 

@@ -48,7 +48,7 @@ class Eagle3Head(nn.Module):
     """An EAGLE-3 head over the flattened tokens of all requests."""
 
     def __init__(self, config: Eagle3Config) -> None:
-        """Make the modules, with the default initialization of torch."""
+        """Make the modules, with the default initialisation of torch."""
         super().__init__()
         layers = config.layer_config
         kind = CLASSES[layers.model_type]

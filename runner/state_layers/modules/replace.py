@@ -22,7 +22,7 @@ KINDS: tuple[Callable[[Any], type[nn.Module] | None], ...] = (
     short_conv.replacement,
     lightning.replacement,
 )
-"""The functions that recognize a kind of layer."""
+"""The functions that recognise a kind of layer."""
 
 
 def replace_state_layers(model: nn.Module) -> str | None:

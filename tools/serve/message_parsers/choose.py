@@ -9,11 +9,11 @@ from piecegraph.tools.serve.message_parsers.protocol import MessageParser, Plain
 from piecegraph.tools.serve.message_parsers.think import BEGIN, Think, is_thinking
 
 TOOL_FORMATS: tuple[ToolFormat, ...] = (Hermes(), Mistral(), Llama())
-"""The formats of tool calls; the first one that recognizes a chat template is taken, so the strictest come first."""
+"""The formats of tool calls; the first one that recognises a chat template is taken, so the strictest come first."""
 
 
 def tool_format(template: str) -> ToolFormat:
-    """Return the format in which a model with this chat template writes tool calls; Hermes's if none recognizes it."""
+    """Return the format in which a model with this chat template writes tool calls; Hermes's if none recognises it."""
     return next((each for each in TOOL_FORMATS if each.is_format_of(template)), TOOL_FORMATS[0])
 
 

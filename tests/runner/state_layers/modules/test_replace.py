@@ -1,4 +1,4 @@
-"""Kinds of layers are recognized by their structure, and nothing else is taken for one of them."""
+"""Kinds of layers are recognised by their structure, and nothing else is taken for one of them."""
 
 from __future__ import annotations
 
