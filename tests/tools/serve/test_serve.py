@@ -285,9 +285,14 @@ def test_json_of_a_schema(client: openai.OpenAI) -> None:
 def test_forced_calls_of_tools(client: openai.OpenAI) -> None:
     """The reply, and the deltas of a stream, are calls with arguments of the tool's schema."""
     options: Any = {"model": "tiny", "messages": MESSAGES, "tools": TOOLS, "seed": 4, "max_tokens": 300}
-    choices: list[Any] = ["required", {"type": "function", "function": {"name": "weather"}}]
+    named = {"type": "function", "function": {"name": "weather"}}
+    # Calls that follow each other are allowed by default; a function that is named is called once, even without an EOS token.
+    choices: list[Any] = [
+        {"tool_choice": "required", "parallel_tool_calls": False},
+        {"tool_choice": named, "logit_bias": {"1": -100}},
+    ]
     for choice in choices:
-        reply = client.chat.completions.create(tool_choice=choice, parallel_tool_calls=False, **options).choices[0]
+        reply = client.chat.completions.create(**choice, **options).choices[0]
         assert reply.finish_reason == "tool_calls"
         assert reply.message.content is None
         assert reply.message.tool_calls is not None
@@ -296,9 +301,7 @@ def test_forced_calls_of_tools(client: openai.OpenAI) -> None:
         assert call.function.name == "weather"
         jsonschema.validate(json.loads(call.function.arguments), SCHEMA)
         arguments, names, reasons = "", [], []
-        for chunk in client.chat.completions.create(
-            tool_choice=choice, parallel_tool_calls=False, stream=True, **options
-        ):
+        for chunk in client.chat.completions.create(**choice, stream=True, **options):
             reasons.append(chunk.choices[0].finish_reason)
             for part in chunk.choices[0].delta.tool_calls or ():
                 assert part.function is not None

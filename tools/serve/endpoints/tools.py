@@ -54,7 +54,8 @@ def answer_form(service: GenerationService, body: ChatBody) -> AnswerForm:
     if special:
         options["skip_special_tokens"] = False  # a call's markers have to be in the text
     if body.forces_call:
-        grammar = form.grammar(allowed, special=special, many=body.parallel_tool_calls and len(allowed) > 0)
+        many = body.parallel_tool_calls and body.tool_choice == "required"  # a named function is called once
+        grammar = form.grammar(allowed, special=special, many=many)
         options["structured_outputs"] = {"grammar": grammar}
     return AnswerForm(
         template=template,
