@@ -286,7 +286,7 @@ def test_forced_calls_of_tools(client: openai.OpenAI) -> None:
     """The reply, and the deltas of a stream, are calls with arguments of the tool's schema."""
     options: Any = {"model": "tiny", "messages": MESSAGES, "tools": TOOLS, "seed": 4, "max_tokens": 300}
     named = {"type": "function", "function": {"name": "weather"}}
-    # Calls that follow each other are allowed by default; a function that is named is called once, even without an EOS token.
+    # Calls that follow each other are allowed by default; a named function is called once, even without an EOS token.
     choices: list[Any] = [
         {"tool_choice": "required", "parallel_tool_calls": False},
         {"tool_choice": named, "logit_bias": {"1": -100}},
