@@ -45,10 +45,12 @@ def cache_scales(
     vocab_size: int,
     max_model_len: int,
     device: torch.device,
+    of_drafts: Sequence[str] = (),
 ) -> Scales:
     """Return the scales of an engine's caches; none if they keep other numbers, or keep them as they are.
 
-    `forward`: the model, for a calibration. `has_states`: whether it has layers with states. Raises `CheckpointError`
+    `forward`: the model, for a calibration. `has_states`: whether it has layers with states. `of_drafts`: as for
+    `stored_scales`. Raises `CheckpointError`
     for bad scales, `UnsupportedModel` for a model that is not calibrated here, and `ConfigError` for scales by head
     that would have to be divided among ranks.
     """
@@ -63,7 +65,8 @@ def cache_scales(
         sizes = {"vocab_size": vocab_size, "max_model_len": max_model_len}
         return calibrated_scales(forward, layers, **sizes, device=device)
     heads = {layer.name: layer.num_kv_heads * config.tensor_parallel_size for layer in layers}
-    found = stored_scales(config.source.weight_files, heads, has_others=config.pipeline_parallel_size > 1)
+    has_others = config.pipeline_parallel_size > 1
+    found = stored_scales(config.source.weight_files, heads, has_others=has_others, of_drafts=of_drafts)
     if config.tensor_parallel_size > 1 and any(each.numel() > 1 for pair in found.values() for each in pair):
         raise ConfigError(
             "the checkpoint has scales of cached keys and values for each head, which are not divided among ranks yet; "

@@ -81,6 +81,7 @@ class QuantisedLayers:
     """The result of `quantise_experts`."""
 
     schemes: dict[str, Scheme] = field(default_factory=dict)  # by the path of the experts
+    shapes: dict[tuple[str, ...], tuple[int, int]] = field(default_factory=dict)  # of an expert, by (parameter,)
     left: dict[str, str] = field(default_factory=dict)  # by the path of experts that stay as they are, the reason
 
 
@@ -90,14 +91,24 @@ def quantise_experts(
     """Quantise the experts of a model in place, an expert after another. Arguments are those of `quantise_model`.
 
     The scheme of experts is that of their linears, by the names that these have in files. Raises `CheckpointError` as
-    `quantise_model` does, and `UnsupportedModel` for experts of a layer that have several schemes.
+    `quantise_model` does, and `UnsupportedModel` for experts of a layer that have several schemes, and for those of
+    which a checkpoint has quantised weights that cannot be multiplied by.
     """
     found = QuantisedLayers()
-    gates = {path: gate for path, module in model.named_modules() if (gate := gate_of(module)) is not None}
+    gates = {path: gate_of(module) for path, module in model.named_modules() if _has_experts(module)}
     names = ExpertNames(model, gates) if gates else None
     for path, gate in gates.items():
         assert names is not None
         module: Any = model.get_submodule(path)
+        if gate is None:
+            found.left[path] = _NOT_KNOWN
+            down = names.linears(path, DOWN)[0].replace("*", "0")
+            if must_fit and scheme_of(down, "Linear") is not None:
+                raise UnsupportedModel(
+                    f"the checkpoint's experts are quantised, and those of {path} ({type(module).__name__}) cannot be "
+                    f"multiplied by here: {_NOT_KNOWN}. Use an unquantised checkpoint of the model."
+                )
+            continue
         scheme = _scheme(path, names, scheme_of, module.down_proj.shape[0])
         if scheme is None:
             found.left[path] = "not quantised in the checkpoint"
@@ -114,6 +125,8 @@ def quantise_experts(
                 "quantization out."
             ) from error
         for short, weight in packed.items():
+            _, rows, size = _shape(module._parameters[short], is_transposed=module.is_transposed)
+            found.shapes[(f"{path}.{short}",)] = rows, size
             del module._parameters[short]
             _set(module, short, weight)
         module.__class__ = QuantisedExperts
@@ -121,6 +134,16 @@ def quantise_experts(
         module._is_hf_initialized = True  # transformers would initialise weights
         found.schemes[path] = scheme
     return found
+
+
+_NOT_KNOWN = "their gate, or the shape of their weights, is of a kind that is not known"
+"""Why experts stay floats, or cannot be read."""
+
+
+def _has_experts(module: nn.Module) -> bool:
+    """Return whether a module has the weights of experts in floats, with a gate that is known or not."""
+    down = module._parameters.get(DOWN)
+    return down is not None and down.ndim == 3
 
 
 def _scheme(

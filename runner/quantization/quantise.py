@@ -31,6 +31,9 @@ class QuantisationSummary:
     left: tuple[str, ...]  # weights of two dims or more that stay as they are, alike ones together, with reasons
     methods: Mapping[str, Scheme]  # by the path of a module
     experts: Mapping[str, Scheme] = field(default_factory=dict)  # by the path of a module of experts
+    shapes: Mapping[tuple[str, ...], tuple[int, int]] = field(default_factory=dict)
+    """The shapes of weights in floats, whole: of linears and embeddings by the paths of those that share one, of one
+    expert by `(name of the parameter,)`."""
 
     def __str__(self) -> str:
         sizes = ", ".join(f"{size / 1e6:.1f} MB {dtype}" for dtype, size in self.bytes_by_dtype.items())
@@ -66,6 +69,7 @@ def quantise_model(
     counts = Counter(f"layers of experts are {scheme}" for scheme in experts.schemes.values())
     left: Counter[str] = Counter()
     methods: dict[str, Scheme] = {}
+    shapes = dict(experts.shapes)
     for places in _owners(model):
         path, first, short = places[0]
         weight = first._parameters[short]
@@ -91,6 +95,7 @@ def quantise_model(
         for kind in {type(module) for _, module, _ in places}:
             counts[f"{'linears' if kind is nn.Linear else 'embeddings'} are {chosen}"] += 1
         methods.update(dict.fromkeys((place[0] for place in places), chosen))
+        shapes[tuple(place[0] for place in places)] = weight.shape[0], weight.shape[1]
         values, scale = (nn.Parameter(each, requires_grad=False) for each in (packed.values, packed.scale))
         for _, module, _ in places:
             replace_weight(module, chosen.method, values, scale, packed.block)
@@ -111,6 +116,7 @@ def quantise_model(
         left=tuple(f"{count} x {what}" for what, count in left.items()),
         methods=methods,
         experts=experts.schemes,
+        shapes=shapes,
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from piecegraph.runner.common.engine_config import EngineConfig
 from piecegraph.runner.kv_cache.scales import cache_scales, write_scales
+from piecegraph.runner.models.checkpoint.tensors import prediction_layers
 from piecegraph.runner.models.load import LoadedModel
 from piecegraph.runner.sampling.batch_sampler import Sampler
 from piecegraph.runner.startup.compiling.compile_model import CompiledLM
@@ -35,6 +36,7 @@ def make_scaled_runner(
         vocab_size=sampler.vocab_size,
         max_model_len=sampler.max_model_len,
         device=loaded.device,
+        of_drafts=prediction_layers(loaded.config),
     )
     scales = find()
     made = make(*of_rank)

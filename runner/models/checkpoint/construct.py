@@ -15,7 +15,7 @@ from piecegraph.errors import CheckpointError, ModelError, PiecegraphError, Unsu
 from piecegraph.runner.attention.interface.transformers_attention import ATTENTION_IMPLEMENTATION
 from piecegraph.runner.common.model_source import ModelSource
 from piecegraph.runner.models.checkpoint.files import check_weight_files, first_line
-from piecegraph.runner.models.checkpoint.tensors import check_tensors, without_other_parts
+from piecegraph.runner.models.checkpoint.tensors import check_tensors, without_other_parts, without_prediction
 from piecegraph.runner.models.common.model_kind import ModelKind, constructor_options
 from piecegraph.runner.models.common.rank_share import RankShare
 from piecegraph.runner.pipeline_parallel.stage import StageCut
@@ -198,7 +198,8 @@ def _quantised_model(wanted: Wanted, checkpoint: StoredCheckpoint | PlainCheckpo
         )
     try:
         opened = nullcontext(gguf_tensors(Path(source.model))) if keeps_blocks else opened_files(files)
-        with opened as tensors:
+        with opened as stored:
+            tensors = {name: stored[name] for name in without_prediction(stored, config)}
             model, info, summary = read_model(
                 wanted.model_class,
                 config,

@@ -34,18 +34,28 @@ def without_other_parts(
     return {**info, "unexpected_keys": [name for name in info["unexpected_keys"] if module(name) in own]}
 
 
+def without_prediction(names: Iterable[str], config: PreTrainedConfig) -> list[str]:
+    """Return the names of tensors but for those of layers for multi-token prediction, which follow the model's."""
+    of_prediction = prediction_layers(config)
+    return [name for name in names if not any(layer in name for layer in of_prediction)]
+
+
+def prediction_layers(config: PreTrainedConfig) -> tuple[str, ...]:
+    """Return what the names of tensors of layers for multi-token prediction have in them, such as "layers.32."."""
+    text = config.get_text_config(decoder=True)
+    count = getattr(text, "num_mtp_layers", None) or getattr(text, "num_nextn_predict_layers", None) or 0
+    return tuple(f"layers.{text.num_hidden_layers + place}." for place in range(count))
+
+
 def check_tensors(source: ModelSource, info: Mapping[str, Any], config: PreTrainedConfig) -> None:
     """Raise `CheckpointError` unless the checkpoint has the tensors of the model with `config`, and no others.
 
     Layers for multi-token prediction, which follow the model's, are no part of it, and neither are the scales of cached
     keys and values in safetensors files, which `stored_scales` reads.
     """
-    text = config.get_text_config(decoder=True)
-    count = getattr(text, "num_mtp_layers", None) or getattr(text, "num_nextn_predict_layers", None) or 0
-    of_prediction = tuple(f"layers.{text.num_hidden_layers + place}." for place in range(count))
     reads_scales = bool(source.weight_files) and all(file.suffix == ".safetensors" for file in source.weight_files)
     others = [name for name in info["unexpected_keys"] if not (reads_scales and is_cache_scale(name))]
-    unexpected = [name for name in others if not any(each in name for each in of_prediction)]
+    unexpected = without_prediction(others, config)
     refuse_tensors(source, missing=info["missing_keys"], unexpected=unexpected, mismatched=info["mismatched_keys"])
 
 

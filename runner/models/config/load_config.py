@@ -34,7 +34,9 @@ def load_config(source: ModelSource) -> PreTrainedConfig:
             if source.hf_overrides:  # from_pretrained would drop fields that the class does not have
                 config = _overridden(config, written, source.hf_overrides)
         except ValueError as error:
-            raise ModelError(f"{source.model!r}: {first_line(error)}") from error
+            is_cut = source.is_gguf and "support" not in str(error)  # else an architecture that is not known
+            hint = ". It may be truncated: copy or download the file again." if is_cut else ""
+            raise ModelError(f"{source.model!r}: {first_line(error)}{hint}") from error
         except OSError as error:
             if Path(source.location).is_dir():  # the folder exists, but cannot be read
                 raise ModelError(f"the config of {source.model!r} cannot be read: {first_line(error)}") from error

@@ -72,13 +72,14 @@ def check_cache_scheme(scheme: Mapping[str, Any] | None) -> None:
 
 
 def stored_scales(
-    files: Sequence[Path], layers: Mapping[str, int], *, has_others: bool = False
+    files: Sequence[Path], layers: Mapping[str, int], *, has_others: bool = False, of_drafts: Sequence[str] = ()
 ) -> dict[str, StoredScales]:
     """Return the scales in safetensors files by the layer's name, those of all `layers` or none.
 
     `layers`: the number of KV heads by the name of an attention module. `has_others`: other stages of a pipeline have
-    more layers, whose scales are left to them. Raises `CheckpointError`, which names the tensor, for scales that are
-    missing, double, of another shape, or not above 0, and for those of modules that are no layer.
+    more layers, whose scales are left to them. `of_drafts`: parts of the names of layers for multi-token prediction,
+    whose scales are left out as their weights are. Raises `CheckpointError`, which names the tensor, for scales that
+    are missing, double, of another shape, or not above 0, and for those of modules that are no layer.
     """
     from safetensors import safe_open
 
@@ -87,6 +88,8 @@ def stored_scales(
     for file in _readable(files):
         with safe_open(str(file), framework="pt") as opened:
             for name in filter(is_cache_scale, opened.keys()):
+                if any(layer in name for layer in of_drafts):
+                    continue
                 owner = _owner(name, layers)
                 if owner is None and has_others:
                     of_others = name

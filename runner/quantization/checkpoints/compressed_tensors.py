@@ -7,7 +7,7 @@ presets W8A16, W4A16, W8A8, FP8_DYNAMIC and FP8_BLOCK.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -15,11 +15,12 @@ import torch
 
 from piecegraph.errors import CheckpointError, UnsupportedModel
 from piecegraph.runner.quantization.checkpoints.cache_scales import check_cache_scheme
-from piecegraph.runner.quantization.checkpoints.packed_integers import unpacked
-from piecegraph.runner.quantization.checkpoints.stored import Parts, check_scale, check_shape, part_of
+from piecegraph.runner.quantization.checkpoints.headers import FLOATS, NOT_USED, Form, Wanted
+from piecegraph.runner.quantization.checkpoints.stored import Parts, check_scale
 from piecegraph.runner.quantization.methods.all_methods import METHODS
 from piecegraph.runner.quantization.methods.groups import GroupedInt8
 from piecegraph.runner.quantization.methods.linear_method import Block, PackedWeight, Scheme
+from piecegraph.runner.quantization.methods.packed_integers import unpacked
 
 FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
 
@@ -30,6 +31,7 @@ class _Group:
     scheme: Scheme
     num_bits: int
     is_symmetric: bool
+    has_one_scale: bool  # for a whole weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,33 +74,70 @@ class CompressedTensors:
         group = self._group_of(path, class_name)
         return None if group is None else group.scheme
 
+    def tensors(
+        self, path: str, scheme: Scheme, shape: tuple[int, int], stored: Collection[str]
+    ) -> Mapping[str, Wanted]:
+        """Return the tensors of a module; integers are packed, or in int8 each."""
+        group = self._group_of(path, "Linear")
+        assert group is not None, path
+        if scheme.method.startswith("fp8"):
+            return fp8_tensors(scheme, shape, "weight_scale", "input_scale", has_one_scale=group.has_one_scale)
+        rows, size = shape
+        if scheme.group_size and size % scheme.group_size:
+            raise CheckpointError(f"{path} has {size} columns, which groups of {scheme.group_size} do not divide.")
+        groups = size // scheme.group_size if scheme.group_size else 1
+        found = {"weight_scale": Wanted.one(FLOATS, rows, groups)}
+        if "weight" in stored:
+            found["weight"] = Wanted.one(("I8",), rows, size)
+        else:
+            found["weight_packed"] = Wanted.one(("I32",), rows, -(-size * group.num_bits // 32))
+            found["weight_shape"] = Wanted(
+                forms=(Form(("I64", "I32"), (2,)),),
+                values=torch.tensor(shape),
+                what_others_mean=f"is not [{rows}, {size}]. Check that config.json belongs to these weights.",
+            )
+        plain = Form(("I8",), (rows, groups))
+        if group.is_symmetric:
+            found["weight_zero_point"] = Wanted(
+                forms=(plain,),
+                is_optional=True,
+                values=torch.zeros(rows, groups, dtype=torch.long),
+                what_others_mean="is not zero, and the config says symmetric=True. Check that they belong together.",
+            )
+        else:
+            packed = Form(("I32",), (-(-rows * group.num_bits // 32), groups))
+            found["weight_zero_point"] = Wanted(forms=(packed, plain))
+        found["weight_g_idx"] = Wanted(
+            forms=(Form(("I32", "I64"), (size,)),),
+            is_optional=True,
+            values=torch.arange(size) // (scheme.group_size or size),
+            what_others_mean=(
+                "gives columns in another order to their groups (actorder), which cannot be read here; use a "
+                "checkpoint without it."
+            ),
+        )
+        return {**found, "input_scale": NOT_USED}
+
     def packed(self, path: str, parts: Parts, scheme: Scheme, dtype: torch.dtype) -> PackedWeight:
         """Return integers and scales as they are stored, the latter in `dtype`; float8 keeps its scales in float32."""
         group = self._group_of(path, "Linear")
         assert group is not None, path
-        scale = part_of(path, parts, "weight_scale")
-        check_scale(path, "weight_scale", scale)
+        scale = parts["weight_scale"]
         if scheme.method.startswith("fp8"):
-            return fp8_weight(path, part_of(path, parts, "weight"), scale, scheme, "weight_scale")
-        values = self._integers(path, parts, group)
-        rows, size = values.shape
+            return fp8_weight(path, parts["weight"], scale, scheme, "weight_scale")
+        check_scale(path, "weight_scale", scale)
+        values = self._integers(parts, group)
         if scheme.method in ("int8", "int8-inputs"):
-            check_shape(path, "weight_scale", scale, rows, 1)
             signed = (values.to(torch.int16) - 128).to(torch.int8)
             return PackedWeight(values=signed, scale=scale[:, 0].to(dtype).contiguous())
-        groups = size // scheme.group_size if scheme.group_size else 1
-        if scheme.group_size and size % scheme.group_size:
-            raise CheckpointError(f"{path} has {size} columns, which groups of {scheme.group_size} do not divide.")
-        check_shape(path, "weight_scale", scale, rows, groups)
         zero = float(1 << (group.num_bits - 1))
         offset = -zero * scale.float()
         if not group.is_symmetric:
-            stored = part_of(path, parts, "weight_zero_point")
+            stored = parts["weight_zero_point"]
             if stored.dtype is torch.int32:
-                zeros = unpacked(stored, group.num_bits, 0)[:rows].float()
+                zeros = unpacked(stored, group.num_bits, 0)[: values.shape[0]].float()
             else:
                 zeros = stored.float() + zero
-            check_shape(path, "weight_zero_point", zeros, rows, groups)
             offset = -zeros * scale.float()
         elif group.num_bits == 8:
             values, offset = (values.to(torch.int16) - 128).to(torch.int8), None  # type: ignore[assignment]
@@ -111,33 +150,34 @@ class CompressedTensors:
             return None
         return next((group for group in self.groups if _is_in(group.targets, path, class_name)), None)
 
-    def _integers(self, path: str, parts: Parts, group: _Group) -> torch.Tensor:
+    def _integers(self, parts: Parts, group: _Group) -> torch.Tensor:
         """Return the integers of a module, each `2**(num_bits - 1)` too large, as uint8 `[rows, columns]`."""
         half = 1 << (group.num_bits - 1)
         if "weight" in parts:  # int-quantized
-            return (part_of(path, parts, "weight", torch.int8).to(torch.int16) + half).to(torch.uint8)
-        packed = part_of(path, parts, "weight_packed", torch.int32)
-        if "weight_shape" not in parts:
-            raise CheckpointError(
-                f"{path}.weight_packed is packed, and its weight_shape is missing. Copy or download the files again."
-            )
-        shape = parts["weight_shape"].tolist()
-        if len(shape) != 2 or list(packed.shape) != [shape[0], -(-shape[1] * group.num_bits // 32)]:
-            raise CheckpointError(
-                f"{path}.weight_packed is {list(packed.shape)}; weights of shape {shape} take [rows, columns * "
-                f"{group.num_bits} / 32]. Check the checkpoint."
-            )
-        return unpacked(packed, group.num_bits, 1)[:, : shape[1]].contiguous()
+            return (parts["weight"].to(torch.int16) + half).to(torch.uint8)
+        _, size = parts["weight_shape"].tolist()
+        return unpacked(parts["weight_packed"], group.num_bits, 1)[:, :size].contiguous()
+
+
+def fp8_tensors(
+    scheme: Scheme, shape: tuple[int, int], scale: str, not_used: str, *, has_one_scale: bool = False
+) -> Mapping[str, Wanted]:
+    """Return the tensors of a float8 weight with one scale for each channel or block, or for the whole.
+
+    `scale` and `not_used` are what the format calls the scales of weights and those of inputs.
+    """
+    rows, size = shape
+    if scheme.block_rows == 1:
+        shapes: tuple[tuple[int, ...], ...] = ((1,), (1, 1), ()) if has_one_scale else ((rows, 1), (rows,))
+    else:
+        shapes = ((-(-rows // scheme.block_rows), -(-size // scheme.group_size)),)
+    scales = Wanted(forms=tuple(Form(FLOATS, each) for each in shapes))
+    return {"weight": Wanted.one(("F8_E4M3",), rows, size), scale: scales, not_used: NOT_USED}
 
 
 def fp8_weight(path: str, values: torch.Tensor, scale: torch.Tensor, scheme: Scheme, name: str) -> PackedWeight:
-    """Return a float8 weight with one scale for the whole, for each channel or for each block.
-
-    `name` is what the format calls the scales. Raises `CheckpointError` for what does not fit, or is not a number.
-    """
-    if values.dtype is not torch.float8_e4m3fn or values.ndim != 2:
-        raise CheckpointError(f"{path}.weight is {values.dtype} {list(values.shape)}, not a matrix in float8_e4m3fn.")
-    rows, size = values.shape
+    """Return a float8 weight whose tensors are those of `fp8_tensors`. Raises `CheckpointError` for no numbers."""
+    rows, _ = values.shape
     block: Block = (scheme.block_rows, scheme.group_size)
     check_scale(path, name, scale)
     if bool((values.view(torch.uint8) & 0x7F == 0x7F).any()):
@@ -147,9 +187,6 @@ def fp8_weight(path: str, values: torch.Tensor, scale: torch.Tensor, scheme: Sch
             scale = scale.reshape(1, 1).expand(rows, 1)
         elif scale.ndim == 1:
             scale = scale.unsqueeze(1)
-        check_shape(path, name, scale, rows, 1)
-    else:
-        check_shape(path, name, scale, -(-rows // block[0]), -(-size // block[1]))
     return PackedWeight(values=values, scale=scale.float().contiguous(), block=block)
 
 
@@ -183,6 +220,7 @@ def _group(written: Mapping[str, Any]) -> _Group:
         scheme=scheme,
         num_bits=int(bits),
         is_symmetric=bool(weights.get("symmetric", True)),
+        has_one_scale=strategy == "tensor",
     )
 
 
@@ -191,7 +229,7 @@ def _int_scheme(weights: Mapping[str, Any], inputs: Mapping[str, Any]) -> Scheme
     if strategy not in ("channel", "group"):
         raise _unsupported("weights.strategy", strategy)
     group_size = weights.get("group_size") if strategy == "group" else 0
-    if group_size is None or group_size < 0:
+    if not isinstance(group_size, int) or group_size < 0 or (strategy == "group" and group_size == 0):
         raise _unsupported("weights.group_size", group_size)
     if inputs:
         if bits != 8 or strategy != "channel" or not is_symmetric:

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from piecegraph.errors import CheckpointError
-from piecegraph.runner.quantization.checkpoints.stored import StoredCheckpoint, lazy_weight
+from piecegraph.runner.quantization.checkpoints.headers import OfOneExpert, check_tensors_of
+from piecegraph.runner.quantization.checkpoints.stored import StoredCheckpoint, WeightReader, lazy_weight, read_weight
 from piecegraph.runner.quantization.expert_names import PROJECTIONS, ExpertNames, Place
 from piecegraph.runner.quantization.experts import of_linear, put, stack_of, weights_of
 from piecegraph.runner.quantization.methods.all_methods import METHODS
@@ -40,7 +41,7 @@ class ExpertFiles:
         self,
         model: Any,
         stored: Mapping[str, Any],
-        checkpoint: StoredCheckpoint,
+        checkpoint: WeightReader,
         schemes: Mapping[str, Scheme],
         dtype: torch.dtype,
         shards: Mapping[str, Shard],
@@ -102,7 +103,7 @@ class ExpertFiles:
                 total, experts, _ = self._experts(module, projection)
                 of_all = self._found.get((module, projection, None))
                 if of_all is not None:
-                    sizes = {int(part.get_shape()[0]) for part in of_all[0].parts.values()}
+                    sizes = {next(iter(part.get_shape()), 0) for part in of_all[0].parts.values()}
                     if sizes != {total}:
                         return f"{of_all[0].path} has {sorted(sizes)} experts in the files, and the model {total}"
                     continue
@@ -115,6 +116,22 @@ class ExpertFiles:
             if expert is not None and expert >= (total := self._experts(module, projection)[0]):
                 return f"the files have the expert {expert} of {module}, and the model {total} experts"
         return None
+
+    def check_headers(self, checkpoint: StoredCheckpoint, shapes: Mapping[tuple[str, ...], tuple[int, int]]) -> None:
+        """Raise `CheckpointError` unless the tensors are those that the format needs; call it if `problem` has none.
+
+        `shapes`: of one expert's weights in floats, by `(name of the parameter,)`. Reads headers, and no weights.
+        """
+        for (module, projection, expert), linears in self._found.items():
+            rows, size = shapes[(f"{module}.{projection}",)]
+            if expert is not None:
+                rows //= len(self._names.linears(module, projection))
+            for linear in linears.values():
+                parts = linear.parts
+                if expert is None:
+                    parts = {name: OfOneExpert(part) for name, part in parts.items()}
+                wanted = checkpoint.tensors(linear.path, self._schemes[module], (rows, size), parts)
+                check_tensors_of(linear.path, parts, wanted)
 
     def _experts(self, module: str, projection: str) -> tuple[int, range, Shard | None]:
         """Return how many experts all ranks have, which are read, and what part of each is held; None: all of it."""
@@ -159,12 +176,12 @@ class ExpertFiles:
             if "" in parts:  # floats, as the model has them
                 weight = parts.pop("")
                 parts["weight"] = weight.t() if self._model.get_submodule(module).is_transposed else weight
-            return self._checkpoint.packed(linear.path, parts, scheme, self._dtype), linear.path
+            return read_weight(self._checkpoint, linear.path, parts, scheme, self._dtype), linear.path
         linears = [linear for _, linear in sorted(self._found[module, projection, number].items())]
         packed = []
         for linear in linears:
             parts = {name: part[...] for name, part in linear.parts.items()}
-            packed.append(self._checkpoint.packed(linear.path, parts, scheme, self._dtype))
+            packed.append(read_weight(self._checkpoint, linear.path, parts, scheme, self._dtype))
         joined = (torch.cat([getattr(each, name) for each in packed]) for name in ("values", "scale"))
         values, scale = joined if len(packed) > 1 else (packed[0].values, packed[0].scale)
         return PackedWeight(values=values, scale=scale, block=packed[0].block), linears[0].path

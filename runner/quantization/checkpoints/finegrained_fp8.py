@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 
 from piecegraph.errors import UnsupportedModel
-from piecegraph.runner.quantization.checkpoints.compressed_tensors import fp8_weight
-from piecegraph.runner.quantization.checkpoints.stored import Parts, part_of
+from piecegraph.runner.quantization.checkpoints.compressed_tensors import fp8_tensors, fp8_weight
+from piecegraph.runner.quantization.checkpoints.headers import Wanted
+from piecegraph.runner.quantization.checkpoints.stored import Parts
 from piecegraph.runner.quantization.methods.linear_method import PackedWeight, Scheme
 
 
@@ -52,7 +53,12 @@ class FineGrainedFp8:
         )
         return None if is_left else self.scheme
 
+    def tensors(
+        self, path: str, scheme: Scheme, shape: tuple[int, int], stored: Collection[str]
+    ) -> Mapping[str, Wanted]:
+        """Return the weight, and the scales of its blocks, which are in float32 or (those of Qwen3) in bfloat16."""
+        return fp8_tensors(scheme, shape, "weight_scale_inv", "activation_scale")
+
     def packed(self, path: str, parts: Parts, scheme: Scheme, dtype: torch.dtype) -> PackedWeight:
         """Return weights and scales as they are stored."""
-        scale = part_of(path, parts, "weight_scale_inv", torch.float32)
-        return fp8_weight(path, part_of(path, parts, "weight"), scale, scheme, "weight_scale_inv")
+        return fp8_weight(path, parts["weight"], parts["weight_scale_inv"], scheme, "weight_scale_inv")

@@ -5,14 +5,15 @@ The layouts are those of ggml's `block_q8_0`, `block_q4_0`, `block_q4_1`, `block
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 
 from piecegraph.errors import CheckpointError, UnsupportedModel
-from piecegraph.runner.quantization.checkpoints.stored import Parts, check_scale, part_of
+from piecegraph.runner.quantization.checkpoints.headers import Wanted
+from piecegraph.runner.quantization.checkpoints.stored import Parts, check_scale
 from piecegraph.runner.quantization.methods.all_methods import METHODS
 from piecegraph.runner.quantization.methods.groups import GroupedInt8
 from piecegraph.runner.quantization.methods.linear_method import PackedWeight, Scheme
@@ -29,15 +30,16 @@ class Groups(NamedTuple):
 class _Kind(NamedTuple):
     block_bytes: int
     scheme: Scheme
+    block_size: int = 32  # values
 
 
 KINDS: Mapping[str, _Kind] = {
     "Q8_0": _Kind(34, Scheme(method="int8-groups", group_size=32)),
     "Q4_0": _Kind(18, Scheme(method="int4", group_size=32, has_offset=True)),
     "Q4_1": _Kind(20, Scheme(method="int4", group_size=32, has_offset=True)),
-    "Q4_K": _Kind(144, Scheme(method="int4", group_size=32, has_offset=True)),
-    "Q5_K": _Kind(176, Scheme(method="int8-groups", group_size=32, has_offset=True)),
-    "Q6_K": _Kind(210, Scheme(method="int8-groups", group_size=16)),
+    "Q4_K": _Kind(144, Scheme(method="int4", group_size=32, has_offset=True), 256),
+    "Q5_K": _Kind(176, Scheme(method="int8-groups", group_size=32, has_offset=True), 256),
+    "Q6_K": _Kind(210, Scheme(method="int8-groups", group_size=16), 256),
 }
 """The kinds of blocks that can stay as they are, by ggml's name."""
 
@@ -72,16 +74,22 @@ class GgufBlocks:
             return KINDS[shared].scheme if shared is not None and path.endswith("lm_head") else None
         return KINDS[self.kinds[path]].scheme
 
+    def tensors(
+        self, path: str, scheme: Scheme, shape: tuple[int, int], stored: Collection[str]
+    ) -> Mapping[str, Wanted]:
+        """Return the blocks of a module. Raises `CheckpointError` if its rows are no whole number of them."""
+        rows, size = shape
+        kind = KINDS[self.kinds[path]]
+        if size % kind.block_size:
+            raise CheckpointError(
+                f"{path} has {size} columns in the model, which blocks of {kind.block_size} in {self.kinds[path]} do "
+                "not divide. Check the file."
+            )
+        return {"weight_blocks": Wanted.one(("U8",), rows, size // kind.block_size * kind.block_bytes)}
+
     def packed(self, path: str, parts: Parts, scheme: Scheme, dtype: torch.dtype) -> PackedWeight:
         """Return the integers as they are, and scales and offsets as products of the block's and the group's."""
-        blocks = part_of(path, parts, "weight_blocks", torch.uint8)
-        kind = KINDS[self.kinds[path]]
-        if blocks.ndim != 2 or blocks.shape[1] % kind.block_bytes:
-            raise CheckpointError(
-                f"{path}.weight_blocks is {list(blocks.shape)}, and rows have a multiple of {kind.block_bytes} bytes. "
-                "Copy the file again."
-            )
-        values, scale, offset = groups_of(blocks, self.kinds[path])
+        values, scale, offset = groups_of(parts["weight_blocks"], self.kinds[path])
         check_scale(path, "weight_blocks", scale)
         if offset is not None:
             check_scale(path, "weight_blocks", offset)

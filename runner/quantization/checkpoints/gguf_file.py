@@ -79,6 +79,12 @@ class _Stored:
     def get_dtype(self) -> str:
         return "F32" if self._tensor.tensor_type.name not in KINDS else "U8"
 
+    def get_shape(self) -> list[int]:
+        """Return the shape; of blocks, the rows and the bytes of a row."""
+        stored = self._tensor
+        kept = stored.data.shape if stored.tensor_type.name in KINDS else reversed(stored.shape.tolist())
+        return [int(size) for size in kept]
+
     def __getitem__(self, index: object) -> torch.Tensor:
         import torch
         from gguf import dequantize

@@ -6,18 +6,19 @@ num_columns / 8]`, in an order of its own. Both store scales `[num_groups, num_c
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 
 from piecegraph.errors import CheckpointError, UnsupportedModel
-from piecegraph.runner.quantization.checkpoints.packed_integers import unpacked
-from piecegraph.runner.quantization.checkpoints.stored import Parts, check_scale, check_shape, part_of
+from piecegraph.runner.quantization.checkpoints.headers import FLOATS, Form, Wanted
+from piecegraph.runner.quantization.checkpoints.stored import Parts, check_scale
 from piecegraph.runner.quantization.methods.all_methods import METHODS
 from piecegraph.runner.quantization.methods.groups import GroupedInt8
 from piecegraph.runner.quantization.methods.linear_method import PackedWeight, Scheme
+from piecegraph.runner.quantization.methods.packed_integers import unpacked
 
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where AWQ stores each of eight neighbouring channels in an int32: the first in the lowest bits, the second in the
@@ -71,21 +72,28 @@ class Gptq:
         is_quantised = class_name == "Linear" and (self.has_head or not path.endswith("lm_head"))
         return self.scheme if is_quantised else None
 
+    def tensors(
+        self, path: str, scheme: Scheme, shape: tuple[int, int], stored: Collection[str]
+    ) -> Mapping[str, Wanted]:
+        """Return the tensors of a module, with the group of each column in its place, where the files have that."""
+        found = _packed_tensors(path, scheme, shape, self.bits, packs_size=True)
+        size = shape[1]
+        found["g_idx"] = Wanted(
+            forms=(Form(("I32", "I64"), (size,)),),
+            is_optional=True,
+            values=torch.arange(size) // (scheme.group_size or size),
+            what_others_mean=(
+                "gives columns in another order to their groups (desc_act=True), which cannot be read here; use a "
+                "checkpoint that was made with desc_act=False."
+            ),
+        )
+        return found
+
     def packed(self, path: str, parts: Parts, scheme: Scheme, dtype: torch.dtype) -> PackedWeight:
         """Return the integers as they are, with `-zero * scale` as the offset of a group."""
-        weight = part_of(path, parts, "qweight", torch.int32)
-        values = unpacked(weight, self.bits, 0).t()  # [num_columns, size]
-        groups = _num_groups(path, values.shape[1], scheme)
-        zeros = unpacked(part_of(path, parts, "qzeros", torch.int32), self.bits, 1)
-        order = parts.get("g_idx")
-        if order is not None:
-            plain = torch.arange(values.shape[1]) // (scheme.group_size or values.shape[1])
-            if order.shape != plain.shape or not torch.equal(order.long(), plain):
-                raise CheckpointError(
-                    f"{path}.g_idx gives columns in another order to their groups (desc_act=True), which cannot be "
-                    "read here; use a checkpoint that was made with desc_act=False."
-                )
-        return _stored(path, parts, values, zeros.float() + self.zero_shift, groups, scheme, dtype)
+        values = unpacked(parts["qweight"], self.bits, 0).t()  # [num_columns, size]
+        zeros = unpacked(parts["qzeros"], self.bits, 1)
+        return _stored(path, parts, values, zeros.float() + self.zero_shift, scheme, dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,19 +130,43 @@ class Awq:
         is_quantised = class_name == "Linear" and not any(name in path for name in self.left_alone)
         return self.scheme if is_quantised else None
 
+    def tensors(
+        self, path: str, scheme: Scheme, shape: tuple[int, int], stored: Collection[str]
+    ) -> Mapping[str, Wanted]:
+        """Return the tensors of a module."""
+        return _packed_tensors(path, scheme, shape, 4, packs_size=False)
+
     def packed(self, path: str, parts: Parts, scheme: Scheme, dtype: torch.dtype) -> PackedWeight:
         """Return the integers in their own order, with `-zero * scale` as the offset of a group."""
-        values = unpacked(part_of(path, parts, "qweight", torch.int32), 4, 1, AWQ_ORDER).t()
-        zeros = unpacked(part_of(path, parts, "qzeros", torch.int32), 4, 1, AWQ_ORDER)
-        return _stored(path, parts, values, zeros.float(), _num_groups(path, values.shape[1], scheme), scheme, dtype)
+        values = unpacked(parts["qweight"], 4, 1, AWQ_ORDER).t()
+        zeros = unpacked(parts["qzeros"], 4, 1, AWQ_ORDER)
+        return _stored(path, parts, values, zeros.float(), scheme, dtype)
 
 
-def _num_groups(path: str, size: int, scheme: Scheme) -> int:
-    if scheme.group_size and size % scheme.group_size:
-        raise CheckpointError(
-            f"{path} has {size} columns, which groups of {scheme.group_size} do not divide. Check the checkpoint."
-        )
-    return size // scheme.group_size if scheme.group_size else 1
+def _packed_tensors(
+    path: str, scheme: Scheme, shape: tuple[int, int], bits: int, *, packs_size: bool
+) -> dict[str, Wanted]:
+    """Return the weights, zero points and scales of a module. `packs_size`: an int32 has weights of one column.
+
+    Raises `CheckpointError` for a shape that int32 or groups do not divide.
+    """
+    (rows, size), per_word = shape, 32 // bits
+    group = scheme.group_size or size
+    for what, count, divisor in (
+        ("columns", size, group),
+        ("columns", size, per_word if packs_size else 1),
+        ("rows", rows, per_word),
+    ):
+        if count % divisor:
+            raise CheckpointError(
+                f"{path} has {count} {what}, which groups of {divisor} do not divide. Check the checkpoint."
+            )
+    weights = (size // per_word, rows) if packs_size else (size, rows // per_word)
+    return {
+        "qweight": Wanted.one(("I32",), *weights),
+        "qzeros": Wanted.one(("I32",), size // group, rows // per_word),
+        "scales": Wanted.one(FLOATS, size // group, rows),
+    }
 
 
 def _stored(
@@ -142,15 +174,12 @@ def _stored(
     parts: Parts,
     values: torch.Tensor,
     zeros: torch.Tensor,
-    groups: int,
     scheme: Scheme,
     dtype: torch.dtype,
 ) -> PackedWeight:
     """Return the weight `(values - zeros) * scales`; `zeros` are `[num_groups, num_columns]`, as the scales are."""
-    scales = part_of(path, parts, "scales").float()
+    scales = parts["scales"].float()
     check_scale(path, "scales", scales)
-    check_shape(path, "scales", scales, groups, values.shape[0])
-    check_shape(path, "qzeros", zeros, groups, values.shape[0])
     method = METHODS[scheme.method]
     assert isinstance(method, GroupedInt8), method
     return method.stored(values, scales.t(), -(zeros * scales).t(), dtype)

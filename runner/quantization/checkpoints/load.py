@@ -12,7 +12,7 @@ import torch
 
 from piecegraph.errors import CheckpointError
 from piecegraph.runner.quantization.checkpoints.experts import ExpertFiles
-from piecegraph.runner.quantization.checkpoints.stored import Parts, StoredCheckpoint, named_weights, part_of
+from piecegraph.runner.quantization.checkpoints.stored import Parts, StoredCheckpoint, check_headers, named_weights
 from piecegraph.runner.quantization.methods.all_methods import METHODS
 from piecegraph.runner.quantization.methods.linear_method import NotFinite, PackedWeight, Scheme
 from piecegraph.runner.quantization.methods.shard import Shard
@@ -51,7 +51,7 @@ class PlainCheckpoint:
     def packed(self, path: str, parts: Parts, scheme: Scheme, dtype: torch.dtype) -> PackedWeight:
         """Return the weight quantised. Raises `CheckpointError` for one that is not finite."""
         try:
-            return METHODS[scheme.method].pack(part_of(path, parts, "weight").to(dtype), scheme)
+            return METHODS[scheme.method].pack(parts["weight"].to(dtype), scheme)
         except NotFinite as error:
             raise CheckpointError(
                 f"{path}.weight cannot be quantised to {self.quant_method}: {error}. Check the checkpoint, or leave "
@@ -200,6 +200,10 @@ def _state(
     if not isinstance(checkpoint, PlainCheckpoint):
         if problem is not None:
             raise CheckpointError(f"{problem}. Check that the config belongs to the files, or copy them again.")
+        with torch.device("cpu"):  # small tensors are compared; the model is being made on the meta device
+            files.check_headers(checkpoint, summary.shapes)
+            of_linears = {paths: shape for paths, shape in summary.shapes.items() if paths[0] in summary.methods}
+            check_headers(files.others, checkpoint, summary.methods, of_linears)
         return {**division.parts(named_weights(files.others, checkpoint, summary.methods, dtype, cut)), **files.named()}
     paths = {path for path in summary.methods if f"{path}.weight" in slices}
     parameters = dict(model.named_parameters())  # of shared ones, the first name alone

@@ -9,14 +9,15 @@ groups]`. All other weights are floats. Source: transformers' integration of MXF
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 
 from piecegraph.errors import CheckpointError
-from piecegraph.runner.quantization.checkpoints.stored import Parts, check_shape, part_of
+from piecegraph.runner.quantization.checkpoints.headers import Wanted
+from piecegraph.runner.quantization.checkpoints.stored import Parts
 from piecegraph.runner.quantization.methods.linear_method import PackedWeight, Scheme
 
 GROUP = 32
@@ -46,19 +47,19 @@ class Mxfp4Experts:
         is_left = any(re.match(f"{name}\\.", path) or re.match(name, path) for name in self.left_alone)
         return Scheme(method="mxfp4", group_size=GROUP) if is_expert and not is_left else None
 
+    def tensors(
+        self, path: str, scheme: Scheme, shape: tuple[int, int], stored: Collection[str]
+    ) -> Mapping[str, Wanted]:
+        """Return the blocks and scales of one expert's projection; groups divide its size (`Mxfp4.empty`)."""
+        rows, size = shape
+        return {
+            "_blocks": Wanted.one(("U8",), rows, size // GROUP, GROUP // 2),
+            "_scales": Wanted.one(("U8",), rows, size // GROUP),
+        }
+
     def packed(self, path: str, parts: Parts, scheme: Scheme, dtype: torch.dtype) -> PackedWeight:
         """Return the blocks and scales of one expert's projection as they are stored."""
-        module, _, projection = path.rpartition(".")
-        named = {projection + name: part for name, part in parts.items()}
-        blocks, scale = (part_of(module, named, projection + name, torch.uint8) for name in self.of_all_experts)
-        if blocks.ndim != 3:
-            raise CheckpointError(
-                f"{path}_blocks has {blocks.ndim} dims for each expert, and rows of groups of {GROUP // 2} bytes are "
-                "needed. Check the checkpoint."
-            )
-        rows, groups = blocks.shape[:2]
-        check_shape(module, f"{projection}_blocks", blocks, rows, groups, GROUP // 2)
-        check_shape(module, f"{projection}_scales", scale, rows, groups)
+        blocks, scale = (parts[name] for name in self.of_all_experts)
         if bool((scale == NOT_A_NUMBER).any()):
             raise CheckpointError(f"{path}_scales has values that are not numbers. Copy the file again.")
         return PackedWeight(values=blocks.flatten(1), scale=scale)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, ClassVar, Protocol
 
 import torch
 
 from piecegraph.errors import CheckpointError
+from piecegraph.runner.quantization.checkpoints.headers import Wanted, check_tensors_of
 from piecegraph.runner.quantization.methods.linear_method import PackedWeight, Scheme
 
 Parts = Mapping[str, torch.Tensor]
@@ -23,12 +24,12 @@ def whole_weight(path: str, scheme: Scheme, packed: PackedWeight) -> PackedWeigh
     return packed
 
 
-class StoredCheckpoint(Protocol):
-    """A format of quantised checkpoints with the settings of one of them."""
+class WeightReader(Protocol):
+    """How quantised weights are read, or made, of the tensors of files."""
 
     @property
     def quant_method(self) -> str:
-        """The name of the format in a config."""
+        """The name of the format in a config, or what was asked for."""
 
     marks: ClassVar[tuple[str, ...]]
     """The last parts of tensors' names of which a quantised module has one or more."""
@@ -48,27 +49,21 @@ class StoredCheckpoint(Protocol):
     def packed(self, path: str, parts: Parts, scheme: Scheme, dtype: torch.dtype) -> PackedWeight:
         """Return the weight of the module at `path` as its method stores it, with scales in `dtype` if that is free.
 
-        Raises `CheckpointError` for tensors that are missing or do not fit each other.
+        Raises `CheckpointError` for values that mean nothing.
         """
 
 
-def part_of(path: str, parts: Parts, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Return the tensor `name` of a module. Raises `CheckpointError` if it is missing or not of `dtype`."""
-    found = parts.get(name)
-    if found is None:
-        raise CheckpointError(f"the checkpoint has a tensor missing: {path}.{name}. Copy or download the files again.")
-    if dtype is not None and found.dtype is not dtype:
-        raise CheckpointError(f"{path}.{name} is {found.dtype}, and {dtype} is needed. Check the checkpoint.")
-    return found
+class StoredCheckpoint(WeightReader, Protocol):
+    """A format of quantised checkpoints with the settings of one of them; `packed` takes what `tensors` says."""
 
+    def tensors(
+        self, path: str, scheme: Scheme, shape: tuple[int, int], stored: Collection[str]
+    ) -> Mapping[str, Wanted]:
+        """Return what the tensors of the module at `path` have to be, by the last part of their names.
 
-def check_shape(path: str, name: str, tensor: torch.Tensor, *wanted: int) -> None:
-    """Raise `CheckpointError` if a tensor of a module has another shape."""
-    if tuple(tensor.shape) != wanted:
-        raise CheckpointError(
-            f"{path}.{name} is of another shape: {tuple(tensor.shape)}, and the module's other tensors need {wanted}. "
-            "Check the checkpoint."
-        )
+        `shape`: of its weight in floats, `(num_columns, size)`. `stored`: the tensors that the files have of it, where
+        a format stores a module in several ways. Raises `CheckpointError` for a shape that the format cannot store.
+        """
 
 
 def check_scale(path: str, name: str, scale: torch.Tensor) -> None:
@@ -77,9 +72,58 @@ def check_scale(path: str, name: str, scale: torch.Tensor) -> None:
         raise CheckpointError(f"{path}.{name} has values that are infinite or not numbers. Copy the file again.")
 
 
-def named_weights(
+def read_weight(checkpoint: WeightReader, path: str, parts: Parts, scheme: Scheme, dtype: torch.dtype) -> PackedWeight:
+    """Return what `checkpoint.packed` does. Raises `CheckpointError` for scales that `dtype` cannot hold, too."""
+    packed: PackedWeight = checkpoint.packed(path, parts, scheme, dtype)
+    if packed.scale.is_floating_point() and not bool(packed.scale.isfinite().all()):
+        raise CheckpointError(
+            f"{path} has scales or offsets that are too large for {packed.scale.dtype}; give dtype='float32', or check "
+            "the checkpoint."
+        )
+    return packed
+
+
+def check_headers(
     slices: Mapping[str, Any],
     checkpoint: StoredCheckpoint,
+    schemes: Mapping[str, Scheme],
+    shapes: Mapping[tuple[str, ...], tuple[int, int]],
+) -> None:
+    """Raise `CheckpointError` unless files have what quantised modules need; headers are read, and no weights.
+
+    `schemes` are by the path of a module. `shapes` are those of weights in floats, by the paths of the modules that
+    share one, of which the files may have any.
+    """
+    for path, parts in quantised_parts(slices, checkpoint).items():
+        if path not in schemes:
+            raise CheckpointError(
+                f"{path} is quantised in the files ({', '.join(parts)}), and not by the model's config. Check that "
+                "config.json belongs to these weights."
+            )
+    for paths, shape in shapes.items():
+        of_paths = {path: _parts_of(path, slices, checkpoint) for path in paths}
+        stored = [path for path, parts in of_paths.items() if parts] or [paths[0]]
+        for path in stored:
+            wanted = checkpoint.tensors(path, schemes[path], shape, of_paths[path])
+            check_tensors_of(path, of_paths[path], wanted)
+
+
+def quantised_parts(slices: Mapping[str, Any], checkpoint: WeightReader) -> dict[str, dict[str, Any]]:
+    """Return the stored tensors of each quantised module by its path and by the last part of their names."""
+    paths = dict.fromkeys(
+        path for path, _, suffix in (name.rpartition(".") for name in slices) if suffix in checkpoint.marks
+    )
+    return {path: _parts_of(path, slices, checkpoint) for path in paths}
+
+
+def _parts_of(path: str, slices: Mapping[str, Any], checkpoint: WeightReader) -> dict[str, Any]:
+    names = ((suffix, f"{path}.{suffix}") for suffix in sorted(checkpoint.suffixes))
+    return {suffix: slices[name] for suffix, name in names if name in slices}
+
+
+def named_weights(
+    slices: Mapping[str, Any],
+    checkpoint: WeightReader,
     schemes: Mapping[str, Scheme],
     dtype: torch.dtype,
     cut: CutPacked = whole_weight,
@@ -88,18 +132,9 @@ def named_weights(
 
     `schemes` are by the path of a module. `cut` makes a rank's part of each quantised weight, which is read whole.
     """
-    named: dict[str, Any] = {}
-    modules: dict[str, dict[str, Any]] = {}
-    for name in slices:
-        path, _, suffix = name.rpartition(".")
-        if suffix in checkpoint.marks:
-            modules[path] = {}
-    for name, stored in slices.items():
-        path, _, suffix = name.rpartition(".")
-        if path in modules and suffix in checkpoint.suffixes:
-            modules[path][suffix] = stored
-        else:
-            named[name] = stored
+    modules = quantised_parts(slices, checkpoint)
+    taken = {f"{path}.{suffix}" for path, parts in modules.items() for suffix in parts}
+    named = {name: stored for name, stored in slices.items() if name not in taken}
     for path, parts in modules.items():
         values, scale = lazy_weight(_reader(path, parts, checkpoint, schemes, dtype, cut))
         named[f"{path}.weight_packed"], named[f"{path}.weight_scale"] = values, scale
@@ -115,18 +150,14 @@ def lazy_weight(read: Callable[[], PackedWeight]) -> tuple[Any, Any]:
 def _reader(
     path: str,
     parts: Mapping[str, Any],
-    checkpoint: StoredCheckpoint,
+    checkpoint: WeightReader,
     schemes: Mapping[str, Scheme],
     dtype: torch.dtype,
     cut: CutPacked,
 ) -> Callable[[], PackedWeight]:
     def read() -> PackedWeight:
-        if path not in schemes:
-            raise CheckpointError(
-                f"{path} is quantised in the files, and not by the model's config. Check that they belong together."
-            )
         stored = {name: part[...] for name, part in parts.items()}
-        return cut(path, schemes[path], checkpoint.packed(path, stored, schemes[path], dtype))
+        return cut(path, schemes[path], read_weight(checkpoint, path, stored, schemes[path], dtype))
 
     return read
 

@@ -120,6 +120,12 @@ def test_those_of_other_stages_are_left_to_them(tmp_path: Path) -> None:
         stored_scales(files, {"model.layers.9.self_attn": 2}, has_others=True)
 
 
+def test_those_of_layers_for_multi_token_prediction_are_left_out(tmp_path: Path) -> None:
+    save_file(by_module("k_scale", "v_scale"), tmp_path / "model.safetensors")
+    files = [tmp_path / "model.safetensors"]
+    assert list(stored_scales(files, {FIRST: LAYERS[FIRST]}, of_drafts=("transformer.h.1.",))) == [FIRST]
+
+
 SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
 
 

@@ -57,10 +57,14 @@ def another_expert(tensors: Tensors) -> None:
 BAD: list[tuple[str, Callable[[Tensors], object], str]] = [
     ("W4A16", lambda t: t.pop(f"{SLOT}.w3.weight_scale"), r"missing: .*experts\.2\.w3\.weight_scale"),
     ("W4A16", lambda t: [t.pop(name) for name in list(t) if f"{SLOT}.w1" in name], r"no tensors of .*experts\.2\.w1"),
-    ("W4A16", lambda t: t.update({f"{SLOT}.w2.weight_scale": torch.ones(64, 5)}), "weight_scale is of another shape"),
+    ("W4A16", lambda t: t.update({f"{SLOT}.w2.weight_scale": torch.ones(64, 5)}), r"w2\.weight_scale is F32 \[64, 5\]"),
     ("W4A16", lambda t: t[f"{SLOT}.w2.weight_scale"].fill_(float("inf")), "weight_scale has values that are infinite"),
     ("W4A16", another_expert, "the files have the expert 4 of .*, and the model 4 experts"),
-    ("FP8_DYNAMIC", lambda t: t.update({f"{SLOT}.w2.weight": t[f"{SLOT}.w1.weight"][:64, :32].clone()}), "of another"),
+    (
+        "FP8_DYNAMIC",
+        lambda t: t.update({f"{SLOT}.w2.weight": t[f"{SLOT}.w1.weight"][:64, :32].clone()}),
+        "weight is F8",
+    ),
 ]
 
 
@@ -73,6 +77,15 @@ def test_bad_files_are_refused(name: str, change: Callable[[Tensors], object], m
     with pytest.raises(CheckpointError, match=message) as raised:
         load(tmp_path, quantization=None, enforce_eager=True)
     assert raised.value.exit_code == 3
+
+
+def test_a_gate_that_is_not_known_is_named(tmp_path: Path) -> None:
+    """The files are not blamed for what cannot be multiplied by."""
+    write(tmp_path, "mixtral", "W4A16")
+    change_config(tmp_path, lambda written: written.update(hidden_act="relu6"))
+    message = r"experts are quantised, and those of model\.layers\.0\.mlp\.experts \(MixtralExperts\) .*: their gate"
+    with pytest.raises(UnsupportedModel, match=message):
+        load(tmp_path, quantization=None, enforce_eager=True)
 
 
 def test_experts_of_several_schemes_are_refused(tmp_path: Path) -> None:

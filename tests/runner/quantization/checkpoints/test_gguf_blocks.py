@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -9,10 +10,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from piecegraph.errors import CheckpointError, ConfigError, UnsupportedModel
+from piecegraph.errors import CheckpointError, ConfigError, ModelError, UnsupportedModel
 from piecegraph.runner.quantization.checkpoints.gguf_blocks import KINDS, GgufBlocks
 from piecegraph.runner.quantization.checkpoints.gguf_file import gguf_quantization
+from piecegraph.runner.quantization.checkpoints.headers import check_tensors_of
 from piecegraph.runner.quantization.methods.all_methods import METHODS
+from tests.runner.quantization.checkpoints.written import slices
 from tests.runner.quantization.test_llm_quantised import largest_difference, load
 from tests.runner.tiny_models import make_config, make_model, random_model, save
 
@@ -40,8 +43,12 @@ def test_blocks_stand_for_what_the_package_makes_of_them(kind: str) -> None:
     assert scheme is not None and checkpoint.scheme_of("layers.1", "Linear") is None
     packed = checkpoint.packed("layers.0", {"weight_blocks": blocks}, scheme, torch.float32)
     assert torch.allclose(METHODS[scheme.method].unpack(packed), wanted, rtol=1e-5, atol=1e-5)
-    with pytest.raises(CheckpointError, match=r"layers\.0\.weight_blocks is \[6, "):
-        checkpoint.packed("layers.0", {"weight_blocks": blocks[:, :-1]}, scheme, torch.float32)
+    wanted_tensors = checkpoint.tensors("layers.0", scheme, (6, wanted.shape[1]), ())
+    check_tensors_of("layers.0", slices({"weight_blocks": blocks}), wanted_tensors)
+    with pytest.raises(CheckpointError, match=r"layers\.0\.weight_blocks is U8 \[6, .* the module needs U8 \[6, "):
+        check_tensors_of("layers.0", slices({"weight_blocks": blocks[:, :-1]}), wanted_tensors)
+    with pytest.raises(CheckpointError, match=r"layers\.0 has 40 columns in the model, which blocks of "):
+        checkpoint.tensors("layers.0", scheme, (6, 40), ())
 
 
 def test_other_kinds_are_refused() -> None:
@@ -58,8 +65,27 @@ NAMES = {
 }  # fmt: skip
 
 
-def write_gguf(model: PreTrainedModel, file: Path) -> None:
-    """Write a Llama in blocks of Q8_0 and Q4_1, with the writer and the quantisers of the package gguf."""
+def q8_and_q4(name: str) -> str:
+    return "Q8_0" if "embd" in name else "Q4_1"
+
+
+def q4_k_m(name: str) -> str:
+    """Return the kind of a tensor in the mixture that llama.cpp calls Q4_K_M, here with two more kinds in it."""
+    if name.startswith("blk.1") and name.endswith(("attn_k", "ffn_up")):
+        return "Q5_K" if name.endswith("attn_k") else "F16"
+    return "Q6_K" if name == "output" or name.endswith(("attn_v", "ffn_down")) else "Q4_K"
+
+
+def blocks_of(rows: torch.Tensor, kind: str) -> np.ndarray:
+    """Return rows as blocks; those of kinds that the package gguf does not make have random numbers in them."""
+    if not kind.endswith("_K"):
+        made: np.ndarray = gguf.quantize(rows.numpy(), gguf.GGMLQuantizationType[kind])
+        return made
+    return random_blocks(kind, rows.shape[0], rows.shape[1] // 256).numpy()
+
+
+def write_gguf(model: PreTrainedModel, file: Path, kind_of: Callable[[str], str] = q8_and_q4) -> None:
+    """Write a Llama in blocks of the kinds that `kind_of` gives tensors by name, with the writer of the package."""
     config = model.config
     writer = gguf.GGUFWriter(str(file), "llama")
     writer.add_vocab_size(config.vocab_size)
@@ -79,15 +105,15 @@ def write_gguf(model: PreTrainedModel, file: Path) -> None:
         is_in_layer = parts[1:2] == ["layers"]
         stored = f"blk.{parts[2]}.{NAMES['.'.join(parts[3:])]}" if is_in_layer else NAMES[path]
         rows = weight.float()
-        for kind, heads in (("attn_q", config.num_attention_heads), ("attn_k", config.num_key_value_heads)):
-            if stored.endswith(kind):
+        for tensor, heads in (("attn_q", config.num_attention_heads), ("attn_k", config.num_key_value_heads)):
+            if stored.endswith(tensor):
                 rows = rows.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(rows.shape)
         data = rows.numpy()
         if rows.ndim == 1:
             writer.add_tensor(f"{stored}.weight", data.astype(np.float32))
             continue
-        kind = gguf.GGMLQuantizationType["Q8_0" if "embd" in stored else "Q4_1"]
-        writer.add_tensor(f"{stored}.weight", gguf.quantize(data, kind), raw_dtype=kind)
+        kind = kind_of(stored)
+        writer.add_tensor(f"{stored}.weight", blocks_of(rows, kind), raw_dtype=gguf.GGMLQuantizationType[kind])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -103,6 +129,37 @@ def test_a_file_runs_in_its_blocks(tmp_path: Path) -> None:
         assert largest_difference(reference, llm) < 1e-4
         (note,) = [note for note in llm.notes if note.startswith("quantization")]
         assert "14 linears are int4 in groups of 32" in note and "embeddings are int8-groups in groups of 32" in note
+
+
+@pytest.mark.slow
+def test_a_file_with_blocks_of_several_kinds_runs_in_them(tmp_path: Path) -> None:
+    """As nearly all files are: here each kind of K blocks and float16, and no head of the embedding's."""
+    file = tmp_path / "model.gguf"
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "tie_word_embeddings": False}
+    write_gguf(random_model(make_config("LlamaConfig", **sizes)), file, q4_k_m)
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=file.name, dtype=torch.float32)
+    with load(file, quantization="gguf", dtype="float32", compiler="eager") as llm:
+        assert largest_difference(reference, llm) < 1e-4
+        (note,) = [note for note in llm.notes if note.startswith("quantization")]
+        for each in (
+            "8 linears are int4 in groups of 32",
+            "5 linears are int8-groups in groups of 16",
+            "1 linears are int8-groups in groups of 32",
+            "1 embeddings are int4 in groups of 32",
+            "1 x Linear.weight (not quantised in the checkpoint)",
+        ):
+            assert each in note, note
+
+
+@pytest.mark.parametrize("kept", [0.7, *(pytest.param(part, marks=pytest.mark.slow) for part in (0.1, 0.999))])
+def test_a_truncated_file_is_refused(kept: float, tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    write_gguf(random_model(make_config("LlamaConfig", intermediate_size=64, tie_word_embeddings=True)), file)
+    content = file.read_bytes()
+    file.write_bytes(content[: int(kept * len(content))])
+    with pytest.raises(ModelError, match="model.gguf': .* It may be truncated: copy or download") as raised:
+        load(file, quantization="gguf", enforce_eager=True)
+    assert raised.value.exit_code == 3
 
 
 def test_only_gguf_files_have_blocks(tmp_path: Path) -> None:

@@ -7,9 +7,10 @@ import torch
 
 from piecegraph.errors import CheckpointError
 from piecegraph.runner.quantization.checkpoints.gptq import AWQ_ORDER, Awq, Gptq
-from piecegraph.runner.quantization.checkpoints.packed_integers import unpacked
+from piecegraph.runner.quantization.checkpoints.headers import check_tensors_of
 from piecegraph.runner.quantization.methods.all_methods import METHODS
-from tests.runner.quantization.checkpoints.written import awq, gptq, words
+from piecegraph.runner.quantization.methods.packed_integers import unpacked
+from tests.runner.quantization.checkpoints.written import awq, gptq, slices, words
 
 
 @pytest.mark.parametrize("version", [1, 2])
@@ -41,8 +42,8 @@ def test_columns_in_another_order_are_refused() -> None:
     parts, _ = gptq(torch.randn(8, 32))
     parts["g_idx"] = parts["g_idx"].flip(0)
     checkpoint = Gptq.of({"bits": 4, "group_size": 16})
-    with pytest.raises(CheckpointError, match="desc_act=True"):
-        checkpoint.packed("q_proj", parts, checkpoint.scheme, torch.float32)
+    with pytest.raises(CheckpointError, match=r"q_proj\.g_idx gives columns .*desc_act=True"):
+        check_tensors_of("q_proj", slices(parts), checkpoint.tensors("q_proj", checkpoint.scheme, (8, 32), parts))
 
 
 @pytest.mark.parametrize("bits", [4, 8])

@@ -41,15 +41,15 @@ BAD_MXFP4: list[tuple[Callable[[Tensors], object], str]] = [
     (lambda t: t.pop(f"{EXPERTS}.gate_up_proj_blocks"), r"missing: .*experts\.gate_up_proj_blocks"),
     (
         lambda t: t.update({f"{EXPERTS}.down_proj_scales": t[f"{EXPERTS}.down_proj_scales"][:, :, :2].clone()}),
-        r"down_proj_scales is of another shape: \(64, 2\), and the module's other tensors need \(64, 3\)",
+        r"down_proj_scales is U8 \[64, 2\] in the files, and the module needs U8 \[64, 3\]",
     ),
     (
         lambda t: t.update({f"{EXPERTS}.down_proj_blocks": t[f"{EXPERTS}.down_proj_blocks"].flatten(2)}),
-        "down_proj_blocks has 2 dims for each expert",
+        r"down_proj_blocks is U8 \[64, 48\] in the files",
     ),
     (
         lambda t: t.update({f"{EXPERTS}.down_proj_scales": t[f"{EXPERTS}.down_proj_scales"].float()}),
-        "down_proj_scales is torch.float32, and torch.uint8 is needed",
+        "down_proj_scales is F32 .* needs U8",
     ),
     (lambda t: t[f"{EXPERTS}.gate_up_proj_scales"].fill_(255), "gate_up_proj_scales has values that are not numbers"),
     (

@@ -19,6 +19,27 @@ Write = Callable[[torch.Tensor], tuple[Tensors, torch.Tensor]]
 """A function from a weight to its stored tensors by suffix, and to the weight that they stand for."""
 
 
+class Slice:
+    """A tensor as safetensors shows one of a file."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    def get_dtype(self) -> str:
+        names = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int32: "I32"}
+        return {**names, torch.uint8: "U8", torch.int64: "I64"}[self._tensor.dtype]
+
+    def get_shape(self) -> list[int]:
+        return list(self._tensor.shape)
+
+    def __getitem__(self, index: object) -> torch.Tensor:
+        return self._tensor[index]  # type: ignore[index]  # as the caller gives it
+
+
+def slices(tensors: Tensors) -> dict[str, Slice]:
+    return {name: Slice(tensor) for name, tensor in tensors.items()}
+
+
 def words(values: torch.Tensor, bits: int, dim: int, order: Sequence[int] | None = None) -> torch.Tensor:
     """Return non-negative integers in int32, along `dim`, padded with zeros; integer i of a group goes to place
     `order[i]`."""
