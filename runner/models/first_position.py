@@ -38,6 +38,7 @@ class FirstPosition:
 
     value: int
     note: str = ""
+    uncounted_token: int | None = None  # a token that the model's own forward puts at `value - 1` and does not count
 
 
 def first_position(
@@ -97,9 +98,11 @@ def first_position(
         )
     if first == 0:
         return FirstPosition(0)
-    return FirstPosition(
-        first, f"positions begin at {first}, as in the model's own forward; padding tokens in a text count like others"
-    )
+    note = f"positions begin at {first}, as in the model's own forward"
+    uncounted = _uncounted_token(model, input_ids, own, first)
+    if uncounted is not None and generates:
+        note += "; padding tokens in a text count like others"
+    return FirstPosition(first, note, uncounted)
 
 
 def _of_a_counting_model(model: Any, own: Sequence[Read], shifted: Sequence[Read]) -> FirstPosition:
@@ -165,6 +168,20 @@ def _ordinary_tokens(config: PreTrainedConfig) -> torch.Tensor:
     }
     tokens = [token for token in range(text_config.vocab_size) if token not in special]
     return torch.tensor([(tokens * _NUM_TOKENS)[:_NUM_TOKENS]])
+
+
+def _uncounted_token(model: Any, input_ids: torch.Tensor, own: Sequence[Read], first: int) -> int | None:
+    """Return the padding token if the model's own positions leave it out, as RoBERTa's do."""
+    padding = model.config.get_text_config(decoder=True).pad_token_id
+    if not isinstance(padding, int):
+        return None
+    with_padding = input_ids.clone()
+    with_padding[0, 2] = padding
+    counted = tuple(range(first, first + _NUM_TOKENS))
+    left_out = (first, first + 1, first - 1, *range(first + 2, first + _NUM_TOKENS - 1))
+    reads = _table_reads(model, with_padding)
+    found = [at for (_, before), (_, at) in zip(own, reads, strict=False) if before == counted]
+    return padding if found and all(at == left_out for at in found) else None
 
 
 Read = tuple[str, tuple[int, ...]]

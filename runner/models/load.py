@@ -50,6 +50,7 @@ class LoadedModel:
     dtype: torch.dtype
     device: torch.device
     first_position: int  # the position of a text's first token in the model's own forward
+    uncounted_token: int | None = None  # see `FirstPosition`
     notes: tuple[str, ...]
     rank_plan: RankPlan | None = None  # what this rank holds; None: all of the model
     bytes_read: int | None = None  # of weight files, if only a rank's part was read
@@ -177,6 +178,7 @@ def load_model(
         dtype=dtype,
         device=device,
         first_position=first.value,
+        uncounted_token=first.uncounted_token,
         notes=(*((first.note,) if first.note else ()), *notes, *(() if quantised is None else (str(quantised),))),
         rank_plan=plan,
         bytes_read=made.bytes_read,

@@ -64,12 +64,12 @@ class ClassifierHead(nn.Module):
         generator = torch.Generator().manual_seed(0)
         size = self._model.config.get_text_config().hidden_size
         hidden_states = torch.randn(_NUM_ROWS, size, generator=generator).to(device)
-        bounds, positions = torch.tensor([0, _NUM_ROWS], device=device), torch.arange(_NUM_ROWS, device=device)
+        bounds = torch.tensor([0, _NUM_ROWS], device=device)
         num_labels = self._model.config.num_labels
         try:
             with torch.no_grad():
                 wanted = self._own(hidden_states[None].to(self._dtype)).float()
-                found = {kind: self(pool(hidden_states, bounds, positions, [kind])) for kind in _CANDIDATES}
+                found = {kind: self(pool(hidden_states, bounds, [kind])) for kind in _CANDIDATES}
         except Exception as error:  # whatever a head raises that reads something else than hidden states
             line = next(iter(str(error).splitlines()), "")
             raise UnsupportedModel(

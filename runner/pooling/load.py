@@ -90,7 +90,10 @@ def load_pooler(config: EngineConfig, task: PoolingTask, on_phase: OnPhase | Non
     after = _after_hidden_states(model, task, modules, hf_config, device)
     compiled = _compile(model, config, device, on_phase)
     buffers = PoolingBuffers(
-        max_num_tokens=max_num_tokens, max_num_reqs=min(config.max_num_seqs, max_num_tokens), device=device
+        max_num_tokens=max_num_tokens,
+        max_num_reqs=min(config.max_num_seqs, max_num_tokens),
+        device=device,
+        uncounted_token=model.loaded.uncounted_token,
     )
     step = PoolingStep(
         compiled=compiled, attention=SdpaVarlen(), pooling=after.pooling, head=after.head, buffers=buffers

@@ -22,20 +22,17 @@ class PoolingType(enum.Enum):
 def pool(
     hidden_states: torch.Tensor,  # [num_tokens, hidden_size]
     query_start_loc: torch.Tensor,  # [num_seqs + 1] int32
-    positions: torch.Tensor,  # [num_tokens] int64, from 0 in each sequence
     kinds: Sequence[PoolingType],
 ) -> torch.Tensor:
     """Return the rows of all sequences, `[num_seqs, hidden_size * len(kinds)]` float32, concatenated in order.
 
     A sequence may be empty, as padding is; its row is undefined.
     """
-    rows = [_pool(hidden_states, query_start_loc, positions, kind) for kind in kinds]
+    rows = [_pool(hidden_states, query_start_loc, kind) for kind in kinds]
     return rows[0] if len(rows) == 1 else torch.cat(rows, dim=1)
 
 
-def _pool(
-    hidden_states: torch.Tensor, query_start_loc: torch.Tensor, positions: torch.Tensor, kind: PoolingType
-) -> torch.Tensor:
+def _pool(hidden_states: torch.Tensor, query_start_loc: torch.Tensor, kind: PoolingType) -> torch.Tensor:
     starts = query_start_loc.to(torch.int64)
     if kind in (PoolingType.CLS, PoolingType.LAST):
         at = starts[:-1] if kind is PoolingType.CLS else starts[1:] - 1
@@ -45,7 +42,9 @@ def _pool(
         return _reduced(values, "max", starts)
     lengths = starts.diff().clamp(min=1)[:, None].float()
     if kind is PoolingType.WEIGHTED_MEAN:
-        values = values * (positions[:, None] + 1)
+        tokens = torch.arange(len(values), device=values.device)
+        numbers = tokens - starts[torch.searchsorted(starts, tokens, right=True) - 1]  # of each token in its sequence
+        values = values * (numbers[:, None] + 1)
         lengths = lengths * (lengths + 1) / 2
     elif kind is PoolingType.MEAN_SQRT_LEN:
         lengths = lengths.sqrt()

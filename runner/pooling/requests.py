@@ -191,7 +191,9 @@ def tokenized_text(
         raise RequestError(
             "truncate_prompt_tokens is for texts, which the tokenizer cuts; shorten token ids before they are given."
         )
-    tokenized = tokenize(prompt, pooler.tokenizer, {**_truncation(pooler, params), **(options or {})} or None)
+    tokenized = tokenize(
+        prompt, pooler.tokenizer, {**_truncation(pooler, params, is_pair=False), **(options or {})} or None
+    )
     if tokenized.embeds is not None:
         raise RequestError("prompt_embeds cannot be pooled; give a text or token ids.")
     return Text(token_ids=tokenized.token_ids)
@@ -209,7 +211,7 @@ def _pair(
             raise RequestError(
                 f"a cross-encoder scores two texts, and one is {text!r}; give strings that are not empty."
             )
-    given = {**_truncation(pooler, params), **(options or {})}
+    given = {**_truncation(pooler, params, is_pair=True), **(options or {})}
     try:
         found = pooler.tokenizer(texts[0], texts[1], verbose=False, **given)
     except (TypeError, ValueError) as error:
@@ -218,7 +220,7 @@ def _pair(
     return Text(token_ids=list(found["input_ids"]), token_type_ids=None if kinds is None else list(kinds))
 
 
-def _truncation(pooler: LoadedPooler, params: PoolingParams) -> dict[str, Any]:
+def _truncation(pooler: LoadedPooler, params: PoolingParams, *, is_pair: bool) -> dict[str, Any]:
     """Return the tokenizer's arguments for `truncate_prompt_tokens`. Raises `RequestError`."""
     wanted = params.truncate_prompt_tokens
     if wanted is None:
@@ -226,6 +228,12 @@ def _truncation(pooler: LoadedPooler, params: PoolingParams) -> dict[str, Any]:
     if wanted > pooler.max_model_len:
         raise RequestError(
             f"truncate_prompt_tokens={wanted}, but the model takes at most {pooler.max_model_len} tokens; give -1."
+        )
+    added = 0 if pooler.tokenizer is None else pooler.tokenizer.num_special_tokens_to_add(pair=is_pair)
+    if -1 < wanted < added:  # which tokenizers answer with the whole text
+        raise RequestError(
+            f"truncate_prompt_tokens={wanted}, and the tokenizer adds {added} tokens of its own to a text; give "
+            f"{added + 1} or more, or -1."
         )
     return {"truncation": True, "max_length": pooler.max_model_len if wanted == -1 else wanted}
 

@@ -29,9 +29,15 @@ class Text:
 
 
 class PoolingBuffers:
-    """The input tensors of all steps, at fixed addresses. The host writes them, with a copy of each per batch."""
+    """The input tensors of all steps, at fixed addresses. The host writes them, with a copy of each per batch.
 
-    def __init__(self, *, max_num_tokens: int, max_num_reqs: int, device: torch.device) -> None:
+    `uncounted_token`: see `FirstPosition`.
+    """
+
+    def __init__(
+        self, *, max_num_tokens: int, max_num_reqs: int, device: torch.device, uncounted_token: int | None = None
+    ) -> None:
+        self.uncounted_token = uncounted_token
         self.max_num_tokens = max_num_tokens
         self.max_num_reqs = max_num_reqs
         self.input_ids = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)
@@ -49,7 +55,7 @@ class PoolingBuffers:
         padding = [0] * (num_tokens - real)
         columns = (
             [token for text in texts for token in text.token_ids],
-            [position for seq_len in seq_lens for position in range(seq_len)],
+            [position for text in texts for position in positions_of(text.token_ids, self.uncounted_token)],
             [kind for text in texts for kind in text.token_type_ids or [0] * len(text.token_ids)],
         )
         device = self.input_ids.device
@@ -63,6 +69,14 @@ class PoolingBuffers:
         """Return the buffers with names."""
         names = ("input_ids", "positions", "token_type_ids", "query_start_loc")
         return [(f"input buffer {name}", getattr(self, name)) for name in names]
+
+
+def positions_of(token_ids: Sequence[int], uncounted_token: int | None) -> Sequence[int]:
+    """Return the positions of a text's tokens from 0 on; the token that is not counted has -1 wherever it is."""
+    if uncounted_token is None or uncounted_token not in token_ids:
+        return range(len(token_ids))
+    is_counted = [token != uncounted_token for token in token_ids]
+    return [number - 1 if counts else -1 for number, counts in zip(accumulate(is_counted), is_counted, strict=True)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +106,7 @@ class PoolingStep:
         """Return a row of float32 for each text that the batch can hold; those of empty texts are undefined."""
         num_tokens = hidden_states.shape[0]
         bounds = self.buffers.query_start_loc[: self.num_rows(num_tokens) + 1]
-        rows = pool(hidden_states, bounds, self.buffers.positions[:num_tokens], self.pooling)
+        rows = pool(hidden_states, bounds, self.pooling)
         return rows if self.head is None else self.head(rows)
 
     def token_rows(self, hidden_states: torch.Tensor) -> torch.Tensor:

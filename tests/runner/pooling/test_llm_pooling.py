@@ -60,6 +60,16 @@ def test_embeddings_are_the_rows_of_transformers(name: str, tmp_path: Path) -> N
         assert_close(output.outputs.embedding, row)
 
 
+def test_padding_tokens_within_a_text_have_no_position_of_their_own(tmp_path: Path) -> None:
+    """RoBERTa counts the tokens that are none; beside a text without them, and alone."""
+    model = save_model(FAMILIES["roberta"](), tmp_path)
+    prompts = [[0, 1, 5, 1, 2], [2, 4, 3], [1], [5, 9, 9, 1, 1, 7]]
+    with load_small(tmp_path) as llm:
+        outputs = llm.embed(prompts, pooling_params=RAW, use_tqdm=False)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert_close(output.outputs.embedding, hidden_states(model, prompt)[0])
+
+
 @pytest.mark.parametrize("name", [each for each in _families() if "bidirectional" not in each.values[0]])
 def test_classes_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     model = save_model(FAMILIES[name](), tmp_path, num_labels=3)
@@ -168,6 +178,8 @@ def test_bad_requests_are_refused_before_any_runs(bert: LLM) -> None:
         bert.embed(["a cat", long])
     (cut,) = bert.embed(long, pooling_params=PoolingParams(truncate_prompt_tokens=-1))
     assert (len(cut.prompt_token_ids), cut.prompt_token_ids[-1]) == (MAX_LEN, 3)  # [SEP] is kept
+    with pytest.raises(RequestError, match=r"truncate_prompt_tokens=1, and the tokenizer adds 2 .*; give 3 or more"):
+        bert.embed("a cat runs", pooling_params=PoolingParams(truncate_prompt_tokens=1))
     with pytest.raises(RequestError, match="the prompt is empty"):
         bert.embed("")
     with pytest.raises(RequestError, match="has no tokens"):

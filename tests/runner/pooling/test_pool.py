@@ -25,8 +25,7 @@ def test_rows_are_those_of_each_sequence_alone(kind: PoolingType) -> None:
     """Rows of padding and empty sequences at the end change nothing."""
     hidden = torch.randn(sum(LENS) + 2, 8, generator=torch.Generator().manual_seed(0))
     bounds = torch.tensor([0, 3, 4, 11, 11], dtype=torch.int32)
-    positions = torch.cat([*[torch.arange(n) for n in LENS], torch.zeros(2, dtype=torch.int64)])
-    rows = pool(hidden, bounds, positions, [kind])
+    rows = pool(hidden, bounds, [kind])
     wanted = torch.stack([REFERENCE[kind](each) for each in hidden[:11].split(LENS)])
     assert rows.shape == (4, 8)
     torch.testing.assert_close(rows[:3], wanted)
@@ -34,7 +33,7 @@ def test_rows_are_those_of_each_sequence_alone(kind: PoolingType) -> None:
 
 def test_several_kinds_are_concatenated_in_float32() -> None:
     hidden = torch.randn(4, 8, dtype=torch.bfloat16)
-    rows = pool(hidden, torch.tensor([0, 4]), torch.arange(4), [PoolingType.MEAN, PoolingType.CLS])
+    rows = pool(hidden, torch.tensor([0, 4]), [PoolingType.MEAN, PoolingType.CLS])
     assert (rows.shape, rows.dtype) == ((1, 16), torch.float32)
     torch.testing.assert_close(rows[0, 8:], hidden[0].float())
     torch.testing.assert_close(rows[0, :8], hidden.float().mean(0))
