@@ -81,8 +81,8 @@ def replacement(module: Any) -> type[nn.Module] | None:
         is_identity = isinstance(module._modules.get("identity_expert"), nn.Identity)
         is_alike = is_identity and module.gate_up_proj.shape[0] == num_routed + num_zero
         return ZeroExperts if is_alike and module.down_proj.shape[0] == num_routed else None
-    shape = tuple(getattr(module, name, None) for name in ("groups", "in_features", "out_features"))
-    if set(module._parameters) == {"weight"} and not module._modules and tuple(module.weight.shape) == shape:
+    of_weight = tuple(getattr(module, name, None) for name in ("groups", "in_features", "out_features"))
+    if set(module._parameters) == {"weight"} and not module._modules and tuple(module.weight.shape) == of_weight:
         return ProductByExpert
     return None
 
