@@ -28,6 +28,7 @@ def compile(
     before_compile: BeforeCompile | None = None,
     load_weights: LoadWeights | None = None,
     background: BackgroundCompile | None = None,
+    waits_for_others: bool = False,
 ) -> CompiledModel:
     """Compile `module` for inference, its graph cut at `config.split_ops`.
 
@@ -55,6 +56,10 @@ def compile(
     which the caller calls between two calls of the model. `close` of the model ends the compile. It needs a module with
     its weights.
 
+    `waits_for_others` says that `before_compile` waits for other processes that compile at the same time, as stages of
+    a pipeline do. None of them waits for another's plan then, which would be a deadlock: each traces, and of each
+    unique piece one compiles.
+
     Raises `GraphBreak`, `SizeSpecialized`, `UnknownGuard`, `SplitOpNotFound`, `SplitOpUnused`,
     `PieceCompileFailed`, `ConfigError` and `InputMismatch` (see `piecegraph.errors`).
     """
@@ -64,7 +69,14 @@ def compile(
             "For a function, use torch.compile(fn, backend='piecegraph')."
         )
     model = CompiledModel(
-        module, config or CompileConfig(), dynamic_dims or {}, on_phase, before_compile, load_weights, background
+        module,
+        config or CompileConfig(),
+        dynamic_dims or {},
+        on_phase,
+        before_compile,
+        load_weights,
+        background,
+        waits_for_others=waits_for_others,
     )
     if isinstance(example_inputs, Mapping):
         model.compile_for((), example_inputs)

@@ -55,6 +55,8 @@ class CompiledModel(CapturableModel):
         before_compile: BeforeCompile | None = None,
         load_weights: LoadWeights | None = None,
         background: BackgroundCompile | None = None,
+        *,
+        waits_for_others: bool = False,
     ) -> None:
         self._module: torch.nn.Module | None = module  # None once closed
         self._config = config
@@ -63,6 +65,7 @@ class CompiledModel(CapturableModel):
         self._before_compile = before_compile
         self._load_weights = load_weights
         self._background = background
+        self._waits_for_others = waits_for_others
         self._ready: ReadyModel | None = None
         self._closed = False
 
@@ -85,6 +88,7 @@ class CompiledModel(CapturableModel):
             before_compile=self._before_compile,
             load_weights=self._load_weights,
             background=self._background,
+            waits_for_others=self._waits_for_others,
         )
         self._load_weights = None  # the function may hold the loaded weights
 

@@ -44,6 +44,7 @@ def load_or_compile(
     cache: CompileCache | None = None,
     load_weights: LoadWeights | None = None,
     background: BackgroundCompile | None = None,
+    waits_for_others: bool = False,
 ) -> ReadyModel:
     """Return `module` compiled for calls like this one, from `cache` if possible.
 
@@ -57,8 +58,8 @@ def load_or_compile(
     `background` compiles the pieces of a model that the cache does not have; the returned model runs their graphs until
     then. `load_weights` must be None.
 
-    Of several processes that need the same model at once, one compiles and the others wait. The same holds for a piece
-    that models share, and for the pieces of a model without a key.
+    Of several processes that need the same model at once, one compiles and the others wait, unless `before_compile`
+    `waits_for_others`. The same holds for a piece that models share, and for the pieces of a model without a key.
     """
     sweep_folders()
     request = _Request(
@@ -70,6 +71,7 @@ def load_or_compile(
         before_compile=before_compile,
         cache=CompileCache.open(config) if cache is None else cache,
         background=background,
+        waits_for_others=waits_for_others,
     )
     assert background is None or load_weights is None, "a model that runs before it is compiled has its weights"
     if load_weights is None:
@@ -101,6 +103,7 @@ class _Request:
     before_compile: BeforeCompile | None
     cache: CompileCache
     background: BackgroundCompile | None
+    waits_for_others: bool
 
     def __call__(self, module: torch.nn.Module, deferred: DeferredWeights | None = None) -> ReadyModel:
         """Load or compile `module`.
@@ -121,8 +124,10 @@ class _Request:
         found = self._find(plans, plans.key, deferred)
         if found is not None:
             return found
-        with self.cache.flight(plans.key, self._on_wait) as flight:
-            if flight.waited_s > 0 and (found := self._find(plans, plans.key, deferred)) is not None:
+        # Whoever waits for others while they wait for its lock would wait for ever.
+        flight = contextlib.nullcontext() if self.waits_for_others else self.cache.flight(plans.key, self._on_wait)
+        with flight as held:
+            if held is not None and held.waited_s > 0 and (found := self._find(plans, plans.key, deferred)) is not None:
                 return found
             reason = self.cache.misses.get(plans.key, "")
             ready, not_stored = self._compile(module, deferred, plans)

@@ -105,6 +105,7 @@ def compile_model(
                 before_compile=decide,
                 load_weights=None if stand_in is None else load_late,
                 background=background,
+                waits_for_others=all_layers is not None,
             )
         wait_for_kernels()
     finally:

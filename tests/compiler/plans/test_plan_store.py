@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -289,3 +290,31 @@ def test_a_process_that_waited_loads(whole_cache: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(CompileCache, "flight", compile_elsewhere_first)
     late = compiled(Small())
     assert (state(models[0]), state(late)) == ("miss", "hit")
+
+
+@pytest.mark.parametrize("waits_for_others", [False, True])
+def test_who_waits_for_others_holds_no_lock(
+    waits_for_others: bool, whole_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stages of a pipeline wait for each other before they compile: none may wait for another's plan meanwhile."""
+    flight, held, held_before_compile = CompileCache.flight, set[str](), list[int]()
+
+    @contextlib.contextmanager
+    def watched(self: CompileCache, key: str, on_wait: Any = None) -> Iterator[Any]:
+        with flight(self, key, on_wait) as found:
+            held.add(key)
+            yield found
+            held.discard(key)
+
+    monkeypatch.setattr(CompileCache, "flight", watched)
+    model = pg.compile(
+        Small(),
+        config(),
+        dynamic_dims=DIMS,
+        example_inputs=(torch.ones(3, SIZE),),
+        before_compile=lambda calls: held_before_compile.append(len(held)),
+        waits_for_others=waits_for_others,
+    )
+    assert held_before_compile == [0 if waits_for_others else 1]
+    assert state(model) == "miss"
+    assert state(compiled(Small())) == "hit"  # stored all the same
