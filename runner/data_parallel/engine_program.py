@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from piecegraph.errors import PiecegraphError
 from piecegraph.runner.common.outputs import CompletionOutput, RequestOutput
+from piecegraph.runner.distributed.child_process import pickled
 from piecegraph.runner.distributed.child_program import run_child
 from piecegraph.runner.distributed.worker import compare_on_all_stages
 
@@ -96,8 +97,9 @@ class _Channel:
         self._lock = threading.Lock()
 
     def send(self, name: str, *values: Any) -> None:
+        message = pickled((name, *values), "what the call returns")  # `Connection.send` would share tensors' memory
         with self._lock:
-            self._connection.send((name, *values))
+            self._connection.send_bytes(message)
 
     def start_heartbeat(self) -> None:
         def beat() -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
+from piecegraph.runner.distributed.child_process import pickled
 from piecegraph.runner.distributed.child_program import run_child
 
 if TYPE_CHECKING:
@@ -158,7 +159,8 @@ def follow_rank_0(channel: Connection, job: WorkerJob, loaded: Loaded) -> None:
         elif name == "reset":
             runner.reset()
         elif name == "call":
-            channel.send(("result", worker.call(*args)))
+            answer = ("result", worker.call(*args))
+            channel.send_bytes(pickled(answer, "what the call returns"))  # `send` would share tensors' memory
         else:
             assert name == "close", name
             runner.close()

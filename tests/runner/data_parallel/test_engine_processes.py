@@ -18,7 +18,7 @@ from piecegraph.runner.data_parallel import engine_processes
 from piecegraph.runner.data_parallel.engine_processes import EngineProcesses
 from piecegraph.runner.distributed.protocol import IDLE_LOOK_S
 from tests.runner.distributed.sleeping_ranks import sleeping_child
-from tests.runner.distributed.test_executor import SLOW_MACHINE_S, is_there, pid_of
+from tests.runner.distributed.test_executor import SLOW_MACHINE_S, is_there, pid_of, tensor_of
 from tests.runner.tiny_models import make_model, save
 
 PROMPTS = [{"prompt_token_ids": [number + 1, 5, 17, 3]} for number in range(7)]
@@ -88,6 +88,7 @@ def test_two_engines_answer_as_one(name: str, tmp_path: Path) -> None:
         if name != "llama":
             return
         assert llm.collective_rpc(pid_of) == list(pids)
+        assert [each.tolist() for each in llm.collective_rpc(tensor_of)] == [[0, 1, 2], [0, 1, 2]]
         assert llm.report.num_pieces > 0
         assert llm.max_num_seqs == 8
         with pytest.raises(UsageError, match="the model runner with them"):

@@ -11,9 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
-from piecegraph import LLM, SamplingParams
-from piecegraph.errors import ConfigError, UsageError, WorkerError
+from piecegraph import LLM, LoRARequest, SamplingParams
+from piecegraph.errors import CheckpointError, ConfigError, UsageError, WorkerError
 from piecegraph.runner.common.logits_processor import LogitsProcessor
 from piecegraph.runner.distributed.executor import MpExecutor
 from piecegraph.runner.distributed.protocol import IDLE_LOOK_S
@@ -22,6 +23,8 @@ from piecegraph.runner.startup import rank_runner
 from piecegraph.runner.tensor_parallel.parallel import rank_facts
 from tests.runner.distributed.compiles_of_layouts import model_of, start
 from tests.runner.distributed.sleeping_ranks import SleepingRanks, kill
+from tests.runner.lora.adapters import write_adapter
+from tests.runner.lora.test_adapter import change
 from tests.runner.margin_rule import assert_same_tokens
 from tests.runner.pipeline_parallel.stages_in_threads import llm_of_threads
 from tests.runner.tiny_models import make_model, random_model, save
@@ -68,6 +71,10 @@ def pid_of(worker: Worker) -> int:
     return os.getpid()
 
 
+def tensor_of(worker: Worker) -> torch.Tensor:
+    return torch.arange(3) + worker.rank
+
+
 def raise_on_rank_1(worker: Worker) -> None:
     if worker.rank == 1:
         raise ValueError("planted")
@@ -90,6 +97,7 @@ def test_two_processes_answer_as_one_until_one_is_killed(tmp_path: Path, capfd: 
         assert all(report["weight_bytes"] == report["bytes_read"] for report in reports)
         assert (reports[1]["q_heads"], reports[1]["kv_heads"]) == (2, 1)
         assert llm.collective_rpc(pid_of) == [os.getpid(), pid]
+        assert [each.tolist() for each in llm.collective_rpc(tensor_of)] == [[0, 1, 2], [1, 2, 3]]
         assert tuple(capfd.readouterr()) == ("", "")
         with pytest.raises(UsageError, match="cannot be sent to another process"):
             llm.collective_rpc(lambda worker: None)
@@ -106,13 +114,22 @@ def test_two_processes_answer_as_one_until_one_is_killed(tmp_path: Path, capfd: 
 
 @pytest.mark.slow
 def test_two_stages_answer_as_one_process_until_one_is_killed(tmp_path: Path) -> None:
-    """Each reads and holds a layer; the end of the last stage is noticed where its tokens are waited for."""
-    llm = two_ranks(save(make_model("qwen3"), tmp_path), size=1, pipeline_parallel_size=2)
+    """Each reads and holds a layer; the end of the last stage is noticed where its tokens are waited for.
+
+    The last stage's output layer is compared with an adapter's copy of it.
+    """
+    folder, adapter = save(make_model("qwen3"), tmp_path / "model"), tmp_path / "adapter"
+    write_adapter(make_model("qwen3"), adapter, 1, target_modules=["q_proj", "lm_head"])
+    llm = two_ranks(folder, size=1, pipeline_parallel_size=2, enable_lora=True, max_lora_rank=8)
     try:
         (pid,) = processes_of(llm)
         assert_answers(llm, "qwen3")
         reports = llm.collective_rpc("report")
         assert [report["layers"] for report in reports] == [(0, 1), (1, 2)]
+        llm.engine.check_lora(LoRARequest("fits", 1, str(adapter)))
+        change(adapter, lambda tensors: tensors["base_model.model.lm_head.base_layer.weight"].add_(1))
+        with pytest.raises(CheckpointError, match="the weight of lm_head in it is not the model's"):
+            llm.engine.check_lora(LoRARequest("another base", 2, str(adapter)))
         assert all(report["weight_bytes"] == report["bytes_read"] for report in reports)
         os.kill(pid, signal.SIGKILL)
         for _ in range(2):  # and so does every later call
