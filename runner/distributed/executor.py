@@ -213,13 +213,19 @@ class MpExecutor:
     ) -> list[Any]:
         """Call `method` on every rank. `timeout` in seconds: how long the other ranks may take; None: any time.
 
+        In the main thread a rank that ends meanwhile ends the call at once, also while it runs on rank 0.
+
         Raises `UsageError` if the call cannot be sent to another process, and `WorkerError` if a rank raises.
         """
         message = pickled(("call", method, args, kwargs), "the call")
         with self.in_step():
             for each in self._processes:
                 each.channel.send_bytes(message)
-            results = [Worker(rank=0, num_ranks=self._num_ranks, loaded=loaded).call(method, args, kwargs)]
+            try:
+                with ended_by_loss(self._processes, self._abort, may_answer=True):
+                    results = [Worker(rank=0, num_ranks=self._num_ranks, loaded=loaded).call(method, args, kwargs)]
+            except RankLost:
+                raise self._fail(None) from None
             deadline = None if timeout is None else time.monotonic() + timeout
             results.extend(self._answer(each, deadline) for each in self._processes)
         return results

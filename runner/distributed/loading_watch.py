@@ -1,8 +1,9 @@
-"""Ends a load in the main thread as soon as another rank ends, whatever the load does at that moment."""
+"""Ends a load, or a call, in the main thread as soon as another rank ends, whatever it does at that moment."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import subprocess
@@ -33,11 +34,16 @@ class RankLost(BaseException):
 
 @contextlib.contextmanager
 def ended_by_loss(
-    ranks: Sequence[Child], on_loss: Callable[[Callable[[], bool]], None], stopped_s: float
+    ranks: Sequence[Child],
+    on_loss: Callable[[Callable[[], bool]], None],
+    stopped_s: float = math.inf,
+    *,
+    may_answer: bool = False,
 ) -> Iterator[threading.Event]:
     """Raise `RankLost` from the block, at whatever point it is, once one of `ranks` ends or sends a message.
 
     The same happens once a rank of this machine has been stopped (by SIGSTOP, for one) for `stopped_s` seconds.
+    `may_answer`: ranks may send messages without being lost.
 
     `on_loss` is called then, in a thread of its own, to end waits of a GPU; its argument returns whether the block has
     ended. The exception comes from the handler of a signal, as that of Ctrl-C does, so
@@ -64,7 +70,7 @@ def ended_by_loss(
     stop_reader, stop_writer = os.pipe()
     thread = threading.Thread(
         target=_watch,
-        args=(ranks, stop_reader, ended, threading.get_ident(), on_loss, stopped_s),
+        args=(ranks, stop_reader, ended, threading.get_ident(), on_loss, stopped_s, may_answer),
         name="piecegraph watch of ranks",
         daemon=True,
     )
@@ -87,13 +93,15 @@ def _watch(
     main: int,
     on_loss: Callable[[Callable[[], bool]], None],
     stopped_s: float,
+    may_answer: bool,
 ) -> None:
     """Wait until a rank is lost, then send signals to the main thread until the load has ended."""
     stopped_since: dict[int, float] = {}
     with contextlib.ExitStack() as opened:
         sentinels: list[int] = []
         for each in ranks:
-            sentinels.append(each.channel.fileno())
+            if not may_answer:
+                sentinels.append(each.channel.fileno())
             if isinstance(each.process, subprocess.Popen):  # else it is on another machine; its channel ends with it
                 with contextlib.suppress(OSError):
                     sentinels.append(os.pidfd_open(each.process.pid))
@@ -103,6 +111,8 @@ def _watch(
             stopped = [each.process.pid for each in ranks if _is_stopped(each)]
             stopped_since = {pid: stopped_since.get(pid, now) for pid in stopped}
             if any(now - since >= stopped_s for since in stopped_since.values()):
+                break
+            if may_answer and any(each.process.poll() is not None for each in ranks):  # on another machine
                 break
         if stop in found:
             return

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -160,6 +162,24 @@ def test_a_rank_that_ends_while_nothing_runs_is_noticed() -> None:
         executor.close()
     with pytest.raises(WorkerError, match="rank 2"):
         executor.check_idle()
+
+
+def kill_and_wait(worker: Worker, pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+    time.sleep(SLOW_MACHINE_S)
+
+
+def test_a_rank_that_ends_while_rank_0_is_busy_with_a_call_ends_the_call() -> None:
+    """In the middle of what rank 0 does, which may be to read weights for minutes."""
+    executor, loaded = SleepingRanks(3), SimpleNamespace(runner=None)
+    try:
+        pid, started = executor.pids[0], time.monotonic()
+        with pytest.raises(WorkerError, match=rf"rank 1 \(process {pid}\) ended with exit code -9"):
+            executor.collective_rpc(loaded, kill_and_wait, None, (pid,), {})  # type: ignore[arg-type]
+        assert time.monotonic() - started < SLOW_MACHINE_S  # it was not waited for
+        assert not any(map(is_there, executor.pids))
+    finally:
+        executor.close()
 
 
 def test_one_process_is_called_like_several(llm: LLM) -> None:

@@ -76,6 +76,17 @@ def test_what_a_rank_says_ends_a_load_too(rank: Started) -> None:
     assert rank.channel.recv() == ("failed", "planted")  # for whoever says why
 
 
+def test_a_rank_may_answer_a_call_and_is_lost_when_it_ends(rank: Started) -> None:
+    def call() -> None:
+        rank.other_end.send(("result", 1))
+        kill_soon(rank)
+        time.sleep(HANG_S)
+
+    with pytest.raises(RankLost), ended_by_loss([rank], lambda is_over: None, may_answer=True):
+        call()
+    assert rank.channel.recv() == ("result", 1)
+
+
 def test_a_rank_that_is_stopped_for_too_long_is_lost(rank: Started) -> None:
     rank.process.send_signal(signal.SIGSTOP)  # type: ignore[attr-defined]  # of Popen
     with pytest.raises(RankLost), ended_by_loss([rank], lambda is_over: None, 0.2):
