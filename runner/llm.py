@@ -22,6 +22,7 @@ from piecegraph.runner.common.logprobs_mode import LogprobsMode
 from piecegraph.runner.common.vllm_interface import OLDER_METHODS, UNAVAILABLE_METHODS
 from piecegraph.runner.data_parallel.engine_processes import EngineProcesses
 from piecegraph.runner.data_parallel.loaded_elsewhere import LoadedElsewhere
+from piecegraph.runner.distributed.external_launcher import ExternalLauncherExecutor
 from piecegraph.runner.models.generation_defaults import GenerationDefaults
 from piecegraph.runner.offline.arguments import resolve_arguments
 from piecegraph.runner.offline.generating import GeneratingLLM
@@ -183,14 +184,15 @@ class LLM(GeneratingLLM, PoolingLLM):
         loaded = self._generator
         if not isinstance(loaded, LoadedElsewhere) and self._sleep.is_asleep:
             raise UsageError("the engine sleeps, and the memory of its weights may be gone; call wake_up first.")
-        if isinstance(loaded, LoadedElsewhere) or loaded.model.is_part:
-            return reload_on_ranks(
-                loaded.engine, lambda method, args: self.collective_rpc(method, args=args), weights, draft_weights
-            )
+        if isinstance(loaded, LoadedElsewhere):
+            return reload_on_ranks(loaded.engine, self._call_ranks, weights, draft_weights)
         sleep = self._sleep
         before, sleep.has_other_weights = sleep.has_other_weights, sleep.has_other_weights or weights is not None
         try:
-            num_written = reload_weights(loaded, weights, draft_weights)
+            if loaded.model.is_part:
+                num_written = reload_on_ranks(loaded.engine, self._call_ranks, weights, draft_weights)
+            else:
+                num_written = reload_weights(loaded, weights, draft_weights)
         except (UsageError, ConfigError):  # nothing has been written
             sleep.has_other_weights = before
             raise
@@ -207,6 +209,8 @@ class LLM(GeneratingLLM, PoolingLLM):
         Any thread may call it, also beside one that steps the engine. Raises `UsageError`, with nothing changed, while
         requests are unfinished, before the end of a start with `start="fast"`, and for what cannot be restored.
         """
+        if isinstance(self._executor, ExternalLauncherExecutor):
+            raise UsageError("sleep is not yet available with distributed_executor_backend='external_launcher'.")
         return self._sleep.sleep(level)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
@@ -231,7 +235,10 @@ class LLM(GeneratingLLM, PoolingLLM):
         loaded = self._generator
         if isinstance(loaded, LoadedElsewhere):
             raise UsageError("sleep is not yet available with data_parallel_size.")
-        return Sleep(loaded)
+        return Sleep(loaded, self._call_ranks)
+
+    def _call_ranks(self, method: str, args: Sequence[Any]) -> list[Any]:
+        return self.collective_rpc(method, args=args)
 
     def collective_rpc(
         self,

@@ -468,7 +468,10 @@ class EngineConfig:
         if not self.enable_sleep_mode:
             return
         for is_given, what in (
-            (self.num_ranks > 1, self.ranks_argument),
+            (
+                self.num_ranks > 1 and str(self.device).partition(":")[0] != "cpu",
+                f"{self.ranks_argument}, unless device='cpu',",
+            ),
             (self.data_parallel_size > 1, f"data_parallel_size={self.data_parallel_size}"),
             (self.runner == "pooling", "runner='pooling'"),
         ):

@@ -78,6 +78,12 @@ class Worker:
 
         return write_rank_weights(self.loaded, is_wanted)
 
+    def release_memory(self, level: int) -> int:
+        """Give back memory of this rank, which is on a CPU, and return how many bytes; see `Sleep`."""
+        from piecegraph.runner.sleeping.sleep import release_on_cpu
+
+        return release_on_cpu(self.loaded, level)
+
     def base_rows(self, path: str) -> list[BaseRows]:
         """Return rows of a module that adapters may change, if this rank has it; see `compare_on_all_stages`."""
         from piecegraph.runner.lora.base_weights import base_rows

@@ -5,8 +5,9 @@ Graphs and compiled pieces hold addresses, so they remain valid: nothing is comp
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from threading import Lock
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,7 +15,7 @@ from piecegraph.errors import UsageError
 from piecegraph.runner.device_memory.host_memory.released_memory import release
 from piecegraph.runner.device_memory.restorable_storages import restorable
 from piecegraph.runner.late_start.fast_start import FULL_SPEED
-from piecegraph.runner.startup.reload_weights import reload_weights
+from piecegraph.runner.startup.reload_weights import reload_on_ranks, reload_weights
 
 if TYPE_CHECKING:
     from piecegraph.runner.attention.interface.kv_cache import LayerCache
@@ -22,12 +23,25 @@ if TYPE_CHECKING:
 
 LEVELS = (1, 2)
 
+CallRanks = Callable[[str, Sequence[Any]], list[Any]]
+"""Calls a method of `Worker` on every rank, and returns the results by rank."""
+
+
+def release_on_cpu(loaded: Loaded, level: int) -> int:
+    """Give back the memory that a rank on a CPU can do without at `level`, and return how many bytes."""
+    step = loaded.runner.step
+    caches: list[LayerCache] = [*step.kv_caches.values(), *step.state_caches.values()]
+    num_bytes = release(tensor for cache in caches for tensor in cache.tensors)
+    return num_bytes + (release(restorable(loaded.model.model)) if level == 2 else 0)
+
 
 class Sleep:
     """Whether an engine sleeps, and how deeply."""
 
-    def __init__(self, loaded: Loaded) -> None:
+    def __init__(self, loaded: Loaded, call: CallRanks) -> None:
+        """`call`: calls a method of `Worker` on every rank, and returns the results."""
         self._loaded = loaded
+        self._call = call
         self._lock = Lock()  # one thread sleeps or wakes up at a time
         self._level = 0  # 0: awake
         self._is_partial = False  # whether a call was cut off, so that some of the memory is there
@@ -62,7 +76,7 @@ class Sleep:
         self._level, self._is_partial = max(level, self._level), True
         loaded.engine.reset_prefix_cache()
         if loaded.device.type == "cpu":
-            num_bytes = self._release_on_cpu(self._level)
+            num_bytes = sum(self._call("release_memory", (self._level,)))
         else:
             num_bytes = self._release_on_gpu(self._level)
         self._is_partial = False
@@ -83,16 +97,12 @@ class Sleep:
         if self._level and mapped is not None:
             mapped.cache.map_again()
             mapped.weights.restore()
-        if self._level == 2:
+        if self._level == 2 and self._loaded.model.is_part:
+            reload_on_ranks(self._loaded.engine, self._call, None, None)
+        elif self._level == 2:
             reload_weights(self._loaded, None)
         self._level, self._is_partial = 0, False
         self._loaded.engine.take_requests()
-
-    def _release_on_cpu(self, level: int) -> int:
-        step = self._loaded.runner.step
-        caches: list[LayerCache] = [*step.kv_caches.values(), *step.state_caches.values()]
-        num_bytes = release(tensor for cache in caches for tensor in cache.tensors)
-        return num_bytes + (release(restorable(self._loaded.model.model)) if level == 2 else 0)
 
     def _release_on_gpu(self, level: int) -> int:
         mapped = self._loaded.mapped
@@ -119,7 +129,7 @@ class Sleep:
                 "call finish_start first."
             )
         for is_so, what in (
-            (loaded.model.is_part, "with several ranks"),
+            (loaded.model.is_part and loaded.device.type != "cpu", "with several ranks on GPUs"),
             (level == 2 and loaded.draft is not None, "at level 2 with a model that drafts; use level 1"),
             (level == 2 and loaded.model.adapted is not None, "at level 2 with enable_lora; use level 1"),
             (level == 2 and self.has_other_weights, "at level 2 after reload_weights(weights); use level 1"),

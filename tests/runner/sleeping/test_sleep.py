@@ -16,6 +16,7 @@ from piecegraph import LLM, SamplingParams
 from piecegraph.errors import UsageError
 from piecegraph.runner.device_memory.host_memory.released_memory import release
 from piecegraph.runner.device_memory.restorable_storages import restorable
+from piecegraph.runner.sleeping import sleep
 from tests.runner.tiny_models import llama_config, random_model, save
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, detokenize=False)
@@ -152,7 +153,7 @@ def test_a_call_that_is_cut_off_leaves_an_engine_that_wakes_up(
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr(type(llm._sleep), "_release_on_cpu", fail)
+            patch.setattr(sleep, "release_on_cpu", fail)
             with pytest.raises(KeyboardInterrupt):
                 llm.sleep(level)
         assert llm.is_sleeping
