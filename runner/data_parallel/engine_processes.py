@@ -175,7 +175,8 @@ class EngineProcesses:
 
     def drop_news(self) -> None:
         """Remove the message that came first."""
-        self._inbox.arrived.popleft()
+        with self._inbox.lock:  # another thread may look for an engine that is lost
+            self._inbox.arrived.popleft()
 
     def ask(
         self,

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
-from piecegraph.errors import PiecegraphError
+from piecegraph.errors import PiecegraphError, WorkerError
 from piecegraph.runner.common.outputs import CompletionOutput, RequestOutput
 from piecegraph.runner.distributed.child_process import pickled
 from piecegraph.runner.distributed.child_program import run_child
@@ -251,6 +251,8 @@ def _serve(connection: Connection, number: int) -> None:
         try:
             with executor.while_loading():
                 loaded = _load(config, channel if number == 0 else None, executor)
+        except WorkerError:
+            raise  # no refusal: the front door looks for the engine that is the cause
         except PiecegraphError as error:
             channel.send("refused", error)
             return

@@ -30,7 +30,7 @@ from piecegraph.runner.distributed.child_process import (
     wait_for,
 )
 from piecegraph.runner.distributed.child_program import Failure, RanksLostEachOther
-from piecegraph.runner.distributed.loading_watch import RankLost, ended_by_loss
+from piecegraph.runner.distributed.loading_watch import LOOK_S, RankLost, ended_by_loss, is_stopped
 from piecegraph.runner.distributed.protocol import IDLE_LOOK_S, Method
 from piecegraph.runner.distributed.worker import Worker, WorkerJob
 
@@ -96,6 +96,7 @@ class MpExecutor:
         self._failure: str | None = None
         self._load_ended = threading.Event()  # of `while_loading`
         self._in_use = threading.RLock()  # held by the thread whose call the ranks run
+        self._may_answer = False  # whether answers to a call may be in the channels
         self._is_closed = False
         self._processes: list[Child] = []
         self._parallel: Parallel | None = None
@@ -184,9 +185,12 @@ class MpExecutor:
             self._parallel.group.abort(is_over)
 
     def check(self) -> None:
-        """Raise `WorkerError` if a worker has ended or failed. Only while nothing else is expected from workers."""
-        if any(each.process.poll() is not None or each.channel.poll() for each in self._processes):
+        """Raise `WorkerError` if a worker has ended or, unless it may be the answer to a call, has said anything."""
+        if any(each.process.poll() is not None or self._has_spoken(each) for each in self._processes):
             raise self._fail(None)
+
+    def _has_spoken(self, worker: Child) -> bool:
+        return not self._may_answer and worker.channel.poll()
 
     def send(self, name: str, *args: object) -> None:
         """Send a call to every worker, without waiting for it."""
@@ -213,7 +217,8 @@ class MpExecutor:
     ) -> list[Any]:
         """Call `method` on every rank. `timeout` in seconds: how long the other ranks may take; None: any time.
 
-        In the main thread a rank that ends meanwhile ends the call at once, also while it runs on rank 0.
+        A rank that ends meanwhile, or that a signal has stopped for the timeout of collectives, ends the call; in the
+        main thread also while it runs on rank 0.
 
         Raises `UsageError` if the call cannot be sent to another process, and `WorkerError` if a rank raises.
         """
@@ -221,11 +226,14 @@ class MpExecutor:
         with self.in_step():
             for each in self._processes:
                 each.channel.send_bytes(message)
+            before, self._may_answer = self._may_answer, True
             try:
                 with ended_by_loss(self._processes, self._abort, may_answer=True):
                     results = [Worker(rank=0, num_ranks=self._num_ranks, loaded=loaded).call(method, args, kwargs)]
             except RankLost:
                 raise self._fail(None) from None
+            finally:
+                self._may_answer = before
             deadline = None if timeout is None else time.monotonic() + timeout
             results.extend(self._answer(each, deadline) for each in self._processes)
         return results
@@ -273,9 +281,17 @@ class MpExecutor:
         return children
 
     def _answer(self, worker: Child, deadline: float | None) -> Any:
-        left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
-        if not wait([worker.channel], left):
-            raise TimeoutError(f"rank {worker.number} did not answer in time")
+        """Wait for the answer to a call. Raises OSError or EOFError for a rank that does not answer, or has ended."""
+        stopped_since: float | None = None
+        while not wait([worker.channel], LOOK_S if deadline is None else min(LOOK_S, _left(deadline))):
+            now = time.monotonic()
+            if deadline is not None and now >= deadline:
+                raise TimeoutError(f"rank {worker.number} did not answer in time")
+            if any(each.process.poll() is not None for each in self._processes):
+                raise EOFError("another rank has ended")
+            stopped_since = (stopped_since or now) if is_stopped(worker) else None
+            if stopped_since is not None and now - stopped_since > self._timeout_s:
+                raise TimeoutError(f"rank {worker.number} was stopped by a signal")
         name, value = worker.channel.recv()
         if name in ("failed", "ended"):
             raise WorkerError(how_it_ended(worker, value))
@@ -329,3 +345,8 @@ class MpExecutor:
             why = "" if error is None else f" ({error})"
             return f"rank {', '.join(silent)} did not answer within {self._timeout_s:g} s{why}."
         return None
+
+
+def _left(deadline: float) -> float:
+    """Return the seconds until `deadline`, 0 once it is over."""
+    return max(deadline - time.monotonic(), 0.0)

@@ -108,7 +108,7 @@ def _watch(
                     opened.callback(os.close, sentinels[-1])
         while not (found := wait([stop, *sentinels], LOOK_S)):
             now = time.monotonic()
-            stopped = [each.process.pid for each in ranks if _is_stopped(each)]
+            stopped = [each.process.pid for each in ranks if is_stopped(each)]
             stopped_since = {pid: stopped_since.get(pid, now) for pid in stopped}
             if any(now - since >= stopped_s for since in stopped_since.values()):
                 break
@@ -123,7 +123,7 @@ def _watch(
         ended.wait(AGAIN_S)
 
 
-def _is_stopped(rank: Child) -> bool:
+def is_stopped(rank: Child) -> bool:
     """Return whether a signal has stopped a process of this machine; one that only waits for a processor is not."""
     if not isinstance(rank.process, subprocess.Popen):
         return False

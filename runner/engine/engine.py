@@ -222,8 +222,10 @@ class Engine:
         self._between_steps = action
 
     def close(self) -> None:
-        """End the threads that compile grammars. Idempotent."""
+        """End the threads that compile grammars, and forget the other ranks. Idempotent."""
         self._checks.grammars.close()
+        if self._adapters is not None:
+            self._adapters.bases = None  # a function that knows this engine
 
     def add_request(
         self,

@@ -140,8 +140,8 @@ def read_rank_weights(loaded: Loaded, weights: str | Path | None) -> tuple[Piece
     The digest is that by which ranks are compared at the start.
     """
     part = _Part(loaded.source, loaded.model, loaded.compiled, loaded.seed, "")
-    source = _source_of(part, weights)
     try:
+        source = _source_of(part, weights)
         before = weights_digest(source.weight_files)
         read = _checked(part, weights)
         digest = weights_digest(source.weight_files)
@@ -150,7 +150,7 @@ def read_rank_weights(loaded: Loaded, weights: str | Path | None) -> tuple[Piece
     except PiecegraphError as error:
         return error, ""
     except OSError as error:
-        return CheckpointError(f"the weight files of {source.model} cannot be read: {error}."), ""
+        return CheckpointError(f"the weight files of {weights or part.source.model} cannot be read: {error}."), ""
     assert isinstance(read, Mapping), "weights of files"
     loaded.incoming.update(read)
     return None, digest

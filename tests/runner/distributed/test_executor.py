@@ -182,6 +182,26 @@ def test_a_rank_that_ends_while_rank_0_is_busy_with_a_call_ends_the_call() -> No
         executor.close()
 
 
+def send_signal(worker: Worker, pid: int, number: int) -> None:
+    os.kill(pid, number)
+
+
+@pytest.mark.parametrize(
+    ("number", "message"), [(signal.SIGKILL, "exit code -9"), (signal.SIGSTOP, "did not answer within 1 s")]
+)
+def test_a_rank_that_is_gone_while_another_has_not_answered_ends_the_call(number: signal.Signals, message: str) -> None:
+    """Rank 1 answers nothing, as if it read weights for minutes; the call has no timeout."""
+    executor, loaded = SleepingRanks(3), SimpleNamespace(runner=None)
+    executor._timeout_s = 1.0
+    try:
+        pid = executor.pids[1 if number == signal.SIGKILL else 0]
+        with pytest.raises(WorkerError, match=message):
+            executor.collective_rpc(loaded, send_signal, None, (pid, number), {})  # type: ignore[arg-type]
+        assert not any(map(is_there, executor.pids))
+    finally:
+        executor.close()
+
+
 def test_one_process_is_called_like_several(llm: LLM) -> None:
     assert llm.collective_rpc(pid_of) == [os.getpid()]
     assert llm.collective_rpc("report")[0]["rank"] == 0

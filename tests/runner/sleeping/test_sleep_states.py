@@ -145,7 +145,7 @@ class TwoLives:
             self.seen["no sleep"] += 1
         else:
             freed = self.sleeper.sleep(level)
-            assert (freed > 0) == (level > self._level)
+            assert freed == 0 or level > self._level  # tiny tensors may have no whole page
             self._level = max(level, self._level)
             self.waker.reset_prefix_cache()
             self.seen[f"level {level}"] += 1

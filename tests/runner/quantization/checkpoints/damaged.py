@@ -223,7 +223,7 @@ def check(name: str, seed: int, folder: Path) -> str:
     factor = done.factor
     assert factor - factor == 0, f"{done.what}: accepted"
     for each, weight in found.items():
-        wanted = parameters[each].float()
+        wanted = parameters[each].detach().float()
         if ".experts." in each and loaded.model.get_submodule(each.rpartition(".")[0]).is_transposed:
             wanted = wanted.transpose(1, 2)
         bound = done.bound * float(wanted.abs().max()) * max(1.0, abs(factor))

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import transformers
 
 from piecegraph.errors import ConfigError
 from piecegraph.tools.bench.scale.shard import shard_config, shard_folder
@@ -28,3 +29,17 @@ def test_sizes_that_do_not_divide_are_refused() -> None:
 def test_experts_are_refused() -> None:
     with pytest.raises(ConfigError, match="its layers have experts"):
         shard_config(FAMILIES["qwen3-moe"](), 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("Lfm2Config", "layers that keep a state"),
+        ("BambaConfig", "layers that keep a state"),
+        ("Mamba2Config", "model without attention heads"),
+        ("MiniCPM3Config", "latent attention"),
+    ],
+)
+def test_what_ranks_do_not_divide_is_refused(name: str, what: str) -> None:
+    with pytest.raises(ConfigError, match=f"tensor parallelism divides no {what}"):
+        shard_config(getattr(transformers, name)(), 2)
