@@ -22,6 +22,7 @@ from piecegraph.runner.attention.modules.alibi import adds_position_bias
 from piecegraph.runner.attention.modules.replace import WITHOUT_INTERFACE, replace_attention
 from piecegraph.runner.common.model_source import ModelSource
 from piecegraph.runner.models.causal_lm import CountedPositions, counts_positions
+from piecegraph.runner.models.common.one_thread import in_one_thread_at_a_time
 from piecegraph.runner.models.common.quiet_transformers import quiet_transformers
 from piecegraph.runner.models.mechanisms.support import check_class, check_is_causal, has_pluggable_attention
 
@@ -41,6 +42,7 @@ class FirstPosition:
     uncounted_token: int | None = None  # a token that the model's own forward puts at `value - 1` and does not count
 
 
+@in_one_thread_at_a_time
 def first_position(
     source: ModelSource,
     config: PreTrainedConfig,
@@ -82,6 +84,8 @@ def first_position(
                         return FirstPosition(0)  # attention alone needs positions, and it has its own
                     return _of_a_counting_model(model, own, shifted)
             counted = _table_reads(model, input_ids, position_ids=given)
+            first = _difference(own, counted)
+            uncounted = _uncounted_token(model, input_ids, own, first) if first else None
     except UnsupportedModel:
         raise
     except Exception as error:  # whatever a model of one layer, called with few arguments, raises
@@ -89,7 +93,6 @@ def first_position(
         return FirstPosition(
             0, f"positions begin at 0; the model's own could not be determined: {type(error).__name__}: {line}"
         )
-    first = _difference(own, counted)
     if first is None:
         raise UnsupportedModel(
             f"{type(model).__name__} computes its own positions if it is given none, and they are not consecutive: "
@@ -99,7 +102,6 @@ def first_position(
     if first == 0:
         return FirstPosition(0)
     note = f"positions begin at {first}, as in the model's own forward"
-    uncounted = _uncounted_token(model, input_ids, own, first)
     if uncounted is not None and generates:
         note += "; padding tokens in a text count like others"
     return FirstPosition(first, note, uncounted)
@@ -172,8 +174,9 @@ def _ordinary_tokens(config: PreTrainedConfig) -> torch.Tensor:
 
 def _uncounted_token(model: Any, input_ids: torch.Tensor, own: Sequence[Read], first: int) -> int | None:
     """Return the padding token if the model's own positions leave it out, as RoBERTa's do."""
-    padding = model.config.get_text_config(decoder=True).pad_token_id
-    if not isinstance(padding, int):
+    text = model.config.get_text_config(decoder=True)
+    padding = getattr(text, "pad_token_id", None)
+    if not isinstance(padding, int) or not 0 <= padding < text.vocab_size:
         return None
     with_padding = input_ids.clone()
     with_padding[0, 2] = padding

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import functools
-import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -22,6 +21,7 @@ from piecegraph.runner.lora.modules import AdaptedModules, LoraOptions, adapt_mo
 from piecegraph.runner.models.causal_lm import DYNAMIC_DIMS, CausalLMForward, example_inputs
 from piecegraph.runner.models.checkpoint.construct import Wanted, construct
 from piecegraph.runner.models.common.model_kind import GENERATION, ModelKind, known_class
+from piecegraph.runner.models.common.one_thread import in_one_thread_at_a_time
 from piecegraph.runner.models.common.quiet_transformers import quiet_transformers
 from piecegraph.runner.models.common.rank_share import RankShare
 from piecegraph.runner.models.divided_model import check_divisible, check_stages, cut_to_rank, plan_of_rank
@@ -95,22 +95,7 @@ class LoadedModel:
         return example if self.stage is None else stage_inputs(self.stage, self.dtype, example)
 
 
-Arguments = ParamSpec("Arguments")
-Result = TypeVar("Result")
-_LOADING = threading.RLock()
-"""Held by the thread that loads: while it makes a model, transformers changes the default dtype of the process."""
-
-
-def _in_one_thread_at_a_time(load: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    @functools.wraps(load)
-    def loading(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        with _LOADING:
-            return load(*args, **kwargs)
-
-    return loading
-
-
-@_in_one_thread_at_a_time
+@in_one_thread_at_a_time
 def load_model(
     source: ModelSource,
     config: PreTrainedConfig,

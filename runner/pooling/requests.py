@@ -192,7 +192,9 @@ def tokenized_text(
             "truncate_prompt_tokens is for texts, which the tokenizer cuts; shorten token ids before they are given."
         )
     tokenized = tokenize(
-        prompt, pooler.tokenizer, {**_truncation(pooler, params, is_pair=False), **(options or {})} or None
+        prompt,
+        pooler.tokenizer,
+        {**_truncation(pooler, params, options or {}, is_pair=False), **(options or {})} or None,
     )
     if tokenized.embeds is not None:
         raise RequestError("prompt_embeds cannot be pooled; give a text or token ids.")
@@ -211,7 +213,7 @@ def _pair(
             raise RequestError(
                 f"a cross-encoder scores two texts, and one is {text!r}; give strings that are not empty."
             )
-    given = {**_truncation(pooler, params, is_pair=True), **(options or {})}
+    given = {**_truncation(pooler, params, options or {}, is_pair=True), **(options or {})}
     try:
         found = pooler.tokenizer(texts[0], texts[1], verbose=False, **given)
     except (TypeError, ValueError) as error:
@@ -220,8 +222,10 @@ def _pair(
     return Text(token_ids=list(found["input_ids"]), token_type_ids=None if kinds is None else list(kinds))
 
 
-def _truncation(pooler: LoadedPooler, params: PoolingParams, *, is_pair: bool) -> dict[str, Any]:
-    """Return the tokenizer's arguments for `truncate_prompt_tokens`. Raises `RequestError`."""
+def _truncation(
+    pooler: LoadedPooler, params: PoolingParams, options: Mapping[str, Any], *, is_pair: bool
+) -> dict[str, Any]:
+    """Return the tokenizer's arguments for `truncate_prompt_tokens`, beside `options`. Raises `RequestError`."""
     wanted = params.truncate_prompt_tokens
     if wanted is None:
         return {}
@@ -229,7 +233,8 @@ def _truncation(pooler: LoadedPooler, params: PoolingParams, *, is_pair: bool) -
         raise RequestError(
             f"truncate_prompt_tokens={wanted}, but the model takes at most {pooler.max_model_len} tokens; give -1."
         )
-    added = 0 if pooler.tokenizer is None else pooler.tokenizer.num_special_tokens_to_add(pair=is_pair)
+    tokenizer = pooler.tokenizer if options.get("add_special_tokens", True) else None
+    added = 0 if tokenizer is None else tokenizer.num_special_tokens_to_add(pair=is_pair)
     if -1 < wanted < added:  # which tokenizers answer with the whole text
         raise RequestError(
             f"truncate_prompt_tokens={wanted}, and the tokenizer adds {added} tokens of its own to a text; give "

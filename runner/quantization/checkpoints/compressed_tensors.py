@@ -126,10 +126,11 @@ class CompressedTensors:
         if scheme.method.startswith("fp8"):
             return fp8_weight(path, parts["weight"], scale, scheme, "weight_scale")
         check_scale(path, "weight_scale", scale)
-        values = self._integers(parts, group)
         if scheme.method in ("int8", "int8-inputs"):
-            signed = (values.to(torch.int16) - 128).to(torch.int8)
+            stored = parts.get("weight")
+            signed = _signed(self._integers(parts, group)) if stored is None else stored
             return PackedWeight(values=signed, scale=scale[:, 0].to(dtype).contiguous())
+        values = self._integers(parts, group)
         zero = float(1 << (group.num_bits - 1))
         offset = -zero * scale.float()
         if not group.is_symmetric:
@@ -140,7 +141,7 @@ class CompressedTensors:
                 zeros = stored.float() + zero
             offset = -zeros * scale.float()
         elif group.num_bits == 8:
-            values, offset = (values.to(torch.int16) - 128).to(torch.int8), None  # type: ignore[assignment]
+            values, offset = _signed(values), None  # type: ignore[assignment]
         method = METHODS[scheme.method]
         assert isinstance(method, GroupedInt8), method
         return method.stored(values, scale.float(), offset, dtype)
@@ -154,9 +155,15 @@ class CompressedTensors:
         """Return the integers of a module, each `2**(num_bits - 1)` too large, as uint8 `[rows, columns]`."""
         half = 1 << (group.num_bits - 1)
         if "weight" in parts:  # int-quantized
-            return (parts["weight"].to(torch.int16) + half).to(torch.uint8)
+            stored = parts["weight"].view(torch.uint8)
+            return stored ^ 128 if half == 128 else stored + half
         _, size = parts["weight_shape"].tolist()
         return unpacked(parts["weight_packed"], group.num_bits, 1)[:, :size].contiguous()
+
+
+def _signed(values: torch.Tensor) -> torch.Tensor:
+    """Return uint8 values that are 128 too large as int8, without a copy in a wider dtype."""
+    return (values ^ 128).view(torch.int8)
 
 
 def fp8_tensors(

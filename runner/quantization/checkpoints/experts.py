@@ -53,7 +53,7 @@ class ExpertFiles:
         self._found: dict[tuple[str, str, int | None], dict[int, _Linear]] = {}
         self.others: Slices = {}  # tensors that belong to no quantised experts
         for name, tensor in stored.items():
-            if not (schemes and self._take(name, tensor)):
+            if not self._take(name, tensor):  # a stage without experts leaves out those of the others
                 self.others[name] = tensor
 
     @functools.cached_property

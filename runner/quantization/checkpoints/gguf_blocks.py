@@ -54,6 +54,7 @@ class GgufBlocks:
     of_all_experts: ClassVar[tuple[str, ...]] = ()
 
     kinds: Mapping[str, str]  # by the path of a module
+    has_float_head: bool = False  # a head of its own, in floats
 
     @classmethod
     def of(cls, written: Mapping[str, Any]) -> GgufBlocks:
@@ -65,13 +66,14 @@ class GgufBlocks:
                     f"{path} has blocks of the kind {kind}, which cannot stay as they are here; those that can are "
                     f"{', '.join(KINDS)}. Leave quantization out, so that the file is read into floats."
                 )
-        return cls(dict(kinds))
+        return cls(dict(kinds), has_float_head=bool(written.get("has_float_head")))
 
     def scheme_of(self, path: str, class_name: str) -> Scheme | None:
         """Return the scheme for the blocks of a linear or an embedding; a head without its own shares the latter's."""
         if path not in self.kinds:
             shared = next((kind for name, kind in self.kinds.items() if name.endswith("embed_tokens")), None)
-            return KINDS[shared].scheme if shared is not None and path.endswith("lm_head") else None
+            is_shared = shared is not None and path.endswith("lm_head") and not self.has_float_head
+            return KINDS[shared].scheme if is_shared and shared is not None else None
         return KINDS[self.kinds[path]].scheme
 
     def tensors(

@@ -37,14 +37,16 @@ _IN_A_LAYER = {
 
 def gguf_quantization(file: Path) -> dict[str, Any]:
     """Return the `quantization_config` of a file's blocks: the kind of each module's. Raises `UnsupportedModel`."""
-    blocks = {}
+    blocks, has_float_head = {}, False
     for tensor in _reader(file).tensors:
         path, _, suffix = _transformers_name(tensor.name, file).rpartition(".")
-        if suffix == "weight" and tensor.tensor_type.name not in _FLOATS:
+        is_float = tensor.tensor_type.name in _FLOATS
+        if suffix == "weight" and not is_float:
             blocks[path] = tensor.tensor_type.name
+        has_float_head = has_float_head or (path == "lm_head" and is_float)
     if not blocks:
         raise UnsupportedModel(f"{str(file)!r} has no quantised blocks; leave quantization out.")
-    return {"quant_method": GgufBlocks.quant_method, "blocks": blocks}
+    return {"quant_method": GgufBlocks.quant_method, "blocks": blocks, "has_float_head": has_float_head}
 
 
 def gguf_tensors(file: Path) -> Mapping[str, Any]:

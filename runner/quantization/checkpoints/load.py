@@ -203,7 +203,8 @@ def _state(
         with torch.device("cpu"):  # small tensors are compared; the model is being made on the meta device
             files.check_headers(checkpoint, summary.shapes)
             of_linears = {paths: shape for paths, shape in summary.shapes.items() if paths[0] in summary.methods}
-            check_headers(files.others, checkpoint, summary.methods, of_linears)
+            ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+            check_headers(files.others, checkpoint, summary.methods, of_linears, ignored)
         return {**division.parts(named_weights(files.others, checkpoint, summary.methods, dtype, cut)), **files.named()}
     paths = {path for path in summary.methods if f"{path}.weight" in slices}
     parameters = dict(model.named_parameters())  # of shared ones, the first name alone

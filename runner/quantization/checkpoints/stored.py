@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, ClassVar, Protocol
@@ -88,14 +89,17 @@ def check_headers(
     checkpoint: StoredCheckpoint,
     schemes: Mapping[str, Scheme],
     shapes: Mapping[tuple[str, ...], tuple[int, int]],
+    ignored: Collection[str] = (),
 ) -> None:
     """Raise `CheckpointError` unless files have what quantised modules need; headers are read, and no weights.
 
     `schemes` are by the path of a module. `shapes` are those of weights in floats, by the paths of the modules that
-    share one, of which the files may have any.
+    share one, of which the files may have any. `ignored`: patterns of the names of tensors that the model leaves out if
+    it has no place for them, as transformers writes them.
     """
     for path, parts in quantised_parts(slices, checkpoint).items():
-        if path not in schemes:
+        is_left_out = any(re.search(pattern, f"{path}.{suffix}") for pattern in ignored for suffix in parts)
+        if path not in schemes and not is_left_out:
             raise CheckpointError(
                 f"{path} is quantised in the files ({', '.join(parts)}), and not by the model's config. Check that "
                 "config.json belongs to these weights."

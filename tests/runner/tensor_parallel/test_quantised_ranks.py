@@ -92,10 +92,13 @@ def test_experts_that_are_quantised_while_they_load(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_experts_that_are_stored_quantised(tmp_path: Path) -> None:
-    """Groups of which a rank has a part."""
+    """Groups of which a rank has a part; a stage whose layers have no experts, beside one whose layers have."""
     config, write, inputs = FORMATS["W4A16"]
-    write_mixture(tmp_path, "mixtral", {**config, "ignore": ["lm_head", "re:.*gate$"]}, write, inputs)
-    assert_ranks_answer_as_one(tmp_path, TWO)
+    config = {**config, "ignore": ["lm_head", "re:.*gate$"]}
+    write_mixture(tmp_path / "all", "mixtral", config, write, inputs)
+    assert_ranks_answer_as_one(tmp_path / "all", TWO)
+    write_mixture(tmp_path / "second", "qwen3-moe", config, write, inputs, mlp_only_layers=[0], intermediate_size=64)
+    assert_ranks_answer_as_one(tmp_path / "second", {"pipeline_parallel_size": 2})
 
 
 def test_a_part_of_each_expert_is_refused_where_tokens_are_rounded(tmp_path: Path) -> None:

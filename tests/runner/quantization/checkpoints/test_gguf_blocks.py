@@ -131,6 +131,17 @@ def test_a_file_runs_in_its_blocks(tmp_path: Path) -> None:
         assert "14 linears are int4 in groups of 32" in note and "embeddings are int8-groups in groups of 32" in note
 
 
+def test_a_head_of_its_own_in_floats_stays_in_floats(tmp_path: Path) -> None:
+    """As `llama-quantize --leave-output-tensor` writes it; a head without a tensor shares the embedding's blocks."""
+    file = tmp_path / "model.gguf"
+    config = make_config("LlamaConfig", intermediate_size=64, tie_word_embeddings=False)
+    write_gguf(random_model(config), file, lambda name: "F16" if name == "output" else q8_and_q4(name))
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=file.name, dtype=torch.float32)
+    with load(file, quantization="gguf", dtype="float32", enforce_eager=True) as llm:
+        assert largest_difference(reference, llm) < 1e-4
+        assert any("1 x Linear.weight (not quantised in the checkpoint)" in note for note in llm.notes)
+
+
 @pytest.mark.slow
 def test_a_file_with_blocks_of_several_kinds_runs_in_them(tmp_path: Path) -> None:
     """As nearly all files are: here each kind of K blocks and float16, and no head of the embedding's."""

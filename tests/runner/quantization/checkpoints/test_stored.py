@@ -14,12 +14,14 @@ from transformers import PreTrainedModel
 from piecegraph import LLM, SamplingParams
 from piecegraph.errors import CheckpointError, UnsupportedModel
 from piecegraph.runner.quantization.checkpoints.all_formats import stored_checkpoint
+from piecegraph.runner.quantization.checkpoints.stored import check_headers
 from tests.runner.quantization.checkpoints.written import (
     FORMATS,
     GPTQ,
     Tensors,
     change_tensors,
     gptq,
+    slices,
     write_checkpoint,
 )
 from tests.runner.quantization.test_llm_quantised import largest_difference, load
@@ -141,3 +143,12 @@ def test_other_formats_are_refused_by_name(written: dict[str, Any], message: str
     with pytest.raises(UnsupportedModel, match=message) as raised:
         stored_checkpoint(written)
     assert raised.value.exit_code == 3
+
+
+def test_what_a_model_leaves_out_by_name_may_be_quantised() -> None:
+    """Layers for multi-token prediction of Qwen3-Next, for one, are `mtp.*`, which transformers leaves out."""
+    checkpoint = stored_checkpoint(FORMATS["FP8_BLOCK"][0])
+    stored = slices({f"mtp.layers.0.q_proj.{name}": torch.ones(2) for name in ("weight", "weight_scale")})
+    check_headers(stored, checkpoint, {}, {}, [r"^mtp.*"])
+    with pytest.raises(CheckpointError, match=r"mtp\.layers\.0\.q_proj is quantised in the files"):
+        check_headers(stored, checkpoint, {}, {}, [r"^vision.*"])
