@@ -148,6 +148,7 @@ def test_other_formats_are_refused_by_name(written: dict[str, Any], message: str
 def test_what_a_model_leaves_out_by_name_may_be_quantised() -> None:
     """Layers for multi-token prediction of Qwen3-Next, for one, are `mtp.*`, which transformers leaves out."""
     checkpoint = stored_checkpoint(FORMATS["FP8_BLOCK"][0])
+    assert checkpoint is not None
     stored = slices({f"mtp.layers.0.q_proj.{name}": torch.ones(2) for name in ("weight", "weight_scale")})
     check_headers(stored, checkpoint, {}, {}, [r"^mtp.*"])
     with pytest.raises(CheckpointError, match=r"mtp\.layers\.0\.q_proj is quantised in the files"):
