@@ -9,6 +9,7 @@ import torch
 from piecegraph.runner.quantization.methods.channels import Int8Channels, Int8Inputs
 from piecegraph.runner.quantization.methods.fp8 import Fp8, Fp8Groups, Fp8Tokens
 from piecegraph.runner.quantization.methods.groups import GroupedInt4, GroupedInt8, Int4Tiles
+from piecegraph.runner.quantization.methods.int4_words import Int4Words
 from piecegraph.runner.quantization.methods.linear_method import LinearMethod, Scheme
 from piecegraph.runner.quantization.methods.mxfp4 import Mxfp4
 from piecegraph.runner.quantization.methods.shard import Shard
@@ -19,6 +20,7 @@ _ALL: tuple[LinearMethod, ...] = (
     GroupedInt8(),
     GroupedInt4(),
     Int4Tiles(),
+    Int4Words(),
     Fp8(),
     Fp8Tokens(),
     Fp8Groups(),
@@ -37,8 +39,8 @@ def fastest(
     `is_linear`: whether only linears read the weight, and no embedding looks up its rows. `shard`: the part of it that
     the rank holds; None: all of it.
     """
-    if device_type != "cpu":
+    by_device: dict[str, type[Int4Tiles | Int4Words]] = {"cpu": Int4Tiles, "cuda": Int4Words}
+    ordered = by_device.get(device_type)
+    if ordered is None or scheme.method != GroupedInt4.name or not is_linear:
         return scheme
-    if scheme.method == GroupedInt4.name and is_linear and Int4Tiles.fits(weight, scheme, shard):
-        return replace(scheme, method=Int4Tiles.name)
-    return scheme
+    return replace(scheme, method=ordered.name) if ordered.fits(weight, scheme, shard) else scheme

@@ -39,6 +39,18 @@ def test_a_plain_checkpoint_answers_as_the_dequantised_model(quantization: str, 
         assert "our Triton kernel" in note and "int4-tiles" not in note
 
 
+def test_weights_of_4_bits_in_words_answer_as_the_dequantised_model(tmp_path: Path) -> None:
+    """From CUDA graphs too; sizes that words fit."""
+    model = random_model(make_config("LlamaConfig", hidden_size=128, intermediate_size=256))
+    save(model, tmp_path)
+    reference = dequantised(model, "int4")
+    for options in ({"enforce_eager": True}, {"compiler": "eager"}):
+        with load(tmp_path, quantization="int4", device="cuda", dtype="bfloat16", **options) as llm:
+            (note,) = [note for note in llm.notes if note.startswith("quantization")]
+            assert "int4-words" in note
+            assert largest_difference(reference, llm) < 0.4
+
+
 @pytest.mark.parametrize("quantization", ["int8", "int4", "fp8"])
 def test_graphs_answer_in_bfloat16_as_no_graphs_do(quantization: str, tmp_path: Path) -> None:
     """Both within what activations in bfloat16 cost a model this small."""

@@ -31,8 +31,8 @@ BOUND: Mapping[str, float] = {"int8-inputs": 2e-2, "fp8-tokens": 6e-2, "fp8-grou
 SCHEMES: Mapping[str, Scheme] = {
     "int8": Scheme(method="int8"),
     "int8-inputs": Scheme(method="int8-inputs"),
-    "int4 in 128": Scheme(method="int4", group_size=128, has_offset=True),
-    "int4 in 32": Scheme(method="int4", group_size=32, has_offset=True),
+    "int4 in 128": Scheme(method="int4-words", group_size=128, has_offset=True),
+    "int4 in 32": Scheme(method="int4-words", group_size=32, has_offset=True),
     "fp8": Scheme(method="fp8"),
     "fp8-tokens": Scheme(method="fp8-tokens"),
     "fp8-groups": Scheme(method="fp8-groups", block_rows=128, group_size=128),
