@@ -30,4 +30,5 @@ def from_words(words: torch.Tensor) -> torch.Tensor:
     """Return the values of words, the inverse of `to_words`, as uint8 `[..., 8 * n]` for `[..., n]`."""
     shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=words.device).view(2, 4).t()  # [runs, 2]
     blocks = words.unflatten(-1, (-1, 1, RUN_COLUMNS // 2, 1))
-    return ((blocks >> shifts[:, None]) & 15).to(torch.uint8).flatten(-4)
+    values: torch.Tensor = (blocks >> shifts[:, None]) & 15
+    return values.to(torch.uint8).flatten(-4)
