@@ -143,13 +143,22 @@ def _in_pages(memory: torch.Tensor, spec: CacheSpec, block_size: int, kernel_blo
     if not spec.is_state:
         pages = block_size // kernel_block_size
         memory = memory.view(memory.shape[0] * pages, memory.shape[1] // pages)
-    tensors = tuple(
-        memory[:, at : at + _num_bytes(shape, tensor.dtype)].view(tensor.dtype).unflatten(1, shape)
-        for tensor, at, shape in spec.parts(kernel_block_size)
-    )
+    tensors = tuple(_part(memory, at, shape, tensor.dtype) for tensor, at, shape in spec.parts(kernel_block_size))
     if spec.is_state:
         return StateCache(tensors)
     return _of_tokens(spec, tensors)
+
+
+def _part(memory: torch.Tensor, at: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Return the bytes from `at` on of each page as `[num_pages, *shape]` of `dtype`.
+
+    One page alone has the stride of several, where torch would choose that of packed pages: kernels are compiled for
+    it, and those compiled over one block serve the final cache.
+    """
+    num_bytes = _num_bytes(shape, dtype)
+    part = memory[:, at : at + num_bytes].view(dtype).unflatten(1, shape)
+    strides = (memory.shape[1] // dtype.itemsize, *part.stride()[1:])
+    return part.as_strided(part.shape, strides, part.storage_offset())
 
 
 def _of_tokens(spec: CacheSpec, tensors: Sequence[torch.Tensor]) -> KVCache:

@@ -14,20 +14,24 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from piecegraph.compiler.splitting.plan import SplitCall, TensorSpec
 from piecegraph.progress import STEP_KERNELS, OnPhase, Phase
+from piecegraph.runner.attention.interface.forward_context import set_forward_context
 from piecegraph.runner.attention.interface.op import launch_prepared
 from piecegraph.runner.attention.interface.op_call import ATTENTION_OPS, call_of
+from piecegraph.runner.attention.interface.step_metadata import StepMetadata
 from piecegraph.runner.attention.triton import kernels as attention_kernels
 from piecegraph.runner.device_memory import kernels as memory_kernels
 from piecegraph.runner.sampling import kernels as sampling_kernels
 from piecegraph.runner.startup.compiling.profile import prepare_step, rows_with_all_options, run_model
 from piecegraph.runner.state_layers import kernels as state_kernels
 from piecegraph.runner.state_layers.calls import STATE_OPS
+from piecegraph.runner.state_layers.metadata import StateMetadata
 from piecegraph.runner.step import kernels as step_kernels
 from piecegraph.runner.step.model_step import ModelStep
 
@@ -110,17 +114,25 @@ class SplitOpsModel:
 
     def __call__(self, input_ids: torch.Tensor, positions: torch.Tensor, logits_indices: torch.Tensor) -> torch.Tensor:
         """Run the layers and return zero logits; the signature is `model_step.Forward`."""
+        self.run_states(input_ids)
+        for call in self._calls:
+            if call.op not in STATE_OPS:
+                launch_prepared(call_of(call.op, self._arguments(call, input_ids)))
+        return self.logits(logits_indices.shape[0], input_ids.device)
+
+    def run_states(self, input_ids: torch.Tensor) -> None:
+        """Run the layers with a state on the batch of the current forward context."""
+        for call in self._calls:
+            if call.op in STATE_OPS:
+                namespace, _, name = call.op.partition("::")
+                getattr(getattr(torch.ops, namespace), name).default(*self._arguments(call, input_ids))
+
+    def _arguments(self, call: SplitCall, input_ids: torch.Tensor) -> list[Any]:
+        """Return the arguments of a call over zeros."""
         num_rows = input_ids.shape[0]
         if input_ids.is_cuda:  # a graph's kernels serve every batch of up to as many rows
             num_rows = max(num_rows, self._max_num_reqs)
-        for call in self._calls:
-            arguments = [_as_tensor(each, num_rows) for each in call.args]
-            if call.op in STATE_OPS:
-                namespace, _, name = call.op.partition("::")
-                getattr(getattr(torch.ops, namespace), name).default(*arguments)
-            else:
-                launch_prepared(call_of(call.op, arguments))
-        return self.logits(logits_indices.shape[0], input_ids.device)
+        return [_as_tensor(each, num_rows) for each in call.args]
 
     def logits(self, num_rows: int, device: torch.device) -> torch.Tensor:
         """Return zeros `[num_rows, vocab_size]`."""
@@ -141,6 +153,8 @@ def launch_step_kernels(step: ModelStep, *, max_model_len: int, needs_host_batch
 
     Each part runs in a thread of its own, because it waits for its kernels to be compiled one after the other. The
     parts use little of the GPU's memory and time, since weights are loaded meanwhile. Raises what a part raises.
+    Layers with states run as they do in a batch that the host has planned and, where it does (`needs_host_batch`), also
+    as they do in a graph, with other kernels.
 
     Mutates the buffers and the states of `step`, which must be a temporary one.
     """
@@ -149,14 +163,22 @@ def launch_step_kernels(step: ModelStep, *, max_model_len: int, needs_host_batch
     if device.type == "cuda":
         _import_kernels(has_states=bool(step.state_caches))
     common = prepare_step(step, num_tokens=num_tokens, max_model_len=max_model_len, needs_host_batch=needs_host_batch)
-    assert isinstance(step.forward, SplitOpsModel), "the parts run concurrently, which a real model does not allow"
-    logits = step.forward.logits(step.num_logits(num_tokens), device)
+    model = step.forward
+    assert isinstance(model, SplitOpsModel), "the parts run concurrently, which a real model does not allow"
+    logits = model.logits(step.num_logits(num_tokens), device)
+    in_graph = _as_in_graph(step.metadata_builder.build(common))
 
     def sample() -> None:
         with rows_with_all_options(step, logits.shape[0], device) as batch:
             _run_in_threads(step.sampler.parts(logits, batch), device)
 
-    parts = (lambda: run_model(step, common), lambda: step.draw(logits), sample, lambda: _write_states(step))
+    def run_states() -> None:
+        with set_forward_context(step.context(in_graph)):
+            model.run_states(step.buffers.input_ids[:num_tokens])
+
+    parts = [lambda: run_model(step, common), lambda: step.draw(logits), sample, lambda: _write_states(step)]
+    if step.state_caches and needs_host_batch:
+        parts.append(run_states)
     _run_in_threads(parts, device)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -172,6 +194,15 @@ def _run_in_threads(parts: Sequence[Callable[[], object]], device: torch.device)
     with ThreadPoolExecutor(max_workers=len(parts)) as pool:
         for done in [pool.submit(run, part) for part in parts]:
             done.result()
+
+
+def _as_in_graph(metadata: StepMetadata) -> StepMetadata:
+    """Return metadata with which layers with states read the batch on the device, as they do in a graph."""
+    groups = [
+        replace(group, host=None, planned=None) if isinstance(group, StateMetadata) else group
+        for group in metadata.groups
+    ]
+    return StepMetadata(tuple(groups))
 
 
 def _write_states(step: ModelStep) -> None:

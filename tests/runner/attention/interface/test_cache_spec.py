@@ -41,7 +41,8 @@ def test_a_spec_is_of_one_kind() -> None:
 
 @pytest.mark.parametrize(("block_size", "kernel_block_size"), [(4, 4), (8, 4), (64, 16)])
 def test_pages_of_all_kinds_have_one_size(block_size: int, kernel_block_size: int) -> None:
-    """A page of tokens is several of the kernels'; each block of either kind fits, and begins where the block does."""
+    """A page of tokens is several of the kernels'; each block of either kind fits, and begins where the block does.
+    The cache of one block, over which kernels are compiled ahead, has the strides of a larger one."""
     layers = (ATTENTION, STATE)
     layout = kv_cache_layout(layers, max_model_len=64, block_size=block_size, kernel_block_size=kernel_block_size)
     assert layout.tensors == (("attention", "state"),) and layout.page_bytes is not None
@@ -51,6 +52,12 @@ def test_pages_of_all_kinds_have_one_size(block_size: int, kernel_block_size: in
         layers, 3, block_size, torch.device("cpu"), tensors=layout.tensors, page_bytes=layout.page_bytes,
         kernel_block_size=kernel_block_size, empty=torch.zeros,
     )  # fmt: skip
+    one_block = allocate_pages(
+        layers, 1, block_size, torch.device("cpu"), tensors=layout.tensors, page_bytes=layout.page_bytes,
+        kernel_block_size=kernel_block_size,
+    )  # fmt: skip
+    for name, cache in caches.items():  # kernels are compiled for these strides
+        assert [each.stride() for each in one_block[name].tensors] == [each.stride() for each in cache.tensors]
     tokens, states = caches["attention"], caches["state"]
     assert isinstance(tokens, KVCache) and isinstance(states, StateCache)
     pages = block_size // kernel_block_size

@@ -27,7 +27,8 @@ from piecegraph.runner.startup.compiling import compile_model as compiling
 from piecegraph.runner.startup.compiling import decide
 from piecegraph.runner.startup.compiling.compile_model import CompiledLM, compile_model
 from piecegraph.runner.startup.compiling.step_kernels import StepKernels, launch_step_kernels
-from piecegraph.runner.state_layers import ops
+from piecegraph.runner.state_layers import decode_kernels, ops
+from piecegraph.runner.state_layers.kernels.calls import StepKernel
 from piecegraph.runner.step.model_step import ModelStep
 from tests.runner.tiny_models import FAMILIES, HYBRIDS, MAX_LEN, make_config, random_model, save
 
@@ -156,6 +157,24 @@ def test_a_layer_of_each_kind_with_a_state_runs_once(
     (step,) = launches.steps
     assert list(step.recent_states) == (ran if drafts else [])
     assert [call.layer for call in launches.layers] == [model.layers[0].name]
+
+
+def test_layers_with_states_run_as_in_a_graph_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the host plans a batch, as for a GPU, the kernels that read it on the device are launched beside."""
+    launches, ran, launched = Launches(monkeypatch), list[str](), list[str]()
+    monkeypatch.setattr(compiling, "compiles_kernels", lambda device: True)
+    monkeypatch.setattr(decide, "needs_host_batches", lambda *given: True)
+    monkeypatch.setattr(decode_kernels, "runs_kernels", lambda metadata, x: metadata.host is None)
+    monkeypatch.setattr(StepKernel, "launch", lambda kernel: launched.append(kernel.kernel.__name__))
+    run_layer = ops.run_layer
+
+    def recorded(*arguments: Any) -> None:
+        ran.append(arguments[2])
+        run_layer(*arguments)
+
+    monkeypatch.setattr(ops, "run_layer", recorded)
+    compiled(config_only("qwen3.5", tmp_path), launches)
+    assert len(ran) == 1 and launched == ["conv_step_kernel", "delta_step_kernel"]
 
 
 def test_no_thread_starts_without_kernels_or_when_weights_come_first(
