@@ -28,7 +28,7 @@ class FuseNormQuant(GraphPass):
     A site is every `rms_norm` and `add_rms_norm` whose norm a linear reads that rounds its input to int8 or e4m3. It
     matches if nothing else reads the norm and all linears round it alike; these become `piecegraph::rounded_linear`.
     The pass runs after `fuse-add-rms-norm`, which makes these ops, and before `fuse-all-reduce`, which can make a sum
-    over the ranks part of them. The bits stay the same.
+    over the ranks part of them. The bits stay the same, but for the last ones of norms in float32 on a GPU.
     """
 
     name: ClassVar[str] = "fuse-norm-quant"

@@ -7,7 +7,11 @@ what `generate` would take at each step, in one step (`test_margin_rule.py`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+from unittest.mock import patch
 
 import torch
 from transformers import PreTrainedModel
@@ -37,8 +41,35 @@ def assert_same_tokens(model: PreTrainedModel, prompt: Sequence[int], ours: Sequ
     """`ours` is what `model` would generate alone after `prompt`, by the margin rule."""
     model.set_attn_implementation("eager")
     text = torch.tensor([[*prompt, *ours]])
-    logits = model(text, use_cache=False).logits[0, len(prompt) - 1 : -1].double()
+    with in_torch(model):
+        logits = model(text, use_cache=False).logits[0, len(prompt) - 1 : -1].double()
     for step, (row, our) in enumerate(zip(logits, ours, strict=True)):
         their = int(row.argmax())
         margin, limit = float(row[their] - row[our]), FLOAT32_NOISE * float(row.abs().max().clamp(min=1.0))
         assert margin <= limit, f"token {step}: {our}, not {their}, whose logit is {margin:.2g} higher"
+
+
+def library_functions(model: PreTrainedModel) -> dict[str, Callable[..., Any]]:
+    """The functions of a model's code that are a library's where that is installed, such as flash-linear-attention.
+
+    By name; of layers with states only. Each has torch's own, which transformers wrote, as `__wrapped__`.
+    """
+    found = vars(sys.modules[type(model).__module__]).items()
+    return {
+        name: value
+        for name, value in found
+        if "is_new_implementation" in getattr(getattr(value, "__code__", None), "co_freevars", ())
+    }
+
+
+def in_torch(model: PreTrainedModel) -> AbstractContextManager[object]:
+    """Let a model's code call torch's own functions: a library's kernels take no tensors of a CPU."""
+    own = {name: function.__wrapped__ for name, function in library_functions(model).items()}  # type: ignore[attr-defined]
+    return with_functions(model, own)
+
+
+def with_functions(
+    model: PreTrainedModel, functions: Mapping[str, Callable[..., Any]]
+) -> AbstractContextManager[object]:
+    """Replace functions of a model's code, by name."""
+    return patch.multiple(sys.modules[type(model).__module__], **functions) if functions else nullcontext()

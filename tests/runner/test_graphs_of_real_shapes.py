@@ -41,7 +41,7 @@ def real(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     folder: Path = tmp_path_factory.mktemp(request.param)
     config = SHAPES.get(request.param, SMOLLM2)
     (folder / "config.json").write_text(json.dumps(config))
-    options: dict[str, Any] = {"max_model_len": 256, "max_num_batched_tokens": 2048, "gpu_memory_utilization": 0.15}
+    options: dict[str, Any] = {"max_model_len": 256, "max_num_batched_tokens": 2048, "kv_cache_memory_bytes": 2**30}
     with LLM(folder, load_format="dummy", skip_tokenizer_init=True, compile_sizes=[1], **options) as llm:
         yield llm
 

@@ -21,7 +21,8 @@ def rms_norm_rounded(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return `round_rows(rms_norm(x, weight, eps, offset), group, stored)`: values and scales.
 
-    The norm is rounded to the dtype of `x` first, so that the bits are those of the separate ops.
+    The norm is rounded to the dtype of `x` first, so that the bits are those of the separate ops; on a GPU, where the
+    kernel may add squares in another order, a norm in float32 may differ in its last bits.
     """
     if x.is_cuda and _fits_a_program(x.shape[-1], group):
         from piecegraph.passes.kernels.norm.rms_norm import rms_norm_rounded_on_gpu
@@ -42,7 +43,7 @@ def add_rms_norm_rounded(
     """Return `round_rows` of the norm of `add_rms_norm(x, residual, weight, eps, offset)`, and the sum.
 
     `x` and `residual` are of one shape and dtype; all results are new and contiguous, and the bits are those of the
-    separate ops.
+    separate ops, with the exception of `rms_norm_rounded`.
     """
     if x.is_cuda and _fits_a_program(x.shape[-1], group):
         from piecegraph.passes.kernels.norm.rms_norm import add_rms_norm_rounded_on_gpu
