@@ -11,9 +11,12 @@ TEST_JOBS ?= 2
 RUN_PYTEST = -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python $(RUN_PYTEST)
 NEWEST = .venv-newest
+# Tests that fill or measure the whole GPU; others only need a few GB of its memory.
+GPU_ALONE = tests/runner/sleeping tests/runner/device_memory tests/tools/bench tests/runner/test_no_sync.py \
+	tests/runner/speculative/test_drafts_gpu.py
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-slow test-newest peers lint format setup clean
+.PHONY: help run test test-slow test-gpu test-newest peers lint format setup clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -33,6 +36,10 @@ test: $(READY) ## set up, then run the tests but the slow ones
 
 test-slow: $(READY) ## set up, then run the slow tests: long random schedules, families one by one
 	$(PYTEST) --dist worksteal -m slow $(ARGS)
+
+test-gpu: $(READY) ## set up, then run the tests of a GPU: TEST_JOBS at a time, then those that need it alone
+	$(PYTEST) --dist worksteal -m gpu $(GPU_ALONE:%=--ignore=%) $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m gpu $(GPU_ALONE) $(ARGS)
 
 test-newest: $(NEWEST)/.ready ## run `make test` with the newest torch and transformers, in .venv-newest (several gigabytes)
 	OMP_NUM_THREADS=1 $(NEWEST)/bin/python $(RUN_PYTEST) -m 'not slow' $(ARGS)
