@@ -8,10 +8,9 @@ what `generate` would take at each step, in one step (`test_margin_rule.py`).
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from transformers import PreTrainedModel
@@ -68,8 +67,13 @@ def in_torch(model: PreTrainedModel) -> AbstractContextManager[object]:
     return with_functions(model, own)
 
 
-def with_functions(
-    model: PreTrainedModel, functions: Mapping[str, Callable[..., Any]]
-) -> AbstractContextManager[object]:
-    """Replace functions of a model's code, by name."""
-    return patch.multiple(sys.modules[type(model).__module__], **functions) if functions else nullcontext()
+@contextmanager
+def with_functions(model: PreTrainedModel, functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """Replace functions of a model's code, by name, while the block runs."""
+    module = vars(sys.modules[type(model).__module__])
+    before = {name: module[name] for name in functions}
+    module.update(functions)
+    try:
+        yield
+    finally:
+        module.update(before)

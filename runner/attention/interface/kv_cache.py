@@ -156,7 +156,7 @@ def _part(memory: torch.Tensor, at: int, shape: tuple[int, ...], dtype: torch.dt
     it, and those compiled over one block serve the final cache.
     """
     num_bytes = _num_bytes(shape, dtype)
-    part = memory[:, at : at + num_bytes].view(dtype).unflatten(1, shape)
+    part: torch.Tensor = memory[:, at : at + num_bytes].view(dtype).unflatten(1, shape)
     strides = (memory.shape[1] // dtype.itemsize, *part.stride()[1:])
     return part.as_strided(part.shape, strides, part.storage_offset())
 

@@ -21,7 +21,8 @@ ON_GPU: dict[str, object] = {"device": "cuda", "dtype": "float32", "compiler": "
 ROUNDED_DIFFERENCE = 0.3
 """Of log probabilities where inputs are rounded: twice that of the reference from itself if its sums have 14 bits.
 
-Tensor cores of Hopper add products of e4m3 so, and other sums round other inputs of the next linear up or down.
+Tensor cores of Hopper add products of e4m3 so (for more than 16 rows; for fewer the kernel multiplies in float16), and
+with other sums other inputs of the next linear are rounded up or down.
 """
 
 
