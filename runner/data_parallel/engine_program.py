@@ -192,12 +192,10 @@ class _EngineLoop:
 
     def _pin_adapter(self, lora_request: LoRARequest, digest: bytes) -> None:
         """Pin an adapter, as the front door has done in its own list."""
-        adapters = self._engine.adapters
         try:
-            adapters.add_with_digest(lora_request, digest)
-            adapters.pin(lora_request.lora_int_id)
+            self._engine.adapters.pin_with_digest(lora_request, digest)
         except PiecegraphError as error:  # its files have changed since; requests with it say so
-            logger.warning("the adapter %r could not be pinned: %s", lora_request.lora_name, error)
+            logger.warning("the adapter %r is not pinned until it can be read: %s", lora_request.lora_name, error)
 
     def _add(self, new: NewRequest) -> None:
         try:

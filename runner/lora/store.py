@@ -30,6 +30,7 @@ class AdapterStore:
         self._lock = threading.Lock()
         self._adapters: OrderedDict[int, LoadedAdapter] = OrderedDict()  # the least recently used first
         self._pinned: set[int] = set()
+        self._digests_to_pin: dict[int, bytes] = {}  # by number; see `pin_with_digest`
         self.pinned_digests: set[bytes] = set()
         """The digests of pinned adapters, which keep their slots on the device, too."""
         self.bases: FindBases | None = None
@@ -60,21 +61,33 @@ class AdapterStore:
         """Return the adapter of a request that another process has read, from files with the same contents.
 
         A loaded adapter of the same number with other contents is replaced. Raises what `add` raises, and
-        `CheckpointError` if the files have another digest here; no adapter of that number is loaded then.
+        `CheckpointError` if the files have another digest here; no adapter of that number is loaded then. Neither ends
+        a pin by `pin_with_digest`: a request whose digest is not the pinned one was read before the adapter was
+        replaced, and raises `CheckpointError`.
         """
+        number = request.lora_int_id
         with self._lock:
-            found = self._adapters.get(request.lora_int_id)
+            to_pin = self._digests_to_pin.get(number)
+            if to_pin is not None and to_pin != digest:
+                raise CheckpointError(
+                    f"adapter {number}, {request.lora_name!r}, was replaced while the request was on its way: its "
+                    f"digest was {digest.hex()[:16]}, and is {to_pin.hex()[:16]} now. Send the request again."
+                )
+            found = self._adapters.get(number)
             if found is not None and (found.request.lora_path, found.digest) != (request.lora_path, digest):
-                self._remove(request.lora_int_id)
+                self._unload(number)
         made = self.add(request)
         if made.digest != digest:
-            self.remove(request.lora_int_id)
+            with self._lock:
+                self._unload(number)
             raise CheckpointError(
                 f"the files of the adapter {request.lora_name!r} in {request.lora_path} are not those that were "
                 f"checked: their digest was {digest.hex()[:16]}, and is {made.digest.hex()[:16]} where the request "
-                f"runs. If they were replaced, remove adapter {request.lora_int_id}, so that all engines read it "
-                "again; if the folder is another one on that machine, copy it there."
+                f"runs. If they were replaced, remove adapter {number}, so that all engines read it again; if the "
+                "folder is another one on that machine, copy it there."
             )
+        if to_pin is not None:
+            self.pin(number)
         return made
 
     def remove(self, lora_int_id: int) -> bool:
@@ -99,6 +112,16 @@ class AdapterStore:
                 )
             self._keep(lora_int_id)
             return True
+
+    def pin_with_digest(self, request: LoRARequest, digest: bytes) -> None:
+        """Keep the adapter that another process has read and pinned, until it is removed.
+
+        Raises what `add_with_digest` and `pin` raise, for instance because the files were replaced since. The pin is
+        not lost then: the first `add_with_digest` that can load the adapter pins it.
+        """
+        with self._lock:
+            self._digests_to_pin[request.lora_int_id] = digest
+        self.add_with_digest(request, digest)
 
     def loaded(self) -> dict[int, LoRARequest]:
         """Return the requests of all loaded adapters by number."""
@@ -131,6 +154,11 @@ class AdapterStore:
 
     def _remove(self, number: int) -> bool:
         """Do what `remove` does; called with the lock."""
+        self._digests_to_pin.pop(number, None)
+        return self._unload(number)
+
+    def _unload(self, number: int) -> bool:
+        """Drop an adapter and return whether it was loaded; called with the lock. Forgets no digest to pin."""
         was_loaded = number in self._adapters
         if was_loaded:
             self._drop(number)

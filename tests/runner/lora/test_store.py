@@ -77,6 +77,33 @@ def test_files_must_be_those_that_another_process_has_read(store: AdapterStore, 
     assert not store.loaded() and not store.pinned_digests
 
 
+def test_a_pin_of_another_process_outlives_a_replaced_folder(store: AdapterStore, requests: list[LoRARequest]) -> None:
+    """The files are replaced between their check there and the arrival of the pin here, and later put back.
+
+    A request that was checked with other files is refused and ends no pin; removal does.
+    """
+    first, folder = requests[0], Path(requests[0].lora_path)
+    checked, other = store.add(first).digest, store.add(requests[1]).digest
+    store.remove(1)
+    shutil.copytree(folder, folder.with_name("kept"))
+    shutil.copytree(requests[1].lora_path, folder, dirs_exist_ok=True)
+    with pytest.raises(CheckpointError, match="are not those that were checked"):
+        store.pin_with_digest(first, checked)
+    with pytest.raises(CheckpointError, match="adapter 1, 'a1', was replaced while the request was on its way"):
+        store.add_with_digest(first, other)
+    assert set(store.loaded()) == {2} and not store.pinned_digests
+    shutil.copytree(folder.with_name("kept"), folder, dirs_exist_ok=True)
+    made = store.add_with_digest(first, checked)
+    assert store.pinned_digests == {checked}
+    with pytest.raises(CheckpointError, match="was replaced while the request was on its way"):
+        store.add_with_digest(first, other)
+    store.add(requests[2])
+    assert store.add(first) is made and store.pinned_digests == {checked}
+    assert store.remove(1) and not store.pinned_digests
+    store.add_with_digest(first, checked)
+    assert not store.pinned_digests
+
+
 def test_a_number_is_of_one_folder(store: AdapterStore, requests: list[LoRARequest]) -> None:
     store.add(requests[0])
     with pytest.raises(RequestError, match="lora_int_id=1 is the adapter 'a1' from .* remove that one first"):
