@@ -12,15 +12,28 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from piecegraph.passes.kernels.common.overlapped import OverlappedKernel
 from piecegraph.passes.kernels.common.own_kernel import own_kernel
 from piecegraph.passes.kernels.quantised.split_sums import add_parts_on_gpu, num_parts, num_sms
-from piecegraph.passes.kernels.quantised.weight_tiles import Tiles, WeightLayout, tile_sizes
+from piecegraph.passes.kernels.quantised.weight_tiles import Tiles, WeightLayout
 
 MIN_LIBRARY_ROWS = 256
-"""The least rows of e4m3 whose product the library computes, if a row and a channel have one scale each."""
+"""The least rows of e4m3 whose product the library computes, if a row and a channel have one scale each; half as many
+with more than `WIDE` channels."""
+
+WIDE = 8192
+"""The most output channels for which there are few programs with large tiles."""
 
 
 def pick_rounded_tiles(num_rows: int, layout: WeightLayout) -> Tiles | None:
-    """Return the tiles for `num_rows`; None if groups fit no tile."""
-    block_m, block_n, num_warps, wanted, stages = tile_sizes(num_rows, layout, (128, 128, 8, 128, 3))
+    """Return the tiles for `num_rows`; None if groups fit no tile. The sizes were the fastest of a sweep on an H200."""
+    is_wide, wanted = layout.num_columns > WIDE, 128
+    if num_rows <= 64:
+        block_m = max(triton.next_power_of_2(num_rows), 16)
+        block_n, num_warps, stages = 64, 4, 4 if is_wide or num_rows > 32 else 6
+    elif layout.group or (not is_wide and num_rows <= 256):
+        block_m, block_n, num_warps, stages = 128, 64, 4, 4
+    elif is_wide and 128 < num_rows <= 256:
+        block_m, block_n, num_warps, stages = 256, 128, 8, 4
+    else:
+        block_m, block_n, num_warps, stages = 128, 128, 8, 3
     while layout.group and wanted > layout.group:
         wanted //= 2  # a power of two, as every tile is
     block_k = layout.block_k(wanted, 32)
@@ -51,6 +64,7 @@ def rounded_linear_on_gpu(
     parts = num_parts(
         tiles.num_programs(num_rows, layout.num_columns),
         triton.cdiv(size, tiles.block_k),
+        num_warps=tiles.num_warps,
         part_bytes=out.numel() * 4,
         weight_bytes=weight.nbytes,
         sms=num_sms(values.device),
@@ -96,7 +110,7 @@ def _library_multiplies(num_rows: int, layout: WeightLayout, stored: torch.dtype
     return (
         stored is torch.float8_e4m3fn
         and dtype is torch.bfloat16
-        and num_rows >= MIN_LIBRARY_ROWS
+        and num_rows >= (MIN_LIBRARY_ROWS // 2 if layout.num_columns > WIDE else MIN_LIBRARY_ROWS)
         and layout.group == 0
         and layout.block_rows == 1
         and layout.size % 16 == layout.num_columns % 16 == 0

@@ -18,8 +18,8 @@ from piecegraph.passes.kernels.common.own_kernel import own_kernel
 MIN_TILES = 4
 """The fewest tiles of a part: for shorter parts, writing and adding take longer than reading."""
 
-PROGRAMS_OF_A_MULTIPROCESSOR = 2
-"""The programs for which sums are split, so that one loads while another multiplies."""
+WARPS_OF_A_MULTIPROCESSOR = 8
+"""The warps for which sums are split, so that some load while others multiply."""
 
 BLOCK = 256
 """The columns of a program that adds parts."""
@@ -30,14 +30,23 @@ def num_sms(device: torch.device) -> int:
     return gpu_limits(device.index or 0).num_sms if device.type == "cuda" else H200.num_sms
 
 
-def num_parts(programs: int, num_tiles: int, *, part_bytes: int, weight_bytes: int, sms: int) -> int:
+def num_parts(
+    programs: int,
+    num_tiles: int,
+    *,
+    num_warps: int,
+    part_bytes: int,
+    weight_bytes: int,
+    sms: int,
+    warps_of_sm: int = WARPS_OF_A_MULTIPROCESSOR,
+) -> int:
     """Return into how many parts sums are split, 1 if that does not pay.
 
-    `programs`: without a split; `num_tiles`: of a sum; `part_bytes`: of all sums of one part; `weight_bytes`: of what
-    is read. Parts, which are written and read again, may have half the bytes of the weights.
+    `programs`: without a split, of `num_warps` each; `num_tiles`: of a sum; `part_bytes`: of all sums of one part;
+    `weight_bytes`: of what is read. Parts, which are written and read again, may have as many bytes as the weights.
     """
-    wanted = -(-PROGRAMS_OF_A_MULTIPROCESSOR * sms // programs)
-    affordable = weight_bytes // max(4 * part_bytes, 1)
+    wanted = round(warps_of_sm * sms / (programs * num_warps))
+    affordable = weight_bytes // max(2 * part_bytes, 1)
     return max(min(wanted, num_tiles // MIN_TILES, affordable), 1)
 
 

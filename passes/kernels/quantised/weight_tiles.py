@@ -101,20 +101,6 @@ class Tiles:
         )
 
 
-TileSizes = tuple[int, int, int, int, int]
-"""Rows, output channels, warps, columns of the input that are wanted, and stages."""
-
-
-def tile_sizes(num_rows: int, layout: WeightLayout, of_many_rows: TileSizes) -> TileSizes:
-    """Return the sizes for `num_rows`; few rows take few channels, so that all multiprocessors read weights."""
-    if num_rows <= 16:
-        block_n = 32 if layout.num_columns >= 4096 else 16
-        return 16, block_n, block_n // 8, 256, 4
-    if num_rows <= 64:
-        return triton.next_power_of_2(num_rows), 64, 4, 128, 4
-    return of_many_rows
-
-
 @own_kernel
 @triton.jit
 def floats(stored):  # type: ignore[no-untyped-def]  # compiled by Triton
@@ -128,6 +114,30 @@ def floats(stored):  # type: ignore[no-untyped-def]  # compiled by Triton
     else:
         wide = stored.to(tl.float32)
     return wide
+
+
+@own_kernel
+@triton.jit
+def bfloat16_of_int8(stored):  # type: ignore[no-untyped-def]  # compiled by Triton
+    """Return int8 values over 128 in bfloat16, exactly: five instructions for four of them, and fourteen through
+    float32.
+
+    A byte without sign, which is its value plus 128, is as bits of bfloat16 that number times 2 ** -133. One
+    multiply-add of two such numbers gives `(value + 128) / 128 - 1`.
+    """
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 u, low, high, up, off;
+        xor.b32 u, $2, 0x80808080;
+        prmt.b32 low, u, 0, 0x4140;
+        prmt.b32 high, u, 0, 0x4342;
+        mov.b32 up, 0x7E807E80;
+        mov.b32 off, 0xBF80BF80;
+        fma.rn.bf16x2 $0, low, up, off;
+        fma.rn.bf16x2 $1, high, up, off;
+        }""",
+        "=r,=r,r", [stored], dtype=tl.bfloat16, is_pure=True, pack=4,
+    )  # fmt: skip
 
 
 @own_kernel
@@ -215,6 +225,7 @@ def streamed_product(  # type: ignore[no-untyped-def]  # compiled by Triton
     GROUP: tl.constexpr,  # columns with one scale; 0: all
     GROUPS: tl.constexpr,  # in BLOCK_K columns, 1 or more
     HAS_OFFSET: tl.constexpr,
+    PACKED_MATH: tl.constexpr = False,  # of two bfloat16 in a register; the interpreter has none
 ):
     """Return the products of rows and output channels over some tiles of columns, `[BLOCK_N, BLOCK_M]` float32.
 
@@ -224,6 +235,7 @@ def streamed_product(  # type: ignore[no-untyped-def]  # compiled by Triton
     COLUMNS: tl.constexpr = BLOCK_K // PACKED
     IS_E2M1: tl.constexpr = scales.dtype.element_ty == tl.uint8
     IS_SCALED_LATER: tl.constexpr = GROUP == 0 and not HAS_OFFSET and not IS_E2M1
+    IS_CONVERTED: tl.constexpr = PACKED_MATH and IS_SCALED_LATER and weights.dtype.element_ty == tl.int8
     at = tl.arange(0, BLOCK_K)
     total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for tile in tl.range(first_tile, end_tile, num_stages=STAGES):
@@ -232,11 +244,16 @@ def streamed_product(  # type: ignore[no-untyped-def]  # compiled by Triton
             weights[:, None] + byte[None, :], mask=is_column[:, None] & (byte < length)[None, :], other=0.0
         )
         v = tl.load(inputs[:, None] + column[None, :], mask=is_row[:, None] & (column < size)[None, :], other=0.0)
-        w = unpacked_floats(stored, PACKED, IS_E2M1)
+        if IS_CONVERTED:
+            w = bfloat16_of_int8(stored)
+        else:
+            w = unpacked_floats(stored, PACKED, IS_E2M1)
         if not IS_SCALED_LATER:
             group = tile * BLOCK_K // GROUP if GROUP > 0 else 0
             w = scaled_tile(w, scales, is_column, group, num_groups, BLOCK_N, BLOCK_K, GROUPS, HAS_OFFSET)
         total = tl.dot(w.to(v.dtype), tl.trans(v), total, input_precision="ieee")
+    if IS_CONVERTED:
+        total *= 128.0
     if IS_SCALED_LATER:
         total *= tl.load(scales, mask=is_column, other=0.0).to(tl.float32)[:, None]
     return total

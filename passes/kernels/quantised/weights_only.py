@@ -23,7 +23,6 @@ from piecegraph.passes.kernels.quantised.weight_tiles import (
     WeightLayout,
     scaled_tile,
     streamed_product,
-    tile_sizes,
     unpacked_floats,
 )
 
@@ -41,14 +40,30 @@ def pick_tiles(num_rows: int, layout: WeightLayout, itemsize: int) -> Tiles | No
     """Return the tiles for `num_rows`; None if groups fit no tile.
 
     `itemsize`: bytes of a number of the input. Few rows take few channels, and their sums may be split
-    (`split_sums.py`), so that all multiprocessors read weights.
+    (`split_sums.py`), so that all multiprocessors read weights. The sizes were the fastest of a sweep on an H200.
     """
-    least = 32 if layout.is_packed else 16
-    block_m, block_n, num_warps, wanted, stages = tile_sizes(num_rows, layout, (128, 64, 4, 64, 3))
-    if itemsize == 4:  # sums of float32 products have no tensor cores, and their operands twice the bytes
-        wanted, stages = min(wanted, 64), 2
-    block_k = layout.block_k(wanted, least)
+    block_m, block_n, num_warps, wanted, stages = _tile_sizes(num_rows, layout, itemsize)
+    block_k = layout.block_k(wanted, 32 if layout.is_packed else 16)
     return None if block_k is None else Tiles(block_m, block_n, block_k, num_warps, stages)
+
+
+def _tile_sizes(num_rows: int, layout: WeightLayout, itemsize: int) -> tuple[int, int, int, int, int]:
+    """Return rows, output channels, warps, columns of the input that are wanted, and stages."""
+    is_narrow = layout.num_columns <= 4096
+    if num_rows <= 16 and layout.is_packed:
+        sizes = (16, 16, 2, 256, 4) if layout.num_columns < 4096 else (16, 32, 4, 256, 4)
+    elif num_rows <= 16:
+        sizes = (16, 32, 2, 256, 4) if is_narrow else (16, 32, 2, 128, 6)
+    elif num_rows <= 64:
+        sizes = (triton.next_power_of_2(num_rows), 64, 4, 128, 6 if is_narrow and num_rows <= 32 else 4)
+    elif num_rows <= 128 or layout.group:
+        sizes = (128, 64, 4, 128, 3)
+    else:
+        sizes = (256, 128, 8, 64, 4)
+    if itemsize == 4:  # sums of float32 products have no tensor cores, and their operands twice the bytes
+        block_m, block_n, num_warps, wanted, _ = sizes if num_rows <= 64 else (128, 64, 4, 64, 2)
+        sizes = (block_m, block_n, num_warps, min(wanted, 64), 2)
+    return sizes
 
 
 def weights_only_linear_on_gpu(
@@ -74,6 +89,7 @@ def weights_only_linear_on_gpu(
     parts = num_parts(
         tiles.num_programs(num_rows, layout.num_columns),
         tiles_of_sum,
+        num_warps=tiles.num_warps,
         part_bytes=out.numel() * 4,
         weight_bytes=weight.nbytes,
         sms=num_sms(x.device),
@@ -92,7 +108,7 @@ def weights_only_linear_on_gpu(
         num_rows,
         layout.num_columns,
         (x.contiguous(), weight, scale, bias if parts == 1 else None, sums, *sizes),
-        _constants(layout, tiles.block_k),
+        {**_constants(layout, tiles.block_k), "PACKED_MATH": x.is_cuda and x.dtype is torch.bfloat16},
         num_parts=parts,
     )
     if parts > 1:
@@ -170,6 +186,7 @@ def weights_only_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     GROUPS: tl.constexpr,  # in BLOCK_K columns, 1 or more
     BLOCK_ROWS: tl.constexpr,
     HAS_OFFSET: tl.constexpr,
+    PACKED_MATH: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Grid: (column blocks, row blocks, parts)."""
@@ -202,6 +219,7 @@ def weights_only_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
         GROUP,
         GROUPS,
         HAS_OFFSET,
+        PACKED_MATH,
     )
     if bias is not None:
         total += tl.load(bias + column, mask=is_column, other=0.0).to(tl.float32)[:, None]

@@ -1,8 +1,7 @@
 """Linears over 4-bit weights in words (`words.py`), whose inputs are floats of 16 bits.
 
-A shift and a mask turn a word into two values of 16 bits that tensor cores take as they are: 16 plus the weight's
-value, whose bits are the mantissa's. For few rows the products of a group are scaled, so that a weight costs an
-instruction; many rows have more products than weights, so that weights are scaled in registers instead.
+A shift, a mask and a multiply-add turn a word into two weights in bfloat16, scaled and rounded once, which tensor
+cores take as they are.
 """
 
 from __future__ import annotations
@@ -24,6 +23,9 @@ from piecegraph.passes.kernels.quantised.words import WORD_COLUMNS
 MAX_WORD_ROWS = 256
 """The most rows that are multiplied by weights in words; more pay for a copy of a part of the weights in floats."""
 
+WARPS_OF_A_MULTIPROCESSOR = 16
+"""The warps for which sums are split: a program waits for its tensor cores eight times in a block of 128 columns."""
+
 FLOAT_BYTES = 64 * 2**20
 """The most bytes of weights that are floats at one time."""
 
@@ -36,7 +38,6 @@ class WordTiles:
     block_n: int
     num_warps: int
     num_stages: int
-    scales_products: bool  # instead of weights
 
     def num_programs(self, num_rows: int, num_columns: int) -> int:
         """Return the tiles of the output."""
@@ -47,8 +48,8 @@ def pick_word_tiles(num_rows: int) -> WordTiles:
     """Return the tiles for `num_rows`."""
     if num_rows <= 64:
         rows = max(triton.next_power_of_2(num_rows), 16)
-        return WordTiles(block_m=rows, block_n=64, num_warps=4, num_stages=5, scales_products=True)
-    return WordTiles(block_m=128, block_n=128, num_warps=8, num_stages=3, scales_products=False)
+        return WordTiles(block_m=rows, block_n=64, num_warps=4, num_stages=3)
+    return WordTiles(block_m=128, block_n=128, num_warps=8, num_stages=3)
 
 
 def word_linear_on_gpu(
@@ -73,9 +74,11 @@ def word_linear_on_gpu(
     parts = num_parts(
         tiles.num_programs(num_rows, num_columns),
         blocks,
+        num_warps=tiles.num_warps,
         part_bytes=out.numel() * 4,
         weight_bytes=words.nbytes,
         sms=num_sms(x.device),
+        warps_of_sm=WARPS_OF_A_MULTIPROCESSOR,
     )
     sums = out if parts == 1 else out.new_empty((parts, *out.shape), dtype=torch.float32)
     _word_linear.launch(
@@ -97,7 +100,7 @@ def word_linear_on_gpu(
             "BLOCK_N": tiles.block_n,
             "STAGES": tiles.num_stages,
             "GROUP": size // num_groups if num_groups > 1 else 0,
-            "SCALES_PRODUCTS": tiles.scales_products,
+            "PACKED_MATH": x.is_cuda and x.dtype is torch.bfloat16,
         },
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
@@ -130,25 +133,53 @@ def _by_the_library(
 
 @own_kernel
 @triton.jit
-def sixteen_and_value(words, RUN: tl.constexpr, dtype: tl.constexpr):  # type: ignore[no-untyped-def]  # by Triton
-    """Return 16 plus each value of a run, `[rows, 2 * words]` in `dtype`; a word has two of them."""
-    PLACE: tl.constexpr = 3 if dtype == tl.bfloat16 else 6  # of the lowest bit of a value, in the mantissa of 16
-    SIXTEENS: tl.constexpr = 0x41804180 if dtype == tl.bfloat16 else 0x4C004C00
-    SHIFT: tl.constexpr = 4 * RUN - PLACE
-    moved = words >> SHIFT if SHIFT > 0 else words << -SHIFT
-    both = (moved & (0x000F000F << PLACE)) | SIXTEENS
-    low = (both & 0xFFFF).to(tl.uint16).to(dtype, bitcast=True)
-    high = (both >> 16).to(tl.uint16).to(dtype, bitcast=True)
-    return tl.join(low, high).reshape([words.shape[0], words.shape[1] * 2])
+def scaled_factors(pair, PACKED_MATH: tl.constexpr, dtype: tl.constexpr):  # type: ignore[no-untyped-def]  # compiled by Triton
+    """Return the factor and the offset of a group for `weights_of_run`; `pair` has a scale and an offset.
+
+    With packed math they are the scale times 2 ** 110 and the offset times 2 ** -23, twice each.
+    """
+    if PACKED_MATH:
+        factor = tl.inline_asm_elementwise(
+            "{ .reg .b32 s, f; prmt.b32 s, $1, $1, 0x1010; mov.b32 f, 0x76807680; mul.rn.bf16x2 $0, s, f; }",
+            "=r,r", [pair], dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+        offset = tl.inline_asm_elementwise(
+            "{ .reg .b32 o, f; prmt.b32 o, $1, $1, 0x3232; mov.b32 f, 0x34003400; mul.rn.bf16x2 $0, o, f; }",
+            "=r,r", [pair], dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        factor = (pair & 0xFFFF).to(tl.uint16).to(dtype, bitcast=True).to(tl.float32)
+        offset = (pair >> 16).to(tl.uint16).to(dtype, bitcast=True).to(tl.float32)
+    return factor, offset
 
 
 @own_kernel
 @triton.jit
-def scale_and_base(pair, dtype: tl.constexpr):  # type: ignore[no-untyped-def]  # compiled by Triton
-    """Return in float32 the scale of a group, and the weight that a value of -16 would be; `pair`: scale and offset."""
-    scale = (pair & 0xFFFF).to(tl.uint16).to(dtype, bitcast=True).to(tl.float32)
-    offset = (pair >> 16).to(tl.uint16).to(dtype, bitcast=True).to(tl.float32)
-    return scale, offset - 16.0 * scale
+def weights_of_run(  # type: ignore[no-untyped-def]  # compiled by Triton
+    words,  # [rows, 16]
+    factor,  # [rows]
+    offset,  # [rows]
+    RUN: tl.constexpr,
+    PACKED_MATH: tl.constexpr,
+    dtype: tl.constexpr,
+):
+    """Return the weights of a run of columns, `[rows, 32]` in `dtype`; with packed math each times 2 ** -23.
+
+    Four bits alone are a subnormal number in bfloat16, the value times 2 ** -133. One instruction for two of them
+    multiplies by the scale times 2 ** 110, adds the offset and rounds once.
+    """
+    moved = words >> (4 * RUN)
+    if PACKED_MATH:
+        both = tl.inline_asm_elementwise(
+            "{ .reg .b32 v; and.b32 v, $1, 0x000F000F; fma.rn.bf16x2 $0, v, $2, $3; }",
+            "=r,r,r,r", [moved, factor[:, None], offset[:, None]], dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+        low = (both & 0xFFFF).to(tl.uint16).to(dtype, bitcast=True)
+        high = (both >> 16).to(tl.uint16).to(dtype, bitcast=True)
+    else:
+        low = ((moved & 15).to(tl.float32) * factor[:, None] + offset[:, None]).to(dtype)
+        high = ((moved >> 16 & 15).to(tl.float32) * factor[:, None] + offset[:, None]).to(dtype)
+    return tl.join(low, high).reshape([words.shape[0], words.shape[1] * 2])
 
 
 @own_kernel
@@ -168,7 +199,7 @@ def word_linear_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
     GROUP: tl.constexpr,  # columns with one scale; 0: all
-    SCALES_PRODUCTS: tl.constexpr,
+    PACKED_MATH: tl.constexpr,  # of two bfloat16 in a register; the interpreter has none
     OVERLAP: tl.constexpr,
 ):
     """Grid: (column blocks, row blocks, parts). Weights are asked for before the wait."""
@@ -184,7 +215,6 @@ def word_linear_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     scales = scale + column.to(tl.int64) * num_groups
     dtype: tl.constexpr = x.dtype.element_ty
     RUNS: tl.constexpr = GROUP // 32 if GROUP == 32 or GROUP == 64 else 4  # of a group, in 128 columns
-    ones = tl.full([BLOCK_N, 32], 1.0, dtype)
     if OVERLAP:
         gdc_launch_dependents()
         word = tl.minimum(first * 16 + tl.arange(0, 4) * 32, length - 1)  # of a line of 128 bytes
@@ -195,20 +225,14 @@ def word_linear_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
         stored = tl.load(rows + block * 16, mask=is_column[:, None], other=0)
         for group in tl.static_range(4 // RUNS):
             at = (block * 128 + group * GROUP) // GROUP if GROUP > 0 else 0
-            step, base = scale_and_base(tl.load(scales + at, mask=is_column, other=0), dtype)
-            products = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-            sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+            pair = tl.load(scales + at, mask=is_column, other=0)
+            factor, offset = scaled_factors(pair, PACKED_MATH, dtype)
             for run in tl.static_range(group * RUNS, (group + 1) * RUNS):
-                v = tl.trans(tl.load(values + block * 128 + run * 32, mask=is_row[:, None], other=0.0))
-                w = sixteen_and_value(stored, run, dtype)
-                if SCALES_PRODUCTS:
-                    products = tl.dot(w, v, products)
-                    sums = tl.dot(ones, v, sums)
-                else:
-                    scaled = w.to(tl.float32) * step[:, None] + base[:, None]
-                    total = tl.dot(scaled.to(dtype), v, total)
-            if SCALES_PRODUCTS:
-                total += products * step[:, None] + sums * base[:, None]
+                v = tl.load(values + block * 128 + run * 32, mask=is_row[:, None], other=0.0)
+                w = weights_of_run(stored, factor, offset, run, PACKED_MATH, dtype)
+                total = tl.dot(w, tl.trans(v), total)
+    if PACKED_MATH:
+        total *= 8388608.0  # 2 ** 23
     if bias is not None:
         total += tl.load(bias + column, mask=is_column, other=0.0).to(tl.float32)[:, None]
     tl.store(
@@ -244,10 +268,10 @@ def floats_of_words_kernel(  # type: ignore[no-untyped-def]  # compiled by Trito
     for run in tl.static_range(4):
         at = (block * 128 + run * 32) // GROUP if GROUP > 0 else 0
         pair = tl.load(scale + column.to(tl.int64) * num_groups + at, mask=is_column, other=0)
-        step, base = scale_and_base(pair, dtype)
-        w = sixteen_and_value(stored, run, dtype).to(tl.float32) * step[:, None] + base[:, None]
+        factor, offset = scaled_factors(pair, False, dtype)
+        w = weights_of_run(stored, factor, offset, run, False, dtype)
         to = out + column[:, None].to(tl.int64) * size + block * 128 + run * 32 + tl.arange(0, 32)[None, :]
-        tl.store(to, w.to(dtype), mask=is_column[:, None])
+        tl.store(to, w, mask=is_column[:, None])
 
 
 _word_linear = OverlappedKernel(word_linear_kernel)

@@ -14,16 +14,21 @@ from tests.interpreter import interpreted
 @pytest.mark.parametrize(
     ("columns", "size", "num_rows", "parts"),
     [
-        (4096, 4096, 1, 5),  # 64 programs, of which 132 multiprocessors want 264
+        (4096, 4096, 1, 4),  # 64 programs of 4 warps, of which 132 multiprocessors want 264
         (28672, 4096, 1, 1),  # programs enough
-        (4096, 14336, 16, 5),
-        (4096, 4096, 64, 2),  # more parts would write and read more bytes than weights have
+        (4096, 14336, 16, 4),
+        (4096, 4096, 128, 2),  # more parts would write and read more bytes than weights have
         (4096, 512, 1, 1),  # sums too short
     ],
 )
 def test_parts_of_linears_with_four_bits(columns: int, size: int, num_rows: int, parts: int) -> None:
     found = num_parts(
-        columns // 64, size // 128, part_bytes=num_rows * columns * 4, weight_bytes=columns * size // 2, sms=132
+        columns // 64,
+        size // 128,
+        num_warps=4,
+        part_bytes=num_rows * columns * 4,
+        weight_bytes=columns * size // 2,
+        sms=132,
     )
     assert found == parts
 

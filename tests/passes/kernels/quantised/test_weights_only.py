@@ -94,7 +94,8 @@ def test_it_compiles_for_hopper(scheme: str, num_rows: int, tmp_path: Path) -> N
         "num_rows": num_rows, "num_tiles": 8,
         "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k, "STAGES": tiles.num_stages,
         "PACKED": 2 if layout.is_packed else 1, "GROUP": layout.group, "GROUPS": layout.groups_in(tiles.block_k),
-        "BLOCK_ROWS": layout.block_rows, "HAS_OFFSET": layout.has_offset, "OVERLAP": True,
+        "BLOCK_ROWS": layout.block_rows, "HAS_OFFSET": layout.has_offset, "PACKED_MATH": True,
+        "OVERLAP": True,
     }  # fmt: skip
     options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
     compiled = compiled_for_gpu(kernels.weights_only_kernel, arguments, options)

@@ -37,13 +37,13 @@ def check(num_rows: int, group: int, *, num_columns: int = 70, with_bias: bool =
 
 
 def check_few_rows() -> None:
-    """Products are scaled, with groups of every size and a number of channels that no tile divides."""
+    """Groups of every size, and a number of channels that no tile divides."""
     for group in GROUPS:
         check(3, group)
 
 
 def check_many_rows() -> None:
-    """Weights are scaled."""
+    """Tiles of many rows."""
     for group in (0, 32, 128):
         check(67, group)
 
@@ -76,8 +76,7 @@ def test_it_compiles_for_hopper(num_rows: int, group: int, tmp_path: Path) -> No
     arguments = {
         "x": floats, "words": integers32, "scale": integers32, "bias": None, "out": floats, "num_columns": 4096,
         "size": 4096, "num_groups": 4096 // group, "num_rows": num_rows, "num_blocks": 8, "BLOCK_M": tiles.block_m,
-        "BLOCK_N": tiles.block_n, "STAGES": tiles.num_stages, "GROUP": group,
-        "SCALES_PRODUCTS": tiles.scales_products, "OVERLAP": True,
+        "BLOCK_N": tiles.block_n, "STAGES": tiles.num_stages, "GROUP": group, "PACKED_MATH": True, "OVERLAP": True,
     }  # fmt: skip
     options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
     compiled = compiled_for_gpu(kernels.word_linear_kernel, arguments, options)
