@@ -128,7 +128,7 @@ class RayExecutor(MpExecutor):
 
 
 def refuse_gpus(device: str | torch.device | None) -> None:
-    """Raise `ConfigError` if `device` is a GPU: bundles ask the cluster for CPUs only."""
+    """Raise `ConfigError` if `device` is a GPU: Ray gives GPUs to actors, and rank 0 is no actor."""
     from piecegraph.runner.models.config.device import resolve_device
 
     if resolve_device(device).type != "cpu":

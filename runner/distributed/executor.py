@@ -182,7 +182,7 @@ class MpExecutor:
     def _abort(self, is_over: Callable[[], bool]) -> None:
         """End the collectives in which a GPU of this process waits for ranks that are gone, until the load is over."""
         if self._parallel is not None and self._parallel.group.is_on_gpu:
-            self._parallel.group.abort(is_over)
+            self._parallel.abort(is_over)
 
     def check(self) -> None:
         """Raise `WorkerError` if a worker has ended or, unless it may be the answer to a call, has said anything."""

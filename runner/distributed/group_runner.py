@@ -8,7 +8,11 @@ masks are made of, is what the others hold, too.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
 from piecegraph.passes.ops.collectives import running_in
@@ -52,6 +56,10 @@ class GroupRunner(ModelRunner):
         self._unread.clear()
         super().reset()
 
+    def abort(self) -> None:
+        """End the collectives in which this rank's GPU waits for a rank that is lost; nothing can run after it."""
+        self.group.abort(torch.cuda.current_stream(self.group.device).query)
+
     def close(self) -> None:
         """Free the graphs, then the connections to other ranks. Idempotent."""
         super().close()
@@ -72,23 +80,38 @@ class LeadingRunner(GroupRunner):
 
     def execute_model(self, output: SchedulerOutput, *, at_most: CUDAGraphMode = CUDAGraphMode.FULL) -> None:
         """Compute the scheduled tokens on all ranks."""
-        with self.executor.in_step():
+        with self.in_step():
             self.executor.send("execute", output, at_most)
             super().execute_model(output, at_most=at_most)
 
     def sample_tokens(self, grammar_output: GrammarOutput | None = None) -> AsyncOutput:
         """Sample on all ranks, and return what rank 0 drew."""
-        with self.executor.in_step():
+        with self.in_step():
             self.executor.send("sample", grammar_output)
             output = super().sample_tokens(grammar_output)
+        return self.watched(output)
+
+    @contextmanager
+    def in_step(self) -> Iterator[None]:
+        """Run a part of a step on all ranks; if the other ranks are ended, this rank's GPU waits for none of them."""
+        try:
+            with self.executor.in_step():
+                yield
+        except BaseException:
+            if self.group.is_on_gpu:
+                self.abort()
+            raise
+
+    def watched(self, output: Any) -> Any:
+        """Return an output that notices a lost rank while it is waited for."""
         if not self.group.is_on_gpu:
             return output
-        return WatchedOutput(output, self.executor, self.group, self.executor.timeout_s)
+        return WatchedOutput(output, self, self.executor.timeout_s)
 
     def reset(self) -> None:
         """Release all rows of all ranks."""
         if self.executor.is_running:  # else every later call raises anyway
-            with self.executor.in_step():
+            with self.in_step():
                 self.executor.send("reset")
         super().reset()
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 
 from piecegraph.runner.distributed.group_runner import (
@@ -16,11 +17,12 @@ from piecegraph.runner.distributed.group_runner import (
 )
 from piecegraph.runner.distributed.lockstep_runner import LeadingLockstepRunner, LockstepRunner
 from piecegraph.runner.distributed.stage_runner import LeadingStageRunner, StageRunner
+from piecegraph.runner.pipeline_parallel.connections import no_check
 from piecegraph.runner.pipeline_parallel.stage import Stage
 from piecegraph.runner.pipeline_parallel.stage_link import StageLink
 from piecegraph.runner.tensor_parallel.engine_peers import Agreement, EnginePeers
 from piecegraph.runner.tensor_parallel.parallel import Parallel
-from piecegraph.runner.tensor_parallel.process_group import RankGroup, no_check, own_address
+from piecegraph.runner.tensor_parallel.process_group import RankGroup, own_address
 
 if TYPE_CHECKING:
     from piecegraph.runner.common.engine_config import EngineConfig
@@ -42,7 +44,8 @@ def rank_parallel(
     `check` is called while the rank waits for others at start, and may raise. `peers`: the engines that share experts.
     """
     size, num_stages = config.tensor_parallel_size, config.pipeline_parallel_size
-    world = RankGroup(store, rank, config.num_ranks, timeout_s, check=check)
+    local_rank = rank % (config.num_ranks // config.nnodes)  # each machine has as many
+    world = RankGroup(store, rank, config.num_ranks, timeout_s, local_rank=local_rank, check=check)
     lead: dict[str, Any] = {} if leading is None else {"executor": leading}
     if peers is not None:
         return _lockstep_parallel(world, peers, timeout_s, lead, check)
@@ -55,7 +58,8 @@ def rank_parallel(
     group = RankGroup(
         dist.PrefixStore(f"stage {stage.index}", store), rank % size, size, timeout_s, local_rank=rank, check=check
     )
-    link = StageLink(dist.PrefixStore(f"line {rank % size}", store), stage, timeout_s, address=own_address(store))
+    line = dist.PrefixStore(f"line {rank % size}", store)
+    link = StageLink(line, stage, timeout_s, address=own_address(store), check=check)
     staged: Any = StageRunner if leading is None else LeadingStageRunner
     return Parallel(
         group=group,
@@ -63,6 +67,7 @@ def rank_parallel(
         world=world,
         stage=stage,
         connect_others=link.connect,
+        abort_others=link.close,
     )
 
 
@@ -73,9 +78,9 @@ def _lockstep_parallel(
     world.engines = peers.group(f"rank {world.rank}", world.size, timeout_s, check=check)
     agreement = Agreement.of(peers, world.size, check=check) if lead else None
 
-    def connect() -> None:
+    def connect(device: torch.device) -> None:
         assert world.engines is not None
-        world.engines.connect(world.device)
+        world.engines.connect(device)
         if agreement is not None:
             agreement.connect()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from piecegraph.passes.ops.collectives import CollectiveError, running_in
 from piecegraph.runner.common.without_grad import without_grad
 from piecegraph.runner.distributed.group_runner import GroupRunner, LeadingRunner
 from piecegraph.runner.output.async_output import ModelRunnerOutput, PromptLogprobs, TokenLogprobs
+from piecegraph.runner.pipeline_parallel.ordered_sends import OrderedSends
 from piecegraph.runner.pipeline_parallel.stage_link import StageLink
 from piecegraph.runner.pipeline_parallel.stage_step import StageStep
 from piecegraph.runner.scheduling.scheduler_output import SampledTokens
@@ -32,6 +33,10 @@ class StageRunner(GroupRunner):
     without waiting for it. `sample_tokens` of the last stage sends the tokens to all others; theirs returns what will
     have come when it is read. So each stage may run another batch at the same time.
 
+    On a GPU neither waits for the device, but for tokens of other stages: transfers of hidden states are launched as
+    the step itself is, outside of its graphs, from and into buffers at fixed addresses, and the last stage sends its
+    tokens from a thread.
+
     Note [tokens of other stages]: a request takes part in a step only when the first stage has received its last token
     (`PipelineScheduler`), so the last stage has sent it, and a stage that needs it waits for no computation.
     """
@@ -41,6 +46,7 @@ class StageRunner(GroupRunner):
     def __init__(self, *, link: StageLink, **parts: Any) -> None:
         super().__init__(**parts)
         self._link = link
+        self._sends = OrderedSends(self.step.buffers.input_ids.device)  # of tokens, by the last stage
         self._executed: deque[SchedulerOutput] = deque()  # by this stage, if it is not the last; not yet sampled
         self._awaited: deque[AwaitedTokens] = deque()  # not yet recorded, in the order of steps
 
@@ -55,14 +61,14 @@ class StageRunner(GroupRunner):
             return
         with running_in(self.group):
             hidden_states = self._run_stage(output, at_most)
-        self._link.send_hidden(hidden_states)
+        self._link.send_hidden(hidden_states, self.step.outgoing)
         self._executed.append(output)
 
     def sample_tokens(self, grammar_output: GrammarOutput | None = None) -> AsyncOutput | AwaitedTokens:  # type: ignore[override]
         """Return the next tokens of the requests that sample in this step, which the last stage draws."""
         if self.step.plan.stage.is_last:
             drawn = super().sample_tokens(grammar_output)
-            self._send(drawn.get())
+            self._sends.send(lambda: self._send(drawn.get()), is_ready=drawn.is_there)
             return drawn
         output = self._executed.popleft()
         awaited = AwaitedTokens(output, self._link, self.step, self.group.rank == 0)
@@ -88,10 +94,16 @@ class StageRunner(GroupRunner):
         self._executed.clear()
         super().reset()
 
-    def close(self) -> None:
-        """Free the graphs, then the connections to other ranks. Idempotent."""
-        super().close()
+    def abort(self) -> None:
+        """End what this rank's GPU waits for; nothing can run after it."""
         self._link.close()
+        super().abort()
+
+    def close(self) -> None:
+        """Free the connections to other stages, then the graphs and those to other ranks. Idempotent."""
+        self._sends.close()
+        self._link.close()  # no transfer is in a graph
+        super().close()
 
     @without_grad
     def _run_stage(self, output: SchedulerOutput, at_most: CUDAGraphMode) -> torch.Tensor:
@@ -136,8 +148,13 @@ class AwaitedTokens:
         self._link = link
         self._step = step
         self._takes_all = takes_all and step.plan.stage.is_first
-        self._wait: Callable[[], torch.Tensor] = link.expect_tokens(1 + len(sampled))
+        self._expected = link.expect_tokens(1 + len(sampled))
         self._received: ModelRunnerOutput | None = None
+
+    @property
+    def is_there(self) -> bool:
+        """Return whether `get` would not wait for a step."""
+        return self._received is not None or self._expected.is_there
 
     def forget(self, request_id: str) -> None:
         """Record no token of a request, whose row is no longer its own."""
@@ -146,7 +163,7 @@ class AwaitedTokens:
     def receive(self) -> ModelRunnerOutput:
         """Wait for the tokens, and return them without recording them. May be called again."""
         if self._received is None:
-            num_bytes, *tokens = self._wait().tolist()
+            num_bytes, *tokens = self._expected.get().tolist()
             logprobs: Mapping[str, TokenLogprobs] = {}
             prompt_logprobs: Mapping[str, PromptLogprobs] = {}
             if num_bytes and self._takes_all:
@@ -159,17 +176,12 @@ class AwaitedTokens:
         return self._received
 
     def get(self) -> ModelRunnerOutput:
-        """Wait for the tokens, record them in the states of the stage, and return them. May be called again."""
+        """Wait for the tokens, return them, and stage them for the states of the stage. May be called again."""
         found = self.receive()
         places, self._places = self._places, {}
         if places:
             tokens = found.token_ids.as_dict()
-            record = self._step.states.token_ids
-            end = record.shape[1]  # the last token that a request may have is not recorded
-            kept = [(row, at, tokens[name]) for name, (row, at) in places.items() if at < end]
-            if kept:
-                rows, ats, values = torch.tensor(kept, dtype=torch.int64, device=record.device).unbind(1)
-                record[rows, ats] = values.to(record.dtype)
+            self._step.states.record_tokens({place: tokens[name] for name, place in places.items()})
         return found
 
 
@@ -193,9 +205,9 @@ def _from_bytes(content: bytes) -> tuple[dict[str, TokenLogprobs], dict[str, Pro
 class LeadingStageRunner(LeadingRunner, StageRunner):
     """The runner of rank 0, which is in the first stage and sends each call to all other ranks."""
 
-    def sample_tokens(self, grammar_output: GrammarOutput | None = None) -> Any:
+    def watched(self, output: Any) -> Any:
         """Return the next tokens, which are waited for when they are read."""
-        return _InStep(super().sample_tokens(grammar_output), self)
+        return super().watched(_InStep(output, self))
 
 
 class _InStep:
@@ -205,8 +217,13 @@ class _InStep:
         self._awaited = awaited
         self._runner = runner
 
+    @property
+    def is_there(self) -> bool:
+        """Return whether `get` would not wait for a step."""
+        return bool(self._awaited.is_there)
+
     def get(self) -> ModelRunnerOutput:
         """Wait for the tokens. Raises `WorkerError`."""
-        with self._runner.executor.in_step():
+        with self._runner.in_step():
             found: ModelRunnerOutput = self._awaited.get()
             return found

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from piecegraph.errors import WorkerError
 from piecegraph.passes.ops.collectives import CollectiveError
 from piecegraph.runner.output.async_output import AsyncOutput, ModelRunnerOutput
 
 if TYPE_CHECKING:
-    from piecegraph.runner.distributed.executor import MpExecutor
-    from piecegraph.runner.tensor_parallel.process_group import RankGroup
+    from piecegraph.runner.distributed.group_runner import LeadingRunner
 
 LOOK_S = 0.05
 """How long to wait between two looks at the other ranks."""
@@ -23,36 +21,32 @@ POLL_S = 0.00005
 class WatchedOutput(AsyncOutput):
     """An output that is read only once it is there. `get` raises `WorkerError` if a rank ends or does not answer."""
 
-    def __init__(self, output: AsyncOutput, executor: MpExecutor, group: RankGroup, timeout_s: float) -> None:
-        """Watch `output`. `timeout_s`: how long `get` waits at most."""
+    def __init__(self, output: Any, runner: LeadingRunner, timeout_s: float) -> None:
+        """Watch `output`, which has `get` and `is_there`, of rank 0. `timeout_s`: how long `get` waits at most."""
         self._watched = output
-        self._executor = executor
-        self._group = group
+        self._runner = runner
         self._timeout_s = timeout_s
 
     @property
     def is_there(self) -> bool:
         """Return whether `get` would not wait."""
-        return self._watched.is_there
+        return bool(self._watched.is_there)
 
     def get(self) -> ModelRunnerOutput:
         """Wait until the step has run and its output is copied, and return it. May be called again."""
         if not self._watched.is_there:
             self._wait()
-        return self._watched.get()
+        found: ModelRunnerOutput = self._watched.get()
+        return found
 
     def _wait(self) -> None:
         started = looked = time.monotonic()
-        try:
-            with self._executor.in_step():
-                while not self._watched.is_there:
-                    now = time.monotonic()
-                    if now - looked > LOOK_S:
-                        looked = now
-                        self._executor.check()
-                    if now - started > self._timeout_s:
-                        raise CollectiveError("the step did not end on the GPU of rank 0")
-                    time.sleep(POLL_S)
-        except WorkerError:
-            self._group.abort(lambda: self._watched.is_there)  # ends collectives that this rank's GPU still runs
-            raise
+        with self._runner.in_step():
+            while not self._watched.is_there:
+                now = time.monotonic()
+                if now - looked > LOOK_S:
+                    looked = now
+                    self._runner.executor.check()
+                if now - started > self._timeout_s:
+                    raise CollectiveError("the step did not end on the GPU of rank 0")
+                time.sleep(POLL_S)

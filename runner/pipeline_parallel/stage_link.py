@@ -2,6 +2,10 @@
 
 The ranks of one line have the same place within their stages. Hidden states and tokens have a process group each, so
 that neither waits for the other: tokens of one batch are on their way while hidden states of the next are sent.
+
+Between GPUs hidden states go through NCCL, which transfers them on a stream of its own: work launched before a transfer
+is waited for by that stream, and the transfer by work launched after it, so the host waits for neither. Tokens are on
+the host when they are sent, since the first rank's scheduler wants them there, and go through gloo.
 """
 
 from __future__ import annotations
@@ -15,56 +19,118 @@ import torch
 import torch.distributed as dist
 
 from piecegraph.passes.ops.collectives import CollectiveError
+from piecegraph.runner.pipeline_parallel.connections import START_TIMEOUT_S, connect_in_thread, nccl_group, no_check
 from piecegraph.runner.pipeline_parallel.stage import Stage
+
+_CPU = torch.device("cpu")
+
+
+class ExpectedTokens:
+    """Values that are on their way from the last stage."""
+
+    def __init__(self, values: torch.Tensor, work: Any, wait: Callable[[Any], None]) -> None:
+        """`values` are written by the transfer `work`, which `wait` waits for."""
+        self._values = values
+        self._work = work
+        self._wait = wait
+
+    @property
+    def is_there(self) -> bool:
+        """Return whether `get` would not wait, also because the transfer has failed."""
+        return bool(self._work.is_completed())
+
+    def get(self) -> torch.Tensor:
+        """Wait for the values, and return them. May be called again."""
+        self._wait(self._work)
+        return self._values
 
 
 class StageLink:
-    """One rank's connection to the other stages, over gloo. A transfer that fails raises `CollectiveError`.
+    """One rank's connection to the other stages. A transfer that fails raises `CollectiveError`.
 
     Everything that is sent is received: each stage sends and receives for every step, in the order of steps.
+
+    Between GPUs a transfer of hidden states waits for a lost stage until `close`; that the stage is lost is seen by
+    those who wait for its tokens.
     """
 
-    def __init__(self, store: dist.Store, stage: Stage, timeout_s: float, *, address: str = "127.0.0.1") -> None:
+    def __init__(
+        self,
+        store: dist.Store,
+        stage: Stage,
+        timeout_s: float,
+        *,
+        address: str = "127.0.0.1",
+        check: Callable[[], None] = no_check,
+    ) -> None:
         """Store the parts.
 
         `timeout_s`: how long a transfer waits for the other stage. `address`: where others reach this process.
+        `check` is called while this rank waits for others in `connect`, and may raise.
         """
         self._stage = stage
         self._store = store
         self._timeout = timedelta(seconds=timeout_s)
         self._address = address
+        self._check = check
         self._hidden: Any = None
         self._tokens: Any = None
         self._sent: deque[tuple[Any, torch.Tensor]] = deque()  # transfers that may not have ended, with what they read
+        self._sent_hidden: deque[Any] = deque()  # the last transfers of hidden states, one out of each buffer
+        self._num_sent = 0  # batches of hidden states
 
-    def connect(self) -> None:
-        """Connect all stages, which have to call this at about the same time."""
-        self._hidden = self._group("hidden states", num_threads=2)
+    def connect(self, device: torch.device = _CPU) -> None:
+        """Connect all stages, which have to call this at about the same time. `device`: where hidden states are."""
+        connect_in_thread(lambda: self._connect(device), self._check)
+
+    def _connect(self, device: torch.device) -> None:
+        is_on_gpu = device.type == "cuda"
         self._tokens = self._group("tokens", num_threads=self._stage.num_stages + 1)
+        if is_on_gpu:
+            torch.cuda.set_device(device)  # of this thread
+            store, timeout = dist.PrefixStore("hidden states", self._store), timedelta(seconds=START_TIMEOUT_S)
+            self._hidden = nccl_group(store, self._stage.index, self._stage.num_stages, timeout)
+        else:
+            self._hidden = self._group("hidden states", num_threads=2)
+        self._make_connections(torch.zeros(1, device=device))
+        if is_on_gpu:
+            torch.cuda.synchronize(device)
 
-    def send_hidden(self, hidden_states: torch.Tensor) -> None:
-        """Send hidden states to the next stage, without waiting for it. They are copied."""
-        kept = hidden_states.clone(memory_format=torch.contiguous_format)
-        self._keep(self._start(lambda: self._hidden.send([kept], self._stage.index + 1, 0)), kept)
+    def _make_connections(self, value: torch.Tensor) -> None:
+        """Pass a value through all stages, since NCCL connects two of them with their first transfer."""
+        if not self._stage.is_first:
+            self.receive_hidden(value)
+        if not self._stage.is_last:
+            self._wait(self._start(lambda: self._hidden.send([value], self._stage.index + 1, 0)))
+
+    def send_hidden(self, hidden_states: torch.Tensor, buffers: torch.Tensor) -> None:
+        """Send hidden states to the next stage, without waiting for it.
+
+        They are copied to the next of `buffers` `[num_buffers, max_num_tokens, hidden_size]`, which are used in turn.
+        A buffer is overwritten once it has been sent, which is waited for as in `receive_hidden`.
+        """
+        if len(self._sent_hidden) == len(buffers):
+            self._wait(self._sent_hidden.popleft())
+        kept = buffers[self._num_sent % len(buffers), : hidden_states.shape[0]]
+        kept.copy_(hidden_states)
+        self._sent_hidden.append(self._start(lambda: self._hidden.send([kept], self._stage.index + 1, 0)))
+        self._num_sent += 1
 
     def receive_hidden(self, out: torch.Tensor) -> None:
-        """Wait for the hidden states of the preceding stage, and write them to `out`, which is contiguous."""
+        """Receive the hidden states of the preceding stage in `out`, which is contiguous.
+
+        On a CPU this waits for them; on a GPU what is launched afterwards does.
+        """
         self._wait(self._start(lambda: self._hidden.recv([out], self._stage.index - 1, 0)))
 
     def send_tokens(self, values: torch.Tensor) -> None:
         """Send int64 `values` of the last stage to all others, without waiting for them."""
         self._keep(self._broadcast(values), values)
 
-    def expect_tokens(self, num_values: int) -> Callable[[], torch.Tensor]:
-        """Return a function that waits for the next values that the last stage sends, `[num_values]` int64."""
+    def expect_tokens(self, num_values: int) -> ExpectedTokens:
+        """Return the next values that the last stage sends, `[num_values]` int64, as they will come."""
         values = torch.empty(num_values, dtype=torch.int64)
-        work = self._broadcast(values)
-
-        def wait() -> torch.Tensor:
-            self._wait(work)
-            return values
-
-        return wait
+        return ExpectedTokens(values, self._broadcast(values), self._wait)
 
     def send_bytes(self, content: bytes) -> None:
         """Send bytes from the last stage to the first, without waiting for it."""
@@ -84,6 +150,7 @@ class StageLink:
         for group in groups:
             group.abort()
         self._sent.clear()
+        self._sent_hidden.clear()
 
     def _group(self, name: str, *, num_threads: int) -> Any:
         gloo: Any = dist.ProcessGroupGloo
@@ -110,7 +177,11 @@ class StageLink:
             raise CollectiveError("this connection of stages is closed.")
         try:
             return start()
-        except RuntimeError as error:
+        except (RuntimeError, AttributeError) as error:
+            if self._hidden is None:  # closed by another thread
+                raise CollectiveError("this connection of stages is closed.") from error
+            if isinstance(error, AttributeError):
+                raise
             raise CollectiveError(str(error).partition("\n")[0]) from error
 
     def _wait(self, work: Any) -> None:

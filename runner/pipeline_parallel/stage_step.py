@@ -20,6 +20,12 @@ class StageStep(ModelStep):
 
     plan: StagePlan
     hidden_states: torch.Tensor  # [max_num_tokens, hidden_size], of the preceding stage; of the first stage, no rows
+    outgoing: torch.Tensor  # [num_stages, max_num_tokens, hidden_size], for the next stage; of the last stage, no rows
+
+    @property
+    def has_logits(self) -> bool:
+        """Whether the step ends with logits: that of the last stage does."""
+        return self.plan.stage.is_last
 
     def fixed_tensors(self) -> list[tuple[str, torch.Tensor]]:
         """Return the tensors, with names, that a captured step reads or writes besides the model's own."""
@@ -59,11 +65,19 @@ def count_computed(num_computed: torch.Tensor, idx_mapping: torch.Tensor, seq_le
 
 
 def stage_step(step: ModelStep, plan: StagePlan, dtype: torch.dtype) -> StageStep:
-    """Return `step` for a stage, over the same buffers and one for the hidden states of the preceding stage."""
-    num_tokens = 0 if plan.stage.is_first else step.buffers.max_num_tokens
+    """Return `step` for a stage, over the same buffers and those of hidden states between stages.
+
+    There is a buffer of outgoing hidden states for each batch that may be in flight.
+    """
+    stage, max_num_tokens = plan.stage, step.buffers.max_num_tokens
     device = step.buffers.input_ids.device
+
+    def zeros(*shape: int) -> torch.Tensor:
+        return torch.zeros((*shape, plan.hidden_size), dtype=dtype, device=device)
+
     return StageStep(
         **{field.name: getattr(step, field.name) for field in fields(ModelStep)},
         plan=plan,
-        hidden_states=torch.zeros((num_tokens, plan.hidden_size), dtype=dtype, device=device),
+        hidden_states=zeros(0 if stage.is_first else max_num_tokens),
+        outgoing=zeros(stage.num_stages, 0 if stage.is_last else max_num_tokens),
     )

@@ -1,4 +1,4 @@
-"""The device of a rank: the CPU, or the GPU with the rank's number."""
+"""The device of a rank: the CPU, or the GPU with the rank's number among those of its machine."""
 
 from __future__ import annotations
 
@@ -43,12 +43,4 @@ def device_of(config: EngineConfig, parallel: Parallel | None) -> torch.device:
         device = resolve_device(config.device)
         check_sleep_mode(config, device)
         return device
-    if config.nnodes > 1 and resolve_device(config.device).type != "cpu":
-        raise ConfigError(f"nnodes={config.nnodes} is not yet available on GPUs; give device='cpu', or leave it out.")
-    device = rank_device(config.device, parallel.group)
-    if parallel.stage is not None and device.type != "cpu":
-        raise ConfigError(
-            f"pipeline_parallel_size={config.pipeline_parallel_size} is not yet available on {device.type}; give "
-            "device='cpu', or leave it out."
-        )
-    return device
+    return rank_device(config.device, parallel.group)

@@ -70,6 +70,11 @@ class ModelStep:
     slot_map: SlotMap | None = None  # None: adapters are not enabled
     embeds_forward: EmbedsForward | None = None  # the model over embeddings; None: prompt embeddings are not enabled
 
+    @property
+    def has_logits(self) -> bool:
+        """Whether the step ends with logits that tokens are drawn from."""
+        return True
+
     def fixed_tensors(self) -> list[tuple[str, torch.Tensor]]:
         """Return the tensors, with names, that a captured step reads or writes besides the model's own."""
         tensors = [(f"requests' {name}", value) for name, value in self.states.tensors().items()]

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from piecegraph.runner.tensor_parallel.process_group import START_TIMEOUT_S, RankGroup, no_check, open_store
+from piecegraph.runner.pipeline_parallel.connections import START_TIMEOUT_S, no_check
+from piecegraph.runner.tensor_parallel.process_group import RankGroup, open_store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

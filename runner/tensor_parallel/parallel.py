@@ -32,7 +32,13 @@ class Parallel:
     world: RankGroup | None = None  # all ranks, which exchange values at start; None: those of `group`
     stage: Stage | None = None  # its stage of a pipeline; None: there is one stage
     peers: EnginePeers | None = None  # the engines that it shares experts with; None: there are none
-    connect_others: Callable[[], None] = lambda: None  # connects stages, or engines; called at about the same time
+    connect_others: Callable[[torch.device], None] = lambda device: None  # stages or engines, at about the same time
+    abort_others: Callable[[], None] = lambda: None  # ends transfers between stages that a GPU waits in
+
+    def abort(self, is_over: Callable[[], bool]) -> None:
+        """End what this rank's GPU waits for, with ranks and stages, until `is_over`; nothing can run after it."""
+        self.abort_others()
+        self.group.abort(is_over)
 
     @property
     def everyone(self) -> RankGroup:

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import json
 import socket
-import threading
 import time
 import uuid
 from collections.abc import Callable
-from concurrent.futures import Future, wait
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,18 +21,14 @@ import torch.distributed as dist
 from piecegraph import environment
 from piecegraph.errors import ConfigError
 from piecegraph.passes.ops.collectives import CollectiveError
+from piecegraph.runner.pipeline_parallel.connections import (
+    CHECK_S,
+    START_TIMEOUT_S,
+    connect_in_thread,
+    nccl_group,
+    no_check,
+)
 from piecegraph.runner.tensor_parallel.symmetric_sums import NCCL, SymmetricSums, why_not_symmetric
-
-START_TIMEOUT_S = 1800.0
-"""How long a rank waits at start for the others, which load and compile meanwhile."""
-
-
-CHECK_S = 0.02
-"""How long a rank waits for others at start between two looks at what may have ended them."""
-
-
-def no_check() -> None:
-    """Do nothing: what a rank does between looks at the store unless it watches others."""
 
 
 def launched_store(rank: int, num_ranks: int) -> dist.Store:
@@ -141,28 +135,11 @@ class RankGroup:
     def connect(self, device: torch.device) -> None:
         """Connect all ranks, which have to call this at about the same time. `device`: where their tensors are.
 
-        The libraries wait for other ranks where nothing can interrupt them, so they do in a thread; an interrupt, or
-        what `check` raises, leaves it behind, and its waits end by themselves after the group's timeout.
+        An interrupt, or what `check` raises, leaves a thread behind, whose waits end after the group's timeout.
         """
         self.exchange("connects", "")
         self.is_on_gpu, self.device = device.type == "cuda", device
-        made: Future[None] = Future()
-
-        def make() -> None:
-            try:
-                self._make_group(device)
-            except BaseException as error:
-                made.set_exception(error)
-            else:
-                made.set_result(None)
-
-        threading.Thread(target=make, name="piecegraph connects ranks", daemon=True).start()
-        while not wait([made], CHECK_S).done:
-            self._check()
-        try:
-            made.result()
-        except RuntimeError as error:
-            raise CollectiveError(str(error).partition("\n")[0]) from error
+        connect_in_thread(lambda: self._make_group(device), self._check)
         if self.is_on_gpu:
             self.sums_note = self._find_symmetric_sums(device)
 
@@ -171,7 +148,7 @@ class RankGroup:
             self._group = self._gloo_group()
             return
         torch.cuda.set_device(device)  # of this thread
-        self._group = _nccl_group(self._store, self.rank, self.size, self._timeout)
+        self._group = nccl_group(self._store, self.rank, self.size, self._timeout)
         self.all_reduce(torch.zeros(1, device=device))  # makes the communicator, which no capture can do
         torch.cuda.synchronize(device)
 
@@ -289,12 +266,3 @@ def _boot_id() -> str:
     """Return what tells this machine from others of the same name; "" where the system does not say."""
     path = Path("/proc/sys/kernel/random/boot_id")
     return path.read_text().strip() if path.exists() else ""
-
-
-def _nccl_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
-    if not dist.is_nccl_available():
-        raise ConfigError("this build of torch has no NCCL, which ranks on GPUs need; give device='cpu'.")
-    nccl: Any = dist.ProcessGroupNCCL
-    options = nccl.Options()
-    options._timeout = timeout
-    return nccl(dist.PrefixStore("nccl", store), rank, size, options)

@@ -39,7 +39,7 @@ def measure_step(step: ModelStep, *, num_tokens: int, max_model_len: int, needs_
     workspaces and loaded kernels that the first run leaves allocated stay in use and are not counted again.
 
     Not counted: log probabilities of prompts or of the whole vocabulary, and steps over graphs, which have their own
-    memory.
+    memory. A stage that is not the last of a pipeline has no logits, and samples nothing.
 
     Mutates the input buffers and the sampler's rows; nothing is written to the KV cache, and no request's state
     changes.
@@ -61,7 +61,8 @@ def run_largest_step(step: ModelStep, *, num_tokens: int, max_model_len: int, ne
     """Run the step of dummy tokens that `measure_step` measures, on any device."""
     common = prepare_step(step, num_tokens=num_tokens, max_model_len=max_model_len, needs_host_batch=needs_host_batch)
     logits, _ = step.draw(run_model(step, common))
-    sample_every_way(step, logits)
+    if step.has_logits:
+        sample_every_way(step, logits)
 
 
 def prepare_step(step: ModelStep, *, num_tokens: int, max_model_len: int, needs_host_batch: bool) -> StepMetadata:

@@ -175,6 +175,11 @@ class RequestStates:
                 self.add_blocks(request_id, start, block_ids, group)
         self._block_table.stage_cells(cells)
 
+    def record_tokens(self, tokens: Mapping[tuple[int, int], int]) -> None:
+        """Stage tokens that another process has sampled, by row and place; those behind a row's end are dropped."""
+        end = self.token_ids.shape[1]
+        self._token_ids.stage_cells({place: token for place, token in tokens.items() if place[1] < end})
+
     def apply_writes(self) -> None:
         """Apply all staged writes to the device, before a step reads the tensors."""
         self._token_ids.apply_write()

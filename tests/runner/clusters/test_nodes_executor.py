@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from piecegraph import LLM, environment
 from piecegraph.errors import ConfigError, WorkerError
@@ -22,6 +23,12 @@ from tests.runner.tiny_models import make_model, save
 PROGRAM = [sys.executable, "-c", "import sys; from piecegraph.tools.cli import main; sys.exit(main())"]
 
 
+two_gpus = (
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.device_count() < 2, reason="needs two GPUs"),
+)
+
+
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port: int = server.getsockname()[1]
@@ -29,19 +36,23 @@ def free_port() -> int:
 
 
 @pytest.mark.slow
-def test_two_machines_answer_as_one_until_a_rank_is_killed(tmp_path: Path) -> None:
-    """Two ranks; the second machine runs the command with --node-rank 1, which fails when a rank of it does."""
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=two_gpus)])
+def test_two_machines_answer_as_one_until_a_rank_is_killed(device: str, tmp_path: Path) -> None:
+    """Two ranks; the second machine runs the command with --node-rank 1, which fails when a rank of it does.
+
+    Each machine's first GPU is another one of this machine.
+    """
     folder = save(make_model("llama"), tmp_path)
     port = free_port()
     flags = ["--nnodes", "2", "--node-rank", "1", "--master-port", str(port), "--tensor-parallel-size", "2"]
     other = subprocess.Popen(
         [*PROGRAM, "run", str(folder), "unread", *flags],
-        env=environment.child_environment({}),
+        env=environment.child_environment({"CUDA_VISIBLE_DEVICES": "1"} if device == "cuda" else {}),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
     )
-    llm = two_ranks(folder, size=2, nnodes=2, master_port=port)
+    llm = two_ranks(folder, size=2, nnodes=2, master_port=port, device=device)
     try:
         assert_answers(llm, "llama")
         pids = llm.collective_rpc(pid_of)

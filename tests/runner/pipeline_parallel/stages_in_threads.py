@@ -43,6 +43,7 @@ class ThreadsExecutor:
     """An executor like `MpExecutor`, of threads."""
 
     is_running = True
+    timeout_s = TIMEOUT_S
     shows_progress = True
 
     def __init__(self, config: EngineConfig) -> None:

@@ -41,16 +41,17 @@ def test_hidden_states_go_to_the_next_stage_and_tokens_to_all() -> None:
 
     def run(index: int, link: StageLink) -> None:
         waits = [link.expect_tokens(2) for _ in range(2)] if index < 2 else []
+        buffers = torch.zeros(1, 5, 4)
         for step in range(2):
             out = torch.zeros(3, 4)
             if index > 0:
                 link.receive_hidden(out)
             if index < 2:
-                link.send_hidden(out + 1 + step)
+                link.send_hidden(out + 1 + step, buffers)
                 continue
             assert torch.equal(out, torch.full((3, 4), 2.0 * (1 + step)))
             link.send_tokens(torch.tensor([step, 7]))
-        assert [wait().tolist() for wait in waits] == ([[0, 7], [1, 7]] if index < 2 else [])
+        assert [wait.get().tolist() for wait in waits] == ([[0, 7], [1, 7]] if index < 2 else [])
         if index == 2:
             link.send_bytes(b"more")
         elif index == 0:
@@ -65,4 +66,4 @@ def test_a_closed_connection_says_so() -> None:
     link = StageLink(dist.HashStore(), Stage(index=0, num_stages=2), 1.0)
     link.close()
     with pytest.raises(CollectiveError, match="this connection of stages is closed"):
-        link.send_hidden(torch.zeros(1, 1))
+        link.send_hidden(torch.zeros(1, 1), torch.zeros(1, 1, 1))

@@ -11,7 +11,9 @@ import torch
 
 from piecegraph import LLM, SamplingParams
 from piecegraph.progress import Phase
+from piecegraph.runner.output.async_output import AsyncOutput
 from piecegraph.runner.pipeline_parallel.stage_step import count_computed
+from piecegraph.runner.startup.compiling.profile import run_largest_step
 from tests.runner.margin_rule import assert_same_tokens
 from tests.runner.pipeline_parallel.stages_in_threads import llm_of_threads
 from tests.runner.tiny_models import llama_config, make_model, random_model, save
@@ -51,8 +53,14 @@ def run_at_random(llm: LLM, seed: int, num_requests: int = 14) -> dict[str, list
     return finished
 
 
-def test_stages_answer_as_transformers_does_and_as_one_process(tmp_path: Path) -> None:
-    """Three stages over graphs that are recorded; blocks are so few that requests are preempted."""
+def test_stages_answer_as_transformers_does_and_as_one_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three stages over graphs that are recorded; blocks are so few that requests are preempted.
+
+    The last stage's tokens are sent, and rank 0 waits for them, as where GPUs compute them.
+    """
+    monkeypatch.setattr(AsyncOutput, "is_there", False)
     model = random_model(llama_config(num_hidden_layers=4, tie_word_embeddings=True))
     folder = save(model, tmp_path)
     options = {"num_kv_blocks": 12, "block_size": 4, "max_model_len": 44, "max_num_batched_tokens": 16}
@@ -60,9 +68,13 @@ def test_stages_answer_as_transformers_does_and_as_one_process(tmp_path: Path) -
     num_preemptions = 0
     for num_stages in (1, 3):
         with llm_of_threads(folder, pipeline_parallel_size=num_stages, graph_kind="recorded", **options) as llm:
+            if num_stages > 1:
+                llm.runner.group.is_on_gpu = True
             answers.append([run_at_random(llm, seed) for seed in range(3)])
             num_preemptions = llm.engine.stats.num_preemptions
             reports = llm.collective_rpc("report")
+            with torch.no_grad():  # of the first stage, which samples nothing
+                run_largest_step(llm.runner.step, num_tokens=16, max_model_len=44, needs_host_batch=True)
     first, middle, last = ({*report["unique_pieces"]} for report in reports)
     assert first & middle and not last & (first | middle), "the piece of a layer is shared by stages that have one"
     assert num_preemptions, "no request was preempted: the test shows less than it says"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,9 +9,8 @@ import torch.distributed as dist
 from piecegraph.errors import ConfigError
 from piecegraph.runner.common.engine_config import EngineConfig
 from piecegraph.runner.common.model_source import ModelSource
-from piecegraph.runner.engine.model_runner import ModelRunner
-from piecegraph.runner.startup.rank_device import device_of, rank_device
-from piecegraph.runner.tensor_parallel.parallel import Parallel
+from piecegraph.runner.distributed.rank_parallel import rank_parallel
+from piecegraph.runner.startup.rank_device import rank_device
 from piecegraph.runner.tensor_parallel.process_group import RankGroup
 
 
@@ -34,12 +31,14 @@ def test_a_rank_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
         rank_device(None, RankGroup(dist.HashStore(), 5, 8, 1.0, local_rank=1))
 
 
-def test_several_machines_with_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "piecegraph.runner.startup.rank_device.resolve_device", lambda name: torch.device(name or "cuda")
-    )
-    parallel = Parallel(group=RankGroup(dist.HashStore(), 1, 2, 1.0), runner_kind=ModelRunner)
-    config = EngineConfig(source=ModelSource(model="a/b"), tensor_parallel_size=2, nnodes=2)
-    with pytest.raises(ConfigError, match="nnodes=2 is not yet available on GPUs; give device='cpu'"):
-        device_of(config, parallel)
-    assert device_of(replace(config, device="cpu"), parallel) == torch.device("cpu")
+@pytest.mark.parametrize(
+    ("layout", "expected"),
+    [
+        ({"tensor_parallel_size": 4, "nnodes": 2}, [0, 1, 0, 1]),
+        ({"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, [0, 1, 2, 3]),
+    ],
+)
+def test_a_rank_has_the_gpu_of_its_number_on_its_machine(layout: dict[str, int], expected: list[int]) -> None:
+    config = EngineConfig(source=ModelSource(model="a/b"), **layout)  # type: ignore[arg-type]
+    found = [rank_parallel(config, dist.HashStore(), rank, 1.0).group.local_rank for rank in range(4)]
+    assert found == expected

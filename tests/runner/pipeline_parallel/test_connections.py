@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch.distributed as dist
+
+from piecegraph.errors import ConfigError
+from piecegraph.passes.ops.collectives import CollectiveError
+from piecegraph.runner.pipeline_parallel import connections
+from piecegraph.runner.pipeline_parallel.connections import connect_in_thread, nccl_group, no_check
+
+
+def test_a_connection_that_fails_says_so_in_one_line() -> None:
+    def connect() -> None:
+        raise RuntimeError("no route\nto the host")
+
+    with pytest.raises(CollectiveError, match=r"^no route$"):
+        connect_in_thread(connect, no_check)
+
+
+def test_what_a_check_raises_ends_the_wait() -> None:
+    """The connection itself may go on for as long as it likes."""
+    ends = threading.Event()
+
+    def check() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        connect_in_thread(lambda: ends.wait() and None, check)
+    ends.set()
+
+
+def test_a_build_without_nccl_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
+    with pytest.raises(ConfigError, match="this build of torch has no NCCL"):
+        nccl_group(dist.HashStore(), 0, 2, connections.timedelta(seconds=1))
