@@ -204,7 +204,6 @@ COVERED_BY: Mapping[str, str] = {
     "runner/quantization/modules.py": "tests/runner/quantization/test_quantise.py",
     "runner/distributed/lockstep_runner.py": "tests/runner/data_parallel/test_shared_experts.py",
     "runner/tensor_parallel/expert_ranks.py": "tests/runner/tensor_parallel/test_engine_peers.py",
-    "runner/distributed/watched_output.py": "tests/runner/distributed/test_ranks_gpu.py",
     "runner/quantization/online.py": "tests/runner/quantization/test_llm_quantised.py",
     "runner/quantization/methods/all_methods.py": "tests/runner/quantization/methods/test_groups.py",
     "runner/quantization/methods/linear_method.py": "tests/runner/quantization/methods/test_groups.py",

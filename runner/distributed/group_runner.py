@@ -89,7 +89,8 @@ class LeadingRunner(GroupRunner):
         with self.in_step():
             self.executor.send("sample", grammar_output)
             output = super().sample_tokens(grammar_output)
-        return self.watched(output)
+        watched: AsyncOutput = self.watched(output)
+        return watched
 
     @contextmanager
     def in_step(self) -> Iterator[None]:

@@ -1,13 +1,13 @@
 from __future__ import annotations
 
 import threading
+from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
 
 from piecegraph.errors import ConfigError
 from piecegraph.passes.ops.collectives import CollectiveError
-from piecegraph.runner.pipeline_parallel import connections
 from piecegraph.runner.pipeline_parallel.connections import connect_in_thread, nccl_group, no_check
 
 
@@ -23,15 +23,18 @@ def test_what_a_check_raises_ends_the_wait() -> None:
     """The connection itself may go on for as long as it likes."""
     ends = threading.Event()
 
+    def connect() -> None:
+        ends.wait()
+
     def check() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        connect_in_thread(lambda: ends.wait() and None, check)
+        connect_in_thread(connect, check)
     ends.set()
 
 
 def test_a_build_without_nccl_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
     with pytest.raises(ConfigError, match="this build of torch has no NCCL"):
-        nccl_group(dist.HashStore(), 0, 2, connections.timedelta(seconds=1))
+        nccl_group(dist.HashStore(), 0, 2, timedelta(seconds=1))

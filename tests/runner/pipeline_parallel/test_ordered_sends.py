@@ -16,10 +16,19 @@ CPU = torch.device("cpu")
 def test_tokens_that_are_there_are_sent_at_once_and_others_in_order() -> None:
     """A call whose tokens are there waits for an earlier one whose tokens are not; the caller waits for none."""
     sends, sent, computed, done = OrderedSends(CPU), list[str](), threading.Event(), threading.Event()
+
+    def second() -> None:
+        computed.wait(TIMEOUT_S)
+        sent.append("second")
+
+    def third() -> None:
+        sent.append("third")
+        done.set()
+
     sends.send(lambda: sent.append("first"), is_ready=True)
     assert sent == ["first"]
-    sends.send(lambda: (computed.wait(TIMEOUT_S), sent.append("second"))[1], is_ready=False)
-    sends.send(lambda: (sent.append("third"), done.set())[0], is_ready=True)
+    sends.send(second, is_ready=False)
+    sends.send(third, is_ready=True)
     assert sent == ["first"]
     computed.set()
     assert done.wait(TIMEOUT_S)

@@ -11,6 +11,7 @@ import torch
 
 from piecegraph import LLM, SamplingParams
 from piecegraph.progress import Phase
+from piecegraph.runner.distributed.group_runner import GroupRunner
 from piecegraph.runner.output.async_output import AsyncOutput
 from piecegraph.runner.pipeline_parallel.stage_step import count_computed
 from piecegraph.runner.startup.compiling.profile import run_largest_step
@@ -53,9 +54,7 @@ def run_at_random(llm: LLM, seed: int, num_requests: int = 14) -> dict[str, list
     return finished
 
 
-def test_stages_answer_as_transformers_does_and_as_one_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stages_answer_as_transformers_does_and_as_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three stages over graphs that are recorded; blocks are so few that requests are preempted.
 
     The last stage's tokens are sent, and rank 0 waits for them, as where GPUs compute them.
@@ -69,6 +68,7 @@ def test_stages_answer_as_transformers_does_and_as_one_process(
     for num_stages in (1, 3):
         with llm_of_threads(folder, pipeline_parallel_size=num_stages, graph_kind="recorded", **options) as llm:
             if num_stages > 1:
+                assert isinstance(llm.runner, GroupRunner)
                 llm.runner.group.is_on_gpu = True
             answers.append([run_at_random(llm, seed) for seed in range(3)])
             num_preemptions = llm.engine.stats.num_preemptions

@@ -41,7 +41,7 @@ def stages(folder: Path, **options: object) -> LLM:
     return two_ranks(folder, size=1, pipeline_parallel_size=2, **arguments)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["SIGKILL", "SIGSTOP"])
 def test_captured_stages_answer_as_one_gpu_until_one_is_lost(tmp_path: Path, number: int) -> None:
     """Both stages have FULL graphs and PIECEWISE ones. A stage is lost while batches are in flight on both GPUs."""
     folder = save(make_model("llama"), tmp_path)
