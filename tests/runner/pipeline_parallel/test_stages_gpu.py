@@ -66,11 +66,6 @@ def test_captured_stages_answer_as_one_gpu_until_one_is_lost(tmp_path: Path, num
         started = time.monotonic()
         llm.close()
         logger.info("closed after %.2f s", time.monotonic() - started)
-    for _ in range(100):
-        if torch.cuda.device_memory_used(1) < 2**30:
-            break
-        time.sleep(0.1)
-    assert torch.cuda.device_memory_used(1) < 2**30
 
 
 @pytest.mark.parametrize(("mode", "compiler"), [("NONE", "eager"), ("PIECEWISE", "inductor")])
