@@ -45,7 +45,8 @@ def rank_parallel(
     """
     size, num_stages = config.tensor_parallel_size, config.pipeline_parallel_size
     local_rank = rank % (config.num_ranks // config.nnodes)  # each machine has as many
-    world = RankGroup(store, rank, config.num_ranks, timeout_s, local_rank=local_rank, check=check)
+    watched: dict[str, Any] = {"check": check, "is_watched": True}
+    world = RankGroup(store, rank, config.num_ranks, timeout_s, local_rank=local_rank, **watched)
     lead: dict[str, Any] = {} if leading is None else {"executor": leading}
     if peers is not None:
         return _lockstep_parallel(world, peers, timeout_s, lead, check)
@@ -56,7 +57,7 @@ def rank_parallel(
         return Parallel(group=world, runner_kind=partial(plain, group=world, **lead))
     stage = Stage(index=rank // size, num_stages=num_stages)
     group = RankGroup(
-        dist.PrefixStore(f"stage {stage.index}", store), rank % size, size, timeout_s, local_rank=rank, check=check
+        dist.PrefixStore(f"stage {stage.index}", store), rank % size, size, timeout_s, local_rank=rank, **watched
     )
     line = dist.PrefixStore(f"line {rank % size}", store)
     link = StageLink(line, stage, timeout_s, address=own_address(store), check=check)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
+from piecegraph import environment
 from piecegraph.errors import ConfigError
 from piecegraph.passes.ops.collectives import CollectiveError
 
@@ -49,11 +51,16 @@ def connect_in_thread(connect: Callable[[], None], check: Callable[[], None]) ->
         raise CollectiveError(str(error).partition("\n")[0]) from error
 
 
-def nccl_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
-    """Return a process group over NCCL, which makes its communicators at the first collective or transfer."""
+def nccl_group(store: dist.Store, rank: int, size: int, timeout: timedelta, *, is_watched: bool) -> Any:
+    """Return a process group over NCCL, which makes its communicators at the first collective or transfer.
+
+    `is_watched`: whether somebody notices a lost rank, and aborts the group then; otherwise torch ends this process.
+    """
     if not dist.is_nccl_available():
         raise ConfigError("this build of torch has no NCCL, which ranks on GPUs need; give device='cpu'.")
     nccl: Any = dist.ProcessGroupNCCL
     options = nccl.Options()
     options._timeout = timeout
-    return nccl(dist.PrefixStore("nccl", store), rank, size, options)
+    handling = environment.set_by_default(environment.NCCL_ERRORS, "0") if is_watched else nullcontext()
+    with handling:  # torch reads it here
+        return nccl(dist.PrefixStore("nccl", store), rank, size, options)

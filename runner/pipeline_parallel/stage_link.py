@@ -89,7 +89,7 @@ class StageLink:
         if is_on_gpu:
             torch.cuda.set_device(device)  # of this thread
             store, timeout = dist.PrefixStore("hidden states", self._store), timedelta(seconds=START_TIMEOUT_S)
-            self._hidden = nccl_group(store, self._stage.index, self._stage.num_stages, timeout)
+            self._hidden = nccl_group(store, self._stage.index, self._stage.num_stages, timeout, is_watched=True)
         else:
             self._hidden = self._group("hidden states", num_threads=2)
         self._make_connections(torch.zeros(1, device=device))

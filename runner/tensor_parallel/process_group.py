@@ -84,10 +84,12 @@ class RankGroup:
         *,
         local_rank: int | None = None,
         check: Callable[[], None] = no_check,
+        is_watched: bool = False,
     ) -> None:
         """Store the parts. `check` is called while the rank waits in `exchange`, and may raise.
 
         `timeout_s`: how long a collective waits for other ranks.
+        `is_watched`: whether rank 0 notices on GPUs that a rank is lost, and ends the others; see `nccl_group`.
         `local_rank`: the rank among those of this machine, and the number of its GPU; None: `rank`.
         """
         self.rank = rank
@@ -98,6 +100,7 @@ class RankGroup:
         self._store = store
         self._timeout = timedelta(seconds=timeout_s)
         self._check = check
+        self._is_watched = is_watched
         self._group: Any = None
         self._symmetric: SymmetricSums | None = None
         self.sums_note = ""
@@ -148,7 +151,7 @@ class RankGroup:
             self._group = self._gloo_group()
             return
         torch.cuda.set_device(device)  # of this thread
-        self._group = nccl_group(self._store, self.rank, self.size, self._timeout)
+        self._group = nccl_group(self._store, self.rank, self.size, self._timeout, is_watched=self._is_watched)
         self.all_reduce(torch.zeros(1, device=device))  # makes the communicator, which no capture can do
         torch.cuda.synchronize(device)
 

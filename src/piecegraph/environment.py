@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 PREFIX = "PIECEGRAPH_"
 
@@ -37,6 +38,10 @@ GPUS = "CUDA_VISIBLE_DEVICES"
 """CUDA's own: the GPUs that a process sees, by number or name, joined by commas."""
 
 
+NCCL_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+"""torch's own: what its process groups over NCCL do about a lost or late rank; by default they end this process."""
+
+
 def read(name: str) -> str | None:
     """Return the value of `name`, or None if it is unset or empty."""
     return os.environ.get(name) or None
@@ -51,6 +56,19 @@ def child_environment(changes: Mapping[str, str]) -> dict[str, str]:
     """Return this process's environment and import path, with `changes`, for a Python process that it starts."""
     path = os.pathsep.join(entry for entry in sys.path if entry)
     return {**os.environ, "PYTHONPATH": path, **changes}
+
+
+@contextmanager
+def set_by_default(name: str, value: str) -> Iterator[None]:
+    """Set a variable of this process inside the block, unless it is set."""
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)
 
 
 def gpus_of(first: int, count: int) -> dict[str, str]:
