@@ -240,3 +240,16 @@ def test_they_compile_for_a_gpu(num_places: int) -> None:
     for call in calls:
         compiled = compiled_for_gpu(call.kernel, call.arguments, call.options)
         assert compiled.asm["ptx"]
+
+
+def test_one_row_of_a_projection_takes_the_kernel_of_several() -> None:
+    """torch keeps the projection's stride for one row, of which none is a copy; kernels are compiled for strides."""
+    from piecegraph.runner.state_layers.kernels.calls import conv_step
+
+    strides = []
+    for num_rows in (1, 8):
+        x = torch.zeros(num_rows, 72)[:, 8:40].contiguous()
+        kept, rows = torch.zeros(4, 32, 3), step_rows(num_rows, 0)
+        call = conv_step(x, torch.zeros(32, 4), None, torch.empty_like(x), kept, None, rows, is_silu=True)
+        strides.append({name: value for name, value in call.arguments.items() if name.endswith("_stride")})
+    assert strides[0] == strides[1]
