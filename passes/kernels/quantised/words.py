@@ -18,11 +18,11 @@ RUN_COLUMNS = 32
 
 def to_words(values: torch.Tensor) -> torch.Tensor:
     """Return values from 0 to 15, `[..., size]`, in words: int32 `[..., size / 8]`. `WORD_COLUMNS` divides `size`."""
-    runs = values.unflatten(-1, (-1, 4, RUN_COLUMNS // 2, 2)).to(torch.int32)  # [..., blocks, runs, words, 2]
-    words = torch.zeros_like(runs[..., 0, :, 0])
+    runs = values.unflatten(-1, (-1, 4, RUN_COLUMNS // 2, 2))  # [..., blocks, runs, words, 2]
+    words = torch.zeros_like(runs[..., 0, :, 0], dtype=torch.int32)
     for run in range(4):
-        low, high = runs[..., run, :, :].unbind(-1)
-        words |= (low << (4 * run)) | (high << (16 + 4 * run))
+        for half in range(2):  # few values are wide at one time
+            words |= runs[..., run, :, half].to(torch.int32) << (16 * half + 4 * run)
     return words.flatten(-2)
 
 

@@ -64,6 +64,14 @@ def test_a_plain_checkpoint_takes_its_quantised_size_and_one_shard(floats: Path,
 
 @LINUX
 @pytest.mark.slow
+def test_so_does_one_in_4_bits(floats: Path, small: Path) -> None:
+    """Linears have 38 MB of values and 9 MB of scales and offsets in bfloat16."""
+    peak, params = loaded(floats, small, "int4")
+    assert 45e6 < params < 52e6 and params < peak < params + SHARD, (peak, params)
+
+
+@LINUX
+@pytest.mark.slow
 def test_a_quantised_checkpoint_takes_its_size_and_one_shard(tmp_path: Path, small: Path) -> None:
     """The file has compressed-tensors' int8 weights, of which a second copy would be 75 MB."""
     config, write, _ = FORMATS["W8A8"]

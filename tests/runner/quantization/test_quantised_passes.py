@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 
 from piecegraph import LLM, SamplingParams
+from piecegraph.compiler.building import cold_start
+from piecegraph.compiler.tracing.trace import trace
+from tests.runner.pipeline_parallel.stages_in_threads import llm_of_threads
 from tests.runner.quantization.checkpoints.test_stored import MAX_DIFFERENCE
 from tests.runner.quantization.checkpoints.written import FORMATS, write_checkpoint
 from tests.runner.quantization.test_llm_quantised import PROMPTS, largest_difference, load
@@ -27,9 +30,7 @@ def matches(llm: LLM) -> dict[str, int]:
     return {row.name: row.matches for row in llm.compiled.report().passes}
 
 
-@pytest.mark.parametrize(
-    "name", ["W8A8", *(pytest.param(name, marks=pytest.mark.slow) for name in ("FP8_DYNAMIC", "FP8_BLOCK"))]
-)
+@pytest.mark.parametrize("name", ["W8A8", pytest.param("FP8_BLOCK", marks=pytest.mark.slow)])
 def test_roundings_become_part_of_norms_and_activations(name: str, tmp_path: Path) -> None:
     """Two norms a layer, and one activation: the first layer's last linear is not quantised."""
     config, write, inputs = FORMATS[name]
@@ -46,3 +47,22 @@ def test_roundings_become_part_of_norms_and_activations(name: str, tmp_path: Pat
     assert [tokens for tokens, _ in found[1]] == [tokens for tokens, _ in found[0]]
     assert counts[2] == {"merge-projections": 4, "fuse-add-rms-norm": 5, "fuse-act-mul": 2, "fuse-norm-quant": 4,
                          "fuse-act-quant": 1}  # fmt: skip
+
+
+@pytest.mark.slow
+def test_so_do_sums_over_the_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of the four sums behind attention and MLPs is part of the norm behind it, and of its rounding.
+
+    Ranks do not share the traces of other tests: in some runs the sources of their graphs then differed.
+    """
+    monkeypatch.setattr(cold_start, "trace", trace)
+    config, write, inputs = FORMATS["FP8_BLOCK"]
+    write_checkpoint(tmp_path, config, write, inputs, hidden_size=64, intermediate_size=96)
+    found, counts = [], []
+    for passes in (BEFORE, (*BEFORE, *QUANTISED, "fuse-all-reduce")):
+        with llm_of_threads(tmp_path, tensor_parallel_size=2, compilation_config={"passes": passes}) as llm:
+            found.append(answers(llm))
+            counts.append(matches(llm))
+    assert found[1] == found[0]
+    assert counts[1] == {**counts[0], "fuse-norm-quant": 4, "fuse-act-quant": 1,
+                         "fuse-all-reduce": 4}  # fmt: skip

@@ -68,7 +68,10 @@ def test_the_interpreted_kernel_equals_float64(case: object) -> None:
     interpreted(case)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("num_rows", "group"), [(1, 128), (32, 32), pytest.param(128, 128, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("num_rows", "group"),
+    [(1, 128), pytest.param(32, 32, marks=pytest.mark.slow), pytest.param(128, 128, marks=pytest.mark.slow)],
+)
 def test_it_compiles_for_hopper(num_rows: int, group: int, tmp_path: Path) -> None:
     """With tensor cores, no spilled register, and reads of 4 bytes or more."""
     tiles = kernels.pick_word_tiles(num_rows)
