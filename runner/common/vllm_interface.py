@@ -401,7 +401,7 @@ DIFFERENT_ARGUMENTS: Mapping[str, str] = {
     "override_generation_config": "fields that sampling has; others are refused",
     "quantization": "`int8`, `int4` or `fp8`, made from a plain checkpoint, `gguf`, or None (as stored)",
     "enable_expert_parallel": "among the ranks of tensor_parallel_size and data_parallel_size",
-    "pipeline_parallel_size": "on CPUs so far, for models with a plan in transformers",
+    "pipeline_parallel_size": "for models with a plan in transformers",
     "tensor_parallel_size": "for models with a plan in transformers",
     "trust_remote_code": "the model's code has to trace to one graph",
 }
