@@ -2,12 +2,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from piecegraph.errors import WorkerError
 from piecegraph.passes.ops.collectives import CollectiveError
+from piecegraph.runner.distributed.group_runner import LeadingRunner
 from piecegraph.runner.distributed.watched_output import WatchedOutput
 
 
@@ -61,6 +63,20 @@ def test_a_lost_rank_ends_the_wait() -> None:
     output, _ = watched(float("inf"))
     with pytest.raises(WorkerError, match="rank 1 is lost"):
         output.get()
+
+
+@pytest.mark.parametrize("error", [CollectiveError("lost"), KeyboardInterrupt()])
+def test_what_ends_the_other_ranks_ends_what_a_gpu_waits_for(error: BaseException) -> None:
+    """So that the GPU can be waited for afterwards; an interrupt ends the ranks, too."""
+    aborts: list[str] = []
+    group = SimpleNamespace(is_on_gpu=True)
+    runner: Any = SimpleNamespace(executor=Runner(), group=group, abort=lambda: aborts.append("abort"))
+    with LeadingRunner.in_step(runner):
+        pass
+    assert not aborts
+    with pytest.raises((WorkerError, KeyboardInterrupt)), LeadingRunner.in_step(runner):
+        raise error
+    assert aborts == ["abort"]
 
 
 def test_a_step_that_does_not_end_ends_the_wait() -> None:
