@@ -1,14 +1,18 @@
 from __future__ import annotations
 
 import importlib
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import click
 import pytest
 
 from piecegraph import __version__
-from piecegraph.tools.cli import COMMANDS, main
+from piecegraph.tools.cli import COMMANDS, main, piecegraph
+from piecegraph.tools.command_line.options import COMPILE_FLAGS, LLM_FLAGS, SAMPLING_FLAGS
 
 
 def test_help_lists_every_command_and_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
@@ -32,6 +36,32 @@ def test_a_command_says_of_itself_what_the_list_says(name: str) -> None:
     assert command.help
     if name != "run":  # its first line names its arguments
         assert command.help.splitlines()[0] == line
+
+
+def options_of(command: click.Command) -> Iterator[click.Option]:
+    """Yield the options of a command and of its subcommands."""
+    context = click.Context(command)
+    if isinstance(command, click.Group):
+        for name in command.list_commands(context):
+            subcommand = command.get_command(context, name)
+            assert subcommand is not None
+            yield from options_of(subcommand)
+    yield from (each for each in command.params if isinstance(each, click.Option) and not each.hidden)
+
+
+def test_every_option_is_in_a_page() -> None:
+    """By one of its spellings, or, if it sets an argument of the library, as that argument in `backticks`."""
+    root = Path(__file__).parents[2]
+    pages = "\n".join(page.read_text(encoding="utf-8") for page in [root / "README.md", *(root / "docs").glob("*.md")])
+    spelled = set(re.findall(r"(?<![\w-])--?[\w-]+", pages))
+    arguments = {flag.name for flag in (*LLM_FLAGS, *SAMPLING_FLAGS, *COMPILE_FLAGS)}
+    described = {name for name in re.findall(r"(?<=`)[a-z_]\w*", pages) if name in arguments}
+    missing = {
+        option.opts[0]
+        for option in options_of(piecegraph)
+        if spelled.isdisjoint([*option.opts, *option.secondary_opts]) and option.name not in described
+    }
+    assert missing == {"--version"}, "describe it in the page where a user would look for it"
 
 
 def test_a_mistyped_command_is_refused_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
