@@ -16,7 +16,6 @@ from piecegraph.config import CompileConfig
 from piecegraph.errors import ConfigError, UsageError
 from piecegraph.progress import OnPhase
 from piecegraph.runner.clusters.make_executor import make_executor
-from piecegraph.runner.common.engine_config import refuse_unknown
 from piecegraph.runner.common.logits_processor import LogitsProcessor
 from piecegraph.runner.common.logprobs_mode import LogprobsMode
 from piecegraph.runner.common.vllm_interface import OLDER_METHODS, UNAVAILABLE_METHODS
@@ -24,7 +23,7 @@ from piecegraph.runner.data_parallel.engine_processes import EngineProcesses
 from piecegraph.runner.data_parallel.loaded_elsewhere import LoadedElsewhere
 from piecegraph.runner.distributed.external_launcher import ExternalLauncherExecutor
 from piecegraph.runner.models.generation_defaults import GenerationDefaults
-from piecegraph.runner.offline.arguments import resolve_arguments
+from piecegraph.runner.offline.arguments import refuse_unknown, resolve_arguments
 from piecegraph.runner.offline.generating import GeneratingLLM
 from piecegraph.runner.offline.load import load
 from piecegraph.runner.offline.pooling import PoolingLLM

@@ -13,7 +13,6 @@ from piecegraph.runner.common.logits_processor import LogitsProcessors
 from piecegraph.runner.common.logprobs_mode import LogprobsMode
 from piecegraph.runner.common.model_source import ModelSource
 from piecegraph.runner.common.speculative_config import SpeculativeConfig
-from piecegraph.runner.common.vllm_interface import OLDER_ARGUMENTS, UNAVAILABLE_ARGUMENTS
 from piecegraph.runner.quantization.schemes import check_quantization
 
 if TYPE_CHECKING:
@@ -34,10 +33,6 @@ BOOLEANS = (
 STARTS = ("fast", "full")
 
 DEFAULT_MAX_NUM_SEQS = 256
-
-DEFAULT_COMPILE_SIZES = (1, 2, 4, 8)
-"""Sizes compiled statically on a GPU unless the caller names others: the smallest decode batches, where what Inductor
-makes for one size reads large weights faster. docs/decisions/001-static-sizes.md says what more of them gain."""
 
 VLLM_BACKENDS: Mapping[str, str] = {"FLASH_ATTN": "flash_attn", "TRITON_ATTN": "triton", "TORCH_SDPA": "sdpa"}
 """Our names of attention backends by vLLM's names."""
@@ -133,8 +128,8 @@ class EngineConfig:
     """Whether the sizes are chosen by what earlier engines of the model have run; until then `cudagraph_capture_sizes`
     is None. True if "traffic" was given for these."""
     compile_sizes: tuple[int, ...] | None = None
-    """The token counts for which pieces that become faster are compiled with static shapes. None:
-    `DEFAULT_COMPILE_SIZES` on a GPU."""
+    """The token counts for which pieces that become faster are compiled with static shapes. None: those of
+    `config_on_device.static_sizes`."""
     graph_kind: str = "auto"
     """The kind of graph: "cuda"; "recorded", which follows the same rules without a GPU and without the speed; or
     "auto", which is "cuda" on a GPU and no graphs on a CPU."""
@@ -540,94 +535,6 @@ class EngineConfig:
         ):
             if is_given:
                 raise ConfigError(f"{what} is not yet available with {quantised}; give one of the two.")
-
-
-def compile_config(
-    compiler: str | None,
-    enforce_eager: bool,
-    compile_workers: int | None,
-    config: CompileConfig,
-) -> CompileConfig:
-    """Return the compile config for `LLM`'s arguments; `compiler` and `compile_workers` override `config`.
-
-    Raises `ConfigError` if `enforce_eager` and `compiler` contradict each other.
-    """
-    check_boolean("enforce_eager", enforce_eager)
-    if enforce_eager:
-        if compiler == "inductor":
-            raise ConfigError("enforce_eager=True and compiler='inductor' contradict each other; give one of them.")
-        compiler = "eager"
-    if compiler is not None:
-        config = replace(config, compiler=compiler)
-    return config if compile_workers is None else replace(config, compile_workers=compile_workers)
-
-
-def batched_tokens(config: EngineConfig, device_type: str) -> int:
-    """Return the largest number of tokens that a step computes."""
-    return config.max_num_batched_tokens or max(config.max_num_seqs, 2048 if device_type == "cpu" else 8192)
-
-
-def runs_ahead(config: EngineConfig, device_type: str) -> bool:
-    """Return whether a step is launched while the preceding step runs, which pays only on an asynchronous device."""
-    if config.logits_processors:
-        return False
-    return device_type != "cpu" if config.async_scheduling is None else config.async_scheduling
-
-
-def static_sizes_note(config: EngineConfig) -> tuple[str, ...]:
-    """Return a note if `compile_sizes` were requested and have no effect, else nothing."""
-    if not config.compile_sizes or config.compile.compiler == "inductor":
-        return ()
-    return (f"compile_sizes: {config.compile.compiler} pieces are not compiled, so no size is static",)
-
-
-def static_sizes(config: EngineConfig, *, is_cuda: bool) -> tuple[int, ...]:
-    """Return the sizes at which pieces that become faster are compiled with static shapes.
-
-    These are the requested sizes, else on a GPU those of `DEFAULT_COMPILE_SIZES` that a batch can reach; none unless
-    Inductor compiles.
-    """
-    if config.compile.compiler != "inductor" or config.num_ranks > 1:  # one rank alone times nothing
-        return ()
-    if config.compile_sizes is not None:
-        return config.compile_sizes
-    smallest = tuple(size for size in DEFAULT_COMPILE_SIZES if size <= config.max_num_seqs)
-    return config.compile.compile_sizes or (smallest if is_cuda else ())
-
-
-def options_on(config: EngineConfig, device_type: str) -> CompileConfig:
-    """Return the compile config for a device: with its static sizes and, unless passes are named, those of its ranks.
-
-    Imports the passes, and with them torch, only if there are several ranks.
-    """
-    compile = replace(config.compile, compile_sizes=static_sizes(config, is_cuda=device_type == "cuda"))
-    if compile.passes is not None or config.tensor_parallel_size == 1:
-        return compile
-    from piecegraph.passes.pipeline import default_passes
-
-    names = tuple(each.name for each in default_passes(device_type, config.tensor_parallel_size))
-    return replace(compile, passes=names)
-
-
-def refuse_unknown(arguments: Mapping[str, object], known: tuple[str, ...]) -> None:
-    """Raise `ConfigError` for an argument that `LLM` does not have, by name.
-
-    An argument of vLLM's is accepted if its value asks for what happens anyway.
-    """
-    for name, value in arguments.items():
-        unavailable = UNAVAILABLE_ARGUMENTS.get(name) or OLDER_ARGUMENTS.get(name)
-        if unavailable is None:
-            raise ConfigError(f"LLM has no argument {name!r}.{did_you_mean(name, known)}")
-        if not (unavailable.accepts_any or any(_is_same(value, one) for one in unavailable.accepted)):
-            raise ConfigError(f"{name}={value!r} is not available here: {unavailable.instead}")
-
-
-def _is_same(value: object, accepted: object) -> bool:
-    """Return whether two values are equal; a value whose comparison is not a single bool is equal to nothing."""
-    try:
-        return value is accepted or bool(value == accepted)
-    except (TypeError, ValueError, RuntimeError):
-        return False
 
 
 def check_boolean(name: str, value: object, wanted: str = "True or False") -> None:

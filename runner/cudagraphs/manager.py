@@ -23,13 +23,13 @@ from piecegraph.errors import CaptureError
 from piecegraph.progress import OnPhase, timed_phase
 from piecegraph.runner.attention.interface.forward_context import set_forward_context
 from piecegraph.runner.attention.interface.step_metadata import StepMetadata
-from piecegraph.runner.common.without_grad import without_grad
 from piecegraph.runner.cudagraphs.dispatcher import Dispatcher
 from piecegraph.runner.cudagraphs.measured_dispatcher import MeasuredDispatcher
 from piecegraph.runner.cudagraphs.measured_times import MEASURED_UP_TO, MeasuredTimes
 from piecegraph.runner.cudagraphs.policy import ResolvedMode
 from piecegraph.runner.step.model_step import ModelStep, StepOutput
 from piecegraph.runner.step.state.input_buffers import dummy_batch
+from piecegraph.runner.step.without_grad import without_grad
 
 logger = logging.getLogger(__name__)
 

@@ -11,9 +11,9 @@ from typing import Any
 
 from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
 from piecegraph.passes.ops.collectives import running_in
-from piecegraph.runner.common.without_grad import without_grad
 from piecegraph.runner.distributed.group_runner import GroupRunner, LeadingRunner
 from piecegraph.runner.step.batch import Batch
+from piecegraph.runner.step.without_grad import without_grad
 from piecegraph.runner.tensor_parallel.engine_peers import Agreement
 
 NO_REQUESTS = Batch(request_ids=(), query_lens=(), num_decode_reqs=0)

@@ -12,13 +12,13 @@ import torch
 
 from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
 from piecegraph.passes.ops.collectives import CollectiveError, running_in
-from piecegraph.runner.common.without_grad import without_grad
 from piecegraph.runner.distributed.group_runner import GroupRunner, LeadingRunner
 from piecegraph.runner.output.async_output import ModelRunnerOutput, PromptLogprobs, TokenLogprobs
 from piecegraph.runner.pipeline_parallel.ordered_sends import OrderedSends
 from piecegraph.runner.pipeline_parallel.stage_link import StageLink
 from piecegraph.runner.pipeline_parallel.stage_step import StageStep
 from piecegraph.runner.scheduling.scheduler_output import SampledTokens
+from piecegraph.runner.step.without_grad import without_grad
 
 if TYPE_CHECKING:
     from piecegraph.runner.output.async_output import AsyncOutput

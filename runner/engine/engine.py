@@ -15,7 +15,6 @@ from piecegraph.errors import RequestError, UsageError
 from piecegraph.runner.common.logits_processor import LogitsProcessors
 from piecegraph.runner.common.outputs import RequestOutput
 from piecegraph.runner.common.sampling_params import SamplingParams
-from piecegraph.runner.common.without_grad import without_grad
 from piecegraph.runner.engine.constrained import ConstrainedRequests
 from piecegraph.runner.engine.model_runner import ModelRunner
 from piecegraph.runner.engine.request_checks import RequestChecks, make_grammars
@@ -28,6 +27,7 @@ from piecegraph.runner.prompts.request_options import check_request_fields
 from piecegraph.runner.scheduling.request import Request
 from piecegraph.runner.scheduling.scheduler import Scheduler, SchedulerStats
 from piecegraph.runner.scheduling.scheduler_output import SchedulerOutput
+from piecegraph.runner.step.without_grad import without_grad
 from piecegraph.runner.structured_output.grammars import Grammars
 
 if TYPE_CHECKING:

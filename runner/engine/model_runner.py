@@ -11,7 +11,6 @@ import torch
 from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
 from piecegraph.runner.attention.interface.forward_context import clear_forward_context
 from piecegraph.runner.attention.interface.step_metadata import StepMetadata
-from piecegraph.runner.common.without_grad import without_grad
 from piecegraph.runner.cudagraphs.dispatch_counters import DispatchCounters, refuse_downgrade
 from piecegraph.runner.cudagraphs.dispatcher import Agree, Dispatched, Dispatcher, uniform_token_count
 from piecegraph.runner.cudagraphs.manager import CudaGraphManager
@@ -32,6 +31,7 @@ from piecegraph.runner.step.batch import Batch, build_batch, host_batch
 from piecegraph.runner.step.model_step import ModelStep, StepOutput
 from piecegraph.runner.step.prompt_embeds import EmbedsBatch, PromptEmbedsStates
 from piecegraph.runner.step.prompt_logprobs import PromptLogprobsBatch, PromptLogprobsStates
+from piecegraph.runner.step.without_grad import without_grad
 
 PROMPT_EMBEDS_RUN_UNCAPTURED = "prompt_embeds: every graph begins with token ids"
 PROMPT_LOGPROBS_RUN_UNCAPTURED = "prompt_logprobs: no graph computes logits for every row of a prompt"

@@ -30,7 +30,8 @@ from piecegraph.runner.attention.interface.kv_cache import allocate_kv_caches, b
 from piecegraph.runner.attention.interface.layer import AttentionLayer, attention_layers
 from piecegraph.runner.attention.interface.op_call import ATTENTION_OPS, AttentionCall
 from piecegraph.runner.attention.select import BackendChoice, check_backend_name, choose_backend
-from piecegraph.runner.common.engine_config import EngineConfig, batched_tokens, static_sizes, static_sizes_note
+from piecegraph.runner.common.config_on_device import batched_tokens, static_sizes, static_sizes_note
+from piecegraph.runner.common.engine_config import EngineConfig
 from piecegraph.runner.cudagraphs.capture_sizes import check_capture_sizes
 from piecegraph.runner.cudagraphs.dispatch_table import DispatchRange, decode_ranges, mixed_ranges
 from piecegraph.runner.cudagraphs.dispatcher import Dispatcher

@@ -1,4 +1,4 @@
-"""The arguments of `LLM`, resolved into an `EngineConfig`."""
+"""The arguments of `LLM`: unknown ones are refused, the others resolved into an `EngineConfig`."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from piecegraph.errors import ConfigError
-from piecegraph.runner.common.engine_config import EngineConfig, compile_config
+from piecegraph.errors import ConfigError, did_you_mean
+from piecegraph.runner.common.engine_config import EngineConfig
 from piecegraph.runner.common.logits_processor import logits_processor_classes
 from piecegraph.runner.common.model_source import ModelSource
 from piecegraph.runner.common.speculative_config import SpeculativeConfig
-from piecegraph.runner.startup.compilation_options import compilation_options
+from piecegraph.runner.common.vllm_interface import OLDER_ARGUMENTS, UNAVAILABLE_ARGUMENTS
+from piecegraph.runner.startup.compilation_options import compilation_options, compile_config
 
 
 def resolve_arguments(arguments: Mapping[str, Any]) -> EngineConfig:
@@ -58,3 +59,24 @@ def resolve_arguments(arguments: Mapping[str, Any]) -> EngineConfig:
         "speculative": SpeculativeConfig.parse(arguments["speculative_config"]),
     }
     return EngineConfig(**{**{name: arguments[name] for name in arguments if name in fields}, **converted})
+
+
+def refuse_unknown(arguments: Mapping[str, object], known: tuple[str, ...]) -> None:
+    """Raise `ConfigError` for an argument that `LLM` does not have, by name.
+
+    An argument of vLLM's is accepted if its value asks for what happens anyway.
+    """
+    for name, value in arguments.items():
+        unavailable = UNAVAILABLE_ARGUMENTS.get(name) or OLDER_ARGUMENTS.get(name)
+        if unavailable is None:
+            raise ConfigError(f"LLM has no argument {name!r}.{did_you_mean(name, known)}")
+        if not (unavailable.accepts_any or any(_is_same(value, one) for one in unavailable.accepted)):
+            raise ConfigError(f"{name}={value!r} is not available here: {unavailable.instead}")
+
+
+def _is_same(value: object, accepted: object) -> bool:
+    """Return whether two values are equal; a value whose comparison is not a single bool is equal to nothing."""
+    try:
+        return value is accepted or bool(value == accepted)
+    except (TypeError, ValueError, RuntimeError):
+        return False

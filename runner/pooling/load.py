@@ -17,7 +17,8 @@ from piecegraph.progress import OnPhase, Phase, timed_phase
 from piecegraph.runner.attention.interface.backend import AttentionCGSupport
 from piecegraph.runner.attention.varlen.sdpa import SdpaVarlen
 from piecegraph.runner.attention.varlen.transformers_varlen import register_varlen_attention
-from piecegraph.runner.common.engine_config import EngineConfig, batched_tokens, static_sizes, static_sizes_note
+from piecegraph.runner.common.config_on_device import batched_tokens, static_sizes, static_sizes_note
+from piecegraph.runner.common.engine_config import EngineConfig
 from piecegraph.runner.cudagraphs.capture_sizes import check_capture_sizes
 from piecegraph.runner.cudagraphs.graph_plan import GraphPlan, plan_graphs
 from piecegraph.runner.models.checkpoint.files import check_weight_files

@@ -12,11 +12,11 @@ from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
 from piecegraph.compiler.graphs.graphs import Graphs
 from piecegraph.progress import OnPhase
 from piecegraph.runner.attention.interface.forward_context import clear_forward_context
-from piecegraph.runner.common.without_grad import without_grad
 from piecegraph.runner.cudagraphs.dispatch_counters import DispatchCounters, refuse_downgrade
 from piecegraph.runner.cudagraphs.dispatcher import Dispatcher
 from piecegraph.runner.cudagraphs.graph_plan import GraphPlan
 from piecegraph.runner.pooling.step import PoolingStep, Text
+from piecegraph.runner.step.without_grad import without_grad
 
 TOKEN_ROWS_RUN_UNCAPTURED = "token_embed: every graph ends with a row for each text"
 

@@ -8,7 +8,6 @@ from itertools import accumulate
 
 import torch
 
-from piecegraph.runner.common.without_grad import without_grad
 from piecegraph.runner.cudagraphs.dispatcher import Dispatcher
 from piecegraph.runner.cudagraphs.manager import CudaGraphManager
 from piecegraph.runner.engine.model_runner import ModelRunner
@@ -20,6 +19,7 @@ from piecegraph.runner.speculative.drafter import Drafter
 from piecegraph.runner.speculative.speculative_step import SpeculativeStep
 from piecegraph.runner.speculative.verified_output import AsyncVerifiedOutput
 from piecegraph.runner.step.batch import Batch, build_batch
+from piecegraph.runner.step.without_grad import without_grad
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from piecegraph.config import CompileConfig
 from piecegraph.errors import ConfigError
+from piecegraph.runner.common.engine_config import check_boolean
 
 _GRAPH_OPTIONS = ("cudagraph_mode", "cudagraph_capture_sizes")
 """Keys of vLLM's config that are arguments of `LLM` here."""
@@ -45,6 +46,26 @@ def compilation_options(given: CompileConfig | Mapping[str, Any] | int | None) -
         if level is not None:
             config = _at_level(config, level, f"compilation_config[{name!r}]")
     return CompilationOptions(config, graphs)
+
+
+def compile_config(
+    compiler: str | None,
+    enforce_eager: bool,
+    compile_workers: int | None,
+    config: CompileConfig,
+) -> CompileConfig:
+    """Return the compile config for `LLM`'s arguments; `compiler` and `compile_workers` override `config`.
+
+    Raises `ConfigError` if `enforce_eager` and `compiler` contradict each other.
+    """
+    check_boolean("enforce_eager", enforce_eager)
+    if enforce_eager:
+        if compiler == "inductor":
+            raise ConfigError("enforce_eager=True and compiler='inductor' contradict each other; give one of them.")
+        compiler = "eager"
+    if compiler is not None:
+        config = replace(config, compiler=compiler)
+    return config if compile_workers is None else replace(config, compile_workers=compile_workers)
 
 
 def _at_level(config: CompileConfig, level: Any, name: str) -> CompileConfig:

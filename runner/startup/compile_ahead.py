@@ -18,7 +18,8 @@ from piecegraph.compiler.tracing.signature import ExampleCall
 from piecegraph.errors import CacheError, CompileError, ConfigError, KeyFactorError
 from piecegraph.progress import OnPhase, timed_phase
 from piecegraph.runner.attention.select import check_backend_name
-from piecegraph.runner.common.engine_config import EngineConfig, batched_tokens, options_on
+from piecegraph.runner.common.config_on_device import batched_tokens, options_on
+from piecegraph.runner.common.engine_config import EngineConfig
 from piecegraph.runner.models.config.length import model_length
 from piecegraph.runner.models.config.load_config import load_config
 from piecegraph.runner.models.load import LoadedModel

@@ -15,7 +15,8 @@ from piecegraph.compiler.compiled_model import CompiledModel
 from piecegraph.paths import traffic_folder
 from piecegraph.progress import OnPhase, timed_phase
 from piecegraph.runner.attention.select import check_backend_name
-from piecegraph.runner.common.engine_config import EngineConfig, batched_tokens, static_sizes_note
+from piecegraph.runner.common.config_on_device import batched_tokens, static_sizes_note
+from piecegraph.runner.common.engine_config import EngineConfig
 from piecegraph.runner.common.logits_processor import LogitsProcessor, LogitsProcessorConfig
 from piecegraph.runner.common.logprobs_mode import LogprobsMode
 from piecegraph.runner.cudagraphs.capture_sizes import check_capture_sizes

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from piecegraph.errors import ConfigError
-from piecegraph.runner.common.engine_config import EngineConfig, runs_ahead
+from piecegraph.runner.common.config_on_device import runs_ahead
+from piecegraph.runner.common.engine_config import EngineConfig
 from piecegraph.runner.engine.engine import Engine
 from piecegraph.runner.lora.store import AdapterStore
 from piecegraph.runner.pipeline_parallel.pipeline_scheduler import PipelineScheduler

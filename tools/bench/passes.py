@@ -13,7 +13,7 @@ import torch
 from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
 from piecegraph.progress import OnPhase
 from piecegraph.runner.attention.interface.layer import attention_layers
-from piecegraph.runner.common.engine_config import DEFAULT_COMPILE_SIZES
+from piecegraph.runner.common.config_on_device import DEFAULT_COMPILE_SIZES
 from piecegraph.runner.llm import LLM
 from piecegraph.tools.bench.latency import LatencyRow, measure_latency
 from piecegraph.tools.bench.measure.ceilings import Ceilings, measure_ceilings

@@ -47,10 +47,10 @@ def _device_type(device: Any) -> str:
 
 def engine_config(model: str, arguments: dict[str, Any]) -> EngineConfig:
     """Return the config that `LLM(model, **arguments)` would make."""
-    from piecegraph.runner.common.engine_config import EngineConfig, compile_config
+    from piecegraph.runner.common.engine_config import EngineConfig
     from piecegraph.runner.common.model_source import ModelSource
     from piecegraph.runner.common.speculative_config import SpeculativeConfig
-    from piecegraph.runner.startup.compilation_options import compilation_options
+    from piecegraph.runner.startup.compilation_options import compilation_options, compile_config
 
     fields = dict(arguments)
     source = ModelSource(model=os.path.expanduser(model), load_format=fields.pop("load_format", "auto"))

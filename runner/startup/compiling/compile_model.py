@@ -15,7 +15,8 @@ from piecegraph.compiler.splitting.plan import SplitCall
 from piecegraph.progress import OnPhase, Phase, timed_phase
 from piecegraph.runner.attention.interface.layer import AttentionLayer
 from piecegraph.runner.attention.select import BackendChoice
-from piecegraph.runner.common.engine_config import EngineConfig, options_on
+from piecegraph.runner.common.config_on_device import options_on
+from piecegraph.runner.common.engine_config import EngineConfig
 from piecegraph.runner.cudagraphs.graph_plan import GraphPlan
 from piecegraph.runner.inspect.untraceable import refused_by_module
 from piecegraph.runner.kv_cache.groups import KVCacheLayout

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from piecegraph import LLM
-from piecegraph.config import PASSES
 from piecegraph.errors import ConfigError, OutOfMemory, UnsupportedModel
 from piecegraph.progress import CONCURRENT_PHASES
-from piecegraph.runner.common.engine_config import EngineConfig, batched_tokens, options_on
+from piecegraph.runner.common.engine_config import EngineConfig
 from piecegraph.runner.common.model_source import ModelSource
 
 REFUSED: list[tuple[dict[str, object], str]] = [
@@ -127,24 +125,6 @@ def test_prefix_caching_none_means_the_default() -> None:
     assert config.enable_prefix_caching is True
 
 
-@pytest.mark.parametrize(
-    ("options", "max_num_seqs", "max_num_tokens"),
-    [
-        ({}, 256, 2048),
-        ({"max_num_batched_tokens": 64}, 64, 64),
-        ({"max_num_batched_tokens": 300}, 256, 300),
-        ({"max_num_seqs": 4000}, 4000, 4000),
-        ({"max_num_seqs": 8, "max_num_batched_tokens": 8}, 8, 8),
-    ],
-)
-def test_a_step_has_room_for_a_token_of_every_running_request(
-    options: dict[str, int], max_num_seqs: int, max_num_tokens: int
-) -> None:
-    """The argument that is left to its default follows the other one."""
-    config = EngineConfig(source=ModelSource(model="m"), **options)  # type: ignore[arg-type]
-    assert (config.max_num_seqs, batched_tokens(config, "cpu")) == (max_num_seqs, max_num_tokens)
-
-
 def test_a_default_that_is_not_there_yet_is_noted(llm: LLM) -> None:
     """A fallback from a default is reported in the notes."""
     assert any(note.startswith("cudagraph_mode: NONE runs") for note in llm.notes)
@@ -188,14 +168,3 @@ def test_attention_that_disagrees_with_the_config_stops_before_compiling(llama_d
             on_phase=lambda phase: phases.append(phase.name),
         )
     assert "compile" not in phases
-
-
-def test_passes_over_collectives_run_for_several_ranks_only() -> None:
-    one, two = (EngineConfig(source=ModelSource(model="a"), tensor_parallel_size=size) for size in (1, 2))
-    assert options_on(one, "cuda").passes is None
-    assert options_on(two, "cuda").passes == tuple(name for name in PASSES if name != "use-onednn")
-    on_cpu = options_on(two, "cpu").passes or ()
-    assert "fuse-all-reduce" not in on_cpu
-    assert "use-onednn" in on_cpu
-    named = replace(two, compile=replace(two.compile, passes=("fuse-moe",)))
-    assert options_on(named, "cuda").passes == ("fuse-moe",)

@@ -9,7 +9,7 @@ import pytest
 from piecegraph import LLM
 from piecegraph.errors import ConfigError
 from piecegraph.runner.common import vllm_interface as vllm
-from piecegraph.runner.common.engine_config import refuse_unknown
+from piecegraph.runner.offline.arguments import refuse_unknown
 from tests import vllm_names
 from tests.vllm_table import Section, sections, table, written
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from piecegraph.compiler.graphs.batch_descriptor import BatchDescriptor
 from piecegraph.errors import ConfigError
-from piecegraph.runner.common.engine_config import DEFAULT_COMPILE_SIZES
+from piecegraph.runner.common.config_on_device import DEFAULT_COMPILE_SIZES
 from piecegraph.runner.cudagraphs.capture_sizes import (
     check_capture_sizes,
     default_capture_sizes,

@@ -13,7 +13,8 @@ from piecegraph import LLM
 from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
 from piecegraph.config import CompileConfig
 from piecegraph.errors import ConfigError, ModelNotFound, UnsupportedModel, UsageError
-from piecegraph.runner.common.engine_config import DEFAULT_COMPILE_SIZES, EngineConfig
+from piecegraph.runner.common.config_on_device import DEFAULT_COMPILE_SIZES
+from piecegraph.runner.common.engine_config import EngineConfig
 from piecegraph.runner.common.model_source import ModelSource
 from piecegraph.runner.common.speculative_config import SpeculativeConfig
 from piecegraph.runner.inspect.explanation import Explanation, explain

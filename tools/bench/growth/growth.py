@@ -164,7 +164,8 @@ def measure_starts(
 
     The warm starts use the cache that the last cold start filled.
     """
-    from piecegraph.runner.common.engine_config import EngineConfig, batched_tokens
+    from piecegraph.runner.common.config_on_device import batched_tokens
+    from piecegraph.runner.common.engine_config import EngineConfig
     from piecegraph.runner.common.model_source import ModelSource
     from piecegraph.runner.cudagraphs.capture_sizes import default_capture_sizes
     from piecegraph.runner.models.config.device import resolve_device

@@ -15,7 +15,8 @@ from piecegraph.compiler.store.compile_cache import CompileCache
 from piecegraph.compiler.tracing.signature import ExampleCall
 from piecegraph.compiler.tracing.traced_sources import find_changed_module
 from piecegraph.progress import OnPhase
-from piecegraph.runner.common.engine_config import EngineConfig, options_on
+from piecegraph.runner.common.config_on_device import options_on
+from piecegraph.runner.common.engine_config import EngineConfig
 from piecegraph.runner.models.causal_lm import DYNAMIC_DIMS, CausalLMForward, example_inputs
 from piecegraph.runner.models.config.load_config import load_config
 from piecegraph.runner.models.without_weights import load_without_weights

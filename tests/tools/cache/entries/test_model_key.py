@@ -15,7 +15,8 @@ from piecegraph.cache.store.store import Loaded, Store
 from piecegraph.compiler.plans.plan_store import PlanStore
 from piecegraph.compiler.store.compile_cache import CompileCache
 from piecegraph.compiler.tracing.signature import ExampleCall
-from piecegraph.runner.common.engine_config import EngineConfig, static_sizes
+from piecegraph.runner.common.config_on_device import static_sizes
+from piecegraph.runner.common.engine_config import EngineConfig
 from piecegraph.runner.models.causal_lm import DYNAMIC_DIMS, CausalLMForward, example_inputs
 from piecegraph.runner.models.config.length import model_length
 from piecegraph.runner.models.config.load_config import load_config

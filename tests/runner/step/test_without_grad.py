@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from piecegraph.runner.common.without_grad import without_grad
+from piecegraph.runner.step.without_grad import without_grad
 
 
 @without_grad
