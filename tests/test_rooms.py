@@ -179,6 +179,7 @@ COVERED_BY: Mapping[str, str] = {
     "runner/device_memory/restorable_storages.py": "tests/runner/sleeping/test_sleep.py",
     "compiler/piece_compilers/graphs_first.py": "tests/compiler/building/test_background.py",
     "runner/cudagraphs/late_dispatcher.py": "tests/runner/late_start/test_fast_start.py",
+    "runner/scheduling/scheduler_stats.py": "tests/runner/engine/test_metrics.py",
     "runner/data_parallel/engine_program.py": "tests/runner/data_parallel/test_engine_processes.py",
     "runner/distributed/child_process.py": "tests/runner/distributed/test_executor.py",
     "runner/distributed/protocol.py": "tests/runner/distributed/test_executor.py",

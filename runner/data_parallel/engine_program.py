@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from piecegraph.runner.inspect.selfcheck import SelfcheckReport
     from piecegraph.runner.lora.modules import AdaptedModules
     from piecegraph.runner.lora.request import LoRARequest
-    from piecegraph.runner.scheduling.scheduler import SchedulerStats
+    from piecegraph.runner.scheduling.scheduler_stats import SchedulerStats
     from piecegraph.runner.startup.loaded import Loaded
 
 logger = logging.getLogger(__name__)

@@ -21,7 +21,8 @@ from piecegraph.runner.engine.engine import Engine
 from piecegraph.runner.output.outbox import Outbox, PendingOutput
 from piecegraph.runner.prompts.request_options import check_request_fields
 from piecegraph.runner.sampling.batch_sampler import Sampler
-from piecegraph.runner.scheduling.scheduler import Scheduler, SchedulerStats
+from piecegraph.runner.scheduling.scheduler import Scheduler
+from piecegraph.runner.scheduling.scheduler_stats import SchedulerStats
 from piecegraph.runner.scheduling.speculation_stats import SpeculationStats
 
 if TYPE_CHECKING:

@@ -25,8 +25,9 @@ from piecegraph.runner.output.output_processor import OutputProcessor
 from piecegraph.runner.output.prompt_state import Delivered, Finish, PromptState, failed
 from piecegraph.runner.prompts.request_options import check_request_fields
 from piecegraph.runner.scheduling.request import Request
-from piecegraph.runner.scheduling.scheduler import Scheduler, SchedulerStats
+from piecegraph.runner.scheduling.scheduler import Scheduler
 from piecegraph.runner.scheduling.scheduler_output import SchedulerOutput
+from piecegraph.runner.scheduling.scheduler_stats import SchedulerStats
 from piecegraph.runner.step.without_grad import without_grad
 from piecegraph.runner.structured_output.grammars import Grammars
 

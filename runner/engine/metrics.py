@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from piecegraph.runner.pooling.engine import PoolingStats
-    from piecegraph.runner.scheduling.scheduler import SchedulerStats
+    from piecegraph.runner.scheduling.scheduler_stats import SchedulerStats
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,9 @@ from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
-from piecegraph.runner.scheduling.scheduler import Scheduler, SchedulerStats
+from piecegraph.runner.scheduling.scheduler import Scheduler
 from piecegraph.runner.scheduling.scheduler_output import SchedulerOutput
+from piecegraph.runner.scheduling.scheduler_stats import SchedulerStats
 
 
 class PipelineScheduler(Scheduler):

@@ -90,3 +90,25 @@ class LoraSlots:
         victim = self._victim()
         assert victim is not None, "no slot is free; see can_hold"
         return victim
+
+
+class WaitingAdapters:
+    """The adapters that have to wait for a slot while the scheduler admits requests to one step.
+
+    For each of them, one adapter in use, that of the fewest requests, is given to no more requests until its slot is
+    free. So no adapter waits longer than the requests that run now.
+    """
+
+    def __init__(self, slots: LoraSlots) -> None:
+        self._slots = slots
+        self._digests: set[bytes] = set()
+
+    def has_to_wait(self, adapter: Adapter) -> bool:
+        """Return whether no request with the adapter may be admitted to this step; note it if it waits for a slot."""
+        digest, waiting = adapter.digest, self._digests
+        ending = self._slots.least_used(len(waiting), waiting) if waiting else ()
+        if self._slots.can_hold(adapter) and digest not in ending and digest not in waiting:
+            return False
+        if digest not in ending:
+            waiting.add(digest)
+        return True

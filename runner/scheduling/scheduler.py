@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from operator import attrgetter
 from time import monotonic
 
 from piecegraph.errors import RequestError
 from piecegraph.runner.scheduling.kv_cache_manager import KVCacheManager
-from piecegraph.runner.scheduling.lora_slots import LoraSlots
+from piecegraph.runner.scheduling.lora_slots import LoraSlots, WaitingAdapters
 from piecegraph.runner.scheduling.request import NEVER, Request
 from piecegraph.runner.scheduling.request_queue import RequestQueue, SchedulingPolicy
 from piecegraph.runner.scheduling.scheduler_output import (
@@ -21,7 +20,7 @@ from piecegraph.runner.scheduling.scheduler_output import (
     ScheduledRequest,
     SchedulerOutput,
 )
-from piecegraph.runner.scheduling.speculation_stats import SpeculationStats
+from piecegraph.runner.scheduling.scheduler_stats import SchedulerStats
 from piecegraph.runner.scheduling.steady_decode import SteadyDecode
 
 REGISTRATION_INTERVAL = 64
@@ -33,30 +32,6 @@ bounds the work at the end.
 
 NO_DRAFTS: Mapping[str, int] = {}
 """The drafts of a step without speculative decoding."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerStats:
-    """Gauges, which describe the present state, and counters since the start."""
-
-    num_running: int  # gauge: requests
-    num_waiting: int  # gauge: requests
-    num_free_blocks: int  # gauge; a cached block that no request holds is free
-    num_blocks: int  # constant
-    num_prefix_queries: int  # counter: known tokens of requests, each request when first admitted
-    num_prefix_hits: int  # counter: those of `num_prefix_queries` that were found in the prefix cache
-    num_preemptions: int  # counter
-    num_pipeline_steps: int = 0  # counter: batches that the stages of a pipeline were given; 0 without stages
-    num_bubbles: int = 0  # counter: batches that were missing, because no request had a token to compute
-    speculation: SpeculationStats | None = None  # counters; None: no speculative decoding
-
-
-@dataclass(slots=True)
-class _PassedOver:
-    """The waiting requests that were passed over in a step because their adapters have no slot."""
-
-    requests: list[Request] = field(default_factory=list)
-    adapters: set[bytes] = field(default_factory=set)  # those that wait for a slot, by digest
 
 
 class Scheduler:
@@ -553,9 +528,12 @@ class Scheduler:
     ) -> tuple[AddedRequest, ...]:
         """Admit waiting requests while they fit; append what each computes in this step to `decodes` or `others`."""
         added: list[AddedRequest] = []
-        passed = _PassedOver()
+        passed_over: list[Request] = []  # because their adapters have to wait for a slot
+        adapters = None if self._lora_slots is None else WaitingAdapters(self._lora_slots)
         while budget and self._can_admit:
-            if self._lora_slots is not None and self._passes_over(passed):
+            lora = self._waiting.peek().lora
+            if adapters is not None and lora is not None and adapters.has_to_wait(lora):
+                passed_over.append(self._waiting.pop())
                 continue
             admitted = self._admit(budget)
             if admitted is None:
@@ -564,28 +542,9 @@ class Scheduler:
             added.append(added_request)
             budget -= item.num_tokens
             (decodes if item.num_tokens == 1 else others).append(item)
-        for request in passed.requests:
+        for request in passed_over:
             self._waiting.add(request)
         return tuple(added)
-
-    def _passes_over(self, passed: _PassedOver) -> bool:
-        """Take the first waiting request out of the queue if its adapter has no slot now, so that others are admitted.
-
-        For each adapter that waits for a slot, one adapter in use, that of the fewest requests, is given to no more
-        requests until its slot is free. So no adapter waits longer than the requests that run now.
-        """
-        assert self._lora_slots is not None
-        request = self._waiting.peek()
-        if request.lora is None:
-            return False
-        slots, digest = self._lora_slots, request.lora.digest
-        ending = slots.least_used(len(passed.adapters), passed.adapters) if passed.adapters else ()
-        if slots.can_hold(request.lora) and digest not in ending and digest not in passed.adapters:
-            return False
-        if digest not in ending:
-            passed.adapters.add(digest)
-        passed.requests.append(self._waiting.pop())
-        return True
 
     def _admit(self, budget: int) -> tuple[AddedRequest, ScheduledRequest] | None:
         """Admit the first waiting request with up to `budget` tokens, or return None if it cannot run now.

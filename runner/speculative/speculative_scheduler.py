@@ -10,8 +10,9 @@ from typing import Any
 
 from piecegraph.runner.scheduling.kv_cache_group import blocks_for
 from piecegraph.runner.scheduling.request import NOT_ADMITTED, Request
-from piecegraph.runner.scheduling.scheduler import Scheduler, SchedulerStats
+from piecegraph.runner.scheduling.scheduler import Scheduler
 from piecegraph.runner.scheduling.scheduler_output import NewBlocks, SchedulerOutput
+from piecegraph.runner.scheduling.scheduler_stats import SchedulerStats
 from piecegraph.runner.scheduling.speculation_stats import SpeculationStats
 from piecegraph.runner.speculative.common.drafting_policy import DraftingPolicy
 from piecegraph.runner.speculative.verified_output import VerifiedTokens

@@ -19,7 +19,7 @@ from piecegraph.runner.common.sampling_params import RequestOutputKind, Sampling
 from piecegraph.runner.data_parallel.engine_program import EngineFacts, NewRequest, StepNews
 from piecegraph.runner.data_parallel.front_door import FrontDoor
 from piecegraph.runner.output.outbox import Outbox
-from piecegraph.runner.scheduling.scheduler import SchedulerStats
+from piecegraph.runner.scheduling.scheduler_stats import SchedulerStats
 from piecegraph.runner.scheduling.speculation_stats import SpeculationStats
 
 DELTA = SamplingParams(output_kind=RequestOutputKind.DELTA)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from piecegraph.runner.engine.metrics import Counter, Gauge, engine_metrics
-from piecegraph.runner.scheduling.scheduler import SchedulerStats
+from piecegraph.runner.scheduling.scheduler_stats import SchedulerStats
 
 
 def test_counts_and_gauges() -> None:

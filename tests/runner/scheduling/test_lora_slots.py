@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from piecegraph.runner.scheduling.kv_cache_manager import KVCacheManager
-from piecegraph.runner.scheduling.lora_slots import LoraAssignment, LoraSlots
+from piecegraph.runner.scheduling.lora_slots import LoraAssignment, LoraSlots, WaitingAdapters
 from piecegraph.runner.scheduling.request import Request
 from piecegraph.runner.scheduling.scheduler import Scheduler
 from tests.runner.scheduling.make_request import make_request
@@ -34,6 +34,18 @@ def test_an_adapter_stays_after_its_requests_and_the_least_recently_used_goes() 
     assert slots.acquire(C).to_write is C  # in B's place
     assert slots.resident == (A.digest, C.digest)
     assert slots.acquire(A).to_write is None
+
+
+def test_an_adapter_that_waits_ends_the_one_with_the_fewest_requests() -> None:
+    """The adapter that is to end takes no more requests in this step; the other one does, and the next step is free."""
+    slots = LoraSlots(2)
+    for adapter in (A, A, B):
+        slots.acquire(adapter)
+    step = WaitingAdapters(slots)
+    assert [step.has_to_wait(each) for each in (B, C, C, B, A)] == [False, True, True, True, False]
+    assert not WaitingAdapters(slots).has_to_wait(B)
+    slots.release(B)
+    assert not WaitingAdapters(slots).has_to_wait(C)
 
 
 def test_what_is_in_use_or_pinned_is_not_evicted() -> None:
