@@ -57,8 +57,11 @@ class GroupRunner(ModelRunner):
         super().reset()
 
     def abort(self) -> None:
-        """End the collectives in which this rank's GPU waits for a rank that is lost; nothing can run after it."""
-        self.group.abort(torch.cuda.current_stream(self.group.device).query)
+        """End the collectives in which this rank's GPU waits for a rank that is lost, and free the graphs.
+
+        Nothing can run after it.
+        """
+        self.group.abort(torch.cuda.current_stream(self.group.device).query, super().close)
 
     def close(self) -> None:
         """Free the graphs, then the connections to other ranks. Idempotent."""

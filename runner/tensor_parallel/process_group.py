@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
 import time
 import uuid
 from collections.abc import Callable
@@ -29,6 +30,9 @@ from piecegraph.runner.pipeline_parallel.connections import (
     no_check,
 )
 from piecegraph.runner.tensor_parallel.symmetric_sums import NCCL, SymmetricSums, why_not_symmetric
+
+ABORT_S = 5.0
+"""How long `RankGroup.abort` takes at most."""
 
 
 def launched_store(rank: int, num_ranks: int) -> dist.Store:
@@ -215,12 +219,25 @@ class RankGroup:
         self._wait(lambda: self._group.allgather([parts], [own]))
         return torch.cat(parts, -1)
 
-    def abort(self, is_done: Callable[[], bool]) -> None:
-        """Close, and end the collectives in which this rank's GPU waits for a rank that is lost, until `is_done`."""
+    def abort(self, is_done: Callable[[], bool], free_graphs: Callable[[], None] = lambda: None) -> None:
+        """Close, and end the collectives in which this rank's GPU waits for a rank that is lost.
+
+        `free_graphs` destroys the graphs that hold collectives; it is called once `is_done`, and not at all if that
+        takes longer than `ABORT_S`. NCCL's abort ends kernels that wait, and then returns only when no graph holds a
+        collective of its communicator (`commDestroySync` polls for that), so it runs in a thread. That thread may go
+        on behind this call if something keeps a graph.
+        """
         symmetric = self._symmetric
-        self.close()
+        deadline = time.monotonic() + ABORT_S
+        closing = threading.Thread(target=_call_all, args=(self._take_connections(),), daemon=True)
+        closing.start()
         if symmetric is not None:
             symmetric.release(is_done)
+        while not (ended := is_done()) and time.monotonic() < deadline:
+            time.sleep(CHECK_S)
+        if ended:
+            free_graphs()
+        closing.join(max(0.0, deadline - time.monotonic()))
 
     def gather_tokens(self, x: torch.Tensor) -> torch.Tensor:
         """Return the rows of `x` of all engines, one engine's behind the other's; each has as many rows."""
@@ -244,15 +261,19 @@ class RankGroup:
         return self.engines
 
     def close(self) -> None:
-        """Close the connections, which makes collectives of other ranks fail. Idempotent."""
-        if self._symmetric is not None:
-            self._symmetric.close()
-            self._symmetric = None
-        if self._group is not None:
-            group, self._group = self._group, None
-            group.abort()
-        if self.engines is not None:
-            self.engines.close()
+        """Close the connections, which makes collectives of other ranks fail. Idempotent.
+
+        Free the graphs that hold collectives first: see `abort`.
+        """
+        _call_all(self._take_connections())
+
+    def _take_connections(self) -> list[Callable[[], None]]:
+        """Return what closes the connections, which are no longer this group's."""
+        symmetric, self._symmetric = self._symmetric, None
+        group, self._group = self._group, None
+        found = [] if symmetric is None else [symmetric.close]
+        found += [] if group is None else [group.abort]
+        return found + ([] if self.engines is None else self.engines._take_connections())
 
     def _wait(self, start: Callable[[], Any]) -> None:
         if self._group is None:
@@ -263,6 +284,11 @@ class RankGroup:
                 work.wait()
         except RuntimeError as error:
             raise CollectiveError(str(error).partition("\n")[0]) from error
+
+
+def _call_all(functions: list[Callable[[], None]]) -> None:
+    for function in functions:
+        function()
 
 
 def _boot_id() -> str:

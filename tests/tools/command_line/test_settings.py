@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 
+from piecegraph import environment
 from piecegraph.errors import ConfigError
 from piecegraph.tools.cli import main
-from piecegraph.tools.command_line.settings import read_config
+from piecegraph.tools.command_line.settings import known_variables, read_config
 from piecegraph.tools.commands.run import LLM_DEFAULTS
 
 Fake = Any  # the class FakeLLM of conftest.py
@@ -118,3 +119,11 @@ def test_an_empty_name_and_an_empty_cache_folder_are_refused(
 def test_an_empty_cache_dir_is_refused(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*command, "--cache-dir", ""]) == 2
     assert "it is empty; name a folder" in capsys.readouterr().err
+
+
+def test_every_variable_of_ours_is_known() -> None:
+    """Each name that `environment` gives to what it reads."""
+    named = [value for name, value in vars(environment).items() if name.isupper() and isinstance(value, str)]
+    ours = {name for name in named if name.startswith(environment.PREFIX) and name != environment.PREFIX}
+    assert len(ours) > 5
+    assert ours <= set(known_variables())
