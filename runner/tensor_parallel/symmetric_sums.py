@@ -165,12 +165,21 @@ def why_not_symmetric(hosts: Sequence[str], num_gpus: int, can_access: Callable[
 
 
 def _microseconds(add_up: Callable[[], object], device: torch.device) -> float:
-    """Return what one of the sums of a captured graph takes."""
+    """Return what one of the sums of a captured graph takes: the difference of a long graph and a short one.
+
+    So what a launch takes, and the wait for the other ranks to launch theirs, is in neither sum.
+    """
     add_up()
     torch.cuda.synchronize(device)
+    short, long = (_microseconds_of_graph(add_up, count) for count in (SUMS_A_GRAPH, 5 * SUMS_A_GRAPH))
+    return (long - short) / (4 * SUMS_A_GRAPH)
+
+
+def _microseconds_of_graph(add_up: Callable[[], object], count: int) -> float:
+    """Return what a replay of a graph of `count` sums takes."""
     graph: Any = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        for _ in range(SUMS_A_GRAPH):
+        for _ in range(count):
             add_up()
     found: list[float] = []
     for _ in range(4):
@@ -179,5 +188,5 @@ def _microseconds(add_up: Callable[[], object], device: torch.device) -> float:
         graph.replay()
         end.record()
         end.synchronize()
-        found.append(float(start.elapsed_time(end)) * 1000 / SUMS_A_GRAPH)
+        found.append(float(start.elapsed_time(end)) * 1000)
     return min(found[1:])
