@@ -49,7 +49,7 @@ CONFIG = LlamaConfig(
     vocab_size=8192,
     max_position_embeddings=256,
 )
-NUM_CHAINS = 15
+NUM_CHAINS = 40
 LAYOUTS = {"TP 2": Layout(tensor=2, pipeline=1, data=1), "DP 2": Layout(tensor=1, pipeline=1, data=2)}
 
 
@@ -57,7 +57,7 @@ def sums(worker: Worker) -> list[tuple[int, float]]:
     """Return bytes of a sum between the ranks and the seconds that it adds to a chain of products, as in a step.
 
     Each product reads as many bytes as a rank does between two sums of a step. The chains with sums and those without
-    take turns; the seconds are the medians of both, subtracted.
+    take turns; the seconds are the means of both, subtracted: a run's time is the sum of its steps, the slow ones too.
     """
     num_sums = 2 * CONFIG.num_hidden_layers + 1
     weights = [torch.ones(CONFIG.intermediate_size, CONFIG.hidden_size) for _ in range(num_sums)]
@@ -79,7 +79,7 @@ def sums(worker: Worker) -> list[tuple[int, float]]:
             alone.append(chain(None))
             ALL_REDUCE(values)
             summed.append(chain(values))
-        found.append((values.nbytes, (statistics.median(summed) - statistics.median(alone)) / num_sums))
+        found.append((values.nbytes, (statistics.fmean(summed) - statistics.fmean(alone)) / num_sums))
     return found
 
 
@@ -172,9 +172,9 @@ class Measured:
     sums: list[list[tuple[int, float]]] = field(default_factory=list)
 
     def add_steps(self, name: str, seconds: dict[int, list[float]]) -> None:
-        """Add the median seconds of a round's steps by their tokens."""
+        """Add the mean seconds of a round's steps by their tokens."""
         for num_tokens, each in seconds.items():
-            self.steps[name][num_tokens].append(statistics.median(each))
+            self.steps[name][num_tokens].append(statistics.fmean(each))
 
     def times(self, name: str) -> StepTimes:
         """Return the medians over the rounds."""
