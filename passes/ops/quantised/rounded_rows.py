@@ -40,11 +40,15 @@ def round_rows(
 def rounded_reference(
     x: torch.Tensor, group: int, stored: torch.dtype, largest: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what the kernel computes, in plain torch, for `x` of `[num_tokens, size]` and `group` columns a scale."""
+    """Return what the kernel computes, in plain torch, for `x` of `[num_tokens, size]` and `group` columns a scale.
+
+    Torch multiplies by the reciprocal of a number on a GPU. A scale that is off by one bit so makes numbers midway
+    between two values round elsewhere, so divisors are tensors.
+    """
     size = x.shape[1]
     wide: torch.Tensor = F.pad(x, (0, -size % group)).float().unflatten(1, (-1, group))
     most = wide.abs().amax(-1, keepdim=True) if largest is None else largest.float().unsqueeze(1)
-    step = (most / (HALF_RANGE if stored is torch.int8 else MAX_E4M3)).clamp(min=1e-12)
+    step = (most / torch.full_like(most, HALF_RANGE if stored is torch.int8 else MAX_E4M3)).clamp(min=1e-12)
     step = torch.where(step.isfinite(), step, torch.nan)
     near = wide / step
     near = near.round().clamp(-128, 127) if stored is torch.int8 else near.clamp(-MAX_E4M3, MAX_E4M3)

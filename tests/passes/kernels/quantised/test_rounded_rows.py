@@ -52,7 +52,6 @@ def test_rounding_compiles_for_hopper(dtype: torch.dtype) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(1, 4096), (300, 576), (17, 14336)])
 def test_the_kernel_equals_the_references(shape: tuple[int, int]) -> None:
-    """But for values midway between two steps: on a GPU torch divides by a number by way of its reciprocal."""
     x = torch.randn(shape, device="cuda").bfloat16()
     values, step = rounded_rows.rounded_rows_on_gpu(x, shape[1], torch.int8)
     wanted, wanted_step = rounded_reference(x, shape[1], torch.int8)
@@ -62,3 +61,21 @@ def test_the_kernel_equals_the_references(shape: tuple[int, int]) -> None:
         values, step = rounded_rows.rounded_rows_on_gpu(x, group, E4M3)
         found, near = spread(values, step, group), spread(*rounded_reference(x, group, E4M3), group)
         assert ((found - near).abs() <= 1e-5 * near.abs()).float().mean() > 0.99
+
+
+@pytest.mark.gpu
+def test_values_midway_between_two_steps_are_rounded_to_even() -> None:
+    """The scale is 4.8125 / 448 = 11 / 1024 exactly, and 4.8125 times the nearest float32 to 1 / 448 is another number.
+
+    Seventeen times a power of two is midway between two values of e4m3, and 17 * 11 has 8 bits, as bfloat16 has.
+    """
+    midway = torch.tensor([17.0, 19.0, 21.0, 23.0]) * 11 / 1024
+    x = torch.cat((midway, -midway, torch.tensor([4.8125]))).bfloat16()[None]
+    wanted = torch.tensor([[16.0, 20.0, 20.0, 24.0, -16.0, -20.0, -20.0, -24.0, 448.0]])
+    for values, step in (
+        rounded_rows.rounded_rows_on_gpu(x.cuda(), x.shape[1], E4M3),
+        rounded_reference(x.cuda(), x.shape[1], E4M3),
+        rounded_reference(x, x.shape[1], E4M3),
+    ):
+        assert step.item() == 11 / 1024
+        assert torch.equal(values.cpu().float(), wanted)

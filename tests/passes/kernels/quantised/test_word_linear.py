@@ -74,7 +74,7 @@ def test_the_interpreted_kernel_equals_float64(case: object) -> None:
 )
 def test_it_compiles_for_hopper(num_rows: int, group: int, tmp_path: Path) -> None:
     """With tensor cores, no spilled register, and reads of 4 bytes or more."""
-    tiles = kernels.pick_word_tiles(num_rows)
+    tiles = kernels.pick_word_tiles(num_rows, 4096 * 4096 // 2)
     floats, integers32 = torch.empty(0, dtype=torch.bfloat16), torch.empty(0, dtype=torch.int32)
     arguments = {
         "x": floats, "words": integers32, "scale": integers32, "bias": None, "out": floats, "num_columns": 4096,
@@ -87,6 +87,22 @@ def test_it_compiles_for_hopper(num_rows: int, group: int, tmp_path: Path) -> No
     assert "mma" in ptx and stack_bytes(compiled, tmp_path) == 0
     assert "10" in re.findall(r"cp\.async\.c[ag]\.shared\.global.*?, 0x(\w+)", ptx), "copied by 16 bytes"
     assert not re.findall(r"ld\.global\S*\.b(8|16)", ptx), "nothing is read singly"
+
+
+def test_tiles_follow_rows_and_bytes() -> None:
+    """Few rows have many stages; large weights many channels in a program, where rows fill it."""
+    few, large = 8 * 2**20, 28 * 2**20
+
+    def found(num_rows: int, num_bytes: int) -> tuple[int, int, int]:
+        tiles = kernels.pick_word_tiles(num_rows, num_bytes)
+        return tiles.block_m, tiles.block_n, tiles.num_stages
+
+    for num_bytes in (few, large):
+        assert [found(rows, num_bytes) for rows in (1, 16)] == [(16, 64, 6)] * 2
+        assert [found(rows, num_bytes) for rows in (17, 32)] == [(32, 64, 4)] * 2
+        assert [found(rows, num_bytes) for rows in (65, 256)] == [(128, 128, 3)] * 2
+    assert [found(rows, few) for rows in (33, 64)] == [(64, 64, 3)] * 2
+    assert [found(rows, large) for rows in (33, 64)] == [(64, 128, 4)] * 2
 
 
 def test_weights_become_floats_on_hopper() -> None:
