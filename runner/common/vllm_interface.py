@@ -380,7 +380,7 @@ DIFFERENT_ARGUMENTS: Mapping[str, str] = {
     "compilation_config": "a `CompileConfig` or a dictionary of its fields, which may have vLLM's `mode`, "
     "`cudagraph_mode` and `cudagraph_capture_sizes`; or a level, 0 to 3, where 0 compiles nothing",
     "cudagraph_capture_sizes": 'tokens, as vLLM\'s, ascending; or "traffic": those that suit what was run',
-    "data_parallel_size": "engines in processes of their own, behind one `LLM`, on one machine; not run on GPUs yet",
+    "data_parallel_size": "engines in processes of their own, behind one `LLM`, on one machine",
     "dtype": "`float32`, `bfloat16`, `float16` or `auto`: on a CPU bfloat16 for checkpoints of 16 bits if the "
     "processor lists `avx512_bf16`, `amx_bf16` or ARM's `bf16` (and for quantised ones), else float32",
     "enable_prefix_caching": "None is on",
