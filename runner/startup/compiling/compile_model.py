@@ -63,14 +63,18 @@ def compile_model(
     A graph that cannot be served is refused before anything is compiled. If `stand_in` is given, it is traced instead
     of the model, and `load` loads the weights while the pieces compile; the kernels of a step are compiled then, too.
     `all_layers`: a function from the layers of this stage of a pipeline to those of all stages.
-    With `background` there must be no `stand_in`: the pieces run as their graphs until it has compiled them.
+    With `background` there must be no `stand_in`: the pieces run as their graphs until it has compiled them. Kernels of
+    a step are compiled before this returns, unless the model comes from the cache.
     """
     loaded = load() if stand_in is None else stand_in
     device = loaded.device
     decided: list[Decided] = []
+    phases: set[str] = set()  # those that have begun
 
     def decide(calls: tuple[SplitCall, ...]) -> None:
         decided.append(decide_for(calls, loaded, config, max_model_len, max_num_tokens, all_layers))
+        if background is not None and "trace" in phases and compiles_kernels(device):
+            kernels.start()  # else the profile would compile them one after another
 
     def launch_kernels() -> None:
         compile_step_kernels(decided[-1], loaded, max_model_len, max_num_tokens)
@@ -90,6 +94,7 @@ def compile_model(
                 OWN_KERNELS.save()  # the kernels compiled since the pieces were stored
 
     def on_every_phase(phase: Phase) -> None:
+        phases.add(phase.name)
         if phase.name in _MEASURING:
             wait_for_kernels()
         if on_phase is not None:

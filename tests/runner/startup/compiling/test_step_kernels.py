@@ -13,6 +13,7 @@ from torch import nn
 
 import piecegraph as pg
 from piecegraph import CompileConfig, CompiledModel
+from piecegraph.compiler.building.background import BackgroundCompile
 from piecegraph.compiler.piece_compilers.eager import EagerPieceCompiler
 from piecegraph.progress import STEP_KERNELS, Phase
 from piecegraph.runner.attention.interface.kv_cache import KVCache
@@ -87,6 +88,7 @@ def compiled(
     *,
     stand_in: bool = True,
     passes: tuple[str, ...] = (),
+    background: BackgroundCompile | None = None,
     **options: Any,
 ) -> CompiledLM:
     happened = [] if launches is None else launches.happened
@@ -109,7 +111,8 @@ def compiled(
         if phase.seconds is not None:
             happened.append(phase.name)
 
-    return compile_model(without_weights if stand_in else None, load, config, MAX_LEN, 2 * MAX_LEN, on_phase)
+    first = without_weights if stand_in else None
+    return compile_model(first, load, config, MAX_LEN, 2 * MAX_LEN, on_phase, background=background)
 
 
 def config_only(family: str, folder: Path) -> Path:
@@ -186,6 +189,16 @@ def test_no_thread_starts_without_kernels_or_when_weights_come_first(
     compiled(tmp_path, launches, stand_in=False)
     assert not launches.layers
     assert STEP_KERNELS not in launches.happened
+
+
+def test_a_fast_start_has_them_when_the_model_is_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its weights come first, and its pieces are compiled later; the step that is profiled then finds its kernels."""
+    launches = Launches(monkeypatch)
+    launches.delay_s = 0.2
+    monkeypatch.setattr(compiling, "compiles_kernels", lambda device: True)
+    compiled(config_only("llama", tmp_path), launches, stand_in=False, background=BackgroundCompile())
+    assert launches.happened.index("trace") < launches.happened.index("launched")
+    assert launches.happened[-1] == STEP_KERNELS
 
 
 def test_a_start_from_the_cache_has_no_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
