@@ -76,10 +76,7 @@ def compile_model(
         if background is not None and "trace" in phases and compiles_kernels(device):
             kernels.start()  # else the profile would compile them one after another
 
-    def launch_kernels() -> None:
-        compile_step_kernels(decided[-1], loaded, max_model_len, max_num_tokens)
-
-    kernels = StepKernels(launch_kernels, device)
+    kernels = StepKernels(lambda: compile_step_kernels(decided[-1], loaded, max_model_len, max_num_tokens), device)
 
     def load_late() -> torch.nn.Module:
         weights = load()  # before the kernels: loading changes the default dtype of every thread
