@@ -297,6 +297,7 @@ COVERED_BY: Mapping[str, str] = {
     "tools/bench/kernels/attention_prefill.py": "tests/runner/attention/triton/kernels/test_prefill.py",
     "tools/bench/compare/llama_cpp_peer.py": "tests/tools/bench/compare/test_workload.py",
     "tools/bench/compare/transformers_peer.py": "tests/tools/bench/compare/test_workload.py",
+    "tools/bench/measure/offline_workload.py": "tests/tools/bench/test_throughput.py",
     "tools/bench/measure/machine.py": "tests/tools/commands/test_env.py",
     "tools/bench/pieces.py": "tests/tools/bench/test_passes.py",
     "tools/bench/session.py": "tests/tools/commands/test_bench.py",

@@ -19,7 +19,8 @@ from piecegraph.runner.scheduling.scheduler_output import ScheduledDecodes, Sche
 from piecegraph.tools.bench.latency import model_size
 from piecegraph.tools.bench.measure.ceilings import Ceilings
 from piecegraph.tools.bench.measure.floor import floor_seconds
-from piecegraph.tools.bench.throughput import Workload, generate
+from piecegraph.tools.bench.measure.offline_workload import Workload
+from piecegraph.tools.bench.throughput import generate
 
 WINDOW_STEPS = 50
 MARGIN_STEPS = 5  # on each side of the window, which the profiler's start and end disturb

@@ -99,8 +99,8 @@ def speculative(
         raise ConfigError("--num-requests: it is for the random prompts of a shape:NAME; give --prompt several times.")
     with bench_start(model, quiet=quiet, debug=debug) as begun:
         from piecegraph.runner.llm import LLM
+        from piecegraph.tools.bench.measure.offline_workload import make_workload
         from piecegraph.tools.bench.speculative import NO_DRAFTS, answers, measure
-        from piecegraph.tools.bench.throughput import make_workload
         from piecegraph.tools.command_line.shapes import head_folder, model_folder
 
         display, arguments = begun.display, with_compile_flags(arguments, values)

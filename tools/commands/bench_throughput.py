@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from piecegraph.errors import ConfigError
+from piecegraph.tools.bench.measure.offline_workload import make_workload
 from piecegraph.tools.bench.session import about, bench_arguments, bench_start, ceilings_line, output_flags
 from piecegraph.tools.command_line.compile_flags import with_compile_flags
 from piecegraph.tools.command_line.options import COMPILE_FLAGS, CONTEXT, LLM_FLAGS, RANGE, Command, flags
@@ -91,7 +92,7 @@ def throughput(
         with LLM(begun.folder, skip_tokenizer_init=True, on_phase=begun.on_phase, **arguments) as llm:
             from piecegraph.tools.bench.measure.engines import measure_engines
             from piecegraph.tools.bench.step_profile import profile_steps
-            from piecegraph.tools.bench.throughput import WARM_UP, make_workload, measure_throughput, throughput_notes
+            from piecegraph.tools.bench.throughput import WARM_UP, measure_throughput, throughput_notes
 
             ceilings = measure_engines(llm)
             workload = make_workload(

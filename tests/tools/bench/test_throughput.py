@@ -15,6 +15,7 @@ from piecegraph.runner.attention.interface.layer import AttentionLayer
 from piecegraph.runner.llm import LLM
 from piecegraph.tools.bench.measure.ceilings import Ceilings
 from piecegraph.tools.bench.measure.floor import ModelSize
+from piecegraph.tools.bench.measure.offline_workload import Lengths, Workload, make_workload
 from piecegraph.tools.bench.session import bench_arguments
 from piecegraph.tools.bench.step_profile import (
     LAUNCH_GAP_S,
@@ -30,11 +31,8 @@ from piecegraph.tools.bench.step_profile import (
     steady_steps,
 )
 from piecegraph.tools.bench.throughput import (
-    Lengths,
     ThroughputRow,
     ThroughputRun,
-    Workload,
-    make_workload,
     measure_throughput,
     warm_up,
     workload_floor_seconds,

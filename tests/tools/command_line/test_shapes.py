@@ -50,6 +50,7 @@ def test_a_shape_has_a_head(name: str, tmp_path: Path) -> None:
     from transformers import AutoConfig
 
     source = ModelSource(model=head_folder(f"shape:{name}", tmp_path), load_format="dummy")
-    head = eagle3_config(source, AutoConfig.from_pretrained(model_folder(f"shape:{name}", tmp_path)))
+    model = AutoConfig.from_pretrained(model_folder(f"shape:{name}", tmp_path))
+    head = eagle3_config(source, model)
     assert len(head.hidden_states) == 3 and head.draft_vocab_size == HEAD_TOKENS
-    assert head.layer_config.num_hidden_layers == 1 and head.layer_config.head_dim == 128
+    assert head.layer_config.num_hidden_layers == 1 and head.layer_config.head_dim == model.head_dim

@@ -63,7 +63,8 @@ def floors(llm: LLM, job: PeerJob, ceilings: Ceilings) -> dict[str, Any]:
     """Return the best that decode steps and the prefill can reach, at rates measured in this process."""
     from piecegraph.tools.bench.latency import model_size
     from piecegraph.tools.bench.measure.floor import floor_seconds
-    from piecegraph.tools.bench.throughput import Lengths, workload_floor_seconds
+    from piecegraph.tools.bench.measure.offline_workload import Lengths
+    from piecegraph.tools.bench.throughput import workload_floor_seconds
 
     size, buffers = model_size(llm), llm.runner.step.buffers
     context = job.prompt_tokens + job.decode_tokens / 2
@@ -84,7 +85,8 @@ def floors(llm: LLM, job: PeerJob, ceilings: Ceilings) -> dict[str, Any]:
 def offline(llm: LLM, job: PeerJob, ceilings: Ceilings, record: dict[str, Any]) -> None:
     """Run nano-vllm's workload at temperature 0.6, and write its figures into `record`."""
     from piecegraph.tools.bench.latency import model_size
-    from piecegraph.tools.bench.throughput import generate, make_workload, workload_floor_seconds
+    from piecegraph.tools.bench.measure.offline_workload import make_workload
+    from piecegraph.tools.bench.throughput import generate, workload_floor_seconds
 
     low, high = job.offline_tokens
     vocab_size, buffers = llm.engine.vocab_size, llm.runner.step.buffers

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-LARGEST_TOKEN_ID = 10_000  # of a prompt, as in the peers' benches
+from piecegraph.tools.bench.measure.offline_workload import LARGEST_TOKEN_ID
 
 Generate = Callable[[Sequence[list[int]], int], list[list[int]]]
 """A function that generates so many greedy tokens for each prompt, end-of-text tokens or not, and returns them."""

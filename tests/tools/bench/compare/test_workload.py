@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from piecegraph.tools.bench.compare import llama_cpp_peer, transformers_peer, workload
+from piecegraph.tools.bench.compare import llama_cpp_peer, transformers_peer
 from piecegraph.tools.bench.compare.compare import PeerRun, agreements
 from piecegraph.tools.bench.compare.workload import PeerJob, Prompts, decode_ms, job_of, prefill_rate
+from piecegraph.tools.bench.measure.offline_workload import LARGEST_TOKEN_ID
 from tests.runner.tiny_models import make_model, save
 
 JOB = PeerJob(model="m", batch_sizes=(1, 2), prompt_tokens=4, decode_tokens=5, prefill=(2, 8), offline_requests=0)
@@ -42,7 +43,7 @@ def test_a_prefill_is_all_tokens_over_the_time_to_the_first(monkeypatch: pytest.
 
 def test_all_programs_have_the_same_prompts() -> None:
     assert Prompts(64).make(2, 5) == Prompts(64).make(2, 5)
-    assert max(token for prompt in Prompts(10**6).make(50, 50) for token in prompt) <= workload.LARGEST_TOKEN_ID
+    assert max(token for prompt in Prompts(10**6).make(50, 50) for token in prompt) <= LARGEST_TOKEN_ID
 
 
 def test_tokens_that_agree_are_counted_to_the_first_that_differs() -> None:
