@@ -15,7 +15,8 @@ from triton.compiler import ASTSource
 
 from tests.gpus import H200
 
-HOPPER = GPUTarget("cuda", 90, 32)
+SHARED_BYTES = {80: 163 * 2**10, 89: 99 * 2**10, 90: H200.shared_bytes}
+"""The most shared memory that a program may use, by compute capability."""
 
 _POINTERS = {
     torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64",
@@ -51,10 +52,12 @@ def stack_bytes(compiled: Any, folder: Path) -> int:
     return int(re.findall(r"STACK:(\d+)", told)[-1])
 
 
-def compiled_for_gpu(kernel: Any, arguments: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
-    """What Triton makes of a kernel. `arguments` by parameter: tensors, of which only the dtype counts, numbers,
-    constants, None. Raises what Triton's compiler raises, and AssertionError for a kernel that no program has the
-    memory for."""
+def compiled_for_gpu(
+    kernel: Any, arguments: Mapping[str, Any], options: Mapping[str, Any], *, capability: int = 90
+) -> Any:
+    """What Triton makes of a kernel for a GPU of `capability`, by default Hopper's. `arguments` by parameter: tensors,
+    of which only the dtype counts, numbers, constants, None. Raises what Triton's compiler and ptxas raise, and
+    AssertionError for a kernel that no program has the memory for."""
     signature, constants, attributes = {}, {}, {}
     assert list(arguments) == kernel.arg_names
     for index, (parameter, value) in enumerate(zip(kernel.params, arguments.values(), strict=True)):
@@ -71,6 +74,6 @@ def compiled_for_gpu(kernel: Any, arguments: Mapping[str, Any], options: Mapping
             if value % 16 == 0 and not parameter.do_not_specialize:  # as Triton tells them apart
                 attributes[index,] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
-    compiled = triton.compile(source, target=HOPPER, options=dict(options))
-    assert compiled.metadata.shared <= H200.shared_bytes
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=dict(options))
+    assert compiled.metadata.shared <= SHARED_BYTES[capability]
     return compiled

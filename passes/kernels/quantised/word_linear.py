@@ -146,15 +146,28 @@ def _by_the_library(
 def scaled_factors(pair, PACKED_MATH: tl.constexpr, dtype: tl.constexpr):  # type: ignore[no-untyped-def]  # compiled by Triton
     """Return the factor and the offset of a group for `weights_of_run`; `pair` has a scale and an offset.
 
-    With packed math they are the scale times 2 ** 110 and the offset times 2 ** -23, twice each.
+    With packed math they are the scale times 2 ** 110 and the offset times 2 ** -23, twice each. A multiply-add of -0
+    gives the bits of a product, and sm_80 has it: a multiply of two bfloat16 needs sm_90.
     """
     if PACKED_MATH:
         factor = tl.inline_asm_elementwise(
-            "{ .reg .b32 s, f; prmt.b32 s, $1, $1, 0x1010; mov.b32 f, 0x76807680; mul.rn.bf16x2 $0, s, f; }",
+            """{
+            .reg .b32 s, up, zero;
+            prmt.b32 s, $1, $1, 0x1010;
+            mov.b32 up, 0x76807680;
+            mov.b32 zero, 0x80008000;
+            fma.rn.bf16x2 $0, s, up, zero;
+            }""",
             "=r,r", [pair], dtype=tl.int32, is_pure=True, pack=1,
         )  # fmt: skip
         offset = tl.inline_asm_elementwise(
-            "{ .reg .b32 o, f; prmt.b32 o, $1, $1, 0x3232; mov.b32 f, 0x34003400; mul.rn.bf16x2 $0, o, f; }",
+            """{
+            .reg .b32 o, down, zero;
+            prmt.b32 o, $1, $1, 0x3232;
+            mov.b32 down, 0x34003400;
+            mov.b32 zero, 0x80008000;
+            fma.rn.bf16x2 $0, o, down, zero;
+            }""",
             "=r,r", [pair], dtype=tl.int32, is_pure=True, pack=1,
         )  # fmt: skip
     else:

@@ -1,9 +1,10 @@
-"""Linears over 4-bit weights in words: in Triton's interpreter, compiled for sm_90, and at real sizes on a GPU."""
+"""Linears over 4-bit weights in words: in Triton's interpreter, compiled for GPUs, and at real sizes on a GPU."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -68,25 +69,40 @@ def test_the_interpreted_kernel_equals_float64(case: object) -> None:
     interpreted(case)  # type: ignore[arg-type]
 
 
+def compiled_linear(num_rows: int, group: int, capability: int = 90) -> Any:
+    """The kernel at 4096 x 4096 in bfloat16."""
+    tiles = kernels.pick_word_tiles(num_rows, 4096 * 4096 // 2)
+    floats, integers32 = torch.empty(0, dtype=torch.bfloat16), torch.empty(0, dtype=torch.int32)
+    arguments = {
+        "x": floats, "words": integers32, "scale": integers32, "bias": None, "out": floats, "num_columns": 4096,
+        "size": 4096, "num_groups": 4096 // group, "num_rows": num_rows, "num_blocks": 8, "BLOCK_M": tiles.block_m,
+        "BLOCK_N": tiles.block_n, "STAGES": tiles.num_stages, "GROUP": group, "PACKED_MATH": True,
+        "OVERLAP": capability >= 90,
+    }  # fmt: skip
+    options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+    return compiled_for_gpu(kernels.word_linear_kernel, arguments, options, capability=capability)
+
+
 @pytest.mark.parametrize(
     ("num_rows", "group"),
     [(1, 128), pytest.param(32, 32, marks=pytest.mark.slow), pytest.param(128, 128, marks=pytest.mark.slow)],
 )
 def test_it_compiles_for_hopper(num_rows: int, group: int, tmp_path: Path) -> None:
     """With tensor cores, no spilled register, and reads of 4 bytes or more."""
-    tiles = kernels.pick_word_tiles(num_rows, 4096 * 4096 // 2)
-    floats, integers32 = torch.empty(0, dtype=torch.bfloat16), torch.empty(0, dtype=torch.int32)
-    arguments = {
-        "x": floats, "words": integers32, "scale": integers32, "bias": None, "out": floats, "num_columns": 4096,
-        "size": 4096, "num_groups": 4096 // group, "num_rows": num_rows, "num_blocks": 8, "BLOCK_M": tiles.block_m,
-        "BLOCK_N": tiles.block_n, "STAGES": tiles.num_stages, "GROUP": group, "PACKED_MATH": True, "OVERLAP": True,
-    }  # fmt: skip
-    options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
-    compiled = compiled_for_gpu(kernels.word_linear_kernel, arguments, options)
+    compiled = compiled_linear(num_rows, group)
     ptx = compiled.asm["ptx"]
     assert "mma" in ptx and stack_bytes(compiled, tmp_path) == 0
     assert "10" in re.findall(r"cp\.async\.c[ag]\.shared\.global.*?, 0x(\w+)", ptx), "copied by 16 bytes"
     assert not re.findall(r"ld\.global\S*\.b(8|16)", ptx), "nothing is read singly"
+
+
+@pytest.mark.parametrize(
+    ("capability", "num_rows"),
+    [(80, 1), pytest.param(89, 1, marks=pytest.mark.slow), pytest.param(89, 128, marks=pytest.mark.slow)],
+)
+def test_it_compiles_for_gpus_before_hopper(capability: int, num_rows: int) -> None:
+    """Packed math takes only instructions that the first GPUs with bfloat16 have."""
+    assert "fma.rn.bf16x2" in compiled_linear(num_rows, 128, capability).asm["ptx"]
 
 
 def test_tiles_follow_rows_and_bytes() -> None:
