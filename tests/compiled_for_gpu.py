@@ -13,10 +13,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from tests.gpus import H200
-
-SHARED_BYTES = {80: 163 * 2**10, 89: 99 * 2**10, 90: H200.shared_bytes}
-"""The most shared memory that a program may use, by compute capability."""
+from tests.gpus import SHARED_BYTES
 
 _POINTERS = {
     torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64",

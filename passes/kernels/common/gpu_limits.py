@@ -55,3 +55,8 @@ H200 = GpuLimits(num_sms=132, shared_bytes=232448, can_overlap=True)
 def gpu_limits(index: int) -> GpuLimits:
     """Return the limits of the CUDA device with `index`. A repeated call costs next to nothing."""
     return GpuLimits.of(torch.device("cuda", index))
+
+
+def limits_of(device: torch.device) -> GpuLimits:
+    """Return the limits of a GPU; for a CPU, where kernels are interpreted, those of an H200."""
+    return gpu_limits(device.index or 0) if device.type == "cuda" else H200

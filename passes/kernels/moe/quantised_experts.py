@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from piecegraph.passes.kernels.common.gpu_limits import limits_of
 from piecegraph.passes.kernels.common.overlapped import OverlappedKernel
 from piecegraph.passes.kernels.common.own_kernel import own_kernel
 from piecegraph.passes.kernels.elementwise.gated import clamped_swiglu, gated
@@ -41,14 +42,14 @@ def _scales(weights: Stored) -> torch.Tensor:
 
 
 def pick_expert_tiles(
-    num_pairs: int, num_experts: int, layouts: tuple[WeightLayout, ...], itemsize: int
+    num_pairs: int, num_experts: int, layouts: tuple[WeightLayout, ...], itemsize: int, shared_bytes: int
 ) -> list[Tiles]:
     """Return the tiles of both products, with as many rows; none if groups of one fit no tile.
 
     Half as many rows again as an expert has on average: most experts then fit into one block.
     """
     rows = min(-(-3 * num_pairs // (2 * min(num_pairs, num_experts))), MAX_BLOCK_ROWS)
-    found = [pick_tiles(rows, layout, itemsize) for layout in layouts]
+    found = [pick_tiles(rows, layout, itemsize, shared_bytes) for layout in layouts]
     return [tiles for tiles in found if tiles is not None] if None not in found else []
 
 
@@ -71,7 +72,8 @@ def quantised_experts_on_gpu(
     num_pairs, hidden, size = num_tokens * top_k, second.num_columns, second.size
     if num_pairs == 0:
         return torch.empty_like(x)
-    tiles = pick_expert_tiles(num_pairs, num_experts, (first, second), x.element_size())
+    shared_bytes = limits_of(x.device).shared_bytes
+    tiles = pick_expert_tiles(num_pairs, num_experts, (first, second), x.element_size(), shared_bytes)
     if not tiles:
         return None
     # One expert more than there are takes the pairs of other ranks.

@@ -9,10 +9,11 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from piecegraph.passes.kernels.common.gpu_limits import limits_of
 from piecegraph.passes.kernels.common.overlapped import OverlappedKernel
 from piecegraph.passes.kernels.common.own_kernel import own_kernel
-from piecegraph.passes.kernels.quantised.split_sums import add_parts_on_gpu, num_parts, num_sms
-from piecegraph.passes.kernels.quantised.weight_tiles import Tiles, WeightLayout
+from piecegraph.passes.kernels.quantised.split_sums import add_parts_on_gpu, num_parts
+from piecegraph.passes.kernels.quantised.weight_tiles import Tiles, WeightLayout, stages_that_fit
 
 MIN_LIBRARY_ROWS = 256
 """The least rows of e4m3 whose product the library computes, if a row and a channel have one scale each; half as many
@@ -22,8 +23,11 @@ WIDE = 8192
 """The most output channels for which there are few programs with large tiles."""
 
 
-def pick_rounded_tiles(num_rows: int, layout: WeightLayout) -> Tiles | None:
-    """Return the tiles for `num_rows`; None if groups fit no tile. The sizes were the fastest of a sweep on an H200."""
+def pick_rounded_tiles(num_rows: int, layout: WeightLayout, shared_bytes: int) -> Tiles | None:
+    """Return the tiles for `num_rows`; None if groups fit no tile.
+
+    `shared_bytes` of a program bound the stages. The sizes were the fastest of a sweep on an H200.
+    """
     is_wide, wanted = layout.num_columns > WIDE, 128
     if num_rows <= 64:
         block_m = max(triton.next_power_of_2(num_rows), 16)
@@ -37,7 +41,11 @@ def pick_rounded_tiles(num_rows: int, layout: WeightLayout) -> Tiles | None:
     while layout.group and wanted > layout.group:
         wanted //= 2  # a power of two, as every tile is
     block_k = layout.block_k(wanted, 32)
-    return None if block_k is None else Tiles(block_m, block_n, block_k, num_warps, stages)
+    if block_k is None:
+        return None
+    step_bytes = block_m * 4 if layout.group else 0
+    stage_bytes = (block_m + block_n) * block_k + layout.scale_bytes(block_n, block_k) + step_bytes
+    return Tiles(block_m, block_n, block_k, num_warps, stages_that_fit(stages, stage_bytes, shared_bytes))
 
 
 def rounded_linear_on_gpu(
@@ -52,7 +60,8 @@ def rounded_linear_on_gpu(
     """Return `(values * step) @ (weight * scale).T + bias` in `dtype`; None if no kernel fits the groups."""
     layout = WeightLayout.of(weight, scale, block)
     num_rows, size = values.shape
-    tiles = pick_rounded_tiles(num_rows, layout)
+    gpu = limits_of(values.device)
+    tiles = pick_rounded_tiles(num_rows, layout, gpu.shared_bytes)
     if tiles is None or step.shape[1] != scale.shape[1]:
         return None
     if _library_multiplies(num_rows, layout, weight.dtype, dtype):
@@ -67,7 +76,7 @@ def rounded_linear_on_gpu(
         num_warps=tiles.num_warps,
         part_bytes=out.numel() * 4,
         weight_bytes=weight.nbytes,
-        sms=num_sms(values.device),
+        sms=gpu.num_sms,
     )
     is_integer = weight.dtype is torch.int8 and layout.group == 0
     sums = out

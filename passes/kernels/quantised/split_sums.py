@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from piecegraph.passes.kernels.common.gpu_limits import H200, gpu_limits
 from piecegraph.passes.kernels.common.overlapped import OverlappedKernel
 from piecegraph.passes.kernels.common.own_kernel import own_kernel
 
@@ -23,11 +22,6 @@ WARPS_OF_A_MULTIPROCESSOR = 8
 
 BLOCK = 256
 """The columns of a program that adds parts."""
-
-
-def num_sms(device: torch.device) -> int:
-    """Return the multiprocessors of a GPU; for a CPU, where kernels are interpreted, those of an H200."""
-    return gpu_limits(device.index or 0).num_sms if device.type == "cuda" else H200.num_sms
 
 
 def num_parts(

@@ -53,9 +53,29 @@ class WeightLayout:
             block //= 2
         return None
 
+    def scale_bytes(self, block_n: int, block_k: int) -> int:
+        """Return the most bytes of scales and offsets that a tile of weights reads, if they are float32."""
+        if not self.group and not self.has_offset:
+            return 0  # of a whole row, read once
+        return block_n * self.groups_in(block_k) * (8 if self.has_offset else 4)
+
     def groups_in(self, block_k: int) -> int:
         """Return the groups in a tile of `block_k` columns; 1 if they are larger than the tile."""
         return max(block_k // self.group, 1) if self.group else 1
+
+
+HELD_BYTES = 164 * 2**10
+"""The shared memory of a program above which a GPU's tensor cores (Hopper's, and Blackwell's but for GeForce) read
+tiles from there, so that the tile at work is held beside those on their way. Others take it into registers first."""
+
+
+def stages_that_fit(wanted: int, stage_bytes: int, shared_bytes: int) -> int:
+    """Return how many stages a loop has, at most `wanted` and at least 1, in `shared_bytes` of a program.
+
+    `stage_bytes`: of the tiles that a turn of the loop reads.
+    """
+    at_work = 0 if shared_bytes >= HELD_BYTES else 1  # stages that take no shared memory
+    return max(min(wanted, shared_bytes // stage_bytes + at_work), 1)
 
 
 @dataclass(frozen=True, slots=True)

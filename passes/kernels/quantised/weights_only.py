@@ -15,13 +15,15 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from piecegraph.passes.kernels.common.gpu_limits import limits_of
 from piecegraph.passes.kernels.common.overlapped import OverlappedKernel
 from piecegraph.passes.kernels.common.own_kernel import own_kernel
-from piecegraph.passes.kernels.quantised.split_sums import add_parts_on_gpu, num_parts, num_sms
+from piecegraph.passes.kernels.quantised.split_sums import add_parts_on_gpu, num_parts
 from piecegraph.passes.kernels.quantised.weight_tiles import (
     Tiles,
     WeightLayout,
     scaled_tile,
+    stages_that_fit,
     streamed_product,
     unpacked_floats,
 )
@@ -36,15 +38,20 @@ FLOAT_BYTES = 64 * 2**20
 """The most bytes of weights that are floats at one time."""
 
 
-def pick_tiles(num_rows: int, layout: WeightLayout, itemsize: int) -> Tiles | None:
+def pick_tiles(num_rows: int, layout: WeightLayout, itemsize: int, shared_bytes: int) -> Tiles | None:
     """Return the tiles for `num_rows`; None if groups fit no tile.
 
-    `itemsize`: bytes of a number of the input. Few rows take few channels, and their sums may be split
-    (`split_sums.py`), so that all multiprocessors read weights. The sizes were the fastest of a sweep on an H200.
+    `itemsize`: bytes of a number of the input; `shared_bytes`: of a program, which bound the stages. Few rows take few
+    channels, and their sums may be split (`split_sums.py`), so that all multiprocessors read weights. The sizes were
+    the fastest of a sweep on an H200.
     """
     block_m, block_n, num_warps, wanted, stages = _tile_sizes(num_rows, layout, itemsize)
     block_k = layout.block_k(wanted, 32 if layout.is_packed else 16)
-    return None if block_k is None else Tiles(block_m, block_n, block_k, num_warps, stages)
+    if block_k is None:
+        return None
+    stage_bytes = block_n * block_k // (2 if layout.is_packed else 1) + block_m * block_k * itemsize
+    stage_bytes += layout.scale_bytes(block_n, block_k)
+    return Tiles(block_m, block_n, block_k, num_warps, stages_that_fit(stages, stage_bytes, shared_bytes))
 
 
 def _tile_sizes(num_rows: int, layout: WeightLayout, itemsize: int) -> tuple[int, int, int, int, int]:
@@ -77,7 +84,8 @@ def weights_only_linear_on_gpu(
     """Return `x @ w.T + bias` in `dtype`, `[num_rows, num_columns]`; None if the groups of weights fit no tile."""
     layout = WeightLayout.of(weight, scale, block)
     num_rows = x.shape[0]
-    tiles = pick_tiles(num_rows, layout, x.element_size())
+    gpu = limits_of(x.device)
+    tiles = pick_tiles(num_rows, layout, x.element_size(), gpu.shared_bytes)
     if tiles is None:
         return None
     if num_rows > (MAX_STREAMED_PACKED_ROWS if layout.is_packed else MAX_STREAMED_ROWS):
@@ -92,7 +100,7 @@ def weights_only_linear_on_gpu(
         num_warps=tiles.num_warps,
         part_bytes=out.numel() * 4,
         weight_bytes=weight.nbytes,
-        sms=num_sms(x.device),
+        sms=gpu.num_sms,
     )
     sums = out if parts == 1 else out.new_empty((parts, *out.shape), dtype=torch.float32)
     sizes = (

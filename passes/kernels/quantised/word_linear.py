@@ -14,10 +14,12 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from piecegraph.passes.kernels.common.gpu_limits import limits_of
 from piecegraph.passes.kernels.common.overlapped import OverlappedKernel
 from piecegraph.passes.kernels.common.own_kernel import own_kernel
 from piecegraph.passes.kernels.common.ptx import prefetch
-from piecegraph.passes.kernels.quantised.split_sums import add_parts_on_gpu, num_parts, num_sms
+from piecegraph.passes.kernels.quantised.split_sums import add_parts_on_gpu, num_parts
+from piecegraph.passes.kernels.quantised.weight_tiles import stages_that_fit
 from piecegraph.passes.kernels.quantised.words import WORD_COLUMNS
 
 MAX_WORD_ROWS = 256
@@ -47,19 +49,26 @@ class WordTiles:
         return -(-num_columns // self.block_n) * -(-num_rows // self.block_m)
 
 
-def pick_word_tiles(num_rows: int, num_bytes: int) -> WordTiles:
+def pick_word_tiles(num_rows: int, num_bytes: int, shared_bytes: int) -> WordTiles:
     """Return the tiles for `num_rows` and words of `num_bytes`, by a sweep on an H200.
 
-    The fewer the rows, the more stages: the smaller is the share of the inputs in what a stage holds.
+    The fewer the rows, the more stages: the smaller is the share of the inputs in what a stage holds. `shared_bytes` of
+    a program bound them.
     """
-    if num_rows <= 32:
-        rows, stages = (16, 6) if num_rows <= 16 else (32, 4)
-        return WordTiles(block_m=rows, block_n=64, num_warps=4, num_stages=stages)
-    if num_rows <= 64:
-        if num_bytes > LARGE_BYTES:
-            return WordTiles(block_m=64, block_n=128, num_warps=8, num_stages=4)
-        return WordTiles(block_m=64, block_n=64, num_warps=4, num_stages=3)
-    return WordTiles(block_m=128, block_n=128, num_warps=8, num_stages=3)
+    if num_rows <= 16:
+        block_m, block_n, num_warps, stages = 16, 64, 4, 6
+    elif num_rows <= 32:
+        block_m, block_n, num_warps, stages = 32, 64, 4, 4
+    elif num_rows <= 64 and num_bytes > LARGE_BYTES:
+        block_m, block_n, num_warps, stages = 64, 128, 8, 4
+    elif num_rows <= 64:
+        block_m, block_n, num_warps, stages = 64, 64, 4, 3
+    else:
+        block_m, block_n, num_warps, stages = 128, 128, 8, 3
+    # Words, floats of 16 bits, and scales with offsets for each of four groups, the most that there are.
+    stage_bytes = block_n * WORD_COLUMNS // 2 + block_m * WORD_COLUMNS * 2 + block_n * 4 * 4
+    num_stages = stages_that_fit(stages, stage_bytes, shared_bytes)
+    return WordTiles(block_m=block_m, block_n=block_n, num_warps=num_warps, num_stages=num_stages)
 
 
 def word_linear_on_gpu(
@@ -79,7 +88,8 @@ def word_linear_on_gpu(
     out = x.new_empty((num_rows, num_columns))
     if num_rows == 0:
         return out
-    tiles = pick_word_tiles(num_rows, words.nbytes)
+    gpu = limits_of(x.device)
+    tiles = pick_word_tiles(num_rows, words.nbytes, gpu.shared_bytes)
     blocks = size // WORD_COLUMNS
     parts = num_parts(
         tiles.num_programs(num_rows, num_columns),
@@ -87,7 +97,7 @@ def word_linear_on_gpu(
         num_warps=tiles.num_warps,
         part_bytes=out.numel() * 4,
         weight_bytes=words.nbytes,
-        sms=num_sms(x.device),
+        sms=gpu.num_sms,
         warps_of_sm=WARPS_OF_A_MULTIPROCESSOR,
     )
     sums = out if parts == 1 else out.new_empty((parts, *out.shape), dtype=torch.float32)

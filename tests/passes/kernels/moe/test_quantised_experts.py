@@ -11,6 +11,7 @@ import torch
 from piecegraph.passes.kernels.moe import quantised_experts as kernels
 from piecegraph.passes.ops.quantised.experts import QUANTISED_EXPERTS, quantised_experts_reference
 from tests.compiled_for_gpu import compile_for_gpu
+from tests.gpus import H200
 from tests.interpreter import interpreted
 from tests.passes.kernels.quantised.quantised_inputs import relative_rms
 from tests.passes.ops.quantised.expert_inputs import CLAMPED, SCHEMES, SILU, exact, expert_inputs
@@ -64,7 +65,7 @@ def constants(scheme: str, which: int, num_pairs: int = 4096) -> tuple[dict[str,
     given = expert_inputs(scheme, num_experts=2, hidden=2880, size=2880, dtype=torch.bfloat16, gate=CLAMPED)
     stored = (given.gate_up, given.down)
     layouts = tuple(kernels.layout_of(each) for each in stored)
-    tiles = kernels.pick_expert_tiles(num_pairs, 32, layouts, 2)[which]
+    tiles = kernels.pick_expert_tiles(num_pairs, 32, layouts, 2, H200.shared_bytes)[which]
     made = kernels._constants(stored[which], layouts[which], tiles)
     scale = kernels._scales(stored[which])
     floats, integers = torch.empty(0, dtype=torch.bfloat16), torch.empty(0, dtype=torch.int32)

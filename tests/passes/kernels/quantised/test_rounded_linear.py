@@ -1,8 +1,9 @@
-"""Linears over rounded rows: in Triton's interpreter, compiled for sm_90, and at real sizes on a GPU."""
+"""Linears over rounded rows: in Triton's interpreter, compiled for GPUs, and at real sizes on a GPU."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from piecegraph.passes.kernels.quantised.weight_tiles import WeightLayout
 from piecegraph.passes.ops.quantised.fp8_linear import FP8_LINEAR
 from piecegraph.passes.ops.quantised.int8_inputs_linear import INT8_INPUTS_LINEAR
 from piecegraph.passes.ops.quantised.rounded_rows import WHOLE_TOKEN, rounded_reference
-from tests.compiled_for_gpu import compile_for_gpu
+from tests.compiled_for_gpu import compiled_for_gpu
+from tests.gpus import H200, SHARED_BYTES
 from tests.interpreter import interpreted
 from tests.passes.kernels.quantised.quantised_inputs import (
     Weights,
@@ -57,25 +59,54 @@ def test_the_interpreted_kernel_equals_float64(check: Callable[[], None]) -> Non
     interpreted(check)
 
 
-@pytest.mark.parametrize("num_rows", [1, pytest.param(64, marks=pytest.mark.slow), 128])
-@pytest.mark.parametrize("scheme", ["int8", "e4m3", "e4m3 in blocks"])
-def test_it_compiles_for_hopper(scheme: str, num_rows: int) -> None:
-    """With tensor cores, and in the memory of a program; few rows in parts."""
+def compiled_linear(scheme: str, num_rows: int, num_columns: int = 4096, capability: int = 90) -> str:
+    """The PTX of the kernel at 4096 input columns; few rows in parts."""
     is_part = num_rows == 1
     out = torch.bfloat16 if not is_part else torch.int32 if scheme == "int8" else torch.float32
-    weights = rounded_inputs(4096, 512)[scheme]
-    layout = WeightLayout.of(weights.values, weights.scale, weights.block)
-    tiles = kernels.pick_rounded_tiles(num_rows, layout)
+    weights = rounded_inputs(64, 512)[scheme]
+    layout = replace(WeightLayout.of(weights.values, weights.scale, weights.block), num_columns=num_columns)
+    tiles = kernels.pick_rounded_tiles(num_rows, layout, SHARED_BYTES[capability])
     assert tiles is not None
     arguments = {
         "values": weights.values, "step": torch.empty(0), "weight": weights.values, "scale": weights.scale,
-        "bias": None, "out": torch.empty(0, dtype=out), "num_columns": 4096, "size": 4096,
+        "bias": None, "out": torch.empty(0, dtype=out), "num_columns": num_columns, "size": 4096,
         "num_groups": 8, "num_rows": num_rows, "num_tiles": 4, "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n,
         "BLOCK_K": tiles.block_k, "STAGES": tiles.num_stages, "GROUP": layout.group, "BLOCK_ROWS": layout.block_rows,
-        "IS_PART": is_part, "OVERLAP": True,
+        "IS_PART": is_part, "OVERLAP": capability >= 90,
     }  # fmt: skip
     options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
-    assert "mma" in compile_for_gpu(kernels.rounded_linear_kernel, arguments, options)
+    compiled = compiled_for_gpu(kernels.rounded_linear_kernel, arguments, options, capability=capability)
+    ptx: str = compiled.asm["ptx"]
+    return ptx
+
+
+@pytest.mark.parametrize("num_rows", [1, pytest.param(64, marks=pytest.mark.slow), 128])
+@pytest.mark.parametrize("scheme", ["int8", "e4m3", "e4m3 in blocks"])
+def test_it_compiles_for_hopper(scheme: str, num_rows: int) -> None:
+    """With tensor cores, and in the memory of a program."""
+    assert "mma" in compiled_linear(scheme, num_rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("scheme", "capability"), [("int8", 80), ("int8", 89), ("e4m3", 89)])
+def test_the_largest_tile_compiles_for_gpus_before_hopper(scheme: str, capability: int) -> None:
+    """In the memory of their programs, 163 and 99 KiB. GPUs before 8.9 have no e4m3."""
+    assert "mma" in compiled_linear(scheme, 256, 28672, capability)
+
+
+@pytest.mark.parametrize("shared_bytes", SHARED_BYTES.values())
+def test_stages_fit_into_the_memory_of_a_program(shared_bytes: int) -> None:
+    """For every scheme, and reads are ahead of products: two stages or more. An H200 has all that its sweep found."""
+    for weights in rounded_inputs(64, 512).values():
+        read = WeightLayout.of(weights.values, weights.scale, weights.block)
+        for layout in (replace(read, num_columns=num_columns) for num_columns in (1024, 8192, 28672)):
+            for num_rows in (1, 16, 17, 32, 33, 64, 65, 128, 129, 256, 257, 1000):
+                tiles = kernels.pick_rounded_tiles(num_rows, layout, shared_bytes)
+                assert tiles is not None and tiles.num_stages >= 2
+                held = tiles.num_stages - (shared_bytes < H200.shared_bytes)  # before Hopper one is in registers
+                assert held * (tiles.block_m + tiles.block_n) * tiles.block_k <= shared_bytes
+                if shared_bytes == H200.shared_bytes:
+                    assert tiles == kernels.pick_rounded_tiles(num_rows, layout, 2**30)
 
 
 @pytest.mark.gpu

@@ -1,11 +1,12 @@
-"""`WeightLayout`: what it reads from a weight and its scales, and tiles that groups do not cross."""
+"""`WeightLayout`: what it reads from a weight and its scales, and tiles that groups do not cross; stages that fit."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from piecegraph.passes.kernels.quantised.weight_tiles import WeightLayout
+from piecegraph.passes.kernels.quantised.weight_tiles import WeightLayout, stages_that_fit
+from tests.gpus import A100, H200, RTX_4090
 from tests.passes.kernels.quantised.quantised_inputs import e4m3, weights_only
 
 
@@ -32,3 +33,12 @@ def test_tiles_and_groups_do_not_cross(group: int, block_k: int | None, groups: 
     assert layout.block_k(128, 16) == block_k
     if block_k is not None:
         assert layout.groups_in(block_k) == groups
+
+
+def test_stages_are_as_many_as_fit() -> None:
+    """The one at work takes memory on Hopper alone; a loop has one stage at least."""
+    stage = 48 * 2**10
+    found = [stages_that_fit(9, stage, gpu.shared_bytes) for gpu in (RTX_4090, A100, H200)]
+    assert found == [3, 4, 4]
+    assert stages_that_fit(3, stage, H200.shared_bytes) == 3
+    assert stages_that_fit(3, H200.shared_bytes + 1, H200.shared_bytes) == 1

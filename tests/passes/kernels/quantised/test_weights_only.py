@@ -1,7 +1,8 @@
-"""Linears over quantised weights: in Triton's interpreter, compiled for sm_90, and at real sizes on a GPU."""
+"""Linears over quantised weights: in Triton's interpreter, compiled for GPUs, and at real sizes on a GPU."""
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from piecegraph.passes.ops.quantised.fp8_linear import FP8_LINEAR
 from piecegraph.passes.ops.quantised.grouped_linear import GROUPED_LINEAR
 from piecegraph.passes.ops.quantised.int8_linear import INT8_LINEAR
 from tests.compiled_for_gpu import compile_for_gpu, compiled_for_gpu, stack_bytes
+from tests.gpus import H200, SHARED_BYTES
 from tests.interpreter import interpreted
 from tests.passes.kernels.quantised.quantised_inputs import (
     Weights,
@@ -79,13 +81,11 @@ def test_the_interpreted_kernel_equals_float64(check: Any) -> None:
     interpreted(check)
 
 
-@pytest.mark.parametrize("num_rows", [1, pytest.param(64, marks=pytest.mark.slow), 128])
-@pytest.mark.parametrize("scheme", ["int8", "int4 in groups of 32", "e4m3 in blocks"])
-def test_it_compiles_for_hopper(scheme: str, num_rows: int, tmp_path: Path) -> None:
-    """With tensor cores, and in the memory of a program."""
+def compiled_linear(scheme: str, num_rows: int, capability: int = 90) -> Any:
+    """The kernel at 4096 input columns in bfloat16; many rows of weights without groups take the largest tile."""
     weights = weights_only(4096, 512, torch.bfloat16)[scheme]
     layout = WeightLayout.of(weights.values, weights.scale, weights.block)
-    tiles = kernels.pick_tiles(num_rows, layout, 2)
+    tiles = kernels.pick_tiles(num_rows, layout, 2, SHARED_BYTES[capability])
     assert tiles is not None
     floats = torch.empty(0, dtype=torch.bfloat16)
     arguments = {
@@ -95,15 +95,47 @@ def test_it_compiles_for_hopper(scheme: str, num_rows: int, tmp_path: Path) -> N
         "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k, "STAGES": tiles.num_stages,
         "PACKED": 2 if layout.is_packed else 1, "GROUP": layout.group, "GROUPS": layout.groups_in(tiles.block_k),
         "BLOCK_ROWS": layout.block_rows, "HAS_OFFSET": layout.has_offset, "PACKED_MATH": True,
-        "OVERLAP": True,
+        "OVERLAP": capability >= 90,
     }  # fmt: skip
     options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
-    compiled = compiled_for_gpu(kernels.weights_only_kernel, arguments, options)
+    return compiled_for_gpu(kernels.weights_only_kernel, arguments, options, capability=capability)
+
+
+@pytest.mark.parametrize("num_rows", [1, pytest.param(64, marks=pytest.mark.slow), 128])
+@pytest.mark.parametrize("scheme", ["int8", "int4 in groups of 32", "e4m3 in blocks"])
+def test_it_compiles_for_hopper(scheme: str, num_rows: int, tmp_path: Path) -> None:
+    """With tensor cores, and in the memory of a program."""
+    compiled = compiled_linear(scheme, num_rows)
     assert "mma" in compiled.asm["ptx"]
     assert stack_bytes(compiled, tmp_path) == 0, "no register spills"
     copied = re.findall(r"cp\.async\.c[ag]\.shared\.global.*?, 0x(\w+)", compiled.asm["ptx"])
     assert "10" in copied, "inputs are copied by 16 bytes"
     assert len(re.findall(r"ld\.global\S*\.b(8|16)", compiled.asm["ptx"])) <= 2, "in the loop nothing is read singly"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 89])
+@pytest.mark.parametrize("scheme", ["int8", "int4 in groups of 32"])
+def test_the_largest_tile_compiles_for_gpus_before_hopper(scheme: str, capability: int) -> None:
+    """In the memory of their programs, 163 and 99 KiB."""
+    assert "mma" in compiled_linear(scheme, 256, capability).asm["ptx"]
+
+
+@pytest.mark.parametrize("shared_bytes", SHARED_BYTES.values())
+def test_stages_fit_into_the_memory_of_a_program(shared_bytes: int) -> None:
+    """For every scheme, and reads are ahead of products: two stages or more. An H200 has all that its sweep found."""
+    for weights in weights_only(64, 192, torch.bfloat16).values():
+        read = WeightLayout.of(weights.values, weights.scale, weights.block)
+        for layout in (replace(read, num_columns=num_columns) for num_columns in (1024, 4096, 28672)):
+            for num_rows, itemsize in itertools.product((1, 16, 17, 32, 33, 64, 65, 128, 129, 256), (2, 4)):
+                tiles = kernels.pick_tiles(num_rows, layout, itemsize, shared_bytes)
+                assert tiles is not None and tiles.num_stages >= 2
+                values = tiles.block_n * tiles.block_k // (2 if layout.is_packed else 1)
+                floats = tiles.block_m * tiles.block_k * itemsize
+                held = tiles.num_stages - (shared_bytes < H200.shared_bytes)  # before Hopper one is in registers
+                assert held * (values + floats) <= shared_bytes
+                if shared_bytes == H200.shared_bytes:
+                    assert tiles == kernels.pick_tiles(num_rows, layout, itemsize, 2**30)
 
 
 def test_weights_become_floats_on_hopper() -> None:

@@ -13,6 +13,7 @@ from piecegraph.passes.kernels.quantised import word_linear as kernels
 from piecegraph.passes.kernels.quantised.words import to_words
 from piecegraph.passes.ops.quantised.grouped_linear import GROUPED_LINEAR
 from tests.compiled_for_gpu import compile_for_gpu, compiled_for_gpu, stack_bytes
+from tests.gpus import H200, SHARED_BYTES
 from tests.interpreter import interpreted
 from tests.passes.kernels.quantised.quantised_inputs import Weights, integers, relative_rms, split_everything
 
@@ -71,7 +72,7 @@ def test_the_interpreted_kernel_equals_float64(case: object) -> None:
 
 def compiled_linear(num_rows: int, group: int, capability: int = 90) -> Any:
     """The kernel at 4096 x 4096 in bfloat16."""
-    tiles = kernels.pick_word_tiles(num_rows, 4096 * 4096 // 2)
+    tiles = kernels.pick_word_tiles(num_rows, 4096 * 4096 // 2, SHARED_BYTES[capability])
     floats, integers32 = torch.empty(0, dtype=torch.bfloat16), torch.empty(0, dtype=torch.int32)
     arguments = {
         "x": floats, "words": integers32, "scale": integers32, "bias": None, "out": floats, "num_columns": 4096,
@@ -110,7 +111,7 @@ def test_tiles_follow_rows_and_bytes() -> None:
     few, large = 8 * 2**20, 28 * 2**20
 
     def found(num_rows: int, num_bytes: int) -> tuple[int, int, int]:
-        tiles = kernels.pick_word_tiles(num_rows, num_bytes)
+        tiles = kernels.pick_word_tiles(num_rows, num_bytes, H200.shared_bytes)
         return tiles.block_m, tiles.block_n, tiles.num_stages
 
     for num_bytes in (few, large):
@@ -119,6 +120,17 @@ def test_tiles_follow_rows_and_bytes() -> None:
         assert [found(rows, num_bytes) for rows in (65, 256)] == [(128, 128, 3)] * 2
     assert [found(rows, few) for rows in (33, 64)] == [(64, 64, 3)] * 2
     assert [found(rows, large) for rows in (33, 64)] == [(64, 128, 4)] * 2
+
+
+@pytest.mark.parametrize("shared_bytes", SHARED_BYTES.values())
+def test_stages_fit_into_the_memory_of_a_program(shared_bytes: int) -> None:
+    """And reads are ahead of products: two stages or more."""
+    for num_rows in (1, 16, 17, 32, 33, 64, 65, 128, 256):
+        for num_bytes in (kernels.LARGE_BYTES, kernels.LARGE_BYTES + 1):
+            tiles = kernels.pick_word_tiles(num_rows, num_bytes, shared_bytes)
+            words, floats = tiles.block_n * 64, tiles.block_m * 256  # bytes of 128 columns
+            held = tiles.num_stages - (shared_bytes < H200.shared_bytes)  # one at work is in registers before Hopper
+            assert tiles.num_stages >= 2 and held * (words + floats + 16 * tiles.block_n) <= shared_bytes
 
 
 def test_weights_become_floats_on_hopper() -> None:
