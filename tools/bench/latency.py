@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -45,9 +45,14 @@ class LatencyRow:
 def model_size(holder: Holder) -> ModelSize:
     """Return what a step reads: every parameter except an embedding that no matmul uses.
 
-    Quantised weights count with the bytes that they are stored in; a byte of uint8 holds two parameters.
+    Quantised weights count with the bytes that they are stored in; a byte of uint8 holds two parameters. Keys and
+    values count in the dtype of their cache.
     """
-    layers = attention_layers(holder.compiled.split_calls)
+    caches = holder.runner.step.kv_caches
+    layers = tuple(
+        replace(layer, cache_dtype=caches[layer.name].key.dtype)
+        for layer in attention_layers(holder.compiled.split_calls)
+    )
     tensors = {t.data_ptr(): (name, t) for name, t in holder.compiled.bound_tensors() if _is_weight(t)}
     params = size_bytes = logits_params = expert_params = expert_bytes = num_experts = 0
     is_tied = not any("lm_head" in name for name, _ in tensors.values())

@@ -14,7 +14,8 @@ from piecegraph.tools.bench.decode_batch import DecodeBatch, Shares, share_of
 from piecegraph.tools.bench.latency import measure_latency
 from piecegraph.tools.bench.measure.ceilings import Ceilings
 from piecegraph.tools.bench.measure.engines import from_engines, has_own_engine
-from piecegraph.tools.bench.throughput import make_workload, measure_throughput
+from piecegraph.tools.bench.measure.offline_workload import make_workload
+from piecegraph.tools.bench.throughput import measure_throughput
 from tests.runner.data_parallel.engines_in_threads import llm_of_engines
 from tests.runner.tiny_models import VOCAB_SIZE, llama_config, random_model, save
 

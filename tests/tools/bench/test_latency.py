@@ -14,6 +14,7 @@ from piecegraph import LLM
 from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
 from piecegraph.tools.bench.latency import latency_notes, mean_of_steps, measure_latency, model_size, time_steps
 from piecegraph.tools.bench.measure.ceilings import Ceilings
+from piecegraph.tools.bench.measure.floor import cache_bytes
 from tests.runner.distributed.test_executor import two_ranks
 from tests.runner.tiny_models import FAMILIES, llama_config, make_model, random_model, save
 
@@ -52,6 +53,13 @@ def test_a_model_without_routes_reads_all_of_it(tmp_path: Path) -> None:
     assert size.experts is None
     assert size.bytes_read(1) == size.weight_bytes
     assert size.params_a_token == size.matmul_params - size.logits_params
+
+
+def test_keys_and_values_in_8_bits_are_read_as_they_are_kept(tmp_path: Path) -> None:
+    folder = save(random_model(llama_config()), tmp_path)
+    with opened(folder) as plain, LLM(folder, **LLM_ARGUMENTS, kv_cache_dtype="fp8") as llm:
+        whole, small = model_size(plain).layers, model_size(llm).layers
+    assert cache_bytes(small, 1, 10) == cache_bytes(whole, 1, 10) / 4  # of float32
 
 
 @pytest.mark.slow

@@ -66,11 +66,8 @@ def floor_seconds(
 
 
 def cache_bytes(layers: Sequence[AttentionLayer], batch_size: int, context: float) -> float:
-    """Return the bytes of keys and values that one decode step reads."""
-    return batch_size * sum(
-        min(context, layer.window or context)
-        * layer.num_kv_heads
-        * (layer.key_dim + layer.value_dim)
-        * layer.dtype.itemsize
-        for layer in layers
-    )
+    """Return the bytes of keys and values that one decode step reads, each in the dtype that it is kept in.
+
+    Values that are the beginning of keys are read with them.
+    """
+    return batch_size * sum(min(context, layer.window or context) * layer.cache_spec.page_bytes(1) for layer in layers)

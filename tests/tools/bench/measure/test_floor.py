@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -10,6 +12,8 @@ from piecegraph.tools.bench.measure.ceilings import Ceilings
 from piecegraph.tools.bench.measure.floor import ModelSize, RoutedExperts, cache_bytes, floor_seconds
 
 RATES = Ceilings(read_bytes_per_s=1e9, flops_per_s=1e12)
+EIGHT_BILLION = {"matmul_params": 7_504_658_432, "logits_params": 525_336_576, "weight_bytes": 2 * 7_504_658_432}
+"""The weights of Llama-3-8B that a step reads: all but the embedding."""
 
 
 def layer(window: int = 0) -> AttentionLayer:
@@ -29,6 +33,23 @@ def layer(window: int = 0) -> AttentionLayer:
 
 def test_cached_keys_and_values_are_read_once() -> None:
     assert cache_bytes([layer()], batch_size=3, context=100) == 3 * 100 * 2 * (8 + 16) * 2
+
+
+def test_keys_and_values_count_in_the_dtype_of_their_cache() -> None:
+    """In e4m3 they have half the bytes: the floor of an 8B's shape, 32 requests of 4096 tokens, on an H200."""
+    shape = {"num_q_heads": 32, "num_kv_heads": 8, "key_dim": 128, "value_dim": 128}
+    whole = replace(layer(), **shape)
+    small = replace(whole, cache_dtype=torch.float8_e4m3fn)
+    assert cache_bytes([small], 32, 4096) == cache_bytes([whole], 32, 4096) / 2
+    h200 = Ceilings(read_bytes_per_s=4.3e12, flops_per_s=8e14)
+    ms = [
+        1e3 * floor_seconds(ModelSize(**EIGHT_BILLION, layers=(each,) * 32), h200, 32, 4096) for each in (whole, small)
+    ]
+    assert ms == pytest.approx([7.49, 5.49], abs=0.01)
+
+
+def test_values_that_are_part_of_keys_are_read_with_them() -> None:
+    assert cache_bytes([replace(layer(), is_latent=True)], batch_size=3, context=100) == 3 * 100 * 2 * 8 * 2
 
 
 def test_a_window_reads_no_more_than_it_sees() -> None:
