@@ -12,7 +12,9 @@ from piecegraph.tools.bench.measure.ceilings import Ceilings
 from piecegraph.tools.bench.measure.floor import ModelSize, RoutedExperts, cache_bytes, floor_seconds
 
 RATES = Ceilings(read_bytes_per_s=1e9, flops_per_s=1e12)
-EIGHT_BILLION = {"matmul_params": 7_504_658_432, "logits_params": 525_336_576, "weight_bytes": 2 * 7_504_658_432}
+EIGHT_BILLION = ModelSize(
+    matmul_params=7_504_658_432, logits_params=525_336_576, weight_bytes=2 * 7_504_658_432, layers=()
+)
 """The weights of Llama-3-8B that a step reads: all but the embedding."""
 
 
@@ -37,14 +39,11 @@ def test_cached_keys_and_values_are_read_once() -> None:
 
 def test_keys_and_values_count_in_the_dtype_of_their_cache() -> None:
     """In e4m3 they have half the bytes: the floor of an 8B's shape, 32 requests of 4096 tokens, on an H200."""
-    shape = {"num_q_heads": 32, "num_kv_heads": 8, "key_dim": 128, "value_dim": 128}
-    whole = replace(layer(), **shape)
+    whole = replace(layer(), num_q_heads=32, num_kv_heads=8, key_dim=128, value_dim=128)
     small = replace(whole, cache_dtype=torch.float8_e4m3fn)
     assert cache_bytes([small], 32, 4096) == cache_bytes([whole], 32, 4096) / 2
     h200 = Ceilings(read_bytes_per_s=4.3e12, flops_per_s=8e14)
-    ms = [
-        1e3 * floor_seconds(ModelSize(**EIGHT_BILLION, layers=(each,) * 32), h200, 32, 4096) for each in (whole, small)
-    ]
+    ms = [1e3 * floor_seconds(replace(EIGHT_BILLION, layers=(each,) * 32), h200, 32, 4096) for each in (whole, small)]
     assert ms == pytest.approx([7.49, 5.49], abs=0.01)
 
 
