@@ -45,15 +45,15 @@ class LatencyRow:
 def model_size(holder: Holder) -> ModelSize:
     """Return what a step reads: every parameter except an embedding that no matmul uses.
 
-    Quantised weights count with the bytes that they are stored in; a byte of uint8 holds two parameters. Keys and
-    values count in the dtype of their cache.
+    Quantised weights count with the bytes that they are stored in; a byte of uint8 holds two parameters, a word of
+    int32 eight. Keys and values count in the dtype of their cache.
     """
     caches = holder.runner.step.kv_caches
     layers = tuple(
         replace(layer, cache_dtype=caches[layer.name].key.dtype)
         for layer in attention_layers(holder.compiled.split_calls)
     )
-    tensors = {t.data_ptr(): (name, t) for name, t in holder.compiled.bound_tensors() if _is_weight(t)}
+    tensors = {t.data_ptr(): (name, t) for name, t in holder.compiled.bound_tensors() if _is_weight(name, t)}
     params = size_bytes = logits_params = expert_params = expert_bytes = num_experts = 0
     is_tied = not any("lm_head" in name for name, _ in tensors.values())
     for name, tensor in tensors.values():
@@ -64,10 +64,10 @@ def model_size(holder: Holder) -> ModelSize:
         size_bytes += tensor.nbytes
         if "lm_head" in name or ("embed" in name and is_tied):
             logits_params += num_params
-        if tensor.dim() == 3:  # one matrix an expert
+        if tensor.dim() >= 3 and not name.endswith("weight_scale"):  # one matrix an expert; scales of linears have 3
             num_experts = tensor.shape[0]
-            expert_params += tensor.numel()
-            expert_bytes += tensor.numel() * tensor.element_size()
+            expert_params += num_params
+            expert_bytes += tensor.nbytes
     top_k = getattr(holder.hf_config.get_text_config(decoder=True), "num_experts_per_tok", None)
     experts = None
     if num_experts and top_k:
@@ -77,15 +77,17 @@ def model_size(holder: Holder) -> ModelSize:
     )
 
 
-def _is_weight(tensor: torch.Tensor) -> bool:
+def _is_weight(name: str, tensor: torch.Tensor) -> bool:
+    if tensor.dtype is torch.int32:
+        return name.endswith("_packed")  # words of quantised weights; others are indices
     return tensor.is_floating_point() or tensor.dtype in (torch.int8, torch.uint8)
 
 
 def _num_params(name: str, tensor: torch.Tensor) -> int:
     """Return the parameters that the values of a tensor are: none for the scales of quantised ones."""
-    if name.endswith("weight_scale"):
+    if name.endswith("_scale"):
         return 0
-    return tensor.numel() * (2 if tensor.dtype is torch.uint8 else 1)
+    return tensor.numel() * {torch.uint8: 2, torch.int32: 8}.get(tensor.dtype, 1)
 
 
 def latency_notes(num_ranks: int, num_engines: int) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from piecegraph import LLM
 from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
 from piecegraph.tools.bench.latency import latency_notes, mean_of_steps, measure_latency, model_size, time_steps
 from piecegraph.tools.bench.measure.ceilings import Ceilings
-from piecegraph.tools.bench.measure.floor import cache_bytes
+from piecegraph.tools.bench.measure.floor import RoutedExperts, cache_bytes
 from tests.runner.distributed.test_executor import two_ranks
 from tests.runner.tiny_models import FAMILIES, llama_config, make_model, random_model, save
 
@@ -70,6 +71,27 @@ def test_quantised_weights_are_read_in_the_bytes_they_are_stored_in(tmp_path: Pa
         whole, small = model_size(plain), model_size(llm)
     assert (small.matmul_params, small.logits_params) == (whole.matmul_params, whole.logits_params)
     assert small.weight_bytes == whole.weight_bytes / 4  # scales have one dim
+
+
+def test_every_layout_of_quantised_weights_is_read_whole() -> None:
+    """Words of 4 bits and what else a GPU holds; scales are read, are no parameters and make no experts."""
+    tensors = {
+        "mlp_up_proj_weight_packed": torch.zeros(16, 8, dtype=torch.int32),
+        "mlp_up_proj_weight_scale": torch.zeros(16, 2, 2, dtype=torch.bfloat16),
+        "mlp_experts_down_proj_packed": torch.zeros(4, 16, 32, dtype=torch.uint8),
+        "mlp_experts_down_proj_scale": torch.zeros(4, 16, 2, dtype=torch.uint8),
+        "places": torch.zeros(64, 64, dtype=torch.int32),
+    }
+    holder: Any = SimpleNamespace(
+        runner=SimpleNamespace(step=SimpleNamespace(kv_caches={})),
+        compiled=SimpleNamespace(split_calls=(), bound_tensors=tensors.items),
+        hf_config=SimpleNamespace(get_text_config=lambda decoder: SimpleNamespace(num_experts_per_tok=2)),
+    )
+    size = model_size(holder)
+    assert size.matmul_params == 16 * 64 + 4 * 16 * 64
+    assert size.weight_bytes == 16 * 8 * 4 + 16 * 2 * 2 * 2 + 4 * 16 * 32 + 4 * 16 * 2
+    experts = RoutedExperts(params=4 * 16 * 64, num_bytes=4 * 16 * 32 + 4 * 16 * 2, num_experts=4, top_k=2)
+    assert size.experts == experts
 
 
 @pytest.mark.parametrize("measure", [mean_of_steps, time_steps])
