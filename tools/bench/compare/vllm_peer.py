@@ -166,7 +166,7 @@ def offline(engine: OneEngine | SeveralEngines, job: PeerJob) -> dict[str, float
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the record of the job that the options name, and leave none of vLLM's processes."""
+    """Return the record of the job that the options name, and leave none of vLLM's processes, whatever is raised."""
     job: PeerJob = options.job
     made: list[OneEngine | SeveralEngines] = []
 
@@ -179,11 +179,14 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
         return generate, engine.vocab_size
 
-    record = measure_job(job, "vllm", import_it, load)
-    if job.offline_requests:
-        record |= offline(made[0], job)
-    made[0].close()
-    return record
+    try:
+        record = measure_job(job, "vllm", import_it, load)
+        if job.offline_requests:
+            record |= offline(made[0], job)
+        return record
+    finally:
+        for engine in made:
+            engine.close()
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -148,6 +148,18 @@ def test_several_engines_are_asked_at_once(fake: FakeVllm, capsys: pytest.Captur
     assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in fake.environment
 
 
+def test_an_engine_whose_run_fails_is_closed(
+    fake: FakeVllm, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(engine: object, job: PeerJob) -> dict[str, float]:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(vllm_peer, "offline", fail)
+    with pytest.raises(ZeroDivisionError):
+        record_of(capsys)
+    assert fake.closed == 1
+
+
 def test_what_is_set_in_the_environment_stays(
     fake: FakeVllm, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
