@@ -52,9 +52,9 @@ def stack_bytes(compiled: Any, folder: Path) -> int:
 def compiled_for_gpu(
     kernel: Any, arguments: Mapping[str, Any], options: Mapping[str, Any], *, capability: int = 90
 ) -> Any:
-    """What Triton makes of a kernel for a GPU of `capability`, by default Hopper's. `arguments` by parameter: tensors,
-    of which only the dtype counts, numbers, constants, None. Raises what Triton's compiler and ptxas raise, and
-    AssertionError for a kernel that no program has the memory for."""
+    """Return what Triton makes of a kernel for a GPU of `capability`, by default Hopper's. `arguments` has for each
+    parameter a tensor, of which only the dtype counts, a number, a constant or None. Raises what Triton's compiler and
+    ptxas raise, and AssertionError for a kernel that no program has the memory for."""
     signature, constants, attributes = {}, {}, {}
     assert list(arguments) == kernel.arg_names
     for index, (parameter, value) in enumerate(zip(kernel.params, arguments.values(), strict=True)):

@@ -23,9 +23,8 @@ def grouped_linear(
     `x` is a float `[..., size]`. `weight` is int8 `[num_columns, size]`; or uint8 `[num_columns, size / 2]` with two
     values from 0 to 15 in each byte, the first in the low bits; or int32 `[num_columns, size / 8]` with such values in
     the order of `words.py`. `scale` is float `[num_columns, num_groups]` without offsets, or `[num_columns, num_groups,
-    2]` with the offset after the scale; `num_groups` divides `size`. `w` is rounded to the dtype of `x`, except that
-    few rows may be multiplied by the values in words first, and by their scales afterwards. A new tensor; nothing is
-    mutated.
+    2]` with the offset after the scale; `num_groups` divides `size`. `w` is rounded to the dtype of `x`. A new
+    tensor; nothing is mutated.
     """
     num_columns = weight.shape[0]
     rows = x.reshape(-1, x.shape[-1])
