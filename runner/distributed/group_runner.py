@@ -8,7 +8,7 @@ masks are made of, is what the others hold, too.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -61,7 +61,12 @@ class GroupRunner(ModelRunner):
 
         Nothing can run after it.
         """
-        self.group.abort(torch.cuda.current_stream(self.group.device).query, super().close)
+        stream = torch.cuda.current_stream(self.group.device)
+        self.group.abort(stream.query, super().close, self.take_others())
+
+    def take_others(self) -> Sequence[Callable[[], None]]:
+        """Return what closes connections beside `group`, which are no longer this runner's."""
+        return ()
 
     def close(self) -> None:
         """Free the graphs, then the connections to other ranks. Idempotent."""

@@ -68,7 +68,7 @@ class LeadingLockstepRunner(LeadingRunner, LockstepRunner):
 
     def run_idle(self) -> None:
         """Take part in a step in which this engine has no request, on all of its ranks."""
-        with self.executor.in_step():
+        with self.in_step():
             self.executor.send("idle")
             super().run_idle()
 

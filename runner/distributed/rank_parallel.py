@@ -68,7 +68,7 @@ def rank_parallel(
         world=world,
         stage=stage,
         connect_others=link.connect,
-        abort_others=link.close,
+        take_others=link.take_connections,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +46,8 @@ class StageRunner(GroupRunner):
     def __init__(self, *, link: StageLink, **parts: Any) -> None:
         super().__init__(**parts)
         self._link = link
-        self._sends = OrderedSends(self.step.buffers.input_ids.device)  # of tokens, by the last stage
+        device = self.step.buffers.input_ids.device
+        self._sends = OrderedSends(device, on_error=link.fail)  # of tokens, by the last stage
         self._executed: deque[SchedulerOutput] = deque()  # by this stage, if it is not the last; not yet sampled
         self._awaited: deque[AwaitedTokens] = deque()  # not yet recorded, in the order of steps
 
@@ -94,10 +95,9 @@ class StageRunner(GroupRunner):
         self._executed.clear()
         super().reset()
 
-    def abort(self) -> None:
-        """End what this rank's GPU waits for; nothing can run after it."""
-        self._link.close()
-        super().abort()
+    def take_others(self) -> Sequence[Callable[[], None]]:
+        """Return what closes the connections to other stages."""
+        return self._link.take_connections()
 
     def close(self) -> None:
         """Free the connections to other stages, then the graphs and those to other ranks. Idempotent."""

@@ -264,8 +264,10 @@ class ModelRunner:
 
     def close(self) -> None:
         """Free the graphs. Idempotent."""
-        self._outputs.close()
-        self.graphs.close()
+        try:
+            self._outputs.close()
+        finally:
+            self.graphs.close()
 
     def _add(self, added: AddedRequest) -> None:
         step = self.step

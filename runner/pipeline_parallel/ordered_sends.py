@@ -24,9 +24,14 @@ class OrderedSends:
     step is launched meanwhile. After a call that raises no other runs.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        """`device`: where the tokens are computed."""
+    def __init__(self, device: torch.device, on_error: Callable[[BaseException], None]) -> None:
+        """`device`: where the tokens are computed. `on_error` gets what a call has raised in the thread.
+
+        It has to end the wait of those who expect the tokens: this rank may itself wait for one of them, so that
+        there would be no later call to raise the error.
+        """
         self._device = device
+        self._on_error = on_error
         self._calls: queue.Queue[Callable[[], None] | None] = queue.Queue()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -64,4 +69,5 @@ class OrderedSends:
                 self._error = error
                 if not isinstance(error, CollectiveError):  # else another rank knows the cause
                     logger.error("the tokens of a step were not sent", exc_info=error)
+                self._on_error(error)
             self._calls.task_done()

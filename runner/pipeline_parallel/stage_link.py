@@ -10,6 +10,7 @@ the host when they are sent, since the first rank's scheduler wants them there, 
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
@@ -75,6 +76,8 @@ class StageLink:
         self._check = check
         self._hidden: Any = None
         self._tokens: Any = None
+        self._lock = threading.Lock()  # over who takes the groups in order to close them
+        self._failure: BaseException | None = None  # given to `fail`
         self._sent: deque[tuple[Any, torch.Tensor]] = deque()  # transfers that may not have ended, with what they read
         self._sent_hidden: deque[Any] = deque()  # the last transfers of hidden states, one out of each buffer
         self._num_sent = 0  # batches of hidden states
@@ -143,14 +146,27 @@ class StageLink:
         self._wait(self._start(lambda: self._tokens.recv([received], self._stage.num_stages - 1, 1)))
         return received.numpy().tobytes()
 
+    def fail(self, error: BaseException) -> None:
+        """Close the connections from another thread; this rank's transfers raise `error` from then on."""
+        self._failure = error
+        for close in self.take_connections():
+            close()
+
     def close(self) -> None:
         """Close the connections, which makes transfers of other stages fail. Idempotent."""
-        groups = [group for group in (self._hidden, self._tokens) if group is not None]
-        self._hidden = self._tokens = None
-        for group in groups:
-            group.abort()
+        for close in self.take_connections():
+            close()
         self._sent.clear()
         self._sent_hidden.clear()
+
+    def take_connections(self) -> list[Callable[[], None]]:
+        """Return what closes the connections, which are no longer this object's. Those of tokens come first.
+
+        Others learn from them that this stage is lost, and the abort of a transfer between GPUs may take its time.
+        """
+        with self._lock:
+            groups, self._tokens, self._hidden = (self._tokens, self._hidden), None, None
+        return [group.abort for group in groups if group is not None]
 
     def _group(self, name: str, *, num_threads: int) -> Any:
         gloo: Any = dist.ProcessGroupGloo
@@ -174,12 +190,12 @@ class StageLink:
 
     def _start(self, start: Callable[[], Any]) -> Any:
         if self._hidden is None:
-            raise CollectiveError("this connection of stages is closed.")
+            raise self._closed_error()
         try:
             return start()
         except (RuntimeError, AttributeError) as error:
             if self._hidden is None:  # closed by another thread
-                raise CollectiveError("this connection of stages is closed.") from error
+                raise self._closed_error() from error
             if isinstance(error, AttributeError):
                 raise
             raise CollectiveError(str(error).partition("\n")[0]) from error
@@ -188,4 +204,7 @@ class StageLink:
         try:
             work.wait()
         except RuntimeError as error:
-            raise CollectiveError(str(error).partition("\n")[0]) from error
+            raise self._failure or CollectiveError(str(error).partition("\n")[0]) from error
+
+    def _closed_error(self) -> BaseException:
+        return self._failure or CollectiveError("this connection of stages is closed.")

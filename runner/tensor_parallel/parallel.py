@@ -33,12 +33,11 @@ class Parallel:
     stage: Stage | None = None  # its stage of a pipeline; None: there is one stage
     peers: EnginePeers | None = None  # the engines that it shares experts with; None: there are none
     connect_others: Callable[[torch.device], None] = lambda device: None  # stages or engines, at about the same time
-    abort_others: Callable[[], None] = lambda: None  # ends transfers between stages that a GPU waits in
+    take_others: Callable[[], Sequence[Callable[[], None]]] = tuple  # what closes connections to other stages
 
     def abort(self, is_over: Callable[[], bool]) -> None:
         """End what this rank's GPU waits for, with ranks and stages, until `is_over`; nothing can run after it."""
-        self.abort_others()
-        self.group.abort(is_over)
+        self.group.abort(is_over, others=self.take_others())
 
     @property
     def everyone(self) -> RankGroup:

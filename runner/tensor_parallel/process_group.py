@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import json
 import socket
-import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from piecegraph.runner.pipeline_parallel.connections import (
     nccl_group,
     no_check,
 )
+from piecegraph.runner.tensor_parallel.aborting import Closing, attempt, wait_until
 from piecegraph.runner.tensor_parallel.symmetric_sums import NCCL, SymmetricSums, why_not_symmetric
 
 ABORT_S = 5.0
@@ -142,7 +142,8 @@ class RankGroup:
     def connect(self, device: torch.device) -> None:
         """Connect all ranks, which have to call this at about the same time. `device`: where their tensors are.
 
-        An interrupt, or what `check` raises, leaves a thread behind, whose waits end after the group's timeout.
+        An interrupt, or what `check` raises, leaves a thread behind, which ends with its library's wait: after the
+        group's timeout over gloo; over NCCL after the store's, at most `START_TIMEOUT_S`.
         """
         self.exchange("connects", "")
         self.is_on_gpu, self.device = device.type == "cuda", device
@@ -190,10 +191,11 @@ class RankGroup:
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Return the sum over all ranks; the bits are equal on all ranks."""
-        way = NCCL if self._symmetric is None or not x.is_contiguous() else self._symmetric.way(x)
-        if self._symmetric is not None and way != NCCL:
+        symmetric = self._symmetric  # read once: `abort` may take it meanwhile
+        way = NCCL if symmetric is None or not x.is_contiguous() else symmetric.way(x)
+        if symmetric is not None and way != NCCL:
             output = torch.empty_like(x)
-            self._symmetric.add_up(x, output, way)
+            symmetric.add_up(x, output, way)
         else:
             output = x.clone(memory_format=torch.contiguous_format)
             self.all_reduce_in_place(output)
@@ -201,50 +203,56 @@ class RankGroup:
 
     def all_reduce_in_place(self, x: torch.Tensor) -> None:
         """Replace `x`, which must be contiguous, by the sum over all ranks; the bits are equal on all ranks."""
-        way = NCCL if self._symmetric is None else self._symmetric.way(x)
-        if self._symmetric is not None and way != NCCL:
-            self._symmetric.add_up(x, x, way)
+        symmetric = self._symmetric
+        way = NCCL if symmetric is None else symmetric.way(x)
+        if symmetric is not None and way != NCCL:
+            symmetric.add_up(x, x, way)
         else:
             self._nccl_sum(x)
 
     def _nccl_sum(self, x: torch.Tensor) -> None:
         options = dist.AllreduceOptions()
         options.asyncOp = False  # NCCL then runs it on the current stream
-        self._wait(lambda: self._group.allreduce([x], options))
+        self._wait(lambda group: group.allreduce([x], options))
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """Return `x` of all ranks, joined in the last dim."""
         own = x.contiguous()
         parts = [torch.empty_like(own) for _ in range(self.size)]
-        self._wait(lambda: self._group.allgather([parts], [own]))
+        self._wait(lambda group: group.allgather([parts], [own]))
         return torch.cat(parts, -1)
 
-    def abort(self, is_done: Callable[[], bool], free_graphs: Callable[[], None] = lambda: None) -> None:
+    def abort(
+        self,
+        is_done: Callable[[], bool],
+        free_graphs: Callable[[], None] = lambda: None,
+        others: Sequence[Callable[[], None]] = (),
+    ) -> None:
         """Close, and end the collectives in which this rank's GPU waits for a rank that is lost.
 
         `free_graphs` destroys the graphs that hold collectives; it is called once `is_done`, and not at all if that
         takes longer than `ABORT_S`. NCCL's abort ends kernels that wait, and then returns only when no graph holds a
-        collective of its communicator (`commDestroySync` polls for that), so it runs in a thread. That thread may go
-        on behind this call if something keeps a graph.
+        collective of its communicator (`commDestroySync` polls for that), so each connection is closed in a thread of
+        its own; one may go on behind this call if something keeps a graph. `others` close connections outside of this
+        group, which the GPU may wait in as well.
+
+        Raises nothing for a step that fails: it is logged, and the others are taken.
         """
         symmetric = self._symmetric
         deadline = time.monotonic() + ABORT_S
-        closing = threading.Thread(target=_call_all, args=(self._take_connections(),), daemon=True)
-        closing.start()
+        closing = Closing([*others, *self._take_connections()])
         if symmetric is not None:
-            symmetric.release(is_done)
-        while not (ended := is_done()) and time.monotonic() < deadline:
-            time.sleep(CHECK_S)
-        if ended:
-            free_graphs()
-        closing.join(max(0.0, deadline - time.monotonic()))
+            attempt(lambda: symmetric.release(is_done), "kernels that wait for lost ranks were not released")
+        if wait_until(is_done, deadline):
+            attempt(free_graphs, "graphs that hold collectives were not freed")
+        closing.wait(deadline)
 
     def gather_tokens(self, x: torch.Tensor) -> torch.Tensor:
         """Return the rows of `x` of all engines, one engine's behind the other's; each has as many rows."""
         engines = self._engines
         own = x.contiguous()
         parts = own.new_empty((engines.size, *own.shape))
-        engines._wait(lambda: engines._group.allgather([list(parts.unbind(0))], [own]))
+        engines._wait(lambda group: group.allgather([list(parts.unbind(0))], [own]))
         return parts.flatten(0, 1)
 
     def scatter_sum(self, x: torch.Tensor) -> torch.Tensor:
@@ -252,7 +260,7 @@ class RankGroup:
         engines = self._engines
         own = x.new_empty((x.shape[0] // engines.size, *x.shape[1:]))
         options = dist.ReduceScatterOptions()
-        engines._wait(lambda: engines._group._reduce_scatter_base(own, x.contiguous(), options))
+        engines._wait(lambda group: group._reduce_scatter_base(own, x.contiguous(), options))
         return own
 
     @property
@@ -265,7 +273,8 @@ class RankGroup:
 
         Free the graphs that hold collectives first: see `abort`.
         """
-        _call_all(self._take_connections())
+        for close in self._take_connections():
+            close()
 
     def _take_connections(self) -> list[Callable[[], None]]:
         """Return what closes the connections, which are no longer this group's."""
@@ -275,20 +284,17 @@ class RankGroup:
         found += [] if group is None else [group.abort]
         return found + ([] if self.engines is None else self.engines._take_connections())
 
-    def _wait(self, start: Callable[[], Any]) -> None:
-        if self._group is None:
+    def _wait(self, start: Callable[[Any], Any]) -> None:
+        """Start a collective of the group, which another thread may close at any time, and wait for it."""
+        group = self._group
+        if group is None:
             raise CollectiveError("this group of ranks is closed.")
         try:
-            work = start()
+            work = start(group)
             if work is not None:  # else it runs on the current stream
                 work.wait()
         except RuntimeError as error:
             raise CollectiveError(str(error).partition("\n")[0]) from error
-
-
-def _call_all(functions: list[Callable[[], None]]) -> None:
-    for function in functions:
-        function()
 
 
 def _boot_id() -> str:

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 PREFIX = "PIECEGRAPH_"
+
+_BEING_SET = threading.RLock()
 
 CACHE_DIR = "PIECEGRAPH_CACHE_DIR"
 """The directory of what piecegraph keeps between runs, instead of the user's cache directory."""
@@ -60,15 +63,16 @@ def child_environment(changes: Mapping[str, str]) -> dict[str, str]:
 
 @contextmanager
 def set_by_default(name: str, value: str) -> Iterator[None]:
-    """Set a variable of this process inside the block, unless it is set."""
-    if name in os.environ:
-        yield
-        return
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        os.environ.pop(name, None)
+    """Set a variable of this process inside the block, unless it is set; one thread at a time."""
+    with _BEING_SET:
+        if name in os.environ:
+            yield
+            return
+        os.environ[name] = value
+        try:
+            yield
+        finally:
+            os.environ.pop(name, None)
 
 
 def gpus_of(first: int, count: int) -> dict[str, str]:

@@ -13,9 +13,13 @@ TIMEOUT_S = 60.0
 CPU = torch.device("cpu")
 
 
+def fail(error: BaseException) -> None:
+    raise error
+
+
 def test_tokens_that_are_there_are_sent_at_once_and_others_in_order() -> None:
     """A call whose tokens are there waits for an earlier one whose tokens are not; the caller waits for none."""
-    sends, sent, computed, done = OrderedSends(CPU), list[str](), threading.Event(), threading.Event()
+    sends, sent, computed, done = OrderedSends(CPU, fail), list[str](), threading.Event(), threading.Event()
 
     def second() -> None:
         computed.wait(TIMEOUT_S)
@@ -39,19 +43,13 @@ def test_tokens_that_are_there_are_sent_at_once_and_others_in_order() -> None:
 
 @pytest.mark.parametrize(("error", "is_logged"), [(ValueError("planted"), True), (CollectiveError("planted"), False)])
 def test_nothing_is_sent_after_a_failure(error: Exception, is_logged: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """The next call raises it; a failure that is no other rank's is logged at once, as there may be no next call."""
-    sends, has_failed = OrderedSends(CPU), threading.Event()
-
-    def fail() -> None:
-        try:
-            raise error
-        finally:
-            has_failed.set()
-
+    """It is given to `on_error` and, if it is not another rank's, logged: there may be no next call to raise it."""
+    found: list[BaseException] = []
+    sends = OrderedSends(CPU, found.append)
     with caplog.at_level(logging.ERROR):
-        sends.send(fail, is_ready=False)
+        sends.send(lambda: fail(error), is_ready=False)
         sends.close()
-    assert has_failed.is_set()
+    assert found == [error]
     assert ("the tokens of a step were not sent" in caplog.text) is is_logged
     with pytest.raises(type(error), match="planted"):
         sends.send(lambda: None, is_ready=True)

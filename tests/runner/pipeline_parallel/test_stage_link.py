@@ -67,3 +67,43 @@ def test_a_closed_connection_says_so() -> None:
     link.close()
     with pytest.raises(CollectiveError, match="this connection of stages is closed"):
         link.send_hidden(torch.zeros(1, 1), torch.zeros(1, 1, 1))
+
+
+def test_an_error_of_the_sending_thread_ends_the_waits_of_other_stages() -> None:
+    """The stage itself has to say why it ended; the others have lost it."""
+    raised: dict[int, BaseException] = {}
+    waiting = threading.Barrier(2, timeout=TIMEOUT_S)
+
+    def run(index: int, link: StageLink) -> None:
+        try:
+            if index == 0:
+                expected = link.expect_tokens(1)
+                waiting.wait()
+                expected.get()
+            else:
+                waiting.wait()
+                link.fail(ValueError("planted"))
+                link.receive_hidden(torch.zeros(3))
+        except Exception as error:
+            raised[index] = error
+
+    run_stages(2, run)
+    assert isinstance(raised[0], CollectiveError)
+    assert isinstance(raised[1], ValueError)
+
+
+def test_the_connection_of_tokens_is_closed_first() -> None:
+    closed: list[str] = []
+
+    class Group:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def abort(self) -> None:
+            closed.append(self.name)
+
+    link = StageLink(dist.HashStore(), Stage(index=0, num_stages=2), 1.0)
+    link._hidden, link._tokens = Group("hidden"), Group("tokens")
+    link.close()
+    link.close()
+    assert closed == ["tokens", "hidden"]

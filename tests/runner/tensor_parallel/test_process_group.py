@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from piecegraph.errors import ConfigError, WorkerError
 from piecegraph.passes.ops.collectives import CollectiveError
-from piecegraph.runner.tensor_parallel import process_group
 from piecegraph.runner.tensor_parallel.parallel import graph_facts, rank_facts, weights_digest
 from piecegraph.runner.tensor_parallel.process_group import RankGroup
 
@@ -111,39 +110,3 @@ def test_a_rank_that_ends_before_it_connects_is_not_waited_for() -> None:
     group = RankGroup(store, 0, 2, 20.0, check=check)
     with pytest.raises(WorkerError, match="rank 1 ended"):
         group.connect(CPU)
-
-
-class NcclGroup:
-    """A group whose abort ends what waits, and then returns only once no graph is left, as NCCL's does."""
-
-    def __init__(self) -> None:
-        self.kernels_ended = threading.Event()
-        self.graphs_freed = threading.Event()
-        self.has_returned = threading.Event()
-
-    def abort(self) -> None:
-        self.kernels_ended.set()
-        self.graphs_freed.wait()
-        self.has_returned.set()
-
-
-def test_an_abort_frees_the_graphs_that_the_communicator_waits_for() -> None:
-    group, nccl = RankGroup(dist.HashStore(), 0, 1, 1.0), NcclGroup()
-    group._group = nccl
-    group.abort(nccl.kernels_ended.is_set, nccl.graphs_freed.set)
-    assert nccl.has_returned.is_set()
-    with pytest.raises(CollectiveError, match="closed"):
-        group._wait(lambda: None)
-    group.close()
-
-
-def test_an_abort_ends_though_the_gpu_still_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No graph is freed then, because it may be running."""
-    monkeypatch.setattr(process_group, "ABORT_S", 0.05)
-    group, nccl = RankGroup(dist.HashStore(), 0, 1, 1.0), NcclGroup()
-    group._group = nccl
-    group.abort(lambda: False, nccl.graphs_freed.set)
-    assert nccl.kernels_ended.is_set()
-    assert not nccl.graphs_freed.is_set()
-    nccl.graphs_freed.set()
-    assert nccl.has_returned.wait(60)
