@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import os
 import random
@@ -133,6 +134,15 @@ def earlier_objects_aside() -> None:
     after thousands of tests that is millions of objects."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def ends_in_time() -> Iterator[None]:
+    """End this process, with the stacks of all threads, if a test of several GPUs hangs, which no exception ends. Ranks
+    end with it. Three minutes are enough for the start of processes and a compile."""
+    faulthandler.dump_traceback_later(180.0, exit=True)
+    yield
+    faulthandler.cancel_dump_traceback_later()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

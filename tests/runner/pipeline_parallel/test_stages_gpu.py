@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.usefixtures("ends_in_time"),
     pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
 

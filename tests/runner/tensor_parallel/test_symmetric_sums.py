@@ -103,6 +103,7 @@ def wait_for_a_lost_rank(rank: int, store: str) -> None:
 
 @needs_two_gpus
 @pytest.mark.gpu
+@pytest.mark.usefixtures("ends_in_time")
 @pytest.mark.parametrize("run", [add_up_everything, wait_for_a_lost_rank])
 def test_two_gpus(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIECEGRAPH_SYMMETRIC_SUMS", "1")
