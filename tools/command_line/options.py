@@ -278,7 +278,7 @@ LLM_FLAGS = (
         short="-pp",
         type=int,
         default=1,
-        help="Stages that layers are divided among, each of --tensor-parallel-size ranks; CPU only so far.",
+        help="Stages that layers are divided among, each of --tensor-parallel-size ranks.",
     ),
     Flag(
         name="distributed_executor_backend",

@@ -7,6 +7,7 @@ import signal
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -59,8 +60,8 @@ def test_a_lost_rank_ends_the_call_and_frees_its_gpu(tmp_path: Path, number: int
 
 def test_two_gpus_draft_and_answer_as_one_without_drafts(tmp_path: Path) -> None:
     """The prompts repeat themselves, so that there is something to look up."""
-    options = {"device": "cuda", "compiler": "inductor", "compile_workers": None, "speculative_config": NGRAM}
-    with two_ranks(save(make_model("llama"), tmp_path), **options) as llm:
+    options: dict[str, Any] = {"compiler": "inductor", "compile_workers": None, "speculative_config": NGRAM}
+    with two_ranks(save(make_model("llama"), tmp_path), device="cuda", **options) as llm:
         for _ in range(2):
             assert_answers(llm, "llama")
         prompts = [{"prompt_token_ids": [5, 6, 7, 8] * 4}]
