@@ -240,9 +240,14 @@ class RankGroup:
         """
         symmetric = self._symmetric
         deadline = time.monotonic() + ABORT_S
+
+        def release(until: float) -> None:
+            if symmetric is not None:
+                attempt(lambda: symmetric.release(is_done, until), "kernels that wait for lost ranks were not released")
+
+        release(deadline - ABORT_S / 2)  # before NCCL frees memory, for which the driver waits until the GPU is done
         closing = Closing([*others, *self._take_connections()])
-        if symmetric is not None:
-            attempt(lambda: symmetric.release(is_done), "kernels that wait for lost ranks were not released")
+        release(deadline)  # those behind a kernel of NCCL
         if wait_until(is_done, deadline):
             attempt(free_graphs, "graphs that hold collectives were not freed")
         closing.wait(deadline)

@@ -26,9 +26,6 @@ SIZES = tuple(2**power for power in range(13, 23, 2))
 SUMS_A_GRAPH = 20
 """How many sums a measured graph holds, so that its launch is a small part of it."""
 
-RELEASE_S = 5.0
-"""How long `release` goes on at most."""
-
 
 class Exchange(Protocol):
     """`RankGroup.exchange`: what each rank gave under a name, by rank."""
@@ -61,12 +58,18 @@ class SymmetricSums:
         self._buffer = _SymmetricMemory.empty_strided_p2p((SIZES[-1],), (1,), torch.uint8, device)
         self._handle = _SymmetricMemory.rendezvous(self._buffer, self._name)
         self._rank, self._size, self._device = rank, size, device
+        words = self._handle.signal_pad_size // 4
+        self._pads = [self._handle.get_signal_pad(each, (words,), torch.int32) for each in range(size)]
+        self._pads[rank].fill_(0)  # loads the kernel of `release`: no kernel can be loaded while another waits
+        self._release_stream = torch.cuda.Stream(device)
+        torch.cuda.synchronize(device)
         self._ways: dict[int, str] = {}
         self.microseconds: dict[int, dict[str, float]] = {}
         """What a sum takes: by size in bytes, then by way."""
 
     def measure(self, exchange: Exchange, nccl: SumInPlace) -> None:
         """Choose the way for each size. `nccl` replaces a tensor by the sum over the ranks."""
+        exchange("signal pads are clear", "")
         self.microseconds = self._measured(exchange, nccl)
         self._ways = fastest_ways(self.microseconds)
 
@@ -93,20 +96,17 @@ class SymmetricSums:
         if name:
             _unregister_process_group(name)
 
-    def release(self, is_done: Callable[[], bool]) -> None:
-        """Let kernels of this GPU that wait for lost ranks go on until `is_done`. What they compute is worthless.
+    def release(self, is_done: Callable[[], bool], deadline: float) -> None:
+        """Let kernels of this GPU that wait for lost ranks go on until `is_done`, or `deadline` of `time.monotonic`.
 
-        A kernel waits until a word that another rank sets is there, and until one that another rank clears is gone.
+        What they compute is worthless. A kernel waits until a word that another rank sets is there, and until one that
+        another rank clears is gone.
         """
-        words = self._handle.signal_pad_size // 4
-        pads = [self._handle.get_signal_pad(rank, (words,), torch.int32) for rank in range(self._size)]
-        deadline = time.monotonic() + RELEASE_S
-        stream = torch.cuda.Stream(self._device)
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(self._release_stream):
             while not is_done() and time.monotonic() < deadline:
-                for rank, pad in enumerate(pads):
+                for rank, pad in enumerate(self._pads):
                     pad.fill_(int(rank == self._rank))
-                stream.synchronize()
+                self._release_stream.synchronize()
 
     def describe(self) -> str:
         """Return one line: the way of each size, and what it takes beside NCCL."""

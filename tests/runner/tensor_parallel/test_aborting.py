@@ -76,11 +76,11 @@ def test_an_abort_that_fails_in_part_does_the_rest(failing: str, caplog: pytest.
     """What is raised to the user is why the ranks were lost, so the failure of a step of the abort is logged."""
     group, nccl = RankGroup(dist.HashStore(), 0, 1, 1.0), NcclGroup()
     group._group = nccl
-    released: list[bool] = []
+    released: list[float] = []
 
     class Sums:
-        def release(self, is_done: Callable[[], bool]) -> None:
-            released.append(fail() if failing == "release" else True)
+        def release(self, is_done: Callable[[], bool], deadline: float) -> None:
+            released.append(fail() if failing == "release" else deadline)
 
         def close(self) -> None:
             if failing == "connection":
@@ -96,7 +96,7 @@ def test_an_abort_that_fails_in_part_does_the_rest(failing: str, caplog: pytest.
     with caplog.at_level(logging.WARNING):
         group.abort(fail if failing == "query" else nccl.kernels_ended.is_set, free_graphs)
     assert nccl.has_returned.is_set()
-    assert bool(released) is (failing != "release")
+    assert len(released) == (0 if failing == "release" else 2)
     assert "planted" in caplog.text
 
 
