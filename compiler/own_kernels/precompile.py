@@ -21,12 +21,20 @@ from piecegraph.passes.matching.torch_ir import value_of
 from piecegraph.passes.ops.op_types import OpOverload
 from piecegraph.passes.ops.quantised.rounded_norms import WITHOUT_SUM
 
-ROWS = (1, 2, 3, 16, 32, 64, 128, 256, 2048)
+MANY_ROWS = 16384
+"""A number of rows for which each gated linear has the library's matmul and an activation of ours behind it. A linear
+of few columns has one kernel of ours for thousands of rows: its programs of 64 rows are one wave for longer."""
+
+ROWS = (1, 2, 3, 16, 32, 64, 128, 256, 2048, MANY_ROWS)
 """The numbers of rows with which an op is launched. Each kernel that our ops choose by rows is chosen for one of them.
 """
 
 MAX_BYTES = 256 * 2**20
 """The largest result, in bytes, of a call that is launched."""
+
+MAX_BYTES_OF_MANY_ROWS = 4 * 2**20
+"""The largest result, in bytes, of a call with `MANY_ROWS`: 128 columns of 2 bytes, with more than which 2,048 rows are
+more than one wave of any GPU we know."""
 
 MAX_WORKERS = 16
 """The number of threads, which mostly wait where child processes compile the kernels."""
@@ -48,7 +56,7 @@ def precompile_launches(graph: fx.Graph, is_split_op: Callable[[fx.Node], bool])
             continue
         kind = (op, str(fx.map_arg((node.args, node.kwargs), _kind)))
         for rows in ROWS:
-            if _num_bytes(node, rows) > MAX_BYTES:
+            if _num_bytes(node, rows) > (MAX_BYTES_OF_MANY_ROWS if rows == MANY_ROWS else MAX_BYTES):
                 continue  # for example logits: a library computes so many rows of a large weight
             launches.setdefault((*kind, rows), partial(_launch, op, node.args, node.kwargs, rows))
     return list(launches.values())

@@ -8,8 +8,15 @@ from dataclasses import replace
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from piecegraph.compiler.own_kernels.precompile import ROWS, launch_all, precompile_launches
+from piecegraph.compiler.own_kernels.precompile import (
+    MANY_ROWS,
+    MAX_BYTES_OF_MANY_ROWS,
+    ROWS,
+    launch_all,
+    precompile_launches,
+)
 from piecegraph.passes.kernels.linear.linear_config import LinearConfig, linear_config
 from piecegraph.passes.kernels.linear.linear_parts import parts_config
 from piecegraph.passes.kernels.linear.streamed_config import StreamedConfig
@@ -112,6 +119,33 @@ def test_the_rows_cover_every_kernel() -> None:
     ahead = set().union(*map(kernels_taken, ROWS))
     for rows in range(1, 4097):
         assert kernels_taken(rows) <= ahead, rows
+
+
+def test_the_rows_reach_the_library_where_a_gated_linear_has_few_columns() -> None:
+    """Its activation is then a kernel of ours, which the largest step has: Bamba with 48 columns had it compiled in the
+    profile. A linear with more columns than `MANY_ROWS` is launched for has the library before."""
+
+    def has_library(rows: int, columns: int) -> bool:
+        return linear_config(rows, columns, 64, is_gated=True, itemsize=2, gpu=H200) is None
+
+    assert not has_library(2048, 48)  # the largest of the other numbers
+    for columns in range(16, 2049, 16):
+        is_launched = MANY_ROWS * columns * 2 <= MAX_BYTES_OF_MANY_ROWS
+        assert has_library(MANY_ROWS if is_launched else 2048, columns), columns
+
+
+def test_many_rows_are_for_results_of_few_columns() -> None:
+    for columns, is_launched in ((128, True), (144, False)):
+        graph = fx.Graph()
+        x = graph.placeholder("x")
+        x.meta["example_value"] = torch.empty(3, 2 * columns, dtype=torch.bfloat16).as_subclass(_Cuda)
+        num_tokens = ShapeEnv().create_unbacked_symint()
+        gated = graph.call_function(ACT_MUL, (x, "silu"))
+        with FakeTensorMode(shape_env=num_tokens.node.shape_env):
+            value = torch.empty(num_tokens, columns, dtype=torch.bfloat16)
+        gated.meta["example_value"] = value
+        graph.output((gated,))
+        assert len(precompile_launches(graph, lambda node: False)) == len(ROWS) - (not is_launched)
 
 
 def test_split_ops_and_other_devices_are_not_launched() -> None:
