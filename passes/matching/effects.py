@@ -53,7 +53,7 @@ VIEWS = TRANSPOSE | SQUEEZE | UNSQUEEZE | EXPAND | VIEW | _MORE_VIEWS
 """Calls whose result is their first argument's memory, whatever its layout."""
 
 VIEW_ATTRIBUTES = frozenset({"T", "mT", "H", "mH", "real", "imag", "data"})
-"""Attributes of a tensor that are views of it. Dynamo writes reading one as a call of `getattr`."""
+"""Attributes of a tensor that are views of it. Dynamo writes reading one as a call of `getattr`, but for `data`."""
 
 _EMBEDDINGS = frozenset({F.embedding, F.embedding_bag})
 _STATISTICS = _EMBEDDINGS | {F.batch_norm, torch.batch_norm, F.instance_norm, torch.instance_norm}
@@ -113,6 +113,8 @@ def is_pure(node: fx.Node) -> bool:
 
 def reads_view_attribute(node: fx.Node) -> bool:
     """Return whether a node reads an attribute of a tensor that is a view of the tensor."""
+    if getattr(node.target, "__name__", "") == "_get_data_attr":  # Dynamo's call for `tensor.data`
+        return is_tensor(node.args[0])
     return node.target is getattr and is_tensor(node.args[0]) and node.args[1] in VIEW_ATTRIBUTES
 
 

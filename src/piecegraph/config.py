@@ -22,8 +22,12 @@ DEFAULT_SPLIT_OPS = (
     "piecegraph::short_conv",
     "aten::scaled_dot_product_attention",
     "higher_order::flex_attention",
+    "vllm::unified_kv_cache_update",
+    "vllm::unified_attention_with_output",
 )
-"""The ops that a graph is cut at unless the caller names others. Each may be absent from a graph."""
+"""The ops that a graph is cut at unless the caller names others: ours, torch's and vLLM's (docs/other_runners.md).
+
+Each may be absent from a graph."""
 
 PASSES = (
     "eliminate-noops",
