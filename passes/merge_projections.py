@@ -80,9 +80,7 @@ class _Linear:
     def kind(self, context: PassContext) -> tuple[object, ...]:
         """Return a value that is equal for linears that can be merged. Raises `NoMatch` if this one cannot."""
         if self.node.target is INT4_TILES_LINEAR:
-            raise NoMatch(
-                "its scales lie group by group for the CPU's kernel, so those of two linears cannot be joined"
-            )
+            raise NoMatch("its scales lie group by group for the CPU's kernel, and weights are joined by rows only")
         own = {name: node for name, node in self.tensors.items() if node is not None}
         for what, node in own.items():
             if not isinstance(node, fx.Node) or not context.is_weight(node):

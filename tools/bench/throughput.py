@@ -17,7 +17,7 @@ from piecegraph.runner.llm import LLM
 from piecegraph.tools.bench.latency import model_size
 from piecegraph.tools.bench.measure.ceilings import Ceilings
 from piecegraph.tools.bench.measure.engines import Holder, from_engines
-from piecegraph.tools.bench.measure.floor import ModelSize, cache_bytes
+from piecegraph.tools.bench.measure.floor import ModelSize, keys_seen
 from piecegraph.tools.bench.measure.offline_workload import Lengths, Workload
 
 WARM_UP_LENGTHS = 32
@@ -40,8 +40,8 @@ def workload_floor_seconds(
     """Return a lower bound of the seconds that any schedule of `requests` takes: weights, and then the cache.
 
     Weights are read once in each of the fewest possible steps, or multiplied by every token (the logits' by drawn ones
-    only), whichever takes longer in all. Each step that decodes reads the keys and values of all the tokens before it.
-    `shared_prefix` tokens are computed once. A prompt's attention to itself counts as nothing.
+    only), whichever takes longer in all. Each step that decodes reads the keys and values of the tokens before it that
+    it sees. `shared_prefix` tokens are computed once. A prompt's attention to itself counts as nothing.
 
     `num_engines` engines, each with all weights and at most `max_num_seqs` requests, divide all of it evenly.
     """
@@ -58,15 +58,15 @@ def workload_floor_seconds(
         steps * size.bytes_read(computed / num_engines / steps) / ceilings.read_bytes_per_s,
         2 * multiplied / ceilings.flops_per_s,
     )
-    tokens_read = {  # by window, since layers differ in little else
-        window: sum(
-            min(context, window or context)
+    tokens_read = {  # by reach, since layers differ in little else; a step's own token is not read
+        reach: sum(
+            keys_seen(reach, before + 1) - 1
             for request in requests
-            for context in range(request.prompt, request.prompt + request.output - 1)
+            for before in range(request.prompt, request.prompt + request.output - 1)
         )
-        for window in {layer.window for layer in size.layers}
+        for reach in {layer.cache_spec.reach for layer in size.layers}
     }
-    cached = sum(tokens_read[layer.window] * cache_bytes([layer], batch_size=1, context=1) for layer in size.layers)
+    cached = sum(tokens_read[layer.cache_spec.reach] * layer.cache_spec.page_bytes(1) for layer in size.layers)
     return weights + cached / num_engines / ceilings.read_bytes_per_s
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -131,7 +132,13 @@ class TestFloor:
         assert floor(model(layer()), [Lengths(5, 4)]) == pytest.approx((5 + 6 + 7) * 4e-3)
 
     def test_a_window_reads_no_more_than_it_sees(self) -> None:
-        assert floor(model(layer(window=6), layer()), [Lengths(5, 4)]) == pytest.approx((5 + 6 + 6 + 5 + 6 + 7) * 4e-3)
+        """Of six tokens one is the query's own, which is not read."""
+        assert floor(model(layer(window=6), layer()), [Lengths(5, 4)]) == pytest.approx((5 + 5 + 5 + 5 + 6 + 7) * 4e-3)
+
+    def test_a_chunk_is_read_from_its_beginning(self) -> None:
+        """The second decoded token begins a chunk, and reads nothing."""
+        chunked = replace(layer(), chunk_size=6)
+        assert floor(model(chunked, layer()), [Lengths(5, 4)]) == pytest.approx((5 + 0 + 1 + 5 + 6 + 7) * 4e-3)
 
 
 class TestPauses:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from piecegraph.runner.attention.interface.cache_spec import Reach
 from piecegraph.runner.attention.interface.layer import AttentionLayer
 from piecegraph.tools.bench.measure.ceilings import Ceilings
 
@@ -70,4 +72,17 @@ def cache_bytes(layers: Sequence[AttentionLayer], batch_size: int, context: floa
 
     Values that are the beginning of keys are read with them.
     """
-    return batch_size * sum(min(context, layer.window or context) * layer.cache_spec.page_bytes(1) for layer in layers)
+    return batch_size * sum(
+        keys_seen(layer.cache_spec.reach, context) * layer.cache_spec.page_bytes(1) for layer in layers
+    )
+
+
+def keys_seen(reach: Reach, context: float) -> float:
+    """Return how many of `context` tokens, its own included, the query of the last one sees.
+
+    In a layer with chunks it sees its own chunk. A `context` that is a mean over steps is taken as that of one step,
+    which is exact unless a chunk begins during the steps.
+    """
+    if reach.chunk_size:
+        return context - max(math.ceil(context / reach.chunk_size) - 1, 0) * reach.chunk_size
+    return min(context, reach.window or context)

@@ -55,6 +55,12 @@ def test_a_window_reads_no_more_than_it_sees() -> None:
     assert cache_bytes([layer(window=10)], batch_size=1, context=100) == cache_bytes([layer()], 1, 10)
 
 
+@pytest.mark.parametrize(("context", "seen"), [(1, 1), (10, 10), (11, 1), (25, 5), (30, 10)])
+def test_chunks_are_read_from_where_that_of_the_query_begins(context: int, seen: int) -> None:
+    chunked = replace(layer(), chunk_size=10)
+    assert cache_bytes([chunked], batch_size=3, context=context) == cache_bytes([layer()], 3, seen)
+
+
 def test_experts_that_no_token_chose_are_not_read() -> None:
     """One token reads 8 of 128 experts, 100 tokens nearly all; a token is multiplied by its own 8 in any batch."""
     experts = RoutedExperts(params=96 * 10**4, num_bytes=192 * 10**4, num_experts=128, top_k=8)
