@@ -119,6 +119,8 @@ def norm_matvec_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     next_weights = tl.load(weights, mask=inside, other=0.0)
     if ACTIVATION != "":
         next_others = tl.load(others, mask=inside, other=0.0)
+    if norm_weight is not None:
+        next_factor = tl.load(norm_weight + at, mask=at < SIZE, other=0.0)
     if OVERLAP:
         gdc_wait()
 
@@ -136,15 +138,18 @@ def norm_matvec_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
         w = next_weights.to(tl.float32)
         if ACTIVATION != "":
             u = next_others.to(tl.float32)
+        if norm_weight is not None:
+            factor = next_factor.to(tl.float32) + offset
         ahead = start + BLOCK_K
         if ahead < SIZE:
             inside = is_column[:, None] & (ahead + at < SIZE)[None, :]
             next_weights = tl.load(weights + ahead, mask=inside, other=0.0)
             if ACTIVATION != "":
                 next_others = tl.load(others + ahead, mask=inside, other=0.0)
+            if norm_weight is not None:
+                next_factor = tl.load(norm_weight + ahead + at, mask=ahead + at < SIZE, other=0.0)
         normed = _sum_of(x, residual, start + at, SIZE).to(tl.float32) * shrink
         if norm_weight is not None:
-            factor = tl.load(norm_weight + start + at, mask=start + at < SIZE, other=0.0).to(tl.float32) + offset
             normed = normed * factor
         values = normed.to(out.dtype.element_ty).to(tl.float32)[None, :]
         products += tl.sum(w * values, 1)
