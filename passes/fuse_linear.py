@@ -126,8 +126,10 @@ def _is_part_of(norm: fx.Node, linear: fx.Node) -> bool:
 
 
 def _preceding_norm(x: Any, result: fx.Node, bias: Any) -> fx.Node | None:
-    """Return the `add_rms_norm` whose norm is `x`, if nothing else reads that norm and all of the linear can run in its
-    place; else None."""
+    """Return the `add_rms_norm` whose norm is `x`, if all of the linear can run in its place; else None.
+
+    Nothing else may read that norm, and the joint kernel reads its weight before the kernels ahead have ended.
+    """
     if not ir.is_call(x, ir.GETITEM) or x.args[1] != 0 or len(x.users) > 1:
         return None
     norm = x.args[0]
@@ -135,6 +137,11 @@ def _preceding_norm(x: Any, result: fx.Node, bias: Any) -> fx.Node | None:
         not isinstance(norm, fx.Node)
         or norm.target is not ADD_RMS_NORM
         or ir.value_of(x).shape[-1] > MAX_NORM_LINEAR_SIZE
+    ):
+        return None
+    norm_weight = norm.args[2]
+    if isinstance(norm_weight, fx.Node) and not (
+        is_unmodified_input(norm_weight) and ir.value_of(norm_weight).is_contiguous()
     ):
         return None
     if bias is not None and (not is_unmodified_input(bias) or changed_between(norm, result, (bias,)) is not None):

@@ -55,6 +55,9 @@ VIEWS = TRANSPOSE | SQUEEZE | UNSQUEEZE | EXPAND | VIEW | _MORE_VIEWS
 VIEW_ATTRIBUTES = frozenset({"T", "mT", "H", "mH", "real", "imag", "data"})
 """Attributes of a tensor that are views of it. Dynamo writes reading one as a call of `getattr`, but for `data`."""
 
+_READS_DATA = ("torch._C._autograd", "_get_data_attr")
+"""The module and name of the function by which Dynamo writes `tensor.data`; torch has no public name for it."""
+
 _EMBEDDINGS = frozenset({F.embedding, F.embedding_bag})
 _STATISTICS = _EMBEDDINGS | {F.batch_norm, torch.batch_norm, F.instance_norm, torch.instance_norm}
 """Functions that may change an argument although neither their names nor a schema say so."""
@@ -113,7 +116,8 @@ def is_pure(node: fx.Node) -> bool:
 
 def reads_view_attribute(node: fx.Node) -> bool:
     """Return whether a node reads an attribute of a tensor that is a view of the tensor."""
-    if getattr(node.target, "__name__", "") == "_get_data_attr":  # Dynamo's call for `tensor.data`
+    target = node.target
+    if (getattr(target, "__module__", ""), getattr(target, "__name__", "")) == _READS_DATA:
         return is_tensor(node.args[0])
     return node.target is getattr and is_tensor(node.args[0]) and node.args[1] in VIEW_ATTRIBUTES
 

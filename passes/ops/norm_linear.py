@@ -25,9 +25,10 @@ def add_norm_linear(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return `(linear(normed, weight, bias, activation), total)` of `normed, total = add_rms_norm(x, residual, ...)`.
 
-    `x` and `residual` are `[..., size]` of one shape and dtype, `weight` is `[num_columns, size]` contiguous. The norm
-    is rounded to its dtype before it is multiplied, as by the separate ops. One row of bfloat16 or float16 on a GPU
-    takes one kernel, unless the weight is streamed faster by a kernel of its own; otherwise the two ops' kernels run.
+    `x` and `residual` are `[..., size]` of one shape and dtype, `weight` is `[num_columns, size]` and `norm_weight`
+    `[size]`, both contiguous; a kernel reads the two before the kernel ahead of it has ended. The norm is rounded to
+    its dtype before it is multiplied, as by the separate ops. One row of bfloat16 or float16 on a GPU takes one kernel,
+    unless the weight is streamed faster by a kernel of its own; otherwise the two ops' kernels run.
     Both results are new and contiguous.
     """
     if x.is_cuda:

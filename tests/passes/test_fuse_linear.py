@@ -147,6 +147,23 @@ def test_a_norm_that_others_read_too_stays() -> None:
     assert "linear" in spelled.calls(graph) and "add_rms_norm" in spelled.calls(graph)
 
 
+@pytest.mark.parametrize("how", ["computed", "changed", "with gaps"])
+def test_a_norm_whose_weight_is_not_there_before_the_kernels_stays(how: str) -> None:
+    """The joint kernel reads the weight while the preceding kernel may still run."""
+
+    def function(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        if how == "changed":
+            scale.add_(1)
+        factor = {"computed": scale + 1, "changed": scale, "with gaps": scale[::2]}[how]
+        normed, total = torch.ops.piecegraph.add_rms_norm.default(x, residual, factor, EPS, 0.0)
+        return F.linear(normed, weight) + total
+
+    inputs = half(1, 64), half(1, 64), half(64, 64), half(128 if how == "with gaps" else 64)
+    graph = spelled.graph_of(function, *inputs)
+    FuseLinear().apply(graph, FakeContext(graph))
+    assert {"linear", "add_rms_norm"} <= set(spelled.calls(graph))
+
+
 def test_a_norm_whose_linears_bias_is_changed_after_it_stays() -> None:
     def function(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         normed, total = torch.ops.piecegraph.add_rms_norm.default(x, residual, None, EPS, 0.0)

@@ -47,7 +47,7 @@ def norm_linear_layout(x: torch.Tensor, weight: torch.Tensor, activation: str) -
 def add_norm_linear_on_gpu(
     x: torch.Tensor,  # [..., size], one row
     residual: torch.Tensor,  # the same
-    norm_weight: torch.Tensor | None,  # [size]
+    norm_weight: torch.Tensor | None,  # [size], contiguous; there before the preceding kernel has ended
     eps: float,
     offset: float,
     weight: torch.Tensor,  # [num_columns, size] or, gated, [2 * num_columns, size], contiguous
@@ -65,7 +65,7 @@ def add_norm_linear_on_gpu(
         (
             x.contiguous(),
             residual.contiguous(),
-            None if norm_weight is None else norm_weight.contiguous(),
+            norm_weight,
             weight,
             bias,
             total,
