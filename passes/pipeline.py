@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from piecegraph.cpu_instructions import is_intel
 from piecegraph.passes.cpu.use_onednn import UseOneDNN
 from piecegraph.passes.eliminate_noops import EliminateNoops
 from piecegraph.passes.fuse_act_mul import FuseActMul
@@ -44,7 +45,8 @@ def default_passes(device_type: str, num_ranks: int = 1) -> tuple[GraphPass, ...
 
     `num_ranks`: how many ranks divide each layer (`tensor_parallel_size`).
     """
-    left_out = (ON_A_CPU if device_type == "cuda" else ON_A_GPU) | (frozenset() if num_ranks > 1 else OF_RANKS)
+    of_others = ON_A_CPU if device_type == "cuda" else ON_A_GPU | (NOT_ON_INTEL if is_intel() else frozenset())
+    left_out = of_others | (frozenset() if num_ranks > 1 else OF_RANKS)
     return tuple(each for each in all_passes() if each.name not in left_out)
 
 
@@ -57,6 +59,9 @@ Inductor's own code is faster: these passes run there only if they are named."""
 
 ON_A_CPU = frozenset({"use-onednn"})
 """The passes that find something to do in float32 on a CPU only."""
+
+NOT_ON_INTEL = frozenset({"use-onednn"})
+"""The passes that make up for MKL, whose kernels are slow on processors that are not Intel's, and fast on Intel's."""
 
 OF_RANKS = frozenset({"fuse-all-reduce"})
 """The passes over collectives, which run only if several ranks divide each layer, or if they are named."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from piecegraph.cpu_instructions import cpu_instructions, has_bfloat16, instructions_in
+from piecegraph.cpu_instructions import cpu_instructions, has_bfloat16, instructions_in, is_intel_in
 
 X86 = "processor : 0\nflags\t\t: fpu avx2 avx512f avx512_bf16\nbugs : x\n\nprocessor : 1\nflags\t\t: fpu avx2 {}\n"
 ARM = "processor\t: 0\nFeatures\t: fp asimd {}\nCPU part\t: 0xd40\n"
@@ -34,3 +34,11 @@ def test_names_are_those_that_all_processors_have() -> None:
 
 def test_a_machine_always_gives_the_same_answer() -> None:
     assert cpu_instructions() is cpu_instructions()
+
+
+def test_the_maker_is_the_one_of_all_processors() -> None:
+    intel, amd = "vendor_id\t: GenuineIntel\nmodel\t: 1\n", "vendor_id\t: AuthenticAMD\n"
+    assert is_intel_in(intel * 2)
+    assert not is_intel_in(amd)
+    assert not is_intel_in(intel + amd)
+    assert not is_intel_in("CPU implementer\t: 0x41\n")

@@ -1,4 +1,4 @@
-"""The instructions of this machine's processor, as Linux lists them, and what follows from them.
+"""The instructions and the maker of this machine's processor, as Linux lists them, and what follows from them.
 
 Only what the processor has decides, and no measurement: the same machine gives the same answer however busy it is.
 """
@@ -26,6 +26,25 @@ def cpu_instructions() -> frozenset[str]:
         return instructions_in(CPUINFO.read_text(errors="replace"))
     except OSError:
         return frozenset()
+
+
+@functools.cache
+def is_intel() -> bool:
+    """Return whether this machine's processor is Intel's: MKL's kernels are the fastest there, and slow on others."""
+    try:
+        return is_intel_in(CPUINFO.read_text(errors="replace"))
+    except OSError:
+        return False
+
+
+def is_intel_in(cpuinfo: str) -> bool:
+    """Return whether the text of `/proc/cpuinfo` names Intel as the maker of all processors."""
+    makers = {
+        value.strip()
+        for name, _, value in (line.partition(":") for line in cpuinfo.splitlines())
+        if name.strip() == "vendor_id"
+    }
+    return makers == {"GenuineIntel"}
 
 
 def instructions_in(cpuinfo: str) -> frozenset[str]:
