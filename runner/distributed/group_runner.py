@@ -62,9 +62,9 @@ class GroupRunner(ModelRunner):
         Nothing can run after it.
         """
         stream = torch.cuda.current_stream(self.group.device)
-        self.group.abort(stream.query, super().close, self.take_others())
+        self.group.abort(stream.query, super().close, self.take_other_connections())
 
-    def take_others(self) -> Sequence[Callable[[], None]]:
+    def take_other_connections(self) -> Sequence[Callable[[], None]]:
         """Return what closes connections beside `group`, which are no longer this runner's."""
         return ()
 

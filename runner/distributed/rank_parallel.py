@@ -68,7 +68,7 @@ def rank_parallel(
         world=world,
         stage=stage,
         connect_others=link.connect,
-        take_others=link.take_connections,
+        take_other_connections=link.take_connections,
     )
 
 

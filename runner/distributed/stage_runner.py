@@ -95,7 +95,7 @@ class StageRunner(GroupRunner):
         self._executed.clear()
         super().reset()
 
-    def take_others(self) -> Sequence[Callable[[], None]]:
+    def take_other_connections(self) -> Sequence[Callable[[], None]]:
         """Return what closes the connections to other stages."""
         return self._link.take_connections()
 

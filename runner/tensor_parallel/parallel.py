@@ -15,6 +15,7 @@ import torch
 from piecegraph.runner.attention.interface.layer import AttentionLayer
 from piecegraph.runner.lora.modules import AdaptedModules
 from piecegraph.runner.tensor_parallel.engine_peers import EnginePeers
+from piecegraph.runner.tensor_parallel.numbered_locals import with_numbered_locals
 from piecegraph.runner.tensor_parallel.process_group import RankGroup
 
 if TYPE_CHECKING:
@@ -33,11 +34,13 @@ class Parallel:
     stage: Stage | None = None  # its stage of a pipeline; None: there is one stage
     peers: EnginePeers | None = None  # the engines that it shares experts with; None: there are none
     connect_others: Callable[[torch.device], None] = lambda device: None  # stages or engines, at about the same time
-    take_others: Callable[[], Sequence[Callable[[], None]]] = tuple  # what closes connections to other stages
+    take_other_connections: Callable[[], Sequence[Callable[[], None]]] = (
+        tuple  # what closes connections to other stages
+    )
 
     def abort(self, is_over: Callable[[], bool]) -> None:
         """End what this rank's GPU waits for, with ranks and stages, until `is_over`; nothing can run after it."""
-        self.group.abort(is_over, others=self.take_others())
+        self.group.abort(is_over, others=self.take_other_connections())
 
     @property
     def everyone(self) -> RankGroup:
@@ -69,8 +72,12 @@ def _dtype_name(dtype: object) -> str:
 
 
 def graph_facts(graph: str) -> dict[str, str]:
-    """Return what must be equal on all ranks that divide the same layers: a digest of the compiled graph."""
-    return {"compiled graph": _digest(graph.encode())}
+    """Return what must be equal on all ranks that divide the same layers: a digest of the compiled graph.
+
+    `graph`: its source in Python. Names of local variables do not count, only the order in which they appear: a rank
+    that traced other models before has other numbers in them.
+    """
+    return {"compiled graph": _digest(with_numbered_locals(graph).encode())}
 
 
 def rank_facts(weight_files: Sequence[Path], *, config: str) -> dict[str, str]:

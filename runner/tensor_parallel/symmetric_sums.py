@@ -40,7 +40,7 @@ class SymmetricSums:
     """A buffer on each rank that the others read, and the way in which a sum of each size is made.
 
     The ranks call the methods at about the same time, as they do those of a process group, and `measure` first.
-    `release` ends kernels that wait for a rank that is lost.
+    Kernels that wait for a lost rank wait for good: `release` should end them, but on two H100 it did not.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, device: torch.device, name: str) -> None:
@@ -60,7 +60,7 @@ class SymmetricSums:
         self._rank, self._size, self._device = rank, size, device
         words = self._handle.signal_pad_size // 4
         self._pads = [self._handle.get_signal_pad(each, (words,), torch.int32) for each in range(size)]
-        self._pads[rank].fill_(0)  # loads the kernel of `release`: no kernel can be loaded while another waits
+        self._pads[rank].fill_(0)  # loads the kernel of `release`, in case none can be loaded while others wait
         self._release_stream = torch.cuda.Stream(device)
         torch.cuda.synchronize(device)
         self._ways: dict[int, str] = {}
@@ -100,7 +100,8 @@ class SymmetricSums:
         """Let kernels of this GPU that wait for lost ranks go on until `is_done`, or `deadline` of `time.monotonic`.
 
         What they compute is worthless. A kernel waits until a word that another rank sets is there, and until one that
-        another rank clears is gone.
+        another rank clears is gone. On two H100 the kernels were seen to wait on nevertheless, and the reason is not
+        known; that is why these sums are off unless `PIECEGRAPH_SYMMETRIC_SUMS` is set.
         """
         with torch.cuda.stream(self._release_stream):
             while not is_done() and time.monotonic() < deadline:

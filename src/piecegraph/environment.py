@@ -34,7 +34,9 @@ API_KEY = "PIECEGRAPH_API_KEY"
 """A key that requests to `piecegraph serve` must have."""
 
 SYMMETRIC_SUMS = "PIECEGRAPH_SYMMETRIC_SUMS"
-"""`1`: sums over the GPUs of one host may go through symmetric memory (`runner/tensor_parallel/symmetric_sums.py`)."""
+"""`1`: sums over the GPUs of one host may go through symmetric memory (`runner/tensor_parallel/symmetric_sums.py`).
+
+If a rank is lost meanwhile, the others' kernels may wait for it for good."""
 
 
 GPUS = "CUDA_VISIBLE_DEVICES"

@@ -73,7 +73,7 @@ def fail() -> bool:
 
 @pytest.mark.parametrize("failing", ["connection", "release", "query", "graphs"])
 def test_an_abort_that_fails_in_part_does_the_rest(failing: str, caplog: pytest.LogCaptureFixture) -> None:
-    """What is raised to the user is why the ranks were lost, so the failure of a step of the abort is logged."""
+    """The user sees the error that says why the ranks were lost; an error within the abort is logged."""
     group, nccl = RankGroup(dist.HashStore(), 0, 1, 1.0), NcclGroup()
     group._group = nccl
     released: list[float] = []
@@ -100,7 +100,7 @@ def test_an_abort_that_fails_in_part_does_the_rest(failing: str, caplog: pytest.
     assert "planted" in caplog.text
 
 
-def test_a_collective_of_a_group_that_is_being_aborted_says_that_it_is_closed() -> None:
+def test_a_collective_of_a_group_that_is_aborted_meanwhile_raises_collective_error() -> None:
     """Another thread may take the group after a collective has looked at it."""
 
     class Aborted:

@@ -132,7 +132,7 @@ class TestFloor:
         assert floor(model(layer()), [Lengths(5, 4)]) == pytest.approx((5 + 6 + 7) * 4e-3)
 
     def test_a_window_reads_no_more_than_it_sees(self) -> None:
-        """Of six tokens one is the query's own, which is not read."""
+        """A window of six tokens holds the query's own, whose key and value are not read from the cache."""
         assert floor(model(layer(window=6), layer()), [Lengths(5, 4)]) == pytest.approx((5 + 5 + 5 + 5 + 6 + 7) * 4e-3)
 
     def test_a_chunk_is_read_from_its_beginning(self) -> None:
