@@ -261,7 +261,6 @@ COVERED_BY: Mapping[str, str] = {
     "compiler/graphs/recording/cuda_graph.py": "tests/compiler/graphs/test_capture.py",
     "compiler/graphs/replay/bound_plan.py": "tests/compiler/graphs/replay/test_replay_plan.py",
     "compiler/graphs/static_inputs.py": "tests/compiler/graphs/test_capture.py",
-    "compiler/inductor/artifact.py": "tests/compiler/inductor/test_files.py",
     "compiler/inductor/options.py": "tests/compiler/building/test_inductor_pieces.py",
     "compiler/repeated_layers/markers.py": "tests/compiler/repeated_layers/test_expand.py",
     "compiler/rewriting/expectations.py": "tests/compiler/rewriting/test_run_pass.py",

@@ -4,13 +4,37 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import re
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import fx
 
 from piecegraph.compiler.common.private_folder import scratch_folder
+
+
+class NotSavable(Exception):
+    """An error for a compiled piece that torch cannot save. The message is the reason."""
+
+
+def check_savable(graph_module: fx.GraphModule) -> None:
+    """Raise `NotSavable` where torch would compile the piece and then not save it, because of a function it calls."""
+    autograd_cache = importlib.import_module("torch._functorch._aot_autograd.autograd_cache")
+    try:
+        for node in graph_module.graph.nodes:
+            autograd_cache.check_node_safe(node)
+    except Exception as error:  # whatever it is, torch takes it for a reason to save nothing
+        raise NotSavable(_reason(error)) from error
+
+
+def save_artifact(compiled: Any, path: Path) -> None:
+    """Write the result of `standalone_compile` to `path`, for `load_artifact`. Raises `NotSavable`, and OSError."""
+    try:
+        compiled.save(path=str(path), format="binary")
+    except (RuntimeError, AssertionError) as error:
+        raise NotSavable(_reason(error)) from error
 
 
 def artifact_bytes(compiled: Any) -> bytes | None:
@@ -18,10 +42,15 @@ def artifact_bytes(compiled: Any) -> bytes | None:
     with scratch_folder() as folder:
         path = folder / "artifact"
         try:
-            compiled.save(path=str(path), format="binary")
-        except (RuntimeError, AssertionError):
+            save_artifact(compiled, path)
+        except NotSavable:
             return None
         return path.read_bytes()
+
+
+def _reason(error: Exception) -> str:
+    first_line = re.sub(r" at 0x[0-9a-f]+", "", next(iter(str(error).splitlines()), ""))
+    return f"torch cannot save the compiled piece ({first_line.strip().rstrip('.')})"
 
 
 def import_loader() -> float:

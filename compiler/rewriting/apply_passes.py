@@ -12,6 +12,7 @@ from piecegraph.compiler.common.report import PassRow
 from piecegraph.compiler.rewriting import dump
 from piecegraph.compiler.rewriting.expectations import check_expected_matches
 from piecegraph.compiler.rewriting.graph_snapshot import graph_text
+from piecegraph.compiler.rewriting.method_calls import name_methods
 from piecegraph.compiler.rewriting.pass_contexts import FixedInputs, GraphContext, TracedContext
 from piecegraph.compiler.rewriting.run_pass import PassOutcome, run_pass
 from piecegraph.compiler.splitting.normalize import IsSplitOp
@@ -42,6 +43,7 @@ def apply_to_graph(
     graph_module: fx.GraphModule, passes: Sequence[GraphPass], context: GraphContext, config: CompileConfig
 ) -> tuple[PassRow, ...]:
     """Apply the passes that work on a traced graph, in order, and return a row each. Raises as `apply_passes` does."""
+    name_methods(graph_module.graph)
     rows = []
     for number, each in enumerate(passes):
         if each.place is not Place.TRACED:

@@ -20,6 +20,7 @@ def main() -> None:
     import torch._inductor.compile_fx
     import torch._inductor.standalone_compile  # noqa: F401  (imported now, while the parent traces)
 
+    from piecegraph.compiler.inductor.artifact import NotSavable, check_savable, save_artifact
     from piecegraph.compiler.inductor.caches import built_once_in
     from piecegraph.compiler.inductor.compile import generated_kernels, standalone_compile
     from piecegraph.compiler.inductor.cpp_libraries import cpp_libraries
@@ -36,13 +37,14 @@ def main() -> None:
             begin = time.perf_counter()
             apply_process_settings(job["settings"])
             graph_module, examples = load_piece(Path(job["graph"]).read_text(), job["sizes"])
+            check_savable(graph_module)
             kernels = generated_kernels()
             passes = PostGradRun(PostGrad.from_data(job["post_grad"]))
             options = {**job["options"], **passes.options()}
             with built_once_in(Path(sys.argv[1])), cpp_libraries({}) as libraries:
                 artifact = standalone_compile(graph_module, examples, options)
-            artifact.save(path=job["artifact"], format="binary")
-        except NotData as reason:
+            save_artifact(artifact, Path(job["artifact"]))
+        except (NotData, NotSavable) as reason:
             return {"needs_parent": str(reason)}
         return {
             "seconds": time.perf_counter() - begin,

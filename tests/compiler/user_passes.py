@@ -41,6 +41,19 @@ class ReluToClampInPieces(ReluToClamp):
 
 
 @dataclass(frozen=True)
+class ReluToPython(GraphPass):
+    """relu becomes a function of torch that is written in Python, which Inductor compiles and torch does not save."""
+
+    name: ClassVar[str] = "relu-to-python"
+
+    def apply(self, graph: fx.Graph, context: PassContext) -> PassResult:
+        relus = _relus(graph)
+        for relu in relus:
+            relu.target = torch._refs.nn.functional.relu
+        return PassResult(matches=len(relus))
+
+
+@dataclass(frozen=True)
 class ReluToClampInInductor(GraphPass):
     """The same on ATen. `says`: what it claims to have matched, if that is to be wrong."""
 

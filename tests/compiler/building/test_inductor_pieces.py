@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from pathlib import Path
@@ -18,6 +19,7 @@ from piecegraph.compiler.workers.process import CompileProcess
 from piecegraph.errors import ConfigError, PieceCompileFailed
 from piecegraph.progress import OnPhase, Phase
 from tests.compiler.toy import DIMS, HIDDEN, Decoder, batch
+from tests.compiler.user_passes import ReluToPython
 
 
 def compiled(num_layers: int = 2, **options: object) -> pg.CompiledModel:
@@ -103,6 +105,25 @@ def test_a_compile_process_that_dies_is_reported(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(CompilePool, "_feed", kill_then_feed)
     with pytest.raises(PieceCompileFailed, match="the compile process ended with status -9"):
         compiled(compile_workers=2, cache=False, strict=True)
+
+
+def test_a_piece_that_torch_cannot_save_runs_compiled() -> None:
+    """A process cannot hand it over, so this process compiles it; the report names what it calls."""
+
+    class Relu(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.relu(x) + 1
+
+    config = pg.CompileConfig(compile_workers=2, passes=(ReluToPython(),))
+    x = torch.randn(3, 4)
+    model = pg.compile(Relu(), config, dynamic_dims={"x": 0}, example_inputs=(x,))
+    report = model.report()
+    assert torch.equal(model(x), torch.relu(x) + 1)
+    assert not report.eager_pieces
+    note = r"compiled in this process: torch cannot save the compiled piece \(Unsupported call_function .*relu>\)"
+    assert re.fullmatch(note, report.unique_pieces[0].note)
+    assert report.unique_pieces[0].kernels == 1
+    assert "torch cannot save it" in report.cache.not_stored
 
 
 def test_static_and_dynamic_sizes_share_no_piece() -> None:
