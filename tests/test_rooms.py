@@ -86,6 +86,7 @@ ROOMS: Mapping[str, Sequence[str]] = {
     "runner/speculative": ("heads", ".", "kernels", "common"),
     "runner/state_layers": ("modules", ".", "libraries", "kernels"),
     "runner/step": (".", "kernels", "state"),
+    "runner/tensor_parallel": (".", "kernels"),
     "tools": (".", "commands", "serve", "bench", "cache", "report", "command_line"),
     "tools/bench": ("compare", "growth", "scale", ".", "kernels", "measure", "startup"),
     "tools/serve": ("commands", "http", "endpoints", "protocol", "message_parsers", "engine"),

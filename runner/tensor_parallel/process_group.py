@@ -29,7 +29,7 @@ from piecegraph.runner.pipeline_parallel.connections import (
     no_check,
 )
 from piecegraph.runner.tensor_parallel.aborting import Closing, attempt, wait_until
-from piecegraph.runner.tensor_parallel.symmetric_sums import NCCL, SymmetricSums, why_not_symmetric
+from piecegraph.runner.tensor_parallel.symmetric_sums import SymmetricSums, why_not_symmetric
 
 ABORT_S = 5.0
 """How long `RankGroup.abort` takes at most."""
@@ -107,6 +107,7 @@ class RankGroup:
         self._is_watched = is_watched
         self._group: Any = None
         self._symmetric: SymmetricSums | None = None
+        self._aborted: SymmetricSums | None = None
         self.sums_note = ""
         """How sums over the ranks are made on GPUs, and why; known once connected."""
         self.device = torch.device("cpu")
@@ -192,10 +193,9 @@ class RankGroup:
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Return the sum over all ranks; the bits are equal on all ranks."""
         symmetric = self._symmetric  # read once: `abort` may take it meanwhile
-        way = NCCL if symmetric is None or not x.is_contiguous() else symmetric.way(x)
-        if symmetric is not None and way != NCCL:
+        if symmetric is not None and x.is_contiguous() and symmetric.takes(x):
             output = torch.empty_like(x)
-            symmetric.add_up(x, output, way)
+            symmetric.add_up(x, output)
         else:
             output = x.clone(memory_format=torch.contiguous_format)
             self.all_reduce_in_place(output)
@@ -204,9 +204,8 @@ class RankGroup:
     def all_reduce_in_place(self, x: torch.Tensor) -> None:
         """Replace `x`, which must be contiguous, by the sum over all ranks; the bits are equal on all ranks."""
         symmetric = self._symmetric
-        way = NCCL if symmetric is None else symmetric.way(x)
-        if symmetric is not None and way != NCCL:
-            symmetric.add_up(x, x, way)
+        if symmetric is not None and symmetric.takes(x):
+            symmetric.add_up(x, x)
         else:
             self._nccl_sum(x)
 
@@ -238,16 +237,11 @@ class RankGroup:
 
         Raises nothing for a step that fails: it is logged, and the others are taken.
         """
-        symmetric = self._symmetric
+        symmetric = self._aborted = self._symmetric or self._aborted  # kept: kernels may still use its memory
         deadline = time.monotonic() + ABORT_S
-
-        def release(until: float) -> None:
-            if symmetric is not None:
-                attempt(lambda: symmetric.release(is_done, until), "kernels that wait for lost ranks were not released")
-
-        release(deadline - ABORT_S / 2)  # before NCCL frees memory, for which the driver waits until the GPU is done
+        if symmetric is not None:
+            attempt(symmetric.release, "kernels that wait for lost ranks were not released")
         closing = Closing([*others, *self._take_connections()])
-        release(deadline)  # those behind a kernel of NCCL
         if wait_until(is_done, deadline):
             attempt(free_graphs, "graphs that hold collectives were not freed")
         closing.wait(deadline)

@@ -1,14 +1,11 @@
-"""Sums over the GPUs of one host through symmetric memory: each rank reads the others' values where they are.
+"""Sums over the GPUs of one host through symmetric memory, which every rank can write in the memory of the others.
 
-NCCL takes some 20 us for the few kilobytes that a decode step adds up; a kernel that reads the other GPUs over NVLink
-takes a part of that. The kernels are torch's (`torch.distributed._symmetric_memory`): one-shot, where each rank adds up
-everything, and two-shot, where each rank adds up its part and then reads those of the others. Which of them, or NCCL,
-is the fastest for a size is measured at the start, and all ranks decide alike.
+NCCL takes some 15 us for the few kilobytes that a decode step adds up, and nothing overlaps with it. The kernel of
+`kernels/pushed_sum.py` takes 3. Up to which size it is faster is measured at the start, and all ranks decide alike.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,13 +15,17 @@ from typing import Any, Protocol, cast
 import torch
 import torch.distributed as dist
 
-NCCL, ONE_SHOT, TWO_SHOT = "NCCL", "one-shot", "two-shot"
-
 SIZES = tuple(2**power for power in range(13, 23, 2))
-"""The sizes in bytes that are measured, 8 KiB to 2 MiB; a sum takes what is best for the next larger one."""
+"""The sizes in bytes that are measured, 8 KiB to 2 MiB."""
 
 SUMS_A_GRAPH = 20
 """How many sums a measured graph holds, so that its launch is a small part of it."""
+
+POLL_S = 0.001
+"""How often the first sum is asked whether it is there."""
+
+TRIAL_S = 30.0
+"""How long the first sum may take; a rank may compile its kernel meanwhile."""
 
 
 class Exchange(Protocol):
@@ -37,56 +38,68 @@ SumInPlace = Callable[[torch.Tensor], object]
 
 
 class SymmetricSums:
-    """A buffer on each rank that the others read, and the way in which a sum of each size is made.
+    """An inbox on each rank that the others write, and the size up to which sums go through it.
 
     The ranks call the methods at about the same time, as they do those of a process group, and `measure` first.
-    Kernels that wait for a lost rank wait for good: `release` should end them, but on two H100 it did not.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, device: torch.device, name: str) -> None:
-        """Allocate the buffers, and let the ranks see each other's. Raises `RuntimeError` if torch cannot.
+        """Allocate the inboxes, and let the ranks write each other's. Raises `RuntimeError` if torch cannot.
 
         `name`: the same on all ranks, and used once in a process.
         """
         from torch._C._distributed_c10d import _register_process_group, _SymmetricMemory
+
+        from piecegraph.runner.tensor_parallel.kernels.pushed_sum import BLOCK
 
         self._name = cast("Any", name)
         store = dist.PrefixStore("symmetric memory", store)
         self._named = dist.ProcessGroup(store, rank, size)  # torch looks for its store by name, and keeps no reference
         _register_process_group(self._name, self._named)
         _SymmetricMemory.set_group_info(name, rank, size, store)
-        self._buffer = _SymmetricMemory.empty_strided_p2p((SIZES[-1],), (1,), torch.uint8, device)
-        self._handle = _SymmetricMemory.rendezvous(self._buffer, self._name)
-        self._rank, self._size, self._device = rank, size, device
-        words = self._handle.signal_pad_size // 4
-        self._pads = [self._handle.get_signal_pad(each, (words,), torch.int32) for each in range(size)]
-        self._pads[rank].fill_(0)  # loads the kernel of `release`, in case none can be loaded while others wait
-        self._release_stream = torch.cuda.Stream(device)
+        self._capacity = SIZES[-1] // 4
+        shape = (2, size, self._capacity)
+        strides = (size * self._capacity, self._capacity, 1)
+        self._inbox = _SymmetricMemory.empty_strided_p2p(shape, strides, torch.int64, device)
+        self._handle = _SymmetricMemory.rendezvous(self._inbox, self._name)
+        self._inbox.zero_()
+        self._inboxes = torch.tensor(self._handle.buffer_ptrs, dtype=torch.int64, device=device)
+        self._counts = torch.zeros(self._capacity // BLOCK, dtype=torch.int32, device=device)
+        self._stop = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+        self._rank, self._device = rank, device
         torch.cuda.synchronize(device)
-        self._ways: dict[int, str] = {}
-        self.microseconds: dict[int, dict[str, float]] = {}
-        """What a sum takes: by size in bytes, then by way."""
+        self._most_bytes = 0
+        self._fault = ""
+        self.microseconds: dict[int, tuple[float, float]] = {}
+        """What a sum takes by size in bytes: through symmetric memory, and through NCCL."""
 
     def measure(self, exchange: Exchange, nccl: SumInPlace) -> None:
-        """Choose the way for each size. `nccl` replaces a tensor by the sum over the ranks."""
-        exchange("signal pads are clear", "")
+        """Choose the size up to which `takes` is true. `nccl` replaces a tensor by the sum over the ranks."""
+        exchange("inboxes are clear", "")
+        self._fault = next(filter(None, exchange("faults of symmetric memory", self._try())), "")
+        if self._fault:
+            return
         self.microseconds = self._measured(exchange, nccl)
-        self._ways = fastest_ways(self.microseconds)
+        self._most_bytes = largest_faster_size(self.microseconds)
 
-    def way(self, x: torch.Tensor) -> str:
-        """Return how a contiguous tensor is added up: NCCL, ONE_SHOT or TWO_SHOT."""
-        if x.dtype not in (torch.float32, torch.bfloat16) or x.nbytes % (16 * self._size) or x.data_ptr() % 16:
-            return NCCL
-        return next((way for size, way in self._ways.items() if x.nbytes <= size), NCCL)
+    def takes(self, x: torch.Tensor) -> bool:
+        """Return whether a tensor is added up through symmetric memory, by its size alone: all ranks agree."""
+        is_known = x.dtype in (torch.float32, torch.bfloat16, torch.float16)
+        return is_known and x.nbytes <= self._most_bytes and x.nbytes % 4 == 0
 
-    def add_up(self, x: torch.Tensor, output: torch.Tensor, way: str) -> None:
-        """Write the sum of `x` over the ranks to `output`, of the same shape and dtype, or the same tensor."""
-        staged = self._buffer[: x.nbytes].view(x.dtype).view(x.shape)
-        if way == ONE_SHOT:
-            torch.ops.symm_mem.one_shot_all_reduce_copy_out(staged, x, "sum", self._name, output)
-        else:
-            staged.copy_(x)
-            torch.ops.symm_mem.two_shot_all_reduce_out(staged, "sum", self._name, output)
+    def add_up(self, x: torch.Tensor, output: torch.Tensor) -> None:
+        """Write the sum of `x` over the ranks to `output`, both contiguous and alike, or the same tensor.
+
+        At most `SIZES[-1]` bytes. The bits are equal on all ranks: they are added in the order of the ranks.
+        """
+        from piecegraph.runner.tensor_parallel.kernels.pushed_sum import push_and_add_up
+
+        if x.data_ptr() % 4 or output.data_ptr() % 4:  # a view from an odd number of two bytes on
+            aligned = torch.empty_like(x)
+            self.add_up(aligned.copy_(x), aligned)
+            output.copy_(aligned)
+            return
+        push_and_add_up(x, output, self._inboxes, self._counts, self._stop, self._capacity, self._rank)
 
     def close(self) -> None:
         """Forget the name of the group. Idempotent."""
@@ -96,59 +109,63 @@ class SymmetricSums:
         if name:
             _unregister_process_group(name)
 
-    def release(self, is_done: Callable[[], bool], deadline: float) -> None:
-        """Let kernels of this GPU that wait for lost ranks go on until `is_done`, or `deadline` of `time.monotonic`.
+    def release(self) -> None:
+        """Make kernels of this GPU wait for no rank any more, those that wait and all later ones.
 
-        What they compute is worthless. A kernel waits until a word that another rank sets is there, and until one that
-        another rank clears is gone. On two H100 the kernels were seen to wait on nevertheless, and the reason is not
-        known; that is why these sums are off unless `PIECEGRAPH_SYMMETRIC_SUMS` is set.
+        What they compute is worthless. They still use the memory of this object, which must be kept until they end.
         """
-        with torch.cuda.stream(self._release_stream):
-            while not is_done() and time.monotonic() < deadline:
-                for rank, pad in enumerate(self._pads):
-                    pad.fill_(int(rank == self._rank))
-                self._release_stream.synchronize()
+        self._stop.fill_(1)
 
     def describe(self) -> str:
-        """Return one line: the way of each size, and what it takes beside NCCL."""
-        if not self._ways:
-            return "sums over the ranks: NCCL, which is the fastest for every size"
-        parts = [
-            f"up to {size // 1024} KiB {way}, {self.microseconds[size][way]:.1f} us (NCCL "
-            f"{self.microseconds[size][NCCL]:.1f})"
-            for size, way in self._ways.items()
-        ]
-        return f"sums over the ranks: {'; '.join(parts)}; larger ones NCCL"
+        """Return one line: up to which size, and what sums take beside NCCL."""
+        if self._fault:
+            return f"sums over the ranks: NCCL; {self._fault}"
+        times = ", ".join(
+            f"{size // 1024} KiB {own:.1f} ({nccl:.1f})" for size, (own, nccl) in self.microseconds.items()
+        )
+        if not self._most_bytes:
+            return f"sums over the ranks: NCCL; through symmetric memory they take no less, in us (NCCL): {times}"
+        until = f"through symmetric memory up to {self._most_bytes // 1024} KiB, else NCCL"
+        return f"sums over the ranks: {until}, in us (NCCL): {times}"
 
-    def _measured(self, exchange: Exchange, nccl: SumInPlace) -> dict[int, dict[str, float]]:
-        """Return the microseconds of a sum, by size and way; of the slowest rank, so that all ranks have the same."""
-        own: dict[str, dict[str, float]] = {}
-        equal = [way for way in (ONE_SHOT, TWO_SHOT) if self._gives_all_ranks_the_same(way, exchange)]
+    def _try(self) -> str:
+        """Return what is wrong with a sum of small integers, which is exact in any order, or ""."""
+        count = SIZES[-1] // 2
+        seeds = [torch.Generator().manual_seed(rank) for rank in range(len(self._inboxes))]
+        parts = torch.stack([torch.randint(-8, 9, (count,), generator=seed) for seed in seeds])
+        parts = parts.to(self._device, torch.bfloat16)
+        output = torch.empty_like(parts[0])
+        self.add_up(parts[self._rank], output)
+        event = torch.cuda.Event()
+        event.record()
+        deadline = time.monotonic() + TRIAL_S
+        while not event.query():
+            if time.monotonic() > deadline:
+                self._stop.fill_(1)
+                return f"nothing reached rank {self._rank} through symmetric memory within {TRIAL_S:g} s"
+            time.sleep(POLL_S)
+        is_right = torch.equal(output, parts.sum(0))
+        return "" if is_right else f"rank {self._rank} has a wrong sum through symmetric memory"
+
+    def _measured(self, exchange: Exchange, nccl: SumInPlace) -> dict[int, tuple[float, float]]:
+        """Return the microseconds of a sum by size; of the slowest rank, so that all ranks have the same."""
+        own: dict[str, tuple[float, float]] = {}
         for size in SIZES:
             x = torch.zeros(size // 2, dtype=torch.bfloat16, device=self._device)
-            ways: dict[str, Callable[[], object]] = {NCCL: partial(nccl, x)}
-            ways |= {way: partial(self.add_up, x, x, way) for way in equal}
-            own[str(size)] = {way: _microseconds(add_up, self._device) for way, add_up in ways.items()}
+            pushed = _microseconds(partial(self.add_up, x, x), self._device)
+            own[str(size)] = pushed, _microseconds(partial(nccl, x), self._device)
         found = [json.loads(text) for text in exchange("times of sums", json.dumps(own))]
-        return {
-            int(size): {way: max(each[size][way] for each in found) for way in times} for size, times in own.items()
-        }
-
-    def _gives_all_ranks_the_same(self, way: str, exchange: Exchange) -> bool:
-        """Return whether the bits of a sum of random numbers are equal on all ranks. Sampling relies on that."""
-        generator = torch.Generator().manual_seed(self._rank)
-        x = torch.randn(2**16, generator=generator).to(self._device, torch.bfloat16)
-        self.add_up(x, x, way)
-        digest = hashlib.sha256(x.cpu().view(torch.uint8).numpy().tobytes()).hexdigest()
-        return len(set(exchange(f"bits of {way}", digest))) == 1
+        return {int(size): (max(each[size][0] for each in found), max(each[size][1] for each in found)) for size in own}
 
 
-def fastest_ways(microseconds: Mapping[int, Mapping[str, float]]) -> dict[int, str]:
-    """Return the way for each size, ascending, without the sizes from which on NCCL is the fastest."""
-    ways = {size: min(times, key=lambda way: times[way]) for size, times in sorted(microseconds.items())}
-    while ways and ways[max(ways)] == NCCL:
-        del ways[max(ways)]
-    return ways
+def largest_faster_size(microseconds: Mapping[int, tuple[float, float]]) -> int:
+    """Return the largest size up to which the first time is below the second for every size; 0 if for none."""
+    largest = 0
+    for size, (own, other) in sorted(microseconds.items()):
+        if own >= other:
+            break
+        largest = size
+    return largest
 
 
 def why_not_symmetric(hosts: Sequence[str], num_gpus: int, can_access: Callable[[int, int], bool]) -> str:

@@ -36,7 +36,7 @@ API_KEY = "PIECEGRAPH_API_KEY"
 SYMMETRIC_SUMS = "PIECEGRAPH_SYMMETRIC_SUMS"
 """`1`: sums over the GPUs of one host may go through symmetric memory (`runner/tensor_parallel/symmetric_sums.py`).
 
-If a rank is lost meanwhile, the others' kernels may wait for it for good."""
+It is off otherwise, since a test with a lost rank has not passed with it."""
 
 
 GPUS = "CUDA_VISIBLE_DEVICES"

@@ -6,6 +6,7 @@ Each program is a command whose last line of output is a JSON object of numbers,
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import statistics
 import subprocess
@@ -27,6 +28,8 @@ GREEDY_TOKENS = "greedy_tokens"
 """The key of the tokens that a program generates greedily for the prompt that all have."""
 
 HIGHER_IS_BETTER = ("_tok_s", "_per_s")
+_ERROR = re.compile(r"\b[A-Z]\w*(Error|Exception|Exit): ")
+
 LOWER_IS_BETTER = ("_s", "_ms", "_us", "_gib", "_bytes")
 
 
@@ -92,9 +95,16 @@ def run_peer(peer: Peer, timeout_s: float) -> PeerRun:
         finally:
             end_group(process.pid)  # whatever it started and left; after an interrupt, all of it
     if process.returncode != 0:
-        return run_of(None, f"it ended with status {process.returncode}: {_last_line(err) or _last_line(out)}")
+        return run_of(None, f"it ended with status {process.returncode}: {_error_in(err) or _last_line(out)}")
     record = _object_in(_last_line(out))
     return run_of(record, None if record is not None else f"its last line is not a JSON object: {_last_line(out)!r}")
+
+
+def _error_in(text: str) -> str:
+    """Return the last line that names an error or an exception, else the last line: warnings may follow an error."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    named = [line for line in lines if _ERROR.search(line)]
+    return (named or lines or [""])[-1]
 
 
 def _last_line(text: str) -> str:

@@ -34,6 +34,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--kv-cache-dtype", default="auto", help="such as fp8")
     options.add_argument("--speculative", type=json.loads, metavar="JSON", help="vLLM's speculative_config")
     options.add_argument("--hf-overrides", type=json.loads, metavar="JSON", help="such as a quantization_config")
+    options.add_argument("--additional-config", type=json.loads, metavar="JSON", help="vLLM's additional_config")
     options.add_argument("--max-model-len", type=int, help="by default that of the longest request of the job")
     options.add_argument("--load-format", default="auto", help="dummy: random weights")
     options.add_argument("--gpu-memory-utilization", type=float, default=0.8)
@@ -44,7 +45,7 @@ def variables(num_gpus: int, num_engines: int) -> dict[str, str]:
     """Return the variables that vLLM is run with: its messages on stderr, and the engine in this process if it can be.
 
     Processes are spawned, since a fork of one that has threads can hang. Sums over GPUs leave NVLink's multicast alone,
-    which hosts can lack. Samplers are vLLM's own: FlashInfer's are compiled at the first use.
+    which hosts can lack (`engine_arguments`, too). Samplers are vLLM's own: FlashInfer's are compiled at the first use.
     """
     found = {
         "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # stdout ends with the record
@@ -76,6 +77,10 @@ def engine_arguments(options: argparse.Namespace) -> dict[str, Any]:
         "speculative_config": options.speculative,
         "hf_overrides": options.hf_overrides or {},
     }
+    if options.additional_config:
+        arguments["additional_config"] = options.additional_config
+    if options.tensor_parallel_size > 1:  # it tries NVLink's multicast first
+        arguments["compilation_config"] = {"pass_config": {"fuse_allreduce_rms": False}}
     if options.data_parallel_size > 1:
         arguments["data_parallel_size"] = options.data_parallel_size
     return arguments

@@ -45,7 +45,7 @@ def test_few_rows_of_small_weights_are_ours(num_columns: int, size: int, is_gate
 
 
 @pytest.mark.parametrize("is_gated", [False, True])
-@pytest.mark.parametrize("size", [192, 1024, 2048, 3072, 4096, 8192, 14336])
+@pytest.mark.parametrize("size", [192, 1024, 2048, 3072, 4096, 6144, 14336])
 @pytest.mark.parametrize("num_columns", [16, 1024, 4096, 65536])
 def test_a_program_of_one_row_holds_its_tile_in_registers(num_columns: int, size: int, is_gated: bool) -> None:
     """Two numbers each, at most half of a thread's, with a preceding norm and without."""

@@ -84,6 +84,14 @@ def test_a_last_wave_of_a_few_programs_is_not_taken(num_columns: int, size: int,
     assert streamed_config(num_rows, num_columns, size, is_gated=True, itemsize=2, gpu=H200) is None
 
 
+def test_one_row_behind_no_norm_is_streamed_if_the_weight_is_large() -> None:
+    """The down projection of a half of Llama-8B, not its output projection: behind attention that takes longer."""
+    down = streamed_config(1, 4096, 7168, is_gated=False, itemsize=2, gpu=H200)
+    assert down is not None and down == streamed_config(2, 4096, 7168, is_gated=False, itemsize=2, gpu=H200)
+    assert streamed_config(1, 4096, 4096, is_gated=False, itemsize=2, gpu=H200) is None
+    assert streamed_config(1, 4096, 4096, is_gated=False, itemsize=2, gpu=H200, is_normed=True) is not None
+
+
 def test_shapes_that_are_not_streamed() -> None:
     """The head; other types, GPUs whose kernels do not overlap, columns and sizes of no whole tiles, little memory."""
     assert streamed_config(4, 128256, 4096, is_gated=False, itemsize=2, gpu=H200) is None

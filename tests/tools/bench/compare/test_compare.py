@@ -53,6 +53,14 @@ def test_the_last_line_is_what_a_program_found() -> None:
     ("peer", "reason"),
     [
         (python("import sys; print('x', file=sys.stderr); sys.exit(3)"), "it ended with status 3: x"),
+        (
+            python("print('late', file=__import__('sys').stderr); raise ValueError('it is')"),
+            "it ended with status 1: Val",
+        ),
+        (
+            python("import os; os.write(2, b'[rank0]: NotImplementedError: no\\nwarnings.warn(x)\\n'); os._exit(1)"),
+            "it ended with status 1: [rank0]: NotImplementedError: no",
+        ),
         (python("print('half a {')"), "its last line is not a JSON object: 'half a {'"),
         (python("print([1])"), "its last line is not a JSON object: '[1]'"),
         (python(""), "its last line is not a JSON object: ''"),

@@ -1,0 +1,95 @@
+"""Sums by pushed words: two ranks in Triton's interpreter, whose inboxes are shared memory; compiled for sm_90."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import pytest
+import torch
+import triton.language as tl
+
+from piecegraph.runner.tensor_parallel.kernels import pushed_sum as kernel
+from tests.compiled_for_gpu import compile_for_gpu
+from tests.interpreter import interpreted
+
+SIZES = (24, 2048, 4096 + 16, 24, 16, 2048, 3000 * 4)
+"""In bytes: sums of one program and of several in turns, so that their counts differ."""
+
+DTYPES = (torch.bfloat16, torch.float32, torch.float16)
+
+
+def send(addresses: Any, words: Any, is_inside: Any) -> None:
+    """Do what the kernel's instructions do."""
+    tl.store(addresses.to(tl.pointer_type(tl.int64)), words, mask=is_inside)
+
+
+def receive(addresses: Any, count: Any, stop: Any, is_inside: Any) -> Any:
+    """Do what the kernel's instructions do."""
+    deadline = time.monotonic() + 30
+    while True:
+        words = tl.load(addresses.to(tl.pointer_type(tl.int64)), mask=is_inside, other=0)
+        inside = is_inside.handle.data
+        if ((words.handle.data >> 32)[inside] == count.handle.data[inside]).all():
+            return words.to(tl.int32)
+        assert time.monotonic() < deadline, "the other rank's words did not come"
+
+
+def part(number: int, rank: int) -> torch.Tensor:
+    """Return what a rank adds; integers in bfloat16, to which the interpreter does not round."""
+    dtype = DTYPES[number % 3]
+    x = torch.randn(SIZES[number % len(SIZES)] // dtype.itemsize, generator=torch.Generator().manual_seed(number))
+    x *= rank + 3
+    return x.round().to(dtype) if dtype == torch.bfloat16 else x.to(dtype)
+
+
+def check_sums() -> None:
+    """Add up 21 times on two ranks, one of them late at times, in place and not."""
+    torch.set_num_threads(1)  # a forked process has no threads of torch's
+    kernel.send, kernel.receive = send, receive
+    capacity = 8 * kernel.BLOCK
+    boxes = torch.zeros(2, 2, 2, capacity, dtype=torch.int64).share_memory_()
+    inboxes = torch.tensor([box.data_ptr() for box in boxes])
+    child = os.fork()
+    if child == 0:
+        equal = False
+        try:
+            equal = has_the_sums(inboxes, capacity, 1)
+        finally:
+            os._exit(0 if equal else 1)
+    equal = has_the_sums(inboxes, capacity, 0)
+    _, status = os.waitpid(child, 0)
+    assert equal and status == 0
+
+
+def has_the_sums(inboxes: torch.Tensor, capacity: int, rank: int) -> bool:
+    counts, stop = torch.zeros(8, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    equal = True
+    for number in range(21):
+        x = part(number, rank)
+        output = x if number % 2 else torch.empty_like(x)
+        if number % 4 == 2 * rank:
+            time.sleep(0.05)
+        kernel.push_and_add_up(x, output, inboxes, counts, stop, capacity, rank)
+        equal &= torch.equal(output, part(number, 0) + part(number, 1))
+    return equal
+
+
+def test_two_ranks_have_the_sum() -> None:
+    interpreted(check_sums)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_kernel_compiles_for_hopper(dtype: torch.dtype, num_ranks: int) -> None:
+    """A word is sent and received whole, with the scope of several GPUs."""
+    x, counts = torch.zeros(1, dtype=dtype), torch.zeros(1, dtype=torch.int32)
+    inboxes = torch.zeros(num_ranks, dtype=torch.int64)
+    ptx = compile_for_gpu(
+        kernel.pushed_sum_kernel,
+        {"x": x, "output": x, "inboxes": inboxes, "counts": counts, "stop": counts, "num_words": 2048, "zero": 0}
+        | {"CAPACITY": 2**19, "RANK": 1, "RANKS": num_ranks, "BLOCK": kernel.BLOCK, "OVERLAP": True},
+        {"num_warps": kernel.NUM_WARPS, "launch_pdl": True},
+    )
+    assert ptx.count("st.relaxed.sys.global.b64") == 4 * (num_ranks - 1) == ptx.count("ld.relaxed.sys.global.b64")
