@@ -21,6 +21,8 @@ SIZES = tuple(2**power for power in range(13, 23, 2))
 SUMS_A_GRAPH = 20
 """How many sums a measured graph holds, so that its launch is a small part of it."""
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
 POLL_S = 0.001
 """How often the first sum is asked whether it is there."""
 
@@ -84,8 +86,7 @@ class SymmetricSums:
 
     def takes(self, x: torch.Tensor) -> bool:
         """Return whether a tensor is added up through symmetric memory, by its size alone: all ranks agree."""
-        is_known = x.dtype in (torch.float32, torch.bfloat16, torch.float16)
-        return is_known and x.nbytes <= self._most_bytes and x.nbytes % 4 == 0
+        return x.dtype in DTYPES and x.nbytes <= self._most_bytes and x.nbytes % 4 == 0
 
     def add_up(self, x: torch.Tensor, output: torch.Tensor) -> None:
         """Write the sum of `x` over the ranks to `output`, both contiguous and alike, or the same tensor.
@@ -129,13 +130,19 @@ class SymmetricSums:
         return f"sums over the ranks: {until}, in us (NCCL): {times}"
 
     def _try(self) -> str:
-        """Return what is wrong with a sum of small integers, which is exact in any order, or ""."""
-        count = SIZES[-1] // 2
+        """Return what is wrong with sums of small integers, which are exact in any order, or "".
+
+        There is a sum of each dtype, so that no kernel has to be compiled or loaded later, in a capture or while the
+        GPU waits for another rank.
+        """
+        count = SIZES[-1] // 4
         seeds = [torch.Generator().manual_seed(rank) for rank in range(len(self._inboxes))]
-        parts = torch.stack([torch.randint(-8, 9, (count,), generator=seed) for seed in seeds])
-        parts = parts.to(self._device, torch.bfloat16)
-        output = torch.empty_like(parts[0])
-        self.add_up(parts[self._rank], output)
+        parts = torch.stack([torch.randint(-8, 9, (count,), generator=seed) for seed in seeds]).to(self._device)
+        found = []
+        for dtype in DTYPES:
+            x = parts[self._rank].to(dtype)
+            self.add_up(x, x)
+            found.append(x)
         event = torch.cuda.Event()
         event.record()
         deadline = time.monotonic() + TRIAL_S
@@ -144,7 +151,7 @@ class SymmetricSums:
                 self._stop.fill_(1)
                 return f"nothing reached rank {self._rank} through symmetric memory within {TRIAL_S:g} s"
             time.sleep(POLL_S)
-        is_right = torch.equal(output, parts.sum(0))
+        is_right = all(torch.equal(x, parts.sum(0).to(x.dtype)) for x in found)
         return "" if is_right else f"rank {self._rank} has a wrong sum through symmetric memory"
 
     def _measured(self, exchange: Exchange, nccl: SumInPlace) -> dict[int, tuple[float, float]]:
