@@ -11,6 +11,8 @@ TEST_JOBS ?= 2
 RUN_PYTEST = -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python $(RUN_PYTEST)
 NEWEST = .venv-newest
+# llama.cpp's kernel for AMX ends with a segmentation fault (llama-cpp-python 0.3.36, a Xeon), so it is built without.
+WITHOUT_AMX = $(if $(shell grep -sm1 amx_tile /proc/cpuinfo),-mno-amx-tile -mno-amx-int8 -mno-amx-bf16)
 # Tests that fill or measure the whole GPU; others only need a few GB of its memory.
 GPU_ALONE = tests/runner/sleeping tests/runner/device_memory tests/tools/bench tests/runner/test_no_sync.py \
 	tests/runner/speculative/test_drafts_gpu.py
@@ -68,7 +70,8 @@ peers: .venv-peers/.ready ## build llama.cpp in .venv-peers, a peer of `piecegra
 
 .venv-peers/.ready: requirements/peers.txt
 	$(PYTHON) -m venv .venv-peers
-	.venv-peers/bin/python -m pip --disable-pip-version-check install --quiet -r requirements/peers.txt
+	CFLAGS='$(WITHOUT_AMX)' CXXFLAGS='$(WITHOUT_AMX)' \
+		.venv-peers/bin/python -m pip --disable-pip-version-check install --quiet -r requirements/peers.txt
 	.venv-peers/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --editable .
 	@touch $@
 
