@@ -7,9 +7,9 @@ from dataclasses import replace
 from piecegraph.config import CompileConfig
 from piecegraph.runner.common.engine_config import EngineConfig
 
-DEFAULT_COMPILE_SIZES = (1, 2, 4, 8)
-"""Sizes compiled statically on a GPU unless the caller names others: the smallest decode batches, where what Inductor
-makes for one size reads large weights faster. docs/decisions/001-static-sizes.md says what more of them gain."""
+DEFAULT_COMPILE_SIZES = (1,)
+"""Sizes compiled statically on a GPU unless the caller names others: one token, for which a matmul becomes a reduction
+that reads the weights once. docs/decisions/001-static-sizes.md says what others gain, and what tuning them takes."""
 
 
 def batched_tokens(config: EngineConfig, device_type: str) -> int:
@@ -34,15 +34,13 @@ def static_sizes_note(config: EngineConfig) -> tuple[str, ...]:
 def static_sizes(config: EngineConfig, *, is_cuda: bool) -> tuple[int, ...]:
     """Return the sizes at which pieces that become faster are compiled with static shapes.
 
-    These are the requested sizes, else on a GPU those of `DEFAULT_COMPILE_SIZES` that a batch can reach; none unless
-    Inductor compiles.
+    These are the requested sizes, else on a GPU `DEFAULT_COMPILE_SIZES`; none unless Inductor compiles.
     """
     if config.compile.compiler != "inductor" or config.num_ranks > 1:  # one rank alone times nothing
         return ()
     if config.compile_sizes is not None:
         return config.compile_sizes
-    smallest = tuple(size for size in DEFAULT_COMPILE_SIZES if size <= config.max_num_seqs)
-    return config.compile.compile_sizes or (smallest if is_cuda else ())
+    return config.compile.compile_sizes or (DEFAULT_COMPILE_SIZES if is_cuda else ())
 
 
 def options_on(config: EngineConfig, device_type: str) -> CompileConfig:
