@@ -182,6 +182,8 @@ class SdpaImpl:
             query = (query * of_query).to(query.dtype)
         if metadata.write_rows is not None:
             key, value = key[metadata.write_rows], value[metadata.write_rows]
+        if scales is not None and scales.key_shift is not None:
+            key = key - scales.key_shift
         _write(kv_cache.key, metadata.write_slots, key, None if scales is None else scales.key)
         if not call.is_latent:
             _write(kv_cache.value, metadata.write_slots, value, None if scales is None else scales.value)

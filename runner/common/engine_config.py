@@ -105,8 +105,8 @@ class EngineConfig:
     kv_cache_dtype: str = "auto"
     """In what keys and values are kept, one of `KV_CACHE_DTYPES`: "auto" is the model's dtype."""
     calculate_kv_scales: bool = False
-    """True calibrates the scales of keys and values in float8 at the start, one for each head; False takes the
-    checkpoint's, or 1."""
+    """True calibrates the scales of keys and values in float8 at the start, one for each head, and what is subtracted
+    from keys; False takes the checkpoint's scales, or 1."""
     kv_cache_memory_bytes: int | None = None
     gpu_memory_utilization: float = 0.9
     enable_prefix_caching: bool | None = True

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
 from piecegraph.errors import CheckpointError
+from piecegraph.passes.ops.quantised.rounded_rows import MAX_E4M3
 from piecegraph.runner.attention.interface.forward_context import ForwardContext, set_forward_context
-from piecegraph.runner.attention.interface.kv_cache import KVCache, allocate_kv_caches
+from piecegraph.runner.attention.interface.kv_cache import KVCache, KVScales, allocate_kv_caches
 from piecegraph.runner.attention.interface.layer import AttentionLayer
 from piecegraph.runner.attention.interface.metadata import AttentionMetadata
 from piecegraph.runner.attention.interface.op_call import AttentionCall, position_bias
@@ -17,15 +19,21 @@ from piecegraph.runner.attention.triton.reference import attend, rotated
 NUM_TOKENS = 512
 """The number of tokens that a model is calibrated on, or all that it takes."""
 
+NUM_LATER_TOKENS = 128
+"""The number of tokens whose keys are measured at later positions, too."""
+
 KEY_RANGE, VALUE_RANGE = 200.0, 100.0
-"""The values that a head's largest key and value are scaled to, as in vLLM; e4m3 reaches 448, so more fits."""
+"""The values that a head's largest key and value are scaled to, as in vLLM; e4m3 reaches 448, so more fits. A key less
+a constant is at most twice as large as both, which fits, too."""
 
 
 class _Measuring:
-    """Attention over one text without a cache, which keeps the largest key and value of each head of each layer."""
+    """Attention over one text without a cache, which keeps what scales are made of, by the layer's name."""
 
     def __init__(self) -> None:
-        self.largest: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # each [num_kv_heads] float32
+        self.largest: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # key and value, each [num_kv_heads] float32
+        self.first_keys: dict[str, torch.Tensor] = {}  # [num_kv_heads, key_dim] float32
+        self.mean_keys: dict[str, torch.Tensor] = {}  # the same
 
     def forward(self, call: AttentionCall, kv_cache: KVCache, metadata: AttentionMetadata) -> None:
         """Write the attention of all rows, which are one text, into `call.out`."""
@@ -34,6 +42,7 @@ class _Measuring:
             query, key = rotated(query, key, call.rotary)
         of_key, of_value = (each.float().abs().amax(dim=(0, 2)) for each in (key, value))
         self.largest[call.layer] = of_key, of_value
+        self.first_keys[call.layer], self.mean_keys[call.layer] = key[0].float(), key.float().mean(dim=0)
         positions = torch.arange(key.shape[0], device=key.device)
         visible = positions <= positions[:, None]
         if call.window:
@@ -59,17 +68,58 @@ def calibrated_scales(
     vocab_size: int,
     max_model_len: int,
     device: torch.device,
-) -> Mapping[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Return the scales of keys and of values by the layer's name, each `[num_kv_heads]` float32 above 0.
+) -> Mapping[str, KVScales]:
+    """Return the scales of keys and of values, and what is subtracted from keys, by the layer's name.
 
     `forward`: `(input_ids, positions, logits_indices)`, the model with our attention and without other layers that keep
-    something. It runs once, over `NUM_TOKENS` fixed tokens, so that every start gives the same scales. A head that was
-    zero throughout gets 1. Raises `CheckpointError` for numbers that are not finite.
+    something. It runs over `NUM_TOKENS` fixed tokens, and over the first of them at later positions, so that every
+    start gives the same scales. A head that was zero throughout gets 1. Raises `CheckpointError` for numbers that are
+    not finite.
     """
-    num_tokens = min(NUM_TOKENS, max_model_len)
     generator = torch.Generator().manual_seed(0)
-    input_ids = torch.randint(vocab_size, (num_tokens,), generator=generator).to(device)
-    positions = torch.arange(num_tokens, device=device)
+    input_ids = torch.randint(vocab_size, (min(NUM_TOKENS, max_model_len),), generator=generator).to(device)
+    measured = _measured(forward, layers, input_ids)
+    scales = {layer.name: _scales(layer, *measured.largest[layer.name]) for layer in layers}
+    shiftable = [layer.name for layer in layers if layer.unshiftable_reason is None]
+    if not shiftable:
+        return scales
+    of_later = input_ids[:NUM_LATER_TOKENS]
+    later = [_measured(forward, layers, of_later, first) for first in later_positions(max_model_len)]
+    for name in shiftable:
+        common = common_part([measured.mean_keys[name], *(each.mean_keys[name] for each in later)])
+        shift = key_shift(measured.first_keys[name], common, scales[name].key)
+        scales[name] = replace(scales[name], key_shift=shift)
+    return scales
+
+
+def later_positions(max_model_len: int) -> list[int]:
+    """Return the first positions, after those of the calibration's text, at which keys are measured again."""
+    found, position = [], NUM_TOKENS
+    while position + NUM_LATER_TOKENS <= max_model_len:
+        found.append(position)
+        position += position // 2
+    return found
+
+
+def common_part(means: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return of each number the mean that is closest to zero, or zero where means have both signs.
+
+    No mean less that is larger than it was, so that no text's keys become larger on average at any of the positions
+    where they were measured. A rotary embedding turns the mean key with its position; what hardly turns is left.
+    """
+    lowest, highest = torch.stack(list(means)).aminmax(dim=0)
+    return lowest.clamp(min=0.0) + highest.clamp(max=0.0)
+
+
+def _measured(
+    forward: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object],
+    layers: Sequence[AttentionLayer],
+    input_ids: torch.Tensor,
+    first_position: int = 0,
+) -> _Measuring:
+    """Run the model over one text that begins at a position, and return what was measured."""
+    num_tokens, device = len(input_ids), input_ids.device
+    slots = torch.arange(num_tokens, device=device)
     measuring = _Measuring()
     no_blocks = torch.zeros(1, 1, dtype=torch.int32, device=device)
     metadata = AttentionMetadata(
@@ -80,16 +130,31 @@ def calibrated_scales(
         query_start_loc=torch.tensor([0, num_tokens], dtype=torch.int32, device=device),
         seq_lens=torch.tensor([num_tokens], dtype=torch.int32, device=device),
         block_table=no_blocks,
-        slot_mapping=positions,
+        slot_mapping=slots,
         host=None,
     )
     caches = allocate_kv_caches(layers, 1, 1, device)
     with set_forward_context(ForwardContext(impl=measuring, metadata=metadata, kv_caches=caches)):
-        forward(input_ids, positions, positions[-1:])
-    return {layer.name: _scales(layer, *measuring.largest[layer.name]) for layer in layers}
+        forward(input_ids, first_position + slots, slots[-1:])
+    return measuring
 
 
-def _scales(layer: AttentionLayer, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def key_shift(first: torch.Tensor, common: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Return what is subtracted from the keys of each head, `[num_kv_heads, key_dim]` float32.
+
+    That is what keys have in common, so that what is rounded is smaller, moved by less than a rounding so that the key
+    of a text's first token is kept exactly: most heads attend to it most, and it is the farthest from the others.
+
+    Args:
+        first: the key of the first token, `[num_kv_heads, key_dim]` float32.
+        common: the common part of other keys, of the same shape.
+        scale: by which keys are divided, `[num_kv_heads]` float32.
+    """
+    kept = ((first - common) / scale[:, None]).clamp(-MAX_E4M3, MAX_E4M3).to(torch.float8_e4m3fn)
+    return first - kept.float() * scale[:, None]
+
+
+def _scales(layer: AttentionLayer, key: torch.Tensor, value: torch.Tensor) -> KVScales:
     """Return the scales of a layer by the largest key and value of each head."""
     if not bool(key.isfinite().all() and value.isfinite().all()):
         raise CheckpointError(
@@ -99,4 +164,4 @@ def _scales(layer: AttentionLayer, key: torch.Tensor, value: torch.Tensor) -> tu
     if layer.is_latent:  # values are a part of keys, and have their scale
         value = key * (VALUE_RANGE / KEY_RANGE)
     of_key, of_value = key / KEY_RANGE, value / VALUE_RANGE
-    return torch.where(of_key > 0, of_key, 1.0), torch.where(of_value > 0, of_value, 1.0)
+    return KVScales(torch.where(of_key > 0, of_key, 1.0), torch.where(of_value > 0, of_value, 1.0))

@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from piecegraph.errors import ConfigError, UnsupportedModel
-from piecegraph.runner.attention.interface.kv_cache import KVCache
+from piecegraph.runner.attention.interface.kv_cache import KVCache, KVScales
 from piecegraph.runner.attention.interface.layer import AttentionLayer
 from piecegraph.runner.common.engine_config import EngineConfig
 from piecegraph.runner.kv_cache.calibration import NUM_TOKENS, calibrated_scales
 from piecegraph.runner.quantization.checkpoints.cache_scales import has_cache_scales, stored_scales
 
-Scales = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
+Scales = Mapping[str, KVScales]
 """By a layer's name the scales of its keys and of its values, float32, one or one for each KV head."""
 
 
@@ -34,6 +34,17 @@ def scales_note(config: EngineConfig) -> tuple[str, ...]:
             "the model's dtype; kv_cache_dtype='fp8' takes half the memory",
         )
     return ()
+
+
+def shift_note(config: EngineConfig, layers: Sequence[AttentionLayer]) -> tuple[str, ...]:
+    """Return the note that says from which layers' cached keys a constant is subtracted, and why from no others."""
+    if not config.calculate_kv_scales:
+        return ()
+    kept = [f"{layer.name} {layer.unshiftable_reason}" for layer in layers if layer.unshiftable_reason is not None]
+    if not kept:
+        return ("kv_cache_dtype: keys are kept less a constant of their head, which changes no attention weight",)
+    number = f"{len(kept)} of {len(layers)} layers" if len(kept) < len(layers) else "all layers"
+    return (f"kv_cache_dtype: keys of {number} are kept as they are, not less a constant of their head: {kept[0]}",)
 
 
 def cache_scales(
@@ -72,12 +83,12 @@ def cache_scales(
             "the checkpoint has scales of cached keys and values for each head, which are not divided among ranks yet; "
             f"leave tensor_parallel_size={config.tensor_parallel_size} or kv_cache_dtype out."
         )
-    return found
+    return {name: KVScales(*pair) for name, pair in found.items()}
 
 
 def write_scales(scales: Scales, caches: Mapping[str, KVCache]) -> None:
     """Write scales into those of the caches, in place, so that graphs over them hold the new ones."""
-    for name, (key, value) in scales.items():
+    for name, found in scales.items():
         of_layer = caches[name].scales
         assert of_layer is not None, f"{name} keeps keys and values as they are"
-        of_layer.copy_(key, value)
+        of_layer.copy_(found)

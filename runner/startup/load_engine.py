@@ -23,7 +23,7 @@ from piecegraph.runner.cudagraphs.capture_sizes import check_capture_sizes
 from piecegraph.runner.cudagraphs.measured_times import why_not_measured
 from piecegraph.runner.engine.engine import Engine
 from piecegraph.runner.engine.model_runner import ModelRunner
-from piecegraph.runner.kv_cache.scales import scales_note
+from piecegraph.runner.kv_cache.scales import scales_note, shift_note
 from piecegraph.runner.late_start.fast_start import why_not_fast
 from piecegraph.runner.lora.modules import adaptable_paths, check_targets
 from piecegraph.runner.lora.store import AdapterStore
@@ -244,6 +244,7 @@ def _notes(
     return (
         *loaded.notes,
         *scales_note(config),
+        *shift_note(config, model.layers),
         *(f"attention_backend: {reason}" for reason in model.attention.reasons if model.attention.is_fallback),
         *(f"cudagraph_mode: {reason}" for reason in model.plan.resolved.reasons),
         *model.layout.notes,

@@ -90,8 +90,7 @@ class ModelStep:
             tensors += [(f"cache of {name}", tensor) for name, cache in caches.items() for tensor in cache.tensors]
         for name, cache in self.kv_caches.items():
             if cache.scales is not None:
-                tensors += [(f"scales of keys of {name}", cache.scales.key)]
-                tensors += [(f"scales of values of {name}", cache.scales.value)]
+                tensors += [(f"{kind} of {name}", tensor) for kind, tensor in cache.scales.tensors().items()]
         for name, recent in self.recent_states.items():
             tensors += [(f"last states of {name}", tensor) for tensor in recent]
         return [(name, value) for name, value in tensors if isinstance(value, torch.Tensor)]

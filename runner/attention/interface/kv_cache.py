@@ -19,22 +19,37 @@ class KVScales:
 
     A key or value is divided by its scale before it is rounded to e4m3, and what is read is multiplied by it. Where
     values are part of keys, both are one tensor.
+
+    Note [keys less a constant]: before that, `key_shift` of its head is subtracted from a key, and nothing adds it
+    again. A query's scores of all keys of a head change by the same number, which softmax takes no notice of, so that
+    only writers know of it. This holds for every key of a head or for none, and neither for capped scores nor beside
+    the score of a sink (`unshiftable_reason`), nor where values are part of keys.
     """
 
     key: torch.Tensor  # [num_kv_heads] float32, above 0
     value: torch.Tensor  # the same
+    key_shift: torch.Tensor | None = None  # [num_kv_heads, key_dim] float32; None: keys are not shifted
 
     @classmethod
     def ones(cls, spec: CacheSpec, device: torch.device) -> KVScales:
         """Return the scales of a layer that keeps numbers as they are."""
         made = [torch.ones(tensor.shape[0], dtype=torch.float32, device=device) for tensor in spec.tensors]
-        return cls(made[0], made[-1])
+        if spec.values_in_keys is not None:
+            return cls(made[0], made[0])
+        return cls(made[0], made[1], torch.zeros(spec.tensors[0].shape, dtype=torch.float32, device=device))
 
-    def copy_(self, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Write other scales, one or one for each KV head, in place."""
-        self.key.copy_(key.expand_as(self.key))
+    def copy_(self, other: KVScales) -> None:
+        """Write other scales, one or one for each KV head, and another shift of keys, in place; without one, zero."""
+        self.key.copy_(other.key.expand_as(self.key))
         if self.value is not self.key:
-            self.value.copy_(value.expand_as(self.value))
+            self.value.copy_(other.value.expand_as(self.value))
+        if self.key_shift is not None:
+            self.key_shift.copy_(torch.zeros(()) if other.key_shift is None else other.key_shift)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the tensors that writers and readers of the cache take, by what they are."""
+        found = {"scales of keys": self.key, "scales of values": self.value, "shift of keys": self.key_shift}
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
 
 
 @dataclass(frozen=True, slots=True)

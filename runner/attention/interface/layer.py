@@ -34,6 +34,15 @@ class AttentionLayer:
     cache_dtype: torch.dtype | None = None  # in which keys and values are kept; None: `dtype`
 
     @property
+    def unshiftable_reason(self) -> str | None:
+        """Return why no constant may be subtracted from all keys of a head (Note [keys less a constant]), or None."""
+        if self.softcap:
+            return "caps its scores"
+        if self.has_sinks:
+            return "has sinks, whose scores are fixed"
+        return "keeps latents, whose values are part of its keys" if self.is_latent else None
+
+    @property
     def cache_spec(self) -> CacheSpec:
         """Return what the layer keeps of all tokens, a window or a chunk: keys and values, or one vector for both."""
         dtype = self.cache_dtype or self.dtype

@@ -95,7 +95,7 @@ def _kind(*args: Any) -> tuple[Any, ...]:
     context = get_forward_context()
     *arguments, layer = args
     kv_cache = context.kv_caches[layer]
-    scales = () if kv_cache.scales is None else (kv_cache.scales.key, kv_cache.scales.value)
+    scales = () if kv_cache.scales is None else kv_cache.scales.tensors().values()
     return (*arguments, kv_cache.key, kv_cache.value, *scales, context.group_of.get(layer))
 
 

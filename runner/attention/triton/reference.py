@@ -51,13 +51,15 @@ def _rotated(
 def write_kv(key: torch.Tensor, value: torch.Tensor, *, kv_cache: KVCache, slot_mapping: torch.Tensor) -> None:
     """Write `key` and `value` `[num_tokens, num_kv_heads, dim]` to the slots that are not negative.
 
-    Each number is divided by the factor that the cache has for its head.
+    Each number is divided by the factor that the cache has for its head, a key less the shift of its head.
     """
     block_size = kv_cache.key.shape[1]
     rows = (slot_mapping >= 0).nonzero().squeeze(1)
     slots = slot_mapping[rows]
     scales = kv_cache.scales
     of_key, of_value = (None, None) if scales is None else (scales.key, scales.value)
+    if scales is not None and scales.key_shift is not None:
+        key = key.float() - scales.key_shift
     # Of latents, the second is part of the first.
     for new, cached, scale in ((key, kv_cache.key, of_key), (value, kv_cache.value, of_value)):
         numbers = new[rows] if scale is None else new[rows].float() / scale[:, None]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 
 import torch
@@ -59,6 +59,7 @@ def make_case(
     dtype: torch.dtype = torch.float32,
     is_e4m3: bool = False,  # the cache; keys and values are numbers that it holds
     scales: tuple[list[float], list[float]] | None = None,  # of an e4m3 cache: factors of keys and values by KV head
+    is_shifted: bool = False,  # with `scales`, of powers of two: a constant is subtracted from a head's keys
     seed: int = 0,
 ) -> PagedCase:
     random = torch.Generator().manual_seed(seed)
@@ -85,6 +86,9 @@ def make_case(
     shuffled = torch.randperm(num_blocks, generator=random).tolist()
     block_table = torch.full((len(lens), max(blocks_each) + 1), num_blocks + 7)  # tails point outside the cache
     factors = None if scales is None else KVScales(*map(torch.tensor, scales))
+    if factors is not None and is_shifted:  # sums with keys are exact
+        shift = torch.randint(-4, 5, (num_kv_heads, key_dim), generator=random) * factors.key[:, None]
+        factors = replace(factors, key_shift=shift)
     cache = KVCache(
         torch.full((num_blocks, block_size, num_kv_heads, key_dim), float("nan"), dtype=dtype),
         torch.full((num_blocks, block_size, num_kv_heads, value_dim), float("nan"), dtype=dtype),
@@ -101,6 +105,7 @@ def make_case(
             key, value = (x.to(torch.float8_e4m3fn).to(dtype) for x in (key, value))
         if factors is not None:
             key, value = (key * factors.key[:, None]).to(dtype), (value * factors.value[:, None]).to(dtype)
+            key = key if factors.key_shift is None else (key + factors.key_shift).to(dtype)
         # Whole blocks before the window or the chunk of the first new token may be another's by now, and hold anything.
         first = max(0, past - window + 1) // block_size * block_size if window and is_passed_freed else 0
         if chunk_size:
@@ -115,7 +120,11 @@ def make_case(
         expected.append(naive_attention(query, key, value, layer, sinks, slopes))
     if is_e4m3:
         of_key, of_value = (1.0, 1.0) if factors is None else (factors.key[:, None], factors.value[:, None])
-        kept = ((cache.key / of_key).to(torch.float8_e4m3fn), (cache.value / of_value).to(torch.float8_e4m3fn))
+        of_keys = 0.0 if factors is None or factors.key_shift is None else factors.key_shift
+        kept = (
+            ((cache.key - of_keys) / of_key).to(torch.float8_e4m3fn),
+            (cache.value / of_value).to(torch.float8_e4m3fn),
+        )
         cache = KVCache(*kept, factors)
     slot_mapping += [PAD_SLOT_ID] * num_padded
     queries.append(normal(num_padded, num_q_heads, key_dim))

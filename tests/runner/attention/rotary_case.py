@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from piecegraph.runner.attention.interface.kv_cache import KVCache, KVScales
 from piecegraph.runner.attention.interface.rotary import Rotary
 from tests.runner.attention.paged_case import PagedCase, make_case, naive_attention
 
@@ -79,6 +80,20 @@ def make_rotary_case(*, norm: str = "no norm", rotary_dim: int | None = None, **
     return RotaryCase(raw=raw, rotary=rotary, rotated=replace(raw, query=query, key=key, expected=torch.cat(expected)))
 
 
+def with_shifted_keys(case: RotaryCase) -> RotaryCase:
+    """Return the case with a cache of keys less a constant of their head."""
+    cache, (num_kv_heads, dim) = case.raw.kv_cache, case.raw.key.shape[1:]
+    shift = torch.randint(-4, 5, (num_kv_heads, dim), generator=torch.Generator().manual_seed(2)).float()
+    scales = KVScales(torch.ones(num_kv_heads), torch.ones(num_kv_heads), shift)
+    return replace(case, raw=replace(case.raw, kv_cache=KVCache(cache.key - shift, cache.value, scales)))
+
+
+def keys_of(cache: KVCache) -> torch.Tensor:
+    """Return the keys that a cache holds, `[slots, num_kv_heads, key_dim]`, with what was subtracted added again."""
+    keys = cache.key.flatten(0, 1)
+    return keys if cache.scales is None or cache.scales.key_shift is None else keys + cache.scales.key_shift
+
+
 def assert_rotated(found: torch.Tensor, expected: torch.Tensor) -> None:
     """Equal but for float32's own noise, which may round a short type the other way."""
     rtol = 0.0 if found.dtype == torch.float32 else torch.finfo(found.dtype).eps
@@ -91,7 +106,7 @@ def check_rotated_cache(case: RotaryCase) -> None:
     after, metadata = case.raw.kv_cache, case.raw.metadata
     is_real = metadata.slot_mapping >= 0
     slots = metadata.slot_mapping[is_real]
-    assert_rotated(after.key.flatten(0, 1)[slots], case.rotated.key[is_real])
+    assert_rotated(keys_of(after)[slots], case.rotated.key[is_real])
     assert torch.equal(after.value.flatten(0, 1)[slots], case.raw.value[is_real])
     for cached in (after.key, after.value):
         written = int((~cached.flatten(0, 1).isnan()).any(-1).any(-1).sum())

@@ -23,6 +23,7 @@ from piecegraph.runner.attention.sdpa import _read, _write
 from piecegraph.runner.attention.triton.backend import layer_unsupported_reason
 from piecegraph.runner.common.engine_config import EngineConfig
 from piecegraph.runner.common.model_source import ModelSource
+from piecegraph.runner.kv_cache.calibration import common_part, key_shift, later_positions
 from tests.runner.quantization.checkpoints.written import FORMATS, write_checkpoint
 from tests.runner.quantization.test_llm_quantised import largest_difference, load
 from tests.runner.tiny_models import make_model, save
@@ -57,18 +58,21 @@ def test_the_same_memory_has_twice_the_tokens_of_bfloat16(llama: Path) -> None:
     assert num_blocks(**memory, kv_cache_dtype="fp8") == 2 * num_blocks(**memory)
 
 
-def rounding_attention(scales: Mapping[int, Pair] | None = None) -> str:
+def rounding_attention(scales: Mapping[int, tuple[torch.Tensor, ...]] | None = None) -> str:
     """The name, in transformers, of attention over keys and values that are rounded to e4m3.
 
-    `scales`: by the number of a layer the scales of its keys and values, `[num_kv_heads]` or `[1]`; None: they are 1.
+    `scales`: by the number of a layer the scales of its keys and values, `[num_kv_heads]` or `[1]`, and what is
+    subtracted from keys before they are rounded, if anything; None: scales are 1.
     """
 
     def rounded(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         return (x / scale[:, None, None]).to(torch.float8_e4m3fn).to(x.dtype) * scale[:, None, None]
 
     def attend(module, query, key, value, mask, **options):  # type: ignore[no-untyped-def]
-        of_key, of_value = (torch.ones(1), torch.ones(1)) if scales is None else scales[module.layer_idx]
-        return sdpa_attention_forward(module, query, rounded(key, of_key), rounded(value, of_value), mask, **options)
+        of_key, of_value, *shift = (torch.ones(1), torch.ones(1)) if scales is None else scales[module.layer_idx]
+        less = shift[0][:, None] if shift else 0.0
+        key, value = rounded(key - less, of_key) + less, rounded(value, of_value)
+        return sdpa_attention_forward(module, query, key, value, mask, **options)
 
     AttentionInterface.register("rounded_keys_and_values", attend)
     AttentionMaskInterface.register("rounded_keys_and_values", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
@@ -158,12 +162,12 @@ def widened(model: PreTrainedModel, wide: Pair = WIDE) -> PreTrainedModel:
     return model
 
 
-def scales_of(llm: LLM) -> dict[int, Pair]:
-    """Return copies of the scales of an engine's caches by the number of the layer."""
+def scales_of(llm: LLM) -> dict[int, tuple[torch.Tensor, ...]]:
+    """Return copies of the scales of an engine's caches, and of what is subtracted from keys, by the layer's number."""
     found = {}
     for number, cache in enumerate(llm.runner.step.kv_caches.values()):
         assert cache.scales is not None
-        found[number] = cache.scales.key.clone(), cache.scales.value.clone()
+        found[number] = tuple(tensor.clone() for tensor in cache.scales.tensors().values())
     return found
 
 
@@ -206,7 +210,35 @@ def test_a_calibration_makes_numbers_right_that_e4m3_does_not_have(wide: Path, b
             assert any("calibrated at the start over 512 fixed tokens" in note for note in llm.notes)
     for layer, pair in found[0].items():
         for first, second in zip(pair, found[1][layer], strict=True):
-            assert torch.equal(first, second) and first[0] > 1e3 * first[1]
+            assert torch.equal(first, second) and first[0].abs().max() > 1e3 * first[1].abs().max()
+
+
+def test_the_first_key_is_kept_exactly_less_what_keys_have_in_common() -> None:
+    scale = torch.tensor([0.01, 3.0])
+    first, common = torch.randn(2, 2, 64) * 100 * scale[:, None]
+    shift = key_shift(first, common, scale)
+    kept = ((first - shift) / scale[:, None]).to(torch.float8_e4m3fn).float() * scale[:, None]
+    torch.testing.assert_close(kept + shift, first, rtol=0, atol=1e-4)
+    assert ((shift - common).abs() <= (first - common).abs() / 16 + scale[:, None] * 2**-10).all()
+
+
+def test_what_is_subtracted_makes_no_mean_larger_at_any_position() -> None:
+    means = [torch.tensor(numbers) for numbers in ([3.0, -2.0, 1.0, 0.0], [2.0, -5.0, -1.0, 4.0])]
+    assert common_part(means).tolist() == [2.0, -2.0, 0.0, 0.0]
+    assert common_part(means[:1]).tolist() == means[0].tolist()
+    assert later_positions(600) == []
+    assert later_positions(2048) == [512, 768, 1152, 1728]
+
+
+def test_keys_are_kept_less_a_constant_unless_scores_are_capped(llama: Path, tmp_path: Path) -> None:
+    """A note says which, and why."""
+    with load(llama, **FP8, calculate_kv_scales=True) as llm:
+        assert all(shift.any() for _, _, shift in scales_of(llm).values())
+        assert any("keys are kept less a constant of their head" in note for note in llm.notes)
+    with load(save(make_model("gemma2"), tmp_path), **FP8, calculate_kv_scales=True) as llm:
+        assert not any(shift.any() for _, _, shift in scales_of(llm).values())
+        found = next(note for note in llm.notes if "less a constant" in note)
+        assert "keys of all layers are kept as they are" in found and found.endswith("self_attn caps its scores")
 
 
 KV_SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
@@ -222,8 +254,9 @@ def test_scales_of_the_checkpoint(kind: str, tmp_path: Path) -> None:
     save(widened(make_model("llama"), wide), tmp_path)
     write_scales(tmp_path, scales, quantization_config=KV_ONLY)
     with load(tmp_path, **FP8) as llm:
-        for found in scales_of(llm).values():
+        for *found, shift in scales_of(llm).values():
             assert all(torch.equal(one, wanted.expand(2)) for one, wanted in zip(found, scales, strict=True))
+            assert not shift.any()  # they are for keys as they are
         reference = widened(make_model("llama"), wide).float()
         reference.set_attn_implementation(rounding_attention(dict.fromkeys(range(2), scales)))
         assert largest_difference(reference, llm) < 5e-2

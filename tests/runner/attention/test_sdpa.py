@@ -85,6 +85,18 @@ def test_numbers_of_e4m3_have_the_factor_of_their_head(backend: AttentionBackend
     torch.testing.assert_close(found, by_value_factor(case, case.expected), atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("kind", ["plain", "window", "no groups"])
+@pytest.mark.parametrize("backend", [SdpaBackend(), TritonBackend()])
+def test_a_constant_that_is_subtracted_from_all_keys_of_a_head_changes_nothing(
+    backend: AttentionBackend, kind: str
+) -> None:
+    """Only what writes the cache knows of it (Note [keys less a constant])."""
+    scales = ([0.25, 4.0], [0.5, 2.0]) if kind != "no groups" else ([0.25] * 4, [2.0] * 4)
+    case = make_case(lens=BATCHES["mixed"], is_e4m3=True, scales=scales, is_shifted=True, **KINDS[kind])  # type: ignore[arg-type]
+    assert case.kv_cache.scales is not None and case.kv_cache.scales.key_shift is not None
+    torch.testing.assert_close(run(case, backend).double(), case.expected, atol=5e-6, rtol=1e-5)
+
+
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("batch", BATCHES)
 def test_query_and_key_are_rotated_on_the_way(batch: str, norm: str) -> None:

@@ -28,6 +28,7 @@ from piecegraph.runner.attention.triton.kernels.paged import (
     load_pages,
     log2_scores,
     scale_tensors,
+    shift_tensor,
 )
 from piecegraph.runner.attention.triton.kernels.rotate import rotary_constants, rotary_tensors
 from piecegraph.runner.attention.triton.kernels.splits import add_splits
@@ -89,6 +90,7 @@ def decode_call(
         "key_cache": kv_cache.key,
         "value_cache": kv_cache.value,
         **scale_tensors(kv_cache),
+        **shift_tensor(kv_cache),
         "block_table": block_table,
         "seq_lens": seq_lens,
         "slot_mapping": slot_mapping,
@@ -137,7 +139,9 @@ def _decode_constants(call: AttentionCall, kv_cache: KVCache, shape: HeadShape, 
         "CARRY_PAGES": config.carry_pages,
         "PRECISION": "ieee" if shape.dtype == torch.float32 else "tf32",
         "PDL": config.pdl,
-        "JOINT": shape.group < block_m and call.query.dtype == call.key.dtype == kv_cache.key.dtype,
+        "JOINT": shape.group < block_m
+        and call.query.dtype == call.key.dtype == kv_cache.key.dtype
+        and kv_cache.scales is None,
         **rotary_constants(call.rotary),
     }
 
@@ -165,6 +169,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     value_cache,  # [num_blocks, BLOCK_SIZE, num_kv_heads, VALUE_DIM], written at the new slots
     key_scale,  # [num_kv_heads] float32, the factors of cached keys, or None
     value_scale,  # the same of values
+    key_shift,  # [num_kv_heads, KEY_DIM] float32, subtracted from new keys, or None
     block_table,  # [num_reqs, max_blocks] int32
     seq_lens,  # [num_reqs] int32
     slot_mapping,  # [num_reqs] int64
@@ -316,8 +321,8 @@ def decode_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
             q, top, total, acc = load_new_token(
                 request, head_block % HEAD_BLOCKS == 0, split == 0, slot, kv_head, q_head, rows,
                 query, key, value, cos, sin, q_norm_weight, k_norm_weight, norm_eps, norm_offset,
-                cos_stride, sin_stride, sinks, key_cache, value_cache, key_scale, value_scale, scale, softcap,
-                query_token_stride, query_head_stride, key_token_stride, key_head_stride, value_token_stride,
+                cos_stride, sin_stride, sinks, key_cache, value_cache, key_scale, value_scale, key_shift, scale,
+                softcap, query_token_stride, query_head_stride, key_token_stride, key_head_stride, value_token_stride,
                 value_head_stride, KEY_BLOCK_STRIDE, KEY_TOKEN_STRIDE, KEY_HEAD_STRIDE, VALUE_BLOCK_STRIDE,
                 VALUE_TOKEN_STRIDE, VALUE_HEAD_STRIDE, GROUP, KEY_DIM, VALUE_DIM, KEY_BLOCK, VALUE_BLOCK, BLOCK_SIZE,
                 BLOCK_M, HAS_SOFTCAP, PRECISION, JOINT, ROTARY_DIM, HAS_NORM,

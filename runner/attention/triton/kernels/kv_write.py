@@ -16,7 +16,13 @@ from piecegraph.passes.kernels.common.own_kernel import own_kernel
 from piecegraph.runner.attention.interface.kv_cache import KVCache
 from piecegraph.runner.attention.interface.rotary import Rotary
 from piecegraph.runner.attention.triton.kernels.launch import Grid, KernelCall
-from piecegraph.runner.attention.triton.kernels.paged import as_cached, cache_strides, scale_tensors
+from piecegraph.runner.attention.triton.kernels.paged import (
+    as_cached,
+    cache_strides,
+    scale_tensors,
+    shift_tensor,
+    shifted,
+)
 from piecegraph.runner.attention.triton.kernels.rotate import (
     load_and_rotate,
     load_tables,
@@ -92,6 +98,7 @@ def kv_write_call(
         "key_cache": kv_cache.key,
         "value_cache": kv_cache.value,
         **scale_tensors(kv_cache),
+        **shift_tensor(kv_cache),
         "slot_mapping": slot_mapping,
         "first_row": first_row,
         "first_query": first_query,
@@ -143,6 +150,7 @@ def kv_write_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     value_cache,  # [num_blocks, BLOCK_SIZE, NUM_KV_HEADS, VALUE_DIM], written
     key_scale,  # [NUM_KV_HEADS] float32, by which keys are divided, or None
     value_scale,  # the same of values
+    key_shift,  # [NUM_KV_HEADS, KEY_DIM] float32, subtracted from keys before they are divided, or None
     slot_mapping,  # [num_tokens] int64
     first_row,
     first_query,
@@ -208,6 +216,7 @@ def kv_write_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
                 )  # fmt: skip
             else:
                 new_keys = tl.load(from_heads + key_at, mask=mask)
+            new_keys = shifted(new_keys, key_shift, head, key_at, KEY_DIM)
             tl.store(
                 key_cache + head * KEY_HEAD_STRIDE + key_to + key_at,
                 as_cached(new_keys, key_scale, head, key_cache.dtype.element_ty),

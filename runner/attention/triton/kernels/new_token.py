@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from piecegraph.passes.kernels.common.own_kernel import own_kernel
-from piecegraph.runner.attention.triton.kernels.paged import LOG2E, as_cached, log2_scores
+from piecegraph.runner.attention.triton.kernels.paged import LOG2E, as_cached, log2_scores, shifted
 from piecegraph.runner.attention.triton.kernels.rotate import load_rotated, load_tables, load_unrotated, rotate
 
 
@@ -36,6 +36,7 @@ def load_new_token(  # type: ignore[no-untyped-def]  # compiled by Triton
     value_cache,
     key_scale,
     value_scale,
+    key_shift,
     scale,  # of scores of cached keys
     softcap,
     query_token_stride,
@@ -116,10 +117,12 @@ def load_new_token(  # type: ignore[no-untyped-def]  # compiled by Triton
                 KEY_DIM, KEY_BLOCK, ROTARY_DIM, HAS_NORM,
             )  # fmt: skip
             # Rounded as it will be read from the cache, so that now and later it is the same key.
-            new_key = as_cached(tl.reshape(new_key, [KEY_BLOCK]), key_scale, kv_head, key_cache.dtype.element_ty)
+            new_key = shifted(tl.reshape(new_key, [KEY_BLOCK]), key_shift, kv_head, key_at, KEY_DIM)
+            new_key = as_cached(new_key, key_scale, kv_head, key_cache.dtype.element_ty)
         else:
             q = tl.load(query_heads[:, None] + key_at[None, :], mask=is_row[:, None] & is_key[None, :], other=0.0)
             new_key = tl.load(key_head + key_at, mask=is_key, other=0.0)
+            new_key = shifted(new_key, key_shift, kv_head, key_at, KEY_DIM)
             new_key = as_cached(new_key, key_scale, kv_head, key_cache.dtype.element_ty)
         new_score = tl.sum(q.to(tl.float32) * new_key.to(tl.float32)[None, :], axis=1)
     new_score = log2_scores(new_score, scale, softcap, HAS_SOFTCAP)

@@ -38,6 +38,20 @@ def scale_tensors(kv_cache: KVCache) -> dict[str, torch.Tensor | None]:
     }
 
 
+def shift_tensor(kv_cache: KVCache) -> dict[str, torch.Tensor | None]:
+    """Return the argument of a kernel that writes keys for what is subtracted from them, `[num_kv_heads, key_dim]`."""
+    return {"key_shift": None if kv_cache.scales is None else kv_cache.scales.key_shift}
+
+
+@own_kernel
+@triton.jit
+def shifted(x, shift, head, key_at, KEY_DIM: tl.constexpr):  # type: ignore[no-untyped-def]  # compiled by Triton
+    """Return keys of a KV head less `shift[head]`, unless `shift` is None; `key_at` are the places of their numbers."""
+    if shift is not None:
+        x = x.to(tl.float32) - tl.load(shift + head * KEY_DIM + key_at, mask=key_at < KEY_DIM, other=0.0)
+    return x
+
+
 @own_kernel
 @triton.jit
 def as_cached(x, scale, head, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]  # compiled by Triton

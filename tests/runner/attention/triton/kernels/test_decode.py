@@ -20,6 +20,9 @@ LENS = [(9, 1), (0, 1), (66, 1)]
 SCALES = ([0.25, 3.0], [700.0, 0.125])
 """By KV head, of keys and of values: of the first head, values are beyond the range of e4m3."""
 
+SHIFTED = ([0.25, 4.0], [700.0, 0.125])
+"""The same with powers of two for keys, whose sums with a constant are exact then."""
+
 LONG = [(40, 1), (0, 1), (90, 1), (130, 1), (3, 1)]
 
 
@@ -78,8 +81,12 @@ def check(
     slots = batch.slot_mapping[:num_rows]
     scales = case.kv_cache.scales
     of_key, of_value = (1.0, 1.0) if scales is None else (scales.key[:, None], scales.value[:, None])
-    for cached, new, factor in ((case.kv_cache.key, key, of_key), (case.kv_cache.value, value, of_value)):
-        numbers = (cached.float() * factor).to(new.dtype).flatten(0, 1)
+    shift = 0.0 if scales is None or scales.key_shift is None else scales.key_shift
+    for cached, new, factor, less in (
+        (case.kv_cache.key, key, of_key, shift),
+        (case.kv_cache.value, value, of_value, 0.0),
+    ):
+        numbers = (cached.float() * factor + less).to(new.dtype).flatten(0, 1)
         assert torch.equal(numbers[slots], new[:num_rows])
         num_written = int((~numbers.isnan()).any(-1).any(-1).sum())
         assert num_written == int(batch.seq_lens.sum()) or kind.get("is_passed_freed")
@@ -121,6 +128,10 @@ CASES = {
     "e4m3": partial(check, is_e4m3=True, num_launches=2, window=40, has_sinks=True),
     "e4m3 beside float16": partial(check, is_e4m3=True, dtype=torch.float16, num_q_heads=6),
     "e4m3 with factors": partial(check, is_e4m3=True, scales=SCALES, num_launches=2, window=40, has_sinks=True),
+    "e4m3 of shifted keys": partial(check, is_e4m3=True, scales=SHIFTED, is_shifted=True, window=40, num_launches=2),
+    "e4m3 of shifted keys of 12 numbers": partial(
+        check, is_e4m3=True, scales=SHIFTED, is_shifted=True, key_dim=12, num_q_heads=6
+    ),
     "e4m3 with factors, float16": partial(check, is_e4m3=True, scales=SCALES, dtype=torch.float16, softcap=2.0),
 }
 
@@ -171,7 +182,9 @@ def test_it_compiles_for_a_gpu(
     )  # fmt: skip
     partials = config.num_partials(num_reqs) * num_q_heads
     of_layer = {name: option for name, option in options.items() if name not in ("cached", "is_scaled")}
-    scales = KVScales(*torch.ones(2, num_kv_heads)) if "is_scaled" in options else None
+    scales = None
+    if "is_scaled" in options:
+        scales = KVScales(torch.ones(num_kv_heads), torch.ones(num_kv_heads), torch.zeros(num_kv_heads, dim))
     keys, values = torch.zeros(2, 4, 16, num_kv_heads, dim, dtype=options.get("cached") or dtype)
     rotary = None if norm is None else make_rotary(num_reqs, dim, **NORMS[norm], dtype=dtype)
     call = decode_call(

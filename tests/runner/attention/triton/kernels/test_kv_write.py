@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -23,6 +24,7 @@ def check(
     dtype: torch.dtype = torch.float32,
     cached: torch.dtype | None = None,
     scales: tuple[list[float], list[float]] | None = None,
+    is_shifted: bool = False,
 ) -> None:
     """Bitwise like the reference: slots out of order, some of them padding, keys and values strided apart."""
     from piecegraph.runner.attention.triton.kernels.kv_write import kv_write_call
@@ -35,6 +37,10 @@ def check(
     factors = None if scales is None else KVScales(*map(torch.tensor, scales))
     if factors is not None:
         kv = torch.cat([kv[:, :, :24] * factors.key[:, None], kv[:, :, 24:] * factors.value[:, None]], dim=2).to(dtype)
+    if factors is not None and is_shifted:
+        shift = torch.randint(-4, 5, (2, 24), generator=random) * factors.key[:, None]
+        factors = replace(factors, key_shift=shift)
+        kv[:, :, :24] += shift
     key, value = kv[:, :, :24], kv[:, :, 24:]
     slots = torch.randperm(12 * block_size, generator=random)[:37]
     slots = torch.cat([slots, torch.full((37 - slots.shape[0],), -1)])
@@ -64,6 +70,9 @@ CASES = {
     "float16": partial(check, dtype=torch.float16, block_size=16),
     "e4m3": partial(check, cached=torch.float8_e4m3fn),
     "e4m3 with factors": partial(check, cached=torch.float8_e4m3fn, scales=([0.25, 3.0], [700.0, 0.125])),
+    "e4m3 of shifted keys": partial(
+        check, cached=torch.float8_e4m3fn, scales=([0.25, 4.0], [700.0, 0.125]), is_shifted=True
+    ),
 }
 
 
@@ -80,7 +89,7 @@ def test_it_compiles_for_a_gpu(norm: str | None, cached: torch.dtype) -> None:
     from piecegraph.runner.attention.triton.kernels.kv_write import kv_write_call
 
     qkv = torch.zeros(256, 32, 128, dtype=torch.bfloat16)
-    scales = KVScales(*torch.ones(2, 8)) if cached is torch.float8_e4m3fn else None
+    scales = KVScales(torch.ones(8), torch.ones(8), torch.zeros(8, 128)) if cached is torch.float8_e4m3fn else None
     keys, values = torch.zeros(2, 4, 16, 8, 128, dtype=cached)
     cache = KVCache(keys, values, scales)
     rotary = None if norm is None else make_rotary(256, 128, **NORMS[norm], dtype=torch.bfloat16)

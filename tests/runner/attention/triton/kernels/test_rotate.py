@@ -14,9 +14,11 @@ from tests.runner.attention.rotary_case import (
     NORMS,
     assert_rotated,
     check_rotated_cache,
+    keys_of,
     make_rotary,
     make_rotary_case,
     rotate,
+    with_shifted_keys,
 )
 
 DECODES = [(9, 1), (0, 1), (35, 1)]
@@ -30,13 +32,14 @@ def merged(*parts: torch.Tensor) -> list[torch.Tensor]:
     return [part.unflatten(1, like.shape[1:]) for part, like in zip(slices, parts, strict=True)]
 
 
-def check_decode(*, num_launches: int = 1, num_splits: int = 2, **kind: object) -> None:
+def check_decode(*, num_launches: int = 1, num_splits: int = 2, is_shifted: bool = False, **kind: object) -> None:
     """Query and key stay as they were, so it may be repeated."""
     from piecegraph.runner.attention.triton.kernels.decode import decode_call
     from piecegraph.runner.attention.triton.kernels.workspace import SplitWorkspace
     from piecegraph.runner.attention.triton.layouts.decode_config import DecodeConfig
 
     case = make_rotary_case(**{"lens": DECODES, **kind})  # type: ignore[arg-type]
+    case = with_shifted_keys(case) if is_shifted else case
     batch, layer, raw = case.raw.metadata, case.raw.layer, case.raw
     query, key, value = merged(raw.query, raw.key, raw.value)
     num_partials = batch.num_reqs * layer.num_q_heads * num_splits
@@ -61,12 +64,15 @@ def check_decode(*, num_launches: int = 1, num_splits: int = 2, **kind: object) 
     check_rotated_cache(case)
 
 
-def check_write(*, first_row: int = 0, num_left: int = 0, heads: int = 1, **kind: object) -> None:
+def check_write(
+    *, first_row: int = 0, num_left: int = 0, heads: int = 1, is_shifted: bool = False, **kind: object
+) -> None:
     """Rows `first_row` to the last but `num_left`; padding among them is rotated and not written. `heads`: of each
     program, which those of longer batches take."""
     from piecegraph.runner.attention.triton.kernels.kv_write import kv_write_call
 
     case = make_rotary_case(**{"lens": [(0, 37 - first_row)], "num_padded": first_row, **kind})  # type: ignore[arg-type]
+    case = with_shifted_keys(case) if is_shifted else case
     raw = case.raw
     query, key, value = merged(raw.query, raw.key, raw.value)
     num_tokens = len(query) - num_left
@@ -85,7 +91,7 @@ def check_write(*, first_row: int = 0, num_left: int = 0, heads: int = 1, **kind
     assert torch.equal(key, raw.key)
     slots = raw.metadata.slot_mapping[rows]
     is_real = slots >= 0
-    written = raw.kv_cache.key.flatten(0, 1)
+    written = keys_of(raw.kv_cache)
     assert_rotated(written[slots[is_real]], case.rotated.key[rows][is_real])
     assert torch.equal(raw.kv_cache.value.flatten(0, 1)[slots[is_real]], raw.value[rows][is_real])
     assert int((~written.isnan()).any(-1).any(-1).sum()) == int(is_real.sum()) > 0
@@ -117,6 +123,10 @@ CASES = {
         check_decode, num_q_heads=70, num_kv_heads=1, lens=[(20, 1)], norm="norm"
     ),
     "decode: window, softcap and sinks": partial(check_decode, window=7, softcap=2.0, has_sinks=True, norm="norm"),
+    "decode: shifted keys": partial(
+        check_decode, is_shifted=True, norm="norm", num_launches=2, key_dim=12, value_dim=8
+    ),
+    "write: shifted keys": partial(check_write, is_shifted=True, norm="norm", heads=2, key_dim=12, value_dim=8),
     "write: some rows": partial(check_write, first_row=3, num_left=2, norm="norm"),
     "write: heads two by two": partial(check_write, heads=2, norm="norm"),
     "write: as many heads as leave one over": partial(check_write, heads=4, num_q_heads=6, first_row=3, num_left=2),
