@@ -37,9 +37,33 @@ def pytest_configure(config: pytest.Config) -> None:
     sys.dont_write_bytecode = False
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    count_frozen_objects_once()
     os.fsync = lambda fd: None  # no machine stops here: tests that are about syncs record the calls
     if (memory := memory_folder()) is not None:
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(memory))  # where `tmp_path` lies
+
+
+def count_frozen_objects_once() -> None:
+    """Let `gc.get_freeze_count` remember a large count until objects are thawed.
+
+    It walks over all that is frozen, a million objects here, and every load of a model and every capture asks it.
+    """
+    count, unfreeze = gc.get_freeze_count, gc.unfreeze
+    large: list[int] = []
+
+    def known_count() -> int:
+        if not large:
+            found = count()
+            if found < 100_000:
+                return found
+            large.append(found)
+        return large[0]
+
+    def thaw() -> None:
+        large.clear()
+        unfreeze()
+
+    gc.get_freeze_count, gc.unfreeze = known_count, thaw
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -108,6 +108,8 @@ def reads_order_of(code: types.CodeType, name: str) -> bool | None:
     """Return whether `code` may read the order of the set that it calls `name`; None where it does not name one."""
     if name in code.co_consts and "getattr" in code.co_names:
         return True
+    if not any(name in names for names in (code.co_names, code.co_varnames, code.co_cellvars, code.co_freevars)):
+        return None  # as almost all code, which need not be disassembled
     instructions = _instructions(code)
     loads = [at for at, each in enumerate(instructions) if each.opname.startswith("LOAD_")]
     places = [at for at in loads if instructions[at].opname != "LOAD_CONST" and instructions[at].argval == name]

@@ -11,26 +11,28 @@ from pathlib import Path
 from typing import Any
 
 from piecegraph.compiler.workers.process import claim_standard_output, serve
+from piecegraph.paused_gc import paused_gc
 
 
 def main() -> None:
     """Serve jobs until standard input ends."""
     answers = claim_standard_output()
 
-    import torch._inductor.compile_fx
-    import torch._inductor.standalone_compile  # noqa: F401  (imported now, while the parent traces)
+    with paused_gc():
+        import torch._inductor.compile_fx
+        import torch._inductor.standalone_compile  # noqa: F401  (imported now, while the parent traces)
 
-    from piecegraph.compiler.inductor.artifact import NotSavable, check_savable, save_artifact
-    from piecegraph.compiler.inductor.caches import built_once_in
-    from piecegraph.compiler.inductor.compile import generated_kernels, standalone_compile
-    from piecegraph.compiler.inductor.cpp_libraries import cpp_libraries
-    from piecegraph.compiler.rewriting.post_grad import PostGrad, PostGradRun
-    from piecegraph.compiler.splitting.piece_format import load_piece
-    from piecegraph.compiler.torch_compat.process_settings import apply_process_settings
-    from piecegraph.passes.matching.pass_data import NotData
-    from piecegraph.passes.ops.all_ops import define_all_ops
+        from piecegraph.compiler.inductor.artifact import NotSavable, check_savable, save_artifact
+        from piecegraph.compiler.inductor.caches import built_once_in
+        from piecegraph.compiler.inductor.compile import generated_kernels, standalone_compile
+        from piecegraph.compiler.inductor.cpp_libraries import cpp_libraries
+        from piecegraph.compiler.rewriting.post_grad import PostGrad, PostGradRun
+        from piecegraph.compiler.splitting.piece_format import load_piece
+        from piecegraph.compiler.torch_compat.process_settings import apply_process_settings
+        from piecegraph.passes.matching.pass_data import NotData
+        from piecegraph.passes.ops.all_ops import define_all_ops
 
-    define_all_ops()
+        define_all_ops()
 
     def compile_piece(job: dict[str, Any]) -> dict[str, Any]:
         try:

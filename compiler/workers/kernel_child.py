@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from piecegraph.compiler.workers.process import claim_standard_output, serve
+from piecegraph.paused_gc import paused_gc
 
 FIRST: dict[str, Any] = {
     "module": "piecegraph.passes.kernels.common.first_kernel",
@@ -35,7 +36,8 @@ def main() -> None:
     """Serve kernels until standard input ends."""
     answers = claim_standard_output()
 
-    from piecegraph.compiler.triton.compat import KernelFolder, compile_kernel_spec, make_driver, take_torchs_ptxas
+    with paused_gc():
+        from piecegraph.compiler.triton.compat import KernelFolder, compile_kernel_spec, make_driver, take_torchs_ptxas
 
     folder = KernelFolder(Path(sys.argv[1]))
     take_torchs_ptxas()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
+from piecegraph.paused_gc import paused_gc
 from piecegraph.runner.distributed.child_process import pickled
 from piecegraph.runner.distributed.child_program import run_child
 
@@ -127,13 +128,14 @@ def serve_rank(channel: Connection, rank: int) -> None:
 
 
 def _load(job: WorkerJob) -> Loaded:
-    from piecegraph.runner.distributed.rank_parallel import rank_parallel
-    from piecegraph.runner.startup.load_engine import load_engine
-    from piecegraph.runner.tensor_parallel.process_group import open_store
+    with paused_gc():
+        from piecegraph.runner.distributed.rank_parallel import rank_parallel
+        from piecegraph.runner.startup.load_engine import load_engine
+        from piecegraph.runner.tensor_parallel.process_group import open_store
 
-    store = open_store(job.store, job.num_ranks)
-    parallel = rank_parallel(job.config, store, job.rank, job.timeout_s, peers=job.peers)
-    return load_engine(job.config, None, parallel)
+        store = open_store(job.store, job.num_ranks)
+        parallel = rank_parallel(job.config, store, job.rank, job.timeout_s, peers=job.peers)
+        return load_engine(job.config, None, parallel)
 
 
 def follow_rank_0(channel: Connection, job: WorkerJob, loaded: Loaded) -> None:

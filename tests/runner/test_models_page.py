@@ -7,7 +7,9 @@ model of each set of mechanisms, and about all that do not run.
 
 from __future__ import annotations
 
+import gc
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -103,7 +105,16 @@ def load_with_few_blocks(folder: Path, mechanisms: str) -> LLM:
     return load(folder, num_kv_blocks=max(needed * 3 // 2, needed + 3))
 
 
+@pytest.fixture
+def traces_aside() -> Iterator[None]:
+    """Collections of garbage do not walk over the traces of the models before, which are kept."""
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("traces_aside")
 @pytest.mark.parametrize("name", [row.model_type for row in ROWS.values() if row.answer == RUNS])
 def test_what_runs_answers_as_transformers_does(name: str, tmp_path: Path) -> None:
     """The second time, prefixes are cached."""
