@@ -321,7 +321,10 @@ TALKS_TO: dict[str, tuple[str, *tuple[str, ...]]] = {
     "compiler/workers/child.py": ("imports Inductor while the parent traces", "torch._inductor"),
     "passes/kernels/common/overlapped.py": ("the current stream, as Triton's launchers take it", "triton.runtime"),
     "passes/matching/torch_ir.py": ("the function that F.silu calls, which has no public name", "torch._C"),
-    "runner/tensor_parallel/symmetric_sums.py": ("memory that GPUs of one host read from each other", "torch._C"),
+    "runner/tensor_parallel/symmetric_memory/symmetric_sums.py": (
+        "memory that GPUs of one host read from each other",
+        "torch._C",
+    ),
     "passes/ops/op_types.py": ("the classes of registered ops, for all other files", "torch._ops"),
 }
 """File -> why it needs private modules, and which. A new torch or Triton is tried against these."""

@@ -29,7 +29,7 @@ from piecegraph.runner.pipeline_parallel.connections import (
     no_check,
 )
 from piecegraph.runner.tensor_parallel.aborting import Closing, attempt, wait_until
-from piecegraph.runner.tensor_parallel.symmetric_sums import SymmetricSums, why_not_symmetric
+from piecegraph.runner.tensor_parallel.symmetric_memory.symmetric_sums import SymmetricSums, why_not_symmetric
 
 ABORT_S = 5.0
 """How long `RankGroup.abort` takes at most."""
@@ -164,10 +164,10 @@ class RankGroup:
     def _find_symmetric_sums(self, device: torch.device) -> str:
         """Set up sums through symmetric memory if all ranks can have them, and return the note about it."""
         hosts = self.exchange("host", f"{socket.gethostname()} {_boot_id()}")
-        if environment.read(environment.SYMMETRIC_SUMS) == "1":
-            reason = why_not_symmetric(hosts, torch.cuda.device_count(), torch.cuda.can_device_access_peer)
+        if environment.read(environment.SYMMETRIC_SUMS) == "0":
+            reason = f"{environment.SYMMETRIC_SUMS}=0"
         else:
-            reason = f"symmetric memory is used with {environment.SYMMETRIC_SUMS}=1"
+            reason = why_not_symmetric(hosts, torch.cuda.device_count(), torch.cuda.can_device_access_peer)
         if reason := next(filter(None, self.exchange("why there is no symmetric memory", reason)), ""):
             return f"sums over the ranks: NCCL; {reason}"
         name = self.exchange("name of symmetric memory", f"piecegraph {uuid.uuid4().hex}")[0]

@@ -34,9 +34,8 @@ API_KEY = "PIECEGRAPH_API_KEY"
 """A key that requests to `piecegraph serve` must have."""
 
 SYMMETRIC_SUMS = "PIECEGRAPH_SYMMETRIC_SUMS"
-"""`1`: sums over the GPUs of one host may go through symmetric memory (`runner/tensor_parallel/symmetric_sums.py`).
-
-It is off otherwise, since a test with a lost rank has not passed with it."""
+"""`0`: sums over the GPUs of one host go through NCCL and never through symmetric memory
+(`runner/tensor_parallel/symmetric_memory/`)."""
 
 
 GPUS = "CUDA_VISIBLE_DEVICES"

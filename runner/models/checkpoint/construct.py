@@ -15,6 +15,7 @@ from piecegraph.errors import CheckpointError, ModelError, PiecegraphError, Unsu
 from piecegraph.runner.attention.interface.transformers_attention import ATTENTION_IMPLEMENTATION
 from piecegraph.runner.common.model_source import ModelSource
 from piecegraph.runner.models.checkpoint.files import check_weight_files, first_line
+from piecegraph.runner.models.checkpoint.random_weights import NotInitialized, fill_with_random
 from piecegraph.runner.models.checkpoint.tensors import check_tensors, without_other_parts, without_prediction
 from piecegraph.runner.models.common.model_kind import ModelKind, constructor_options
 from piecegraph.runner.models.common.rank_share import RankShare
@@ -29,8 +30,9 @@ from piecegraph.runner.quantization.checkpoints.load import (
 )
 from piecegraph.runner.quantization.checkpoints.stored import StoredCheckpoint
 from piecegraph.runner.quantization.quantise import QuantisationSummary
-from piecegraph.runner.tensor_parallel.plan import RankPlan
+from piecegraph.runner.tensor_parallel.plan import RankPlan, rank_plan
 from piecegraph.runner.tensor_parallel.sharded_checkpoint import CannotSlice, RankDivision, rank_model
+from piecegraph.runner.tensor_parallel.sharded_modules import shard_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -76,7 +78,7 @@ def construct(
     """
     with _construction_errors(wanted.source):
         if wanted.source.load_format == "dummy":
-            return Constructed(_random_model(wanted, seed))
+            return _random_model(wanted, seed, is_quantised=checkpoint is not None)
         if checkpoint is not None:
             return _quantised_model(wanted, checkpoint, device_type)
         if wanted.share.is_divided or wanted.stages.cuts:
@@ -220,13 +222,44 @@ def _quantised_model(wanted: Wanted, checkpoint: StoredCheckpoint | PlainCheckpo
     return Constructed(model, summary, division.plan, division.bytes_read)
 
 
-def _random_model(wanted: Wanted, seed: int) -> Any:
+def _random_model(wanted: Wanted, seed: int, *, is_quantised: bool) -> Constructed:
+    """Return a model with random weights, which are the same however the model is divided.
+
+    A rank or stage has its part only. It is whole on every rank if its weights are `is_quantised` afterwards, or if
+    the model cannot be constructed without values, or does not give values to all that it holds.
+    """
+    if wanted.device.type == "meta":
+        return Constructed(_from_config(wanted, wanted.device))
+    meta, share = torch.device("meta"), wanted.share
+    devices = [wanted.device] if wanted.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        try:
+            model, whole = _from_config(wanted, meta), _from_config(wanted, meta)
+        except Exception:  # a constructor that computes with values; if it is another error, it comes again below
+            model = whole = None
+        if model is not None:
+            wanted.stages.cut(whole)
+            wanted.stages.cut(model)
+            plan = None
+            if share.is_divided and not is_quantised:
+                plan = rank_plan(model, share.rank, share.num_ranks, experts=share.experts)
+                shard_model(model, plan)
+            try:
+                fill_with_random(model, whole, {} if plan is None else plan.shards, wanted.device, seed)
+            except NotInitialized:
+                del model, whole
+            else:
+                return Constructed(model, plan=plan)
+        torch.manual_seed(seed)
+        return Constructed(_from_config(wanted, wanted.device))
+
+
+def _from_config(wanted: Wanted, device: torch.device) -> Any:
+    """Return a model with the weights that transformers draws; on the meta device there are none."""
     import transformers
 
-    device, kind = wanted.device, wanted.kind
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices), device:
-        torch.manual_seed(seed)
+    kind = wanted.kind
+    with device:
         return getattr(transformers, kind.auto_class).from_config(
             wanted.config,
             dtype=wanted.dtype,

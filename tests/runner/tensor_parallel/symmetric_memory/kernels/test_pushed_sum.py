@@ -10,7 +10,7 @@ import pytest
 import torch
 import triton.language as tl
 
-from piecegraph.runner.tensor_parallel.kernels import pushed_sum as kernel
+from piecegraph.runner.tensor_parallel.symmetric_memory.kernels import pushed_sum as kernel
 from tests.compiled_for_gpu import compile_for_gpu
 from tests.interpreter import interpreted
 

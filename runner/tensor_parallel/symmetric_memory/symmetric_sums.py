@@ -15,6 +15,8 @@ from typing import Any, Protocol, cast
 import torch
 import torch.distributed as dist
 
+from piecegraph.runner.tensor_parallel.symmetric_memory.renumbered_store import RenumberedStore
+
 SIZES = tuple(2**power for power in range(13, 23, 2))
 """The sizes in bytes that are measured, 8 KiB to 2 MiB."""
 
@@ -52,11 +54,12 @@ class SymmetricSums:
         """
         from torch._C._distributed_c10d import _register_process_group, _SymmetricMemory
 
-        from piecegraph.runner.tensor_parallel.kernels.pushed_sum import BLOCK
+        from piecegraph.runner.tensor_parallel.symmetric_memory.kernels.pushed_sum import BLOCK
 
         self._name = cast("Any", name)
-        store = dist.PrefixStore("symmetric memory", store)
+        store = RenumberedStore(dist.PrefixStore("symmetric memory", store))
         self._named = dist.ProcessGroup(store, rank, size)  # torch looks for its store by name, and keeps no reference
+        self._store = store  # whose methods are Python's
         _register_process_group(self._name, self._named)
         _SymmetricMemory.set_group_info(name, rank, size, store)
         self._capacity = SIZES[-1] // 4
@@ -93,7 +96,7 @@ class SymmetricSums:
 
         At most `SIZES[-1]` bytes. The bits are equal on all ranks: they are added in the order of the ranks.
         """
-        from piecegraph.runner.tensor_parallel.kernels.pushed_sum import push_and_add_up
+        from piecegraph.runner.tensor_parallel.symmetric_memory.kernels.pushed_sum import push_and_add_up
 
         if x.data_ptr() % 4 or output.data_ptr() % 4:  # a view from an odd number of two bytes on
             aligned = torch.empty_like(x)

@@ -14,7 +14,11 @@ import torch.distributed as dist
 import torch.multiprocessing as processes
 
 from piecegraph.runner.tensor_parallel.process_group import RankGroup
-from piecegraph.runner.tensor_parallel.symmetric_sums import SIZES, largest_faster_size, why_not_symmetric
+from piecegraph.runner.tensor_parallel.symmetric_memory.symmetric_sums import (
+    SIZES,
+    largest_faster_size,
+    why_not_symmetric,
+)
 
 needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
@@ -92,6 +96,5 @@ def wait_for_a_lost_rank(rank: int, store: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.usefixtures("ends_in_time")
 @pytest.mark.parametrize("run", [add_up_everything, wait_for_a_lost_rank])
-def test_two_gpus(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PIECEGRAPH_SYMMETRIC_SUMS", "1")
+def test_two_gpus(run: Any, tmp_path: Path) -> None:
     processes.spawn(run, args=(str(tmp_path / "store"),), nprocs=2)
