@@ -176,7 +176,8 @@ class LLM(GeneratingLLM, PoolingLLM):
 
         Raises `UsageError` while requests are unfinished or the engine sleeps, and for `draft_weights` without such a
         model, `ConfigError` if the other model's config differs, and `CheckpointError` for names or tensors that do
-        not fit. Nothing has been written then, except an iterable's tensors before the faulty one.
+        not fit. Nothing has been written then, except an iterable's tensors before the faulty one, and weights whose
+        keys and values cannot be calibrated (`calculate_kv_scales`), as the message says.
         """
         from piecegraph.runner.startup.reload_weights import reload_on_ranks, reload_weights
 

@@ -236,10 +236,12 @@ def _write(cached: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor, scale:
 def _read(cached: torch.Tensor, slots: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return the tokens at `slots` `[num_reqs, num_keys]` of `cached`, `[num_reqs, num_keys, heads, dim]`.
 
-    Those of a cache in e4m3 are converted to `dtype`.
+    Those of a cache in e4m3 are converted to `dtype`; NaN stays NaN, as in a cache of `dtype`.
     """
     if cached.dtype is torch.float8_e4m3fn:
-        return e4m3_to_bfloat16(_read(cached.view(torch.uint8), slots, dtype)).to(dtype)
+        bits = _read(cached.view(torch.uint8), slots, dtype)
+        numbers = e4m3_to_bfloat16(bits)
+        return numbers.masked_fill_((bits & 0x7F) == 0x7F, float("nan")).to(dtype)
     if cached.is_contiguous():
         found: torch.Tensor = cached.flatten(0, 1).index_select(0, slots.flatten()).unflatten(0, slots.shape)
         return found

@@ -42,7 +42,7 @@ from piecegraph.runner.inspect.layer_view import LayerView, middle_layer
 from piecegraph.runner.inspect.linear_view import LinearRow, linear_rows
 from piecegraph.runner.inspect.untraceable import refused_by_module
 from piecegraph.runner.kv_cache.groups import fitting_block_size, kv_cache_layout
-from piecegraph.runner.kv_cache.scales import scales_note, shift_note
+from piecegraph.runner.kv_cache.scales import check_calibration, scales_note, shift_note
 from piecegraph.runner.lora.modules import lora_options
 from piecegraph.runner.models.config.device import resolve_device
 from piecegraph.runner.models.config.dtype import resolve_dtype
@@ -65,6 +65,7 @@ from piecegraph.runner.speculative.heads.head_config import HeadConfig, is_head,
 from piecegraph.runner.speculative.heads.load_head import head_on_meta
 from piecegraph.runner.state_layers.layer import StateLayer, library_notes, state_layers, with_libraries
 from piecegraph.runner.state_layers.libraries.installed import installed
+from piecegraph.runner.state_layers.modules.replace import has_state_layers
 from piecegraph.runner.tensor_parallel.expert_ranks import expert_ranks
 from piecegraph.runner.tensor_parallel.summary import RanksSummary, ranks_summary
 from piecegraph.runner.traffic.kept import kept_key, read_kept
@@ -177,6 +178,7 @@ def explain(config: EngineConfig, *, assume_gpu: bool = False, on_phase: OnPhase
     config, head = with_head(config, hf_config, needs_weights=False)
     about = _About(device=device, is_assumed=is_assumed, lens=lens, key=key, on_phase=on_phase)
     loaded, notes = _load(config, hf_config, dtype, device, max_model_len, on_phase)
+    check_calibration(config, has_states=has_state_layers(loaded.model))
     of_cache = scales_note(config)
     notes = (*([str(head)] if head is not None else []), *notes, *sizes_note, *of_cache)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 
 import torch
 
@@ -23,26 +23,39 @@ NUM_LATER_TOKENS = 128
 """The number of tokens whose keys are measured at later positions, too."""
 
 KEY_RANGE, VALUE_RANGE = 200.0, 100.0
-"""The values that a head's largest key and value are scaled to, as in vLLM; e4m3 reaches 448, so more fits. A key less
-a constant is at most twice as large as both, which fits, too."""
+"""The values that a head's largest key, less its constant, and its largest value are scaled to, as in vLLM; e4m3
+reaches 448, so that more fits."""
+
+LEAST_OF_KEY = 1 / 16
+"""The least share of a head's largest key that its largest key less a constant counts for, so that keys that happened
+to be alike in the calibration leave room for others."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Keys:
+    """What was measured of a layer's keys over one text, each `[num_kv_heads, key_dim]` float32."""
+
+    first: torch.Tensor
+    mean: torch.Tensor
+    lowest: torch.Tensor
+    highest: torch.Tensor
 
 
 class _Measuring:
     """Attention over one text without a cache, which keeps what scales are made of, by the layer's name."""
 
     def __init__(self) -> None:
-        self.largest: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # key and value, each [num_kv_heads] float32
-        self.first_keys: dict[str, torch.Tensor] = {}  # [num_kv_heads, key_dim] float32
-        self.mean_keys: dict[str, torch.Tensor] = {}  # the same
+        self.keys: dict[str, _Keys] = {}
+        self.largest_values: dict[str, torch.Tensor] = {}  # [num_kv_heads] float32
 
     def forward(self, call: AttentionCall, kv_cache: KVCache, metadata: AttentionMetadata) -> None:
         """Write the attention of all rows, which are one text, into `call.out`."""
         query, key, value = call.query, call.key, call.value
         if call.rotary is not None:
             query, key = rotated(query, key, call.rotary)
-        of_key, of_value = (each.float().abs().amax(dim=(0, 2)) for each in (key, value))
-        self.largest[call.layer] = of_key, of_value
-        self.first_keys[call.layer], self.mean_keys[call.layer] = key[0].float(), key.float().mean(dim=0)
+        numbers = key.float()
+        self.keys[call.layer] = _Keys(numbers[0], numbers.mean(dim=0), *numbers.aminmax(dim=0))
+        self.largest_values[call.layer] = value.float().abs().amax(dim=(0, 2))
         positions = torch.arange(key.shape[0], device=key.device)
         visible = positions <= positions[:, None]
         if call.window:
@@ -74,22 +87,19 @@ def calibrated_scales(
     `forward`: `(input_ids, positions, logits_indices)`, the model with our attention and without other layers that keep
     something. It runs over `NUM_TOKENS` fixed tokens, and over the first of them at later positions, so that every
     start gives the same scales. A head that was zero throughout gets 1. Raises `CheckpointError` for numbers that are
-    not finite.
+    not finite at any of the positions.
     """
     generator = torch.Generator().manual_seed(0)
     input_ids = torch.randint(vocab_size, (min(NUM_TOKENS, max_model_len),), generator=generator).to(device)
-    measured = _measured(forward, layers, input_ids)
-    scales = {layer.name: _scales(layer, *measured.largest[layer.name]) for layer in layers}
-    shiftable = [layer.name for layer in layers if layer.unshiftable_reason is None]
-    if not shiftable:
-        return scales
+    measured = [_measured(forward, layers, input_ids)]
     of_later = input_ids[:NUM_LATER_TOKENS]
-    later = [_measured(forward, layers, of_later, first) for first in later_positions(max_model_len)]
-    for name in shiftable:
-        common = common_part([measured.mean_keys[name], *(each.mean_keys[name] for each in later)])
-        shift = key_shift(measured.first_keys[name], common, scales[name].key)
-        scales[name] = replace(scales[name], key_shift=shift)
-    return scales
+    measured += [_measured(forward, layers, of_later, first) for first in later_positions(max_model_len)]
+    return {
+        layer.name: _scales(
+            layer, [each.keys[layer.name] for each in measured], [each.largest_values[layer.name] for each in measured]
+        )
+        for layer in layers
+    }
 
 
 def later_positions(max_model_len: int) -> list[int]:
@@ -154,14 +164,25 @@ def key_shift(first: torch.Tensor, common: torch.Tensor, scale: torch.Tensor) ->
     return first - kept.float() * scale[:, None]
 
 
-def _scales(layer: AttentionLayer, key: torch.Tensor, value: torch.Tensor) -> KVScales:
-    """Return the scales of a layer by the largest key and value of each head."""
-    if not bool(key.isfinite().all() and value.isfinite().all()):
+def _scales(layer: AttentionLayer, keys: Sequence[_Keys], values: Sequence[torch.Tensor]) -> KVScales:
+    """Return the scales of a layer, and the constant of its keys, by what was measured over each text."""
+    lowest = torch.stack([each.lowest for each in keys]).amin(dim=0)
+    highest = torch.stack([each.highest for each in keys]).amax(dim=0)
+    value = torch.stack(list(values)).amax(dim=0)
+    if not bool(lowest.isfinite().all() and highest.isfinite().all() and value.isfinite().all()):
         raise CheckpointError(
-            f"keys or values of {layer.name} are infinite or not numbers over the fixed tokens of a calibration; check "
-            "the weights, or leave calculate_kv_scales out."
+            f"keys or values of {layer.name} are infinite or not numbers over the fixed tokens of a calibration, which "
+            "runs at positions up to max_model_len; check the weights, lower max_model_len, or leave "
+            "calculate_kv_scales out."
         )
+    key = largest = torch.maximum(highest, -lowest).amax(dim=-1)
+    common = None
+    if layer.unshiftable_reason is None:
+        common = common_part([each.mean for each in keys])
+        key = torch.maximum(highest - common, common - lowest).amax(dim=-1).maximum(largest * LEAST_OF_KEY)
     if layer.is_latent:  # values are a part of keys, and have their scale
         value = key * (VALUE_RANGE / KEY_RANGE)
-    of_key, of_value = key / KEY_RANGE, value / VALUE_RANGE
-    return KVScales(torch.where(of_key > 0, of_key, 1.0), torch.where(of_value > 0, of_value, 1.0))
+    of_key, of_value = (torch.where(each > 0, each, 1.0) for each in (key / KEY_RANGE, value / VALUE_RANGE))
+    if common is None:
+        return KVScales(of_key, of_value)
+    return KVScales(of_key, of_value, key_shift(keys[0].first, common, of_key))

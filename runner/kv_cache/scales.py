@@ -17,13 +17,30 @@ Scales = Mapping[str, KVScales]
 """By a layer's name the scales of its keys and of its values, float32, one or one for each KV head."""
 
 
-def scales_note(config: EngineConfig) -> tuple[str, ...]:
-    """Return the note that says which scales cached keys and values have, by the names in the model's files."""
-    if config.calculate_kv_scales:
-        return (
-            "kv_cache_dtype: keys and values of each head are kept in e4m3 with scales of their own, calibrated at "
-            f"the start over {NUM_TOKENS} fixed tokens, or as many as max_model_len allows",
+def check_calibration(config: EngineConfig, *, has_states: bool) -> None:
+    """Raise `UnsupportedModel` if scales are to be calibrated for a model that has layers with states."""
+    if config.calculate_kv_scales and has_states:
+        raise UnsupportedModel(
+            "calculate_kv_scales=True runs the model over one text without a cache, and it has layers with states; "
+            "leave calculate_kv_scales out."
         )
+
+
+def scales_note(config: EngineConfig) -> tuple[str, ...]:
+    """Return the notes that say which scales cached keys and values have, by the names in the model's files."""
+    if config.calculate_kv_scales:
+        notes = [
+            "kv_cache_dtype: keys and values of each head are kept in e4m3 with scales of their own, calibrated at "
+            f"the start over {NUM_TOKENS} fixed tokens, or as many as max_model_len allows"
+        ]
+        if config.enable_lora:
+            notes.append(
+                "kv_cache_dtype: scales are calibrated without adapters; one that makes keys or values more than twice "
+                "as large loses the largest of them"
+            )
+        if config.speculative is not None and config.speculative.method != "ngram":
+            notes.append("kv_cache_dtype: keys and values of what drafts are kept with scales of 1")
+        return tuple(notes)
     is_stored = has_cache_scales(config.source.weight_files)
     if config.keeps_fp8:
         of = "with the checkpoint's scales" if is_stored else "without scales, because the checkpoint has none"
@@ -52,7 +69,6 @@ def cache_scales(
     layers: Sequence[AttentionLayer],
     forward: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object],
     *,
-    has_states: bool,
     vocab_size: int,
     max_model_len: int,
     device: torch.device,
@@ -60,19 +76,13 @@ def cache_scales(
 ) -> Scales:
     """Return the scales of an engine's caches; none if they keep other numbers, or keep them as they are.
 
-    `forward`: the model, for a calibration. `has_states`: whether it has layers with states. `of_drafts`: as for
-    `stored_scales`. Raises `CheckpointError`
-    for bad scales, `UnsupportedModel` for a model that is not calibrated here, and `ConfigError` for scales by head
-    that would have to be divided among ranks.
+    `forward`: the model, for a calibration, which `check_calibration` allows. `of_drafts`: as for `stored_scales`.
+    Raises `CheckpointError` for bad scales, and `ConfigError` for scales by head that would have to be divided among
+    ranks.
     """
     if not config.keeps_fp8:
         return {}
     if config.calculate_kv_scales:
-        if has_states:
-            raise UnsupportedModel(
-                "calculate_kv_scales=True runs the model over one text without a cache, and it has layers with states; "
-                "leave calculate_kv_scales out."
-            )
         sizes = {"vocab_size": vocab_size, "max_model_len": max_model_len}
         return calibrated_scales(forward, layers, **sizes, device=device)
     heads = {layer.name: layer.num_kv_heads * config.tensor_parallel_size for layer in layers}

@@ -10,12 +10,14 @@ import torch
 
 from piecegraph.progress import OnPhase, Phase, timed_phase
 from piecegraph.runner.common.engine_config import EngineConfig
+from piecegraph.runner.kv_cache.scales import check_calibration
 from piecegraph.runner.lora.modules import lora_options
 from piecegraph.runner.models.load import LoadedModel, load_model
 from piecegraph.runner.models.mechanisms.layer_rules import apply_layer_rules
 from piecegraph.runner.models.rope import fix_longrope
 from piecegraph.runner.models.without_weights import model_without_weights, stand_in_of
 from piecegraph.runner.pipeline_parallel.stage import Stage
+from piecegraph.runner.state_layers.modules.replace import has_state_layers
 from piecegraph.runner.tensor_parallel.expert_ranks import expert_ranks
 from piecegraph.runner.tensor_parallel.parallel import Parallel
 
@@ -40,7 +42,7 @@ class ModelToLoad:
         if self.config.compile.compiler == "eager":
             return None, ""
         with timed_phase(self.on_phase, "model"):
-            return stand_in_of(
+            stand_in, reason = stand_in_of(
                 partial(
                     model_without_weights,
                     self.config.source,
@@ -55,6 +57,8 @@ class ModelToLoad:
                     lora=lora_options(self.config),
                 )
             )
+        self._check(stand_in)
+        return stand_in, reason
 
     def with_weights(self, parallel: Parallel | None) -> LoadedModel:
         """Return the model with its weights, and report its notes as phases."""
@@ -74,9 +78,15 @@ class ModelToLoad:
             quantization=self.config.quantization,
             lora=lora_options(self.config),
         )
+        self._check(loaded)
         rules = apply_layer_rules(loaded.model, self.max_model_len)
         loaded = replace(loaded, notes=(*loaded.notes, *fix_longrope(loaded.model, self.max_model_len), *rules))
         for note in loaded.notes:
             if self.on_phase is not None:
                 self.on_phase(Phase(name="load", detail=note))
         return loaded
+
+    def _check(self, loaded: LoadedModel | None) -> None:
+        """Raise `UnsupportedModel` for a model that cannot run as the config asks; None: it is not known yet."""
+        if loaded is not None:
+            check_calibration(self.config, has_states=has_state_layers(loaded.model))

@@ -68,9 +68,12 @@ def reload_weights(loaded: Loaded, weights: NewWeights | None, draft_weights: Ne
 
     `weights`: None reads the model's own source again, and that of a draft model. `draft_weights`: of the draft model,
     which keeps its weights if only `weights` are given. The prefix cache is discarded, and scales of cached keys and
-    values that were calibrated are calibrated again. Raises `UsageError` while
-    requests are unfinished, `ConfigError` if another model's config differs, and `CheckpointError` for a name that the
-    model does not have or a tensor that does not fit; with mappings or files nothing has been written then.
+    values that were calibrated are calibrated again.
+
+    Raises `UsageError` while requests are unfinished, `ConfigError` if another model's config differs, and
+    `CheckpointError` for a name that the model does not have or a tensor that does not fit; with mappings or files
+    nothing has been written then. It is raised for weights that cannot be calibrated, too, which have been written
+    then, as the message says.
     """
     if draft_weights is not None and loaded.draft is None:
         raise UsageError(_NO_DRAFT)
@@ -177,12 +180,27 @@ def _written(loaded: Loaded) -> Iterator[None]:
         torch.cuda.synchronize(device)  # a step that was launched ahead still reads the old weights
     try:
         yield
+    except BaseException:
+        with contextlib.suppress(CheckpointError):  # of the tensors that were written
+            _calibrate(loaded)
+        raise
     finally:
         loaded.engine.scheduler.reset_prefix_cache()
-    if loaded.runner.calibrate is not None:
-        loaded.runner.calibrate()
+    try:
+        _calibrate(loaded)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{error} The new weights have been written, and scales of cached keys and values are those of the earlier "
+            "ones: reload other weights before the next request."
+        ) from error
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def _calibrate(loaded: Loaded) -> None:
+    """Calibrate scales of cached keys and values again, if they were. Raises `CheckpointError`."""
+    if loaded.runner.calibrate is not None:
+        loaded.runner.calibrate()
 
 
 def _refuse_unfinished(engine: Engine) -> None:

@@ -32,7 +32,6 @@ def make_scaled_runner(
         config,
         model.layers,
         lambda *inputs: loaded.forward_module()(*inputs),
-        has_states=bool(model.state_layers),
         vocab_size=sampler.vocab_size,
         max_model_len=sampler.max_model_len,
         device=loaded.device,

@@ -17,16 +17,27 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from piecegraph import LLM, SamplingParams
 from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
-from piecegraph.errors import ConfigError
+from piecegraph.errors import CheckpointError, ConfigError, UnsupportedModel
 from piecegraph.runner.attention.interface.layer import AttentionLayer
 from piecegraph.runner.attention.sdpa import _read, _write
 from piecegraph.runner.attention.triton.backend import layer_unsupported_reason
 from piecegraph.runner.common.engine_config import EngineConfig
 from piecegraph.runner.common.model_source import ModelSource
-from piecegraph.runner.kv_cache.calibration import common_part, key_shift, later_positions
+from piecegraph.runner.common.speculative_config import SpeculativeConfig
+from piecegraph.runner.inspect.explanation import explain
+from piecegraph.runner.kv_cache.calibration import (
+    KEY_RANGE,
+    VALUE_RANGE,
+    _Keys,
+    _scales,
+    common_part,
+    key_shift,
+    later_positions,
+)
+from piecegraph.runner.kv_cache.scales import scales_note
 from tests.runner.quantization.checkpoints.written import FORMATS, write_checkpoint
 from tests.runner.quantization.test_llm_quantised import largest_difference, load
-from tests.runner.tiny_models import make_model, save
+from tests.runner.tiny_models import make_config, make_model, random_model, save
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -41,6 +52,8 @@ def test_values_are_rounded_to_the_nearest_of_e4m3() -> None:
         found = _read(cached, slots.unsqueeze(0), dtype)[0]
         assert found.dtype is dtype
         assert torch.equal(found, rows.to(dtype).clamp(-448, 448).to(torch.float8_e4m3fn).to(dtype))
+    _write(cached, slots, rows.masked_fill(rows == rows.max(), float("nan")))
+    assert int(_read(cached, slots.unsqueeze(0), torch.float32).isnan().sum()) == 1
 
 
 @pytest.fixture(scope="module")
@@ -239,6 +252,88 @@ def test_keys_are_kept_less_a_constant_unless_scores_are_capped(llama: Path, tmp
         assert not any(shift.any() for _, _, shift in scales_of(llm).values())
         found = next(note for note in llm.notes if "less a constant" in note)
         assert "keys of all layers are kept as they are" in found and found.endswith("self_attn caps its scores")
+
+
+LAYER = AttentionLayer(
+    name="layer",
+    num_q_heads=2,
+    num_kv_heads=2,
+    key_dim=2,
+    value_dim=2,
+    dtype=torch.float32,
+    scale=1.0,
+    window=0,
+    softcap=0.0,
+    has_sinks=False,
+)
+
+
+def test_scales_are_those_of_all_positions() -> None:
+    """Of keys less their constant, and of values; a head whose keys were alike has room for others."""
+    mean = torch.tensor([[3.0, -1.0], [5.0, 5.0]])
+    off = torch.tensor([[1.0, 0.5], [0.0, 0.0]])
+    keys = [_Keys(mean, mean, mean, mean), _Keys(mean, mean, mean - off, mean + off)]
+    values = [torch.tensor([1.0, 2.0]), torch.tensor([4.0, 1.0])]
+    found = _scales(LAYER, keys, values)
+    assert (found.key * KEY_RANGE).tolist() == pytest.approx([1.0, 5.0 / 16])
+    assert (found.value * VALUE_RANGE).tolist() == pytest.approx([4.0, 2.0])
+    found = _scales(replace(LAYER, softcap=20.0), keys, values)
+    assert (found.key * KEY_RANGE).tolist() == pytest.approx([4.0, 5.0]) and found.key_shift is None
+
+
+def test_numbers_that_are_none_at_later_positions_are_refused(tmp_path: Path) -> None:
+    model: Any = random_model(make_config("GPT2Config", n_embd=32, n_head=2, n_layer=2, max_position_embeddings=1024))
+    model.transformer.wpe.weight.data[600:] = float("nan")
+    options: dict[str, Any] = {**FP8, "calculate_kv_scales": True, "max_model_len": 1024, "num_kv_blocks": None}
+    with pytest.raises(CheckpointError, match="runs at positions up to max_model_len"):
+        load(save(model, tmp_path), **options)
+
+
+def test_keys_that_are_nearly_a_constant_keep_what_differs(tmp_path: Path) -> None:
+    """The constant is 100,000 times as large as the rest, which would be lost by a scale of both together."""
+    model: Any = make_model("gpt2")
+    with torch.no_grad():
+        for block in model.transformer.h:
+            size = block.attn.embed_dim
+            block.attn.c_attn.bias[size : 2 * size] += 1e5 * torch.randn(
+                size, generator=torch.Generator().manual_seed(0)
+            )
+    with load(save(model, tmp_path), **FP8, calculate_kv_scales=True) as llm:
+        assert largest_difference(make_model("gpt2").float(), llm) < ROUNDED
+
+
+def test_weights_that_cannot_be_calibrated_are_said_to_be_written(wide: Path) -> None:
+    with load(wide, **FP8, calculate_kv_scales=True) as llm:
+        before, good = scales_of(llm), widened(make_model("llama")).state_dict()
+        name = "model.layers.0.self_attn.k_proj.weight"
+        bad = {**good, name: torch.full_like(good[name], float("nan"))}
+        with pytest.raises(CheckpointError, match=r"infinite or not numbers .* The new weights have been written"):
+            llm.reload_weights(bad)
+        llm.reload_weights(good)
+        assert all(map(torch.equal, scales_of(llm)[0], before[0]))
+
+
+def test_models_with_states_are_refused_before_they_are_compiled(tmp_path: Path) -> None:
+    """By `explain`, too."""
+    folder = save(make_model("qwen3.5"), tmp_path)
+    source, refused = ModelSource(model=str(folder)), "calculate_kv_scales=True runs the model over one text"
+    config = EngineConfig(source=source, device="cpu", kv_cache_dtype="fp8", calculate_kv_scales=True)
+    with pytest.raises(UnsupportedModel, match=refused):
+        explain(config)
+    phases: list[str] = []
+    options = {"kv_cache_dtype": "fp8", "quantization": None, "calculate_kv_scales": True}
+    with pytest.raises(UnsupportedModel, match=refused):
+        load(folder, on_phase=lambda phase: phases.append(phase.name), **options)
+    assert "config" in phases and "trace" not in phases
+
+
+def test_a_note_says_what_a_calibration_does_not_see(llama: Path) -> None:
+    source = ModelSource(model=str(llama))
+    config = EngineConfig(source=source, kv_cache_dtype="fp8", calculate_kv_scales=True, enable_lora=True)
+    assert any("scales are calibrated without adapters" in note for note in scales_note(config))
+    drafts = SpeculativeConfig(method="draft_model", model=str(llama), num_speculative_tokens=2)
+    config = replace(config, enable_lora=False, speculative=drafts)
+    assert any("keys and values of what drafts are kept with scales of 1" in note for note in scales_note(config))
 
 
 KV_SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
