@@ -23,12 +23,11 @@ NUM_LATER_TOKENS = 128
 """The number of tokens whose keys are measured at later positions, too."""
 
 KEY_RANGE, VALUE_RANGE = 200.0, 100.0
-"""The values that a head's largest key, less its constant, and its largest value are scaled to, as in vLLM; e4m3
-reaches 448, so that more fits."""
+"""The values that a head's largest key and value are scaled to, as in vLLM; e4m3 reaches 448, so that more fits."""
 
-LEAST_OF_KEY = 1 / 16
-"""The least share of a head's largest key that its largest key less a constant counts for, so that keys that happened
-to be alike in the calibration leave room for others."""
+MOST_OF_REST = 16.0
+"""How many times as large as all keys less their constant the largest key counts at most, so that a large constant does
+not leave the rest to e4m3's subnormal numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +178,8 @@ def _scales(layer: AttentionLayer, keys: Sequence[_Keys], values: Sequence[torch
     common = None
     if layer.unshiftable_reason is None:
         common = common_part([each.mean for each in keys])
-        key = torch.maximum(highest - common, common - lowest).amax(dim=-1).maximum(largest * LEAST_OF_KEY)
+        rest = torch.maximum(highest - common, common - lowest).amax(dim=-1)
+        key = torch.where(rest > 0, largest.minimum(MOST_OF_REST * rest), largest)
     if layer.is_latent:  # values are a part of keys, and have their scale
         value = key * (VALUE_RANGE / KEY_RANGE)
     of_key, of_value = (torch.where(each > 0, each, 1.0) for each in (key / KEY_RANGE, value / VALUE_RANGE))

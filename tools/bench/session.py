@@ -45,7 +45,7 @@ def bench_arguments(model: str, values: dict[str, Any], *, takes_engines: bool =
     if arguments.get("data_parallel_size", 1) > 1 and not takes_engines:
         raise ConfigError(
             "this benchmark reads the counters, graphs and model of one engine, in its process; leave "
-            "data_parallel_size out, or use `piecegraph bench throughput` or `bench latency`."
+            "data_parallel_size out, or use `piecegraph bench throughput`, `bench latency` or `bench compare`."
         )
     if model.startswith("shape:"):
         arguments.setdefault("load_format", "dummy")

@@ -147,7 +147,7 @@ def measure_throughput(
     `ConfigError` if a request does not fit `max_model_len`.
     """
     warm_up(llm, workload, temperatures)
-    limits = from_engines(llm, _limits)
+    limits = from_engines(llm, limits_of)
     max_num_seqs, max_num_batched_tokens = limits[0]
     floor_s = workload_floor_seconds(
         from_engines(llm, model_size)[0],
@@ -203,7 +203,7 @@ def generate(llm: LLM, workload: Workload, temperature: float, output_lens: Sequ
     return seconds
 
 
-def _limits(holder: Holder) -> tuple[int, int]:
+def limits_of(holder: Holder) -> tuple[int, int]:
     """Return the most requests and the most tokens of one step of an engine."""
     buffers = holder.runner.step.buffers
     return buffers.max_num_reqs, buffers.max_num_tokens

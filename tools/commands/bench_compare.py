@@ -107,8 +107,11 @@ def compare(
     JSON. A ratio above 1 says that ours is
     better. The floor is the best a figure could be at the rates measured in the same run. A program that fails is a
     line with the reason; only if ours does is the exit code 1.
+
+    With --data-parallel-size requests go through the front door to several engines, among which the floor divides them
+    evenly.
     """
-    arguments = with_compile_flags(bench_arguments(model, values), values)
+    arguments = with_compile_flags(bench_arguments(model, values, takes_engines=True), values)
     with PhaseDisplay(quiet=quiet) as display, scratch_folder() as scratch:
         from piecegraph.tools.bench.compare import compare as bench
         from piecegraph.tools.bench.compare.workload import PeerJob

@@ -269,16 +269,16 @@ LAYER = AttentionLayer(
 
 
 def test_scales_are_those_of_all_positions() -> None:
-    """Of keys less their constant, and of values; a head whose keys were alike has room for others."""
+    """A head whose keys are nearly alike has one for what differs."""
     mean = torch.tensor([[3.0, -1.0], [5.0, 5.0]])
-    off = torch.tensor([[1.0, 0.5], [0.0, 0.0]])
+    off = torch.tensor([[1.0, 0.5], [0.0, 0.125]])
     keys = [_Keys(mean, mean, mean, mean), _Keys(mean, mean, mean - off, mean + off)]
     values = [torch.tensor([1.0, 2.0]), torch.tensor([4.0, 1.0])]
     found = _scales(LAYER, keys, values)
-    assert (found.key * KEY_RANGE).tolist() == pytest.approx([1.0, 5.0 / 16])
+    assert (found.key * KEY_RANGE).tolist() == pytest.approx([4.0, 16 * 0.125])
     assert (found.value * VALUE_RANGE).tolist() == pytest.approx([4.0, 2.0])
     found = _scales(replace(LAYER, softcap=20.0), keys, values)
-    assert (found.key * KEY_RANGE).tolist() == pytest.approx([4.0, 5.0]) and found.key_shift is None
+    assert (found.key * KEY_RANGE).tolist() == pytest.approx([4.0, 5.125]) and found.key_shift is None
 
 
 def test_numbers_that_are_none_at_later_positions_are_refused(tmp_path: Path) -> None:

@@ -4,7 +4,8 @@ The command is `python -m piecegraph.tools.bench.compare.peer_record JOB`. JOB i
 stdout is one JSON object, with the names that other peers' objects have: `import_s`, `init_s`, `first_token_s`,
 `start_to_first_token_s`, `tpot_ms` by batch size and `tpot_processor_ms` (processor time of all threads),
 `prefill_tok_s`, `peak_rss_bytes`, `offline_tok_s`, `offline_s`; `greedy_tokens`, by which programs are checked against
-one another; and `floors`, the best values these could have. A failure is a line on stderr and the exit code that the
+one another; and `floors`, the best values these could have. With several engines `tpot_processor_ms` and
+`peak_rss_bytes` are those of the front door's process alone. A failure is a line on stderr and the exit code that the
 command line has for it.
 """
 
@@ -22,6 +23,7 @@ from piecegraph.tools.bench.compare.workload import PeerJob, Prompts, job_of, me
 if TYPE_CHECKING:
     from piecegraph.runner.llm import LLM
     from piecegraph.tools.bench.measure.ceilings import Ceilings
+    from piecegraph.tools.bench.measure.offline_workload import Lengths
 
 
 def measure_as_peer(job: PeerJob) -> dict[str, Any]:
@@ -29,7 +31,7 @@ def measure_as_peer(job: PeerJob) -> dict[str, Any]:
     began = time.perf_counter()
     import piecegraph.runner.startup.load_engine  # noqa: F401  the weight of it, which making an `LLM` would import
     from piecegraph.runner.llm import LLM
-    from piecegraph.tools.bench.measure.ceilings import measure_ceilings
+    from piecegraph.tools.bench.measure.engines import measure_engines
 
     imported = time.perf_counter()
     arguments = {
@@ -43,7 +45,7 @@ def measure_as_peer(job: PeerJob) -> dict[str, Any]:
         ready = time.perf_counter()
         record: dict[str, Any] = {"peer": "piecegraph", "import_s": imported - began, "init_s": ready - imported}
         record |= measured(job, functools.partial(generate_tokens, llm), Prompts(llm.engine.vocab_size), began)
-        ceilings = measure_ceilings(llm.runner.step.buffers.input_ids.device, llm.model_config.dtype)
+        ceilings = measure_engines(llm)
         record["floors"] = floors(llm, job, ceilings)
         if job.offline_requests:
             offline(llm, job, ceilings, record)
@@ -60,46 +62,56 @@ def generate_tokens(llm: LLM, prompts: Sequence[list[int]], num_tokens: int) -> 
 
 
 def floors(llm: LLM, job: PeerJob, ceilings: Ceilings) -> dict[str, Any]:
-    """Return the best that decode steps and the prefill can reach, at rates measured in this process."""
+    """Return the best that decode steps and the prefill can reach, at rates measured in this run.
+
+    With several engines a batch is divided among them evenly.
+    """
     from piecegraph.tools.bench.latency import model_size
+    from piecegraph.tools.bench.measure.engines import from_engines
     from piecegraph.tools.bench.measure.floor import floor_seconds
     from piecegraph.tools.bench.measure.offline_workload import Lengths
-    from piecegraph.tools.bench.throughput import workload_floor_seconds
 
-    size, buffers = model_size(llm), llm.runner.step.buffers
+    sizes = from_engines(llm, model_size)
     context = job.prompt_tokens + job.decode_tokens / 2
     num_requests, num_tokens = job.prefill
-    prefill_s = workload_floor_seconds(
-        size,
-        ceilings,
-        [Lengths(num_tokens, 1)] * num_requests,
-        max_num_seqs=buffers.max_num_reqs,
-        max_num_batched_tokens=buffers.max_num_tokens,
-    )
+    prefill_s = workload_floor(llm, ceilings, [Lengths(num_tokens, 1)] * num_requests)
     return {
-        "tpot_ms": {str(batch): 1e3 * floor_seconds(size, ceilings, batch, context) for batch in job.batch_sizes},
+        "tpot_ms": {
+            str(batch): 1e3 * floor_seconds(sizes[0], ceilings, -(-batch // len(sizes)), context)
+            for batch in job.batch_sizes
+        },
         "prefill_tok_s": num_requests * num_tokens / prefill_s,
     }
 
 
+def workload_floor(llm: LLM, ceilings: Ceilings, lengths: Sequence[Lengths]) -> float:
+    """Return the least seconds that requests of these lengths can take on all engines together."""
+    from piecegraph.tools.bench.latency import model_size
+    from piecegraph.tools.bench.measure.engines import from_engines
+    from piecegraph.tools.bench.throughput import limits_of, workload_floor_seconds
+
+    limits = from_engines(llm, limits_of)
+    max_num_seqs, max_num_batched_tokens = limits[0]
+    return workload_floor_seconds(
+        from_engines(llm, model_size)[0],
+        ceilings,
+        lengths,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        num_engines=len(limits),
+    )
+
+
 def offline(llm: LLM, job: PeerJob, ceilings: Ceilings, record: dict[str, Any]) -> None:
     """Run nano-vllm's workload at temperature 0.6, and write its figures into `record`."""
-    from piecegraph.tools.bench.latency import model_size
     from piecegraph.tools.bench.measure.offline_workload import make_workload
-    from piecegraph.tools.bench.throughput import generate, workload_floor_seconds
+    from piecegraph.tools.bench.throughput import generate
 
     low, high = job.offline_tokens
-    vocab_size, buffers = llm.engine.vocab_size, llm.runner.step.buffers
-    workload = make_workload(job.offline_requests, (low, high), (low, high), vocab_size=vocab_size, seed=0)
+    workload = make_workload(job.offline_requests, (low, high), (low, high), vocab_size=llm.engine.vocab_size, seed=0)
     num_tokens = sum(workload.output_lens)
     seconds = generate(llm, workload, 0.6)
-    floor_s = workload_floor_seconds(
-        model_size(llm),
-        ceilings,
-        workload.lengths,
-        max_num_seqs=buffers.max_num_reqs,
-        max_num_batched_tokens=buffers.max_num_tokens,
-    )
+    floor_s = workload_floor(llm, ceilings, workload.lengths)
     record |= {"offline_tok_s": num_tokens / seconds, "offline_s": seconds}
     record["floors"] |= {"offline_tok_s": num_tokens / floor_s, "offline_s": floor_s}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,17 @@ def test_it_has_the_peers_names(offline_requests: int, tmp_path: Path, monkeypat
     assert all(record["floors"]["tpot_ms"][size] > 0 for size in ("1", "2"))
     assert record["floors"]["prefill_tok_s"] > record["prefill_tok_s"] > 0
     assert record["init_s"] + record["first_token_s"] < record["start_to_first_token_s"]
+
+
+@pytest.mark.slow
+def test_several_engines_are_measured_through_the_front_door(tmp_path: Path) -> None:
+    """A batch is divided among them, in the floor too."""
+    llama_config().save_pretrained(str(tmp_path))
+    job = a_job(str(tmp_path), offline_requests=3)
+    two = measure_as_peer(replace(job, arguments={**job.arguments, "data_parallel_size": 2, "max_num_seqs": 8}))
+    assert all(two[name] > 0 for name in ("offline_tok_s", "prefill_tok_s")) and len(two["greedy_tokens"]) == 16
+    of_steps = two["floors"]["tpot_ms"]
+    assert of_steps["1"] == of_steps["2"] > 0, "one request on each engine takes what one takes"
 
 
 def test_a_job_knows_its_longest_request_and_its_largest_batch() -> None:
