@@ -1,7 +1,8 @@
 """Attention through torch's `scaled_dot_product_attention`: the backend for CPUs, correct on any device.
 
-Keys and values of a call are gathered from the cache into one dense tensor, so this backend copies
-what a paged kernel would read in place. It is the reference that faster backends are tested against.
+Keys and values of a call are gathered from the cache into one dense tensor, so this backend copies what a paged kernel
+would read in place; those of one request that follow one another in the cache are read there. It is the reference that
+faster backends are tested against.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ class KeyView:
     mask: torch.Tensor | None  # [num_reqs, 1, query_len, num_keys] bool; None: all, or `is_causal`
     is_causal: bool
     positions: torch.Tensor | None = None  # [num_reqs, num_keys] int64; None: no layer has a bias by position
+    run: range | None = None  # the slots of one request, if they follow one another
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +60,7 @@ class SdpaMetadata(AttentionMetadata):
     num_real_rows: int  # rows of requests; those after are padding
     write_rows: torch.Tensor | None  # rows whose key and value are written; None: all
     write_slots: torch.Tensor  # [rows written] int64
+    write_run: range | None = None  # the same, if they follow one another
 
 
 class SdpaBackend(AttentionBackend):
@@ -109,6 +112,7 @@ class SdpaMetadataBuilder:
             num_real_rows=host.query_start_loc[common.num_reqs],
             write_rows=write_rows if write_rows is None else write_rows.to(self.device, non_blocking=True),
             write_slots=write_slots.to(self.device, non_blocking=True),
+            write_run=_run_of(write_slots),
         )
 
     def init_capture(self, common: AttentionMetadata) -> AttentionMetadata:
@@ -150,9 +154,19 @@ class SdpaMetadataBuilder:
         blocks = host.block_table[reqs.start : reqs.stop].gather(1, keys // self.block_size)
         is_causal &= query_len <= QUERY_BLOCK or self.device.type != "cpu"
         mask = None if is_causal or bool(visible.all()) else visible.unsqueeze(1).to(self.device, non_blocking=True)
-        slots = (blocks * self.block_size + keys % self.block_size).to(self.device, non_blocking=True)
+        slots = blocks * self.block_size + keys % self.block_size
+        run = _run_of(slots[0]) if len(reqs) == 1 else None
+        slots = slots.to(self.device, non_blocking=True)
         positions = keys.to(self.device, non_blocking=True) if self.keeps_positions else None
-        return KeyView(slots=slots, mask=mask, is_causal=is_causal, positions=positions)
+        return KeyView(slots=slots, mask=mask, is_causal=is_causal, positions=positions, run=run)
+
+
+def _run_of(slots: torch.Tensor) -> range | None:
+    """Return slots, `[n]` on the host, as a range if they follow one another."""
+    if not len(slots):
+        return None
+    run = range(int(slots[0]), int(slots[0]) + len(slots))
+    return run if int(slots[-1]) == run[-1] and torch.equal(slots, torch.arange(run.start, run.stop)) else None
 
 
 def _batched_requests(query_lens: Sequence[int]) -> list[range]:
@@ -184,18 +198,34 @@ class SdpaImpl:
             key, value = key[metadata.write_rows], value[metadata.write_rows]
         if scales is not None and scales.key_shift is not None:
             key = key - scales.key_shift
-        _write(kv_cache.key, metadata.write_slots, key, None if scales is None else scales.key)
+        slots, run = metadata.write_slots, metadata.write_run
+        cached_keys = cached_values = _by_slot(kv_cache.key)
+        _write(cached_keys, slots, key, None if scales is None else scales.key, run)
         if not call.is_latent:
-            _write(kv_cache.value, metadata.write_slots, value, None if scales is None else scales.value)
+            cached_values = _by_slot(kv_cache.value)
+            _write(cached_values, slots, value, None if scales is None else scales.value, run)
         for batched in metadata.calls:
             view = batched.key_views[call.reach]
-            rows = query[batched.first_row : batched.last_row]
-            keys = _read(kv_cache.key, view.slots, rows.dtype)
-            values = keys[..., : value.shape[2]] if call.is_latent else _read(kv_cache.value, view.slots, rows.dtype)
+            rows, written = query, out
+            if batched.last_row - batched.first_row < query.shape[0]:
+                rows = query[batched.first_row : batched.last_row]
+            if batched.last_row - batched.first_row < out.shape[0]:
+                written = out[batched.first_row : batched.last_row]
+            keys = _read(cached_keys, view.slots, rows.dtype, view.run).transpose(1, 2)
+            if call.is_latent:
+                values = keys[..., : value.shape[2]]
+            else:
+                values = _read(cached_values, view.slots, rows.dtype, view.run).transpose(1, 2)
+            if batched.query_len == 1 and not (call.softcap or call.sinks is not None or call.slopes is not None):
+                found = attend_one_query(rows, keys, values, view.mask, call.scale)
+                if of_values is not None:
+                    found = found * of_values.view(keys.shape[1], -1, 1)
+                written.view(found.shape).copy_(found)
+                continue
             attended = attend(
                 rows.unflatten(0, (batched.num_reqs, batched.query_len)).transpose(1, 2),
-                keys.transpose(1, 2),
-                values.transpose(1, 2),
+                keys,
+                values,
                 view,
                 scale=call.scale,
                 softcap=call.softcap,
@@ -203,8 +233,9 @@ class SdpaImpl:
                 bias=None if call.slopes is None else _bias(call, view),
             )
             found = attended.transpose(1, 2).flatten(0, 1)
-            out[batched.first_row : batched.last_row].copy_(found if of_values is None else found * of_values)
-        out[metadata.num_real_rows :].zero_()
+            written.copy_(found if of_values is None else found * of_values)
+        if metadata.num_real_rows < out.shape[0]:
+            out[metadata.num_real_rows :].zero_()
 
     def prepare(self, call: AttentionCall, kv_cache: KVCache) -> str:
         """Return why no call can be prepared."""
@@ -217,35 +248,67 @@ def _bias(call: AttentionCall, view: KeyView) -> torch.Tensor:
     return position_bias(call.slopes, call.slope_scale, view.positions).unsqueeze(2)
 
 
-def _write(cached: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor, scale: torch.Tensor | None = None) -> None:
-    """Write `rows` `[num_rows, heads, dim]` to `slots` of `cached` `[num_blocks, block_size, heads, dim]`.
+def _by_slot(cached: torch.Tensor) -> torch.Tensor:
+    """Return a cache `[num_blocks, block_size, heads, dim]` as `[num_slots, heads, dim]`, if its memory allows."""
+    return cached.view(-1, *cached.shape[2:]) if cached.is_contiguous() else cached
+
+
+def _write(
+    cached: torch.Tensor,
+    slots: torch.Tensor,
+    rows: torch.Tensor,
+    scale: torch.Tensor | None = None,
+    run: range | None = None,
+) -> None:
+    """Write `rows` `[num_rows, heads, dim]` to `slots` of a cache of `_by_slot`.
 
     With a `scale` `[heads]`, rows are divided by it. A cache in e4m3 takes values beyond its range as its largest ones.
+    `run`: the slots, if they follow one another.
     """
     if scale is not None:
         rows = rows / scale[:, None]
     if cached.dtype is torch.float8_e4m3fn:
         rows = rows.clamp(-MAX_E4M3, MAX_E4M3).to(cached.dtype).view(torch.uint8)
         cached = cached.view(torch.uint8)
-    if cached.is_contiguous():
-        cached.flatten(0, 1).index_copy_(0, slots, rows.to(cached.dtype))
-    else:  # blocks that share their memory with states
+    if cached.dim() == 4:  # blocks that share their memory with states
         cached[slots // cached.shape[1], slots % cached.shape[1]] = rows.to(cached.dtype)
+    elif run is None:
+        cached.index_copy_(0, slots, rows.to(cached.dtype))
+    else:
+        cached[run.start : run.stop].copy_(rows)
 
 
-def _read(cached: torch.Tensor, slots: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the tokens at `slots` `[num_reqs, num_keys]` of `cached`, `[num_reqs, num_keys, heads, dim]`.
+def _read(cached: torch.Tensor, slots: torch.Tensor, dtype: torch.dtype, run: range | None = None) -> torch.Tensor:
+    """Return the tokens at `slots` `[num_reqs, num_keys]` of a cache of `_by_slot`, `[num_reqs, num_keys, heads, dim]`.
 
-    Those of a cache in e4m3 are converted to `dtype`; NaN stays NaN, as in a cache of `dtype`.
+    `run`: the slots of one request, if they follow one another: the tokens are the cache's own memory then. Those of a
+    cache in e4m3 are converted to `dtype`; NaN stays NaN, as in a cache of `dtype`.
     """
     if cached.dtype is torch.float8_e4m3fn:
-        bits = _read(cached.view(torch.uint8), slots, dtype)
+        bits = _read(cached.view(torch.uint8), slots, dtype, run)
         numbers = e4m3_to_bfloat16(bits)
         return numbers.masked_fill_((bits & 0x7F) == 0x7F, float("nan")).to(dtype)
-    if cached.is_contiguous():
-        found: torch.Tensor = cached.flatten(0, 1).index_select(0, slots.flatten()).unflatten(0, slots.shape)
-        return found
-    return cached[slots // cached.shape[1], slots % cached.shape[1]]
+    if cached.dim() == 4:
+        return cached[slots // cached.shape[1], slots % cached.shape[1]]
+    if run is not None:
+        return cached[run.start : run.stop].unsqueeze(0)
+    found: torch.Tensor = cached.index_select(0, slots.flatten()).unflatten(0, slots.shape)
+    return found
+
+
+def attend_one_query(
+    query: torch.Tensor,  # [num_reqs, num_q_heads, key_dim]
+    key: torch.Tensor,  # [num_reqs, num_kv_heads, num_keys, key_dim]
+    value: torch.Tensor,  # [num_reqs, num_kv_heads, num_keys, value_dim]
+    mask: torch.Tensor | None,  # [num_reqs, 1, 1, num_keys] bool
+    scale: float,
+) -> torch.Tensor:
+    """Return attention of one query of each request, `[num_reqs, num_kv_heads, heads that share a key, value_dim]`.
+
+    The heads that share a key are rows of one head, so that each key is read once; `enable_gqa` repeats keys.
+    """
+    together = query.view(query.shape[0], key.shape[1], -1, query.shape[2])
+    return F.scaled_dot_product_attention(together, key, value, attn_mask=mask, scale=scale)
 
 
 def attend(
@@ -262,11 +325,6 @@ def attend(
     """Return attention over dense keys, `[num_reqs, num_q_heads, query_len, value_dim]`."""
     groups = query.shape[1] // key.shape[1]
     if not softcap and sinks is None and bias is None:
-        if groups > 1 and query.shape[2] == 1:
-            # The heads that share a key are rows of one head, so each key is read once. `enable_gqa` repeats them.
-            together: torch.Tensor = query.unflatten(1, (-1, groups)).squeeze(3)
-            attended = F.scaled_dot_product_attention(together, key, value, attn_mask=view.mask, scale=scale)
-            return attended.flatten(1, 2).unsqueeze(2)
         if query.shape[2] > QUERY_BLOCK and query.device.type == "cpu":
             return _attend_in_blocks(query, key, value, view, scale)
         return F.scaled_dot_product_attention(

@@ -55,6 +55,7 @@ def make_case(
     slopes_dtype: torch.dtype | None = None,
     num_padded: int = 0,
     is_passed_freed: bool = False,
+    is_in_order: bool = False,  # a request's blocks follow one another in the cache
     block_size: int = 4,
     dtype: torch.dtype = torch.float32,
     is_e4m3: bool = False,  # the cache; keys and values are numbers that it holds
@@ -84,6 +85,8 @@ def make_case(
     blocks_each = [-(-(past + new) // block_size) for past, new in lens]
     num_blocks = sum(blocks_each) + 3
     shuffled = torch.randperm(num_blocks, generator=random).tolist()
+    if is_in_order:
+        shuffled.sort(reverse=True)  # they are taken from the end
     block_table = torch.full((len(lens), max(blocks_each) + 1), num_blocks + 7)  # tails point outside the cache
     factors = None if scales is None else KVScales(*map(torch.tensor, scales))
     if factors is not None and is_shifted:  # sums with keys are exact

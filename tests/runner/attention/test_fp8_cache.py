@@ -19,7 +19,7 @@ from piecegraph import LLM, SamplingParams
 from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
 from piecegraph.errors import CheckpointError, ConfigError, UnsupportedModel
 from piecegraph.runner.attention.interface.layer import AttentionLayer
-from piecegraph.runner.attention.sdpa import _read, _write
+from piecegraph.runner.attention.sdpa import _by_slot, _read, _write
 from piecegraph.runner.attention.triton.backend import layer_unsupported_reason
 from piecegraph.runner.common.engine_config import EngineConfig
 from piecegraph.runner.common.model_source import ModelSource
@@ -48,12 +48,12 @@ def test_values_are_rounded_to_the_nearest_of_e4m3() -> None:
     rows = torch.randn(5, 2, 8) * torch.logspace(-4, 3, 5).view(5, 1, 1)
     slots = torch.tensor([0, 5, 17, 20, 63])
     for dtype in (torch.float32, torch.bfloat16):
-        _write(cached, slots, rows.to(dtype))
-        found = _read(cached, slots.unsqueeze(0), dtype)[0]
+        _write(_by_slot(cached), slots, rows.to(dtype))
+        found = _read(_by_slot(cached), slots.unsqueeze(0), dtype)[0]
         assert found.dtype is dtype
         assert torch.equal(found, rows.to(dtype).clamp(-448, 448).to(torch.float8_e4m3fn).to(dtype))
-    _write(cached, slots, rows.masked_fill(rows == rows.max(), float("nan")))
-    assert int(_read(cached, slots.unsqueeze(0), torch.float32).isnan().sum()) == 1
+    _write(_by_slot(cached), slots, rows.masked_fill(rows == rows.max(), float("nan")))
+    assert int(_read(_by_slot(cached), slots.unsqueeze(0), torch.float32).isnan().sum()) == 1
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from piecegraph.runner.attention.interface.backend import AttentionBackend
-from piecegraph.runner.attention.sdpa import KeyView, SdpaBackend, attend
+from piecegraph.runner.attention.sdpa import SdpaBackend, _by_slot, _read, _run_of, attend_one_query
 from piecegraph.runner.attention.triton.backend import TritonBackend
 from tests.runner.attention.paged_case import PagedCase, by_value_factor, make_case
 from tests.runner.attention.rotary_case import NORMS, check_rotated_cache, make_rotary_case
@@ -26,6 +26,7 @@ BATCHES = {
 
 KINDS: dict[str, dict[str, object]] = {
     "plain": {},
+    "blocks in order": {"is_in_order": True},
     "one kv head": {"num_kv_heads": 1},
     "no groups": {"num_kv_heads": 4},
     "window 1": {"window": 1},
@@ -136,15 +137,24 @@ class LargestTensor(TorchDispatchMode):
 
 @pytest.mark.parametrize("is_masked", [False, True])
 def test_a_decode_step_has_no_copy_of_a_key_for_each_head(is_masked: bool) -> None:
-    query, key = torch.randn(2, 8, 1, 16), torch.randn(2, 2, 32, 16)
+    query, key = torch.randn(2, 8, 16), torch.randn(2, 2, 32, 16)
     mask = torch.ones(2, 1, 1, 32, dtype=torch.bool).tril(30) if is_masked else None
-    view = KeyView(slots=torch.zeros(2, 32, dtype=torch.int64), mask=mask, is_causal=False)
     with LargestTensor() as seen:
-        found = attend(query, key, key, view, scale=0.25, softcap=0.0, sinks=None)
+        found = attend_one_query(query, key, key, mask, 0.25)
     assert seen.largest <= key.numel()
     repeated = key.repeat_interleave(4, dim=1)
-    wanted = F.scaled_dot_product_attention(query, repeated, repeated, attn_mask=mask, scale=0.25)
-    torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-5)
+    wanted = F.scaled_dot_product_attention(query.unsqueeze(2), repeated, repeated, attn_mask=mask, scale=0.25)
+    torch.testing.assert_close(found.flatten(1, 2), wanted.squeeze(2), atol=1e-6, rtol=1e-5)
+
+
+def test_slots_that_follow_one_another_are_read_in_place() -> None:
+    assert _run_of(torch.tensor([3, 4, 5])) == range(3, 6)
+    assert _run_of(torch.tensor([3, 5, 5])) is None and _run_of(torch.tensor([3, 3, 5])) is None
+    assert _run_of(torch.tensor([], dtype=torch.int64)) is None
+    cached = _by_slot(torch.randn(4, 4, 2, 8))
+    found = _read(cached, torch.tensor([[3, 4]]), torch.float32, range(3, 5))
+    assert found.data_ptr() == cached[3].data_ptr()
+    assert torch.equal(found, _read(cached, torch.tensor([[3, 4]]), torch.float32))
 
 
 def test_padding_changes_nothing() -> None:
