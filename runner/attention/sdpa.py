@@ -206,11 +206,8 @@ class SdpaImpl:
             _write(cached_values, slots, value, None if scales is None else scales.value, run)
         for batched in metadata.calls:
             view = batched.key_views[call.reach]
-            rows, written = query, out
-            if batched.last_row - batched.first_row < query.shape[0]:
-                rows = query[batched.first_row : batched.last_row]
-            if batched.last_row - batched.first_row < out.shape[0]:
-                written = out[batched.first_row : batched.last_row]
+            rows = query[batched.first_row : batched.last_row]
+            written = out[batched.first_row : batched.last_row]
             keys = _read(cached_keys, view.slots, rows.dtype, view.run).transpose(1, 2)
             if call.is_latent:
                 values = keys[..., : value.shape[2]]
@@ -234,8 +231,7 @@ class SdpaImpl:
             )
             found = attended.transpose(1, 2).flatten(0, 1)
             written.copy_(found if of_values is None else found * of_values)
-        if metadata.num_real_rows < out.shape[0]:
-            out[metadata.num_real_rows :].zero_()
+        out[metadata.num_real_rows :].zero_()
 
     def prepare(self, call: AttentionCall, kv_cache: KVCache) -> str:
         """Return why no call can be prepared."""
@@ -249,7 +245,7 @@ def _bias(call: AttentionCall, view: KeyView) -> torch.Tensor:
 
 
 def _by_slot(cached: torch.Tensor) -> torch.Tensor:
-    """Return a cache `[num_blocks, block_size, heads, dim]` as `[num_slots, heads, dim]`, if its memory allows."""
+    """Return a contiguous cache `[num_blocks, block_size, heads, dim]` as `[num_slots, heads, dim]`, any other as it is."""
     return cached.view(-1, *cached.shape[2:]) if cached.is_contiguous() else cached
 
 

@@ -25,14 +25,14 @@ NUM_LATER_TOKENS = 128
 KEY_RANGE, VALUE_RANGE = 200.0, 100.0
 """The values that a head's largest key and value are scaled to, as in vLLM; e4m3 reaches 448, so that more fits."""
 
-MOST_OF_REST = 16.0
-"""How many times as large as all keys less their constant the largest key counts at most, so that a large constant does
-not leave the rest to e4m3's subnormal numbers."""
+MAX_KEY_TO_REST = 16.0
+"""The largest key that a scale is made for, in multiples of the largest key less the constant of its head. The scale of
+a larger constant would leave the rest to e4m3's subnormal numbers."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Keys:
-    """What was measured of a layer's keys over one text, each `[num_kv_heads, key_dim]` float32."""
+    """Measurements of a layer's keys over one text, each `[num_kv_heads, key_dim]` float32."""
 
     first: torch.Tensor
     mean: torch.Tensor
@@ -179,7 +179,7 @@ def _scales(layer: AttentionLayer, keys: Sequence[_Keys], values: Sequence[torch
     if layer.unshiftable_reason is None:
         common = common_part([each.mean for each in keys])
         rest = torch.maximum(highest - common, common - lowest).amax(dim=-1)
-        key = torch.where(rest > 0, largest.minimum(MOST_OF_REST * rest), largest)
+        key = torch.where(rest > 0, largest.minimum(MAX_KEY_TO_REST * rest), largest)
     if layer.is_latent:  # values are a part of keys, and have their scale
         value = key * (VALUE_RANGE / KEY_RANGE)
     of_key, of_value = (torch.where(each > 0, each, 1.0) for each in (key / KEY_RANGE, value / VALUE_RANGE))

@@ -164,7 +164,7 @@ def load_model(
         device=device,
         first_position=first.value,
         uncounted_token=first.uncounted_token,
-        notes=(*((first.note,) if first.note else ()), *notes, *(() if quantised is None else (str(quantised),))),
+        notes=(*filter(None, (first.note, made.note)), *notes, *(() if quantised is None else (str(quantised),))),
         rank_plan=plan,
         bytes_read=made.bytes_read,
         stage=stages.plan,

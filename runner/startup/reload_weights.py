@@ -180,7 +180,7 @@ def _written(loaded: Loaded) -> Iterator[None]:
         torch.cuda.synchronize(device)  # a step that was launched ahead still reads the old weights
     try:
         yield
-    except BaseException:
+    except Exception:
         with contextlib.suppress(CheckpointError):  # of the tensors that were written
             _calibrate(loaded)
         raise

@@ -147,17 +147,7 @@ def measure_throughput(
     `ConfigError` if a request does not fit `max_model_len`.
     """
     warm_up(llm, workload, temperatures)
-    limits = from_engines(llm, limits_of)
-    max_num_seqs, max_num_batched_tokens = limits[0]
-    floor_s = workload_floor_seconds(
-        from_engines(llm, model_size)[0],
-        ceilings,
-        workload.lengths,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        shared_prefix=workload.shared_prefix,
-        num_engines=len(limits),
-    )
+    floor_s = workload_floor(llm, ceilings, workload.lengths, workload.shared_prefix)
     rows = []
     for temperature in temperatures:
         rows.append(
@@ -171,6 +161,21 @@ def measure_throughput(
         )
         on_row(rows[-1])
     return rows
+
+
+def workload_floor(llm: LLM, ceilings: Ceilings, lengths: Sequence[Lengths], shared_prefix: int = 0) -> float:
+    """Return the least seconds that requests of these lengths can take on all engines together."""
+    limits = from_engines(llm, _limits)
+    max_num_seqs, max_num_batched_tokens = limits[0]
+    return workload_floor_seconds(
+        from_engines(llm, model_size)[0],
+        ceilings,
+        lengths,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        shared_prefix=shared_prefix,
+        num_engines=len(limits),
+    )
 
 
 def warm_up(llm: LLM, workload: Workload, temperatures: Sequence[float]) -> None:
@@ -203,7 +208,7 @@ def generate(llm: LLM, workload: Workload, temperature: float, output_lens: Sequ
     return seconds
 
 
-def limits_of(holder: Holder) -> tuple[int, int]:
+def _limits(holder: Holder) -> tuple[int, int]:
     """Return the most requests and the most tokens of one step of an engine."""
     buffers = holder.runner.step.buffers
     return buffers.max_num_reqs, buffers.max_num_tokens

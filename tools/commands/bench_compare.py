@@ -104,9 +104,8 @@ def compare(
     Ours is measured as the others measure themselves, in a process of its own: milliseconds a token (of a long answer
     less one token), prompt tokens a second, nano-vllm's offline workload, seconds to the first token. COMMAND, after
     --, is another program, and so is each --peer; {model} in them is MODEL's folder, and {job} the whole workload as
-    JSON. A ratio above 1 says that ours is
-    better. The floor is the best a figure could be at the rates measured in the same run. A program that fails is a
-    line with the reason; only if ours does is the exit code 1.
+    JSON. A ratio above 1 says that ours is better. The floor is the best a figure could be at the rates measured in the
+    same run. A program that fails is a line with the reason; only if ours does is the exit code 1.
 
     With --data-parallel-size requests go through the front door to several engines, among which the floor divides them
     evenly.

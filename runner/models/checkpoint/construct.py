@@ -63,6 +63,7 @@ class Constructed(NamedTuple):
     quantised: QuantisationSummary | None = None  # None: weights are floats
     plan: RankPlan | None = None  # what a rank holds, if the model was cut when it was read
     bytes_read: int | None = None  # of weight files, if only a rank's part was read
+    note: str = ""  # about how weights were made
 
 
 def construct(
@@ -225,33 +226,41 @@ def _quantised_model(wanted: Wanted, checkpoint: StoredCheckpoint | PlainCheckpo
 def _random_model(wanted: Wanted, seed: int, *, is_quantised: bool) -> Constructed:
     """Return a model with random weights, which are the same however the model is divided.
 
-    A rank or stage has its part only. It is whole on every rank if its weights are `is_quantised` afterwards, or if
-    the model cannot be constructed without values, or does not give values to all that it holds.
+    A rank or stage has its part only, unless its weights are `is_quantised` afterwards. Where a model cannot be drawn
+    a layer at a time, each draws all of it, and a note of a divided one says why.
     """
     if wanted.device.type == "meta":
         return Constructed(_from_config(wanted, wanted.device))
-    meta, share = torch.device("meta"), wanted.share
     devices = [wanted.device] if wanted.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
-        try:
-            model, whole = _from_config(wanted, meta), _from_config(wanted, meta)
-        except Exception:  # a constructor that computes with values; if it is another error, it comes again below
-            model = whole = None
-        if model is not None:
-            wanted.stages.cut(whole)
-            wanted.stages.cut(model)
-            plan = None
-            if share.is_divided and not is_quantised:
-                plan = rank_plan(model, share.rank, share.num_ranks, experts=share.experts)
-                shard_model(model, plan)
-            try:
-                fill_with_random(model, whole, {} if plan is None else plan.shards, wanted.device, seed)
-            except NotInitialized:
-                del model, whole
-            else:
-                return Constructed(model, plan=plan)
+        found = _drawn_by_layer(wanted, seed, is_quantised=is_quantised)
+        if isinstance(found, Constructed):
+            return found
         torch.manual_seed(seed)
-        return Constructed(_from_config(wanted, wanted.device))
+        whole = _from_config(wanted, wanted.device)
+    is_part = wanted.share.is_divided or wanted.stages.cuts
+    return Constructed(
+        whole, note=f"random weights: each rank draws the whole model, because {found}" if is_part else ""
+    )
+
+
+def _drawn_by_layer(wanted: Wanted, seed: int, *, is_quantised: bool) -> Constructed | str:
+    """Return the model with weights that `fill_with_random` draws, or why it cannot."""
+    meta, share, plan = torch.device("meta"), wanted.share, None
+    try:
+        model, whole = _from_config(wanted, meta), _from_config(wanted, meta)
+    except Exception as error:  # if it is not that a constructor computes with values, it comes again on the device
+        return f"it cannot be constructed without values ({type(error).__name__}: {first_line(error)})"
+    for each in (model, whole):
+        wanted.stages.cut(each)
+    if share.is_divided and not is_quantised:
+        plan = rank_plan(model, share.rank, share.num_ranks, experts=share.experts)
+        shard_model(model, plan)
+    try:
+        fill_with_random(model, whole, {} if plan is None else plan.shards, wanted.device, seed)
+    except NotInitialized as error:
+        return f"transformers gives {error} no values"
+    return Constructed(model, plan=plan)
 
 
 def _from_config(wanted: Wanted, device: torch.device) -> Any:

@@ -100,22 +100,24 @@ def test_log_probabilities_are_those_of_keys_and_values_that_were_rounded(llama:
         assert largest_difference(reference, llm) < 5e-2
 
 
+LAYER = AttentionLayer(
+    name="attention",
+    num_q_heads=8,
+    num_kv_heads=2,
+    key_dim=64,
+    value_dim=64,
+    dtype=torch.bfloat16,
+    scale=0.125,
+    window=0,
+    softcap=0.0,
+    has_sinks=False,
+)
+
+
 def test_our_gpu_kernels_read_it_and_no_other_dtype_than_the_layers() -> None:
-    layer = AttentionLayer(
-        name="attention",
-        num_q_heads=8,
-        num_kv_heads=2,
-        key_dim=64,
-        value_dim=64,
-        dtype=torch.bfloat16,
-        scale=0.125,
-        window=0,
-        softcap=0.0,
-        has_sinks=False,
-    )
-    assert layer_unsupported_reason(layer) is None
-    assert layer_unsupported_reason(replace(layer, cache_dtype=torch.float8_e4m3fn)) is None
-    found = layer_unsupported_reason(replace(layer, cache_dtype=torch.float16))
+    assert layer_unsupported_reason(LAYER) is None
+    assert layer_unsupported_reason(replace(LAYER, cache_dtype=torch.float8_e4m3fn)) is None
+    found = layer_unsupported_reason(replace(LAYER, cache_dtype=torch.float16))
     assert found is not None and "keeps keys and values in torch.float16; the kernels read" in found
 
 
@@ -254,20 +256,6 @@ def test_keys_are_kept_less_a_constant_unless_scores_are_capped(llama: Path, tmp
         assert "keys of all layers are kept as they are" in found and found.endswith("self_attn caps its scores")
 
 
-LAYER = AttentionLayer(
-    name="layer",
-    num_q_heads=2,
-    num_kv_heads=2,
-    key_dim=2,
-    value_dim=2,
-    dtype=torch.float32,
-    scale=1.0,
-    window=0,
-    softcap=0.0,
-    has_sinks=False,
-)
-
-
 def test_scales_are_those_of_all_positions() -> None:
     """A head whose keys are nearly alike has one for what differs."""
     mean = torch.tensor([[3.0, -1.0], [5.0, 5.0]])
@@ -281,7 +269,7 @@ def test_scales_are_those_of_all_positions() -> None:
     assert (found.key * KEY_RANGE).tolist() == pytest.approx([4.0, 5.125]) and found.key_shift is None
 
 
-def test_numbers_that_are_none_at_later_positions_are_refused(tmp_path: Path) -> None:
+def test_nan_at_later_positions_is_refused(tmp_path: Path) -> None:
     model: Any = random_model(make_config("GPT2Config", n_embd=32, n_head=2, n_layer=2, max_position_embeddings=1024))
     model.transformer.wpe.weight.data[600:] = float("nan")
     options: dict[str, Any] = {**FP8, "calculate_kv_scales": True, "max_model_len": 1024, "num_kv_blocks": None}
@@ -311,10 +299,13 @@ def test_weights_that_cannot_be_calibrated_are_said_to_be_written(wide: Path) ->
             llm.reload_weights(bad)
         llm.reload_weights(good)
         assert all(map(torch.equal, scales_of(llm)[0], before[0]))
+        with pytest.raises(CheckpointError, match="1 tensors before it were written"):
+            llm.reload_weights([(name, 2 * good[name]), ("nowhere", good[name])])
+        torch.testing.assert_close(scales_of(llm)[0][0], 2 * before[0][0])  # of what was written
 
 
 def test_models_with_states_are_refused_before_they_are_compiled(tmp_path: Path) -> None:
-    """By `explain`, too."""
+    """`explain` refuses them, too."""
     folder = save(make_model("qwen3.5"), tmp_path)
     source, refused = ModelSource(model=str(folder)), "calculate_kv_scales=True runs the model over one text"
     config = EngineConfig(source=source, device="cpu", kv_cache_dtype="fp8", calculate_kv_scales=True)

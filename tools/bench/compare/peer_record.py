@@ -23,7 +23,6 @@ from piecegraph.tools.bench.compare.workload import PeerJob, Prompts, job_of, me
 if TYPE_CHECKING:
     from piecegraph.runner.llm import LLM
     from piecegraph.tools.bench.measure.ceilings import Ceilings
-    from piecegraph.tools.bench.measure.offline_workload import Lengths
 
 
 def measure_as_peer(job: PeerJob) -> dict[str, Any]:
@@ -70,6 +69,7 @@ def floors(llm: LLM, job: PeerJob, ceilings: Ceilings) -> dict[str, Any]:
     from piecegraph.tools.bench.measure.engines import from_engines
     from piecegraph.tools.bench.measure.floor import floor_seconds
     from piecegraph.tools.bench.measure.offline_workload import Lengths
+    from piecegraph.tools.bench.throughput import workload_floor
 
     sizes = from_engines(llm, model_size)
     context = job.prompt_tokens + job.decode_tokens / 2
@@ -84,28 +84,10 @@ def floors(llm: LLM, job: PeerJob, ceilings: Ceilings) -> dict[str, Any]:
     }
 
 
-def workload_floor(llm: LLM, ceilings: Ceilings, lengths: Sequence[Lengths]) -> float:
-    """Return the least seconds that requests of these lengths can take on all engines together."""
-    from piecegraph.tools.bench.latency import model_size
-    from piecegraph.tools.bench.measure.engines import from_engines
-    from piecegraph.tools.bench.throughput import limits_of, workload_floor_seconds
-
-    limits = from_engines(llm, limits_of)
-    max_num_seqs, max_num_batched_tokens = limits[0]
-    return workload_floor_seconds(
-        from_engines(llm, model_size)[0],
-        ceilings,
-        lengths,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        num_engines=len(limits),
-    )
-
-
 def offline(llm: LLM, job: PeerJob, ceilings: Ceilings, record: dict[str, Any]) -> None:
     """Run nano-vllm's workload at temperature 0.6, and write its figures into `record`."""
     from piecegraph.tools.bench.measure.offline_workload import make_workload
-    from piecegraph.tools.bench.throughput import generate
+    from piecegraph.tools.bench.throughput import generate, workload_floor
 
     low, high = job.offline_tokens
     workload = make_workload(job.offline_requests, (low, high), (low, high), vocab_size=llm.engine.vocab_size, seed=0)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
 
+from piecegraph.runner.common.model_source import ModelSource
+from piecegraph.runner.models.checkpoint import construct
 from piecegraph.runner.models.checkpoint.random_weights import NotInitialized, fill_with_random
+from piecegraph.runner.models.load import load_model
 from piecegraph.runner.tensor_parallel.plan import rank_plan
 from piecegraph.runner.tensor_parallel.sharded_modules import shard_model
 from tests.runner.tiny_models import FAMILIES, HYBRIDS, LATENT, UNLISTED
@@ -71,3 +75,18 @@ def test_a_rank_has_its_part_of_what_one_process_has(name: str) -> None:
 def test_values_that_transformers_does_not_give_are_named() -> None:
     with pytest.raises(NotInitialized, match="model.layers.0.mamba.mup_vector"):
         filled("falcon-h1")
+
+
+def test_a_divided_model_that_is_drawn_whole_has_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object) -> None:
+        raise NotInitialized("model.scale")
+
+    monkeypatch.setattr(construct, "fill_with_random", fail)
+    config = CONFIGS["llama"]()
+    config.save_pretrained(str(tmp_path))
+    source = ModelSource(model=str(tmp_path), load_format="dummy")
+    for num_ranks in (1, 2):
+        loaded = load_model(source, config, dtype=torch.float32, device=CPU, num_ranks=num_ranks)
+        assert any("because transformers gives model.scale no values" in note for note in loaded.notes) == (
+            num_ranks > 1
+        )
