@@ -245,7 +245,7 @@ def _bias(call: AttentionCall, view: KeyView) -> torch.Tensor:
 
 
 def _by_slot(cached: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous cache `[num_blocks, block_size, heads, dim]` as `[num_slots, heads, dim]`, any other as it is."""
+    """Return a contiguous cache, `[num_blocks, block_size, heads, dim]`, as `[num_slots, heads, dim]`, else itself."""
     return cached.view(-1, *cached.shape[2:]) if cached.is_contiguous() else cached
 
 
