@@ -48,7 +48,7 @@ def make_runner_of_rank(
             on_phase(Phase(name="ranks", detail=group.sums_note))
     plan = loaded.stage
     staged = None if plan is None else functools.partial(stage_step, plan=plan, dtype=loaded.dtype)
-    with running_in(group):
+    with running_in(group), group.capturing():
         made: MadeRunner = make_runner(staged, parallel.runner_kind)
     return made._replace(num_blocks=everyone.smallest("num_blocks", made.num_blocks))
 

@@ -10,7 +10,8 @@ import json
 import socket
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,13 @@ from piecegraph.runner.tensor_parallel.symmetric_memory.symmetric_sums import Sy
 
 ABORT_S = 5.0
 """How long `RankGroup.abort` takes at most."""
+
+CAPTURE_TIMEOUT_S = 300.0
+"""How long a collective waits for other ranks while graphs are captured.
+
+Kernels are compiled and tuned at their first run, by one rank or engine a quarter of a minute after another. Ranks that
+end or are stopped are noticed by those who started them.
+"""
 
 
 def launched_store(rank: int, num_ranks: int) -> dist.Store:
@@ -92,7 +100,7 @@ class RankGroup:
     ) -> None:
         """Store the parts. `check` is called while the rank waits in `exchange`, and may raise.
 
-        `timeout_s`: how long a collective waits for other ranks.
+        `timeout_s`: how long a collective waits for other ranks, but for those of `capturing`.
         `is_watched`: whether rank 0 notices on GPUs that a rank is lost, and ends the others; see `nccl_group`.
         `local_rank`: the rank among those of this machine, and the number of its GPU; None: `rank`.
         """
@@ -160,6 +168,23 @@ class RankGroup:
         self._group = nccl_group(self._store, self.rank, self.size, self._timeout, is_watched=self._is_watched)
         self.all_reduce(torch.zeros(1, device=device))  # makes the communicator, which no capture can do
         torch.cuda.synchronize(device)
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Let collectives inside this block wait for `CAPTURE_TIMEOUT_S`, those of `engines` included."""
+        groups = [group for group in (self, self.engines) if group is not None]
+        for group in groups:
+            group._set_timeout(max(group._timeout, timedelta(seconds=CAPTURE_TIMEOUT_S)))
+        try:
+            yield
+        finally:
+            for group in groups:
+                group._set_timeout(group._timeout)
+
+    def _set_timeout(self, timeout: timedelta) -> None:
+        group = self._group  # read once: `abort` may take it meanwhile
+        if group is not None:
+            group._set_default_timeout(timeout)
 
     def _find_symmetric_sums(self, device: torch.device) -> str:
         """Set up sums through symmetric memory if all ranks can have them, and return the note about it."""

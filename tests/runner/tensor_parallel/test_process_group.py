@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -51,6 +52,24 @@ def test_collectives_give_every_rank_the_same() -> None:
         return found, group.smallest("blocks", 10 - group.rank)
 
     assert in_threads(3, run) == [([[6.0] * 6, [6.0] * 6, [1.0, 1.0, 2.0, 2.0, 3.0, 3.0]], 8)] * 3
+
+
+def test_a_rank_may_be_late_while_graphs_are_captured_but_not_afterwards() -> None:
+    def sum_of(group: RankGroup) -> float:
+        if group.rank == 1:
+            time.sleep(1.0)
+        return group.all_reduce(torch.ones(1)).item()
+
+    def run(group: RankGroup) -> float:
+        group.connect(CPU)
+        with group.capturing():
+            late = sum_of(group)
+        group.exchange("captured", "")
+        with pytest.raises(CollectiveError):
+            sum_of(group)
+        return late
+
+    assert in_threads(2, run, timeout_s=0.3) == [2.0, 2.0]
 
 
 def test_ranks_that_differ_are_refused_by_name() -> None:
