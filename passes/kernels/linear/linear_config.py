@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from piecegraph.passes.kernels.common.gpu_limits import MIDDLE_WEIGHT_BYTES, SMALL_WEIGHT_BYTES, GpuLimits
-from piecegraph.passes.kernels.linear.streamed_config import StreamedConfig, streamed_config
+from piecegraph.passes.kernels.linear.streamed_config import LONGEST_NORMED, StreamedConfig, streamed_config
 
 MATVEC_ROWS = 2
 """The most rows for which a dot product on ordinary cores pays off; with four rows it computes longer than it reads."""
@@ -122,9 +122,9 @@ def norm_linear_config(size: int, weight_bytes: int, *, is_gated: bool) -> Linea
     """Return the layout for one row of `size` numbers of two bytes that is normed in the same kernel, or None.
 
     None means that norming in every program takes longer than a separate norm, as in a head of many programs of few
-    columns.
+    columns, or for a row of more than `LONGEST_NORMED` numbers.
     """
-    if weight_bytes > NORMED_WEIGHT_BYTES and not is_gated:
+    if size > LONGEST_NORMED or (weight_bytes > NORMED_WEIGHT_BYTES and not is_gated):
         return None
     if weight_bytes > SMALL_WEIGHT_BYTES:  # every program reads the row twice: in one tile, by four warps, at once
         block_k = 4096 if size > 2048 else 2048

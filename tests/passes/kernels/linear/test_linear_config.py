@@ -15,7 +15,7 @@ from piecegraph.passes.kernels.linear.linear_config import (
     linear_config,
     norm_linear_config,
 )
-from piecegraph.passes.kernels.linear.streamed_config import StreamedConfig
+from piecegraph.passes.kernels.linear.streamed_config import LONGEST_NORMED, StreamedConfig
 from tests.gpus import H200, RTX_4090
 
 
@@ -53,7 +53,10 @@ def test_a_program_of_one_row_holds_its_tile_in_registers(num_columns: int, size
     plain = config(1, num_columns, size, is_gated=is_gated)
     normed = norm_linear_config(size, 2 * halves * num_columns * size, is_gated=is_gated)
     if normed is None:
-        assert num_columns == 65536 and not is_gated, "a head, behind a norm apart"
+        assert size > LONGEST_NORMED or (num_columns == 65536 and not is_gated), "a long row, or a head"
+    if isinstance(plain, StreamedConfig):
+        assert size > LONGEST_NORMED and is_gated and normed is None
+        return
     for found in (plain, plain if normed is None else normed):
         assert isinstance(found, LinearConfig) and found.block_m == 0
         assert halves * found.block_n * found.block_k // (32 * found.num_warps) <= 128
@@ -67,6 +70,8 @@ def test_a_program_of_one_row_holds_its_tile_in_registers(num_columns: int, size
         (4096, 1024, False, False),  # query, key and value
         (7168, 5120, False, False),  # of Qwen3-14B
         (14336, 4096, True, False),  # gate and up
+        (5120, 8192, False, True),  # query, key and value of a rank of Llama-70B
+        (14336, 8192, True, True),  # its gate and up
     ],
 )
 def test_which_linears_of_one_row_have_a_separate_norm(
@@ -82,17 +87,18 @@ def test_which_linears_of_one_row_have_a_separate_norm(
         (6144, 4096, False, True),  # query, key and value of Llama-8B
         (4096, 1024, False, False),  # of Qwen3-0.6B: small
         (7168, 5120, False, False),  # of Qwen3-14B: too large for one wave
-        (14336, 4096, True, False),  # gate and up
+        (14336, 4096, True, False),  # gate and up: normed by each program
+        (14336, 8192, True, True),  # of a rank of Llama-70B: too long for that
     ],
 )
 def test_one_row_is_streamed_behind_a_norm(num_columns: int, size: int, is_gated: bool, is_streamed: bool) -> None:
-    """With two rows' layout, and a GPU on which kernels overlap; what no norm is ahead of is not."""
+    """With two rows' layout, and a GPU on which kernels overlap; without a norm ahead only a gated weight is."""
     found = linear_config(1, num_columns, size, is_gated=is_gated, itemsize=2, gpu=H200, is_normed=True)
     assert isinstance(found, StreamedConfig) == is_streamed
     if is_streamed:
-        assert found == config(2, num_columns, size)
+        assert found == config(2, num_columns, size, is_gated=is_gated)
     plain = config(1, num_columns, size, is_gated=is_gated)
-    assert isinstance(plain, LinearConfig) and (is_streamed or found == plain)
+    assert found == plain if is_gated else isinstance(plain, LinearConfig) and (is_streamed or found == plain)
     older = linear_config(1, num_columns, size, is_gated=is_gated, itemsize=2, gpu=RTX_4090, is_normed=True)
     assert isinstance(older, LinearConfig)
 
