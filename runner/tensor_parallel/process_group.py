@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import AllgatherOptions
 
 from piecegraph import environment
 from piecegraph.errors import ConfigError
@@ -274,16 +275,18 @@ class RankGroup:
     def gather_tokens(self, x: torch.Tensor) -> torch.Tensor:
         """Return the rows of `x` of all engines, one engine's behind the other's; each has as many rows."""
         engines = self._engines
-        own = x.contiguous()
-        parts = own.new_empty((engines.size, *own.shape))
-        engines._wait(lambda group: group.allgather([list(parts.unbind(0))], [own]))
-        return parts.flatten(0, 1)
+        found = x.new_empty((engines.size * x.shape[0], *x.shape[1:]))
+        options = AllgatherOptions()
+        options.asyncOp = False  # NCCL then runs it on the current stream
+        engines._wait(lambda group: group._allgather_base(found, x.contiguous(), options))
+        return found
 
     def scatter_sum(self, x: torch.Tensor) -> torch.Tensor:
         """Return this engine's rows of the sum of `x` over the engines; the inverse of `gather_tokens`."""
         engines = self._engines
         own = x.new_empty((x.shape[0] // engines.size, *x.shape[1:]))
         options = dist.ReduceScatterOptions()
+        options.asyncOp = False
         engines._wait(lambda group: group._reduce_scatter_base(own, x.contiguous(), options))
         return own
 
