@@ -165,6 +165,10 @@ RUNNING_MODULES = {
 MAY_RUN_BYTES = {
     ("compiler/common/cuda_driver.py", "ctypes"): "calls the driver that torch has loaded",
     ("compiler/common/cuda_driver.py", "CDLL"): "of the driver, by the loader's own search; no path",
+    ("compiler/own_kernels/cpp_library.py", "ctypes"): "of its libraries",
+    ("compiler/own_kernels/cpp_library.py", "CDLL"): "of bytes the cache's store authenticated, or built just now",
+    ("passes/kernels/cpu/int8_rows.py", "ctypes"): "calls a library that the former has loaded",
+    ("passes/kernels/cpu/int8_rows.py", "CDLL"): "the type of such a library",
     ("compiler/graphs/replay/replay_plan.py", "exec"): "a line a step, generated right there",
     ("compiler/graphs/replay/replay_plan.py", "compile"): "of the same lines",
     ("compiler/inductor/artifact.py", "PyCodeCache"): "lists modules that torch has loaded",
@@ -304,6 +308,7 @@ TALKS_TO: dict[str, tuple[str, *tuple[str, ...]]] = {
     "compiler/inductor/cpp_libraries.py": ("how C++ kernels are loaded", "torch._inductor"),
     "compiler/inductor/custom_pass.py": ("a pass inside Inductor", "torch._inductor"),
     "compiler/inductor/options.py": ("Inductor's options", "torch._inductor"),
+    "compiler/own_kernels/cpp_library.py": ("which C++ compiler Inductor uses", "torch._inductor"),
     "compiler/rewriting/dump.py": ("the structured trace", "torch._logging"),
     "compiler/torch_compat/fake_tensors.py": ("the classes of fake tensors, for all other files", "torch._subclasses"),
     "compiler/torch_compat/process_settings.py": ("their settings", "torch._dynamo", "torch._inductor"),

@@ -41,7 +41,7 @@ ROOMS: Mapping[str, Sequence[str]] = {
     "compiler/graphs": (".", "replay", "recording"),
     "passes": (".", "quantised", "cpu", "matching", "ops", "kernels"),
     "passes/ops": ("quantised", "cpu", "."),
-    "passes/kernels": ("moe", "norm", "linear", "lora", "quantised", "elementwise", "common"),
+    "passes/kernels": ("cpu", "moe", "norm", "linear", "lora", "quantised", "elementwise", "common"),
     "runner": (
         ".",
         "offline",

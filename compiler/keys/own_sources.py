@@ -8,7 +8,7 @@ from pathlib import Path
 
 import piecegraph
 
-PLAN_SOURCES = ("*.py", "compiler/**/*.py", "passes/**/*.py")
+PLAN_SOURCES = ("*.py", "compiler/**/*.py", "passes/**/*.py", "passes/**/*.cpp")
 """Patterns of the sources that a trace and everything made of it depend on: all but the tools and the store."""
 
 PIECE_SOURCES = (
@@ -23,6 +23,7 @@ PIECE_SOURCES = (
     "compiler/torch_compat/versions.py",
     "compiler/workers/child.py",
     "passes/**/*.py",
+    "passes/**/*.cpp",
 )
 """Patterns of the sources that turn a piece's graph into code."""
 

@@ -54,6 +54,7 @@ from piecegraph.runner.models.mechanisms.layer_rules import apply_layer_rules
 from piecegraph.runner.models.mechanisms.support import check_layers
 from piecegraph.runner.models.rope import fix_longrope
 from piecegraph.runner.pipeline_parallel.summary import StageSummary, stages_summary
+from piecegraph.runner.quantization.cpu_kernel import choose_cpu_kernel
 from piecegraph.runner.speculative.common.fitting_draft import (
     FittingDraft,
     fitting_draft,
@@ -170,6 +171,7 @@ def explain(config: EngineConfig, *, assume_gpu: bool = False, on_phase: OnPhase
     _check_sizes(config, max_num_tokens)
     hf_config = load_config(config.source)
     dtype = resolve_dtype(config.dtype, hf_config, device, config.quantization)
+    choose_cpu_kernel(config.quantization, hf_config, device.type, config.compile)
     key = kept_key(hf_config, dtype, device)
     max_model_len = model_length(hf_config, config.max_model_len, first_position(config.source, hf_config).value)
     config, sizes_note = with_traffic_sizes(config, read_kept(traffic_folder(), key), max_num_tokens)

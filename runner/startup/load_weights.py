@@ -17,6 +17,7 @@ from piecegraph.runner.models.mechanisms.layer_rules import apply_layer_rules
 from piecegraph.runner.models.rope import fix_longrope
 from piecegraph.runner.models.without_weights import model_without_weights, stand_in_of
 from piecegraph.runner.pipeline_parallel.stage import Stage
+from piecegraph.runner.quantization.cpu_kernel import choose_cpu_kernel
 from piecegraph.runner.state_layers.modules.replace import has_state_layers
 from piecegraph.runner.tensor_parallel.expert_ranks import expert_ranks
 from piecegraph.runner.tensor_parallel.parallel import Parallel
@@ -41,6 +42,7 @@ class ModelToLoad:
         """Return what `stand_in_of` returns, or no model where nothing is compiled while weights are loaded."""
         if self.config.compile.compiler == "eager":
             return None, ""
+        self._choose_kernel()
         with timed_phase(self.on_phase, "model"):
             stand_in, reason = stand_in_of(
                 partial(
@@ -62,6 +64,7 @@ class ModelToLoad:
 
     def with_weights(self, parallel: Parallel | None) -> LoadedModel:
         """Return the model with its weights, and report its notes as phases."""
+        self._choose_kernel()
         rank = 0 if parallel is None else parallel.group.rank
         engine = 0 if parallel is None or parallel.peers is None else parallel.peers.engine
         loaded = load_model(
@@ -85,6 +88,9 @@ class ModelToLoad:
             if self.on_phase is not None:
                 self.on_phase(Phase(name="load", detail=note))
         return loaded
+
+    def _choose_kernel(self) -> None:
+        choose_cpu_kernel(self.config.quantization, self.hf_config, self.device.type, self.config.compile)
 
     def _check(self, loaded: LoadedModel | None) -> None:
         """Raise `UnsupportedModel` for a model that cannot run as the config asks; None: it is not known yet."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from piecegraph.passes.kernels.cpu.int8_rows import int8_rows
 from piecegraph.passes.ops.library import define_op
 
 MAX_PACKED_ROWS = 16
@@ -20,9 +21,14 @@ def int8_linear(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias
     """Return `x @ (weight * scale[:, None]).T + bias` in the dtype of `x`, a new contiguous tensor.
 
     `x` is float32 or bfloat16, `[..., size]`; `weight` int8, `[num_columns, size]`, contiguous; `scale` and
-    `bias` have the dtype of `x` and are `[num_columns]`. `x` is rounded to bfloat16, in which
-    int8 is exact; sums accumulate in float32 and are rounded to bfloat16. Nothing is mutated.
+    `bias` have the dtype of `x` and are `[num_columns]`. Nothing is mutated.
+
+    On a CPU that has our kernel (`passes/kernels/cpu/`), few rows are rounded to 16-bit fixed point, with one scale for
+    a row, and their sums are exact; a row with an infinity gives NaN. Otherwise `x` is rounded to bfloat16, in which
+    int8 is exact; sums accumulate in float32 and are rounded to bfloat16.
     """
+    if x.device.type == "cpu" and (by_rows := int8_rows(x, weight, scale, bias)) is not None:
+        return by_rows
     num_columns, size = weight.shape
     rows = x.reshape(-1, size).to(torch.bfloat16)
     if x.is_cuda:

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import torch
 
+from piecegraph.passes.kernels.cpu import int8_rows
 from piecegraph.passes.ops.quantised.int8_inputs_linear import INT8_INPUTS_LINEAR
 from piecegraph.passes.ops.quantised.int8_linear import INT8_LINEAR, MAX_PACKED_ROWS, dequantised
 from piecegraph.runner.quantization.methods.linear_method import STREAMED, PackedWeight, Scheme, check_finite, row_parts
@@ -25,11 +26,18 @@ class Int8Channels:
     """
 
     name: ClassVar[str] = "int8"
-    kernels: ClassVar[Mapping[str, str]] = {
-        "cpu": f"_weight_int8pack_mm for up to {MAX_PACKED_ROWS} rows, bfloat16 GEMM for more",
-        "cuda": STREAMED,
-    }
     inputs: ClassVar[str] = "floats"
+
+    @property
+    def kernels(self) -> Mapping[str, str]:
+        """Our kernel on a CPU once this process has loaded it, else torch's, with the reason."""
+        why_not = int8_rows.why_not()
+        few = (
+            f"_weight_int8pack_mm for up to {MAX_PACKED_ROWS} rows (not by our C++ kernel: {why_not})"
+            if why_not
+            else f"our C++ kernel for up to {int8_rows.MAX_ROWS} rows"
+        )
+        return {"cpu": f"{few}, bfloat16 GEMM for more", "cuda": STREAMED}
 
     def empty(self, weight: torch.Tensor, scheme: Scheme) -> PackedWeight:
         """Return int8 `[num_columns, size]` and scales `[num_columns]` in the dtype of `weight`."""
@@ -73,11 +81,12 @@ class Int8Inputs(Int8Channels):
     """The weights of `Int8Channels`, multiplied by inputs that are rounded to int8 too, a scale for each token."""
 
     name: ClassVar[str] = "int8-inputs"
-    kernels: ClassVar[Mapping[str, str]] = {
-        "cpu": "_int_mm over inputs in int8",
-        "cuda": "our Triton kernel over inputs in int8",
-    }
     inputs: ClassVar[str] = "tokens"
+
+    @property
+    def kernels(self) -> Mapping[str, str]:
+        """The kernels over inputs in int8."""
+        return {"cpu": "_int_mm over inputs in int8", "cuda": "our Triton kernel over inputs in int8"}
 
     def apply(
         self, x: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | None, largest: torch.Tensor | None = None

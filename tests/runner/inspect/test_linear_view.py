@@ -11,7 +11,7 @@ from piecegraph.runner.common.engine_config import EngineConfig
 from piecegraph.runner.common.model_source import ModelSource
 from piecegraph.runner.inspect.explanation import explain
 from piecegraph.runner.inspect.linear_view import FEW_ROWS_KERNEL, ONEDNN_KERNEL, PLAIN_KERNEL, LinearRow
-from piecegraph.runner.quantization.methods.channels import Int8Channels
+from piecegraph.runner.quantization.methods.all_methods import METHODS
 from piecegraph.tools.command_line.passes_text import linear_line
 from tests.runner.tiny_models import llama_config
 
@@ -57,7 +57,7 @@ def test_without_the_pass_each_linear_is_its_own(folder: Path) -> None:
 def test_a_quantised_linear_tells_its_scheme_and_its_kernel(folder: Path) -> None:
     rows = rows_of(folder, "merge-projections", quantization="int8")
     assert {(row.scheme, row.op) for row in rows} == {("int8", "piecegraph::int8_linear")}
-    assert {row.kernel for row in rows} == {Int8Channels.kernels["cpu"]}
+    assert {row.kernel for row in rows} == {METHODS["int8"].kernels["cpu"]}
     first = rows[0]
     assert first.num_bytes == 3 * first.num_columns * (first.size + 4), "a byte a weight and a float32 a channel"
 

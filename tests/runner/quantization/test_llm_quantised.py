@@ -150,7 +150,7 @@ def test_the_key_and_explain_know_the_scheme(llama: Path, monkeypatch: pytest.Mo
     assert None not in keys and len(keys) == 2
     (note,) = [note for note in explain(quantised).notes if note.startswith("quantization")]
     assert "15 linears are int8" in note and "1 embeddings are int8" in note
-    assert "int8 by _weight_int8pack_mm for up to 16 rows" in note and "MB int8" in note and "MB float32" in note
+    assert f"int8 by {METHODS['int8'].kernels['cpu']}" in note and "MB int8" in note and "MB float32" in note
 
 
 @pytest.mark.skipif(tile_rows() is None, reason="torch's kernel has no tiles on this machine")
