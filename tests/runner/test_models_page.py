@@ -117,20 +117,23 @@ def traces_aside() -> Iterator[None]:
 @pytest.mark.usefixtures("traces_aside")
 @pytest.mark.parametrize("name", [row.model_type for row in ROWS.values() if row.answer == RUNS])
 def test_what_runs_answers_as_transformers_does(name: str, tmp_path: Path) -> None:
-    """The second time, prefixes are cached."""
-    model = tiny_model(name)
+    """The second time, prefixes are cached. All blocks are free in the end."""
+    model, answers = tiny_model(name), []
     with (
         patch.object(decide, "attention_layers", wraps=attention_layers) as found,
         load_with_few_blocks(save_tiny(name, model, tmp_path), ROWS[name].mechanisms) as llm,
     ):
         for _ in range(2):
             outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], GREEDY, use_tqdm=False)
-            for prompt, output in zip(PROMPTS, outputs, strict=True):
-                assert_same_tokens(model, prompt, output.outputs[0].token_ids)
+            answers.append([output.outputs[0].token_ids for output in outputs])
         stats = llm.engine.stats
         assert stats.num_preemptions > 0 and stats.num_prefix_hits > 0
+        assert stats.num_free_blocks == stats.num_blocks
         calls = found.call_args.args[0]
         assert mechanisms(attention_layers(calls), [call.op for call in calls], llm.notes) == ROWS[name].mechanisms
+    for tokens in answers:
+        for prompt, ours in zip(PROMPTS, tokens, strict=True):
+            assert_same_tokens(model, prompt, ours)
 
 
 @pytest.mark.slow

@@ -164,8 +164,20 @@ def test_no_table_and_no_mask_is_computed(tmp_path: Path) -> None:
     assert not ran.names & {"aten.cumsum.default", "aten.cos.default", "aten.pow.Tensor_Tensor", "aten.where.self"}
 
 
+LIKE_ANOTHER = (
+    "doge",
+    "dbrx of two experts",
+    "falcon of few KV heads",
+    "falcon of many KV heads",
+    "falcon with biases",
+    "bloom",
+    "mpt",
+)
+"""Models whose code is part of what another one of `MODELS` compiles, but for sizes."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in LIKE_ANOTHER])
 def test_inductor_gives_the_same_tokens(name: str, tmp_path: Path) -> None:
     model, folder = made(name, tmp_path)
     with load_hybrid(folder, compiler="inductor", num_kv_blocks=60) as llm:
