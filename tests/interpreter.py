@@ -83,7 +83,13 @@ def _answer(module: str, name: str, case: str = "") -> str:
     return "" if status == 0 else text or f"{name} ended with status {status}"
 
 
+IMPORTED_LATE = ("torch.distributed.tensor", "triton.language", "triton.runtime.interpreter")
+"""What `torch.testing.assert_close` and the first launch of a kernel import: half a second for each fork."""
+
+
 if __name__ == "__main__":
+    for late in IMPORTED_LATE:
+        importlib.import_module(late)
     for line in sys.stdin:
         sys.stdout.write(json.dumps(_answer(*json.loads(line))) + "\n")
         sys.stdout.flush()
