@@ -167,8 +167,8 @@ MAY_RUN_BYTES = {
     ("compiler/common/cuda_driver.py", "CDLL"): "of the driver, by the loader's own search; no path",
     ("compiler/own_kernels/cpp_library.py", "ctypes"): "of its libraries",
     ("compiler/own_kernels/cpp_library.py", "CDLL"): "of bytes the cache's store authenticated, or built just now",
-    ("passes/kernels/cpu/int8_rows.py", "ctypes"): "calls a library that the former has loaded",
-    ("passes/kernels/cpu/int8_rows.py", "CDLL"): "the type of such a library",
+    ("passes/kernels/common/cpp_kernel.py", "ctypes"): "calls a library that the former has loaded",
+    ("passes/kernels/common/cpp_kernel.py", "CDLL"): "the type of such a library",
     ("compiler/graphs/replay/replay_plan.py", "exec"): "a line a step, generated right there",
     ("compiler/graphs/replay/replay_plan.py", "compile"): "of the same lines",
     ("compiler/inductor/artifact.py", "PyCodeCache"): "lists modules that torch has loaded",
@@ -489,6 +489,7 @@ def test_files_that_a_page_names_exist(page: str) -> None:
 CHANGING_METHODS = {"add", "append", "clear", "extend", "insert", "pop", "popitem", "remove", "setdefault", "update"}
 STATEFUL = {
     "ContextVar",
+    "CppKernel",
     "Library",
     "OwnKernels",
     "WeakKeyDictionary",

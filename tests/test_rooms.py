@@ -75,7 +75,7 @@ ROOMS: Mapping[str, Sequence[str]] = {
         "quantization",
         "traceable",
     ),
-    "runner/attention": (".", "flash_attn", "triton", "modules", "lifting", "varlen", "interface"),
+    "runner/attention": (".", "kernels", "flash_attn", "triton", "modules", "lifting", "varlen", "interface"),
     "runner/attention/triton": (".", "kernels", "layouts"),
     "runner/device_memory": (".", "kernels", "host_memory"),
     "runner/lora": (".", "kernels"),
@@ -176,6 +176,7 @@ def test_folders_are_small() -> None:
 
 
 COVERED_BY: Mapping[str, str] = {
+    "passes/kernels/common/cpp_kernel.py": "tests/passes/kernels/cpu/test_int8_rows.py",
     "passes/quantised/rounding_readers.py": "tests/passes/quantised/test_fuse_norm_quant.py",
     "runner/device_memory/host_memory/released_memory.py": "tests/runner/sleeping/test_sleep.py",
     "runner/device_memory/restorable_storages.py": "tests/runner/sleeping/test_sleep.py",

@@ -23,6 +23,7 @@ from piecegraph.runner.attention.interface.kv_cache import KVCache
 from piecegraph.runner.attention.interface.layer import AttentionLayer
 from piecegraph.runner.attention.interface.metadata import PAD_SLOT_ID, AttentionMetadata, HostBatch
 from piecegraph.runner.attention.interface.op_call import AttentionCall, position_bias
+from piecegraph.runner.attention.kernels.decode_attention import decode_attention
 from piecegraph.runner.attention.triton.reference import rotated
 
 QUERY_BLOCK = 128
@@ -39,6 +40,7 @@ class KeyView:
     is_causal: bool
     positions: torch.Tensor | None = None  # [num_reqs, num_keys] int64; None: no layer has a bias by position
     run: range | None = None  # the slots of one request, if they follow one another
+    num_keys: torch.Tensor | None = None  # [num_reqs] int32 on the host, where each request has one query: its keys
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +63,7 @@ class SdpaMetadata(AttentionMetadata):
     write_rows: torch.Tensor | None  # rows whose key and value are written; None: all
     write_slots: torch.Tensor  # [rows written] int64
     write_run: range | None = None  # the same, if they follow one another
+    is_one_query_each: bool = False  # and no row is padding
 
 
 class SdpaBackend(AttentionBackend):
@@ -106,13 +109,15 @@ class SdpaMetadataBuilder:
         is_real = host.slot_mapping != PAD_SLOT_ID
         write_rows = None if bool(is_real.all()) else is_real.nonzero().squeeze(1)
         write_slots = host.slot_mapping if write_rows is None else host.slot_mapping[write_rows]
+        calls = tuple(self._call(host, reqs) for reqs in _batched_requests(host.query_lens))
         return SdpaMetadata(
             **{name: getattr(common, name) for name in AttentionMetadata.__dataclass_fields__},
-            calls=tuple(self._call(host, reqs) for reqs in _batched_requests(host.query_lens)),
+            calls=calls,
             num_real_rows=host.query_start_loc[common.num_reqs],
             write_rows=write_rows if write_rows is None else write_rows.to(self.device, non_blocking=True),
             write_slots=write_slots.to(self.device, non_blocking=True),
             write_run=_run_of(write_slots),
+            is_one_query_each=write_rows is None and len(calls) == 1 and calls[0].query_len == 1,
         )
 
     def init_capture(self, common: AttentionMetadata) -> AttentionMetadata:
@@ -158,7 +163,8 @@ class SdpaMetadataBuilder:
         run = _run_of(slots[0]) if len(reqs) == 1 else None
         slots = slots.to(self.device, non_blocking=True)
         positions = keys.to(self.device, non_blocking=True) if self.keeps_positions else None
-        return KeyView(slots=slots, mask=mask, is_causal=is_causal, positions=positions, run=run)
+        lens = (seq_lens - first_key).squeeze(1).to(torch.int32) if query_len == 1 else None
+        return KeyView(slots=slots, mask=mask, is_causal=is_causal, positions=positions, run=run, num_keys=lens)
 
 
 def _run_of(slots: torch.Tensor) -> range | None:
@@ -189,6 +195,8 @@ class SdpaImpl:
         query, key, value, out = call.query, call.key, call.value, call.out
         if call.rotary is not None:
             query, key = rotated(query, key, call.rotary)
+        if metadata.is_one_query_each and _decode(call, query, key, kv_cache, metadata):
+            return
         scales, of_values = kv_cache.scales, None
         if scales is not None:  # a head's factors are one of its query, and one of its result
             groups = query.shape[1] // key.shape[1]
@@ -236,6 +244,30 @@ class SdpaImpl:
     def prepare(self, call: AttentionCall, kv_cache: KVCache) -> str:
         """Return why no call can be prepared."""
         return "sdpa plans its calls anew for each batch"
+
+
+def _decode(
+    call: AttentionCall, query: torch.Tensor, key: torch.Tensor, kv_cache: KVCache, metadata: SdpaMetadata
+) -> bool:
+    """Run one layer of a step in which each request has one query by our C++ kernel, and return whether it ran."""
+    if kv_cache.scales is not None or call.softcap or call.sinks is not None or call.slopes is not None:
+        return False
+    if len(query) != metadata.num_real_rows:
+        return False
+    view = metadata.calls[0].key_views[call.reach]
+    assert view.num_keys is not None
+    return decode_attention(
+        query,
+        key,
+        None if call.is_latent else call.value,
+        metadata.write_slots,
+        kv_cache.key,
+        kv_cache.key if call.is_latent else kv_cache.value,
+        view.slots,
+        view.num_keys,
+        call.out,
+        call.scale,
+    )
 
 
 def _bias(call: AttentionCall, view: KeyView) -> torch.Tensor:

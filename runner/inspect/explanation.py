@@ -48,13 +48,13 @@ from piecegraph.runner.models.config.device import resolve_device
 from piecegraph.runner.models.config.dtype import resolve_dtype
 from piecegraph.runner.models.config.length import model_length
 from piecegraph.runner.models.config.load_config import load_config
+from piecegraph.runner.models.cpu_kernels import choose_cpu_kernels, cpu_kernels_note
 from piecegraph.runner.models.first_position import first_position
 from piecegraph.runner.models.load import LoadedModel, load_model
 from piecegraph.runner.models.mechanisms.layer_rules import apply_layer_rules
 from piecegraph.runner.models.mechanisms.support import check_layers
 from piecegraph.runner.models.rope import fix_longrope
 from piecegraph.runner.pipeline_parallel.summary import StageSummary, stages_summary
-from piecegraph.runner.quantization.cpu_kernel import choose_cpu_kernel
 from piecegraph.runner.speculative.common.fitting_draft import (
     FittingDraft,
     fitting_draft,
@@ -171,7 +171,7 @@ def explain(config: EngineConfig, *, assume_gpu: bool = False, on_phase: OnPhase
     _check_sizes(config, max_num_tokens)
     hf_config = load_config(config.source)
     dtype = resolve_dtype(config.dtype, hf_config, device, config.quantization)
-    choose_cpu_kernel(config.quantization, hf_config, device.type, config.compile)
+    choose_cpu_kernels(config.quantization, hf_config, device.type, config.compile)
     key = kept_key(hf_config, dtype, device)
     max_model_len = model_length(hf_config, config.max_model_len, first_position(config.source, hf_config).value)
     config, sizes_note = with_traffic_sizes(config, read_kept(traffic_folder(), key), max_num_tokens)
@@ -182,7 +182,7 @@ def explain(config: EngineConfig, *, assume_gpu: bool = False, on_phase: OnPhase
     loaded, notes = _load(config, hf_config, dtype, device, max_model_len, on_phase)
     check_calibration(config, has_states=has_state_layers(loaded.model))
     of_cache = scales_note(config)
-    notes = (*([str(head)] if head is not None else []), *notes, *sizes_note, *of_cache)
+    notes = (*([str(head)] if head is not None else []), *notes, *cpu_kernels_note(device.type), *sizes_note, *of_cache)
 
     def drafting(block_size: int) -> Explanation | None:
         if head is not None:

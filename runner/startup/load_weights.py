@@ -12,12 +12,12 @@ from piecegraph.progress import OnPhase, Phase, timed_phase
 from piecegraph.runner.common.engine_config import EngineConfig
 from piecegraph.runner.kv_cache.scales import check_calibration
 from piecegraph.runner.lora.modules import lora_options
+from piecegraph.runner.models.cpu_kernels import choose_cpu_kernels
 from piecegraph.runner.models.load import LoadedModel, load_model
 from piecegraph.runner.models.mechanisms.layer_rules import apply_layer_rules
 from piecegraph.runner.models.rope import fix_longrope
 from piecegraph.runner.models.without_weights import model_without_weights, stand_in_of
 from piecegraph.runner.pipeline_parallel.stage import Stage
-from piecegraph.runner.quantization.cpu_kernel import choose_cpu_kernel
 from piecegraph.runner.state_layers.modules.replace import has_state_layers
 from piecegraph.runner.tensor_parallel.expert_ranks import expert_ranks
 from piecegraph.runner.tensor_parallel.parallel import Parallel
@@ -90,7 +90,7 @@ class ModelToLoad:
         return loaded
 
     def _choose_kernel(self) -> None:
-        choose_cpu_kernel(self.config.quantization, self.hf_config, self.device.type, self.config.compile)
+        choose_cpu_kernels(self.config.quantization, self.hf_config, self.device.type, self.config.compile)
 
     def _check(self, loaded: LoadedModel | None) -> None:
         """Raise `UnsupportedModel` for a model that cannot run as the config asks; None: it is not known yet."""

@@ -37,6 +37,8 @@ SYMMETRIC_SUMS = "PIECEGRAPH_SYMMETRIC_SUMS"
 """`0`: sums over the GPUs of one host go through NCCL and never through symmetric memory
 (`runner/tensor_parallel/symmetric_memory/`)."""
 
+CPU_KERNELS = "PIECEGRAPH_CPU_KERNELS"
+"""`0`: torch's functions compute on a CPU what our C++ kernels would (`compiler/own_kernels/native.py`)."""
 
 GPUS = "CUDA_VISIBLE_DEVICES"
 """CUDA's own: the GPUs that a process sees, by number or name, joined by commas."""

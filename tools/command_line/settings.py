@@ -18,7 +18,7 @@ from piecegraph.tools.command_line.options import COMPILE_FLAGS, LLM_FLAGS, SAMP
 def known_variables() -> list[str]:
     """Return every `PIECEGRAPH_*` variable that is read anywhere."""
     of_the_cache = (environment.CACHE, environment.CACHE_DIR, environment.CACHE_MAX_SIZE, environment.SIGNING_KEY_FILE)
-    of_others = (environment.API_KEY, environment.SYMMETRIC_SUMS)
+    of_others = (environment.API_KEY, environment.SYMMETRIC_SUMS, environment.CPU_KERNELS)
     return [*of_the_cache, *of_others, *(flag.variable for flag in (*LLM_FLAGS, *COMPILE_FLAGS, *SAMPLING_FLAGS))]
 
 

@@ -27,6 +27,7 @@ constexpr float kLargest = 32639.0f;     // 256 * 127 + 127: the largest q whose
 constexpr int64_t kMaxSize = 65536;      // 255 * 128 * size must fit 32 bits
 constexpr int64_t kColumns = 4;          // weight rows of a block: their products with a row of x share its loads
 constexpr int64_t kLeastWork = 1 << 15;  // products for which threads are worth their start
+constexpr int64_t kAhead = 16384;        // bytes by which weights are fetched into the second cache before they are read
 constexpr float kTiny = 0x1p-64f;        // rows below are multiplied by kRaise first, so that 1 / largest is finite
 constexpr float kRaise = 0x1p80f;
 constexpr uint32_t kInfinity = 0x7f800000;
@@ -186,9 +187,9 @@ void products(const Row* rows, const int8_t* const* weights, int64_t size, doubl
     __m512i other_high0 = zero, other_high1 = zero, other_high2 = zero, other_high3 = zero;
     __m512i other_low0 = zero, other_low1 = zero, other_low2 = zero, other_low3 = zero;
     for (int64_t at = 0; at < size; at += 64) {
-        if (is_first)  // the next four weight rows, which lie behind these
+        if (is_first)  // weight rows lie behind each other, so that this many bytes are read per step
             for (int64_t line = 0; line < kColumns; ++line)
-                __builtin_prefetch(from0 + kColumns * (size + at) + 64 * line);
+                __builtin_prefetch(from0 + kAhead + kColumns * at + 64 * line, 0, 2);
         __m512i weight[kColumns];
         if (__builtin_expect(size - at >= 64, 1)) {
             weight[0] = _mm512_loadu_si512(from0 + at);

@@ -27,7 +27,7 @@ def int8_linear(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias
     a row, and their sums are exact; a row with an infinity gives NaN. Otherwise `x` is rounded to bfloat16, in which
     int8 is exact; sums accumulate in float32 and are rounded to bfloat16.
     """
-    if x.device.type == "cpu" and (by_rows := int8_rows(x, weight, scale, bias)) is not None:
+    if x.is_cpu and (by_rows := int8_rows(x, weight, scale, bias)) is not None:
         return by_rows
     num_columns, size = weight.shape
     rows = x.reshape(-1, size).to(torch.bfloat16)

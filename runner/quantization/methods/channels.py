@@ -31,7 +31,7 @@ class Int8Channels:
     @property
     def kernels(self) -> Mapping[str, str]:
         """Our kernel on a CPU once this process has loaded it, else torch's, with the reason."""
-        why_not = int8_rows.why_not()
+        why_not = int8_rows.KERNEL.why_not
         few = (
             f"_weight_int8pack_mm for up to {MAX_PACKED_ROWS} rows (not by our C++ kernel: {why_not})"
             if why_not

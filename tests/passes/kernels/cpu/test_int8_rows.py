@@ -16,7 +16,7 @@ from piecegraph.compiler.own_kernels.cpp_library import FLAGS, library_of
 from piecegraph.compiler.store.compile_cache import CompileCache
 from piecegraph.config import CompileConfig
 from piecegraph.passes.kernels.cpu import int8_rows
-from piecegraph.passes.kernels.cpu.int8_rows import MAX_ROWS, MAX_SIZE, SOURCE
+from piecegraph.passes.kernels.cpu.int8_rows import KERNEL, MAX_ROWS, MAX_SIZE
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no C++ compiler")
 
@@ -27,13 +27,13 @@ STEPS = 32_639
 
 
 def library(*more: str) -> ctypes.CDLL:
-    return library_of(SOURCE, CompileCache.open(CompileConfig()), (*FLAGS, *more))
+    return library_of(KERNEL.source, CompileCache.open(CompileConfig()), (*FLAGS, *more))
 
 
 @pytest.fixture(params=["as it is", "plain"], autouse=True)
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     more = ("-DPIECEGRAPH_PLAIN",) if request.param == "plain" else ()
-    monkeypatch.setattr(int8_rows, "_kernel", int8_rows.kernel_of(library(*more)))
+    monkeypatch.setattr(KERNEL, "call", KERNEL.function_of(library(*more)))
 
 
 @pytest.fixture
@@ -172,12 +172,12 @@ def test_what_it_does_not_compute_is_left_to_torch(monkeypatch: pytest.MonkeyPat
     assert int8_rows.int8_rows(x[:1].double(), weight, scale.double(), None) is None
     wide = torch.zeros(1, MAX_SIZE + 1)
     assert int8_rows.int8_rows(wide, torch.zeros(4, MAX_SIZE + 1, dtype=torch.int8), scale, None) is None
-    monkeypatch.setattr(int8_rows, "_kernel", None)
+    monkeypatch.setattr(KERNEL, "call", None)
     assert int8_rows.int8_rows(x[:1], weight, scale, bias) is None
 
 
 def test_both_ways_to_compute_agree_bit_by_bit() -> None:
-    plain = int8_rows.kernel_of(library("-DPIECEGRAPH_PLAIN"))
+    plain = KERNEL.function_of(library("-DPIECEGRAPH_PLAIN"))
     for dtype in DTYPES:
         for size in (1, 63, 64, 577):
             x, weight, scale, bias = inputs(3, 7, size, dtype)
@@ -188,6 +188,6 @@ def test_both_ways_to_compute_agree_bit_by_bit() -> None:
 
 
 def test_a_library_without_the_instructions_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(int8_rows, "_why_not", "")
-    int8_rows.use(library("-DPIECEGRAPH_PLAIN"))
-    assert int8_rows.why_not() == "the C++ compiler has no AVX512-VNNI" and int8_rows._kernel is None
+    monkeypatch.setattr(KERNEL, "why_not", "")
+    KERNEL.use(library("-DPIECEGRAPH_PLAIN"))
+    assert KERNEL.why_not.startswith("the C++ compiler has no avx512_vnni") and KERNEL.call is None

@@ -1,0 +1,58 @@
+"""A function of ours in C++ for a CPU: whether this process has it, and why not.
+
+`compiler/own_kernels/cpp_library.py` builds or loads the libraries at the start of a model. The choice is one of the
+process, because ops take tensors only. Until then, and where there is no library, torch's kernels compute.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+POINTER, NUMBER, INT, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
+"""The types of arguments: the address of a tensor's first number, or None, and numbers of C."""
+
+NOT_LOADED = "it was not loaded"
+
+
+class CppKernel:
+    """A function that returns 0, or another number where it failed, in a source file of its own."""
+
+    def __init__(
+        self,
+        source: Path,
+        name: str,
+        arguments: Sequence[Any],
+        *,
+        instructions: Sequence[str] = (),
+        probe: str = "",
+    ) -> None:
+        """Describe the function `name` of `source`, a C++ file, and the types of its arguments.
+
+        `instructions`: those that it needs to be worth using, as Linux lists them. `probe`: a function of the library
+        that returns 0 where the compiler did not know them.
+        """
+        self.source = source
+        self.instructions = tuple(instructions)
+        self.call: Callable[..., int] | None = None
+        self.why_not = NOT_LOADED
+        self._name, self._arguments, self._probe = name, list(arguments), probe
+
+    def function_of(self, library: ctypes.CDLL) -> Callable[..., int]:
+        """Return the function in `library`. Raises `AttributeError` for a library of something else."""
+        function: Any = getattr(library, self._name)
+        function.argtypes, function.restype = self._arguments, ctypes.c_int
+        return function  # type: ignore[no-any-return]  # ctypes' functions have no type
+
+    def use(self, library: ctypes.CDLL) -> None:
+        """Compute by `library` from now on. Raises `AttributeError` for a library of something else."""
+        if self._probe and not getattr(library, self._probe)():
+            self.do_without(f"the C++ compiler has no {' or '.join(self.instructions)}")
+            return
+        self.call, self.why_not = self.function_of(library), ""
+
+    def do_without(self, why: str) -> None:
+        """Compute by torch's kernels from now on; `why` is for people."""
+        self.call, self.why_not = None, why
