@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedModel
 
-from piecegraph import LLM
+from piecegraph import LLM, environment
+from piecegraph.passes.kernels.common.cpp_kernel import NOT_LOADED
+from piecegraph.runner.attention.kernels.decode_attention import KERNEL
 from tests.runner.byte_tokenizer import byte_tokenizer
 from tests.runner.tiny_models import llama_config, random_model, save
 
@@ -32,6 +34,17 @@ def traces_are_not_described() -> Iterator[None]:
     yield
     logger.propagate = propagate
     logger.handlers[:] = [each for each in handlers if not type(each).__module__.startswith("_pytest")]
+
+
+@pytest.fixture
+def attention_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out our C++ kernel of attention, as the reference of a test does.
+
+    Where a model rounds its activations to 8 bits, a difference of one in the last place can round one the other way.
+    """
+    monkeypatch.setenv(environment.CPU_KERNELS, "0")
+    monkeypatch.setattr(KERNEL, "call", None)
+    monkeypatch.setattr(KERNEL, "why_not", NOT_LOADED)
 
 
 @pytest.fixture(scope="session")

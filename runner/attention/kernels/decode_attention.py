@@ -45,6 +45,7 @@ def decode_attention(
     is_dense = query.is_contiguous() and out.is_contiguous() and keys.is_contiguous() and values.is_contiguous()
     if not is_dense or not _has_dense_rows(key) or (value is not None and not _has_dense_rows(value)):
         return False
+    assert write_slots.dtype is slots.dtype is torch.int64 and num_keys.dtype is torch.int32, "as the kernel reads them"
     num_reqs, num_q_heads, key_dim = query.shape
     num_kv_heads = keys.shape[2]
     failed = KERNEL.call(

@@ -15,6 +15,8 @@ from tests.runner.quantization.checkpoints.test_stored import MAX_DIFFERENCE
 from tests.runner.quantization.checkpoints.written import FORMATS, write_checkpoint
 from tests.runner.quantization.test_llm_quantised import PROMPTS, largest_difference, load
 
+pytestmark = pytest.mark.usefixtures("attention_by_torch")
+
 BEFORE = ("merge-projections", "fuse-add-rms-norm", "fuse-act-mul")
 QUANTISED = ("fuse-norm-quant", "fuse-act-quant")
 PARAMS = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=2)
