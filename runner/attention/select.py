@@ -26,7 +26,7 @@ WHY = {
     ("triton", "cuda"): "reads the paged cache in place, its kernels fit any CUDA graph, and it decodes faster than "
     "flash-attn, which attention_backend='flash_attn' asks for",
     ("sdpa", "cuda"): "the fallback: it copies the keys and values of every step, and cannot be part of a CUDA graph",
-    ("sdpa", "cpu"): "torch's own attention is the fastest there is on a CPU",
+    ("sdpa", "cpu"): "a CPU has torch's attention, and a kernel of ours for single tokens",
 }
 """The reason for which `auto` chooses a backend on a kind of device."""
 

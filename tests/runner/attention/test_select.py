@@ -25,7 +25,7 @@ def test_auto_has_a_reason_for_every_candidate() -> None:
 def test_auto_on_a_cpu_is_sdpa() -> None:
     choice = choose_backend("auto", [], CPU, 16)
     assert choice.backend.name == "sdpa"
-    assert choice.reasons == ("sdpa: torch's own attention is the fastest there is on a CPU",)
+    assert choice.reasons == ("sdpa: a CPU has torch's attention, and a kernel of ours for single tokens",)
 
 
 def test_auto_says_why_the_better_one_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,7 +48,7 @@ def test_text(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
         "limits      96 tokens a text, 4 requests at once, 8 tokens a step",
         "attention   2 layers of 4 query and 2 KV heads, head size 8",
         "            0.2 KiB of key/value cache a token",
-        "            backend sdpa: torch's own attention is the fastest there is on a CPU",
+        "            backend sdpa: a CPU has torch's attention, and a kernel of ours for single tokens",
         "pieces      4 -> 4 unique, 2 split ops",
         "            unique  pieces  nodes",
         *(line for line in out.splitlines() if line.startswith(" " * 17) and "->" not in line),
