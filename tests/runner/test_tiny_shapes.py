@@ -24,8 +24,8 @@ from piecegraph import LLM, SamplingParams
 from tests.runner.margin_rule import assert_same_tokens
 from tests.runner.tiny_models import FAMILIES, UNLISTED, random_model, save
 
-SHAPES = 4
-"""Shapes drawn of each family: about 110 together."""
+SHAPES = 7
+"""Shapes drawn of each family: about 200 together."""
 
 PROMPTS = [[5, 17, 3], [9], list(range(20, 44))]
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")

@@ -112,8 +112,8 @@ def test_split_ops_may_return_views() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("functional_pieces")
 def test_many_random_programs() -> None:
-    checked = [check(draw(seed, views_between=bool(seed % 2))) is not None for seed in range(2000, 2040)]
-    assert sum(checked) > 24
+    checked = [check(draw(seed, views_between=bool(seed % 2))) is not None for seed in range(2000, 2080)]
+    assert sum(checked) > 48
 
 
 def program(*lines: str) -> Program:
