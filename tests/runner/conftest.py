@@ -11,7 +11,8 @@ from transformers import PreTrainedModel
 
 from piecegraph import LLM, environment
 from piecegraph.passes.kernels.common.cpp_kernel import NOT_LOADED
-from piecegraph.runner.attention.kernels.decode_attention import KERNEL
+from piecegraph.passes.kernels.cpu import int8_rows
+from piecegraph.runner.attention.kernels import decode_attention
 from tests.runner.byte_tokenizer import byte_tokenizer
 from tests.runner.tiny_models import llama_config, random_model, save
 
@@ -37,14 +38,15 @@ def traces_are_not_described() -> Iterator[None]:
 
 
 @pytest.fixture
-def attention_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave out our C++ kernel of attention, as the reference of a test does.
+def without_cpp_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out our C++ kernels, as the reference of a test does.
 
     Where a model rounds its activations to 8 bits, a difference of one in the last place can round one the other way.
     """
     monkeypatch.setenv(environment.CPU_KERNELS, "0")
-    monkeypatch.setattr(KERNEL, "call", None)
-    monkeypatch.setattr(KERNEL, "why_not", NOT_LOADED)
+    for kernel in (decode_attention.KERNEL, int8_rows.KERNEL):
+        monkeypatch.setattr(kernel, "call", None)
+        monkeypatch.setattr(kernel, "why_not", NOT_LOADED)
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,7 @@ from tests.runner.quantization.checkpoints.test_stored import MAX_DIFFERENCE
 from tests.runner.quantization.checkpoints.written import FORMATS, write_checkpoint
 from tests.runner.quantization.test_llm_quantised import PROMPTS, largest_difference, load
 
-pytestmark = pytest.mark.usefixtures("attention_by_torch")
+pytestmark = pytest.mark.usefixtures("without_cpp_kernels")
 
 BEFORE = ("merge-projections", "fuse-add-rms-norm", "fuse-act-mul")
 QUANTISED = ("fuse-norm-quant", "fuse-act-quant")

@@ -26,7 +26,7 @@ from tests.runner.quantization.checkpoints.written import (
 )
 from tests.runner.quantization.test_llm_quantised import largest_difference, load
 
-pytestmark = pytest.mark.usefixtures("attention_by_torch")
+pytestmark = pytest.mark.usefixtures("without_cpp_kernels")
 
 MAX_DIFFERENCE = {None: 1e-4, "int8": 2e-2, "tokens": 2e-2, "groups": 2e-2}
 """Of log probabilities, by how inputs are rounded: a value that lies between two steps may be rounded either way."""
