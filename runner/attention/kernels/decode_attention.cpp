@@ -15,10 +15,14 @@
 
 namespace {
 
-constexpr int64_t kPartKeys = 64;  // the most keys of a part
+constexpr int64_t kLeastKeys = 64;  // of a part, if there are several
+constexpr int64_t kMostParts = 16;  // of a request's keys
 constexpr int64_t kMaxValueDim = 1024;
 
 int64_t divided(int64_t count, int64_t size) { return (count + size - 1) / size; }
+
+// The keys of each part but the last, which may have fewer.
+int64_t part_length(int64_t num_keys) { return divided(num_keys, std::min(divided(num_keys, kLeastKeys), kMostParts)); }
 
 constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
@@ -91,33 +95,31 @@ float largest_of(const float* scores, int64_t count) {
 struct Shape {
     int64_t num_reqs, max_keys, num_kv_heads, group, key_dim, value_dim, value_stride;
 
-    // Of a part: its queries, scores, and for each head of the group the largest score, the sum and the values.
-    int64_t max_parts() const { return divided(max_keys, kPartKeys); }
-    int64_t results_at() const { return group * (key_dim + kPartKeys); }
-    int64_t scratch_of_part() const { return results_at() + group * (2 + value_dim); }
+    int64_t max_parts() const { return std::min(divided(max_keys, kLeastKeys), kMostParts); }
+    int64_t results_of_part() const { return group * (2 + value_dim); }  // for each head largest score, sum, values
 };
 
 template <class Number>
 void attend_part(const Shape& shape, const Number* query, const Number* keys, const Number* values,
-                 const int64_t* slots, int64_t count, int64_t head, float scale, float* scratch) {
+                 const int64_t* slots, int64_t count, int64_t head, float scale, float* work, float* results) {
     const int64_t group = shape.group, key_dim = shape.key_dim, value_dim = shape.value_dim;
-    float* scores = scratch + group * key_dim;
-    float* largest = scratch + shape.results_at();
+    float* scores = work + group * key_dim;
+    float* largest = results;
     float* sums = largest + group;
     float* sums_of_values = sums + group;
-    for (int64_t i = 0; i < group * key_dim; ++i) scratch[i] = number(query[i]);
+    for (int64_t i = 0; i < group * key_dim; ++i) work[i] = number(query[i]);
     for (int64_t i = 0; i < count; ++i) {
         const Number* key = keys + (slots[i] * shape.num_kv_heads + head) * key_dim;
         for (int64_t g = 0; g < group; ++g) {
-            const float* one = scratch + g * key_dim;
+            const float* one = work + g * key_dim;
             float sum = 0;
 #pragma omp simd reduction(+ : sum)
             for (int64_t d = 0; d < key_dim; ++d) sum = std::fma(one[d], number(key[d]), sum);
-            scores[g * kPartKeys + i] = sum * scale;
+            scores[g * count + i] = sum * scale;
         }
     }
     for (int64_t g = 0; g < group; ++g) {
-        float* of_head = scores + g * kPartKeys;
+        float* of_head = scores + g * count;
         const float most = largest_of(of_head, count);
         float sum = 0;
 #pragma omp simd reduction(+ : sum)
@@ -132,7 +134,7 @@ void attend_part(const Shape& shape, const Number* query, const Number* keys, co
     for (int64_t i = 0; i < count; ++i) {
         const Number* value = values + (slots[i] * shape.num_kv_heads + head) * shape.value_stride;
         for (int64_t g = 0; g < group; ++g) {
-            const float weight = scores[g * kPartKeys + i];
+            const float weight = scores[g * count + i];
             float* to = sums_of_values + g * value_dim;
 #pragma omp simd
             for (int64_t d = 0; d < value_dim; ++d) to[d] = std::fma(weight, number(value[d]), to[d]);
@@ -143,7 +145,7 @@ void attend_part(const Shape& shape, const Number* query, const Number* keys, co
 // The sum of the parts, of one head.
 template <class Number>
 void add_parts(const Shape& shape, int64_t num_parts, const float* first, int64_t g, Number* out) {
-    const int64_t step = shape.scratch_of_part();
+    const int64_t step = shape.results_of_part();
     float most = first[g];
     for (int64_t part = 1; part < num_parts; ++part) {
         const float one = first[part * step + g];
@@ -164,25 +166,35 @@ template <class Number>
 bool attend(const Shape& shape, const Number* query, const Number* keys, const Number* values, const int64_t* slots,
             const int32_t* num_keys, Number* out, float scale, int num_threads) {
     static thread_local Scratch kept;
-    const int64_t step = shape.scratch_of_part(), max_parts = shape.max_parts();
+    const int64_t step = shape.results_of_part(), max_parts = shape.max_parts();
     const int64_t num_heads = shape.num_reqs * shape.num_kv_heads, num_tasks = num_heads * max_parts;
-    float* scratch = kept.at_least(num_tasks * step);
-    if (scratch == nullptr) return false;
+    float* results = kept.at_least(num_tasks * step);
+    if (results == nullptr) return false;
+    bool has_memory = true;
 #pragma omp parallel for schedule(dynamic, 1) num_threads(num_threads) if (num_threads > 1 && num_tasks > 1)
     for (int64_t task = 0; task < num_tasks; ++task) {
+        static thread_local Scratch own;
         const int64_t at = task / max_parts, part = task % max_parts, request = at / shape.num_kv_heads;
-        const int64_t count = num_keys[request], length = divided(count, divided(count, kPartKeys));
-        const int64_t first = part * length, of_part = std::min(length, count - first);
-        if (of_part > 0)
-            attend_part(shape, query + at * shape.group * shape.key_dim, keys, values,
-                        slots + request * shape.max_keys + first, of_part, at % shape.num_kv_heads, scale,
-                        scratch + task * step);
+        const int64_t length = part_length(num_keys[request]), first = part * length;
+        const int64_t count = std::min(length, num_keys[request] - first);
+        if (count <= 0) continue;
+        float* work = own.at_least(shape.group * (shape.key_dim + count));
+        if (work == nullptr) {
+#pragma omp atomic write
+            has_memory = false;
+            continue;
+        }
+        attend_part(shape, query + at * shape.group * shape.key_dim, keys, values,
+                    slots + request * shape.max_keys + first, count, at % shape.num_kv_heads, scale, work,
+                    results + task * step);
     }
+    if (!has_memory) return false;
     for (int64_t at = 0; at < num_heads; ++at) {
-        const int64_t count = num_keys[at / shape.num_kv_heads], length = divided(count, divided(count, kPartKeys));
-        const float* first = scratch + at * max_parts * step + shape.results_at();
+        const int64_t count = num_keys[at / shape.num_kv_heads];
+        const float* first = results + at * max_parts * step;
         for (int64_t g = 0; g < shape.group; ++g)
-            add_parts(shape, divided(count, length), first, g, out + (at * shape.group + g) * shape.value_dim);
+            add_parts(shape, divided(count, part_length(count)), first, g,
+                      out + (at * shape.group + g) * shape.value_dim);
     }
     return true;
 }
