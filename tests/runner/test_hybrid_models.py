@@ -23,7 +23,6 @@ from piecegraph.runner.common.model_source import ModelSource
 from piecegraph.runner.inspect.explanation import explain
 from piecegraph.runner.scheduling.kv_cache_manager import KVCacheManager
 from tests.runner.margin_rule import assert_same_tokens, library_functions, with_functions
-from tests.runner.models_page import PAGE, RUNS, rows_of
 from tests.runner.test_graphs import load
 from tests.runner.tiny_models import HYBRIDS, make_config, make_model, random_model, save
 
@@ -44,19 +43,6 @@ NUM_KINDS = {"qwen3.5": 2, "lfm2": 2, "bamba": 2, "jamba": 3}
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 ALWAYS = ("qwen3.5", "jamba")
 """Between them they have all three ops; the other models are slow tests."""
-AS_ON_THE_PAGE = {
-    "qwen3.5-moe": "qwen3_5_moe_text",
-    "qwen3-next": "qwen3_next",
-    "olmo-hybrid": "olmo_hybrid",
-    "lfm2-moe": "lfm2_moe",
-    "granite4-hybrid": "granitemoehybrid",
-    "falcon-h1": "falcon_h1",
-    "nemotron-h": "nemotron_h",
-    "minimax": "minimax",
-    "mamba": "mamba",
-    "falcon-mamba": "falcon_mamba",
-}
-"""Hybrids of which the tests of docs/models.md ask the same, by their model type there."""
 
 
 def load_hybrid(folder: Path, **options: Any) -> LLM:
@@ -103,12 +89,7 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, Pat
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        name if name in ALWAYS else pytest.param(name, marks=pytest.mark.slow)
-        for name in HYBRIDS
-        if name not in AS_ON_THE_PAGE
-    ],
+    "name", [name if name in ALWAYS else pytest.param(name, marks=pytest.mark.slow) for name in HYBRIDS]
 )
 def test_a_hybrid_answers_as_transformers_does(name: str, tmp_path: Path) -> None:
     """In chunks, preempted, and again with the states that the prefix cache kept. All blocks are free in the end.
@@ -131,12 +112,6 @@ def test_a_hybrid_answers_as_transformers_does(name: str, tmp_path: Path) -> Non
             assert stats.num_preemptions > 0
         assert manager(llm).num_free_blocks == manager(llm).num_blocks
         assert any(group.is_state for group in manager(llm).groups)
-
-
-def test_the_other_hybrids_are_on_the_page() -> None:
-    rows = rows_of(PAGE.read_text(encoding="utf-8"))
-    assert {rows[name].answer for name in AS_ON_THE_PAGE.values()} == {RUNS}
-    assert all(HYBRIDS[hybrid]().model_type == name for hybrid, name in AS_ON_THE_PAGE.items())
 
 
 @pytest.mark.slow
