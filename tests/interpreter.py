@@ -84,7 +84,7 @@ def _answer(module: str, name: str, case: str = "") -> str:
 
 
 IMPORTED_LATE = ("torch.distributed.tensor", "triton.language", "triton.runtime.interpreter")
-"""What `torch.testing.assert_close` and the first launch of a kernel import: half a second for each fork."""
+"""The modules that `torch.testing.assert_close` and the first launch of a kernel import, half a second in each fork."""
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Our kernels in C++ for a CPU: a library for each source, built once and kept in the cache, with an entry of its own.
 
 The key has the source, the flags, the name that CXX gives the compiler, and the machine with its instructions. The
-version of the compiler is noted beside it and not in it: a machine that has no compiler finds what another start built,
-and the kernels are written so that every compiler makes them compute the same bits. Processes that build at the same
-time make the same library, and the last one saves it.
+version of the compiler is noted beside it and not in it, so that a machine that has lost its compiler finds what an
+earlier start built. Products of int8 have the same bits by every compiler; attention's sums may differ in the last
+place. Processes that build at the same time each make a library, and the last one saves its own.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ FORMAT = 1
 ROLE = "library"
 
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-fopenmp", "-fPIC", "-shared")
-"""No product is fused with a sum, so that results do not depend on the compiler."""
+"""No product is fused with a sum unless the source says so (`std::fma`)."""
 
 TIMEOUT_S = 120.0
 
@@ -45,6 +45,13 @@ class NoLibrary(Exception):
 
 def library_of(source: Path, cache: CompileCache, flags: Sequence[str] = FLAGS) -> ctypes.CDLL:
     """Load the library of `source` from `cache`, or build it and add it there. Raises `NoLibrary`."""
+    try:
+        return _loaded_or_built(source, cache, flags)
+    except OSError as error:  # for example where no library may be loaded from the folder of temporary files
+        raise NoLibrary(str(error)) from error
+
+
+def _loaded_or_built(source: Path, cache: CompileCache, flags: Sequence[str]) -> ctypes.CDLL:
     text = source.read_bytes()
     factors = library_factors(text, flags)
     key = key_of(factors)

@@ -2,7 +2,7 @@
 
 Keys and values of a call are gathered from the cache into one dense tensor, so this backend copies what a paged kernel
 would read in place; those of one request that follow one another in the cache are read there. Steps in which each
-request has one token run on a CPU by a kernel of ours (`kernels/decode_attention.py`). Without it, it is the reference
+request has one token run on a CPU by a kernel of ours (`kernels/decode_attention.py`). The torch path is the reference
 that faster backends are tested against.
 """
 

@@ -33,7 +33,7 @@ from piecegraph.runner.models.config.dtype import resolve_dtype
 from piecegraph.runner.models.config.length import model_length
 from piecegraph.runner.models.config.load_config import load_config
 from piecegraph.runner.models.config.tokenizer import load_tokenizer
-from piecegraph.runner.models.cpu_kernels import cpu_kernels_note
+from piecegraph.runner.models.cpu_kernels import choose_cpu_kernels, cpu_kernels_note
 from piecegraph.runner.models.first_position import first_position
 from piecegraph.runner.models.generation_defaults import eos_token_ids, generation_config_of, sampling_defaults
 from piecegraph.runner.models.load import LoadedModel
@@ -105,6 +105,7 @@ def _load(
     config, head = with_head(config, hf_config)
     draft_source = check_draft(config, hf_config, tokenizer, dtype, device, max_model_len, max_num_tokens)
     stage = None if parallel is None else parallel.stage
+    choose_cpu_kernels(config.quantization, hf_config, device.type, config.compile)
     of_model = ModelToLoad(config, hf_config, dtype, device, max_model_len, stage, on_phase)
     load = functools.cache(functools.partial(of_model.with_weights, parallel))
     stand_in, weights_first = of_model.without_weights() if background is None else (None, "")

@@ -12,7 +12,6 @@ from piecegraph.progress import OnPhase, Phase, timed_phase
 from piecegraph.runner.common.engine_config import EngineConfig
 from piecegraph.runner.kv_cache.scales import check_calibration
 from piecegraph.runner.lora.modules import lora_options
-from piecegraph.runner.models.cpu_kernels import choose_cpu_kernels
 from piecegraph.runner.models.load import LoadedModel, load_model
 from piecegraph.runner.models.mechanisms.layer_rules import apply_layer_rules
 from piecegraph.runner.models.rope import fix_longrope
@@ -42,7 +41,6 @@ class ModelToLoad:
         """Return what `stand_in_of` returns, or no model where nothing is compiled while weights are loaded."""
         if self.config.compile.compiler == "eager":
             return None, ""
-        self._choose_kernel()
         with timed_phase(self.on_phase, "model"):
             stand_in, reason = stand_in_of(
                 partial(
@@ -64,7 +62,6 @@ class ModelToLoad:
 
     def with_weights(self, parallel: Parallel | None) -> LoadedModel:
         """Return the model with its weights, and report its notes as phases."""
-        self._choose_kernel()
         rank = 0 if parallel is None else parallel.group.rank
         engine = 0 if parallel is None or parallel.peers is None else parallel.peers.engine
         loaded = load_model(
@@ -88,9 +85,6 @@ class ModelToLoad:
             if self.on_phase is not None:
                 self.on_phase(Phase(name="load", detail=note))
         return loaded
-
-    def _choose_kernel(self) -> None:
-        choose_cpu_kernels(self.config.quantization, self.hf_config, self.device.type, self.config.compile)
 
     def _check(self, loaded: LoadedModel | None) -> None:
         """Raise `UnsupportedModel` for a model that cannot run as the config asks; None: it is not known yet."""

@@ -3,7 +3,7 @@
 // A row of x becomes 16-bit fixed point with one scale, q = 256 * hi + lo in two signed bytes, which keeps more of it
 // than bfloat16 does. Weights are read as they lie and made unsigned on the way (w + 128), because `vpdpbusd` multiplies
 // unsigned by signed bytes; 128 * sum(q) is taken off at the end. So the sum over q is exact: 256 * sum(hi * w) +
-// sum(lo * w), each in 32 bits, which hold up to `piecegraph_max_size()` columns. It is scaled in float64, and rounded
+// sum(lo * w), each in 32 bits, which hold up to 65,536 numbers of a row. It is scaled in float64, and rounded
 // once to float32 (bfloat16 outputs a second time, to bfloat16).
 //
 // Without AVX512-VNNI, and with PIECEGRAPH_PLAIN, loops in C++ compute the same numbers bit by bit, slowly.
@@ -24,7 +24,6 @@
 namespace {
 
 constexpr float kLargest = 32639.0f;     // 256 * 127 + 127: the largest q whose two bytes are signed
-constexpr int64_t kMaxSize = 65536;      // 255 * 128 * size must fit 32 bits
 constexpr int64_t kColumns = 4;          // weight rows of a block: their products with a row of x share its loads
 constexpr int64_t kLeastWork = 1 << 15;  // products for which threads are worth their start
 constexpr int64_t kAhead = 16384;        // bytes by which weights are fetched into the second cache before they are read
@@ -301,8 +300,6 @@ extern "C" {
 
 // Whether the instructions were there when this was compiled: else it is correct and slow.
 int piecegraph_has_vnni() { return HAS_VNNI; }
-
-int64_t piecegraph_max_size() { return kMaxSize; }
 
 // out[row, column] = sum(x[row] * weight[column]) * scale[column] + bias[column]
 //

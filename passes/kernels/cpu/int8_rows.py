@@ -17,7 +17,7 @@ MAX_ROWS = 32
 Measured on two cores of an Intel Xeon with AMX: docs/quantization.md has the figures."""
 
 MAX_SIZE = 65_536
-"""The largest size of a row whose sums are certain to fit 32 bits."""
+"""The largest size of a row whose sums, of 255 * 128 * size at most, fit 32 bits."""
 
 KERNEL = CppKernel(
     Path(__file__).with_name("int8_linear.cpp"),

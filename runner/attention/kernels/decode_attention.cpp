@@ -121,10 +121,11 @@ void attend_part(const Shape& shape, const Number* query, const Number* keys, co
     for (int64_t g = 0; g < group; ++g) {
         float* of_head = scores + g * count;
         const float most = largest_of(of_head, count);
+        const float base = most == -kInfinity ? 0.0f : most;  // other parts may have finite scores
         float sum = 0;
 #pragma omp simd reduction(+ : sum)
         for (int64_t i = 0; i < count; ++i) {
-            of_head[i] = exp_of(of_head[i] - most);
+            of_head[i] = exp_of(of_head[i] - base);
             sum += of_head[i];
         }
         largest[g] = most;

@@ -57,6 +57,18 @@ def test_it_is_built_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert len(cache_in(tmp_path).store.list()) == 2  # type: ignore[union-attr]
 
 
+@needs_compiler
+def test_a_folder_that_no_library_may_be_loaded_from_is_a_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(path: str) -> None:
+        raise OSError(f"{path}: failed to map segment from shared object")
+
+    monkeypatch.setattr(ctypes, "CDLL", refused)
+    with pytest.raises(NoLibrary, match="failed to map segment"):
+        library_of(source_in(tmp_path, 41), cache_in(tmp_path))
+
+
 def test_the_key_knows_what_makes_a_library_another(monkeypatch: pytest.MonkeyPatch) -> None:
     keys = {key_of(library_factors(b"a")), key_of(library_factors(b"b")), key_of(library_factors(b"a", FLAGS[:-1]))}
     monkeypatch.setenv("CXX", "another-c++")

@@ -165,6 +165,15 @@ def test_values_that_are_no_numbers_reach_the_result() -> None:
     assert torch.equal(found[1, 3:].isnan(), wanted[1, 3:].isnan())
 
 
+def test_a_part_whose_scores_are_all_minus_infinity_has_no_weight() -> None:
+    made = step([200], heads=(1, 1))
+    query, keys = torch.ones_like(made.query), made.keys.clone()
+    keys.flatten(0, 1)[made.slots[0, :60], 0, 0] = -INF
+    found, wanted = made.run(query=query, keys=keys), replace(made, query=query, keys=keys).wanted()
+    assert not wanted.isnan().any()
+    torch.testing.assert_close(found.double(), wanted, atol=1e-5, rtol=1e-5)
+
+
 def test_scores_of_any_size_do_not_overflow() -> None:
     made = step([80])
     for factor in (1e-30, 1e4, 1e18):
