@@ -37,6 +37,7 @@ from piecegraph.runner.models.cpu_kernels import choose_cpu_kernels, cpu_kernels
 from piecegraph.runner.models.first_position import first_position
 from piecegraph.runner.models.generation_defaults import eos_token_ids, generation_config_of, sampling_defaults
 from piecegraph.runner.models.load import LoadedModel
+from piecegraph.runner.pipeline_parallel.stage import Stage
 from piecegraph.runner.sampling.batch_sampler import Sampler
 from piecegraph.runner.speculative.heads.head_config import with_head
 from piecegraph.runner.startup.compiling.compile_model import CompiledLM, compile_model
@@ -104,9 +105,8 @@ def _load(
     check_weight_files(config.source)
     config, head = with_head(config, hf_config)
     draft_source = check_draft(config, hf_config, tokenizer, dtype, device, max_model_len, max_num_tokens)
-    stage = None if parallel is None else parallel.stage
     choose_cpu_kernels(config.quantization, hf_config, device.type, config.compile)
-    of_model = ModelToLoad(config, hf_config, dtype, device, max_model_len, stage, on_phase)
+    of_model = ModelToLoad(config, hf_config, dtype, device, max_model_len, _stage(parallel), on_phase)
     load = functools.cache(functools.partial(of_model.with_weights, parallel))
     stand_in, weights_first = of_model.without_weights() if background is None else (None, "")
     embeds_size = _embeds_size(config, stand_in, load)
@@ -314,6 +314,11 @@ def _max_num_tokens(config: EngineConfig, device: torch.device) -> int:
     if config.cudagraph_capture_sizes is not None:
         check_capture_sizes(config.cudagraph_capture_sizes, max_num_tokens)
     return max_num_tokens
+
+
+def _stage(parallel: Parallel | None) -> Stage | None:
+    """Return the stage of a pipeline that this process runs; None: there is one stage."""
+    return None if parallel is None else parallel.stage
 
 
 def _all_layers(parallel: Parallel | None) -> AllLayers | None:
