@@ -26,11 +26,7 @@ def choose_cpu_kernels(
     They are built where the cache does not have them, half a second each. A process that has them does nothing.
     Raises `ConfigError` for the settings of the cache.
     """
-    if device_type != "cpu":
-        return
-    is_quantised = quantization is not None or getattr(hf_config, "quantization_config", None) is not None
-    wanted = [decode_attention.KERNEL, *([int8_rows.KERNEL] if is_quantised else [])]
-    missing = [kernel for kernel in wanted if kernel.call is None]
+    missing = [kernel for kernel in _wanted(quantization, hf_config, device_type) if kernel.call is None]
     if missing:
         # Libraries are kept where eager pieces and what is dumped are not: they are the same beside any pieces.
         cache = CompileCache.open(replace(options, compiler="inductor", dump_dir=None))
@@ -38,11 +34,29 @@ def choose_cpu_kernels(
             _load(kernel, cache)
 
 
+def keep_cpu_kernels(
+    quantization: str | None, hf_config: PretrainedConfig, device_type: str, cache: CompileCache
+) -> None:
+    """Put the kernels that the model may need on a CPU into `cache`, also those that this process has loaded.
+
+    A start from `cache` then needs no C++ compiler. Where one cannot be built, `cpu_kernels_note` says why.
+    """
+    for kernel in _wanted(quantization, hf_config, device_type):
+        _load(kernel, cache)
+
+
 def cpu_kernels_note(device_type: str) -> tuple[str, ...]:
     """Return the note about attention on a CPU where torch computes all of it."""
     if device_type != "cpu" or not decode_attention.KERNEL.why_not:
         return ()
     return (f"attention of single tokens by torch, not by our C++ kernel: {decode_attention.KERNEL.why_not}",)
+
+
+def _wanted(quantization: str | None, hf_config: PretrainedConfig, device_type: str) -> tuple[CppKernel, ...]:
+    if device_type != "cpu":
+        return ()
+    is_quantised = quantization is not None or getattr(hf_config, "quantization_config", None) is not None
+    return (decode_attention.KERNEL, int8_rows.KERNEL) if is_quantised else (decode_attention.KERNEL,)
 
 
 def _load(kernel: CppKernel, cache: CompileCache) -> None:

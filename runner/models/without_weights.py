@@ -18,7 +18,6 @@ from piecegraph.runner.models.config.device import resolve_device
 from piecegraph.runner.models.config.dtype import resolve_dtype
 from piecegraph.runner.models.config.length import model_length
 from piecegraph.runner.models.config.load_config import load_config
-from piecegraph.runner.models.cpu_kernels import choose_cpu_kernels
 from piecegraph.runner.models.first_position import first_position
 from piecegraph.runner.models.load import LoadedModel, load_model
 from piecegraph.runner.models.mechanisms.layer_rules import apply_layer_rules
@@ -45,7 +44,6 @@ def load_without_weights(config: EngineConfig, on_phase: OnPhase | None = None) 
     device = resolve_device(config.device)
     hf_config = load_config(config.source)
     dtype = resolve_dtype(config.dtype, hf_config, device, config.quantization)
-    choose_cpu_kernels(config.quantization, hf_config, device.type, config.compile)
     max_model_len = model_length(hf_config, config.max_model_len, first_position(config.source, hf_config).value)
     return model_without_weights(
         config.source,

@@ -22,6 +22,7 @@ from piecegraph.runner.common.config_on_device import batched_tokens, options_on
 from piecegraph.runner.common.engine_config import EngineConfig
 from piecegraph.runner.models.config.length import model_length
 from piecegraph.runner.models.config.load_config import load_config
+from piecegraph.runner.models.cpu_kernels import cpu_kernels_note, keep_cpu_kernels
 from piecegraph.runner.models.load import LoadedModel
 from piecegraph.runner.models.without_weights import load_without_weights
 from piecegraph.runner.speculative.common.fitting_draft import naming_the_draft
@@ -122,6 +123,7 @@ def _compile(
     module = loaded.forward_module()
     compile = options_on(config, loaded.device.type)
     cache = CompileCache(store, True, reads=not anew)
+    keep_cpu_kernels(config.quantization, loaded.config, loaded.device.type, cache)
     inputs, dims = loaded.example_inputs(loaded.device), loaded.dynamic_dims
     with torch.no_grad():
         plans = PlanStore.of(cache, module, ExampleCall.of(module, inputs, {}, dims), compile)
@@ -150,5 +152,5 @@ def _compile(
         key=plans.key,
         was_cached=report.cache.state == "hit",
         report=report,
-        notes=(*loaded.notes, *not_done),
+        notes=(*loaded.notes, *cpu_kernels_note(loaded.device.type), *not_done),
     )

@@ -103,6 +103,14 @@ def save_kernels(store: Store, of: str, *functions: str, **factors: Any) -> Entr
     return save(store, made_of, blobs, {"compile": 4.0}, notes)
 
 
+def save_library(store: Store, source: str, machine: Mapping[str, Any] = CPU) -> Entry:
+    """Save the library of one of our C++ kernels."""
+    made_of = {"kind": "library", "format": 1, "source": source, "flags": ["-O3"], "cxx": None, "machine": machine}
+    return save(
+        store, made_of, {"library": b"\x7fELF" + source.encode()}, {"compile": 0.5}, {"source": f"{source}.cpp"}
+    )
+
+
 def save(
     store: Store,
     factors: Mapping[str, Any],

@@ -13,10 +13,13 @@ from typing import Any
 from piecegraph.cache.disk.layout import is_digest
 from piecegraph.cache.store.entry import Entry
 
-PLAN, PIECE, KERNELS = "plan", "piece", "kernels"
+PLAN, PIECE, KERNELS, LIBRARY = "plan", "piece", "kernels", "library"
 
 FOR_A_PLAN = (KERNELS,)
 """Kinds that name the plan they are for, and are part of it."""
+
+PARTS = (PIECE, *FOR_A_PLAN, LIBRARY)
+"""Kinds that plans consist of. A library is part of every plan for its processor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +28,7 @@ class EntryView:
 
     kind: str | None
     arch: str | None  # "sm_90 NVIDIA H200", "x86_64 AVX2"
+    processor: tuple[tuple[str, str], ...]  # names and values of its facts; empty for an entry for a GPU
     torch: str | None  # version
     compile_seconds: float  # all phases together
     model: str | None = None  # class
@@ -57,6 +61,7 @@ def view(entry: Entry) -> EntryView:
     return EntryView(
         kind=_text(factors.get("kind")),
         arch=_arch(_mapping(factors.get("machine"))),
+        processor=_processor(_mapping(factors.get("machine"))),
         torch=_text(entry.versions.get("torch")),
         compile_seconds=float(sum(entry.seconds.values())),
         model=_text(notes.get("model")),
@@ -132,6 +137,13 @@ def _arch(machine: Mapping[str, Any]) -> str | None:
     sm = f"sm_{capability.replace('.', '')}" if capability else None
     parts = (sm, gpu.get("name")) if gpu else (cpu.get("machine"), cpu.get("isa"))
     return " ".join(part for part in parts if isinstance(part, str) and part) or None
+
+
+def _processor(machine: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+    if machine.get("device") != "cpu":
+        return ()
+    facts = _mapping(machine.get("cpu")).items()
+    return tuple(sorted((name, value) for name, value in facts if isinstance(value, str)))
 
 
 def _text(value: Any) -> str | None:

@@ -10,7 +10,7 @@ from functools import cached_property
 
 from piecegraph.cache.disk.counters import Totals
 from piecegraph.cache.store.store import Listed, Store
-from piecegraph.tools.cache.entries.entry_view import FOR_A_PLAN, EntryView, view
+from piecegraph.tools.cache.entries.entry_view import FOR_A_PLAN, LIBRARY, PLAN, EntryView, view
 
 MISSING_PIECES = "pieces missing"
 """The state of a good plan one of whose pieces is missing or cannot be loaded."""
@@ -53,7 +53,7 @@ class Listing:
 
     @cached_property
     def plans_of(self) -> Mapping[str, tuple[Row, ...]]:
-        """The plans that a piece or kernels are part of, by the key of that part."""
+        """The plans that a piece, kernels or a library are part of, by the key of that part."""
         found: dict[str, list[Row]] = {}
         for row in self.rows:
             for key in self._parts(row):
@@ -72,9 +72,20 @@ class Listing:
                 found.setdefault(row.view.of, []).append(row.key)
         return {key: tuple(keys) for key, keys in found.items()}
 
+    @cached_property
+    def _libraries(self) -> Mapping[tuple[tuple[str, str], ...], tuple[str, ...]]:
+        """The keys of the libraries for a processor, by its facts."""
+        found: dict[tuple[tuple[str, str], ...], list[str]] = {}
+        for row in self.rows:
+            if row.view is not None and row.view.kind == LIBRARY and row.view.processor:
+                found.setdefault(row.view.processor, []).append(row.key)
+        return {processor: tuple(keys) for processor, keys in found.items()}
+
     def _parts(self, row: Row) -> tuple[str, ...]:
-        pieces = row.view.pieces if row.view is not None else ()
-        return (*pieces, *self._kept_for.get(row.key, ()))
+        if row.view is None:
+            return ()
+        libraries = self._libraries.get(row.view.processor, ()) if row.view.kind == PLAN else ()
+        return (*row.view.pieces, *self._kept_for.get(row.key, ()), *libraries)
 
     def with_pieces(self, keys: Iterable[str]) -> list[str]:
         """Return `keys`, each followed by the keys of its existing pieces and kernels; each once."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from piecegraph.tools.cache.entries.entry_view import FOR_A_PLAN, PIECE
+from piecegraph.tools.cache.entries.entry_view import PARTS
 from piecegraph.tools.cache.entries.key_prefix import SHOWN
 from piecegraph.tools.cache.entries.listing import Listing, Row, read_listing
 from piecegraph.tools.cache.terminal.output import emit_json, emit_lines, table
@@ -131,7 +131,7 @@ def _cells(row: Row, listing: Listing, now: float) -> tuple[object, ...]:
         about: tuple[object, ...] = ("-",) * 5
     else:
         pieces = "-" if view.num_pieces is None else f"{view.num_pieces}/{view.num_unique_pieces}"
-        is_part = view.kind in (PIECE, *FOR_A_PLAN)
+        is_part = view.kind in PARTS
         about = (
             f"{view.kind} of {model}"
             if is_part and model != "-"
@@ -148,7 +148,7 @@ def _cells(row: Row, listing: Listing, now: float) -> tuple[object, ...]:
 
 
 def _is_part(row: Row, listing: Listing) -> bool:
-    """Return whether the entry is a good piece or the kernels of an existing plan; a bad one gets a row of its own."""
+    """Return whether the entry is a good piece, kernels or a library of an existing plan; a bad one gets a row of its own."""
     return row.key in listing.plans_of and row.is_loadable
 
 

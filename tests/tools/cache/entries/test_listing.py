@@ -15,7 +15,7 @@ from piecegraph.tools.cache.entries.usage import usage
 from piecegraph.tools.cache.reading import du, ls, show
 from piecegraph.tools.command_line.records import as_plain
 from tests.cache.cache_roots import tampered
-from tests.tools.cache.models import NOW, CacheCommand, save_kernels, save_model, save_piece
+from tests.tools.cache.models import CPU, H200, NOW, CacheCommand, save_kernels, save_library, save_model, save_piece
 from tests.tools.cache.reading.test_ls import rewrite
 
 
@@ -50,6 +50,19 @@ def test_kernels_belong_to_the_plan_they_are_for(store: Store) -> None:
     own = listing.by_key[kernels.key].listed.size
     plans = [listing.by_key[model.plan.key].listed.size for model in (first, second)]
     assert sizes[0] - sizes[1] == own + plans[0] - plans[1]
+
+
+def test_a_library_belongs_to_every_plan_for_its_processor(store: Store) -> None:
+    other_cpu = {"device": "cpu", "cpu": {**CPU["cpu"], "isa": "AVX512"}}
+    first, second = save_model(store, "First"), save_model(store, "Second")
+    elsewhere, on_gpu = save_model(store, "Third", machine=other_cpu), save_model(store, "Fourth", machine=H200)
+    ours, theirs = save_library(store, "attention"), save_library(store, "attention", other_cpu)
+    listing = read_listing(store)
+    for model, libraries in ((first, {ours.key}), (second, {ours.key}), (elsewhere, {theirs.key}), (on_gpu, set())):
+        assert set(listing.with_pieces([model.plan.key])) & {ours.key, theirs.key} == libraries
+    assert ours.key not in listing.with_own_pieces([first.plan.key])
+    assert theirs.key in listing.with_own_pieces([elsewhere.plan.key])
+    assert listing.models(listing.by_key[theirs.key]) == ("Third 134.5M bfloat16",)
 
 
 def test_pieces_that_are_not_there_are_nobodys(store: Store) -> None:
