@@ -16,9 +16,10 @@ from piecegraph.tools.cli import main
 
 NOW = 1_800_000_000.0
 VERSIONS = {"piecegraph": "0.1.0", "torch": "2.13.0", "triton": "3.9.0", "transformers": "5.17.0", "python": "3.11.7"}
-CPU = {"device": "cpu", "cpu": {"machine": "x86_64", "isa": "AVX2", "flags": "f" * 16}}
+PROCESSOR = {"machine": "x86_64", "isa": "AVX2", "flags": "f" * 16}
+CPU = {"device": "cpu", "cpu": PROCESSOR}
 GPU = {"index": 0, "name": "NVIDIA H200", "capability": "9.0", "driver": "580.1", "cuda": "13.0"}
-H200 = {"device": "cuda", "cpu": CPU["cpu"], "gpu": GPU}
+H200 = {"device": "cuda", "cpu": PROCESSOR, "gpu": GPU}
 BUILD = {"torch": "2.13.0 a1b2", "triton": "3.9.0", "python": "3.11.7", "piecegraph": "0.1.0", "sources": "5" * 64}
 
 

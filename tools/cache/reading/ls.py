@@ -148,7 +148,7 @@ def _cells(row: Row, listing: Listing, now: float) -> tuple[object, ...]:
 
 
 def _is_part(row: Row, listing: Listing) -> bool:
-    """Return whether the entry is a good piece, kernels or a library of an existing plan; a bad one gets a row of its own."""
+    """Return whether the entry is a good part of an existing plan; a bad one gets a row of its own."""
     return row.key in listing.plans_of and row.is_loadable
 
 

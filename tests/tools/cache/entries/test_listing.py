@@ -15,7 +15,16 @@ from piecegraph.tools.cache.entries.usage import usage
 from piecegraph.tools.cache.reading import du, ls, show
 from piecegraph.tools.command_line.records import as_plain
 from tests.cache.cache_roots import tampered
-from tests.tools.cache.models import CPU, H200, NOW, CacheCommand, save_kernels, save_library, save_model, save_piece
+from tests.tools.cache.models import (
+    H200,
+    NOW,
+    PROCESSOR,
+    CacheCommand,
+    save_kernels,
+    save_library,
+    save_model,
+    save_piece,
+)
 from tests.tools.cache.reading.test_ls import rewrite
 
 
@@ -53,7 +62,7 @@ def test_kernels_belong_to_the_plan_they_are_for(store: Store) -> None:
 
 
 def test_a_library_belongs_to_every_plan_for_its_processor(store: Store) -> None:
-    other_cpu = {"device": "cpu", "cpu": {**CPU["cpu"], "isa": "AVX512"}}
+    other_cpu = {"device": "cpu", "cpu": {**PROCESSOR, "isa": "AVX512"}}
     first, second = save_model(store, "First"), save_model(store, "Second")
     elsewhere, on_gpu = save_model(store, "Third", machine=other_cpu), save_model(store, "Fourth", machine=H200)
     ours, theirs = save_library(store, "attention"), save_library(store, "attention", other_cpu)
