@@ -25,29 +25,53 @@ Examples (step times of one device are those of `piecegraph bench latency`, in m
   piecegraph bench scale shape:llama-8b --step-time 1:4.03 --step-time 32:4.77 --step-time 256:11.9
   piecegraph bench scale ./my-model --step-time 1:0.66 --step-time 256:5.25 --rate 50 --gpus 8 --all
 Those of the share of one of two ranks are those of `piecegraph bench latency --shard-of 2`:
-  piecegraph bench scale ./my-model --step-time 1:0.66 --shard-step-time 1:0.45"""
+  piecegraph bench scale ./my-model --step-time 1:0.66 --shard-step-time 1:0.45
+Alpha and beta are fitted to the sums that a start of several ranks measures and prints:
+  piecegraph bench scale ./my-model --step-time 1:0.66 --sum-time 8192:1.8 --sum-time 2097152:13.3"""
+
+
+def parse_times(given: Sequence[str], option: str, form: str, per_second: float) -> dict[int, float]:
+    """Return the seconds of `COUNT:TIME` texts of an option by their counts, which are 1 or more.
+
+    `form` names the two, with an example; `per_second` is the number of units of time in a second. Raises
+    `ConfigError`.
+    """
+    found: dict[int, float] = {}
+    for text in given:
+        counted, _, time = text.partition(":")
+        try:
+            count, seconds = int(counted), float(time) / per_second
+        except ValueError:
+            count, seconds = 0, 0.0
+        if count < 1 or not 0 < seconds < float("inf"):
+            raise ConfigError(f"{option} {text!r} is not {form}.")
+        found[count] = seconds
+    return found
 
 
 def parse_step_times(given: Sequence[str], option: str = "--step-time") -> StepTimes:
     """Return the times of `TOKENS:MILLISECONDS` texts of an option. Raises `ConfigError`."""
-    found: dict[int, float] = {}
-    for text in given:
-        tokens, _, milliseconds = text.partition(":")
-        try:
-            count, seconds = int(tokens), float(milliseconds) / 1e3
-        except ValueError:
-            count, seconds = 0, 0.0
-        if count < 1 or not 0 < seconds < float("inf"):
-            raise ConfigError(
-                f"{option} {text!r} is not TOKENS:MILLISECONDS of a measured step, both above 0; e.g. 32:4.77."
-            )
-        found[count] = seconds
+    found = parse_times(given, option, "TOKENS:MILLISECONDS of a measured step, both above 0; e.g. 32:4.77", 1e3)
     if not found:
         raise ConfigError(
             "there are no step times: give one --step-time TOKENS:MILLISECONDS for each that `piecegraph bench "
             "latency` has measured on one device."
         )
     return StepTimes(tuple(sorted(found)), tuple(seconds for _, seconds in sorted(found.items())))
+
+
+def link_of(sums: Sequence[str], num_ranks: int, alpha_us: float, beta_gb_per_s: float) -> Link:
+    """Return the link that `--sum-time` texts of `num_ranks` ranks are fitted by, or the one that is given.
+
+    Raises `ConfigError`.
+    """
+    if not sums:
+        return Link(alpha_s=alpha_us / 1e6, bytes_per_s=beta_gb_per_s * 1e9)
+    form = "BYTES:MICROSECONDS of a measured sum, both above 0; e.g. 8192:1.8"
+    try:
+        return Link.fitted(parse_times(sums, "--sum-time", form, 1e6), num_ranks)
+    except ValueError as error:
+        raise ConfigError(f"alpha and beta cannot be fitted to --sum-time: {error}.") from error
 
 
 def read_trace(file: Path) -> list[Arrival]:
@@ -106,6 +130,7 @@ def scale_lines(
 @click.option("--step-time", "step_times", multiple=True, help="TOKENS:MILLISECONDS of a measured step on one device.")
 @click.option("--shard-step-time", "shard_step_times", multiple=True, help="The same, of the share of one rank alone.")
 @click.option("--shards", type=click.IntRange(2, 64), default=2, show_default=True, help="Ranks of that share.")
+@click.option("--sum-time", "sums", multiple=True, help="BYTES:MICROSECONDS of a sum over --shards ranks; fits both:")
 @click.option("--alpha-us", type=click.FloatRange(min=0), default=10.0, show_default=True, help="Of a message.")
 @click.option("--beta-gb-per-s", type=click.FloatRange(min=1e-6), default=300.0, show_default=True, help="Of a link.")
 @click.option("--itemsize", type=click.IntRange(1, 8), default=2, show_default=True, help="Bytes of a value sent.")
@@ -126,7 +151,7 @@ def command(model: str | None, as_json: bool, shows_all: bool, **values: Any) ->
     """
     shard = parse_step_times(values["shard_step_times"], "--shard-step-time") if values["shard_step_times"] else None
     times = RankTimes(whole=parse_step_times(values["step_times"]), shard=shard, num_shards=values["shards"])
-    link = Link(alpha_s=values["alpha_us"] / 1e6, bytes_per_s=values["beta_gb_per_s"] * 1e9)
+    link = link_of(values["sums"], values["shards"], values["alpha_us"], values["beta_gb_per_s"])
     trace = read_trace(values["trace"]) if values["trace"] is not None else None
     if trace is None:
         lengths = values["input_len"], values["output_len"]

@@ -6,7 +6,7 @@ Everything here is pure. `ASSUMPTIONS` says what the model leaves out.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 ASSUMPTIONS = (
@@ -54,6 +54,27 @@ class Link:
 
     alpha_s: float  # of a message of no bytes
     bytes_per_s: float
+
+    @classmethod
+    def fitted(cls, sums: Mapping[int, float], num_ranks: int) -> Link:
+        """Return the link whose all-reduces among `num_ranks` come closest to `sums`, seconds by bytes.
+
+        The line through them has the least sum of squared relative errors. Raises `ValueError` if there are fewer than
+        two sizes, or larger sums do not take longer.
+        """
+        if len(sums) < 2:
+            raise ValueError("a line needs sums of two sizes")
+        points = [(num_bytes, seconds, seconds**-2) for num_bytes, seconds in sums.items()]
+        total = sum(weight for _, _, weight in points)
+        mean_bytes = sum(weight * num_bytes for num_bytes, _, weight in points) / total
+        mean_seconds = sum(weight * seconds for _, seconds, weight in points) / total
+        slope = sum(weight * (x - mean_bytes) * (y - mean_seconds) for x, y, weight in points)
+        slope /= sum(weight * (x - mean_bytes) ** 2 for x, _, weight in points)
+        if slope <= 0:
+            raise ValueError("larger sums do not take longer")
+        messages = 2 * (num_ranks - 1)
+        alpha = max(mean_seconds - slope * mean_bytes, 0.0) / messages
+        return cls(alpha_s=alpha, bytes_per_s=messages / num_ranks / slope)
 
     def message_s(self, num_bytes: float) -> float:
         """Return the seconds of a message between two ranks."""

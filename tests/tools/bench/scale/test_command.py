@@ -7,7 +7,7 @@ import pytest
 from click.testing import CliRunner
 
 from piecegraph.errors import ConfigError
-from piecegraph.tools.bench.scale.command import command, parse_step_times, read_trace
+from piecegraph.tools.bench.scale.command import command, link_of, parse_step_times, read_trace
 from piecegraph.tools.bench.scale.simulate import Arrival
 from tests.runner.tiny_models import llama_config
 
@@ -23,6 +23,17 @@ def test_step_times_are_sorted() -> None:
 def test_what_is_no_step_time_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="is not TOKENS:MILLISECONDS"):
         parse_step_times([text])
+
+
+def test_a_link_is_given_or_fitted() -> None:
+    given = link_of([], 2, 10.0, 300.0)
+    assert (given.alpha_s, given.bytes_per_s) == pytest.approx((1e-5, 3e11))
+    fitted = link_of(["1000:3", "2000:4"], 2, 10.0, 300.0)
+    assert (fitted.alpha_s, fitted.bytes_per_s) == pytest.approx((1e-6, 1e9))
+    with pytest.raises(ConfigError, match="'8192' is not BYTES:MICROSECONDS"):
+        link_of(["8192"], 2, 10.0, 300.0)
+    with pytest.raises(ConfigError, match="cannot be fitted to --sum-time: a line needs"):
+        link_of(["8192:1"], 2, 10.0, 300.0)
 
 
 def test_no_step_time_is_refused() -> None:

@@ -34,6 +34,40 @@ def test_collectives_take_what_rings_take() -> None:
     assert LINK.message_s(1e6) == pytest.approx(1e-4 + 1e-3)
 
 
+def test_a_link_is_fitted_to_the_sums_that_it_makes() -> None:
+    for num_ranks in (2, 8):
+        sums = {num_bytes: LINK.all_reduce_s(num_bytes, num_ranks) for num_bytes in (8192, 131072, 2097152)}
+        found = Link.fitted(sums, num_ranks)
+        assert (found.alpha_s, found.bytes_per_s) == pytest.approx((LINK.alpha_s, LINK.bytes_per_s))
+    with pytest.raises(ValueError, match="sums of two sizes"):
+        Link.fitted({8192: 1e-6}, 2)
+    with pytest.raises(ValueError, match="do not take longer"):
+        Link.fitted({8192: 2e-6, 16384: 1e-6}, 2)
+
+
+KIB = 1024
+LLAMA_8B = ModelSize(num_layers=32, hidden_bytes=2 * 4096, logits_bytes=2 * 128256)
+ONE_H100 = StepTimes((1, 8, 32), (5.385e-3, 5.701e-3, 6.477e-3))
+HALF_OF_IT = StepTimes((1, 8, 32), (3.339e-3, 3.259e-3, 3.829e-3))
+TWO_H100 = {
+    "pushed": ((1.8, 1.9, 2.5, 4.7, 13.3), (3.501, 3.540, 4.248), (-0.0126, -0.0388, -0.0440)),
+    "NCCL": ((13.9, 14.3, 13.6, 16.6, 42.9), (3.934, 4.087, 4.684), (0.0633, 0.0177, 0.0511)),
+}
+"""Microseconds of sums of 8 KiB to 2 MiB, ms of steps of 1, 8 and 32 requests, the errors of the simulation."""
+
+
+@pytest.mark.parametrize("sums", TWO_H100)
+def test_steps_measured_on_two_gpus_are_simulated_within_seven_percent(sums: str) -> None:
+    """The figures are those of docs/measurements/2026-11-27-two-h100.md, the errors those of docs/distributed.md."""
+    microseconds, measured, errors = TWO_H100[sums]
+    sizes = (8 * KIB, 32 * KIB, 128 * KIB, 512 * KIB, 2048 * KIB)
+    link = Link.fitted({size: 1e-6 * each for size, each in zip(sizes, microseconds, strict=True)}, 2)
+    times = RankTimes(whole=ONE_H100, shard=HALF_OF_IT)
+    two = Layout(tensor=2, pipeline=1, data=1)
+    found = [1e3 * stage_seconds(tokens, tokens, two, times, LLAMA_8B, link) for tokens in (1, 8, 32)]
+    assert [each / own - 1 for each, own in zip(found, measured, strict=True)] == pytest.approx(errors, abs=0.001)
+
+
 def test_a_stage_divides_time_and_adds_communication() -> None:
     """Nine all-reduces of 8 tokens and one all-gather of 8 rows of logits for two ranks; a message for two stages."""
     one = stage_seconds(8, 8, Layout(tensor=1, pipeline=1, data=3), RANKS, SIZE, LINK)
