@@ -42,13 +42,13 @@ from piecegraph.runner.inspect.layer_view import LayerView, middle_layer
 from piecegraph.runner.inspect.linear_view import LinearRow, linear_rows
 from piecegraph.runner.inspect.untraceable import refused_by_module
 from piecegraph.runner.kv_cache.groups import fitting_block_size, kv_cache_layout
-from piecegraph.runner.kv_cache.scales import check_calibration, scales_note, shift_note
+from piecegraph.runner.kv_cache.scales import check_calibration, shift_note
 from piecegraph.runner.lora.modules import lora_options
 from piecegraph.runner.models.config.device import resolve_device
 from piecegraph.runner.models.config.dtype import resolve_dtype
 from piecegraph.runner.models.config.length import model_length
 from piecegraph.runner.models.config.load_config import load_config
-from piecegraph.runner.models.cpu_kernels import choose_cpu_kernels, cpu_kernels_note
+from piecegraph.runner.models.cpu_kernels import choose_cpu_kernels, cpu_kernels_notes
 from piecegraph.runner.models.first_position import first_position
 from piecegraph.runner.models.load import LoadedModel, load_model
 from piecegraph.runner.models.mechanisms.layer_rules import apply_layer_rules
@@ -181,8 +181,13 @@ def explain(config: EngineConfig, *, assume_gpu: bool = False, on_phase: OnPhase
     about = _About(device=device, is_assumed=is_assumed, lens=lens, key=key, on_phase=on_phase)
     loaded, notes = _load(config, hf_config, dtype, device, max_model_len, on_phase)
     check_calibration(config, has_states=has_state_layers(loaded.model))
-    of_cache = scales_note(config)
-    notes = (*([str(head)] if head is not None else []), *notes, *cpu_kernels_note(device.type), *sizes_note, *of_cache)
+    notes = (
+        *([str(head)] if head is not None else []),
+        *notes,
+        *cpu_kernels_notes(device.type),
+        *sizes_note,
+        *scales_note(config),
+    )
 
     def drafting(block_size: int) -> Explanation | None:
         if head is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -13,9 +15,17 @@ from piecegraph.cpu_instructions import cpu_instructions
 from piecegraph.passes.kernels.common.cpp_kernel import CppKernel
 from piecegraph.passes.kernels.cpu import int8_rows
 from piecegraph.runner.attention.kernels import decode_attention
+from piecegraph.runner.sampling.kernels import cpu_gumbel_sample, cpu_truncate
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+OF_EVERY_MODEL = {
+    decode_attention.KERNEL: "attention of single tokens",
+    cpu_gumbel_sample.KERNEL: "drawing tokens",
+    cpu_truncate.KERNEL: "min_p, top_k and top_p",
+}
+"""The kernels that any model may need, and what they compute. What quantised weights do is in a note of their own."""
 
 
 def choose_cpu_kernels(
@@ -23,15 +33,13 @@ def choose_cpu_kernels(
 ) -> None:
     """Load the kernels that the model may need on a CPU, or note why one is not used.
 
-    They are built where the cache does not have them, half a second each. A process that has them does nothing.
-    Raises `ConfigError` for the settings of the cache.
+    They are built where the cache does not have them, a second for all. A process that has them does nothing. Raises
+    `ConfigError` for the settings of the cache.
     """
     missing = [kernel for kernel in _wanted(quantization, hf_config, device_type) if kernel.call is None]
     if missing:
         # Libraries are kept where eager pieces and what is dumped are not: they are the same beside any pieces.
-        cache = CompileCache.open(replace(options, compiler="inductor", dump_dir=None))
-        for kernel in missing:
-            _load(kernel, cache)
+        _load(missing, CompileCache.open(replace(options, compiler="inductor", dump_dir=None)))
 
 
 def keep_cpu_kernels(
@@ -39,27 +47,37 @@ def keep_cpu_kernels(
 ) -> None:
     """Put the kernels that the model may need on a CPU into `cache`, also those that this process has loaded.
 
-    A start from `cache` then needs no C++ compiler. Where one cannot be built, `cpu_kernels_note` says why.
+    A start from `cache` then needs no C++ compiler. Where one cannot be built, `cpu_kernels_notes` says why.
     """
-    for kernel in _wanted(quantization, hf_config, device_type):
-        _load(kernel, cache)
+    _load(_wanted(quantization, hf_config, device_type), cache)
 
 
-def cpu_kernels_note(device_type: str) -> tuple[str, ...]:
-    """Return the note about attention on a CPU where torch computes all of it."""
-    if device_type != "cpu" or not decode_attention.KERNEL.why_not:
+def cpu_kernels_notes(device_type: str) -> tuple[str, ...]:
+    """Return notes about what torch computes on a CPU instead of our C++ kernels, one for each reason."""
+    if device_type != "cpu":
         return ()
-    return (f"attention of single tokens by torch, not by our C++ kernel: {decode_attention.KERNEL.why_not}",)
+    reasons: dict[str, list[str]] = {}
+    for kernel, what in OF_EVERY_MODEL.items():
+        if kernel.why_not:
+            reasons.setdefault(kernel.why_not, []).append(what)
+    return tuple(f"{'; '.join(what)}: by torch, not by our C++ kernels: {why}" for why, what in reasons.items())
 
 
-def _wanted(quantization: str | None, hf_config: PretrainedConfig, device_type: str) -> tuple[CppKernel, ...]:
+def _wanted(quantization: str | None, hf_config: PretrainedConfig, device_type: str) -> Sequence[CppKernel]:
     if device_type != "cpu":
         return ()
     is_quantised = quantization is not None or getattr(hf_config, "quantization_config", None) is not None
-    return (decode_attention.KERNEL, int8_rows.KERNEL) if is_quantised else (decode_attention.KERNEL,)
+    return (*OF_EVERY_MODEL, *([int8_rows.KERNEL] if is_quantised else []))
 
 
-def _load(kernel: CppKernel, cache: CompileCache) -> None:
+def _load(kernels: Sequence[CppKernel], cache: CompileCache) -> None:
+    """Load or build `kernels` at the same time: a build waits for the C++ compiler."""
+    if kernels:
+        with ThreadPoolExecutor(len(kernels), "piecegraph C++ kernels") as pool:
+            list(pool.map(lambda kernel: _load_one(kernel, cache), kernels))
+
+
+def _load_one(kernel: CppKernel, cache: CompileCache) -> None:
     lacking = [name for name in kernel.instructions if name not in cpu_instructions()]
     if environment.read(environment.CPU_KERNELS) == "0":
         kernel.do_without(f"{environment.CPU_KERNELS}=0")

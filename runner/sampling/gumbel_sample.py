@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from piecegraph.runner.common.token_record import TokenRecord, record_tokens
+from piecegraph.runner.sampling.kernels.cpu_gumbel_sample import gumbel_sample_on_cpu
 from piecegraph.runner.sampling.philox import rand4x, randint4x
 
 _TINY = 1e-20  # keeps log(0) away; below float32's smallest step of a uniform
@@ -59,10 +60,12 @@ def gumbel_sample(
         from piecegraph.runner.sampling.kernels.gumbel_sample import gumbel_sample_on_gpu
 
         gumbel_sample_on_gpu(logits, idx_mapping.contiguous(), temperature, seeds, positions.contiguous(), out, record)
-    else:
-        gumbel_sample_reference(logits, idx_mapping, temperature, seeds, positions, out)
-        if record is not None:
-            record_tokens(record, out, idx_mapping=idx_mapping, positions=positions)
+        return out
+    arguments = (logits, idx_mapping, temperature, seeds, positions, out)
+    if not gumbel_sample_on_cpu(*arguments):
+        gumbel_sample_reference(*arguments)
+    if record is not None:
+        record_tokens(record, out, idx_mapping=idx_mapping, positions=positions)
     return out
 
 
@@ -74,7 +77,7 @@ def gumbel_sample_reference(
     positions: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    """Draw what the kernel draws, in torch. Writes `out`."""
+    """Draw what the kernels draw, in torch. Writes `out`."""
     row = idx_mapping.long()
     is_real = row >= 0
     row = row.clamp(min=0)

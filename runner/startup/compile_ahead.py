@@ -22,7 +22,7 @@ from piecegraph.runner.common.config_on_device import batched_tokens, options_on
 from piecegraph.runner.common.engine_config import EngineConfig
 from piecegraph.runner.models.config.length import model_length
 from piecegraph.runner.models.config.load_config import load_config
-from piecegraph.runner.models.cpu_kernels import cpu_kernels_note, keep_cpu_kernels
+from piecegraph.runner.models.cpu_kernels import cpu_kernels_notes, keep_cpu_kernels
 from piecegraph.runner.models.load import LoadedModel
 from piecegraph.runner.models.without_weights import load_without_weights
 from piecegraph.runner.speculative.common.fitting_draft import naming_the_draft
@@ -152,5 +152,5 @@ def _compile(
         key=plans.key,
         was_cached=report.cache.state == "hit",
         report=report,
-        notes=(*loaded.notes, *cpu_kernels_note(loaded.device.type), *not_done),
+        notes=(*loaded.notes, *cpu_kernels_notes(loaded.device.type), *not_done),
     )

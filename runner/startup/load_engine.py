@@ -33,7 +33,7 @@ from piecegraph.runner.models.config.dtype import resolve_dtype
 from piecegraph.runner.models.config.length import model_length
 from piecegraph.runner.models.config.load_config import load_config
 from piecegraph.runner.models.config.tokenizer import load_tokenizer
-from piecegraph.runner.models.cpu_kernels import choose_cpu_kernels, cpu_kernels_note
+from piecegraph.runner.models.cpu_kernels import choose_cpu_kernels, cpu_kernels_notes
 from piecegraph.runner.models.first_position import first_position
 from piecegraph.runner.models.generation_defaults import eos_token_ids, generation_config_of, sampling_defaults
 from piecegraph.runner.models.load import LoadedModel
@@ -248,7 +248,7 @@ def _notes(
         *scales_note(config),
         *shift_note(config, model.layers),
         *(f"attention_backend: {reason}" for reason in model.attention.reasons if model.attention.is_fallback),
-        *cpu_kernels_note(loaded.device.type),
+        *cpu_kernels_notes(loaded.device.type),
         *(f"cudagraph_mode: {reason}" for reason in model.plan.resolved.reasons),
         *model.layout.notes,
         *(library_notes(model.state_layers) if loaded.device.type == "cuda" else ()),

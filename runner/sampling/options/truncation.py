@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
+from piecegraph.runner.sampling.kernels.cpu_truncate import truncate_on_cpu
 from piecegraph.runner.sampling.options.protocol import OptionRequest, SamplerOption, SamplingBatch
 from piecegraph.runner.sampling.options.staged_rows import StagedRows, float_word
 
@@ -35,8 +36,8 @@ class Truncation(SamplerOption):
             from piecegraph.runner.sampling.kernels.truncate import truncate_on_gpu
 
             truncate_on_gpu(*arguments)
-            return
-        truncate_reference(*arguments)
+        elif not truncate_on_cpu(*arguments):
+            truncate_reference(*arguments)
 
 
 def truncate_reference(

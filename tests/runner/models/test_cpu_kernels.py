@@ -13,12 +13,11 @@ from piecegraph.compiler.own_kernels.cpp_library import NoLibrary
 from piecegraph.config import CompileConfig
 from piecegraph.passes.kernels.common.cpp_kernel import NOT_LOADED, CppKernel
 from piecegraph.passes.kernels.cpu import int8_rows
-from piecegraph.runner.attention.kernels import decode_attention
 from piecegraph.runner.models import cpu_kernels
-from piecegraph.runner.models.cpu_kernels import choose_cpu_kernels, cpu_kernels_note
+from piecegraph.runner.models.cpu_kernels import OF_EVERY_MODEL, choose_cpu_kernels, cpu_kernels_notes
 from piecegraph.runner.quantization.methods.all_methods import METHODS
 
-KERNELS = (int8_rows.KERNEL, decode_attention.KERNEL)
+KERNELS = (int8_rows.KERNEL, *OF_EVERY_MODEL)
 PLAIN: Any = SimpleNamespace()
 QUANTISED: Any = SimpleNamespace(quantization_config={})
 
@@ -31,8 +30,8 @@ def not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_kernels, "cpu_instructions", lambda: frozenset(int8_rows.KERNEL.instructions))
 
 
-def only_attention(source: Path, cache: object) -> None:
-    assert source == decode_attention.KERNEL.source, "nothing would use it"
+def of_every_model(source: Path, cache: object) -> None:
+    assert source != int8_rows.KERNEL.source, "nothing would use it"
 
 
 def loaded(monkeypatch: pytest.MonkeyPatch, kernel: CppKernel) -> None:
@@ -46,8 +45,9 @@ def no_compiler(*args: object) -> None:
 
 def test_without_the_instructions_it_is_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_kernels, "cpu_instructions", lambda: frozenset({"avx512bw", "avx512vl"}))
-    monkeypatch.setattr(cpu_kernels, "library_of", only_attention)
-    monkeypatch.setattr(decode_attention.KERNEL, "use", lambda library: None)
+    monkeypatch.setattr(cpu_kernels, "library_of", of_every_model)
+    for kernel in OF_EVERY_MODEL:
+        monkeypatch.setattr(kernel, "use", lambda library: None)
     choose_cpu_kernels("int8", PLAIN, "cpu", CompileConfig())
     assert "(not by our C++ kernel: no avx512_vnni)" in METHODS["int8"].kernels["cpu"]
 
@@ -57,9 +57,10 @@ def test_without_a_compiler_torch_computes_and_the_notes_say_why(monkeypatch: py
     choose_cpu_kernels(None, QUANTISED, "cpu", CompileConfig())
     note = METHODS["int8"].kernels["cpu"]
     assert note.startswith("_weight_int8pack_mm for up to 16 rows (not by our C++ kernel: there is no C++ compiler)")
-    (note,) = cpu_kernels_note("cpu")
-    assert note == "attention of single tokens by torch, not by our C++ kernel: there is no C++ compiler"
-    assert not cpu_kernels_note("cuda")
+    (note,) = cpu_kernels_notes("cpu")
+    what = "attention of single tokens; drawing tokens; min_p, top_k and top_p"
+    assert note == f"{what}: by torch, not by our C++ kernels: there is no C++ compiler"
+    assert not cpu_kernels_notes("cuda")
 
 
 def test_kernels_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,8 +71,9 @@ def test_kernels_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_models_that_cannot_use_it_do_not_load_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_kernels, "library_of", only_attention)
-    monkeypatch.setattr(decode_attention.KERNEL, "use", lambda library: None)
+    monkeypatch.setattr(cpu_kernels, "library_of", of_every_model)
+    for kernel in OF_EVERY_MODEL:
+        monkeypatch.setattr(kernel, "use", lambda library: None)
     choose_cpu_kernels(None, PLAIN, "cpu", CompileConfig())
     monkeypatch.setattr(cpu_kernels, "library_of", lambda *args: pytest.fail("nothing would use it"))
     choose_cpu_kernels("int8", PLAIN, "cuda", CompileConfig())
@@ -84,6 +86,6 @@ def test_they_are_kept_beside_eager_pieces_and_loaded_once(monkeypatch: pytest.M
         monkeypatch.setattr(kernel, "use", lambda library, kernel=kernel: loaded(monkeypatch, kernel))
     for _ in range(2):
         choose_cpu_kernels("int8", PLAIN, "cpu", CompileConfig(compiler="eager"))
-    one, other = caches
-    assert one is other and one.store is not None
+    assert len(caches) == len(KERNELS) and caches.count(caches[0]) == len(caches)
+    assert caches[0].store is not None
     assert METHODS["int8"].kernels["cpu"] == "our C++ kernel for up to 32 rows, bfloat16 GEMM for more"

@@ -5,20 +5,16 @@ Its loops without AVX512-VNNI compute the same numbers, so every machine with a 
 
 from __future__ import annotations
 
-import ctypes
-import shutil
 from collections.abc import Iterator
 
 import pytest
 import torch
 
-from piecegraph.compiler.own_kernels.cpp_library import FLAGS, library_of
-from piecegraph.compiler.store.compile_cache import CompileCache
-from piecegraph.config import CompileConfig
 from piecegraph.passes.kernels.cpu import int8_rows
 from piecegraph.passes.kernels.cpu.int8_rows import KERNEL, MAX_ROWS, MAX_SIZE
+from tests.cpp_kernels import library, needs_cpp_compiler, use_kernel
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no C++ compiler")
+pytestmark = needs_cpp_compiler
 
 INF, NAN = float("inf"), float("nan")
 DTYPES = (torch.float32, torch.bfloat16)
@@ -26,14 +22,10 @@ STEPS = 32_639
 """The largest number of the fixed point."""
 
 
-def library(*more: str) -> ctypes.CDLL:
-    return library_of(KERNEL.source, CompileCache.open(CompileConfig()), (*FLAGS, *more))
-
-
 @pytest.fixture(params=["as it is", "plain"], autouse=True)
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     more = ("-DPIECEGRAPH_PLAIN",) if request.param == "plain" else ()
-    monkeypatch.setattr(KERNEL, "call", KERNEL.function_of(library(*more)))
+    use_kernel(KERNEL, monkeypatch, *more)
 
 
 @pytest.fixture
@@ -177,7 +169,7 @@ def test_what_it_does_not_compute_is_left_to_torch(monkeypatch: pytest.MonkeyPat
 
 
 def test_both_ways_to_compute_agree_bit_by_bit() -> None:
-    plain = KERNEL.function_of(library("-DPIECEGRAPH_PLAIN"))
+    plain = KERNEL.function_of(library(KERNEL, "-DPIECEGRAPH_PLAIN"))
     for dtype in DTYPES:
         for size in (1, 63, 64, 577):
             x, weight, scale, bias = inputs(3, 7, size, dtype)
@@ -189,5 +181,5 @@ def test_both_ways_to_compute_agree_bit_by_bit() -> None:
 
 def test_a_library_without_the_instructions_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(KERNEL, "why_not", "")
-    KERNEL.use(library("-DPIECEGRAPH_PLAIN"))
+    KERNEL.use(library(KERNEL, "-DPIECEGRAPH_PLAIN"))
     assert KERNEL.why_not.startswith("the C++ compiler has no avx512_vnni") and KERNEL.call is None

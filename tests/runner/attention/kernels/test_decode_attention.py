@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,12 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from piecegraph.compiler.own_kernels.cpp_library import library_of
-from piecegraph.compiler.store.compile_cache import CompileCache
-from piecegraph.config import CompileConfig
 from piecegraph.runner.attention.kernels.decode_attention import KERNEL, MAX_VALUE_DIM, decode_attention
+from tests.cpp_kernels import needs_cpp_compiler, use_kernel
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no C++ compiler")
+pytestmark = needs_cpp_compiler
 
 INF, NAN = float("inf"), float("nan")
 BLOCK = 16
@@ -24,8 +20,7 @@ BLOCK = 16
 
 @pytest.fixture(autouse=True)
 def kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    library: ctypes.CDLL = library_of(KERNEL.source, CompileCache.open(CompileConfig()))
-    monkeypatch.setattr(KERNEL, "call", KERNEL.function_of(library))
+    use_kernel(KERNEL, monkeypatch)
 
 
 @pytest.fixture
