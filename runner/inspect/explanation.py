@@ -42,7 +42,7 @@ from piecegraph.runner.inspect.layer_view import LayerView, middle_layer
 from piecegraph.runner.inspect.linear_view import LinearRow, linear_rows
 from piecegraph.runner.inspect.untraceable import refused_by_module
 from piecegraph.runner.kv_cache.groups import fitting_block_size, kv_cache_layout
-from piecegraph.runner.kv_cache.scales import check_calibration, shift_note
+from piecegraph.runner.kv_cache.scales import check_calibration, scales_note, shift_note
 from piecegraph.runner.lora.modules import lora_options
 from piecegraph.runner.models.config.device import resolve_device
 from piecegraph.runner.models.config.dtype import resolve_dtype

@@ -54,14 +54,15 @@ def apply_penalties_reference(
     row = idx_mapping[at].long()
     words = table[row]
     repetition, frequency, presence = words[:, 1:].contiguous().view(torch.float32).unsqueeze(2).unbind(1)
-    index = torch.arange(token_ids.shape[1], device=logits.device)
+    index = torch.arange(int(positions[at].max()) if len(at) else 0, device=logits.device)
     is_output = (index >= words[:, :1]) & (index < positions[at].unsqueeze(1))
     is_prompt = index < words[:, :1]
-    tokens = token_ids[row].long().masked_fill(~(is_output | is_prompt), 0)  # the rest of a row is anything
+    tokens = token_ids[row, : len(index)].long()
+    tokens = tokens.masked_fill(~(is_output | is_prompt), 0)  # the rest of a row is anything
     zeros = torch.zeros(len(at), logits.shape[1], dtype=torch.int32, device=logits.device)
-    in_output = zeros.scatter_add(1, tokens, is_output.int())
-    in_prompt = zeros.scatter_add(1, tokens, is_prompt.int())
-    penalised = logits[at]
+    in_output = zeros.scatter_add(1, tokens, is_output.int()).gather(1, tokens)  # of each token of the text
+    in_prompt = zeros.scatter_add(1, tokens, is_prompt.int()).gather(1, tokens)
+    penalised = logits[at.unsqueeze(1), tokens]
     scale = torch.where((in_output > 0) | (in_prompt > 0), repetition, 1.0)
     penalised = torch.where(penalised > 0, penalised / scale, penalised * scale)
-    logits[at] = penalised - frequency * in_output - presence * (in_output > 0)
+    logits[at.unsqueeze(1), tokens] = penalised - frequency * in_output - presence * (in_output > 0)
