@@ -92,4 +92,5 @@ def test_tiles_are_cut_where_the_part_fits() -> None:
             method.unpack(method.cut(packed, shard)), shard.of(method.unpack(packed)), rtol=0, atol=0
         )
     for shard in shards("a third that cuts groups"):
-        assert not Int4Tiles.fits(weight().bfloat16(), scheme, shard)
+        is_whole = shard.dim == -2 and tile_rows() == 32  # its 32 rows; tiles of AVX-512 have 64
+        assert Int4Tiles.fits(weight().bfloat16(), scheme, shard) == is_whole
