@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -78,13 +79,23 @@ def _load(kernels: Sequence[CppKernel], cache: CompileCache) -> None:
 
 
 def _load_one(kernel: CppKernel, cache: CompileCache) -> None:
-    lacking = [name for name in kernel.instructions if name not in cpu_instructions()]
-    if environment.read(environment.CPU_KERNELS) == "0":
-        kernel.do_without(f"{environment.CPU_KERNELS}=0")
-    elif lacking:
-        kernel.do_without(f"no {lacking[0]}")
-    else:
-        try:
-            kernel.use(library_of(kernel.source, cache))
-        except NoLibrary as error:
+    """Load or build `kernel`. One that this process computes by stays as it is: another model may be running."""
+    is_in_use = kernel.call is not None
+    try:
+        library = _library(kernel, cache)
+    except NoLibrary as error:
+        if not is_in_use:
             kernel.do_without(str(error))
+        return
+    if not is_in_use:
+        kernel.use(library)
+
+
+def _library(kernel: CppKernel, cache: CompileCache) -> ctypes.CDLL:
+    """Return the library of `kernel`. Raises `NoLibrary`, also where it is not wanted or would be of no use."""
+    if environment.read(environment.CPU_KERNELS) == "0":
+        raise NoLibrary(f"{environment.CPU_KERNELS}=0")
+    for name in kernel.instructions:
+        if name not in cpu_instructions():
+            raise NoLibrary(f"no {name}")
+    return library_of(kernel.source, cache)

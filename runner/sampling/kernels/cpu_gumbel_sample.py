@@ -32,6 +32,7 @@ def gumbel_sample_on_cpu(
     if KERNEL.call is None or logits.dtype not in DTYPES or logits.stride(1) != 1 or not out.is_contiguous():
         return False
     idx_mapping, positions = idx_mapping.contiguous(), positions.contiguous()
+    temperature, seeds = temperature.contiguous(), seeds.contiguous()
     assert idx_mapping.dtype is positions.dtype is torch.int32, "as the kernel reads them"
     assert temperature.dtype is torch.float32 and seeds.dtype is out.dtype is torch.int64, "as the kernel reads them"
     KERNEL.call(

@@ -1,4 +1,4 @@
-"""The options `min_p`, `top_k` and `top_p` on a CPU by a kernel in C++, which does not sort."""
+"""The options `min_p`, `top_k` and `top_p` on a CPU by a kernel in C++, which does not sort a row."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ def truncate_on_cpu(
     if KERNEL.call is None or logits.dtype is not torch.float32 or not logits.is_contiguous():
         return False
     selected, idx_mapping, table = selected.contiguous(), idx_mapping.contiguous(), table.contiguous()
+    temperature = temperature.contiguous()
     assert selected.dtype is idx_mapping.dtype is table.dtype is torch.int32, "as the kernel reads them"
     assert temperature.dtype is torch.float32, "as the kernel reads it"
     failed = KERNEL.call(

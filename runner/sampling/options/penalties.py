@@ -54,7 +54,8 @@ def apply_penalties_reference(
     row = idx_mapping[at].long()
     words = table[row]
     repetition, frequency, presence = words[:, 1:].contiguous().view(torch.float32).unsqueeze(2).unbind(1)
-    index = torch.arange(int(positions[at].max()) if len(at) else 0, device=logits.device)
+    longest = int(torch.maximum(positions[at], words[:, 0]).max()) if len(at) else 0
+    index = torch.arange(min(longest, token_ids.shape[1]), device=logits.device)
     is_output = (index >= words[:, :1]) & (index < positions[at].unsqueeze(1))
     is_prompt = index < words[:, :1]
     tokens = token_ids[row, : len(index)].long()

@@ -10,11 +10,12 @@ import pytest
 
 from piecegraph import environment
 from piecegraph.compiler.own_kernels.cpp_library import NoLibrary
+from piecegraph.compiler.store.compile_cache import CompileCache
 from piecegraph.config import CompileConfig
 from piecegraph.passes.kernels.common.cpp_kernel import NOT_LOADED, CppKernel
 from piecegraph.passes.kernels.cpu import int8_rows
 from piecegraph.runner.models import cpu_kernels
-from piecegraph.runner.models.cpu_kernels import OF_EVERY_MODEL, choose_cpu_kernels, cpu_kernels_notes
+from piecegraph.runner.models.cpu_kernels import OF_EVERY_MODEL, choose_cpu_kernels, cpu_kernels_notes, keep_cpu_kernels
 from piecegraph.runner.quantization.methods.all_methods import METHODS
 
 KERNELS = (int8_rows.KERNEL, *OF_EVERY_MODEL)
@@ -61,6 +62,20 @@ def test_without_a_compiler_torch_computes_and_the_notes_say_why(monkeypatch: py
     what = "attention of single tokens; drawing tokens; min_p, top_k and top_p"
     assert note == f"{what}: by torch, not by our C++ kernels: there is no C++ compiler"
     assert not cpu_kernels_notes("cuda")
+
+
+def test_filling_a_cache_leaves_kernels_in_use_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where they cannot be built again: a running model goes on computing by them."""
+    for kernel in KERNELS:
+        loaded(monkeypatch, kernel)
+    calls = [kernel.call for kernel in KERNELS]
+    cache = CompileCache(None, False)
+    monkeypatch.setattr(cpu_kernels, "library_of", no_compiler)
+    keep_cpu_kernels("int8", PLAIN, "cpu", cache)
+    monkeypatch.setenv(environment.CPU_KERNELS, "0")
+    keep_cpu_kernels("int8", PLAIN, "cpu", cache)
+    assert [kernel.call for kernel in KERNELS] == calls
+    assert not cpu_kernels_notes("cpu")
 
 
 def test_kernels_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:

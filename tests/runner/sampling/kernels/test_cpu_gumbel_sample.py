@@ -23,7 +23,7 @@ Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def drawn(logits: torch.Tensor, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """The kernel's tokens and the reference's."""
+    """Return the tokens of the kernel and those of the reference."""
     found, expected = (torch.full((len(logits),), -7) for _ in range(2))
     assert gumbel_sample_on_cpu(logits, *inputs, found)
     gumbel_sample_reference(logits, *inputs, expected)

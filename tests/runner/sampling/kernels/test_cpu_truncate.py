@@ -21,7 +21,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def both(logits: torch.Tensor, *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the kernel leaves of the logits, and what the reference does."""
+    """Return the logits that the kernel masked, and those that the reference masked."""
     found, expected = logits.clone(), logits.clone()
     assert truncate_on_cpu(found, *inputs)
     truncate_reference(expected, *inputs)
