@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -82,7 +81,8 @@ def _load_one(kernel: CppKernel, cache: CompileCache) -> None:
     """Load or build `kernel`. One that this process computes by stays as it is: another model may be running."""
     is_in_use = kernel.call is not None
     try:
-        library = _library(kernel, cache)
+        _check_is_of_use(kernel)
+        library = library_of(kernel.source, cache)
     except NoLibrary as error:
         if not is_in_use:
             kernel.do_without(str(error))
@@ -91,11 +91,10 @@ def _load_one(kernel: CppKernel, cache: CompileCache) -> None:
         kernel.use(library)
 
 
-def _library(kernel: CppKernel, cache: CompileCache) -> ctypes.CDLL:
-    """Return the library of `kernel`. Raises `NoLibrary`, also where it is not wanted or would be of no use."""
+def _check_is_of_use(kernel: CppKernel) -> None:
+    """Raise `NoLibrary` if the user wants none of our kernels, or this processor lacks what `kernel` needs."""
     if environment.read(environment.CPU_KERNELS) == "0":
         raise NoLibrary(f"{environment.CPU_KERNELS}=0")
     for name in kernel.instructions:
         if name not in cpu_instructions():
             raise NoLibrary(f"no {name}")
-    return library_of(kernel.source, cache)
