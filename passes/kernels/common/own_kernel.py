@@ -23,6 +23,10 @@ CompileKernel = Callable[..., Any]
 argument."""
 
 
+PARSE_ATTEMPTS = 8
+"""How often a text is parsed that another thread may disturb; each time that is unlikely."""
+
+
 class NotKept(Exception):
     """The error that a kernel would have to be compiled inside `loading_only`."""
 
@@ -43,6 +47,8 @@ def own_kernel(kernel: Kernel) -> Kernel:
         return kernel
 
     def first_of_device() -> Any:
+        for function in (*functions_called(marked), marked):
+            parse_beside_others(function)
         hash_functions_called(marked)
         made = marked.create_binder()
         plain = marked.compile
@@ -91,15 +97,42 @@ def hash_functions_called(kernel: Any) -> None:
     and leaves them out otherwise. A kernel then had one hash where it was the first to be compiled, and another where
     another kernel with the same function came first, so neither Triton's cache nor ours found it.
     """
-    _hash_below(kernel, set())
+    for called in functions_called(kernel):
+        _ = called.cache_key
 
 
-def _hash_below(function: Any, seen: set[int]) -> None:
-    seen.add(id(function))
+def functions_called(kernel: Any) -> list[Any]:
+    """Return the Triton functions that a kernel calls, directly or through others, the innermost first."""
+    found: dict[int, Any] = {}
+    _add_called(kernel, {id(kernel)}, found)
+    return list(found.values())
+
+
+def _add_called(function: Any, seen: set[int], found: dict[int, Any]) -> None:
     for called in _called(function):
         if id(called) not in seen:
-            _hash_below(called, seen)
-            _ = called.cache_key
+            seen.add(id(called))
+            _add_called(called, seen, found)
+            found[id(called)] = called
+
+
+def parse_beside_others(function: Any) -> None:
+    """Make a Triton function parse its text again where Python's parser fails because another thread parses.
+
+    Python 3.11 and 3.12 count the depth of the syntax trees they build once for all threads. A thread that runs in the
+    middle of another's `ast.parse`, which garbage collection allows, leaves a wrong count, and the other's ends with a
+    `SystemError` although its tree is complete. Kernels are compiled by several threads at a start. Triton would also
+    keep the unfinished hash that it had set aside for the function.
+    """
+    parse = type(function).parse
+
+    def parse_again() -> Any:
+        for _ in range(PARSE_ATTEMPTS - 1):
+            with contextlib.suppress(SystemError):
+                return parse(function)
+        return parse(function)
+
+    function.parse = parse_again
 
 
 def _called(function: Any) -> list[Any]:

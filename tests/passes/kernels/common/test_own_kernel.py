@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
@@ -14,18 +15,39 @@ import triton
 import triton.language as tl
 
 from piecegraph.passes.kernels.common.own_kernel import (
+    PARSE_ATTEMPTS,
     NotKept,
     compile_with,
+    functions_called,
     hash_functions_called,
     loading_only,
     may_be_kept,
     own_kernel,
+    parse_beside_others,
 )
 from tests.compiler.triton_without_gpu import NoGpu, kept_by_triton, no_gpu, others, small, warm_up
 
 __all__ = ["no_gpu"]
 
 ROOT = Path(__file__).resolve().parents[4]
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def adds_one(x):  # type: ignore[no-untyped-def]  # compiled by Triton
+    return x + 1.0
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def adds_two(x):  # type: ignore[no-untyped-def]  # compiled by Triton
+    return adds_one(adds_one(x))
+
+
+@own_kernel
+@triton.jit  # type: ignore[untyped-decorator]
+def calls_twice(x, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803  # compiled by Triton
+    tl.store(x + tl.arange(0, SIZE), adds_two(adds_one(0.0)))
+
+
 KERNELS = [
     file
     for folder in ("passes", "runner")
@@ -44,6 +66,36 @@ def test_triton_compiles_marked_kernels_by_default(no_gpu: NoGpu, tmp_path: Path
     compiled = warm_up(small)
     assert no_gpu.loaded == [compiled.kernel]
     assert kept_by_triton(tmp_path) == {"small"}
+
+
+def test_a_text_is_parsed_again_where_another_thread_disturbed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python's parser then ends with a `SystemError`. Any other error is the caller's, and so is one that stays."""
+    raised: list[Exception] = []
+    plain = ast.parse
+
+    def disturbed(text: str) -> ast.Module:
+        if raised:
+            raise raised.pop()
+        return plain(text)
+
+    monkeypatch.setattr(ast, "parse", disturbed)
+    parse_beside_others(adds_two)
+    monkeypatch.setattr(adds_two, "hash", None)
+    raised += [SystemError("AST constructor recursion depth mismatch (before=51, after=46)")] * (PARSE_ATTEMPTS - 1)
+    assert "recursion" not in adds_two.cache_key
+    assert not raised
+    raised += [SystemError("for good")] * PARSE_ATTEMPTS
+    with pytest.raises(SystemError, match="for good"):
+        adds_two.parse()
+    raised.append(SyntaxError("not Python"))
+    with pytest.raises(SyntaxError, match="not Python"):
+        adds_two.parse()
+
+
+def test_functions_that_a_kernel_calls_parse_so_too(no_gpu: NoGpu) -> None:
+    warm_up(calls_twice)
+    assert functions_called(calls_twice) == [adds_one, adds_two]
+    assert all("parse" in vars(function) for function in (calls_twice, adds_two, adds_one))
 
 
 def test_the_chosen_compiler_compiles_marked_kernels(no_gpu: NoGpu, tmp_path: Path) -> None:
