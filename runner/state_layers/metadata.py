@@ -66,7 +66,7 @@ class StateDecodes:
 
 @dataclass(frozen=True, slots=True)
 class StateBatch:
-    """Segments of sequences that a library computes in one call."""
+    """Segments of sequences that a library or a kernel computes in one call."""
 
     ragged: RaggedRows
     blocks: StateBlocks
@@ -94,7 +94,7 @@ class StatePlan:
     """
 
     sequences: tuple[StateSequence, ...]
-    batches: tuple[StateBatch, ...]  # the same, for layers that a library computes; empty if there are none
+    batches: tuple[StateBatch, ...]  # the same, for layers that run by batches; empty if there are none
     decodes: StateDecodes | None  # None: there are none
     rounds: tuple[StateRound, ...]  # the first, second, ... tokens of decoding requests; empty without drafts
     num_rows: int  # of requests; those after are padding
@@ -151,7 +151,7 @@ class StateMetadataBuilder:
                 device=self.device,
                 decoding=self.decoding,
                 host=host,
-                has_batches=bool(self.library_calls),
+                has_batches=bool(self.library_calls) or self.device.type == "cuda",
             )
         return self._metadata(common, planned)
 
@@ -189,7 +189,7 @@ def state_plan(
     """Return the plan of a batch. A request whose tokens are cached nowhere begins without a state and leaves none.
 
     `decoding`: the requests that decode, if their states can be taken back; read from `host` if it is given.
-    `has_batches`: sequences are planned for libraries, too.
+    `has_batches`: sequences are planned for libraries and kernels that run batches, too.
     """
     sequences: list[StateSequence] = []
     decodes: list[tuple[int, int, int]] = []  # row, read, write

@@ -1,7 +1,8 @@
 """The ops of layers with states, at which a model's graph is split as it is at attention.
 
 Each runs plain torch on any device: sequences one after the other, single tokens together. Where a library computes a
-layer's sequences (`libraries`), it runs the parts of them that do not wait for each other in one call. They are defined
+layer's sequences (`libraries`), it runs the parts of them that do not wait for each other in one call, and on a GPU so
+does a kernel their convolution (`prompt_kernels`). They are defined
 through `torch.library.Library` and called as `.default`, like attention (`runner/attention/interface/op.py`).
 """
 
@@ -30,6 +31,7 @@ from piecegraph.runner.state_layers.delta_rule import gated_delta_rule
 from piecegraph.runner.state_layers.libraries.library_calls import FlashLinearAttention, LibraryCall, MambaSsm
 from piecegraph.runner.state_layers.libraries.segments import RaggedRows
 from piecegraph.runner.state_layers.metadata import NO_STATE, StateMetadata, StateRound, StateSequence
+from piecegraph.runner.state_layers.prompt_kernels import ConvolveRows, convolution_of_rows
 from piecegraph.runner.state_layers.selective_scan import selective_scan
 
 States = Sequence[torch.Tensor]
@@ -53,6 +55,12 @@ class Scan:
     convolve: Convolve | None
     recur: Recur | None
     ragged: RaggedRecur | None = None  # by a library; None: there is none, or no recurrence
+    convolve_rows: ConvolveRows | None = None  # of segments by a kernel; None: by `convolve`, one after the other
+
+    @property
+    def runs_segments(self) -> bool:
+        """Whether segments of prompts run in batches, by `over_segments`."""
+        return self.convolve_rows is not None if self.recur is None else self.ragged is not None
 
     def __call__(self, inputs: Sequence[torch.Tensor], states: States) -> tuple[torch.Tensor, States]:
         """Return the result for inputs `[batch, num_tokens, ...]` and the states `[batch, ...]` before them, and the
@@ -73,21 +81,33 @@ class Scan:
     ) -> tuple[torch.Tensor, States]:
         """Return the result `[num_rows, ...]` for the segments' rows of inputs `[num_tokens, ...]`, and their states.
 
-        The convolution runs for each segment, and the recurrence for all.
+        The recurrence runs for all segments in one call, and so does the convolution where it is a kernel.
         """
-        assert self.ragged is not None
         first, *others = inputs
-        picked = [each[rows.rows].unsqueeze(0) for each in others]
+        windows: States = ()
         if self.convolve is None:
-            result, state = self.ragged((first[rows.rows].unsqueeze(0), *picked), states[0], rows)
-            return result[0], (state,)
-        windows, convolved = [], []
-        for number, (start, end) in enumerate(rows.ranges):
-            x, window = self.convolve(first[start:end].unsqueeze(0), states[0][number : number + 1])
-            convolved.append(x)
-            windows.append(window)
-        result, state = self.ragged((torch.cat(convolved, dim=1), *picked), states[1], rows)
-        return result[0], (torch.cat(windows), state)
+            x = first[rows.rows]
+        else:
+            x, window = self._convolve_segments(first, states[0], rows)
+            windows = (window,)
+        if self.recur is None:
+            return x, windows
+        assert self.ragged is not None
+        picked = [each[rows.rows].unsqueeze(0) for each in others]
+        result, state = self.ragged((x.unsqueeze(0), *picked), states[len(windows)], rows)
+        return result[0], (*windows, state)
+
+    def _convolve_segments(
+        self, x: torch.Tensor, windows: torch.Tensor, rows: RaggedRows
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.convolve_rows is not None:
+            return self.convolve_rows(x, windows, rows)
+        assert self.convolve is not None
+        found = [
+            self.convolve(x[start:end].unsqueeze(0), windows[number : number + 1])
+            for number, (start, end) in enumerate(rows.ranges)
+        ]
+        return torch.cat([out[0] for out, _ in found]), torch.cat([window for _, window in found])
 
 
 def run_layer(inputs: Sequence[torch.Tensor], out: torch.Tensor, layer: str, scan: Scan) -> None:
@@ -99,7 +119,7 @@ def run_layer(inputs: Sequence[torch.Tensor], out: torch.Tensor, layer: str, sca
     metadata, cache = context.metadata_of(layer), context.state_caches[layer].tensors
     assert isinstance(metadata, StateMetadata), type(metadata)
     plan = metadata.plan()
-    if scan.ragged is not None and plan.batches:
+    if scan.runs_segments and plan.batches:
         for batch in plan.batches:
             result, states = scan.over_segments(inputs, batch.blocks.load(cache), batch.ragged)
             out[batch.ragged.rows] = result.to(out.dtype)
@@ -196,7 +216,8 @@ def _linear_attention(
 
     library_call = _library_call(layer)
     convolve = partial(causal_conv, weight=conv_weight, bias=conv_bias, activation="silu")
-    run_layer((mixed, decay, beta), out, layer, Scan(convolve, recur, None if library_call is None else ragged))
+    rows = convolution_of_rows(mixed, conv_weight, conv_bias, "silu")
+    run_layer((mixed, decay, beta), out, layer, Scan(convolve, recur, None if library_call is None else ragged, rows))
 
 
 def _mamba_mixer(
@@ -237,10 +258,11 @@ def _mamba_mixer(
         return library_call.selective_scan(x, inputs[1], A, B, C, D, states, rows)
 
     library_call = _library_call(layer)
-    convolve = (
-        None if conv_weight is None else partial(causal_conv, weight=conv_weight, bias=conv_bias, activation="silu")
-    )
-    run_layer((mixed, dt), out, layer, Scan(convolve, recur, None if library_call is None else ragged))
+    convolve = rows = None
+    if conv_weight is not None:
+        convolve = partial(causal_conv, weight=conv_weight, bias=conv_bias, activation="silu")
+        rows = convolution_of_rows(mixed, conv_weight, conv_bias, "silu")
+    run_layer((mixed, dt), out, layer, Scan(convolve, recur, None if library_call is None else ragged, rows))
 
 
 def _short_conv(
@@ -257,7 +279,8 @@ def _short_conv(
         return
 
     convolve = partial(causal_conv, weight=weight, bias=bias, activation=activation)
-    run_layer((x,), out, layer, Scan(convolve, None))
+    rows = convolution_of_rows(x, weight, bias, activation)
+    run_layer((x,), out, layer, Scan(convolve, None, convolve_rows=rows))
 
 
 def _library_call(layer: str) -> LibraryCall | None:

@@ -69,7 +69,7 @@ class StepRows(NamedTuple):
         }
 
 
-def _row_stride(x: torch.Tensor) -> int:
+def row_stride(x: torch.Tensor) -> int:
     """Return the distance of rows that are packed; that of one row, which may be anything, is that of several.
 
     Kernels are compiled for whether it is a multiple of 16, and one kernel serves any number of rows.
@@ -105,9 +105,9 @@ def conv_step(
             "before": windows.new_empty((rows.num_reqs, channels, kernel_size - 1)),
             **rows.pointers(),
             "channels": channels,
-            "x_stride": _row_stride(x),
+            "x_stride": row_stride(x),
             "weight_stride": weight.stride(0),
-            "out_stride": _row_stride(out),
+            "out_stride": row_stride(out),
             "block_stride": windows.stride(0),
             **rows.constants(),
             "KERNEL_SIZE": kernel_size,
@@ -150,10 +150,10 @@ def delta_step(
             "num_v_heads": num_v_heads,
             "num_k_heads": num_k_heads,
             "scale": scale,
-            "mixed_stride": _row_stride(mixed),
-            "decay_stride": _row_stride(decay),
-            "beta_stride": _row_stride(beta),
-            "out_stride": _row_stride(out),
+            "mixed_stride": row_stride(mixed),
+            "decay_stride": row_stride(decay),
+            "beta_stride": row_stride(beta),
+            "out_stride": row_stride(out),
             "block_stride": states.stride(0),
             **rows.constants(),
             "KEY_DIM": key_dim,
@@ -197,9 +197,9 @@ def scan_step(
             **rows.pointers(),
             "num_heads": num_heads,
             "num_groups": num_groups,
-            "mixed_stride": _row_stride(mixed),
-            "dt_stride": _row_stride(dt),
-            "out_stride": _row_stride(out),
+            "mixed_stride": row_stride(mixed),
+            "dt_stride": row_stride(dt),
+            "out_stride": row_stride(out),
             "block_stride": states.stride(0),
             **rows.constants(),
             "HEAD_DIM": head_dim,

@@ -32,12 +32,12 @@ __all__ = ["no_gpu"]
 ROOT = Path(__file__).resolve().parents[4]
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def adds_one(x):  # type: ignore[no-untyped-def]  # compiled by Triton
     return x + 1.0
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def adds_two(x):  # type: ignore[no-untyped-def]  # compiled by Triton
     return adds_one(adds_one(x))
 
