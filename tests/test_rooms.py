@@ -387,6 +387,7 @@ COVERED_BY: Mapping[str, str] = {
     "runner/speculative/common/verified_rows.py": "tests/runner/speculative/test_verification.py",
     "runner/speculative/kernels/verify.py": "tests/runner/speculative/test_verify_drafts.py",
     "runner/step/kernels/prepare_inputs.py": "tests/runner/step/test_prepare_inputs.py",
+    "runner/step/kernels/cpu_prepare_inputs.py": "tests/runner/step/test_prepare_inputs.py",
     "runner/step/model_step.py": "tests/runner/startup/compiling/test_step_kernels.py",
     "tools/bench/kernels/layer_chain.py": "tests/tools/bench/kernels/test_layers.py",
     "tools/bench/measure/ceilings.py": "tests/tools/bench/measure/test_floor.py",

@@ -11,8 +11,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
@@ -26,6 +28,8 @@ from piecegraph.runner.attention.interface.metadata import PAD_SLOT_ID, Attentio
 from piecegraph.runner.attention.interface.op_call import AttentionCall, position_bias
 from piecegraph.runner.attention.kernels.decode_attention import decode_attention
 from piecegraph.runner.attention.triton.reference import rotated
+
+Integers = npt.NDArray[np.int64]
 
 QUERY_BLOCK = 128
 """Queries of a request that one call of torch computes: those of later blocks alone need the later keys, which torch's
@@ -104,19 +108,20 @@ class SdpaMetadataBuilder:
     keeps_positions: bool  # some layer has a bias by position
 
     def build(self, common: AttentionMetadata) -> SdpaMetadata:
-        """Plan the calls of this step on the host and copy the result: nothing waits for the device."""
+        """Plan the calls of this step on the host, in numpy, and copy the result: nothing waits for the device."""
         host = common.host
         assert host is not None, "sdpa plans its calls on the host"
-        is_real = host.slot_mapping != PAD_SLOT_ID
-        write_rows = None if bool(is_real.all()) else is_real.nonzero().squeeze(1)
-        write_slots = host.slot_mapping if write_rows is None else host.slot_mapping[write_rows]
+        slot_mapping: Integers = host.slot_mapping.numpy()
+        is_real = slot_mapping != PAD_SLOT_ID
+        write_rows = None if is_real.all() else is_real.nonzero()[0]
+        write_slots = slot_mapping if write_rows is None else slot_mapping[write_rows]
         calls = tuple(self._call(host, reqs) for reqs in _batched_requests(host.query_lens))
         return SdpaMetadata(
             **{name: getattr(common, name) for name in AttentionMetadata.__dataclass_fields__},
             calls=calls,
             num_real_rows=host.query_start_loc[common.num_reqs],
-            write_rows=write_rows if write_rows is None else write_rows.to(self.device, non_blocking=True),
-            write_slots=write_slots.to(self.device, non_blocking=True),
+            write_rows=None if write_rows is None else self._on_device(write_rows),
+            write_slots=self._on_device(write_slots),
             write_run=_run_of(write_slots),
             is_one_query_each=write_rows is None and len(calls) == 1 and calls[0].query_len == 1,
         )
@@ -141,39 +146,44 @@ class SdpaMetadataBuilder:
     def _key_view(self, host: HostBatch, reqs: range, reach: Reach) -> KeyView:
         window, chunk_size = reach
         query_len = host.query_lens[reqs.start]
-        seq_lens = torch.tensor(host.seq_lens[reqs.start : reqs.stop]).unsqueeze(1)  # [num_reqs, 1]
+        seq_lens = np.array(host.seq_lens[reqs.start : reqs.stop])[:, None]  # [num_reqs, 1]
         first_query = seq_lens - query_len
-        first_key = (first_query - window + 1).clamp(min=0) if window else torch.zeros_like(seq_lens)
+        first_key = (first_query - window + 1).clip(0) if window else np.zeros_like(seq_lens)
         if chunk_size:
             first_key = first_query // chunk_size * chunk_size
         num_keys = int((seq_lens - first_key).max())
-        keys = first_key + torch.arange(num_keys)  # [num_reqs, num_keys]
-        queries = (first_query + torch.arange(query_len)).unsqueeze(2)  # [num_reqs, query_len, 1]
-        visible = keys.unsqueeze(1) <= queries
+        keys = first_key + np.arange(num_keys)  # [num_reqs, num_keys]
+        queries = (first_query + np.arange(query_len))[:, :, None]  # [num_reqs, query_len, 1]
+        visible = keys[:, None] <= queries
         if window:
-            visible &= keys.unsqueeze(1) > queries - window
+            visible &= keys[:, None] > queries - window
         if chunk_size:
-            visible &= keys.unsqueeze(1) >= queries // chunk_size * chunk_size
+            visible &= keys[:, None] >= queries // chunk_size * chunk_size
         is_causal = len(reqs) == 1 and query_len > 1 and num_keys == query_len
         is_causal = is_causal and (not window or window >= num_keys) and not chunk_size
-        keys = keys.minimum(seq_lens - 1)
-        blocks = host.block_table[reqs.start : reqs.stop].gather(1, keys // self.block_size)
         is_causal &= query_len <= QUERY_BLOCK or self.device.type != "cpu"
-        mask = None if is_causal or bool(visible.all()) else visible.unsqueeze(1).to(self.device, non_blocking=True)
+        keys = np.minimum(keys, seq_lens - 1)
+        blocks = host.block_table.numpy()[np.array(reqs)[:, None], keys // self.block_size]
         slots = blocks * self.block_size + keys % self.block_size
-        run = _run_of(slots[0]) if len(reqs) == 1 else None
-        slots = slots.to(self.device, non_blocking=True)
-        positions = keys.to(self.device, non_blocking=True) if self.keeps_positions else None
-        lens = (seq_lens - first_key).squeeze(1).to(torch.int32) if query_len == 1 else None
-        return KeyView(slots=slots, mask=mask, is_causal=is_causal, positions=positions, run=run, num_keys=lens)
+        return KeyView(
+            slots=self._on_device(slots),
+            mask=None if is_causal or visible.all() else self._on_device(visible[:, None]),
+            is_causal=is_causal,
+            positions=self._on_device(keys) if self.keeps_positions else None,
+            run=_run_of(slots[0]) if len(reqs) == 1 else None,
+            num_keys=torch.from_numpy((seq_lens - first_key)[:, 0].astype(np.int32)) if query_len == 1 else None,
+        )
+
+    def _on_device(self, values: npt.NDArray[Any]) -> torch.Tensor:
+        return torch.from_numpy(values).to(self.device, non_blocking=True)
 
 
-def _run_of(slots: torch.Tensor) -> range | None:
-    """Return slots, `[n]` on the host, as a range if they follow one another."""
+def _run_of(slots: Integers) -> range | None:
+    """Return slots `[n]` as a range if they follow one another."""
     if not len(slots):
         return None
     run = range(int(slots[0]), int(slots[0]) + len(slots))
-    return run if int(slots[-1]) == run[-1] and torch.equal(slots, torch.arange(run.start, run.stop)) else None
+    return run if slots[-1] == run[-1] and bool((np.diff(slots) == 1).all()) else None
 
 
 def _batched_requests(query_lens: Sequence[int]) -> list[range]:

@@ -16,6 +16,7 @@ from piecegraph.passes.kernels.common.cpp_kernel import CppKernel
 from piecegraph.passes.kernels.cpu import int8_rows
 from piecegraph.runner.attention.kernels import decode_attention
 from piecegraph.runner.sampling.kernels import cpu_gumbel_sample, cpu_truncate
+from piecegraph.runner.step.kernels import cpu_prepare_inputs
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -24,6 +25,7 @@ OF_EVERY_MODEL = {
     decode_attention.KERNEL: "attention of single tokens",
     cpu_gumbel_sample.KERNEL: "drawing tokens",
     cpu_truncate.KERNEL: "min_p, top_k and top_p",
+    cpu_prepare_inputs.KERNEL: "a step's inputs",
 }
 """The kernels that any model may need, and what they compute. What quantised weights do is in a note of their own."""
 

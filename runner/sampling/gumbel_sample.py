@@ -62,8 +62,9 @@ def gumbel_sample(
         gumbel_sample_on_gpu(logits, idx_mapping.contiguous(), temperature, seeds, positions.contiguous(), out, record)
         return out
     arguments = (logits, idx_mapping, temperature, seeds, positions, out)
-    if not gumbel_sample_on_cpu(*arguments):
-        gumbel_sample_reference(*arguments)
+    if gumbel_sample_on_cpu(*arguments, record):
+        return out
+    gumbel_sample_reference(*arguments)
     if record is not None:
         record_tokens(record, out, idx_mapping=idx_mapping, positions=positions)
     return out

@@ -1,6 +1,7 @@
 """The derivation of a step's inputs from the requests' states on the device, so that no token passes through the host.
 
-The function follows Model Runner V2's `prepare_inputs`. The GPU runs one kernel, the CPU its torch reference.
+The function follows Model Runner V2's `prepare_inputs`. A GPU runs one kernel, a CPU
+one in C++, and where that is not there the torch reference.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from piecegraph.runner.attention.interface.metadata import PAD_SLOT_ID
+from piecegraph.runner.step.kernels.cpu_prepare_inputs import prepare_inputs_on_cpu
 from piecegraph.runner.step.state.input_buffers import InputBuffers
 from piecegraph.runner.step.state.request_states import PreparedRows
 
@@ -30,13 +32,15 @@ def prepare_inputs(
 
         prepare_inputs_on_gpu(states, buffers, num_tokens=num_tokens, num_reqs=num_reqs, block_size=block_size)
         return
+    if prepare_inputs_on_cpu(states, buffers, num_tokens=num_tokens, num_reqs=num_reqs, block_size=block_size):
+        return
     prepare_inputs_reference(states, buffers, num_tokens=num_tokens, num_reqs=num_reqs, block_size=block_size)
 
 
 def prepare_inputs_reference(
     states: PreparedRows, buffers: InputBuffers, *, num_tokens: int, num_reqs: int, block_size: int
 ) -> None:
-    """Fill `buffers` like `prepare_inputs`, as the torch reference of the kernel."""
+    """Fill `buffers` like `prepare_inputs`, as the torch reference of the kernels."""
     starts = buffers.query_start_loc[: num_reqs + 1].long()
     total, lens, rows = int(starts[num_reqs]), starts.diff(), buffers.idx_mapping[:num_reqs].long()
     is_real, rows = rows >= 0, rows.clamp(min=0)

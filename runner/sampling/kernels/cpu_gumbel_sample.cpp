@@ -159,18 +159,43 @@ void draw(const Number* logits, int64_t stride, const int32_t* idx_mapping, cons
     }
 }
 
+// The states to which drawn tokens are added, by state row; `token_ids` is null where none are.
+struct Record {
+    int32_t* token_ids;  // rows `stride` numbers apart, of `size` tokens each
+    int64_t stride, size;
+    const int32_t* prefill_lens;
+    int32_t* num_computed_tokens;
+};
+
+void add_tokens(const Record& record, const int32_t* idx_mapping, const int32_t* positions, const int64_t* tokens,
+                int64_t num_reqs) {
+    for (int64_t request = 0; request < num_reqs; ++request) {
+        const int64_t row = idx_mapping[request], position = positions[request];
+        if (row < 0) continue;
+        if (position >= record.prefill_lens[row] && position < record.size)
+            record.token_ids[row * record.stride + position] = static_cast<int32_t>(tokens[request]);
+        record.num_computed_tokens[row] = static_cast<int32_t>(position);
+    }
+}
+
 }  // namespace
 
 // logits [num_reqs, vocab_size], float32 or bfloat16, rows `stride` numbers apart; idx_mapping and positions [num_reqs];
-// temperature and seeds by state row; the token of each row is written to out [num_reqs]. Returns 0.
+// temperature and seeds by state row; the token of each row is written to out [num_reqs], and to the states of `Record`
+// as `record_tokens` in runner/common/token_record.py does. Returns 0.
 extern "C" int piecegraph_gumbel_sample(int is_bfloat16, const void* logits, int64_t stride, const int32_t* idx_mapping,
                                         const float* temperature, const int64_t* seeds, const int32_t* positions,
-                                        int64_t* out, int64_t num_reqs, int64_t vocab_size, int num_threads) {
+                                        int64_t* out, int64_t num_reqs, int64_t vocab_size, int32_t* token_ids,
+                                        int64_t token_ids_stride, int64_t num_token_ids, const int32_t* prefill_lens,
+                                        int32_t* num_computed_tokens, int num_threads) {
     if (is_bfloat16)
         draw(static_cast<const BFloat16*>(logits), stride, idx_mapping, temperature, seeds, positions, out, num_reqs,
              vocab_size, num_threads);
     else
         draw(static_cast<const float*>(logits), stride, idx_mapping, temperature, seeds, positions, out, num_reqs,
              vocab_size, num_threads);
+    if (token_ids != nullptr)
+        add_tokens({token_ids, token_ids_stride, num_token_ids, prefill_lens, num_computed_tokens}, idx_mapping, positions,
+                   out, num_reqs);
     return 0;
 }

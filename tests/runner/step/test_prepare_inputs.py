@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
 from piecegraph.runner.attention.interface.metadata import PAD_SLOT_ID
+from piecegraph.runner.step.kernels.cpu_prepare_inputs import KERNEL, prepare_inputs_on_cpu
 from piecegraph.runner.step.prepare_inputs import prepare_inputs, prepare_inputs_reference
 from piecegraph.runner.step.state.input_buffers import InputBuffers
+from tests.cpp_kernels import needs_cpp_compiler, use_kernel
 from tests.interpreter import interpreted
 from tests.runner.device_state import BLOCK_SIZE, POISON, buffers, states
 
@@ -90,34 +94,44 @@ def test_a_block_is_several_pages_of_the_kernels() -> None:
     assert torch.equal(inputs.slot_mapping, whole.slot_mapping)
 
 
-def check_kernel(device: str = "cpu") -> None:
-    """The kernel writes what the reference writes, to the byte."""
+def check_triton_kernel(device: str = "cpu") -> None:
     from piecegraph.runner.step.kernels.prepare_inputs import prepare_inputs_on_gpu
 
+    check_kernel(prepare_inputs_on_gpu, device)
+
+
+def check_kernel(run_kernel: Callable[..., object], device: str = "cpu") -> None:
+    """The kernel writes what the reference writes, to the byte."""
     for num_groups, num_tokens, num_reqs in ((1, 6, 3), (1, 8, 4), (1, 16, 5), (3, 8, 4), (3, 16, 5)):
         made = states(device, num_groups=num_groups)
         expected, found = buffers(made, device), buffers(made, device)
         size = {"num_tokens": num_tokens, "num_reqs": num_reqs, "block_size": BLOCK_SIZE}
         prepare_inputs_reference(made, expected, **size)
-        prepare_inputs_on_gpu(made, found, **size)
+        run_kernel(made, found, **size)
         for name in FIELDS:
             assert torch.equal(getattr(found, name), getattr(expected, name)), (name, num_groups, size)
         for inputs in (expected, found):
             inputs.fill([-1, made.row("prompt"), -1], [6, 2, 1])
         size |= {"num_tokens": 12, "num_reqs": 4}
         prepare_inputs_reference(made, expected, **size)
-        prepare_inputs_on_gpu(made, found, **size)
+        run_kernel(made, found, **size)
         for name in FIELDS:
             assert torch.equal(getattr(found, name), getattr(expected, name)), (name, num_groups, "dummy requests")
 
 
+@needs_cpp_compiler
+def test_the_kernel_for_a_cpu_equals_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_kernel(KERNEL, monkeypatch)
+    check_kernel(prepare_inputs_on_cpu)
+
+
 def test_the_kernel_equals_the_reference() -> None:
-    interpreted(check_kernel)
+    interpreted(check_triton_kernel)
 
 
 @pytest.mark.gpu
 def test_the_kernel_equals_the_reference_on_the_gpu() -> None:
-    check_kernel("cuda")
+    check_triton_kernel("cuda")
 
 
 def test_the_same_batch_twice_is_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:

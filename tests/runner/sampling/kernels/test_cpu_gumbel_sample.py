@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from piecegraph.runner.common.token_record import TokenRecord, record_tokens
 from piecegraph.runner.sampling.gumbel_sample import gumbel_noise, gumbel_sample, gumbel_sample_reference
 from piecegraph.runner.sampling.kernels.cpu_gumbel_sample import KERNEL, gumbel_sample_on_cpu
 from tests.cpp_kernels import needs_cpp_compiler, use_kernel
@@ -103,3 +104,26 @@ def test_what_it_cannot_read_is_left_to_torch() -> None:
     assert not gumbel_sample_on_cpu(torch.randn(9, 2).t(), *inputs, out)
     assert gumbel_sample_on_cpu(torch.randn(2, 19)[:, 3:12], *inputs, out)
     assert gumbel_sample_on_cpu(torch.empty(0, 9), *inputs, out[:0])
+
+
+def test_tokens_are_recorded_as_by_torch() -> None:
+    """Rows of the record lie in wider ones; some requests do not sample yet, and some have their last token."""
+    random = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        num_rows, size = 8, 12
+        wide = torch.randint(0, 50, (num_rows, size + 4), generator=random, dtype=torch.int32)
+        lens = torch.randint(1, size, (num_rows,), generator=random, dtype=torch.int32)
+        idx_mapping = torch.randperm(num_rows, generator=random)[:6].int()
+        idx_mapping[2] = -1
+        positions = torch.randint(0, size + 2, (6,), generator=random, dtype=torch.int32)
+        inputs = idx_mapping, torch.rand(num_rows), torch.arange(num_rows), positions
+        records = [
+            TokenRecord(wide.clone()[:, :size], lens, torch.zeros(num_rows, dtype=torch.int32)) for _ in range(2)
+        ]
+        out = torch.zeros(6, dtype=torch.int64)
+        assert gumbel_sample_on_cpu(torch.randn(6, 30, generator=random), *inputs, out, records[0])
+        record_tokens(records[1], out, idx_mapping=idx_mapping, positions=positions)
+        for found, expected in zip(*records, strict=True):
+            assert torch.equal(found, expected)
+        whole = records[0].token_ids.as_strided(wide.shape, wide.stride())
+        assert torch.equal(whole[:, size:], wide[:, size:])
