@@ -4,7 +4,11 @@
 // are divided into parts, which threads share; a part has its own largest score, sum and values, which are added up at
 // the end (FlashDecoding, https://crfm.stanford.edu/2023/10/12/flashdecoding.html). The parts depend on the number of
 // keys alone, so a request's numbers are the same in every batch and with any number of threads. Everything is computed
-// in float32 and rounded once. Loops are left to the compiler's vectors.
+// in float32 and rounded once.
+//
+// Scores of a few keys and heads, and values of a few heads, are added up in registers, by the vectors of GCC and clang
+// (https://gcc.gnu.org/onlinedocs/gcc/Vector-Extensions.html), whose size is that of the processor's. Other loops are
+// left to the compiler.
 
 #include <algorithm>
 #include <cmath>
@@ -12,8 +16,27 @@
 #include <cstdlib>
 #include <cstring>
 #include <limits>
+#include <type_traits>
+
+// Products and sums become one instruction; which of them do is the same for every request.
+#pragma GCC optimize("fp-contract=fast")
 
 namespace {
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16, kMostHeads = 4;
+#elif defined(__AVX__)
+constexpr int kLanes = 8, kMostHeads = 2;
+#else
+constexpr int kLanes = 4, kMostHeads = 2;
+#endif
+constexpr int kKeys = 4;     // whose scores are added up at the same time
+constexpr int kVectors = 4;  // of the values of a head
+constexpr int64_t kValueKeys = 16;  // whose values stay in the nearest cache from one head to the next
+
+typedef float Lanes __attribute__((vector_size(kLanes * 4)));
+typedef uint16_t HalfLanes __attribute__((vector_size(kLanes * 2)));
+typedef uint32_t WordLanes __attribute__((vector_size(kLanes * 4)));
 
 constexpr int64_t kLeastKeys = 64;  // of a part, if there are several
 constexpr int64_t kMostParts = 16;  // of a request's keys
@@ -53,6 +76,29 @@ float number(BFloat16 x) {
     float result;
     std::memcpy(&result, &bits, 4);
     return result;
+}
+
+Lanes lanes(const float* from) {
+    Lanes result;
+    std::memcpy(&result, from, sizeof result);
+    return result;
+}
+
+Lanes lanes(const BFloat16* from) {
+    HalfLanes bits;
+    std::memcpy(&bits, from, sizeof bits);
+    const WordLanes words = __builtin_convertvector(bits, WordLanes) << 16;
+    Lanes result;
+    std::memcpy(&result, &words, sizeof result);
+    return result;
+}
+
+float total(Lanes x) {
+    float found[kLanes];
+    std::memcpy(found, &x, sizeof found);
+    for (int width = kLanes / 2; width > 0; width /= 2)
+        for (int i = 0; i < width; ++i) found[i] += found[i + width];
+    return found[0];
 }
 
 void store(float x, float* to) { *to = x; }
@@ -99,47 +145,137 @@ struct Shape {
     int64_t results_of_part() const { return group * (2 + value_dim); }  // for each head largest score, sum, values
 };
 
+// Calls `run` with a number of heads as a constant.
+template <class Run>
+void of_heads(int64_t num_heads, const Run& run) {
+    if (num_heads == 1) return run(std::integral_constant<int, 1>());
+    if (num_heads == 2) return run(std::integral_constant<int, 2>());
+    if (num_heads == 3) return run(std::integral_constant<int, std::min(3, kMostHeads)>());
+    run(std::integral_constant<int, kMostHeads>());
+}
+
+// Writes scores[head * score_stride + key]: the products of some heads' queries, `key_dim` numbers apart, with `num_keys`
+// keys.
+template <int num_heads, int num_keys, class Number>
+void score_some(const float* queries, int64_t key_dim, const Number* const* keys, float scale, float* scores,
+                int64_t score_stride) {
+    Lanes sums[num_heads][num_keys] = {};
+    int64_t at = 0;
+    for (; at + kLanes <= key_dim; at += kLanes) {
+        Lanes numbers[num_keys];
+        for (int key = 0; key < num_keys; ++key) numbers[key] = lanes(keys[key] + at);
+        for (int head = 0; head < num_heads; ++head) {
+            const Lanes query = lanes(queries + head * key_dim + at);
+            for (int key = 0; key < num_keys; ++key) sums[head][key] += query * numbers[key];
+        }
+    }
+    for (int head = 0; head < num_heads; ++head)
+        for (int key = 0; key < num_keys; ++key) {
+            float sum = total(sums[head][key]);
+            for (int64_t rest = at; rest < key_dim; ++rest)
+                sum = std::fma(queries[head * key_dim + rest], number(keys[key][rest]), sum);
+            scores[head * score_stride + key] = sum * scale;
+        }
+}
+
+// Adds to `to`, `value_dim` numbers for each of some heads, the values of `count` keys times their weights.
+template <int num_heads, class Number>
+void weigh_some(const float* weights, int64_t weight_stride, int64_t count, const int64_t* slots, const Number* values,
+                int64_t slot_stride, int64_t value_dim, float* to) {
+    int64_t at = 0;
+    for (; at + kVectors * kLanes <= value_dim; at += kVectors * kLanes) {
+        Lanes sums[num_heads][kVectors];
+        for (int head = 0; head < num_heads; ++head)
+            std::memcpy(sums[head], to + head * value_dim + at, sizeof sums[head]);
+        for (int64_t i = 0; i < count; ++i) {
+            const Number* value = values + slots[i] * slot_stride + at;
+            Lanes numbers[kVectors];
+            for (int vector = 0; vector < kVectors; ++vector) numbers[vector] = lanes(value + vector * kLanes);
+            for (int head = 0; head < num_heads; ++head) {
+                const float weight = weights[head * weight_stride + i];
+                for (int vector = 0; vector < kVectors; ++vector) sums[head][vector] += weight * numbers[vector];
+            }
+        }
+        for (int head = 0; head < num_heads; ++head)
+            std::memcpy(to + head * value_dim + at, sums[head], sizeof sums[head]);
+    }
+    if (at == value_dim) return;
+    for (int64_t i = 0; i < count; ++i) {
+        const Number* value = values + slots[i] * slot_stride;
+        for (int head = 0; head < num_heads; ++head) {
+            const float weight = weights[head * weight_stride + i];
+            float* of_head = to + head * value_dim;
+#pragma omp simd
+            for (int64_t d = at; d < value_dim; ++d) of_head[d] = std::fma(weight, number(value[d]), of_head[d]);
+        }
+    }
+}
+
+template <class Number>
+void score(int64_t num_heads, int64_t num_keys, const float* queries, int64_t key_dim, const Number* const* keys,
+           float scale, float* scores, int64_t stride) {
+    const auto run = [&](auto heads) {
+        constexpr int count = decltype(heads)::value;
+        if (num_keys == kKeys) return score_some<count, kKeys>(queries, key_dim, keys, scale, scores, stride);
+        for (int64_t key = 0; key < num_keys; ++key)
+            score_some<count, 1>(queries, key_dim, keys + key, scale, scores + key, stride);
+    };
+    of_heads(num_heads, run);
+}
+
+// The exponentials of scores of one head in their place; their largest and their sum.
+void exponentials(float* scores, int64_t count, float& largest, float& sum) {
+    largest = largest_of(scores, count);
+    const float base = largest == -kInfinity ? 0.0f : largest;  // other parts may have finite scores
+    float found = 0;
+#pragma omp simd reduction(+ : found)
+    for (int64_t i = 0; i < count; ++i) {
+        scores[i] = exp_of(scores[i] - base);
+        found += scores[i];
+    }
+    sum = found;
+}
+
+// A part of a request's keys, for some KV heads: `query`, `keys` and `values` begin with the first of them. Keys and
+// values are read in the order in which they lie in the cache. The results of a KV head are `step` numbers from the
+// next one's.
 template <class Number>
 void attend_part(const Shape& shape, const Number* query, const Number* keys, const Number* values,
-                 const int64_t* slots, int64_t count, int64_t head, float scale, float* work, float* results) {
+                 const int64_t* slots, int64_t count, int64_t num_kv_heads, float scale, float* work, float* results,
+                 int64_t step) {
     const int64_t group = shape.group, key_dim = shape.key_dim, value_dim = shape.value_dim;
-    float* scores = work + group * key_dim;
-    float* largest = results;
-    float* sums = largest + group;
-    float* sums_of_values = sums + group;
-    for (int64_t i = 0; i < group * key_dim; ++i) work[i] = number(query[i]);
-    for (int64_t i = 0; i < count; ++i) {
-        const Number* key = keys + (slots[i] * shape.num_kv_heads + head) * key_dim;
-        for (int64_t g = 0; g < group; ++g) {
-            const float* one = work + g * key_dim;
-            float sum = 0;
-#pragma omp simd reduction(+ : sum)
-            for (int64_t d = 0; d < key_dim; ++d) sum = std::fma(one[d], number(key[d]), sum);
-            scores[g * count + i] = sum * scale;
+    const int64_t key_stride = shape.num_kv_heads * key_dim, value_stride = shape.num_kv_heads * shape.value_stride;
+    float* scores = work + num_kv_heads * group * key_dim;
+    for (int64_t i = 0; i < num_kv_heads * group * key_dim; ++i) work[i] = number(query[i]);
+    for (int64_t first = 0; first < count; first += kKeys) {
+        const int64_t num_keys = std::min<int64_t>(count - first, kKeys);
+        for (int64_t kv_head = 0; kv_head < num_kv_heads; ++kv_head) {
+            const Number* some[kKeys];
+            for (int64_t key = 0; key < num_keys; ++key)
+                some[key] = keys + slots[first + key] * key_stride + kv_head * key_dim;
+            for (int64_t head = 0; head < group; head += kMostHeads)
+                score(std::min<int64_t>(group - head, kMostHeads), num_keys, work + (kv_head * group + head) * key_dim,
+                      key_dim, some, scale, scores + (kv_head * group + head) * count + first, count);
         }
     }
-    for (int64_t g = 0; g < group; ++g) {
-        float* of_head = scores + g * count;
-        const float most = largest_of(of_head, count);
-        const float base = most == -kInfinity ? 0.0f : most;  // other parts may have finite scores
-        float sum = 0;
-#pragma omp simd reduction(+ : sum)
-        for (int64_t i = 0; i < count; ++i) {
-            of_head[i] = exp_of(of_head[i] - base);
-            sum += of_head[i];
-        }
-        largest[g] = most;
-        sums[g] = sum;
+    for (int64_t kv_head = 0; kv_head < num_kv_heads; ++kv_head) {
+        float* of_head = results + kv_head * step;
+        for (int64_t head = 0; head < group; ++head)
+            exponentials(scores + (kv_head * group + head) * count, count, of_head[head], of_head[group + head]);
+        std::fill(of_head + 2 * group, of_head + 2 * group + group * value_dim, 0.0f);
     }
-    std::fill(sums_of_values, sums_of_values + group * value_dim, 0.0f);
-    for (int64_t i = 0; i < count; ++i) {
-        const Number* value = values + (slots[i] * shape.num_kv_heads + head) * shape.value_stride;
-        for (int64_t g = 0; g < group; ++g) {
-            const float weight = scores[g * count + i];
-            float* to = sums_of_values + g * value_dim;
-#pragma omp simd
-            for (int64_t d = 0; d < value_dim; ++d) to[d] = std::fma(weight, number(value[d]), to[d]);
-        }
+    for (int64_t first = 0; first < count; first += kValueKeys) {
+        const int64_t num_keys = std::min(count - first, kValueKeys);
+        for (int64_t kv_head = 0; kv_head < num_kv_heads; ++kv_head)
+            for (int64_t head = 0; head < group; head += kMostHeads) {
+                const float* weights = scores + (kv_head * group + head) * count + first;
+                float* to = results + kv_head * step + 2 * group + head * value_dim;
+                of_heads(std::min<int64_t>(group - head, kMostHeads), [&](auto heads) {
+                    weigh_some<decltype(heads)::value>(weights, count, num_keys, slots + first,
+                                                       values + kv_head * shape.value_stride, value_stride, value_dim,
+                                                       to);
+                });
+            }
     }
 }
 
@@ -168,26 +304,30 @@ bool attend(const Shape& shape, const Number* query, const Number* keys, const N
             const int32_t* num_keys, Number* out, float scale, int num_threads) {
     static thread_local Scratch kept;
     const int64_t step = shape.results_of_part(), max_parts = shape.max_parts();
-    const int64_t num_heads = shape.num_reqs * shape.num_kv_heads, num_tasks = num_heads * max_parts;
-    float* results = kept.at_least(num_tasks * step);
+    const int64_t num_heads = shape.num_reqs * shape.num_kv_heads;
+    float* results = kept.at_least(num_heads * max_parts * step);
     if (results == nullptr) return false;
+    // Rows are read best as a whole; where that leaves threads without work, a task is one KV head.
+    const int64_t of_task = shape.num_reqs * max_parts < num_threads ? 1 : shape.num_kv_heads;
+    const int64_t num_tasks = num_heads / of_task * max_parts;
     bool has_memory = true;
 #pragma omp parallel for schedule(dynamic, 1) num_threads(num_threads) if (num_threads > 1 && num_tasks > 1)
     for (int64_t task = 0; task < num_tasks; ++task) {
         static thread_local Scratch own;
-        const int64_t at = task / max_parts, part = task % max_parts, request = at / shape.num_kv_heads;
+        const int64_t at = task / max_parts * of_task, part = task % max_parts;
+        const int64_t request = at / shape.num_kv_heads, kv_head = at % shape.num_kv_heads;
         const int64_t length = part_length(num_keys[request]), first = part * length;
         const int64_t count = std::min(length, num_keys[request] - first);
         if (count <= 0) continue;
-        float* work = own.at_least(shape.group * (shape.key_dim + count));
+        float* work = own.at_least(of_task * shape.group * (shape.key_dim + count));
         if (work == nullptr) {
 #pragma omp atomic write
             has_memory = false;
             continue;
         }
-        attend_part(shape, query + at * shape.group * shape.key_dim, keys, values,
-                    slots + request * shape.max_keys + first, count, at % shape.num_kv_heads, scale, work,
-                    results + task * step);
+        attend_part(shape, query + at * shape.group * shape.key_dim, keys + kv_head * shape.key_dim,
+                    values + kv_head * shape.value_stride, slots + request * shape.max_keys + first, count, of_task,
+                    scale, work, results + (at * max_parts + part) * step, max_parts * step);
     }
     if (!has_memory) return false;
     for (int64_t at = 0; at < num_heads; ++at) {

@@ -109,6 +109,15 @@ def test_it_is_attention(lens: list[int], dtype: torch.dtype) -> None:
         assert torch.equal(cached[0], made.key) and made.value is not None and torch.equal(cached[1], made.value)
 
 
+@pytest.mark.parametrize("narrower", ["-mno-avx512f", "-mno-avx"])
+def test_vectors_may_be_narrower(narrower: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_kernel(KERNEL, monkeypatch, narrower)
+    for heads, dims, dtype in (((10, 2), (72, 40), torch.float32), ((7, 1), (128, 256), torch.bfloat16)):
+        made = step([70, 3, 200], heads=heads, dims=dims, dtype=dtype)
+        wanted, bound = made.wanted(), 1e-5 if dtype is torch.float32 else 2**-7
+        torch.testing.assert_close(made.run().double(), wanted, atol=bound, rtol=bound)
+
+
 def test_values_may_be_part_of_keys() -> None:
     made = step([5, 70], heads=(4, 1), dims=(24, 16), is_latent=True)
     wanted = made.wanted()
