@@ -104,6 +104,11 @@ def _build(source: bytes, name: str, flags: Sequence[str]) -> tuple[str, bytes]:
     try:
         compiler = get_cpp_compiler()
     except Exception as error:  # it has a class of its own for this, and others for broken compilers
+        if environment.is_set("CXX"):
+            named = environment.read("CXX") or ""
+            raise NoLibrary(
+                f"CXX={named!r} is no C++ compiler that runs; name one program there, without arguments, or unset it"
+            ) from error
         raise NoLibrary("there is no C++ compiler (Debian: apt-get install g++; or name one in CXX)") from error
     with scratch_folder() as folder:
         (folder / name).write_bytes(source)

@@ -12,6 +12,7 @@ from piecegraph.compiler.own_kernels.cpp_library import NoLibrary, library_of
 from piecegraph.compiler.store.compile_cache import CompileCache
 from piecegraph.config import CompileConfig
 from piecegraph.cpu_instructions import cpu_instructions
+from piecegraph.errors import ConfigError
 from piecegraph.passes.kernels.common.cpp_kernel import CppKernel
 from piecegraph.passes.kernels.cpu import int8_rows
 from piecegraph.runner.attention.kernels import decode_attention
@@ -36,8 +37,9 @@ def choose_cpu_kernels(
     """Load the kernels that the model may need on a CPU, or note why one is not used.
 
     They are built where the cache does not have them, a second for all. A process that has them does nothing. Raises
-    `ConfigError` for the settings of the cache.
+    `ConfigError` for the settings of the cache, and for a value of PIECEGRAPH_CPU_KERNELS that is not known.
     """
+    _are_turned_off()
     missing = [kernel for kernel in _wanted(quantization, hf_config, device_type) if kernel.call is None]
     if missing:
         # Libraries are kept where eager pieces and what is dumped are not: they are the same beside any pieces.
@@ -55,14 +57,23 @@ def keep_cpu_kernels(
 
 
 def cpu_kernels_notes(device_type: str) -> tuple[str, ...]:
-    """Return notes about what torch computes on a CPU instead of our C++ kernels, one for each reason."""
+    """Return notes about what torch computes on a CPU instead of our C++ kernels, one for each reason.
+
+    Kernels that a process computes by are not turned off, which is a note, too.
+    """
     if device_type != "cpu":
         return ()
     reasons: dict[str, list[str]] = {}
     for kernel, what in OF_EVERY_MODEL.items():
         if kernel.why_not:
             reasons.setdefault(kernel.why_not, []).append(what)
-    return tuple(f"{'; '.join(what)}: by torch, not by our C++ kernels: {why}" for why, what in reasons.items())
+    notes = [f"{'; '.join(what)}: by torch, not by our C++ kernels: {why}" for why, what in reasons.items()]
+    if _are_turned_off() and any(kernel.call is not None for kernel in OF_EVERY_MODEL):
+        notes.append(
+            f"{environment.CPU_KERNELS}=0 has no effect on kernels that this process has loaded for an earlier model; "
+            "set it before the first one"
+        )
+    return tuple(notes)
 
 
 def _wanted(quantization: str | None, hf_config: PretrainedConfig, device_type: str) -> Sequence[CppKernel]:
@@ -93,9 +104,19 @@ def _load_one(kernel: CppKernel, cache: CompileCache) -> None:
         kernel.use(library)
 
 
+def _are_turned_off() -> bool:
+    """Return whether the user wants none of our kernels. Raises `ConfigError` for a value that is not known."""
+    value = environment.read(environment.CPU_KERNELS)
+    if value not in (None, "0", "1"):
+        raise ConfigError(
+            f"{environment.CPU_KERNELS}={value!r} is not known: 0 has torch compute, 1 or nothing our C++ kernels."
+        )
+    return value == "0"
+
+
 def _check_is_of_use(kernel: CppKernel) -> None:
     """Raise `NoLibrary` if the user wants none of our kernels, or this processor lacks what `kernel` needs."""
-    if environment.read(environment.CPU_KERNELS) == "0":
+    if _are_turned_off():
         raise NoLibrary(f"{environment.CPU_KERNELS}=0")
     for name in kernel.instructions:
         if name not in cpu_instructions():

@@ -83,7 +83,7 @@ def quantise_model(
         try:
             with torch.no_grad():
                 make = method.empty if is_read or weight.is_meta else method.pack
-                packed = make(weight.detach(), chosen)
+                packed = make(weight.detach().contiguous(), chosen)
         except (NotFinite, DoesNotFit) as error:
             if isinstance(error, DoesNotFit) and not must_fit:
                 left[f"{type(first).__name__}.{short} ({error})"] += 1

@@ -38,7 +38,8 @@ SYMMETRIC_SUMS = "PIECEGRAPH_SYMMETRIC_SUMS"
 (`runner/tensor_parallel/symmetric_memory/`)."""
 
 CPU_KERNELS = "PIECEGRAPH_CPU_KERNELS"
-"""`0`: torch's functions compute on a CPU what our C++ kernels would (`compiler/own_kernels/native.py`)."""
+"""`0`: torch's functions compute on a CPU what our C++ kernels would (`runner/models/cpu_kernels.py`).
+Read when a process loads its first model that could use them."""
 
 GPUS = "CUDA_VISIBLE_DEVICES"
 """CUDA's own: the GPUs that a process sees, by number or name, joined by commas."""
@@ -46,6 +47,11 @@ GPUS = "CUDA_VISIBLE_DEVICES"
 
 NCCL_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 """torch's own: what its process groups over NCCL do about a lost or late rank; by default they end this process."""
+
+
+def is_set(name: str) -> bool:
+    """Return whether `name` is set, be it to nothing."""
+    return name in os.environ
 
 
 def read(name: str) -> str | None:

@@ -31,16 +31,21 @@ KERNEL = CppKernel(
 def int8_rows(
     x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """Return what `int8_linear` does, or None for what the kernel does not compute.
+    """Return what `int8_linear` does, or None for what the kernel does not compute, or nobody does.
 
-    It computes float32 and bfloat16, up to `MAX_ROWS` rows and `MAX_SIZE` columns of `x`, once it is there.
+    It computes float32 and bfloat16, up to `MAX_ROWS` rows and `MAX_SIZE` columns of `x`, once it is there. It reads
+    contiguous weights, scales and biases of `int8_linear`'s shapes and dtypes.
     """
     num_columns, size = weight.shape
     num_rows = x.numel() // size if size else 0
     if KERNEL.call is None or not 0 < num_rows <= MAX_ROWS or size > MAX_SIZE or not num_columns:
         return None
     dtype = x.dtype
-    if dtype is not scale.dtype or dtype not in (torch.float32, torch.bfloat16):
+    if dtype is not scale.dtype or dtype not in (torch.float32, torch.bfloat16) or x.shape[-1] != size:
+        return None
+    if not (weight.is_contiguous() and scale.is_contiguous() and scale.shape[0] == num_columns):
+        return None
+    if bias is not None and not (bias.dtype is dtype and bias.is_contiguous() and bias.shape[0] == num_columns):
         return None
     rows = x if x.is_contiguous() else x.contiguous()
     out = rows.new_empty((*x.shape[:-1], num_columns))

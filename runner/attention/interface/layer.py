@@ -88,6 +88,9 @@ def _attention_layer(call: SplitCall) -> AttentionLayer:
     query, key, value, name = *(_spec(each) for each in arguments[:3]), arguments.layer
     if arguments.unsupported:
         raise UnsupportedModel(f"{name}: {arguments.unsupported}")
+    if arguments.sinks is not None and arguments.slopes is not None:
+        # `position_bias` moves the scores of keys, and that of a sink stays
+        raise UnsupportedModel(f"{name}: it has both sinks and a bias by position, which cannot run together here.")
     return AttentionLayer(
         name=name,
         num_q_heads=_static(query, 1, name),

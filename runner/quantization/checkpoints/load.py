@@ -51,7 +51,7 @@ class PlainCheckpoint:
     def packed(self, path: str, parts: Parts, scheme: Scheme, dtype: torch.dtype) -> PackedWeight:
         """Return the weight quantised. Raises `CheckpointError` for one that is not finite."""
         try:
-            return METHODS[scheme.method].pack(parts["weight"].to(dtype), scheme)
+            return METHODS[scheme.method].pack(parts["weight"].to(dtype).contiguous(), scheme)
         except NotFinite as error:
             raise CheckpointError(
                 f"{path}.weight cannot be quantised to {self.quant_method}: {error}. Check the checkpoint, or leave "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 import shutil
 import subprocess
 import sys
@@ -100,6 +101,16 @@ def test_a_library_that_cannot_be_loaded_here_is_built_again(tmp_path: Path, mon
 
 def test_without_a_compiler_the_reason_says_what_to_do(tmp_path: Path, no_compiler: None) -> None:
     with pytest.raises(NoLibrary, match=r"there is no C\+\+ compiler .*apt-get install g\+\+"):
+        library_of(source_in(tmp_path, 41), cache_in(tmp_path))
+
+
+@pytest.mark.parametrize("named", ["", "env g++"])
+def test_a_compiler_that_CXX_does_not_name_is_the_reason(  # noqa: N802  # as the variable is spelt
+    named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", named)
+    monkeypatch.setattr("torch._inductor.cpp_builder.get_cpp_compiler", lambda: 1 / 0)
+    with pytest.raises(NoLibrary, match=rf"CXX='{re.escape(named)}' is no C\+\+ compiler that runs; name one program"):
         library_of(source_in(tmp_path, 41), cache_in(tmp_path))
 
 

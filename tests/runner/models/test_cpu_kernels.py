@@ -12,6 +12,7 @@ from piecegraph import environment
 from piecegraph.compiler.own_kernels.cpp_library import NoLibrary
 from piecegraph.compiler.store.compile_cache import CompileCache
 from piecegraph.config import CompileConfig
+from piecegraph.errors import ConfigError
 from piecegraph.passes.kernels.common.cpp_kernel import NOT_LOADED, CppKernel
 from piecegraph.passes.kernels.cpu import int8_rows
 from piecegraph.runner.models import cpu_kernels
@@ -75,7 +76,8 @@ def test_filling_a_cache_leaves_kernels_in_use_as_they_are(monkeypatch: pytest.M
     monkeypatch.setenv(environment.CPU_KERNELS, "0")
     keep_cpu_kernels("int8", PLAIN, "cpu", cache)
     assert [kernel.call for kernel in KERNELS] == calls
-    assert not cpu_kernels_notes("cpu")
+    (note,) = cpu_kernels_notes("cpu")
+    assert note.startswith("PIECEGRAPH_CPU_KERNELS=0 has no effect on kernels that this process has loaded")
 
 
 def test_kernels_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,6 +85,12 @@ def test_kernels_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(environment.CPU_KERNELS, "0")
     choose_cpu_kernels("int8", PLAIN, "cpu", CompileConfig())
     assert {kernel.why_not for kernel in KERNELS} == {"PIECEGRAPH_CPU_KERNELS=0"}
+
+
+def test_an_unknown_value_of_the_variable_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(environment.CPU_KERNELS, "no")
+    with pytest.raises(ConfigError, match="PIECEGRAPH_CPU_KERNELS='no' is not known: 0 has torch compute"):
+        choose_cpu_kernels(None, PLAIN, "cpu", CompileConfig())
 
 
 def test_models_that_cannot_use_it_do_not_load_it(monkeypatch: pytest.MonkeyPatch) -> None:

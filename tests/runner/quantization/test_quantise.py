@@ -54,6 +54,22 @@ def test_what_is_not_quantised_is_said() -> None:
     assert "1 linears are int8" in str(summary) and "not quantised: 1 x OtherLinear.weight" in str(summary)
 
 
+@pytest.mark.parametrize("scheme", ["int8", "int4", "fp8"])
+def test_a_transposed_weight_is_stored_in_rows(scheme: str) -> None:
+    """Kernels read rows; values that kept the strides of their weight were read as another matrix."""
+    found = []
+    for is_transposed in (False, True):
+        model = Model(is_tied=False)
+        torch.manual_seed(0)
+        weight = torch.randn(32, 32)
+        model.inner.weight = nn.Parameter(weight.t().contiguous().t() if is_transposed else weight)
+        quantise_model(model, scheme, online_schemes(scheme))
+        inner = model.inner
+        assert isinstance(inner, QuantisedLinear) and inner.weight_packed.is_contiguous()
+        found.append(inner.weight_packed)
+    assert torch.equal(found[0].view(torch.uint8), found[1].view(torch.uint8))
+
+
 def test_a_model_without_such_weights_is_refused() -> None:
     with pytest.raises(UnsupportedModel, match="Sequential has no weights that quantization='int8' can quantise"):
         quantise_model(nn.Sequential(nn.LayerNorm(4)), "int8", SCHEMES)

@@ -12,6 +12,7 @@ import torch
 
 from piecegraph.passes.kernels.cpu import int8_rows
 from piecegraph.passes.kernels.cpu.int8_rows import KERNEL, MAX_ROWS, MAX_SIZE
+from piecegraph.passes.ops.quantised.int8_linear import int8_linear
 from tests.cpp_kernels import library, needs_cpp_compiler, use_kernel
 
 pytestmark = needs_cpp_compiler
@@ -164,6 +165,20 @@ def test_what_it_does_not_compute_is_left_to_torch(monkeypatch: pytest.MonkeyPat
     assert int8_rows.int8_rows(x[:1].double(), weight, scale.double(), None) is None
     wide = torch.zeros(1, MAX_SIZE + 1)
     assert int8_rows.int8_rows(wide, torch.zeros(4, MAX_SIZE + 1, dtype=torch.int8), scale, None) is None
+    assert bias is not None
+    one = x[:1]
+    for others in (
+        (torch.zeros(1, 1024), weight, scale, None),
+        (one, torch.zeros(64, 4, dtype=torch.int8).t(), scale, None),
+        (one, weight, scale[:1].expand(4), None),
+        (one, weight, scale[:3], None),
+        (one, weight, scale, bias[:1].expand(4)),
+        (one, weight, scale, bias[:3]),
+        (one, weight, scale, bias.bfloat16()),
+    ):
+        assert int8_rows.int8_rows(*others) is None
+    with pytest.raises(RuntimeError, match=r"shape|size"):
+        int8_linear(torch.zeros(1, 1024), weight, scale, None)
     monkeypatch.setattr(KERNEL, "call", None)
     assert int8_rows.int8_rows(x[:1], weight, scale, bias) is None
 

@@ -127,6 +127,14 @@ def test_layers_are_read_off_each_op(op: str) -> None:
         attention_layers([call(op, unsupported="cannot")])
 
 
+def test_a_bias_by_position_beside_sinks_is_refused() -> None:
+    """The bias counts from the last key, which would move the scores of keys and not those of sinks."""
+    found = call(BIASED_ATTENTION_OP)
+    sinks = TensorSpec(shape=(4,), dtype=torch.float16, device=torch.device("cpu"))
+    with pytest.raises(UnsupportedModel, match=r"l\.0: it has both sinks and a bias by position"):
+        attention_layers([replace(found, args=(*found.args[:-3], sinks, *found.args[-2:]))])
+
+
 class RecordedLaunch:
     """A patchable launch that records what it is given."""
 
