@@ -1,4 +1,4 @@
-// The product of a few rows of floats and int8 weights on a CPU, for `piecegraph::int8_linear`.
+// The product of rows of floats and int8 weights on a CPU, for `piecegraph::int8_linear`.
 //
 // A row of x becomes 16-bit fixed point with one scale, q = 256 * hi + lo in two signed bytes, which keeps more of it
 // than bfloat16 does. Weights are read as they lie and made unsigned on the way (w + 128), because `vpdpbusd` multiplies
@@ -25,6 +25,7 @@ namespace {
 
 constexpr float kLargest = 32639.0f;     // 256 * 127 + 127: the largest q whose two bytes are signed
 constexpr int64_t kColumns = 4;          // weight rows of a block: their products with a row of x share its loads
+constexpr int64_t kMostRows = 128;       // of x that are multiplied together: their bytes stay in the second cache
 constexpr int64_t kLeastWork = 1 << 15;  // products for which threads are worth their start
 constexpr int64_t kAhead = 16384;        // bytes by which weights are fetched into the second cache before they are read
 constexpr float kTiny = 0x1p-64f;        // rows below are multiplied by kRaise first, so that 1 / largest is finite
@@ -276,21 +277,27 @@ int linear(const void* x, int64_t stride, const int8_t* weight, const void* scal
            int64_t num_rows, int64_t num_columns, int64_t size, int num_threads) {
     using Stored = typename Type::Stored;
     static thread_local Scratch scratch;
-    const int64_t bytes = padded(size);
-    const int64_t of_rows = (num_rows * static_cast<int64_t>(sizeof(Row)) + 63) / 64 * 64;
-    char* memory = scratch.at_least(of_rows + 2 * num_rows * bytes);
+    const int64_t bytes = padded(size), most_rows = num_rows < kMostRows ? num_rows : kMostRows;
+    const int64_t of_rows = (most_rows * static_cast<int64_t>(sizeof(Row)) + 63) / 64 * 64;
+    char* memory = scratch.at_least(of_rows + 2 * most_rows * bytes);
     if (memory == nullptr) return 1;
     Row* rows = reinterpret_cast<Row*>(memory);
     int8_t* fixed = reinterpret_cast<int8_t*>(memory + of_rows);
-    for (int64_t row = 0; row < num_rows; ++row) {
-        int8_t* hi = fixed + 2 * row * bytes;
-        rows[row] = to_fixed_point<Type>(static_cast<const Stored*>(x) + row * stride, size, hi, hi + bytes);
-    }
-    const Linear<Type> work{rows, num_rows, weight, static_cast<const Stored*>(scale), static_cast<const Stored*>(bias),
-                            static_cast<Stored*>(out), num_columns, size};
-    const bool is_small = num_rows * num_columns * size < kLeastWork;
+    for (int64_t first = 0; first < num_rows; first += kMostRows) {
+        const int64_t count = num_rows - first < kMostRows ? num_rows - first : kMostRows;
+        const Stored* from = static_cast<const Stored*>(x) + first * stride;
+        const bool has_many = count * size >= kLeastWork && num_threads > 1;
+#pragma omp parallel for schedule(static) num_threads(num_threads) if (has_many)
+        for (int64_t row = 0; row < count; ++row) {
+            int8_t* hi = fixed + 2 * row * bytes;
+            rows[row] = to_fixed_point<Type>(from + row * stride, size, hi, hi + bytes);
+        }
+        const Linear<Type> work{rows, count, weight, static_cast<const Stored*>(scale), static_cast<const Stored*>(bias),
+                                static_cast<Stored*>(out) + first * num_columns, num_columns, size};
+        const bool is_small = count * num_columns * size < kLeastWork;
 #pragma omp parallel for schedule(static) num_threads(num_threads) if (!is_small && num_threads > 1)
-    for (int64_t column = 0; column < num_columns; column += kColumns) work.block(column);
+        for (int64_t column = 0; column < num_columns; column += kColumns) work.block(column);
+    }
     return 0;
 }
 

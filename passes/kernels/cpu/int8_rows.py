@@ -1,4 +1,4 @@
-"""The kernel in C++ for a few rows of floats and int8 weights on a CPU, and how it is called.
+"""The kernel in C++ for rows of floats and int8 weights on a CPU, and how it is called.
 
 Where it is not there, `piecegraph::int8_linear` calls torch's kernels.
 """
@@ -11,8 +11,9 @@ import torch
 
 from piecegraph.passes.kernels.common.cpp_kernel import INT, NUMBER, POINTER, CppKernel
 
-MAX_ROWS = 32
-"""The most rows that the kernel multiplies: more rows pay for a copy of the weights in bfloat16.
+MAX_BFLOAT16_ROWS = 64
+"""The most rows of bfloat16 that the kernel multiplies: more rows pay for a copy of the weights in bfloat16, in which
+the rows are. A row of float32 would lose by such a product, so that all of them are multiplied here.
 
 Measured on two cores of an Intel Xeon with AMX: docs/quantization.md has the figures."""
 
@@ -33,14 +34,16 @@ def int8_rows(
 ) -> torch.Tensor | None:
     """Return what `int8_linear` does, or None for what the kernel does not compute, or nobody does.
 
-    It computes float32 and bfloat16, up to `MAX_ROWS` rows and `MAX_SIZE` columns of `x`, once it is there. It reads
-    contiguous weights, scales and biases of `int8_linear`'s shapes and dtypes.
+    It computes float32, and bfloat16 up to `MAX_BFLOAT16_ROWS` rows, both up to `MAX_SIZE` columns of `x`, once it is
+    there. It reads contiguous weights, scales and biases of `int8_linear`'s shapes and dtypes.
     """
     num_columns, size = weight.shape
     num_rows = x.numel() // size if size else 0
-    if KERNEL.call is None or not 0 < num_rows <= MAX_ROWS or size > MAX_SIZE or not num_columns:
+    if KERNEL.call is None or num_rows == 0 or size > MAX_SIZE or not num_columns:
         return None
     dtype = x.dtype
+    if dtype is torch.bfloat16 and num_rows > MAX_BFLOAT16_ROWS:
+        return None
     if dtype is not scale.dtype or dtype not in (torch.float32, torch.bfloat16) or x.shape[-1] != size:
         return None
     if not (weight.is_contiguous() and scale.is_contiguous() and scale.shape[0] == num_columns):

@@ -23,9 +23,9 @@ def int8_linear(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias
     `x` is float32 or bfloat16, `[..., size]`; `weight` int8, `[num_columns, size]`, contiguous; `scale` and
     `bias` have the dtype of `x` and are `[num_columns]`. Nothing is mutated.
 
-    On a CPU that has our kernel (`passes/kernels/cpu/`), few rows are rounded to 16-bit fixed point, with one scale for
-    a row, and their sums are exact; a row with an infinity gives NaN. Otherwise `x` is rounded to bfloat16, in which
-    int8 is exact; sums accumulate in float32 and are rounded to bfloat16.
+    On a CPU that has our kernel (`passes/kernels/cpu/`), rows of float32 and a few of bfloat16 are rounded to 16-bit
+    fixed point, with one scale for a row, and their sums are exact; a row with an infinity gives NaN. Otherwise `x` is
+    rounded to bfloat16, in which int8 is exact; sums accumulate in float32 and are rounded to bfloat16.
     """
     if x.is_cpu and (by_rows := int8_rows(x, weight, scale, bias)) is not None:
         return by_rows

@@ -35,7 +35,7 @@ class Int8Channels:
         few = (
             f"_weight_int8pack_mm for up to {MAX_PACKED_ROWS} rows (not by our C++ kernel: {why_not})"
             if why_not
-            else f"our C++ kernel for up to {int8_rows.MAX_ROWS} rows"
+            else f"our C++ kernel for float32, and for up to {int8_rows.MAX_BFLOAT16_ROWS} rows of bfloat16"
         )
         return {"cpu": f"{few}, bfloat16 GEMM for more", "cuda": STREAMED}
 

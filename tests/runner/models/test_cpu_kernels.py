@@ -111,4 +111,6 @@ def test_they_are_kept_beside_eager_pieces_and_loaded_once(monkeypatch: pytest.M
         choose_cpu_kernels("int8", PLAIN, "cpu", CompileConfig(compiler="eager"))
     assert len(caches) == len(KERNELS) and caches.count(caches[0]) == len(caches)
     assert caches[0].store is not None
-    assert METHODS["int8"].kernels["cpu"] == "our C++ kernel for up to 32 rows, bfloat16 GEMM for more"
+    assert METHODS["int8"].kernels["cpu"] == (
+        "our C++ kernel for float32, and for up to 64 rows of bfloat16, bfloat16 GEMM for more"
+    )

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from piecegraph.passes.kernels.cpu import int8_rows
-from piecegraph.passes.kernels.cpu.int8_rows import KERNEL, MAX_ROWS, MAX_SIZE
+from piecegraph.passes.kernels.cpu.int8_rows import KERNEL, MAX_BFLOAT16_ROWS, MAX_SIZE
 from piecegraph.passes.ops.quantised.int8_linear import int8_linear
 from tests.cpp_kernels import library, needs_cpp_compiler, use_kernel
 
@@ -64,7 +64,7 @@ def check(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torc
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [1, 15, 16, 17, 63, 64, 65, 127, 128, 576, 4096])
 def test_it_is_as_exact_as_its_fixed_point(size: int, dtype: torch.dtype) -> None:
-    for rows in (1, 2, 3, 4, 16, 17, MAX_ROWS):
+    for rows in (1, 2, 3, 4, 16, 17, MAX_BFLOAT16_ROWS):
         for columns in (1, 3, 4, 5, 130):
             x, weight, scale, bias = inputs(rows, columns, size, dtype)
             check(x, weight, scale, None)
@@ -85,6 +85,15 @@ def test_rows_do_not_share_a_scale() -> None:
     check(x, weight, scale, bias)
     alone = [computed(row[None], weight, scale, bias) for row in x]
     assert torch.equal(torch.cat(alone), computed(x, weight, scale, bias))
+
+
+def test_any_number_of_float32_rows_has_the_bits_of_each_alone() -> None:
+    """They are multiplied 128 at a time; no request's numbers depend on how many there are."""
+    x, weight, scale, bias = inputs(300, 9, 80, torch.float32)
+    check(x, weight, scale, bias)
+    together = computed(x, weight, scale, bias)
+    for first, last in ((0, 1), (127, 129), (128, 256), (299, 300)):
+        assert torch.equal(computed(x[first:last], weight, scale, bias), together[first:last])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -159,8 +168,8 @@ def test_memory_of_x_may_lie_anyhow() -> None:
 
 
 def test_what_it_does_not_compute_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    x, weight, scale, bias = inputs(MAX_ROWS + 1, 4, 64, torch.float32)
-    assert int8_rows.int8_rows(x, weight, scale, bias) is None
+    x, weight, scale, bias = inputs(MAX_BFLOAT16_ROWS + 1, 4, 64, torch.float32)
+    assert int8_rows.int8_rows(x.bfloat16(), weight, scale.bfloat16(), None) is None
     assert int8_rows.int8_rows(x[:0], weight, scale, bias) is None
     assert int8_rows.int8_rows(x[:1].double(), weight, scale.double(), None) is None
     wide = torch.zeros(1, MAX_SIZE + 1)
