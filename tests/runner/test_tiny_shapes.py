@@ -8,7 +8,6 @@ code asserts, is seen all the same.
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -22,11 +21,12 @@ from torch._inductor.async_compile import AsyncCompile
 from transformers import PreTrainedConfig
 
 from piecegraph import LLM, SamplingParams
+from tests.rounds import ROUNDS
 from tests.runner.margin_rule import assert_same_tokens
 from tests.runner.tiny_models import FAMILIES, UNLISTED, random_model, save
 
-SHAPES = int(os.environ.get("TINY_SHAPES", "3"))
-"""Shapes drawn of each family: about 80 together; TINY_SHAPES=7 draws 200, which takes half an hour of a core."""
+SHAPES = 1 + ROUNDS
+"""Shapes drawn of each family: about 55 together; 6 rounds draw 200, which takes half an hour of a core."""
 
 PROMPTS = [[5, 17, 3], [9], list(range(20, 44))]
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")

@@ -24,6 +24,7 @@ from piecegraph import SamplingParams
 from piecegraph.errors import RequestError
 from piecegraph.runner.common.outputs import RequestOutput
 from piecegraph.runner.engine.engine import Engine
+from tests.rounds import ROUNDS
 from tests.runner.logprob_values import values_of
 from tests.runner.test_graphs import load
 
@@ -248,7 +249,7 @@ def test_a_fault_anywhere_loses_nothing(engine: Engine, undisturbed: tuple[Run, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", range(ROUNDS))
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
 def test_many_faults_lose_nothing(
     engine: Engine, undisturbed: tuple[Run, int], error: BaseException, seed: int

@@ -10,6 +10,7 @@ import pytest
 
 from piecegraph import SamplingParams
 from piecegraph.runner.engine.engine import Engine
+from tests.rounds import ROUNDS
 from tests.runner.engine.test_engine_faults import ERRORS, Ask, Fault, Run, assert_equal, inject, run
 from tests.runner.speculative.draft_models import drafts_by
 from tests.runner.speculative.drafting_llm import FEW, NGRAM
@@ -70,7 +71,7 @@ def test_a_fault_anywhere_loses_nothing(engine: Engine, undisturbed: tuple[Run, 
 @pytest.mark.slow
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
 def test_many_faults_lose_nothing(engine: Engine, undisturbed: tuple[Run, int], error: BaseException) -> None:
-    inject(engine, undisturbed, error, 60, seed=2, asks=ASKS)
+    inject(engine, undisturbed, error, 30 * ROUNDS, seed=2, asks=ASKS)
 
 
 @pytest.mark.slow
@@ -83,4 +84,4 @@ def test_a_fault_while_a_model_drafts_loses_nothing(llama_dir: Path, without_dra
         found = run(llm.engine, fault, ASKS)
         assert_equal(found, without_drafts, KeyboardInterrupt(), [])
         for error in ERRORS:
-            inject(llm.engine, (found, fault.num_lines), error, 12, seed=3, asks=ASKS)
+            inject(llm.engine, (found, fault.num_lines), error, 6 * ROUNDS, seed=3, asks=ASKS)

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
 from piecegraph.runner.common.sampling_params import SamplingParams
 from piecegraph.runner.scheduling.scheduler_output import ScheduledRequest, SchedulerOutput
+from tests.rounds import ROUNDS
 from tests.runner.engine.test_engine_states import (
     MODES,
     TINY,
@@ -109,7 +110,7 @@ def engine_and_modes(
 
 
 @pytest.mark.parametrize(
-    ("max_examples", "min_steps"), [(4, 150), pytest.param(16, 500, marks=slow)], ids=["quick", "long"]
+    ("max_examples", "min_steps"), [(4, 150), pytest.param(8 * ROUNDS, 250, marks=slow)], ids=["quick", "long"]
 )
 def test_every_order_of_events_gives_the_right_outputs(
     engine_and_modes: tuple[EngineUnderTest, Sequence[CUDAGraphMode]], max_examples: int, min_steps: int

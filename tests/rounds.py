@@ -1,0 +1,7 @@
+"""How much tests draw that draw at random: CI draws one round, `make test-slow ROUNDS=3` three."""
+
+from __future__ import annotations
+
+import os
+
+ROUNDS = int(os.environ.get("ROUNDS") or "1")
