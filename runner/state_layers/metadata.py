@@ -135,6 +135,7 @@ class StateMetadataBuilder:
     device: torch.device
     decoding: DecodingRows | None = None  # None: no state can be taken back
     library_calls: Mapping[str, LibraryCall] = field(default_factory=dict)  # by layer, if a library computes it
+    convolves_batches: bool = False  # some layer is a convolution alone, which a kernel computes by batches
 
     def build(self, common: AttentionMetadata) -> StateMetadata:
         """Plan the step on the host, if the host knows the batch: nothing waits for the device."""
@@ -151,7 +152,7 @@ class StateMetadataBuilder:
                 device=self.device,
                 decoding=self.decoding,
                 host=host,
-                has_batches=bool(self.library_calls) or self.device.type == "cuda",
+                has_batches=bool(self.library_calls) or self.convolves_batches,
             )
         return self._metadata(common, planned)
 

@@ -268,7 +268,7 @@ def build_step(
         forward=forward,
         impl=backend.impl(),
         metadata_builder=_metadata_builder(
-            layers, layout, backend, config, block_size, device, decoding, library_calls
+            layers, state_layers, layout, backend, config, block_size, device, decoding, library_calls
         ),
         layout=layout,
         kv_caches=kv_caches,
@@ -319,6 +319,7 @@ def _caches_of_one_block(
 
 def _metadata_builder(
     layers: Sequence[AttentionLayer],
+    state_layers: Sequence[StateLayer],
     layout: KVCacheLayout,
     backend: AttentionBackend,
     config: EngineConfig,
@@ -331,7 +332,14 @@ def _metadata_builder(
     of_attention = backend.metadata_builder(layers, block_size, device, max_num_reqs=config.max_num_seqs)
     if not any(group.is_state for group in layout.groups):
         return StepMetadataBuilder(of_attention)
-    of_states = StateMetadataBuilder(block_size, config.block_size // block_size, device, decoding, library_calls)
+    of_states = StateMetadataBuilder(
+        block_size,
+        config.block_size // block_size,
+        device,
+        decoding,
+        library_calls,
+        convolves_batches=device.type == "cuda" and any(layer.scan is None for layer in state_layers),
+    )
     return StepMetadataBuilder(
         of_attention, tuple(of_states if group.is_state else of_attention for group in layout.groups)
     )

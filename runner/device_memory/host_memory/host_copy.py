@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+import numpy.typing as npt
 import torch
 
 
-def to_device(values: Sequence[int] | Sequence[float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def to_device(
+    values: Sequence[int] | Sequence[float] | npt.NDArray[Any], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
     """Return `values` as a tensor on `device`, without waiting for the copy.
 
     For a GPU the values go through fresh pinned memory, which torch's caching host allocator keeps until the stream

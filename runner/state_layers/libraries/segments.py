@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from piecegraph.runner.device_memory.host_memory.host_copy import to_device
@@ -69,25 +70,29 @@ class RaggedRows:
 
 
 def ragged_rows(segments: Sequence[Segment], device: torch.device) -> RaggedRows:
-    """Return the rows of a batch on `device`, without waiting for it."""
-    lens = [segment.end - segment.start for segment in segments]
-    starts = [0, *accumulate(lens)]
-    longest = max(lens)
+    """Return the rows of a batch on `device`, without waiting for it. A step has thousands: numpy plans them."""
+    firsts = np.array([segment.start for segment in segments])
+    lens = np.array([segment.end for segment in segments]) - firsts
+    starts = np.concatenate([[0], lens.cumsum()])
+    num_rows, longest = int(starts[-1]), int(lens.max())
 
-    def on_device(values: Sequence[int]) -> torch.Tensor:
+    def on_device(values: npt.NDArray[np.int64]) -> torch.Tensor:
         return to_device(values, torch.int64, device)
 
-    chunks = [each for i, n in enumerate(lens) for chunk in range(-(-n // CHUNK_SIZE)) for each in (i, chunk)]
-    is_padded = len(segments) > 1 and len(segments) * longest <= MOST_PADDING * starts[-1]
-    places = [min(start + at, end - 1) for start, end in pairwise(starts) for at in range(longest)] if is_padded else []
+    def numbered(counts: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Return the segment of each of its `counts` parts, and the number of the part there."""
+        segment = np.arange(len(segments)).repeat(counts)
+        return segment, np.arange(len(segment)) - (counts.cumsum() - counts)[segment]
+
+    segment, at = numbered(lens)
+    is_padded = len(segments) > 1 and len(segments) * longest <= MOST_PADDING * num_rows
+    places = np.arange(longest)
     return RaggedRows(
         ranges=tuple([(segment.start, segment.end) for segment in segments]),
-        rows=on_device([row for segment in segments for row in range(segment.start, segment.end)]),
+        rows=on_device(firsts[segment] + at),
         cu_seqlens=on_device(starts),
-        chunk_indices=on_device(chunks).view(-1, 2),
-        padded=on_device(places).view(-1, longest) if is_padded else None,
-        is_row=on_device([at < n for n in lens for at in range(longest)]).bool().view(-1, longest)
-        if is_padded
-        else None,
-        unpadded=on_device([i * longest + at for i, n in enumerate(lens) for at in range(n)]) if is_padded else None,
+        chunk_indices=on_device(np.stack(numbered(-(-lens // CHUNK_SIZE)), axis=1)),
+        padded=on_device(np.minimum(starts[:-1, None] + places, starts[1:, None] - 1)) if is_padded else None,
+        is_row=to_device(places < lens[:, None], torch.bool, device) if is_padded else None,
+        unpadded=on_device(segment * longest + at) if is_padded else None,
     )
