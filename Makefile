@@ -26,7 +26,7 @@ help: ## list the targets
 	@echo 'make run  PROMPT="..."  asks something else; MODEL=folder|file.gguf|org/name asks another model;'
 	@echo '          ARGS="--max-tokens 64 --compiler eager" goes to `piecegraph run`.'
 	@echo 'make test ARGS="-k dispatcher"  goes to pytest; TEST_JOBS=4 tests in four processes.'
-	@echo 'make test-slow ROUNDS=3  draws three times as many random shapes, faults and schedules as CI does.'
+	@echo 'make test-slow TEST_ROUNDS=3  draws three times as many random shapes, faults and schedules as CI does.'
 	@echo 'rm .venv-newest/.ready  makes the next test-newest look for newer versions.'
 	@echo 'PYTHON=python3.12 chooses the interpreter that .venv is made with.'
 
@@ -37,7 +37,7 @@ run: export PROMPT := $(value PROMPT)
 test: $(READY) ## set up, then run the tests but the slow ones
 	$(PYTEST) -m 'not slow' $(ARGS)
 
-test-slow: export ROUNDS ?= 1
+test-slow: export TEST_ROUNDS ?= 1
 test-slow: $(READY) ## set up, then run the slow tests: long random schedules, families one by one
 	$(PYTEST) --dist worksteal -m slow $(ARGS)
 

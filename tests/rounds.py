@@ -1,7 +1,7 @@
-"""How much tests draw that draw at random: CI draws one round, `make test-slow ROUNDS=3` three."""
+"""How much tests draw that draw at random: CI draws one round, `make test-slow TEST_ROUNDS=3` three."""
 
 from __future__ import annotations
 
 import os
 
-ROUNDS = int(os.environ.get("ROUNDS") or "1")
+ROUNDS = int(os.environ.get("TEST_ROUNDS") or "1")
