@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from dataclasses import replace
@@ -105,7 +106,8 @@ def _load(
     check_weight_files(config.source)
     config, head = with_head(config, hf_config)
     draft_source = check_draft(config, hf_config, tokenizer, dtype, device, max_model_len, max_num_tokens)
-    choose_cpu_kernels(config.quantization, hf_config, device.type, config.compile)
+    with timed_phase(on_phase, "kernels") if device.type == "cpu" else contextlib.nullcontext():
+        choose_cpu_kernels(config.quantization, hf_config, device.type, config.compile)
     of_model = ModelToLoad(config, hf_config, dtype, device, max_model_len, _stage(parallel), on_phase)
     load = functools.cache(functools.partial(of_model.with_weights, parallel))
     stand_in, weights_first = of_model.without_weights() if background is None else (None, "")

@@ -146,7 +146,20 @@ def test_enforce_eager_runs_pieces_uncompiled(llama_dir: Path) -> None:
         assert llm.notes == ()
     in_turn = dict.fromkeys(name for name in phases if name not in CONCURRENT_PHASES)
     assert list(in_turn) == [
-        *("import", "device", "config", "load", "trace", "passes", "split", "compile", "stitch", "buffers", "kv_cache"),
+        *(
+            "import",
+            "device",
+            "config",
+            "kernels",
+            "load",
+            "trace",
+            "passes",
+            "split",
+            "compile",
+            "stitch",
+            "buffers",
+            "kv_cache",
+        ),
         "engine",
     ]
 
