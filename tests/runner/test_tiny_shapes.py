@@ -25,8 +25,8 @@ from tests.rounds import ROUNDS
 from tests.runner.margin_rule import assert_same_tokens
 from tests.runner.tiny_models import FAMILIES, UNLISTED, random_model, save
 
-SHAPES = 1 + ROUNDS
-"""Shapes drawn of each family: about 55 together; 6 rounds draw 200, which takes half an hour of a core."""
+SHAPES = ROUNDS
+"""Shapes drawn of each family: 27 together; 7 rounds draw 200, which takes half an hour of a core."""
 
 PROMPTS = [[5, 17, 3], [9], list(range(20, 44))]
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
