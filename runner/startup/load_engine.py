@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable
 from dataclasses import replace
@@ -63,7 +62,7 @@ from piecegraph.runner.traffic.kept import Kept, add_to_kept, kept_key, read_kep
 from piecegraph.runner.traffic.traffic_sizes import with_traffic_sizes
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
     from piecegraph.runner.inspect.selfcheck import SelfcheckReport
 
@@ -106,8 +105,7 @@ def _load(
     check_weight_files(config.source)
     config, head = with_head(config, hf_config)
     draft_source = check_draft(config, hf_config, tokenizer, dtype, device, max_model_len, max_num_tokens)
-    with timed_phase(on_phase, "kernels") if device.type == "cpu" else contextlib.nullcontext():
-        choose_cpu_kernels(config.quantization, hf_config, device.type, config.compile)
+    _choose_kernels(config, hf_config, device, on_phase)
     of_model = ModelToLoad(config, hf_config, dtype, device, max_model_len, _stage(parallel), on_phase)
     load = functools.cache(functools.partial(of_model.with_weights, parallel))
     stand_in, weights_first = of_model.without_weights() if background is None else (None, "")
@@ -183,6 +181,15 @@ def _keep_times(key: str, config: EngineConfig, device: torch.device, runner: Mo
     if kept.times.graphs:
         add_to_kept(traffic_folder(), kept)
     return kept
+
+
+def _choose_kernels(
+    config: EngineConfig, hf_config: PretrainedConfig, device: torch.device, on_phase: OnPhase | None
+) -> None:
+    """Load our C++ kernels on a CPU, a phase of its own."""
+    if device.type == "cpu":
+        with timed_phase(on_phase, "kernels"):
+            choose_cpu_kernels(config.quantization, hf_config, device.type, config.compile)
 
 
 def _tokenizer(config: EngineConfig, on_phase: OnPhase | None) -> PreTrainedTokenizerBase | None:
