@@ -1,8 +1,9 @@
 """docs/models.md lists every architecture of transformers, and what it says is so.
 
-What runs gives the tokens of transformers: prompts in chunks, preempted, and with a prefix that is cached. Its
-mechanisms are those of the model that ran; `explain`, which traces once more over meta tensors, is asked about one
-model of each set of mechanisms, and about all that do not run.
+What runs gives the tokens of transformers: prompts in chunks, preempted, and with a prefix that is cached; CI asks
+every second architecture, `make test-slow TEST_ROUNDS=2` all. Its mechanisms are those of the model that ran;
+`explain`, which traces once more over meta tensors, is asked about one model of each set of mechanisms, and about all
+that do not run.
 """
 
 from __future__ import annotations
@@ -23,12 +24,15 @@ from piecegraph.runner.attention.interface.layer import attention_layers
 from piecegraph.runner.common.model_source import ModelSource
 from piecegraph.runner.models.config.load_config import load_config
 from piecegraph.runner.startup.compiling import decide
+from tests.rounds import ROUNDS
 from tests.runner.architectures import architectures, class_name, save_tiny, tiny_config, tiny_model
 from tests.runner.margin_rule import assert_same_tokens
 from tests.runner.models_page import ANSWERS, PAGE, REFUSED, RUNS, mechanisms, page_of, plain, row_of, rows_of
 from tests.runner.test_hybrid_models import PROMPTS
 
 ROWS = rows_of(PAGE.read_text(encoding="utf-8"))
+RUNNING = [row.model_type for row in ROWS.values() if row.answer == RUNS]
+ASKED = RUNNING if ROUNDS > 1 else RUNNING[::2]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 NEEDED = 125
 """The fewest architectures that may run."""
@@ -115,7 +119,7 @@ def traces_aside() -> Iterator[None]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("traces_aside")
-@pytest.mark.parametrize("name", [row.model_type for row in ROWS.values() if row.answer == RUNS])
+@pytest.mark.parametrize("name", ASKED)
 def test_what_runs_answers_as_transformers_does(name: str, tmp_path: Path) -> None:
     """The second time, prefixes are cached. All blocks are free in the end."""
     model, answers = tiny_model(name), []
