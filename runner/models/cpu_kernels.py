@@ -39,7 +39,7 @@ def choose_cpu_kernels(
     They are built where the cache does not have them, a second for all. A process that has them does nothing. Raises
     `ConfigError` for the settings of the cache, and for a value of PIECEGRAPH_CPU_KERNELS that is not known.
     """
-    _are_turned_off()
+    _are_turned_off()  # checks the variable, also where every kernel is there
     missing = [kernel for kernel in _wanted(quantization, hf_config, device_type) if kernel.call is None]
     if missing:
         # Libraries are kept where eager pieces and what is dumped are not: they are the same beside any pieces.

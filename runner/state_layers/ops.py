@@ -59,7 +59,7 @@ class Scan:
 
     @property
     def runs_segments(self) -> bool:
-        """Whether segments of prompts run in batches, by `over_segments`."""
+        """True if segments of prompts run in batches, by `over_segments`."""
         return self.convolve_rows is not None if self.recur is None else self.ragged is not None
 
     def __call__(self, inputs: Sequence[torch.Tensor], states: States) -> tuple[torch.Tensor, States]:

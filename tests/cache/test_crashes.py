@@ -93,9 +93,8 @@ def test_a_writer_killed_while_it_replaces_an_entry_leaves_the_old_or_the_new(tm
 def test_writers_killed_at_random_times_leave_only_legal_states(kills: int, tmp_path: Path) -> None:
     """No wrong byte is loaded, no other entry is lost, and what the dead left is swept."""
     outcome = run_in_a_process_of_its_own(tmp_path, kills=kills, seed=6)
-    assert (outcome.killed, outcome.wrong, outcome.lost, outcome.unswept) == (kills, 0, 0, 0), outcome
-    assert outcome.half_written + outcome.orphans > 0, "no kill was in the middle"
-    assert outcome.half_written > 0 or kills < 1000, "of few kills none may hit the middle of a file"
+    assert (outcome.wrong, outcome.lost, outcome.unswept) == (0, 0, 0) and outcome.killed >= kills, outcome
+    assert min(outcome.half_written, outcome.orphans) > 0, "no kill was in the middle"
 
 
 def test_processes_that_save_the_same_key_at_once_all_succeed(tmp_path: Path) -> None:

@@ -110,7 +110,7 @@ def engine_and_modes(
 
 
 @pytest.mark.parametrize(
-    ("max_examples", "min_steps"), [(4, 150), pytest.param(8 * ROUNDS, 250, marks=slow)], ids=["quick", "long"]
+    ("max_examples", "min_steps"), [(4, 150), pytest.param(8 * ROUNDS, 250 * ROUNDS, marks=slow)], ids=["quick", "long"]
 )
 def test_every_order_of_events_gives_the_right_outputs(
     engine_and_modes: tuple[EngineUnderTest, Sequence[CUDAGraphMode]], max_examples: int, min_steps: int

@@ -14,11 +14,10 @@ from piecegraph.runner.attention.interface.kv_cache import StateCache
 from piecegraph.runner.state_layers import prompt_kernels
 from piecegraph.runner.state_layers.causal_conv import causal_conv
 from piecegraph.runner.state_layers.libraries.segments import Segment, ragged_rows
-from piecegraph.runner.state_layers.metadata import StateMetadata, state_plan
 from tests.compiled_for_gpu import compiled_for_gpu
 from tests.interpreter import interpreted_case
 from tests.runner.state_layers.kernels.test_calls import linear_attention, mamba_mixer, short_conv
-from tests.runner.state_layers.libraries.test_library_calls import FLA, MAMBA
+from tests.runner.state_layers.libraries.test_library_calls import FLA, LENS, MAMBA, batch
 
 CPU = torch.device("cpu")
 SEGMENTS = [(3, 70), (70, 71), (80, 82), (82, 146), (150, 215)]
@@ -34,33 +33,31 @@ def check(
     dtype: torch.dtype = torch.float32,
     is_part: bool = False,
     segments: Sequence[tuple[int, int]] = SEGMENTS,
+    device: torch.device = CPU,
 ) -> None:
-    """`is_part`: the rows of `x` lie in wider ones."""
+    """`is_part`: the rows of `x` lie in wider ones. The reference computes in float32 on the CPU."""
     torch.manual_seed(0)
-    x = torch.randn(220, channels + 20 * is_part).to(dtype)[:, 10 * is_part :][:, :channels]
-    weight = torch.randn(channels, kernel_size).to(dtype)
-    bias = torch.randn(channels).to(dtype) if has_bias else None
-    windows = torch.randn(len(segments), channels, kernel_size - 1).to(dtype)
+    x = torch.randn(220, channels + 20 * is_part).to(device, dtype)[:, 10 * is_part :][:, :channels]
+    weight = torch.randn(channels, kernel_size).to(device, dtype)
+    bias = torch.randn(channels).to(device, dtype) if has_bias else None
+    windows = torch.randn(len(segments), channels, kernel_size - 1).to(device, dtype)
     before = windows.clone()
-    rows = ragged_rows([Segment(start, end, -1, -1) for start, end in segments], CPU)
+    rows = ragged_rows([Segment(start, end, -1, -1) for start, end in segments], device)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(prompt_kernels, "runs_kernels", lambda x: True)
         convolve = prompt_kernels.convolution_of_rows(x, weight, bias, activation)
     assert convolve is not None
     out, after = convolve(x, windows, rows)
     assert torch.equal(windows, before) and out.dtype == after.dtype == dtype
+    of_weight, of_bias = weight.cpu().float(), None if bias is None else bias.cpu().float()
     first = 0
     for number, (start, end) in enumerate(segments):
-        expected, window = causal_conv(x[None, start:end], windows[number : number + 1], weight, bias, activation)
-        torch.testing.assert_close(out[first : first + end - start], expected[0])
-        assert torch.equal(after[number], window[0])
+        inputs = x[None, start:end].cpu().float(), windows[number : number + 1].cpu().float()
+        expected, window = causal_conv(*inputs, of_weight, of_bias, activation)
+        torch.testing.assert_close(out[first : first + end - start].cpu(), expected[0].to(dtype))
+        assert torch.equal(after[number].cpu(), window[0].to(dtype))
         first += end - start
     assert first == out.shape[0]
-
-
-BLOCK_SIZE = 48
-REQUESTS = [(0, 130), (5, 70), (20, 1), (0, 3)]
-"""`(computed, tokens)`: over boundaries, with a state, one token, a short one."""
 
 
 def check_op(op: str, make: Callable[[int], tuple[list[Any], list[Any]]], library_call: Any = None) -> None:
@@ -69,12 +66,13 @@ def check_op(op: str, make: Callable[[int], tuple[list[Any], list[Any]]], librar
 
     found = []
     for runs_kernels in (False, True):
-        metadata = planned(library_call, has_batches=runs_kernels)
+        library_calls = {"layer": library_call} if runs_kernels and library_call is not None else {}
+        metadata = batch(LENS, library_calls, CPU, has_batches=runs_kernels)
         torch.manual_seed(0)
         arguments, tensors = make(metadata.num_tokens)
         at = {"linear_attention": 5, "mamba_mixer": 6, "short_conv": 4}[op]
         out = torch.zeros(arguments.pop(), dtype=arguments[0].dtype)
-        caches = [torch.randn(len(REQUESTS) * 4, *each.shape).to(each.dtype) for each in tensors]
+        caches = [torch.randn(len(LENS) * 4, *each.shape).to(each.dtype) for each in tensors]
         arguments.insert(at, out)
         context = ForwardContext(
             impl=None,  # type: ignore[arg-type]  # no attention runs
@@ -90,24 +88,9 @@ def check_op(op: str, make: Callable[[int], tuple[list[Any], list[Any]]], librar
         torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-4)
 
 
-def planned(library_call: Any, *, has_batches: bool) -> StateMetadata:
-    starts = torch.tensor([0, *[count for _, count in REQUESTS]]).cumsum(0).int()
-    table, seq_lens = torch.arange(len(REQUESTS) * 4).view(-1, 4), [done + count for done, count in REQUESTS]
-    slots = torch.zeros(int(starts[-1]), dtype=torch.int64)
-    plan = state_plan(
-        query_start_loc=starts.tolist(), seq_lens=seq_lens, block_table=table, slot_mapping=slots,
-        block_size=BLOCK_SIZE, pages_per_block=1, device=CPU, has_batches=has_batches,
-    )  # fmt: skip
-    return StateMetadata(
-        num_reqs=len(REQUESTS), num_tokens=len(slots), max_query_len=130, num_decode_reqs=0, query_start_loc=starts,
-        seq_lens=torch.tensor(seq_lens, dtype=torch.int32), block_table=table.int(), slot_mapping=slots, host=None,
-        block_size=BLOCK_SIZE, pages_per_block=1, decoding=None, planned=plan,
-        library_calls={"layer": library_call} if has_batches and library_call is not None else {},
-    )  # fmt: skip
-
-
 CASES: dict[str, Callable[[], None]] = {
     "segments": check,
+    "bfloat16": partial(check, dtype=torch.bfloat16),
     "plain": partial(check, has_bias=False, activation=None),
     "rows that are parts": partial(check, is_part=True, channels=16),
     "window of one": partial(check, kernel_size=2, channels=3),
@@ -138,18 +121,4 @@ def test_it_compiles_for_a_gpu() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_equals_torch_on_a_gpu(dtype: torch.dtype) -> None:
-    x = torch.randn(220, 200, device="cuda").to(dtype)
-    weight, bias = torch.randn(200, 4, device="cuda").to(dtype), torch.randn(200, device="cuda").to(dtype)
-    windows = torch.randn(len(SEGMENTS), 200, 3, device="cuda").to(dtype)
-    rows = ragged_rows([Segment(start, end, -1, -1) for start, end in SEGMENTS], x.device)
-    convolve = prompt_kernels.convolution_of_rows(x, weight, bias, "silu")
-    assert convolve is not None
-    out, after = convolve(x, windows, rows)
-    first = 0
-    for number, (start, end) in enumerate(SEGMENTS):
-        expected, window = causal_conv(
-            x[None, start:end].float(), windows[number : number + 1].float(), weight.float(), bias.float(), "silu"
-        )
-        torch.testing.assert_close(out[first : first + end - start], expected[0].to(dtype))
-        assert torch.equal(after[number], window[0].to(dtype))
-        first += end - start
+    check(dtype=dtype, channels=200, device=torch.device("cuda"))

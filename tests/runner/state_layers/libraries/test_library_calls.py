@@ -7,7 +7,7 @@ flash-linear-attention in Triton's interpreter.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -135,8 +135,18 @@ def test_a_batch_that_would_be_padding_mostly_is_not_padded(monkeypatch: pytest.
 FLA, MAMBA = FlashLinearAttention(chunk_gated_delta_rule), MambaSsm(mamba_chunk_scan_combined)
 
 
-def batch(lens: list[tuple[int, int]], library_calls: Mapping[str, LibraryCall], device: torch.device) -> StateMetadata:
-    """The batch, planned on the host as on a GPU: each request has blocks of its own."""
+def batch(
+    lens: Sequence[tuple[int, int]],
+    library_calls: Mapping[str, LibraryCall],
+    device: torch.device,
+    *,
+    has_batches: bool | None = None,
+) -> StateMetadata:
+    """The batch, planned on the host as on a GPU: each request has blocks of its own.
+
+    `has_batches`: whether sequences are planned in batches; None: if there is a library.
+    """
+    has_batches = bool(library_calls) if has_batches is None else has_batches
     starts = torch.tensor([0, *[count for _, count in lens]]).cumsum(0).int()
     table = torch.arange(len(lens) * 4).view(-1, 4)
     seq_lens = [computed + count for computed, count in lens]
@@ -144,16 +154,14 @@ def batch(lens: list[tuple[int, int]], library_calls: Mapping[str, LibraryCall],
     common: dict[str, Any] = {
         "query_start_loc": starts.tolist(), "seq_lens": seq_lens, "block_table": table, "slot_mapping": slots,
     }  # fmt: skip
-    plan = state_plan(
-        **common, block_size=BLOCK_SIZE, pages_per_block=1, device=device, has_batches=bool(library_calls)
-    )
+    plan = state_plan(**common, block_size=BLOCK_SIZE, pages_per_block=1, device=device, has_batches=has_batches)
     host = HostBatch(
         query_start_loc=tuple(common["query_start_loc"]),
         seq_lens=tuple(seq_lens),
         block_table=table,
         slot_mapping=slots,
     )
-    assert bool(plan.batches) == bool(library_calls)
+    assert bool(plan.batches) == has_batches
     return StateMetadata(
         num_reqs=len(lens), num_tokens=len(slots), max_query_len=max(count for _, count in lens), num_decode_reqs=0,
         query_start_loc=starts, seq_lens=torch.tensor(seq_lens, dtype=torch.int32), block_table=table.int(),
