@@ -18,6 +18,7 @@ from piecegraph.passes.matching.effects import changed_between
 from piecegraph.passes.matching.graph_pass import GraphPass, Miss, PassContext, PassResult
 from piecegraph.passes.matching.torch_ir import NoMatch
 from piecegraph.passes.ops.act_mul import ACT_MUL
+from piecegraph.passes.ops.collectives import GATHER_TOKENS
 from piecegraph.passes.ops.moe_experts import MOE_EXPERTS
 
 GROUPED_MM = frozenset({"_grouped_mm", "grouped_mm", "grouped_mm_fallback", "grouped_mm_fallback.default"})
@@ -36,7 +37,8 @@ class FuseMoe(GraphPass):
     """A pass that replaces routed experts by `piecegraph::moe_experts`.
 
     The experts are gated by an activation in `act_mul.ACTIVATIONS`, have no biases, and are chosen by `topk` over all
-    of them. The op rounds less often than the calls it replaces. Every grouped matmul is part of a match or of a miss.
+    of them; where other ranks have the others, their ids have been replaced by the number of experts here. The op
+    rounds less often than the calls it replaces. Every grouped matmul is part of a match or of a miss.
     """
 
     name: ClassVar[str] = "fuse-moe"
@@ -60,7 +62,8 @@ class _Routing:
 
     topk_ids: fx.Node  # [num_tokens, top_k]
     sort: fx.Node  # of all pairs, by expert
-    num_experts: int
+    num_experts: int  # whose weights are here
+    num_all_experts: int | None  # among which tokens choose; None: those here
 
     @property
     def top_k(self) -> int | None:
@@ -84,6 +87,7 @@ class _Experts:
     gate_up: fx.Node  # as the grouped matmul has it, [num_experts, hidden, 2 * size]
     down: fx.Node  # [num_experts, size, hidden]
     activation: str
+    num_all_experts: int | None
     result: fx.Node
     region: tuple[fx.Node, ...]  # nodes between the operands and the result, the result included
 
@@ -122,7 +126,17 @@ def _match(products: tuple[fx.Node, ...]) -> _Experts:
     start = next(node for node in result.graph.nodes if node in region)
     if (changed := changed_between(start, result, operands)) is not None:
         raise NoMatch(f"{changed[0]} is changed in place by {changed[1]}, before {result.name} is there")
-    return _Experts(x, topk_weights, routing.topk_ids, gate_up_weights, down_weights, activation, result, region)
+    return _Experts(
+        x,
+        topk_weights,
+        routing.topk_ids,
+        gate_up_weights,
+        down_weights,
+        activation,
+        routing.num_all_experts,
+        result,
+        region,
+    )
 
 
 def _routing(offsets: Any) -> _Routing:
@@ -137,8 +151,12 @@ def _routing(offsets: Any) -> _Routing:
     if not is_sort or index != 0 or not isinstance(num_experts, int) or bounds != (0, num_experts - 1):
         raise NoMatch(f"{counts.name} does not count expert ids sorted upwards")
     topk_ids = _flattened(sort.args[0])
-    routing = _Routing(topk_ids, sort, num_experts)
-    if routing.top_k is None or not _is_choice_of_topk(topk_ids, num_experts):
+    chosen_from = _num_chosen_from(topk_ids)
+    is_part = ir.is_call(topk_ids, MASKED_FILL) and ir.argument(topk_ids, 2, "value") == num_experts
+    if is_part:
+        chosen_from = _num_chosen_from(_own_ids(topk_ids))
+    routing = _Routing(topk_ids, sort, num_experts, chosen_from if is_part else None)
+    if routing.top_k is None or not (is_part or chosen_from == num_experts):
         raise NoMatch(
             f"{topk_ids.name} is not a choice of topk among the {num_experts} experts whose weights are here: "
             "an id might name none of them (experts of several devices)"
@@ -157,10 +175,21 @@ def _flattened(node: Any) -> fx.Node:
     raise NoMatch(f"{node} is not a flat view of something for each token and expert")
 
 
-def _is_choice_of_topk(topk_ids: fx.Node, num_experts: int) -> bool:
-    choice = ir.cast_source(topk_ids) or topk_ids
-    topk, index = _indexed(choice)
-    return index == 1 and ir.is_call(topk, TOPK) and ir.last_dim(_first(topk)) == num_experts
+def _num_chosen_from(topk_ids: Any) -> int | None:
+    """Return among how many experts `topk` chose the ids; None: they are no choice of `topk`."""
+    topk, index = _indexed(ir.cast_source(topk_ids) or topk_ids)
+    return ir.last_dim(_first(topk)) if index == 1 and ir.is_call(topk, TOPK) else None
+
+
+def _own_ids(masked: fx.Node) -> Any:
+    """Return the ids of the token's engine that all ranks know, of `(ids - first_expert).masked_fill(...)`.
+
+    The ids may have been gathered from several engines. What is found only decides how the experts are computed.
+    """
+    node = _first(masked)
+    if (difference := ir.operands(node, ir.SUB)) is not None:
+        node = difference[0]
+    return _first(node) if ir.is_call(node, frozenset({GATHER_TOKENS})) else node
 
 
 def _indexed(node: Any) -> tuple[Any, Any]:
@@ -178,8 +207,8 @@ def _name(node: Any) -> Any:
 
 
 def _unmasked(node: Any, routing: _Routing) -> fx.Node:
-    """Return `node` without casts to its own dtype and without the masking of rows of no expert, of which there are
-    none."""
+    """Return `node` without casts to its own dtype and without the masking of rows of no expert, which count for
+    nothing in the op."""
     while True:
         source = ir.cast_source(node)
         if source is not None and ir.dtype_of(source) == ir.dtype_of(node):
@@ -192,8 +221,8 @@ def _unmasked(node: Any, routing: _Routing) -> fx.Node:
 
 
 def _is_no_expert(mask: Any, routing: _Routing) -> bool:
-    """Return whether `mask` is `(sorted_ids >= num_experts).unsqueeze(-1)`, which is false because ids are a choice of
-    topk."""
+    """Return whether `mask` is `(sorted_ids >= num_experts).unsqueeze(-1)`: of experts that other ranks have, if
+    any."""
     compared: Any = _first(mask) if ir.is_call(mask, UNSQUEEZE) else None
     if _name(compared) != "ge":
         return False
@@ -384,6 +413,7 @@ def _replace(graph: fx.Graph, experts: _Experts) -> None:
                 _transposed(graph, experts.gate_up),
                 _transposed(graph, experts.down),
                 experts.activation,
+                *(() if experts.num_all_experts is None else (experts.num_all_experts,)),
             ),
         )
     fused.meta["example_value"] = experts.result.meta["example_value"]

@@ -15,14 +15,17 @@ def moe_experts(
     gate_up: torch.Tensor,
     down: torch.Tensor,
     activation: str,
+    num_all_experts: int | None = None,
 ) -> torch.Tensor:
     """Return the sum over each token's experts `e` of `weight * down[e] @ (act(gate_e @ x) * up_e @ x)`.
 
-    `x` is `[num_tokens, hidden]`; `topk_weights` (floats) and `topk_ids` (integers below `num_experts`, as `topk`
-    returns them) are `[num_tokens, top_k]`; `gate_up` is `[num_experts, 2 * size, hidden]`, gate rows first, and `down`
+    `x` is `[num_tokens, hidden]`; `topk_weights` (floats) and `topk_ids` (integers) are `[num_tokens, top_k]`; an id
+    outside of 0 to `num_experts - 1` is that of an expert elsewhere, which counts for nothing, whatever its weight; `gate_up` is `[num_experts, 2 * size, hidden]`, gate rows first, and `down`
     `[num_experts, hidden, size]`, both of `x`'s dtype with any strides; `activation` is a name in
     `act_mul.ACTIVATIONS`. Sums accumulate in float32. The input of the second product is rounded to `x`'s dtype, and so
     is the result, once, after weights and the sum over experts. The result is a new contiguous tensor like `x`.
+    `num_all_experts` is how many experts tokens choose among, those elsewhere included, and changes no result but how
+    it is computed; None: those here.
 
     No shape depends on the choice of experts, and nothing waits for the device, so the op can be captured in a CUDA
     graph.
@@ -30,7 +33,7 @@ def moe_experts(
     if x.is_cuda:
         from piecegraph.passes.kernels.moe.experts import moe_experts_on_gpu
 
-        return moe_experts_on_gpu(x, topk_weights, topk_ids, gate_up, down, activation)
+        return moe_experts_on_gpu(x, topk_weights, topk_ids, gate_up, down, activation, num_all_experts)
     return moe_experts_reference(x, topk_weights, topk_ids, gate_up, down, activation)
 
 
@@ -58,8 +61,8 @@ def moe_experts_reference(
 
 
 MOE_EXPERTS = define_op(
-    "moe_experts(Tensor x, Tensor topk_weights, Tensor topk_ids, Tensor gate_up, Tensor down, str activation)"
-    " -> Tensor",
+    "moe_experts(Tensor x, Tensor topk_weights, Tensor topk_ids, Tensor gate_up, Tensor down, str activation, "
+    "int? num_all_experts=None) -> Tensor",
     moe_experts,
-    lambda x, topk_weights, topk_ids, gate_up, down, activation: x.new_empty(x.shape),
+    lambda x, topk_weights, topk_ids, gate_up, down, activation, num_all_experts=None: x.new_empty(x.shape),
 )

@@ -28,6 +28,7 @@ from piecegraph.passes.matching.graph_pass import GraphPass
 from piecegraph.runner.attention.interface.transformers_attention import register_attention
 from piecegraph.runner.models.causal_lm import DYNAMIC_DIMS, CausalLMForward, example_inputs
 from piecegraph.runner.models.rope import fix_longrope
+from piecegraph.runner.tensor_parallel.expert_ranks import ExpertRanks
 from piecegraph.runner.tensor_parallel.plan import rank_plan
 from piecegraph.runner.tensor_parallel.sharded_modules import fill_rank_buffers, shard_model
 from tests.runner.tiny_models import FAMILIES, MAX_LEN, UNLISTED, VOCAB_SIZE
@@ -93,9 +94,11 @@ def family(name: str, dtype: torch.dtype, num_layers: int | None = None) -> Fami
     return Family(traced, copy.deepcopy(traced.graph_module.graph))
 
 
-def family_of_rank(name: str, dtype: torch.dtype, rank: int, num_ranks: int) -> Family:
+def family_of_rank(
+    name: str, dtype: torch.dtype, rank: int, num_ranks: int, experts: ExpertRanks | None = None
+) -> Family:
     """A graph of one's own of the part of family `name` that one of several ranks computes."""
-    traced = _traced(name, dtype, None, rank, num_ranks)
+    traced = _traced(name, dtype, None, rank, num_ranks, experts)
     return Family(traced, copy.deepcopy(traced.graph_module.graph))
 
 
@@ -105,7 +108,14 @@ def prompt(num_tokens: int) -> torch.Tensor:
 
 
 @cache  # five files of tests ask for most families
-def _traced(name: str, dtype: torch.dtype, num_layers: int | None, rank: int = 0, num_ranks: int = 1) -> Traced:
+def _traced(
+    name: str,
+    dtype: torch.dtype,
+    num_layers: int | None,
+    rank: int = 0,
+    num_ranks: int = 1,
+    experts: ExpertRanks | None = None,
+) -> Traced:
     register_attention()
     config = {**FAMILIES, **UNLISTED}[name]()
     if num_layers is not None:
@@ -118,9 +128,9 @@ def _traced(name: str, dtype: torch.dtype, num_layers: int | None, rank: int = 0
         if parameter.dim() <= 1:
             nn.init.normal_(parameter, mean=float(parameter.data.float().mean()), std=0.2)
     fix_longrope(model, MAX_LEN)
-    if num_ranks > 1:
+    if num_ranks > 1 or experts is not None:
         model.requires_grad_(False)
-        plan = rank_plan(model, rank, num_ranks)
+        plan = rank_plan(model, rank, num_ranks, experts=experts)
         shard_model(model, plan)
         fill_rank_buffers(model, plan)
     name_layers(model)

@@ -15,8 +15,11 @@ from piecegraph import LLM, SamplingParams
 from piecegraph.passes.fuse_act_mul import FuseActMul
 from piecegraph.passes.fuse_moe import GROUPED_MM, FuseMoe
 from piecegraph.passes.matching.graph_pass import GraphPass, PassResult
+from piecegraph.runner.tensor_parallel.expert_ranks import ExpertRanks
+from tests.passes.family_runs import Family, family, family_of_rank, prompt
 from tests.passes.traced_family import traced_family
 from tests.runner.margin_rule import assert_same_tokens
+from tests.runner.tensor_parallel.ranks_in_threads import ThreadGroup, run_ranks
 from tests.runner.tiny_models import make_model, save
 
 LAYERS = {"qwen3-moe": 2, "mixtral": 2, "deepseek-v3": 1}
@@ -62,6 +65,32 @@ def test_every_layer_matches_as_traced_on_a_gpu(family: str) -> None:
         ids.meta["example_value"] = ids.meta["example_value"].int()
     assert FuseMoe().apply(graph, context) == PassResult(LAYERS[family])
     assert not named(graph, "histc")
+
+
+@pytest.mark.parametrize("num_engines", [1, 2], ids=["ranks of one engine", "two engines"])
+@pytest.mark.parametrize("name", ["qwen3-moe", "mixtral"])
+def test_experts_that_ranks_share_match_and_compute_the_model(name: str, num_engines: int) -> None:
+    """Each rank has two of the four experts of a layer, and tokens choose among all."""
+    whole = family(name, torch.float32)
+
+    def part(number: int) -> Family:
+        of_engines = (0, 1, ExpertRanks(engine=number, num_engines=2))
+        return family_of_rank(name, torch.float32, *((number, 2, ExpertRanks()) if num_engines == 1 else of_engines))
+
+    parts = [part(number) for number in range(2)]
+    for each in parts:
+        (outcome,) = each.apply(FuseMoe())
+        assert (outcome.matches, outcome.misses) == (LAYERS[name], ())
+        for node in named(each.graph, "moe_experts.default"):
+            *_, gate_up, _, _, num_all_experts = operands(node)
+            assert (gate_up.meta["example_value"].shape[0], num_all_experts) == (2, 4)
+    prompts = [prompt(9), prompt(9)] if num_engines == 1 else [prompt(9), prompt(9).flip(0)]
+
+    def run(group: ThreadGroup) -> torch.Tensor:
+        return parts[group.rank].logits(prompts[group.rank], [8])
+
+    for tokens, logits in zip(prompts, run_ranks(2, run), strict=True):
+        torch.testing.assert_close(logits, whole.logits(tokens, [8]), rtol=1e-4, atol=2e-5)
 
 
 def test_another_order_of_weights_is_read_as_a_view() -> None:

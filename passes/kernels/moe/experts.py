@@ -19,6 +19,7 @@ def moe_experts_on_gpu(
     gate_up: torch.Tensor,
     down: torch.Tensor,
     activation: str,
+    num_all_experts: int | None = None,
     config: MoeConfig | None = None,
 ) -> torch.Tensor:
     """Run `ops.moe_experts.moe_experts` on a GPU. `config` replaces the layout of `moe_config`."""
@@ -29,7 +30,7 @@ def moe_experts_on_gpu(
         config = moe_config(
             num_tokens=num_tokens,
             top_k=topk_ids.shape[1],
-            num_experts=gate_up.shape[0],
+            num_experts=num_all_experts or gate_up.shape[0],
             hidden=hidden,
             size=down.shape[2],
             itemsize=x.element_size(),

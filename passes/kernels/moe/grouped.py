@@ -28,7 +28,10 @@ def moe_grouped(
     activation: str,
     config: MoeConfig,
 ) -> torch.Tensor:
-    """Run `ops.moe_experts` with four kernels. Results of a token's experts are summed in the order of its choice."""
+    """Run `ops.moe_experts` with four kernels. Results of a token's experts are summed in the order of its choice.
+
+    Rows of `inner` and `results` for experts that are not here are neither written nor read.
+    """
     (num_tokens, top_k), (num_experts, hidden, size) = topk_ids.shape, down.shape
     num_pairs = num_tokens * top_k
     routed = route(topk_ids, num_experts, config.block_m)
@@ -53,18 +56,24 @@ def moe_grouped(
         {**sizes, "BLOCK_M": config.block_m},
         config.down,
     )
-    return sum_over_choices(results, top_k, x.dtype)
+    return sum_over_choices(results, topk_ids, num_experts, x.dtype)
 
 
-def sum_over_choices(results: torch.Tensor, top_k: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return for each token the sum of its rows of `results`, `[num_tokens * top_k, hidden]` float32, in `dtype`."""
-    num_pairs, hidden = results.shape
+def sum_over_choices(
+    results: torch.Tensor, topk_ids: torch.Tensor, num_experts: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return for each token the sum of its rows of `results`, `[num_tokens * top_k, hidden]` float32, in `dtype`.
+
+    `topk_ids`, `[num_tokens, top_k]` and contiguous, say which expert a row is of; rows of other experts than the
+    `num_experts` here are not read and count as 0.
+    """
+    (num_pairs, hidden), top_k = results.shape, topk_ids.shape[1]
     out = results.new_empty((num_pairs // top_k, hidden), dtype=dtype)
     block = min(SUM_BLOCK, triton.next_power_of_2(hidden))
     _sum.launch(
         (num_pairs // top_k, triton.cdiv(hidden, block), 1),
-        (results, out),
-        {"TOP_K": top_k, "HIDDEN": hidden, "BLOCK": block},
+        (results, topk_ids, out),
+        {"NUM_EXPERTS": num_experts, "TOP_K": top_k, "HIDDEN": hidden, "BLOCK": block},
         num_warps=4,
         num_stages=1,
     )
@@ -178,7 +187,9 @@ def grouped_down_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
 @triton.jit
 def sum_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     results,  # [num_tokens, TOP_K, HIDDEN] float32
+    topk_ids,  # [num_tokens, TOP_K] integers
     out,  # [num_tokens, HIDDEN], written
+    NUM_EXPERTS: tl.constexpr,
     TOP_K: tl.constexpr,
     HIDDEN: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -192,7 +203,10 @@ def sum_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
         gdc_launch_dependents()
     total = tl.zeros([BLOCK], tl.float32)
     for choice in tl.static_range(TOP_K):
-        total += tl.load(results + (token * TOP_K + choice) * HIDDEN + column, mask=column < HIDDEN, other=0.0)
+        pair = token * TOP_K + choice
+        expert = tl.load(topk_ids + pair)
+        is_read = column < tl.where((expert >= 0) & (expert < NUM_EXPERTS), HIDDEN, 0)
+        total += tl.load(results + pair * HIDDEN + column, mask=is_read, other=0.0)
     tl.store(out + token * HIDDEN + column, total.to(out.dtype.element_ty), mask=column < HIDDEN)
 
 

@@ -23,10 +23,13 @@ def moe_matvec(
     activation: str,
     config: MoeConfig,
 ) -> torch.Tensor:
-    """Run `ops.moe_experts` with two kernels. The second sums over a token's experts in the order of its choice."""
-    (num_tokens, top_k), (hidden, size) = topk_ids.shape, down.shape[1:]
+    """Run `ops.moe_experts` with two kernels. The second sums over a token's experts in the order of its choice.
+
+    Rows of `inner` for experts that are not here are neither written nor read.
+    """
+    (num_tokens, top_k), (num_experts, hidden, size) = topk_ids.shape, down.shape
     inner = x.new_empty(num_tokens * top_k, size)
-    sizes = {"TOP_K": top_k, "HIDDEN": hidden, "SIZE": size}
+    sizes = {"NUM_EXPERTS": num_experts, "TOP_K": top_k, "HIDDEN": hidden, "SIZE": size}
     launch_product(
         _gate_up,
         (num_tokens * top_k, triton.cdiv(size, config.gate_up.block_n), 1),
@@ -59,6 +62,7 @@ def matvec_gate_up_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     EXPERT_STRIDE: tl.constexpr,
     ROW_STRIDE: tl.constexpr,
     COLUMN_STRIDE: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
     TOP_K: tl.constexpr,
     HIDDEN: tl.constexpr,
     SIZE: tl.constexpr,
@@ -76,6 +80,8 @@ def matvec_gate_up_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
         gdc_wait()
         gdc_launch_dependents()
     expert = tl.load(topk_ids + pair).to(tl.int64)
+    if (expert < 0) | (expert >= NUM_EXPERTS):
+        return
     is_column = column < SIZE
     gates = gate_up + expert * EXPERT_STRIDE + column[:, None] * ROW_STRIDE
     ups = gates + SIZE * ROW_STRIDE
@@ -105,6 +111,7 @@ def matvec_down_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     EXPERT_STRIDE: tl.constexpr,
     ROW_STRIDE: tl.constexpr,
     COLUMN_STRIDE: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
     TOP_K: tl.constexpr,
     HIDDEN: tl.constexpr,
     SIZE: tl.constexpr,
@@ -129,8 +136,9 @@ def matvec_down_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
         k = step % CHUNKS * BLOCK_K + at
         expert = tl.load(topk_ids + pair).to(tl.int64)
         weight = tl.load(topk_weights + pair).to(tl.float32)
-        values = tl.load(inner + pair.to(tl.int64) * SIZE + k, mask=k < SIZE, other=0.0).to(tl.float32) * weight
-        is_inside = is_column[:, None] & (k < SIZE)[None, :]
+        is_inner = k < tl.where((expert >= 0) & (expert < NUM_EXPERTS), SIZE, 0)
+        values = tl.load(inner + pair.to(tl.int64) * SIZE + k, mask=is_inner, other=0.0).to(tl.float32) * weight
+        is_inside = is_column[:, None] & is_inner[None, :]
         tile = tl.load(rows + expert * EXPERT_STRIDE + k[None, :] * COLUMN_STRIDE, mask=is_inside, other=0.0)
         total += tile.to(tl.float32) * values[None, :]
     result = tl.sum(total, 1)

@@ -76,8 +76,8 @@ def quantised_experts_on_gpu(
     tiles = pick_expert_tiles(num_pairs, num_experts, (first, second), x.element_size(), shared_bytes)
     if not tiles:
         return None
-    # One expert more than there are takes the pairs of other ranks.
-    routed = route(topk_ids.contiguous().clamp(max=num_experts), num_experts + 1, tiles[0].block_m)
+    topk_ids = topk_ids.contiguous()
+    routed = route(topk_ids, num_experts, tiles[0].block_m)
     num_blocks = routed.block_expert.shape[0]
     inner = x.new_empty((num_pairs, size))
     _gate_up.launch(
@@ -103,13 +103,12 @@ def quantised_experts_on_gpu(
         num_warps=tiles[1].num_warps,
         num_stages=tiles[1].num_stages,
     )
-    return sum_over_choices(results, top_k, x.dtype)
+    return sum_over_choices(results, topk_ids, num_experts, x.dtype)
 
 
 def _constants(weights: Stored, layout: WeightLayout, tiles: Tiles) -> dict[str, Any]:
     scale = _scales(weights)
     return {
-        "NUM_EXPERTS": weights.values.shape[0],
         "ROW_BLOCKS": scale.shape[1],
         "NUM_GROUPS": scale.shape[2],
         "INPUT_SIZE": layout.size,
@@ -189,7 +188,6 @@ def experts_gate_up_kernel(  # type: ignore[no-untyped-def]  # compiled by Trito
     inner,  # [num_pairs, size], written
     num_pairs,
     size,
-    NUM_EXPERTS: tl.constexpr,
     ROW_BLOCKS: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
     INPUT_SIZE: tl.constexpr,
@@ -209,14 +207,14 @@ def experts_gate_up_kernel(  # type: ignore[no-untyped-def]  # compiled by Trito
     LIMIT: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Grid: (blocks of rows, blocks of size). Rows of the expert behind the last one are not written."""
+    """Grid: (blocks of rows, blocks of size). Rows of experts that are not here are not written."""
     block = tl.program_id(0)
     column = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
     expert = tl.load(block_expert + block).to(tl.int64)
-    if (expert < 0) | (expert >= NUM_EXPERTS):
+    if expert < 0:
         return
     pair = tl.load(sorted_pairs + block * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     is_pair = pair < num_pairs
@@ -256,7 +254,6 @@ def experts_down_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     results,  # [num_pairs, hidden] float32, written
     num_pairs,
     hidden,
-    NUM_EXPERTS: tl.constexpr,
     ROW_BLOCKS: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
     INPUT_SIZE: tl.constexpr,
@@ -271,7 +268,7 @@ def experts_down_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     HAS_OFFSET: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Grid: (blocks of rows, blocks of hidden). Rows of the expert behind the last one are zero."""
+    """Grid: (blocks of rows, blocks of hidden). Rows of experts that are not here are not written."""
     block = tl.program_id(0)
     column = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
     if OVERLAP:
@@ -283,13 +280,11 @@ def experts_down_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     pair = tl.load(sorted_pairs + block * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     is_pair = pair < num_pairs
     is_column = column < hidden
-    total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    if expert < NUM_EXPERTS:
-        total = expert_product(
-            inner + pair * INPUT_SIZE, is_pair, down, scale, bias, expert, hidden, column, is_column, ROW_BLOCKS,
-            NUM_GROUPS, INPUT_SIZE, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, PACKED, GROUP, GROUPS, BLOCK_ROWS, HAS_OFFSET,
-        )  # fmt: skip
-        total *= tl.load(topk_weights + pair, mask=is_pair, other=0.0).to(tl.float32)[None, :]
+    total = expert_product(
+        inner + pair * INPUT_SIZE, is_pair, down, scale, bias, expert, hidden, column, is_column, ROW_BLOCKS,
+        NUM_GROUPS, INPUT_SIZE, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, PACKED, GROUP, GROUPS, BLOCK_ROWS, HAS_OFFSET,
+    )  # fmt: skip
+    total *= tl.load(topk_weights + pair, mask=is_pair, other=0.0).to(tl.float32)[None, :]
     tl.store(results + pair[None, :] * hidden + column[:, None], total, mask=is_pair[None, :] & is_column[:, None])
 
 

@@ -21,7 +21,7 @@ class Routed(NamedTuple):
     """The sorted pairs. Block `b` has rows of expert `block_expert[b]`, which is -1 for unused blocks.
 
     A row is a pair, number `token * top_k + choice`; rows of a block that no pair fills are `num_pairs`. The content of
-    `sorted_pairs` in unused blocks is arbitrary.
+    `sorted_pairs` in unused blocks is arbitrary. A pair whose expert is none of those here is in no block.
     """
 
     sorted_pairs: torch.Tensor  # [num_blocks * block_m] int32
@@ -31,8 +31,8 @@ class Routed(NamedTuple):
 def route(topk_ids: torch.Tensor, num_experts: int, block_m: int) -> Routed:
     """Return the pairs sorted by expert.
 
-    `topk_ids` is `[num_tokens, top_k]`, integers below `num_experts`, contiguous, at least one. The sort is stable:
-    equal ids give equal blocks.
+    `topk_ids` is `[num_tokens, top_k]`, integers, contiguous, at least one; those outside of 0 to `num_experts - 1` name
+    no expert. The sort is stable: equal ids give equal blocks.
     """
     num_pairs = topk_ids.numel()
     num_blocks = num_blocks_bound(num_pairs=num_pairs, num_experts=num_experts, block_m=block_m)
@@ -74,11 +74,13 @@ def route_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
         gdc_wait()
         gdc_launch_dependents()
     counts = tl.zeros([BINS], tl.int32)
+    nobodys = 0
     for start in range(0, num_pairs, CHUNK):
-        ids = tl.load(topk_ids + start + at, mask=start + at < num_pairs, other=0).to(tl.int32)
-        counts += tl.histogram(ids, BINS)
-    past_end = tl.cdiv(num_pairs, CHUNK) * CHUNK - num_pairs  # they were counted as expert 0's
-    counts -= tl.where(bins == 0, past_end, 0)
+        ids = tl.load(topk_ids + start + at, mask=start + at < num_pairs, other=-1).to(tl.int32)
+        is_nobodys = (ids < 0) | (ids >= tl.num_programs(0))
+        counts += tl.histogram(tl.where(is_nobodys, 0, ids), BINS)
+        nobodys += tl.sum(is_nobodys.to(tl.int32))
+    counts -= tl.where(bins == 0, nobodys, 0)  # they were counted as expert 0's
     blocks = (counts + BLOCK_M - 1) // BLOCK_M
     first_block = tl.sum(tl.where(bins < expert, blocks, 0))
     own_blocks = tl.sum(tl.where(bins == expert, blocks, 0))

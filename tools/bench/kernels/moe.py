@@ -189,7 +189,7 @@ def _time(name: str, inputs: Inputs, sweep: bool, grouped_mm: bool, jobs: int) -
     def ours(config: MoeConfig) -> Callable[[int], torch.Tensor]:
         def call(copy: int) -> torch.Tensor:
             x, topk_weights, topk_ids, gate_up, down = inputs.operands(copy)
-            return moe_experts_on_gpu(x, topk_weights, topk_ids, gate_up, down, "silu", config)
+            return moe_experts_on_gpu(x, topk_weights, topk_ids, gate_up, down, "silu", config=config)
 
         return call
 

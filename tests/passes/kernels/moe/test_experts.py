@@ -34,7 +34,7 @@ def check_both_ways_of_computing() -> None:
                 among = range(sizes[1]) if seed == 4 else None
                 inputs = moe_inputs(*sizes, dtype=dtype, seed=seed, activation=activation, among=among)
                 for config in (MATVEC, GROUPED, None)[: 3 if seed < 3 else 2]:
-                    found = moe_experts_on_gpu(*inputs.args, config)
+                    found = moe_experts_on_gpu(*inputs.args, config=config)
                     assert found.dtype == dtype and found.shape == inputs.x.shape
                     error = relative_rms(found, exact(inputs))
                     assert error < TOLERANCE[dtype], (sizes, activation, config, error)
@@ -54,7 +54,28 @@ def check_layouts_of_operands() -> None:
         down=torch.cat([inputs.down, inputs.down], 2)[..., :24],
     )
     for config in (MATVEC, GROUPED):
-        assert torch.equal(moe_experts_on_gpu(*strided.args, config), moe_experts_on_gpu(*inputs.args, config))
+        assert torch.equal(moe_experts_on_gpu(*strided.args, config=config), moe_experts_on_gpu(*inputs.args, config=config))
+
+
+def check_experts_elsewhere_count_for_nothing() -> None:
+    """A rank that has experts 2 and 3 of six computes their part, however experts elsewhere are numbered."""
+    from piecegraph.passes.kernels.moe.experts import moe_experts_on_gpu
+
+    inputs = moe_inputs(12, 3, 6, 48, 24)
+    is_here = (inputs.topk_ids >= 2) & (inputs.topk_ids < 4)
+    assert (~is_here).all(1).any()  # a token has no expert here
+    weights = inputs.topk_weights.masked_fill(~is_here, 0.0)
+    wanted = exact(replace(inputs, topk_weights=weights))
+    for elsewhere in (inputs.topk_ids - 2, torch.where(is_here, inputs.topk_ids - 2, 2)):
+        part = replace(inputs, topk_ids=elsewhere, gate_up=inputs.gate_up[2:4], down=inputs.down[2:4])
+        for config in (MATVEC, GROUPED):
+            torch.use_deterministic_algorithms(True)  # fills new memory with NaN
+            try:
+                found = moe_experts_on_gpu(*part.args, num_all_experts=6, config=config)
+            finally:
+                torch.use_deterministic_algorithms(False)
+            assert relative_rms(found, wanted) < TOLERANCE[torch.float32]
+        assert relative_rms(moe_experts_reference(*part.args), wanted) < TOLERANCE[torch.float32]
 
 
 def check_rows_are_apart() -> None:
@@ -63,10 +84,10 @@ def check_rows_are_apart() -> None:
 
     inputs = moe_inputs(6, 2, 4, 32, 16)
     for config in (MATVEC, GROUPED):
-        wanted = moe_experts_on_gpu(*inputs.args, config)
+        wanted = moe_experts_on_gpu(*inputs.args, config=config)
         x = inputs.x.clone()
         x[4:] = float("nan")
-        found = moe_experts_on_gpu(*replace(inputs, x=x).args, config)
+        found = moe_experts_on_gpu(*replace(inputs, x=x).args, config=config)
         assert torch.equal(found[:4], wanted[:4]) and found[4:].isnan().all()
 
 
@@ -75,6 +96,7 @@ def check_rows_are_apart() -> None:
     [
         pytest.param(check_both_ways_of_computing, marks=pytest.mark.slow),
         check_layouts_of_operands,
+        check_experts_elsewhere_count_for_nothing,
         check_rows_are_apart,
     ],
 )

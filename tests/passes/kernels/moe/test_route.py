@@ -33,6 +33,8 @@ def check(device: str, dtype: torch.dtype, cases: Sequence[tuple[int, int, int, 
         random = torch.Generator().manual_seed(num_tokens)
         for used in {num_experts, max(top_k, num_experts // 2)}:  # all experts, or the first half: others get nothing
             ids = torch.rand(num_tokens, used, generator=random).argsort(-1)[:, :top_k].to(dtype).contiguous()
+            if num_experts > 2:  # some name no expert
+                ids[::3, 0], ids[1::3, -1] = num_experts, -1
             routed = route(ids.to(device), num_experts, block_m)
             bound = num_blocks_bound(num_pairs=ids.numel(), num_experts=num_experts, block_m=block_m)
             experts, blocks = expected(ids, num_experts, block_m)
