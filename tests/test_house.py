@@ -326,7 +326,7 @@ TALKS_TO: dict[str, tuple[str, *tuple[str, ...]]] = {
     "compiler/workers/child.py": ("imports Inductor while the parent traces", "torch._inductor"),
     "passes/kernels/common/overlapped.py": ("the current stream, as Triton's launchers take it", "triton.runtime"),
     "passes/matching/torch_ir.py": ("the function that F.silu calls, which has no public name", "torch._C"),
-    "runner/tensor_parallel/symmetric_memory/symmetric_sums.py": (
+    "runner/tensor_parallel/symmetric_memory/symmetric_collectives.py": (
         "memory that GPUs of one host read from each other",
         "torch._C",
     ),

@@ -44,8 +44,9 @@ def make_runner_of_rank(
         read = everyone.exchange("bytes read", json.dumps(loaded.bytes_read))
     if on_phase is not None:
         on_phase(Phase(name="ranks", detail=_bytes_read(read)))
-        if group.sums_note:
-            on_phase(Phase(name="ranks", detail=group.sums_note))
+        for each in (group, group.engines):
+            if each is not None and each.sums_note:
+                on_phase(Phase(name="ranks", detail=each.sums_note))
     plan = loaded.stage
     staged = None if plan is None else functools.partial(stage_step, plan=plan, dtype=loaded.dtype)
     with running_in(group), group.capturing():

@@ -23,10 +23,12 @@ class EnginePeers:
     def group(self, name: str, num_ranks: int, timeout_s: float, *, check: Callable[[], None] = no_check) -> RankGroup:
         """Return this engine's end of a group with one rank of each engine; engines give it the same name.
 
+        It exchanges tokens of experts that the engines share.
+
         `num_ranks`: of one engine. `check`: as for `RankGroup`.
         """
         store = dist.PrefixStore(name, open_store(self.store, self.num_engines * num_ranks))
-        return RankGroup(store, self.engine, self.num_engines, timeout_s, check=check)
+        return RankGroup(store, self.engine, self.num_engines, timeout_s, check=check, exchanges_tokens=True)
 
 
 class Agreement:

@@ -31,7 +31,11 @@ from piecegraph.runner.pipeline_parallel.connections import (
     no_check,
 )
 from piecegraph.runner.tensor_parallel.aborting import Closing, attempt, wait_until
-from piecegraph.runner.tensor_parallel.symmetric_memory.symmetric_sums import SymmetricSums, why_not_symmetric
+from piecegraph.runner.tensor_parallel.symmetric_memory.symmetric_collectives import (
+    SymmetricCollectives,
+    name_of_collectives,
+    why_not_symmetric,
+)
 
 ABORT_S = 5.0
 """How long `RankGroup.abort` takes at most."""
@@ -98,9 +102,11 @@ class RankGroup:
         local_rank: int | None = None,
         check: Callable[[], None] = no_check,
         is_watched: bool = False,
+        exchanges_tokens: bool = False,
     ) -> None:
         """Store the parts. `check` is called while the rank waits in `exchange`, and may raise.
 
+        `exchanges_tokens`: whether the ranks are of several engines that share experts, one of each.
         `timeout_s`: how long a collective waits for other ranks, but for those of `capturing`.
         `is_watched`: whether rank 0 notices on GPUs that a rank is lost, and ends the others; see `nccl_group`.
         `local_rank`: the rank among those of this machine, and the number of its GPU; None: `rank`.
@@ -114,11 +120,12 @@ class RankGroup:
         self._timeout = timedelta(seconds=timeout_s)
         self._check = check
         self._is_watched = is_watched
+        self._exchanges_tokens = exchanges_tokens
         self._group: Any = None
-        self._symmetric: SymmetricSums | None = None
-        self._aborted: SymmetricSums | None = None
+        self._symmetric: SymmetricCollectives | None = None
+        self._aborted: SymmetricCollectives | None = None
         self.sums_note = ""
-        """How sums over the ranks are made on GPUs, and why; known once connected."""
+        """How sums over the ranks, or of shared experts, are made on GPUs, and why; known once connected."""
         self.device = torch.device("cpu")
         """Where the tensors of the ranks are, once they are connected."""
 
@@ -159,7 +166,7 @@ class RankGroup:
         self.is_on_gpu, self.device = device.type == "cuda", device
         connect_in_thread(lambda: self._make_group(device), self._check)
         if self.is_on_gpu:
-            self.sums_note = self._find_symmetric_sums(device)
+            self.sums_note = self._find_symmetric_collectives(device)
 
     def _make_group(self, device: torch.device) -> None:
         if not self.is_on_gpu:
@@ -187,26 +194,30 @@ class RankGroup:
         if group is not None:
             group._set_default_timeout(timeout)
 
-    def _find_symmetric_sums(self, device: torch.device) -> str:
+    def _find_symmetric_collectives(self, device: torch.device) -> str:
         """Set up sums through symmetric memory if all ranks can have them, and return the note about it."""
+        what = name_of_collectives(self._exchanges_tokens)
         hosts = self.exchange("host", f"{socket.gethostname()} {_boot_id()}")
         if environment.read(environment.SYMMETRIC_SUMS) == "0":
             reason = f"{environment.SYMMETRIC_SUMS}=0"
         else:
-            reason = why_not_symmetric(hosts, torch.cuda.device_count(), torch.cuda.can_device_access_peer)
+            gpus = [int(number) for number in self.exchange("gpu", str(device.index))]
+            reason = why_not_symmetric(hosts, gpus, torch.cuda.device_count(), torch.cuda.can_device_access_peer)
         if reason := next(filter(None, self.exchange("why there is no symmetric memory", reason)), ""):
-            return f"sums over the ranks: NCCL; {reason}"
+            return f"{what}: NCCL; {reason}"
         name = self.exchange("name of symmetric memory", f"piecegraph {uuid.uuid4().hex}")[0]
-        sums: SymmetricSums | None = None
+        sums: SymmetricCollectives | None = None
         try:
-            sums = SymmetricSums(self._store, self.rank, self.size, device, name)
+            sums = SymmetricCollectives(
+                self._store, self.rank, self.size, device, name, exchanges_tokens=self._exchanges_tokens
+            )
         except RuntimeError as error:
             reason = f"rank {self.rank}: {str(error).partition(chr(10))[0]}"
         reason = next(filter(None, self.exchange("why symmetric memory failed", reason)), "")
         if sums is None or reason:
-            return f"sums over the ranks: NCCL; {reason}"
+            return f"{what}: NCCL; {reason}"
         self._symmetric = sums  # before it is measured, so that `abort` ends a kernel that waits for a lost rank
-        sums.measure(self.exchange, self._nccl_sum)
+        sums.measure(self.exchange, self._nccl_scatter_sum if self._exchanges_tokens else self._nccl_add_up)
         return sums.describe()
 
     def _gloo_group(self) -> Any:
@@ -233,12 +244,23 @@ class RankGroup:
         if symmetric is not None and symmetric.takes(x):
             symmetric.add_up(x, x)
         else:
-            self._nccl_sum(x)
+            self._nccl_add_up(x, x)
 
-    def _nccl_sum(self, x: torch.Tensor) -> None:
+    def _nccl_add_up(self, x: torch.Tensor, output: torch.Tensor) -> None:
+        assert output is x, "NCCL adds up in place here"
         options = dist.AllreduceOptions()
         options.asyncOp = False  # NCCL then runs it on the current stream
         self._wait(lambda group: group.allreduce([x], options))
+
+    def _nccl_scatter_sum(self, x: torch.Tensor, output: torch.Tensor) -> None:
+        options = dist.ReduceScatterOptions()
+        options.asyncOp = False
+        self._wait(lambda group: group._reduce_scatter_base(output, x, options))
+
+    def _nccl_gather(self, x: torch.Tensor, output: torch.Tensor) -> None:
+        options = AllgatherOptions()
+        options.asyncOp = False
+        self._wait(lambda group: group._allgather_base(output, x, options))
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """Return `x` of all ranks, joined in the last dim."""
@@ -263,10 +285,10 @@ class RankGroup:
 
         Raises nothing for a step that fails: it is logged, and the others are taken.
         """
-        symmetric = self._aborted = self._symmetric or self._aborted  # kept: kernels may still use its memory
         deadline = time.monotonic() + ABORT_S
-        if symmetric is not None:
-            attempt(symmetric.release, "kernels that wait for lost ranks were not released")
+        for group in (self, self.engines):
+            if group is not None:
+                group._release()
         closing = Closing([*others, *self._take_connections()])
         if wait_until(is_done, deadline):
             attempt(free_graphs, "graphs that hold collectives were not freed")
@@ -276,24 +298,34 @@ class RankGroup:
         """Return the rows of `x` of all engines, one engine's behind the other's; each has as many rows."""
         engines = self._engines
         found = x.new_empty((engines.size * x.shape[0], *x.shape[1:]))
-        options = AllgatherOptions()
-        options.asyncOp = False  # NCCL then runs it on the current stream
-        engines._wait(lambda group: group._allgather_base(found, x.contiguous(), options))
+        symmetric = engines._symmetric  # read once: `abort` may take it meanwhile
+        if symmetric is not None and symmetric.carries(x):
+            symmetric.gather(x.contiguous(), found)
+        else:
+            engines._nccl_gather(x.contiguous(), found)
         return found
 
     def scatter_sum(self, x: torch.Tensor) -> torch.Tensor:
         """Return this engine's rows of the sum of `x` over the engines; the inverse of `gather_tokens`."""
         engines = self._engines
         own = x.new_empty((x.shape[0] // engines.size, *x.shape[1:]))
-        options = dist.ReduceScatterOptions()
-        options.asyncOp = False
-        engines._wait(lambda group: group._reduce_scatter_base(own, x.contiguous(), options))
+        symmetric = engines._symmetric
+        if symmetric is not None and symmetric.takes(own):
+            symmetric.scatter_sum(x.contiguous(), own)
+        else:
+            engines._nccl_scatter_sum(x.contiguous(), own)
         return own
 
     @property
     def _engines(self) -> RankGroup:
         assert self.engines is not None, "experts are divided among the ranks of one engine"
         return self.engines
+
+    def _release(self) -> None:
+        """End the kernels of this rank's GPU that wait for a lost rank in symmetric memory."""
+        symmetric = self._aborted = self._symmetric or self._aborted  # kept: kernels may still use its memory
+        if symmetric is not None:
+            attempt(symmetric.release, "kernels that wait for lost ranks were not released")
 
     def close(self) -> None:
         """Close the connections, which makes collectives of other ranks fail. Idempotent.

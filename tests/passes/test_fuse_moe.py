@@ -16,7 +16,8 @@ from piecegraph.passes.fuse_act_mul import FuseActMul
 from piecegraph.passes.fuse_moe import GROUPED_MM, FuseMoe
 from piecegraph.passes.matching.graph_pass import GraphPass, PassResult
 from piecegraph.runner.tensor_parallel.expert_ranks import ExpertRanks
-from tests.passes.family_runs import Family, family, family_of_rank, prompt
+from tests.passes.family_runs import Family, family, family_of_rank
+from tests.passes.family_runs import prompt as prompt_of
 from tests.passes.traced_family import traced_family
 from tests.runner.margin_rule import assert_same_tokens
 from tests.runner.tensor_parallel.ranks_in_threads import ThreadGroup, run_ranks
@@ -84,7 +85,7 @@ def test_experts_that_ranks_share_match_and_compute_the_model(name: str, num_eng
         for node in named(each.graph, "moe_experts.default"):
             *_, gate_up, _, _, num_all_experts = operands(node)
             assert (gate_up.meta["example_value"].shape[0], num_all_experts) == (2, 4)
-    prompts = [prompt(9), prompt(9)] if num_engines == 1 else [prompt(9), prompt(9).flip(0)]
+    prompts = [prompt_of(9), prompt_of(9) if num_engines == 1 else prompt_of(9).flip(0)]
 
     def run(group: ThreadGroup) -> torch.Tensor:
         return parts[group.rank].logits(prompts[group.rank], [8])

@@ -31,8 +31,8 @@ class Routed(NamedTuple):
 def route(topk_ids: torch.Tensor, num_experts: int, block_m: int) -> Routed:
     """Return the pairs sorted by expert.
 
-    `topk_ids` is `[num_tokens, top_k]`, integers, contiguous, at least one; those outside of 0 to `num_experts - 1` name
-    no expert. The sort is stable: equal ids give equal blocks.
+    `topk_ids` is `[num_tokens, top_k]`, integers, contiguous, at least one; those outside of 0 to `num_experts - 1`
+    name no expert. The sort is stable: equal ids give equal blocks.
     """
     num_pairs = topk_ids.numel()
     num_blocks = num_blocks_bound(num_pairs=num_pairs, num_experts=num_experts, block_m=block_m)

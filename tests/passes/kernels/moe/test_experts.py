@@ -54,7 +54,8 @@ def check_layouts_of_operands() -> None:
         down=torch.cat([inputs.down, inputs.down], 2)[..., :24],
     )
     for config in (MATVEC, GROUPED):
-        assert torch.equal(moe_experts_on_gpu(*strided.args, config=config), moe_experts_on_gpu(*inputs.args, config=config))
+        found, wanted = (moe_experts_on_gpu(*each.args, config=config) for each in (strided, inputs))
+        assert torch.equal(found, wanted)
 
 
 def check_experts_elsewhere_count_for_nothing() -> None:

@@ -1,7 +1,7 @@
-"""Sums over the GPUs of one host through symmetric memory, which every rank can write in the memory of the others.
+"""Collectives of the GPUs of one host through symmetric memory, which every rank can write in that of the others.
 
 NCCL takes some 15 us for the few kilobytes that a decode step adds up, and nothing overlaps with it. The kernel of
-`kernels/pushed_sum.py` takes 3. Up to which size it is faster is measured at the start, and all ranks decide alike.
+`kernels/pushed.py` takes 3. Up to which size it is faster is measured at the start, and all ranks decide alike.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from piecegraph.runner.tensor_parallel.symmetric_memory.renumbered_store import 
 SIZES = tuple(2**power for power in range(13, 23, 2))
 """The sizes in bytes that are measured, 8 KiB to 2 MiB."""
 
-SUMS_A_GRAPH = 20
-"""How many sums a measured graph holds, so that its launch is a small part of it."""
+CALLS_A_GRAPH = 20
+"""How many collectives a measured graph holds, so that its launch is a small part of it."""
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 POLL_S = 0.001
-"""How often the first sum is asked whether it is there."""
+"""How often the first results are asked whether they are there."""
 
 TRIAL_S = 30.0
-"""How long the first sum may take; a rank may compile its kernel meanwhile."""
+"""How long the first results may take; a rank may compile its kernels meanwhile."""
 
 
 class Exchange(Protocol):
@@ -38,23 +38,28 @@ class Exchange(Protocol):
     def __call__(self, name: str, value: str) -> list[str]: ...
 
 
-SumInPlace = Callable[[torch.Tensor], object]
+Sum = Callable[[torch.Tensor, torch.Tensor], object]
+"""What writes a sum over the ranks, or a rank's part of it, to its second argument."""
 
 
-class SymmetricSums:
-    """An inbox on each rank that the others write, and the size up to which sums go through it.
+class SymmetricCollectives:
+    """An inbox on each rank that the others write, and the size up to which collectives go through it.
 
-    The ranks call the methods at about the same time, as they do those of a process group, and `measure` first.
+    The ranks call the methods at about the same time, as they do those of a process group, and `measure` first. Ranks
+    of one model add up (`add_up`); engines that share experts exchange tokens (`gather` and `scatter_sum`).
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int, device: torch.device, name: str) -> None:
+    def __init__(
+        self, store: dist.Store, rank: int, size: int, device: torch.device, name: str, *, exchanges_tokens: bool
+    ) -> None:
         """Allocate the inboxes, and let the ranks write each other's. Raises `RuntimeError` if torch cannot.
 
-        `name`: the same on all ranks, and used once in a process.
+        `name`: the same on all ranks, and used once in a process. `exchanges_tokens`: whether the ranks are of engines
+        that share experts.
         """
         from torch._C._distributed_c10d import _register_process_group, _SymmetricMemory
 
-        from piecegraph.runner.tensor_parallel.symmetric_memory.kernels.pushed_sum import BLOCK
+        from piecegraph.runner.tensor_parallel.symmetric_memory.kernels.pushed import BLOCK, Inboxes
 
         self._name = cast("Any", name)
         store = RenumberedStore(dist.PrefixStore("symmetric memory", store))
@@ -62,24 +67,33 @@ class SymmetricSums:
         self._store = store  # whose methods are Python's
         _register_process_group(self._name, self._named)
         _SymmetricMemory.set_group_info(name, rank, size, store)
-        self._capacity = SIZES[-1] // 4
-        shape = (2, size, self._capacity)
-        strides = (size * self._capacity, self._capacity, 1)
+        capacity = SIZES[-1] // 4
+        shape = (2, size, capacity)
+        strides = (size * capacity, capacity, 1)
         self._inbox = _SymmetricMemory.empty_strided_p2p(shape, strides, torch.int64, device)
         self._handle = _SymmetricMemory.rendezvous(self._inbox, self._name)
         self._inbox.zero_()
-        self._inboxes = torch.tensor(self._handle.buffer_ptrs, dtype=torch.int64, device=device)
-        self._counts = torch.zeros(self._capacity // BLOCK, dtype=torch.int32, device=device)
         self._stop = torch.zeros(1, dtype=torch.int32, pin_memory=True)
-        self._rank, self._device = rank, device
+        self._inboxes = Inboxes(
+            addresses=torch.tensor(self._handle.buffer_ptrs, dtype=torch.int64, device=device),
+            counts=torch.zeros(capacity // BLOCK, dtype=torch.int32, device=device),
+            stop=self._stop,
+            capacity=capacity,
+            rank=rank,
+        )
+        self._rank, self._size, self._device = rank, size, device
+        self._exchanges_tokens = exchanges_tokens
         torch.cuda.synchronize(device)
         self._most_bytes = 0
         self._fault = ""
         self.microseconds: dict[int, tuple[float, float]] = {}
-        """What a sum takes by size in bytes: through symmetric memory, and through NCCL."""
+        """What a sum takes by the size of its result in bytes: through symmetric memory, and through NCCL."""
 
-    def measure(self, exchange: Exchange, nccl: SumInPlace) -> None:
-        """Choose the size up to which `takes` is true. `nccl` replaces a tensor by the sum over the ranks."""
+    def measure(self, exchange: Exchange, nccl: Sum) -> None:
+        """Choose the size up to which `takes` is true.
+
+        `nccl`: does what `scatter_sum` does if tokens are exchanged, else what `add_up` does.
+        """
         exchange("inboxes are clear", "")
         self._fault = next(filter(None, exchange("faults of symmetric memory", self._try())), "")
         if self._fault:
@@ -88,22 +102,47 @@ class SymmetricSums:
         self._most_bytes = largest_faster_size(self.microseconds)
 
     def takes(self, x: torch.Tensor) -> bool:
-        """Return whether a tensor is added up through symmetric memory, by its size alone: all ranks agree."""
-        return x.dtype in DTYPES and x.nbytes <= self._most_bytes and x.nbytes % 4 == 0
+        """Return whether a sum with the result `x` is made through symmetric memory, by its size and dtype alone.
+
+        So all ranks agree.
+        """
+        return x.dtype in DTYPES and self.carries(x)
+
+    def carries(self, x: torch.Tensor) -> bool:
+        """Return whether `x` of each rank is gathered through symmetric memory, by its size alone."""
+        return 0 < x.nbytes <= self._most_bytes and x.nbytes % 4 == 0
 
     def add_up(self, x: torch.Tensor, output: torch.Tensor) -> None:
         """Write the sum of `x` over the ranks to `output`, both contiguous and alike, or the same tensor.
 
         At most `SIZES[-1]` bytes. The bits are equal on all ranks: they are added in the order of the ranks.
         """
-        from piecegraph.runner.tensor_parallel.symmetric_memory.kernels.pushed_sum import push_and_add_up
+        from piecegraph.runner.tensor_parallel.symmetric_memory.kernels.pushed import push_and_add_up
 
         if x.data_ptr() % 4 or output.data_ptr() % 4:  # a view from an odd number of two bytes on
             aligned = torch.empty_like(x)
             self.add_up(aligned.copy_(x), aligned)
             output.copy_(aligned)
             return
-        push_and_add_up(x, output, self._inboxes, self._counts, self._stop, self._capacity, self._rank)
+        push_and_add_up(x, output, self._inboxes)
+
+    def scatter_sum(self, x: torch.Tensor, output: torch.Tensor) -> None:
+        """Write this rank's part of the sum of `x` over the ranks to `output`, a new tensor; both are contiguous.
+
+        `x` has the parts of all ranks, one behind the other, each at most `SIZES[-1]` bytes and whole words of 4 bytes.
+        """
+        from piecegraph.runner.tensor_parallel.symmetric_memory.kernels.pushed import push_and_scatter_sum
+
+        push_and_scatter_sum(_aligned(x), output, self._inboxes)
+
+    def gather(self, x: torch.Tensor, output: torch.Tensor) -> None:
+        """Write `x` of all ranks, one behind the other, to `output`, a new tensor; both are contiguous.
+
+        `x` has at most `SIZES[-1]` bytes, and whole words of 4 bytes.
+        """
+        from piecegraph.runner.tensor_parallel.symmetric_memory.kernels.pushed import push_and_gather
+
+        push_and_gather(_aligned(x), output, self._inboxes)
 
     def close(self) -> None:
         """Forget the name of the group. Idempotent."""
@@ -122,15 +161,16 @@ class SymmetricSums:
 
     def describe(self) -> str:
         """Return one line: up to which size, and what sums take beside NCCL."""
+        what = name_of_collectives(self._exchanges_tokens)
         if self._fault:
-            return f"sums over the ranks: NCCL; {self._fault}"
+            return f"{what}: NCCL; {self._fault}"
         times = ", ".join(
             f"{size // 1024} KiB {own:.1f} ({nccl:.1f})" for size, (own, nccl) in self.microseconds.items()
         )
         if not self._most_bytes:
-            return f"sums over the ranks: NCCL; through symmetric memory they take no less, in us (NCCL): {times}"
+            return f"{what}: NCCL; through symmetric memory they take no less, in us (NCCL): {times}"
         until = f"through symmetric memory up to {self._most_bytes // 1024} KiB, else NCCL"
-        return f"sums over the ranks: {until}, in us (NCCL): {times}"
+        return f"{what}: {until}, in us (NCCL): {times}"
 
     def _try(self) -> str:
         """Return what is wrong with sums of small integers, which are exact in any order, or "".
@@ -139,13 +179,24 @@ class SymmetricSums:
         GPU waits for another rank.
         """
         count = SIZES[-1] // 4
-        seeds = [torch.Generator().manual_seed(rank) for rank in range(len(self._inboxes))]
+        seeds = [torch.Generator().manual_seed(rank) for rank in range(self._size)]
         parts = torch.stack([torch.randint(-8, 9, (count,), generator=seed) for seed in seeds]).to(self._device)
-        found = []
+        results: list[tuple[torch.Tensor, torch.Tensor]] = []  # and what each should be
         for dtype in DTYPES:
             x = parts[self._rank].to(dtype)
-            self.add_up(x, x)
-            found.append(x)
+            if self._exchanges_tokens:
+                short = parts[:, : count - count % self._size]
+                own = x.new_empty(short.shape[1] // self._size)
+                self.scatter_sum(x[: short.shape[1]], own)
+                results.append((own, short.sum(0).view(self._size, -1)[self._rank]))
+            else:
+                self.add_up(x, x)
+                results.append((x, parts.sum(0)))
+        if self._exchanges_tokens:
+            words = parts.int()
+            gathered = torch.empty_like(words)
+            self.gather(words[self._rank], gathered)
+            results.append((gathered, words))
         event = torch.cuda.Event()
         event.record()
         deadline = time.monotonic() + TRIAL_S
@@ -154,18 +205,26 @@ class SymmetricSums:
                 self._stop.fill_(1)
                 return f"nothing reached rank {self._rank} through symmetric memory within {TRIAL_S:g} s"
             time.sleep(POLL_S)
-        is_right = all(torch.equal(x, parts.sum(0).to(x.dtype)) for x in found)
+        is_right = all(torch.equal(x, right.to(x.dtype)) for x, right in results)
         return "" if is_right else f"rank {self._rank} has a wrong sum through symmetric memory"
 
-    def _measured(self, exchange: Exchange, nccl: SumInPlace) -> dict[int, tuple[float, float]]:
+    def _measured(self, exchange: Exchange, nccl: Sum) -> dict[int, tuple[float, float]]:
         """Return the microseconds of a sum by size; of the slowest rank, so that all ranks have the same."""
         own: dict[str, tuple[float, float]] = {}
         for size in SIZES:
             x = torch.zeros(size // 2, dtype=torch.bfloat16, device=self._device)
-            pushed = _microseconds(partial(self.add_up, x, x), self._device)
-            own[str(size)] = pushed, _microseconds(partial(nccl, x), self._device)
+            operands, push = (x, x), self.add_up
+            if self._exchanges_tokens:
+                operands, push = (x.repeat(self._size), x), self.scatter_sum
+            pushed = _microseconds(partial(push, *operands), self._device)
+            own[str(size)] = pushed, _microseconds(partial(nccl, *operands), self._device)
         found = [json.loads(text) for text in exchange("times of sums", json.dumps(own))]
         return {int(size): (max(each[size][0] for each in found), max(each[size][1] for each in found)) for size in own}
+
+
+def name_of_collectives(exchanges_tokens: bool) -> str:
+    """Return what notes of a start call the collectives of a group."""
+    return "tokens and sums of shared experts" if exchanges_tokens else "sums over the ranks"
 
 
 def largest_faster_size(microseconds: Mapping[int, tuple[float, float]]) -> int:
@@ -178,18 +237,27 @@ def largest_faster_size(microseconds: Mapping[int, tuple[float, float]]) -> int:
     return largest
 
 
-def why_not_symmetric(hosts: Sequence[str], num_gpus: int, can_access: Callable[[int, int], bool]) -> str:
+def why_not_symmetric(
+    hosts: Sequence[str], gpus: Sequence[int], num_visible: int, can_access: Callable[[int, int], bool]
+) -> str:
     """Return why the ranks cannot read each other's memory, or "".
 
-    `hosts`: of each rank; `num_gpus`: how many GPUs this process sees, numbered as the ranks of one host are.
+    `hosts`, `gpus`: of each rank, its host and the number of its GPU; `num_visible`: how many GPUs this process sees.
     """
     if len(set(hosts)) > 1:
         return "the ranks are on several hosts"
-    if num_gpus < len(hosts):
-        return f"{num_gpus} GPUs are visible to {len(hosts)} ranks"
-    pairs = [(one, other) for one in range(len(hosts)) for other in range(len(hosts)) if one != other]
+    if num_visible < len(set(gpus)):
+        return f"{num_visible} GPUs are visible to ranks of {len(set(gpus))} GPUs"
+    if len(set(gpus)) < len(gpus):
+        return "several ranks see their GPUs under one number"
+    pairs = [(one, other) for one in gpus for other in gpus if one != other]
     blind = next((pair for pair in pairs if not can_access(*pair)), None)
     return "" if blind is None else f"GPU {blind[0]} cannot read the memory of GPU {blind[1]}"
+
+
+def _aligned(x: torch.Tensor) -> torch.Tensor:
+    """Return `x`, or a copy if it is a view from an odd number of two bytes on."""
+    return x.clone() if x.data_ptr() % 4 else x
 
 
 def _microseconds(add_up: Callable[[], object], device: torch.device) -> float:
@@ -199,8 +267,8 @@ def _microseconds(add_up: Callable[[], object], device: torch.device) -> float:
     """
     add_up()
     torch.cuda.synchronize(device)
-    short, long = (_microseconds_of_graph(add_up, count) for count in (SUMS_A_GRAPH, 5 * SUMS_A_GRAPH))
-    return (long - short) / (4 * SUMS_A_GRAPH)
+    short, long = (_microseconds_of_graph(add_up, count) for count in (CALLS_A_GRAPH, 5 * CALLS_A_GRAPH))
+    return (long - short) / (4 * CALLS_A_GRAPH)
 
 
 def _microseconds_of_graph(add_up: Callable[[], object], count: int) -> float:

@@ -1,4 +1,4 @@
-"""Sums by pushed words: two ranks in Triton's interpreter, whose inboxes are shared memory; compiled for sm_90."""
+"""Collectives by pushed words: two ranks in Triton's interpreter, inboxes in shared memory; compiled for sm_90."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 import triton.language as tl
 
-from piecegraph.runner.tensor_parallel.symmetric_memory.kernels import pushed_sum as kernel
+from piecegraph.runner.tensor_parallel.symmetric_memory.kernels import pushed as kernel
 from tests.compiled_for_gpu import compile_for_gpu
 from tests.interpreter import interpreted
 
@@ -45,7 +45,7 @@ def part(number: int, rank: int) -> torch.Tensor:
 
 
 def check_sums() -> None:
-    """Add up 21 times on two ranks, one of them late at times, in place and not."""
+    """Add up, scatter and gather 21 times on two ranks, one of them late at times, sums in place and not."""
     torch.set_num_threads(1)  # a forked process has no threads of torch's
     kernel.send, kernel.receive = send, receive
     capacity = 8 * kernel.BLOCK
@@ -65,14 +65,23 @@ def check_sums() -> None:
 
 def has_the_sums(inboxes: torch.Tensor, capacity: int, rank: int) -> bool:
     counts, stop = torch.zeros(8, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    boxes = kernel.Inboxes(addresses=inboxes, counts=counts, stop=stop, capacity=capacity, rank=rank)
     equal = True
     for number in range(21):
         x = part(number, rank)
         output = x if number % 2 else torch.empty_like(x)
         if number % 4 == 2 * rank:
             time.sleep(0.05)
-        kernel.push_and_add_up(x, output, inboxes, counts, stop, capacity, rank)
-        equal &= torch.equal(output, part(number, 0) + part(number, 1))
+        parts = [part(number, 0), part(number, 1)]
+        kernel.push_and_add_up(x, output, boxes)
+        equal &= torch.equal(output, parts[0] + parts[1])
+        if number % 3 == 0:  # words of two numbers, so that half of them are whole words
+            own = torch.empty(len(x) // 2, dtype=x.dtype)
+            kernel.push_and_scatter_sum(parts[rank], own, boxes)
+            equal &= torch.equal(own, (parts[0] + parts[1]).view(2, -1)[rank])
+        gathered = torch.empty(2, len(x), dtype=x.dtype)
+        kernel.push_and_gather(parts[rank], gathered, boxes)
+        equal &= torch.equal(gathered, torch.stack(parts))
     return equal
 
 
@@ -81,15 +90,21 @@ def test_two_ranks_have_the_sum() -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_the_kernel_compiles_for_hopper(dtype: torch.dtype, num_ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "is_summed", "is_scattered"),
+    [*((dtype, True, is_scattered) for dtype in DTYPES for is_scattered in (False, True)), (torch.int32, False, False)],
+)
+def test_the_kernel_compiles_for_hopper(
+    dtype: torch.dtype, is_summed: bool, is_scattered: bool, num_ranks: int
+) -> None:
     """A word is sent and received whole, with the scope of several GPUs."""
     x, counts = torch.zeros(1, dtype=dtype), torch.zeros(1, dtype=torch.int32)
     inboxes = torch.zeros(num_ranks, dtype=torch.int64)
     ptx = compile_for_gpu(
-        kernel.pushed_sum_kernel,
+        kernel.pushed_kernel,
         {"x": x, "output": x, "inboxes": inboxes, "counts": counts, "stop": counts, "num_words": 2048, "zero": 0}
-        | {"CAPACITY": 2**19, "RANK": 1, "RANKS": num_ranks, "BLOCK": kernel.BLOCK, "OVERLAP": True},
+        | {"CAPACITY": 2**19, "RANK": 1, "RANKS": num_ranks, "IS_SUMMED": is_summed}
+        | {"IS_SCATTERED": is_scattered, "BLOCK": kernel.BLOCK, "OVERLAP": True},
         {"num_warps": kernel.NUM_WARPS, "launch_pdl": True},
     )
     assert ptx.count("st.relaxed.sys.global.b64") == 4 * (num_ranks - 1) == ptx.count("ld.relaxed.sys.global.b64")

@@ -1,17 +1,20 @@
-"""A sum over the GPUs of one host as one Triton kernel, which pushes its numbers into the other GPUs' memory.
+"""Collectives of the GPUs of one host as one Triton kernel, which pushes its numbers into the other GPUs' memory.
 
 Each rank has an inbox, which the others can write. A word of an inbox has 32 bits of numbers and 32 bits that count the
-sums. A rank writes its words to the inboxes of all others, then waits until the words of this sum are in its own: a
-word comes whole, so that no barrier and no second message is needed. All ranks add up in the order of the ranks, in
-float32, and round once, so that their bits are equal.
+collectives. A rank writes its words to the inboxes of all others, then waits until the words of this collective are in
+its own: a word comes whole, so that no barrier and no second message is needed. All ranks add up in the order of the
+ranks, in float32, and round once, so that their bits are equal.
 
-An inbox has two halves, which sums take in turn. A word may be written again when its reader has read it: whoever
-writes the second next sum has received the next one, and its sender had finished this one before.
+An inbox has two halves, which collectives take in turn. A word may be written again when its reader has read it:
+whoever writes the second next collective has received the next one, and its sender had finished this one before. So
+collectives of all kinds share an inbox, as long as all ranks make the same ones in the same order.
 
 Source: the LL protocol of NCCL ("Demystifying NCCL", arXiv:2507.04786), with counts in place of its flags.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -27,27 +30,55 @@ BLOCK = 512
 NUM_WARPS = 4
 
 
-def push_and_add_up(
-    x: torch.Tensor,
-    output: torch.Tensor,
-    inboxes: torch.Tensor,
-    counts: torch.Tensor,
-    stop: torch.Tensor,
-    capacity: int,
-    rank: int,
-) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inboxes:
+    """The inboxes of all ranks, as one of them sees them."""
+
+    addresses: torch.Tensor  # [ranks] int64, of inboxes `[2, ranks, capacity]` int64, 0 at first
+    counts: torch.Tensor  # [capacity / BLOCK] int32, the collectives of each program so far, 0 at first; changed
+    stop: torch.Tensor  # [1] int32 that the host writes: once it is not 0, kernels wait no more, results are worthless
+    capacity: int  # in words of 4 bytes from each rank
+    rank: int
+
+
+def push_and_add_up(x: torch.Tensor, output: torch.Tensor, inboxes: Inboxes) -> None:
     """Write the sum of `x` over the ranks to `output`, which may be `x`; all ranks call this for the same size.
 
-    `x`, `output`: contiguous, float32, bfloat16 or float16, at most `capacity` words of 4 bytes, aligned to 4 bytes.
-    `inboxes`: [ranks] int64, the addresses of the inboxes, each `[2, ranks, capacity]` int64, 0 at first.
-    `counts`: [capacity / BLOCK] int32, what each program has added up so far, 0 at first; changed.
-    `stop`: [1] int32 in memory that the host writes; once it is not 0, kernels wait no more and results are worthless.
+    Both are contiguous, float32, bfloat16 or float16, at most `capacity` words of 4 bytes, aligned to 4 bytes; so are
+    the tensors of the other functions, of which `gather` takes any dtype.
     """
-    num_words = x.nbytes // 4
-    _pushed_sum.launch(
+    _launch(x, output, inboxes, x.nbytes, is_summed=True, is_scattered=False)
+
+
+def push_and_scatter_sum(x: torch.Tensor, output: torch.Tensor, inboxes: Inboxes) -> None:
+    """Write this rank's part of the sum of `x` over the ranks, `[ranks, ...]`, to `output`, `[...]`.
+
+    A part has at most `capacity` words. `output` is no part of `x`.
+    """
+    _launch(x, output, inboxes, output.nbytes, is_summed=True, is_scattered=True)
+
+
+def push_and_gather(x: torch.Tensor, output: torch.Tensor, inboxes: Inboxes) -> None:
+    """Write `x` of all ranks, in their order, to `output`, `[ranks, *x.shape]`."""
+    words = (each.view(-1).view(torch.int32) for each in (x, output))
+    _launch(*words, inboxes, x.nbytes, is_summed=False, is_scattered=False)
+
+
+def _launch(
+    x: torch.Tensor, output: torch.Tensor, inboxes: Inboxes, num_bytes: int, *, is_summed: bool, is_scattered: bool
+) -> None:
+    num_words = num_bytes // 4
+    _pushed.launch(
         (triton.cdiv(num_words, BLOCK), 1, 1),
-        (x, output, inboxes, counts, stop, num_words, 0),
-        {"CAPACITY": capacity, "RANK": rank, "RANKS": inboxes.numel(), "BLOCK": BLOCK},
+        (x, output, inboxes.addresses, inboxes.counts, inboxes.stop, num_words, 0),
+        {
+            "CAPACITY": inboxes.capacity,
+            "RANK": inboxes.rank,
+            "RANKS": inboxes.addresses.numel(),
+            "IS_SUMMED": is_summed,
+            "IS_SCATTERED": is_scattered,
+            "BLOCK": BLOCK,
+        },
         num_warps=NUM_WARPS,
     )
 
@@ -120,9 +151,9 @@ def receive(addresses, count, stop, is_inside):  # type: ignore[no-untyped-def] 
 
 @own_kernel
 @triton.jit(do_not_specialize=["num_words", "zero"])
-def pushed_sum_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
-    x,  # [num_words] words of 4 bytes, in its own dtype
-    output,  # as x, written; may be x
+def pushed_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
+    x,  # [num_words] words of 4 bytes, in its own dtype; scattered, [RANKS, num_words]
+    output,  # [num_words] words, written; may be x; if it is no sum, [RANKS, num_words]
     inboxes,  # [RANKS] addresses of [2, RANKS, CAPACITY] int64
     counts,  # [programs], changed
     stop,  # [1]
@@ -131,6 +162,8 @@ def pushed_sum_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     CAPACITY: tl.constexpr,
     RANK: tl.constexpr,
     RANKS: tl.constexpr,
+    IS_SUMMED: tl.constexpr,
+    IS_SCATTERED: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -146,12 +179,19 @@ def pushed_sum_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     if OVERLAP:
         gdc_wait()
     count = tl.load(counts + program) + 1
-    own = tl.load(x.to(words) + at, mask=is_inside, other=0)
     half = (count & 1) * RANKS
-    word = (own.to(tl.int64) & 0xFFFFFFFF) | (count.to(tl.int64) << 32)
+    numbers = x.to(words) + at
+    if IS_SCATTERED:
+        own = tl.load(numbers + RANK * num_words, mask=is_inside, other=0)
+    else:
+        own = tl.load(numbers, mask=is_inside, other=0)
     for step in tl.static_range(1, RANKS):
-        inbox = tl.load(inboxes + (RANK + step) % RANKS)
-        send(inbox + ((half + RANK) * CAPACITY + at).to(tl.int64) * 8, word, is_inside)
+        to = (RANK + step) % RANKS
+        part = own
+        if IS_SCATTERED:
+            part = tl.load(numbers + to * num_words, mask=is_inside, other=0)
+        word = (part.to(tl.int64) & 0xFFFFFFFF) | (count.to(tl.int64) << 32)
+        send(tl.load(inboxes + to) + ((half + RANK) * CAPACITY + at).to(tl.int64) * 8, word, is_inside)
     expected = tl.full([BLOCK], 0, tl.int32) + count
     for rank in tl.static_range(RANKS):
         if rank == RANK:
@@ -159,7 +199,9 @@ def pushed_sum_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
         else:
             addresses = own_inbox + ((half + rank) * CAPACITY + at).to(tl.int64) * 8
             part = receive(addresses, expected, stop_address, is_inside)
-        if x.dtype.element_ty == tl.float32:
+        if not IS_SUMMED:
+            tl.store(output.to(words) + rank * num_words + at, part, mask=is_inside)
+        elif x.dtype.element_ty == tl.float32:
             each = part.to(tl.float32, bitcast=True)
             if rank == 0:
                 total = each
@@ -173,15 +215,16 @@ def pushed_sum_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
             else:
                 low_total += low
                 high_total += high
-    if x.dtype.element_ty == tl.float32:
-        summed = total.to(tl.int32, bitcast=True)
-    else:
-        lower = low_total.to(x.dtype.element_ty).to(tl.int16, bitcast=True).to(tl.int32)
-        upper = high_total.to(x.dtype.element_ty).to(tl.int16, bitcast=True).to(tl.int32)
-        summed = (lower & 0xFFFF) | (upper << 16)
-    tl.store(output.to(words) + at, summed, mask=is_inside)
+    if IS_SUMMED:
+        if x.dtype.element_ty == tl.float32:
+            summed = total.to(tl.int32, bitcast=True)
+        else:
+            lower = low_total.to(x.dtype.element_ty).to(tl.int16, bitcast=True).to(tl.int32)
+            upper = high_total.to(x.dtype.element_ty).to(tl.int16, bitcast=True).to(tl.int32)
+            summed = (lower & 0xFFFF) | (upper << 16)
+        tl.store(output.to(words) + at, summed, mask=is_inside)
     tl.debug_barrier()  # every thread has read the count
     tl.store(counts + program, count)
 
 
-_pushed_sum = OverlappedKernel(pushed_sum_kernel)
+_pushed = OverlappedKernel(pushed_kernel)

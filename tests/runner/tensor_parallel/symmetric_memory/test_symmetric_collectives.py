@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import torch.distributed as dist
 import torch.multiprocessing as processes
 
 from piecegraph.runner.tensor_parallel.process_group import RankGroup
-from piecegraph.runner.tensor_parallel.symmetric_memory.symmetric_sums import (
+from piecegraph.runner.tensor_parallel.symmetric_memory.symmetric_collectives import (
     SIZES,
     largest_faster_size,
     why_not_symmetric,
@@ -30,10 +32,14 @@ def test_the_largest_size_that_is_faster_ends_before_the_first_that_is_not() -> 
 
 
 def test_ranks_that_cannot_read_each_other_have_a_reason() -> None:
-    assert why_not_symmetric(["a", "a"], 2, lambda one, other: True) == ""
-    assert why_not_symmetric(["a", "b"], 2, lambda one, other: True) == "the ranks are on several hosts"
-    assert why_not_symmetric(["a", "a"], 1, lambda one, other: True) == "1 GPUs are visible to 2 ranks"
-    reason = why_not_symmetric(["a", "a", "a"], 3, lambda one, other: (one, other) != (1, 2))
+    assert why_not_symmetric(["a", "a"], [0, 1], 2, lambda one, other: True) == ""
+    assert why_not_symmetric(["a", "a"], [1, 3], 4, lambda one, other: one + other == 4) == ""
+    assert why_not_symmetric(["a", "b"], [0, 0], 2, lambda one, other: True) == "the ranks are on several hosts"
+    reason = why_not_symmetric(["a", "a"], [0, 1], 1, lambda one, other: True)
+    assert reason == "1 GPUs are visible to ranks of 2 GPUs"
+    reason = why_not_symmetric(["a", "a"], [0, 0], 2, lambda one, other: True)
+    assert reason == "several ranks see their GPUs under one number"
+    reason = why_not_symmetric(["a", "a", "a"], [0, 1, 2], 3, lambda one, other: (one, other) != (1, 2))
     assert reason == "GPU 1 cannot read the memory of GPU 2"
 
 
@@ -43,6 +49,39 @@ def connected(rank: int, store: str) -> tuple[RankGroup, torch.device]:
     group = RankGroup(dist.FileStore(store, 2), rank, 2, 30.0)
     group.connect(device)
     return group, device
+
+
+def connect_engines(group: RankGroup, store: str, device: torch.device) -> RankGroup:
+    """Take each rank for one of another engine, too."""
+    files = dist.PrefixStore("engines", dist.FileStore(store, 2))
+    group.engines = RankGroup(files, group.rank, 2, 30.0, exchanges_tokens=True)
+    group.engines.connect(device)
+    return group.engines
+
+
+def share_experts(rank: int, store: str) -> None:
+    group, device = connected(rank, store)
+    engines = connect_engines(group, store, device)
+    assert "of shared experts: through symmetric memory up to" in engines.sums_note, engines.sums_note
+    sys.stderr.write(f"{engines.sums_note}\n")
+    for dtype in (torch.bfloat16, torch.float32, torch.int64):
+        for num_rows in (1, 2, 7, 256, 4096):
+            shape = (num_rows, 6 if dtype == torch.int64 else 2048)
+            parts = [torch.randint(-9, 10, shape, generator=torch.Generator().manual_seed(r)) for r in (0, 1)]
+            both = torch.cat(parts).to(device, dtype)
+            assert torch.equal(group.gather_tokens(parts[rank].to(device, dtype)), both)
+            if dtype != torch.int64:
+                assert torch.equal(group.scatter_sum(both * (rank + 2)), (both * 5).chunk(2)[rank])
+    graph = torch.cuda.CUDAGraph()
+    x, y = torch.ones(8, 2048, device=device, dtype=torch.bfloat16), torch.empty(0)
+    with torch.cuda.graph(graph):
+        y = group.scatter_sum(group.gather_tokens(group.all_reduce(x + rank)))
+    for number in range(5):
+        x.fill_(number)
+        graph.replay()
+        assert torch.equal(y, torch.full_like(y, 4.0 * number + 2.0))
+    group.exchange("is done", "")
+    group.close()
 
 
 def add_up_everything(rank: int, store: str) -> None:
@@ -78,11 +117,23 @@ def wait_for_a_lost_rank(rank: int, store: str) -> None:
     group, device = connected(rank, store)
     x = torch.ones(4096, device=device, dtype=torch.bfloat16)
     assert group._symmetric is not None and group._symmetric.takes(x)
+    wait_in_vain(group, partial(group.all_reduce_in_place, x))
+
+
+def wait_for_a_lost_engine(rank: int, store: str) -> None:
+    group, device = connected(rank, store)
+    engines = connect_engines(group, store, device)
+    x = torch.ones(4096, device=device, dtype=torch.bfloat16)
+    assert engines._symmetric is not None and engines._symmetric.carries(x)
+    wait_in_vain(group, partial(group.gather_tokens, x))
+
+
+def wait_in_vain(group: RankGroup, collective: Callable[[], object]) -> None:
     group.exchange("is ready", "")
-    if rank == 1:
+    if group.rank == 1:
         os._exit(0)
     for _ in range(200):
-        group.all_reduce_in_place(x)
+        collective()
     event = torch.cuda.Event()
     event.record()
     time.sleep(0.5)
@@ -95,6 +146,6 @@ def wait_for_a_lost_rank(rank: int, store: str) -> None:
 @needs_two_gpus
 @pytest.mark.gpu
 @pytest.mark.usefixtures("ends_in_time")
-@pytest.mark.parametrize("run", [add_up_everything, wait_for_a_lost_rank])
+@pytest.mark.parametrize("run", [add_up_everything, share_experts, wait_for_a_lost_rank, wait_for_a_lost_engine])
 def test_two_gpus(run: Any, tmp_path: Path) -> None:
     processes.spawn(run, args=(str(tmp_path / "store"),), nprocs=2)
