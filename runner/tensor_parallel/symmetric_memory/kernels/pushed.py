@@ -60,8 +60,8 @@ def push_and_scatter_sum(x: torch.Tensor, output: torch.Tensor, inboxes: Inboxes
 
 def push_and_gather(x: torch.Tensor, output: torch.Tensor, inboxes: Inboxes) -> None:
     """Write `x` of all ranks, in their order, to `output`, `[ranks, *x.shape]`."""
-    words = (each.view(-1).view(torch.int32) for each in (x, output))
-    _launch(*words, inboxes, x.nbytes, is_summed=False, is_scattered=False)
+    words, gathered = (each.view(-1).view(torch.int32) for each in (x, output))
+    _launch(words, gathered, inboxes, x.nbytes, is_summed=False, is_scattered=False)
 
 
 def _launch(
