@@ -12,10 +12,11 @@ from piecegraph.passes.fuse_add_rms_norm import FuseAddRMSNorm
 from piecegraph.passes.fuse_all_reduce import FuseAllReduce
 from piecegraph.passes.fuse_linear import FuseLinear
 from piecegraph.passes.fuse_lookups import FuseLookups
-from piecegraph.passes.fuse_moe import FuseMoe
 from piecegraph.passes.fuse_rope_kv_write import FuseRopeKVWrite
 from piecegraph.passes.matching.graph_pass import GraphPass
 from piecegraph.passes.merge_projections import MergeProjections
+from piecegraph.passes.moe.fuse_moe import FuseMoe
+from piecegraph.passes.moe.fuse_routing import FuseRouting
 from piecegraph.passes.quantised.fuse_act_quant import FuseActQuant
 from piecegraph.passes.quantised.fuse_norm_quant import FuseNormQuant
 from piecegraph.passes.select_rows_early import SelectRowsEarly
@@ -32,6 +33,7 @@ def all_passes() -> tuple[GraphPass, ...]:
         SelectRowsEarly(),
         FuseLinear(),
         FuseMoe(),
+        FuseRouting(),
         FuseNormQuant(),
         FuseActQuant(),
         FuseAllReduce(),
@@ -51,8 +53,8 @@ def default_passes(device_type: str, num_ranks: int = 1) -> tuple[GraphPass, ...
 
 
 ON_A_GPU = frozenset(
-    {"fuse-add-rms-norm", "fuse-act-mul", "fuse-rope-kv-write", "fuse-linear", "fuse-moe", "fuse-all-reduce"}
-    | {"fuse-norm-quant", "fuse-act-quant", "fuse-lookups"}
+    {"fuse-add-rms-norm", "fuse-act-mul", "fuse-rope-kv-write", "fuse-linear", "fuse-moe", "fuse-routing"}
+    | {"fuse-all-reduce", "fuse-norm-quant", "fuse-act-quant", "fuse-lookups"}
 )
 """The passes that insert calls of Triton kernels. On a CPU the reference of such an op in plain torch would run, and
 Inductor's own code is faster: these passes run there only if they are named."""

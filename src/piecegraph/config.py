@@ -38,6 +38,7 @@ PASSES = (
     "select-rows-early",
     "fuse-linear",
     "fuse-moe",
+    "fuse-routing",
     "fuse-norm-quant",
     "fuse-act-quant",
     "fuse-all-reduce",

@@ -22,7 +22,7 @@ def moe_experts_on_gpu(
     num_all_experts: int | None = None,
     config: MoeConfig | None = None,
 ) -> torch.Tensor:
-    """Run `ops.moe_experts.moe_experts` on a GPU. `config` replaces the layout of `moe_config`."""
+    """Run `ops.moe.experts.moe_experts` on a GPU. `config` replaces the layout of `moe_config`."""
     num_tokens, hidden = x.shape
     if num_tokens == 0:
         return x.new_empty(x.shape)

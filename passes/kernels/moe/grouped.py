@@ -28,7 +28,7 @@ def moe_grouped(
     activation: str,
     config: MoeConfig,
 ) -> torch.Tensor:
-    """Run `ops.moe_experts` with four kernels. Results of a token's experts are summed in the order of its choice.
+    """Run `ops.moe.experts` with four kernels. Results of a token's experts are summed in the order of its choice.
 
     Rows of `inner` and `results` for experts that are not here are neither written nor read.
     """

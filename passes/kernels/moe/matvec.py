@@ -23,7 +23,7 @@ def moe_matvec(
     activation: str,
     config: MoeConfig,
 ) -> torch.Tensor:
-    """Run `ops.moe_experts` with two kernels. The second sums over a token's experts in the order of its choice.
+    """Run `ops.moe.experts` with two kernels. The second sums over a token's experts in the order of its choice.
 
     Rows of `inner` for experts that are not here are neither written nor read.
     """

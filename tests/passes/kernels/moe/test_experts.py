@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from piecegraph.passes.kernels.moe.config import MoeConfig, Tile
-from piecegraph.passes.ops.moe_experts import MOE_EXPERTS, moe_experts_reference
+from piecegraph.passes.ops.moe.experts import MOE_EXPERTS, moe_experts_reference
 from tests.interpreter import interpreted
 from tests.passes.moe_inputs import MoeInputs, exact, moe_inputs, relative_rms, unfused
 

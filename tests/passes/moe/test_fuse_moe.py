@@ -13,8 +13,8 @@ from torch import fx
 
 from piecegraph import LLM, SamplingParams
 from piecegraph.passes.fuse_act_mul import FuseActMul
-from piecegraph.passes.fuse_moe import GROUPED_MM, FuseMoe
 from piecegraph.passes.matching.graph_pass import GraphPass, PassResult
+from piecegraph.passes.moe.fuse_moe import GROUPED_MM, FuseMoe
 from piecegraph.runner.tensor_parallel.expert_ranks import ExpertRanks
 from tests.passes.family_runs import Family, family, family_of_rank
 from tests.passes.family_runs import prompt as prompt_of

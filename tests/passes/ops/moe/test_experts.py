@@ -12,7 +12,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from piecegraph.passes.ops.act_mul import ACTIVATIONS
-from piecegraph.passes.ops.moe_experts import MOE_EXPERTS
+from piecegraph.passes.ops.moe.experts import MOE_EXPERTS
 from tests.passes.moe_inputs import MoeInputs, exact, moe_inputs, relative_rms, unfused
 from tests.passes.relative_error import Tensors, assert_no_less_exact, quick_and_all
 from tests.runner.tiny_models import make_config

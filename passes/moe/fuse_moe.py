@@ -19,7 +19,7 @@ from piecegraph.passes.matching.graph_pass import GraphPass, Miss, PassContext, 
 from piecegraph.passes.matching.torch_ir import NoMatch
 from piecegraph.passes.ops.act_mul import ACT_MUL
 from piecegraph.passes.ops.collectives import GATHER_TOKENS
-from piecegraph.passes.ops.moe_experts import MOE_EXPERTS
+from piecegraph.passes.ops.moe.experts import MOE_EXPERTS
 
 GROUPED_MM = frozenset({"_grouped_mm", "grouped_mm", "grouped_mm_fallback", "grouped_mm_fallback.default"})
 """The names of grouped matmuls: torch's private and public function, and transformers' op for dtypes torch lacks."""
