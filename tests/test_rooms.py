@@ -39,8 +39,8 @@ ROOMS: Mapping[str, Sequence[str]] = {
         "triton",
     ),
     "compiler/graphs": (".", "replay", "recording"),
-    "passes": (".", "quantised", "cpu", "matching", "ops", "kernels"),
-    "passes/ops": ("quantised", "cpu", "."),
+    "passes": (".", "quantised", "moe", "cpu", "matching", "ops", "kernels"),
+    "passes/ops": ("quantised", "moe", "cpu", "."),
     "passes/kernels": ("cpu", "moe", "norm", "linear", "lora", "quantised", "elementwise", "common"),
     "runner": (
         ".",

@@ -72,7 +72,7 @@ def _choice(topk: fx.Node) -> _Choice:
         raise NoMatch(f"{topk.name} does not take the largest of the last dim")
     if not isinstance(top_k, int) or len(softmax.users) > 1:
         raise NoMatch(f"{softmax.name} is read by others than {topk.name}, or how many it takes is no constant")
-    items = {user.args[1]: user for user in topk.users if ir.is_call(user, ir.GETITEM)}
+    items: dict[Any, fx.Node] = {user.args[1]: user for user in topk.users if ir.is_call(user, ir.GETITEM)}
     if len(items) != len(topk.users) or 0 not in items:
         raise NoMatch(f"what reads {topk.name} are not its values and its indices, each once")
     weights, inner = items[0], [topk, softmax, *items.values()]
@@ -97,7 +97,7 @@ def _choice(topk: fx.Node) -> _Choice:
 
 def _logits(softmax: fx.Node) -> fx.Node:
     """Return what the softmax is over. Raises `NoMatch`."""
-    logits = softmax.args[0]
+    logits: Any = softmax.args[0]
     shape = ir.shape_of(softmax)
     if not ir.is_tensor(logits) or ir.dtype_of(softmax) != torch.float32:
         raise NoMatch(f"{softmax.name} is {ir.dtype_of(softmax)}; wanted is float32")
@@ -120,6 +120,8 @@ def _divided_by_sum(weights: fx.Node) -> fx.Node | None:
     for division in weights.users:
         if not ir.is_call(division, DIVISION) or division.kwargs or len(division.args) != 2:
             continue
+        dividend: Any
+        total: Any
         dividend, total = division.args
         is_own_sum = (
             dividend is weights
