@@ -362,7 +362,6 @@ COVERED_BY: Mapping[str, str] = {
     "runner/output/make_output.py": "tests/runner/output/test_output_processor.py",
     "runner/output/prompt_state.py": "tests/runner/output/test_output_processor.py",
     "runner/cudagraphs/dispatch_counters.py": "tests/runner/cudagraphs/test_dispatcher.py",
-    "runner/device_memory/host_memory/host_copy.py": "tests/runner/sampling/options/test_staged_rows.py",
     "runner/device_memory/kernels/staged_write.py": "tests/runner/device_memory/test_staged_write.py",
     "runner/engine/model_runner.py": "tests/runner/engine/test_engine_callers.py",
     "runner/attention/triton/kernels/splits.py": "tests/runner/attention/triton/kernels/test_prefill.py",

@@ -311,9 +311,14 @@ def cause_of(inbox: Inbox, engine: int, found: Failure | None) -> tuple[int, Fai
 
 
 def gpus_of_engine(config: EngineConfig, number: int) -> dict[str, str]:
-    """Return the change of an engine's environment that shows it its GPUs alone: as many as it has ranks."""
+    """Return the change of an engine's environment that shows it its GPUs alone: as many as it has ranks.
+
+    Engines that share experts see the GPUs of all, since they write each other's memory.
+    """
     if str(config.device).partition(":")[0] == "cpu":
         return {}
+    if config.shares_experts:
+        return environment.gpus_of(0, config.data_parallel_size * config.num_ranks)
     return environment.gpus_of(number * config.num_ranks, config.num_ranks)
 
 

@@ -45,6 +45,8 @@ def rank_parallel(
     """
     size, num_stages = config.tensor_parallel_size, config.pipeline_parallel_size
     local_rank = rank % (config.num_ranks // config.nnodes)  # each machine has as many
+    if peers is not None:
+        local_rank += peers.engine * config.num_ranks  # engines see the GPUs of all
     watched: dict[str, Any] = {"check": check, "is_watched": True}
     world = RankGroup(store, rank, config.num_ranks, timeout_s, local_rank=local_rank, **watched)
     lead: dict[str, Any] = {} if leading is None else {"executor": leading}

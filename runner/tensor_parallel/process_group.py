@@ -165,7 +165,7 @@ class RankGroup:
         self.exchange("connects", "")
         self.is_on_gpu, self.device = device.type == "cuda", device
         connect_in_thread(lambda: self._make_group(device), self._check)
-        if self.is_on_gpu:
+        if self.is_on_gpu and self.size > 1:
             self.sums_note = self._find_symmetric_collectives(device)
 
     def _make_group(self, device: torch.device) -> None:

@@ -46,17 +46,19 @@ def moe_config(
     """
     num_pairs = num_tokens * top_k
     if num_tokens == 1 or num_pairs * MATVEC_MAX_SHARE <= num_experts:
+        # One token leaves few programs for the second product, which are smaller then.
+        down = _tile(4, 1024, 8, 4) if num_tokens == 1 else _tile(8, 512, 4, 4)
         return MoeConfig(
             block_m=1,
-            gate_up=_clipped(Tile(block_n=8, block_k=512, num_warps=4, num_stages=4), size, hidden, itemsize),
-            down=_clipped(Tile(block_n=8, block_k=512, num_warps=4, num_stages=4), hidden, size, itemsize),
+            gate_up=_clipped(_tile(16, 256, 4, 3), size, hidden, itemsize),
+            down=_clipped(down, hidden, size, itemsize),
         )
     # Half as many rows again as an expert has on average: most experts then fit into one block.
     rows = -(-3 * num_pairs // (2 * min(num_pairs, num_experts)))
     block_m = next((block for block in (16, 32, 64) if block >= rows), 128)
     gate_up, down = {
         16: (_tile(32, 128, 4, 4), _tile(64, 128, 4, 4)),
-        32: (_tile(32, 128, 4, 4), _tile(64, 128, 4, 4)),
+        32: (_tile(64, 128, 4, 3), _tile(64, 128, 4, 4)),
         64: (_tile(64, 64, 4, 4), _tile(128, 64, 4, 4)),
         128: (_tile(64, 64, 8, 4), _tile(128, 64, 8, 4)),
     }[block_m]

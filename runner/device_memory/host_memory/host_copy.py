@@ -19,4 +19,5 @@ def to_device(
     """
     if device.type != "cuda":
         return torch.tensor(values, dtype=dtype, device=device)
-    return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
+    pinned = torch.as_tensor(values, dtype=dtype).pin_memory()  # `torch.tensor` pins nothing that comes from numpy
+    return pinned.to(device, non_blocking=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from piecegraph import environment
@@ -27,6 +29,9 @@ def test_each_engine_sees_its_gpus(visible: str | None, expected: list[str], mon
         monkeypatch.setenv(environment.GPUS, visible)
     assert [gpus_of_engine(config("cuda"), number)[environment.GPUS] for number in range(2)] == expected
     assert gpus_of_engine(config("cpu"), 1) == {}
+    sharing = replace(config("cuda"), enable_expert_parallel=True)
+    together = ",".join(filter(None, expected))
+    assert [gpus_of_engine(sharing, number)[environment.GPUS] for number in range(2)] == [together, together]
 
 
 def test_gpus_for_all_ranks_of_all_engines() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,6 +14,7 @@ from piecegraph.runner.common.engine_config import EngineConfig
 from piecegraph.runner.common.model_source import ModelSource
 from piecegraph.runner.distributed.rank_parallel import rank_parallel
 from piecegraph.runner.startup.rank_device import rank_device
+from piecegraph.runner.tensor_parallel.engine_peers import EnginePeers
 from piecegraph.runner.tensor_parallel.process_group import RankGroup
 
 
@@ -42,3 +46,16 @@ def test_a_rank_has_the_gpu_of_its_number_on_its_machine(layout: dict[str, int],
     config = EngineConfig(source=ModelSource(model="a/b"), **layout)  # type: ignore[arg-type]
     found = [rank_parallel(config, dist.HashStore(), rank, 1.0).group.local_rank for rank in range(4)]
     assert found == expected
+
+
+def test_a_rank_of_engines_that_share_experts_counts_those_of_engines_before(tmp_path: Path) -> None:
+    """They see the GPUs of all."""
+    layout: dict[str, Any] = {"tensor_parallel_size": 2, "data_parallel_size": 2, "enable_expert_parallel": True}
+    config = EngineConfig(source=ModelSource(model="a/b"), **layout)
+    peers = [EnginePeers(engine=engine, num_engines=2, store=str(tmp_path / "store")) for engine in range(2)]
+    found = [
+        rank_parallel(config, dist.HashStore(), rank, 1.0, peers=each).group.local_rank
+        for each in peers
+        for rank in range(2)
+    ]
+    assert found == [0, 1, 2, 3]

@@ -53,6 +53,7 @@ class Layer:
 
 LAYERS = {
     "qwen3-30b-a3b": Layer(num_experts=128, top_k=8, hidden=2048, size=768),
+    "qwen3-next-80b-a3b": Layer(num_experts=512, top_k=10, hidden=2048, size=512),
     "mixtral-8x7b": Layer(num_experts=8, top_k=2, hidden=4096, size=14336),
 }
 
