@@ -1,7 +1,8 @@
-"""The steps of a GPU in which every request computes a few tokens: layers with states run as Triton kernels.
+"""The requests that compute a few tokens of a step on a GPU: layers with states run as Triton kernels.
 
-The kernels find each request's states in the step's buffers, so a FULL graph holds them. The torch path
-(`ops.run_layer`) is their reference, and runs everything else.
+The kernels find each request's states in the step's buffers, so a FULL graph holds them. In a step with prompts they
+run the requests with one token each, which come first. The torch path (`ops.run_layer`) is their reference, and runs
+everything else.
 """
 
 from __future__ import annotations
@@ -25,30 +26,45 @@ def runs_kernels(metadata: StateMetadata, x: torch.Tensor) -> bool:
 
 
 class DecodeLayer:
-    """One layer in such a step: its states, and the step's rows."""
+    """One layer in such a step: its states, and the rows of the requests that kernels run."""
 
-    def __init__(self, metadata: StateMetadata, cache: Sequence[torch.Tensor], recent: Sequence[torch.Tensor]) -> None:
-        """Store the layer's tensors; `recent` is empty if no state can be taken back."""
+    def __init__(
+        self,
+        metadata: StateMetadata,
+        cache: Sequence[torch.Tensor],
+        recent: Sequence[torch.Tensor],
+        num_leading: int | None = None,
+    ) -> None:
+        """Store the layer's tensors; `recent` is empty if no state can be taken back.
+
+        `num_leading`: only that many requests, the first, which have one row each; None: all.
+        """
         self._metadata = metadata
         self._cache = cache
         self._recent = recent
+        self._num_leading = num_leading
+
+    def part(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the rows of `x` that the requests have."""
+        return x if self._num_leading is None else x[: self._num_leading]
 
     @property
     def rows(self) -> StepRows:
-        """The step's rows."""
+        """The requests."""
         from piecegraph.runner.state_layers.kernels.calls import StepRows
 
-        metadata, decoding = self._metadata, self._metadata.decoding
+        metadata, decoding, count = self._metadata, self._metadata.decoding, self._num_leading
         return StepRows(
-            query_start_loc=metadata.query_start_loc,
-            seq_lens=metadata.seq_lens,
-            block_table=metadata.block_table,
+            query_start_loc=metadata.query_start_loc[: None if count is None else count + 1],
+            seq_lens=metadata.seq_lens[:count],
+            block_table=metadata.block_table[:count],
             slot_mapping=metadata.slot_mapping,
             idx_mapping=None if decoding is None else decoding.idx_mapping,
             prefill_lens=None if decoding is None else decoding.prefill_lens,
             num_places=0 if decoding is None else decoding.num_places,
             block_size=metadata.block_size,
             pages_per_block=metadata.pages_per_block,
+            has_one_token=count is not None or metadata.max_query_len == 1,
         )
 
     def kept(self, number: int) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -64,6 +80,17 @@ def decode_layer(layer: str, x: torch.Tensor) -> DecodeLayer | None:
     if not runs_kernels(metadata, x):
         return None
     return DecodeLayer(metadata, context.state_caches[layer].tensors, context.recent_states.get(layer, ()))
+
+
+def leading_decodes(layer: str) -> DecodeLayer | None:
+    """Return the layer of that name with the requests that its plan leaves to kernels; None: there are none."""
+    context = get_forward_context()
+    metadata = context.metadata_of(layer)
+    assert isinstance(metadata, StateMetadata), type(metadata)
+    count = metadata.num_kernel_decodes
+    if not count:
+        return None
+    return DecodeLayer(metadata, context.state_caches[layer].tensors, context.recent_states.get(layer, ()), count)
 
 
 def convolved(

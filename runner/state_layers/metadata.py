@@ -109,6 +109,7 @@ class StateMetadata(AttentionMetadata):
     decoding: DecodingRows | None  # None: no state can be taken back
     planned: StatePlan | None  # None: the tensors, which a graph refills, are read when a layer runs
     library_calls: Mapping[str, LibraryCall] = field(default_factory=dict)  # by layer, if a library computes it
+    num_kernel_decodes: int = 0  # leading requests with one row each, which kernels compute after the plan's
 
     def plan(self) -> StatePlan:
         """Return the plan of the batch. Waits for the device unless the host has made it."""
@@ -136,12 +137,14 @@ class StateMetadataBuilder:
     decoding: DecodingRows | None = None  # None: no state can be taken back
     library_calls: Mapping[str, LibraryCall] = field(default_factory=dict)  # by layer, if a library computes it
     convolves_batches: bool = False  # some layer is a convolution alone, which a kernel computes by batches
+    kernels_run_decodes: bool = False  # requests with one row each run as kernels, beside prompts too
 
     def build(self, common: AttentionMetadata) -> StateMetadata:
         """Plan the step on the host, if the host knows the batch: nothing waits for the device."""
         host = common.host
         planned = None
-        if host is not None:
+        num_kernel_decodes = common.num_decode_reqs if self.kernels_run_decodes else 0
+        if host is not None and not 0 < num_kernel_decodes == common.num_reqs:  # else kernels run them all
             planned = state_plan(
                 query_start_loc=host.query_start_loc,
                 seq_lens=host.seq_lens,
@@ -153,8 +156,9 @@ class StateMetadataBuilder:
                 decoding=self.decoding,
                 host=host,
                 has_batches=bool(self.library_calls) or self.convolves_batches,
+                first_request=num_kernel_decodes,
             )
-        return self._metadata(common, planned)
+        return self._metadata(common, planned, num_kernel_decodes)
 
     def init_capture(self, common: AttentionMetadata) -> StateMetadata:
         """Return metadata whose batch is read from the buffers at each run."""
@@ -163,7 +167,9 @@ class StateMetadataBuilder:
     def prepare_for_replay(self, captured: AttentionMetadata) -> None:
         """Do nothing: everything is read from the buffers."""
 
-    def _metadata(self, common: AttentionMetadata, planned: StatePlan | None) -> StateMetadata:
+    def _metadata(
+        self, common: AttentionMetadata, planned: StatePlan | None, num_kernel_decodes: int = 0
+    ) -> StateMetadata:
         return StateMetadata(
             **{name: getattr(common, name) for name in AttentionMetadata.__dataclass_fields__},
             block_size=self.block_size,
@@ -171,6 +177,7 @@ class StateMetadataBuilder:
             decoding=self.decoding,
             planned=planned,
             library_calls=self.library_calls,
+            num_kernel_decodes=num_kernel_decodes,
         )
 
 
@@ -186,19 +193,21 @@ def state_plan(
     decoding: DecodingRows | None = None,
     host: HostBatch | None = None,
     has_batches: bool = False,
+    first_request: int = 0,
 ) -> StatePlan:
     """Return the plan of a batch. A request whose tokens are cached nowhere begins without a state and leaves none.
 
     `decoding`: the requests that decode, if their states can be taken back; read from `host` if it is given.
-    `has_batches`: sequences are planned for libraries and kernels that run batches, too.
+    `has_batches`: sequences are planned for libraries and kernels that run batches, too. Requests before
+    `first_request` are left out.
     """
     sequences: list[StateSequence] = []
     decodes: list[tuple[int, int, int]] = []  # row, read, write
     rounds: list[list[_RoundToken]] = []
     tables = block_table.tolist()
     state_rows, prefill_lens = ((), ()) if decoding is None else decoding.of_batch(len(seq_lens), host)
-    for request, seq_len in enumerate(seq_lens):
-        start, end = query_start_loc[request], query_start_loc[request + 1]
+    for request in range(first_request, len(seq_lens)):
+        seq_len, start, end = seq_lens[request], query_start_loc[request], query_start_loc[request + 1]
         if start == end:
             continue
         if int(slot_mapping[start]) == PAD_SLOT_ID:

@@ -2,8 +2,8 @@
 
 Each runs plain torch on any device: sequences one after the other, single tokens together. Where a library computes a
 layer's sequences (`libraries`), it runs the parts of them that do not wait for each other in one call, and on a GPU so
-does a kernel their convolution (`prompt_kernels`). They are defined
-through `torch.library.Library` and called as `.default`, like attention (`runner/attention/interface/op.py`).
+does a kernel their convolution (`prompt_kernels`); other kernels run single tokens there (`decode_kernels`). They are
+defined through `torch.library.Library` and called as `.default`, like attention (`runner/attention/interface/op.py`).
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from piecegraph.runner.state_layers.calls import (
     SHORT_CONV_SCHEMA,
 )
 from piecegraph.runner.state_layers.causal_conv import causal_conv
+from piecegraph.runner.state_layers.decode_kernels import DecodeLayer
 from piecegraph.runner.state_layers.delta_rule import gated_delta_rule
 from piecegraph.runner.state_layers.libraries.library_calls import FlashLinearAttention, LibraryCall, MambaSsm
 from piecegraph.runner.state_layers.libraries.segments import RaggedRows
@@ -188,10 +189,12 @@ def _linear_attention(
     scale: float,
     layer: str,
 ) -> None:
-    found = decode_kernels.decode_layer(layer, mixed)
-    if found is not None:
-        x = decode_kernels.convolved(mixed, conv_weight, conv_bias, "silu", found)
-        decode_kernels.attend_linearly(x, decay, beta, out, found, num_k_heads=num_k_heads, scale=scale)
+    def by_kernels(found: DecodeLayer) -> None:
+        x = decode_kernels.convolved(found.part(mixed), conv_weight, conv_bias, "silu", found)
+        inputs = (found.part(decay), found.part(beta), found.part(out))
+        decode_kernels.attend_linearly(x, *inputs, found, num_k_heads=num_k_heads, scale=scale)
+
+    if _ran(by_kernels, decode_kernels.decode_layer(layer, mixed)):
         return
     num_v_heads, head_v_dim = out.shape[1:]
     key_size = num_k_heads * head_k_dim
@@ -218,6 +221,7 @@ def _linear_attention(
     convolve = partial(causal_conv, weight=conv_weight, bias=conv_bias, activation="silu")
     rows = convolution_of_rows(mixed, conv_weight, conv_bias, "silu")
     run_layer((mixed, decay, beta), out, layer, Scan(convolve, recur, None if library_call is None else ragged, rows))
+    _ran(by_kernels, decode_kernels.leading_decodes(layer))
 
 
 def _mamba_mixer(
@@ -232,11 +236,15 @@ def _mamba_mixer(
     state_size: int,
     layer: str,
 ) -> None:
-    found = decode_kernels.decode_layer(layer, mixed)
-    if found is not None:
-        has_conv = conv_weight is not None
-        x = mixed if conv_weight is None else decode_kernels.convolved(mixed, conv_weight, conv_bias, "silu", found)
-        decode_kernels.scan_into(out, x, dt, A, D, found, num_groups=num_groups, number=int(has_conv))
+    def by_kernels(found: DecodeLayer) -> None:
+        x = found.part(mixed)
+        if conv_weight is not None:
+            x = decode_kernels.convolved(x, conv_weight, conv_bias, "silu", found)
+        number = int(conv_weight is not None)
+        outs = found.part(out)
+        decode_kernels.scan_into(outs, x, found.part(dt), A, D, found, num_groups=num_groups, number=number)
+
+    if _ran(by_kernels, decode_kernels.decode_layer(layer, mixed)):
         return
     num_heads, head_dim = out.shape[1:]
     group_size = num_groups * state_size
@@ -263,6 +271,7 @@ def _mamba_mixer(
         convolve = partial(causal_conv, weight=conv_weight, bias=conv_bias, activation="silu")
         rows = convolution_of_rows(mixed, conv_weight, conv_bias, "silu")
     run_layer((mixed, dt), out, layer, Scan(convolve, recur, None if library_call is None else ragged, rows))
+    _ran(by_kernels, decode_kernels.leading_decodes(layer))
 
 
 def _short_conv(
@@ -273,14 +282,23 @@ def _short_conv(
     out: torch.Tensor,  # [num_tokens, channels]
     layer: str,
 ) -> None:
-    found = decode_kernels.decode_layer(layer, x)
-    if found is not None:
-        decode_kernels.convolve_into(out, x, weight, bias, activation, found)
-        return
+    def by_kernels(found: DecodeLayer) -> None:
+        decode_kernels.convolve_into(found.part(out), found.part(x), weight, bias, activation, found)
 
+    if _ran(by_kernels, decode_kernels.decode_layer(layer, x)):
+        return
     convolve = partial(causal_conv, weight=weight, bias=bias, activation=activation)
     rows = convolution_of_rows(x, weight, bias, activation)
     run_layer((x,), out, layer, Scan(convolve, None, convolve_rows=rows))
+    _ran(by_kernels, decode_kernels.leading_decodes(layer))
+
+
+def _ran(by_kernels: Callable[[DecodeLayer], None], found: DecodeLayer | None) -> bool:
+    """Run the requests of `found` by kernels, if there are any; return whether there were."""
+    if found is None:
+        return False
+    by_kernels(found)
+    return True
 
 
 def _library_call(layer: str) -> LibraryCall | None:

@@ -339,6 +339,7 @@ def _metadata_builder(
         decoding,
         library_calls,
         convolves_batches=device.type == "cuda" and any(layer.scan is None for layer in state_layers),
+        kernels_run_decodes=device.type == "cuda",
     )
     return StepMetadataBuilder(
         of_attention, tuple(of_states if group.is_state else of_attention for group in layout.groups)

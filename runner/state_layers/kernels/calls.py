@@ -42,6 +42,7 @@ class StepRows(NamedTuple):
     num_places: int  # of a request's last states; 0: none
     block_size: int
     pages_per_block: int
+    has_one_token: bool  # each request, padding aside
 
     @property
     def num_reqs(self) -> int:
@@ -102,7 +103,7 @@ def conv_step(
             "out": out,
             "windows": windows,
             "places": places,
-            "before": windows.new_empty((rows.num_reqs, channels, kernel_size - 1)),
+            "before": None if rows.has_one_token else windows.new_empty((rows.num_reqs, channels, kernel_size - 1)),
             **rows.pointers(),
             "channels": channels,
             "x_stride": row_stride(x),

@@ -18,7 +18,7 @@ def conv_step_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     out,  # [num_tokens, channels]
     windows,  # [num_blocks, channels, KERNEL_SIZE - 1]
     places,  # [num_rows * NUM_PLACES, channels, KERNEL_SIZE - 1] or None
-    before,  # [num_reqs, channels, KERNEL_SIZE - 1]: a copy of the windows that requests begin with
+    before,  # [num_reqs, channels, KERNEL_SIZE - 1]: a copy of the windows that requests begin with; None: one token
     query_start_loc,
     seq_lens,
     block_table,
@@ -55,31 +55,64 @@ def conv_step_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
         old, windows, places, at, is_window, channels * WIDTH, block_stride, block_table, request, row, first, is_kept,
         is_in_place, TABLE_STRIDE, BLOCK_SIZE, PAGES, NUM_PLACES,
     )  # fmt: skip
-    copied = before + request.to(tl.int64) * channels * WIDTH
-    tl.store(copied + at, old, mask=is_window)
-    tl.debug_barrier()  # a window is read from the copy alone: blocks and places are written meanwhile
     weights = tl.load(
         weight + channel[:, None] * weight_stride + tap[None, :],
         mask=is_channel[:, None] & (tap < KERNEL_SIZE)[None, :],
         other=0.0,
     ).to(tl.float32)
-    for token in range(count):
-        source = token - WIDTH + tap  # of each tap, the token; negative: in the window before
-        inputs = _inputs(x, copied, start, channel, source, channels, x_stride, WIDTH, KERNEL_SIZE, is_channel, tap)
-        result = tl.sum(inputs.to(tl.float32) * weights, axis=1)
-        if bias is not None:
-            result += tl.load(bias + channel, mask=is_channel, other=0.0).to(tl.float32)
-        if IS_SILU:
-            result = result * tl.sigmoid(result)
-        tl.store(out + (start + token) * out_stride + channel, result.to(out.dtype.element_ty), mask=is_channel)
-        if is_kept:
-            window = _inputs(
-                x, copied, start, channel, source + 1, channels, x_stride, WIDTH, WIDTH, is_channel, tap
-            ).to(windows.dtype.element_ty)
-            keep_state(
-                window, windows, places, at, is_window, channels * WIDTH, block_stride, block_table, request, row,
-                first + token, token == count - 1, decodes, TABLE_STRIDE, BLOCK_SIZE, PAGES, NUM_PLACES,
-            )  # fmt: skip
+    if before is None:
+        _one_token(
+            x, bias, out, windows, places, old, weights, at, is_channel, channel, tap, start, count, first, is_kept,
+            decodes, row, request, block_table, channels, x_stride, out_stride, block_stride, TABLE_STRIDE, BLOCK_SIZE,
+            PAGES, NUM_PLACES, WIDTH, IS_SILU,
+        )  # fmt: skip
+    else:
+        copied = before + request.to(tl.int64) * channels * WIDTH
+        tl.store(copied + at, old, mask=is_window)
+        tl.debug_barrier()  # a window is read from the copy alone: blocks and places are written meanwhile
+        for token in range(count):
+            source = token - WIDTH + tap  # of each tap, the token; negative: in the window before
+            inputs = _inputs(x, copied, start, channel, source, channels, x_stride, WIDTH, KERNEL_SIZE, is_channel, tap)
+            result = tl.sum(inputs.to(tl.float32) * weights, axis=1)
+            if bias is not None:
+                result += tl.load(bias + channel, mask=is_channel, other=0.0).to(tl.float32)
+            if IS_SILU:
+                result = result * tl.sigmoid(result)
+            tl.store(out + (start + token) * out_stride + channel, result.to(out.dtype.element_ty), mask=is_channel)
+            if is_kept:
+                window = _inputs(
+                    x, copied, start, channel, source + 1, channels, x_stride, WIDTH, WIDTH, is_channel, tap
+                ).to(windows.dtype.element_ty)
+                keep_state(
+                    window, windows, places, at, is_window, channels * WIDTH, block_stride, block_table, request, row,
+                    first + token, token == count - 1, decodes, TABLE_STRIDE, BLOCK_SIZE, PAGES, NUM_PLACES,
+                )  # fmt: skip
+
+
+@own_kernel
+@triton.jit
+def _one_token(  # type: ignore[no-untyped-def]  # compiled by Triton
+    x, bias, out, windows, places, old, weights, at, is_channel, channel, tap, start, count, first, is_kept, decodes,
+    row, request, block_table, channels, x_stride, out_stride, block_stride, TABLE_STRIDE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, PAGES: tl.constexpr, NUM_PLACES: tl.constexpr, WIDTH: tl.constexpr, IS_SILU: tl.constexpr,
+):  # fmt: skip
+    """Compute the only token of a request, if it has one: the window moves by one, and needs no copy."""
+    is_there = channel < tl.where(count > 0, channels, 0)
+    now = tl.load(x + start * x_stride + channel, mask=is_there, other=0.0).to(tl.float32)
+    inputs = tl.where((tap == WIDTH)[None, :], now[:, None], old.to(tl.float32))
+    result = tl.sum(inputs * weights, axis=1)
+    if bias is not None:
+        result += tl.load(bias + channel, mask=is_channel, other=0.0).to(tl.float32)
+    if IS_SILU:
+        result = result * tl.sigmoid(result)
+    tl.store(out + start * out_stride + channel, result.to(out.dtype.element_ty), mask=is_there)
+    if is_kept & (count > 0):
+        is_moved = is_channel[:, None] & ((tap > 0) & (tap <= WIDTH))[None, :]
+        tl.debug_barrier()  # all threads have read the window, which may be written in its place
+        keep_state(
+            inputs.to(windows.dtype.element_ty), windows, places, at - 1, is_moved, channels * WIDTH, block_stride,
+            block_table, request, row, first, True, decodes, TABLE_STRIDE, BLOCK_SIZE, PAGES, NUM_PLACES,
+        )  # fmt: skip
 
 
 @own_kernel

@@ -15,6 +15,7 @@ def plan(
     dummies: tuple[int, ...] = (),
     ratio: int = 1,
     decoding: DecodingRows | None = None,
+    first_request: int = 0,
 ) -> StatePlan:
     """The plan of requests `(computed, tokens of this step)` over blocks of 4 tokens, `ratio` pages each."""
     starts = [0]
@@ -34,6 +35,7 @@ def plan(
         pages_per_block=ratio,
         device=torch.device("cpu"),
         decoding=decoding,
+        first_request=first_request,
     )
 
 
@@ -60,6 +62,12 @@ def test_single_tokens_run_together() -> None:
     assert blocks.is_fresh is not None and blocks.is_fresh.tolist() == [False, True, False]
     assert blocks.reads[[0, 2]].tolist() == [1, 5] and blocks.writes.tolist() == [2, 3, 5]
     assert blocks.written is None
+
+
+def test_requests_before_the_first_are_left_to_kernels() -> None:
+    found = plan([(4, 1), (0, 1), (6, 3)], [[1, 2], [3], [4, 5, 6]], first_request=2)
+    assert found.decodes is None and [sequence.start for sequence in found.sequences] == [2]
+    assert found.num_rows == 5
 
 
 def test_dummies_leave_nothing_and_padded_requests_have_no_rows() -> None:

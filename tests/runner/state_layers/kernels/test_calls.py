@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,7 +17,7 @@ from piecegraph.compiler.graphs.cudagraph_mode import CUDAGraphMode
 from piecegraph.runner.attention.interface.cache_spec import CacheTensor
 from piecegraph.runner.attention.interface.forward_context import ForwardContext, set_forward_context
 from piecegraph.runner.attention.interface.kv_cache import StateCache
-from piecegraph.runner.state_layers.metadata import StateMetadata
+from piecegraph.runner.state_layers.metadata import StateMetadata, StatePlan, state_plan
 from piecegraph.runner.state_layers.recent_states import DecodingRows
 from tests.compiled_for_gpu import compiled_for_gpu
 from tests.interpreter import interpreted, interpreted_case
@@ -64,8 +65,12 @@ def check(
     lens: Sequence[tuple[int, int, int]],
     num_places: int = 0,
     is_dummy: bool = False,
+    num_leading: int = 0,
 ) -> None:
-    """Blocks are parts of wider pages, as they are where layers share memory."""
+    """Blocks are parts of wider pages, as they are where layers share memory.
+
+    `num_leading`: kernels run only the first requests, beside the torch path.
+    """
     from piecegraph.runner.state_layers import decode_kernels, ops  # noqa: F401  (registers the ops)
 
     batch, num_blocks = metadata(lens, num_places, is_dummy=is_dummy)
@@ -89,12 +94,24 @@ def check(
         )
         at = {"linear_attention": 5, "mamba_mixer": 6, "short_conv": 4}[op]
         arguments.insert(at, out)
+        if num_leading and runs_kernels:
+            plan = planned(batch, num_leading)
+            context = replace(context, metadata=replace(batch, planned=plan, num_kernel_decodes=num_leading))
         with set_forward_context(context), pytest.MonkeyPatch.context() as patched:
-            patched.setattr(decode_kernels, "runs_kernels", lambda *_, runs=runs_kernels: runs)
+            patched.setattr(decode_kernels, "runs_kernels", lambda *_, runs=runs_kernels: runs and not num_leading)
             getattr(torch.ops.piecegraph, op).default(*arguments, "layer")
         found.append([out, *caches, *recent])
     for ours, theirs in zip(found[1], found[0], strict=True):
         torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-4)
+
+
+def planned(batch: StateMetadata, first_request: int) -> StatePlan:
+    return state_plan(
+        query_start_loc=batch.query_start_loc.tolist(), seq_lens=batch.seq_lens.tolist(),
+        block_table=batch.block_table, slot_mapping=batch.slot_mapping, block_size=batch.block_size,
+        pages_per_block=batch.pages_per_block, device=torch.device("cpu"), decoding=batch.decoding,
+        first_request=first_request,
+    )  # fmt: skip
 
 
 def linear_attention(
@@ -138,6 +155,9 @@ def short_conv(
     return arguments, [CacheTensor(name="conv", shape=(channels, kernel - 1), dtype=torch.float32)]
 
 
+AMONG_PROMPTS = [(5, 1, 3), (0, 1, 1), (3, 1, 9), (8, 1, 2), (6, 7, 9), (0, 5, 9)]
+"""Four requests with one token each, then chunks of prompts."""
+
 LINEAR: Any = partial(check, "linear_attention")
 MIXER: Any = partial(check, "mamba_mixer")
 CONV: Any = partial(check, "short_conv")
@@ -158,6 +178,10 @@ CASES: dict[str, Callable[[], None]] = {
     "short convolution with drafts": partial(CONV, partial(short_conv, activation="silu"), THREE_EACH, num_places=3),
     "window of one": partial(CONV, partial(short_conv, kernel=2, channels=3), THREE_EACH, num_places=3),
     "wide window": partial(CONV, partial(short_conv, kernel=6), THREE_EACH, num_places=3),
+    "gated delta net among prompts": partial(LINEAR, linear_attention, AMONG_PROMPTS, num_leading=4),
+    "the same with drafts": partial(LINEAR, linear_attention, AMONG_PROMPTS, num_places=3, num_leading=4),
+    "mamba-2 among prompts": partial(MIXER, mamba_mixer, AMONG_PROMPTS, num_leading=3),
+    "short convolution among prompts": partial(CONV, short_conv, AMONG_PROMPTS, num_leading=4),
     "tokens without slots": partial(CONV, short_conv, ONE_EACH, is_dummy=True),
 }
 
@@ -195,7 +219,15 @@ def test_a_model_runs_by_the_kernels() -> None:
     interpreted(check_a_model)
 
 
-FAST = ("gated delta net with drafts", "mamba-2 with drafts", "mamba", "short convolution", "wide window")
+FAST = (
+    "gated delta net with drafts",
+    "gated delta net among prompts",
+    "short convolution among prompts",
+    "mamba-2 with drafts",
+    "mamba",
+    "short convolution",
+    "wide window",
+)
 
 
 @pytest.mark.parametrize("name", [*FAST, *[pytest.param(n, marks=pytest.mark.slow) for n in CASES if n not in FAST]])
@@ -203,7 +235,7 @@ def test_equals_the_torch_path(name: str) -> None:
     interpreted_case(__name__, name)
 
 
-def step_rows(num_reqs: int, num_places: int) -> Any:
+def step_rows(num_reqs: int, num_places: int, *, has_one_token: bool = False) -> Any:
     from piecegraph.runner.state_layers.kernels.calls import StepRows
 
     numbers = torch.zeros(num_reqs + 1, dtype=torch.int32)
@@ -211,6 +243,7 @@ def step_rows(num_reqs: int, num_places: int) -> Any:
         query_start_loc=numbers, seq_lens=numbers[:-1], block_table=torch.zeros(num_reqs, 64, dtype=torch.int32),
         slot_mapping=numbers.long(), idx_mapping=numbers[:-1] if num_places else None,
         prefill_lens=numbers if num_places else None, num_places=num_places, block_size=16, pages_per_block=1,
+        has_one_token=has_one_token,
     )  # fmt: skip
 
 
@@ -227,6 +260,10 @@ def test_they_compile_for_a_gpu(num_places: int) -> None:
 
     x = torch.zeros(8, 8192, dtype=bf16)
     calls = [
+        conv_step(
+            x, torch.zeros(8192, 4, dtype=bf16), None, x.clone(), *kept(8192, 3, dtype=bf16),
+            step_rows(8, num_places, has_one_token=True), is_silu=True,
+        ),
         conv_step(x, torch.zeros(8192, 4, dtype=bf16), None, x.clone(), *kept(8192, 3, dtype=bf16), rows, is_silu=True),
         delta_step(
             x, torch.zeros(8, 32), x[:, :32], torch.zeros(8, 32, 128, dtype=bf16),
