@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from piecegraph.passes.kernels.common.gpu_limits import MAX_NORM_LINEAR_SIZE
-from piecegraph.passes.kernels.linear.linear_config import SIZE_MULTIPLE
+from piecegraph.passes.kernels.linear.linear_config import NARROW_COLUMNS, SIZE_MULTIPLE
 from piecegraph.passes.matching import torch_ir as ir
 from piecegraph.passes.matching.effects import changed_between, is_unmodified_input
 from piecegraph.passes.matching.graph_pass import GraphPass, Miss, PassContext, PassResult
@@ -32,7 +32,8 @@ class FuseLinear(GraphPass):
 
     An `act_mul` that is the linear's only reader becomes part of it. An `add_rms_norm` whose norm only this linear
     reads becomes part of it too, with the linear that produced the summand. The kernel (ours or the library's) is
-    chosen by the rows of each call and the size of the weight. Linears that compute in float32 are not sites.
+    chosen by the rows of each call and the size of the weight; a linear of a few columns has a kernel for any number of
+    rows. Linears that compute in float32 are not sites.
     """
 
     name: ClassVar[str] = "fuse-linear"
@@ -70,7 +71,7 @@ def _check(node: fx.Node) -> None:
     if not weight.is_contiguous():
         raise NoMatch(f"its weight has strides {tuple(weight.stride())}; wanted is a contiguous one")
     rows, size = weight.shape
-    if size % SIZE_MULTIPLE or rows % 16:
+    if rows > NARROW_COLUMNS and (size % SIZE_MULTIPLE or rows % 16):
         raise NoMatch(f"its weight is {rows} x {size}; the kernels take multiples of 16 x {SIZE_MULTIPLE}")
     if bias is not None and (ir.value_of(bias).shape != (rows,) or not ir.value_of(bias).is_contiguous()):
         raise NoMatch(f"its bias has the shape {list(ir.value_of(bias).shape)}; wanted is [{rows}], without gaps")
@@ -90,7 +91,8 @@ def _fuse(graph: fx.Graph, node: fx.Node) -> None:
         if changed_between(node, readers[0], read) is None:
             (result,) = readers
             activation = str(result.args[1])
-    norm = _preceding_norm(x, result, bias)
+    is_narrow = ir.value_of(weight).shape[0] <= NARROW_COLUMNS
+    norm = None if is_narrow else _preceding_norm(x, result, bias)
     if norm is None:
         fused = ir.insert_call(graph, result, LINEAR, x, weight, bias, activation)
         result.replace_all_uses_with(fused)

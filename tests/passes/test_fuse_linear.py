@@ -58,6 +58,12 @@ def test_a_linear_becomes_the_op_of_ours() -> None:
     assert fused(graph_of(half(32, 128), half(32))) == (PassResult(1), [LINEAR])
 
 
+@pytest.mark.parametrize("columns", [1, 4])
+def test_a_linear_of_a_few_columns_does_too(columns: int) -> None:
+    """Such as the gate of a shared expert, whatever its size."""
+    assert fused(graph_of(half(columns, 100), half(columns))) == (PassResult(1), [LINEAR])
+
+
 def test_a_gated_activation_becomes_part_of_it() -> None:
     assert fused(graph_of(half(64, 128), gated=True)) == (PassResult(1), [LINEAR])
 

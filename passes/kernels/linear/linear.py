@@ -17,7 +17,8 @@ from piecegraph.passes.kernels.common.overlapped import OverlappedKernel
 from piecegraph.passes.kernels.common.own_kernel import own_kernel
 from piecegraph.passes.kernels.common.ptx import prefetch
 from piecegraph.passes.kernels.elementwise.gated import gated
-from piecegraph.passes.kernels.linear.linear_config import Config, SlicedConfig, linear_config
+from piecegraph.passes.kernels.linear.linear_config import NARROW_COLUMNS, Config, SlicedConfig, linear_config
+from piecegraph.passes.kernels.linear.narrow_linear import narrow_linear_on_gpu
 from piecegraph.passes.kernels.linear.sliced_linear import sliced_linear_on_gpu
 from piecegraph.passes.kernels.linear.streamed_config import StreamedConfig
 from piecegraph.passes.kernels.linear.streamed_linear import streamed_linear_on_gpu
@@ -33,6 +34,8 @@ def linear_of_rows_on_gpu(
 ) -> torch.Tensor | None:
     """Run the linear with the kernel that its shapes call for; return None where the library is at least as fast."""
     num_rows, size = x.shape
+    if weight.shape[0] <= NARROW_COLUMNS and not activation:
+        return narrow_linear_on_gpu(x.contiguous(), weight, bias)
     config = linear_config(
         num_rows,
         weight.shape[0] // (2 if activation else 1),

@@ -11,6 +11,9 @@ from piecegraph.passes.kernels.linear.streamed_config import LONGEST_NORMED, Str
 MATVEC_ROWS = 2
 """The most rows for which a dot product on ordinary cores pays off; with four rows it computes longer than it reads."""
 
+NARROW_COLUMNS = 4
+"""The most columns for which each row is a few dot products on ordinary cores, however many rows there are."""
+
 SLICED_ROWS = 16
 """The most rows (two at least) for which, if the weight has whole tiles, a program requests all that it reads of the
 weight before the wait."""
