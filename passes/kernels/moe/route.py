@@ -12,9 +12,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from piecegraph.passes.kernels.common.overlapped import OverlappedKernel
 from piecegraph.passes.kernels.common.own_kernel import own_kernel
 from piecegraph.passes.kernels.moe.config import num_blocks_bound
+from piecegraph.passes.kernels.moe.route_many import route_many
 
 CHUNK = 1024
 """The pairs that a program reads at a time."""
+
+FEW_PAIRS = 4096
+"""The most pairs for which every program reads all of them; more are counted first (`route_many.py`)."""
 
 
 class Routed(NamedTuple):
@@ -38,6 +42,9 @@ def route(topk_ids: torch.Tensor, num_experts: int, block_m: int) -> Routed:
     num_blocks = num_blocks_bound(num_pairs=num_pairs, num_experts=num_experts, block_m=block_m)
     sorted_pairs = torch.empty(num_blocks * block_m, dtype=torch.int32, device=topk_ids.device)
     block_expert = torch.empty(num_blocks, dtype=torch.int32, device=topk_ids.device)
+    if num_pairs > FEW_PAIRS:
+        route_many(topk_ids, num_experts, block_m, sorted_pairs, block_expert)
+        return Routed(sorted_pairs, block_expert)
     _route.launch(
         (num_experts, 1, 1),
         (topk_ids, sorted_pairs, block_expert, num_pairs, num_blocks),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 
 from piecegraph.passes.kernels.moe.config import num_blocks_bound
+from tests.compiled_for_gpu import compile_for_gpu
 from tests.interpreter import interpreted
 
 CASES = [(1, 1, 1, 16), (3, 2, 4, 16), (40, 2, 4, 16), (33, 8, 13, 32), (300, 4, 6, 64), (30, 8, 40, 16)]
@@ -47,11 +48,55 @@ def check_interpreted() -> None:
     check("cpu", torch.int32, CASES[:2])
 
 
-def test_the_interpreted_kernel_equals_the_reference() -> None:
-    interpreted(check_interpreted)
+def check_many_pairs() -> None:
+    """The kernels for many pairs, with chunks that grow, and the same cases as those for few."""
+    from piecegraph.passes.kernels.moe import route, route_many
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(route, "FEW_PAIRS", 0)
+        check("cpu", torch.int64)
+        patched.setattr(route_many, "MAX_CHUNKS", 2)
+        check("cpu", torch.int32, [(300, 4, 6, 64), (600, 2, 5, 16)])
+
+
+@pytest.mark.parametrize("case", [check_interpreted, check_many_pairs])
+def test_the_interpreted_kernel_equals_the_reference(case: Callable[[], None]) -> None:
+    interpreted(case)
+
+
+def test_the_kernels_for_many_pairs_compile_for_hopper() -> None:
+    from piecegraph.passes.kernels.moe import route_many
+
+    ids, numbers = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
+    of_chunks = {"NUM_EXPERTS": 512, "BINS": 512, "CHUNK": 128, "OVERLAP": True}
+    sizes = {"num_pairs": 81920, "num_blocks": 1664}
+    for kernel, arguments, num_warps in (
+        (route_many.count_kernel, {"topk_ids": ids, "counts": numbers, "num_pairs": 81920, **of_chunks}, 4),
+        (
+            route_many.add_up_kernel,
+            {"counts": numbers, "before": numbers, "totals": numbers, "num_chunks": 640}
+            | {"BINS": 512, "OWN": 16, "CHUNKS": 1024, "OVERLAP": True},
+            8,
+        ),
+        (
+            route_many.begin_kernel,
+            {"totals": numbers, "first": numbers, "sorted_pairs": numbers, "block_expert": numbers, **sizes}
+            | {"BINS": 512, "BLOCK_M": 64, "OVERLAP": True},
+            4,
+        ),
+        (
+            route_many.place_kernel,
+            {"topk_ids": ids, "before": numbers, "first": numbers, "sorted_pairs": numbers, "num_pairs": 81920}
+            | of_chunks,
+            4,
+        ),
+    ):
+        compile_for_gpu(kernel, arguments, {"num_warps": num_warps, "launch_pdl": True})
 
 
 @pytest.mark.gpu
 def test_on_a_gpu() -> None:
-    check("cuda", torch.int64, [*CASES, (260, 8, 128, 16), (2048, 8, 128, 128)])
+    check(
+        "cuda", torch.int64, [*CASES, (260, 8, 128, 16), (2048, 8, 128, 128), (8192, 10, 512, 64), (20000, 8, 64, 128)]
+    )
     check("cuda", torch.int32)
