@@ -87,14 +87,14 @@ class Scan:
         first, *others = inputs
         windows: States = ()
         if self.convolve is None:
-            x = first[rows.rows]
+            x = rows.of(first)
         else:
             x, window = self._convolve_segments(first, states[0], rows)
             windows = (window,)
         if self.recur is None:
             return x, windows
         assert self.ragged is not None
-        picked = [each[rows.rows].unsqueeze(0) for each in others]
+        picked = [rows.of(each).unsqueeze(0) for each in others]
         result, state = self.ragged((x.unsqueeze(0), *picked), states[len(windows)], rows)
         return result[0], (*windows, state)
 
@@ -123,7 +123,7 @@ def run_layer(inputs: Sequence[torch.Tensor], out: torch.Tensor, layer: str, sca
     if scan.runs_segments and plan.batches:
         for batch in plan.batches:
             result, states = scan.over_segments(inputs, batch.blocks.load(cache), batch.ragged)
-            out[batch.ragged.rows] = result.to(out.dtype)
+            batch.ragged.write(out, result.to(out.dtype))
             batch.blocks.store(cache, states)
     else:
         _run_sequences(plan.sequences, inputs, out, scan, cache)
@@ -202,13 +202,14 @@ def _linear_attention(
     def split(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         query, key, value = x.split([key_size, key_size, num_v_heads * head_v_dim], dim=-1)
         query, key = (each.unflatten(-1, (num_k_heads, head_k_dim)) for each in (query, key))
-        if num_v_heads > num_k_heads:
-            query, key = (each.repeat_interleave(num_v_heads // num_k_heads, dim=2) for each in (query, key))
         return query, key, value.unflatten(-1, (num_v_heads, head_v_dim))
 
     def recur(inputs: Sequence[torch.Tensor], state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         x, decay, beta = inputs
-        return gated_delta_rule(*split(x), decay, beta, state, scale)
+        query, key, value = split(x)
+        if num_v_heads > num_k_heads:
+            query, key = (each.repeat_interleave(num_v_heads // num_k_heads, dim=2) for each in (query, key))
+        return gated_delta_rule(query, key, value, decay, beta, state, scale)
 
     def ragged(
         inputs: Sequence[torch.Tensor], states: torch.Tensor, rows: RaggedRows

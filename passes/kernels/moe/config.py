@@ -11,6 +11,10 @@ MATVEC_MAX_SHARE = 4
 Up to `num_experts / MATVEC_MAX_SHARE` pairs, few share an expert, and those that do find its weights in L2.
 """
 
+MOST_ROWS_OF_64 = 384
+"""The most rows of an expert, and half as many again, that are computed 64 at a time: of 160 rows on average, blocks of
+128 would waste more than a third of the products."""
+
 FLOAT32_BLOCK_K = 16
 """The products of float32 numbers that sorted kernels add one after another before `compensated.py` sums them."""
 
@@ -55,15 +59,18 @@ def moe_config(
         )
     # Half as many rows again as an expert has on average: most experts then fit into one block.
     rows = -(-3 * num_pairs // (2 * min(num_pairs, num_experts)))
-    block_m = next((block for block in (16, 32, 64) if block >= rows), 128)
+    block_m = next((block for block in (16, 32) if block >= rows), 64 if rows <= MOST_ROWS_OF_64 else 128)
     gate_up, down = {
         16: (_tile(32, 128, 4, 4), _tile(64, 128, 4, 4)),
         32: (_tile(64, 128, 4, 3), _tile(64, 128, 4, 4)),
-        64: (_tile(64, 64, 4, 4), _tile(128, 64, 4, 4)),
-        128: (_tile(64, 64, 8, 4), _tile(128, 64, 8, 4)),
+        64: (_tile(128, 64, 8, 4), _tile(128, 64, 8, 3)),
+        128: (_tile(128, 32, 8, 4), _tile(256, 64, 8, 4)),
     }[block_m]
-    if itemsize > 2:
-        gate_up, down = (replace(tile, block_k=FLOAT32_BLOCK_K) for tile in (gate_up, down))
+    if itemsize > 2:  # sums and what rounding lost of them are in registers
+        gate_up, down = (
+            replace(tile, block_n=min(tile.block_n, most), block_k=FLOAT32_BLOCK_K)
+            for tile, most in ((gate_up, 64), (down, 128))
+        )
     return MoeConfig(
         block_m=block_m,
         gate_up=_clipped(gate_up, size, hidden, itemsize),

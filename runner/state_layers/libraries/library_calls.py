@@ -25,7 +25,7 @@ class FlashLinearAttention:
 
     def gated_delta_rule(
         self,
-        query: torch.Tensor,  # [1, num_rows, num_heads, key_dim]
+        query: torch.Tensor,  # [1, num_rows, num_key_heads, key_dim]; several heads of values share one
         key: torch.Tensor,  # the same
         value: torch.Tensor,  # [1, num_rows, num_heads, value_dim]
         decay: torch.Tensor,  # [1, num_rows, num_heads] float32, logarithms

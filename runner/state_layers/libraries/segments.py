@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -67,6 +68,22 @@ class RaggedRows:
     )  # [num_segments, longest] int64, indices into `rows`; None: one segment, or too much padding
     is_row: torch.Tensor | None  # [num_segments, longest] bool; where False, `padded` repeats the segment's last row
     unpadded: torch.Tensor | None  # [num_rows] int64, where each row is in `padded`, flattened
+
+    @property
+    def span(self) -> slice | None:
+        """Return the rows as a slice of the step's, if they follow one another."""
+        is_one = all(end == start for (_, end), (start, _) in pairwise(self.ranges))
+        return slice(self.ranges[0][0], self.ranges[-1][1]) if is_one else None
+
+    def of(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the rows of a tensor `[num_tokens, ...]`: a view if they follow one another."""
+        span = self.span
+        return x[self.rows] if span is None else x[span]
+
+    def write(self, out: torch.Tensor, result: torch.Tensor) -> None:
+        """Write `[num_rows, ...]` to the rows of `out`, `[num_tokens, ...]`."""
+        span = self.span
+        out[self.rows if span is None else span] = result
 
 
 def ragged_rows(segments: Sequence[Segment], device: torch.device) -> RaggedRows:

@@ -27,8 +27,9 @@ def test_few_pairs_of_token_and_expert_take_the_matvec_kernels() -> None:
 
 
 def test_a_block_of_rows_holds_what_most_experts_get() -> None:
-    assert [config(tokens, QWEN3).block_m for tokens in (8, 32, 128, 256, 512, 2048)] == [16, 16, 16, 32, 64, 128]
-    assert [config(tokens, MIXTRAL).block_m for tokens in (8, 32, 128, 256, 2048)] == [16, 16, 64, 128, 128]
+    assert [config(tokens, QWEN3).block_m for tokens in (8, 32, 128, 256, 512, 2048)] == [16, 16, 16, 32, 64, 64]
+    assert config(4096, QWEN3).block_m == 64 and config(4097, QWEN3).block_m == 128
+    assert [config(tokens, MIXTRAL).block_m for tokens in (8, 32, 128, 256, 2048)] == [16, 16, 64, 64, 128]
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])
@@ -53,7 +54,8 @@ def test_sorted_rows_of_float32_are_multiplied_as_exactly_as_can_be() -> None:
         for shape in (QWEN3, MIXTRAL):
             wide, narrow = config(num_tokens, shape, itemsize=4), config(num_tokens, shape)
             assert (wide.gate_up.block_k, wide.down.block_k) == (16, 16)
-            assert (wide.block_m, wide.gate_up.block_n) == (narrow.block_m, narrow.gate_up.block_n)
+            assert (wide.block_m, wide.gate_up.block_n) == (narrow.block_m, min(64, narrow.gate_up.block_n))
+            assert wide.down.block_n == min(128, narrow.down.block_n)
 
 
 def test_no_distribution_of_pairs_takes_more_blocks_than_the_bound_and_one_takes_as_many() -> None:

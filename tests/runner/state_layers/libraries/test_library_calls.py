@@ -65,8 +65,10 @@ def chunk_gated_delta_rule(
     """As flash-linear-attention 0.6.0 has it, token by token."""
     assert cu_seqlens is not None and initial_state is not None and chunk_indices is not None and scale is not None
     assert use_qk_l2norm_in_kernel and output_final_state
+    assert q.shape == k.shape and v.shape[2] % q.shape[2] == 0
+    q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], dim=2) for x in (q, k))
     _, num_rows, heads, key_dim = q.shape
-    assert q.shape == k.shape and q.dtype == k.dtype == v.dtype and v.shape[:3] == (1, num_rows, heads)
+    assert q.dtype == k.dtype == v.dtype and v.shape[:3] == (1, num_rows, heads)
     assert g.shape == beta.shape == (1, num_rows, heads) and g.dtype == torch.float32
     num_texts = len(cu_seqlens) - 1
     assert cu_seqlens.dtype == torch.int64 and int(cu_seqlens[-1]) == num_rows and int(cu_seqlens.diff().min()) > 0

@@ -58,3 +58,16 @@ def test_rows_of_a_batch() -> None:
 def test_one_segment_needs_no_padding() -> None:
     rows = ragged_rows([Segment(3, 5, -1, 1)], torch.device("cpu"))
     assert (rows.padded, rows.is_row, rows.unpadded) == (None, None, None)
+
+
+def test_rows_that_follow_one_another_are_a_slice() -> None:
+    x = torch.arange(20).unsqueeze(1)
+    together = ragged_rows([Segment(3, 5, -1, 0), Segment(5, 9, -1, 1)], torch.device("cpu"))
+    apart = ragged_rows([Segment(3, 5, -1, 0), Segment(6, 9, -1, 1)], torch.device("cpu"))
+    for rows, span in ((together, slice(3, 9)), (apart, None)):
+        assert rows.span == span and torch.equal(rows.of(x), x[rows.rows])
+        out = torch.zeros_like(x)
+        rows.write(out, rows.of(x) + 1)
+        expected = torch.zeros_like(x)
+        expected[rows.rows] = x[rows.rows] + 1
+        assert torch.equal(out, expected)
