@@ -24,7 +24,6 @@ from piecegraph.passes.ops.quantised.int4_tiles_linear import INT4_TILES_LINEAR
 from piecegraph.passes.ops.quantised.int8_inputs_linear import INT8_INPUTS_LINEAR
 from piecegraph.passes.ops.quantised.int8_linear import INT8_LINEAR
 
-
 ALIGNMENT = 8
 """The multiple of which the columns of bfloat16 and float16 have to be, since fast kernels read 16 bytes at a time.
 
