@@ -23,6 +23,9 @@ SIZES = tuple(2**power for power in range(13, 23, 2))
 CALLS_A_GRAPH = 20
 """How many collectives a measured graph holds, so that its launch is a small part of it."""
 
+REPLAYS = 12
+"""How often a measured graph is replayed. The best counts: in many a replay a rank waits for another's launch."""
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 POLL_S = 0.001
@@ -278,7 +281,7 @@ def _microseconds_of_graph(add_up: Callable[[], object], count: int) -> float:
         for _ in range(count):
             add_up()
     found: list[float] = []
-    for _ in range(4):
+    for _ in range(REPLAYS):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         graph.replay()
