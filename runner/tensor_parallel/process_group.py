@@ -198,10 +198,10 @@ class RankGroup:
         """Set up sums through symmetric memory if all ranks can have them, and return the note about it."""
         what = name_of_collectives(self._exchanges_tokens)
         hosts = self.exchange("host", f"{socket.gethostname()} {_boot_id()}")
+        gpus = [int(number) for number in self.exchange("gpu", str(device.index))]
         if environment.read(environment.SYMMETRIC_SUMS) == "0":
             reason = f"{environment.SYMMETRIC_SUMS}=0"
         else:
-            gpus = [int(number) for number in self.exchange("gpu", str(device.index))]
             reason = why_not_symmetric(hosts, gpus, torch.cuda.device_count(), torch.cuda.can_device_access_peer)
         if reason := next(filter(None, self.exchange("why there is no symmetric memory", reason)), ""):
             return f"{what}: NCCL; {reason}"
