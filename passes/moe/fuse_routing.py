@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from piecegraph.passes.matching import torch_ir as ir
+from piecegraph.passes.matching.effects import changed_between
 from piecegraph.passes.matching.graph_pass import GraphPass, Miss, PassContext, PassResult
 from piecegraph.passes.matching.torch_ir import NoMatch
 from piecegraph.passes.ops.moe.routing import ROUTE_TOKENS
@@ -39,7 +40,7 @@ class FuseRouting(GraphPass):
 
     def apply(self, graph: fx.Graph, context: PassContext) -> PassResult:
         matches, misses = 0, []
-        for topk in [node for node in graph.nodes if ir.is_call(node, TOPK) and ir.is_call(node.args[0], SOFTMAX)]:
+        for topk in [node for node in graph.nodes if ir.is_call(node, TOPK) and ir.is_call(_input(node), SOFTMAX)]:
             try:
                 choice = _choice(topk)
             except NoMatch as why:
@@ -64,9 +65,11 @@ class _Choice:
 
 def _choice(topk: fx.Node) -> _Choice:
     """Return the choice that ends with `topk`, its division and its cast. Raises `NoMatch`."""
-    softmax = topk.args[0]
-    assert isinstance(softmax, fx.Node), topk
+    softmax = _input(topk)
     logits = _logits(softmax)
+    first = next(node for node in (*_casts(softmax, logits), softmax) if logits in node.all_input_nodes)
+    if (changed := changed_between(first, topk, (logits,))) is not None:
+        raise NoMatch(f"{changed[0]} is changed in place by {changed[1]}, before {topk.name} is there")
     top_k = ir.argument(topk, 1, "k")
     if not _is_last(ir.argument(topk, 2, "dim", -1)) or not ir.argument(topk, 3, "largest", True):
         raise NoMatch(f"{topk.name} does not take the largest of the last dim")
@@ -97,7 +100,7 @@ def _choice(topk: fx.Node) -> _Choice:
 
 def _logits(softmax: fx.Node) -> fx.Node:
     """Return what the softmax is over. Raises `NoMatch`."""
-    logits: Any = softmax.args[0]
+    logits = _input(softmax)
     shape = ir.shape_of(softmax)
     if not ir.is_tensor(logits) or ir.dtype_of(softmax) != torch.float32:
         raise NoMatch(f"{softmax.name} is {ir.dtype_of(softmax)}; wanted is float32")
@@ -109,6 +112,20 @@ def _logits(softmax: fx.Node) -> fx.Node:
     if not ir.is_widening(ir.dtype_of(narrow), torch.float32):
         raise NoMatch(f"{narrow.name} is {ir.dtype_of(narrow)}; wanted is float32 or shorter")
     return narrow
+
+
+def _casts(softmax: fx.Node, logits: fx.Node) -> list[fx.Node]:
+    """Return the casts between the logits and their softmax, the last first."""
+    found = []
+    node = _input(softmax)
+    while node is not logits:
+        found.append(node)
+        node = _input(node)
+    return found
+
+
+def _input(node: fx.Node) -> Any:
+    return ir.argument(node, 0, "input")
 
 
 def _is_last(dim: Any) -> bool:
@@ -126,7 +143,7 @@ def _divided_by_sum(weights: fx.Node) -> fx.Node | None:
         is_own_sum = (
             dividend is weights
             and ir.is_call(total, SUM)
-            and total.args[0] is weights
+            and _input(total) is weights
             and _is_last(ir.argument(total, 1, "dim"))
             and ir.argument(total, 2, "keepdim", False) is True
             and ir.dtype_of(total) == torch.float32

@@ -124,6 +124,7 @@ class StateMetadata(AttentionMetadata):
             pages_per_block=self.pages_per_block,
             device=self.query_start_loc.device,
             decoding=self.decoding,
+            first_request=self.num_kernel_decodes,
         )
 
 

@@ -16,6 +16,8 @@ def choose_on_gpu(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run `ops.moe.routing.route_tokens` on a GPU."""
     num_tokens, num_experts = logits.shape
+    if top_k > num_experts:
+        raise ValueError(f"a token cannot choose {top_k} of {num_experts} experts")
     weights = logits.new_empty((num_tokens, top_k), dtype=dtype)
     ids = logits.new_empty((num_tokens, top_k), dtype=torch.int64)
     if num_tokens == 0 or top_k == 0:

@@ -135,8 +135,9 @@ def matvec_down_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
         pair = token * TOP_K + step // CHUNKS
         k = step % CHUNKS * BLOCK_K + at
         expert = tl.load(topk_ids + pair).to(tl.int64)
-        weight = tl.load(topk_weights + pair).to(tl.float32)
-        is_inner = k < tl.where((expert >= 0) & (expert < NUM_EXPERTS), SIZE, 0)
+        is_here = (expert >= 0) & (expert < NUM_EXPERTS)
+        weight = tl.where(is_here, tl.load(topk_weights + pair).to(tl.float32), 0.0)  # elsewhere it may be NaN
+        is_inner = k < tl.where(is_here, SIZE, 0)
         values = tl.load(inner + pair.to(tl.int64) * SIZE + k, mask=is_inner, other=0.0).to(tl.float32) * weight
         is_inside = is_column[:, None] & is_inner[None, :]
         tile = tl.load(rows + expert * EXPERT_STRIDE + k[None, :] * COLUMN_STRIDE, mask=is_inside, other=0.0)

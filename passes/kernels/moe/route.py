@@ -83,9 +83,9 @@ def route_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     counts = tl.zeros([BINS], tl.int32)
     nobodys = 0
     for start in range(0, num_pairs, CHUNK):
-        ids = tl.load(topk_ids + start + at, mask=start + at < num_pairs, other=-1).to(tl.int32)
+        ids = tl.load(topk_ids + start + at, mask=start + at < num_pairs, other=-1)
         is_nobodys = (ids < 0) | (ids >= tl.num_programs(0))
-        counts += tl.histogram(tl.where(is_nobodys, 0, ids), BINS)
+        counts += tl.histogram(tl.where(is_nobodys, 0, ids).to(tl.int32), BINS)
         nobodys += tl.sum(is_nobodys.to(tl.int32))
     counts -= tl.where(bins == 0, nobodys, 0)  # they were counted as expert 0's
     blocks = (counts + BLOCK_M - 1) // BLOCK_M
@@ -98,7 +98,7 @@ def route_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     if own_count > 0:
         for start in range(0, num_pairs, CHUNK):
             pair = start + at
-            ids = tl.load(topk_ids + pair, mask=pair < num_pairs, other=-1).to(tl.int32)
+            ids = tl.load(topk_ids + pair, mask=pair < num_pairs, other=-1)
             is_own = ids == expert
             rank = found + tl.cumsum(is_own.to(tl.int32), 0) - 1
             tl.store(rows + rank, pair, mask=is_own)

@@ -13,11 +13,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from piecegraph.passes.kernels.common.overlapped import OverlappedKernel
 from piecegraph.passes.kernels.common.own_kernel import own_kernel
 
-SMALLEST_CHUNK = 128
+CHUNK = 128
 """The pairs of a program, each of which is compared with all of them."""
 
-MAX_CHUNKS = 1024
-"""The most chunks whose counts a program adds up; with more pairs, chunks are larger."""
+MOST_CHUNKS = 1024
+"""The most chunks whose counts a program adds up at a time."""
 
 BINS_A_PROGRAM = 16
 """The experts whose counts a program adds up."""
@@ -28,19 +28,16 @@ def route_many(
 ) -> None:
     """Write what `route` returns: the sorted pairs to `rows`, the experts of blocks to `blocks`, both int32."""
     num_pairs, bins = topk_ids.numel(), max(BINS_A_PROGRAM, triton.next_power_of_2(num_experts))
-    chunk = SMALLEST_CHUNK
-    while triton.cdiv(num_pairs, chunk) > MAX_CHUNKS:
-        chunk *= 2
-    num_chunks = triton.cdiv(num_pairs, chunk)
+    num_chunks = triton.cdiv(num_pairs, CHUNK)
     counts, first = (topk_ids.new_empty(size, dtype=torch.int32) for size in (num_chunks * bins, bins))
     before = torch.empty_like(counts)
     totals = torch.empty_like(first)
-    constants = {"NUM_EXPERTS": num_experts, "BINS": bins}
-    _count.launch((num_chunks, 1, 1), (topk_ids, counts, num_pairs), {**constants, "CHUNK": chunk}, num_warps=4)
+    constants = {"NUM_EXPERTS": num_experts, "BINS": bins, "CHUNK": CHUNK}
+    _count.launch((num_chunks, 1, 1), (topk_ids, counts, num_pairs), constants, num_warps=4)
     _add_up.launch(
         (bins // BINS_A_PROGRAM, 1, 1),
         (counts, before, totals, num_chunks),
-        {"BINS": bins, "OWN": BINS_A_PROGRAM, "CHUNKS": triton.next_power_of_2(num_chunks)},
+        {"BINS": bins, "OWN": BINS_A_PROGRAM, "CHUNKS": min(MOST_CHUNKS, triton.next_power_of_2(num_chunks))},
         num_warps=8,
     )
     _begin.launch(
@@ -49,9 +46,7 @@ def route_many(
         {"BINS": bins, "BLOCK_M": block_m},
         num_warps=4,
     )
-    _place.launch(
-        (num_chunks, 1, 1), (topk_ids, before, first, rows, num_pairs), {**constants, "CHUNK": chunk}, num_warps=4
-    )
+    _place.launch((num_chunks, 1, 1), (topk_ids, before, first, rows, num_pairs), constants, num_warps=4)
 
 
 @own_kernel
@@ -72,9 +67,9 @@ def count_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
-    ids = tl.load(topk_ids + pair, mask=pair < num_pairs, other=-1).to(tl.int32)
+    ids = tl.load(topk_ids + pair, mask=pair < num_pairs, other=-1)
     is_nobodys = (ids < 0) | (ids >= NUM_EXPERTS)
-    found = tl.histogram(tl.where(is_nobodys, 0, ids), BINS)
+    found = tl.histogram(tl.where(is_nobodys, 0, ids).to(tl.int32), BINS)
     found -= tl.where(bins == 0, tl.sum(is_nobodys.to(tl.int32)), 0)  # they were counted as expert 0's
     tl.store(counts + chunk * BINS + bins, found)
 
@@ -91,17 +86,20 @@ def add_up_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     CHUNKS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Add up the counts of some experts over the chunks. Grid: (BINS / OWN,)."""
-    chunk = tl.arange(0, CHUNKS)
+    """Add up the counts of some experts over the chunks, so many at a time. Grid: (BINS / OWN,)."""
     own = tl.program_id(0) * OWN + tl.arange(0, OWN)
-    at = chunk[:, None] * BINS + own[None, :]
-    is_chunk = (chunk < num_chunks)[:, None]
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
-    found = tl.load(counts + at, mask=is_chunk, other=0)
-    tl.store(before + at, tl.cumsum(found, 0) - found, mask=is_chunk)
-    tl.store(totals + own, tl.sum(found, 0))
+    total = tl.zeros([OWN], tl.int32)
+    for start in range(0, num_chunks, CHUNKS):
+        chunk = start + tl.arange(0, CHUNKS)
+        at = chunk[:, None] * BINS + own[None, :]
+        is_chunk = (chunk < num_chunks)[:, None]
+        found = tl.load(counts + at, mask=is_chunk, other=0)
+        tl.store(before + at, total[None, :] + tl.cumsum(found, 0) - found, mask=is_chunk)
+        total += tl.sum(found, 0)
+    tl.store(totals + own, total)
 
 
 @own_kernel
@@ -159,8 +157,8 @@ def place_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
-    ids = tl.load(topk_ids + pair, mask=pair < num_pairs, other=-1).to(tl.int32)
-    others = tl.load(topk_ids + chunk * CHUNK + at, mask=pair < num_pairs, other=-1).to(tl.int32)
+    ids = tl.load(topk_ids + pair, mask=pair < num_pairs, other=-1)
+    others = tl.load(topk_ids + chunk * CHUNK + at, mask=pair < num_pairs, other=-1)
     is_earlier = (ids[:, None] == others[None, :]) & (at[None, :] < at[:, None])
     rank = tl.sum(is_earlier.to(tl.int32), 1)
     is_here = (ids >= 0) & (ids < NUM_EXPERTS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 import torch
 
@@ -17,6 +18,8 @@ def to_device(
     For a GPU the values go through fresh pinned memory, which torch's caching host allocator keeps until the stream
     has executed the copy, so the caller neither waits nor keeps a buffer.
     """
+    if isinstance(values, np.ndarray):
+        values = np.ascontiguousarray(values)  # torch takes no negative strides
     if device.type != "cuda":
         return torch.tensor(values, dtype=dtype, device=device)
     pinned = torch.as_tensor(values, dtype=dtype).pin_memory()  # `torch.tensor` pins nothing that comes from numpy

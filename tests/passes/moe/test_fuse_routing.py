@@ -72,6 +72,14 @@ def _over_tokens(graph: fx.Graph) -> None:
     softmax.kwargs = {**softmax.kwargs, "dim": 0}
 
 
+def _changed(graph: fx.Graph) -> None:
+    """The logits, behind the cast that copied them for the softmax."""
+    (cast,) = first(graph, "softmax").all_input_nodes
+    (logits,) = cast.all_input_nodes
+    with graph.inserting_before(first(graph, "topk")):
+        graph.call_method("zero_", (logits,))
+
+
 def _in_bfloat16(graph: fx.Graph) -> None:
     softmax = first(graph, "softmax")
     softmax.meta["example_value"] = softmax.meta["example_value"].bfloat16()
@@ -85,6 +93,7 @@ def _in_bfloat16(graph: fx.Graph) -> None:
         (_smallest, "does not take the largest of the last dim"),
         (_over_tokens, "is not over the last of two dims"),
         (_in_bfloat16, "is torch.bfloat16; wanted is float32"),
+        (_changed, "is changed in place by zero_, before topk is there"),
     ],
 )
 def test_a_miss_says_why_and_the_other_layer_matches(change: Callable[[fx.Graph], None], reason: str) -> None:
@@ -93,6 +102,16 @@ def test_a_miss_says_why_and_the_other_layer_matches(change: Callable[[fx.Graph]
     result = FuseRouting().apply(graph, context)
     graph.lint()
     assert result.matches == 1 and re.search(reason, result.misses[0].reason), result
+
+
+def test_arguments_may_be_given_by_name() -> None:
+    graph, context = traced_family("mixtral", torch.bfloat16)
+    for name in ("softmax", "topk"):
+        for node in named(graph, name):
+            source, *others = node.args
+            node.args = ()
+            node.kwargs = {"input": source, **({"k": others[0]} if others else {}), **node.kwargs}
+    assert FuseRouting().apply(graph, context) == PassResult(2)
 
 
 def test_weights_that_something_else_reads_are_divided_apart() -> None:

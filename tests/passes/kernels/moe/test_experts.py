@@ -59,7 +59,7 @@ def check_layouts_of_operands() -> None:
 
 
 def check_experts_elsewhere_count_for_nothing() -> None:
-    """A rank that has experts 2 and 3 of six computes their part, however experts elsewhere are numbered."""
+    """A rank with experts 2 and 3 of six computes their part, however experts elsewhere are numbered and weighed."""
     from piecegraph.passes.kernels.moe.experts import moe_experts_on_gpu
 
     inputs = moe_inputs(12, 3, 6, 48, 24)
@@ -67,8 +67,10 @@ def check_experts_elsewhere_count_for_nothing() -> None:
     assert (~is_here).all(1).any()  # a token has no expert here
     weights = inputs.topk_weights.masked_fill(~is_here, 0.0)
     wanted = exact(replace(inputs, topk_weights=weights))
+    poisoned = inputs.topk_weights.masked_fill(~is_here, float("nan"))
     for elsewhere in (inputs.topk_ids - 2, torch.where(is_here, inputs.topk_ids - 2, 2)):
-        part = replace(inputs, topk_ids=elsewhere, gate_up=inputs.gate_up[2:4], down=inputs.down[2:4])
+        own = {"topk_ids": elsewhere, "topk_weights": poisoned}
+        part = replace(inputs, **own, gate_up=inputs.gate_up[2:4], down=inputs.down[2:4])
         for config in (MATVEC, GROUPED):
             torch.use_deterministic_algorithms(True)  # fills new memory with NaN
             try:
