@@ -69,8 +69,8 @@ def check_experts_elsewhere_count_for_nothing() -> None:
     wanted = exact(replace(inputs, topk_weights=weights))
     poisoned = inputs.topk_weights.masked_fill(~is_here, float("nan"))
     for elsewhere in (inputs.topk_ids - 2, torch.where(is_here, inputs.topk_ids - 2, 2)):
-        own = {"topk_ids": elsewhere, "topk_weights": poisoned}
-        part = replace(inputs, **own, gate_up=inputs.gate_up[2:4], down=inputs.down[2:4])
+        own = replace(inputs, topk_ids=elsewhere, topk_weights=poisoned)
+        part = replace(own, gate_up=inputs.gate_up[2:4], down=inputs.down[2:4])
         for config in (MATVEC, GROUPED):
             torch.use_deterministic_algorithms(True)  # fills new memory with NaN
             try:
