@@ -16,8 +16,7 @@ PROMPTS = [[5, 17, 3], [9], [7, 7, 90, 23, 41, 2, 64, 118, 30, 55, 81, 12], list
 
 RUNS = [
     *families((*FAMILIES, *UNLISTED), "eager"),
-    ("llama", "inductor"),
-    pytest.param("gemma3", "inductor", marks=pytest.mark.slow),
+    *(pytest.param(name, "inductor", marks=pytest.mark.slow) for name in ("llama", "gemma3")),
 ]
 
 

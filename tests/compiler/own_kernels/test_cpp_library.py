@@ -122,6 +122,7 @@ def test_what_the_compiler_refuses_is_the_reason(tmp_path: Path) -> None:
         library_of(file, cache_in(tmp_path))
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_two_processes_may_build_at_once(tmp_path: Path) -> None:
     file = source_in(tmp_path, 41)

@@ -27,6 +27,10 @@ LAYERS = {"qwen3-moe": 2, "mixtral": 2, "deepseek-v3": 1}
 """Families with routed experts as the op computes them, and in how many of their layers."""
 
 
+SHARED_EXPERTS = (("mixtral", 1), ("qwen3-moe", 1), ("qwen3-moe", 2))
+"""Families whose experts the ranks of one engine share, or two engines of one rank each."""
+
+
 def operands(node: fx.Node) -> tuple[Any, ...]:
     return node.args
 
@@ -68,8 +72,10 @@ def test_every_layer_matches_as_traced_on_a_gpu(family: str) -> None:
     assert not named(graph, "histc")
 
 
-@pytest.mark.parametrize("num_engines", [1, 2], ids=["ranks of one engine", "two engines"])
-@pytest.mark.parametrize("name", ["qwen3-moe", "mixtral"])
+@pytest.mark.parametrize(
+    ("name", "num_engines"),
+    [("mixtral", 2), *(pytest.param(*each, marks=pytest.mark.slow) for each in SHARED_EXPERTS)],
+)
 def test_experts_that_ranks_share_match_and_compute_the_model(name: str, num_engines: int) -> None:
     """Each rank has two of the four experts of a layer, and tokens choose among all."""
     whole = family(name, torch.float32)

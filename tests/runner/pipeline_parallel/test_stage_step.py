@@ -54,6 +54,7 @@ def run_at_random(llm: LLM, seed: int, num_requests: int = 14) -> dict[str, list
     return finished
 
 
+@pytest.mark.slow
 def test_stages_answer_as_transformers_does_and_as_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three stages over graphs that are recorded; blocks are so few that requests are preempted.
 
