@@ -277,6 +277,7 @@ COVERED_BY: Mapping[str, str] = {
     "passes/kernels/moe/grouped.py": "tests/passes/kernels/moe/test_experts.py",
     "passes/kernels/moe/launch.py": "tests/passes/kernels/moe/test_experts.py",
     "passes/kernels/moe/matvec.py": "tests/passes/kernels/moe/test_experts.py",
+    "passes/kernels/moe/route_blocks.py": "tests/passes/kernels/moe/test_route.py",
     "passes/kernels/moe/route_many.py": "tests/passes/kernels/moe/test_route.py",
     "passes/kernels/moe/stored_experts.py": "tests/passes/kernels/moe/test_quantised_experts.py",
     "passes/matching/rotary_pattern.py": "tests/passes/test_fuse_rope_kv_write.py",

@@ -182,9 +182,9 @@ def _num_chosen_from(topk_ids: Any) -> int | None:
 
 
 def _own_ids(masked: fx.Node) -> Any:
-    """Return the ids of the token's engine that all ranks know, of `(ids - first_expert).masked_fill(...)`.
+    """Return the `ids` of `(ids - first_expert).masked_fill(...)`, before they were gathered from several engines.
 
-    The ids may have been gathered from several engines. What is found only decides how the experts are computed.
+    What is found only decides how the experts are computed.
     """
     node = _first(masked)
     if (difference := ir.operands(node, ir.SUB)) is not None:

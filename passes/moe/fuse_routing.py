@@ -67,7 +67,9 @@ def _choice(topk: fx.Node) -> _Choice:
     """Return the choice that ends with `topk`, its division and its cast. Raises `NoMatch`."""
     softmax = _input(topk)
     logits = _logits(softmax)
-    first = next(node for node in (*_casts(softmax, logits), softmax) if logits in node.all_input_nodes)
+    first = softmax
+    while _input(first) is not logits:  # a cast that copies them
+        first = _input(first)
     if (changed := changed_between(first, topk, (logits,))) is not None:
         raise NoMatch(f"{changed[0]} is changed in place by {changed[1]}, before {topk.name} is there")
     top_k = ir.argument(topk, 1, "k")
@@ -99,7 +101,7 @@ def _choice(topk: fx.Node) -> _Choice:
 
 
 def _logits(softmax: fx.Node) -> fx.Node:
-    """Return what the softmax is over. Raises `NoMatch`."""
+    """Return what the softmax is over, before casts to wider floats. Raises `NoMatch`."""
     logits = _input(softmax)
     shape = ir.shape_of(softmax)
     if not ir.is_tensor(logits) or ir.dtype_of(softmax) != torch.float32:
@@ -112,16 +114,6 @@ def _logits(softmax: fx.Node) -> fx.Node:
     if not ir.is_widening(ir.dtype_of(narrow), torch.float32):
         raise NoMatch(f"{narrow.name} is {ir.dtype_of(narrow)}; wanted is float32 or shorter")
     return narrow
-
-
-def _casts(softmax: fx.Node, logits: fx.Node) -> list[fx.Node]:
-    """Return the casts between the logits and their softmax, the last first."""
-    found = []
-    node = _input(softmax)
-    while node is not logits:
-        found.append(node)
-        node = _input(node)
-    return found
 
 
 def _input(node: fx.Node) -> Any:

@@ -145,7 +145,8 @@ class StateMetadataBuilder:
         host = common.host
         planned = None
         num_kernel_decodes = common.num_decode_reqs if self.kernels_run_decodes else 0
-        if host is not None and not 0 < num_kernel_decodes == common.num_reqs:  # else kernels run them all
+        kernels_run_all = 0 < num_kernel_decodes == common.num_reqs
+        if host is not None and not kernels_run_all:
             planned = state_plan(
                 query_start_loc=host.query_start_loc,
                 seq_lens=host.seq_lens,

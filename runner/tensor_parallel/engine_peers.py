@@ -23,7 +23,7 @@ class EnginePeers:
     def group(self, name: str, num_ranks: int, timeout_s: float, *, check: Callable[[], None] = no_check) -> RankGroup:
         """Return this engine's end of a group with one rank of each engine; engines give it the same name.
 
-        It exchanges tokens of experts that the engines share.
+        On GPUs it exchanges the tokens of experts that the engines share.
 
         `num_ranks`: of one engine. `check`: as for `RankGroup`.
         """

@@ -12,6 +12,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from piecegraph.passes.kernels.common.overlapped import OverlappedKernel
 from piecegraph.passes.kernels.common.own_kernel import own_kernel
 from piecegraph.passes.kernels.moe.config import num_blocks_bound
+from piecegraph.passes.kernels.moe.route_blocks import begin_blocks, count_experts
 from piecegraph.passes.kernels.moe.route_many import route_many
 
 CHUNK = 1024
@@ -81,19 +82,13 @@ def route_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
         gdc_wait()
         gdc_launch_dependents()
     counts = tl.zeros([BINS], tl.int32)
-    nobodys = 0
     for start in range(0, num_pairs, CHUNK):
         ids = tl.load(topk_ids + start + at, mask=start + at < num_pairs, other=-1)
-        is_nobodys = (ids < 0) | (ids >= tl.num_programs(0))
-        counts += tl.histogram(tl.where(is_nobodys, 0, ids).to(tl.int32), BINS)
-        nobodys += tl.sum(is_nobodys.to(tl.int32))
-    counts -= tl.where(bins == 0, nobodys, 0)  # they were counted as expert 0's
-    blocks = (counts + BLOCK_M - 1) // BLOCK_M
-    first_block = tl.sum(tl.where(bins < expert, blocks, 0))
-    own_blocks = tl.sum(tl.where(bins == expert, blocks, 0))
-    own_count = tl.sum(tl.where(bins == expert, counts, 0))
-
-    rows = sorted_pairs + first_block * BLOCK_M
+        counts += count_experts(ids, tl.num_programs(0), bins, BINS)
+    first_row, own_count = begin_blocks(
+        counts, bins, expert, sorted_pairs, block_expert, num_pairs, num_blocks, BINS, BLOCK_M
+    )
+    rows = sorted_pairs + first_row
     found = 0
     if own_count > 0:
         for start in range(0, num_pairs, CHUNK):
@@ -103,13 +98,6 @@ def route_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
             rank = found + tl.cumsum(is_own.to(tl.int32), 0) - 1
             tl.store(rows + rank, pair, mask=is_own)
             found += tl.sum(is_own.to(tl.int32))
-    empty = own_count + tl.arange(0, BLOCK_M)
-    tl.store(rows + empty, tl.zeros([BLOCK_M], tl.int32) + num_pairs, mask=empty < own_blocks * BLOCK_M)
-    for block in range(first_block, first_block + own_blocks):
-        tl.store(block_expert + block, expert)
-    if expert == tl.num_programs(0) - 1:
-        for start in range(first_block + own_blocks, num_blocks, CHUNK):
-            tl.store(block_expert + start + at, tl.zeros([CHUNK], tl.int32) - 1, mask=start + at < num_blocks)
 
 
 _route = OverlappedKernel(route_kernel)

@@ -12,12 +12,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from piecegraph.passes.kernels.common.overlapped import OverlappedKernel
 from piecegraph.passes.kernels.common.own_kernel import own_kernel
+from piecegraph.passes.kernels.moe.route_blocks import begin_blocks, count_experts
 
 CHUNK = 128
 """The pairs of a program, each of which is compared with all of them."""
 
-MOST_CHUNKS = 1024
-"""The most chunks whose counts a program adds up at a time."""
+CHUNKS = 256
+"""The chunks whose counts a program adds up at a time: one kernel serves any number of pairs."""
 
 BINS_A_PROGRAM = 16
 """The experts whose counts a program adds up."""
@@ -37,7 +38,7 @@ def route_many(
     _add_up.launch(
         (bins // BINS_A_PROGRAM, 1, 1),
         (counts, before, totals, num_chunks),
-        {"BINS": bins, "OWN": BINS_A_PROGRAM, "CHUNKS": min(MOST_CHUNKS, triton.next_power_of_2(num_chunks))},
+        {"BINS": bins, "OWN": BINS_A_PROGRAM, "CHUNKS": CHUNKS},
         num_warps=8,
     )
     _begin.launch(
@@ -68,10 +69,7 @@ def count_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
         gdc_wait()
         gdc_launch_dependents()
     ids = tl.load(topk_ids + pair, mask=pair < num_pairs, other=-1)
-    is_nobodys = (ids < 0) | (ids >= NUM_EXPERTS)
-    found = tl.histogram(tl.where(is_nobodys, 0, ids).to(tl.int32), BINS)
-    found -= tl.where(bins == 0, tl.sum(is_nobodys.to(tl.int32)), 0)  # they were counted as expert 0's
-    tl.store(counts + chunk * BINS + bins, found)
+    tl.store(counts + chunk * BINS + bins, count_experts(ids, NUM_EXPERTS, bins, BINS))
 
 
 @own_kernel
@@ -122,19 +120,8 @@ def begin_kernel(  # type: ignore[no-untyped-def]  # compiled by Triton
         gdc_wait()
         gdc_launch_dependents()
     counts = tl.load(totals + bins)
-    blocks = (counts + BLOCK_M - 1) // BLOCK_M
-    first_block = tl.sum(tl.where(bins < expert, blocks, 0))
-    own_blocks = tl.sum(tl.where(bins == expert, blocks, 0))
-    own_count = tl.sum(tl.where(bins == expert, counts, 0))
-    tl.store(first + expert, first_block * BLOCK_M)
-    empty = own_count + tl.arange(0, BLOCK_M)
-    rows = sorted_pairs + first_block * BLOCK_M
-    tl.store(rows + empty, tl.zeros([BLOCK_M], tl.int32) + num_pairs, mask=empty < own_blocks * BLOCK_M)
-    for block in range(first_block, first_block + own_blocks):
-        tl.store(block_expert + block, expert)
-    if expert == tl.num_programs(0) - 1:
-        for start in range(first_block + own_blocks, num_blocks, BINS):
-            tl.store(block_expert + start + bins, tl.zeros([BINS], tl.int32) - 1, mask=start + bins < num_blocks)
+    first_row, _ = begin_blocks(counts, bins, expert, sorted_pairs, block_expert, num_pairs, num_blocks, BINS, BLOCK_M)
+    tl.store(first + expert, first_row)
 
 
 @own_kernel

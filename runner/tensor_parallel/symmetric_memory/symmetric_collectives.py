@@ -42,7 +42,7 @@ class Exchange(Protocol):
 
 
 Sum = Callable[[torch.Tensor, torch.Tensor], object]
-"""What writes a sum over the ranks, or a rank's part of it, to its second argument."""
+"""A function that writes a sum over the ranks, or a rank's part of it, to its second argument."""
 
 
 class SymmetricCollectives:
@@ -90,7 +90,7 @@ class SymmetricCollectives:
         self._most_bytes = 0
         self._fault = ""
         self.microseconds: dict[int, tuple[float, float]] = {}
-        """What a sum takes by the size of its result in bytes: through symmetric memory, and through NCCL."""
+        """The time of a sum by the size of its result in bytes: through symmetric memory, and through NCCL."""
 
     def measure(self, exchange: Exchange, nccl: Sum) -> None:
         """Choose the size up to which `takes` is true.
@@ -188,7 +188,7 @@ class SymmetricCollectives:
         for dtype in DTYPES:
             x = parts[self._rank].to(dtype)
             if self._exchanges_tokens:
-                short = parts[:, : count - count % self._size]
+                short = parts[:, : count - count % (2 * self._size)]  # parts are whole words in 2-byte dtypes, too
                 own = x.new_empty(short.shape[1] // self._size)
                 self.scatter_sum(x[: short.shape[1]], own)
                 results.append((own, short.sum(0).view(self._size, -1)[self._rank]))
@@ -250,7 +250,7 @@ def why_not_symmetric(
     if len(set(hosts)) > 1:
         return "the ranks are on several hosts"
     if num_visible < len(set(gpus)):
-        return f"{num_visible} GPUs are visible to ranks of {len(set(gpus))} GPUs"
+        return f"a rank sees {num_visible} of the {len(set(gpus))} GPUs that the ranks have"
     if len(set(gpus)) < len(gpus):
         return "several ranks see their GPUs under one number"
     pairs = [(one, other) for one in gpus for other in gpus if one != other]

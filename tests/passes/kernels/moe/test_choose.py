@@ -40,7 +40,7 @@ def check(device: str, cases: Sequence[tuple[int, int, int]] = CASES) -> None:
 
 
 def check_equal_and_bad_logits() -> None:
-    """Of equal ones the lower id; NaN first, as `topk` has it, infinities as softmax has them; rows are apart."""
+    """The lower of equal ones is chosen, NaN before all, as `topk` has it, and no row depends on another."""
     from piecegraph.passes.kernels.moe.choose import choose_on_gpu
 
     nan, inf = float("nan"), float("inf")

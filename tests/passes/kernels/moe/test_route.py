@@ -68,7 +68,7 @@ def check_many_pairs() -> None:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(route, "FEW_PAIRS", 0)
         check("cpu", torch.int64)
-        patched.setattr(route_many, "MOST_CHUNKS", 2)
+        patched.setattr(route_many, "CHUNKS", 2)
         check("cpu", torch.int32, [(300, 4, 6, 64), (600, 2, 5, 16)])
 
 
@@ -77,18 +77,24 @@ def test_the_interpreted_kernel_equals_the_reference(case: Callable[[], None]) -
     interpreted(case)
 
 
-def test_the_kernels_for_many_pairs_compile_for_hopper() -> None:
-    from piecegraph.passes.kernels.moe import route_many
+def test_the_kernels_compile_for_hopper() -> None:
+    from piecegraph.passes.kernels.moe import route, route_many
 
     ids, numbers = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
     of_chunks = {"NUM_EXPERTS": 512, "BINS": 512, "CHUNK": 128, "OVERLAP": True}
     sizes = {"num_pairs": 81920, "num_blocks": 1664}
     for kernel, arguments, num_warps in (
+        (
+            route.route_kernel,
+            {"topk_ids": ids, "sorted_pairs": numbers, "block_expert": numbers, "num_pairs": 320, "num_blocks": 320}
+            | {"BINS": 512, "BLOCK_M": 16, "CHUNK": 512, "OVERLAP": True},
+            4,
+        ),
         (route_many.count_kernel, {"topk_ids": ids, "counts": numbers, "num_pairs": 81920, **of_chunks}, 4),
         (
             route_many.add_up_kernel,
             {"counts": numbers, "before": numbers, "totals": numbers, "num_chunks": 640}
-            | {"BINS": 512, "OWN": 16, "CHUNKS": 1024, "OVERLAP": True},
+            | {"BINS": 512, "OWN": 16, "CHUNKS": route_many.CHUNKS, "OVERLAP": True},
             8,
         ),
         (

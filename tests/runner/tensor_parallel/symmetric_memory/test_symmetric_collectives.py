@@ -36,7 +36,7 @@ def test_ranks_that_cannot_read_each_other_have_a_reason() -> None:
     assert why_not_symmetric(["a", "a"], [1, 3], 4, lambda one, other: one + other == 4) == ""
     assert why_not_symmetric(["a", "b"], [0, 0], 2, lambda one, other: True) == "the ranks are on several hosts"
     reason = why_not_symmetric(["a", "a"], [0, 1], 1, lambda one, other: True)
-    assert reason == "1 GPUs are visible to ranks of 2 GPUs"
+    assert reason == "a rank sees 1 of the 2 GPUs that the ranks have"
     reason = why_not_symmetric(["a", "a"], [0, 0], 2, lambda one, other: True)
     assert reason == "several ranks see their GPUs under one number"
     reason = why_not_symmetric(["a", "a", "a"], [0, 1, 2], 3, lambda one, other: (one, other) != (1, 2))
