@@ -9,7 +9,7 @@ from piecegraph.compiler.building.capturable import CapturableModel
 from piecegraph.compiler.graphs.replay.bound_plan import BoundPlan, MetadataRead, Values, arguments_of
 from piecegraph.compiler.graphs.replay.prepared_ops import Kind, PatchableLaunch, ReadMetadata, prepared_ops
 from piecegraph.compiler.graphs.replay.step_kinds import kinds_of, step_kind
-from piecegraph.compiler.splitting.plan import CallStep, Step, step_outputs
+from piecegraph.compiler.splitting.plan import CallStep, Step
 
 
 class WarmUpResult(NamedTuple):
@@ -31,7 +31,7 @@ def run_plan(bound: BoundPlan, kinds: Mapping[str, Kind] | None = None) -> WarmU
     if bound.before is not None:
         bound.before()
     for number, step in enumerate(bound.plan.steps):
-        names = [slot.name for slot in step_outputs(step)]
+        names = bound.lifetimes.made_by(number)
         kind = None if kinds is None else step_kind(step, run.values, kinds)
         if kind is not None and kind in ran:
             first, outputs = ran[kind]

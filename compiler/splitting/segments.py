@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from piecegraph.compiler.splitting.plan import (
@@ -79,14 +79,20 @@ def num_graphs(plan: Plan, *, has_before: bool, has_after: bool, is_patched: boo
 
 
 class Lifetimes:
-    """The last step that reads each value of a plan, so that the memory of one layer is reused by the next."""
+    """The names of the values that each step of a plan reads and makes, and the last step that reads each of them.
+
+    With it the memory of one layer is reused by the next. It is made once for a plan, which every capture walks.
+    """
 
     def __init__(self, plan: Plan) -> None:
         self._kept = {slot.name for slot in (*plan.arguments, *plan.bound)}
         self._kept |= {result.name for result in plan.results if isinstance(result, Slot)}
+        self._results = {slot.name for slot in slots_in(plan.results)}
+        self._read = [tuple(dict.fromkeys(slot.name for slot in step_inputs(step))) for step in plan.steps]
+        self._made = [tuple(slot.name for slot in step_outputs(step)) for step in plan.steps]
         self._last: dict[str, int] = {}
-        for number, step in enumerate(plan.steps):
-            self._last.update((slot.name, number) for slot in (*step_inputs(step), *step_outputs(step)))
+        for number, (read, made) in enumerate(zip(self._read, self._made, strict=True)):
+            self._last.update(dict.fromkeys((*read, *made), number))
         self._ending: dict[int, list[str]] = {}
         for name, number in self._last.items():
             if name not in self._kept:
@@ -97,19 +103,25 @@ class Lifetimes:
         for name in self._ending.get(number, ()):
             values.pop(name, None)
 
-    def inputs(self, plan: Plan, segment: Segment) -> set[str]:
+    def read_by(self, number: int) -> tuple[str, ...]:
+        """Return the names of the values that step `number` reads, each once."""
+        return self._read[number]
+
+    def made_by(self, number: int) -> tuple[str, ...]:
+        """Return the names of the values that step `number` makes, in order."""
+        return self._made[number]
+
+    def inputs(self, segment: Segment) -> set[str]:
         """Return the names of the values a segment reads that were made before it."""
-        read = {slot.name for _, step in segment.steps for slot in step_inputs(step)}
+        read = set().union(*(self._read[number] for number, _ in segment.steps))
         if segment.has_after:
-            read |= {slot.name for slot in slots_in(plan.results)}
-        return read - set(self._made(segment))
+            read |= self._results
+        return read.difference(*(self._made[number] for number, _ in segment.steps))
 
     def outputs(self, segment: Segment) -> tuple[str, ...]:
         """Return the names of the values a segment makes that are read after it, in order."""
         if not segment.steps:
             return ()
         end = segment.steps[-1][0]
-        return tuple(name for name in self._made(segment) if name in self._kept or self._last[name] > end)
-
-    def _made(self, segment: Segment) -> Iterator[str]:
-        return (slot.name for _, step in segment.steps for slot in step_outputs(step))
+        made = (name for number, _ in segment.steps for name in self._made[number])
+        return tuple(name for name in made if name in self._kept or self._last[name] > end)

@@ -15,6 +15,7 @@ from piecegraph.runner.common.engine_config import EngineConfig
 from piecegraph.runner.common.speculative_config import HEADS, SpeculativeConfig
 from piecegraph.runner.cudagraphs.capture_sizes import (
     NUM_FIRST_DRAFT_TOKENS,
+    SMALL_MIXED_SIZES,
     default_capture_sizes,
     full_decode_descriptors,
     full_draft_descriptors,
@@ -137,8 +138,9 @@ def plan_graphs(
     `num_speculative_tokens`: the most drafts of a request; if there are any, uniform batches in which each request
     verifies as many are captured for the same numbers of requests as decode.
 
-    Uniform decode is captured under its mode for every size up to `max_num_seqs`; if that mode is FULL, PIECEWISE is
-    also captured, for all sizes, if it is the mode of the other batches. Raises `ConfigError` for a downgrade if
+    Uniform decode is captured under its mode for every size up to `max_num_seqs`. If that mode is FULL, PIECEWISE is
+    also captured if it is the mode of the other batches: for all of `capture_sizes`, or by default for fewer small
+    sizes (`SMALL_MIXED_SIZES`). Raises `ConfigError` for a downgrade if
     `strict`.
     """
     support, what = backend.cudagraph_support, f"attention backend {backend.name!r}"
@@ -171,6 +173,8 @@ def plan_graphs(
             resolved = replace(resolved, reasons=(*resolved.reasons, reason))
     if resolved.mixed_mode is CUDAGraphMode.FULL:
         full += full_mixed_descriptors(sizes, max_num_seqs)
+    if capture_sizes is None and resolved.decode_mode is CUDAGraphMode.FULL:
+        sizes = default_capture_sizes(max_num_batched_tokens, SMALL_MIXED_SIZES)
     return GraphPlan(
         resolved=resolved,
         full=full,

@@ -106,17 +106,20 @@ def pick_sizes(histogram: Histogram, *, count: int, model: CostModel) -> tuple[i
     return tuple(candidates[j] for j in chosen[-1])
 
 
-def total_cost(histogram: Histogram, sizes: Sequence[int], model: CostModel) -> float:
+def total_cost(
+    histogram: Histogram, sizes: Sequence[int], model: CostModel, mixed_sizes: Sequence[int] | None = None
+) -> float:
     """Return what the steps of `histogram` cost if `sizes`, ascending, are captured.
 
-    The unit is the model's. A batch above the largest size counts as if it were padded to `max_num_tokens`.
+    `mixed_sizes` are those of batches that are no uniform decode; the default is `sizes`. The unit is the model's. A
+    batch above the largest size counts as if it were padded to `max_num_tokens`.
     """
     histogram = histogram.clipped()
-    sizes = sorted({*sizes, histogram.max_num_tokens})
-    seqs = histogram.max_num_seqs
-    decode_sizes = [size for size in sizes if size < seqs] + [seqs]
+    top, seqs = histogram.max_num_tokens, histogram.max_num_seqs
+    decode_sizes = [size for size in sorted({*sizes, top}) if size < seqs] + [seqs]
+    mixed_sizes = sorted({*(sizes if mixed_sizes is None else mixed_sizes), top})
     decode = (n * model.decode(decode_sizes[bisect_left(decode_sizes, size)]) for size, n in histogram.decode.items())
-    mixed = (n * model.mixed(sizes[bisect_left(sizes, size)]) for size, n in histogram.mixed.items())
+    mixed = (n * model.mixed(mixed_sizes[bisect_left(mixed_sizes, size)]) for size, n in histogram.mixed.items())
     return sum(decode) + sum(mixed)
 
 

@@ -105,6 +105,8 @@ def filled(value: Any, values: Mapping[str, Any]) -> Any:
     """Return a (nested) argument with each slot replaced by its value."""
     if isinstance(value, Slot):
         return values[value.name]
+    if value is None or isinstance(value, (int, float, str)):  # most of what is no slot
+        return value
     if isinstance(value, tuple | list):
         return type(value)(filled(item, values) for item in value)
     if isinstance(value, dict):

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from piecegraph.compiler.graphs.recording.recorder import Recorder, Recording
 from piecegraph.compiler.graphs.replay.bound_plan import BoundPlan, MetadataRead, Values, arguments_of
 from piecegraph.compiler.graphs.replay.prepared_ops import Patch, PatchableLaunch, ReadMetadata
-from piecegraph.compiler.splitting.plan import CallStep, Step, slots_in, step_inputs
+from piecegraph.compiler.splitting.plan import CallStep, Step, slots_in
 from piecegraph.compiler.splitting.segments import Lifetimes, Segment, split_into_segments
 from piecegraph.passes.ops.op_types import OpOverload
 
@@ -118,7 +118,7 @@ def record_plan(
         for part in parts:
             if not isinstance(part, Segment):
                 number, split_op = part
-                steps.append(_record_split_op(bound, split_op, values, read, recorder))
+                steps.append(_record_split_op(bound, number, split_op, values, read, recorder))
                 lifetimes.drop_after(number, values)
             elif not part.is_graph:
                 _run_segment(bound, part, values, lifetimes)
@@ -153,7 +153,7 @@ class _RecordedSegment:
         self, bound: BoundPlan, segment: Segment, values: Mapping[str, Any], lifetimes: Lifetimes, recorder: Recorder
     ) -> None:
         self._bound, self._segment, self._lifetimes, self._recorder = bound, segment, lifetimes, recorder
-        self._inputs = {name: values[name] for name in lifetimes.inputs(bound.plan, segment)}
+        self._inputs = {name: values[name] for name in lifetimes.inputs(segment)}
         self._made = lifetimes.outputs(segment)
         self._split_ops = frozenset(segment.split_ops)
         self.tree: Any = None  # the structure of the bucket's result, if the segment makes it
@@ -184,7 +184,9 @@ class _RecordedSegment:
             self._bound.run(number, step, values)
             return None
         assert isinstance(step, CallStep)
-        launch = self._bound.launch_of(step, *_weak_arguments(step, values, self._recorder))
+        launch = self._bound.launch_of(
+            step, *_weak_arguments(self._bound, number, step, values, self._recorder)
+        )
         assert isinstance(launch, PatchableLaunch), f"{step.op} was patchable in the warm-up: {launch}"
         metadata = self._bound.prepared_ops[step.op].metadata()
         if self._recorder.kind == "cuda":
@@ -218,10 +220,10 @@ def _run_segment(bound: BoundPlan, segment: Segment, values: Values, lifetimes: 
 
 
 def _record_split_op(
-    bound: BoundPlan, step: CallStep, values: Values, read: MetadataRead, recorder: Recorder
+    bound: BoundPlan, number: int, step: CallStep, values: Values, read: MetadataRead, recorder: Recorder
 ) -> ReplayStep:
     """Run a split op once, and return its step, which is bound to the addresses of this bucket."""
-    args, kwargs = _weak_arguments(step, values, recorder)
+    args, kwargs = _weak_arguments(bound, number, step, values, recorder)
     launch = bound.launch_of(step, args, kwargs)
     if not isinstance(launch, str):
         prepared = bound.prepared_ops[step.op]
@@ -246,9 +248,11 @@ def _dispatcher_of(function: Callable[..., Any]) -> Callable[..., Any]:
     return function._op if type(function) is OpOverload else function
 
 
-def _weak_arguments(step: CallStep, values: Mapping[str, Any], recorder: Recorder) -> tuple[list[Any], dict[str, Any]]:
+def _weak_arguments(
+    bound: BoundPlan, number: int, step: CallStep, values: Mapping[str, Any], recorder: Recorder
+) -> tuple[list[Any], dict[str, Any]]:
     """Return the arguments as aliases that do not keep their memory, which recordings may reuse."""
-    return arguments_of(step, {slot.name: recorder.weak(values[slot.name]) for slot in step_inputs(step)})
+    return arguments_of(step, {name: recorder.weak(values[name]) for name in bound.lifetimes.read_by(number)})
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

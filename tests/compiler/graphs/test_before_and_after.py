@@ -66,7 +66,7 @@ def test_every_value_a_stretch_reads_was_left_to_it() -> None:
     known = {slot.name for slot in (*plan.arguments, *plan.bound)}
     for part in split_into_segments(plan, has_before=False, has_after=True):
         if isinstance(part, Segment):
-            assert lifetimes.inputs(plan, part) <= known
+            assert lifetimes.inputs(part) <= known
             known |= set(lifetimes.outputs(part))
         else:
             assert isinstance(part[1], CallStep) and part[1].output is None

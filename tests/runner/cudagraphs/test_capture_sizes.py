@@ -12,6 +12,7 @@ from piecegraph.compiler.graphs.batch_descriptor import BatchDescriptor
 from piecegraph.errors import ConfigError
 from piecegraph.runner.common.config_on_device import DEFAULT_COMPILE_SIZES
 from piecegraph.runner.cudagraphs.capture_sizes import (
+    SMALL_MIXED_SIZES,
     check_capture_sizes,
     default_capture_sizes,
     full_decode_descriptors,
@@ -31,8 +32,9 @@ def test_the_default_sizes() -> None:
 def test_a_start_captures_few_graphs() -> None:
     """By default there is one decode bucket per size up to 256, and one bucket per size for other batches."""
     sizes = default_capture_sizes(8192)
-    assert len(piecewise_descriptors(sizes)) == 35
+    assert len(sizes) == 35
     assert len(full_decode_descriptors(sizes, 256)) == 15
+    assert len(piecewise_descriptors(default_capture_sizes(8192, SMALL_MIXED_SIZES))) == 28
 
 
 def test_every_default_compile_size_is_a_bucket() -> None:

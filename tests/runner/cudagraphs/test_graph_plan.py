@@ -42,7 +42,7 @@ def planned(support: AttentionCGSupport = AttentionCGSupport.ALWAYS, **options: 
         torch.device("cpu"),
         can_split=True,
         has_states=False,
-        max_num_batched_tokens=8,
+        max_num_batched_tokens=options.get("max_num_batched_tokens", 8),
     )
 
 
@@ -56,6 +56,19 @@ def test_a_model_has_graphs_of_decode_and_of_verifications() -> None:
     assert full(plan) == [(1, 1), (2, 1), (3, 1), (1, 4), (2, 4)]
     assert len(plan.piecewise) == 4 and plan.resolved.reasons == ()
     assert full(planned(speculative=None)) == [(1, 1), (2, 1), (3, 1)]
+
+
+def test_by_default_mixed_batches_have_fewer_small_sizes_where_decode_is_full() -> None:
+    """Sizes that were named are taken as they are, and so is every size where decode itself runs PIECEWISE."""
+
+    def sizes(**options: Any) -> list[int]:
+        return [one.num_tokens for one in planned(max_num_batched_tokens=160, speculative=None, **options).piecewise]
+
+    small = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160]
+    assert sizes(cudagraph_capture_sizes=None) == [16, 64, 96, 128, 160]
+    assert sizes(cudagraph_capture_sizes=None, cudagraph_mode="PIECEWISE") == small
+    assert sizes(cudagraph_capture_sizes=None, support=AttentionCGSupport.NEVER) == small
+    assert sizes(cudagraph_capture_sizes=(1, 4, 160)) == [1, 4, 160]
 
 
 def test_a_draft_has_graphs_of_its_passes_and_no_others() -> None:

@@ -9,7 +9,11 @@ from typing import Any
 import click
 
 from piecegraph.paths import TRAFFIC
-from piecegraph.runner.cudagraphs.capture_sizes import check_capture_sizes, default_capture_sizes
+from piecegraph.runner.cudagraphs.capture_sizes import (
+    SMALL_MIXED_SIZES,
+    check_capture_sizes,
+    default_capture_sizes,
+)
 from piecegraph.runner.traffic.kept import Kept, read_all
 from piecegraph.runner.traffic.pick_sizes import cost_model, pick_sizes, total_cost
 from piecegraph.runner.traffic.traffic_sizes import histogram_of
@@ -24,6 +28,7 @@ class Choice:
 
     name: str
     sizes: tuple[int, ...]
+    mixed_sizes: tuple[int, ...]  # of batches that are no uniform decode, where FULL has graphs of decode
     saved: float  # share of the time of the default ladder
 
 
@@ -64,8 +69,11 @@ def model_sizes(kept: Kept, others: Sequence[int] | None) -> ModelSizes:
     if others is not None:
         check_capture_sizes(others, top)
         chosen["given"] = tuple(others)
-    costs = {name: total_cost(histogram, sizes, model) for name, sizes in chosen.items()}
-    choices = tuple(Choice(name, sizes, 1 - costs[name] / costs["default"]) for name, sizes in chosen.items())
+    mixed = chosen | {"default": default_capture_sizes(top, SMALL_MIXED_SIZES)}
+    costs = {name: total_cost(histogram, sizes, model, mixed[name]) for name, sizes in chosen.items()}
+    choices = tuple(
+        Choice(name, sizes, mixed[name], 1 - costs[name] / costs["default"]) for name, sizes in chosen.items()
+    )
     return ModelSizes(kept, choices, model.is_measured)
 
 
@@ -79,7 +87,13 @@ def as_record(model: ModelSizes) -> dict[str, Any]:
         "mixed": {str(size): count for size, count in sorted(kept.mixed.items())},
         "is_measured": model.is_measured,
         "choices": [
-            {"name": choice.name, "sizes": list(choice.sizes), "saved": choice.saved} for choice in model.choices
+            {
+                "name": choice.name,
+                "sizes": list(choice.sizes),
+                "mixed_sizes": list(choice.mixed_sizes),
+                "saved": choice.saved,
+            }
+            for choice in model.choices
         ],
     }
 
@@ -87,15 +101,18 @@ def as_record(model: ModelSizes) -> dict[str, Any]:
 def as_lines(model: ModelSizes) -> Iterator[str]:
     kept = model.kept
     yield f"{printable(kept.model)} on {printable(kept.device)}"
-    ladder = model.choices[0].sizes
-    for title, unit, steps in (("decode", "requests", kept.decode), ("other", "tokens", kept.mixed)):
+    default = model.choices[0]
+    for title, unit, steps, ladder in (
+        ("decode", "requests", kept.decode, default.sizes),
+        ("other", "tokens", kept.mixed, default.mixed_sizes),
+    ):
         for size, count in ladder_counts(steps, ladder).items():
             share = count / sum(steps.values())
             yield f"  {title:<7} up to {size:>6} {unit:<8} {count:>9} steps {share:>6.1%}"
     by = "measured times" if model.is_measured else "padded tokens; --measure-graphs would measure times"
     for choice in model.choices:
-        sizes = ",".join(map(str, choice.sizes))
-        yield f"  {choice.name:<7} saves {choice.saved:>6.1%}  {sizes}"
+        sizes, others = (",".join(map(str, each)) for each in (choice.sizes, choice.mixed_sizes))
+        yield f"  {choice.name:<7} saves {choice.saved:>6.1%}  {sizes}{'' if sizes == others else f'; other {others}'}"
     yield f"  savings are of {by}"
 
 
