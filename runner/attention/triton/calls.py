@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from typing import NamedTuple
 
+import torch
+
+from piecegraph.compiler.graphs.replay.step_kinds import value_kind
 from piecegraph.runner.attention.interface.kv_cache import KVCache
 from piecegraph.runner.attention.interface.op_call import AttentionCall
 from piecegraph.runner.attention.triton.kernels.decode import decode_call
@@ -27,6 +30,40 @@ class LayerCall(NamedTuple):
     def shape(self) -> HeadShape:
         """The shape of the layer's heads."""
         return HeadShape.of(self.call.query, self.call.value)
+
+    def tensors(self, metadata: TritonMetadata) -> dict[str, torch.Tensor | None]:
+        """Return the tensors that stay the same from batch to batch, by the names of the kernels' arguments."""
+        call, rotary, scales, workspace = self.call, self.call.rotary, self.kv_cache.scales, metadata.workspace
+        assert workspace is not None
+        return {
+            "query": call.query,
+            "key": call.key,
+            "value": call.value,
+            "out": call.out,
+            "sinks": call.sinks,
+            "cos": None if rotary is None else rotary.cos,
+            "sin": None if rotary is None else rotary.sin,
+            "q_norm_weight": None if rotary is None else rotary.q_norm_weight,
+            "k_norm_weight": None if rotary is None else rotary.k_norm_weight,
+            "key_cache": self.kv_cache.key,
+            "value_cache": self.kv_cache.value,
+            "key_scale": None if scales is None else scales.key,
+            "value_scale": None if scales is None else scales.value,
+            "key_shift": None if scales is None else scales.key_shift,
+            "partial_out": workspace.out,
+            "partial_lse": workspace.lse,
+            "arrivals": workspace.arrivals,
+        }
+
+    def kind(self, tensors: dict[str, torch.Tensor | None]) -> Hashable:
+        """Return all that launches of the layer depend on but batches, the name, and the addresses of `tensors`."""
+        rotary = self.call.rotary
+        numbers = [value for value in self.call._replace(layer="", rotary=None) if not isinstance(value, torch.Tensor)]
+        return (
+            *map(value_kind, numbers),
+            value_kind(None if rotary is None else (rotary.norm_eps, rotary.norm_offset)),
+            *map(value_kind, tensors.values()),
+        )
 
     def decode(self, metadata: TritonMetadata, num_reqs: int, config: DecodeConfig) -> KernelCall:
         """Return the launch for the first `num_reqs` requests, which have one new token each."""

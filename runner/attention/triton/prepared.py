@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 
@@ -21,12 +21,14 @@ from piecegraph.runner.attention.triton.launch_plan import LaunchPlan, launch_pl
 from piecegraph.runner.attention.triton.layouts.prefill_config import LONG_QUERY_LEN
 from piecegraph.runner.attention.triton.metadata import TritonMetadata
 
-DECODE_CHANGES = (
-    "block_table", "seq_lens", "slot_mapping", "block_table_stride", "num_reqs", "num_splits", "min_split_len",
-    "few_splits",
-)  # fmt: skip
-PREFILL_CHANGES = ("query_start_loc", "seq_lens", "block_table", "block_table_stride", "first_req", "num_reqs")
-KV_WRITE_CHANGES = ("slot_mapping", "first_query", "num_tokens", "heads")
+CHANGES = {
+    "decode": (
+        "block_table", "seq_lens", "slot_mapping", "block_table_stride", "num_reqs", "num_splits", "min_split_len",
+        "few_splits",
+    ),
+    "prefill": ("query_start_loc", "seq_lens", "block_table", "block_table_stride", "first_req", "num_reqs"),
+    "kv_write": ("slot_mapping", "first_query", "num_tokens", "heads"),
+}  # fmt: skip
 """Arguments of each kernel that differ from batch to batch, in the order in which a launch passes them."""
 
 
@@ -39,6 +41,14 @@ class _Kernels:
         self._plan = plan
         self._metadata = metadata  # of any batch: what differs is passed to each launch
         self._prepared: dict[tuple[str, int], PreparedKernel] = {}
+
+    @cached_property
+    def _tensors(self) -> dict[str, torch.Tensor | None]:
+        return self._layer.tensors(self._metadata)
+
+    @cached_property
+    def _kind(self) -> Hashable:
+        return self._layer.kind(self._tensors)
 
     def decode(self, layout: int) -> PreparedKernel:
         return self._get("decode", layout)
@@ -62,16 +72,30 @@ class _Kernels:
     def _get(self, kernel: str, layout: int) -> PreparedKernel:
         prepared = self._prepared.get((kernel, layout))
         if prepared is None:
-            prepared = self._prepared[kernel, layout] = self._preparer.prepare(*self._call(kernel, layout))
+            prepared = self._preparer.prepare_alike(
+                (kernel, self._layout(kernel, layout), self._kind),
+                self._tensors,
+                lambda: self._call(kernel, layout)[0],
+                CHANGES[kernel],
+            )
+            self._prepared[kernel, layout] = prepared
         return prepared
+
+    def _layout(self, kernel: str, layout: int) -> Hashable:
+        """Return what a layout's number stands for; numbers of two plans may differ."""
+        if kernel == "kv_write":
+            return None
+        return self._plan.decode_layouts[layout] if kernel == "decode" else self._plan.prefill_layouts[layout]
 
     def _call(self, kernel: str, layout: int) -> tuple[KernelCall, Sequence[str]]:
         """Return a call of the kernel, and the names of the arguments that each launch passes."""
         if kernel == "decode":
-            return self._layer.decode(self._metadata, *self._plan.decode_layouts[layout]), DECODE_CHANGES
-        if kernel == "prefill":
-            return self._layer.prefill(self._metadata, self._plan.prefill_layouts[layout]), PREFILL_CHANGES
-        return self._layer.kv_write(self._metadata), KV_WRITE_CHANGES
+            call = self._layer.decode(self._metadata, *self._plan.decode_layouts[layout])
+        elif kernel == "prefill":
+            call = self._layer.prefill(self._metadata, self._plan.prefill_layouts[layout])
+        else:
+            call = self._layer.kv_write(self._metadata)
+        return call, CHANGES[kernel]
 
 
 class PreparedAttention:

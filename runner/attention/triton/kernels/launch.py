@@ -7,7 +7,7 @@ knows how that launcher is called, which is the same in Triton 3.6 and 3.9.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -87,13 +87,42 @@ class KernelPreparer:
 
     def __init__(self) -> None:
         self._forms: dict[tuple[object, ...], _Form] = {}
+        self._alike: dict[Hashable, _AlikeCalls] = {}
 
     def prepare(self, call: KernelCall, changing: Sequence[str]) -> PreparedKernel:
         """Prepare `call` without launching it. `changing`: the arguments that each launch passes, in this order."""
         return self.prepare_all([(call, changing)])[0]
 
+    def prepare_alike(
+        self,
+        kind: Hashable,
+        tensors: Mapping[str, torch.Tensor | None],
+        make_call: Callable[[], KernelCall],
+        changing: Sequence[str],
+    ) -> PreparedKernel:
+        """Prepare `make_call()`, which is called for the first of all calls of equal `kind` only.
+
+        Such calls differ in nothing but the addresses of `tensors`, by the names of the kernel's arguments. A further
+        one takes the arguments of the first, with its own addresses: equal layers cost next to nothing. A call with
+        another tensor, which no launch replaces, is prepared for itself.
+        """
+        alike = self._alike.get(kind)
+        if alike is not None:
+            return alike.prepared(tensors)
+        call = make_call()
+        (each,) = self._specialized([(call, changing)])
+        names, given = list(call.arguments), list(call.arguments.values())
+        if all(given[place] is tensors.get(names[place]) for place in each.form.tensors):
+            sources = tuple((place, names[place]) for place in each.form.tensors)
+            self._alike[kind] = _AlikeCalls(each.compiled, each.values.copy(), each.form.changing, sources)
+        return PreparedKernel(each.compiled, each.values, each.form.changing)
+
     def prepare_all(self, calls: Sequence[tuple[KernelCall, Sequence[str]]]) -> list[PreparedKernel]:
         """Do what `prepare` does for each of `calls`, in order; compiles in parallel what has to be compiled."""
+        return [PreparedKernel(each.compiled, each.values, each.form.changing) for each in self._specialized(calls)]
+
+    def _specialized(self, calls: Sequence[tuple[KernelCall, Sequence[str]]]) -> list[_SpecializedCall]:
+        """Return the calls with the compiled kernels that they need; compiles those that are missing."""
         specialized = [self._specialize(call, changing) for call, changing in calls]
         missing = {
             (id(each.form), each.kind): (call, each.form)
@@ -103,7 +132,7 @@ class KernelPreparer:
         done = _compile_all([call for call, _ in missing.values()])
         for ((_, kind), (_, form)), compiled in zip(missing.items(), done, strict=True):
             form.compiled[kind] = compiled
-        return [PreparedKernel(each.form.compiled[each.kind], each.values, each.form.changing) for each in specialized]
+        return specialized
 
     def _specialize(self, call: KernelCall, changing: Sequence[str]) -> _SpecializedCall:
         names, values = tuple(call.arguments), list(call.arguments.values())
@@ -166,6 +195,29 @@ class _SpecializedCall(NamedTuple):
     form: _Form
     kind: tuple[object, ...]  # key of the compiled kernel in `form.compiled`
     values: list[Any]  # all arguments, with addresses for tensors
+
+    @property
+    def compiled(self) -> CompiledForLaunch:
+        """The compiled kernel, once it is there."""
+        return self.form.compiled[self.kind]
+
+
+class _AlikeCalls(NamedTuple):
+    """Calls of one compiled kernel that differ in the addresses of some tensors only."""
+
+    compiled: CompiledForLaunch
+    values: list[Any]  # of the first call
+    changing: tuple[int, ...]  # positions of the arguments that a launch replaces
+    sources: tuple[tuple[int, str], ...]  # positions and names of the tensors that differ
+
+    def prepared(self, tensors: Mapping[str, torch.Tensor | None]) -> PreparedKernel:
+        """Return the call with the addresses of `tensors`."""
+        values = self.values.copy()
+        for place, name in self.sources:
+            tensor = tensors[name]
+            assert tensor is not None, name
+            values[place] = tensor.data_ptr()
+        return PreparedKernel(self.compiled, values, self.changing)
 
 
 def _compile_all(calls: Sequence[KernelCall]) -> list[CompiledForLaunch]:

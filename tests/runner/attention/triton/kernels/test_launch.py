@@ -77,6 +77,27 @@ def test_calls_of_one_kind_share_a_compiled_kernel() -> None:
         assert kernel.num_compiled == before + 1
 
 
+def test_alike_calls_are_made_once() -> None:
+    """The further ones have their own addresses. A call with a tensor that is not named is made for itself."""
+    kernel, preparer, made = Kernel("x", "n", "sinks", "BLOCK"), KernelPreparer(), []
+    tensors = [torch.empty(4) for _ in range(3)]
+
+    def prepare(kind: str, tensor: torch.Tensor, name: str) -> Any:
+        def make() -> KernelCall:
+            made.append(tensor)
+            return call(kernel, tensor)
+
+        return preparer.prepare_alike(kind, {name: tensor}, make, ["n"])
+
+    for tensor in tensors:
+        prepare("a", tensor, "x").launch((1, 1, 1), 0, 6)
+        prepare("b", tensor, "y").launch((1, 1, 1), 0, 6)
+    assert [launched[9:] for launched in kernel.launches] == [
+        (tensor.data_ptr(), 6, None, 16) for tensor in tensors for _ in "ab"
+    ]
+    assert [id(one) for one in made] == [id(tensors[0]), *(id(one) for one in tensors)]
+
+
 def test_kernels_that_are_prepared_together_compile_in_parallel() -> None:
     """Each once, though two calls need the same; all of them at a time."""
     kernel, preparer = Kernel("x", "n", "sinks", "BLOCK"), KernelPreparer()
