@@ -21,9 +21,7 @@ NUM_FIRST_DRAFT_TOKENS = 2
 """The tokens of a request that the first pass of a draft model reads: the newest, and the one before it."""
 
 
-def default_capture_sizes(
-    max_num_batched_tokens: int, small_sizes: Sequence[int] = SMALL_SIZES
-) -> tuple[int, ...]:
+def default_capture_sizes(max_num_batched_tokens: int, small_sizes: Sequence[int] = SMALL_SIZES) -> tuple[int, ...]:
     """Return `small_sizes`, then 128, 160, 192, 224, 256, 320, … (four per power of two) up to the prefill chunk.
 
     There are few sizes, because each costs every start a warm-up and a capture: 35 up to 8192 tokens, 15 of them up

@@ -184,9 +184,7 @@ class _RecordedSegment:
             self._bound.run(number, step, values)
             return None
         assert isinstance(step, CallStep)
-        launch = self._bound.launch_of(
-            step, *_weak_arguments(self._bound, number, step, values, self._recorder)
-        )
+        launch = self._bound.launch_of(step, *_weak_arguments(self._bound, number, step, values, self._recorder))
         assert isinstance(launch, PatchableLaunch), f"{step.op} was patchable in the warm-up: {launch}"
         metadata = self._bound.prepared_ops[step.op].metadata()
         if self._recorder.kind == "cuda":

@@ -1,23 +1,25 @@
 """Collectives of the GPUs of one host through symmetric memory, which every rank can write in that of the others.
 
 NCCL takes some 15 us for the few kilobytes that a decode step adds up, and nothing overlaps with it. The kernel of
-`kernels/pushed.py` takes 3. Up to which size it is faster is measured at the start, and all ranks decide alike.
+`kernels/pushed.py` takes 3. Up to which size it is faster is measured at the start, and all ranks decide alike. With
+more than two ranks that finds, too, from which size on a sum takes less in two steps (`kernels/pushed_twice.py`).
 """
 
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 import torch.distributed as dist
 
 from piecegraph.runner.tensor_parallel.symmetric_memory.renumbered_store import RenumberedStore
 
-SIZES = tuple(2**power for power in range(13, 23, 2))
+SIZES = tuple(2**power for power in (13, 15, 17, 19, 20, 21))
 """The sizes in bytes that are measured, 8 KiB to 2 MiB."""
 
 CALLS_A_GRAPH = 20
@@ -45,6 +47,19 @@ Sum = Callable[[torch.Tensor, torch.Tensor], object]
 """A function that writes a sum over the ranks, or a rank's part of it, to its second argument."""
 
 
+class Microseconds(NamedTuple):
+    """What a sum takes: by one push and by two, infinite where that is not measured, and through NCCL."""
+
+    once: float
+    twice: float
+    nccl: float
+
+    @property
+    def pushed(self) -> float:
+        """The time of the faster push."""
+        return min(self.once, self.twice)
+
+
 class SymmetricCollectives:
     """An inbox on each rank that the others write, and the size up to which collectives go through it.
 
@@ -62,7 +77,7 @@ class SymmetricCollectives:
         """
         from torch._C._distributed_c10d import _register_process_group, _SymmetricMemory
 
-        from piecegraph.runner.tensor_parallel.symmetric_memory.kernels.pushed import BLOCK, Inboxes
+        from piecegraph.runner.tensor_parallel.symmetric_memory.kernels.words import Inboxes
 
         self._name = cast("Any", name)
         store = RenumberedStore(dist.PrefixStore("symmetric memory", store))
@@ -71,26 +86,29 @@ class SymmetricCollectives:
         _register_process_group(self._name, self._named)
         _SymmetricMemory.set_group_info(name, rank, size, store)
         capacity = SIZES[-1] // 4
-        shape = (2, size, capacity)
-        strides = (size * capacity, capacity, 1)
+        num_inboxes = 2 if size > 2 and not exchanges_tokens else 1  # one more for sums in two steps
+        shape = (num_inboxes, 2, size, capacity)
+        strides = (2 * size * capacity, size * capacity, capacity, 1)
         self._inbox = _SymmetricMemory.empty_strided_p2p(shape, strides, torch.int64, device)
         self._handle = _SymmetricMemory.rendezvous(self._inbox, self._name)
         self._inbox.zero_()
         self._stop = torch.zeros(1, dtype=torch.int32, pin_memory=True)
-        self._inboxes = Inboxes(
-            addresses=torch.tensor(self._handle.buffer_ptrs, dtype=torch.int64, device=device),
-            counts=torch.zeros(capacity // BLOCK, dtype=torch.int32, device=device),
-            stop=self._stop,
-            capacity=capacity,
-            rank=rank,
-        )
+
+        def inboxes(number: int) -> Inboxes:
+            offset = number * strides[0] * self._inbox.itemsize
+            addresses = [address + offset for address in self._handle.buffer_ptrs]
+            return Inboxes.of(addresses, capacity, rank, self._stop, device)
+
+        self._inboxes = inboxes(0)
+        self._inboxes_of_twice = inboxes(1) if num_inboxes > 1 else None
         self._rank, self._size, self._device = rank, size, device
         self._exchanges_tokens = exchanges_tokens
         torch.cuda.synchronize(device)
         self._most_bytes = 0
+        self._fewest_bytes_of_twice = math.inf
         self._fault = ""
-        self.microseconds: dict[int, tuple[float, float]] = {}
-        """The time of a sum by the size of its result in bytes: through symmetric memory, and through NCCL."""
+        self.microseconds: dict[int, Microseconds] = {}
+        """The time of a sum by the size of its result in bytes."""
 
     def measure(self, exchange: Exchange, nccl: Sum) -> None:
         """Choose the size up to which `takes` is true.
@@ -103,6 +121,7 @@ class SymmetricCollectives:
             return
         self.microseconds = self._measured(exchange, nccl)
         self._most_bytes = largest_faster_size(self.microseconds)
+        self._fewest_bytes_of_twice = smallest_size_of_twice(self.microseconds)
 
     def takes(self, x: torch.Tensor) -> bool:
         """Return whether a sum with the result `x` is made through symmetric memory, by its size and dtype alone.
@@ -120,14 +139,25 @@ class SymmetricCollectives:
 
         At most `SIZES[-1]` bytes. The bits are equal on all ranks: they are added in the order of the ranks.
         """
-        from piecegraph.runner.tensor_parallel.symmetric_memory.kernels.pushed import push_and_add_up
-
         if x.data_ptr() % 4 or output.data_ptr() % 4:  # a view from an odd number of two bytes on
             aligned = torch.empty_like(x)
             self.add_up(aligned.copy_(x), aligned)
             output.copy_(aligned)
-            return
+        elif x.nbytes < self._fewest_bytes_of_twice:
+            self._add_up_once(x, output)
+        else:
+            self._add_up_twice(x, output)
+
+    def _add_up_once(self, x: torch.Tensor, output: torch.Tensor) -> None:
+        from piecegraph.runner.tensor_parallel.symmetric_memory.kernels.pushed import push_and_add_up
+
         push_and_add_up(x, output, self._inboxes)
+
+    def _add_up_twice(self, x: torch.Tensor, output: torch.Tensor) -> None:
+        from piecegraph.runner.tensor_parallel.symmetric_memory.kernels.pushed_twice import push_twice_and_add_up
+
+        assert self._inboxes_of_twice is not None, "measured with more than two ranks only"
+        push_twice_and_add_up(x, output, self._inboxes_of_twice)
 
     def scatter_sum(self, x: torch.Tensor, output: torch.Tensor) -> None:
         """Write this rank's part of the sum of `x` over the ranks to `output`, a new tensor; both are contiguous.
@@ -168,11 +198,13 @@ class SymmetricCollectives:
         if self._fault:
             return f"{what}: NCCL; {self._fault}"
         times = ", ".join(
-            f"{size // 1024} KiB {own:.1f} ({nccl:.1f})" for size, (own, nccl) in self.microseconds.items()
+            f"{size // 1024} KiB {each.pushed:.1f} ({each.nccl:.1f})" for size, each in self.microseconds.items()
         )
         if not self._most_bytes:
             return f"{what}: NCCL; through symmetric memory they take no less, in us (NCCL): {times}"
         until = f"through symmetric memory up to {self._most_bytes // 1024} KiB, else NCCL"
+        if self._fewest_bytes_of_twice <= self._most_bytes:
+            until += f", in two steps from {self._fewest_bytes_of_twice / 1024:.0f} KiB"
         return f"{what}: {until}, in us (NCCL): {times}"
 
     def _try(self) -> str:
@@ -193,8 +225,10 @@ class SymmetricCollectives:
                 self.scatter_sum(x[: short.shape[1]], own)
                 results.append((own, short.sum(0).view(self._size, -1)[self._rank]))
             else:
-                self.add_up(x, x)
-                results.append((x, parts.sum(0)))
+                for add_up in self._ways_to_add_up():
+                    added = torch.empty_like(x)
+                    add_up(x, added)
+                    results.append((added, parts.sum(0)))
         if self._exchanges_tokens:
             words = parts.int()
             gathered = torch.empty_like(words)
@@ -211,18 +245,23 @@ class SymmetricCollectives:
         is_right = all(torch.equal(x, right.to(x.dtype)) for x, right in results)
         return "" if is_right else f"rank {self._rank} has a wrong sum through symmetric memory"
 
-    def _measured(self, exchange: Exchange, nccl: Sum) -> dict[int, tuple[float, float]]:
+    def _ways_to_add_up(self) -> tuple[Sum, ...]:
+        """Return the functions that add up: by one push and, with inboxes for that, by two."""
+        return (self._add_up_once,) if self._inboxes_of_twice is None else (self._add_up_once, self._add_up_twice)
+
+    def _measured(self, exchange: Exchange, nccl: Sum) -> dict[int, Microseconds]:
         """Return the microseconds of a sum by size; of the slowest rank, so that all ranks have the same."""
-        own: dict[str, tuple[float, float]] = {}
+        own: dict[str, Microseconds] = {}
         for size in SIZES:
             x = torch.zeros(size // 2, dtype=torch.bfloat16, device=self._device)
-            operands, push = (x, x), self.add_up
+            operands, ways = (x, x), self._ways_to_add_up()
             if self._exchanges_tokens:
-                operands, push = (x.repeat(self._size), x), self.scatter_sum
-            pushed = _microseconds(partial(push, *operands), self._device)
-            own[str(size)] = pushed, _microseconds(partial(nccl, *operands), self._device)
+                operands, ways = (x.repeat(self._size), x), (self.scatter_sum,)
+            pushed = [_microseconds(partial(way, *operands), self._device) for way in ways]
+            twice = pushed[1] if len(pushed) > 1 else math.inf
+            own[str(size)] = Microseconds(pushed[0], twice, _microseconds(partial(nccl, *operands), self._device))
         found = [json.loads(text) for text in exchange("times of sums", json.dumps(own))]
-        return {int(size): (max(each[size][0] for each in found), max(each[size][1] for each in found)) for size in own}
+        return {int(size): Microseconds(*map(max, zip(*(each[size] for each in found), strict=True))) for size in own}
 
 
 def name_of_collectives(exchanges_tokens: bool) -> str:
@@ -230,14 +269,24 @@ def name_of_collectives(exchanges_tokens: bool) -> str:
     return "tokens and sums of shared experts" if exchanges_tokens else "sums over the ranks"
 
 
-def largest_faster_size(microseconds: Mapping[int, tuple[float, float]]) -> int:
-    """Return the largest size up to which the first time is below the second for every size; 0 if for none."""
+def largest_faster_size(microseconds: Mapping[int, Microseconds]) -> int:
+    """Return the largest size up to which pushing is faster than NCCL for every size; 0 if for none."""
     largest = 0
-    for size, (own, other) in sorted(microseconds.items()):
-        if own >= other:
+    for size, each in sorted(microseconds.items()):
+        if each.pushed >= each.nccl:
             break
         largest = size
     return largest
+
+
+def smallest_size_of_twice(microseconds: Mapping[int, Microseconds]) -> float:
+    """Return the smallest size from which on two pushes are faster than one for every size; infinite if for none."""
+    smallest = math.inf
+    for size, each in sorted(microseconds.items(), reverse=True):
+        if each.twice >= each.once:
+            break
+        smallest = size
+    return smallest
 
 
 def why_not_symmetric(

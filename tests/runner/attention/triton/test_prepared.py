@@ -124,7 +124,11 @@ def test_a_layer_that_differs_gets_its_own_numbers(compiled: list[KernelCall], n
 
 def test_one_tensor_in_two_places_is_no_rule_for_other_layers(compiled: list[KernelCall]) -> None:
     shared, batch, table = KernelPreparer(), metadata(), empty(ROWS, DIM)
-    for one in (layer(cos=table, sin=table), layer(), layer(q_norm_weight=(weight := empty(DIM)), k_norm_weight=weight)):
+    for one in (
+        layer(cos=table, sin=table),
+        layer(),
+        layer(q_norm_weight=(weight := empty(DIM)), k_norm_weight=weight),
+    ):
         assert values(one, shared, batch) == values(one, KernelPreparer(), batch)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
@@ -18,17 +19,35 @@ import torch.multiprocessing as processes
 from piecegraph.runner.tensor_parallel.process_group import RankGroup
 from piecegraph.runner.tensor_parallel.symmetric_memory.symmetric_collectives import (
     SIZES,
+    Microseconds,
     largest_faster_size,
+    smallest_size_of_twice,
     why_not_symmetric,
 )
+
+NUM_GPUS = 4
+"""Of sums in two steps."""
 
 needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 
+def once(own: float, nccl: float) -> Microseconds:
+    return Microseconds(own, math.inf, nccl)
+
+
 def test_the_largest_size_that_is_faster_ends_before_the_first_that_is_not() -> None:
-    assert largest_faster_size({2**13: (5.0, 20.0), 2**15: (9.0, 20.0), 2**17: (30.0, 21.0)}) == 2**15
-    assert largest_faster_size({2**13: (20.0, 20.0), 2**15: (9.0, 20.0)}) == 0
-    assert largest_faster_size({2**15: (9.0, 20.0), 2**13: (5.0, 20.0)}) == 2**15
+    assert largest_faster_size({2**13: once(5.0, 20.0), 2**15: once(9.0, 20.0), 2**17: once(30.0, 21.0)}) == 2**15
+    assert largest_faster_size({2**13: once(20.0, 20.0), 2**15: once(9.0, 20.0)}) == 0
+    assert largest_faster_size({2**15: once(9.0, 20.0), 2**13: once(5.0, 20.0)}) == 2**15
+    assert largest_faster_size({2**13: Microseconds(21.0, 19.0, 20.0)}) == 2**13
+
+
+def test_two_pushes_are_taken_from_the_size_on_from_which_they_are_always_faster() -> None:
+    times = {2**13: Microseconds(2.0, 1.9, 20.0), 2**19: Microseconds(9.0, 9.5, 30.0)}
+    assert smallest_size_of_twice(times) == math.inf
+    times |= {2**20: Microseconds(18.0, 11.0, 30.0), 2**21: Microseconds(34.0, 17.0, 40.0)}
+    assert smallest_size_of_twice(times) == 2**20
+    assert smallest_size_of_twice({size: once(5.0, 20.0) for size in SIZES}) == math.inf
 
 
 def test_ranks_that_cannot_read_each_other_have_a_reason() -> None:
@@ -43,10 +62,10 @@ def test_ranks_that_cannot_read_each_other_have_a_reason() -> None:
     assert reason == "GPU 1 cannot read the memory of GPU 2"
 
 
-def connected(rank: int, store: str) -> tuple[RankGroup, torch.device]:
+def connected(rank: int, store: str, size: int = 2) -> tuple[RankGroup, torch.device]:
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
-    group = RankGroup(dist.FileStore(store, 2), rank, 2, 30.0)
+    group = RankGroup(dist.FileStore(store, size), rank, size, 30.0)
     group.connect(device)
     return group, device
 
@@ -113,6 +132,39 @@ def add_up_everything(rank: int, store: str) -> None:
     group.close()
 
 
+def add_up_in_two_steps(rank: int, store: str) -> None:
+    """Both ways have the same bits, in turns and in a graph."""
+    group, device = connected(rank, store, NUM_GPUS)
+    sums: Any = group._symmetric
+    assert sums is not None and "through symmetric memory up to" in group.sums_note, group.sums_note
+    sys.stderr.write(f"{group.sums_note}\n{sums.microseconds}\n")
+    for dtype in (torch.bfloat16, torch.float32, torch.float16):
+        for size in (24, *SIZES, 3 * 2**12, 2**21 - 8, 4, 2**20 + 2**11):
+            parts = [torch.randn(size // dtype.itemsize, generator=torch.Generator().manual_seed(r)) for r in range(4)]
+            expected = parts[0].to(dtype).float()
+            for each in parts[1:]:
+                expected = expected + each.to(dtype).float()
+            x = parts[rank].to(device, dtype)
+            for way in sums._ways_to_add_up() * 3:
+                output = torch.empty_like(x)
+                way(x, output)
+                assert torch.equal(output, expected.to(device, dtype))
+            group.all_reduce_in_place(x)
+            assert torch.equal(x, expected.to(device, dtype))
+    graph = torch.cuda.CUDAGraph()
+    x, y = torch.ones(2**20, device=device, dtype=torch.bfloat16), torch.empty(0)
+    with torch.cuda.graph(graph):
+        for way in sums._ways_to_add_up() * 2:
+            y = torch.empty_like(x)
+            way(x + rank, y)
+    for number in range(5):
+        x.fill_(number)
+        graph.replay()
+        assert torch.equal(y, torch.full_like(y, NUM_GPUS * number + 6.0))
+    group.exchange("is done", "")
+    group.close()
+
+
 def wait_for_a_lost_rank(rank: int, store: str) -> None:
     group, device = connected(rank, store)
     x = torch.ones(4096, device=device, dtype=torch.bfloat16)
@@ -149,3 +201,10 @@ def wait_in_vain(group: RankGroup, collective: Callable[[], object]) -> None:
 @pytest.mark.parametrize("run", [add_up_everything, share_experts, wait_for_a_lost_rank, wait_for_a_lost_engine])
 def test_two_gpus(run: Any, tmp_path: Path) -> None:
     processes.spawn(run, args=(str(tmp_path / "store"),), nprocs=2)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < NUM_GPUS, reason="needs four GPUs")
+@pytest.mark.gpu
+@pytest.mark.usefixtures("ends_in_time")
+def test_four_gpus(tmp_path: Path) -> None:
+    processes.spawn(add_up_in_two_steps, args=(str(tmp_path / "store"),), nprocs=NUM_GPUS)

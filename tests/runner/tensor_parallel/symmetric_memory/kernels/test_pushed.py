@@ -4,36 +4,19 @@ from __future__ import annotations
 
 import os
 import time
-from typing import Any
 
 import pytest
 import torch
-import triton.language as tl
 
 from piecegraph.runner.tensor_parallel.symmetric_memory.kernels import pushed as kernel
 from tests.compiled_for_gpu import compile_for_gpu
 from tests.interpreter import interpreted
+from tests.runner.tensor_parallel.symmetric_memory.kernels.words_in_interpreter import receive, send
 
 SIZES = (24, 2048, 4096 + 16, 24, 16, 2048, 3000 * 4)
 """In bytes: sums of one program and of several in turns, so that their counts differ."""
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float16)
-
-
-def send(addresses: Any, words: Any, is_inside: Any) -> None:
-    """Do what the kernel's instructions do."""
-    tl.store(addresses.to(tl.pointer_type(tl.int64)), words, mask=is_inside)
-
-
-def receive(addresses: Any, count: Any, stop: Any, is_inside: Any) -> Any:
-    """Do what the kernel's instructions do."""
-    deadline = time.monotonic() + 30
-    while True:
-        words = tl.load(addresses.to(tl.pointer_type(tl.int64)), mask=is_inside, other=0)
-        inside = is_inside.handle.data
-        if ((words.handle.data >> 32)[inside] == count.handle.data[inside]).all():
-            return words.to(tl.int32)
-        assert time.monotonic() < deadline, "the other rank's words did not come"
 
 
 def part(number: int, rank: int) -> torch.Tensor:

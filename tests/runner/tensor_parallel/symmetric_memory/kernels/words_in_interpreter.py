@@ -1,0 +1,24 @@
+"""What sends and receives words in Triton's interpreter, which runs no instructions of PTX."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import triton.language as tl
+
+
+def send(addresses: Any, words: Any, is_inside: Any) -> None:
+    """Do what the kernel's instructions do."""
+    tl.store(addresses.to(tl.pointer_type(tl.int64)), words, mask=is_inside)
+
+
+def receive(addresses: Any, count: Any, stop: Any, is_inside: Any) -> Any:
+    """Do what the kernel's instructions do."""
+    deadline = time.monotonic() + 30
+    while True:
+        words = tl.load(addresses.to(tl.pointer_type(tl.int64)), mask=is_inside, other=0)
+        inside = is_inside.handle.data
+        if ((words.handle.data >> 32)[inside] == count.handle.data[inside]).all():
+            return words.to(tl.int32)
+        assert time.monotonic() < deadline, "the other rank's words did not come"
