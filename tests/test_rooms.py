@@ -179,6 +179,9 @@ COVERED_BY: Mapping[str, str] = {
     "passes/kernels/common/cpp_kernel.py": "tests/passes/kernels/cpu/test_int8_rows.py",
     "passes/quantised/rounding_readers.py": "tests/passes/quantised/test_fuse_norm_quant.py",
     "runner/device_memory/host_memory/released_memory.py": "tests/runner/sleeping/test_sleep.py",
+    "runner/tensor_parallel/symmetric_memory/kernels/words.py": (
+        "tests/runner/tensor_parallel/symmetric_memory/kernels/test_pushed.py"
+    ),
     "runner/device_memory/restorable_storages.py": "tests/runner/sleeping/test_sleep.py",
     "compiler/piece_compilers/graphs_first.py": "tests/compiler/building/test_background.py",
     "runner/cudagraphs/late_dispatcher.py": "tests/runner/late_start/test_fast_start.py",
@@ -358,7 +361,6 @@ COVERED_BY: Mapping[str, str] = {
     "runner/attention/triton/kernels/workspace.py": "tests/runner/attention/triton/kernels/test_decode.py",
     "runner/attention/triton/layouts/head_shape.py": "tests/runner/attention/triton/layouts/test_decode_config.py",
     "runner/attention/triton/metadata.py": "tests/runner/attention/triton/test_backend.py",
-    "runner/attention/triton/prepared.py": "tests/runner/attention/triton/test_backend_gpu.py",
     "runner/attention/triton/reference.py": "tests/runner/attention/triton/kernels/test_kv_write.py",
     "runner/common/outputs.py": "tests/runner/engine/test_engine_callers.py",
     "runner/output/make_output.py": "tests/runner/output/test_output_processor.py",

@@ -82,15 +82,10 @@ class OwnKernels:
     def begin(self, cache: CompileCache, of: str, device: torch.device) -> KernelUse | None:
         """Load the kernels saved for `of` (a plan's key, or `graphs_key`); kernels compiled from now on belong to it.
 
-        Returns None, with nothing changed, on a CPU, without Triton, without a cache, without a folder to load from,
+        Returns None, with nothing kept, on a CPU, without Triton, without a cache, without a folder to load from,
         and with a version of Triton whose private parts are unknown.
         """
         if device.type == "cpu" or find_spec("triton") is None:
-            return None
-        if cache.store is None:
-            with self._lock:
-                self.save()
-                self._use = None  # kernels compiled from now on belong to no model with a cache
             return None
         try:
             from piecegraph.compiler.triton import compat as triton_compat
@@ -98,6 +93,12 @@ class OwnKernels:
             logger.warning(
                 "our Triton kernels are not kept in the cache: this version of Triton is unknown (%s)", error
             )
+            return None
+        triton_compat.give_each_launcher_a_module()
+        if cache.store is None:
+            with self._lock:
+                self.save()
+                self._use = None  # kernels compiled from now on belong to no model with a cache
             return None
         with self._lock:
             self.save()

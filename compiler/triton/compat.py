@@ -14,6 +14,7 @@ import json
 import os
 import sys
 import threading
+import types
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from pathlib import Path
@@ -208,6 +209,29 @@ def _our_manager_is_set() -> Iterator[None]:
                 del settings["manager_class"]
                 if _before:
                     settings["manager_class"] = _before[0]
+
+
+_module_lock = threading.Lock()
+
+
+def give_each_launcher_a_module() -> None:
+    """Make Triton 3.6 return a module of its own for each launcher that it loads, from now on. Idempotent.
+
+    The modules of all launchers have one name, and no state of their own. Where Python loads such a file again, which
+    kernels of one signature share, it returns the module that it returned last, with the functions of that file
+    instead. A thread that loads a launcher between another's load and its look for `launch` gave a kernel the launcher
+    of another kernel: an error about the number of arguments, or, if that is equal, arguments in wrong places.
+    """
+    if not hasattr(nvidia, "make_launcher") or hasattr(build._load_module_from_path, "__wrapped__"):
+        return
+    load = build._load_module_from_path
+
+    @functools.wraps(load)
+    def load_alone(name: str, path: str) -> Any:
+        with _module_lock:
+            return types.SimpleNamespace(**vars(load(name, path)))
+
+    build._load_module_from_path = load_alone
 
 
 class StoredKernel(CompiledKernel):  # type: ignore[misc]  # untyped

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import os
 import platform
+import subprocess
 import sys
+import sysconfig
 import threading
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ import triton
 from triton import knobs
 from triton.backends.nvidia import driver as nvidia
 from triton.compiler import ASTSource, make_backend
-from triton.runtime import driver
+from triton.runtime import build, driver
 from triton.runtime.cache import FileCacheManager, get_cache_manager
 
 from piecegraph.compiler.triton import compat as triton_compat
@@ -248,3 +250,43 @@ def test_the_platform_key_is_computed_once(tmp_path: Path, monkeypatch: pytest.M
             found.add(build.platform_key())
     assert len(asked) <= 1 and build.platform_key is theirs
     assert found == {theirs()}
+
+
+LAUNCHER = """
+#include <Python.h>
+static PyObject *launch(PyObject *self, PyObject *args) { return PyLong_FromLong(KERNEL); }
+static PyMethodDef methods[] = {{"launch", launch, METH_VARARGS, ""}, {NULL, NULL, 0, NULL}};
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "__triton_launcher", NULL, -1, methods};
+PyMODINIT_FUNC PyInit___triton_launcher(void) { return PyModule_Create(&module); }
+"""
+"""As Triton 3.6 writes it, but for what it launches."""
+
+
+def test_a_launcher_stays_that_of_its_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a launcher is loaded again, as for a second kernel of one signature, Python returns another's module."""
+    files = []
+    for kernel in (1, 2):
+        folder = tmp_path / str(kernel)
+        folder.mkdir()
+        (folder / "launcher.c").write_text(LAUNCHER.replace("KERNEL", str(kernel)))
+        files.append(str(folder / "__triton_launcher.so"))
+        command = ["cc", "-shared", "-fPIC", f"-I{sysconfig.get_paths()['include']}", str(folder / "launcher.c")]
+        subprocess.run([*command, "-o", files[-1]], check=True)
+
+    def launched() -> list[int]:
+        modules = [build._load_module_from_path("__triton_launcher", files[number]) for number in (0, 1, 0, 1)]
+        return [module.launch() for module in modules]
+
+    monkeypatch.setattr(nvidia, "make_launcher", object(), raising=False)
+    monkeypatch.setattr(build, "_load_module_from_path", build._load_module_from_path)
+    assert launched() == [1, 2, 2, 2], "Python's modules are no longer shared: take this out"
+    for _ in range(2):
+        triton_compat.give_each_launcher_a_module()
+    assert launched() == [1, 2, 1, 2]
+
+
+def test_triton_that_makes_no_launchers_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(nvidia, "make_launcher", raising=False)
+    load = build._load_module_from_path
+    triton_compat.give_each_launcher_a_module()
+    assert build._load_module_from_path is load
