@@ -135,7 +135,12 @@ def test_one_tensor_in_two_places_is_no_rule_for_other_layers(compiled: list[Ker
 def test_equal_layers_are_prepared_once(compiled: list[KernelCall], monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[LayerCall] = []
     call_of = LayerCall.decode
-    monkeypatch.setattr(LayerCall, "decode", lambda self, *given: made.append(self) or call_of(self, *given))
+
+    def decode(layer: LayerCall, *given: Any) -> KernelCall:
+        made.append(layer)
+        return call_of(layer, *given)
+
+    monkeypatch.setattr(LayerCall, "decode", decode)
     shared, batch = KernelPreparer(), metadata()
     layers = [layer() for _ in range(3)]
     for one in layers:

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from piecegraph.runner.tensor_parallel.symmetric_memory.kernels import pushed as kernel
+from piecegraph.runner.tensor_parallel.symmetric_memory.kernels.words import BLOCK, NUM_WARPS, Inboxes
 from tests.compiled_for_gpu import compile_for_gpu
 from tests.interpreter import interpreted
-from tests.runner.tensor_parallel.symmetric_memory.kernels.words_in_interpreter import receive, send
+from tests.runner.tensor_parallel.symmetric_memory.kernels.words_in_interpreter import replace_instructions
 
 SIZES = (24, 2048, 4096 + 16, 24, 16, 2048, 3000 * 4)
 """In bytes: sums of one program and of several in turns, so that their counts differ."""
@@ -30,8 +31,8 @@ def part(number: int, rank: int) -> torch.Tensor:
 def check_sums() -> None:
     """Add up, scatter and gather 21 times on two ranks, one of them late at times, sums in place and not."""
     torch.set_num_threads(1)  # a forked process has no threads of torch's
-    kernel.send, kernel.receive = send, receive
-    capacity = 8 * kernel.BLOCK
+    replace_instructions(kernel)
+    capacity = 8 * BLOCK
     boxes = torch.zeros(2, 2, 2, capacity, dtype=torch.int64).share_memory_()
     inboxes = torch.tensor([box.data_ptr() for box in boxes])
     child = os.fork()
@@ -48,7 +49,7 @@ def check_sums() -> None:
 
 def has_the_sums(inboxes: torch.Tensor, capacity: int, rank: int) -> bool:
     counts, stop = torch.zeros(8, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
-    boxes = kernel.Inboxes(addresses=inboxes, counts=counts, stop=stop, capacity=capacity, rank=rank)
+    boxes = Inboxes(addresses=inboxes, counts=counts, stop=stop, capacity=capacity, rank=rank)
     equal = True
     for number in range(21):
         x = part(number, rank)
@@ -87,7 +88,7 @@ def test_the_kernel_compiles_for_hopper(
         kernel.pushed_kernel,
         {"x": x, "output": x, "inboxes": inboxes, "counts": counts, "stop": counts, "num_words": 2048, "zero": 0}
         | {"CAPACITY": 2**19, "RANK": 1, "RANKS": num_ranks, "IS_SUMMED": is_summed}
-        | {"IS_SCATTERED": is_scattered, "BLOCK": kernel.BLOCK, "OVERLAP": True},
-        {"num_warps": kernel.NUM_WARPS, "launch_pdl": True},
+        | {"IS_SCATTERED": is_scattered, "BLOCK": BLOCK, "OVERLAP": True},
+        {"num_warps": NUM_WARPS, "launch_pdl": True},
     )
     assert ptx.count("st.relaxed.sys.global.b64") == 4 * (num_ranks - 1) == ptx.count("ld.relaxed.sys.global.b64")

@@ -12,7 +12,7 @@ from piecegraph.runner.tensor_parallel.symmetric_memory.kernels import pushed_tw
 from piecegraph.runner.tensor_parallel.symmetric_memory.kernels.words import BLOCK, NUM_WARPS, Inboxes
 from tests.compiled_for_gpu import compile_for_gpu
 from tests.interpreter import interpreted
-from tests.runner.tensor_parallel.symmetric_memory.kernels.words_in_interpreter import receive, send
+from tests.runner.tensor_parallel.symmetric_memory.kernels.words_in_interpreter import replace_instructions
 
 RANKS = 3
 SIZES = (4, 24, 4 * BLOCK, 4 * BLOCK + 4, 8 * BLOCK + 400, 24, 12 * BLOCK, 30 * BLOCK + 12)
@@ -32,7 +32,7 @@ def part(number: int, rank: int) -> torch.Tensor:
 def check_sums() -> None:
     """Add up 24 times on three ranks, one of them late at times, in place and not."""
     torch.set_num_threads(1)  # a forked process has no threads of torch's
-    kernel.send, kernel.receive = send, receive
+    replace_instructions(kernel)
     capacity = 12 * BLOCK
     boxes = torch.zeros(RANKS, 2, RANKS, capacity, dtype=torch.int64).share_memory_()
     addresses = [box.data_ptr() for box in boxes]

@@ -22,3 +22,8 @@ def receive(addresses: Any, count: Any, stop: Any, is_inside: Any) -> Any:
         if ((words.handle.data >> 32)[inside] == count.handle.data[inside]).all():
             return words.to(tl.int32)
         assert time.monotonic() < deadline, "the other rank's words did not come"
+
+
+def replace_instructions(kernel: Any) -> None:
+    """Make the kernels of a module send and receive by the functions above."""
+    kernel.send, kernel.receive = send, receive
