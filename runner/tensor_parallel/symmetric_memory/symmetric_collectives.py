@@ -47,6 +47,10 @@ Sum = Callable[[torch.Tensor, torch.Tensor], object]
 """A function that writes a sum over the ranks, or a rank's part of it, to its second argument."""
 
 
+GraphTimes = tuple[float, float]
+"""Microseconds of a graph of `CALLS_A_GRAPH` sums, and of one of five times as many."""
+
+
 class Microseconds(NamedTuple):
     """What a sum takes: by one push and by two, infinite where that is not measured, and through NCCL."""
 
@@ -250,18 +254,20 @@ class SymmetricCollectives:
         return (self._add_up_once,) if self._inboxes_of_twice is None else (self._add_up_once, self._add_up_twice)
 
     def _measured(self, exchange: Exchange, nccl: Sum) -> dict[int, Microseconds]:
-        """Return the microseconds of a sum by size; of the slowest rank, so that all ranks have the same."""
-        own: dict[str, Microseconds] = {}
+        """Return the microseconds of a sum by size, the same on all ranks."""
+        own: dict[str, list[GraphTimes]] = {}
         for size in SIZES:
             x = torch.zeros(size // 2, dtype=torch.bfloat16, device=self._device)
             operands, ways = (x, x), self._ways_to_add_up()
             if self._exchanges_tokens:
                 operands, ways = (x.repeat(self._size), x), (self.scatter_sum,)
-            pushed = [_microseconds(partial(way, *operands), self._device) for way in ways]
-            twice = pushed[1] if len(pushed) > 1 else math.inf
-            own[str(size)] = Microseconds(pushed[0], twice, _microseconds(partial(nccl, *operands), self._device))
-        found = [json.loads(text) for text in exchange("times of sums", json.dumps(own))]
-        return {int(size): Microseconds(*map(max, zip(*(each[size] for each in found), strict=True))) for size in own}
+            own[str(size)] = [_graph_times(partial(way, *operands), self._device) for way in (*ways, nccl)]
+        of_ranks = [json.loads(text) for text in exchange("times of sums", json.dumps(own))]
+        found = {}
+        for name in own:
+            once, *twice, other = map(microseconds_of_one, zip(*(each[name] for each in of_ranks), strict=True))
+            found[int(name)] = Microseconds(once, twice[0] if twice else math.inf, other)
+        return found
 
 
 def name_of_collectives(exchanges_tokens: bool) -> str:
@@ -312,15 +318,21 @@ def _aligned(x: torch.Tensor) -> torch.Tensor:
     return x.clone() if x.data_ptr() % 4 else x
 
 
-def _microseconds(add_up: Callable[[], object], device: torch.device) -> float:
-    """Return what one of the sums of a captured graph takes: the difference of a long graph and a short one.
+def microseconds_of_one(of_ranks: Sequence[GraphTimes]) -> float:
+    """Return what one sum takes, from the times of each rank: the difference of a long graph and a short one.
 
-    So what a launch takes, and the wait for the other ranks to launch theirs, is in neither sum.
+    So what a launch takes is not in it. Each time is that of the rank that waited least for others to launch theirs: a
+    rank that is late makes all others wait, in one graph longer than in the other.
     """
+    short, long = min(short for short, _ in of_ranks), min(long for _, long in of_ranks)
+    return (long - short) / (4 * CALLS_A_GRAPH)
+
+
+def _graph_times(add_up: Callable[[], object], device: torch.device) -> GraphTimes:
+    """Return what a short and a long graph of sums take on this rank."""
     add_up()
     torch.cuda.synchronize(device)
-    short, long = (_microseconds_of_graph(add_up, count) for count in (CALLS_A_GRAPH, 5 * CALLS_A_GRAPH))
-    return (long - short) / (4 * CALLS_A_GRAPH)
+    return _microseconds_of_graph(add_up, CALLS_A_GRAPH), _microseconds_of_graph(add_up, 5 * CALLS_A_GRAPH)
 
 
 def _microseconds_of_graph(add_up: Callable[[], object], count: int) -> float:
